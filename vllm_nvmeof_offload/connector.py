@@ -57,7 +57,11 @@ from vllm_nvmeof_offload.vllm_adapter.scheduler_view import (
     key_bytes_of,
     timed,
 )
-from vllm_nvmeof_offload.vllm_adapter.supported import refuse_unsupported, replica_of
+from vllm_nvmeof_offload.vllm_adapter.supported import (
+    count_nodes,
+    refuse_unsupported,
+    replica_of,
+)
 from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker
 
 __all__ = [
@@ -138,6 +142,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             assert isinstance(spec, NVMeoFOffloadingSpec)
             spec.deployment = deployed(vllm_config, config.weights_seen)
             spec.replica = replica
+            spec.one_host = count_nodes(vllm_config.parallel_config) == 1
         #: Seconds in the methods of the scheduler side since the last step's output.
         self._spent_s = 0.0
         #: KV events that were taken early, for the next step.

@@ -43,6 +43,7 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
     #: Set by the connector before `get_worker`.
     deployment: Deployment | None = None
     replica: Replica = Replica()
+    one_host: bool = True
     layers: LayerCaches | None = None
     #: Set by `get_worker`.
     hello: RankHello | None = None
@@ -92,7 +93,8 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         assert self.deployment is not None, "the connector sets it"
         assert self.layers is not None, "the connector sets it"
-        geometry = geometry_of(self.config, self.layers)
+        one_copy = self.settings.one_copy and self.one_host
+        geometry = geometry_of(self.config, self.layers, one_copy=one_copy)
         parallel = self.config.parallel
         keyspace = self.deployment.keyspace(
             layout=str(self.config.kv_cache_layout),

@@ -132,13 +132,20 @@ class JobBlocks:
 class CacheGeometry:
     """The KV cache of one rank: a `ChunkGeometry` per group, in the order of group positions."""
 
-    def __init__(self, groups: Sequence[tuple[Group, Sequence[CacheTensor]]]) -> None:
+    def __init__(
+        self,
+        groups: Sequence[tuple[Group, Sequence[CacheTensor]]],
+        set_sizes: Sequence[int] = (),
+    ) -> None:
+        """set_sizes: as `RankGroup.set_size`, by group; none: 1 of each."""
         self.by_group = tuple(
             ChunkGeometry(joined(tensors), _blocks_per_chunk(group)) for group, tensors in groups
         )
         self.groups = tuple(
-            RankGroup(group, geometry.block_bytes)
-            for (group, _), geometry in zip(groups, self.by_group, strict=True)
+            RankGroup(group, geometry.block_bytes, size)
+            for (group, _), geometry, size in zip(
+                groups, self.by_group, set_sizes or [1] * len(groups), strict=True
+            )
         )
         #: Bytes of a chunk, by group.
         self.group_bytes = tuple(one.payload_bytes for one in self.by_group)

@@ -6,6 +6,7 @@ Only the groups that vLLM offloads count. Their order is that of its offloading 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +28,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor
-from vllm_nvmeof_offload.groups import Group, GroupBlocks, GroupKind, RankGroup
+from vllm_nvmeof_offload.groups import SET_SIZE_MAX, Group, GroupBlocks, GroupKind, RankGroup
 from vllm_nvmeof_offload.vllm_adapter import capabilities
 
 #: By exact type: a subclass may drop blocks in its own way while a request runs.
@@ -154,10 +155,41 @@ def rank_groups_of(groups: Sequence[Group], kv_cache_config: Any) -> list[RankGr
     return found
 
 
-def geometry_of(config: Any, layers: LayerCaches) -> CacheGeometry:
-    """The geometry of the groups that vLLM offloads, on this rank."""
+def set_sizes_of(config: Any, kv_cache_config: Any) -> tuple[int, ...]:
+    """How many consecutive ranks hold equal bytes of each group that vLLM offloads.
+
+    config: vLLM's `OffloadingConfig`. Tensor-parallel ranks do so where layers cannot be split any
+    further: latent attention is not split at all, and of fewer KV heads than ranks each one is kept
+    several times. The largest number is a multiple of each, and at most `SET_SIZE_MAX`.
+    """
+    parallel = config.parallel
+    sizes = []
+    for one in config.groups:
+        specs = iter_layer_specs(kv_cache_config.kv_cache_groups[one.group_id].kv_cache_spec)
+        replicas = (_replicas(spec, parallel.tp_size, parallel.dcp_size) for spec in specs)
+        size = math.gcd(parallel.tp_size, *replicas)
+        sizes.append(size if size <= SET_SIZE_MAX else 1)
+    return tuple(size if max(sizes) % size == 0 else 1 for size in sizes)
+
+
+def _replicas(spec: Any, tensor_parallel: int, decode_context_parallel: int) -> int:
+    """Consecutive tensor-parallel ranks with equal KV of a layer."""
+    if not isinstance(spec, AttentionSpec) or spec.max_tp_shards is None:
+        return 1
+    if spec.dcp_sharded and decode_context_parallel > 1:
+        return 1
+    return max(1, tensor_parallel // int(spec.max_tp_shards))
+
+
+def geometry_of(config: Any, layers: LayerCaches, *, one_copy: bool = False) -> CacheGeometry:
+    """The geometry of the groups that vLLM offloads, on this rank.
+
+    one_copy: ranks with equal bytes of a group are a set; otherwise each is one by itself.
+    """
     groups = groups_of(config, layers.config)
-    return CacheGeometry([(group, layers.tensors(group.group_id)) for group in groups])
+    set_sizes = set_sizes_of(config, layers.config) if one_copy else ()
+    tensors = [(group, layers.tensors(group.group_id)) for group in groups]
+    return CacheGeometry(tensors, set_sizes)
 
 
 def facts_of(config: Any, kv_cache_config: Any) -> list[dict[str, Any]]:

@@ -125,6 +125,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         parts.runner.stop()
         released = parts.io.close()
         parts.copy.close()
+        parts.runner.leave_set()
         if parts.pool is not None:
             parts.pool.close(abandon=not released)
         if released:  # otherwise the kernel still uses our memory until the process ends

@@ -7,7 +7,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from vllm_nvmeof_offload import logger
@@ -22,6 +22,7 @@ from vllm_nvmeof_offload.copy.base import CopyEngine
 from vllm_nvmeof_offload.copy.choose import open_device
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry
 from vllm_nvmeof_offload.fabric.topology import discover
+from vllm_nvmeof_offload.groups import RankGroup
 from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, NoIoEngine, Waker
 from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.io.faults import FaultPlan, FaultyIoEngine
@@ -29,10 +30,11 @@ from vllm_nvmeof_offload.pool.format import Keyspace, share_tag
 from vllm_nvmeof_offload.pool.ownership import bytes_of_others, bytes_of_pools
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import AdoptedEntries, RankHello
-from vllm_nvmeof_offload.staging import Staging, split_slots
+from vllm_nvmeof_offload.staging import Membership, Staging, split_slots
 from vllm_nvmeof_offload.targets.health import TargetHealth
 from vllm_nvmeof_offload.targets.reattach import Attachments, TargetWatcher
 from vllm_nvmeof_offload.units import slot_stride_bytes
+from vllm_nvmeof_offload.worker.membership import NoSetError, SetLayout, join_set
 from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, TransferPipeline
 
 
@@ -88,10 +90,11 @@ def build_worker(
     pool_bytes = _pool_bytes(settings, identity, slot_bytes)
     staging_bytes = settings.staging_bytes // identity.ranks
     cache_slots, stream_slots = split_slots(staging_bytes, slot_bytes, settings.stream_slots)
-    pool = _open_pool(settings, geometry, identity, pool_bytes)
-    staging = Staging(
-        slot_bytes, cache_slots, stream_slots, _log_progress("pinned memory"), kv_device.numa_node
-    )
+    slots = slot_bytes, cache_slots, stream_slots
+    membership, groups, alone = _join_set(geometry.groups, identity, slots)
+    pool = _open_pool(settings, geometry.payload_bytes, groups, identity, pool_bytes)
+    progress = _log_progress("pinned memory")
+    staging = Staging(*slots, progress, kv_device.numa_node, membership)
     waker = Waker()
     copy, copy_fallbacks = kv_device.copy_engine(
         settings.copy_backend, staging.map, geometry.starts, waker.wake
@@ -117,10 +120,10 @@ def build_worker(
         pool_slots=pool.slots if pool else 0,
         target_count=target_count,
         slot_bytes=slot_bytes,
-        groups=geometry.groups,
+        groups=groups,
         adopted=adopted,
         tag=b"" if identity.volatile else share_tag(identity.keyspace.digest),
-        fallbacks=(*copy_fallbacks, *(pool.fallbacks if pool else ()), *io_fallbacks),
+        fallbacks=(*copy_fallbacks, *(pool.fallbacks if pool else ()), *io_fallbacks, *alone),
         stream_slots=stream_slots,
         targets=tuple(str(t) for t in settings.targets) if pool else (),
         remote=tuple(discover(os.path.realpath(t)).is_remote for t in settings.targets)
@@ -194,8 +197,36 @@ def _pool_bytes(settings: OffloadConfig, identity: RankIdentity, slot_bytes: int
     return resolve_pool_bytes(settings, held)
 
 
+def _join_set(
+    groups: tuple[RankGroup, ...], identity: RankIdentity, slots: tuple[int, int, int]
+) -> tuple[Membership | None, tuple[RankGroup, ...], tuple[str, ...]]:
+    """Meet the ranks with equal KV.
+
+    slots: bytes of one, cache slots, stream slots. Returns the groups too, and why not, where the
+    ranks cannot share memory: then each is a set by itself.
+    """
+    sizes = tuple(group.set_size for group in groups)
+    members = max(sizes, default=1)
+    if members == 1:
+        return None, groups, ()
+    number, member = divmod(identity.rank, members)
+    # All ranks of an engine on this host have one parent, and no other engine has it now.
+    name = f"{identity.replica.engine}/{os.getppid()}/{number}"
+    layout = SetLayout(name, identity.keyspace.digest, members, sizes, *slots)
+    try:
+        return Membership(join_set(layout, member), member, sizes), groups, ()
+    except NoSetError as error:
+        line = f"one_copy: every rank keeps its own copy of KV that others hold too ({error})"
+        logger.warning("%s: %s", identity, line)
+        return None, tuple(replace(group, set_size=1) for group in groups), (line,)
+
+
 def _open_pool(
-    settings: OffloadConfig, geometry: CacheGeometry, identity: RankIdentity, pool_bytes: int
+    settings: OffloadConfig,
+    payload_bytes: int,
+    groups: tuple[RankGroup, ...],
+    identity: RankIdentity,
+    pool_bytes: int,
 ) -> Pool | None:
     if not pool_bytes:
         return None
@@ -203,8 +234,8 @@ def _open_pool(
         PoolSpec(
             targets=tuple(Path(t) for t in settings.targets),
             pool_bytes=pool_bytes // identity.ranks,
-            payload_bytes=geometry.payload_bytes,
-            groups=geometry.groups,
+            payload_bytes=payload_bytes,
+            groups=groups,
             keyspace=identity.keyspace,
             rank=identity.rank,
             world_size=identity.world_size,

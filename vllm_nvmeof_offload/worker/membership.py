@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of a set meet at start and map one memory.
+
+They have equal bytes of some KV cache group and lie on one host (`RankGroup.set_size`). The first
+one makes the memory, an anonymous file, and hands it to the others over a Unix socket in the
+kernel's abstract namespace: nothing in a file system has to be named, cleaned up, or large enough.
+All must want the same layout. If one does not come, nobody gets the memory, and each rank keeps
+copies of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from vllm_nvmeof_offload.native import set_words_bytes
+from vllm_nvmeof_offload.staging import SetMemory
+
+#: The ranks reach this point at about the same time, because vLLM gives all their memory at once.
+MEET_S = 60.0
+_RETRY_S = 0.02
+_MESSAGE_BYTES_MAX = 4096
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+_WELCOME = b"welcome"
+
+
+class NoSetError(Exception):
+    """The ranks of a set cannot share memory; the message names the cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetLayout:
+    """What all members must agree on.
+
+    name: of the set, unique among those that start on this machine. keyspace: its digest.
+    """
+
+    name: str
+    keyspace: str
+    members: int
+    set_sizes: tuple[int, ...]
+    slot_bytes: int
+    cache_slots: int
+    stream_slots: int
+
+    @property
+    def words_bytes(self) -> int:
+        size = set_words_bytes(self.members, self.cache_slots, self.stream_slots)
+        return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    @property
+    def staging_bytes(self) -> int:
+        """Of one member."""
+        return self.slot_bytes * (self.cache_slots + self.stream_slots)
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()
+
+    @property
+    def address(self) -> bytes:
+        return b"\0vllm-nvmeof-" + hashlib.sha256(self.name.encode()).hexdigest()[:32].encode()
+
+
+def join_set(layout: SetLayout, member: int, timeout_s: float = MEET_S) -> SetMemory:
+    """Meet the other members and map the set's memory. Call on each of them.
+
+    Raises: NoSetError: a member does not come, wants another layout, or cannot map the memory.
+    """
+    end_s = time.monotonic() + timeout_s
+    try:
+        fd = _lead(layout, end_s) if member == 0 else _follow(layout, member, end_s)
+        try:
+            return SetMemory(fd, layout.words_bytes, layout.staging_bytes, layout.members)
+        finally:
+            os.close(fd)
+    except TimeoutError:
+        raise NoSetError(f"a rank did not come within {timeout_s:.0f} s") from None
+    except (OSError, ValueError) as error:
+        raise NoSetError(str(error)) from error
+
+
+def _lead(layout: SetLayout, end_s: float) -> int:
+    """Make the memory and hand it to the others; return its file."""
+    with contextlib.ExitStack() as opened:
+        listener = opened.enter_context(_socket(end_s))
+        listener.bind(layout.address)
+        listener.listen(layout.members)
+        others: dict[int, socket.socket] = {}
+        while len(others) < layout.members - 1:
+            listener.settimeout(_left(end_s))
+            other, _ = listener.accept()
+            opened.enter_context(other)
+            member = _greeted(other, layout, end_s)
+            if member is not None and member not in others:
+                others[member] = other
+        fd = _make(layout)
+        try:
+            for other in others.values():
+                socket.send_fds(other, [_WELCOME], [fd])
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+
+def _greeted(other: socket.socket, layout: SetLayout, end_s: float) -> int | None:
+    """The member that has connected; None: a stranger.
+
+    Raises: NoSetError: it wants another layout.
+    """
+    other.settimeout(_left(end_s))
+    if _user_of(other) != os.getuid():
+        return None
+    try:
+        greeting = json.loads(other.recv(_MESSAGE_BYTES_MAX))
+        member, digest = int(greeting["member"]), greeting["digest"]
+    except (ValueError, KeyError, TypeError, ConnectionError):
+        return None
+    if digest != layout.digest:
+        raise NoSetError("the ranks have different slots")
+    return member if 0 < member < layout.members else None
+
+
+def _make(layout: SetLayout) -> int:
+    fd = os.memfd_create("vllm-nvmeof-set", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, layout.words_bytes + layout.members * layout.staging_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _follow(layout: SetLayout, member: int, end_s: float) -> int:
+    """Get the memory's file from the first member."""
+    for first in _tries(end_s):
+        with first:
+            try:
+                first.connect(layout.address)
+            except ConnectionRefusedError:  # it is not there yet
+                time.sleep(_RETRY_S)
+                continue
+            if _user_of(first) != os.getuid():
+                raise NoSetError("another user has taken the name of the set")
+            first.send(json.dumps({"member": member, "digest": layout.digest}).encode())
+            first.settimeout(_left(end_s))
+            flags = socket.MSG_CMSG_CLOEXEC
+            message, fds, _, _ = socket.recv_fds(first, len(_WELCOME), 1, flags)
+            if message != _WELCOME or len(fds) != 1:
+                raise NoSetError("the first rank has no memory for the set")
+            return fds[0]
+    raise TimeoutError
+
+
+def _tries(end_s: float) -> Iterator[socket.socket]:
+    while time.monotonic() < end_s:
+        yield _socket(end_s)
+
+
+def _socket(end_s: float) -> socket.socket:
+    # Whole messages, and an end that is seen at once.
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.settimeout(_left(end_s))
+    return made
+
+
+def _left(end_s: float) -> float:
+    left_s = end_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    return left_s
+
+
+def _user_of(peer: socket.socket) -> int:
+    raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(raw)[1])
