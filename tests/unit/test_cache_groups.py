@@ -22,6 +22,7 @@ from vllm_nvmeof_offload.vllm_adapter.groups import (
     geometry_of,
     groups_of,
     rank_groups_of,
+    set_sizes_of,
 )
 
 torch = pytest.importorskip("torch")
@@ -370,3 +371,39 @@ def test_a_group_of_context_parallel_ranks_has_longer_blocks() -> None:
     (blocks,) = blocks_of(interface.KVCacheConfig(BLOCKS, [], groups), 4)
     assert blocks.block_tokens == 4 * BLOCK_TOKENS
     assert blocks_that_fit([blocks], 3) == 3
+
+
+def _latent(**more: Any) -> Any:
+    return interface.MLAAttentionSpec(
+        **_COMMON, num_kv_heads=1, head_size=8, max_tp_shards=1, **more
+    )
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "specs", "expected"),
+    [
+        (4, [_latent()], (4,)),
+        (1, [_latent()], (1,)),
+        (4, [_full()], (1,)),  # vLLM does not say into how many its heads can be split
+        (4, [_full(max_tp_shards=2)], (2,)),
+        (2, [_full(max_tp_shards=8)], (1,)),
+        (4, [_latent(), _full(max_tp_shards=2), _state()], (4, 2, 1)),
+        (128, [_latent()], (1,)),
+        (6, [_full(max_tp_shards=2), _full(max_tp_shards=3)], (3, 1)),  # 2 does not divide 3
+    ],
+)
+def test_ranks_whose_layers_cannot_be_split_hold_equal_bytes(
+    tensor_parallel: int, specs: list[Any], expected: tuple[int, ...]
+) -> None:
+    kinds = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    groups = [SimpleNamespace(group_id=number) for number in range(len(specs))]
+    parallel = SimpleNamespace(tp_size=tensor_parallel, dcp_size=1)
+    config = SimpleNamespace(parallel=parallel, groups=groups)
+    assert set_sizes_of(config, SimpleNamespace(kv_cache_groups=kinds)) == expected
+
+
+def test_ranks_that_divide_the_tokens_of_latent_attention_hold_different_bytes() -> None:
+    kinds = [SimpleNamespace(kv_cache_spec=_latent())]
+    parallel = SimpleNamespace(tp_size=4, dcp_size=2)
+    config = SimpleNamespace(parallel=parallel, groups=[SimpleNamespace(group_id=0)])
+    assert set_sizes_of(config, SimpleNamespace(kv_cache_groups=kinds)) == (1,)

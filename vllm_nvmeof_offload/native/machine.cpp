@@ -5,13 +5,6 @@
 #include <functional>
 
 namespace nvmeof {
-namespace {
-
-// A cache slot of a column: its row, and above it its member + 1, or 0.
-constexpr int kCacheRowBits = 24;
-constexpr int32_t kCacheRowMask = (1 << kCacheRowBits) - 1;
-
-}  // namespace
 
 Machine::Machine(const MachineOptions& options, NativeLanes* native, int64_t now_ns)
     : written_bytes(options.io.targets),
@@ -65,17 +58,18 @@ void Machine::add_tasks(Job& job, Urgency urgency, const Columns& columns) {
     task.content = {hash(task.key()), columns.generations[row]};
     task.urgency = urgency;
     task.charged_to = job.op;
-    task.cache = columns.cache[row] < 0 ? -1 : columns.cache[row] & kCacheRowMask;
+    const int32_t cache = columns.cache[row];
+    task.cache = cache < 0 ? kNoSlot : static_cast<int32_t>(cache_row(cache));
     task.group = columns.groups[row];
     require(task.group < options_.io.group_bytes.size(), "a row names an unknown group");
     const int64_t place = columns.places[row];
-    name_holder(task, columns.cache[row], place);
+    name_holder(task, cache, place);
     if (place >= 0) {
-      task.target = static_cast<uint8_t>(place >> 32 & 0xFF);
+      task.target = static_cast<uint8_t>(target_of(place));
       require(task.target < options_.io.targets, "a place names an unknown target");
       // Format 1 numbers the slots of a rank over all its targets.
       const auto targets = static_cast<int64_t>(options_.io.targets);
-      task.pool_slot = (place & 0xFFFFFFFF) * targets + task.target;
+      task.pool_slot = slot_of(place) * targets + task.target;
       require(!options_.pool_slots || static_cast<uint64_t>(task.pool_slot) < options_.pool_slots,
               "a place is outside of the pool");
     }
@@ -526,12 +520,11 @@ void Machine::copied(uint64_t number, Outcome code, int error, std::span<const i
 // ---- the set ----------------------------------------------------------------------------
 
 void Machine::name_holder(Task& task, int32_t cache, int64_t place) {
-  uint8_t member = kEveryMember;
-  if (place >= 0) member = static_cast<uint8_t>(place >> 40);
+  uint32_t member = place < 0 ? kEveryMember : member_of(place);
   if (cache >= 0) {
-    const auto named = static_cast<uint8_t>((cache >> kCacheRowBits) - 1);
-    require(place < 0 || named == member, "a row's slot and place are of two members");
-    member = named;
+    require(place < 0 || cache_member(cache) == member,
+            "a row's slot and place are of two members");
+    member = cache_member(cache);
   }
   if (member == kEveryMember) return;
   require(set_.has_value(), "a row names a member, and this rank is in no set");

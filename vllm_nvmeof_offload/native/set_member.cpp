@@ -21,7 +21,7 @@ SetMember::SetMember(const SetOptions& options, const SetShape& shape, int64_t p
     require(size && options.members % size == 0, "a group's set does not divide its members");
 }
 
-uint8_t SetMember::holder(uint8_t group, uint8_t member) const {
+uint8_t SetMember::holder(uint8_t group, uint32_t member) const {
   const size_t size = options_.set_sizes[group];
   require(member < size, "a row names a member that its group does not have");
   return static_cast<uint8_t>(options_.member - options_.member % size + member);

@@ -54,7 +54,7 @@ class SetMember {
   // Whether ranks have equal bytes of this group.
   bool shares(uint8_t group) const { return options_.set_sizes[group] > 1; }
   // The holder of what `member` of a place or cache slot of the group names.
-  uint8_t holder(uint8_t group, uint8_t member) const;
+  uint8_t holder(uint8_t group, uint32_t member) const;
   bool holds(const Task& task) const { return task.holder == options_.member; }
   // Of a holder's slot, which the task copies from.
   uint64_t address(const Task& task, size_t slot_bytes) const;

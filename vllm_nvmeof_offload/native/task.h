@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "lanes.h"
+#include "members.h"
 #include "mutants.h"
 #include "op.h"
 #include "rules.h"
@@ -32,8 +33,6 @@ enum class Step : uint8_t {
 struct Job;
 class FairQueue;
 
-// The holder of a row of which every rank has its part.
-inline constexpr uint8_t kEveryMember = 255;
 
 // The content of a slot, as gates compare it. A key is compared by its hash: both sides are ours,
 // and a slot whose bytes are another chunk's differs in the generation too.
@@ -51,7 +50,8 @@ struct Task {
   int64_t pool_slot = -1;  // -1: no I/O; otherwise it is on `target`
   uint8_t target = 0;
   uint8_t group = 0;
-  uint8_t holder = kEveryMember;  // the one member of the set whose slots the row names
+  // The one member of the set whose slots the row names; `kEveryMember`: each rank has its part.
+  uint8_t holder = kEveryMember;
   Step step = Step::GATE;
   Urgency urgency = Urgency::DEMAND;
   int32_t stream = -1;
