@@ -43,7 +43,7 @@ def test_core(sanitize: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", ["test_machine", "test_tiers"])
+@pytest.mark.parametrize("program", ["test_machine", "test_set", "test_tiers"])
 def test_one_thread(program: str) -> None:
     """What runs on one thread at a time needs no thread sanitizer."""
     run([str(build("address,undefined") / program), str(SEED), str(SEEDS)])
