@@ -130,6 +130,8 @@ def _config_like(vllm_config: Any, folder: str) -> Any:
     parts: dict[str, dict[str, Any]] = {
         "cache_config": {
             "block_size": _BLOCK_TOKENS,
+            "prefix_match_unit": None,
+            "prefix_cache_retention_interval": None,
             "num_gpu_blocks": _BLOCKS,
             "enable_prefix_caching": True,
             "kv_cache_layout": "LBHNC",
@@ -143,8 +145,8 @@ def _config_like(vllm_config: Any, folder: str) -> Any:
         },
         "parallel_config": {
             **dict.fromkeys(("world_size", "tensor_parallel_size", "data_parallel_size"), 1),
-            **dict.fromkeys(("decode_context_parallel_size", "pipeline_parallel_size"), 1),
-            **dict.fromkeys(("prefill_context_parallel_size",), 1),
+            **dict.fromkeys(("pipeline_parallel_size", "decode_context_parallel_size"), 1),
+            "prefill_context_parallel_size": 1,
             **dict.fromkeys(("rank", "data_parallel_index"), 0),
         },
     }

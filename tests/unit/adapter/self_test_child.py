@@ -8,13 +8,14 @@ With the third argument it also runs on every stand-in.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import sys
 import time
 from typing import Any
 
-from vllm.config import KVTransferConfig, set_current_vllm_config
+from vllm.config import KVEventsConfig, KVTransferConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_nvmeof_offload.vllm_adapter import self_test
@@ -40,6 +41,18 @@ def attempt(config: Any) -> dict[str, Any]:
     return {"error": error, "cpu_s": time.process_time() - began_s, "log": lines}
 
 
+def _with_settings(config: Any) -> Any:
+    """Settings of a user's that concern no made-up request."""
+    config = copy.deepcopy(config)
+    config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = 2
+    config.cache_config.prefix_match_unit = 128
+    config.cache_config.enable_prefix_caching = False
+    config.scheduler_config.policy = "priority"
+    config.scheduler_config.max_num_batched_tokens = 32
+    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    return config
+
+
 def main(model: str, pool: str, *more: str) -> None:
     transfer = KVTransferConfig(
         kv_connector="NVMeoFOffloadingConnector",
@@ -60,6 +73,7 @@ def main(model: str, pool: str, *more: str) -> None:
             from tests.unit.adapter.stand_ins import STAND_INS
 
             found["again"] = attempt(config)
+            found["settings"] = attempt(_with_settings(config))
             for stand_in in STAND_INS:
                 with stand_in():
                     found[stand_in.__name__] = attempt(config)

@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.unit.adapter import run_self_test
+from vllm_nvmeof_offload.connector import NVMeoFOffloadingConnector
+from vllm_nvmeof_offload.vllm_adapter import self_test
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -22,7 +26,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_an_unknown_vllm_that_works_passes_with_one_loud_line(found: dict[str, Any]) -> None:
-    for case in ("whole", "again", "device_pointers"):
+    for case in ("whole", "again", "settings", "device_pointers"):
         assert found[case]["error"] == ""
         (line,) = found[case]["log"]
         assert line.startswith("THIS VLLM (0.") and "IS UNKNOWN" in line
@@ -52,3 +56,17 @@ def test_a_stand_in_that_works_otherwise_is_refused(
 
 def test_it_leaves_nothing_in_the_users_pool(found: dict[str, Any]) -> None:
     assert list(Path(found["pool"]).iterdir()) == []
+
+
+@pytest.mark.parametrize(("version", "tests"), [("0.33.0", 0), ("0.34.0", 1)])
+def test_only_an_unknown_release_is_tested(
+    monkeypatch: pytest.MonkeyPatch, version: str, tests: int
+) -> None:
+    class Connector(NVMeoFOffloadingConnector):
+        def __init__(self) -> None: ...
+
+    tested: list[Any] = []
+    monkeypatch.setattr(self_test, "run", tested.append)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
+    Connector()._test_unknown("configuration")
+    assert tested == ["configuration"] * tests
