@@ -96,7 +96,17 @@ WINDOW_CHUNKS = Capability(
         "offloading.scheduler": (f"{_OFFLOADING}.scheduler:{_WINDOW_CHUNKS}",),
     },
 )
+#: The method that the plugin wraps, and the fields that it reads and writes.
+CONFIGURATION = _only(
+    "configuration of a server",
+    "vllm.config:VllmConfig._post_init_kv_transfer_config()",
+    "vllm.config:CacheConfig has kv_offloading_size kv_offloading_backend",
+    "vllm.config:KVTransferConfig has kv_connector kv_connector_module_path kv_role",
+    "vllm.config:KVTransferConfig has kv_connector_extra_config kv_load_failure_policy",
+    optional=True,  # without it our connector is named in --kv-transfer-config
+)
 _OPTIONAL = (
+    CONFIGURATION,
     HIT_SOURCES,
     _only(
         "expedited loads",

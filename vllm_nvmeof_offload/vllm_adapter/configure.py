@@ -37,7 +37,7 @@ from vllm_nvmeof_offload import (
 )
 from vllm_nvmeof_offload.errors import ConfigError, IntegrationError
 from vllm_nvmeof_offload.units import GIB, format_bytes
-from vllm_nvmeof_offload.vllm_adapter import known_vllm
+from vllm_nvmeof_offload.vllm_adapter import capabilities, known_vllm
 
 # -- our connector among those of a MultiConnector ----------------------------------------
 
@@ -162,24 +162,12 @@ def register_loaded() -> None:
 _METHOD = "_post_init_kv_transfer_config"
 _SIZE_FLAG = "--kv-offloading-size"
 _BACKEND_FLAG = "--kv-offloading-backend"
-#: Fields that we read or write: class → names.
-_FIELDS = {
-    "CacheConfig": "kv_offloading_size kv_offloading_backend",
-    "KVTransferConfig": "kv_connector kv_connector_module_path kv_connector_extra_config kv_role "
-    "kv_load_failure_policy",
-}
 
 
 def expect() -> None:
     """Raise `IntegrationError` if `install` would not work."""
-    from vllm import config
-
-    if not callable(getattr(config.VllmConfig, _METHOD, None)):
-        raise IntegrationError(f"VllmConfig has no {_METHOD}")
-    for cls, names in _FIELDS.items():
-        missing = set(names.split()) - getattr(config, cls).__dataclass_fields__.keys()
-        if missing:
-            raise IntegrationError(f"{cls} has no {', '.join(sorted(missing))}")
+    for found in capabilities.CONFIGURATION.differences():
+        raise IntegrationError(found)
 
 
 def install() -> None:
