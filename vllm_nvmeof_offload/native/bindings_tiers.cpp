@@ -344,6 +344,10 @@ void bind_calls(nb::class_<Tiers>& type) {
            [](Tiers& tiers, nb::handle keys) {
              tiers.keep(KeyList(keys, tiers.index.key_bytes()));
            })
+      .def("cool",
+           [](Tiers& tiers, nb::handle keys) {
+             tiers.cool(KeyList(keys, tiers.index.key_bytes()));
+           })
       .def("begin_fetch",
            [](Tiers& tiers, nb::handle key, size_t reason) {
              const char* const bytes = KeyList::check(key.ptr(), tiers.index.key_bytes());

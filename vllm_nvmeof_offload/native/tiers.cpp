@@ -367,6 +367,19 @@ void Tiers::keep(Row row) {
   settle(row);
 }
 
+void Tiers::cool(Keys keys) {
+  if (!options_.writes) return;
+  for (const Row row : rows_of(keys)) {
+    if (row == kNoRow || index[row].cache == kNoSlot) continue;
+    const auto slot = static_cast<Slot>(index[row].cache);
+    if (cache[slot].wanted && !options_.demotes) continue;  // evicted now, it would be lost
+    cache[slot].used = 0;
+    if (!home(slot).contains(slot)) continue;  // it is filed by its last use when it is admitted
+    home(slot).withdraw(slot);
+    home(slot).admit(slot);
+  }
+}
+
 Batch Tiers::plan_load(Keys keys, size_t land_max, std::span<const uint32_t> order) {
   Batch batch;
   const std::vector<Row> rows = rows_of(keys);

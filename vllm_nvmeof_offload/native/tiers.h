@@ -178,6 +178,9 @@ class Tiers {
   void supersede(Keys keys);
   // They are to be kept, and written like any other.
   void keep(Keys keys);
+  // They leave the CPU tier before all others, for the pool: what is still to be written through
+  // stays until it is, and without a pool nothing changes.
+  void cool(Keys keys);
   // Intend to read a key that is only in the pool into a cache slot; kNoRow: there is no slot.
   Row begin_fetch(const char* key, size_t reason);
   // The intended fetches, in their order, which are sent now.

@@ -175,6 +175,13 @@ class Model:
             if slot.stay == "provisional":
                 slot.stay, slot.used = "superseded", 0
 
+    def cool(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            chunk = self.chunks.get(key)
+            slot = next((one for one in self.cache if chunk and one.chunk is chunk), None)
+            if slot is not None and not slot.wanted:
+                slot.used = 0
+
     def plan_load(self, keys: Sequence[bytes], land_max: int) -> list[Row]:
         self.keep(keys)
         self.touch(keys)

@@ -63,6 +63,40 @@ def test_what_is_superseded_is_evicted_before_everything_older() -> None:
     assert server.tiers.take_counts()[-1] == 1
 
 
+def test_what_is_cooled_leaves_first_and_is_still_in_the_pool() -> None:
+    server = Server(writes_max=8)
+    server.store(0, 1, 2, 3)
+    server.tiers.cool(keys_of(2, 9))
+    server.store(4)
+    assert [server.tiers.lookup(key) for key in keys_of(0, 1, 2, 3, 4)] == [1, 1, 2, 1, 1]
+    server.tiers.touch(keys_of(2))  # it is in the pool only, and others go by age again
+    server.store(5)
+    assert [server.tiers.lookup(key) for key in keys_of(0, 1, 3)] == [1, 1, 2]
+
+
+def test_what_is_not_written_yet_is_not_cooled() -> None:
+    waiting = Server(writes_max=0)
+    waiting.store(0, 1, 2, 3)
+    waiting.tiers.cool(keys_of(0))
+    waiting.store(4)
+    assert waiting.has(0, 1, 2, 3, 4) == [0, 1, 2, 4]
+    off = Server(writes=False)
+    off.store(0, 1, 2, 3)
+    off.tiers.cool(keys_of(0))
+    off.store(4)
+    assert off.has(0, 1, 2, 3, 4) == [0, 1, 2, 4], "there is no pool to go to"
+
+
+def test_written_on_eviction_what_is_cooled_is_demoted_next() -> None:
+    server = Server(writes_max=8, demotes=True, clean_min=1)
+    server.store(0, 1, 2)
+    server.tiers.cool(keys_of(2))
+    server.store(3)
+    assert server.written == 1
+    server.store(4)
+    assert [server.tiers.lookup(key) for key in keys_of(0, 1, 2, 3, 4)] == [1, 1, 2, 1, 1]
+
+
 @pytest.mark.parametrize("use", ["store", "load", "keep"])
 def test_a_chunk_that_is_of_use_to_others_is_kept(use: str) -> None:
     server = Server(writes_max=8)

@@ -95,6 +95,11 @@ class Pair:
         self.native.supersede(keys)
         self.model.supersede(keys)
 
+    def cool(self, rng: random.Random) -> None:
+        keys = self._run(rng)
+        self.native.cool(keys)
+        self.model.cool(keys)
+
     def load(self, rng: random.Random) -> None:
         gone_too = rng.random() < 0.2  # since their look-up
         keys = [key for key in self._run(rng) if gone_too or self.model.lookup(key)]
@@ -226,7 +231,7 @@ class Pair:
 CALLS = st.tuples(
     st.sampled_from(
         (
-            *("store", "keep", "supersede", "load", "fetch", "cancel"),
+            *("store", "keep", "supersede", "cool", "load", "fetch", "cancel"),
             *("write", "report", "report", "report", "reset"),
         )
     ),
@@ -269,6 +274,7 @@ def test_slots_are_divided_among_members_as_in_the_model(
 
 NAMES = (
     *("store", "store", "keep", "supersede", "load", "load", "fetch", "fetch", "cancel"),
+    "cool",
     *("write", "report", "report", "report", "reset"),
 )
 
