@@ -295,7 +295,9 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
     @timed
     def on_new_request(self, request: Any, **more: Any) -> None:
         super().on_new_request(request, **more)
-        self._waiting.added(request, prefetch=self._view.may_prefetch(request))
+        advice = self._manager.advise(self._view.context(request.request_id), request)
+        may_prefetch = self._view.may_prefetch(request)
+        self._waiting.added(request, prefetch=may_prefetch, first=advice.prefetch)
 
     @timed
     def get_num_new_matched_tokens(

@@ -118,6 +118,10 @@ COUNTERS = _table(
     _row("prefetches_ended", "chunks",
          _one("how", "used", "wasted", "cancelled", "failed", "probe"),
          "Prefetched chunks, by what became of the prefetch."),
+    _row("kv_hints", "actions",
+         _one("advice", "prefetch", "retain", "demote", "unknown", "malformed"),
+         "Actions of the kv_hints that requests brought, by what they advise; unknown and "
+         "malformed ones were ignored."),
     # -- stores, writes, evictions
     _row("stored_chunks", "chunks", (),
          "Chunks whose store into the CPU tier was planned."),

@@ -24,6 +24,7 @@ OTHER = "0.33.0"
 OUR_TESTS = (
     *("test_plugin.py", "test_refusals.py", "test_cache_groups.py"),
     *("manager/test_vllm_manager.py", "manager/test_boundary.py"),
+    *("manager/test_advice.py", "manager/test_router_scores.py"),
 )
 LOADED = "vllm:nvmeof_loaded_tokens_total"
 

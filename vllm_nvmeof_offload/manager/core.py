@@ -265,6 +265,11 @@ class ManagerCore:
         self._tiers.drain()
         self._count()
 
+    def cool(self, keys: Sequence[bytes]) -> None:
+        """These chunks are the next to leave the CPU tier for the pool."""
+        self._tiers.cool(keys)
+        self._drain()
+
     # -- load -------------------------------------------------------------------------
 
     def prepare_load(

@@ -9,6 +9,7 @@ cache metrics.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -152,13 +153,16 @@ class WaitingRequests:
         self._declined: Sequence[bytes] = ()  # by the last attempt of this step
         self._logged: tuple[bool, float] = (True, -_LOG_PERIOD_S)
 
-    def added(self, request: Any, *, prefetch: bool = True) -> None:
-        """A request has arrived. prefetch: whether its chunks may be prefetched."""
+    def added(self, request: Any, *, prefetch: bool = True, first: bool = False) -> None:
+        """A request has arrived. prefetch: whether its chunks may be prefetched. first: before
+        those of others."""
         self._requests[request.request_id] = request
         self._ended.discard(request.request_id)
         self.answers.forget(request.request_id)
         if prefetch:
-            order = (request.priority, request.arrival_time) if self._queue.by_priority else ()
+            order: Order = (not first,)
+            if self._queue.by_priority:
+                order += (request.priority, request.arrival_time)
             # vLLM computes at least the last token, so a load never has all chunks.
             self._follow(request, request.num_tokens - 1, order)
 
@@ -253,6 +257,11 @@ class WaitingRequests:
     def attempt(self, request_id: str) -> Attempt | None:
         """What was decided on the load that is being planned for this request."""
         return self._attempts.get(request_id)
+
+    def keys(self, request_id: str) -> list[bytes]:
+        """All offload keys that a request has so far."""
+        by_group = self._queue.keys_of(request_id) or ()
+        return list(itertools.chain.from_iterable(by_group))
 
     def request(self, request_id: str) -> Any:
         """vLLM's request, from its arrival to the end of the step that reports its end."""

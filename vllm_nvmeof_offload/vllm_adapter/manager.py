@@ -55,6 +55,7 @@ from vllm_nvmeof_offload.protocol import (
     split_keys,
 )
 from vllm_nvmeof_offload.vllm_adapter import capabilities, known_vllm
+from vllm_nvmeof_offload.vllm_adapter.kv_hints import Advice, advice_of
 
 _HIT_SOURCES = capabilities.HIT_SOURCES.take()
 _MEDIUM = {Source.CPU: Medium.CPU, Source.POOL: Medium.STORAGE}
@@ -91,10 +92,11 @@ class LookUp:
 
 @dataclass
 class _RequestState:
-    """used: a request's chunks, by job. loaded, ends: the chunks of its last load, and where there
-    are several groups the tokens up to each one's end."""
+    """used: a request's chunks, by job. advice: of its kv_hints. loaded, ends: the chunks of its
+    last load, and where there are several groups the tokens up to each one's end."""
 
     used: list[Collection[bytes]] = field(default_factory=list)
+    advice: Advice | None = None
     loaded: ChunkBatch | None = None
     ends: npt.NDArray[np.int64] | None = None
 
@@ -232,6 +234,31 @@ class NVMeoFOffloadingManager(OffloadingManager):
         if state is not None:
             used = list(dict.fromkeys(itertools.chain.from_iterable(state.used)))
             self.core.ended(used, self._ends(used, req_context))
+            if state.advice is not None:
+                self._follow(state.advice, req_context)
+
+    def advise(self, req_context: ReqContext, request: Any) -> Advice:
+        """Read what an orchestrator advises on the KV of a request that has arrived."""
+        hints = getattr(req_context, "kv_hints", None)
+        if hints is None:
+            return Advice()
+        counters = self.core.counters
+
+        def count(kind: str) -> None:
+            counters["kv_hints", kind] += 1
+
+        advice = self._state(req_context).advice = advice_of(hints, request, count)
+        return advice
+
+    def _follow(self, advice: Advice, req_context: ReqContext) -> None:
+        """Follow the advice on a request that has ended."""
+        keys = self.waiting.keys(req_context.req_id) if self.waiting else []
+        if advice.demote:
+            self.core.cool(keys)
+        ends = [req_context.get_offload_key_position(OffloadKey(key)) or 0 for key in keys]
+        kept = [keys[at] for at in advice.retained(ends)]
+        if kept:
+            self.core.ended(kept, self._ends(kept, req_context))
 
     def step_scheduled(self, scheduler_output: Any) -> None:
         """vLLM has scheduled a step; comes before its commands are taken."""

@@ -9,7 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey, TierFilter, make_offload_key
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+    TierFilter,
+    make_offload_key,
+)
 
 from vllm_nvmeof_offload.groups import GROUP_ID_BYTES, Group, GroupKind, group_id_of, leading
 from vllm_nvmeof_offload.manager.remembered import Question
@@ -106,9 +112,14 @@ class SchedulerView:
             return False
         return not any(group.block_ids for group in state.group_states)
 
+    def context(self, request_id: str) -> ReqContext:
+        """vLLM's context of a request that has arrived."""
+        context: ReqContext = self._scheduler._req_status[request_id].req_context
+        return context
+
     def may_prefetch(self, request: Any) -> bool:
         """Whether the request may be loaded from every tier."""
-        context = self._scheduler._req_status[request.request_id].req_context
+        context = self.context(request.request_id)
         every_tier = context.load_tier_filter is TierFilter.ALL
         return every_tier and not request.skip_reading_prefix_cache
 

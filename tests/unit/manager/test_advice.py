@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""kv_hints, as vLLM hands them over, change what is evicted and which request is fetched for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="hints come in vLLM's types")
+
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+
+from vllm_nvmeof_offload.groups import Group, GroupKind
+from vllm_nvmeof_offload.manager.core import CoreConfig, Source
+from vllm_nvmeof_offload.manager.requests import Queue
+from vllm_nvmeof_offload.vllm_adapter import manager as face
+from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
+
+from .bench import KEY_BYTES, Bench, Core, hello, key, keys_of
+
+CHUNK = 16
+GROUPS = (Group(0, GroupKind.FULL, CHUNK),)
+
+
+def hints(kind: str, **payload: Any) -> KvHintsEnvelope:
+    action = KvHintAction("a", f"kv.{kind}", "1.0", payload)
+    return KvHintsEnvelope("0.1", "m", [action])
+
+
+class Server:
+    """Four cache slots, eight of the pool; requests have the chunks of given numbers."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, tuple[int, ...]] = {}
+        self.manager = NVMeoFOffloadingManager(CoreConfig(credit_share=2.0))
+        self.bench = Bench()
+        queue = Queue(lambda request: [keys_of(*self.numbers[request])], lambda *_: False, GROUPS)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(face, "ManagerCore", Core)
+            self.manager.attach([hello(0, 4, 8, ())], KEY_BYTES, GROUPS, queue)
+        assert isinstance(self.manager.core, Core)
+        self.bench.core = self.manager.core
+
+    def arrives(self, name: str, *numbers: int, kv_hints: Any = None) -> ReqContext:
+        """As the connector does it."""
+        self.numbers[name] = numbers
+        context = ReqContext(name, kv_hints=kv_hints)
+        for at, number in enumerate(numbers):
+            context.set_offload_key_position(OffloadKey(key(number)), (at + 1) * CHUNK)
+        tokens = len(numbers) * CHUNK + 1
+        request = SimpleNamespace(
+            request_id=name, num_tokens=tokens, num_prompt_tokens=tokens, session_id="s"
+        )
+        advice = self.manager.advise(context, request)
+        assert self.manager.waiting is not None
+        self.manager.waiting.added(request, first=advice.prefetch)
+        return context
+
+    def serves(self, name: str, *numbers: int, kv_hints: Any = None) -> None:
+        """A request stores its chunks, which are written, and ends."""
+        context = self.arrives(name, *numbers, kv_hints=kv_hints)
+        output = self.manager.prepare_store([OffloadKey(k) for k in keys_of(*numbers)], context)
+        assert output is not None
+        if output.keys_to_store:
+            self.bench.done(output.store_spec.command.op)
+        self.bench.write_all()
+        self.manager.on_request_finished(context)
+
+    def in_cpu(self, *numbers: int) -> list[int]:
+        return [n for n in numbers if self.bench.source(n) is Source.CPU]
+
+    @property
+    def counted(self) -> dict[str, float]:
+        counters = self.manager.core.counters
+        return {s[1]: n for s, n in counters.items() if isinstance(s, tuple) and s[0] == "kv_hints"}
+
+
+def test_without_advice_the_older_request_leaves_first() -> None:
+    server = Server()
+    server.serves("a", 1, 2)
+    server.serves("b", 3, 4)
+    server.serves("c", 5, 6)
+    assert server.in_cpu(1, 2, 3, 4, 5, 6) == [3, 4, 5, 6]
+    assert not server.counted
+
+
+def test_what_is_retained_outlives_what_came_later() -> None:
+    server = Server()
+    directives = [{"start": 0, "end": CHUNK, "priority": 80}]
+    server.serves("a", 1, 2, kv_hints=hints("retain", scope=None, directives=directives))
+    server.serves("b", 3, 4)
+    server.serves("c", 5, 6)
+    assert server.in_cpu(1, 2, 3, 4, 5, 6) == [1, 3, 5, 6]
+    assert server.counted == {"retain": 1}
+
+
+@pytest.mark.parametrize("payload", [{}, {"session_id": "s"}])
+def test_what_is_demoted_leaves_first_and_is_in_the_pool(payload: dict[str, str]) -> None:
+    server = Server()
+    server.serves("a", 1, 2)
+    server.serves("b", 3, 4, kv_hints=hints("demote", **payload))
+    server.serves("c", 5, 6)
+    assert server.in_cpu(1, 2, 3, 4, 5, 6) == [1, 2, 5, 6]
+    assert server.bench.hits([3, 4]) == [3, 4]
+    assert server.counted == {"demote": 1}
+
+
+def test_a_hinted_request_is_fetched_for_before_those_that_waited_longer() -> None:
+    fetched = []
+    for advice in (None, hints("prefetch")):
+        server = Server()
+        for name, numbers in (("a", (1, 2)), ("b", (3, 4)), ("c", (5, 6)), ("d", (7, 8))):
+            server.serves(name, *numbers)
+        server.arrives("first", 1, 2)
+        server.arrives("second", 3, 4, kv_hints=advice)
+        server.manager.core.turn()
+        commands = server.manager.core.take_commands()
+        fetched.append([k for command in commands for k in command.batch.key_list()])
+    assert fetched[0][0] == key(1)
+    assert fetched[1][0] == key(3)
+    assert sorted(fetched[0]) != sorted(fetched[1]), "there is no room for both"
+
+
+def test_what_is_unknown_is_counted_and_the_request_is_served() -> None:
+    server = Server()
+    server.serves("a", 1, 2, kv_hints=hints("teleport", to="elsewhere"))
+    server.serves("b", 3, kv_hints=hints("retain", directives="all"))
+    assert server.in_cpu(1, 2, 3) == [1, 2, 3]
+    assert server.counted == {"unknown": 1, "malformed": 1}

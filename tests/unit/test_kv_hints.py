@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read of a request's kv_hints: three actions; all others are counted and harm nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_nvmeof_offload.vllm_adapter.kv_hints import Advice, advice_of
+
+REQUEST = SimpleNamespace(num_prompt_tokens=100, session_id="agent-1")
+
+
+def action(kind: str, payload: object = None, version: str = "1.0") -> Any:
+    return SimpleNamespace(
+        action_id="a", action_type=kind, action_version=version, payload=payload or {}
+    )
+
+
+def read(*actions: Any) -> tuple[Advice, Counter[str]]:
+    seen: Counter[str] = Counter()
+    envelope = SimpleNamespace(protocol_version="0.1", message_id="m", actions=list(actions))
+    return advice_of(envelope, REQUEST, lambda kind: seen.update([kind])), seen
+
+
+def retain(*directives: dict[str, Any], **more: Any) -> Any:
+    return action("kv.retain", {"scope": None, "directives": list(directives), **more})
+
+
+def test_three_actions_are_read_together() -> None:
+    advice, seen = read(
+        action("kv.prefetch"),
+        retain({"start": 0, "end": 64, "priority": 90, "duration": 30.0}),
+        action("kv.demote", {"session_id": "agent-1"}, "1.3"),
+    )
+    assert advice == Advice(True, ((0, 64),), True)
+    assert seen == Counter(prefetch=1, retain=1, demote=1)
+
+
+def test_what_is_retained_ends_in_a_range() -> None:
+    advice, _ = read(
+        retain(
+            {"start": 16, "end": 48, "priority": 50},
+            {"start": 48, "end": 64, "priority": 0},
+            {"start": 64, "end": 80, "priority": 9, "duration": 0},
+            {"covers_output": True, "priority": 1, "duration": None},
+        )
+    )
+    assert advice.retain == ((16, 48), (100, None))
+    assert advice.retained([16, 32, 48, 64, 80, 96, 112, 128]) == [1, 2, 6, 7]
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        action("kv.fetch", {"source": "x"}),
+        action("kv.deref"),
+        action("retain"),
+        action("kv.retain", {"directives": []}, "2.0"),
+        action("kv.prefetch", version="one"),
+        action("kv.prefetch", {"block_hashes": ["00"]}),
+        action("kv.demote", {"session_id": "agent-2"}),
+        SimpleNamespace(),
+        "kv.prefetch",
+    ],
+)
+def test_others_are_counted_and_do_not_hide_ours(unknown: Any) -> None:
+    advice, seen = read(unknown, action("kv.prefetch"))
+    assert advice == Advice(prefetch=True)
+    assert seen == Counter(unknown=1, prefetch=1)
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        {"directives": 3},
+        {"priority": 50, "ttl_seconds": 10},
+        {"directives": [{"start": 0, "end": 16}]},
+        {"directives": ["all"]},
+        {"directives": [{"priority": 101}]},
+        {"directives": [{"priority": True}]},
+        {"directives": [{"priority": 5, "start": -1}]},
+        {"directives": [{"priority": 5, "start": 16, "end": 16}]},
+        {"directives": [{"priority": 5, "duration": float("nan")}]},
+        {"directives": [{"priority": 5, "duration": "long"}]},
+        {"directives": [{"priority": 5, "covers_output": True, "end": 9}]},
+        {"directives": [{"priority": 5, "colour": "red"}]},
+        {"directives": [{"priority": 5}] * 129},
+        [1],
+    ],
+)
+def test_a_malformed_payload_retains_nothing(payload: object) -> None:
+    advice, seen = read(action("kv.retain", payload), action("kv.demote"))
+    assert advice == Advice(demote=True)
+    assert seen == Counter(malformed=1, demote=1)
+
+
+def test_an_envelope_is_read_up_to_a_bound() -> None:
+    _, seen = read(*[action("kv.prefetch")] * 20)
+    assert seen == Counter(prefetch=16, unknown=4)
+    counted: Counter[str] = Counter()
+    for envelope in (None, SimpleNamespace(actions=7), {"actions": []}):
+        assert advice_of(envelope, REQUEST, lambda kind: counted.update([kind])) == Advice()
+    assert counted == Counter(malformed=1)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Advice of an orchestrator on the KV of a request: vLLM's `kv_hints`.
+
+vLLM defines the envelope, a list of actions with a type, a version and a payload, and no action.
+Three are read here, in the form that their authors published; any other one, another major version
+and a payload of another form are counted and ignored. Advice is never an error, holds for the
+request that brings it, and never comes before what the request or the operator asks.
+
+* `kv.prefetch` 1.x, empty payload: the request's chunks are fetched from the pool before those of
+  other waiting requests.
+* `kv.retain` 1.x, `{"directives": [{"start", "end", "priority", "duration"} or {"covers_output",
+  …}]}`: the chunks that end in a range of tokens count as if another request had used them, and
+  are kept longer by as much. Priority 0 and duration 0 retain nothing; priorities and durations
+  above are not told apart.
+* `kv.demote` 1.x, `{}` or `{"session_id"}` of the request's own session: when the request ends, its
+  chunks are the next to leave pinned memory for the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+#: Actions of one request that are read; more are counted as unknown.
+_ACTIONS_MAX = 16
+_DIRECTIVES_MAX = 128
+_DIRECTIVE_KEYS = {"start", "end", "priority", "duration", "covers_output"}
+_PRIORITY_MAX = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """retain: ranges of tokens, each up to the one before its second number; None: to the end."""
+
+    prefetch: bool = False
+    retain: tuple[tuple[int, int | None], ...] = ()
+    demote: bool = False
+
+    def retained(self, ends: Iterable[int]) -> list[int]:
+        """Which of the chunks with these last tokens + 1 are to be retained: their positions."""
+        return [
+            at
+            for at, end in enumerate(ends)
+            if any(first < end and (last is None or end <= last) for first, last in self.retain)
+        ]
+
+
+def advice_of(envelope: Any, request: Any, count: Callable[[str], None]) -> Advice:
+    """Read the hints of `request`. count: called for each action with what it advises, `unknown` or
+    `malformed`."""
+    prefetch = demote = False
+    retain: list[tuple[int, int | None]] = []
+    actions = getattr(envelope, "actions", ())
+    if not isinstance(actions, list | tuple):
+        count("malformed")
+        return Advice()
+    for number, action in enumerate(actions):
+        kind, payload = _kind(action), getattr(action, "payload", None)
+        if kind is None or number >= _ACTIONS_MAX:
+            count("unknown")
+        elif not isinstance(payload, dict):
+            count("malformed")
+        elif kind == "retain":
+            ranges = _ranges(payload, int(request.num_prompt_tokens))
+            retain += ranges or ()
+            count("malformed" if ranges is None else kind)
+        elif payload and not (kind == "demote" and _is_own(payload, request)):
+            count("unknown")  # of other blocks than the request's
+        else:
+            prefetch, demote = prefetch or kind == "prefetch", demote or kind == "demote"
+            count(kind)
+    return Advice(prefetch, tuple(retain), demote)
+
+
+def _kind(action: Any) -> str | None:
+    """What the action advises; None: unknown."""
+    major = str(getattr(action, "action_version", "")).partition(".")[0]
+    family, _, kind = str(getattr(action, "action_type", "")).partition(".")
+    known = family == "kv" and kind in ("prefetch", "retain", "demote") and major == "1"
+    return kind if known else None
+
+
+def _is_own(payload: dict[str, Any], request: Any) -> bool:
+    session = getattr(request, "session_id", None)
+    return session is not None and payload == {"session_id": session}
+
+
+def _ranges(payload: dict[str, Any], prompt_tokens: int) -> list[tuple[int, int | None]] | None:
+    """The ranges to retain; None: the payload is malformed."""
+    directives = payload.get("directives")
+    if not isinstance(directives, list) or len(directives) > _DIRECTIVES_MAX:
+        return None
+    ranges: list[tuple[int, int | None]] = []
+    for one in directives:
+        if not isinstance(one, dict) or not _is_directive(one):
+            return None
+        first = prompt_tokens if one.get("covers_output") else one.get("start", 0)
+        if one["priority"] and one.get("duration") != 0:
+            ranges.append((first, one.get("end")))
+    return ranges
+
+
+def _is_directive(one: dict[str, Any]) -> bool:
+    start, end, duration = one.get("start", 0), one.get("end"), one.get("duration")
+    if one.get("covers_output") and not one.keys().isdisjoint({"start", "end"}):
+        return False
+    return (
+        one.keys() <= _DIRECTIVE_KEYS
+        and _is_int(one.get("priority"), 0, _PRIORITY_MAX)
+        and _is_int(start, 0)
+        and (end is None or _is_int(end, start + 1))
+        and (duration is None or (isinstance(duration, int | float) and duration >= 0))
+        and isinstance(one.get("covers_output", False), bool)
+    )
+
+
+def _is_int(value: Any, least: int, most: int | None = None) -> bool:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    return is_int and value >= least and (most is None or value <= most)
