@@ -71,6 +71,17 @@ class CommandSpec(LoadStoreSpec):
 
     command: StoreCommand | LoadCommand
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As one call with plain fields. Otherwise pickle goes through three objects, each of
+        which costs as much as the rest, and a step may carry hundreds of jobs."""
+        op, batch = self.command
+        return _unpickled, (isinstance(self.command, StoreCommand), op, *batch)
+
+
+def _unpickled(is_store: bool, op: int, *columns: bytes) -> CommandSpec:
+    batch = ChunkBatch(columns)
+    return CommandSpec(StoreCommand(op, batch) if is_store else LoadCommand(op, batch))
+
 
 class LookUp:
     """One look-up of a request, which lasts as long as this context: at its end `hits` and `misses`
@@ -210,7 +221,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
             if not plan.refused:
                 self._tails.stored(req_context.req_id, offer)
         self._state(req_context).used.append(wanted)
-        evicted = split_keys(plan.evicted, self.core.config.key_bytes)
+        evicted = split_keys(plan.evicted, self.core.config.key_bytes) if plan.evicted else []
         if plan.command is None:
             return PrepareStoreOutput([], LoadStoreSpec(), _offload_keys(evicted))
         batch = plan.command.batch
