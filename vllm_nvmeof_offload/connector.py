@@ -204,7 +204,8 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata, **more: Any) -> None:
         # Stores deferred from the step before come first: commands may name their slots.
-        super().handle_preemptions(kv_connector_metadata, **more)
+        with self._worker.together():
+            super().handle_preemptions(kv_connector_metadata, **more)
         self._apply(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -214,7 +215,8 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             self._submit_deferred_stores()
             self._apply(metadata)
         self._worker.note_requests({job: load.req_id for job, load in metadata.load_jobs.items()})
-        super().start_load_kv(forward_context, **kwargs)
+        with self._worker.together():
+            super().start_load_kv(forward_context, **kwargs)
 
     # On a GPU, a sleeping vLLM unmaps the KV cache's memory. It waits for what was submitted to the
     # GPU. A load that still waits for its bytes, or a store deferred to the next step, would come
@@ -233,7 +235,8 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
     def _submit_deferred_stores(self) -> None:
         """Submit the stores of the last step that vLLM keeps for the next one."""
         assert self.connector_worker is not None
-        self.connector_worker.handle_preemptions(OffloadingConnectorMetadata({}, {}))
+        with self._worker.together():
+            self.connector_worker.handle_preemptions(OffloadingConnectorMetadata({}, {}))
 
     def _apply(self, metadata: KVConnectorMetadata) -> None:
         assert isinstance(metadata, NVMeoFConnectorMetadata)

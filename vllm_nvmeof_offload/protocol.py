@@ -180,13 +180,6 @@ class ChunkBatch(tuple[bytes, bytes, bytes, bytes, bytes]):
     def __len__(self) -> int:
         return len(self[4])
 
-    def rows_by_group(self, groups: int) -> list[int]:
-        """The number of rows of each group; they lie group after group."""
-        counts = [self[4].count(group) for group in range(groups)]
-        ordered = b"".join([bytes((group,)) * count for group, count in enumerate(counts)])
-        assert self[4] == ordered, "the chunks are not group after group"
-        return counts
-
     def key(self, row: int) -> bytes:
         length = len(self.keys) // len(self)
         return self.keys[row * length : (row + 1) * length]

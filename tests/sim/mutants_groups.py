@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_nvmeof_offload.copy.base import Pieces
-from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
+from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor, JobBlocks
 from vllm_nvmeof_offload.groups import Group
 from vllm_nvmeof_offload.manager import core
 from vllm_nvmeof_offload.protocol import OpReport, Report
@@ -39,14 +39,14 @@ def padding_is_copied() -> list[Patch]:
 
 @mutant
 def neighbours_bytes_are_copied() -> list[Patch]:
-    real = ChunkGeometry.pieces_by_chunk
+    real = CacheGeometry.loaded
 
-    def pieces(self: Any, *where: Any) -> Pieces:
-        found = real(self, *where)
+    def pieces(self: Any, blocks: JobBlocks) -> Pieces:
+        found = real(self, blocks)
         found.rows[:, 2] *= 2
         return found
 
-    return [(ChunkGeometry, "pieces_by_chunk", pieces)]
+    return [(CacheGeometry, "loaded", pieces)]
 
 
 @mutant

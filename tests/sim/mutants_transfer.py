@@ -57,6 +57,9 @@ native("store_in_flight_is_a_miss")
 # -- rule 3: GPU order --------------------------------------------------------------------
 
 
+native("copies_of_several_fences_are_one")
+
+
 @mutant
 def stores_ignore_the_fence() -> list[Patch]:
     real = TransferPipeline.store

@@ -270,9 +270,9 @@ class SimRank:
             self._hand_over(lambda: self.pipeline.load(command, loaded, fence))
 
     def _blocks(self, job: TransferJob) -> JobBlocks:
-        chunks = job.command.batch.rows_by_group(len(job.blocks))
         sizes = [len(blocks) for blocks in job.blocks]
-        return JobBlocks(np.array(job.all_blocks, np.int32), sizes, job.firsts, chunks)
+        groups = job.command.batch.groups.tobytes()
+        return JobBlocks(np.array(job.all_blocks, np.int32), sizes, job.firsts, groups)
 
     def _hand_over(self, call: Callable[[], None]) -> None:
         self._inbox.append(call)

@@ -121,7 +121,7 @@ class Rank:
 
 
 def _job(batch: ChunkBatch, blocks: Sequence[int]) -> JobBlocks:
-    return JobBlocks(np.array(blocks, np.int32), [len(blocks)], [0], [len(batch)])
+    return JobBlocks(np.array(blocks, np.int32), [len(blocks)], [0], bytes(len(batch)))
 
 
 def serve(connection: Connection, options: Options, rank: int) -> None:

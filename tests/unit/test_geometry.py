@@ -163,7 +163,8 @@ def _three_groups(per_chunk: int) -> CacheGeometry:
 
 
 def _blocks(ids: list[int], sizes: list[int], firsts: list[int], chunks: list[int]) -> JobBlocks:
-    return JobBlocks(np.array(ids, np.int32), sizes, firsts, chunks)
+    groups = b"".join(bytes([group]) * count for group, count in enumerate(chunks))
+    return JobBlocks(np.array(ids, np.int32), sizes, firsts, groups)
 
 
 def test_each_group_has_its_own_length_and_a_state_is_one_block() -> None:

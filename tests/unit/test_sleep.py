@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -113,7 +114,7 @@ def test_the_connector_submits_postponed_jobs_first() -> None:
             handle_preemptions=lambda meta: did.append("submit")
         )
         _worker: Any = SimpleNamespace(
-            sleep=lambda: did.append("sleep"), wake=lambda: did.append("wake")
+            together=nullcontext, sleep=lambda: did.append("sleep"), wake=lambda: did.append("wake")
         )
 
         def __init__(self) -> None: ...

@@ -17,7 +17,7 @@ from tests.chunks import rows_of
 from tests.wait import wait_until
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
-from vllm_nvmeof_offload.errors import OK, STALE
+from vllm_nvmeof_offload.errors import OK, STALE, EngineError
 from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.io.base import NoIoEngine, Waker
 from vllm_nvmeof_offload.protocol import ChunkBatch, LoadCommand, OpReport, StoreCommand
@@ -231,5 +231,7 @@ def test_chunks_of_groups_in_another_order_are_an_error(rank: _Rank) -> None:
         batch.keys, batch.generations, batch.cache, batch.places, batch.groups[::-1].copy()
     )
     spec = GPULoadStoreSpec([0, 1, 2, 3], [2, 2, 0, 0], [0, 0, 0, 0])
-    with pytest.raises(AssertionError, match="not group after group"):
-        rank.worker.submit_store(1, spec, CommandSpec(StoreCommand(1, turned)))
+    rank.worker.submit_store(1, spec, CommandSpec(StoreCommand(1, turned)))
+    with pytest.raises(EngineError) as stopped:
+        rank.worker.wait({1})
+    assert "not group after group" in str(stopped.value.__cause__)

@@ -8,7 +8,7 @@ bytes of that group's pages are touched, whatever the stride of blocks is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from vllm_nvmeof_offload.copy.base import Descriptors, Pieces
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
+from vllm_nvmeof_offload.native import CacheGeometry as NativeGeometry
 from vllm_nvmeof_offload.native import Geometry
 
 
@@ -55,10 +56,12 @@ class ChunkGeometry:
         self.block_bytes = sum(t.page_bytes for t in tensors)
         self.payload_bytes = self.block_bytes * blocks_per_chunk
         self._address = np.array([t.address for t in tensors], np.uint64)
-        self._native = Geometry(
+        #: As the native geometries take it.
+        self.columns = (
             [(t.address, t.stride_bytes, t.page_bytes, t.block_count) for t in tensors],
             blocks_per_chunk,
         )
+        self._native = Geometry(*self.columns)
 
     @property
     def starts(self) -> npt.NDArray[np.uint64]:
@@ -78,26 +81,6 @@ class ChunkGeometry:
     ) -> Pieces:
         """Return the pieces of the blocks of consecutive chunks: those of each part of `split`."""
         return Pieces(*self._native.pieces(block_ids, first_position, chunk_count))
-
-    def pieces_of_whole_chunks(
-        self, block_ids: npt.NDArray[np.int32], first_position: int, chunk_count: int
-    ) -> Pieces:
-        """Return the pieces of chunks that have all their blocks; the others have none.
-
-        vLLM names the first block's position only, and leaves out blocks that it has given away. If
-        the missing blocks are as many as lie before the first one, they are those. Otherwise any
-        chunk may be the one that lacks some, and every block behind would be taken for its left
-        neighbour.
-        """
-        missing = chunk_count * self.blocks_per_chunk - len(block_ids)
-        assert missing >= 0, f"{len(block_ids)} blocks of {chunk_count} chunks"
-        if missing == 0:
-            return self.pieces_by_chunk(block_ids, 0, chunk_count)
-        if missing == first_position and chunk_count > 1:
-            whole = block_ids[self.blocks_per_chunk - missing :]
-            pieces = self.pieces_by_chunk(whole, 0, chunk_count - 1)
-            return Pieces(pieces.rows, np.concatenate([pieces.first[:1], pieces.first]))
-        return Pieces(np.empty((0, 3), np.uint64), np.zeros(chunk_count + 1, np.uint32))
 
     def split(
         self, block_ids: npt.NDArray[np.int32], first_position: int, chunk_count: int
@@ -120,13 +103,14 @@ class JobBlocks:
     """The GPU blocks of a store or load, by group position.
 
     ids: int32[m], the blocks of all groups, group after group. sizes: blocks of each group. firsts:
-    of each group, the first block's index in its request. chunks: rows of each group.
+    of each group, the first block's index in its request. groups: uint8[n], the group of each
+    chunk, group after group.
     """
 
     ids: npt.NDArray[np.int32]
     sizes: Sequence[int]
     firsts: Sequence[int]
-    chunks: Sequence[int]
+    groups: bytes
 
 
 class CacheGeometry:
@@ -151,6 +135,7 @@ class CacheGeometry:
         self.group_bytes = tuple(one.payload_bytes for one in self.by_group)
         #: Those of the largest group.
         self.payload_bytes = max(self.group_bytes)
+        self.native = NativeGeometry([one.columns for one in self.by_group])
 
     @property
     def starts(self) -> npt.NDArray[np.uint64]:
@@ -159,28 +144,20 @@ class CacheGeometry:
 
     def stored(self, blocks: JobBlocks) -> Pieces:
         """The pieces of a store. A chunk without all of its blocks has none."""
-        return self._pieces(blocks, ChunkGeometry.pieces_of_whole_chunks)
+        return self._pieces(blocks, is_store=True)
 
     def loaded(self, blocks: JobBlocks) -> Pieces:
         """The pieces of a load. A group's first and last chunk may have only some blocks."""
-        return self._pieces(blocks, ChunkGeometry.pieces_by_chunk)
+        return self._pieces(blocks, is_store=False)
 
     def split(self, blocks: JobBlocks) -> list[npt.NDArray[np.int32]]:
         """The blocks of each chunk, of a job of one group."""
-        (group,), (first,), (chunks,) = self.by_group, blocks.firsts, blocks.chunks
-        return group.split(blocks.ids, first % group.blocks_per_chunk, chunks)
+        (group,), (first,) = self.by_group, blocks.firsts
+        return group.split(blocks.ids, first % group.blocks_per_chunk, len(blocks.groups))
 
-    def _pieces(self, blocks: JobBlocks, cut: Callable[..., Pieces]) -> Pieces:
-        columns = self.by_group, blocks.sizes, blocks.firsts, blocks.chunks
-        parts, at = [], 0
-        for geometry, size, first, chunks in zip(*columns, strict=True):
-            ids, at = blocks.ids[at : at + size], at + size
-            if chunks:
-                parts.append(cut(geometry, ids, first % geometry.blocks_per_chunk, chunks))
-            else:
-                assert size == 0, f"{size} blocks of a group without chunks"
-        assert at == len(blocks.ids), f"{len(blocks.ids)} blocks, of which groups have {at}"
-        return Pieces.together(parts)
+    def _pieces(self, blocks: JobBlocks, *, is_store: bool) -> Pieces:
+        columns = blocks.ids, blocks.sizes, blocks.firsts, blocks.groups
+        return Pieces(*self.native.pieces(is_store, *columns))
 
 
 def _blocks_per_chunk(group: Group) -> int:

@@ -12,6 +12,7 @@ from types import ModuleType
 
 from vllm_nvmeof_offload.native._tiers import (
     Batch,
+    CacheGeometry,
     Geometry,
     InstantLanes,
     LookUps,
@@ -25,6 +26,7 @@ from vllm_nvmeof_offload.native._tiers import (
 __all__ = [
     "WHY_NOT",
     "Batch",
+    "CacheGeometry",
     "Geometry",
     "InstantLanes",
     "LookUps",

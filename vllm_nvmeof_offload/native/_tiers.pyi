@@ -205,13 +205,32 @@ class InstantLanes:  # ends operations at once, for `bench hotpath`
     @property
     def address(self) -> int: ...
 
-# geometry.h says what it does. tensors: (address, stride, bytes of a page, blocks) of each.
+#: Op, whether it is a store, batch, and the columns of `copy.geometry.JobBlocks`.
+Transfer: TypeAlias = tuple[
+    int, bool, ChunkBatch, npt.NDArray[np.int32], Sequence[int], Sequence[int]
+]
+
+# geometry.h says what these do. tensors: (address, stride, bytes of a page, blocks) of each.
 class Geometry:
     def __init__(
         self, tensors: Sequence[tuple[int, int, int, int]], blocks_per_chunk: int, /
     ) -> None: ...
     def pieces(
         self, blocks: npt.NDArray[np.int32], first: int, chunks: int, /
+    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]: ...
+
+class CacheGeometry:
+    def __init__(
+        self, groups: Sequence[tuple[Sequence[tuple[int, int, int, int]], int]], /
+    ) -> None: ...
+    def pieces(
+        self,
+        is_store: bool,
+        ids: npt.NDArray[np.int32],
+        sizes: Sequence[int],
+        firsts: Sequence[int],
+        groups: bytes,
+        /,
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]: ...
 
 #: Address of the set's words, this rank's member, addresses of the members' cache slots, set sizes
@@ -254,6 +273,10 @@ class Machine:
         batch: ChunkBatch,
         rows: npt.NDArray[np.uint64] | None = None,
         first: npt.NDArray[np.uint32] | None = None,
+        fence: int = 0,
+    ) -> None: ...
+    def begin_transfers(
+        self, geometry: CacheGeometry, transfers: list[Transfer], fence: int, /
     ) -> None: ...
     def reset(self, op: int, tag: bytes, named: bool) -> None: ...
     def cancel(self, op: int, rows: npt.NDArray[np.uint32] | None = None) -> None: ...

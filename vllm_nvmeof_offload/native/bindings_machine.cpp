@@ -5,6 +5,7 @@
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -126,11 +127,21 @@ void make(Machine* self, size_t cache_slots, size_t stream_slots, uint64_t pool_
 using Blocks = Column<int32_t>;
 using Tensors = std::vector<std::tuple<uint64_t, uint64_t, uint64_t, uint64_t>>;
 
-void make_geometry(Geometry* self, const Tensors& tensors, size_t blocks_per_chunk) {
+Geometry geometry_of(const Tensors& tensors, size_t blocks_per_chunk) {
   std::vector<CacheTensor> known;
   for (const auto& [address, stride, page, count] : tensors)
     known.push_back({address, stride, page, count});
-  new (self) Geometry(std::move(known), blocks_per_chunk);
+  return Geometry(std::move(known), blocks_per_chunk);
+}
+
+void make_geometry(Geometry* self, const Tensors& tensors, size_t blocks_per_chunk) {
+  new (self) Geometry(geometry_of(tensors, blocks_per_chunk));
+}
+
+void make_cache(CacheGeometry* self, const std::vector<std::pair<Tensors, size_t>>& groups) {
+  std::vector<Geometry> known;
+  for (const auto& [tensors, per_chunk] : groups) known.push_back(geometry_of(tensors, per_chunk));
+  new (self) CacheGeometry(std::move(known));
 }
 
 nb::tuple pieces(const Geometry& geometry, const Blocks& blocks, size_t first, size_t chunks) {
@@ -151,8 +162,7 @@ std::span<const T> column_of(const nb::tuple& batch, size_t number) {
 }
 
 // batch: a `protocol.ChunkBatch`.
-void begin(Machine& machine, uint64_t op, uint8_t kind, uint8_t urgency, const nb::tuple& batch,
-           const std::optional<PieceRows>& rows, const std::optional<Column<uint32_t>>& first) {
+Columns columns_of(const nb::tuple& batch) {
   const auto keys = column_of<char>(batch, 0);
   const Columns columns{{keys.data(), keys.size()}, column_of<uint64_t>(batch, 1),
                         column_of<int32_t>(batch, 2), column_of<int64_t>(batch, 3),
@@ -161,10 +171,98 @@ void begin(Machine& machine, uint64_t op, uint8_t kind, uint8_t urgency, const n
   if (columns.cache.size() != count || columns.places.size() != count ||
       columns.groups.size() != count)
     throw nb::value_error("the columns differ in length");
+  return columns;
+}
+
+// fence: see `Machine::begin`.
+void begin(Machine& machine, uint64_t op, uint8_t kind, uint8_t urgency, const nb::tuple& batch,
+           const std::optional<PieceRows>& rows, const std::optional<Column<uint32_t>>& first,
+           uint64_t fence) {
+  const Columns columns = columns_of(batch);
   Pieces pieces;
   if (rows && first) pieces = {{rows->data(), rows->size()}, span_of(*first)};
-  const Unlocked unlocked(count);
-  machine.begin(op, static_cast<OpKind>(kind), static_cast<Urgency>(urgency), columns, pieces);
+  const Unlocked unlocked(columns.generations.size());
+  machine.begin(op, static_cast<OpKind>(kind), static_cast<Urgency>(urgency), columns, pieces,
+                fence);
+}
+
+// A whole number per group, in a list or tuple.
+std::vector<size_t> numbers(nb::handle sequence) {
+  std::vector<size_t> found;
+  for (const nb::handle one : nb::borrow<nb::sequence>(sequence))
+    found.push_back(nb::cast<size_t>(one));
+  return found;
+}
+
+// The buffer of an int32[n] array, which is several times faster than a `nb::ndarray`.
+class BlockIds {
+ public:
+  explicit BlockIds(nb::handle array) {
+    if (PyObject_GetBuffer(array.ptr(), &buffer_, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS))
+      throw nb::python_error();
+    const bool fits = buffer_.ndim == 1 && buffer_.itemsize == sizeof(int32_t) &&
+                      buffer_.format && std::string_view(buffer_.format) == "i";
+    if (fits) return;
+    PyBuffer_Release(&buffer_);
+    throw nb::type_error("block ids are int32[n]");
+  }
+  BlockIds(BlockIds&& other) noexcept : buffer_(std::exchange(other.buffer_, {})) {}
+  BlockIds& operator=(BlockIds&&) = delete;
+  ~BlockIds() { PyBuffer_Release(&buffer_); }
+  std::span<const int32_t> span() const {
+    return {static_cast<const int32_t*>(buffer_.buf), static_cast<size_t>(buffer_.shape[0])};
+  }
+
+ private:
+  Py_buffer buffer_{};
+};
+
+nb::tuple cache_pieces(const CacheGeometry& geometry, bool is_store, nb::handle ids,
+                       nb::handle sizes, nb::handle firsts, const nb::bytes& groups) {
+  const BlockIds blocks(ids);
+  const JobBlocks job{blocks.span(), numbers(sizes), numbers(firsts),
+                      {static_cast<const uint8_t*>(groups.data()), groups.size()}};
+  std::vector<uint64_t> rows;
+  std::vector<uint32_t> first;
+  {
+    const Unlocked unlocked(job.ids.size());
+    geometry.pieces(job, is_store, rows, first);
+  }
+  return nb::make_tuple(array(std::move(rows), 3), array(std::move(first)));
+}
+
+// Begin stores and loads that come after one fence. transfers: (op, whether it is a store, batch,
+// block ids, sizes, firsts) of each, the last three as in copy/geometry.py's `JobBlocks`.
+void begin_transfers(Machine& machine, const CacheGeometry& geometry, const nb::list& transfers,
+                     uint64_t fence) {
+  struct Transfer {
+    uint64_t op;
+    bool is_store;
+    Columns columns;
+    BlockIds ids;
+    JobBlocks blocks;
+  };
+  std::vector<Transfer> all;
+  all.reserve(transfers.size());
+  size_t rows_in_all = 0;
+  for (const nb::handle handle : transfers) {
+    const auto one = nb::borrow<nb::tuple>(handle);
+    Columns columns = columns_of(nb::borrow<nb::tuple>(one[2]));
+    Transfer& transfer = all.emplace_back(nb::cast<uint64_t>(one[0]), nb::cast<bool>(one[1]),
+                                          columns, BlockIds(one[3]), JobBlocks{});
+    transfer.blocks = {transfer.ids.span(), numbers(one[4]), numbers(one[5]), columns.groups};
+    rows_in_all += columns.groups.size();
+  }
+  const Unlocked unlocked(rows_in_all);
+  std::vector<uint64_t> rows;
+  std::vector<uint32_t> first;
+  for (const Transfer& one : all) {
+    rows.clear();
+    first.clear();
+    geometry.pieces(one.blocks, one.is_store, rows, first);
+    machine.begin(one.op, one.is_store ? OpKind::STORE : OpKind::LOAD, Urgency::DEMAND,
+                  one.columns, {rows, first}, fence);
+  }
 }
 
 void cancel(Machine& machine, uint64_t op, const std::optional<Column<uint32_t>>& rows) {
@@ -353,6 +451,9 @@ void bind_machine(nb::module_& m) {
   m.def("meter_unlocked", [](bool on) { metered = on; });
   m.def("unlocked_s", [] { return static_cast<double>(unlocked_ns) / 1e9; });
   nb::class_<Geometry>(m, "Geometry").def("__init__", &make_geometry).def("pieces", &pieces);
+  nb::class_<CacheGeometry>(m, "CacheGeometry")
+      .def("__init__", &make_cache)
+      .def("pieces", &cache_pieces);
   nb::class_<InstantLanes>(m, "InstantLanes")
       .def(nb::init<int>(), "wake_fd"_a)
       .def_prop_ro("address", [](InstantLanes& lanes) {
@@ -369,7 +470,8 @@ void bind_machine(nb::module_& m) {
            "write_bytes_beside_reads_max"_a, "lanes"_a = 0, "now_s"_a = 0.0,
            "members"_a = nb::none())
       .def("begin", &begin, "op"_a, "kind"_a, "urgency"_a, "batch"_a, "rows"_a = nb::none(),
-           "first"_a = nb::none())
+           "first"_a = nb::none(), "fence"_a = 0)
+      .def("begin_transfers", &begin_transfers)
       .def("reset", &reset, "op"_a, "tag"_a, "named"_a)
       .def("cancel", &cancel, "op"_a, "rows"_a = nb::none())
       .def("set_time",

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the bytes of chunks are in the KV cache: `ChunkGeometry` in copy/geometry.py.
+// Where the bytes of chunks are in the KV cache: copy/geometry.py.
 #pragma once
 
 #include <algorithm>
@@ -28,18 +28,20 @@ class Geometry {
     }
   }
 
-  // Three numbers per piece, (KV cache address, offset in the payload, bytes), and, by chunk, the
-  // first of its pieces, and their end. blocks: of consecutive chunks, from the position `first` in
-  // the first one.
+  size_t blocks_per_chunk() const { return blocks_per_chunk_; }
+
+  // Append three numbers per piece, (KV cache address, offset in the payload, bytes), and, by
+  // chunk, where its pieces end, behind where the first ones begin. blocks: of consecutive chunks,
+  // from the position `first` in the first one.
   void pieces(std::span<const int32_t> blocks, size_t first, size_t chunks,
               std::vector<uint64_t>& rows, std::vector<uint32_t>& firsts) const {
     require(first < blocks_per_chunk_, "a position behind the chunk");
     if ((first + blocks.size() + blocks_per_chunk_ - 1) / blocks_per_chunk_ != chunks)
       throw BrokenRule(std::to_string(blocks.size()) + " blocks over " + std::to_string(chunks) +
                        " chunks");
-    rows.reserve(3 * blocks.size() * tensors_.size());
-    firsts.reserve(chunks + 1);
-    firsts.push_back(0);
+    rows.reserve(rows.size() + 3 * blocks.size() * tensors_.size());
+    firsts.reserve(firsts.size() + chunks + 1);
+    if (firsts.empty()) firsts.push_back(0);
     size_t position = first;
     for (const int32_t block : blocks) {
       require(block >= 0 && static_cast<uint64_t>(block) < block_count_, "a block is unknown");
@@ -58,11 +60,73 @@ class Geometry {
     firsts.push_back(static_cast<uint32_t>(rows.size() / 3));
   }
 
+  // The same of chunks that have all their blocks; the others have no pieces.
+  //
+  // vLLM names the first block's position only, and leaves out blocks that it has given away. If
+  // the missing blocks are as many as lie before the first one, they are those. Otherwise any chunk
+  // may be the one that lacks some, and every block behind would be taken for its left neighbour.
+  void pieces_of_whole_chunks(std::span<const int32_t> blocks, size_t first, size_t chunks,
+                              std::vector<uint64_t>& rows, std::vector<uint32_t>& firsts) const {
+    require(blocks.size() <= chunks * blocks_per_chunk_, "more blocks than the chunks have");
+    const size_t missing = chunks * blocks_per_chunk_ - blocks.size();
+    if (missing == 0) {
+      pieces(blocks, 0, chunks, rows, firsts);
+      return;
+    }
+    const bool lacks_head = missing == first && chunks > 1;
+    if (firsts.empty()) firsts.push_back(0);
+    firsts.insert(firsts.end(), lacks_head ? 1 : chunks, static_cast<uint32_t>(rows.size() / 3));
+    if (lacks_head)
+      pieces(blocks.subspan(blocks_per_chunk_ - missing), 0, chunks - 1, rows, firsts);
+  }
+
  private:
   std::vector<CacheTensor> tensors_;
   size_t blocks_per_chunk_;
   uint64_t block_bytes_ = 0;
   uint64_t block_count_ = uint64_t{1} << 31;
+};
+
+// The GPU blocks of a store or load. ids: of all groups, group after group; by group: how many, and
+// the index of the first one in its request. groups: of each chunk, group after group.
+struct JobBlocks {
+  std::span<const int32_t> ids;
+  std::vector<size_t> sizes, firsts;
+  std::span<const uint8_t> groups;
+};
+
+// The KV cache of one rank, by group.
+class CacheGeometry {
+ public:
+  explicit CacheGeometry(std::vector<Geometry> groups) : groups_(std::move(groups)) {}
+
+  // The pieces of a job; of a store, of chunks that have all their blocks.
+  void pieces(const JobBlocks& job, bool is_store, std::vector<uint64_t>& rows,
+              std::vector<uint32_t>& firsts) const {
+    require(job.sizes.size() == groups_.size() && job.firsts.size() == groups_.size(),
+            "blocks of other groups");
+    require(std::ranges::is_sorted(job.groups), "the chunks are not group after group");
+    size_t at = 0, row = 0;
+    for (size_t group = 0; group < groups_.size(); ++group) {
+      const Geometry& geometry = groups_[group];
+      const size_t size = job.sizes[group], first = job.firsts[group] % geometry.blocks_per_chunk();
+      size_t chunks = 0;
+      for (; row < job.groups.size() && job.groups[row] == group; ++row) ++chunks;
+      require(at + size <= job.ids.size(), "fewer blocks than the groups have");
+      const auto ids = job.ids.subspan(at, size);
+      at += size;
+      if (!chunks && size)
+        throw BrokenRule(std::to_string(size) + " blocks of a group without chunks");
+      if (chunks && is_store) geometry.pieces_of_whole_chunks(ids, first, chunks, rows, firsts);
+      if (chunks && !is_store) geometry.pieces(ids, first, chunks, rows, firsts);
+    }
+    require(row == job.groups.size(), "a chunk of an unknown group");
+    require(at == job.ids.size(), "more blocks than the groups have");
+    if (firsts.empty()) firsts.push_back(0);
+  }
+
+ private:
+  std::vector<Geometry> groups_;
 };
 
 }  // namespace nvmeof

@@ -5,6 +5,11 @@
 #include <functional>
 
 namespace nvmeof {
+namespace {
+
+constexpr uint64_t kSharedBytesMax = 8 << 20;  // of copies that more ops may join
+
+}  // namespace
 
 Machine::Machine(const MachineOptions& options, NativeLanes* native, int64_t now_ns)
     : written_bytes(options.io.targets),
@@ -32,8 +37,9 @@ Job& Machine::open(uint64_t op, OpKind kind) {
 }
 
 void Machine::begin(uint64_t op, OpKind kind, Urgency urgency, const Columns& columns,
-                    const Pieces& pieces) {
+                    const Pieces& pieces, uint64_t fence) {
   Job& job = open(op, kind);
+  job.fence = fence ? fence : op;
   require(!job.moves_blocks() || pieces.first.size() == columns.generations.size() + 1,
           "the pieces are not those of the rows");
   job.pieces.assign(pieces.rows.begin(), pieces.rows.end());
@@ -463,35 +469,55 @@ void Machine::ready_to_copy(Task& task) {
 
 std::vector<CopyBatch> Machine::take_copies() {
   std::vector<CopyBatch> batches;
-  for (auto& [op, tasks] : std::exchange(to_copy_, {})) {
-    CopyBatch& batch = batches.emplace_back();
-    Job& job = *tasks.front()->job;
-    batch.number = next_batch_++;
-    batch.op = op;
-    batch.is_store = job.kind == OpKind::STORE;
-    for (const Task* task : tasks) {
-      const uint64_t payload = payload_address(*task);
-      const uint32_t count = job.first_piece.at(task->index + 1) - job.first_piece[task->index];
-      if (batch.is_store) {
-        batch.counts.push_back(count);
-        batch.payloads.push_back(payload);
-        batch.sizes.push_back(io.payload_bytes(*task));
-        if (set_) batch.sampled.push_back(is_sampled(*task));
-      }
-      for (size_t at = job.first_piece[task->index]; at < job.first_piece[task->index + 1]; ++at) {
-        const uint64_t* piece = &job.pieces.at(3 * at);
-        batch.pieces.insert(batch.pieces.end(), {piece[0], payload + piece[1], piece[2]});
-        batch.bytes += piece[2];
-      }
-    }
-    job.copied_bytes += batch.bytes;
-    copying_[batch.number] = std::move(tasks);
-    if (mutant("job_finishes_while_dma_runs")) {
+  for (const auto& [op, tasks] : std::exchange(to_copy_, {})) {
+    CopyBatch& batch = batch_for(*tasks.front()->job, batches);
+    add_copies(tasks, batch);
+    auto& copying = copying_[batch.number];
+    copying.insert(copying.end(), tasks.begin(), tasks.end());
+  }
+  if (mutant("job_finishes_while_dma_runs"))
+    for (const CopyBatch& batch : batches) {
       copied(batch.number, Outcome::OK, 0);
       copying_[batch.number] = {};
     }
-  }
   return batches;
+}
+
+// The last batch, if the job has its direction and fence and the batch is small: a small job must
+// not wait for a large one. Otherwise a new batch.
+CopyBatch& Machine::batch_for(const Job& job, std::vector<CopyBatch>& batches) {
+  const bool is_store = job.kind == OpKind::STORE;
+  if (!batches.empty() && batches.back().is_store == is_store &&
+      (batches.back().fence == job.fence || mutant("copies_of_several_fences_are_one")) &&
+      batches.back().bytes < kSharedBytesMax)
+    return batches.back();
+  CopyBatch& batch = batches.emplace_back();
+  batch.number = next_batch_++;
+  batch.op = job.op;
+  batch.fence = job.fence;
+  batch.is_store = is_store;
+  return batch;
+}
+
+void Machine::add_copies(const std::vector<Task*>& tasks, CopyBatch& batch) {
+  Job& job = *tasks.front()->job;
+  const uint64_t bytes_before = batch.bytes;
+  for (const Task* task : tasks) {
+    const uint64_t payload = payload_address(*task);
+    const uint32_t count = job.first_piece.at(task->index + 1) - job.first_piece[task->index];
+    if (batch.is_store) {
+      batch.counts.push_back(count);
+      batch.payloads.push_back(payload);
+      batch.sizes.push_back(io.payload_bytes(*task));
+      if (set_) batch.sampled.push_back(is_sampled(*task));
+    }
+    for (size_t at = job.first_piece[task->index]; at < job.first_piece[task->index + 1]; ++at) {
+      const uint64_t* piece = &job.pieces.at(3 * at);
+      batch.pieces.insert(batch.pieces.end(), {piece[0], payload + piece[1], piece[2]});
+      batch.bytes += piece[2];
+    }
+  }
+  job.copied_bytes += batch.bytes - bytes_before;
 }
 
 void Machine::copied(uint64_t number, Outcome code, int error, std::span<const int64_t> crcs) {

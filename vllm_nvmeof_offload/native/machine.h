@@ -65,10 +65,11 @@ struct Pieces {
   std::span<const uint32_t> first;
 };
 
-// Chunks that are ready to be copied for one op; `pieces` has staging addresses for offsets.
+// Chunks that are ready to be copied after one fence; `pieces` has staging addresses for offsets.
 struct CopyBatch {
   uint64_t number = 0;
-  uint64_t op = 0;
+  uint64_t op = 0;     // one of those whose chunks they are
+  uint64_t fence = 0;  // of all of them, as in `begin`
   bool is_store = false;
   uint64_t bytes = 0;
   std::vector<uint64_t> pieces;
@@ -109,9 +110,9 @@ class Machine {
   Machine(const Machine&) = delete;
   Machine& operator=(const Machine&) = delete;
 
-  // -- commands. A broken rule throws.
+  // -- commands. A broken rule throws. fence: the op whose fence this one has; 0: its own.
   void begin(uint64_t op, OpKind kind, Urgency urgency, const Columns& columns,
-             const Pieces& pieces);
+             const Pieces& pieces, uint64_t fence = 0);
   void reset(uint64_t op, std::string_view tag, bool named);
   // Stop what has not started; what DMA works on goes on. The reports still come. rows: of the op;
   // null: all. Stores and resets go on, because other ops depend on them.
@@ -181,6 +182,8 @@ class Machine {
   void read_ended(Task& task);
   void cancel_task(Task& task);
   void ready_to_copy(Task& task);
+  CopyBatch& batch_for(const Job& job, std::vector<CopyBatch>& batches);
+  void add_copies(const std::vector<Task*>& tasks, CopyBatch& batch);
   void list(Job& job);
   void report_rows(Job& job, std::vector<RowReport>& reports);
   void forget_if_over(uint64_t op);

@@ -94,6 +94,7 @@ struct Job {
   std::string tag;        // of a reset: the share tag of what follows,
   bool named = false;     // and whether a later start may adopt it
   bool listed = false;    // it has rows to report
+  uint64_t fence = 0;     // of a store or load: the first op with the same fence
   // Pieces of a store or load: (KV cache address, offset in the payload, bytes), and by row the
   // first of its pieces.
   std::vector<uint64_t> pieces;

@@ -12,9 +12,9 @@ groups vLLM refuses block ids. In these cases the request is reported and recomp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,14 +29,16 @@ from vllm_nvmeof_offload.copy.geometry import JobBlocks
 from vllm_nvmeof_offload.errors import OutcomeKind
 from vllm_nvmeof_offload.groups import GroupKind
 from vllm_nvmeof_offload.metrics import Counts
-from vllm_nvmeof_offload.protocol import ChunkBatch, Command, LoadCommand, Report, StoreCommand
+from vllm_nvmeof_offload.protocol import Command, LoadCommand, Report, StoreCommand
 from vllm_nvmeof_offload.vllm_adapter.manager import CommandSpec
 from vllm_nvmeof_offload.worker.build import RankWorker
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 
+if TYPE_CHECKING:
+    from vllm_nvmeof_offload.native._tiers import Transfer
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BlockColumns:
+
+class BlockColumns(NamedTuple):
     """The GPU blocks of a job: the columns `ids`, `sizes` and `firsts` of `JobBlocks`."""
 
     ids: npt.NDArray[np.int32]
@@ -57,7 +59,10 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self._geometry = parts.geometry
         self._ops: dict[int, int] = {}  # vLLM's job → our op
         self._jobs: dict[int, int] = {}  # our op → vLLM's job
-        self._load_blocks: dict[int, JobBlocks] = {}  # by op, in case a chunk fails
+        # By op, in case a chunk fails.
+        self._loads: dict[int, tuple[LoadCommand, BlockColumns]] = {}
+        self._transfers: list[Transfer] = []  # submitted, and not handed over yet
+        self._gathers = False
         kinds = [one.group.kind for one in parts.geometry.groups]
         self._reports_blocks = kinds == [GroupKind.FULL]
         self._invalid_blocks: dict[str | None, set[int]] = {}  # by request
@@ -93,9 +98,9 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         for job in finished:
             job_id = self._jobs.pop(job.op)
             del self._ops[job_id]
-            blocks, request = self._load_blocks.pop(job.op, None), self._requests.pop(job_id, None)
-            if job.failures and blocks is not None:
-                self._load_failed(blocks, [row for row, _ in job.failures], request)
+            load, request = self._loads.pop(job.op, None), self._requests.pop(job_id, None)
+            if job.failures and load is not None:
+                self._load_failed(*load, [row for row, _ in job.failures], request)
             elif job.failures:
                 stale = [row for row, one in job.failures if one.kind is OutcomeKind.STALE]
                 self._counters["incomplete_chunks"] += len(stale)
@@ -104,9 +109,10 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
 
     def wait(self, job_ids: set[int]) -> None:
         """Wait until stores are copied, and until loads, cancelled if not started, run no DMA."""
+        self._hand_over()
         ops = [self._ops[job_id] for job_id in job_ids if job_id in self._ops]
         for op in ops:
-            if op in self._load_blocks:
+            if op in self._loads:
                 self._runner.hand_over(lambda p, op=op: p.cancel(op))  # type: ignore[misc]
         self._runner.wait(ops)
 
@@ -132,6 +138,16 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
             parts.staging.close()
 
     # -- the connector's interface ----------------------------------------------------
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """While vLLM submits the jobs of a step: hand them over at its end, with one fence."""
+        self._gathers = True
+        try:
+            yield
+        finally:
+            self._gathers = False
+            self._hand_over()
 
     def apply(self, commands: Iterable[Command]) -> None:
         """Start commands that move no GPU blocks, in their order."""
@@ -178,11 +194,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
 
     def _store(self, job_id: int, spec: LoadStoreSpec, blocks: BlockColumns) -> None:
         assert isinstance(spec, CommandSpec) and isinstance(spec.command, StoreCommand)
-        command, job = spec.command, self._job_blocks(blocks, spec.command.batch)
-        fence = self._begin(job_id, command.op)
-        self._runner.hand_over(
-            lambda p: p.store(command, self._geometry.stored(job), fence), command.op
-        )
+        self._submit(job_id, spec.command, blocks)
 
     def _load(
         self, job_id: int, spec: LoadStoreSpec, blocks: BlockColumns, *, expedited: bool
@@ -190,26 +202,33 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         # Its request would run in this very step, and its failure could only be reported later.
         assert not expedited, "parse_config accepts no sync_load_budget_bytes"
         assert isinstance(spec, CommandSpec) and isinstance(spec.command, LoadCommand)
-        command, job = spec.command, self._job_blocks(blocks, spec.command.batch)
-        fence = self._begin(job_id, command.op)
-        self._load_blocks[command.op] = job
-        self._runner.hand_over(
-            lambda p: p.load(command, self._geometry.loaded(job), fence), command.op
-        )
+        self._loads[spec.command.op] = spec.command, blocks
+        self._submit(job_id, spec.command, blocks)
 
-    def _begin(self, job_id: int, op: int) -> object:
-        """Returns the fence after which the job may touch GPU blocks."""
+    def _submit(
+        self, job_id: int, command: StoreCommand | LoadCommand, blocks: BlockColumns
+    ) -> None:
+        op, batch = command
         self._ops[job_id], self._jobs[op] = op, job_id
-        return self._parts.copy.record_fence()
+        self._transfers.append((op, isinstance(command, StoreCommand), batch, *blocks))
+        if not self._gathers:
+            self._hand_over()
 
-    def _job_blocks(self, blocks: BlockColumns, batch: ChunkBatch) -> JobBlocks:
-        """The job's GPU blocks. Their pieces are made on the pipeline's thread."""
-        chunks = batch.rows_by_group(len(self._geometry.groups))
-        return JobBlocks(blocks.ids, blocks.sizes, blocks.firsts, chunks)
+    def _hand_over(self) -> None:
+        """Hand over what was submitted, behind the fence after which it may touch GPU blocks. The
+        pieces are made on the pipeline's thread."""
+        transfers, self._transfers = self._transfers, []
+        if transfers:
+            geometry, fence = self._geometry, self._parts.copy.record_fence()
+            ops = [one[0] for one in transfers]
+            self._runner.hand_over(lambda p: p.transfer(geometry, transfers, fence), *ops)
 
-    def _load_failed(self, blocks: JobBlocks, rows: list[int], request: str | None) -> None:
+    def _load_failed(
+        self, command: LoadCommand, blocks: BlockColumns, rows: list[int], request: str | None
+    ) -> None:
         if self._reports_blocks:
-            by_chunk = self._geometry.split(blocks)
+            groups = command.batch.groups.tobytes()
+            by_chunk = self._geometry.split(JobBlocks(*blocks, groups))
             failed = self._invalid_blocks.setdefault(request, set())
             for row in rows:
                 failed.update(by_chunk[row].tolist())

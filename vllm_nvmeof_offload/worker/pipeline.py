@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,7 @@ from crc32c import crc32c
 
 from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.copy.base import CopyEngine, Direction, Payloads, Pieces
+from vllm_nvmeof_offload.copy.geometry import CacheGeometry
 from vllm_nvmeof_offload.errors import CANCELLED, ERRORS, EngineError, Outcome, code_of, outcome_of
 from vllm_nvmeof_offload.io.base import IoEngine, IoOp, Lanes, Waker
 from vllm_nvmeof_offload.metrics import Counts
@@ -52,6 +54,9 @@ from vllm_nvmeof_offload.protocol import (
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.targets.health import TargetHealth, Verdict
 from vllm_nvmeof_offload.units import HEADER_BYTES, MIB
+
+if TYPE_CHECKING:
+    from vllm_nvmeof_offload.native._tiers import Transfer
 
 #: This much in flight at a target saturates it: 100 Gb/s × 0.6 ms. One operation never does.
 _SATURATING_BYTES = 8 * MIB
@@ -91,8 +96,7 @@ class TransferLimits:
     write_bytes_beside_reads_max: int = _KEYS["write_bytes_beside_reads_max"].default
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedJob:
+class FinishedJob(NamedTuple):
     """A store or load that no DMA works on any more. failures: chunk index → outcome."""
 
     op: int
@@ -138,6 +142,7 @@ class TransferPipeline:
         self._machine = _make_machine(staging, self._lanes, limits, clock())
         self._in_set = staging.members is not None
         self._fences: dict[int, object] = {}  # of stores and loads under way
+        self._newest: tuple[int, object] = (0, None)  # fence, and the first op that has it
         self._tickets: dict[int, _Ticket] = {}
         self._levels: tuple[int, ...] = (0,) * 7
 
@@ -145,13 +150,17 @@ class TransferPipeline:
 
     def store(self, command: StoreCommand, pieces: Pieces, fence: object) -> None:
         """Copy KV cache → cache slots, after `fence`."""
-        self._fences[command.op] = fence
-        self._begin(command.op, OpKind.STORE, Urgency.DEMAND, command.batch, pieces)
+        self._begin_copied(OpKind.STORE, command, pieces, fence)
 
     def load(self, command: LoadCommand, pieces: Pieces, fence: object) -> None:
         """Copy cache slots or places → KV cache, after `fence`."""
-        self._fences[command.op] = fence
-        self._begin(command.op, OpKind.LOAD, Urgency.DEMAND, command.batch, pieces)
+        self._begin_copied(OpKind.LOAD, command, pieces, fence)
+
+    def transfer(self, geometry: CacheGeometry, transfers: list[Transfer], fence: object) -> None:
+        """Begin stores and loads, all after `fence`, in one call of the machine."""
+        number = self._number_of(fence, [one[0] for one in transfers])
+        self._machine.set_time(self._clock())
+        self._machine.begin_transfers(geometry.native, transfers, number)
 
     def command(self, command: Command) -> None:
         """Execute a command that moves no GPU blocks."""
@@ -177,17 +186,29 @@ class TransferPipeline:
             withdrawn = self._io.cancel(tokens)
             self._machine.ended([(token, _CANCELLED, 0, 0.0) for token in withdrawn])
 
-    def _begin(
-        self,
-        op: int,
-        kind: OpKind,
-        urgency: Urgency,
-        batch: ChunkBatch,
-        pieces: Pieces | None = None,
-    ) -> None:
-        moved = (None, None) if pieces is None else (pieces.rows, pieces.first)
+    def _begin(self, op: int, kind: OpKind, urgency: Urgency, batch: ChunkBatch) -> None:
         self._machine.set_time(self._clock())
-        self._machine.begin(op, _KINDS.index(kind), int(urgency), batch, *moved)
+        self._machine.begin(op, _KINDS.index(kind), int(urgency), batch)
+
+    def _begin_copied(
+        self, kind: OpKind, command: StoreCommand | LoadCommand, pieces: Pieces, fence: object
+    ) -> None:
+        op, batch = command
+        number = self._number_of(fence, [op])
+        self._machine.set_time(self._clock())
+        moved = pieces.rows, pieces.first, number
+        self._machine.begin(op, _KINDS.index(kind), int(Urgency.DEMAND), batch, *moved)
+
+    def _number_of(self, fence: object, ops: list[int]) -> int:
+        """Note the fence of these ops; return its number, the first op that has it.
+
+        Copies after one fence may go to the engine together. The model's thread records fences in
+        their order, so only the newest one can come again.
+        """
+        if not self._newest[0] or fence != self._newest[1]:
+            self._newest = ops[0], fence
+        self._fences.update(dict.fromkeys(ops, fence))
+        return self._newest[0]
 
     # -- progress ---------------------------------------------------------------------
 
@@ -223,8 +244,8 @@ class TransferPipeline:
         finished = []
         for op, failures, copied_bytes, seconds in self._machine.take_finished():
             del self._fences[op]
-            failed = tuple((row, outcome_of(code, number)) for row, code, number in failures)
-            finished.append(FinishedJob(op, failed, copied_bytes, seconds))
+            failed = [(row, outcome_of(code, number)) for row, code, number in failures]
+            finished.append(FinishedJob(op, tuple(failed), copied_bytes, seconds))
         return finished
 
     @property
@@ -488,11 +509,11 @@ class PipelineRunner:
         self._thread = threading.Thread(target=self._run, name="nvmeof-pipeline", daemon=True)
         self._thread.start()
 
-    def hand_over(self, call: Callable[[TransferPipeline], None], op: int | None = None) -> None:
-        """Run `call` on the pipeline's thread. `op`: the store or load that it starts."""
-        if op is not None:
+    def hand_over(self, call: Callable[[TransferPipeline], None], *ops: int) -> None:
+        """Run `call` on the pipeline's thread. `ops`: the stores and loads that it starts."""
+        if ops:
             with self._changed:
-                self._open.add(op)
+                self._open.update(ops)
         self._inbox.append(lambda: call(self._pipeline))
         # Otherwise a call before this one is still to be taken, and this one with it.
         if len(self._inbox) == 1:

@@ -197,7 +197,13 @@ class Worker:
         count = left = sum(chunks.values())
         began_s, end_s = time.clock_gettime(self._clock), time.monotonic() + _DONE_S_MAX
         unlocked_before_s = unlocked_s()
-        recorder.time(case, "submit", count, lambda: [call() for call in calls])
+
+        def submit() -> None:  # as the connector does for the jobs of a step
+            with self._worker.together():
+                for call in calls:
+                    call()
+
+        recorder.time(case, "submit", count, submit)
         finished_s = 0.0
         while left:
             time.sleep(_POLL_S)

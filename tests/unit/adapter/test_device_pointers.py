@@ -6,14 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
 import torch
 
 from tests.unit.adapter.pull_request_56076 import DevicePointers, pointing, resolved
-from vllm_nvmeof_offload.copy.geometry import JobBlocks
 from vllm_nvmeof_offload.errors import IntegrationError
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.protocol import ChunkBatch, LoadCommand, StoreCommand
@@ -22,6 +21,9 @@ from vllm_nvmeof_offload.vllm_adapter import device_pointers as ours
 from vllm_nvmeof_offload.vllm_adapter.manager import CommandSpec
 from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker
 from vllm_nvmeof_offload.worker.build import RankWorker
+
+if TYPE_CHECKING:
+    from vllm_nvmeof_offload.native._tiers import Transfer
 
 BLOCKS = 50
 
@@ -45,21 +47,18 @@ class _Runner:
     """Calls what is handed over at once."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[str, Any]] = []
+        self.transfers: list[Transfer] = []
 
-    def hand_over(self, call: Any, op: int) -> None:
+    def hand_over(self, call: Any, *ops: int) -> None:
         call(self)
 
-    def store(self, command: StoreCommand, blocks: JobBlocks, fence: object) -> None:
-        self.calls.append(("store", blocks))
-
-    load = store
+    def transfer(self, geometry: object, transfers: list[Transfer], fence: object) -> None:
+        self.transfers += transfers
 
 
 def rank_of(groups: int) -> tuple[RankWorker, _Runner]:
-    """A rank whose pieces are the job's blocks themselves."""
     ranks = [RankGroup(Group(number, GroupKind.FULL, 32, 2), 64) for number in range(groups)]
-    geometry = SimpleNamespace(groups=ranks, stored=lambda job: job, loaded=lambda job: job)
+    geometry = SimpleNamespace(groups=ranks)
     runner = _Runner()
     parts = SimpleNamespace(
         runner=runner, geometry=geometry, copy=SimpleNamespace(record_fence=lambda: None)
@@ -104,8 +103,9 @@ def test_pointers_give_the_same_columns_as_block_ids(
         block_ids=ids, group_sizes=[*map(len, blocks)], block_indices=firsts
     )
     NVMeoFOffloadingWorker(plain).submit_store(1, spec, CommandSpec(StoreCommand(1, batch(chunks))))
-    (_, expected), (_, stored), (_, loaded) = *by_ids.calls, *runner.calls
-    for found in (stored, loaded):
+    *_, expected_sizes, expected_firsts = by_ids.transfers[0]
+    assert [is_store for _, is_store, *_ in runner.transfers] == [True, False]
+    for _, _, rows, found, sizes, transfer_firsts in runner.transfers:
         shown = [ids if refs else 0 for refs, ids in zip(tensors, blocks, strict=True)]
         wanted = np.concatenate(
             [
@@ -113,9 +113,9 @@ def test_pointers_give_the_same_columns_as_block_ids(
                 for one, of in zip(shown, blocks, strict=True)
             ]
         )
-        assert found.ids.dtype == np.int32 and found.ids.tolist() == wanted.tolist()
-        assert [*found.sizes] == [*expected.sizes] and [*found.firsts] == [*expected.firsts]
-        assert [*found.chunks] == [*expected.chunks]
+        assert found.dtype == np.int32 and found.tolist() == wanted.tolist()
+        assert [*sizes] == [*expected_sizes] and [*transfer_firsts] == [*expected_firsts]
+        assert rows == batch(chunks)
 
 
 def test_pointers_that_are_no_blocks_of_the_cache_are_refused() -> None:

@@ -139,9 +139,9 @@ def test_a_landed_chunk_can_be_read_by_others_while_it_is_copied() -> None:
     bench.load(2, 7, cache=0, pool=None)
     assert not bench.copy.submitted
     bench.io_done()
-    assert [ticket[1] for ticket in bench.copy.submitted] == [Direction.LOAD, Direction.LOAD]
-    for ticket in (0, 1):
-        bench.copy.finish(ticket)
+    ((ticket, direction, *_),) = bench.copy.submitted  # of both
+    assert direction is Direction.LOAD
+    bench.copy.finish(ticket)
     bench.pipeline.step()
     assert set(bench.reports()) == {Reported(1), Reported(2)}
     assert bench.idle()
