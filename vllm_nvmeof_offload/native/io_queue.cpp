@@ -151,7 +151,7 @@ uint64_t IoQueue::address(const Task& task) const {
 }
 
 bool IoQueue::busy() const {
-  return !in_flight_.empty() || !resets_.empty() ||
+  return in_flight_.size() || !resets_.empty() ||
          std::any_of(queues_.begin(), queues_.end(),
                      [](const TargetQueue& queue) {
                        return queue.waiting(false) || queue.waiting(true);
@@ -215,10 +215,9 @@ void IoQueue::hand_over(Task& task, Urgency urgency) {
   queue.take(urgency, transfer_bytes(task));
   queue.progressed(is_write);
   --room_;
-  task.token = next_token_++;
+  task.token = in_flight_.add({0, &task, urgency, false, false, attachment, now_ns_});
   if (!task.deadline_ns) task.deadline_ns = now_ns_ + patience_ns(is_write);
   watch(task, is_write);
-  in_flight_.emplace(task.token, InFlight{&task, urgency, false, false, attachment, now_ns_});
   writes_in_flight_ += is_write;
   writes_running_ += is_write;
   ++health_of(task.target, attachment).began;
@@ -266,8 +265,7 @@ IoQueue::Offer IoQueue::offer_reset() {
   }
   if (!reset_may_start()) return {};
   resets_.pop_front();
-  task.token = next_token_++;
-  in_flight_.emplace(task.token, InFlight{&task, Urgency::WRITE, true, false, 0, now_ns_});
+  task.token = in_flight_.add({0, &task, Urgency::WRITE, true, false, 0, now_ns_});
   ++writes_in_flight_;
   resetting_ = true;
   // Their writes wait for the reset: their time begins again.
@@ -307,7 +305,7 @@ void IoQueue::expire() {
     while (!deadlines.empty() && deadlines.front().first <= now_ns_) {
       const uint64_t token = deadlines.front().second;
       deadlines.pop_front();
-      if (!in_flight_.contains(token)) continue;
+      if (!in_flight_.find(token)) continue;
       if (native_)
         give_up(token, native_->cancel_one(token));
       else
@@ -331,8 +329,10 @@ void IoQueue::give_up(uint64_t token, bool withdrawn) {
     ended(end);
     return;
   }
-  InFlight& one = in_flight_.at(token);
-  one.late = true;
+  Flights::One* const found = in_flight_.find(token);
+  require(found != nullptr, "an operation is given up after its end");
+  found->late = true;
+  const Flights::One one = *found;
   writes_running_ -= one.is_write();
   ++health_of(one.task->target, one.attachment).late;
   count_outcome(one, end);
@@ -342,7 +342,7 @@ void IoQueue::give_up(uint64_t token, bool withdrawn) {
 int64_t IoQueue::next_deadline_ns() {
   int64_t next_ns = retry_deadline_ns_;
   for (auto& deadlines : deadlines_) {
-    while (!deadlines.empty() && !in_flight_.contains(deadlines.front().second))
+    while (!deadlines.empty() && !in_flight_.find(deadlines.front().second))
       deadlines.pop_front();
     if (!deadlines.empty()) next_ns = std::min(next_ns, deadlines.front().first);
   }
@@ -365,10 +365,9 @@ void IoQueue::poll_native(int64_t ahead_ns) {
 }
 
 void IoQueue::ended(const LaneEnd& end) {
-  const auto found = in_flight_.find(end.token);
-  require(found != in_flight_.end(), "a lane ends what it does not have");
-  const InFlight one = found->second;
-  in_flight_.erase(found);
+  Flights::One* const found = in_flight_.find(end.token);
+  require(found != nullptr, "a lane ends what it does not have");
+  const Flights::One one = in_flight_.take(*found);
   writes_in_flight_ -= one.is_write();
   const Outcome code = static_cast<Outcome>(end.code);
   if (!one.is_reset) {
@@ -389,7 +388,7 @@ void IoQueue::ended(const LaneEnd& end) {
   if (one.is_reset) barred_ = code != Outcome::OK;
 }
 
-void IoQueue::count_outcome(const InFlight& one, const LaneEnd& end) {
+void IoQueue::count_outcome(const Flights::One& one, const LaneEnd& end) {
   Task& task = *one.task;
   const bool is_write = one.is_write();
   queue_of(task).give_back(task, one.urgency, transfer_bytes(task));
@@ -407,7 +406,7 @@ void IoQueue::count_outcome(const InFlight& one, const LaneEnd& end) {
   note_outcome(one, end);
 }
 
-void IoQueue::note_outcome(const InFlight& one, const LaneEnd& end) {
+void IoQueue::note_outcome(const Flights::One& one, const LaneEnd& end) {
   const Outcome code = static_cast<Outcome>(end.code);
   if (code == Outcome::DEADLINE || code == Outcome::CANCELLED) return;  // no answers of the target
   Target& target = targets_[one.task->target];
@@ -427,7 +426,7 @@ HealthCounts& IoQueue::health_of(size_t target, uint32_t attachment) {
 }
 
 // Queue a read or reset once more if that may help. True: the failure is not reported.
-bool IoQueue::retries(const InFlight& one, const LaneEnd& end) {
+bool IoQueue::retries(const Flights::One& one, const LaneEnd& end) {
   Task& task = *one.task;
   const size_t number = static_cast<size_t>(std::max(0, end.error));
   const bool may_help = static_cast<Outcome>(end.code) == Outcome::IO_ERROR &&

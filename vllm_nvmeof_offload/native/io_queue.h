@@ -17,7 +17,6 @@
 #include <cstdint>
 #include <deque>
 #include <optional>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -113,6 +112,55 @@ class TargetQueue {
   std::array<std::optional<int64_t>, 2> stalled_since_ns_;
 };
 
+// What the lanes have, or whose buffers the kernel has. A token names a place in a table, so that
+// none is looked up by hash or allocated per operation, and a count, so that it names no other.
+class Flights {
+ public:
+  struct One {
+    uint64_t token = 0;
+    Task* task = nullptr;  // null: the place is free
+    Urgency urgency = Urgency::WRITE;  // of the queue in which it holds a place until its outcome
+    bool is_reset = false;
+    bool late = false;  // past its deadline, not released
+    uint32_t attachment = 0;
+    int64_t began_ns = 0;
+    bool is_write() const { return is_reset || urgency == Urgency::WRITE; }
+  };
+
+  size_t size() const { return places_.size() - free_.size(); }
+  // Returns the token that it gets, which is not 0.
+  uint64_t add(One one) {
+    if (free_.empty()) {
+      free_.push_back(places_.size());
+      places_.emplace_back();
+    }
+    const size_t place = free_.back();
+    free_.pop_back();
+    one.token = ++count_ << kPlaceBits | place;
+    places_[place] = one;
+    return one.token;
+  }
+  // Null: it has ended.
+  One* find(uint64_t token) {
+    const size_t place = token & ((1 << kPlaceBits) - 1);
+    if (place >= places_.size()) return nullptr;
+    One& one = places_[place];
+    return one.task && one.token == token ? &one : nullptr;
+  }
+  One take(One& one) {
+    const One taken = one;
+    free_.push_back(static_cast<size_t>(&one - places_.data()));
+    one.task = nullptr;
+    return taken;
+  }
+
+ private:
+  static constexpr unsigned kPlaceBits = 24;
+  std::vector<One> places_;
+  std::vector<size_t> free_;
+  uint64_t count_ = 0;
+};
+
 class IoQueue {
  public:
   // What is with a lane that Python drives; `task` null: nothing.
@@ -187,16 +235,6 @@ class IoQueue {
   }
 
  private:
-  // A task that the engine has, or whose buffer the kernel still has.
-  struct InFlight {
-    Task* task;
-    Urgency urgency;  // of the queue in which it holds a place until its outcome
-    bool is_reset;
-    bool late;  // past its deadline, not released
-    uint32_t attachment;
-    int64_t began_ns;
-    bool is_write() const { return is_reset || urgency == Urgency::WRITE; }
-  };
   struct Target {
     bool usable = true;
     uint32_t attachment = 0;
@@ -214,9 +252,9 @@ class IoQueue {
   int64_t patience_ns(bool is_write) const {
     return is_write ? options_.write_deadline_ns : options_.read_deadline_ns;
   }
-  void count_outcome(const InFlight& one, const LaneEnd& end);
-  void note_outcome(const InFlight& one, const LaneEnd& end);
-  bool retries(const InFlight& one, const LaneEnd& end);
+  void count_outcome(const Flights::One& one, const LaneEnd& end);
+  void note_outcome(const Flights::One& one, const LaneEnd& end);
+  bool retries(const Flights::One& one, const LaneEnd& end);
   void expire_retries();
   HealthCounts& health_of(size_t target, uint32_t attachment);
 
@@ -231,9 +269,8 @@ class IoQueue {
   size_t first_ = 0;  // the target that is asked first: each in its turn
   size_t room_ = 0;  // what the lane still takes of the kind that is offered
   std::deque<Task*> resets_;
-  std::unordered_map<uint64_t, InFlight> in_flight_;
+  Flights in_flight_;
   size_t writes_in_flight_ = 0, writes_running_ = 0;  // running: not past their deadline
-  uint64_t next_token_ = 1;
   // By is_write: (deadline, token) of what was handed over, the earliest first. What has ended is
   // dropped at the front.
   std::array<std::deque<std::pair<int64_t, uint64_t>>, 2> deadlines_;

@@ -46,7 +46,7 @@ def test_a_fetch_ends_when_its_read_ended_and_not_when_it_was_polled() -> None:
     bench.fetch(1, 7, pool=0, cache=0)
     bench.pipeline.step()
     bench.now_s += 0.75
-    bench.io.complete(1, ended_s=0.25)
+    bench.io.complete(bench.io_of(0), ended_s=0.25)
     bench.pipeline.step()
     (report,) = [r for r in bench.take() if isinstance(r, OpReport)]
     assert report.seconds == pytest.approx(0.25)
