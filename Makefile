@@ -14,6 +14,11 @@ PYTEST_ARGS ?= --durations=15
 JOBS ?= 2
 SIDE_BY_SIDE = -n $(JOBS) --dist loadscope
 SOAK_SECONDS ?= 14400
+# STEPS=10000000: so many simulator steps instead of half of the time. SANITIZE=1: over a build of
+# index and machine with sanitizers, which takes about three times as long.
+STEPS ?=
+SANITIZE ?=
+SIM_LENGTH = $(if $(STEPS),--steps $(STEPS),--seconds $$(($(SOAK_SECONDS) / 2)))
 
 # The virtual environment holds the CPU build of vLLM. Nothing here talks to a model hub, and
 # nothing sends usage reports.
@@ -37,6 +42,7 @@ help:
 	@echo "make test-fast  the same without end to end and without the emulated fabric"
 	@echo "make test-fabric the pool on a real NVMe/TCP fabric in an emulated guest, whose paths fail"
 	@echo "make soak       the longest tests, then both simulators with fresh seeds for SOAK_SECONDS (4 hours)"
+	@echo "                or STEPS of the first; SANITIZE=1: over a build with sanitizers"
 	@echo "make vllm-next  the newest vLLM of the package index: its own tests with our connector, and"
 	@echo "                what differs in the interfaces that we use (VLLM_NEXT=0.34.1: that one)"
 	@echo "make bench      the pool beside fio, a bare ring and vLLM's own file tier"
@@ -91,7 +97,7 @@ suite-e2e:
 # Replay a failing seed with: .venv/bin/python -m tests.sim --seed N, or -m tests.faults.store
 soak: setup
 	$(BIN)/python -m pytest tests -m soak $(PYTEST_ARGS)
-	$(BIN)/python -m tests.sim --seconds $$(($(SOAK_SECONDS) / 2)) --keep-going
+	$(BIN)/python -m tests.sim $(SIM_LENGTH) --keep-going $(if $(SANITIZE),--sanitize)
 	$(BIN)/python -m tests.faults.store --seconds $$(($(SOAK_SECONDS) / 2)) --keep-going
 
 # Status 1: the release is refused, or a test fails. docs/extending.md has a scheduled run.

@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tests.sim --seed N` replays; `--seconds S` soaks from a random or given seed."""
+"""`python -m tests.sim --seed N` replays; `--seconds S` or `--steps N` soaks from a random or given
+seed. `--sanitize` does it over a build with sanitizers."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import secrets
 import sys
 import time
 from collections import Counter
+
+from . import sanitized
+
+if "--sanitize" in sys.argv:
+    sanitized.start_again()
 
 from vllm_nvmeof_offload.manager.handshake import CREDITED
 
@@ -29,7 +36,9 @@ def main() -> int:
     parser.add_argument("--shape", choices=(FULL, *SHAPES), help="default: the seed chooses")
     parser.add_argument("--first", type=int, help="soak: the first seed (default: random)")
     parser.add_argument("--count", type=int, default=10**9, help="soak: how many seeds")
-    parser.add_argument("--seconds", type=float, default=60.0, help="soak: how long")
+    parser.add_argument("--seconds", type=float, help="soak: how long (default: 60, or --steps)")
+    parser.add_argument("--steps", type=float, help="soak: until so many steps were simulated")
+    parser.add_argument("--sanitize", action="store_true", help="over a build with sanitizers")
     parser.add_argument("--keep-going", action="store_true", help="soak: list every failing seed")
     arguments = parser.parse_args()
     if arguments.seed is not None:
@@ -47,11 +56,13 @@ def main() -> int:
         return 0
     first = arguments.first if arguments.first is not None else secrets.randbits(40)
     print(f"first seed {first}", flush=True)
-    end_s = time.monotonic() + arguments.seconds
+    steps_max = math.inf if arguments.steps is None else arguments.steps
+    seconds = arguments.seconds or (60.0 if arguments.steps is None else math.inf)
+    end_s = time.monotonic() + seconds
     total: Counter[str] = Counter()
     failed = played = 0
     for seed in range(first, first + arguments.count):
-        if time.monotonic() > end_s:
+        if time.monotonic() > end_s or total["steps"] >= steps_max:
             break
         played += 1
         try:

@@ -127,6 +127,7 @@ class World:
         self._end()
 
     def _event(self) -> None:
+        self.counts["steps"] += 1
         rng, knobs = self.rng, self.knobs
         draw = rng.random()
         if draw < 0.4:
@@ -219,6 +220,7 @@ class World:
         while self.scheduler.busy() or self._outputs_matter():
             if self.clock() > limit_s:
                 raise Violation("end", f"the engine never stops stepping: {self.core.gauges()}")
+            self.counts["steps"] += 1
             self._step(force=True)
             for rank in self.ranks:
                 rank.pump()
