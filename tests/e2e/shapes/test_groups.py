@@ -41,9 +41,6 @@ from vllm_nvmeof_offload.units import KIB
 
 #: Share of what the next turn could find, and of what a resumed request may compute again.
 FOUND_MIN, RECOMPUTED_MAX = 0.95, 0.05
-#: Keep states at every chunk. By default vLLM keeps them so rarely in an answer that these short
-#: answers have none.
-EVERY_CHUNK = {"boundary_tokens": 1}
 
 
 @pytest.fixture(scope="class")
@@ -166,7 +163,6 @@ class TestMistral(Same):
 class TestLfm2(Same):
     kind = Kind(
         *("lfm2", 32, 8 * KIB, 30, 90),
-        extra=EVERY_CHUNK,
         blocks_per_chunk=1,
         noise=0.5,
     )
@@ -177,7 +173,6 @@ class TestQwen3Next(Same):
     kind = Kind(
         *("qwen3next", 64, 128 * KIB, 32, 110),
         options={"dtype": "bfloat16"},
-        extra=EVERY_CHUNK,
         blocks_per_chunk=1,
         noise=0.1,
         by_cache=True,
