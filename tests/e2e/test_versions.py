@@ -19,6 +19,8 @@ from tests.upstream.trees import Release, release
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHER = "0.33.0"
+#: Not among `known_vllm.KNOWN`.
+UNKNOWN = "0.31.0"
 #: Our tests that import vLLM: flags, refusals, KV cache groups, the manager's interface and the
 #: look-up's rule.
 OUR_TESTS = (
@@ -29,11 +31,11 @@ OUR_TESTS = (
 LOADED = "vllm:nvmeof_loaded_tokens_total"
 
 
-def other() -> Release:
+def other(version: str = OTHER) -> Release:
     try:
-        return release(OTHER)
+        return release(version)
     except ReleaseUnavailableError as error:
-        pytest.skip(f"vLLM {OTHER} cannot be had: {error}")
+        pytest.skip(f"vLLM {version} cannot be had: {error}")
 
 
 def test_the_other_release_gives_the_same_tokens_from_every_tier_and_after_a_restart(
@@ -42,12 +44,9 @@ def test_the_other_release_gives_the_same_tokens_from_every_tier_and_after_a_res
     """Run an engine within a program's process, then `vllm serve` on the pool that it left."""
     # The answers of the installed release without offloading.
     expected = [answer.tokens for answer in rig.reference().answers]
-    seen = _engine(tmp_path / "pool")
-    assert seen["version"] == OTHER
-    assert seen["cold"] == seen["back"] == expected
-    assert seen["again"] == expected[-1:]
-    assert seen["loaded"]["cpu"] > 0
-    assert seen["loaded"]["pool"] > 0
+    seen, log = _engine(tmp_path / "pool", OTHER)
+    _same_tokens_from_every_tier(seen, expected)
+    assert (seen["version"], seen["known_as"]) == (OTHER, "0.33") and "UNKNOWN" not in log
     base = rig.spec(tmp_path / "pool")
     spec = replace(base, env={**base.env, **suite.environment(other())})
     with rig.start(spec, "other-release", unforked=True) as server:
@@ -62,11 +61,27 @@ def test_the_other_release_gives_the_same_tokens_from_every_tier_and_after_a_res
         assert rig.grown(server, before, LOADED) == 0, "after a reset there is nothing to load"
 
 
-def _engine(pool: Path) -> dict[str, Any]:
+def test_an_unknown_release_is_served_after_its_self_test(tmp_path: Path) -> None:
+    expected = [answer.tokens for answer in rig.reference().answers]
+    seen, log = _engine(tmp_path / "pool", UNKNOWN)
+    _same_tokens_from_every_tier(seen, expected)
+    assert (seen["version"], seen["known_as"]) == (UNKNOWN, "unknown")
+    assert log.count(f"THIS VLLM ({UNKNOWN}) IS UNKNOWN") == 1
+
+
+def _same_tokens_from_every_tier(seen: dict[str, Any], expected: list[list[int]]) -> None:
+    assert seen["cold"] == seen["back"] == expected
+    assert seen["again"] == expected[-1:]
+    assert seen["loaded"]["cpu"] > 0
+    assert seen["loaded"]["pool"] > 0
+
+
+def _engine(pool: Path, version: str) -> tuple[dict[str, Any], str]:
+    """What `engine_child` printed with this release, and its log."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.upstream.engine_child", str(pool)],
         cwd=ROOT,
-        env={**rig.spec().environment(), **suite.environment(other())},
+        env={**rig.spec().environment(), **suite.environment(other(version))},
         capture_output=True,
         text=True,
         timeout=600,
@@ -75,7 +90,7 @@ def _engine(pool: Path) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [s for s in done.stdout.splitlines() if s.startswith("RESULT ")]
     seen: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
-    return seen
+    return seen, done.stdout + done.stderr
 
 
 @pytest.mark.soak

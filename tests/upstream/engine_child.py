@@ -34,6 +34,12 @@ def loaded(llm: Any) -> dict[str, float]:
     return {m.labels["source"]: m.value for m in found}
 
 
+def known_as(llm: Any) -> str:
+    """The release of vLLM that our server takes the imported one for."""
+    (info,) = [m for m in llm.get_metrics() if m.name == "vllm:nvmeof_config_info"]
+    return str(info.labels["vllm"])
+
+
 def main(target: str) -> None:
     import vllm
 
@@ -42,7 +48,7 @@ def main(target: str) -> None:
     llm = build(target)
     result = {"version": vllm.__version__, "cold": ask(llm, prompts), "back": ask(llm, prompts)}
     assert llm.reset_prefix_cache()  # only the GPU's: the latest prompt is in the CPU tier
-    result |= {"again": ask(llm, prompts[-1:]), "loaded": loaded(llm)}
+    result |= {"again": ask(llm, prompts[-1:]), "loaded": loaded(llm), "known_as": known_as(llm)}
     # Close the engine explicitly, as in a program that continues.
     llm.llm_engine.engine_core.shutdown()
     print("RESULT " + json.dumps(result))
