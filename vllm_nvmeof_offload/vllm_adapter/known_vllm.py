@@ -97,13 +97,19 @@ def _differences(connector: Any) -> Iterator[str]:
         connector.worker_class(),
         connector.NVMeoFOffloadingSpec,
     ):
-        base = next(one for one in cls.__mro__ if one.__module__.startswith("vllm."))
+        base = next(one for one in cls.__mro__ if _is_vllms(one.__module__))
         for name in sorted(cls.__abstractmethods__):
             yield f"{base.__name__}.{name} is new"
         for name, theirs in inspect.getmembers(base, inspect.isfunction):
             method = getattr(cls, name)
             if inspect.isfunction(method) and not accepts(method, theirs):
                 yield f"{base.__name__}.{name}{inspect.signature(theirs)} has other parameters"
+
+
+def _is_vllms(module: str) -> bool:
+    """Whether a module is vLLM's own: this package may be in vLLM's tree."""
+    ours = CONNECTOR_MODULE.removesuffix("connector")
+    return module.startswith("vllm.") and not module.startswith(ours)
 
 
 def accepts(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
