@@ -32,8 +32,9 @@ _MANY_SERVERS = frozenset({"--api-server-count", "--data-parallel-size"})
 
 
 def can_be_forked(spec: ServerSpec) -> bool:
-    """Whether a server can be forked. It cannot with CUDA, which does not survive a fork."""
-    others_vllm = "PYTHONPATH" in spec.env or not has_cpu_engine()
+    """Whether a server can be forked. It cannot with CUDA, which does not survive a fork, nor with
+    another vLLM than the installed one."""
+    others_vllm = "PYTHONPATH" in spec.environment() or not has_cpu_engine()
     return not (spec.program or others_vllm or _MANY_SERVERS.intersection(spec.extra_args))
 
 

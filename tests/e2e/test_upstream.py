@@ -56,11 +56,11 @@ def test_vllms_own_tests_pass_with_our_connector(version: str, tmp_path: Path) -
     outcome = suite.run(tree, tmp_path)
     assert not outcome.failed, outcome.output
     assert len(outcome.passed) == RELEASES[version], outcome.output
-    assert _functions(outcome.skipped) == NEED_A_GPU
-    assert _functions(outcome.passed) >= SEVERAL_GROUPS
+    assert functions(outcome.skipped) == NEED_A_GPU
+    assert functions(outcome.passed) >= SEVERAL_GROUPS
     for method, count in EXERCISED.items():
         assert outcome.calls.get(method, 0) >= count, (method, outcome.calls)
 
 
-def _functions(tests: list[str]) -> set[str]:
+def functions(tests: list[str]) -> set[str]:
     return {name.rpartition("::")[2].partition("[")[0] for name in tests}

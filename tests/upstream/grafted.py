@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A release of vLLM with this package in its tree, as `tools/graft.sh` makes it."""
+"""A release of vLLM with this package in its tree, as `tools/graft.sh` makes it.
+
+Of the installed release the Python code is the CPU build's, which has two files of its own that an
+engine without Triton needs; the files that a graft edits are the released ones.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -12,7 +17,7 @@ from pathlib import Path
 
 from tests.fabric.rig.packages import locked
 from tests.upstream.releases import cache_place, fetch
-from tests.upstream.trees import Release, release
+from tests.upstream.trees import Release, installed_package, installed_version, release
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Of a source tree, beside the package.
@@ -28,9 +33,12 @@ def source_tree(version: str, place: Path) -> Release:
     suite = release(version).suite
     with locked(cache_place()):
         packed = fetch(version).path
-        shutil.copytree(
-            cache_place() / version / "python", place, copy_function=_link, symlinks=True
-        )
+        unpacked = cache_place() / version / "python"
+        package = unpacked / "vllm" if version != installed_version() else installed_package()
+        copy = functools.partial(shutil.copytree, copy_function=_link, symlinks=True)
+        copy(package, place / "vllm")
+        for info in unpacked.glob("*.dist-info"):
+            copy(info, place / info.name)
     with tarfile.open(packed) as archive:
         for name in _SOURCE:
             member = archive.getmember(f"vllm-{version}/{name}")

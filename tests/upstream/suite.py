@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.upstream.trees import Release
 
 _SUITE = "tests/v1/kv_connector/unit/offloading_connector"
-_PLUGIN = Path(__file__).parent / "plugin"
+PLUGIN = Path(__file__).parent / "plugin"
 #: Limits against a hang only: a busy machine is several times slower.
 _TEST_TIMEOUT_S = 300
 _SUITE_TIMEOUT_S = 1800
@@ -50,15 +50,21 @@ def environment(release: Release, *first: Path) -> dict[str, str]:
     }
 
 
-def run(release: Release, scratch: Path, timeout_s: float = _SUITE_TIMEOUT_S) -> Outcome:
-    """Run the whole suite once."""
+def run(
+    release: Release,
+    scratch: Path,
+    timeout_s: float = _SUITE_TIMEOUT_S,
+    *,
+    plugin: Path = PLUGIN,
+) -> Outcome:
+    """Run the whole suite once. plugin: the directory of `nvmeof_swap`."""
     report, calls = scratch / "report.xml", scratch / "calls.json"
     options = ["-q", "-p", "no:cacheprovider", "-p", "nvmeof_swap", "-W", "ignore"]
     options += [f"--timeout={_TEST_TIMEOUT_S}", f"--junitxml={report}"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, _SUITE],
         cwd=release.suite,
-        env={**environment(release, _PLUGIN), "NVMEOF_SWAP_REPORT": str(calls)},
+        env={**environment(release, plugin), "NVMEOF_SWAP_REPORT": str(calls)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

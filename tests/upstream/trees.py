@@ -53,6 +53,13 @@ def installed_version() -> str:
     return importlib.metadata.version("vllm").partition("+")[0]
 
 
+def installed_package() -> Path:
+    """The directory of the installed vLLM."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
+
+
 def release(version: str) -> Release:
     """Fetch and unpack a release unless that was done earlier.
 
@@ -104,9 +111,7 @@ def _unpack(sdist: Sdist, tree: Path) -> None:
 
 def _link_compiled(package: Path) -> None:
     """Link the installed build's compiled files into `package` again: the build may have moved."""
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None and spec.origin is not None
-    for compiled in Path(spec.origin).parent.glob("*.so"):
+    for compiled in installed_package().glob("*.so"):
         link = package / compiled.name
         if not link.exists() or link.readlink() != compiled:
             fresh = link.with_suffix(".new")
