@@ -34,6 +34,7 @@ def main() -> int:
     )
     parser.add_argument("--policy", default=CREDITED, help="a value of eviction_policy")
     parser.add_argument("--shape", choices=(FULL, *SHAPES), help="default: the seed chooses")
+    parser.add_argument("--sets", type=int, choices=(0, 1, 2), help="default: the seed chooses")
     parser.add_argument("--first", type=int, help="soak: the first seed (default: random)")
     parser.add_argument("--count", type=int, default=10**9, help="soak: how many seeds")
     parser.add_argument("--seconds", type=float, help="soak: how long (default: 60, or --steps)")
@@ -50,6 +51,7 @@ def main() -> int:
                     arguments.ranks,
                     arguments.policy,
                     arguments.shape,
+                    arguments.sets,
                 )
             )
         )
@@ -67,7 +69,8 @@ def main() -> int:
         played += 1
         try:
             ranks = arguments.ranks or (1 + seed // 8 % 8 if seed % 8 == 0 else None)
-            total.update(play(seed, arguments.profile, ranks, arguments.policy, arguments.shape))
+            of_seed = arguments.profile, ranks, arguments.policy, arguments.shape, arguments.sets
+            total.update(play(seed, *of_seed))
         except AssertionError as error:
             failed += 1
             print(f"seed {seed}: {str(error).splitlines()[0]}", flush=True)

@@ -114,6 +114,10 @@ class Knobs:
     pages_per_block: int = 1
     pages: tuple[tuple[int, ...], ...] = ()  # of a block, by rank and group
     boundary_tokens: int = 0  # between two lasting boundaries; 0: the prompt's end only
+    set_size: int = 1  # this and what follows: see `sets.with_sets`
+    equal_min: int = 8
+    sample_every: int = 1024
+    unequal: bool = False  # the ranks of a set hold different bytes
 
     @property
     def chunk_tokens(self) -> int:

@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import errno
 import random
+import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_nvmeof_offload.copy.base import Descriptors, Direction
+from vllm_nvmeof_offload.copy.base import Descriptors, Direction, Payloads
 from vllm_nvmeof_offload.errors import OK, Outcome, io_error
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
 from .base import BLOCK_BYTES, GPU_BASE, STAGING_BASE, Clock, Knobs, Violation
 from .memory import Memory
+from .sets import APART
 
-#: GPU block, staging slot; and by page: the page's number in each.
-Piece = tuple[int, int, list[tuple[int, int]]]
+#: GPU block, member and staging slot; and by page: the page's number in each.
+Piece = tuple[int, tuple[int, int], list[tuple[int, int]]]
 
 
 @dataclass(eq=False)
@@ -28,16 +31,26 @@ class _Ticket:
     done_s: float
     outcome: Outcome
     executed: bool = False
+    payloads: Payloads | None = None
 
     def __str__(self) -> str:
         return f"{self.direction.value} ticket {self.number}"
 
 
 class SimCopy:
-    """CopyEngine over `Memory`."""
+    """CopyEngine over `Memory`. memories: of the members of the rank's set, as far as they are
+    there; its own is number `member`."""
 
-    def __init__(self, memory: Memory, knobs: Knobs, clock: Clock, rng: random.Random) -> None:
-        self._memory = memory
+    def __init__(
+        self,
+        memories: Sequence[Memory],
+        member: int,
+        knobs: Knobs,
+        clock: Clock,
+        rng: random.Random,
+    ) -> None:
+        self._memories = memories
+        self._memory = memories[member]
         self._knobs = knobs
         self._clock = clock
         self._rng = rng
@@ -45,6 +58,7 @@ class SimCopy:
         self._tickets: list[_Ticket] = []
         self._next = 1
         self.stream_end_s = 0.0  # the model's stream is busy until this time
+        self.counts: Counter[str] = Counter()
         #: GPU block → the fences of the jobs that have named it.
         self._fences: dict[int, set[object]] = {}
 
@@ -57,7 +71,11 @@ class SimCopy:
             self._fences.setdefault(block, set()).add(fence)
 
     def submit(
-        self, direction: Direction, pieces: Descriptors, fence: object, payloads: object = None
+        self,
+        direction: Direction,
+        pieces: Descriptors,
+        fence: object,
+        payloads: Payloads | None = None,
     ) -> int:
         assert isinstance(fence, float), "a job without a fence"
         start_s = max(self._clock(), fence)
@@ -74,19 +92,28 @@ class SimCopy:
             start_s,
             done_s,
             io_error(errno.EFAULT) if failed else OK,
+            payloads=payloads,
         )
         self._next += 1
         for block, _, _ in ticket.pieces:
             if fence not in self._fences[block]:
                 raise Violation("3", f"{ticket} waits for the fence of another job")
-        blocks = [("gpu", block) for block, _, _ in ticket.pieces]
-        slots = [("slot", slot) for _, slot, _ in ticket.pieces]
-        if direction is Direction.STORE:
-            self._memory.watches.begin(ticket, blocks, slots)
-        else:
-            self._memory.watches.begin(ticket, slots, blocks)
+        self._watch(ticket)
         self._tickets.append(ticket)
         return ticket.number
+
+    def _watch(self, ticket: _Ticket) -> None:
+        blocks = [("gpu", block) for block, _, _ in ticket.pieces]
+        for member, memory in enumerate(self._memories):
+            slots = [("slot", slot) for _, (of, slot), _ in ticket.pieces if of == member]
+            mine = blocks if memory is self._memory else []
+            if ticket.direction is Direction.LOAD:
+                memory.watches.begin(ticket, slots, mine)
+                self.counts["copies_from_a_member"] += bool(slots) and memory is not self._memory
+            elif slots and memory is not self._memory:
+                raise Violation("17", f"{ticket} stores into member {member}'s slots")
+            else:
+                memory.watches.begin(ticket, mine, slots)
 
     def poll(self) -> list[tuple[int, Outcome]]:
         self.advance()
@@ -95,7 +122,8 @@ class SimCopy:
         seen = [t for t in seen if t.pieces or self._is_last(t, seen)]
         for ticket in seen:
             self._tickets.remove(ticket)
-            self._memory.watches.end(ticket)
+            for memory in self._memories:
+                memory.watches.end(ticket)
         return [(t.number, t.outcome) for t in seen]
 
     def _is_last(self, ticket: _Ticket, seen: Sequence[_Ticket]) -> bool:
@@ -120,7 +148,8 @@ class SimCopy:
     def _execute(self, ticket: _Ticket) -> None:
         memory = self._memory
         cut = len(ticket.pieces) if ticket.outcome.ok else self._rng.randrange(len(ticket.pieces))
-        for block, slot, pages in ticket.pieces[:cut]:
+        for block, (member, slot), pages in ticket.pieces[:cut]:
+            staged = self._memories[member].slots[slot]
             store = ticket.direction is Direction.STORE
             if store and ticket.start_s < memory.written_at_s[block]:
                 raise Violation("3", f"{ticket} read block {block} before it was computed")
@@ -130,14 +159,24 @@ class SimCopy:
                 if page >= memory.pages_of[block]:
                     raise Violation("4", f"{ticket} touches page {page} of block {block}")
                 if store:
-                    memory.slots[slot][position] = memory.gpu[block][page]
+                    staged[position] = memory.gpu[block][page]
                 else:
-                    memory.gpu[block][page] = memory.slots[slot][position]
+                    memory.gpu[block][page] = staged[position]
+        if self._knobs.set_size > 1 and ticket.payloads is not None and ticket.outcome.ok:
+            self._sum(ticket.payloads)
+
+    def _sum(self, payloads: Payloads) -> None:
+        """Make the checksums of what was stored: of the pages' tags."""
+        for at, address in enumerate(payloads.addresses.tolist()):
+            slot = (address - STAGING_BASE) % APART // self._slot_bytes
+            pages = int(payloads.sizes[at]) // self._knobs.page_bytes
+            payloads.crcs[at] = zlib.crc32(repr(self._memory.slots[slot][:pages]).encode())
 
     def _decode(self, address: int, staging: int, size: int) -> Piece:
         page_bytes = self._knobs.page_bytes
         block, at = divmod(address - GPU_BASE, BLOCK_BYTES)
-        slot, offset = divmod(staging - STAGING_BASE, self._slot_bytes)
+        member, inside = divmod(staging - STAGING_BASE, APART)
+        slot, offset = divmod(inside, self._slot_bytes)
         page, rest = divmod(at, page_bytes)
         position, rest2 = divmod(offset - HEADER_BYTES, page_bytes)
         count, rest3 = divmod(size, page_bytes)
@@ -145,4 +184,4 @@ class SimCopy:
         if page + count > self._knobs.pages_per_block:
             raise Violation("4", f"{size} bytes of block {block} reach into the next one")
         assert position >= 0 and position + count <= self._knobs.slot_pages
-        return block, slot, [(page + n, position + n) for n in range(count)]
+        return block, (member, slot), [(page + n, position + n) for n in range(count)]

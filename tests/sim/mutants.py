@@ -61,6 +61,8 @@ PROFILE = {
     "remembered_answer_survives_a_verdict": "waiting",
     "fetch_that_a_load_waits_for_is_cancelled": "waiting",
     "release_of_one_rank_frees_a_row": "hangs",
+    "a_shared_stream_slot_returns_at_the_first_reader": "pool",
+    "intersection_over_all_ranks": "restarts",
 }
 
 #: Name → the groups with which the rule matters; otherwise full attention only.
@@ -73,6 +75,15 @@ SHAPE = {
     "block_ids_are_reported_for_a_window": "window",
     "admission_trims": "full+window",
     "boundary_is_touched_out_of_order": "full+window",
+}
+
+#: Name → the number of sets of ranks with which the rule matters; otherwise ranks share nothing.
+SETS = {
+    "a_holders_failure_is_masked": 1,
+    "a_reader_passes_the_fill_word": 1,
+    "a_shared_stream_slot_returns_at_the_first_reader": 1,
+    "intersection_over_all_ranks": 2,
+    "unequal_ranks_are_believed": 1,
 }
 
 #: Broken rules that cannot be mutants here → the file and the text of what is there instead.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from vllm_nvmeof_offload.manager.core import ManagerCore, Source
 from vllm_nvmeof_offload.manager.index import State
-from vllm_nvmeof_offload.protocol import Command, WriteCommand
+from vllm_nvmeof_offload.protocol import EVERY_MEMBER, Command, WriteCommand, cache_member
 
 from .base import Knobs, Violation
 
@@ -41,6 +41,8 @@ class PolicyRules:
             return
         if load:
             raise Violation("demotion", "a load evicted a chunk that was never written")
+        if self._knobs.set_size > 1:
+            return  # the rows of those that are left may have other parts that cannot be evicted
         used, held = set(used_cache), set(self._core.held())
         for entry in self._core.entries():
             free = entry.cache not in used and entry.key not in held
@@ -55,7 +57,8 @@ class PolicyRules:
             raise Violation("9", "refused a store with a cache slot free")
         for entry in self._core.entries():
             free = entry.cache not in used and entry.key not in held
-            if entry.state in (State.CACHED, State.BOTH) and free:
+            whole = cache_member(entry.cache) == EVERY_MEMBER
+            if entry.state in (State.CACHED, State.BOTH) and free and whole:
                 raise Violation("9", f"refused a store although {entry} could be evicted")
 
     def commanded(self, commands: Iterable[Command]) -> None:
@@ -91,7 +94,9 @@ class PolicyRules:
             return
         if not self._demotes:
             raise Violation("leak", f"not written at the end: {gauges}")
-        short = self._clean_min - gauges["cache_slots"] + gauges["write_backlog"]
+        cached = sum(entry.cache >= 0 for entry in self._core.entries())
+        clean = cached - gauges["write_backlog"]
+        short = self._clean_min - clean - gauges["cache_slots"] + gauges["cache_slots_used"]
         if short > 0:
             raise Violation("demotion", f"{short} demotions are due but not started: {gauges}")
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -27,9 +27,10 @@ from vllm_nvmeof_offload.protocol import (
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.worker.pipeline import FinishedJob, TransferLimits, TransferPipeline
 
-from .base import BLOCK_BYTES, GPU_BASE, STAGING_BASE, Clock, Knobs, Trace, Violation
+from .base import BLOCK_BYTES, GPU_BASE, Clock, Knobs, Trace, Violation
 from .copying import SimCopy
 from .memory import Memory, Tag
+from .sets import RankSet, holds, own, set_sizes, split_cache
 from .shapes import block_tokens, needed_from
 from .storage import SimIo
 from .store import START_TAG, RankStore
@@ -101,6 +102,7 @@ class SimRank:
         store: RankStore,
         expected: dict[int, list[Tag]],
         meanwhile: Callable[[], None],
+        of_set: RankSet | None = None,
     ) -> None:
         self.rank = rank
         self._knobs = knobs
@@ -120,10 +122,19 @@ class SimRank:
                 for group, size in zip(knobs.groups, sizes, strict=True)
             ]
         )
-        self.copy = SimCopy(self.memory, knobs, clock, rng)
-        self.io = SimIo(store, self.memory, knobs, clock, rng, expected, self._pages)
+        members = None if of_set is None else of_set.join(self.memory)
+        memories = [self.memory] if of_set is None else of_set.memories
+        member = rank % knobs.set_size
+        self.copy = SimCopy(memories, member, knobs, clock, rng)
+        self.io = SimIo(store, self.memory, knobs, clock, rng, expected, rank)
         self.pipeline = TransferPipeline(
-            StagingMap(STAGING_BASE, knobs.slot_bytes, knobs.cache_slots, knobs.stream_slots),
+            StagingMap(
+                RankSet.base_address(member),
+                knobs.slot_bytes,
+                knobs.cache_slots,
+                knobs.stream_slots,
+                members,
+            ),
             self.copy,
             self.io,
             TransferLimits(
@@ -153,7 +164,7 @@ class SimRank:
         self.void_limits: dict[int, int] = {}
 
     def hello(self, engine_index: int = 0) -> RankHello:
-        adopted = self.io.store.adopt()
+        adopted = self.adopted = self.io.store.adopt(self.rank % self._knobs.set_size)
         knobs = self._knobs
         for place, generation in zip(
             adopted.places.tolist(), adopted.generations.tolist(), strict=True
@@ -167,7 +178,10 @@ class SimRank:
             knobs.pool_slots,
             knobs.targets,
             knobs.slot_bytes,
-            self.geometry.groups,
+            tuple(
+                replace(group, set_size=size)
+                for group, size in zip(self.geometry.groups, set_sizes(knobs), strict=True)
+            ),
             adopted,
             START_TAG,
         )
@@ -250,7 +264,9 @@ class SimRank:
                     watches.check(("gpu", block), f"the model after wait({op})", writing=False)
             elif op in self._stores:
                 for slot in self._stores[op].batch.cache.tolist():
-                    if watches.busy(("slot", slot), writing=True):
+                    row, member = split_cache(slot)
+                    mine = holds(self.rank, member, self._knobs)
+                    if mine and watches.busy(("slot", row), writing=True):
                         raise Violation("4", f"wait({op}) returned before the copy")
 
     def _submit(self, op: int, job: TransferJob) -> None:
@@ -320,7 +336,8 @@ class SimRank:
                     memory.watches.check(("gpu", block), "the forward pass", writing=True)
                     last = min(work.after, (index + 1) * self._sizes[group]) - 1
                     pages = memory.pages_of[block] = self._pages[group]
-                    memory.gpu[block][:pages] = [(metadata.epoch, work.hashes[last], group)] * pages
+                    tag = own((metadata.epoch, work.hashes[last], group), self.rank, self._knobs)
+                    memory.gpu[block][:pages] = [tag] * pages
                     memory.written_at_s[block] = copy.stream_end_s
                     memory.read_until_s[block] = copy.stream_end_s
 
@@ -343,7 +360,8 @@ class SimRank:
             end = min(len(work.hashes), (index + 1) * size)
             if self._knobs.groups[group].kind is GroupKind.STATE:
                 end = begin + 1  # a state of more tokens is of no use
-            right = [(epoch, prefix, group) for prefix in work.hashes[begin:end]]
+            prefixes = work.hashes[begin:end]
+            right = [own((epoch, prefix, group), self.rank, self._knobs) for prefix in prefixes]
             for tag in self.memory.gpu[block][: self._pages[group]]:
                 if tag not in right:
                     raise Violation(

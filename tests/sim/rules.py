@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,9 @@ from vllm_nvmeof_offload.errors import CANCELLED, STALE, Outcome
 from vllm_nvmeof_offload.groups import GroupKind, group_id_of
 from vllm_nvmeof_offload.manager.core import FROM_CPU, ManagerCore, Source, StorePlan
 from vllm_nvmeof_offload.manager.index import Entry, State
+from vllm_nvmeof_offload.metrics import Series
 from vllm_nvmeof_offload.protocol import (
+    AdoptedEntries,
     CancelCommand,
     ChunkBatch,
     Command,
@@ -22,6 +24,7 @@ from vllm_nvmeof_offload.protocol import (
     Report,
     ResetCommand,
     SlotIdentity,
+    member_of,
     slot_of,
     slots_by_target,
     target_of,
@@ -33,7 +36,7 @@ from .memory import Tag
 from .ops import SentOp
 from .policy_rules import PolicyRules
 from .rank import SimRank
-from .shapes import spread
+from .sets import holds, overlap, split_cache, split_place
 
 _HAS_CACHE = {State.STORING, State.CACHED, State.WRITING, State.BOTH, State.FETCHING}
 _HAS_POOL = {State.WRITING, State.BOTH, State.POOLED, State.FETCHING}
@@ -42,6 +45,11 @@ _READ_FIRST = {State.POOLED, State.FETCHING}
 _READS = ("load", "fetch")
 #: STALE: the op waited for a read that was cut off; the entry may be whole in the pool, or gone.
 _SPARES = (None, CANCELLED, STALE)
+#: Row and member of a slot, by the column that names it.
+_SPLIT: dict[str, Callable[[int], tuple[object, int]]] = {
+    "cache": split_cache,
+    "places": split_place,
+}
 _PERSISTED = {State.BOTH, State.POOLED, State.FETCHING}
 
 
@@ -195,7 +203,8 @@ class Rules:
                 elif identity.generation not in self._copied:
                     raise Violation("5", f"{command}: no report has completed its store")
                 for other, place, _ in self._users("places"):
-                    if place == op.places[row] and other != identity:
+                    mine = split_place(op.places[row])
+                    if overlap(split_place(place), mine) and other != identity:
                         raise Violation("7", f"{command}: pool slot still used by {other}")
             self.ops[command.op] = op
 
@@ -237,9 +246,9 @@ class Rules:
     def check(self) -> None:
         """Check after an event that reached the manager."""
         gauges = self._core.gauges()
-        caches: set[int] = set()
-        pools: set[int] = set()
-        users = {tier: self._by_slot(tier) for tier in ("cache", "places")}
+        caches: dict[object, list[int]] = {}  # members by row
+        pools: dict[object, list[int]] = {}
+        users = {tier: self._by_row(tier) for tier in ("cache", "places")}
         slots = slots_by_target(self._knobs.pool_slots, self._knobs.targets)
         entries = self._core.entries()
         for entry in entries:
@@ -250,19 +259,17 @@ class Rules:
             ):
                 if slot < 0:
                     continue
+                part = row, member = _SPLIT[tier](slot)
                 limit = slots[target_of(slot)] if tier == "places" else self._knobs.cache_slots
-                if slot in seen or slot_of(slot) >= limit:
-                    raise Violation("7", f"{tier} slot {slot} twice or out of range")
-                seen.add(slot)
-                for other in users[tier].get(slot, ()):
-                    if other.generation != entry.generation:
-                        raise Violation("7", f"{tier} slot {slot}: {entry} and still {other}")
-        for tier, seen in (("cache", caches), ("pool", pools)):
-            taken, orphaned = gauges[f"{tier}_slots_used"], gauges[f"{tier}_slots_orphaned"]
-            if taken != len(seen) + orphaned:
-                raise Violation("leak", f"{tier}: {taken} taken, {len(seen)} + {orphaned} known")
-            if taken > gauges[f"{tier}_slots"]:
-                raise Violation("leak", f"{tier}: {taken} slots taken of {gauges}")
+                number = slot_of(slot) if tier == "places" else row
+                if number >= limit or any(overlap(part, (row, m)) for m in seen.get(row, ())):
+                    raise Violation("7", f"{tier} slot {part} twice or out of range")
+                seen.setdefault(row, []).append(member)
+                for other, used in users[tier].get(row, ()):
+                    if other.generation != entry.generation and overlap(part, (row, used)):
+                        raise Violation("7", f"{tier} slot {part}: {entry} and still {other}")
+        for tier, rows in (("cache", caches), ("pool", pools)):
+            self._check_taken(tier, set(rows), gauges)
         unsent = self._core.counters["resets"] - self._resets_sent
         if gauges["ops"] != len(self.ops) + unsent:
             raise Violation("leak", f"{gauges['ops']} ops, {len(self.ops)} known outside")
@@ -270,25 +277,42 @@ class Rules:
         self._events.check(entries)
         self._check_memory(entries)
 
+    def _check_taken(self, tier: str, rows: set[object], gauges: Mapping[Series, float]) -> None:
+        """No slot leaks. rows: those of entries; a divided one may have orphans besides, and
+        counts as retired with one of its parts."""
+        taken, orphaned = gauges[f"{tier}_slots_used"], gauges[f"{tier}_slots_orphaned"]
+        least = most = len(rows) + orphaned
+        if self._knobs.set_size > 1:
+            retired = self._core.counters["retired_pool_slots"] if tier == "pool" else 0
+            least = len(rows) - int(retired)
+        if not least <= taken <= most:
+            raise Violation("leak", f"{tier}: {taken} taken, {len(rows)} + {orphaned} known")
+        if taken > gauges[f"{tier}_slots"]:
+            raise Violation("leak", f"{tier}: {taken} slots taken of {gauges}")
+
     def check_memory(self) -> None:
         """Check after any event that every rank's memory and pool hold what the index records."""
         self._check_memory(self._core.entries())
 
     def _check_memory(self, entries: Sequence[Entry]) -> None:
-        expected = self._expected
         for entry in entries:
             state, generation = entry.state, entry.generation
             if state in _STAGED:
-                for rank in self.ranks:
-                    payload = spread(expected[generation], rank.io.pages)
-                    found = rank.memory.slots[entry.cache][: len(payload)]
+                row, member = split_cache(entry.cache)
+                for rank in self._holders(member):
+                    payload = rank.io.payload_of(generation)
+                    found = rank.memory.slots[row][: len(payload)]
                     if found != payload:
                         raise Violation("1", f"rank {rank.rank}: {entry} is over {found}")
             if state in _PERSISTED:
                 slot = slot_of(entry.place) * self._knobs.targets + target_of(entry.place)
-                for rank in self.ranks:
+                for rank in self._holders(member_of(entry.place)):
                     if rank.io.committed.get(slot) != generation:
                         raise Violation("5", f"rank {rank.rank} never wrote {entry}")
+
+    def _holders(self, member: int) -> list[SimRank]:
+        """The ranks that have what is in a place or cache slot with this member."""
+        return [rank for rank in self.ranks if holds(rank.rank, member, self._knobs)]
 
     def _check_entry(self, entry: Entry) -> None:
         generation, state = entry.generation, entry.state
@@ -303,13 +327,27 @@ class Rules:
 
     def adopted(self) -> None:
         """Check after a start: every adopted entry was computed with the loaded weights, since the
-        last reset."""
-        void_limit = max(rank.io.store.void_limit for rank in self.ranks)
+        last reset that one of its holders has finished."""
+        self._check_intersection()
         for entry in self._core.entries():
-            if entry.generation <= void_limit:
+            holders = self._holders(member_of(entry.place))
+            if entry.generation <= max(rank.io.store.void_limit for rank in holders):
                 raise Violation("reset", f"adopted {entry} from before a reset")
             if any(epoch for epoch, *_ in self._expected[entry.generation]):
                 raise Violation("reset", f"adopted {entry} of other weights")
+
+    def _check_intersection(self) -> None:
+        """Adopted is what all have that hold it, and nothing else."""
+        found = [_identities(rank.adopted) for rank in self.ranks]
+        on_all: set[tuple[bytes, int]] = set()
+        for place, identity in set().union(*found):
+            holders = self._holders(member_of(place))
+            if all((place, identity) in found[rank.rank] for rank in holders):
+                on_all.add(identity)
+        adopted = {(entry.key, entry.generation) for entry in self._core.entries()}
+        lost = {key for key, _ in on_all} - {key for key, _ in adopted}
+        if lost or adopted - on_all:
+            raise Violation("17", f"adopted {adopted} of {on_all}")
 
     def quiet(self) -> None:
         """Check when the engine stops stepping: no op still owes a report that will come."""
@@ -357,10 +395,12 @@ class Rules:
             for row, slot in getattr(op, tier).items():
                 yield op.identities[row], slot, op
 
-    def _by_slot(self, tier: str) -> dict[int, list[SlotIdentity]]:
-        users: dict[int, list[SlotIdentity]] = {}
+    def _by_row(self, tier: str) -> dict[object, list[tuple[SlotIdentity, int]]]:
+        """What ops under way name, with the member, by the row of its slot."""
+        users: dict[object, list[tuple[SlotIdentity, int]]] = {}
         for identity, slot, _ in self._users(tier):
-            users.setdefault(slot, []).append(identity)
+            row, member = _SPLIT[tier](slot)
+            users.setdefault(row, []).append((identity, member))
         return users
 
     def _used(self) -> set[int]:
@@ -368,12 +408,13 @@ class Rules:
 
     def _fresh(self, slot: int, identity: SlotIdentity) -> None:
         """Rule 7: a slot is given out again only when no rank works on it."""
+        part = row, member = split_cache(slot)
         for other, used, op in self._users("cache"):
-            if used == slot and other != identity:
-                raise Violation("7", f"cache slot {slot} for {identity}, still used by {op}")
-        for rank in self.ranks:
-            if rank.memory.watches.busy(("slot", slot)):
-                raise Violation("7", f"cache slot {slot} given out, busy on rank {rank.rank}")
+            if overlap(split_cache(used), part) and other != identity:
+                raise Violation("7", f"cache slot {part} for {identity}, still used by {op}")
+        for rank in self._holders(member):
+            if rank.memory.watches.busy(("slot", row)):
+                raise Violation("7", f"cache slot {part} given out, busy on rank {rank.rank}")
 
     def _apply(self, report: OpReport) -> None:
         op = self.ops.get(report.op)
@@ -409,3 +450,10 @@ class Rules:
             self._failed.add(generation)
         elif failure == CANCELLED and op.fills(row):
             self._cut_off.add(generation)
+
+
+def _identities(adopted: AdoptedEntries) -> set[tuple[int, tuple[bytes, int]]]:
+    """Places, with keys and generations."""
+    keys = [row.tobytes() for row in adopted.key_rows()]
+    identities = zip(keys, adopted.generations.tolist(), strict=True)
+    return set(zip(adopted.places.tolist(), identities, strict=True))

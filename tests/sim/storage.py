@@ -26,6 +26,7 @@ from vllm_nvmeof_offload.units import slot_stride_bytes
 from .base import BLOCK_BYTES, STAGING_BASE, Clock, Knobs, Violation
 from .memory import Memory, Tag
 from .reset_rule import ResetRule
+from .sets import APART, own
 from .shapes import spread
 from .store import Claim, RankStore, Record, Superblock
 
@@ -79,10 +80,11 @@ class SimIo:
         clock: Clock,
         rng: random.Random,
         expected: dict[int, list[Tag]],
-        pages: Sequence[int],
+        rank: int,
     ) -> None:
         self.store = store
-        self.pages = pages  # of a block, by group
+        self.pages = knobs.pages[rank]  # of a block, by group
+        self._rank = rank
         #: Pool slot → the generation that this process has written or adopted.
         self.committed: dict[int, int] = {}
         self._memory = memory
@@ -234,7 +236,7 @@ class SimIo:
     def _accept(self, op: IoOp) -> None:
         rng, knobs, now = self._rng, self._knobs, self._clock()
         reset = op.kind is OpKind.RESET
-        slot = -1 if reset else (op.address - STAGING_BASE) // self._slot_bytes
+        slot = -1 if reset else (op.address - STAGING_BASE) % APART // self._slot_bytes
         start_s = now + knobs.io_s * rng.choice((0.0, 0.0, rng.random()))
         slow = 4.0 if op.pool_slot % knobs.targets == knobs.slow_target else 1.0
         done_s = start_s + slow * knobs.io_s * rng.uniform(0.2, 2.0)
@@ -356,7 +358,7 @@ class SimIo:
         identity = flight.op.identity
         assert identity is not None
         payload = self._payload(flight)
-        if payload != spread(self._expected[identity.generation], self.pages):
+        if payload != self.payload_of(identity.generation):
             raise Violation("1", f"{flight} signs {payload}, not the payload of {identity}")
         if identity.generation in self.overtaken:
             raise Violation("reset", f"{flight} was submitted before a reset but starts after it")
@@ -398,7 +400,9 @@ class SimIo:
         assert flight.op.identity is not None
         if not flight.data_done:
             raise Violation("5", f"{flight}: table entry before the data")
-        self.store.put_table(flight.op.pool_slot, flight.op.identity, flight.stamp.epoch)
+        entry = flight.op.identity, flight.stamp.epoch, flight.op.single_copy
+        self.store.put_table(flight.op.pool_slot, entry)
+        self.counts["io_single_copies"] += flight.op.single_copy
 
     def _read(self, flight: _Flight) -> None:
         op = flight.op
@@ -417,6 +421,13 @@ class SimIo:
             record is None or record != replace(record, claim=wanted, intact=True)
         ):
             raise Violation("6", f"{flight} accepted {record} as {wanted}")
+
+    def payload_of(self, generation: int) -> list[Tag | None]:
+        """The pages of a chunk's payload on this rank."""
+        tags = self._expected[generation]
+        if self._knobs.unequal:
+            tags = [own(tag, self._rank, self._knobs) for tag in tags]
+        return spread(tags, self.pages)
 
     def _payload(self, flight: _Flight) -> list[Tag | None]:
         """As many bytes of the slot as the operation has."""

@@ -11,10 +11,18 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_nvmeof_offload.pool.format import Stamp
-from vllm_nvmeof_offload.protocol import TAG_BYTES, AdoptedEntries, SlotIdentity, place_of
+from vllm_nvmeof_offload.protocol import (
+    EVERY_MEMBER,
+    TAG_BYTES,
+    AdoptedEntries,
+    SlotIdentity,
+    place_of,
+)
 
 from .memory import Tag
 
+#: A table's entry: what it names, the epoch of its write, whether other ranks have no copy.
+Entry = tuple[SlotIdentity, int, bool]
 #: The share tag of every start: that of the weights on disk.
 START_TAG = bytes(TAG_BYTES)
 
@@ -50,8 +58,7 @@ class RankStore:
 
     def __init__(self, targets: int, seed: int) -> None:
         self.data: dict[int, Record] = {}
-        #: Pool slot → the entry's identity and the epoch in which the write was submitted.
-        self.table: dict[int, tuple[SlotIdentity, int]] = {}
+        self.table: dict[int, Entry] = {}  # by pool slot
         self._epochs = random.Random(seed)
         first = Superblock(self.new_epoch())
         self.superblocks = [first] * targets
@@ -69,9 +76,9 @@ class RankStore:
         self._remember(self.data, slot)
         self.data[slot] = record
 
-    def put_table(self, slot: int, identity: SlotIdentity, epoch: int) -> None:
+    def put_table(self, slot: int, entry: Entry) -> None:
         self._remember(self.table, slot)
-        self.table[slot] = identity, epoch
+        self.table[slot] = entry
 
     def put_superblock(self, target: int, superblock: Superblock) -> None:
         """Make the superblock durable at once; an older one never replaces a newer one."""
@@ -109,17 +116,23 @@ class RankStore:
             for slot in [slot for slot in self.data if slot >= cut]:
                 del self.data[slot]
 
-    def adopt(self) -> AdoptedEntries:
-        """The entries that a start reads from the table."""
+    def adopt(self, member: int) -> AdoptedEntries:
+        """The entries that a start reads from the table. member: this rank, of its set."""
         newest = self.newest()
         if not self.is_of_this_start(newest):
             newest = Superblock(self.new_epoch(), newest.sequence + 1)
         self.superblocks = [newest] * len(self.superblocks)
         self._sequence, self.stamp = newest.sequence, Stamp(newest.epoch, START_TAG)
-        slots = [slot for slot, (_, epoch) in sorted(self.table.items()) if epoch == newest.epoch]
+        entries = sorted(self.table.items())
+        slots = [slot for slot, (_, epoch, _) in entries if epoch == newest.epoch]
         targets = len(self.superblocks)
+        members = [member if self.table[slot][2] else EVERY_MEMBER for slot in slots]
+        places = [
+            place_of(slot % targets, slot // targets, of)
+            for slot, of in zip(slots, members, strict=True)
+        ]
         return AdoptedEntries(
-            np.array([place_of(s % targets, s // targets) for s in slots], np.int64),
+            np.array(places, np.int64),
             np.array([self.table[s][0].generation for s in slots], np.uint64),
             b"".join(self.table[s][0].key for s in slots),
         )

@@ -13,12 +13,13 @@ from . import (
     mutants_policy,
     mutants_reload,
     mutants_remembered,
+    mutants_sets,
     mutants_stream,
     mutants_tiers,
     mutants_transfer,
     mutants_world,
 )
-from .mutants import MUTANTS, PROFILE, REPLACED, SHAPE, broken
+from .mutants import MUTANTS, PROFILE, REPLACED, SETS, SHAPE, broken
 from .shapes import FULL
 from .world import play
 
@@ -28,6 +29,7 @@ assert (
     and mutants_policy
     and mutants_reload
     and mutants_remembered
+    and mutants_sets
     and mutants_stream
     and mutants_transfer
     and mutants_tiers
@@ -68,17 +70,17 @@ def test_what_replaces_a_mutant_is_still_there(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(MUTANTS))
 def test_a_broken_rule_is_caught(name: str) -> None:
-    profile, shape = PROFILE.get(name), SHAPE.get(name, FULL)
+    profile, shape, sets = PROFILE.get(name), SHAPE.get(name, FULL), SETS.get(name, 0)
     for offset in range(SEEDS_MAX):
         seed = (FIRST.get(name, 0) + offset) % SEEDS_MAX
         try:
             with broken(name):
-                play(seed, profile, shape=shape)
+                play(seed, profile, shape=shape, sets=sets)
         except AssertionError as error:
             print(f"caught by seed {seed}: {str(error).splitlines()[0]}")
             break
     else:
         pytest.fail(f"{name} survived {SEEDS_MAX} seeds: the simulator is too weak")
     play(
-        seed, profile, shape=shape
+        seed, profile, shape=shape, sets=sets
     )  # the same seed passes unbroken: the seed caught the broken rule

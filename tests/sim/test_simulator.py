@@ -24,6 +24,7 @@ _BATCHES = 8
 _SEEDS = _SOAK or 240
 _SEEDS_OF_RANKS = 6
 _SEEDS_OF_SHAPES = 12
+_SEEDS_OF_SETS = 30
 _FIRST = int(os.environ.get("NVMEOF_SIM_FIRST", secrets.randbits(40) if _SOAK else 0))
 
 #: Counts over all batches. Every kind of event must have happened, or the batches prove nothing.
@@ -55,6 +56,12 @@ def test_no_rule_breaks_with_several_groups(shape: str) -> None:
         _seen.update(play(seed, shape=shape))
 
 
+@pytest.mark.parametrize("sets", [1, 2])
+def test_no_rule_breaks_where_ranks_share_copies(sets: int) -> None:
+    for seed in range(_FIRST + 3000, _FIRST + 3000 + _SEEDS_OF_SETS):
+        _seen.update(play(seed, sets=sets))
+
+
 def test_no_rule_breaks_when_vllm_waits_for_loads_that_hang() -> None:
     for seed in range(_FIRST, _FIRST + 30):
         _seen.update(play(seed, "flushes"))
@@ -75,6 +82,10 @@ def test_no_rule_breaks_with_each_eviction_policy(
     "what",
     [
         "aborted_loads",
+        "adopted_single_copies",
+        "copies_from_a_member",
+        "io_single_copies",
+        "unequal_groups",
         "below_threshold_chunks",
         "adopted_chunks",
         "crashes",

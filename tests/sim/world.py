@@ -12,6 +12,7 @@ from vllm_nvmeof_offload.groups import GROUP_ID_BYTES
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.eviction import choose_policy, credit_share
 from vllm_nvmeof_offload.manager.handshake import CREDITED, WritePolicy, agree
+from vllm_nvmeof_offload.protocol import EVERY_MEMBER, member_of
 
 from .base import Clock, Knobs, Trace, Violation
 from .memory import Tag
@@ -19,6 +20,7 @@ from .rank import Output, SimRank
 from .requests import Clients, Request
 from .rules import Rules
 from .scheduler import SimScheduler
+from .sets import RankSet, with_sets
 from .shapes import shaped
 from .store import RankStore
 
@@ -35,6 +37,7 @@ class World:
         ranks: int | None = None,
         policy: str = CREDITED,
         shape: str | None = None,
+        sets: int | None = None,
     ) -> None:
         self.rng = random.Random(seed)
         self._policy_name = policy
@@ -43,6 +46,7 @@ class World:
         if ranks is not None:
             self.knobs = replace(self.knobs, ranks=ranks, loses=0.7)
         self.knobs = shaped(self.knobs, seed, shape)
+        self.knobs = with_sets(self.knobs, seed, 0 if ranks is not None else sets)
         self.clock = Clock()
         self.trace = Trace(self.clock)
         self.clients = Clients(self.knobs, self.rng)
@@ -76,7 +80,10 @@ class World:
             write_policy=WritePolicy(knobs.write_policy),
             report_deadline_s=knobs.report_deadline_s,
             kv_events=True,
+            equal_min=knobs.equal_min,
+            sample_every=knobs.sample_every,
         )
+        self._sets = [RankSet(knobs) for _ in range(knobs.ranks // knobs.set_size)]
         self.ranks = [
             SimRank(
                 rank,
@@ -87,6 +94,7 @@ class World:
                 self._stores[rank],
                 self.expected,
                 self._meanwhile,
+                self._sets[rank // knobs.set_size] if knobs.set_size > 1 else None,
             )
             for rank in range(knobs.ranks)
         ]
@@ -101,6 +109,8 @@ class World:
         )
         self._outputs: deque[Sequence[Output]] = deque()
         self.rules.adopted()
+        places = (entry.place for entry in self.core.entries())
+        self.counts["adopted_single_copies"] += sum(member_of(p) != EVERY_MEMBER for p in places)
         self.rules.check()
 
     def _crash(self) -> None:
@@ -240,6 +250,8 @@ class World:
         self.counts.update(self.scheduler.counts)
         for rank in self.ranks:
             self.counts.update(rank.io.counts)
+            self.counts.update(rank.copy.counts)
+        self.counts["unequal_groups"] += len(self.core.unequal_groups)
 
 
 def play(
@@ -248,16 +260,18 @@ def play(
     ranks: int | None = None,
     policy: str = CREDITED,
     shape: str | None = None,
+    sets: int | None = None,
 ) -> Counter[str]:
     """Run one seed. The message of a violation or a failed assertion gives the replay command.
 
     ranks: their number; one rank loses part of its pool at most crashes. None: the seed chooses.
     policy: a value of `eviction_policy`. shape: of `shapes.SHAPES`, or "full"; None: the seed
-    chooses.
+    chooses. sets: of ranks with equal KV, with two ranks each; 0: none; None: the seed chooses, if
+    it chooses the number of ranks.
     """
     world: World | None = None
     try:
-        world = World(seed, profile, ranks, policy, shape)
+        world = World(seed, profile, ranks, policy, shape, sets)
         world.run()
     except AssertionError as error:
         trace = world.trace if world else "  (at the start)"
@@ -265,6 +279,7 @@ def play(
         replay += f" --ranks {ranks}" if ranks else ""
         replay += f" --policy {policy}" if policy != CREDITED else ""
         replay += f" --shape {shape!r}" if shape else ""
+        replay += f" --sets {sets}" if sets is not None else ""
         raise AssertionError(
             f"{error or type(error).__name__}\nseed {seed}: {world.knobs if world else ''}\n"
             f"last events:\n{trace}\nreplay: python -m tests.sim {replay}"

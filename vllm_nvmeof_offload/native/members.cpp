@@ -32,13 +32,18 @@ void Tiers::compare(Batch& batch, const Report& report) {
     Trust& trust = trust_[batch.groups[at]];
     if (!ok || trust.set_size == 1 || cache_member(batch.cache[at]) != kEveryMember) continue;
     require(next < report.crcs.size(), "a sample without its checksum");
-    const Samples::Seen seen = batch.samples.add(at, report.crcs[next++], report.rank,
-                                                 trust.set_size, options_.ranks);
+    Samples::Seen seen = batch.samples.add(at, report.crcs[next++], report.rank, trust.set_size,
+                                           options_.ranks);
+    if (mutant("unequal_ranks_are_believed")) seen = Samples::Seen::ALL_EQUAL;
     if (seen == Samples::Seen::ALL_EQUAL) ++trust.equal;
-    if (seen == Samples::Seen::DIFFERENT && !trust.ended && !mutant("unequal_ranks_are_believed"))
-      end_members(batch.groups[at]);
+    if (seen == Samples::Seen::DIFFERENT && !trust.ended) end_members(batch.groups[at]);
   }
   require(next == report.crcs.size(), "more checksums than samples");
+}
+
+bool Tiers::is_single(const Batch& batch, size_t at) const {
+  if (batch.places[at] != kNoPlace) return member_of(batch.places[at]) != kEveryMember;
+  return batch.cache[at] != kNoSlot && cache_member(batch.cache[at]) != kEveryMember;
 }
 
 // Two ranks of a set have different bytes: what one of them has is nothing to the others.

@@ -275,6 +275,7 @@ class Tiers {
   Part part_of(size_t group, uint32_t member) const;
   Part part_to_store(size_t group);
   bool is_single(const Entry& entry) const;
+  bool is_single(const Batch& batch, size_t at) const;
   void compare(Batch& batch, const Report& report);
   void end_members(size_t group);
   Target* choose();
