@@ -84,6 +84,7 @@ void Machine::add_tasks(Job& job, Urgency urgency, const Columns& columns) {
             "a row lacks a slot or a place");
     const bool lands = task.cache >= 0 && place >= 0 && job.kind != OpKind::WRITE;
     task.fills = (is_store || lands) && !is_elsewhere(task);
+    if ((is_store || lands) && task.holder != kEveryMember) set_->give_fill(task);
   }
 }
 

@@ -10,11 +10,22 @@
 
 namespace nvmeof {
 
+namespace {
+
+// What a fill word names: the chunk, and the op that brought it. One chunk may be read into the
+// same slot twice, and while it is, the word of the first time must not be taken for the second.
+uint64_t name_of_fill(const Task& task, uint32_t op) {
+  return task.content.generation ^ op * 0x9E3779B97F4A7C15u;
+}
+
+}  // namespace
+
 SetMember::SetMember(const SetOptions& options, const SetShape& shape, int64_t patience_ns)
     : options_(options),
       patience_ns_(patience_ns),
       memory_(options.memory, shape),
-      holders_(options.members) {
+      holders_(options.members),
+      fills_(options.members * shape.cache_slots) {
   require(options.member < options.members && options.addresses.size() == options.members,
           "a set does not fit its members");
   for (const uint8_t size : options.set_sizes)
@@ -45,7 +56,7 @@ uint64_t SetMember::other_members(const Task& task) const {
 
 void SetMember::set_fill(const Task& task, FillState state) {
   memory_.set_fill(options_.member, static_cast<size_t>(task.cache), state,
-                   task.content.generation);
+                   name_of_fill(task, static_cast<uint32_t>(task.job->op)));
 }
 
 void SetMember::lend(Task& task) {
@@ -176,7 +187,7 @@ void SetMember::look_at_fills(size_t member) {
   for (size_t at = 0; at < fills.size();) {
     Task& task = *fills[at];
     const auto slot = static_cast<size_t>(task.cache);
-    FillState state = memory_.fill(member, slot, task.content.generation);
+    FillState state = memory_.fill(member, slot, name_of_fill(task, last_fill(task)));
     if (mutant("a_reader_passes_the_fill_word")) state = FillState::HELD;
     if (state != FillState::HELD && state != FillState::FAILED) {
       ++at;

@@ -59,6 +59,9 @@ class SetMember {
   // Of a holder's slot, which the task copies from.
   uint64_t address(const Task& task, size_t slot_bytes) const;
 
+  // The row fills the cache slot of its holder; every rank is given all that do, in this order.
+  void give_fill(const Task& task) { last_fill(task) = static_cast<uint32_t>(task.job->op); }
+
   // -- as a holder
   void count_progress() { memory_.count_progress(options_.member); }
   void set_fill(const Task& task, FillState state);
@@ -121,6 +124,9 @@ class SetMember {
     return {task.job->op, task.index, task.content.generation};
   }
   uint64_t other_members(const Task& task) const;
+  uint32_t& last_fill(const Task& task) {
+    return fills_[task.holder * memory_.shape().cache_slots + static_cast<size_t>(task.cache)];
+  }
   bool is_out(size_t at);
   void watch(size_t member, int64_t now_ns);
   void look_at_loans(int64_t now_ns);
@@ -134,6 +140,7 @@ class SetMember {
   const int64_t patience_ns_;
   SetMemory memory_;
   std::vector<Holder> holders_;  // by member
+  std::vector<uint32_t> fills_;  // by member and cache slot: the op of the last fill, its low bits
   std::vector<Loan> loans_;
   std::deque<Failure> failures_;  // to be announced when there is room
 };

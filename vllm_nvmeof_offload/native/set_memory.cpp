@@ -12,8 +12,8 @@ constexpr size_t kLineWords = 8;    // of a cache line
 constexpr size_t kAnnouncementWords = 4;
 constexpr unsigned kStateBits = 2;
 
-uint64_t fill_value(FillState state, uint64_t generation) {
-  return generation << kStateBits | static_cast<uint64_t>(state);
+uint64_t fill_value(FillState state, uint64_t name) {
+  return name << kStateBits | static_cast<uint64_t>(state);
 }
 
 }  // namespace
@@ -56,16 +56,16 @@ void SetMemory::count_progress(size_t member) {
   store(word, load(word) + 1);
 }
 
-void SetMemory::set_fill(size_t member, size_t slot, FillState state, uint64_t generation) {
-  store(fill_word(member, slot), fill_value(state, generation));
+void SetMemory::set_fill(size_t member, size_t slot, FillState state, uint64_t name) {
+  store(fill_word(member, slot), fill_value(state, name));
   // What the writer does to the slot from now on must not be seen before FILLING.
   std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 
-FillState SetMemory::fill(size_t member, size_t slot, uint64_t generation) const {
+FillState SetMemory::fill(size_t member, size_t slot, uint64_t name) const {
   const uint64_t word = load(fill_word(member, slot));
   const auto state = static_cast<FillState>(word & ((1 << kStateBits) - 1));
-  return word == fill_value(state, generation) ? state : FillState::EMPTY;
+  return word == fill_value(state, name) ? state : FillState::EMPTY;
 }
 
 void SetMemory::announce(size_t member, size_t at, RowOf row, Outcome code, uint64_t readers) {

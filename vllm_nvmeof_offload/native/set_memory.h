@@ -6,7 +6,7 @@
 // but for the readers of its announcements:
 //
 //     progress       counts what the member moves, so that the others notice when it hangs
-//     fill words     per cache slot: the generation of its content, and what became of the fill
+//     fill words     per cache slot: the name of its last fill, and what became of it
 //     announcements  per stream slot: the row of a load whose chunk it holds, and a bit per member
 //                    that has not released it. More of them, without a slot, name rows whose reads
 //                    have failed.
@@ -57,9 +57,9 @@ class SetMemory {
   void count_progress(size_t member);
   void leave(size_t member) { store(part(member), kLeft); }
 
-  // -- fill words. EMPTY also stands for another generation's.
-  void set_fill(size_t member, size_t slot, FillState state, uint64_t generation);
-  FillState fill(size_t member, size_t slot, uint64_t generation) const;
+  // -- fill words. EMPTY also stands for another fill's.
+  void set_fill(size_t member, size_t slot, FillState state, uint64_t name);
+  FillState fill(size_t member, size_t slot, uint64_t name) const;
 
   // -- announcements, stream slots first.
   size_t announcements() const { return shape_.stream_slots + kNotices; }
