@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Drives the machines of three ranks with equal bytes over one buffer, without Python, for the
 // sanitizers: commands reach each rank at another time; lanes and copies end, fail and hang at
-// random; a rank may stop for longer than a deadline. Checked from a seed: whatever is copied from a
-// slot, of whichever member, has the row's content from the copy's start to its end; only the
+// random; a rank may stop for longer than a deadline. Checked from a seed: whatever is copied from
+// a slot, of whichever member, has the row's content from the copy's start to its end; only the
 // holder reads and writes; each rank reports each row once; at rest all slots are free. Exits with
 // 1 on a failure.
 #include <algorithm>

@@ -17,7 +17,14 @@ from vllm_nvmeof_offload.config import Replica, parse_config
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor, JobBlocks
 from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.pool.format import Keyspace
-from vllm_nvmeof_offload.protocol import ChunkBatch, Command, LoadCommand, OpReport, StoreCommand
+from vllm_nvmeof_offload.protocol import (
+    ChunkBatch,
+    FetchCommand,
+    LoadCommand,
+    OpReport,
+    StoreCommand,
+    WriteCommand,
+)
 from vllm_nvmeof_offload.units import MIB, slot_stride_bytes
 from vllm_nvmeof_offload.worker.build import RankIdentity, build_worker
 
@@ -39,7 +46,7 @@ class Options(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a worker has reported: (op, codes of its rows in the order of the report, CRCs)."""
+    """What a worker has reported: (op, codes of the rows, CRCs). An op may come in parts."""
 
     reports: list[tuple[int, list[int], list[int] | None]]
     counters: dict[Any, float]
@@ -74,21 +81,23 @@ class Rank:
             replica=Replica(server=options.server),
         )
         self.parts, self.hello = build_worker(settings, geometry, identity, "cpu")
+        self._rows: dict[int, int] = {}  # by op
 
     def set_size(self) -> int:
         return self.hello.groups[0].set_size
 
     def store(self, op: int, batch: ChunkBatch, blocks: Sequence[int]) -> None:
         pieces = self.parts.geometry.stored(_job(batch, blocks))
-        command = StoreCommand(op, batch)
+        command, self._rows[op] = StoreCommand(op, batch), len(batch)
         self.parts.runner.hand_over(lambda p: p.store(command, pieces, None), op)
 
     def load(self, op: int, batch: ChunkBatch, blocks: Sequence[int]) -> None:
         pieces = self.parts.geometry.loaded(_job(batch, blocks))
-        command = LoadCommand(op, batch)
+        command, self._rows[op] = LoadCommand(op, batch), len(batch)
         self.parts.runner.hand_over(lambda p: p.load(command, pieces, None), op)
 
-    def command(self, command: Command) -> None:
+    def command(self, command: WriteCommand | FetchCommand) -> None:
+        self._rows[command.op] = len(command.batch)
         self.parts.runner.hand_over(lambda p: p.command(command))
 
     def take(self) -> Taken:
@@ -96,7 +105,8 @@ class Rank:
         found: list[tuple[int, list[int], list[int] | None]] = []
         for one in reports:
             if isinstance(one, OpReport):
-                codes = [] if one.codes is None else one.codes.tolist()
+                rows = self._rows[one.op] if one.indexes is None else len(one.indexes)
+                codes = [0] * rows if one.codes is None else one.codes.tolist()
                 found.append((one.op, codes, None if one.crcs is None else one.crcs.tolist()))
         return Taken(found, dict(counters))
 

@@ -91,7 +91,7 @@ class _Set:
         self.counters: list[Counter[Any]] = [Counter() for _ in ranks]
         self.crcs: list[list[int]] = [[] for _ in ranks]
         self._codes: dict[tuple[int, int], list[int]] = {}
-        self._op = 0
+        self._op = self._rows = 0  # of the last command
 
     def member(self, chunk: int) -> int:
         return chunk % len(self.ranks) if self.single else EVERY_MEMBER
@@ -100,6 +100,7 @@ class _Set:
         self, chunks: Sequence[int], *, cached: bool = False, pooled: bool = False
     ) -> ChunkBatch:
         """Each chunk has its row of cache slots and its pool slot; parts of one are divided."""
+        self._rows = len(chunks)
         rows = [chunk // 2 if self.single else chunk for chunk in chunks]
         slots = [cache_slot(row, self.member(n)) for n, row in zip(chunks, rows, strict=True)]
         places = [place_of(0, row, self.member(n)) for n, row in zip(chunks, rows, strict=True)]
@@ -149,16 +150,15 @@ class _Set:
             assert rank.blocks(_elsewhere(chunks)) == rank.blocks(_blocks(chunks))
 
     def codes(self, ranks: Sequence[int] | None = None) -> list[int]:
-        """Wait until these ranks have reported the last op; the outcomes of its rows."""
+        """Wait until these ranks have reported all of the last op; the outcomes of its rows."""
         wanted = range(len(self.ranks)) if ranks is None else ranks
         end_s = time.monotonic() + 60
-        while not all((self._op, rank) in self._codes for rank in wanted):
+        while any(len(self._codes.get((self._op, rank), [])) < self._rows for rank in wanted):
             assert time.monotonic() < end_s, "an op was not reported"
             for rank in wanted:
                 self._take(rank)
             time.sleep(0.002)
-        found = {code for rank in wanted for code in self._codes[self._op, rank] or [_OK]}
-        return sorted(found)
+        return sorted({code for rank in wanted for code in self._codes[self._op, rank]})
 
     def _take(self, rank: int) -> None:
         taken = self.ranks[rank].take()
