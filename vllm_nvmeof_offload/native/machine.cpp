@@ -9,6 +9,11 @@ namespace {
 
 constexpr uint64_t kSharedBytesMax = 8 << 20;  // of copies that more ops may join
 
+bool names_member(int32_t cache, int64_t place) {
+  return (cache >= 0 && cache_member(cache) != kEveryMember) ||
+         (place >= 0 && member_of(place) != kEveryMember);
+}
+
 }  // namespace
 
 Machine::Machine(const MachineOptions& options, NativeLanes* native, int64_t now_ns)
@@ -69,7 +74,7 @@ void Machine::add_tasks(Job& job, Urgency urgency, const Columns& columns) {
     task.group = columns.groups[row];
     require(task.group < options_.io.group_bytes.size(), "a row names an unknown group");
     const int64_t place = columns.places[row];
-    name_holder(task, cache, place);
+    if (names_member(cache, place)) name_holder(task, cache, place);
     if (place >= 0) {
       task.target = static_cast<uint8_t>(target_of(place));
       require(task.target < options_.io.targets, "a place names an unknown target");
@@ -504,7 +509,8 @@ void Machine::add_copies(const std::vector<Task*>& tasks, CopyBatch& batch) {
   Job& job = *tasks.front()->job;
   const uint64_t bytes_before = batch.bytes;
   for (const Task* task : tasks) {
-    const uint64_t payload = payload_address(*task);
+    const uint64_t payload =
+        set_ ? payload_address(*task) : io.address(*task) + options_.io.header_bytes;
     const uint32_t count = job.first_piece.at(task->index + 1) - job.first_piece[task->index];
     if (batch.is_store) {
       batch.counts.push_back(count);
@@ -531,13 +537,13 @@ void Machine::copied(uint64_t number, Outcome code, int error, std::span<const i
   for (size_t at = 0; at < tasks.size(); ++at) {
     Task& task = *tasks[at];
     const int64_t crc = crcs.empty() ? -1 : crcs[at];
-    if (code == Outcome::OK && is_sampled(task)) keep_crc(task, crc);
+    if (set_ && code == Outcome::OK && is_sampled(task)) keep_crc(task, crc);
     if (set_ && set_->is_lent(task)) {  // the others still copy from its stream slot
       set_->await_return(task, io.now_ns());
       decide(task, code, error, false);
       continue;
     }
-    if (is_elsewhere(task)) set_->release(task);
+    if (set_ && is_elsewhere(task)) set_->release(task);
     leave_slot(task, code == Outcome::OK, crc);
     decide(task, code, error);
   }
@@ -547,13 +553,9 @@ void Machine::copied(uint64_t number, Outcome code, int error, std::span<const i
 // ---- the set ----------------------------------------------------------------------------
 
 void Machine::name_holder(Task& task, int32_t cache, int64_t place) {
-  uint32_t member = place < 0 ? kEveryMember : member_of(place);
-  if (cache >= 0) {
-    require(place < 0 || cache_member(cache) == member,
-            "a row's slot and place are of two members");
-    member = cache_member(cache);
-  }
-  if (member == kEveryMember) return;
+  const uint32_t member = cache >= 0 ? cache_member(cache) : member_of(place);
+  require(cache < 0 || place < 0 || member_of(place) == member,
+          "a row's slot and place are of two members");
   require(set_.has_value(), "a row names a member, and this rank is in no set");
   task.holder = set_->holder(task.group, member);
 }

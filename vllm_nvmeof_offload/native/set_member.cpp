@@ -40,8 +40,7 @@ uint8_t SetMember::holder(uint8_t group, uint32_t member) const {
 
 uint64_t SetMember::address(const Task& task, size_t slot_bytes) const {
   size_t slot = static_cast<size_t>(task.cache);
-  if (task.announcement >= 0)
-    slot = memory_.shape().cache_slots + static_cast<size_t>(task.announcement);
+  if (task.cache < 0) slot = memory_.shape().cache_slots + static_cast<size_t>(task.at_holder);
   return options_.addresses[task.holder] + slot * slot_bytes;
 }
 
@@ -121,7 +120,7 @@ void SetMember::wait(Task& task, int64_t now_ns) {
   Holder& holder = holders_[task.holder];
   watch(task.holder, now_ns);
   if (task.cache >= 0) {
-    task.waits_at = static_cast<uint32_t>(holder.fills.size());
+    task.at_holder = static_cast<int32_t>(holder.fills.size());
     holder.fills.push_back(&task);
   } else {
     holder.reads.emplace(row_of(task), &task);
@@ -140,9 +139,10 @@ void SetMember::watch(size_t member, int64_t now_ns) {
 void SetMember::give_up(Task& task) {
   Holder& holder = holders_[task.holder];
   if (task.cache >= 0) {
-    require(holder.fills.at(task.waits_at) == &task, "a task waits for no member");
-    holder.fills.back()->waits_at = task.waits_at;
-    holder.fills[task.waits_at] = holder.fills.back();
+    const auto at = static_cast<size_t>(task.at_holder);
+    require(holder.fills.at(at) == &task, "a task waits for no member");
+    holder.fills.back()->at_holder = task.at_holder;
+    holder.fills[at] = holder.fills.back();
     holder.fills.pop_back();
   } else {
     require(holder.reads.erase(row_of(task)), "a task waits for no member");
@@ -151,8 +151,8 @@ void SetMember::give_up(Task& task) {
 }
 
 void SetMember::release(Task& task) {
-  if (task.announcement < 0) return;
-  const auto at = static_cast<size_t>(std::exchange(task.announcement, -1));
+  if (task.cache >= 0) return;
+  const auto at = static_cast<size_t>(std::exchange(task.at_holder, -1));
   memory_.release(task.holder, at, options_.member);
 }
 
@@ -215,7 +215,7 @@ void SetMember::look_at_reads(size_t member) {
     Task& task = *found->second;
     holder.reads.erase(found);
     if (one.code == Outcome::OK) {
-      task.announcement = static_cast<int32_t>(at);
+      task.at_holder = static_cast<int32_t>(at);
       events.push_back({&task, SetEvent::Kind::HELD});
     } else {
       memory_.release(member, at, options_.member);

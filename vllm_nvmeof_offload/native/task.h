@@ -45,8 +45,12 @@ struct SlotContent {
 struct Task {
   Job* job = nullptr;
   uint32_t index = 0;
+  int32_t stream = -1;
   SlotContent content;
   int32_t cache = -1;      // -1: through a stream slot
+  // Of a row that another member of the set has. Through a cache slot: its number among those that
+  // wait for that member's fills. Through a stream slot: the announcement that it copies from.
+  int32_t at_holder = -1;
   int64_t pool_slot = -1;  // -1: no I/O; otherwise it is on `target`
   uint8_t target = 0;
   uint8_t group = 0;
@@ -54,14 +58,11 @@ struct Task {
   uint8_t holder = kEveryMember;
   Step step = Step::GATE;
   Urgency urgency = Urgency::DEMAND;
-  int32_t stream = -1;
   bool hung = false;       // the kernel holds its stream slot past the deadline
   bool cancelled = false;
   bool holds_buffer = false;  // it is decided, and the kernel still has its cache slot
   bool reported = false;      // its outcome is
   bool announced = false;     // of a read through a stream slot, to the other members of the set
-  int32_t announcement = -1;  // of a holder whose stream slot this rank copies from: its number
-  uint32_t waits_at = 0;      // among those that wait for the holder's fills
   bool fills = false;      // the gate of `cache` counts it as its filler,
   bool reads = false;      // or as a reader
   uint8_t retries_left = 1;
@@ -76,6 +77,7 @@ struct Task {
 
   std::string_view key() const;
 };
+static_assert(sizeof(Task) == 128, "two cache lines");
 
 // One command. Its rows are reported once they are decided, each of them once.
 struct Job {
