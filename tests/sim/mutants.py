@@ -23,6 +23,7 @@ NATIVE: set[str] = set()
 #: Name → the weather in which the rule matters often.
 PROFILE = {
     "gates_accept_stale": "hangs",
+    "tag_is_not_compared": "waiting",
     "wait_for_a_load_does_not_cancel": "flushes",
     "reads_ignore_the_generation": "restarts",
     "outcome_counts_as_release": "hangs",

@@ -47,6 +47,7 @@ class _Flight:
     table_done: bool = False
     outcome: Outcome = OK
     deadline_s: float = math.inf  # from the first hand-over of its row
+    retried: bool = False  # it is the second try, and there is no third
     unwanted: bool = False  # cancelled: the bytes it reads are discarded
     late: bool = False  # cancelled because of its deadline
     resets_asked: int = 0
@@ -241,6 +242,7 @@ class SimIo:
         slow = 4.0 if op.pool_slot % knobs.targets == knobs.slow_target else 1.0
         done_s = start_s + slow * knobs.io_s * rng.uniform(0.2, 2.0)
         flight = _Flight(op, slot, start_s, 0.0, 0.0, done_s, stamp=self.store.stamp)
+        flight.retried = _row(op) in self._retries
         flight.deadline_s = self._deadline_s(op)
         self._draw_fault(flight)
         span = min(flight.done_s, start_s + 10.0) - start_s
@@ -459,7 +461,7 @@ class SimIo:
 
     def _finish(self, flight: _Flight) -> None:
         op = flight.op
-        if op.is_read and flight.outcome.retryable and not flight.unwanted:
+        if op.is_read and flight.outcome.retryable and not (flight.unwanted or flight.retried):
             self._retries[_row(op)] = flight.deadline_s
         if op.kind is not OpKind.WRITE or not flight.outcome.ok:
             return

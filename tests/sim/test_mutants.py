@@ -58,6 +58,7 @@ FIRST: dict[str, int] = {
     "stale_at_a_gate_dooms_a_good_copy": 439,
     "stream_slot_is_free_at_the_outcome": 54,
     "suspect_target_fails_the_reset": 75,
+    "tag_is_not_compared": 7,
     "wait_for_a_load_does_not_cancel": 25,
 }
 
