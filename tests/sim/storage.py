@@ -242,6 +242,8 @@ class SimIo:
         slow = 4.0 if op.pool_slot % knobs.targets == knobs.slow_target else 1.0
         done_s = start_s + slow * knobs.io_s * rng.uniform(0.2, 2.0)
         flight = _Flight(op, slot, start_s, 0.0, 0.0, done_s, stamp=self.store.stamp)
+        # A try that was past its deadline is not made: this is another load of the same chunk.
+        self._retries = {row: end_s for row, end_s in self._retries.items() if end_s > now}
         flight.retried = _row(op) in self._retries
         flight.deadline_s = self._deadline_s(op)
         self._draw_fault(flight)
