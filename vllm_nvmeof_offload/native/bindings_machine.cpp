@@ -445,9 +445,7 @@ nb::tuple levels(Machine& machine) {
                         io.waiting(Urgency::WRITE), io.reads_in_flight(), io.writes_in_flight());
 }
 
-}  // namespace
-
-void bind_machine(nb::module_& m) {
+void bind_parts(nb::module_& m) {
   m.def("meter_unlocked", [](bool on) { metered = on; });
   m.def("unlocked_s", [] { return static_cast<double>(unlocked_ns) / 1e9; });
   nb::class_<Geometry>(m, "Geometry").def("__init__", &make_geometry).def("pieces", &pieces);
@@ -460,6 +458,12 @@ void bind_machine(nb::module_& m) {
         return reinterpret_cast<uintptr_t>(static_cast<NativeLanes*>(&lanes));
       });
   m.def("set_words_bytes", &set_words_bytes, "members"_a, "cache_slots"_a, "stream_slots"_a);
+}
+
+}  // namespace
+
+void bind_machine(nb::module_& m) {
+  bind_parts(m);
   const auto unlocked = nb::call_guard<Unlocked>();
   nb::class_<Machine>(m, "Machine")
       .def("__init__", &make, nb::kw_only(), "cache_slots"_a, "stream_slots"_a, "pool_slots"_a = 0,

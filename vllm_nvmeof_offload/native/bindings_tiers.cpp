@@ -301,6 +301,11 @@ void bind_batch(nb::module_& m) {
                    [](const Batch& batch) { return !batch.undecided && !batch.unreleased; });
 }
 
+template <void (Tiers::*call)(Keys)>
+void with_keys(Tiers& tiers, nb::handle keys) {
+  (tiers.*call)(KeyList(keys, tiers.index.key_bytes()));
+}
+
 void bind_calls(nb::class_<Tiers>& type) {
   type
       .def("__init__", &make_tiers, "cache_slots"_a, "pool_slots"_a, nb::kw_only(), "key_bytes"_a,
@@ -336,18 +341,9 @@ void bind_calls(nb::class_<Tiers>& type) {
                                     span_of(order));
            },
            "keys"_a, "land_max"_a, "order"_a = nb::none())
-      .def("supersede",
-           [](Tiers& tiers, nb::handle keys) {
-             tiers.supersede(KeyList(keys, tiers.index.key_bytes()));
-           })
-      .def("keep",
-           [](Tiers& tiers, nb::handle keys) {
-             tiers.keep(KeyList(keys, tiers.index.key_bytes()));
-           })
-      .def("cool",
-           [](Tiers& tiers, nb::handle keys) {
-             tiers.cool(KeyList(keys, tiers.index.key_bytes()));
-           })
+      .def("supersede", &with_keys<&Tiers::supersede>)
+      .def("keep", &with_keys<&Tiers::keep>)
+      .def("cool", &with_keys<&Tiers::cool>)
       .def("begin_fetch",
            [](Tiers& tiers, nb::handle key, size_t reason) {
              const char* const bytes = KeyList::check(key.ptr(), tiers.index.key_bytes());
