@@ -14,6 +14,7 @@ vLLM's own rule chooses the windows and states that are stored, and not `boundar
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -46,6 +47,9 @@ class QuietWorker:
 
     def take_reports(self) -> tuple[list[Any], Counter[str]]:
         return [], Counter()
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def note_requests(self, requests: Any) -> None:
         return
