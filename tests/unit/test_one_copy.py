@@ -29,6 +29,7 @@ from tests.unit.set_rank import (
     Rank,
     serve,
 )
+from tests.wait import wait_until
 from vllm_nvmeof_offload.errors import OutcomeKind
 from vllm_nvmeof_offload.protocol import (
     EVERY_MEMBER,
@@ -152,12 +153,13 @@ class _Set:
     def codes(self, ranks: Sequence[int] | None = None) -> list[int]:
         """Wait until these ranks have reported all of the last op; the outcomes of its rows."""
         wanted = range(len(self.ranks)) if ranks is None else ranks
-        end_s = time.monotonic() + 60
-        while any(len(self._codes.get((self._op, rank), [])) < self._rows for rank in wanted):
-            assert time.monotonic() < end_s, "an op was not reported"
+
+        def reported() -> bool:
             for rank in wanted:
                 self._take(rank)
-            time.sleep(0.002)
+            return all(len(self._codes.get((self._op, rank), [])) >= self._rows for rank in wanted)
+
+        wait_until("every rank's report", reported, 60)
         return sorted({code for rank in wanted for code in self._codes[self._op, rank]})
 
     def _take(self, rank: int) -> None:
