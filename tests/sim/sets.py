@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sets of ranks with equal KV, which store one copy of a chunk together.
 
-Ranks of a set lie in one process here, and share the words through which they wait for each other.
+Here the ranks of a set run in one process. They share the words by which they wait for each other.
 In some runs the ranks are not equal, although they were taken to be.
 """
 

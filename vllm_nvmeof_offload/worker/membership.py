@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranks of a set meet at start and map one memory.
 
-They have equal bytes of some KV cache group and lie on one host (`RankGroup.set_size`). The first
+They have equal bytes of some KV cache group and run on one host (`RankGroup.set_size`). The first
 one makes the memory, an anonymous file, and hands it to the others over a Unix socket in the
 kernel's abstract namespace: nothing in a file system has to be named, cleaned up, or large enough.
 All must want the same layout. If one does not come, nobody gets the memory, and each rank keeps

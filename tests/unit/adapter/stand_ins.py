@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins of vLLM that work otherwise than the imported one, for the self-test to catch."""
+"""Stand-ins that behave differently from the imported vLLM; the self-test must catch each."""
 
 from __future__ import annotations
 

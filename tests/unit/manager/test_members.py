@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One copy where ranks hold equal KV: who is believed, what is doomed, what is adopted."""
+"""One copy where ranks hold equal KV: which ranks are trusted, what is doomed and adopted."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def hello(
 
 
 class Ranks:
-    """A core, and ranks that do what they are told."""
+    """A core, and ranks that execute every command."""
 
     def __init__(self, hellos: Sequence[RankHello]) -> None:
         self.count = len(hellos)
