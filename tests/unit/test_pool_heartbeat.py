@@ -145,6 +145,7 @@ def test_a_hung_file_delays_no_other_file_and_no_server(
     os.mkfifo(hung)
     status = hung.stat()
     other = DirectoryLock(-1, type(lock.file)(str(hung), status.st_dev, status.st_ino))
+    before_it = set(threading.enumerate())
     beating = Heartbeat(lambda: [other, lock], period_s=0.05)
     for _ in range(3):
         before = grow_old(lock.path)
@@ -155,7 +156,8 @@ def test_a_hung_file_delays_no_other_file_and_no_server(
     begun_s = time.monotonic()
     beating.stop()
     assert time.monotonic() - begun_s < 5
-    assert "pool-heartbeat" not in [thread.name for thread in threading.enumerate()]
+    # Threads of earlier tests in this process may still wait for I/O that hangs.
+    assert set(threading.enumerate()) <= before_it
 
 
 #: Continues after Ctrl-C, as vLLM does while it drains; stops on request.
