@@ -16,6 +16,9 @@ CONNECTOR_NAME = "NVMeoFOffloadingConnector"
 CONNECTOR_MODULE = "vllm_nvmeof_offload.connector"
 SPEC_NAME = "NVMeoFOffloadingSpec"
 SPEC_MODULE = "vllm_nvmeof_offload.spec"
+#: Ours beside connectors of other kinds; vLLM knows the class as `MultiConnector`.
+MULTI_CONNECTOR_NAME = "NVMeoFMultiConnector"
+MULTI_CONNECTOR_MODULE = "vllm_nvmeof_offload.multi_connector"
 #: vLLM's own connector, which `vllm_adapter.configure` replaces where it names our spec.
 STOCK_CONNECTOR_NAME = "OffloadingConnector"
 

@@ -160,17 +160,19 @@ def probe_combined(run: Probe) -> dict[str, Any]:
     backend = ("--kv-offloading-backend", "nvmeof")
     size = ("--kv-offloading-size", "1")
 
-    def combined(*others: dict[str, Any], **fields: Any) -> tuple[str, str]:
+    def combined(
+        *others: dict[str, Any], by: str = "MultiConnector", **fields: Any
+    ) -> tuple[str, str]:
         child = {"kv_connector": "NVMeoFOffloadingConnector", **fields}
         child["kv_connector_extra_config"] = {"targets": run.pool}
         connectors = {"connectors": [child, *others]}
-        multi = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+        multi = {"kv_connector": by, "kv_role": "kv_both"}
         return "--kv-transfer-config", json.dumps(
             {**multi, "kv_connector_extra_config": connectors}
         )
 
-    def beside(name: str) -> dict[str, Any]:
-        return run.cli(*combined({"kv_connector": name, "kv_role": "kv_both"}))
+    def beside(name: str, **more: str) -> dict[str, Any]:
+        return run.cli(*combined({"kv_connector": name, "kv_role": "kv_both"}, **more))
 
     return {
         "role": run.cli(*run.transfer(**{**ours, "kv_role": "kv_producer"})),
@@ -184,6 +186,7 @@ def probe_combined(run: Probe) -> dict[str, Any]:
         "combined_twice": beside("NVMeoFOffloadingConnector"),
         "combined_stock": beside("OffloadingConnector"),
         "combined_nixl": beside("NixlConnector"),
+        "combined_by_our_name": beside("NixlConnector", by="NVMeoFMultiConnector"),
         "combined_mooncake": beside("MooncakeStoreConnector"),
         "combined_without": run.cli(
             *backend, *run.transfer(kv_connector="MultiConnector", kv_role="kv_both")

@@ -35,8 +35,8 @@ FUNCTION_LINES_MAX = 70
 COLUMNS_MAX = 100
 #: Files and lines of Python and C++. They may fall (lower the number then), and a commit that
 #: raises one gives the reason.
-PRODUCT_FILES_MAX = 150
-PRODUCT_LINES_MAX = 32_450
+PRODUCT_FILES_MAX = 151
+PRODUCT_LINES_MAX = 32_535
 BENCH_FILES_MAX = 66
 BENCH_LINES_MAX = 14_185
 #: A count below its maximum by more than this share means that the maximum has to be lowered.
@@ -68,11 +68,17 @@ LAYERS: list[set[str]] = [
     {"copy", "io", "pool", "fabric", "native"},
     {"targets"},
     {"manager", "worker"},
-    {"vllm_adapter", "spec", "connector", "plugin"},
+    {"vllm_adapter", "spec", "connector", "multi_connector", "plugin"},
     {"commands"},
     {"cli"},
 ]
-MAY_IMPORT_VLLM = {"plugin.py", "spec.py", "connector.py", "vllm_adapter"}
+MAY_IMPORT_VLLM = {
+    "plugin.py",
+    "spec.py",
+    "connector.py",
+    "multi_connector.py",
+    "vllm_adapter",
+}
 MAY_IMPORT_TORCH = {"copy", "worker", "vllm_adapter"}
 
 

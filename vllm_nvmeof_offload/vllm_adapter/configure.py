@@ -8,9 +8,10 @@ may run it several times on one configuration, so completing it twice equals com
 
 **`MultiConnector`** makes each connector from a mapping among its `connectors`, loads from the
 first that has something, and saves with all. Our mapping is completed like a configuration of its
-own. A connector beside ours must hand over nothing at start (vLLM passes the first connector's
-handshake to all), and must never report a load as failed (the KV of such a request would be stored
-by then).
+own, and `multi_connector` replaces vLLM's class, which gives the first connector's handshake to
+all. A connector beside ours must never report a load as failed, because the KV of such a request
+would be stored by then. NIXL's may: a request runs, and is stored, only after vLLM knows what
+became of its load.
 
 **`kv_load_failure_policy`**: vLLM's default, "fail", ends a request whose load fails; ours is
 "recompute", unless the user gives "fail". A `KVTransferConfig` does not show where its value came
@@ -30,6 +31,8 @@ from vllm_nvmeof_offload import (
     BACKEND,
     CONNECTOR_MODULE,
     CONNECTOR_NAME,
+    MULTI_CONNECTOR_MODULE,
+    MULTI_CONNECTOR_NAME,
     SPEC_MODULE,
     SPEC_NAME,
     STOCK_CONNECTOR_NAME,
@@ -42,12 +45,10 @@ from vllm_nvmeof_offload.vllm_adapter import capabilities, known_vllm
 # -- our connector among those of a MultiConnector ----------------------------------------
 
 _COMBINED = "MultiConnector"
+_COMBINING = (_COMBINED, MULTI_CONNECTOR_NAME)
 _EITHER = f"use either it or {CONNECTOR_NAME}"
-#: Method of a connector that cannot be combined with ours → the reason.
-_CANNOT_COMBINE = {
-    "get_handshake_metadata": "hands metadata over at start, as ours does: vLLM mixes them up",
-    "get_block_ids_with_load_errors": "may fail to load KV that ours has stored by then",
-}
+#: Connectors all of whose loads end before their requests run.
+_LOADS_FIRST = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
 
 
 def _is_our_connector(connector: Any, extra: Any) -> bool:
@@ -60,7 +61,7 @@ def _is_our_connector(connector: Any, extra: Any) -> bool:
 def _children(transfer: Any) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
     """The mapping from which a `MultiConnector` makes our connector, and the mappings of others."""
     found = transfer.kv_connector_extra_config.get("connectors")
-    children = found if transfer.kv_connector == _COMBINED and isinstance(found, list) else []
+    children = found if transfer.kv_connector in _COMBINING and isinstance(found, list) else []
     ours: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
     for child in (child for child in children if isinstance(child, dict)):
@@ -89,9 +90,12 @@ def _check_others(others: list[dict[str, Any]]) -> None:
             continue
         if issubclass(found, OffloadingConnector):
             raise ConfigError("connectors", name, f"offloads as {CONNECTOR_NAME} does; {_EITHER}")
-        for method, reason in _CANNOT_COMBINE.items():
-            if getattr(found, method) is not getattr(KVConnectorBase_V1, method):
-                raise ConfigError("connectors", name, f"{reason}; {_EITHER}")
+        if name in _LOADS_FIRST:
+            continue
+        stock = KVConnectorBase_V1.get_block_ids_with_load_errors
+        if found.get_block_ids_with_load_errors is not stock:
+            reason = "may fail to load KV that ours has stored by then"
+            raise ConfigError("connectors", name, f"{reason}; {_EITHER}")
 
 
 # -- whether the user named kv_load_failure_policy ----------------------------------------
@@ -254,6 +258,8 @@ def complete(vllm_config: Any) -> None:
     else:
         extra = _take_child(child)
         _check_others(others)
+        transfer.kv_connector = _COMBINED
+        transfer.kv_connector_module_path = MULTI_CONNECTOR_MODULE
     key = _take_size(extra, vllm_config.cache_config.kv_offloading_size)
     precheck(vllm_config, extra, key)
     register_loaded()

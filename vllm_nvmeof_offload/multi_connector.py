@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our connector beside another one that hands metadata over at start: prefill and decode servers.
+
+vLLM's `MultiConnector` gives the first connector's handshake to all. Here each connector gets its
+own back. It is found under vLLM's name too, because vLLM treats a `MultiConnector` by that name,
+for example when it asks whether all of its connectors support several KV cache groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+
+from vllm_nvmeof_offload import logger
+from vllm_nvmeof_offload.connector import NVMeoFOffloadingConnector
+
+__all__ = ["MultiConnector", "NVMeoFMultiConnector"]
+
+
+@dataclass
+class NVMeoFMultiHandshake(KVConnectorHandshakeMetadata):
+    """One worker's handshakes of all connectors, in their order; None: that one sends nothing."""
+
+    parts: tuple[KVConnectorHandshakeMetadata | None, ...]
+
+
+class NVMeoFMultiConnector(multi_connector.MultiConnector):
+    """See the module's docstring; everything else is as in vLLM's class."""
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return NVMeoFMultiHandshake(
+            tuple(connector.get_handshake_metadata() for connector in self._connectors)
+        )
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """metadata: of each worker, by (pipeline rank, tensor rank)."""
+        for number, connector in enumerate(self._connectors):
+            own: dict[tuple[int, int], KVConnectorHandshakeMetadata] = {}
+            for rank, handshake in metadata.items():
+                assert isinstance(handshake, NVMeoFMultiHandshake)
+                part = handshake.parts[number]
+                if part is not None:
+                    own[rank] = part
+            if own:
+                connector.set_xfer_handshake_metadata_pp_aware(own)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """The layout of the others: ours works with any, and copies faster with BLHNC alone."""
+        ours: str | None = None
+        theirs: set[str] = set()
+        for connector, config in cls._get_connector_classes_and_configs(vllm_config):
+            layout = connector.get_required_kvcache_layout(config)
+            if issubclass(connector, NVMeoFOffloadingConnector):
+                ours = layout
+            elif layout is not None:
+                theirs.add(layout)
+        if len(theirs) > 1:
+            raise ValueError(f"the connectors need different KV cache layouts: {sorted(theirs)}")
+        layout = next(iter(theirs), ours)
+        if layout != ours:
+            logger.warning(
+                "nvmeof: the connector beside ours needs the KV cache layout %s: a block is then "
+                "copied in one piece per layer, and not in one",
+                layout,
+            )
+        return layout
+
+
+#: The name by which vLLM knows it.
+MultiConnector = NVMeoFMultiConnector
