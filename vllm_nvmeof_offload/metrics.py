@@ -57,7 +57,7 @@ _OUTCOMES = ("io_error", "checksum_mismatch", "stale", "deadline", "cancelled")
 
 #: The labels of `config_info`. Their values stay the same while a server runs.
 CONFIG_LABELS = (
-    *("version", "io_engine", "copy_engine", "eviction_policy", "write_policy", "admission"),
+    *("version", "io", "copies", "eviction_policy", "write_policy", "admission"),
     *("prompts_only", "keyspace", "engine_index", "adopts", "vllm"),
 )
 

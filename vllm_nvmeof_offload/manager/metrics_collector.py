@@ -100,8 +100,8 @@ def config_labels(hellos: Sequence[RankHello], policies: CoreConfig) -> dict[str
     first = hellos[0]
     return {
         "version": __version__,
-        "io_engine": first.io_engine,
-        "copy_engine": first.copy_engine,
+        "io": first.io_engine,
+        "copies": first.copy_engine,
         "eviction_policy": policies.eviction_policy,
         "write_policy": policies.write_policy.value,
         "admission": "auto" if policies.admission else "always",
