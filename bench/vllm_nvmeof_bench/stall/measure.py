@@ -12,6 +12,11 @@ server in turn, in an order drawn from the seed, requests start to decode; after
     in_gpu  GPU memory has it: all that such a prompt costs beside its load, its way through the
             HTTP server and this client included
 
+A request that has decoded all its tokens before the prompt's first one, because a fast server
+computes the prompt instead of loading it, begins again with the same prompt, and so generates the
+same chunks. The time between the two is no gap, and the sample counts it as a restart. They have
+different numbers of tokens to decode, so that the others see what happens meanwhile.
+
 The client shares the cores with the server; gaps are the same to all arms in this.
 """
 
@@ -41,7 +46,7 @@ from vllm_nvmeof_bench.settings import check_positive, option
 from vllm_nvmeof_bench.stall.report import ALONE, BACK, IN_GPU, Sample
 
 _ANSWER_TOKENS = 4
-#: Of each request that decodes, behind its prompt.
+#: Of each request that decodes, behind its prompt, until it begins again.
 _DECODED_MAX = 4096
 _STARTED_TOKENS = 8
 _START_S_MAX = 120.0
@@ -119,28 +124,36 @@ class Settings(ServerSettings):
 
 @dataclass(frozen=True)
 class Window:
-    """What the decoding requests did from one time to another. times: of their tokens."""
+    """What the decoding requests did from one time to another. asked: each of them, and those that
+    it began again, in their order.
+    """
 
-    times: Sequence[Sequence[float]]
+    asked: Sequence[Sequence[Answer]]
     begin: float
     end: float
     answer: Answer | None = None
     hits: Hits = field(default_factory=Hits)
 
     def sample(self, arm: str, phase: str, number: int, first: Answer) -> Sample:
-        inside = [[t for t in times if self.begin <= t <= self.end] for times in self.times]
-        gaps = [self._longest(times) for times in self.times]
+        every = [one for answers in self.asked for one in answers]
+        turns = [turn for answers in self.asked for turn in itertools.pairwise(answers)]
+        gaps = [max(self._longest(one.times) for one in answers) for answers in self.asked]
         return Sample(
             arm=arm,
             phase=phase,
             round=number,
             gaps_ms=[round(1000 * gap, 3) for gap in gaps],
-            tokens=sum(map(len, inside)),
+            tokens=sum(self.begin <= t <= self.end for one in every for t in one.times),
+            restarts=sum(self._sees(*turn) for turn in turns),
             seconds=self.end - self.begin,
             ttft_s=None if self.answer is None else self.answer.ttft_s,
             same=None if self.answer is None else self.answer.same(first),
             **self.hits.by_place,
         )
+
+    def _sees(self, ended: Answer, again: Answer) -> bool:
+        """Whether a part of the time between two requests is inside."""
+        return ended.times[-1] <= self.end and (not again.times or again.times[0] >= self.begin)
 
     def _longest(self, times: Sequence[float]) -> float:
         """The longest gap that ends in the window; beside the prompt also one that begins there,
@@ -153,7 +166,9 @@ class Window:
 
 @dataclass
 class Watched:
-    """Requests that decode on a server, up to `tokens_max` each, and the prompt that returns."""
+    """Requests that decode on a server, and the prompt that returns. A request that has decoded all
+    its tokens, `tokens_max` at most and half of it at least, begins again.
+    """
 
     client: Client
     phase: str
@@ -166,49 +181,56 @@ class Watched:
         if self.phase == BACK and not await self.client.forget_gpu():
             raise BenchError("the server cannot empty its prefix cache")
         before = await self.client.hits()
-        answers = [Answer(sent=time.perf_counter()) for _ in self.decoding]
+        asked = [[Answer(sent=time.perf_counter())] for _ in self.decoding]
         tasks = [
-            asyncio.create_task(self.client.attempt(prompt, self.tokens_max, into=answer))
-            for prompt, answer in zip(self.decoding, answers, strict=True)
+            asyncio.create_task(self._decode(prompt, self._limit(number), asked[number]))
+            for number, prompt in enumerate(self.decoding)
         ]
         try:
-            await self._started(answers)
+            await self._started(asked)
             begin = time.perf_counter()
             await asyncio.sleep(alone_s)
             sent = time.perf_counter()
             answer = await _whole(self.client.attempt(self.prompt, _ANSWER_TOKENS))
             end = answer.times[0]
-            await self._later(answers, end)
+            await self._later(asked, end)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         hits = await self.client.hits() - before
-        times = [list(one.times) for one in answers]
-        return Window(times, begin, sent), Window(times, sent, end, answer, hits)
+        return Window(asked, begin, sent), Window(asked, sent, end, answer, hits)
 
-    async def _started(self, answers: Sequence[Answer]) -> None:
+    def _limit(self, number: int) -> int:
+        """Tokens of this one of the requests that decode."""
+        return self.tokens_max - number * self.tokens_max // (2 * len(self.decoding))
+
+    async def _decode(self, prompt: Sequence[int], tokens: int, answers: list[Answer]) -> None:
+        """Ask again and again, until a request fails. answers: those so far, the last one empty."""
+        while not (await self.client.attempt(prompt, tokens, answers[-1])).failure:
+            answers.append(Answer(sent=time.perf_counter()))
+
+    async def _started(self, asked: Sequence[Sequence[Answer]]) -> None:
         """Wait until all of them decode."""
         end_s = time.monotonic() + _START_S_MAX
-        while min(len(one.times) for one in answers) < _STARTED_TOKENS:
+        while min(len(answers[0].times) for answers in asked) < _STARTED_TOKENS:
             if time.monotonic() > end_s:
                 raise BenchError("the requests do not begin to decode")
             await asyncio.sleep(_POLL_S)
 
-    async def _later(self, answers: Sequence[Answer], end: float) -> None:
+    async def _later(self, asked: Sequence[Sequence[Answer]], end: float) -> None:
         """Wait until each has a token behind `end`: a gap may last longer.
 
-        Raises: BenchError: one has ended before.
+        Raises: BenchError: one has failed.
         """
-        while min(one.times[-1] for one in answers) <= end:
-            failed = [one.failure for one in answers if one.failure]
+
+        def is_later(answers: Sequence[Answer]) -> bool:
+            return any(one.times and one.times[-1] > end for one in answers)
+
+        while not all(map(is_later, asked)):
+            failed = [answers[-1].failure for answers in asked if answers[-1].failure]
             if failed:
                 raise BenchError(f"a request that decodes failed: {failed[0]}")
-            if any(one.ended for one in answers):
-                raise BenchError(
-                    f"a request that decodes ended after {self.tokens_max} tokens: give a "
-                    "shorter --alone-s"
-                )
             await asyncio.sleep(_POLL_S)
 
 

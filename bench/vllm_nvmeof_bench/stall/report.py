@@ -35,6 +35,8 @@ class Sample:
     gaps_ms: of each request that decodes, its longest gap. tokens: of all of them together in
     `seconds`. ttft_s: of the prompt that returns. gpu to other: its tokens by where they were
     found, as in `Hits`. same: whether its answer equals the first one; None: there is no prompt.
+    restarts: requests that had decoded all their tokens and began again meanwhile; their prompts'
+    tokens are in `gpu` too.
     """
 
     arm: str
@@ -49,6 +51,7 @@ class Sample:
     pool: int = 0
     other: int = 0
     same: bool | None = None
+    restarts: int = 0
 
     @property
     def gap_ms(self) -> float:
@@ -117,6 +120,12 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
     ]
     if samples:
         yield Table("Gaps between two tokens of the requests that decode", columns, arms)
+    if again := [one for one in samples if one.restarts]:
+        yield (
+            f"In {len(again)} of {len(samples)} samples requests had decoded all their tokens and "
+            f"began again, {sum(one.restarts for one in again)} times in all; the time between is "
+            "no gap"
+        )
     places = ("gpu", "cpu", "pool", "other")
 
     def found(arm: str, name: str) -> str:

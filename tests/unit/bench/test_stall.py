@@ -97,14 +97,15 @@ def test_the_report_judges_a_file(tmp_path: Path) -> None:
 def test_a_gap_across_the_sending_is_one_beside_the_prompt() -> None:
     times = [[0.0, 1.0, 1.5, 4.5, 4.6, 9.0], [0.0, 1.2, 1.9, 4.8, 9.0]]
     first = Answer(0.0)
-    alone = Window(times, 1.4, 4.0).sample("full", ALONE, 0, first)
+    asked = [[Answer(0.0, times=one)] for one in times]
+    alone = Window(asked, 1.4, 4.0).sample("full", ALONE, 0, first)
     assert alone.gaps_ms == [500.0, 700.0]
     assert (alone.tokens, alone.seconds, alone.same) == (2, pytest.approx(2.6), None)
     answer = Answer(4.0, times=[4.55])
-    beside = Window(times, 4.0, 4.55, answer).sample("full", BACK, 0, first)
+    beside = Window(asked, 4.0, 4.55, answer).sample("full", BACK, 0, first)
     assert beside.gaps_ms == [3000.0, 2900.0]
     assert beside.gap_ms == 3000
-    late = Window(times, 4.55, 4.7, answer).sample("full", BACK, 0, first)
+    late = Window(asked, 4.55, 4.7, answer).sample("full", BACK, 0, first)
     assert late.gaps_ms == [4400.0, 2900.0], "a gap that begins beside it counts whole"
 
 
@@ -155,6 +156,7 @@ class MadeUpClient:
                 if not self.stalled:
                     into.times.append(time.perf_counter())
             into.ended = time.perf_counter()
+            into.tokens_out = tokens
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
@@ -176,7 +178,38 @@ def test_a_round_sees_the_stall_and_ends_the_requests(phase: str) -> None:
     assert (client.forgot, client.cancelled) == (int(phase == BACK), 2)
 
 
-def test_requests_that_end_too_early_are_an_error() -> None:
-    watched = Watched(MadeUpClient(), BACK, [[1]], [5] * 100, tokens_max=20)  # type: ignore[arg-type]
-    with pytest.raises(BenchError, match="ended after 20 tokens"):
-        asyncio.run(watched.run(0.3))
+def test_requests_that_end_before_the_prompt_begin_again_and_are_counted() -> None:
+    client: Any = MadeUpClient()
+    watched = Watched(client, BACK, [[1], [2], [3], [4]], [5] * 100, tokens_max=20)
+    alone, found = asyncio.run(watched.run(0.5))
+    before, beside = (one.sample("a", BACK, 0, Answer(0.0)) for one in (alone, found))
+    assert before.restarts >= 4
+    assert before.tokens > 20, "they go on decoding"
+    assert beside.gap_ms >= 55, "not all of them begin again at the same time"
+    text = printing.printed("stall", [before, beside], CONDITIONS)
+    assert f"began again, {before.restarts + beside.restarts} times in all" in text
+    assert "began again" not in printing.printed("stall", everything(), CONDITIONS)
+
+
+def test_the_time_between_two_requests_is_no_gap() -> None:
+    ended, again = Answer(0.0, times=[1.0, 1.5]), Answer(1.5, times=[4.0, 4.2])
+    found = Window([[ended, again]], 0.5, 5.0).sample("a", ALONE, 0, Answer(0.0))
+    assert (found.gaps_ms, found.tokens, found.restarts) == ([500.0], 4, 1)
+    inside = Window([[ended, again]], 2.0, 3.0).sample("a", ALONE, 0, Answer(0.0))
+    assert (inside.gaps_ms, inside.restarts) == ([0.0], 1)
+    before = Window([[ended, again]], 0.5, 1.2).sample("a", ALONE, 0, Answer(0.0))
+    assert before.restarts == 0
+
+
+def test_a_request_that_fails_ends_the_run() -> None:
+    class Failing(MadeUpClient):
+        async def attempt(
+            self, prompt: list[int], tokens: int, into: Answer | None = None
+        ) -> Answer:
+            answer = await super().attempt(prompt, 10 if into else tokens, into)
+            answer.failure = "HTTP 503" if into else None
+            return answer
+
+    watched = Watched(Failing(), BACK, [[1]], [5] * 100)  # type: ignore[arg-type]
+    with pytest.raises(BenchError, match="decodes failed: HTTP 503"):
+        asyncio.run(watched.run(0.1))
