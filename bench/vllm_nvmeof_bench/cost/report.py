@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The samples of `bench cost`: medians, ratios paired by round, goals, sentences, picture.
 
-Two arms are compared round by round: what disturbs a round disturbs both. The estimate is the
-median over rounds of the ratio (or difference) within a round. Its 95 % interval is the
-bootstrap's percentile interval of that median: rounds are drawn again with replacement, 10,000
-times, from a fixed seed; of ratios, their logarithms. Of fewer than five rounds there is none.
+Two arms are compared round by round: what disturbs a round disturbs both. Estimates and their
+intervals are those of `results.Paired`.
 
 A cost is within its goal if the median ratio is within 2 %, or if the interval contains 1: the
 difference is then inside the noise. Both are of the default settings, `ours`.
@@ -13,17 +11,25 @@ difference is then inside the noise. Both are of the default settings, `ours`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from vllm_nvmeof_bench import plots, results
 from vllm_nvmeof_bench.benchmark import Benchmark
-from vllm_nvmeof_bench.results import Figure, Goal, distinct, median_of, paired, select, values_of
+from vllm_nvmeof_bench.results import (
+    Figure,
+    Goal,
+    Paired,
+    differences,
+    distinct,
+    median_of,
+    paired,
+    ratios,
+    select,
+    values_of,
+)
 from vllm_nvmeof_bench.tables import Column, Table, by_arm, load_in, machine_in, number, vllm_in
 from vllm_nvmeof_offload.units import MIB
 
@@ -34,10 +40,6 @@ COST_MAX = 0.02
 _SCHEDULER_SHARE_MAX = 0.05
 #: vLLM's own processes wake up now and then; a server that goes on stepping takes a core.
 _IDLE_CORES_MAX = 0.05
-_RESAMPLES = 10_000
-_SEED = 20261121
-_ROUNDS_MIN = 5
-_METHOD = "median of paired ratios, 95 % percentile bootstrap of it (10,000 draws of rounds)"
 
 
 @dataclass(frozen=True)
@@ -106,35 +108,6 @@ def arms_of(samples: Sequence[Sample]) -> list[str]:
     return [arm for arm in ARMS if select(samples, arm=arm)]
 
 
-@dataclass(frozen=True)
-class Paired:
-    """An estimate with its 95 % interval over `n` rounds; `values` are the rounds' own."""
-
-    middle: float
-    interval: tuple[float, float] | None
-    n: int
-    values: tuple[float, ...] = ()
-
-    def contains(self, value: float) -> bool:
-        return self.interval is not None and self.interval[0] <= value <= self.interval[1]
-
-    def text(self, form: str = ".3f", between: str = " ({} to {})") -> str:
-        shown = f"{self.middle:{form}}"
-        if self.interval is not None:
-            shown += between.format(*(f"{end:{form}}" for end in self.interval))
-        return shown
-
-
-def ratios(above: Sequence[float], below: Sequence[float]) -> Paired:
-    """above / below, pair by pair. All values are above 0; there is at least one pair."""
-    return _estimate(np.log(np.asarray(above, float)) - np.log(np.asarray(below, float)), np.exp)
-
-
-def differences(above: Sequence[float], below: Sequence[float]) -> Paired:
-    """above - below, pair by pair; there is at least one."""
-    return _estimate(np.asarray(above, float) - np.asarray(below, float), np.asarray)
-
-
 def ratios_of(
     samples: Sequence[Sample], arm: str, base: str, case: str, measure: str
 ) -> Paired | None:
@@ -148,18 +121,6 @@ def _pairs(
     samples: Sequence[Sample], arm: str, base: str, case: str, measure: str
 ) -> list[tuple[float, float]]:
     return paired(samples, measure, {"arm": arm, "case": case}, {"arm": base, "case": case})
-
-
-def _estimate(values: npt.NDArray[np.float64], unit: Callable[[Any], Any]) -> Paired:
-    """unit: from the values' scale to that of the result."""
-    own = tuple(float(value) for value in unit(values))
-    middle = float(unit(np.median(values)))
-    if len(values) < _ROUNDS_MIN:
-        return Paired(middle, None, len(values), own)
-    generator = np.random.default_rng(_SEED)
-    drawn = generator.integers(0, len(values), (_RESAMPLES, len(values)))
-    low, high = unit(np.percentile(np.median(values[drawn], axis=1), (2.5, 97.5)))
-    return Paired(middle, (float(low), float(high)), len(values), own)
 
 
 def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[Goal]:
@@ -339,7 +300,7 @@ def tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterator
         [Column("", lambda row: row[2]), *by_arm(others, ratio)],
         [row for row in _COMPARED if any(ratios_of(samples, a, BASE, *row[:2]) for a in others)],
     )
-    yield _METHOD
+    yield results.METHOD
     for sentence in sentences(samples):
         yield f"• {sentence}"
 

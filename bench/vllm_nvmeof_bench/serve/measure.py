@@ -37,7 +37,12 @@ from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve.arms import ServerSettings, Sizes, arms_option
 from vllm_nvmeof_bench.serve.fleet import Part, Run
 from vllm_nvmeof_bench.serve.fleet import run as run_parts
-from vllm_nvmeof_bench.serve.report import HitSample, TtftSample, TurnSample
+from vllm_nvmeof_bench.serve.report import (
+    HitSample,
+    TtftSample,
+    TurnSample,
+    throughput_ratios,
+)
 from vllm_nvmeof_bench.servers.client import Answer, Client, Hits, Tokens
 from vllm_nvmeof_bench.servers.server import on_blocks
 from vllm_nvmeof_bench.settings import check_positive, option
@@ -191,6 +196,7 @@ class HitSettings(ServerSettings):
             batch = prompts_of(self, run.tokens, rate, number)
             one = fleet.run(self._measure(client, batch, first))
             run.samples.append(HitSample(arm=arm, rate=rate, round=number, **one))
+        run.conditions["throughput_ratios"] = throughput_ratios(run.samples)
 
     async def _send(self, client: Client, batch: _Batch) -> list[Answer]:
         asked = (client.attempt(prompt, self.answer_tokens) for _, prompt in batch)

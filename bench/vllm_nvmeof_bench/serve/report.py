@@ -144,6 +144,21 @@ def ratio_of_hits(samples: Sequence[Any], arm: str, other: str, rate: int) -> li
     return [a / b for a, b in paired(samples, "tokens_per_s", above, below) if b]
 
 
+def throughput_ratios(samples: Sequence[HitSample]) -> list[dict[str, Any]]:
+    """Of each of our arms whose rival was measured too, by hit rate: the median of the paired
+    rounds' ratios, and its 95 % interval (`results.Paired`); low and high are None for few rounds.
+    """
+    rows: list[dict[str, Any]] = []
+    for rate in _levels(samples, "rate"):
+        for mine, theirs in rivals(distinct(samples, "arm")):
+            if found := ratio_of_hits(samples, mine, theirs, rate):
+                one = results.median_ratio(found)
+                low, high = one.interval or (None, None)
+                row = {"arm": mine, "rival": theirs, "rate": rate, "median": one.middle}
+                rows.append(row | {"low": low, "high": high, "pairs": one.n})
+    return rows
+
+
 @dataclass(frozen=True)
 class Turns:
     """One arm at one concurrency, all rounds together. found: as `found_in`."""
@@ -283,8 +298,10 @@ def _rival_lines(
     """One sentence for each of our arms whose rival was measured too."""
     for mine, theirs in rivals(distinct(samples, "arm")):
         if found := ratios(mine, theirs):
+            one = results.median_ratio(found)
+            between = one.text(".2f", ", 95 % interval {} to {}")
             yield (
-                f"• {what}: {mine} / {theirs} {median(found):.2f} (median of {len(found)} pairs, "
+                f"• {what}: {mine} / {theirs} {between} (median of {one.n} pairs, which are "
                 f"{min(found):.2f} to {max(found):.2f})"
             )
 

@@ -9,17 +9,24 @@ from pathlib import Path
 import pytest
 from vllm_nvmeof_bench.cost.measure import Settings
 from vllm_nvmeof_bench.cost.report import (
-    Paired,
     Sample,
-    differences,
     goals,
-    ratios,
     ratios_of,
     scheduler_share,
     sentences,
     within,
 )
-from vllm_nvmeof_bench.results import BenchError, Goal, dump, load, median_of, missed
+from vllm_nvmeof_bench.results import (
+    BenchError,
+    Goal,
+    Paired,
+    differences,
+    dump,
+    load,
+    median_of,
+    missed,
+    ratios,
+)
 
 from tests.unit.bench.made_up_costs import CONDITIONS, everything, rounds, sample
 from vllm_nvmeof_offload.units import MIB
