@@ -37,7 +37,7 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCore
 
 from vllm_nvmeof_offload.config import parse_config
-from vllm_nvmeof_offload.manager.core import FROM_CPU
+from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL
 from vllm_nvmeof_offload.manager.remembered import Question
 from vllm_nvmeof_offload.manager.requests import WaitingRequests
 from vllm_nvmeof_offload.metrics import COUNTERS, PREFIX, Counts
@@ -299,15 +299,15 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
     def on_new_request(self, request: Any, **more: Any) -> None:
         super().on_new_request(request, **more)
         advice = self._manager.advise(self._view.context(request.request_id), request)
-        may_prefetch = self._view.may_prefetch(request)
-        self._waiting.added(request, prefetch=may_prefetch, first=advice.prefetch)
+        self._waiting.added(request, prefetch=self._may_prefetch(request), first=advice.prefetch)
 
     @timed
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         request_id, local = request.request_id, num_computed_tokens
-        question = self._view.question(request, local, self._max_loadable_tokens(request, local))
+        cap, sources = self._max_loadable_tokens(request, local), self._sources_of(request)
+        question = self._view.question(request, local, cap, sources)
         found, later = self._look_up(request, question)
         if found is None:
             return None, False
@@ -323,6 +323,15 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             found, later = self._really_look_up(request, question)
         # vLLM decides whether the load continues during later steps: since 0.33 it may not.
         return found, later and bool(found)
+
+    def _sources_of(self, request: Any) -> int:
+        """The sources that the request may be loaded from."""
+        return self._manager.sources_of(self._view.context(request.request_id).load_tier_filter)
+
+    def _may_prefetch(self, request: Any) -> bool:
+        """Whether the request may be loaded from both tiers."""
+        both = self._sources_of(request) == FROM_CPU | FROM_POOL
+        return both and not request.skip_reading_prefix_cache
 
     def _look_up(self, request: Any, question: Question) -> _Found:
         """vLLM's look-up, or the answer that it would give again."""

@@ -14,7 +14,12 @@ pytest.importorskip("vllm", reason="the scheduler side is vLLM's")
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as theirs
 from vllm.v1.core.kv_cache_utils import BlockHash
-from vllm.v1.kv_offload.base import ReqContext, RequestOffloadingContext, make_offload_key
+from vllm.v1.kv_offload.base import (
+    ReqContext,
+    RequestOffloadingContext,
+    TierFilter,
+    make_offload_key,
+)
 
 from vllm_nvmeof_offload.connector import NVMeoFOffloadingConnector
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
@@ -53,7 +58,13 @@ class Engine:
     """
 
     def __init__(
-        self, slots: int, *, kv_events: bool = False, pool_slots: int = 0, windows: bool = False
+        self,
+        slots: int,
+        *,
+        kv_events: bool = False,
+        pool_slots: int = 0,
+        windows: bool = False,
+        remote: tuple[bool | None, ...] = (),
     ) -> None:
         self.now_s = 0.0
         self.manager = NVMeoFOffloadingManager(CoreConfig(kv_events=kv_events), lambda: self.now_s)
@@ -81,7 +92,7 @@ class Engine:
         connector._view = SchedulerView(side, groups, lambda: None)
         connector._old_kv = OldKV(self.manager.suspension, connector._view)
         of_rank = tuple(RankGroup(group, 1 << 15) for group in groups)
-        hello = RankHello(0, 0, "k", slots, pool_slots, 1, 1 << 16, of_rank)
+        hello = RankHello(0, 0, "k", slots, pool_slots, 1, 1 << 16, of_rank, remote=remote)
         self.manager.attach([hello], KEY_BYTES, groups, connector._view.queue(by_priority=False))
 
     def _looked_up(self, *args: Any) -> None:
@@ -93,8 +104,9 @@ class Engine:
         plan = self.manager.core.prepare_store(keys)
         if plan.command is not None:
             self.manager.report([OpReport(plan.command.op)], Counts())
-        for command in self.manager.take_commands():
-            self.manager.report([OpReport(command.op)], Counts())  # type: ignore[union-attr]
+        while commands := self.manager.take_commands():
+            for command in commands:
+                self.manager.report([OpReport(command.op)], Counts())  # type: ignore[union-attr]
 
     def slow(self) -> None:
         """The pool reads slower than the model computes."""
@@ -110,7 +122,9 @@ class Engine:
         """By group, the chunks up to the end of vLLM's last look-up."""
         return [group.num_hit_chunks for group in self.side._req_status[name].group_states]
 
-    def arrive(self, name: str, *numbers: int) -> Any:
+    def arrive(self, name: str, *numbers: int, tiers: list[dict[str, str]] | None = None) -> Any:
+        """tiers: the request's `kv_load_tiers`."""
+        allowed = TierFilter.ALL if tiers is None else theirs._parse_tier_filter(tiers)
         request = SimpleNamespace(
             request_id=name,
             num_tokens=BLOCK * len(numbers) + 1,
@@ -121,7 +135,7 @@ class Engine:
         self.side._req_status[name] = theirs.RequestOffloadState(
             config=self.side.config,
             req=request,  # type: ignore[arg-type]
-            req_context=ReqContext(name),
+            req_context=ReqContext(name, load_tier_filter=allowed),
             offloading_context=RequestOffloadingContext(),
         )
         return request
@@ -228,6 +242,39 @@ def test_a_declined_pool_is_left_out_of_a_second_look_up() -> None:
     hits = engine.hits
     assert engine.ask(request) == (3 * BLOCK, True)
     assert engine.hits == hits
+
+
+@pytest.mark.parametrize(
+    ("remote", "tiers", "found", "prefetched"),
+    [
+        ((True,), None, 3, True),
+        ((True,), [], 0, False),
+        ((True,), [{"medium": "cpu"}], 1, False),
+        ((True,), [{"medium": "cpu"}, {"medium": "storage"}], 3, True),
+        ((True,), [{"locality": "local"}], 1, False),
+        ((False, True), [{"locality": "local"}], 1, False),
+        ((False, False), [{"locality": "local"}], 3, True),
+        ((False, None), [{"locality": "local"}], 3, True),
+        ((True,), [{"medium": "storage", "locality": "local"}], 0, False),
+        ((True,), [{"medium": "cpu"}, {"locality": "remote"}], 3, True),
+        ((False,), [{"medium": "cpu"}, {"medium": "storage", "locality": "remote"}], 1, False),
+    ],
+)
+def test_a_request_is_loaded_from_the_tiers_that_it_names(
+    remote: tuple[bool | None, ...],
+    tiers: list[dict[str, str]] | None,
+    found: int,
+    prefetched: bool,
+) -> None:
+    """`kv_load_tiers`, by medium and by where the pool's targets are. An unknown locality matches,
+    as in vLLM's own tiers. The first chunk is in both tiers, the others in the pool."""
+    engine = Engine(3, pool_slots=8, remote=remote)
+    engine.store(0, 1, 2)
+    engine.store(8, 9)  # evicts the prompt's end
+    assert engine.ask(engine.arrive("cpu", 0, tiers=[{"medium": "cpu"}])) == (BLOCK, True)
+    request = engine.arrive("a", 0, 1, 2, tiers=tiers)
+    assert engine.ask(request) == (found * BLOCK, found > 0)
+    assert engine.connector._may_prefetch(request) is prefetched
 
 
 def test_a_chunk_that_is_being_fetched_is_no_hit_of_the_second_look_up() -> None:

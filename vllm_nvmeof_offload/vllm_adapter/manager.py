@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Self, cast
 
 import numpy as np
@@ -119,7 +120,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
     chunk do something: there is no request, no work, no event and nothing to export.
     """
 
-    #: All made by `attach`.
+    #: All made by `attach`. sources_of: the sources that a request's filter allows.
+    sources_of: Callable[[TierFilter], int]
     _look_ups: LookUps
     _metrics: MetricsCollector
     _failure_log: FailureLog
@@ -368,14 +370,16 @@ class NVMeoFOffloadingManager(OffloadingManager):
             config, agreement, self._clock, self._policy, prompts_s=self._steps.prompts_s
         )
         self._core = core
-        self._look_ups = core.look_ups(sources_of, LookupResult.HIT, LookupResult.MISS)
+        self._localities[Source.POOL] = _locality(ordered)
+        # Not our method: Python collects no circle that goes through a native object.
+        self.sources_of = partial(_sources_of, self._localities)
+        self._look_ups = core.look_ups(self.sources_of, LookupResult.HIT, LookupResult.MISS)
         self.lookup = self._look_ups.lookup  # type: ignore[assignment,method-assign]
         logger.info("%s", start_line(ordered, core))
         core.weights_changed = self._weights_changed
         if self._void:
             self.reset_cache()
         self._failure_log = FailureLog(core, ordered[0].targets, self._clock)
-        self._localities[Source.POOL] = _locality(ordered)
         self._labels |= config_labels(ordered, self.config)
         self._metrics = MetricsCollector(core, self.suspension, ordered, self._labels)
         if queue is not None:
@@ -452,12 +456,13 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return state
 
 
-def sources_of(tiers: TierFilter) -> int:
-    """The sources that a request's filter allows."""
+def _sources_of(localities: Mapping[Source, Locality | None], tiers: TierFilter) -> int:
+    """The sources that a request's filter allows; an unknown locality does, as in vLLM's tiers."""
     if tiers is TierFilter.ALL:
         return _EVERYWHERE
-    cpu = FROM_CPU if tiers.allows(Medium.CPU, Locality.LOCAL) else 0
-    return cpu | (FROM_POOL if tiers.allows(Medium.STORAGE, None) else 0)
+    cpu = FROM_CPU if tiers.allows(Medium.CPU, localities[Source.CPU]) else 0
+    pool = FROM_POOL if tiers.allows(Medium.STORAGE, localities[Source.POOL]) else 0
+    return cpu | pool
 
 
 def _locality(hellos: Sequence[RankHello]) -> Locality | None:

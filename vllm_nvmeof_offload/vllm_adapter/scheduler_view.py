@@ -9,18 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.kv_offload.base import (
-    LookupResult,
-    OffloadKey,
-    ReqContext,
-    TierFilter,
-    make_offload_key,
-)
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
 
 from vllm_nvmeof_offload.groups import GROUP_ID_BYTES, Group, GroupKind, group_id_of, leading
 from vllm_nvmeof_offload.manager.remembered import Question
 from vllm_nvmeof_offload.manager.requests import Queue, WaitingRequests
-from vllm_nvmeof_offload.vllm_adapter.manager import sources_of
 
 
 def timed(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,15 +84,15 @@ class SchedulerView:
         states = self._scheduler._req_status[request_id].group_states
         return [group.offload_keys for group in states]
 
-    def question(self, request: Any, local: int, cap: int | None) -> Question:
+    def question(self, request: Any, local: int, cap: int | None, sources: int) -> Question:
         """What vLLM asks when it looks the request up.
 
-        cap: of this look-up. The request's own, `max_load_tokens`, stays as it is.
+        cap: of this look-up. The request's own, `max_load_tokens`, stays as it is. sources: that
+        the request allows.
         """
         hashes = request.block_hashes
-        tiers = self._scheduler._req_status[request.request_id].req_context.load_tier_filter
         last = hashes[-1] if hashes else None
-        return Question(request.num_tokens, last, local, cap, sources_of(tiers))
+        return Question(request.num_tokens, last, local, cap, sources)
 
     def is_as_looked_up(self, request_id: str, local: int) -> bool:
         """Whether vLLM's state of a request is the one that its last look-up left.
@@ -116,12 +109,6 @@ class SchedulerView:
         """vLLM's context of a request that has arrived."""
         context: ReqContext = self._scheduler._req_status[request_id].req_context
         return context
-
-    def may_prefetch(self, request: Any) -> bool:
-        """Whether the request may be loaded from every tier."""
-        context = self.context(request.request_id)
-        every_tier = context.load_tier_filter is TierFilter.ALL
-        return every_tier and not request.skip_reading_prefix_cache
 
     def rest_of_a_chunk(self, request: Any, local: int, waiting: WaitingRequests) -> int:
         """Tokens that complete a chunk of a preempted request whose head is in GPU memory.
