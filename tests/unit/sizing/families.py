@@ -425,31 +425,35 @@ _V41_RING = {
     "dtype": "float32",
     "block_size": 8,
 }
+
+
+def _v41_layer(layer: int) -> list[Spec]:
+    """The layers that keep compressed entries of every token do so for those up to the next one."""
+    if layer not in _V41_SOURCES:
+        return [_V41_WINDOW]
+    ratio = _V41_RATIOS[layer]
+    keys = latent(132, "uint8", tokens_per_state=ratio, alignment=512)
+    entries = _v4(528, 512, tokens_per_state=ratio)
+    return [keys, _V41_WINDOW, entries, *([_V41_RING] if ratio > 1 else [])]
+
+
+_V41_SOURCES = [2, 8, 14, 20]
+_V41_RATIOS = [*[0] * 2, *[2] * 18, *[1] * 20]
 DEEPSEEK_V4_1 = Family(
-    "deepseek-ai/DeepSeek-V4.1, its first five layers",
-    "vLLM 0.33's tests of this family; the whole configuration was not found",
+    "deepseek-ai/DeepSeek-V4.1-Flash",
+    f"{_QUOTED}; forms of the caches from vLLM 0.33's model and its tests",
     {
-        "model_type": "deepseek_v41", "num_hidden_layers": 5, "num_attention_heads": 64,
-        "num_key_value_heads": 1, "head_dim": 512, "hidden_size": 4096, "index_head_dim": 128,
-        "sliding_window": 128, "compress_ratios": [0, 2, 2, 1, 1, 0, 0, 0],
-        "kv_source_layer_ids": [1, 3],
+        "model_type": "deepseek_v41",
+        "text_config": {
+            "model_type": "deepseek_v41_text", "num_hidden_layers": 40, "num_attention_heads": 64,
+            "num_key_value_heads": 1, "head_dim": 512, "hidden_size": 5120, "qk_rope_head_dim": 64,
+            "index_head_dim": 128, "sliding_window": 128,
+            "compress_ratios": [*_V41_RATIOS, *[0] * 3],  # the last three are the drafter's
+            "kv_source_layer_ids": _V41_SOURCES,
+            "index_source_layer_ids": [*_V41_SOURCES, 24, 28, 32, 36],
+        },
     },
-    [
-        [_V41_WINDOW],
-        [
-            latent(132, "uint8", tokens_per_state=2, alignment=512),
-            _V41_WINDOW,
-            _v4(528, 512, tokens_per_state=2),
-            _V41_RING,
-        ],
-        [_V41_WINDOW],
-        [
-            latent(132, "uint8", tokens_per_state=1, alignment=512),
-            _V41_WINDOW,
-            _v4(528, 512, tokens_per_state=1),
-        ],
-        [_V41_WINDOW],
-    ],
+    [_v41_layer(layer) for layer in range(40)],
     block_tokens=256,
 )  # fmt: skip
 
