@@ -3,7 +3,8 @@
 
 vLLM's CPU engine runs pipelines only if it warms its models up, which it does to compile them:
 with `enforce_eager` its first request fails (`assert self.intermediate_tensors is not None`). So
-the models are compiled, by the backend that changes nothing.
+the models are compiled, by the backend that changes nothing. It has no effect without a mode:
+vLLM replaces its default mode for a CPU by another one, and the backend by Inductor.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ STAGES = {
     "pipeline_parallel_size": 2,
     "distributed_executor_backend": "mp",
     "enforce_eager": False,
-    "compilation_config": {"backend": "eager"},
+    "compilation_config": {"mode": 2, "backend": "eager"},
     "num_gpu_blocks_override": 160,
 }
 ASKED = [Request(prompt) for prompt in prompts(3, 150, 200)]

@@ -42,7 +42,10 @@ def main() -> None:
         _be_an_engine(json.loads(Path(sys.argv[1]).read_text()))
     start = _fork if has_cpu_engine() else _spawn
     if start is _fork:
+        from tests.e2e.forking_vllm import fork_engines
+
         _stand_in_for_xxhash()
+        fork_engines()  # the stages of a pipeline
         for module in (*IMPORTED_ONCE, "tests.e2e.shapes.run"):
             importlib.import_module(module)
     print("READY", flush=True)
