@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vllm_nvmeof_offload.errors import OK
 from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoLimits, IoOp
 from vllm_nvmeof_offload.io.faults import FaultPlan, FaultyIoEngine
 from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
@@ -124,7 +125,6 @@ class Rig:
         staging_slot: int = 0,
         identity: SlotIdentity | None = None,
         urgency: Urgency | None = None,
-        named: bool = True,
         payload_bytes: int = PAYLOAD_BYTES,
         payload_crc: int | None = None,
         single_copy: bool = False,
@@ -137,11 +137,10 @@ class Rig:
             kind=kind,
             urgency=default if urgency is None else urgency,
             pool_slot=pool_slot,
-            address=0 if kind is OpKind.RESET else address,
+            address=address,
             identity=identity,
-            payload_bytes=0 if kind is OpKind.RESET else payload_bytes,
-            tag=self.pool.stamp.tag if kind is OpKind.RESET else b"",
-            named=named,
+            payload_bytes=payload_bytes,
+            stamp=self.engine.stamp,
             payload_crc=payload_crc,
             single_copy=single_copy,
         )
@@ -151,6 +150,19 @@ class Rig:
 
     def read(self, pool_slot: int, staging_slot: int, name: SlotIdentity, **kw: object) -> IoOp:
         return self.op(OpKind.FETCH, pool_slot, staging_slot, name, **kw)  # type: ignore[arg-type]
+
+    def resets(self, tag: bytes | None = None, named: bool = True) -> list[IoOp]:
+        """Begin a reset; return its operations, one per target."""
+        self.engine.begin_reset(self.engine.stamp.tag if tag is None else tag, named)
+        first, self.tokens = self.tokens + 1, self.tokens + self.pool.target_count
+        return [
+            IoOp(first + target, OpKind.RESET, Urgency.WRITE, target, 0, None, 0)
+            for target in range(self.pool.target_count)
+        ]
+
+    def reset(self, tag: bytes | None = None, named: bool = True) -> None:
+        ops = self.resets(tag, named)
+        assert [completion.outcome for completion in self.run(*ops)] == [OK] * len(ops)
 
     def payload(self, staging_slot: int) -> memoryview:
         start = staging_slot * self.pool.slot_bytes + HEADER_BYTES

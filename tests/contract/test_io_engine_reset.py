@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of RESET: it voids what was written before it, on disk too.
+"""The contract of RESET: it voids what was written before it, on disk too, target by target.
 
 That no write overtakes it, in either direction, is the machine's affair (tests/unit/pipeline,
 tests/sim).
@@ -7,14 +7,13 @@ tests/sim).
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
-from dataclasses import replace
 
-from vllm_nvmeof_offload.errors import CANCELLED, OK, STALE
+from vllm_nvmeof_offload.errors import CANCELLED, OK, STALE, io_error
 from vllm_nvmeof_offload.io.base import Completion
 from vllm_nvmeof_offload.pool.format import read_superblock
 from vllm_nvmeof_offload.pool.pool import Pool
-from vllm_nvmeof_offload.protocol import OpKind
 
 from .rig import Rig, content, name
 
@@ -25,7 +24,7 @@ def test_a_reset_voids_only_the_writes_before_it(make_rig: MakeRig) -> None:
     rig = make_rig(threads=4)
     for number in range(3):
         rig.store(number, name(1 + number))
-    assert [c.outcome for c in rig.run(rig.op(OpKind.RESET))] == [OK]
+    rig.reset()
     rig.store(3, name(4))
     assert rig.reopen().adopt().keys == name(4).key
 
@@ -38,7 +37,7 @@ def test_a_reset_goes_on_beside_reads(make_rig: MakeRig) -> None:
     read = rig.read(1, 5, name(1))
     rig.submit(read)
     rig.gate.wait_started(before + 1)
-    assert [c.outcome for c in rig.run(rig.op(OpKind.RESET))] == [OK]
+    rig.reset()
     rig.gate.open_all()
     assert rig.wait(bool) == [Completion(read.token, OK)], "its caller knows what it is worth"
 
@@ -46,7 +45,7 @@ def test_a_reset_goes_on_beside_reads(make_rig: MakeRig) -> None:
 def test_writes_that_no_superblock_names_are_not_adopted(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.store(0, name(1))
-    assert [c.outcome for c in rig.run(rig.op(OpKind.RESET, named=False))] == [OK]
+    rig.reset(named=False)
     rig.store(1, name(2))
     rig.zero(5)
     assert [c.outcome for c in rig.run(rig.read(1, 5, name(2)))] == [OK]
@@ -60,8 +59,7 @@ def test_a_read_accepts_the_tag_of_its_submission_only(make_rig: MakeRig) -> Non
     rig.store(0, name(1))
     ours = rig.pool.stamp.tag
     for tag, outcome in ((bytes(range(16)), STALE), (ours, OK)):
-        reset = replace(rig.op(OpKind.RESET), tag=tag)
-        assert [c.outcome for c in rig.run(reset)] == [OK]
+        rig.reset(tag)
         rig.zero(5)
         assert [c.outcome for c in rig.run(rig.read(0, 5, name(1)))] == [outcome]
     assert rig.payload(5) == content(name(1))
@@ -71,7 +69,7 @@ def test_writes_between_two_resets_are_voided(make_rig: MakeRig) -> None:
     rig = make_rig(threads=4)
     for number in range(6):
         rig.store(number, name(number))
-        assert [c.outcome for c in rig.run(rig.op(OpKind.RESET))] == [OK]
+        rig.reset()
     rig.store(20, name(20))
     assert rig.reopen().adopt().keys == name(20).key
 
@@ -86,7 +84,7 @@ def test_a_hung_write_delays_neither_a_reset_nor_the_writes_after_it(make_rig: M
     rig.submit(hung)
     rig.gate.wait_started(3)
     assert rig.engine.cancel([hung.token]) == []
-    assert [c.outcome for c in rig.run(rig.op(OpKind.RESET))] == [OK]
+    rig.reset()
     rig.store(3, name(4), staging_slot=2)
     found = [read_superblock(directory) for directory in rig.pool.directories]
     assert {one.epoch for one in found if one is not None} == {rig.pool.stamp.epoch}
@@ -100,3 +98,18 @@ def test_a_hung_write_delays_neither_a_reset_nor_the_writes_after_it(make_rig: M
         (directory / "table").write_bytes(b"")
     rig.pool = Pool.open(rig.spec)
     assert rig.pool.adopt().keys == name(4).key
+
+
+def test_each_target_gets_its_superblock_on_its_own(make_rig: MakeRig) -> None:
+    rig = make_rig(targets=2)
+    rig.store(0, name(1))
+    rig.store(1, name(2))
+    before = rig.pool.stamp.epoch
+    away, other = rig.resets()
+    assert [c.outcome for c in rig.run(other)] == [OK]
+    epochs = [one.epoch for one in map(read_superblock, rig.pool.directories) if one]
+    assert epochs == [before, rig.pool.stamp.epoch]
+    rig.pool.exchange(0, None, None)()
+    rig.engine.replace_target(0)
+    assert [c.outcome for c in rig.run(away)] == [io_error(errno.ENODEV)]
+    assert rig.reopen().adopt().keys == b"", "one of them is enough"

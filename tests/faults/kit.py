@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.chunks import entries_of
+from vllm_nvmeof_offload.errors import Outcome
 from vllm_nvmeof_offload.io.base import Completion, IoOp
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
@@ -75,7 +76,8 @@ class Bench:
         self.tokens += 1
         address = self.base_address + place * self.pool.slot_bytes
         length = self.pool.payload_bytes
-        return IoOp(self.tokens, kind, urgency, pool_slot, address, identity, length)
+        what = kind, urgency, pool_slot, address, identity, length
+        return IoOp(self.tokens, *what, stamp=self.engine.stamp)
 
     def write(self, pool_slot: int, place: int, identity: SlotIdentity) -> IoOp:
         """A write of the identity's right content, which this call puts into the staging slot."""
@@ -88,11 +90,15 @@ class Bench:
         self.view[start : start + self.pool.slot_bytes] = bytes(self.pool.slot_bytes)
         return self._op(OpKind.FETCH, Urgency.DEMAND, pool_slot, place, identity)
 
-    def reset(self, named: bool = True) -> IoOp:
-        self.tokens += 1
-        tag = self.pool.stamp.tag
-        what = OpKind.RESET, Urgency.DEMAND, 0, 0, None, 0
-        return IoOp(self.tokens, *what, tag=tag, named=named)
+    def reset(self, named: bool = True) -> list[Outcome]:
+        """Reset; return the outcomes by target."""
+        self.engine.begin_reset(self.engine.stamp.tag, named)
+        first, self.tokens = self.tokens + 1, self.tokens + self.pool.target_count
+        ops = [
+            IoOp(first + target, OpKind.RESET, Urgency.WRITE, target, 0, None, 0)
+            for target in range(self.pool.target_count)
+        ]
+        return [completion.outcome for completion in self.run(*ops)]
 
     def payload(self, place: int) -> memoryview:
         start = place * self.pool.slot_bytes + HEADER_BYTES

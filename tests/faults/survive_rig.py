@@ -57,7 +57,6 @@ class Survivor:
             read_deadline_s=DEADLINE_S,
             write_deadline_s=DEADLINE_S,
             health=self.health,
-            reset_is_durable=lambda: pool.reset_is_durable,
         )
         staging = StagingMap(self.bench.base_address, pool.slot_bytes, CACHE_SLOTS, 0)
         copy = HostCopyEngine(on_done=waker.wake)

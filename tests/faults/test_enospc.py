@@ -55,7 +55,7 @@ def test_a_full_target_shrinks_the_pool_and_every_slot_can_be_written(
     assert DISK_BYTES // 2 < slots * pool.slot_bytes < DISK_BYTES
     bench = Bench(engine_name, pool)
     bench.store((slot, name(slot)) for slot in range(slots))
-    assert bench.run(bench.reset())[0].outcome == OK  # a full disk has room for superblocks
+    assert set(bench.reset()) == {OK}  # a full disk has room for superblocks
     bench.store((slot, name(slot, 2)) for slot in range(slots))
     assert bench.close()
     pool = Pool.open(spec)

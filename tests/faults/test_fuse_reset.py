@@ -17,7 +17,7 @@ from vllm_nvmeof_offload.pool.format import read_superblock
 from vllm_nvmeof_offload.pool.pool import Pool
 
 from .fuse_mount import FaultyMount
-from .kit import adopted, make_spec, name
+from .kit import WAIT_S, adopted, make_spec, name
 from .survive_rig import Survivor
 
 pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("own_mount_table")]
@@ -47,7 +47,7 @@ def test_a_reset_during_a_write_that_hangs(survivor: Survivor, faulty_mount: Fau
     faulty_mount.rules(DATA)
     assert survivor.write(1, 2, name(1)) == DEADLINE
     assert survivor.reset() == OK
-    assert survivor.pool.reset_is_durable
+    assert survivor.pool.await_superblocks(WAIT_S)
     assert survivor.write(1, 3, name(1)) == OK
     assert [epoch_of(place) for place in survivor.pool.directories] == [
         survivor.pool.stamp.epoch
@@ -65,7 +65,7 @@ def test_a_reset_whose_superblock_hangs(
         assert survivor.write(1, 2, name(1)) == DEADLINE
     for _ in range(2):  # the second reset finds the first one hanging
         assert survivor.reset() == OK
-        assert not survivor.pool.reset_is_durable
+        assert not survivor.pool.await_superblocks(0)
         assert survivor.write(1, 3, name(1)) == OK
         backing, healthy = faulty_mount.backing / "t", survivor.pool.directories[1]
         (behind,) = (path.parent for path in backing.glob("*/engine-0/rank-0/superblock"))
@@ -75,15 +75,20 @@ def test_a_reset_whose_superblock_hangs(
 
 
 def check_what_is_left(survivor: Survivor, faulty_mount: FaultyMount) -> None:
-    """End the hang: then no chunk from before the reset is adopted from any target."""
+    """End the hang: no chunk from before the reset is adopted from any target, and what is written
+    to the one that hung is."""
     pool = survivor.pool
     faulty_mount.rules()
-    wait_until("the superblock of the target that hung", lambda: pool.reset_is_durable)
-    assert [epoch_of(directory) for directory in pool.directories] == [pool.stamp.epoch] * 2
+    wait_until(
+        "the newest superblock of the target that hung",
+        lambda: [epoch_of(place) for place in pool.directories] == [pool.stamp.epoch] * 2,
+    )
+    assert pool.await_superblocks(WAIT_S)
     survivor.wait_until(lambda: all(health.verdict.usable for health in survivor.health))
+    assert survivor.write(3, 4, name(1)) == OK
     survivor.runner.stop()
     assert survivor.bench.close()
     targets = [directory.parents[2] for directory in pool.directories]
     again = Pool.open(make_spec(*targets, slots=SLOTS // 2))
-    assert adopted(again) == {3: name(1)}
+    assert adopted(again) == {3: name(1), 4: name(1)}
     again.close()

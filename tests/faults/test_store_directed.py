@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.resets import reset
+from vllm_nvmeof_offload.errors import io_error
 from vllm_nvmeof_offload.io.threads import SlotFiles, write_slot
+from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import SlotIdentity
 
@@ -29,9 +32,9 @@ def spec(disk: Disk) -> PoolSpec:
     return make_spec(disk.root / "t", slots=4, payload_bytes=5000, o_direct="off")
 
 
-def put(pool: Pool, slot: int, identity: SlotIdentity) -> None:
-    memory = memoryview(bytearray(pool.slot_bytes))
-    assert write_slot(pool, memory, SlotFiles.of(pool, slot), identity, pool.stamp, lambda: True).ok
+def put(pool: Pool, slot: int, identity: SlotIdentity, stamp: Stamp | None = None) -> None:
+    memory, files = memoryview(bytearray(pool.slot_bytes)), SlotFiles.of(pool, slot)
+    assert write_slot(pool, memory, files, identity, stamp or pool.stamp, lambda: True).ok
 
 
 def start(spec: PoolSpec, use: Callable[[Pool], None]) -> dict[int, SlotIdentity]:
@@ -54,16 +57,16 @@ def test_writes_after_a_failed_reset_do_not_outlive_the_next_one(
 ) -> None:
     def fail_to_reset_and_go_on(pool: Pool) -> None:
         disk.fail, disk.fail_count = ("superblock", errno.EIO), 1
-        with pytest.raises(OSError, match="Input/output error"):
-            pool.reset(pool.stamp.tag, named=True)
-        put(pool, 0, name(0))  # in an epoch that is not on the disk
+        found = reset(pool, pool.stamp.tag)
+        assert found.outcomes == [io_error(errno.EIO)]
+        put(pool, 0, name(0), found.stamps[0])  # in an epoch that is not on the disk
 
-    def reset(pool: Pool) -> None:
-        pool.reset(pool.stamp.tag, named=True)
-        put(pool, 1, name(1))
+    def reset_and_go_on(pool: Pool) -> None:
+        assert reset(pool, pool.stamp.tag).ok
+        put(pool, 1, name(1), pool.stamp)
 
     start(spec, fail_to_reset_and_go_on)
-    assert start(spec, reset) == {}
+    assert start(spec, reset_and_go_on) == {}
     assert start(spec, rest) == {1: name(1)}
 
 
@@ -74,7 +77,7 @@ def test_a_start_makes_the_superblock_it_keeps_durable(disk: Disk, spec: PoolSpe
         put(pool, 0, name(0))
         disk.crash_after = 3  # write, fsync, rename; not the directory
         with pytest.raises(Crash):
-            pool.reset(pool.stamp.tag, named=True)
+            reset(pool, pool.stamp.tag)
 
     def only_bytes_survive(journal: list[Event]) -> None:
         for event in journal:

@@ -55,7 +55,7 @@ def test_a_load_gives_the_right_bytes_or_a_miss_and_nothing_is_lost() -> None:
     wanted = [f"crash: {kind}" for kind in kinds]
     wanted += ["kept", "lost", "torn", "misdirected", "flipped", "name lost", "crash inside"]
     wanted += [f"rot: {what}" for what in ("slab", "table", "superblock", "swapped", "cut")]
-    wanted += ["reset", "reset failed", "write failed", "clean end", "killed"]
+    wanted += ["reset", "reset in part", "reset failed", "write failed", "clean end", "killed"]
     wanted += ["misdirected read", "read of another length"]
     assert [what for what in wanted if not counts[what]] == []
 

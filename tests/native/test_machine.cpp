@@ -4,8 +4,9 @@
 // a plain model: each row has one outcome and one release, which comes when no lane has its cache
 // slot; an operation has the length of its group; a row of a store without its blocks is STALE;
 // nothing is waited for beyond its deadline, even if it is tried again; a read is alone in its
-// buffer; writes keep to their side of a reset; no slot leaks; loads do not wait for slots that
-// hang; everything ends. Exits with 1 on a failure.
+// buffer; a target's superblock waits for its writes and its later writes for the superblock, whose
+// epoch they have only if it was written; no slot leaks; loads do not wait for slots that hang;
+// everything ends. Exits with 1 on a failure.
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -88,6 +89,7 @@ class Lanes final : public NativeLanes {
   }
   void start() override {}
   bool cancel_one(uint64_t token) override {
+    if (!ops.contains(token)) return false;  // a superblock's, which the test has
     Op& one = ops.at(token);
     one.wanted = false;
     if (one.queued) ops.erase(token);
@@ -126,11 +128,14 @@ class Lanes final : public NativeLanes {
   int64_t now_ns = 0;
   bool full = false;
   size_t depth = 12;
-  uint32_t epoch = 0;       // of the writes that may come now
-  bool may_write = true;    // no reset is under way
+  struct Lane {
+    Stamp stamp;             // of the writes that may come now
+    size_t superblocks = 0;  // without an outcome
+  };
+  std::array<Lane, kTargets> lanes;
 
  private:
-  // The bounds of a target, its buffers for itself, and no write beside a reset.
+  // The bounds of a target, its buffers for itself, and no write before the target's superblock.
   void check(const LaneOp& op) const {
     CHECK(op.pool_slot < kPoolSlots && (op.address - kBase) % kSlotBytes == 0);
     CHECK(op.address >= kBase && op.address < kBase + (kCacheSlots + kStreamSlots) * kSlotBytes);
@@ -157,7 +162,9 @@ class Lanes final : public NativeLanes {
               return is_stream(other) && other.pool_slot % kTargets == op.pool_slot % kTargets;
             }) < static_cast<ptrdiff_t>(kStreamSlots / kTargets));
     }
-    if (is_write) CHECK(may_write && op.stamp.epoch == epoch);
+    const Lane& lane = lanes[op.pool_slot % kTargets];
+    if (is_write) CHECK(!lane.superblocks && op.stamp == lane.stamp);
+    CHECK(op.stamp.tag == lane.stamp.tag);
   }
   static bool is_stream(const LaneOp& op) { return op.address >= kBase + kCacheSlots * kSlotBytes; }
   static size_t bytes_of(const LaneOp& op) {
@@ -214,7 +221,7 @@ class World {
     made.io = {kTargets, kReadsMax, kWritesMax, kReadNs, kWriteNs, kHeader,
                kSlotBytes, {kGroupBytes.begin(), kGroupBytes.end()}, kBase,
                kBase + kCacheSlots * kSlotBytes, 2, 2, retryable, kReadBytesMax, kWriteBytesMax,
-               kSlotBytes};
+               kSlotBytes, {}};
     return made;
   }
 
@@ -233,7 +240,7 @@ class World {
       now_ns_ += kTickNs;
       this->step(0);
     }
-    CHECK(machine_.idle() && commands_.empty() && lanes_.ops.empty() && !reset_);
+    CHECK(machine_.idle() && commands_.empty() && lanes_.ops.empty() && superblocks_.empty());
     CHECK(machine_.streams_used() == 0 && machine_.streams_waiting() == 0);
     CHECK(machine_.io.reads_in_flight() == 0 && machine_.io.writes_in_flight() == 0);
   }
@@ -244,11 +251,8 @@ class World {
   void command() {
     const uint64_t op = ++last_op_;
     if (chance(dice_, 8)) {
-      if (std::any_of(commands_.begin(), commands_.end(),
-                      [](const auto& one) { return one.second.kind == OpKind::RESET; }))
-        return;
       commands_[op] = {OpKind::RESET, {0}, {0}};
-      machine_.reset(op, "sixteen bytes of", chance(dice_, 50));
+      reset(op);
       return;
     }
     auto kind = static_cast<OpKind>(dice_() % 4);
@@ -335,11 +339,12 @@ class World {
     if (now_ns_ >= hung_until_ns_)
       for (size_t left = dice_() % 4 + (failing ? 0 : 8); left > 0; --left)
         lanes_.end(dice_, failing);
-    if (reset_ && chance(dice_, failing ? 20 : 100)) end_reset(failing);
+    while (!superblocks_.empty() && chance(dice_, failing ? 30 : 90)) end_superblock(failing);
     lanes_.now_ns = now_ns_;
     machine_.io.poll_native(0);
     machine_.io.expire();
     lanes_.check_deadlines();
+    give_up_superblocks();
     machine_.run();
     hand_over();
     while (machine_.run()) hand_over();
@@ -351,13 +356,62 @@ class World {
     check_buffers();
   }
 
-  void end_reset(unsigned failing) {
-    const bool ok = !chance(dice_, failing * 3);
-    lanes_.epoch += ok;
-    const Outcome code = ok ? Outcome::OK : Outcome::IO_ERROR;
-    const uint64_t token = *std::exchange(reset_, std::nullopt);
-    lanes_.may_write = true;
-    machine_.io.ended({token, static_cast<uint8_t>(code), ok ? 0 : EIO});
+  static Stamp stamp_of(uint64_t op, bool named) {
+    Stamp stamp;
+    stamp.epoch = static_cast<uint32_t>(2 * op + named);
+    stamp.tag[0] = static_cast<uint8_t>(op);
+    return stamp;
+  }
+
+  void reset(uint64_t op) {
+    newest_reset_ = op;
+    for (auto& lane : lanes_.lanes) {
+      lane.stamp = stamp_of(op, false);
+      ++lane.superblocks;
+    }
+    machine_.reset(op, stamp_of(op, true), stamp_of(op, false));
+  }
+
+  void begin_superblock(size_t target, uint64_t token, uint64_t op) {
+    for (const auto& [other, one] : superblocks_) CHECK(one.target != target || one.late);
+    for (const auto& [other, one] : lanes_.ops)
+      CHECK(one.op.pool_slot % kTargets != target || one.op.urgency != Urgency::WRITE ||
+            !one.wanted);
+    const auto before = again_.find(target);
+    Superblock& one = superblocks_[token] = {target, op, now_ns_ + kWriteNs, false};
+    if (before == again_.end()) return;
+    CHECK(before->second.op == op);
+    one.deadline_ns = before->second.deadline_ns;
+    one.retried = true;
+    again_.erase(before);
+  }
+
+  void give_up_superblocks() {
+    for (auto& [token, one] : superblocks_) {
+      if (one.late || one.deadline_ns > now_ns_) continue;
+      one.late = true;
+      --lanes_.lanes[one.target].superblocks;
+    }
+  }
+
+  void end_superblock(unsigned failing) {
+    const auto at = pick(dice_, superblocks_);
+    const auto [token, one] = *at;
+    superblocks_.erase(at);
+    LaneEnd end{token, static_cast<uint8_t>(Outcome::OK)};
+    if (chance(dice_, 2 * failing)) {
+      end.code = static_cast<uint8_t>(Outcome::IO_ERROR);
+      end.error = dice_() % 2 ? EIO : ENOSPC;
+    }
+    const bool ok = !end.error;
+    Lanes::Lane& lane = lanes_.lanes[one.target];
+    const bool again = end.error == EIO && !one.late && !one.retried && one.deadline_ns > now_ns_;
+    if (ok && one.op == newest_reset_) lane.stamp = stamp_of(one.op, true);
+    if (again)
+      again_[one.target] = one;
+    else if (!one.late)
+      --lane.superblocks;
+    machine_.io.ended(end);
   }
 
   void hand_over() {
@@ -366,16 +420,10 @@ class World {
     machine_.io.health_outcomes.clear();
     for (size_t target = 0; target < kTargets; ++target)
       machine_.io.set_target(target, usable_[target], 0);
-    machine_.io.set_stamp({lanes_.epoch, {}}, false);
     machine_.io.offer_reads();
-    const IoQueue::Offer offer = machine_.io.offer_reset();
-    if (offer.task) {
-      CHECK(!reset_);
-      for (const auto& [token, one] : lanes_.ops)
-        CHECK(one.op.urgency != Urgency::WRITE || !one.wanted);
-      reset_ = offer.token;
-      lanes_.may_write = false;
-    }
+    machine_.io.offer_resets();
+    for (const IoQueue::Offer& offer : machine_.io.offered)
+      begin_superblock(offer.task->target, offer.token, offer.task->job->op);
     machine_.io.offer_writes();
     machine_.io.fail_stalled();
   }
@@ -434,7 +482,16 @@ class World {
   std::map<int32_t, uint64_t> given_;  // cache slot → number of the chunk of its last fill
   std::map<uint64_t, Command> commands_;
   std::map<uint64_t, uint64_t> copies_;  // number → op
-  std::optional<uint64_t> reset_;  // the token of the one under way
+  // A superblock that is being written.
+  struct Superblock {
+    size_t target;
+    uint64_t op;
+    int64_t deadline_ns;
+    bool retried, late = false;
+  };
+  std::map<uint64_t, Superblock> superblocks_;  // by token
+  std::map<size_t, Superblock> again_;          // by target: it failed, and is tried once more
+  uint64_t newest_reset_ = 0;
   bool usable_[kTargets] = {true, true};
 };
 

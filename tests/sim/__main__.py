@@ -5,6 +5,7 @@ seed. `--sanitize` does it over a build with sanitizers."""
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import secrets
 import sys
@@ -16,6 +17,7 @@ from . import sanitized
 if "--sanitize" in sys.argv:
     sanitized.start_again()
 
+from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.manager.handshake import CREDITED
 
 from .base import PROFILES
@@ -42,6 +44,7 @@ def main() -> int:
     parser.add_argument("--sanitize", action="store_true", help="over a build with sanitizers")
     parser.add_argument("--keep-going", action="store_true", help="soak: list every failing seed")
     arguments = parser.parse_args()
+    logger.setLevel(logging.CRITICAL)  # faults are what is wanted here
     if arguments.seed is not None:
         print(
             dict(

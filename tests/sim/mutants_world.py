@@ -38,17 +38,18 @@ def reset_keeps_the_entries() -> list[Patch]:
 
 @mutant
 def new_weights_are_adopted() -> list[Patch]:
-    real = RankStore.reset
-    reset = lambda self, tag, **more: real(self, START_TAG, **{**more, "named": True})  # noqa: E731
-    return [(RankStore, "reset", reset)]
+    real = RankStore.begin_reset
+    return [(RankStore, "begin_reset", lambda self, tag, named: real(self, START_TAG, True))]
 
 
 @mutant
 def unnamed_epoch_is_adopted() -> list[Patch]:
     """The share tag alone would keep a start from it."""
-    real = RankStore.reset
-    reset = lambda self, tag, **more: real(self, tag, **{**more, "named": True})  # noqa: E731
-    return [(RankStore, "reset", reset), (RankStore, "is_of_this_start", lambda self, one: True)]
+    real = RankStore.begin_reset
+    return [
+        (RankStore, "begin_reset", lambda self, tag, named: real(self, tag, True)),
+        (RankStore, "is_of_this_start", lambda self, one: True),
+    ]
 
 
 @mutant
@@ -73,7 +74,11 @@ def start_believes_rank_0_for_all_ranks() -> list[Patch]:
 native(
     "reset_overtakes_writes",
     "a_write_passes_the_reset_before_it",
+    "a_write_behind_one_lanes_reset_passes_it",
     "a_reset_waits_for_a_late_write",
+    "a_reset_waits_for_other_lanes",
+    "a_superblock_has_no_deadline",
+    "a_late_superblock_is_forgotten",
     "old_writes_follow_the_reset",
     "failed_reset_is_ignored",
     "suspect_target_fails_the_reset",

@@ -232,7 +232,7 @@ class SimRank:
             self._writes.update(command.batch.generations.tolist())
         elif isinstance(command, ResetCommand):
             self.io.overtaken |= self._writes
-            self.io.reset_asked(self.void_limits[command.op])
+            self.io.void_limit = self.void_limits[command.op]
         elif isinstance(command, CancelCommand):
             self.io.cancels()
         self.pipeline.command(command)

@@ -1,41 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank offers a reset to its engine in time, even while other operations hang."""
+"""Rule 15: each lane's superblock and later writes wait for what is in their own way only."""
 
 from __future__ import annotations
 
-from .base import Clock, Violation
+from collections.abc import Container
 
-#: Added to the writes' deadline. A turn of the pipeline's thread after it waits for no write.
-_SLACK_S = 0.5
+from vllm_nvmeof_offload.pool.format import Stamp
+
+from .base import Violation
 
 
 class ResetRule:
-    """One rank's resets that were not offered to the engine yet."""
+    """One lane of one rank: its superblocks that are owed, and the stamp of its writes."""
 
-    def __init__(self, clock: Clock, write_deadline_s: float) -> None:
-        self._clock = clock
-        self._limit_s = write_deadline_s + _SLACK_S
-        self._owed = 0
-        self._since_s = 0.0
+    def __init__(self, target: int, stamp: Stamp) -> None:
+        self._target = target
+        self._begun = 0  # resets
+        self._not_offered = 0  # superblocks
+        self._undecided = 0
+        self._named = stamp
+        #: Of a write that is submitted now.
+        self.stamp = stamp
 
-    def asked(self) -> None:
-        """The pipeline received a reset."""
-        if not self._owed:
-            self._since_s = self._clock()
-        self._owed += 1
+    def began(self, named: Stamp, unnamed: Stamp) -> None:
+        """The rank begins a reset."""
+        self._begun += 1
+        self._not_offered += 1
+        self._undecided += 1
+        self._named, self.stamp = named, unnamed
 
-    def offered(self) -> None:
-        """The engine got a reset; a failed reset is offered again."""
-        self._owed = max(0, self._owed - 1)
-        self._since_s = self._clock()
+    def offered(self) -> int:
+        """The engine got a superblock. Returns the number of its reset."""
+        self._not_offered -= 1
+        if self._not_offered < 0:
+            raise Violation("15", f"a superblock of target {self._target} that no reset asks for")
+        return self._begun - self._not_offered
 
-    def check(self, *, resetting: bool) -> None:
-        """Check after a turn of the pipeline. resetting: the engine has a reset, others wait."""
-        now_s = self._clock()
-        if resetting:
-            self._since_s = now_s
-        elif self._owed and now_s - self._since_s > self._limit_s:
-            waited_s = now_s - self._since_s
-            raise Violation(
-                "reset", f"not started after {waited_s:.1f} s: hung operations block it"
-            )
+    def ended(self, reset: int, *, ok: bool, late: bool) -> None:
+        """The engine has answered, for the last time."""
+        if ok and reset == self._begun:
+            self.stamp = self._named
+        if not late:
+            self._undecided -= 1
+
+    def given_up(self) -> None:
+        """Its deadline has passed."""
+        self._undecided -= 1
+
+    def check(self, running: Container[int], resetting: Container[int]) -> None:
+        """Check after a turn of the pipeline. running: targets with a write that is waited for;
+        resetting: those with a superblock that is."""
+        target = self._target
+        if self._not_offered and target not in running and target not in resetting:
+            raise Violation("15", f"target {target} has to wait with its superblock for others")
+
+    def check_write(self, what: object, stamp: Stamp | None) -> None:
+        """Check a write that is submitted."""
+        if self._undecided:
+            raise Violation("15", f"{what} passes a superblock of its lane")
+        if stamp != self.stamp:
+            raise Violation("15", f"{what} carries {stamp}, not {self.stamp}")

@@ -8,7 +8,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from vllm_nvmeof_offload.errors import (
     CANCELLED,
@@ -30,7 +30,6 @@ from .sets import APART, own
 from .shapes import spread
 from .store import Claim, RankStore, Record, Superblock
 
-_NO_STAMP = Stamp(0, b"")
 _FETCHES = (Urgency.URGENT, Urgency.PREFETCH)
 
 
@@ -50,9 +49,9 @@ class _Flight:
     retried: bool = False  # it is the second try, and there is no third
     unwanted: bool = False  # cancelled: the bytes it reads are discarded
     late: bool = False  # cancelled because of its deadline
-    resets_asked: int = 0
-    stamp: Stamp = _NO_STAMP  # the store's at submission
-    behind: dict[int, float] = field(default_factory=dict)  # of a reset: target → hangs until
+    reset: int = 0  # of a superblock: the number of its reset,
+    superblock: Superblock | None = None  # which is this,
+    void_limit: int = 0  # and voids every generation up to this one
 
     def __str__(self) -> str:
         return f"{self.op.kind.value} of pool slot {self.op.pool_slot} (io {self.op.token})"
@@ -98,18 +97,28 @@ class SimIo:
         self._room = Room(0, 0)
         #: Reads that failed and may be tried again: what they name → their deadline.
         self._retries: dict[tuple[object, ...], float] = {}
-        self._resets_asked = 0
-        self._void_limits: list[int] = [0]  # by the number of resets asked
-        self._reset_rule = ResetRule(clock, knobs.write_deadline_s)
-        #: Superblocks whose writes hang: (time of the write, target, superblock).
-        self._late_superblocks: list[tuple[float, int, Superblock]] = []
-        self._void = False  # a reset was requested and has not succeeded
+        self._superblock_retries: dict[int, float] = {}  # the same of superblocks, by target
+        self._retried: dict[int, int] = {}  # and the number of the last such reset
+        #: The next reset voids every generation up to this one.
+        self.void_limit = 0
+        self._lanes = [ResetRule(target, store.stamp) for target in range(knobs.targets)]
         #: Identities of writes submitted before a reset: they may not start after it.
         self.overtaken: set[int] = set()
         self.counts: Counter[str] = Counter()
         self.calm = False  # no new faults: the simulation is ending
 
     # -- IoEngine ---------------------------------------------------------------------
+
+    @property
+    def stamp(self) -> Stamp:
+        return self.store.stamp
+
+    def begin_reset(self, tag: bytes, named: bool) -> tuple[Stamp, Stamp]:
+        stamps = self.store.begin_reset(tag, named)
+        for lane in self._lanes:
+            lane.began(*stamps)
+        self.committed.clear()
+        return stamps
 
     def attach(self) -> None:
         return None
@@ -123,9 +132,7 @@ class SimIo:
         return self._room
 
     def submit(self, ops: Sequence[IoOp]) -> None:
-        if ops[0].kind is OpKind.RESET:
-            self._reset_rule.offered()
-        elif len(ops) > self._room.reads:
+        if ops[0].kind is not OpKind.RESET and len(ops) > self._room.reads:
             raise Violation("14", f"{len(ops)} operations for {self._room}")
         for op in ops:
             self._accept(op)
@@ -135,12 +142,15 @@ class SimIo:
         withdrawn = []
         for token in tokens:
             flight = self._flights[token]
-            if flight.start_s > now:
+            if flight.start_s > now and flight.op.kind is not OpKind.RESET:
                 self._memory.watches.end(self._flights.pop(token))
                 withdrawn.append(token)
             flight.unwanted = True
             flight.late = flight.deadline_s <= now
             self.counts["io_late"] += flight.late
+            if flight.op.kind is OpKind.RESET:
+                self._lane(flight.op).given_up()
+                self.counts["io_reset_without_a_target"] += 1
         self.counts["io_cancelled"] += len(withdrawn)
         return withdrawn
 
@@ -156,7 +166,9 @@ class SimIo:
             token = flight.op.token
             del self._flights[token]
             self._memory.watches.end(flight)
-            if flight.late or (flight.unwanted and flight.op.kind is OpKind.WRITE):
+            if flight.op.kind is OpKind.RESET:
+                self._superblock_ends(flight)
+            elif flight.late or (flight.unwanted and flight.op.kind is OpKind.WRITE):
                 flight.outcome = CANCELLED
             else:
                 self._finish(flight)
@@ -178,10 +190,6 @@ class SimIo:
 
     def advance(self) -> None:
         now = self._clock()
-        for when_s, target, superblock in self._late_superblocks:
-            if when_s <= now:
-                self.store.put_superblock(target, superblock)
-        self._late_superblocks = [late for late in self._late_superblocks if late[0] > now]
         for flight in self._flights.values():
             kind = flight.op.kind
             if not flight.data_done and flight.data_s <= now:
@@ -191,7 +199,7 @@ class SimIo:
                 elif kind is OpKind.WRITE:
                     self._write(flight)
                 else:
-                    self._reset(flight)
+                    self._put_superblock(flight)
             if not flight.table_done and flight.table_s <= now and kind is OpKind.WRITE:
                 flight.table_done = True
                 self._enter(flight)
@@ -200,28 +208,25 @@ class SimIo:
         """The rank received a cancel: a read that was to be tried again may be gone."""
         self._retries.clear()
 
-    def reset_asked(self, void_limit: int) -> None:
-        """The rank received a reset: no write may start before the reset has succeeded.
-
-        void_limit: it voids every generation up to this one.
-        """
-        self._resets_asked += 1
-        self._void_limits.append(void_limit)
-        self._void = True
-        self._reset_rule.asked()
-
     def check(self) -> None:
         """Check after a turn of the pipeline's thread."""
         for flight in self._flights.values():
             if flight.deadline_s <= self._clock() and not flight.unwanted:
                 raise Violation("14", f"{flight} is past its deadline and waited for")
-        resetting = any(f.op.kind is OpKind.RESET for f in self._flights.values())
-        self._reset_rule.check(resetting=resetting)
+        awaited = [flight.op for flight in self._flights.values() if not flight.late]
+        writing, resetting = (
+            {op.pool_slot % self._knobs.targets for op in awaited if op.kind is kind}
+            for kind in (OpKind.WRITE, OpKind.RESET)
+        )
+        for lane in self._lanes:
+            lane.check(writing, resetting)
 
     def crash(self, *, power_cut: bool) -> None:
         """The process is gone; operations that had started may or may not have progressed."""
         self.advance()
         for flight in self._flights.values():
+            if flight.op.kind is OpKind.RESET and not flight.data_done and self._rng.random() < 0.5:
+                self._put_superblock(flight)
             if flight.op.kind is OpKind.WRITE and self._rng.random() < 0.5:
                 if not flight.data_done:
                     flight.data_done = True
@@ -241,11 +246,14 @@ class SimIo:
         start_s = now + knobs.io_s * rng.choice((0.0, 0.0, rng.random()))
         slow = 4.0 if op.pool_slot % knobs.targets == knobs.slow_target else 1.0
         done_s = start_s + slow * knobs.io_s * rng.uniform(0.2, 2.0)
-        flight = _Flight(op, slot, start_s, 0.0, 0.0, done_s, stamp=self.store.stamp)
+        flight = _Flight(op, slot, start_s, 0.0, 0.0, done_s)
         # A try that was past its deadline is not made: this is another load of the same chunk.
         self._retries = {row: end_s for row, end_s in self._retries.items() if end_s > now}
-        flight.retried = _row(op) in self._retries
-        flight.deadline_s = self._deadline_s(op)
+        if reset:
+            self._begin_superblock(flight)
+        else:
+            flight.retried = _row(op) in self._retries
+            flight.deadline_s = self._deadline_s(op)
         self._draw_fault(flight)
         span = min(flight.done_s, start_s + 10.0) - start_s
         first, second = sorted((rng.random(), rng.random()))
@@ -257,7 +265,6 @@ class SimIo:
         if flight.fault:
             self.counts[f"fault_{'read' if op.is_read else op.kind.value}_{flight.fault}"] += 1
         if reset:
-            self._check_reset(flight)
             self._memory.watches.begin(flight, (), ())
             return
         self._check_bounds(flight)
@@ -272,8 +279,6 @@ class SimIo:
 
     def _deadline_s(self, op: IoOp) -> float:
         knobs = self._knobs
-        if op.kind is OpKind.RESET:
-            return math.inf
         patience_s = knobs.read_deadline_s if op.is_read else knobs.write_deadline_s
         return self._retries.pop(_row(op), self._clock() + patience_s)
 
@@ -327,10 +332,7 @@ class SimIo:
         rng, knobs, op = self._rng, self._knobs, flight.op
         if self.calm:
             return
-        if op.kind is OpKind.RESET:
-            self._hang_superblocks(flight)
-        else:
-            flight.done_s = self._hang(flight, op.pool_slot % knobs.targets) or flight.done_s
+        flight.done_s = self._hang(flight, op.pool_slot % knobs.targets) or flight.done_s
         writes = not op.is_read
         if op.kind is OpKind.WRITE and (op.pool_slot * 0.618) % 1 < knobs.full_slot:
             flight.fault, flight.outcome = "error", io_error(errno.ENOSPC)
@@ -349,14 +351,6 @@ class SimIo:
             return None
         return math.inf if rng.random() < knobs.never else flight.start_s + rng.uniform(0.1, 8.0)
 
-    def _hang_superblocks(self, flight: _Flight) -> None:
-        """A reset continues without the targets that hang; if all hang, it waits for one."""
-        ends = {target: self._hang(flight, target) for target in range(self._knobs.targets)}
-        flight.behind = {target: end_s for target, end_s in ends.items() if end_s is not None}
-        if len(flight.behind) == self._knobs.targets:
-            target, flight.done_s = min(flight.behind.items(), key=lambda item: item[1])
-            del flight.behind[target]
-
     def _check_write(self, flight: _Flight) -> None:
         """Rules 1 and 5: a write signs the staged bytes with the identity it names."""
         identity = flight.op.identity
@@ -366,8 +360,7 @@ class SimIo:
             raise Violation("1", f"{flight} signs {payload}, not the payload of {identity}")
         if identity.generation in self.overtaken:
             raise Violation("reset", f"{flight} was submitted before a reset but starts after it")
-        if self._void:
-            raise Violation("reset", f"{flight} after a reset that has not succeeded")
+        self._lane(flight.op).check_write(flight, flight.op.stamp)
         for other in self._flights.values():
             same = other is not flight and other.op.pool_slot == flight.op.pool_slot
             # A cancelled read may meet any bytes; it still owns its buffer.
@@ -375,18 +368,53 @@ class SimIo:
             if same and other.op.kind is not OpKind.RESET and not idle_read:
                 raise Violation("7", f"{flight} while {other} is under way")
 
-    def _check_reset(self, flight: _Flight) -> None:
-        if any(f.op.kind is OpKind.WRITE and not f.late for f in self._flights.values()):
-            raise Violation("reset", "a reset overtakes a write that was submitted before it")
-        flight.resets_asked = self._resets_asked
+    def _lane(self, op: IoOp) -> ResetRule:
+        return self._lanes[op.pool_slot % self._knobs.targets]
+
+    def _begin_superblock(self, flight: _Flight) -> None:
+        target, now = flight.op.pool_slot, self._clock()
+        same = [f for f in self._flights.values() if f.op.pool_slot % self._knobs.targets == target]
+        if any(f.op.kind is OpKind.WRITE and not f.late for f in same):
+            raise Violation("15", f"{flight} overtakes a write of its lane")
+        resets = [f for f in same if f.op.kind is OpKind.RESET]
+        if not all(f.late for f in resets):
+            raise Violation("15", f"two superblocks of target {target} are waited for")
+        flight.superblock, flight.void_limit = self.store.newest_drawn, self.void_limit
+        flight.retried = target in self._superblock_retries
+        patience_s = self._knobs.write_deadline_s
+        flight.deadline_s = self._superblock_retries.pop(target, now + patience_s)
+        flight.reset = self._retried[target] if flight.retried else self._lane(flight.op).offered()
+        for other in resets:  # it waits for one that hangs, and takes the place of one that waits
+            if other.start_s > now:
+                other.outcome, other.data_s, other.done_s = CANCELLED, math.inf, now
+            span_s = flight.done_s - flight.start_s
+            flight.start_s = max(flight.start_s, other.done_s)
+            flight.done_s = flight.start_s + span_s
+
+    def _put_superblock(self, flight: _Flight) -> None:
+        """Make it durable. One that reports an error may have become so, too."""
+        assert flight.superblock is not None
+        self.store.put_superblock(flight.op.pool_slot, flight.superblock)
+        self.store.void_limit = max(self.store.void_limit, flight.void_limit)
+
+    def _superblock_ends(self, flight: _Flight) -> None:
+        target, outcome = flight.op.pool_slot, flight.outcome
+        in_time = not flight.late and flight.deadline_s > self._clock()
+        if outcome.retryable and in_time and not flight.retried:
+            self._superblock_retries[target] = flight.deadline_s
+            self._retried[target] = flight.reset
+            return
+        self._lane(flight.op).ended(flight.reset, ok=outcome.ok, late=flight.late)
+        self.counts["io_late_superblocks"] += outcome.ok and flight.late
 
     def _write(self, flight: _Flight) -> None:
         op, rng = flight.op, self._rng
         assert op.identity is not None
+        assert op.stamp is not None
         payload = tuple(self._payload(flight))
         # A writer that takes the chunk for one of another group.
         length = op.payload_bytes + (BLOCK_BYTES if flight.fault == "length" else 0)
-        claim = Claim(op.identity, flight.stamp.tag, length)
+        claim = Claim(op.identity, op.stamp.tag, length)
         record = Record(claim, payload, flight.fault not in ("torn", "flip", "error"))
         if flight.fault == "lost":
             return
@@ -404,7 +432,8 @@ class SimIo:
         assert flight.op.identity is not None
         if not flight.data_done:
             raise Violation("5", f"{flight}: table entry before the data")
-        entry = flight.op.identity, flight.stamp.epoch, flight.op.single_copy
+        assert flight.op.stamp is not None
+        entry = flight.op.identity, flight.op.stamp.epoch, flight.op.single_copy
         self.store.put_table(flight.op.pool_slot, entry)
         self.counts["io_single_copies"] += flight.op.single_copy
 
@@ -419,7 +448,8 @@ class SimIo:
         self._memory.slots[flight.slot][:pages] = found[:pages]
         if flight.fault == "error":
             return
-        wanted = Claim(op.identity, flight.stamp.tag, op.payload_bytes)
+        assert op.stamp is not None
+        wanted = Claim(op.identity, op.stamp.tag, op.payload_bytes)
         flight.outcome = self.verify(record, wanted)
         if flight.outcome.ok and (
             record is None or record != replace(record, claim=wanted, intact=True)
@@ -444,22 +474,6 @@ class SimIo:
         if record is None or not record.intact:
             return CHECKSUM_MISMATCH
         return OK if record.claim == wanted else STALE
-
-    def _reset(self, flight: _Flight) -> None:
-        op = flight.op
-        targets = [t for t in range(self._knobs.targets) if t not in flight.behind]
-        if not flight.outcome.ok:  # on some of the targets
-            reached = self._rng.sample(targets, self._rng.randrange(len(targets)))
-            self.store.reset(op.tag, named=False, targets=reached)
-        else:
-            superblock = self.store.reset(op.tag, named=op.named, targets=targets)
-            limit = self._void_limits[flight.resets_asked]
-            self.store.void_limit = max(self.store.void_limit, limit)
-            late = [(when_s, target, superblock) for target, when_s in flight.behind.items()]
-            self._late_superblocks += late
-            self.counts["io_reset_without_a_target"] += bool(late)
-            self._void = flight.resets_asked != self._resets_asked
-            self.committed.clear()
 
     def _finish(self, flight: _Flight) -> None:
         op = flight.op

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,9 +62,10 @@ class RankStore:
         self._epochs = random.Random(seed)
         first = Superblock(self.new_epoch())
         self.superblocks = [first] * targets
-        #: Of operations that are submitted now.
+        #: Of what is written to a target that has the newest superblock.
         self.stamp = Stamp(first.epoch, first.tag)
-        self._sequence = 1
+        #: The newest superblock, whether or not any target has it.
+        self.newest_drawn = first
         #: Every generation up to this one is void, since a reset that has succeeded.
         self.void_limit = 0
         self._undo: list[Callable[[], None]] = []
@@ -85,14 +86,13 @@ class RankStore:
         if superblock.sequence > self.superblocks[target].sequence:
             self.superblocks[target] = superblock
 
-    def reset(self, tag: bytes, *, named: bool, targets: Sequence[int]) -> Superblock:
-        """Make the reset durable on `targets`; return the superblock for the others, later."""
-        self._sequence += 1
-        superblock = Superblock(self.new_epoch(), self._sequence, tag)
-        self.stamp = Stamp(superblock.epoch if named else self.new_epoch(), tag)
-        for target in targets:
-            self.put_superblock(target, superblock)
-        return superblock
+    def begin_reset(self, tag: bytes, named: bool) -> tuple[Stamp, Stamp]:
+        """As `Pool.begin_reset`."""
+        superblock = Superblock(self.new_epoch(), self.newest_drawn.sequence + 1, tag)
+        self.newest_drawn = superblock
+        unnamed = Stamp(self.new_epoch(), tag)
+        self.stamp = Stamp(superblock.epoch, tag) if named else unnamed
+        return self.stamp, unnamed
 
     def power_cut(self, rng: random.Random) -> None:
         """Lose any combination of the last writes."""
@@ -122,7 +122,7 @@ class RankStore:
         if not self.is_of_this_start(newest):
             newest = Superblock(self.new_epoch(), newest.sequence + 1)
         self.superblocks = [newest] * len(self.superblocks)
-        self._sequence, self.stamp = newest.sequence, Stamp(newest.epoch, START_TAG)
+        self.newest_drawn, self.stamp = newest, Stamp(newest.epoch, START_TAG)
         entries = sorted(self.table.items())
         slots = [slot for slot, (_, epoch, _) in entries if epoch == newest.epoch]
         targets = len(self.superblocks)

@@ -111,6 +111,7 @@ def test_no_rule_breaks_with_each_eviction_policy(
         "io_cancelled",
         "io_late",
         "io_reset_without_a_target",
+        "io_late_superblocks",
         "loaded_tokens:cpu",
         "loaded_tokens:pool",
         "loads_from_inside_a_chunk",

@@ -13,9 +13,8 @@ errno 0 if no byte was moved.
 
 * A slot write seals the slot (header and payload CRC-32C, `pool.format`), writes header page and
   payload, and after that the slot's table entry, so that a table entry never precedes its data.
-* A slot read reads as much and verifies it against `identity`, length, place and the share tag
-  that the pool has when it is submitted: damaged bytes are CHECKSUM_MISMATCH, and intact bytes
-  that differ in one of these are STALE.
+* A slot read reads as much and verifies it against `identity`, length, place and share tag:
+  damaged bytes are CHECKSUM_MISMATCH, and intact bytes that differ in one of these are STALE.
 * Each operation has its own payload length. What the slot has behind it is not touched.
 """
 
@@ -24,18 +23,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import threading
-import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.errors import OK, Outcome, io_error
 from vllm_nvmeof_offload.pool.format import Stamp
-from vllm_nvmeof_offload.pool.pool import Pool
-from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
+from vllm_nvmeof_offload.protocol import TAG_BYTES, OpKind, SlotIdentity, Urgency
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +39,8 @@ class IoOp:
     """One operation.
 
     token: the caller's number, unique among operations in flight.
-    kind: WRITE; LOAD or FETCH, which read; or RESET, which voids everything on disk (`pool.reset`)
-    and has `identity` None and `address` 0.
+    kind: WRITE; LOAD or FETCH, which read; or RESET, which writes the newest superblock of the
+    target of `pool_slot` (`pool.write_superblock`) and has no `identity`, `address` or `stamp`.
     address: staging address of the slot (its header page); the payload follows it.
     payload_bytes: at most what a slot holds; it is transferred in whole pages.
     """
@@ -56,9 +52,8 @@ class IoOp:
     address: int
     identity: SlotIdentity | None
     payload_bytes: int
-    #: RESET only: as in `protocol.ResetCommand`.
-    tag: bytes = b""
-    named: bool = True
+    #: A write carries it; a read accepts only chunks with its tag.
+    stamp: Stamp | None = None
     #: WRITE only: the CRC-32C of the payload of `identity`, from the copy that put it into staging;
     #: None: not known, so that the engine reads the payload for it.
     payload_crc: int | None = None
@@ -102,7 +97,7 @@ class IoLimits:
 
 
 class Room(NamedTuple):
-    """The operations of each kind that an engine takes now. A reset needs no room."""
+    """The operations of each kind that an engine takes now. A RESET needs no room."""
 
     reads: int
     writes: int
@@ -110,13 +105,9 @@ class Room(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """An engine's native lanes. address: of its `NativeLanes` (native/lanes.h).
-
-    stamp: returns the stamp of an operation that is handed over now.
-    """
+    """An engine's native lanes. address: of its `NativeLanes` (native/lanes.h)."""
 
     address: int
-    stamp: Callable[[], Stamp]
 
 
 class IoEngine(Protocol):
@@ -124,6 +115,13 @@ class IoEngine(Protocol):
 
     #: The engine and its mode, for humans and metrics: "threads", "uring (registered)", …
     name: str
+
+    @property
+    def stamp(self) -> Stamp:
+        """As `Pool.stamp`."""
+
+    def begin_reset(self, tag: bytes, named: bool) -> tuple[Stamp, Stamp]:
+        """As `Pool.begin_reset`; one RESET per target follows."""
 
     def attach(self) -> Lanes | None:
         """Let the native machine drive reads and writes; `submit` and `poll` are for resets then.
@@ -137,8 +135,8 @@ class IoEngine(Protocol):
     def submit(self, ops: Sequence[IoOp]) -> None:
         """Take operations; never blocks.
 
-        A RESET is submitted while no write is waited for and no other RESET runs, and no write
-        while a RESET runs. Each write carries the pool's stamp of its submission.
+        A RESET is submitted while no write of its target is waited for, and no write of the target
+        while a RESET is. It ends with CANCELLED if a newer superblock took its place.
         """
 
     def cancel(self, tokens: Sequence[int]) -> list[int]:
@@ -186,10 +184,14 @@ class NoIoEngine:
     """The engine of a server without a pool: completes resets, refuses the rest with ENODEV."""
 
     name = "none"
+    stamp = Stamp(0, bytes(TAG_BYTES))
 
     def __init__(self) -> None:
         self._waker = Waker()
         self._done: list[Completion] = []
+
+    def begin_reset(self, tag: bytes, named: bool) -> tuple[Stamp, Stamp]:
+        return self.stamp, self.stamp
 
     def attach(self) -> None:
         return None
@@ -219,42 +221,6 @@ class NoIoEngine:
 
     def close(self, timeout_s: float = 5.0) -> bool:
         return True
-
-
-class Resets:
-    """Executes resets on a thread of their own, because they may block for long. Any thread."""
-
-    def __init__(self, pool: Pool, on_end: Callable[[Completion], None]) -> None:
-        """on_end: called on the thread of the reset."""
-        self._pool = pool
-        self._on_end = on_end
-        self._thread: threading.Thread | None = None
-        self._running = False
-
-    def start(self, op: IoOp) -> None:
-        assert not self._running, "two resets at one time"
-        self._running = True
-        self._thread = threading.Thread(target=self._run, args=(op,), name="io-reset", daemon=True)
-        self._thread.start()
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the reset that runs; False if it still does."""
-        if self._thread is None:
-            return True
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _run(self, op: IoOp) -> None:
-        # An exception that is not an OSError is a bug; the reset must end even then.
-        outcome = io_error(errno.EIO)
-        try:
-            self._pool.reset(op.tag, op.named)
-            outcome = OK
-        except OSError as error:
-            outcome = io_error(error.errno or errno.EIO)
-        finally:
-            self._running = False
-            self._on_end(Completion(op.token, outcome, time.monotonic()))
 
 
 def _find_allowed() -> frozenset[int]:

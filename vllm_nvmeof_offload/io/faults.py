@@ -34,6 +34,7 @@ from pathlib import Path
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import CANCELLED, OK, ConfigError, Outcome, io_error
 from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoOp, Room, Waker
+from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import OpKind
 from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES
@@ -215,6 +216,13 @@ class FaultyIoEngine:
         self._epoll.register(self._waker.fd, select.EPOLLIN)
         self._closed = threading.Event()
         threading.Thread(target=self._tick, name="io-faults", daemon=True).start()
+
+    @property
+    def stamp(self) -> Stamp:
+        return self._inner.stamp
+
+    def begin_reset(self, tag: bytes, named: bool) -> tuple[Stamp, Stamp]:
+        return self._inner.begin_reset(tag, named)
 
     def attach(self) -> None:
         return None  # every operation comes through here

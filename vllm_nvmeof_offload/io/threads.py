@@ -10,6 +10,7 @@ enough without it, it ends.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import threading
 import time
@@ -23,7 +24,6 @@ from vllm_nvmeof_offload.io.base import (
     Completion,
     IoLimits,
     IoOp,
-    Resets,
     Room,
     Waker,
     unbind_this_thread,
@@ -153,11 +153,10 @@ _SPARE_FACTOR = 3
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """One operation inside the engine, with the pool's files and stamp of its submission."""
+    """One operation inside the engine, with the pool's files of its submission."""
 
     op: IoOp
     files: SlotFiles
-    stamp: Stamp
     #: False: it was given up, and the thread that runs it counts as lost.
     wanted: bool = True
 
@@ -178,7 +177,6 @@ class ThreadsIoEngine:
         self._memory = memory
         self._base_address = base_address
         self._limits = limits
-        self._resets = Resets(pool, self._reset_ended)
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._idle = threading.Condition(self._lock)
@@ -194,6 +192,13 @@ class ThreadsIoEngine:
                 self._start_thread()
 
     # ---- the caller's side ----------------------------------------------------------------
+
+    @property
+    def stamp(self) -> Stamp:
+        return self._pool.stamp
+
+    def begin_reset(self, tag: bytes, named: bool) -> tuple[Stamp, Stamp]:
+        return self._pool.begin_reset(tag, named)
 
     def attach(self) -> None:
         return None
@@ -212,12 +217,12 @@ class ThreadsIoEngine:
     def submit(self, ops: Sequence[IoOp]) -> None:
         with self._lock:
             assert not self._closed, "submit after close"
-            for op in ops:
-                if op.kind is OpKind.RESET:
-                    self._resets.start(op)
-                else:
-                    self._queue.append(self._checked(op))
+            self._queue += [self._checked(op) for op in ops if op.kind is not OpKind.RESET]
             self._work.notify(len(ops))
+        for op in ops:  # not under the lock: a superblock that cannot be written ends here
+            if op.kind is OpKind.RESET:
+                end = functools.partial(self._superblock_ended, op.token)
+                self._pool.write_superblock(op.pool_slot % self._pool.target_count, end)
 
     def _checked(self, op: IoOp) -> _Work:
         offset = op.address - self._base_address
@@ -225,8 +230,9 @@ class ThreadsIoEngine:
         assert 0 <= offset <= len(self._memory) - self._pool.slot_bytes
         assert 0 <= op.payload_bytes <= self._pool.slot_bytes - HEADER_BYTES
         assert op.identity is not None
+        assert op.stamp is not None
         check_key(op.identity.key)
-        return _Work(op, SlotFiles.of(self._pool, op.pool_slot), self._pool.stamp)
+        return _Work(op, SlotFiles.of(self._pool, op.pool_slot))
 
     def cancel(self, tokens: Sequence[int]) -> list[int]:
         asked = set(tokens)
@@ -258,7 +264,7 @@ class ThreadsIoEngine:
                 self._complete(Completion(self._queue.popleft().op.token, CANCELLED))
             self._work.notify_all()
             ended = self._idle.wait_for(lambda: self._threads_alive == 0, timeout_s)
-        return self._resets.join(max(0.0, end_s - time.monotonic())) and ended
+        return self._pool.await_superblocks(max(0.0, end_s - time.monotonic())) and ended
 
     # ---- under the lock -------------------------------------------------------------------
 
@@ -324,15 +330,16 @@ class ThreadsIoEngine:
     def _execute(self, work: _Work) -> Outcome:
         op = work.op
         assert op.identity is not None
+        assert op.stamp is not None
         offset = op.address - self._base_address
         slot = self._memory[offset : offset + self._pool.slot_bytes]
         if op.is_read:
-            tag, size = work.stamp.tag, op.payload_bytes
+            tag, size = op.stamp.tag, op.payload_bytes
             return read_slot(self._pool, slot, work.files, op.identity, tag, size)
         wanted = lambda: work.wanted  # noqa: E731
         payload = Payload(op.payload_bytes, op.payload_crc, op.single_copy)
-        return write_slot(self._pool, slot, work.files, op.identity, work.stamp, wanted, payload)
+        return write_slot(self._pool, slot, work.files, op.identity, op.stamp, wanted, payload)
 
-    def _reset_ended(self, completion: Completion) -> None:
+    def _superblock_ended(self, token: int, outcome: Outcome) -> None:
         with self._lock:
-            self._complete(completion)
+            self._complete(Completion(token, outcome, time.monotonic()))

@@ -7,6 +7,7 @@ its pages at every operation; all targets' rings share that registration if the 
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections import deque
@@ -20,6 +21,7 @@ from vllm_nvmeof_offload.errors import (
     OK,
     STALE,
     EngineError,
+    Outcome,
     io_error,
 )
 from vllm_nvmeof_offload.io.base import (
@@ -28,7 +30,6 @@ from vllm_nvmeof_offload.io.base import (
     IoLimits,
     IoOp,
     Lanes,
-    Resets,
     Room,
 )
 from vllm_nvmeof_offload.native import WHY_NOT, core
@@ -87,8 +88,7 @@ class UringIoEngine:
         self._offset_max = len(memory) - pool.slot_bytes
         self._payload_bytes_max = pool.slot_bytes - HEADER_BYTES
         self._pool_slots = pool.slots
-        self._ended_resets: deque[Completion] = deque()
-        self._resets = Resets(pool, self._reset_ended)
+        self._superblocks: deque[Completion] = deque()  # that were written, or not
         self._closed = self._attached = False
         targets = range(pool.target_count)
         try:
@@ -109,29 +109,37 @@ class UringIoEngine:
         except OSError as error:
             raise UringDeniedError(str(error.strerror), error.errno or 0) from error
 
+    @property
+    def stamp(self) -> Stamp:
+        return self._pool.stamp
+
+    def begin_reset(self, tag: bytes, named: bool) -> tuple[Stamp, Stamp]:
+        return self._pool.begin_reset(tag, named)
+
     def attach(self) -> Lanes:
         self._attached = True
-        return Lanes(self._core.lanes(), lambda: self._pool.stamp)
+        return Lanes(self._core.lanes())
 
     def room(self) -> Room:
         return Room(*self._core.room())
 
     def submit(self, ops: Sequence[IoOp]) -> None:
         assert not self._closed, "submit after close"
-        stamp = self._pool.stamp
         for number, op in enumerate(ops):
             if op.kind is OpKind.RESET:
-                self._resets.start(op)
+                end = functools.partial(self._superblock_ended, op.token)
+                self._pool.write_superblock(op.pool_slot % self._pool.target_count, end)
             else:
-                self._submit_one(op, stamp)
+                self._submit_one(op)
             if not number:
                 self._core.kick()  # the first one starts while the others are handed over
         self._core.kick()
 
-    def _submit_one(self, op: IoOp, stamp: Stamp) -> None:
+    def _submit_one(self, op: IoOp) -> None:
         """Hand one over. With small chunks the time of every attribute look-up counts here."""
-        identity = op.identity
+        identity, stamp = op.identity, op.stamp
         assert identity is not None
+        assert stamp is not None
         offset = op.address - self._base_address
         assert offset % PAGE_BYTES == 0
         assert 0 <= offset <= self._offset_max
@@ -167,8 +175,8 @@ class UringIoEngine:
             )
             for token, code, number, ended_ns in found
         ]
-        while self._ended_resets:
-            completions.append(self._ended_resets.popleft())
+        while self._superblocks:
+            completions.append(self._superblocks.popleft())
         return completions
 
     def fileno(self) -> int:
@@ -178,12 +186,12 @@ class UringIoEngine:
         self._closed = True
         end_s = time.monotonic() + timeout_s
         ended = self._core.close(timeout_s)
-        return self._resets.join(max(0.0, end_s - time.monotonic())) and ended
+        return self._pool.await_superblocks(max(0.0, end_s - time.monotonic())) and ended
 
     def kick(self) -> None:
         """Let the I/O threads look at their queues again, because a test's gate has opened."""
         self._core.kick()
 
-    def _reset_ended(self, completion: Completion) -> None:
-        self._ended_resets.append(completion)
+    def _superblock_ended(self, token: int, outcome: Outcome) -> None:
+        self._superblocks.append(Completion(token, outcome, time.monotonic()))
         os.eventfd_write(self._core.fileno(), 1)

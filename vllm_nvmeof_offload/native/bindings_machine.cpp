@@ -90,13 +90,23 @@ nb::object column(std::vector<T>&& items) {
 // A `SetOptions`: memory, member, addresses, set sizes.
 using Set = std::tuple<uintptr_t, size_t, std::vector<uint64_t>, std::vector<uint8_t>>;
 
+using PyStamp = std::pair<uint32_t, nb::bytes>;  // a `pool.format.Stamp`
+
+Stamp stamp_of(const PyStamp& pair) {
+  const auto& [epoch, tag] = pair;
+  Stamp stamp{epoch, {}};
+  if (tag.size() != stamp.tag.size()) throw nb::value_error("a tag has 16 bytes");
+  std::copy_n(reinterpret_cast<const uint8_t*>(tag.c_str()), tag.size(), stamp.tag.begin());
+  return stamp;
+}
+
 void make(Machine* self, size_t cache_slots, size_t stream_slots, uint64_t pool_slots,
           uint64_t base_address, size_t slot_bytes, size_t header_bytes,
           std::vector<size_t> group_bytes, size_t targets, size_t reads_max, size_t writes_max,
           double read_deadline_s, double write_deadline_s, size_t saturating_reads,
           size_t saturating_writes, std::vector<bool> retryable, size_t read_bytes_max,
-          size_t write_bytes_max, size_t write_bytes_beside_reads_max, uintptr_t lanes,
-          double now_s, const std::optional<Set>& set) {
+          size_t write_bytes_max, size_t write_bytes_beside_reads_max, const PyStamp& stamp,
+          uintptr_t lanes, double now_s, const std::optional<Set>& set) {
   MachineOptions options;
   options.cache_slots = cache_slots;
   options.stream_slots = stream_slots;
@@ -116,7 +126,8 @@ void make(Machine* self, size_t cache_slots, size_t stream_slots, uint64_t pool_
                 std::move(retryable),
                 read_bytes_max,
                 write_bytes_max,
-                write_bytes_beside_reads_max};
+                write_bytes_beside_reads_max,
+                stamp_of(stamp)};
   if (set) {
     const auto& [memory, member, addresses, sizes] = *set;
     options.set = {reinterpret_cast<void*>(memory), addresses.size(), member, addresses, sizes};
@@ -295,17 +306,19 @@ double next_deadline(Machine& machine) {
 }
 
 // (token, kind, urgency, pool slot, address, key, generation, payload bytes, CRC, whether it is the
-// only copy in the set) of each.
+// only copy in the set, epoch and tag) of each.
 nb::list offered(Machine& machine) {
   nb::list all;
   for (const IoQueue::Offer& offer : machine.io.offered) {
     const Task& task = *offer.task;
     const std::string_view key = task.key();
+    const Stamp& stamp = machine.io.stamp(task.target);
     all.append(nb::make_tuple(offer.token, static_cast<uint8_t>(task.job->kind),
                               static_cast<uint8_t>(task.urgency), task.pool_slot,
                               machine.io.address(task), nb::bytes(key.data(), key.size()),
                               task.content.generation, machine.io.payload_bytes(task),
-                              task.payload_crc, task.holder != kEveryMember));
+                              task.payload_crc, task.holder != kEveryMember, stamp.epoch,
+                              nb::bytes(stamp.tag.data(), stamp.tag.size())));
   }
   return all;
 }
@@ -335,11 +348,21 @@ bool advance(Machine& machine, double ahead_s) {
   return health_has_news(io);
 }
 
-nb::object offer_reset(Machine& machine) {
-  const IoQueue::Offer offer = machine.io.offer_reset();
-  if (offer.task == nullptr) return nb::none();
-  const Job& job = *offer.task->job;
-  return nb::make_tuple(offer.token, nb::bytes(job.tag.data(), job.tag.size()), job.named);
+// (token, target) of each superblock to write.
+nb::list offer_resets(Machine& machine) {
+  machine.io.offer_resets();
+  nb::list all;
+  for (const IoQueue::Offer& offer : machine.io.offered)
+    all.append(nb::make_tuple(offer.token, offer.task->target));
+  return all;
+}
+
+// (target, code, errno) of each superblock that failed or is late.
+nb::list take_unwritten(Machine& machine) {
+  nb::list all;
+  for (const HealthOutcome& one : std::exchange(machine.io.unwritten, {}))
+    all.append(nb::make_tuple(one.target, static_cast<uint8_t>(one.code), one.error));
+  return all;
 }
 
 nb::list take_copies(Machine& machine) {
@@ -404,15 +427,8 @@ nb::tuple take_counts(Machine& machine) {
                         std::exchange(machine.read_bytes, 0), written);
 }
 
-void reset(Machine& machine, uint64_t op, const nb::bytes& tag, bool named) {
-  machine.reset(op, {tag.c_str(), tag.size()}, named);
-}
-
-void set_stamp(Machine& machine, uint32_t epoch, const nb::bytes& tag, bool reset_is_durable) {
-  Stamp stamp{epoch, {}};
-  if (tag.size() != stamp.tag.size()) throw nb::value_error("a tag has 16 bytes");
-  std::copy_n(reinterpret_cast<const uint8_t*>(tag.c_str()), tag.size(), stamp.tag.begin());
-  machine.io.set_stamp(stamp, reset_is_durable);
+void reset(Machine& machine, uint64_t op, const PyStamp& stamp, const PyStamp& unnamed) {
+  machine.reset(op, stamp_of(stamp), stamp_of(unnamed));
 }
 
 nb::list take_rates(Machine& machine) {
@@ -471,12 +487,12 @@ void bind_machine(nb::module_& m) {
            "targets"_a, "reads_max"_a,
            "writes_max"_a, "read_deadline_s"_a, "write_deadline_s"_a, "saturating_reads"_a,
            "saturating_writes"_a, "retryable"_a, "read_bytes_max"_a, "write_bytes_max"_a,
-           "write_bytes_beside_reads_max"_a, "lanes"_a = 0, "now_s"_a = 0.0,
+           "write_bytes_beside_reads_max"_a, "stamp"_a, "lanes"_a = 0, "now_s"_a = 0.0,
            "members"_a = nb::none())
       .def("begin", &begin, "op"_a, "kind"_a, "urgency"_a, "batch"_a, "rows"_a = nb::none(),
            "first"_a = nb::none(), "fence"_a = 0)
       .def("begin_transfers", &begin_transfers)
-      .def("reset", &reset, "op"_a, "tag"_a, "named"_a)
+      .def("reset", &reset, "op"_a, "stamp"_a, "unnamed"_a)
       .def("cancel", &cancel, "op"_a, "rows"_a = nb::none())
       .def("set_time",
            [](Machine& machine, double now_s) { machine.io.set_time(nanoseconds(now_s)); })
@@ -484,7 +500,6 @@ void bind_machine(nb::module_& m) {
            [](Machine& machine, size_t target, bool usable, uint32_t attachment) {
              machine.io.set_target(target, usable, attachment);
            })
-      .def("set_stamp", &set_stamp)
       .def("ended", &ended)
       .def("advance", &advance)
       .def("expire", [](Machine& machine) { machine.io.expire(); }, unlocked)
@@ -498,7 +513,8 @@ void bind_machine(nb::module_& m) {
       .def("fail_stalled", [](Machine& machine) { machine.io.fail_stalled(); }, unlocked)
       .def("run", &Machine::run, unlocked)
       .def("offered", &offered)
-      .def("offer_reset", &offer_reset)
+      .def("offer_resets", &offer_resets)
+      .def("take_unwritten", &take_unwritten)
       .def("take_cancels", [](Machine& machine) { return std::exchange(machine.io.cancels, {}); })
       .def("take_copies", &take_copies)
       .def("copied",
@@ -520,6 +536,5 @@ void bind_machine(nb::module_& m) {
            [](Machine& machine) {
              if (machine.set()) machine.set()->leave();
            })
-      .def_prop_ro("idle", &Machine::idle)
-      .def_prop_ro("barred", [](const Machine& machine) { return machine.io.barred(); });
+      .def_prop_ro("idle", &Machine::idle);
 }

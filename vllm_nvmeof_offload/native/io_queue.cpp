@@ -88,8 +88,10 @@ IoQueue::IoQueue(const IoOptions& options, NativeLanes* native, int64_t now_ns)
       now_ns_(now_ns),
       targets_(options.targets),
       reported_(options.targets),
-      rates_taken_ns_(now_ns) {
+      rates_taken_ns_(now_ns),
+      named_(options.stamp) {
   for (size_t target = 0; target < options.targets; ++target) {
+    targets_[target].stamp = named_;
     queues_.emplace_back(options_);
     read_meters_.emplace_back(options.saturating_reads);
     write_meters_.emplace_back(options.saturating_writes);
@@ -98,7 +100,7 @@ IoQueue::IoQueue(const IoOptions& options, NativeLanes* native, int64_t now_ns)
 
 void IoQueue::enqueue(Task& task) {
   if (task.job->kind == OpKind::RESET)
-    resets_.push_back(&task);
+    targets_[task.target].resets.push_back(&task);
   else
     queue_of(task).queue(task.urgency).push(task);
 }
@@ -133,14 +135,18 @@ std::vector<Task*> IoQueue::take_queued_writes() {
 
 void IoQueue::set_target(size_t target, bool usable, uint32_t attachment) {
   Target& one = targets_.at(target);
-  if (one.attachment != attachment) one.succeeded[0] = one.succeeded[1] = false;
+  if (one.attachment != attachment) {
+    one.succeeded[0] = one.succeeded[1] = false;
+    one.stamp = named_;  // it came back with the newest superblock
+  }
   one.usable = usable;
   one.attachment = attachment;
 }
 
-void IoQueue::set_stamp(const Stamp& stamp, bool reset_is_durable) {
-  stamp_ = stamp;
-  reset_is_durable_ = reset_is_durable;
+void IoQueue::begin_reset(uint64_t op, const Stamp& stamp, const Stamp& unnamed) {
+  newest_reset_ = op;
+  named_ = stamp;
+  for (Target& target : targets_) target.stamp = unnamed;
 }
 
 uint64_t IoQueue::address(const Task& task) const {
@@ -151,7 +157,9 @@ uint64_t IoQueue::address(const Task& task) const {
 }
 
 bool IoQueue::busy() const {
-  return in_flight_.size() || !resets_.empty() ||
+  return in_flight_.size() ||
+         std::any_of(targets_.begin(), targets_.end(),
+                     [](const Target& target) { return !target.resets.empty(); }) ||
          std::any_of(queues_.begin(), queues_.end(),
                      [](const TargetQueue& queue) {
                        return queue.waiting(false) || queue.waiting(true);
@@ -197,7 +205,8 @@ void IoQueue::offer(Urgency urgency) {
 bool IoQueue::offer_one(size_t target, Urgency urgency) {
   FairQueue& queue = queues_[target].queue(urgency);
   Task* const task = queue.peek();
-  if (task == nullptr || (urgency == Urgency::WRITE && !write_may_start())) return false;
+  if (task == nullptr) return false;
+  if (urgency == Urgency::WRITE && !write_may_start(targets_[target])) return false;
   if (const auto failure = refusal(*task)) {
     queue.remove(*task);
     events.push_back({task, *failure});
@@ -219,7 +228,7 @@ void IoQueue::hand_over(Task& task, Urgency urgency) {
   if (!task.deadline_ns) task.deadline_ns = now_ns_ + patience_ns(is_write);
   watch(task, is_write);
   writes_in_flight_ += is_write;
-  writes_running_ += is_write;
+  targets_[task.target].writes_running += is_write;
   ++health_of(task.target, attachment).began;
   (is_write ? write_meters_ : read_meters_)[task.target].began(seconds(now_ns_));
   if (native_) {
@@ -231,52 +240,76 @@ void IoQueue::hand_over(Task& task, Urgency urgency) {
                    is_write ? task.payload_crc : -1,
                    task.key(),
                    task.content.generation,
-                   stamp_,
+                   targets_[task.target].stamp,
                    task.holder != kEveryMember});
   } else {
     offered.push_back({&task, task.token});
   }
 }
 
-// A reset waits for the writes before it, and writes after it wait for the reset. Otherwise a chunk
-// from before could reach the disk as one from after. A write past its deadline is not waited for:
-// it may hang for ever, and its epoch, taken when it was handed over, keeps it from being adopted,
-// whenever it reaches the disk.
-bool IoQueue::reset_may_start() const {
+// A superblock waits for the writes of its target before it, and writes after it wait for the
+// superblock. Otherwise a chunk from before could reach the disk as one from after. A write past
+// its deadline is not waited for: it may hang for ever, and its epoch, taken when it was handed
+// over, keeps it from being adopted, whenever it reaches the disk.
+bool IoQueue::reset_may_start(const Target& target) const {
+  if (target.resets.empty() || target.resetting) return false;
   if (mutant("reset_overtakes_writes")) return true;
   if (mutant("a_reset_waits_for_a_late_write")) return writes_in_flight_ == 0;
-  return writes_running_ == 0;
+  if (mutant("a_reset_waits_for_other_lanes"))
+    return std::ranges::all_of(targets_, [](const Target& one) { return !one.writes_running; });
+  return target.writes_running == 0;
 }
 
-bool IoQueue::write_may_start() const {
+bool IoQueue::write_may_start(const Target& target) const {
   if (mutant("a_write_passes_the_reset_before_it")) return true;
+  if (mutant("a_write_behind_one_lanes_reset_passes_it"))
+    return std::ranges::any_of(
+        targets_, [](const Target& one) { return !one.resetting && one.resets.empty(); });
   // What was queued before a reset has been taken out (`take_queued_writes`).
-  return !resetting_ && resets_.empty();
+  return !target.resetting && target.resets.empty();
 }
 
-// The lane takes it, whatever its room: one at a time, beside nothing that is waited for.
-IoQueue::Offer IoQueue::offer_reset() {
-  if (resets_.empty() || resetting_) return {};
-  Task& task = *resets_.front();
-  if (mutant("suspect_target_fails_the_reset") && !targets_[0].usable) {
-    events.push_back({&task, Outcome::CANCELLED});
-    resets_.pop_front();
-    return {};
+void IoQueue::offer_resets() {
+  offered.clear();
+  for (size_t number = 0; number < targets_.size(); ++number) {
+    Target& target = targets_[number];
+    if (mutant("suspect_target_fails_the_reset") && !target.resets.empty() && !target.usable) {
+      events.push_back({target.resets.front(), Outcome::CANCELLED});
+      target.resets.pop_front();
+    }
+    if (!reset_may_start(target)) continue;
+    Task& task = *target.resets.front();
+    target.resets.pop_front();
+    target.resetting = true;
+    const uint32_t attachment = target.attachment;
+    task.token = in_flight_.add({0, &task, Urgency::WRITE, true, false, attachment, now_ns_});
+    ++writes_in_flight_;
+    if (!task.deadline_ns) task.deadline_ns = now_ns_ + patience_ns(true);
+    if (!mutant("a_superblock_has_no_deadline")) watch(task, true);
+    // Its writes wait for the superblock: their time begins again.
+    queues_[number].progressed(true);
+    offered.push_back({&task, task.token});
   }
-  if (!reset_may_start()) return {};
-  resets_.pop_front();
-  task.token = in_flight_.add({0, &task, Urgency::WRITE, true, false, 0, now_ns_});
-  ++writes_in_flight_;
-  resetting_ = true;
-  // Their writes wait for the reset: their time begins again.
-  for (auto& queue : queues_) queue.progressed(true);
-  return {&task, task.token};
 }
 
-// Why a read or write is not even tried. A reset is always tried.
+// The outcome of a superblock, if `one` is not late; in any case, whether the target has it.
+void IoQueue::superblock_decided(const Flights::One& one, const LaneEnd& end) {
+  const Task& task = *one.task;
+  Target& target = targets_[task.target];
+  const Outcome code = static_cast<Outcome>(end.code);
+  const bool named = code == Outcome::OK || mutant("failed_reset_is_ignored");
+  if (named && task.job->op == newest_reset_ &&
+      !(one.late && mutant("a_late_superblock_is_forgotten")))
+    target.stamp = named_;
+  if (one.late) return;
+  target.resetting = false;
+  queues_[task.target].progressed(true);
+  if (code != Outcome::OK)
+    unwritten.push_back({task.target, one.attachment, true, code, end.error, 0});
+}
+
+// Why a read or write is not even tried. A superblock is always tried.
 std::optional<Outcome> IoQueue::refusal(const Task& task) const {
-  const bool barred = barred_ && !mutant("failed_reset_is_ignored");
-  if (barred && task.job->kind == OpKind::WRITE && !reset_is_durable_) return Outcome::CANCELLED;
   if (!targets_[task.target].usable) return Outcome::DEADLINE;
   return std::nullopt;
 }
@@ -331,11 +364,15 @@ void IoQueue::give_up(uint64_t token, bool withdrawn) {
   }
   Flights::One* const found = in_flight_.find(token);
   require(found != nullptr, "an operation is given up after its end");
-  found->late = true;
   const Flights::One one = *found;
-  writes_running_ -= one.is_write();
-  ++health_of(one.task->target, one.attachment).late;
-  count_outcome(one, end);
+  found->late = true;
+  if (one.is_reset) {
+    superblock_decided(one, end);
+  } else {
+    targets_[one.task->target].writes_running -= one.is_write();
+    ++health_of(one.task->target, one.attachment).late;
+    count_outcome(one, end);
+  }
   events.push_back({one.task, Outcome::DEADLINE, 0, false});
 }
 
@@ -374,18 +411,16 @@ void IoQueue::ended(const LaneEnd& end) {
     HealthCounts& counts = health_of(one.task->target, one.attachment);
     (one.late ? counts.released_late : counts.released) += 1;
     if (!one.late) {
-      writes_running_ -= one.is_write();
+      targets_[one.task->target].writes_running -= one.is_write();
       count_outcome(one, end);
     }
   }
-  if (one.late) {
+  if (!one.late && retries(one, end)) return;
+  if (one.is_reset) superblock_decided(one, end);
+  if (one.late)
     events.push_back({one.task, Outcome::RELEASED});
-    return;
-  }
-  if (one.is_reset) resetting_ = false;
-  if (retries(one, end)) return;
-  events.push_back({one.task, code, end.error, true, end.ended_ns});
-  if (one.is_reset) barred_ = code != Outcome::OK;
+  else
+    events.push_back({one.task, code, end.error, true, end.ended_ns});
 }
 
 void IoQueue::count_outcome(const Flights::One& one, const LaneEnd& end) {
@@ -425,7 +460,7 @@ HealthCounts& IoQueue::health_of(size_t target, uint32_t attachment) {
   return health_counts.back();
 }
 
-// Queue a read or reset once more if that may help. True: the failure is not reported.
+// Queue a read or superblock once more if that may help. True: the failure is not reported.
 bool IoQueue::retries(const Flights::One& one, const LaneEnd& end) {
   Task& task = *one.task;
   const size_t number = static_cast<size_t>(std::max(0, end.error));
@@ -433,9 +468,11 @@ bool IoQueue::retries(const Flights::One& one, const LaneEnd& end) {
                         number < options_.retryable.size() && options_.retryable[number];
   if (!may_help || task.job->kind == OpKind::WRITE || !task.retries_left || task.cancelled)
     return false;
+  if (one.is_reset && task.deadline_ns <= now_ns_) return false;
   --task.retries_left;
   if (one.is_reset) {
-    resets_.push_front(&task);
+    targets_[task.target].resetting = false;
+    targets_[task.target].resets.push_front(&task);
     return true;
   }
   if (mutant("a_retry_gets_a_new_deadline")) task.deadline_ns = 0;

@@ -10,6 +10,12 @@
 // DEADLINE, by this clock, whether the lane answers or not; the release follows when it comes.
 // Operations for a target that is not usable fail at once with DEADLINE. So do those that wait for
 // a target of which the lane has taken nothing of their kind for the time of a deadline.
+//
+// A reset has one operation per target, which writes the target's superblock. It starts when no
+// write of that target is waited for, and the target's later writes wait for its outcome; other
+// targets go on. Every read and write has the stamp of its hand-over. From the begin of a reset a
+// target's stamp has an epoch that no superblock names, until the target is known to have the
+// superblock: by an OK, however late, or because it was attached again, which brings it along.
 #pragma once
 
 #include <algorithm>
@@ -46,6 +52,7 @@ struct IoOptions {
   size_t read_bytes_max = SIZE_MAX;
   size_t write_bytes_max = SIZE_MAX;
   size_t write_bytes_beside_reads_max = SIZE_MAX;  // while reads wait or run there
+  Stamp stamp;  // of every target, until a reset
 };
 
 // An event of a task. code RELEASED: the late release of one whose outcome came before.
@@ -182,7 +189,8 @@ class IoQueue {
   std::vector<Task*> take_queued_writes();
 
   void set_target(size_t target, bool usable, uint32_t attachment);
-  void set_stamp(const Stamp& stamp, bool reset_is_durable);
+  // A reset's operations follow. stamp: of a target that has its superblock; unnamed: of any other.
+  void begin_reset(uint64_t op, const Stamp& stamp, const Stamp& unnamed);
 
   // A lane has ended something.
   void ended(const LaneEnd& end);
@@ -199,7 +207,8 @@ class IoQueue {
   void set_time(int64_t now_ns) { now_ns_ = now_ns; }
   int64_t now_ns() const { return now_ns_; }
   void offer_reads(size_t room = 0);
-  Offer offer_reset();
+  // The engine takes the resets that are `offered`, whatever its room.
+  void offer_resets();
   void offer_writes(size_t room = 0);
   void fail_stalled();
   // When something gets DEADLINE if nothing happens until then; INT64_MAX: never.
@@ -211,6 +220,7 @@ class IoQueue {
   std::vector<uint64_t> overdue;  // those that it must give up
   std::vector<HealthCounts> health_counts;
   std::vector<HealthOutcome> health_outcomes;
+  std::vector<HealthOutcome> unwritten;  // superblocks that failed or are late; for people
   TransferCounts reads, writes;
 
   // The rates that changed by more than a tenth: (target, write, read), in bytes per second. At
@@ -222,7 +232,7 @@ class IoQueue {
   std::vector<Rate> take_rates();
 
   bool busy() const;
-  bool barred() const { return barred_; }
+  const Stamp& stamp(size_t target) const { return targets_[target].stamp; }
   size_t waiting(Urgency urgency);
   size_t reads_in_flight() const { return in_flight_.size() - writes_in_flight_; }
   size_t writes_in_flight() const { return writes_in_flight_; }
@@ -239,6 +249,10 @@ class IoQueue {
     bool usable = true;
     uint32_t attachment = 0;
     bool succeeded[2] = {false, false};  // by is_write: the last outcome that was noted
+    Stamp stamp;                // of what is handed over now
+    std::deque<Task*> resets;   // not handed over
+    bool resetting = false;     // the outcome of one is waited for
+    size_t writes_running = 0;  // not past their deadline
   };
 
   TargetQueue& queue_of(const Task& task) { return queues_[task.target]; }
@@ -247,8 +261,9 @@ class IoQueue {
   void hand_over(Task& task, Urgency urgency);
   void watch(const Task& task, bool is_write);
   std::optional<Outcome> refusal(const Task& task) const;
-  bool reset_may_start() const;
-  bool write_may_start() const;
+  bool reset_may_start(const Target& target) const;
+  bool write_may_start(const Target& target) const;
+  void superblock_decided(const Flights::One& one, const LaneEnd& end);
   int64_t patience_ns(bool is_write) const {
     return is_write ? options_.write_deadline_ns : options_.read_deadline_ns;
   }
@@ -268,17 +283,14 @@ class IoQueue {
   int64_t rates_taken_ns_;
   size_t first_ = 0;  // the target that is asked first: each in its turn
   size_t room_ = 0;  // what the lane still takes of the kind that is offered
-  std::deque<Task*> resets_;
   Flights in_flight_;
-  size_t writes_in_flight_ = 0, writes_running_ = 0;  // running: not past their deadline
+  size_t writes_in_flight_ = 0;
   // By is_write: (deadline, token) of what was handed over, the earliest first. What has ended is
   // dropped at the front.
   std::array<std::deque<std::pair<int64_t, uint64_t>>, 2> deadlines_;
   int64_t retry_deadline_ns_ = INT64_MAX;  // no retry that waits has an earlier one
-  bool resetting_ = false;
-  bool barred_ = false;  // a reset has failed: nothing may be written that a start could adopt
-  bool reset_is_durable_ = false;
-  Stamp stamp_;
+  uint64_t newest_reset_ = 0;  // op
+  Stamp named_;  // of a target that has the newest reset's superblock
   std::vector<LaneEnd> ends_;
 };
 

@@ -20,6 +20,7 @@ inline constexpr size_t kTagBytes = 16;
 struct Stamp {
   uint32_t epoch = 0;
   std::array<uint8_t, kTagBytes> tag{};
+  bool operator==(const Stamp&) const = default;
 };
 
 // A read or write of one slot. Pool slots are numbered over all of a rank's targets.

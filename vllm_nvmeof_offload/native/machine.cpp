@@ -116,7 +116,7 @@ void Machine::promote_fetches(const Task& load) {
       io.promote(*filler, load.job->op);
 }
 
-void Machine::reset(uint64_t op, std::string_view tag, bool named) {
+void Machine::reset(uint64_t op, const Stamp& stamp, const Stamp& unnamed) {
   // No write from before may follow the reset, wherever it waits.
   for (auto& [number, job] : jobs_) {
     if (job->kind != OpKind::WRITE) continue;
@@ -127,18 +127,21 @@ void Machine::reset(uint64_t op, std::string_view tag, bool named) {
     leave_slot(*task);
     decide(*task, Outcome::CANCELLED);
   }
+  io.begin_reset(op, stamp, unnamed);
   Job& job = open(op, OpKind::RESET);
-  job.tag = tag;
-  job.named = named;
-  job.tasks.resize(1);
+  job.tasks.resize(options_.io.targets);
   job.code.resize(1);
   job.error.resize(1);
-  job.undecided = job.unreported = job.alive = 1;
-  Task& task = job.tasks[0];
-  task.job = &job;
-  task.urgency = Urgency::WRITE;
-  task.step = Step::IO;
-  io.enqueue(task);
+  job.undecided = job.unreported = 1;
+  job.superblocks_left = job.alive = job.tasks.size();
+  for (size_t target = 0; target < job.tasks.size(); ++target) {
+    Task& task = job.tasks[target];
+    task.job = &job;
+    task.target = static_cast<uint8_t>(target);
+    task.urgency = Urgency::WRITE;
+    task.step = Step::IO;
+    io.enqueue(task);
+  }
 }
 
 void Machine::cancel(uint64_t op, const std::vector<uint32_t>* rows) {
@@ -223,8 +226,33 @@ void Machine::hand_out_stream_slots() {
   for (Task* task : streams_.take_unservable()) decide(*task, Outcome::DEADLINE);
 }
 
+void Machine::superblock_event(const IoEvent& event) {
+  Task& task = *event.task;
+  Job& job = *task.job;
+  const bool is_late = task.step == Step::ZOMBIE;
+  task.step = event.released ? Step::DONE : Step::ZOMBIE;
+  if (event.released) --job.alive;
+  if (!is_late) {
+    --job.superblocks_left;
+    const bool ok = event.code == Outcome::OK;
+    if (job.undecided && (ok || !job.superblocks_left)) {
+      job.undecided = 0;
+      job.code[0] = static_cast<uint8_t>(event.code);
+      job.error[0] = static_cast<int16_t>(event.error);
+      job.ended_ns = event.ended_ns ? event.ended_ns : io.now_ns();
+      job.decided.push_back(0);
+      list(job);
+    }
+  }
+  forget_if_over(job.op);
+}
+
 void Machine::io_event(const IoEvent& event) {
   Task& task = *event.task;
+  if (task.job->kind == OpKind::RESET) {
+    superblock_event(event);
+    return;
+  }
   if (task.step == Step::ZOMBIE) {
     // Cancelled or past its deadline: only the buffer matters any more.
     if (event.released)
@@ -240,11 +268,10 @@ void Machine::io_event(const IoEvent& event) {
     return;
   }
   const OpKind kind = task.job->kind;
-  const bool ok = event.code == Outcome::OK ||
-                  (mutant("pipeline_ignores_failed_reads") && kind != OpKind::RESET);
+  const bool ok = event.code == Outcome::OK || mutant("pipeline_ignores_failed_reads");
   if (ok && kind == OpKind::WRITE)
     written_bytes[task.target] += io.transfer_bytes(task);
-  else if (ok && kind != OpKind::RESET)
+  else if (ok)
     read_bytes += io.transfer_bytes(task);
   if (ok && kind == OpKind::LOAD) {
     read_ended(task);
@@ -400,7 +427,7 @@ void Machine::report_rows(Job& job, std::vector<RowReport>& reports) {
         report.crcs.push_back(job.crcs[row]);
     }
     if (mutant("row_is_released_with_its_batch")) report.released.clear();
-    report.all_rows = report.indexes.size() == job.tasks.size();
+    report.all_rows = report.indexes.size() == job.code.size();
   }
   if (!job.late.empty()) {
     RowReport& report = reports.emplace_back();

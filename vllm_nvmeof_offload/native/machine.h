@@ -113,7 +113,10 @@ class Machine {
   // -- commands. A broken rule throws. fence: the op whose fence this one has; 0: its own.
   void begin(uint64_t op, OpKind kind, Urgency urgency, const Columns& columns,
              const Pieces& pieces, uint64_t fence = 0);
-  void reset(uint64_t op, std::string_view tag, bool named);
+  // Queued writes are cancelled, and each target's superblock is written, as `IoQueue` says. The op
+  // has one row. It is OK with the first superblock that is written, which voids at a start what
+  // lies on any target; it fails if none can be, with the outcome of the last.
+  void reset(uint64_t op, const Stamp& stamp, const Stamp& unnamed);
   // Stop what has not started; what DMA works on goes on. The reports still come. rows: of the op;
   // null: all. Stores and resets go on, because other ops depend on them.
   void cancel(uint64_t op, const std::vector<uint32_t>* rows);
@@ -179,6 +182,7 @@ class Machine {
   void leave_slot(Task& task, bool filled = false, int64_t crc = -1);
   void hand_out_stream_slots();
   void io_event(const IoEvent& event);
+  void superblock_event(const IoEvent& event);
   void read_ended(Task& task);
   void cancel_task(Task& task);
   void ready_to_copy(Task& task);

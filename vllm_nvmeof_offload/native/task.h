@@ -93,8 +93,7 @@ struct Job {
   size_t unreleased = 0;  // rows whose cache slots the kernel still has, and that were decided
   size_t alive = 0;       // tasks that are not done
   uint64_t copied_bytes = 0;
-  std::string tag;        // of a reset: the share tag of what follows,
-  bool named = false;     // and whether a later start may adopt it
+  size_t superblocks_left = 0;  // of a reset: lanes on which it has no outcome
   bool listed = false;    // it has rows to report
   uint64_t fence = 0;     // of a store or load: the first op with the same fence
   // Pieces of a store or load: (KV cache address, offset in the payload, bytes), and by row the

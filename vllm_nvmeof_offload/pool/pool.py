@@ -8,19 +8,18 @@ number.
 A reset must become durable on the targets that answer although another target hangs. So each
 superblock is written on a thread, one per directory at a time. While that thread hangs, the
 newest superblock waits for it and replaces one that has waited longer; an older superblock never
-follows a newer one.
+follows a newer one. Nobody waits for that thread: `on_end` reports what became of a superblock.
 """
 
 from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vllm_nvmeof_offload import logger
-from vllm_nvmeof_offload.errors import PoolError
+from vllm_nvmeof_offload.errors import CANCELLED, OK, Outcome, PoolError, io_error
 from vllm_nvmeof_offload.groups import GroupKind, group_id_of
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
@@ -45,60 +44,69 @@ from vllm_nvmeof_offload.units import format_bytes
 __all__ = ["Pool", "PoolSpec"]
 
 
-#: A reset waits this long for a directory that does not answer, if another one has answered.
-PATIENCE_S = 2.0
-
-
 def start_thread(run: Callable[[], None]) -> None:
     """Tests that need one order of events replace it by a plain call."""
     threading.Thread(target=run, name="io-superblock", daemon=True).start()
 
 
+#: Called once, with OK, CANCELLED or an I/O error; on any thread, the caller's too.
+OnEnd = Callable[[Outcome], None]
+
+
 @dataclass(eq=False)
 class _SuperblockWriter:
-    """Writes one directory's superblock.
+    """Writes one directory's superblock. busy: a thread writes, or hangs.
 
-    durable: the superblock on disk now; None: unknown. changed: shared by all that are awaited
-    together. failure: of the last write; None if it succeeded. busy: a thread writes, or hangs.
+    changed: notified when it is not busy any more.
     """
 
     directory: Path
-    durable: Superblock | None
     changed: threading.Condition
-    failure: OSError | None = None
     busy: bool = False
-    _next: Superblock | None = None
+    _next: tuple[Superblock, OnEnd] | None = None
 
-    def write(self, superblock: Superblock) -> None:
+    def write(self, superblock: Superblock, on_end: OnEnd) -> None:
         with self.changed:
-            self._next = superblock
+            replaced, self._next = self._next, (superblock, on_end)
             idle, self.busy = not self.busy, True
+        if replaced is not None:
+            replaced[1](CANCELLED)
         if idle:
             try:
                 start_thread(self._run)
             except RuntimeError:  # no thread can be started: this one waits for the disk instead
                 self._run()
 
+    def withdraw(self) -> None:
+        """Cancel what waits for a thread that hangs."""
+        with self.changed:
+            waiting, self._next = self._next, None
+        if waiting is not None:
+            waiting[1](CANCELLED)
+
     def _run(self) -> None:
         try:
-            while (superblock := self._take()) is not None:
+            while (job := self._take()) is not None:
+                superblock, on_end = job
+                # An exception that is not an OSError is a bug; the write must end even then.
+                outcome = io_error(errno.EIO)
                 try:
                     write_superblock(self.directory, superblock)
-                    self.durable = superblock
+                    outcome = OK
                 except OSError as error:
-                    self.failure = error
+                    outcome = io_error(error.errno or errno.EIO)
+                finally:
+                    on_end(outcome)
         except BaseException:
             self._end()
             raise
 
-    def _take(self) -> Superblock | None:
+    def _take(self) -> tuple[Superblock, OnEnd] | None:
         with self.changed:
-            superblock, self._next = self._next, None
-            if superblock is not None:
-                self.failure = None  # an older superblock's failure does not count any more
-            else:
+            job, self._next = self._next, None
+            if job is None:
                 self._end()
-            return superblock
+            return job
 
     def _end(self) -> None:
         with self.changed:  # a Condition's lock is reentrant
@@ -106,32 +114,11 @@ class _SuperblockWriter:
             self.changed.notify_all()
 
 
-def _first_failure(
-    writers: Sequence[_SuperblockWriter], changed: threading.Condition
-) -> OSError | None:
-    """Wait for writes that have begun; return the first failure, or None.
-
-    After `PATIENCE_S` writes that hang are left to their threads, if any other has ended.
-    """
-    with changed:
-        if not changed.wait_for(lambda: not any(writer.busy for writer in writers), PATIENCE_S):
-            changed.wait_for(lambda: not all(writer.busy for writer in writers))
-            for writer in writers:
-                if writer.busy:
-                    logger.warning(
-                        "%s does not take its superblock: the reset goes on without it, and its "
-                        "content stays void by the other targets' superblocks",
-                        writer.directory,
-                    )
-        failures = (writer.failure for writer in writers if not writer.busy)
-        return next((failure for failure in failures if failure is not None), None)
-
-
 class Pool:
     """An open pool. Everything but the fd look-ups may block: keep it off the engine's poll.
 
-    `reset` is called on an I/O thread; `slab_fd`, `table_fd`, `place` and `stamp` on any thread.
-    The rest belongs to the thread that opened the pool.
+    `slab_fd`, `table_fd`, `place` and `stamp` are for any thread. The rest belongs to one thread at
+    a time: to the one that opened the pool, then to the pipeline's.
     """
 
     def __init__(
@@ -144,8 +131,8 @@ class Pool:
         self._slabs = slabs
         #: By target, the superblock that it must have now.
         self.superblocks = superblocks
-        #: The stamp of an operation that is submitted now.
-        self.stamp = prepared.stamp
+        #: Of what is written now to a target that has the newest superblock.
+        self.stamp = self._unnamed = prepared.stamp
         self._named = spec.named
         self._on_progress = on_progress
         self.target_count = len(slabs)
@@ -167,10 +154,7 @@ class Pool:
         #: True if every slab is (buffers and offsets are then 4 KiB aligned).
         self.direct = all(self.is_direct)
         self._written = threading.Condition()
-        self._writers = [
-            _SuperblockWriter(slab.directory, superblock, self._written)
-            for slab, superblock in zip(slabs, superblocks, strict=True)
-        ]
+        self._writers = [_SuperblockWriter(slab.directory, self._written) for slab in slabs]
         self._closed = False
 
     @classmethod
@@ -234,47 +218,50 @@ class Pool:
         """
         return adopt_entries(self._slabs, self._adopt_slots, self.superblocks, self._on_progress)
 
-    def reset(self, tag: bytes, named: bool) -> None:
-        """Void everything stored so far, on disk too; blocks until that is durable.
+    def begin_reset(self, tag: bytes, named: bool) -> tuple[Stamp, Stamp]:
+        """Draw what voids everything stored so far: a new epoch, which every target's superblock
+        gets together with the next sequence and `tag`. No I/O: `write_superblock` follows for each
+        target.
 
-        Every superblock gets the next sequence, a new epoch and `tag`. What is written from now
-        on carries `tag` and that epoch. It carries an epoch that no superblock names, so that no
-        start adopts it, if not `named`, if the pool was opened so, or if the reset fails. A target
-        that is away gets its superblock before it serves again, one that hangs when it answers;
-        until then the other targets' sequence voids its content.
-
-        OSError: a superblock could not be written: a later start could adopt what was stored
-        before the reset. ENODEV: all targets are away.
+        Returns the stamps of what is written from now on, where the target has its superblock, and
+        where it has not. A start adopts nothing with the latter's epoch, which no superblock names;
+        nor with the former's, if not `named` or if the pool was opened so. A target that is away
+        gets its superblock before it serves again.
         """
         epoch = self._new_epoch()
         sequence = 1 + self.superblocks[0].sequence
-        unnamed = Stamp(self._new_epoch(epoch), tag)
-        self.stamp = Stamp(epoch, tag) if named and self._named else unnamed
+        self._unnamed = Stamp(self._new_epoch(epoch), tag)
+        self.stamp = Stamp(epoch, tag) if named and self._named else self._unnamed
         self._adopt_slots = [0] * self.target_count
-        writers: list[_SuperblockWriter] = []
-        for index, slab in enumerate(self._slabs):
-            superblock = replace(self.superblocks[index], epoch=epoch, sequence=sequence, tag=tag)
-            self.superblocks[index] = superblock
-            if slab.is_open:
-                writers.append(self._writers[index])
-                writers[-1].write(superblock)
-        gone = OSError(errno.ENODEV, "every target is gone")
-        failure = _first_failure(writers, self._written) if writers else gone
-        if failure is not None:
-            self.stamp = unnamed
-            raise failure
+        for target, superblock in enumerate(self.superblocks):
+            self.superblocks[target] = replace(superblock, epoch=epoch, sequence=sequence, tag=tag)
+        return self.stamp, self._unnamed
+
+    def write_superblock(self, target: int, on_end: OnEnd) -> None:
+        """Replace the target's superblock by the newest one, durably. One of all targets is enough
+        for a start to void what was stored before.
+
+        on_end: gets ENODEV if the target is away, and CANCELLED if a newer superblock came while
+        this one waited for one that hangs.
+        """
+        if self._slabs[target].is_open:
+            self._writers[target].write(self.superblocks[target], on_end)
+        else:
+            on_end(io_error(errno.ENODEV))
+
+    def await_superblocks(self, timeout_s: float) -> bool:
+        """Wait until no superblock is being written; False if one still is."""
+        with self._written:
+            return self._written.wait_for(
+                lambda: not any(writer.busy for writer in self._writers), timeout_s
+            )
 
     def _new_epoch(self, *others: int) -> int:
         """An epoch that neither superblocks nor writes have, nor is one of `others`."""
-        return new_epoch({self.stamp.epoch, *(one.epoch for one in self.superblocks), *others})
+        stamps = self.stamp.epoch, self._unnamed.epoch
+        return new_epoch({*stamps, *(one.epoch for one in self.superblocks), *others})
 
     # -- targets that go and come back ------------------------------------------------------
-
-    @property
-    def reset_is_durable(self) -> bool:
-        """Whether the last reset has reached every target by now, if not at once."""
-        pairs = zip(self._writers, self.superblocks, strict=True)
-        return all(writer.durable == superblock for writer, superblock in pairs)
 
     def device(self, target: int) -> int | None:
         """Return st_dev of the file system that the target is locked on; None: it is away."""
@@ -290,11 +277,10 @@ class Pool:
         more, on a thread that nothing waits for.
         """
         slab = slab or Slab(self.directories[target], (-1, -1, -1))
-        durable = self._writers[target].durable
-        if lock is not None:
-            durable = self.superblocks[target]  # the prober brought it up to date
-        # A thread that hangs in the old files is left behind.
-        self._writers[target] = _SuperblockWriter(slab.directory, durable, self._written)
+        # A thread that hangs in the old files is left behind, without what waits for it: the prober
+        # brings the new files up to date.
+        self._writers[target].withdraw()
+        self._writers[target] = _SuperblockWriter(slab.directory, self._written)
         old_slab, self._slabs[target] = self._slabs[target], slab
         old_lock, self._claim.locks[target] = self._claim.locks[target], lock
 

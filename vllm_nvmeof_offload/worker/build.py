@@ -172,7 +172,6 @@ def _scheduler_config(
         read_deadline_s=settings.read_deadline_ms / 1000,
         write_deadline_s=settings.write_deadline_ms / 1000,
         health=health,
-        reset_is_durable=lambda: pool is not None and pool.reset_is_durable,
     )
 
 

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
+from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.copy.base import CopyEngine, Direction, Payloads, Pieces
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry
@@ -33,7 +34,6 @@ from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.native import Machine
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.protocol import (
-    TAG_BYTES,
     CancelCommand,
     ChunkBatch,
     Command,
@@ -64,7 +64,6 @@ _SATURATING_OPS_MIN = 2
 #: As the native machine numbers them.
 _KINDS = tuple(OpKind)
 _CANCELLED = code_of(CANCELLED.kind)
-_NO_STAMP = Stamp(0, bytes(TAG_BYTES))  # the engine knows it
 _KEYS = OffloadConfig.model_fields
 _RETRYABLE = [ERRORS.get(number, (False,))[0] for number in range(max(ERRORS) + 1)]
 
@@ -87,8 +86,6 @@ class TransferLimits:
     write_deadline_s: float = 30.0
     #: One per target, shared with the code that attaches targets again; None: no target returns.
     health: tuple[TargetHealth, ...] | None = None
-    #: Has a failed reset been made good because its targets came back?
-    reset_is_durable: Callable[[], bool] = lambda: False
     pool_slots: int = 0  # of the rank; 0: not checked
     read_bytes_in_flight_max: int = _KEYS["read_bytes_in_flight_max"].default
     write_bytes_in_flight_max: int = _KEYS["write_bytes_in_flight_max"].default
@@ -139,7 +136,7 @@ class TransferPipeline:
         self._verdicts = [Verdict.OK] * targets  # as reported
         self._known: list[tuple[Verdict, int] | None] = [None] * targets  # by the machine
         self._lanes = io.attach()
-        self._machine = _make_machine(staging, self._lanes, limits, clock())
+        self._machine = _make_machine(staging, self._lanes, limits, io.stamp, clock())
         self._in_set = staging.members is not None
         self._fences: dict[int, object] = {}  # of stores and loads under way
         self._newest: tuple[int, object] = (0, None)  # fence, and the first op that has it
@@ -170,8 +167,10 @@ class TransferPipeline:
             case FetchCommand():
                 self._begin(command.op, OpKind.FETCH, command.urgency, command.batch)
             case ResetCommand():
+                self._set_targets()  # those attached by now lack the superblock of this reset
+                stamp, unnamed = self._io.begin_reset(command.tag, command.named)
                 self._machine.set_time(self._clock())
-                self._machine.reset(command.op, command.tag, command.named)
+                self._machine.reset(command.op, astuple(stamp), astuple(unnamed))
             case CancelCommand():
                 self.cancel(command.target_op, command.indexes)
 
@@ -221,7 +220,7 @@ class TransferPipeline:
         if self._lanes is None:
             self._drive_engine()
         else:
-            self._drive_lanes(self._lanes)
+            self._drive_lanes()
         self._submit_copies()
 
     def take_reports(self) -> list[Report]:
@@ -289,7 +288,7 @@ class TransferPipeline:
 
     def _take_ends(self) -> None:
         """Take in what the I/O engine has ended."""
-        if completions := self._io.poll():  # of native lanes, only resets come to Python
+        if completions := self._io.poll():  # of native lanes, only superblocks come to Python
             self._machine.ended(
                 [
                     (one.token, code_of(one.outcome.kind), one.outcome.errno, one.ended_s or 0.0)
@@ -297,16 +296,15 @@ class TransferPipeline:
                 ]
             )
 
-    def _drive_lanes(self, lanes: Lanes) -> None:
+    def _drive_lanes(self) -> None:
         """Let the machine drive native lanes: it comes back once nothing moves any more."""
         machine = self._machine
         self._set_targets()
-        self._set_stamp(lanes.stamp())
         ahead_s = self._clock() - time.monotonic()
         while machine.advance(ahead_s):
             self._look_at_targets()  # which may have ended the use of one
         self._look_at_targets()
-        self._offer_reset()
+        self._offer_resets()
 
     def _drive_engine(self) -> None:
         """Do the same with an engine to which Python submits, in the same order."""
@@ -324,23 +322,27 @@ class TransferPipeline:
         """Hand over what fits."""
         machine = self._machine
         self._look_at_targets()
-        self._set_stamp(_NO_STAMP)
         machine.offer_reads(self._io.room().reads)
         self._submit_offered()
-        self._offer_reset()
+        self._offer_resets()
         machine.offer_writes(self._io.room().writes)
         self._submit_offered()
         machine.fail_stalled()
 
-    def _set_stamp(self, stamp: Stamp) -> None:
-        durable = self._machine.barred and self._limits.reset_is_durable()
-        self._machine.set_stamp(stamp.epoch, stamp.tag, durable)
-
-    def _offer_reset(self) -> None:
-        if reset := self._machine.offer_reset():
-            token, tag, named = reset
-            op = IoOp(token, OpKind.RESET, Urgency.WRITE, 0, 0, None, 0, tag=tag, named=named)
-            self._io.submit([op])
+    def _offer_resets(self) -> None:
+        """Hand over the superblocks whose turn it is."""
+        if resets := self._machine.offer_resets():
+            # Slot `target` is the first one of that target.
+            what = OpKind.RESET, Urgency.WRITE
+            self._io.submit([IoOp(token, *what, target, 0, None, 0) for token, target in resets])
+        for target, code, number in self._machine.take_unwritten():
+            logger.warning(
+                "target %d does not take its superblock (%s): a reset goes on without it, and no "
+                "later start finds what is stored there from now on, until the target takes it or "
+                "is attached again",
+                target,
+                outcome_of(code, number),
+            )
 
     def _look_at_targets(self) -> None:
         """Let each target's health follow from what its operations did, and act on its verdict."""
@@ -376,6 +378,7 @@ class TransferPipeline:
                 payload_bytes=payload_bytes,
                 payload_crc=payload_crc if payload_crc >= 0 else None,
                 single_copy=single_copy,
+                stamp=Stamp(epoch, tag),
             )
             for (
                 token,
@@ -388,6 +391,8 @@ class TransferPipeline:
                 payload_bytes,
                 payload_crc,
                 single_copy,
+                epoch,
+                tag,
             ) in self._machine.offered()
         ]
         if ops:
@@ -450,7 +455,7 @@ class TransferPipeline:
 
 
 def _make_machine(
-    staging: StagingMap, lanes: Lanes | None, limits: TransferLimits, now_s: float
+    staging: StagingMap, lanes: Lanes | None, limits: TransferLimits, stamp: Stamp, now_s: float
 ) -> Machine:
     targets = limits.target_count
     reads_max = max(1, limits.reads_in_flight_max // targets)
@@ -477,6 +482,7 @@ def _make_machine(
         read_bytes_max=limits.read_bytes_in_flight_max,
         write_bytes_max=limits.write_bytes_in_flight_max,
         write_bytes_beside_reads_max=limits.write_bytes_beside_reads_max,
+        stamp=astuple(stamp),
         lanes=lanes.address if lanes else 0,
         now_s=now_s,
         members=astuple(staging.members) if staging.members else None,

@@ -347,6 +347,7 @@ class Ground:
             self.staging.map.base_address + block * self.slot_bytes,
             identity,
             self.pool.payload_bytes,
+            stamp=self.pool.stamp,
         )
 
 

@@ -85,7 +85,9 @@ class Damage:
             # A superblock is its whole file. Written to its own file, it would be an older
             # superblock that takes effect again, because a failed reset leaves its write in the
             # journal.
-            places = tuple(one for one in places if one != event.file.directory)
+            # Nor may it replace the only record of a reset, as when it rots.
+            others = (one for one in places if one != event.file.directory)
+            places = tuple(one for one in others if not self._has_the_only_record(one))
         if not places:
             return
         directory = self.dice.choice(places)
@@ -136,8 +138,15 @@ class Damage:
     def _rot_superblock(self, directory: Path) -> None:
         """Damage a superblock, unless it is the only record of a reset: an older one would win."""
         pages = [self.superblock(one) for one in self.directories]
-        if None not in pages and len({page.epoch for page in pages if page}) == 1:
+        if None not in pages and not self._has_the_only_record(directory):
             self._edit(directory / "superblock", self.dice.randrange(4096), self._flip)
+
+    def _has_the_only_record(self, directory: Path) -> bool:
+        """Whether the other targets' superblocks are of other resets than this one's."""
+        page = self.superblock(directory)
+        others = [self.superblock(one) for one in self.directories if one != directory]
+        known = {one.sequence for one in others if one is not None}
+        return page is not None and bool(known) and page.sequence not in known
 
     def _swap_entries(self, directory: Path) -> None:
         path = directory / "table"

@@ -22,6 +22,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+from tests.resets import reset
 from vllm_nvmeof_offload.io import threads
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, encode_entry
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
@@ -118,6 +119,7 @@ class World:
         if not adopts:
             self.resets += 1
         self.opened_named = self.named = spec.named
+        self.stamps = [self.pool.stamp] * self.pool.target_count
         self._check_adopted(must)
         self.unclear = False
 
@@ -222,9 +224,9 @@ class World:
         slot = self.dice.randrange(self.pool.slots)
         self.generation += 1
         identity = SlotIdentity(key(self.dice.randrange(KEYS)), self.generation)
-        stamp = self.pool.stamp
-        # While a reset is unclear, what it left on the disk may name nothing.
-        named = self.named and not self.unclear
+        stamp = self.stamps[slot % self.pool.target_count]
+        # A target without the superblock of the last reset gets what no superblock names.
+        named = self.named and stamp == self.pool.stamp
         self.born[self.generation] = (self.resets, named)
         self.tags[self.generation] = stamp.tag
         self.known.pop(slot, None)
@@ -287,7 +289,7 @@ class World:
         files = threads.SlotFiles.of(self.pool, slot)
         if place is not None:
             files = files._replace(slab_fd=place[0], slab_offset=place[1])
-        size, tag = payload_bytes or length_of(identity), self.pool.stamp.tag
+        size, tag = payload_bytes or length_of(identity), self.stamps[0].tag
         if not threads.read_slot(self.pool, memoryview(memory), files, identity, tag, size).ok:
             self.counts["miss"] += 1
             return False
@@ -315,16 +317,17 @@ class World:
         self.written.clear()
         self.known.clear()
         self.unclear = True
-        try:
-            self.pool.reset(tag, named)
-        except OSError:
-            assert fails
+        found = reset(self.pool, tag, named)
+        self.stamps = found.stamps
+        self.named = named and self.opened_named and tag == TAG
+        reached = sum(outcome.ok for outcome in found.outcomes)
+        assert fails or reached == self.pool.target_count
+        if not found.ok:
             self.counts["reset failed"] += 1
             return
         self.resets += 1
         self.unclear = False
-        self.named = named and self.opened_named and tag == TAG
-        self.counts["reset"] += 1
+        self.counts["reset" if reached == self.pool.target_count else "reset in part"] += 1
 
     def _fail_a_reset(self) -> None:
         """Fail a reset on one target, or on all of them: the disk has no record of it then."""

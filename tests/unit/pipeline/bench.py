@@ -14,6 +14,7 @@ from tests.chunks import Reported, batch_of, place_in, rows_of
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction, Payloads, Pieces
 from vllm_nvmeof_offload.errors import OK, Outcome
 from vllm_nvmeof_offload.io.base import Completion, IoOp, Room
+from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.protocol import (
     CancelCommand,
     ChunkBatch,
@@ -36,6 +37,7 @@ STRIDE = HEADER_BYTES + 4096
 PIECES = [np.array([[1 << 30, 0, 4096]], np.uint64)]
 READ_S, WRITE_S = 5.0, 30.0
 TAG = bytes(range(16))
+NO_EPOCH = 1 << 32
 
 #: Number of a chunk, cache slot, pool slot as format 1 numbers it; None: the row has none.
 Chunk = tuple[int, int | None, int | None]
@@ -95,6 +97,17 @@ class FakeIo:
         self.queued: set[int] = set()
         self.room_max = 10_000
         self._completions: list[Completion] = []
+        self._resets = 0
+
+    @property
+    def stamp(self) -> Stamp:
+        return Stamp(0, TAG)
+
+    def begin_reset(self, tag: bytes, named: bool) -> tuple[Stamp, Stamp]:
+        """The n-th reset: its superblocks have the epoch n; what none names has NO_EPOCH - n."""
+        self._resets += 1
+        named_epoch, unnamed = self._resets, NO_EPOCH - self._resets
+        return Stamp(named_epoch if named else unnamed, tag), Stamp(unnamed, tag)
 
     def attach(self) -> None:
         return None
@@ -256,9 +269,20 @@ class Bench:
         self.pipeline.step()
 
     def io_of(self, pool_slot: int) -> int:
-        """The token of the operation on a pool slot."""
-        (token,) = [op.token for op in self.io.ops.values() if op.pool_slot == pool_slot]
+        """The token of the read or write of a pool slot."""
+        ops = [op for op in self.io.ops.values() if op.kind is not OpKind.RESET]
+        (token,) = [op.token for op in ops if op.pool_slot == pool_slot]
         return token
+
+    def superblocks(self) -> dict[int, int]:
+        """The token of each superblock that is being written, by target; the newest of each."""
+        ops = [op for op in self.io.ops.values() if op.kind is OpKind.RESET]
+        return {op.pool_slot: op.token for op in ops}
+
+    def writes(self) -> list[tuple[int, int]]:
+        """Pool slot and epoch of each write that has started, in their order."""
+        started = [op for op in self.io.started if op.kind is OpKind.WRITE]
+        return [(op.pool_slot, op.stamp.epoch) for op in started if op.stamp is not None]
 
     def take(self) -> list[Report]:
         """The reports as they are sent, except queue lengths."""

@@ -50,6 +50,7 @@ class Queue:
             read_bytes_max=1 << 62,
             write_bytes_max=1 << 62,
             write_bytes_beside_reads_max=1 << 62,
+            stamp=(0, bytes(16)),
         )
         self._now_s = 0.0
         self._ops = itertools.count(1)

@@ -9,7 +9,7 @@ from tests.chunks import Reported
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, OK, STALE, io_error
 from vllm_nvmeof_offload.protocol import OpKind, ResetCommand, VerdictReport
 
-from .bench import READ_S, TAG, WRITE_S, Bench
+from .bench import NO_EPOCH, READ_S, TAG, WRITE_S, Bench
 
 
 def test_a_deadline_gives_the_outcome_at_once_and_the_slot_later() -> None:
@@ -103,7 +103,7 @@ def test_cancel_lets_a_running_copy_finish() -> None:
     assert bench.finished() == [(2, ())]
 
 
-def _reset_beside_writes() -> Bench:
+def _reset_beside_writes(named: bool = False) -> Bench:
     """Write 2 is with the engine, write 4 is queued; then a reset and write 6."""
     bench = Bench(writes_in_flight_max=1)
     for op, slot in ((1, 0), (3, 1), (5, 2)):
@@ -111,7 +111,7 @@ def _reset_beside_writes() -> Bench:
     bench.write(2, 1, cache=0, pool=0)
     bench.write(4, 3, cache=1, pool=1)
     bench.pipeline.step()
-    bench.pipeline.command(ResetCommand(9, TAG, named=False))
+    bench.pipeline.command(ResetCommand(9, TAG, named))
     bench.write(6, 5, cache=2, pool=2)
     bench.pipeline.step()
     return bench
@@ -123,29 +123,37 @@ def test_a_reset_follows_earlier_writes_and_precedes_later_ones() -> None:
     assert [op.kind for op in bench.io.started] == [OpKind.WRITE]
     bench.io_done()
     assert [op.kind for op in bench.io.ops.values()] == [OpKind.RESET]
-    (reset,) = bench.io.ops.values()
-    assert (reset.tag, reset.named) == (TAG, False)
     bench.io_done()
-    assert [op.pool_slot for op in bench.io.ops.values()] == [2]
+    assert bench.writes() == [(0, 0), (2, NO_EPOCH - 1)], "the reset is not named"
 
 
-def test_nothing_is_written_after_a_reset_that_failed_until_one_succeeds() -> None:
-    bench = _reset_beside_writes()
+def test_what_follows_a_superblock_that_failed_has_an_epoch_that_nothing_names() -> None:
+    bench = _reset_beside_writes(named=True)
     bench.io_done()
     bench.io_done(io_error(errno.EIO))
     assert [op.kind for op in bench.io.ops.values()] == [OpKind.RESET], "tried once more"
     bench.reports()
     bench.io_done(io_error(errno.EIO))
-    assert bench.reports() == [
-        Reported(9, 0, io_error(errno.EIO)),
-        Reported(6, 0, CANCELLED),
-    ]
-    bench.pipeline.command(ResetCommand(10, TAG, named=False))
+    assert bench.reports() == [Reported(9, 0, io_error(errno.EIO))]
+    assert bench.writes() == [(0, 0), (2, NO_EPOCH - 1)]
+    bench.io_done()
+    bench.pipeline.command(ResetCommand(10, TAG, named=True))
     bench.pipeline.step()
     bench.io_done()
     bench.write(11, 5, cache=2, pool=2)
     bench.pipeline.step()
-    assert [op.kind for op in bench.io.ops.values()] == [OpKind.WRITE]
+    assert bench.writes()[2:] == [(2, 2)]
+
+
+def test_a_superblock_is_not_tried_again_past_its_deadline() -> None:
+    bench = Bench()
+    bench.pipeline.command(ResetCommand(9, TAG, named=True))
+    bench.pipeline.step()
+    bench.now_s += WRITE_S
+    bench.io_done(io_error(errno.EIO))
+    assert not bench.io.ops
+    assert bench.reports() == [Reported(9, 0, io_error(errno.EIO))]
+    assert bench.idle()
 
 
 def test_a_suspect_target_does_not_fail_a_reset() -> None:

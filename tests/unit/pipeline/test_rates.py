@@ -51,6 +51,7 @@ class Meter:
             read_bytes_max=1 << 62,
             write_bytes_max=1 << 62,
             write_bytes_beside_reads_max=1 << 62,
+            stamp=(0, bytes(16)),
         )
         self._begin(OpKind.STORE, cache=0, place=NOWHERE)
         self._copied()

@@ -51,9 +51,8 @@ def write_pool(
         start = number * SLOT_BYTES + HEADER_BYTES
         memory[start : start + PAYLOAD_BYTES] = payload(identity)
         address = base + number * SLOT_BYTES
-        ops.append(
-            IoOp(number, OpKind.WRITE, Urgency.WRITE, slot, address, identity, PAYLOAD_BYTES)
-        )
+        what = OpKind.WRITE, Urgency.WRITE, slot, address, identity, PAYLOAD_BYTES
+        ops.append(IoOp(number, *what, stamp=pool.stamp))
     engine.submit(ops)
     done = 0
     while done < len(ops):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 from dataclasses import replace
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 from crc32c import crc32c
 
-from vllm_nvmeof_offload.errors import OK, STALE, PoolError
+from tests.resets import reset
+from vllm_nvmeof_offload.errors import OK, STALE, PoolError, io_error
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.io.threads import Payload, SlotFiles, read_slot, write_slot
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
@@ -182,12 +184,12 @@ def test_reset_voids_everything_before_it(open_pool: OpenPool) -> None:
     pool = open_pool(2)
     fill(pool)
     epochs, sequence = {pool.stamp.epoch}, pool.superblocks[0].sequence
-    pool.reset(OTHER_TAG, named=False)
+    assert reset(pool, OTHER_TAG, named=False).ok
     assert pool.stamp.tag == OTHER_TAG
     epochs |= {pool.stamp.epoch, *(one.epoch for one in pool.superblocks)}
     assert len(epochs) == 3, "the epoch of the superblocks and that of the writes are new"
     put(pool, 6, name(60))
-    pool.reset(TAG, named=True)
+    assert reset(pool, TAG).ok
     assert {Stamp(one.epoch, one.tag) for one in pool.superblocks} == {pool.stamp}
     assert {one.sequence for one in pool.superblocks} == {sequence + 2}
     assert pool.stamp.epoch not in epochs
@@ -201,7 +203,7 @@ def test_reset_voids_everything_before_it(open_pool: OpenPool) -> None:
 
 def test_what_follows_a_reset_of_an_unnamed_pool_is_not_adopted(open_pool: OpenPool) -> None:
     pool = open_pool(named=False)
-    pool.reset(TAG, named=True)
+    assert reset(pool, TAG).ok
     fill(pool)
     assert entries(open_pool()) == {}
 
@@ -213,7 +215,7 @@ def test_the_highest_sequence_decides(open_pool: OpenPool, reached: int) -> None
     fill(pool)
     other = pool.directories[1 - reached] / "superblock"
     old = other.read_bytes()
-    pool.reset(TAG, named=True)
+    assert reset(pool, TAG).ok
     put(pool, 4, name(40))
     put(pool, 5, name(50))
     other.write_bytes(old)
@@ -224,7 +226,7 @@ def test_servers_that_each_had_one_of_the_targets_void_each_other(open_pool: Ope
     """Each reset its part: the sequences are equal, and the epochs are not."""
     pool = open_pool(2)
     old = pool.superblocks[1].encode()
-    pool.reset(TAG, named=True)
+    assert reset(pool, TAG).ok
     put(pool, 0, name(1))
     newer = Superblock.decode((pool.directories[0] / "superblock").read_bytes())
     fork = replace(Superblock.decode(old), sequence=newer.sequence, epoch=newer.epoch ^ 1)
@@ -254,7 +256,7 @@ def test_a_reset_that_reached_one_target_only_voids_all(open_pool: OpenPool) -> 
     pool = open_pool(2)
     fill(pool)
     old = (pool.directories[1] / "superblock").read_bytes()
-    pool.reset(TAG, named=True)
+    assert reset(pool, TAG).ok
     (pool.directories[1] / "superblock").write_bytes(old)
     pool = open_pool(2)
     assert entries(pool) == {}
@@ -267,10 +269,10 @@ def test_a_reset_that_cannot_be_written_fails_and_begins_an_epoch(
     epoch = pool.stamp.epoch
     blocker = pool.directories[0] / "superblock.new"
     blocker.mkdir()
-    with pytest.raises(OSError, match="superblock"):
-        pool.reset(TAG, named=True)
-    assert pool.stamp.epoch not in (epoch, pool.superblocks[0].epoch)
-    put(pool, 3, name(3))
+    found = reset(pool, TAG)
+    assert found.outcomes == [io_error(errno.EISDIR)]
+    assert found.stamps[0].epoch not in (epoch, pool.superblocks[0].epoch)
+    put(pool, 3, name(3), found.stamps[0])
     blocker.rmdir()
     assert entries(open_pool()) == {}, "nothing names the epoch of what was written since"
 

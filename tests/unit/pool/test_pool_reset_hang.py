@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.resets import Superblocks, reset
 from tests.wait import wait_until
-from vllm_nvmeof_offload.errors import PoolLockedError
+from vllm_nvmeof_offload.errors import CANCELLED, OK, PoolLockedError, io_error
 from vllm_nvmeof_offload.pool import pool as superblock_writer
 from vllm_nvmeof_offload.pool.format import Superblock, read_superblock, write_superblock
 from vllm_nvmeof_offload.pool.pool import Pool
@@ -40,7 +42,6 @@ class Hang:
 def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
     hang = Hang()
     monkeypatch.setattr(superblock_writer, "write_superblock", hang.write)
-    monkeypatch.setattr(superblock_writer, "PATIENCE_S", 0.05)
     yield hang
     hang.end()
 
@@ -58,23 +59,27 @@ def test_a_reset_needs_no_new_thread(open_pool: OpenPool, monkeypatch: pytest.Mo
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(superblock_writer, "start_thread", refuse)
-    pool.reset(TAG, named=True)
+    assert reset(pool, TAG).outcomes == [OK, OK]
     assert epochs(pool) == [pool.stamp.epoch] * 2
     assert pool.stamp.epoch != old
 
 
-@pytest.mark.parametrize("target", ["t0", "t1"])
-def test_the_other_target_does_not_wait(open_pool: OpenPool, hang: Hang, target: str) -> None:
+@pytest.mark.parametrize("target", [0, 1])
+def test_the_other_target_does_not_wait(open_pool: OpenPool, hang: Hang, target: int) -> None:
     pool = open_pool(2)
     fill(pool)
     old = pool.stamp.epoch
-    hang.where = {target}
-    pool.reset(TAG, named=True)
+    hang.where = {f"t{target}"}
+    superblocks = Superblocks(pool, TAG)
+    superblocks.wait(1 - target)
     new = pool.stamp.epoch
     assert set(epochs(pool)) == {old, new}
-    assert not pool.reset_is_durable
+    assert superblocks.outcomes[target] is None
+    assert not pool.await_superblocks(0)
     hang.end()
-    wait_until("the superblock that hung", lambda: pool.reset_is_durable)
+    superblocks.wait(target)
+    assert superblocks.outcomes == [OK, OK]
+    assert pool.await_superblocks(120.0)
     assert epochs(pool) == [new, new]
     put(pool, 5, name(50))
     assert entries(open_pool(2)) == {5: name(50)}
@@ -83,51 +88,68 @@ def test_the_other_target_does_not_wait(open_pool: OpenPool, hang: Hang, target:
 def test_an_older_superblock_never_follows_a_newer_one(open_pool: OpenPool, hang: Hang) -> None:
     pool = open_pool(2)
     hang.where = {"t0"}
-    for _ in range(5):
-        pool.reset(TAG, named=True)
+    resets = [Superblocks(pool, TAG) for _ in range(5)]
+    wait_until("the write that hangs", lambda: hang.entered == 1)
+    for one in resets:
+        one.wait(1)
     assert hang.entered == 1, "one thread for the target that hangs, whatever is asked of it"
+    for one in resets[1:-1]:
+        one.wait(0)
+    assert [one.outcomes[0] for one in resets] == [None, *[CANCELLED] * 3, None]
     hang.end()
-    wait_until("the superblock that hung", lambda: pool.reset_is_durable)
+    resets[0].wait(0)
+    resets[-1].wait(0)
+    assert (resets[0].outcomes[0], resets[-1].outcomes[0]) == (OK, OK)
     assert hang.entered == 2, "only the newest one follows"
     assert epochs(pool) == [pool.stamp.epoch] * 2
 
 
-def test_where_every_target_hangs_the_reset_waits_for_one(open_pool: OpenPool, hang: Hang) -> None:
+def test_a_target_that_fails_beside_one_that_hangs(open_pool: OpenPool, hang: Hang) -> None:
+    """Neither names what is written there until it has the superblock."""
     pool = open_pool(2)
-    hang.where = {"t0", "t1"}
-    reset = threading.Thread(target=pool.reset, args=(TAG, True))
-    reset.start()
-    wait_until("both writes", lambda: hang.entered == 2)
-    reset.join(0.2)
-    assert reset.is_alive(), "the superblock is not on disk yet"
-    hang.end()
-    reset.join()
-    wait_until("the other one", lambda: pool.reset_is_durable)
-
-
-def test_a_target_that_fails_beside_one_that_hangs_fails_the_reset(
-    open_pool: OpenPool, hang: Hang
-) -> None:
-    pool = open_pool(2)
+    old = pool.stamp
     hang.where = {"t0"}
     blocker = pool.directories[1] / "superblock.new"
     blocker.mkdir()
-    with pytest.raises(OSError, match="superblock"):
-        pool.reset(TAG, named=True)
+    superblocks = Superblocks(pool, TAG)
+    superblocks.wait(1)
+    assert superblocks.outcomes == [None, io_error(errno.EISDIR)]
     named = pool.superblocks[0].epoch
-    assert pool.stamp.epoch != named
+    assert superblocks.stamp.epoch == named
+    assert superblocks.unnamed.epoch not in (named, old.epoch)
+    assert epochs(pool) == [old.epoch] * 2
     hang.end()
-    blocker.rmdir()
-    wait_until("the one that hung", lambda: named in epochs(pool))
-    assert not pool.reset_is_durable
+    superblocks.wait(0)
+    assert epochs(pool) == [named, old.epoch]
+
+
+def test_files_that_are_replaced_get_no_superblock_that_waits_for_the_old_ones(
+    open_pool: OpenPool, hang: Hang
+) -> None:
+    """The new files may have a newer one by the time when the old ones return."""
+    pool = open_pool(2)
+    hang.where = {"t0"}
+    hanging, waiting = Superblocks(pool, TAG), Superblocks(pool, TAG)
+    wait_until("the write that hangs", lambda: hang.entered == 1)
+    close = pool.exchange(0, None, None)
+    waiting.wait(0)
+    assert waiting.outcomes[0] == CANCELLED
+    away = Superblocks(pool, TAG)
+    assert away.outcomes[0] == io_error(errno.ENODEV)
+    hang.end()
+    hanging.wait(0)
+    assert hang.entered == 1
+    away.wait(1)
+    close()
 
 
 def test_a_closed_pool_stays_locked_while_a_superblock_hangs(
-    open_pool: OpenPool, hang: Hang, tmp_path: Path
+    open_pool: OpenPool, hang: Hang
 ) -> None:
     """A late write must not replace another owner's superblock."""
     pool = open_pool(2, engine_index=0)
     hang.where = {"t0"}
-    pool.reset(TAG, named=True)
+    superblocks = Superblocks(pool, TAG)
+    superblocks.wait(1)
     with pytest.raises(PoolLockedError):
         open_pool(2, engine_index=0)  # closes the first one before

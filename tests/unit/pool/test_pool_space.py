@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.resets import reset
 from vllm_nvmeof_offload.errors import PoolError, io_error
 from vllm_nvmeof_offload.io.threads import SlotFiles, write_slot
 from vllm_nvmeof_offload.pool import slab
@@ -93,7 +94,7 @@ def test_a_full_target_shrinks_the_pool(small_disk: Path, caplog: pytest.LogCapt
     for slot in range(pool.slots):
         put(pool, slot, name(slot))
     stored = {slot: name(slot) for slot in range(pool.slots)}
-    pool.reset(TAG, named=True)  # there is room for superblocks even now
+    assert reset(pool, TAG).ok  # there is room for superblocks even now
     for slot in range(pool.slots):
         put(pool, slot, name(slot))
     pool.close()

@@ -189,7 +189,8 @@ class _Runner:
         urgency = Urgency.WRITE if kind is OpKind.WRITE else Urgency.DEMAND
         identity = SlotIdentity(slot.to_bytes(36, "little"), 1)
         address = self._address + buffer * self._slot_bytes
-        op = IoOp(self._token, kind, urgency, slot, address, identity, PAYLOAD_BYTES)
+        what = kind, urgency, slot, address, identity, PAYLOAD_BYTES
+        op = IoOp(self._token, *what, stamp=self._engine.stamp)
         self._engine.submit([op])
         return self._token
 
