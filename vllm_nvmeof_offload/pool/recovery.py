@@ -46,7 +46,7 @@ from vllm_nvmeof_offload.pool.format import (
 )
 from vllm_nvmeof_offload.pool.ownership import PoolSpec
 from vllm_nvmeof_offload.pool.slab import Slab
-from vllm_nvmeof_offload.protocol import EVERY_MEMBER, TAG_BYTES, AdoptedEntries, places_of
+from vllm_nvmeof_offload.protocol import EVERY_MEMBER, TAG_BYTES, AdoptedEntries, place_of, places_of
 from vllm_nvmeof_offload.units import HEADER_BYTES, format_bytes
 
 #: Called with (header pages read, header pages to read) while a table is rebuilt.
@@ -110,25 +110,24 @@ def read_table(fd: int, slots: int) -> npt.NDArray[np.uint8]:
 
 def _intact(table: DecodedTable, superblock: Superblock) -> _Found:
     """The table's entries that are adopted."""
-    rows = np.flatnonzero(table.valid & (table.epochs == superblock.epoch))
-    lengths = table.key_bytes[rows]
-    length = _common(lengths)
-    if (lengths != length).any():
-        rows = rows[lengths == length]
-    rows = rows[has_known_group(table.keys[rows, :length], superblock)]
-    members = _members(table.keys[rows, :length], table.flags[rows], superblock)
-    if (members < 0).any():
+    # Copies of a whole column only where they are needed: a pool has millions of entries.
+    adopted = table.valid & (table.epochs == superblock.epoch)
+    length = _common(table.key_bytes[adopted])
+    adopted &= table.key_bytes == length
+    keys = table.keys[:, :length]
+    adopted &= has_known_group(keys, superblock)
+    rows = np.flatnonzero(adopted)
+    members = _members(keys, rows, table.flags, superblock)
+    if members is not None and (members < 0).any():
         rows, members = rows[members >= 0], members[members >= 0]
-    keys = table.keys[:, :length].view(f"V{length}")[:, 0]
-    places = places_of(superblock.target_index, rows, members)
-    return _Found(places, table.generations[rows], keys[rows])
+    whole_keys = keys.view(f"V{length}")[:, 0]
+    places = _places(superblock, rows, members)
+    return _Found(places, table.generations[rows], whole_keys[rows])
 
 
 def _group_ids(keys: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint32]:
-    """Return uint32[n], the ids of the groups of `keys` (uint8[n, length])."""
-    ends = keys[:, -GROUP_ID_BYTES:].astype(np.uint32)
-    weights = 256 ** np.arange(ends.shape[1], dtype=np.uint32)[::-1]
-    ids: npt.NDArray[np.uint32] = ends @ weights
+    """Return uint32[n], the ids of the groups of `keys` (uint8[n, length]); a view."""
+    ids: npt.NDArray[np.uint32] = keys[:, -GROUP_ID_BYTES:].view(">u4")[:, 0]
     return ids
 
 
@@ -140,21 +139,35 @@ def has_known_group(keys: npt.NDArray[np.uint8], superblock: Superblock) -> npt.
 
 
 def _members(
-    keys: npt.NDArray[np.uint8], flags: npt.NDArray[np.uint8], superblock: Superblock
-) -> npt.NDArray[np.int64]:
-    """Return int64[n]: the member that each place names: this rank, if it has a single copy.
+    keys: npt.NDArray[np.uint8],
+    rows: npt.NDArray[np.int64],
+    flags: npt.NDArray[np.uint8],
+    superblock: Superblock,
+) -> npt.NDArray[np.int64] | None:
+    """Return int64[n]: the member that the place of each of these rows names: this rank, if it has
+    a single copy; None: none has. keys: uint8[rows, length]. flags: uint8[rows].
 
     -1: a single copy of a group of which each rank now has copies of its own.
     """
-    members = np.full(len(keys), EVERY_MEMBER, np.int64)
-    single = np.flatnonzero(flags & FLAG_SINGLE_COPY)
-    if single.size:
-        ids = _group_ids(keys[single])
-        members[single] = -1
-        for group in superblock.groups:
-            if group.set_size > 1:
-                members[single[ids == group.group_id]] = superblock.rank % group.set_size
+    single = np.flatnonzero(flags[rows] & FLAG_SINGLE_COPY)
+    if not single.size:
+        return None
+    members = np.full(len(rows), EVERY_MEMBER, np.int64)
+    members[single] = -1
+    ids = _group_ids(keys[rows[single]])
+    for group in superblock.groups:
+        if group.set_size > 1:
+            members[single[ids == group.group_id]] = superblock.rank % group.set_size
     return members
+
+
+def _places(
+    superblock: Superblock, slots: npt.NDArray[np.int64], members: npt.NDArray[np.int64] | None
+) -> npt.NDArray[np.int64]:
+    """The places of these slots; members: see `_members`."""
+    if members is None:
+        return place_of(superblock.target_index, 0) | slots
+    return places_of(superblock.target_index, slots, members)
 
 
 def _recovered(superblock: Superblock, found: Sequence[tuple[int, SlotHeader]]) -> _Found:
@@ -163,14 +176,15 @@ def _recovered(superblock: Superblock, found: Sequence[tuple[int, SlotHeader]]) 
     same = [(slot, header) for slot, header in found if len(header.identity.key) == length]
     keys = np.array([header.identity.key for _, header in same], f"V{length}")
     flags = [FLAG_SINGLE_COPY if header.single_copy else 0 for _, header in same]
-    members = _members(
-        keys.view(np.uint8).reshape(len(same), length), np.array(flags, np.uint8), superblock
-    )
+    key_rows = keys.view(np.uint8).reshape(len(same), length)
+    rows = np.arange(len(same))
+    members = _members(key_rows, rows, np.array(flags, np.uint8), superblock)
     slots = np.array([slot for slot, _ in same], np.int64)
     generations = np.array([header.identity.generation for _, header in same], np.uint64)
-    rows = np.flatnonzero(members >= 0)
-    places = places_of(superblock.target_index, slots[rows], members[rows])
-    return _Found(places, generations[rows], keys[rows])
+    if members is not None:
+        rows = np.flatnonzero(members >= 0)
+        members = members[rows]
+    return _Found(_places(superblock, slots[rows], members), generations[rows], keys[rows])
 
 
 def _common(lengths: npt.NDArray[np.uint8]) -> int:
@@ -183,11 +197,11 @@ def _merge(parts: Sequence[_Found]) -> AdoptedEntries:
     parts = [part for part in parts if part.keys.itemsize == length]
     places = np.concatenate([part.places for part in parts])
     generations = np.concatenate([part.generations for part in parts])
+    if (places[1:] >= places[:-1]).all():
+        return AdoptedEntries(places, generations, b"".join(part.keys for part in parts))
+    order = np.argsort(places)
     keys = np.concatenate([part.keys for part in parts])
-    if (np.diff(places) < 0).any():
-        order = np.argsort(places)
-        places, generations, keys = places[order], generations[order], keys[order]
-    return AdoptedEntries(places, generations, keys.tobytes())
+    return AdoptedEntries(places[order], generations[order], keys[order].tobytes())
 
 
 def _recover(
