@@ -41,6 +41,7 @@ class OpKind(enum.Enum):
     WRITE = "write"
     FETCH = "fetch"
     RESET = "reset"
+    ATTACH = "attach"
 
 
 class Urgency(enum.IntEnum):
@@ -65,8 +66,11 @@ class SlotIdentity:
 #: member m is the only copy in each set, and the set's rank m has it.
 EVERY_MEMBER = 255
 NOWHERE = -1
-#: Target and member of a place; owner 0 (this engine) is implied.
-_TARGET_SHIFT, _MEMBER_SHIFT = 32, 40
+#: Target, member and owner of a place.
+_TARGET_SHIFT, _MEMBER_SHIFT, _OWNER_SHIFT = 32, 40, 48
+#: The owner of this engine's own places. Others are numbered by the follower, which reads what
+#: other engines have on the same targets.
+OURS = 0
 #: Member + 1 of a cache slot; 0: every member.
 _CACHE_SHIFT = 24
 #: Rows of cache slots that the column `cache` can name.
@@ -74,7 +78,7 @@ CACHE_ROWS_MAX = 1 << _CACHE_SHIFT
 
 
 def place_of(target: int, slot: int, member: int = EVERY_MEMBER) -> int:
-    """Where a chunk is in the pool: owner 15 bits, member 8, target 8, slot 32."""
+    """Where a chunk is in our pool: owner 15 bits (`OURS`), member 8, target 8, slot 32."""
     return member << _MEMBER_SHIFT | target << _TARGET_SHIFT | slot
 
 
@@ -105,6 +109,20 @@ def row_of(cache: int) -> int:
 
 def cache_member(cache: int) -> int:
     return (cache >> _CACHE_SHIFT) - 1 & 0xFF
+
+
+def owner_of(place: int) -> int:
+    return place >> _OWNER_SHIFT
+
+
+def owners_of(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The owners of places, none of which is `NOWHERE`."""
+    return places >> _OWNER_SHIFT
+
+
+def owned_by(owner: int, place: int) -> int:
+    """The same place in the regions of another owner."""
+    return owner << _OWNER_SHIFT | place
 
 
 def target_of(place: int) -> int:
@@ -253,7 +271,28 @@ class ResetCommand(_Message):
     named: bool
 
 
-Command = WriteCommand | FetchCommand | CancelCommand | ResetCommand
+@dataclass(frozen=True, slots=True)
+class AttachCommand(_Message):
+    """Open, read-only, this rank's regions of another engine; reads of its places wait for that.
+
+    engine_index: K of its directories engine-K in our keyspace, on our targets. pool_uuid: of its
+    superblocks; files with another one are not its own any more. The report has one row.
+    """
+
+    op: int
+    owner: int
+    engine_index: int
+    pool_uuid: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DetachCommand(_Message):
+    """Close an owner's files once the last read of them is released. Nothing is reported."""
+
+    owner: int
+
+
+Command = WriteCommand | FetchCommand | CancelCommand | ResetCommand | AttachCommand | DetachCommand
 
 #: In `OpReport.codes`: no outcome, but the release that follows an earlier one.
 RELEASED = 6

@@ -212,6 +212,42 @@ Transfer: TypeAlias = tuple[
     int, bool, ChunkBatch, npt.NDArray[np.int32], Sequence[int], Sequence[int]
 ]
 
+# foreign_table.h says what these do. state: 0 none, 1 being read, 2 complete, 3 dead.
+class OwnerRecord:
+    version: int
+    tag: bytes
+    pool_uuid: bytes
+    engine_index: int
+    state: int
+    rows: int
+    def __init__(
+        self,
+        version: int,
+        tag: bytes,
+        pool_uuid: bytes,
+        engine_index: int,
+        state: int,
+        rows: int,
+    ) -> None: ...
+
+class ForeignReader:
+    rows: int
+    scanned_ns: int
+    def __init__(self, fd: int) -> None: ...
+    def owner(self, number: int) -> OwnerRecord: ...
+    def rows_of(self, key: bytes) -> list[tuple[int, int]]: ...
+    def ask_anew(self) -> int: ...
+
+class ForeignWriter:
+    rows: int
+    version_asked: int
+    def __init__(self, fd: int, rows: int) -> None: ...
+    def owner(self, number: int) -> OwnerRecord: ...
+    def set_owner(self, number: int, record: OwnerRecord) -> None: ...
+    def put(self, key: bytes, place: int, generation: int) -> None: ...
+    def remove(self, key: bytes, place: int, generation: int) -> bool: ...
+    def scanned(self, now_ns: int) -> None: ...
+
 # geometry.h says what these do. tensors: (address, stride, bytes of a page, blocks) of each.
 class Geometry:
     def __init__(

@@ -9,6 +9,7 @@
 #include <functional>
 #include <optional>
 
+#include "bindings_foreign.h"
 #include "bindings_look_ups.h"
 #include "bindings_machine.h"
 #include "tiers.h"
@@ -433,6 +434,7 @@ NB_MODULE(NVMEOF_TIERS_MODULE, m) {
     }
   });
   bind_batch(m);
+  bind_foreign(m);
   bind_machine(m);
 #ifdef NVMEOF_MUTANTS
   m.def("set_mutant", [](const char* name) { active_mutant = name; });

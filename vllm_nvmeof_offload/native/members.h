@@ -21,6 +21,8 @@ inline Place place_of(uint32_t target, uint32_t slot, uint32_t member = kEveryMe
 inline uint32_t member_of(Place place) { return static_cast<uint32_t>(place >> 40) & 0xff; }
 inline uint32_t target_of(Place place) { return static_cast<uint32_t>(place >> 32) & 0xff; }
 inline uint32_t slot_of(Place place) { return static_cast<uint32_t>(place); }
+inline uint32_t owner_of(Place place) { return static_cast<uint32_t>(place >> 48); }
+inline Place owned_by(uint32_t owner, Place place) { return int64_t{owner} << 48 | place; }
 
 // A cache slot of a batch: its row in 24 bits, and above it the member + 1; 0: every member.
 inline int32_t cache_slot(uint32_t row, uint32_t member) {

@@ -7,7 +7,7 @@
 namespace nvmeof {
 
 // `protocol.OpKind`: the command that an op is.
-enum class OpKind : uint8_t { STORE, LOAD, WRITE, FETCH, RESET };
+enum class OpKind : uint8_t { STORE, LOAD, WRITE, FETCH, RESET, ATTACH };
 
 // `errors.OutcomeKind` of one chunk. RELEASED: no outcome, but the release that follows an earlier
 // one.
