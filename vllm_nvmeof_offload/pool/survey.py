@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Surveys targets, read-only: every rank directory, its superblock, lock, size and last use.
+"""Surveys targets, read-only: every rank directory, its superblock, lock, size, last use, readers.
 
 Damaged pools and pools of other formats are included; formats 1 and 2 are read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from vllm_nvmeof_offload.pool import format1
 from vllm_nvmeof_offload.pool.format import (
     DIGEST_HEX_DIGITS,
     LOCK_FILE,
+    SLAB_FILE,
     SUPERBLOCK_FILE,
     Keyspace,
     Superblock,
@@ -64,19 +66,22 @@ class Surveyed:
 
     superblock: None unless it is intact, of format 1 or 2 and of this place; `problem` is then the
     reason, else empty. epoch: what another one has is void; the pool's, over all of its parts that
-    were surveyed. adopts: False if a start with the weights that the keyspace names would adopt
-    nothing. disk_bytes: allocated. last_use_s: Unix time; a running server renews it every few
-    seconds.
+    were surveyed. tag: the share tag, as for the epoch; empty: unknown. adopts: False if a start
+    with the weights that the keyspace names would adopt nothing. disk_bytes: allocated. last_use_s:
+    Unix time; a running server renews it every few seconds. readers: processes on this machine that
+    have opened the chunks to borrow them; other users' are seen by root only.
     """
 
     directory: RankDirectory
     superblock: Superblock | None
     problem: str
     epoch: int
+    tag: bytes
     adopts: bool
     lock: LockState
     disk_bytes: int
     last_use_s: float | None
+    readers: tuple[int, ...] = ()
 
     @property
     def path(self) -> Path:
@@ -162,8 +167,43 @@ def survey(directories: Sequence[RankDirectory]) -> list[Surveyed]:
             newest = newest_of(parts[one.directory.name, one.superblock.uuid])
             if newest is not None:
                 adopts = newest.tag == share_tag(newest.keyspace)
-                surveyed[i] = replace(one, epoch=newest.epoch, adopts=adopts)
-    return surveyed
+                surveyed[i] = replace(one, epoch=newest.epoch, tag=newest.tag, adopts=adopts)
+    readers = _readers()
+    return [replace(one, readers=readers.get(_file_of(one.path), ())) for one in surveyed]
+
+
+def _readers(proc: Path = Path("/proc")) -> dict[tuple[int, int] | None, tuple[int, ...]]:
+    """By device and inode of a slab, the processes that have it open and cannot write it."""
+    found: dict[tuple[int, int] | None, set[int]] = {}
+    for process in proc.glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # another user's, or it has ended
+            for fd in (process / "fd").iterdir():
+                slab = _slab_read_by(process, fd)
+                if slab is not None:
+                    found.setdefault(slab, set()).add(int(process.name))
+    return {slab: tuple(sorted(pids)) for slab, pids in found.items()}
+
+
+def _slab_read_by(process: Path, fd: Path) -> tuple[int, int] | None:
+    """Device and inode of the slab that the descriptor is of; None: of none, or to be written."""
+    try:
+        if os.path.basename(os.readlink(fd)) != SLAB_FILE:
+            return None
+        status, facts = fd.stat(), (process / "fdinfo" / fd.name).read_text()
+    except OSError:  # closed meanwhile
+        return None
+    flags = re.search(r"^flags:\s*([0-7]+)$", facts, re.MULTILINE)
+    reads = flags is not None and int(flags[1], 8) & os.O_ACCMODE == os.O_RDONLY
+    return (status.st_dev, status.st_ino) if reads else None
+
+
+def _file_of(directory: Path) -> tuple[int, int] | None:
+    """Device and inode of a directory's slab."""
+    try:
+        status = (directory / SLAB_FILE).stat(follow_symlinks=False)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _survey_one(directory: RankDirectory) -> Surveyed:
@@ -182,6 +222,7 @@ def _survey_one(directory: RankDirectory) -> Surveyed:
             None if problem else superblock,
             problem,
             epoch=0,
+            tag=b"",
             adopts=False,
             lock=probe_lock(path),
             disk_bytes=disk_bytes(path),

@@ -11,6 +11,7 @@ import rich.tree
 from rich.text import Text
 
 from tests.unit.fabrics.trees import Tree, local_nvme, two_paths, without_multipath
+from tests.unit.pool.offline_kit import write_pool
 from vllm_nvmeof_offload.commands.doctor import examine, host
 from vllm_nvmeof_offload.commands.doctor.examine import Examined, examine_target, outline
 from vllm_nvmeof_offload.commands.doctor.host import nics_of
@@ -140,3 +141,14 @@ def test_the_tree_of_a_stack_and_of_unknowns(tree: Tree) -> None:
 def test_a_device_that_is_gone_is_bad(tree: Tree) -> None:
     tree.mount("/mnt/kv", "259:9")
     assert "!  its block device 259:9 is gone" in text_of(outline(tree.discover(), {}))
+
+
+def test_pools_on_a_target_are_named(tree: Tree, tmp_path: Path) -> None:
+    target = tmp_path / "pool"
+    target.mkdir(mode=0o700)
+    assert not [one for one in look_at(tree, target).findings if one.check == "region"]
+    (directory,) = write_pool(target)
+    (found,) = [one for one in look_at(tree, target).findings if one.check == "region"]
+    assert (found.severity, found.subject) == (Severity.OK, str(target))
+    assert found.evidence.startswith(f"{directory.parts[-3][:12]}/engine-0/rank-0: lock none; tag ")
+    assert found.evidence.endswith("; read by nobody")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,13 @@ from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.errors import PoolError
 from vllm_nvmeof_offload.pool import lock
 from vllm_nvmeof_offload.pool import lock as silence
-from vllm_nvmeof_offload.pool.format import FORMAT_VERSION, Keyspace
+from vllm_nvmeof_offload.pool.format import (
+    FORMAT_VERSION,
+    Keyspace,
+    read_superblock,
+    share_tag,
+    write_superblock,
+)
 from vllm_nvmeof_offload.pool.lock import probe_lock
 from vllm_nvmeof_offload.pool.ownership import hold
 from vllm_nvmeof_offload.pool.pool import Pool
@@ -74,6 +81,40 @@ def test_the_configured_targets_are_the_default(
     assert len(run_json("ls")["pools"]) == 1
     assert len(run_json("ls", "--target", tmp_path / "t", "--target", f"{tmp_path}/t/.")["pools"])
     assert "is not a directory" in refused("ls", "--target", tmp_path / "absent")
+
+
+def test_ls_du_and_inspect_name_owner_tag_and_readers(tmp_path: Path) -> None:
+    (directory,) = write_pool(tmp_path)
+    block = read_superblock(directory)
+    assert block is not None
+    with server(tmp_path) as child, (directory / "slab").open("rb"):
+        (pool,) = run_json("ls", "--target", tmp_path)["pools"]
+        (target,) = run_json("du", "--target", tmp_path)["targets"]
+        (region,) = target["keyspaces"][0]["regions"]
+        shown = run("ls", "--target", tmp_path).stdout + run("du", "--target", tmp_path).stdout
+        (rank,) = run_json("inspect", directory)["directories"]
+    assert (region["engine"], region["rank"], region["owner"]) == (0, 0, block.uuid.hex())
+    assert region["lock"]["holder"]["pid"] == child.pid
+    assert region["lock"]["heartbeat_age_s"] < 600
+    for row in (pool, region):
+        assert row["tag"] == share_tag(KEYSPACE.digest).hex() == block.tag.hex()
+        assert row["adopts"]
+    assert pool["readers"] == region["readers"] == rank["readers"] == [os.getpid()]
+    assert shown.count(f"pid {os.getpid()}") == 2
+    assert shown.count(block.tag.hex()[:8]) == 2
+    assert block.uuid.hex()[:8] in shown
+
+
+def test_weights_that_only_their_server_knows_are_shown_as_such(tmp_path: Path) -> None:
+    pool = Pool.open(make_spec(tmp_path, keyspace=KEYSPACE))
+    (ranked,) = pool.directories
+    pool.close()
+    block = read_superblock(ranked)
+    assert block is not None
+    write_superblock(ranked, replace(block, tag=bytes(range(16)), sequence=block.sequence + 1))
+    (row,) = run_json("ls", "--target", tmp_path)["pools"]
+    assert (row["tag"], row["adopts"], row["readers"]) == (bytes(range(16)).hex(), False, [])
+    assert "00010203, unnamed" in run("ls", "--target", tmp_path).stdout
 
 
 def test_du_names_other_models_and_other_formats(tmp_path: Path) -> None:

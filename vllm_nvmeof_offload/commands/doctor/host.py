@@ -43,6 +43,7 @@ from vllm_nvmeof_offload.io.choose import explain_denial
 from vllm_nvmeof_offload.io.uring import UringDeniedError
 from vllm_nvmeof_offload.native import WHY_NOT, core
 from vllm_nvmeof_offload.pool.slab import probe_o_direct
+from vllm_nvmeof_offload.pool.survey import Surveyed, find, survey
 from vllm_nvmeof_offload.units import GIB, MIB, PAGE_BYTES, format_bytes
 
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -145,6 +146,26 @@ def check_target(target: str) -> list[Finding]:
         evidence = f"does not work on {info.file_system}: {why}; buffered I/O runs instead"
         direct = warning("o_direct", evidence, "put the pool on xfs or ext4")
     return [access, direct, space]
+
+
+def check_regions(target: str) -> list[Finding]:
+    """Say of each pool on a target who has it, and who borrows from it."""
+    try:
+        surveyed = survey(find([Path(target)]))
+    except PoolError as why:
+        return [warning("region", str(why), "run as the user that owns the pools")]
+    return [ok("region", _region(one)) for one in surveyed]
+
+
+def _region(one: Surveyed) -> str:
+    directory = one.directory
+    name = f"{directory.keyspace[:12]}/engine-{directory.engine}/rank-{directory.rank}"
+    age_s = one.lock.heartbeat_age_s
+    age = f" ({max(age_s, 0):.0f} s ago)" if age_s is not None else ""
+    tag = one.tag.hex()[:8] if one.tag else "unknown"
+    unnamed = "" if one.adopts or not one.tag else ", unnamed: shared with nobody"
+    readers = ", ".join(f"pid {pid}" for pid in one.readers) or "nobody"
+    return f"{name}: lock {one.lock}{age}; tag {tag}{unnamed}; read by {readers}"
 
 
 def _direct_alignment(directory: str) -> tuple[int, int] | None:

@@ -44,6 +44,8 @@ _LOCK_KINDS = ("none", "stale", "old", "live")
 _LISTED_MAX = 20
 #: Digits of a keyspace in tables: enough to name it in a command.
 _DIGITS = 12
+#: Digits of a share tag, or of an owner's uuid, in tables.
+_TAG_DIGITS = 8
 
 
 def targets_of(given: Sequence[Path] | None) -> list[Path]:
@@ -94,9 +96,23 @@ def summaries(parts: Sequence[Surveyed]) -> list[dict[str, Any]]:
                 slots=sum(one.superblock.slots for one in pool if one.superblock is not None),
                 last_use_s=max(used, default=None),
                 lock=asdict(lock),
+                tag=_tag(pool),
+                adopts=all(one.adopts for one in pool),
+                readers=readers_of(pool),
             )
         )
     return rows
+
+
+def _tag(pool: Sequence[Surveyed]) -> str | None:
+    """The share tag of a pool's chunks in hex; None: unknown, or its parts differ."""
+    tags = {one.tag for one in pool}
+    return tags.pop().hex() or None if len(tags) == 1 else None
+
+
+def readers_of(parts: Sequence[Surveyed]) -> list[int]:
+    """The processes that have opened chunks of these parts to borrow them."""
+    return sorted({pid for one in parts for pid in one.readers})
 
 
 def usage(target: Path) -> dict[str, Any]:
@@ -107,9 +123,29 @@ def usage(target: Path) -> dict[str, Any]:
     except OSError as error:
         raise PoolError(f"cannot read {target}: {error.strerror}") from error
     keyspaces = [
-        _row(parts, pools=len(parts), live=sum(one.lock.live for one in parts)) for parts in spaces
+        _row(
+            parts,
+            pools=len(parts),
+            live=sum(one.lock.live for one in parts),
+            regions=[region(one) for one in parts],
+        )
+        for parts in spaces
     ]
     return {"target": str(target), "free_bytes": free_bytes, "keyspaces": keyspaces}
+
+
+def region(surveyed: Surveyed) -> dict[str, Any]:
+    """What one rank of one engine has on one target, for those who may borrow from it."""
+    block = surveyed.superblock
+    return {
+        "engine": surveyed.directory.engine,
+        "rank": surveyed.directory.rank,
+        "owner": block.uuid.hex() if block else None,
+        "lock": asdict(surveyed.lock),
+        "tag": _tag([surveyed]),
+        "adopts": surveyed.adopts,
+        "readers": readers_of([surveyed]),
+    }
 
 
 def occupancy(surveyed: Surveyed) -> dict[str, int]:
@@ -136,6 +172,7 @@ def inspect_rank(surveyed: Surveyed) -> dict[str, Any]:
         "superblock": _shown(block) if block else None,
         "epoch_of_pool": surveyed.epoch,
         "adopts": surveyed.adopts,
+        "readers": readers_of([surveyed]),
         "file_bytes": files,
         "disk_bytes": surveyed.disk_bytes,
         "last_use_s": surveyed.last_use_s,
@@ -284,9 +321,22 @@ def _holder(lock: dict[str, Any]) -> str:
     kind, holder = lock["kind"], lock["holder"]
     if kind == "none":
         return "none"
-    if holder:
-        return f"{kind}: pid {holder['pid']} on {holder['host']}"
-    return f"{kind}: a process on this host"
+    if not holder:
+        return f"{kind}: a process on this host"
+    age_s = lock["heartbeat_age_s"]
+    age = f", {max(age_s, 0):.0f} s ago" if age_s is not None else ""
+    return f"{kind}: pid {holder['pid']} on {holder['host']}{age}"
+
+
+def _weights(row: dict[str, Any]) -> str:
+    """The share tag; only servers whose own tag is the same borrow."""
+    if row["tag"] is None:
+        return "unknown"
+    return f"{row['tag'][:_TAG_DIGITS]}{'' if row['adopts'] else ', unnamed'}"
+
+
+def _pids(row: dict[str, Any]) -> str:
+    return ", ".join(f"pid {pid}" for pid in row["readers"]) or "none"
 
 
 def print_pools(given: Sequence[Path] | None, as_json: bool) -> None:
@@ -298,7 +348,8 @@ def print_pools(given: Sequence[Path] | None, as_json: bool) -> None:
     if not rows:
         _print("no pools")
         return
-    headings = ("keyspace", "model", "engine", "rank", "entries", "size", "last use", "lock")
+    names = ("keyspace", "model", "engine", "rank", "entries", "size")
+    headings = (*names, "last use", "lock", "tag", "readers")
     cells = (
         (
             row["keyspace"][:_DIGITS],
@@ -309,6 +360,8 @@ def print_pools(given: Sequence[Path] | None, as_json: bool) -> None:
             format_bytes(row["disk_bytes"]),
             _time(row["last_use_s"]),
             _holder(row["lock"]),
+            _weights(row),
+            _pids(row),
         )
         for row in rows
     )
@@ -342,6 +395,24 @@ def print_usage(given: Sequence[Path] | None, as_json: bool) -> None:
         ]
         if cells:
             _print(_table(("size", "keyspace", "model", "pools", "in use", "format"), cells))
+            _print(_regions(target["keyspaces"]))
+
+
+def _regions(spaces: Iterable[dict[str, Any]]) -> Table:
+    """The regions of these keyspaces on one target: who has what, and who reads it."""
+    rows = ((space["keyspace"], one) for space in spaces for one in space["regions"])
+    cells = [
+        (
+            keyspace[:_DIGITS],
+            f"engine-{one['engine']}/rank-{one['rank']}",
+            one["owner"][:_TAG_DIGITS] if one["owner"] else "unknown",
+            _holder(one["lock"]),
+            _weights(one),
+            _pids(one),
+        )
+        for keyspace, one in rows
+    ]
+    return _table(("keyspace", "region", "owner", "lock", "tag", "readers"), cells)
 
 
 def print_details(
@@ -372,6 +443,7 @@ def print_details(
     for one in ranks:
         _print("", one["directory"])
         _print(f"  lock: {_holder(one['lock'])}; last use {_time(one['last_use_s'])}")
+        _print(f"  readers: {_pids(one)}")
         _print(f"  on disk: {format_bytes(one['disk_bytes'])}")
         if one["problem"]:
             _print(f"  superblock: {one['problem']}")
