@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The foreign table: what other engines (owners) have in their pools. The follower, a process of
-// its own, is its only writer; the engine's process reads it where it lies, without locks. A row has no
-// state, no users and no policy: what it says is a hint, and the slot proves itself when it is read.
+// its own, is its only writer; the engine's process reads it where it lies, without locks. A row
+// has no state, no users and no policy: it is a hint, and the slot proves itself when it is read.
 //
 // The memory is an anonymous file (memfd) that both processes map:
 //
