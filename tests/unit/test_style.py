@@ -66,7 +66,7 @@ LAYERS: list[set[str]] = [
     {"errors", "units", "child", "__init__"},
     {"protocol", "config", "groups", "metrics", "staging"},
     {"copy", "io", "pool", "fabric", "native"},
-    {"targets"},
+    {"targets", "follow"},
     {"manager", "worker"},
     {"vllm_adapter", "spec", "connector", "multi_connector", "plugin"},
     {"commands"},

@@ -248,6 +248,22 @@ class ForeignWriter:
     def remove(self, key: bytes, place: int, generation: int) -> bool: ...
     def scanned(self, now_ns: int) -> None: ...
 
+# foreign_region.h says what these do. home: owner, our target, the owner's rank. groups: id, and
+# ranks that share single copies.
+class ForeignRegion:
+    rows: int
+    def __init__(
+        self,
+        home: tuple[int, int, int],
+        slots: int,
+        groups: Sequence[tuple[int, int]],
+        young_ns: int,
+    ) -> None: ...
+    def begin(self, table: ForeignWriter, epoch: int, from_now: bool) -> None: ...
+    # An errno; 0: the table was read to its end.
+    def scan(self, table: ForeignWriter, fd: int, now_ns: int) -> int: ...
+    def ripen(self, table: ForeignWriter, now_ns: int) -> None: ...
+
 # geometry.h says what these do. tensors: (address, stride, bytes of a page, blocks) of each.
 class Geometry:
     def __init__(

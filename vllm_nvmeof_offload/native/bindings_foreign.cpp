@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The foreign table for Python: whole owners and, for tests, single rows.
+// The foreign table for Python: whole owners and regions and, for tests, single rows.
 #include "bindings_foreign.h"
 
 #include <nanobind/stl/tuple.h>
@@ -7,8 +7,10 @@
 
 #include <cstring>
 #include <tuple>
+#include <utility>
 #include <vector>
 
+#include "foreign_region.h"
 #include "foreign_table.h"
 
 using namespace nb::literals;
@@ -55,6 +57,51 @@ void bind_owner(nb::module_& m) {
       .def_ro("rows", &OwnerRecord::rows);
 }
 
+// A thread that holds the table's lock needs no interpreter: nobody waits for both.
+using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+
+void bind_writer(nb::module_& m) {
+  nb::class_<ForeignWriter>(m, "ForeignWriter")
+      .def(nb::init<int, size_t>(), "fd"_a, "rows"_a)
+      .def("set_owner",
+           [](ForeignWriter& writer, uint32_t number, const OwnerRecord& record) {
+             const auto lock = writer.lock();
+             writer.set_owner(number, record);
+           },
+           "number"_a, "record"_a, Unlocked())
+      .def("owner", &ForeignWriter::owner, "number"_a)
+      .def("put",
+           [](ForeignWriter& writer, const nb::bytes& key, Place place, uint64_t generation) {
+             writer.put(fingerprint_of(view_of(key)), {place, generation});
+           },
+           "key"_a, "place"_a, "generation"_a)
+      .def("remove",
+           [](ForeignWriter& writer, const nb::bytes& key, Place place, uint64_t generation) {
+             return writer.remove(fingerprint_of(view_of(key)), {place, generation});
+           },
+           "key"_a, "place"_a, "generation"_a)
+      .def("scanned", &ForeignWriter::scanned, "now_ns"_a)
+      .def_prop_ro("version_asked", &ForeignWriter::version_asked)
+      .def_prop_ro("rows", &ForeignWriter::rows);
+}
+
+void bind_region(nb::module_& m) {
+  nb::class_<ForeignRegion>(m, "ForeignRegion")
+      .def("__init__",
+           [](ForeignRegion* self, std::tuple<uint32_t, uint32_t, uint32_t> home, uint64_t slots,
+              const std::vector<std::tuple<uint32_t, uint32_t>>& groups, int64_t young_ns) {
+             std::vector<ForeignRegion::Group> all;
+             for (const auto& [id, set_size] : groups) all.push_back({id, set_size});
+             const auto [owner, target, rank] = home;
+             new (self) ForeignRegion({owner, target, rank}, slots, std::move(all), young_ns);
+           },
+           "home"_a, "slots"_a, "groups"_a, "young_ns"_a)
+      .def("begin", &ForeignRegion::begin, "table"_a, "epoch"_a, "from_now"_a, Unlocked())
+      .def("scan", &ForeignRegion::scan, "table"_a, "fd"_a, "now_ns"_a, Unlocked())
+      .def("ripen", &ForeignRegion::ripen, "table"_a, "now_ns"_a, Unlocked())
+      .def_prop_ro("rows", &ForeignRegion::rows);
+}
+
 }  // namespace
 
 void bind_foreign(nb::module_& m) {
@@ -75,21 +122,6 @@ void bind_foreign(nb::module_& m) {
       .def("ask_anew", &ForeignReader::ask_anew)
       .def_prop_ro("rows", &ForeignReader::rows)
       .def_prop_ro("scanned_ns", &ForeignReader::scanned_ns);
-  nb::class_<ForeignWriter>(m, "ForeignWriter")
-      .def(nb::init<int, size_t>(), "fd"_a, "rows"_a)
-      .def("set_owner", &ForeignWriter::set_owner, "number"_a, "record"_a)
-      .def("owner", &ForeignWriter::owner, "number"_a)
-      .def("put",
-           [](ForeignWriter& writer, const nb::bytes& key, Place place, uint64_t generation) {
-             writer.put(view_of(key), {place, generation});
-           },
-           "key"_a, "place"_a, "generation"_a)
-      .def("remove",
-           [](ForeignWriter& writer, const nb::bytes& key, Place place, uint64_t generation) {
-             return writer.remove(view_of(key), {place, generation});
-           },
-           "key"_a, "place"_a, "generation"_a)
-      .def("scanned", &ForeignWriter::scanned, "now_ns"_a)
-      .def_prop_ro("version_asked", &ForeignWriter::version_asked)
-      .def_prop_ro("rows", &ForeignWriter::rows);
+  bind_writer(m);
+  bind_region(m);
 }

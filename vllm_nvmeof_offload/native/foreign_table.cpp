@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <bit>
@@ -117,22 +118,41 @@ uint64_t ForeignReader::ask_anew() {
 }
 
 ForeignWriter::ForeignWriter(int fd, size_t rows) : ForeignTable(fd, true), end_(kAreasAt) {
-  const unsigned log2 = static_cast<unsigned>(std::bit_width(rows + rows / 2));
-  if (ftruncate(fd_, static_cast<off_t>(kAreasAt)) != 0) fail("ftruncate of the foreign table");
-  make_area(log2 > kLog2Min ? log2 : kLog2Min, name_);
-  word(kAreaAt).store(name_, std::memory_order_relaxed);
+  struct stat file;
+  if (fstat(fd_, &file) != 0) fail("fstat of the foreign table");
+  if (static_cast<size_t>(file.st_size) > kAreasAt) {
+    require(word(0).load(std::memory_order_acquire) == kMagic, "no foreign table");
+    end_ = static_cast<uint64_t>(file.st_size);
+    name_ = word(kAreaAt).load(std::memory_order_relaxed);
+  }
+  uint64_t name;
+  make_area(rows, name);
+  publish(name);
+  word(kRowsAt).store(0, std::memory_order_relaxed);
   word(0).store(kMagic, std::memory_order_release);
 }
 
-ForeignTable::Area ForeignWriter::make_area(unsigned log2_buckets, uint64_t& name) {
-  const uint64_t bytes = sizeof(Bucket) << log2_buckets;
+ForeignTable::Area ForeignWriter::make_area(size_t rows, uint64_t& name) {
+  const auto log2_rows = static_cast<unsigned>(std::bit_width(rows + rows / 2));
+  const unsigned log2_buckets = log2_rows > kLog2Min ? log2_rows : kLog2Min;
   const uint64_t at = end_;
-  const uint64_t end = (at + bytes + kPage - 1) / kPage * kPage;
+  const uint64_t end = (at + bytes_of(log2_buckets) + kPage - 1) / kPage * kPage;
   require(end <= kMappedBytes, "the foreign table is full");
   if (ftruncate(fd_, static_cast<off_t>(end)) != 0) fail("ftruncate of the foreign table");
   end_ = end;
   name = at / kPage << 8 | log2_buckets;
   return {reinterpret_cast<Bucket*>(memory_ + at), (uint64_t{1} << log2_buckets) - 1};
+}
+
+void ForeignWriter::publish(uint64_t name) {
+  word(kAreaAt).store(name, std::memory_order_release);
+  if (name_before_ != 0) {
+    const auto at = static_cast<off_t>((name_before_ >> 8) * kPage);
+    const auto bytes = static_cast<off_t>(bytes_of(name_before_));
+    fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, at, bytes);  // else it stays
+  }
+  name_before_ = name_;
+  name_ = name;
 }
 
 void ForeignWriter::set_owner(uint32_t number, const OwnerRecord& record) {
@@ -160,16 +180,20 @@ void ForeignWriter::insert(Area into, Bucket bucket) {
   shared(free.fingerprint).store(bucket.fingerprint, std::memory_order_release);
 }
 
-void ForeignWriter::put(std::string_view key, ForeignRow row) {
+void ForeignWriter::warm(uint64_t fingerprint) const {
+  const Area now = area();
+  __builtin_prefetch(&now.buckets[fingerprint & now.mask], 1);
+}
+
+void ForeignWriter::put(uint64_t fingerprint, ForeignRow row) {
   const uint64_t count = rows();
   if ((count + 1) * 4 > (area().mask + 1) * 3) grow(2 * (count + 1));
-  insert(area(), {fingerprint_of(key), static_cast<uint64_t>(row.place), row.generation});
+  insert(area(), {fingerprint, static_cast<uint64_t>(row.place), row.generation});
   word(kRowsAt).store(count + 1, std::memory_order_relaxed);
 }
 
-bool ForeignWriter::remove(std::string_view key, ForeignRow row) {
+bool ForeignWriter::remove(uint64_t wanted, ForeignRow row) {
   const Area now = area();
-  const uint64_t wanted = fingerprint_of(key);
   uint64_t hole = wanted & now.mask;
   for (;; hole = (hole + 1) & now.mask) {
     const Bucket& bucket = now.buckets[hole];
@@ -199,17 +223,10 @@ bool ForeignWriter::remove(std::string_view key, ForeignRow row) {
 void ForeignWriter::grow(size_t rows) {
   const Area old = area();
   uint64_t name;
-  const Area next = make_area(static_cast<unsigned>(std::bit_width(rows + rows / 2)), name);
+  const Area next = make_area(rows, name);
   for (uint64_t at = 0; at <= old.mask; ++at)
     if (old.buckets[at].fingerprint != 0) insert(next, old.buckets[at]);
-  word(kAreaAt).store(name, std::memory_order_release);
-  if (name_before_ != 0) {
-    const auto at = static_cast<off_t>((name_before_ >> 8) * kPage);
-    const auto bytes = static_cast<off_t>(sizeof(Bucket) << (name_before_ & 0xff));
-    fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, at, bytes);  // else it stays
-  }
-  name_before_ = name_;
-  name_ = name;
+  publish(name);
 }
 
 }  // namespace nvmeof

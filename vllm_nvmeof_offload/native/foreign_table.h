@@ -19,6 +19,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 #include <string_view>
 
 #include "lanes.h"
@@ -83,6 +84,7 @@ class ForeignTable {
   }
   uint64_t* owner_words(uint32_t number) const;
   Area area() const;
+  static uint64_t bytes_of(uint64_t name) { return sizeof(Bucket) << (name & 0xff); }
 
   std::byte* memory_;
   const int fd_;  // a duplicate
@@ -118,16 +120,19 @@ class ForeignReader : public ForeignTable {
   uint64_t ask_anew();
 };
 
-// The follower's side.
+// The follower's side. Its threads change rows while they hold `lock()`.
 class ForeignWriter : public ForeignTable {
  public:
-  // fd: an empty memfd. rows: room for so many at first.
+  // fd: an empty memfd, or one whose writer has ended: the table is then empty again, but the
+  // owners' records and the version asked for stay. rows: room for so many at first.
   ForeignWriter(int fd, size_t rows);
 
+  [[nodiscard]] std::unique_lock<std::mutex> lock() { return std::unique_lock(changes_); }
   void set_owner(uint32_t number, const OwnerRecord& record);
-  void put(std::string_view key, ForeignRow row);
+  void put(uint64_t fingerprint, ForeignRow row);
   // Remove the row with this key, place and generation. False: there is none.
-  bool remove(std::string_view key, ForeignRow row);
+  bool remove(uint64_t fingerprint, ForeignRow row);
+  void warm(uint64_t fingerprint) const;
   void scanned(int64_t now_ns) {
     word(kScannedAt).store(static_cast<uint64_t>(now_ns), std::memory_order_relaxed);
   }
@@ -135,11 +140,14 @@ class ForeignWriter : public ForeignTable {
  private:
   void insert(Area into, Bucket bucket);
   void grow(size_t rows);
-  Area make_area(unsigned log2_buckets, uint64_t& name);
+  Area make_area(size_t rows, uint64_t& name);
+  // Make this area the newest.
+  void publish(uint64_t name);
 
-  uint64_t end_;             // of the file
-  uint64_t name_ = 0;        // as in the header: offset in pages << 8 | log2 of the buckets
-  uint64_t name_before_ = 0; // a look-up that has begun may still be there
+  std::mutex changes_;
+  uint64_t end_;              // of the file
+  uint64_t name_ = 0;         // as in the header: offset in pages << 8 | log2 of the buckets
+  uint64_t name_before_ = 0;  // a look-up that has begun may still be there
 };
 
 }  // namespace nvmeof

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The owners: other engines whose pools lie whole on our targets, and their records.
+
+An owner is an `engine-K` directory together with the uuids of its pool. Its number is in the
+places of its chunks, and no other owner ever gets it; a pool that goes and comes back has its
+number again. Each target's thread adds what it finds there. An owner is complete when each of its
+regions has been scanned under the epoch that its rank's newest superblock names.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from vllm_nvmeof_offload.native import ForeignWriter, OwnerRecord
+from vllm_nvmeof_offload.pool.format import Superblock, newest_of
+from vllm_nvmeof_offload.protocol import TAG_BYTES
+
+#: Numbers that a place has room for, from 1 on, with room to spare in the table's page of records.
+OWNERS_MAX = 8191
+NONE, SCANNING, COMPLETE, DEAD = range(4)
+#: A server that starts makes its regions one after another: nothing is logged for so long.
+_PATIENCE_S = 5.0
+_NO_TAG = bytes(TAG_BYTES)
+
+
+class RegionName(NamedTuple):
+    """`targets[target]/KEYSPACE/engine-ENGINE/rank-RANK`."""
+
+    engine: int
+    rank: int
+    target: int
+
+
+class Wanted(NamedTuple):
+    """The rows that a region is to have in the foreign table.
+
+    owner: its number. epoch: of the entries that count. version: the version asked for; only what
+    was written since then counts.
+    """
+
+    owner: int
+    epoch: int
+    version: int
+
+
+@dataclass(slots=True)
+class _Part:
+    """One region. done: what its rows are, after a whole scan."""
+
+    superblock: Superblock
+    is_held: bool
+    done: Wanted | None = None
+    rows: int = 0
+
+
+class _Pool(NamedTuple):
+    """What an engine's superblocks say together. tag: zeros while those of its ranks differ."""
+
+    uuids: tuple[bytes, ...]
+    epochs: tuple[int, ...]
+    tag: bytes
+
+
+@dataclass(slots=True)
+class _Engine:
+    """pool: of its owner; None: the engine has none. left_out: why, and since when."""
+
+    parts: dict[tuple[int, int], _Part] = field(default_factory=dict)
+    pool: _Pool | None = None
+    number: int = 0
+    left_out: tuple[str, float] = ("", 0.0)
+    logged: str = ""
+
+
+class Owners:
+    """Thread-safe; no call waits for a target."""
+
+    def __init__(self, table: ForeignWriter, ranks: int, clock: Callable[[], float]) -> None:
+        """ranks: of each engine, the first so many are followed. clock: monotonic, seconds.
+
+        Owners of an earlier follower of this table are gone, and their numbers are used up.
+        """
+        self._table = table
+        self._ranks = ranks
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._version = table.version_asked
+        self._engines: dict[int, _Engine] = {}
+        self._numbers: dict[tuple[int, tuple[bytes, ...]], int] = {}
+        self._written: dict[int, tuple[object, ...]] = {}
+        self._last = 0
+        while self._last < OWNERS_MAX and any(table.owner(self._last + 1).pool_uuid):
+            self._last += 1
+            old = table.owner(self._last)
+            gone = OwnerRecord(old.version, old.tag, old.pool_uuid, old.engine_index, NONE, 0)
+            table.set_owner(self._last, gone)
+
+    def ask(self, version: int) -> None:
+        """Begin every owner again, with what is written from now on, if `version` is a new one."""
+        with self._lock:
+            if version != self._version:
+                self._version = version
+                for engine in self._engines:
+                    self._settle(engine)
+
+    def found(self, region: RegionName, superblock: Superblock, is_held: bool) -> None:
+        """Add what is on a target now. is_held: a process holds the region's lock."""
+        with self._lock:
+            parts = self._engines.setdefault(region.engine, _Engine()).parts
+            part = parts.setdefault(region[1:], _Part(superblock, is_held))
+            part.superblock, part.is_held = superblock, is_held
+            self._settle(region.engine)
+
+    def lost(self, region: RegionName) -> None:
+        """The region is not on the target any more."""
+        with self._lock:
+            engine = self._engines.get(region.engine)
+            if engine is not None and engine.parts.pop(region[1:], None) is not None:
+                self._settle(region.engine)
+                if not engine.parts:
+                    del self._engines[region.engine]
+
+    def wanted(self, region: RegionName) -> Wanted | None:
+        """Return what the region's rows have to be; None: it has none, because it has no owner."""
+        with self._lock:
+            engine = self._engines.get(region.engine)
+            return None if engine is None else self._wanted(engine, region.rank)
+
+    def scanned(self, region: RegionName, done: Wanted, rows: int) -> None:
+        """The region's rows in the table are what was wanted, after a whole scan."""
+        with self._lock:
+            engine = self._engines[region.engine]
+            part = engine.parts[region[1:]]
+            part.rows = rows
+            if part.done != done:
+                part.done = done
+                self._settle(region.engine)
+
+    def _wanted(self, engine: _Engine, rank: int) -> Wanted | None:
+        pool = engine.pool
+        if pool is None or rank >= len(pool.epochs):
+            return None
+        return Wanted(engine.number, pool.epochs[rank], self._version)
+
+    def _settle(self, index: int) -> None:
+        """Find the engine's owner, and write its record if it changes."""
+        engine = self._engines[index]
+        pool, why_not = _pool_of(engine.parts, self._ranks)
+        if engine.pool is not None and (pool is None or pool.uuids != engine.pool.uuids):
+            self._write(index, engine, engine.pool, NONE)
+            engine.pool = None
+        self._log(index, engine, why_not)
+        if pool is None:
+            return
+        number = self._number((index, pool.uuids))
+        if number == 0:
+            self._log(index, engine, f"{OWNERS_MAX} owners were numbered before it")
+            return
+        engine.pool, engine.number = pool, number
+        parts = engine.parts.items()
+        if any(part.done != self._wanted(engine, rank) for (rank, _), part in parts):
+            state = SCANNING
+        else:
+            state = COMPLETE if any(part.is_held for _, part in parts) else DEAD
+        self._write(index, engine, pool, state)
+
+    def _number(self, owner: tuple[int, tuple[bytes, ...]]) -> int:
+        """Return the owner's number; 0: all are used up."""
+        if owner not in self._numbers and self._last < OWNERS_MAX:
+            self._last += 1
+            self._numbers[owner] = self._last
+        return self._numbers.get(owner, 0)
+
+    def _write(self, index: int, engine: _Engine, pool: _Pool, state: int) -> None:
+        rows = sum(part.rows for part in engine.parts.values()) if state != NONE else 0
+        record = self._version, pool.tag, pool.uuids[0], index, state, rows
+        if self._written.get(engine.number) != record:
+            self._written[engine.number] = record
+            self._table.set_owner(engine.number, OwnerRecord(*record))
+
+    def _log(self, index: int, engine: _Engine, why_not: str) -> None:
+        """Log once why an engine is left out, when it has been so for a while."""
+        if engine.left_out[0] != why_not:
+            engine.left_out = why_not, self._clock()
+        is_old = self._clock() - engine.left_out[1] >= _PATIENCE_S
+        if why_not and is_old and engine.logged != why_not:
+            engine.logged = why_not
+            print(f"share: engine-{index} is not read: {why_not}", file=sys.stderr, flush=True)
+
+
+def _pool_of(parts: Mapping[tuple[int, int], _Part], ranks: int) -> tuple[_Pool | None, str]:
+    """Return what the superblocks say together, or why no chunk of the engine can be read."""
+    world_size = max((part.superblock.world_size for part in parts.values()), default=1)
+    newest: list[Superblock] = []
+    for rank in range(min(ranks, world_size)):
+        all_of = [part.superblock for (one, _), part in parts.items() if one == rank]
+        if not all_of:
+            return None, f"rank {rank} has nothing on our targets"
+        count = all_of[0].target_count
+        if sorted(one.target_index for one in all_of) != list(range(count)):
+            return None, f"its pool is on {count} targets, and {len(all_of)} of them are ours"
+        if len({one.uuid for one in all_of}) > 1:
+            return None, "its targets have parts of different pools"
+        last = newest_of(all_of)
+        if last is None:
+            return None, "its superblocks contradict each other"
+        newest.append(last)
+    tags = {one.tag for one in newest}
+    tag = newest[0].tag if len(tags) == 1 else _NO_TAG
+    return _Pool(tuple(one.uuid for one in newest), tuple(one.epoch for one in newest), tag), ""

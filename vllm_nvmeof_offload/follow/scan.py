@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scans the regions of other engines on one target: finds them, reads their tables again and again.
+
+What is read is a hint, so nothing is locked and nothing is waited for: an entry that is being
+written fails its CRC and is read again in the next pass. All files are opened for reading only.
+
+A table is read whole, which costs 9 ms per million entries, unless its file has not changed for a
+while. The kernel sets a file's time before it copies the bytes, so a change may follow the time
+that was seen by a moment: such a table is read again all the same, only less often.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_nvmeof_offload.errors import PoolFormatError
+from vllm_nvmeof_offload.follow.owners import Owners, RegionName, Wanted
+from vllm_nvmeof_offload.native import ForeignRegion, ForeignWriter
+from vllm_nvmeof_offload.pool.format import (
+    LOCK_FILE,
+    SUPERBLOCK_FILE,
+    TABLE_FILE,
+    Superblock,
+    read_superblock,
+)
+from vllm_nvmeof_offload.pool.lock import probe_lock
+
+#: Interval at which a target is searched for engines, and their locks are probed.
+DISCOVERY_S = 1.0
+#: With several ranks, an entry is offered so long after it was first seen: the other ranks may
+#: still write their parts.
+YOUNG_S = 0.05
+#: A table whose file has not changed for so long is read only at this interval.
+QUIET_S, QUIET_READ_S = 1.0, 5.0
+#: The region is gone, or is not ours to read. Any other error leaves what is known of it.
+_GONE = frozenset(
+    {errno.ENOENT, errno.ESTALE, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP}
+)
+_PREFIX = "engine-"
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What is followed.
+
+    targets: our directories. keyspace: its digest. engine_index: ours, which is left out. ranks:
+    of each engine, the first so many; more than one where ranks share single copies.
+    """
+
+    targets: tuple[Path, ...]
+    keyspace: str
+    engine_index: int
+    ranks: int
+
+
+class _Region:
+    """One region: its superblock, its lock, and its table once it has an owner."""
+
+    def __init__(self, scope: Scope, name: RegionName) -> None:
+        place = f"{_PREFIX}{name.engine}", f"rank-{name.rank}"
+        self.name = name
+        self.directory = scope.targets[name.target].joinpath(scope.keyspace, *place)
+        self.superblock: Superblock | None = None
+        self.is_held = False
+        #: Nothing is tried before the next discovery.
+        self.has_failed = False
+        self._scope = scope
+        self._superblock_seen = self._lock_seen = (0, 0)
+        self._fd = -1
+        self._rows: ForeignRegion | None = None
+        self._of: Superblock | None = None  # the rows are of a table of this shape
+        self._begun: Wanted | None = None
+        self._read_s, self._changed_ns = float("-inf"), 0
+
+    def read_superblock(self) -> bool:
+        """Read the superblock if it was replaced; return whether it was.
+
+        OSError, `_GONE` if there is none for us. PoolFormatError: it is damaged, or of another
+        region.
+        """
+        seen = _stamp_of(self.directory / SUPERBLOCK_FILE)
+        if seen == self._superblock_seen:
+            return False
+        found = read_superblock(self.directory)
+        ours = self._scope.keyspace, self.name.rank
+        if found is None or (found.keyspace, found.rank) != ours or found.slots >= 1 << 32:
+            raise PoolFormatError("of another region")
+        self.superblock, self._superblock_seen = found, seen
+        return True
+
+    def probe_lock(self) -> None:
+        """Learn whether a process holds the region.
+
+        A probe can keep a server that starts at that very moment out of its directory, so a lock
+        that is free is not probed again before somebody has written it.
+        """
+        try:
+            seen = _stamp_of(self.directory / LOCK_FILE)
+        except FileNotFoundError:
+            self.is_held = False
+            return
+        if self.is_held or seen != self._lock_seen:
+            self.is_held = probe_lock(self.directory).may_live
+            self._lock_seen = seen
+
+    def follow(self, table: ForeignWriter, wanted: Wanted, now_s: float) -> tuple[int, bool]:
+        """Give the region the rows that are wanted. Returns their number, and whether it began.
+
+        OSError: the table cannot be read; what is offered of it stays.
+        """
+        rows = self._opened(table, wanted.owner)
+        begins = self._begun != wanted
+        if begins:
+            version_before = self._begun.version if self._begun is not None else 0
+            rows.begin(table, wanted.epoch, wanted.version != version_before)
+            self._begun, self._read_s = wanted, float("-inf")
+        now_ns = int(now_s * 1e9)
+        changed_ns = os.fstat(self._fd).st_mtime_ns
+        if (
+            changed_ns != self._changed_ns
+            or time.time_ns() - changed_ns < QUIET_S * 1e9
+            or now_s - self._read_s >= QUIET_READ_S
+        ):
+            error = rows.scan(table, self._fd, now_ns)
+            if error:
+                raise OSError(error, os.strerror(error))
+            self._read_s, self._changed_ns = now_s, changed_ns
+        else:
+            rows.ripen(table, now_ns)
+        return rows.rows, begins
+
+    def _opened(self, table: ForeignWriter, owner: int) -> ForeignRegion:
+        """Return the region's rows, of this owner and of a table of the present shape."""
+        now, before = self.superblock, self._of
+        assert now is not None
+        same = before is not None and (before.slots, before.groups) == (now.slots, now.groups)
+        belongs = self._begun is not None and self._begun.owner == owner
+        if same and belongs and self._rows is not None:
+            return self._rows
+        self.leave(table)
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._fd = os.open(self.directory / TABLE_FILE, flags)
+        # A server whose ranks share nothing cannot read what another's have only once.
+        shares = self._scope.ranks > 1
+        groups = [(group.group_id, group.set_size if shares else 1) for group in now.groups]
+        home = owner, self.name.target, self.name.rank
+        young_ns = int(YOUNG_S * 1e9) if now.world_size > 1 else 0
+        self._rows, self._of = ForeignRegion(home, now.slots, groups, young_ns), now
+        return self._rows
+
+    def leave(self, table: ForeignWriter) -> None:
+        """Withdraw all rows, and close the table."""
+        if self._rows is not None:
+            self._rows.begin(table, 0, False)
+            os.close(self._fd)
+        self._rows = self._begun = None
+
+
+class TargetScan:
+    """Follows the regions on one target; runs on a thread of its own, because a target may hang."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        target: int,
+        table: ForeignWriter,
+        owners: Owners,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """clock: monotonic, seconds; the one of the table's readers."""
+        self._scope = scope
+        self._target = target
+        self._table = table
+        self._owners = owners
+        self._clock = clock
+        self._regions: dict[RegionName, _Region] = {}
+        self._discovered_s = float("-inf")
+        self._logged = ""
+
+    def scan(self) -> float:
+        """Look at every region once; return the CPU seconds, first scans of a region left out."""
+        begun_s, first_s = time.thread_time(), 0.0
+        now_s = self._clock()
+        self._owners.ask(self._table.version_asked)
+        if now_s - self._discovered_s >= DISCOVERY_S:
+            self._discovered_s = now_s
+            self._discover()
+        for region in list(self._regions.values()):
+            if not region.has_failed:
+                first_s += self._look_at(region, now_s)
+        self._table.scanned(int(self._clock() * 1e9))
+        return time.thread_time() - begun_s - first_s
+
+    def _discover(self) -> None:
+        """Find the regions on the target, and who holds them."""
+        space = self._scope.targets[self._target] / self._scope.keyspace
+        try:
+            engines = _engines_in(space)
+        except OSError as error:
+            self._log(f"{space}: {error.strerror}")
+            return  # what is known stays: a target that fails is not searched
+        for engine in engines - {self._scope.engine_index}:
+            for rank in range(self._scope.ranks):
+                name = RegionName(engine, rank, self._target)
+                if name not in self._regions:
+                    self._regions[name] = _Region(self._scope, name)
+        for region in list(self._regions.values()):
+            region.has_failed = False
+            try:
+                region.read_superblock()
+                region.probe_lock()
+            except (OSError, PoolFormatError) as error:
+                self._fail(region, error)
+            else:
+                assert region.superblock is not None
+                self._owners.found(region.name, region.superblock, region.is_held)
+
+    def _look_at(self, region: _Region, now_s: float) -> float:
+        """Scan one region; return the CPU seconds if that was a first scan, else 0."""
+        begun_s = time.thread_time()
+        try:
+            if region.read_superblock():
+                assert region.superblock is not None
+                self._owners.found(region.name, region.superblock, region.is_held)
+            wanted = self._owners.wanted(region.name)
+            if wanted is None:
+                region.leave(self._table)
+                return 0.0
+            rows, begins = region.follow(self._table, wanted, now_s)
+        except (OSError, PoolFormatError) as error:
+            self._fail(region, error)
+            return 0.0
+        self._owners.scanned(region.name, wanted, rows)
+        return time.thread_time() - begun_s if begins else 0.0
+
+    def _fail(self, region: _Region, error: OSError | PoolFormatError) -> None:
+        """Forget a region that is gone; leave one that cannot be read for a while as it is."""
+        if isinstance(error, PoolFormatError) or error.errno in _GONE:
+            region.leave(self._table)
+            del self._regions[region.name]
+            self._owners.lost(region.name)
+        else:
+            region.has_failed = True
+            self._log(f"{region.directory}: {error.strerror}")
+
+    def _log(self, line: str) -> None:
+        """Log an error of the target, if it is not the last one again."""
+        if line != self._logged:
+            self._logged = line
+            print(f"share: {line}", file=sys.stderr, flush=True)
+
+
+def _engines_in(space: Path) -> set[int]:
+    """Return the numbers of the engines' directories; empty if there is no keyspace.
+
+    OSError: it cannot be listed.
+    """
+    try:
+        names = os.listdir(space)
+    except FileNotFoundError:
+        return set()
+    numbers = (name.removeprefix(_PREFIX) for name in names if name.startswith(_PREFIX))
+    return {int(text) for text in numbers if text.isdecimal() and str(int(text)) == text}
+
+
+def _stamp_of(path: Path) -> tuple[int, int]:
+    """Return what differs when a file was written, or replaced. Raises OSError."""
+    status = os.stat(path, follow_symlinks=False)
+    return status.st_ino, status.st_mtime_ns

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the table of one region of another engine had when it was last read, and which of its
+// chunks are in the foreign table. A scan reads the whole table and compares the first 16 bytes of
+// each entry with those of the scan before: a slot that was written again has another checksum and
+// another generation. Only what differs is decoded.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "foreign_table.h"
+#include "huge_pages.h"
+#include "members.h"
+
+namespace nvmeof {
+
+class ForeignRegion {
+ public:
+  struct Group {
+    uint32_t id;
+    uint32_t set_size;  // ranks that share single copies; 1: single copies are not offered
+  };
+  // The owner's number, our target where the region is, the owner's rank that writes it.
+  struct Home {
+    uint32_t owner, target, rank;
+  };
+
+  // slots: of the region. young_ns: an entry is offered so long after it was first seen.
+  ForeignRegion(Home home, uint64_t slots, std::vector<Group> groups, int64_t young_ns);
+
+  // Offer nothing of what was offered; from now on offer entries with this epoch. from_now: only
+  // what is written after the next scan, whichever epochs follow.
+  void begin(ForeignWriter& table, uint32_t epoch, bool from_now);
+  // Read the table, of which fd is a file, and offer what it has. Returns an errno; 0: it was read
+  // to its end. What is cut off counts as empty.
+  int scan(ForeignWriter& table, int fd, int64_t now_ns);
+  // Offer what was too young. A scan ends with it.
+  void ripen(ForeignWriter& table, int64_t now_ns);
+  // The chunks that are offered.
+  uint64_t rows() const { return rows_; }
+
+ private:
+  // Where an entry begins.
+  struct Head {
+    uint32_t crc = 0, epoch = 0;
+    uint64_t generation = 0;
+    bool operator==(const Head&) const = default;
+  };
+  // An entry that was seen for the first time. fingerprint: 0: it is not to be offered.
+  struct Seen {
+    int64_t at_ns;
+    uint64_t slot;
+    Head head;
+    uint64_t fingerprint;
+    bool single_copy;
+  };
+  // Of `marks_`. BEFORE: the entry was there when only later ones were asked for.
+  static constexpr uint8_t kSingleCopy = 1, kBefore = 2;
+
+  Seen decode(const std::byte* entry, uint64_t slot, int64_t now_ns) const;
+  void compare(ForeignWriter& table, uint64_t first, size_t count, int64_t now_ns);
+  void take(ForeignWriter& table, const Seen& seen);
+  void offer(ForeignWriter& table, const Seen& seen);
+  void withdraw(ForeignWriter& table, uint64_t slot);
+  Place place_of_row(uint64_t slot) const;
+
+  const Home home_;
+  const std::vector<Group> groups_;
+  const int64_t young_ns_;
+  uint32_t epoch_ = 0;
+  bool from_now_ = false;
+  uint64_t rows_ = 0;
+  // By slot. A fingerprint is not 0 while the chunk is offered.
+  HugeVector<Head> heads_;
+  HugeVector<uint64_t> fingerprints_;
+  std::vector<uint8_t> marks_;
+  std::vector<std::byte> buffer_;
+  std::vector<Seen> changed_;
+  std::vector<Seen> young_;  // the oldest first
+};
+
+}  // namespace nvmeof
