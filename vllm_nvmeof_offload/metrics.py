@@ -83,10 +83,12 @@ def _one(name: str, *values: str) -> tuple[Label, ...]:
 COUNTERS = _table(
     "counter",
     # -- what requests find
-    _row("lookups", "chunks", _one("source", "cpu", "pool", "miss"),
-         "Chunks looked up, by the tier that had them; a remembered answer counts once."),
-    _row("loaded_tokens", "tokens", _one("source", "cpu", "pool"),
-         "Tokens whose KV a load was started for, by the tier it was loaded from."),
+    _row("lookups", "chunks", _one("source", "cpu", "pool", "shared", "miss"),
+         "Chunks looked up, by the tier that had them; shared: another engine's pool; a remembered "
+         "answer counts once."),
+    _row("loaded_tokens", "tokens", _one("source", "cpu", "pool", "shared"),
+         "Tokens whose KV a load was started for, by the tier it was loaded from; shared: another "
+         "engine's pool."),
     _row("failed_load_tokens", "tokens", (),
          "Tokens whose load failed and which were recomputed."),
     _row("declined_tokens", "tokens", (),
@@ -112,6 +114,15 @@ COUNTERS = _table(
     _row("resumed_chunk_tokens_lost", "tokens", (),
          "Tokens of resumed requests in full chunks that had been computed before the preemption "
          "and were computed again."),
+    # -- other engines' chunks
+    _row("borrowed_chunks", "chunks", (),
+         "Chunks that every rank read from another engine's pool."),
+    _row("borrowed_bytes", "bytes", (),
+         "Bytes that one rank read of chunks borrowed from another engine's pool."),
+    _row("borrow_failures", "chunks", _one("reason", *_OUTCOMES[:-1], "attach"),
+         "Chunks of another engine's pool that could not be read, by reason; such a chunk is "
+         "computed again, or stored again when it is needed. attach: engines, instead of chunks, "
+         "whose files a rank could not open."),
     # -- ahead of need
     _row("prefetches", "chunks", _one("reason", "reload", "queue", "probe"),
          "Chunks fetched from the pool into the CPU tier ahead of need, by reason."),

@@ -22,7 +22,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vllm_nvmeof_offload.errors import CANCELLED, ERRORS, Outcome, Scope, io_error, outcome_of
+from vllm_nvmeof_offload.errors import (
+    CANCELLED,
+    ERRORS,
+    Outcome,
+    OutcomeKind,
+    Scope,
+    code_of,
+    io_error,
+    outcome_of,
+)
 from vllm_nvmeof_offload.manager.eviction import LruPolicy, MakePolicy
 from vllm_nvmeof_offload.manager.handshake import Agreement, CoreConfig, WritePolicy
 from vllm_nvmeof_offload.manager.hold_and_prefetch import Holds, Reason, ReloadScheduler
@@ -34,11 +43,14 @@ from vllm_nvmeof_offload.manager.prefix_order import prefix_order, tokens_by_sou
 from vllm_nvmeof_offload.manager.store_threshold import StoreThreshold
 from vllm_nvmeof_offload.manager.target_choice import Targets
 from vllm_nvmeof_offload.metrics import Counts, Series
-from vllm_nvmeof_offload.native import Batch, LookUps, Tiers
+from vllm_nvmeof_offload.native import Batch, Foreign, LookUps, Tiers
 from vllm_nvmeof_offload.protocol import (
+    OURS,
     TAG_BYTES,
+    AttachCommand,
     CancelCommand,
     Command,
+    DetachCommand,
     FetchCommand,
     LevelReport,
     LoadCommand,
@@ -50,6 +62,7 @@ from vllm_nvmeof_offload.protocol import (
     StoreCommand,
     Urgency,
     WriteCommand,
+    owners_of,
     targets_of,
 )
 
@@ -57,7 +70,7 @@ __all__ = ["CoreConfig", "ManagerCore", "Source", "StorePlan"]
 #: The least number of keys whose sightings are counted; the default is the number of slots.
 _SIGHTINGS_MIN = 1 << 16
 #: By the number that the native look-up returns.
-_SOURCES = (None, Source.CPU, Source.POOL)
+_SOURCES = (None, Source.CPU, Source.POOL, Source.SHARED)
 #: The tiers that a look-up may hit, as bits.
 FROM_CPU, FROM_POOL = 1, 2
 #: How `Tiers.plan_store` stores a wanted key.
@@ -73,6 +86,7 @@ _NATIVE_COUNTS: tuple[Series, ...] = (
     "written_chunks",
     "retired_pool_slots",
     "superseded_chunks",
+    "borrowed_chunks",
 )
 
 
@@ -92,6 +106,7 @@ class ManagerCore:
 
     first_generation: for simulations; None: random.
     prompts_s: seconds that the model has computed prompts since the start.
+    foreign: what other engines have, on the same targets; None: nothing is shared.
     """
 
     def __init__(
@@ -103,6 +118,7 @@ class ManagerCore:
         *,
         first_generation: int | None = None,
         prompts_s: Callable[[], float] = lambda: 0.0,
+        foreign: Foreign | None = None,
     ) -> None:
         self.config = config
         self.capacity = capacity = agreement.capacity
@@ -120,10 +136,13 @@ class ManagerCore:
         self.unequal_groups: list[int] = []
         self._clock = clock
         self._ledger = Ledger(config.world_size, clock, prompts_s)
+        self._foreign = foreign
+        if foreign is not None:
+            foreign.set_tag(self._tag)
         self._tiers = tiers = self._make_tiers(policy)
         #: Changes of the tiers' contents, if the configuration asks for them.
         self.kv_events = KvEventLog(tiers, config.key_bytes) if config.kv_events else None
-        self._unsent: list[CancelCommand | ResetCommand] = []
+        self._unsent: list[Command] = []
         self._holds = Holds(tiers, self._unsent, self.counters)
         #: The caller reports to it each request that begins to wait, and that waits no more.
         self.reload = ReloadScheduler(config, capacity, self._holds, clock)
@@ -161,6 +180,7 @@ class ManagerCore:
             set_sizes=self.capacity.set_sizes,
             equal_min=config.equal_min,
             sample_every=config.sample_every,
+            foreign=self._foreign,
         )
 
     # -- look-up ----------------------------------------------------------------------
@@ -291,6 +311,7 @@ class ManagerCore:
         batch = self._tiers.plan_load(in_order, land_max, order)
         op = self._ledger.open(OpKind.LOAD, batch)
         op.tokens = len(tokens)
+        self._attach()
         self._load_times.planned(op, limit_s)
         self._holds.used(keys)
         self._count_loaded(op, batch, tokens, ends)
@@ -300,14 +321,50 @@ class ManagerCore:
     def _count_loaded(
         self, op: Op, batch: Batch, tokens: range, ends: npt.NDArray[np.int64] | None
     ) -> None:
+        per_chunk = self.config.groups[0].tokens_per_chunk
         if ends is None:
-            per_chunk = self.config.groups[0].tokens_per_chunk
             cpu, pool = (len(batch) - op.reads) * per_chunk, op.reads * per_chunk
         else:
             from_pool = batch.places >= 0
             cpu, pool = tokens_by_source(tokens, ends, from_pool, batch.groups, self.config.groups)
         self.counters["loaded_tokens", "cpu"] += cpu
+        if self._foreign is not None and op.reads:
+            borrowed = owners_of(batch.places) > OURS
+            if ends is None:
+                shared = int(np.count_nonzero(borrowed)) * per_chunk
+            else:
+                groups = self.config.groups
+                _, shared = tokens_by_source(tokens, ends, borrowed, batch.groups, groups)
+            self.counters["loaded_tokens", "shared"] += shared
+            pool -= shared
         self.counters["loaded_tokens", "pool"] += pool
+
+    # -- other engines' chunks --------------------------------------------------------
+
+    def _attach(self) -> None:
+        """Have the ranks open the regions that the next commands name for the first time."""
+        if self._foreign is None:
+            return
+        for owner, engine_index, pool_uuid in self._foreign.take_attachments():
+            op = self._ledger.open(OpKind.ATTACH)
+            op.owner = owner
+            self._unsent.append(AttachCommand(op.number, owner, engine_index, pool_uuid))
+
+    def _detach(self) -> None:
+        """Have the ranks close the regions of engines that are gone."""
+        if self._foreign is not None:
+            gone = self._foreign.take_detachments()
+            self._unsent += [DetachCommand(owner) for owner in gone]
+
+    def _attach_reported(self, op: Op, report: OpReport) -> None:
+        assert self._foreign is not None
+        op.ranks_left -= 1
+        if report.codes is not None and report.codes[0] and op.failure is None:
+            op.failure = outcome_of(int(report.codes[0]), 0)
+            self._foreign.attach_failed(op.owner)
+            self.counters["borrow_failures", "attach"] += 1
+        if op.failure is not None and not op.ranks_left and self._foreign.detach(op.owner):
+            self._unsent.append(DetachCommand(op.owner))  # some ranks may have opened them
 
     # -- commands and reports ---------------------------------------------------------
 
@@ -321,7 +378,8 @@ class ManagerCore:
 
     def take_commands(self) -> list[Command]:
         """Everything to send to every rank with this step, in order."""
-        commands: list[Command] = list(self._unsent)
+        self._attach()
+        commands = list(self._unsent)
         self._unsent.clear()
         writes = self._tiers.take_writes()
         if len(writes):
@@ -336,6 +394,7 @@ class ManagerCore:
             self._holds.sent(op)
             urgency = Urgency.URGENT if reason is Reason.RELOAD else Urgency.PREFETCH
             commands.append(FetchCommand(op.number, columns_of(fetches), urgency))
+        self._detach()  # with the next step: this one's loads may name them
         return commands
 
     def report(self, reports: Iterable[Report]) -> None:
@@ -354,7 +413,9 @@ class ManagerCore:
     def _reported(self, op: Op, report: OpReport) -> None:
         op.seconds = max(op.seconds, report.seconds)
         batch, kind = op.batch, op.kind
-        if batch is None:
+        if batch is None and kind is OpKind.ATTACH:
+            self._attach_reported(op, report)
+        elif batch is None:
             self._reset_reported(op, report)
         else:
             lost, decided, failed, ended = self._tiers.report(
@@ -377,6 +438,8 @@ class ManagerCore:
                 self._count_failures(
                     op, batch.codes[failed], batch.errors[failed], batch.places[failed]
                 )
+            if ended and self._foreign is not None and kind is not OpKind.WRITE:
+                self.counters["borrowed_bytes"] += batch.borrowed(self._lane_bytes)
             if ended and kind is OpKind.LOAD:
                 self._load_times.loaded(op)
             elif ended and op.probe:
@@ -426,6 +489,12 @@ class ManagerCore:
         places: npt.NDArray[np.int64],
     ) -> None:
         """Rows of an op failed on some rank, and all ranks have reported on them."""
+        count = len(codes)
+        if self._foreign is not None:
+            borrows = (owners_of(places) > OURS) & (codes != code_of(OutcomeKind.CANCELLED))
+            for code in codes[borrows].tolist():
+                self.counters["borrow_failures", outcome_of(code, 0).kind.value] += 1
+            codes, errnos, places = codes[~borrows], errnos[~borrows], places[~borrows]
         targets = np.where(places >= 0, targets_of(places), -1)
         for code, target in set(zip(codes.tolist(), targets.tolist(), strict=True)):
             same = np.flatnonzero((codes == code) & (targets == target))
@@ -435,7 +504,7 @@ class ManagerCore:
             self.counters[series] += len(same)
             self.last_failures[series] = outcome
         if op.kind is OpKind.LOAD:
-            self.counters["failed_load_tokens"] += self._tokens_lost(op, len(codes))
+            self.counters["failed_load_tokens"] += self._tokens_lost(op, count)
 
     def _tokens_lost(self, op: Op, chunks: int) -> int:
         """Tokens that are computed again because so many more chunks of a load have failed."""
@@ -468,7 +537,9 @@ class ManagerCore:
         last = self._unsent[-1] if self._unsent else None
         if isinstance(last, ResetCommand) and last.named == named and not self._tiers:
             return False  # weights come in many pieces
-        self._unsent[:] = [one for one in self._unsent if isinstance(one, ResetCommand)]
+        self._unsent[:] = [one for one in self._unsent if not isinstance(one, CancelCommand)]
+        if self._foreign is not None:
+            self._foreign.set_tag(self._tag if named else b"")
         self._tiers.reset()
         self._holds.reset()
         self.reload.reset()

@@ -31,10 +31,10 @@ from vllm_nvmeof_offload.manager.handshake import Capacity, CoreConfig
 from vllm_nvmeof_offload.manager.ledger import Op
 from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.native import Tiers
-from vllm_nvmeof_offload.protocol import CancelCommand, ResetCommand
+from vllm_nvmeof_offload.protocol import CancelCommand, Command
 
 #: What `Tiers.lookup` answers.
-_CPU, _POOL = 1, 2
+_CPU, _POOL, _SHARED = 1, 2, 3
 
 #: Share of the slots that always stays evictable: new chunks must find room.
 _ROOM_SHARE = 0.125
@@ -69,9 +69,7 @@ class _Held:
 class Holds:
     """The held chunks."""
 
-    def __init__(
-        self, tiers: Tiers, unsent: list[CancelCommand | ResetCommand], counters: Counts
-    ) -> None:
+    def __init__(self, tiers: Tiers, unsent: list[Command], counters: Counts) -> None:
         self.fetching = 0  # fetches under way that are still wanted
         self.counts = dict.fromkeys(Reason, 0)  # held, by reason
         self.held: dict[bytes, _Held] = {}  # by key
@@ -81,7 +79,8 @@ class Holds:
         self._room_min = max(1, int(_ROOM_SHARE * tiers.cache_slots))
 
     def source(self, key: bytes) -> int:
-        """Where `key` is: `CPU`, a cache slot; `POOL`, only there, on a usable target; 0."""
+        """Where `key` is: `CPU`, a cache slot; `POOL`, only there, on a usable target; `SHARED`,
+        only in another engine's pool; 0."""
         return self._tiers.lookup(key)
 
     def hold(self, key: bytes, reason: Reason) -> bool:
@@ -94,7 +93,7 @@ class Holds:
         return True
 
     def fetch(self, key: bytes, reason: Reason) -> bool:
-        """Begin to read a chunk that is only in the pool into a cache slot, and hold it."""
+        """Begin to read a chunk that is only in a pool into a cache slot, and hold it."""
         fetch = self._tiers.begin_fetch(key, reason) if self._has_room() else None
         if fetch is None:
             return False
@@ -319,7 +318,7 @@ class ReloadScheduler:
         if self._holds.counts[Reason.PROBE]:
             return
         for key in keys[:_PROBES_MAX]:
-            if key not in self._holds.held and self._holds.source(key) == _POOL:
+            if key not in self._holds.held and self._holds.source(key) in (_POOL, _SHARED):
                 self._holds.fetch(key, Reason.PROBE)
 
     def turn(self) -> None:

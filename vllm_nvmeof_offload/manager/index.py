@@ -12,6 +12,7 @@ class Source(enum.Enum):
 
     CPU = "cpu"
     POOL = "pool"
+    SHARED = "shared"  # another engine's pool
 
 
 class State(enum.IntEnum):
@@ -23,6 +24,7 @@ class State(enum.IntEnum):
     BOTH = 4
     POOLED = 5
     FETCHING = 6
+    BORROWING = 7
 
 
 @dataclass(frozen=True, slots=True)

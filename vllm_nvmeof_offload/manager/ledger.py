@@ -22,15 +22,16 @@ if TYPE_CHECKING:
 class Op:
     """One operation under way.
 
-    batch: its rows, as the manager knows them; None: a reset, which has one row.
+    batch: its rows, as the manager knows them; None: a reset or an attach, which has one row.
     """
 
     number: int
     kind: OpKind
     issued_s: float
     batch: Batch | None
-    ranks_left: int  # of a reset: ranks that have not reported
-    failure: Outcome | None = None  # of a reset, on some rank
+    ranks_left: int  # of an op of one row: ranks that have not reported
+    failure: Outcome | None = None  # of it, on some rank
+    owner: int = 0  # of an attach
     #: For a load: bytes by target that it reads, and that others had yet to read before it.
     lanes: Sequence[int] = ()
     queued: Sequence[int] = ()

@@ -13,6 +13,7 @@ from types import ModuleType
 from vllm_nvmeof_offload.native._tiers import (
     Batch,
     CacheGeometry,
+    Foreign,
     ForeignReader,
     ForeignRegion,
     ForeignWriter,
@@ -31,6 +32,7 @@ __all__ = [
     "WHY_NOT",
     "Batch",
     "CacheGeometry",
+    "Foreign",
     "ForeignReader",
     "ForeignRegion",
     "ForeignWriter",

@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "foreign.h"
 #include "foreign_region.h"
-#include "foreign_table.h"
 
 using namespace nb::literals;
 using namespace nvmeof;
@@ -102,6 +102,29 @@ void bind_region(nb::module_& m) {
       .def_prop_ro("rows", &ForeignRegion::rows);
 }
 
+void bind_acceptance(nb::module_& m) {
+  nb::class_<Foreign, ForeignReader>(m, "Foreign")
+      .def(nb::init<int>(), "fd"_a)
+      .def("set_time", &Foreign::set_time, "now_s"_a)
+      .def("set_tag",
+           [](Foreign& foreign, const nb::bytes& tag) {
+             foreign.set_tag(tag.size() ? exactly<kTagBytes>(tag)
+                                        : std::array<uint8_t, kTagBytes>{});
+           },
+           "tag"_a)
+      .def("accepts", nb::overload_cast<uint32_t>(&Foreign::accepts, nb::const_), "owner"_a)
+      .def("take_attachments",
+           [](Foreign& foreign) {
+             std::vector<std::tuple<uint32_t, uint32_t, nb::bytes>> taken;
+             for (const auto& [owner, record] : foreign.take_attachments())
+               taken.emplace_back(owner, record.engine_index, bytes_of(record.pool_uuid));
+             return taken;
+           })
+      .def("take_detachments", &Foreign::take_detachments)
+      .def("attach_failed", &Foreign::attach_failed, "owner"_a)
+      .def("detach", &Foreign::detach, "owner"_a);
+}
+
 }  // namespace
 
 void bind_foreign(nb::module_& m) {
@@ -122,6 +145,7 @@ void bind_foreign(nb::module_& m) {
       .def("ask_anew", &ForeignReader::ask_anew)
       .def_prop_ro("rows", &ForeignReader::rows)
       .def_prop_ro("scanned_ns", &ForeignReader::scanned_ns);
+  bind_acceptance(m);
   bind_writer(m);
   bind_region(m);
 }

@@ -4,6 +4,7 @@
 #include "bindings_look_ups.h"
 
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <array>
@@ -26,7 +27,8 @@ bool is_key(PyObject* key, const Index& index) {
 // or down. No answer depends on it.
 class Ahead {
  public:
-  explicit Ahead(const Index& index) : index_(index) {}
+  // foreign: other engines' chunks; none: nothing is shared.
+  Ahead(const Index& index, const Foreign* foreign) : index_(index), foreign_(foreign) {}
 
   // lists: of keys, which vLLM names by these very objects. They may grow.
   void begin(const nb::iterable& lists) {
@@ -91,11 +93,13 @@ class Ahead {
     const uint32_t hash = index_.hash(PyBytes_AS_STRING(key));
     hashes_[of(place)] = hash;
     index_.warm_bucket_of(hash);
+    if (foreign_) foreign_->warm({PyBytes_AS_STRING(key), index_.key_bytes()});
   }
 
   static size_t of(Py_ssize_t place) { return static_cast<size_t>(place) % (2 * kBucket); }
 
   const Index& index_;
+  const Foreign* foreign_;
   std::vector<nb::list> lists_;
   PyObject* list_ = nullptr;  // in which the last look-up's key was found
   Py_ssize_t place_ = 0, step_ = 1;
@@ -114,8 +118,8 @@ class LookUps {
       : owner_(std::move(tiers)),
         tiers_(nb::cast<const Tiers&>(owner_)),
         sources_of_(std::move(sources_of)),
-        answers_{std::move(miss), hit, hit},
-        ahead_(tiers_.index) {}
+        answers_{std::move(miss), hit, hit, hit},
+        ahead_(tiers_.index, tiers_.foreign()) {}
 
   // The look-ups until `end` are one request's, and may hit in these sources only. lists: of its
   // keys, for speed.
@@ -151,10 +155,10 @@ class LookUps {
     return answers_[static_cast<size_t>(source)].inc_ref().ptr();
   }
 
-  std::tuple<uint64_t, uint64_t, uint64_t> take_counts() {
+  // That missed, and that hit in each source.
+  std::vector<uint64_t> take_counts() {
     const auto counts = std::exchange(counts_, {});
-    return {counts[static_cast<size_t>(Source::CPU)], counts[static_cast<size_t>(Source::POOL)],
-            counts[static_cast<size_t>(Source::NONE)]};
+    return {counts.begin(), counts.end()};
   }
 
  private:
@@ -168,13 +172,13 @@ class LookUps {
   nb::object owner_;
   const Tiers& tiers_;
   nb::object sources_of_;
-  std::array<nb::object, 3> answers_;  // by source
+  std::array<nb::object, kSources> answers_;  // by source
   nb::object context_;                 // of the last look-up
   uint8_t sources_ = 0;                // of its look-ups
   uint8_t allowed_ = kFromCpu | kFromPool;
   bool begun_ = false;
   nb::list hits_, misses_;
-  std::array<uint64_t, 3> counts_{};   // by source
+  std::array<uint64_t, kSources> counts_{};  // by source
   Ahead ahead_;
 };
 

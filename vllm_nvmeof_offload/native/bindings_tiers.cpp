@@ -101,7 +101,7 @@ void make_tiers(Tiers* at, Slot cache_slots, const std::vector<Slot>& pool_slots
                 bool writes, bool demotes, bool logs_moves, size_t writes_max, size_t clean_min,
                 const std::vector<bool>& slot_errnos, nb::object policy,
                 const std::vector<uint32_t>& set_sizes, uint32_t equal_min,
-                uint32_t sample_every) {
+                uint32_t sample_every, Foreign* foreign) {
   Options options;
   options.cache_slots = cache_slots;
   options.pool_slots = pool_slots;
@@ -119,6 +119,7 @@ void make_tiers(Tiers* at, Slot cache_slots, const std::vector<Slot>& pool_slots
   options.set_sizes = set_sizes;
   options.equal_min = equal_min;
   options.sample_every = sample_every;
+  options.foreign = foreign;
   new (at) Tiers(std::move(options));
 }
 
@@ -245,7 +246,16 @@ std::tuple<std::vector<uint64_t>, size_t> lanes(const Batch& batch,
   return {std::move(bytes), count};
 }
 
-// The same of those that were read to their end; whether one of the others had not come by then.
+// The bytes of the rows that every rank has read from other engines' regions.
+uint64_t borrowed(const Batch& batch, const std::vector<uint64_t>& lane_bytes) {
+  uint64_t bytes = 0;
+  for (size_t at = 0; at < batch.size(); ++at)
+    if (is_foreign(batch.places[at]) && batch.code[at] == Outcome::OK)
+      bytes += read_bytes_of(batch.places[at], batch.groups[at], lane_bytes);
+  return bytes;
+}
+
+// As `lanes`, of those that were read to their end; whether one of the others had not come by then.
 // was_cut: the load was cut off.
 std::tuple<std::vector<uint64_t>, size_t, bool> timed(const Batch& batch,
                                                       const std::vector<uint64_t>& lane_bytes,
@@ -295,6 +305,7 @@ void bind_batch(nb::module_& m) {
            })
       .def("generation", [](const Batch& batch, size_t at) { return batch.generations.at(at); })
       .def("lanes", &lanes)
+      .def("borrowed", &borrowed)
       .def("timed", &timed)
       .def_ro("undecided", &Batch::undecided)
       .def_ro("unreleased", &Batch::unreleased)
@@ -314,7 +325,8 @@ void bind_calls(nb::class_<Tiers>& type) {
            "writes"_a = true, "demotes"_a = false, "logs_moves"_a = false, "writes_max"_a = 1,
            "clean_min"_a = 1, "slot_errnos"_a = std::vector<bool>(), "policy"_a = nb::none(),
            "set_sizes"_a = std::vector<uint32_t>(), "equal_min"_a = Options().equal_min,
-           "sample_every"_a = Options().sample_every)
+           "sample_every"_a = Options().sample_every, "foreign"_a.none() = nb::none(),
+           nb::keep_alive<1, 18>())
       .def("__len__", [](const Tiers& tiers) { return tiers.index.size(); })
       .def("lookup", &lookup, "key"_a, "sources"_a = kFromCpu | kFromPool)
       .def("present", &present, "keys"_a, "sources"_a = kFromCpu | kFromPool)
@@ -391,7 +403,7 @@ void bind_state(nb::class_<Tiers>& type) {
              const Counts counts = std::exchange(tiers.counts, {});
              return std::tuple(counts.cache_evictions, counts.pool_evictions,
                                counts.refused_writes, counts.written, counts.retired,
-                               counts.superseded);
+                               counts.superseded, counts.borrowed);
            })
       .def("cache_users",
            [](const Tiers& tiers, Slot slot) {
@@ -415,7 +427,7 @@ void bind_state(nb::class_<Tiers>& type) {
                      return sum(tiers, [](const Slots& slots) { return slots.retired; });
                    })
       .def_ro("writes_pending", &Tiers::pending)
-      .def_ro("voided", &Tiers::voided)
+      .def_prop_ro("voided", [](Tiers& tiers) { return tiers.voided(); })
       .def_ro("backlog", &Tiers::backlog);
 }
 

@@ -44,6 +44,7 @@ struct OwnerRecord {
 struct ForeignRow {
   Place place = kNoPlace;  // with its owner; kNoPlace: none
   uint64_t generation = 0;
+  bool operator==(const ForeignRow&) const = default;
 };
 
 inline constexpr uint32_t kOwnersMax = 8191;  // numbered from 1

@@ -17,7 +17,17 @@
 
 namespace nvmeof {
 
-enum class State : uint8_t { ABSENT, STORING, CACHED, WRITING, BOTH, POOLED, FETCHING, DOOMED };
+enum class State : uint8_t {
+  ABSENT,
+  STORING,
+  CACHED,
+  WRITING,
+  BOTH,
+  POOLED,
+  FETCHING,
+  BORROWING,
+  DOOMED,
+};
 
 enum class Event : uint8_t {
   STORE_BEGIN,
@@ -31,11 +41,12 @@ enum class Event : uint8_t {
   EVICT_POOL,
   CACHE_LOST,
   FETCH_BEGIN,
+  BORROW_BEGIN,
   FETCHED,
   FETCH_CANCELLED,
   DOOM,
 };
-inline constexpr size_t kStates = 8, kEvents = 14;
+inline constexpr size_t kStates = 9, kEvents = 15;
 
 // The state after `event`; throws BrokenRule where the table has none.
 State after(State state, Event event);

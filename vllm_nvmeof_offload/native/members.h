@@ -22,6 +22,7 @@ inline uint32_t member_of(Place place) { return static_cast<uint32_t>(place >> 4
 inline uint32_t target_of(Place place) { return static_cast<uint32_t>(place >> 32) & 0xff; }
 inline uint32_t slot_of(Place place) { return static_cast<uint32_t>(place); }
 inline uint32_t owner_of(Place place) { return static_cast<uint32_t>(place >> 48); }
+inline bool is_foreign(Place place) { return place >= int64_t{1} << 48; }
 inline Place owned_by(uint32_t owner, Place place) { return int64_t{owner} << 48 | place; }
 
 // A cache slot of a batch: its row in 24 bits, and above it the member + 1; 0: every member.

@@ -15,8 +15,6 @@ namespace {
 constexpr int kFailuresMax = 3;
 // A queue may be this many times as long as the shortest one, in time, and still be added to.
 constexpr double kPatience = 2.0;
-// A loop over keys or rows fetches the memory of the one that is this far ahead.
-constexpr size_t kAhead = 16;
 // Victims between two steps of `warm_victims`.
 constexpr size_t kStep = 6;
 
@@ -38,7 +36,7 @@ enum class Seen : uint8_t { NOWHERE, CPU, POOL, ON_ITS_WAY };
 
 Seen seen(State state) {
   if (state == State::POOLED) return Seen::POOL;
-  if (state == State::FETCHING) return Seen::ON_ITS_WAY;
+  if (state == State::FETCHING || state == State::BORROWING) return Seen::ON_ITS_WAY;
   return in_cache(state) ? Seen::CPU : Seen::NOWHERE;
 }
 
@@ -87,7 +85,10 @@ void Tiers::make_orders() {
 // -- look-ups -------------------------------------------------------------------------
 
 Source Tiers::lookup(const char* key, uint8_t sources) const {
-  return source_of(index.find(key), sources);
+  const Row row = index.find(key);
+  if (row == kNoRow && options_.foreign && sources & kFromPool)
+    return foreign_row(key).place == kNoPlace ? Source::NONE : Source::SHARED;
+  return source_of(row, sources);
 }
 
 Source Tiers::source_of(Row row, uint8_t sources) const {
@@ -97,7 +98,8 @@ Source Tiers::source_of(Row row, uint8_t sources) const {
   if (state == State::STORING && mutant("store_in_flight_is_a_miss")) return Source::NONE;
   if (in_cache(state)) {
     // A fetch counts as the CPU tier, unless only what is there already is asked for.
-    const bool there = state != State::FETCHING || mutant("fetching_hits_in_the_second_look_up");
+    const bool fetched = state == State::FETCHING || state == State::BORROWING;
+    const bool there = !fetched || mutant("fetching_hits_in_the_second_look_up");
     const bool allowed = sources & kFromCpu && (there || sources & kFromPool);
     return allowed ? Source::CPU : Source::NONE;
   }
@@ -107,7 +109,12 @@ Source Tiers::source_of(Row row, uint8_t sources) const {
 std::string Tiers::present(Keys keys, uint8_t sources) const {
   std::string found;
   found.reserve(keys.size());
-  for (const Row row : rows_of(keys)) found += source_of(row, sources) != Source::NONE;
+  const std::vector<Row>& rows = rows_of(keys);
+  for (const Row row : rows) found += source_of(row, sources) != Source::NONE;
+  if (!options_.foreign || !(sources & kFromPool)) return found;
+  const std::vector<ForeignRow>& foreign = foreign_rows(keys, rows);
+  for (size_t at = 0; at < rows.size(); ++at)
+    found[at] = found[at] || foreign[at].place != kNoPlace;
   return found;
 }
 
@@ -115,15 +122,26 @@ size_t Tiers::weigh(Keys keys, std::span<const uint64_t> lane_bytes,
                     std::vector<uint64_t>& by_target) const {
   size_t leading = 0;
   bool all_cached = true;
-  for (const Row row : rows_of(keys)) {
-    require(row != kNoRow, "weighing a key that no tier has");
-    const Entry& entry = index[row];
-    if (in_cache(entry.state) && entry.state != State::FETCHING) {
-      leading += all_cached;
-    } else {
-      all_cached = false;
-      by_target[target_of(entry.place)] += read_bytes_of(entry.place, entry.group, lane_bytes);
+  const std::vector<Row>& rows = rows_of(keys);
+  const std::vector<ForeignRow>& foreign = foreign_rows(keys, rows);
+  const auto read = [&](Place place, size_t group) {
+    all_cached = false;
+    by_target[target_of(place)] += read_bytes_of(place, group, lane_bytes);
+  };
+  for (size_t at = 0; at < rows.size(); ++at) {
+    if (rows[at] == kNoRow) {
+      require(!foreign.empty(), "weighing a key that no tier has");
+      all_cached = false;  // another engine may have given the chunk up since
+      if (foreign[at].place != kNoPlace) read(foreign[at].place, group_of(keys[at]));
+      continue;
     }
+    const Entry& entry = index[rows[at]];
+    if (entry.state == State::BORROWING)
+      all_cached = false;  // it is read already
+    else if (in_cache(entry.state) && entry.state != State::FETCHING)
+      leading += all_cached;
+    else
+      read(entry.place, entry.group);
   }
   return leading;
 }
@@ -169,9 +187,13 @@ void Tiers::touch(const std::vector<Row>& rows, bool ended) {
 
 bool Tiers::watch(Keys keys, uint8_t sources) {
   const std::vector<Row>& rows = rows_of(keys);
-  for (const Row row : rows)
-    if (source_of(row, sources) == Source::NONE) return false;
   for (const Row row : rows) {
+    const bool may_be_foreign = row == kNoRow && options_.foreign;
+    if (!may_be_foreign && source_of(row, sources) == Source::NONE) return false;
+  }
+  if (options_.foreign && !believe(keys, sources, rows)) return false;
+  for (const Row row : rows) {
+    if (row == kNoRow) continue;
     uint8_t& flags = index[row].flags;
     if (flags & Entry::kWatched) continue;
     flags |= Entry::kWatched;
@@ -183,10 +205,16 @@ bool Tiers::watch(Keys keys, uint8_t sources) {
 void Tiers::unwatch() {
   for (const Row row : watching_) index[row].flags &= static_cast<uint8_t>(~Entry::kWatched);
   watching_.clear();
+  if (options_.foreign) options_.foreign->forget_beliefs();
+}
+
+uint64_t Tiers::voided() {
+  if (options_.foreign && options_.foreign->is_doubtful()) void_answers();
+  return voided_;
 }
 
 void Tiers::void_answers() {
-  ++voided;
+  ++voided_;
   unwatch();
 }
 
@@ -386,12 +414,17 @@ Batch Tiers::plan_load(Keys keys, size_t land_max, std::span<const uint32_t> ord
   for (const Row row : rows)
     if (row != kNoRow) keep(row);
   touch(rows, false);
+  const uint64_t newest = uses_;
   batch.reserve(rows.size(), index.key_bytes());
   // Pin everything first: landing below evicts, and must not evict a chunk of this load.
+  const std::vector<ForeignRow>& foreign = foreign_rows(keys, rows);
   for (size_t at = 0; at < rows.size(); ++at) {
     const Row row = rows[at];
     if (row == kNoRow) {
-      add_gone(batch, keys[at]);
+      if (!foreign.empty() && foreign[at].place != kNoPlace)
+        add_foreign(batch, keys[at], foreign[at]);
+      else
+        add_gone(batch, keys[at]);
       continue;
     }
     // vLLM delays whoever asks for a chunk that is being loaded.
@@ -408,10 +441,15 @@ Batch Tiers::plan_load(Keys keys, size_t land_max, std::span<const uint32_t> ord
   }
   for (size_t at = 0; at < batch.size() && land_max > 0; ++at) {
     if (batch.places[at] == kNoPlace) continue;
+    const bool borrows = is_foreign(batch.places[at]);
+    if (borrows && index.find(keys[at]) != kNoRow) continue;  // named twice
     const Part part = part_of(batch.groups[at], member_of(batch.places[at]));
     const Slot slot = take_cache_slot(true, part);
     if (slot == kNone) break;
-    fill_from_pool(batch.rows[at], slot);
+    if (borrows)
+      batch.rows[at] = borrow(keys[at], batch.generations[at], slot, newest - at);
+    else
+      fill_from_pool(batch.rows[at], slot);
     batch.cache[at] = column_of(slot);
     batch.filling[at] = true;
     --land_max;
@@ -422,6 +460,7 @@ Batch Tiers::plan_load(Keys keys, size_t land_max, std::span<const uint32_t> ord
 
 Row Tiers::begin_fetch(const char* key, size_t reason) {
   const Row row = index.find(key);
+  if (row == kNoRow && options_.foreign) return begin_borrow(key, reason);
   require(row != kNoRow && index[row].state == State::POOLED, "a fetch of what is not pooled");
   const Entry& entry = index[row];
   Slots& slots = target(entry.place).slots;
@@ -452,12 +491,20 @@ void Tiers::fill_from_pool(Row row, Slot slot) {
 void Tiers::detach(Batch& fetch, size_t at) {
   const Row row = fetch.rows[at];
   require(fetch.filling[at] && index.holds(row, fetch.generations[at]), "detaching no fetch");
-  on(row, Event::FETCH_CANCELLED);
-  leave_cache(row);
-  settle(row);
+  cancel_fetch(row);
   fetch.filling[at] = mutant("cancelled_fetch_still_counts_for_its_entry");
   if (mutant("cancelled_fetch_frees_its_slot_at_once"))
     cache.free_at_once(slot_of_column(fetch.cache[at]));
+}
+
+// This fetched entry's chunk does not come: it is where it was.
+void Tiers::cancel_fetch(Row row) {
+  if (on(row, Event::FETCH_CANCELLED) == State::ABSENT) {
+    forget(row, false);
+  } else {
+    leave_cache(row);
+    settle(row);
+  }
 }
 
 void Tiers::drop_fetch(size_t reason, Row row) {
@@ -783,7 +830,7 @@ void Tiers::warm(const Batch& batch, size_t at) const {
     cache.warm(slot_of_column(batch.cache[at]));
     clean->warm(slot_of_column(batch.cache[at]));
   }
-  if (batch.places[at] != kNoPlace) {
+  if (batch.places[at] != kNoPlace && !is_foreign(batch.places[at])) {
     const Target& one = target(batch.places[at]);
     one.slots.warm(one.slot(batch.places[at]));
     one.order->warm(one.slot(batch.places[at]));
@@ -797,13 +844,16 @@ bool Tiers::fails(OpKind kind, const Batch& batch, size_t at, Outcome code, int 
   const Row row = batch.rows[at];
   const Place place = batch.places[at];
   if (kind == OpKind::WRITE || (code == Outcome::CANCELLED && kind != OpKind::STORE)) return false;
+  if (is_foreign(place)) return fails_foreign(batch, at);
   const bool retire = place != kNoPlace && worn(failed_reads_, place, code, error);
   if (!holds(batch, at)) return false;
   const State state = index[row].state;
   const bool at_gate = code == Outcome::STALE && place == kNoPlace && kind == OpKind::LOAD;
   if (at_gate && !mutant("stale_at_a_gate_dooms_a_good_copy")) {
     // It says nothing of the chunk's place in the pool: at most its cache slot is lost.
-    if (state == State::POOLED || state == State::FETCHING || state == State::STORING) return false;
+    if (state == State::POOLED || state == State::FETCHING || state == State::STORING ||
+        state == State::BORROWING)
+      return false;
     if (state == State::BOTH) {
       on(row, Event::CACHE_LOST);
       leave_cache(row);
@@ -823,9 +873,11 @@ bool Tiers::decide(OpKind kind, const Batch& batch, size_t at) {
     ended_write(batch, at);
     return false;
   }
-  if (ok && batch.places[at] != kNoPlace && !failed_reads_.empty())
+  if (is_foreign(batch.places[at]))
+    ended_borrow(batch, at);
+  else if (ok && batch.places[at] != kNoPlace && !failed_reads_.empty())
     failed_reads_.erase(batch.places[at]);
-  if (!holds(batch, at) || !batch.filling[at]) return false;
+  if (!holds(batch, at) || !is_fill(batch, at)) return false;
   if (kind == OpKind::STORE) {
     on(row, Event::COPIED);  // a failure has doomed it
     const auto slot = static_cast<Slot>(index[row].cache);
@@ -834,8 +886,10 @@ bool Tiers::decide(OpKind kind, const Batch& batch, size_t at) {
     if ((options_.writes && !provisional) || mutant("policy_off_is_ignored")) want(slot);
     return false;
   }
-  on(row, ok ? Event::FETCHED : Event::FETCH_CANCELLED);  // any other failure has doomed it
-  if (!ok) leave_cache(row);
+  if (ok)
+    on(row, Event::FETCHED);
+  else
+    cancel_fetch(row);  // any other failure has doomed it
   return !ok;
 }
 
@@ -859,7 +913,7 @@ void Tiers::ended_write(const Batch& batch, size_t at) {
 void Tiers::release(const Batch& batch, size_t at) {
   if (batch.cache[at] != kNoSlot)
     require(cache.release(slot_of_column(batch.cache[at])), "a cache slot is released twice");
-  if (const Place place = batch.places[at]; place != kNoPlace)
+  if (const Place place = batch.places[at]; place != kNoPlace && !is_foreign(place))
     require(target(place).slots.release(target(place).slot(place)),
             "a pool slot is released twice");
   if (holds(batch, at)) settle(batch.rows[at]);
@@ -956,6 +1010,7 @@ void Tiers::reset() {
   for (Target& one : targets) one.slots.orphan_all();
   failed_reads_.clear();
   failed_writes_.clear();
+  if (options_.foreign) options_.foreign->reset();
 }
 
 }  // namespace nvmeof

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "eviction.h"
+#include "foreign.h"
 #include "index.h"
 #include "op.h"
 #include "trust.h"
@@ -22,8 +23,14 @@ namespace nvmeof {
 
 using Keys = std::span<const char* const>;
 
-enum class Source : uint8_t { NONE, CPU, POOL };
-inline constexpr uint8_t kFromCpu = 1, kFromPool = 2;  // the tiers that a look-up may hit
+// SHARED: the pool of another engine.
+enum class Source : uint8_t { NONE, CPU, POOL, SHARED };
+inline constexpr size_t kSources = 4;
+// The tiers that a look-up may hit. Another engine's chunks are where ours of the pool are.
+inline constexpr uint8_t kFromCpu = 1, kFromPool = 2;
+
+// A loop over keys or rows fetches the memory of the one that is this far ahead.
+inline constexpr size_t kAhead = 16;
 
 // Why a chunk is fetched: `Reason` in manager/hold_and_prefetch.py.
 inline constexpr size_t kFetchReasons = 3;
@@ -42,7 +49,7 @@ struct Batch {
   // Sort the rows. by: of each row, as many values as rows.
   void sort(const std::vector<uint32_t>& by, size_t key_bytes);
 
-  std::vector<Row> rows;          // kNoRow: of a load, the chunk is gone
+  std::vector<Row> rows;          // kNoRow: of a load, the chunk is gone, or another engine's
   std::string keys;
   std::vector<uint64_t> generations;
   std::vector<int32_t> cache;     // kNoSlot: none
@@ -97,6 +104,7 @@ struct Move {
 struct Counts {
   uint64_t cache_evictions = 0, pool_evictions = 0, refused_writes = 0, written = 0, retired = 0;
   uint64_t superseded = 0;  // chunks that were provisional and were never written
+  uint64_t borrowed = 0;    // chunks read from other engines' regions by every rank
   bool operator==(const Counts&) const = default;
 };
 
@@ -119,6 +127,7 @@ struct Options {
   size_t clean_min = 1;   // on eviction: slots to keep free, or evictable without a loss
   std::vector<bool> slot_errnos;  // by errno: a failure with it speaks against the slot
   MakeOrder make_order;           // none: Lru
+  Foreign* foreign = nullptr;     // other engines' chunks; none: nothing is shared
 };
 
 // The pool's slots on one target, and the writes to it.
@@ -160,6 +169,8 @@ class Tiers {
   // misses, and none is watched.
   bool watch(Keys keys, uint8_t sources);
   void unwatch();
+  // Times that all answers became void.
+  uint64_t voided();
   void set_usable(size_t number, bool usable);
 
   // -- plans ------------------------------------------------------------------------
@@ -181,7 +192,8 @@ class Tiers {
   // They leave the CPU tier before all others, for the pool: what is still to be written through
   // stays until it is, and without a pool nothing changes.
   void cool(Keys keys);
-  // Intend to read a key that is only in the pool into a cache slot; kNoRow: there is no slot.
+  // Intend to read a key that is only in a pool into a cache slot; kNoRow: there is no slot, or
+  // another engine has it no more.
   Row begin_fetch(const char* key, size_t reason);
   // The intended fetches, in their order, which are sent now.
   Batch take_fetches(size_t reason) { return std::exchange(fetches_[reason], {}); }
@@ -209,6 +221,9 @@ class Tiers {
   size_t writes_intended() const { return writes_.size(); }
   size_t fetches_intended() const;
 
+  // Other engines' chunks; none: nothing is shared.
+  const Foreign* foreign() const { return options_.foreign; }
+
   Index index;
   Slots cache;
   std::unique_ptr<Order> clean;    // cache slots that are evictable without a loss
@@ -226,7 +241,6 @@ class Tiers {
   size_t moved_bytes = 0;  // of keys in `moves`
   size_t backlog = 0;  // chunks that wait to be written
   size_t pending = 0;  // writes intended and under way
-  uint64_t voided = 0;  // times that all answers became void
   Counts counts;
 
  private:
@@ -271,6 +285,19 @@ class Tiers {
   void evict_cached(Slot victim, bool is_clean);
   Place take_place(const Part& part);
   void evict_pooled(Target& one, Slot victim);
+  // -- other engines' chunks: borrowing.cpp
+  ForeignRow foreign_row(const char* key) const;
+  // By key of which `rows` has none: that row. Valid until the next call.
+  const std::vector<ForeignRow>& foreign_rows(Keys keys, const std::vector<Row>& rows) const;
+  bool can_borrow(const ForeignRow& row, const char* key) const;
+  bool believe(Keys keys, uint8_t sources, const std::vector<Row>& rows);
+  void add_foreign(Batch& batch, const char* key, const ForeignRow& row);
+  Row borrow(const char* key, uint64_t generation, Slot slot, uint64_t used);
+  Row begin_borrow(const char* key, size_t reason);
+  bool fails_foreign(const Batch& batch, size_t at);
+  bool is_fill(const Batch& batch, size_t at) const;
+  void ended_borrow(const Batch& batch, size_t at);
+  void void_foreign();
   // -- members: members.cpp
   Part part_of(size_t group, uint32_t member) const;
   Part part_to_store(size_t group);
@@ -285,6 +312,7 @@ class Tiers {
   void want(Slot slot);
   void unwant(Slot slot);
   void fill_from_pool(Row row, Slot slot);
+  void cancel_fetch(Row row);
   void add(Batch& batch, Row row, int32_t slot, Place place, bool filling) const;
   void add_gone(Batch& batch, const char* key) const;
   void add_row(Batch& batch, Row row, const char* key, int32_t slot, Place place,
@@ -297,6 +325,7 @@ class Tiers {
 
   Options options_;
   mutable std::vector<Row> found_;
+  mutable std::vector<ForeignRow> foreign_found_;
   Recency recency_;         // of the cache slots
   HugeVector<Stay> stays_;  // by cache slot
   size_t unkept_ = 0;       // of these, others than KEPT
@@ -305,6 +334,7 @@ class Tiers {
   Batch writes_;            // intended
   std::array<Batch, kFetchReasons> fetches_;  // intended, by reason
   std::vector<Row> watching_;  // the watched rows
+  uint64_t voided_ = 0;
   std::vector<Trust> trust_;   // by group
   std::vector<size_t> unequal_;  // groups whose members differ, until they are taken
   size_t turn_ = 0;         // the target that is chosen where nothing else decides

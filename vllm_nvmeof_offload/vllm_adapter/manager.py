@@ -438,7 +438,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
     def _count_look_ups(self) -> None:
         counters = self.core.counters
         counts = self._look_ups.take_counts()
-        for result, amount in zip(("cpu", "pool", "miss"), counts, strict=True):
+        for result, amount in zip(("miss", "cpu", "pool", "shared"), counts, strict=True):
             counters["lookups", result] += amount
 
     def _ends(self, keys: Sequence[bytes], req_context: ReqContext) -> npt.NDArray[np.int64] | None:

@@ -73,7 +73,7 @@ def test_look_ups_are_counted_by_source() -> None:
     assert found == [LookupResult.HIT, LookupResult.HIT, LookupResult.MISS, LookupResult.HIT]
     counted = figures(manager)
     sources = {labels[0]: n for (name, labels), n in counted.items() if name == "lookups"}
-    assert sources == {"pool": 1, "cpu": 2, "miss": 1}
+    assert sources == {"pool": 1, "cpu": 2, "miss": 1, "shared": 0}
     assert not any(name == "lookups" for name, _ in figures(manager)), "counted once"
 
 

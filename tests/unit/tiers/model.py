@@ -24,7 +24,10 @@ TABLE = {
         re.MULTILINE,
     )
 }
-STATES = ("ABSENT", "STORING", "CACHED", "WRITING", "BOTH", "POOLED", "FETCHING", "DOOMED")
+STATES = (
+    *("ABSENT", "STORING", "CACHED", "WRITING", "BOTH", "POOLED", "FETCHING", "BORROWING"),
+    "DOOMED",
+)
 OK, STALE, CANCELLED, RELEASED = 0, 3, 5, 6
 FAILURES_MAX = 3
 EIO, ENOSPC = 5, 28
@@ -52,7 +55,7 @@ class Chunk:
 
     @property
     def in_cache(self) -> bool:
-        return self.state in ("STORING", "CACHED", "WRITING", "BOTH", "FETCHING")
+        return self.state in ("STORING", "CACHED", "WRITING", "BOTH", "FETCHING", "BORROWING")
 
 
 @dataclass(eq=False)

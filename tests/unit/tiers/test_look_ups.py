@@ -92,8 +92,8 @@ def test_look_ups_outside_a_requests_are_counted_and_not_listed() -> None:
     assert look_ups.lookup(KEYS[0], context(POOL)) == "miss"
     look_ups.begin(CPU | POOL, [])
     assert look_ups.end() == ([], [])
-    assert look_ups.take_counts() == (1, 0, 1)
-    assert look_ups.take_counts() == (0, 0, 0)
+    assert look_ups.take_counts() == [1, 1, 0, 0]
+    assert look_ups.take_counts() == [0, 0, 0, 0]
 
 
 def test_the_sources_of_a_look_up_end_with_it() -> None:

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+// Other engines' chunks in the tiers: which of them can be read, and how they come to a cache slot.
+#include <algorithm>
+
+#include "tiers.h"
+
+namespace nvmeof {
+
+// Whether the chunk can be read from there now. The table is a hint, of which no part is believed.
+bool Tiers::can_borrow(const ForeignRow& row, const char* key) const {
+  const uint32_t number = target_of(row.place), member = member_of(row.place);
+  if (!is_foreign(row.place) || number >= targets.size() || !targets[number].usable) return false;
+  if (!options_.foreign->accepts(row)) return false;
+  const size_t group = group_of(key);
+  if (group == options_.group_ids.size()) return false;
+  const Trust& trust = trust_[group];
+  return member == kEveryMember || (member < trust.set_size && trust.set_size > 1 && !trust.ended);
+}
+
+ForeignRow Tiers::foreign_row(const char* key) const {
+  ForeignRow found;
+  options_.foreign->find({key, index.key_bytes()}, [&](const ForeignRow& row) {
+    const bool can = can_borrow(row, key);
+    if (can) found = row;
+    return can;
+  });
+  return found;
+}
+
+const std::vector<ForeignRow>& Tiers::foreign_rows(Keys keys, const std::vector<Row>& rows) const {
+  foreign_found_.clear();
+  if (!options_.foreign) return foreign_found_;
+  foreign_found_.resize(keys.size());
+  const auto warm = [&](size_t at) {
+    if (rows[at] == kNoRow) options_.foreign->warm({keys[at], index.key_bytes()});
+  };
+  for (size_t at = 0; at < std::min(kAhead, keys.size()); ++at) warm(at);
+  for (size_t at = 0; at < keys.size(); ++at) {
+    if (at + kAhead < keys.size()) warm(at + kAhead);
+    if (rows[at] == kNoRow) foreign_found_[at] = foreign_row(keys[at]);
+  }
+  return foreign_found_;
+}
+
+// An answer rests on these keys. False: one of them misses.
+bool Tiers::believe(Keys keys, uint8_t sources, const std::vector<Row>& rows) {
+  if (std::ranges::find(rows, kNoRow) == rows.end()) return true;
+  const std::vector<ForeignRow>& foreign = foreign_rows(keys, rows);
+  for (size_t at = 0; at < rows.size(); ++at)
+    if (rows[at] == kNoRow && (!(sources & kFromPool) || foreign[at].place == kNoPlace))
+      return false;
+  for (const ForeignRow& row : foreign)
+    if (row.place != kNoPlace) options_.foreign->believe(owner_of(row.place));
+  return true;
+}
+
+// An acceptance has changed, or a chunk begins to be read.
+void Tiers::void_foreign() {
+  if (options_.foreign->is_believed()) void_answers();
+}
+
+void Tiers::add_foreign(Batch& batch, const char* key, const ForeignRow& row) {
+  batch.generations.push_back(row.generation);
+  batch.groups.push_back(static_cast<uint8_t>(group_of(key)));
+  add_row(batch, kNoRow, key, kNoSlot, row.place, false);
+  options_.foreign->use(owner_of(row.place));
+  void_foreign();  // vLLM delays whoever asks for a chunk that is being loaded
+}
+
+// A new entry, whose chunk is to be read into a cache slot that was just taken.
+Row Tiers::borrow(const char* key, uint64_t generation, Slot slot, uint64_t used) {
+  const Row row = add_entry(key, group_of(key), generation);
+  index[row].cache = static_cast<int32_t>(slot);
+  cache[slot].row = row;
+  recency_.use(cache[slot], used, false);
+  cache.use(slot);
+  on(row, Event::BORROW_BEGIN);
+  return row;
+}
+
+Row Tiers::begin_borrow(const char* key, size_t reason) {
+  const ForeignRow found = foreign_row(key);
+  if (found.place == kNoPlace) return kNoRow;
+  const Slot slot = take_cache_slot(true, part_of(group_of(key), member_of(found.place)));
+  if (slot == kNone) return kNoRow;
+  const Row row = borrow(key, found.generation, slot, ++uses_);
+  add(fetches_[reason], row, index[row].cache, found.place, true);
+  options_.foreign->use(owner_of(found.place));
+  void_foreign();
+  return row;
+}
+
+// Whether this row fills the cache slot of its entry. A chunk may be borrowed again, in the same
+// generation and into another slot, before the ranks have reported on the first time.
+bool Tiers::is_fill(const Batch& batch, size_t at) const {
+  if (!batch.filling[at]) return false;
+  if (!is_foreign(batch.places[at])) return true;
+  return index[batch.rows[at]].cache == static_cast<int32_t>(slot_of_column(batch.cache[at]));
+}
+
+// A rank could not read the row. Nothing of ours is worn by it, and only what was to be filled is
+// doomed. Returns whether something was.
+bool Tiers::fails_foreign(const Batch& batch, size_t at) {
+  options_.foreign->refuse({batch.places[at], batch.generations[at]});
+  void_foreign();
+  if (!holds(batch, at) || !is_fill(batch, at)) return false;
+  doom(batch.rows[at], false);
+  return true;
+}
+
+void Tiers::ended_borrow(const Batch& batch, size_t at) {
+  const bool ok = batch.code[at] == Outcome::OK;
+  if (batch.code[at] == Outcome::CANCELLED) return;
+  options_.foreign->ended(owner_of(batch.places[at]), ok);
+  counts.borrowed += ok;
+}
+
+}  // namespace nvmeof

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "foreign.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+namespace nvmeof {
+
+namespace {
+
+constexpr double kRefusedS = 30.0, kDistrustedS = 30.0, kBelievedS = 0.1;
+constexpr size_t kRefusedMax = 4096;
+// Of so many borrows at least, one in `kFailedShare` may fail. The counts are halved at the second
+// number, so that an owner's past does not speak for it for ever.
+constexpr uint32_t kTrialsMin = 64, kTrialsMax = 1024, kFailedShare = 50;
+
+// Whether the directory is the same one and holds the same things. The rows are for people.
+bool is_same(const OwnerRecord& one, const OwnerRecord& other) {
+  return one.version == other.version && one.tag == other.tag &&
+         one.pool_uuid == other.pool_uuid && one.engine_index == other.engine_index &&
+         one.state == other.state;
+}
+
+}  // namespace
+
+double Foreign::now_s() const {
+  if (set_now_s_) return *set_now_s_;
+  const auto since = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration<double>(since).count();
+}
+
+bool Foreign::accepts(uint32_t number) const {
+  if (tag_ == decltype(tag_){} || number == 0 || number > kOwnersMax) return false;
+  const OwnerRecord record = owner(number);
+  if (!record.is_readable() || record.tag != tag_ || record.version < floor_) return false;
+  if (const auto sent = attached_.find(number);
+      sent != attached_.end() && sent->second.pool_uuid != record.pool_uuid)
+    return false;
+  const auto found = distrusted_.find(number);
+  if (found == distrusted_.end()) return true;
+  const Distrust& distrust = found->second;
+  if (distrust.attach_failed && is_same(distrust.record, record)) return false;
+  return now_s() >= distrust.until_s;
+}
+
+void Foreign::reset() {
+  floor_ = ask_anew();
+  refused_.clear();
+  refusals_.clear();
+}
+
+void Foreign::refuse(const ForeignRow& row) {
+  const double now = now_s();
+  const auto [entry, is_new] = refused_.try_emplace(row);
+  entry->second = now + kRefusedS;
+  if (is_new) refusals_.push_back(row);
+  while (refusals_.size() > kRefusedMax || refused_.at(refusals_.front()) <= now) {
+    refused_.erase(refusals_.front());
+    refusals_.pop_front();
+  }
+}
+
+bool Foreign::is_refused(const ForeignRow& row) const {
+  if (refused_.empty()) return false;
+  const auto found = refused_.find(row);
+  return found != refused_.end() && now_s() < found->second;
+}
+
+void Foreign::ended(uint32_t number, bool ok) {
+  Trial& trial = trials_[number];
+  ++trial.ended;
+  trial.failed += !ok;
+  if (trial.ended >= kTrialsMin && trial.failed * kFailedShare > trial.ended) {
+    distrusted_[number].until_s = now_s() + kDistrustedS;
+    trial = {};
+  } else if (trial.ended >= kTrialsMax) {
+    trial = {trial.ended / 2, trial.failed / 2};
+  }
+}
+
+void Foreign::believe(uint32_t number) {
+  if (believed_.empty()) believed_until_s_ = now_s() + kBelievedS;
+  if (std::ranges::find(believed_, number) == believed_.end()) believed_.push_back(number);
+}
+
+bool Foreign::is_doubtful() const {
+  if (believed_.empty()) return false;
+  const auto accepted = [this](uint32_t number) { return accepts(number); };
+  return now_s() >= believed_until_s_ || !std::ranges::all_of(believed_, accepted);
+}
+
+void Foreign::use(uint32_t number) {
+  const auto [entry, is_new] = attached_.try_emplace(number);
+  if (!is_new) return;
+  entry->second = owner(number);
+  unsent_.push_back(number);
+}
+
+std::vector<Attachment> Foreign::take_attachments() {
+  std::vector<Attachment> attachments;
+  for (const uint32_t number : std::exchange(unsent_, {}))
+    attachments.push_back({number, attached_.at(number)});
+  return attachments;
+}
+
+std::vector<uint32_t> Foreign::take_detachments() {
+  std::vector<uint32_t> gone;
+  std::erase_if(attached_, [&](const auto& entry) {
+    const auto& [number, was] = entry;
+    if (std::ranges::find(unsent_, number) != unsent_.end()) return false;
+    const OwnerRecord record = owner(number);
+    const bool is_gone = record.state == OwnerState::NONE || record.pool_uuid != was.pool_uuid;
+    if (is_gone) gone.push_back(number);
+    return is_gone;
+  });
+  return gone;
+}
+
+void Foreign::attach_failed(uint32_t number) {
+  const auto found = attached_.find(number);
+  if (found == attached_.end()) return;  // it is gone
+  Distrust& distrust = distrusted_[number];
+  distrust.attach_failed = true;
+  distrust.record = found->second;
+}
+
+}  // namespace nvmeof

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+// The foreign table as the manager sees it: which of its rows may be borrowed now, and whose
+// regions the workers were told to open. What it accepts is still a hint, which the slot proves.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+#include "foreign_table.h"
+
+namespace nvmeof {
+
+// An owner whose regions are to be opened.
+struct Attachment {
+  uint32_t owner;
+  OwnerRecord record;
+};
+
+class Foreign : public ForeignReader {
+ public:
+  // It accepts nobody before it has a tag.
+  explicit Foreign(int fd) : ForeignReader(fd) {}
+  // From now on it is this time, instead of that of the monotonic clock: for tests.
+  void set_time(double now_s) { set_now_s_ = now_s; }
+
+  // -- acceptance -------------------------------------------------------------------
+  // tag: of the weights that compute here; zeros: they have no name, and nobody is accepted.
+  void set_tag(const std::array<uint8_t, kTagBytes>& tag) { tag_ = tag; }
+  // Its chunks are of our weights, were written after our last reset, and can be expected to come.
+  bool accepts(uint32_t number) const;
+  bool accepts(const ForeignRow& row) const {
+    return accepts(owner_of(row.place)) && !is_refused(row);
+  }
+  // Everything known so far is void, here and with the follower.
+  void reset();
+  // It could not be read from there: for a while the row is not accepted.
+  void refuse(const ForeignRow& row);
+  // A borrow has ended. An owner of whose chunks many fail is not accepted for a while.
+  void ended(uint32_t number, bool ok);
+
+  // -- remembered answers -----------------------------------------------------------
+  // An answer rests on a row of this owner.
+  void believe(uint32_t number);
+  void forget_beliefs() { believed_.clear(); }
+  bool is_believed() const { return !believed_.empty(); }
+  // Answers rest on what may have changed by now.
+  bool is_doubtful() const;
+
+  // -- attachments ------------------------------------------------------------------
+  // A command is to name places of this owner, which has just been accepted.
+  void use(uint32_t number);
+  // The owners that commands name and whose regions no worker has been sent.
+  std::vector<Attachment> take_attachments();
+  // The owners that are attached, and gone or others by now.
+  std::vector<uint32_t> take_detachments();
+  // On some rank: the owner is not accepted until its record changes.
+  void attach_failed(uint32_t number);
+  // It is to be attached again before it is used again. False: it is not attached.
+  bool detach(uint32_t number) { return attached_.erase(number) > 0; }
+
+ private:
+  struct Distrust {
+    double until_s = 0;
+    bool attach_failed = false;
+    OwnerRecord record;  // with which the attach failed
+  };
+  struct Trial {
+    uint32_t ended = 0, failed = 0;
+  };
+  struct HashRow {
+    size_t operator()(const ForeignRow& row) const {
+      return static_cast<size_t>((static_cast<uint64_t>(row.place) ^ row.generation) *
+                                 0x9e3779b97f4a7c15);
+    }
+  };
+
+  double now_s() const;
+  bool is_refused(const ForeignRow& row) const;
+
+  std::optional<double> set_now_s_;
+  std::array<uint8_t, kTagBytes> tag_{};
+  uint64_t floor_ = 0;  // an owner's rows of before this version are void
+  std::unordered_map<ForeignRow, double, HashRow> refused_;  // until when
+  std::deque<ForeignRow> refusals_;                          // the oldest first
+  std::unordered_map<uint32_t, Distrust> distrusted_;
+  std::unordered_map<uint32_t, Trial> trials_;
+  std::vector<uint32_t> believed_;  // owners
+  double believed_until_s_ = 0;
+  std::unordered_map<uint32_t, OwnerRecord> attached_;  // as they were then
+  std::vector<uint32_t> unsent_;                        // of these
+};
+
+}  // namespace nvmeof
