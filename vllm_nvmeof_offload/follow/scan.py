@@ -114,7 +114,10 @@ class _Region:
 
         OSError: the table cannot be read; what is offered of it stays.
         """
-        rows = self._opened(table, wanted.owner)
+        rows = self._rows_of(table, wanted.owner)
+        if self._fd < 0:
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._fd = os.open(self.directory / TABLE_FILE, flags)
         begins = self._begun != wanted
         if begins:
             version_before = self._begun.version if self._begun is not None else 0
@@ -135,7 +138,7 @@ class _Region:
             rows.ripen(table, now_ns)
         return rows.rows, begins
 
-    def _opened(self, table: ForeignWriter, owner: int) -> ForeignRegion:
+    def _rows_of(self, table: ForeignWriter, owner: int) -> ForeignRegion:
         """Return the region's rows, of this owner and of a table of the present shape."""
         now, before = self.superblock, self._of
         assert now is not None
@@ -144,8 +147,6 @@ class _Region:
         if same and belongs and self._rows is not None:
             return self._rows
         self.leave(table)
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._fd = os.open(self.directory / TABLE_FILE, flags)
         # A server whose ranks share nothing cannot read what another's have only once.
         shares = self._scope.ranks > 1
         groups = [(group.group_id, group.set_size if shares else 1) for group in now.groups]
@@ -155,11 +156,17 @@ class _Region:
         return self._rows
 
     def leave(self, table: ForeignWriter) -> None:
-        """Withdraw all rows, and close the table."""
+        """Withdraw all rows."""
+        self.close()
         if self._rows is not None:
             self._rows.begin(table, 0, False)
-            os.close(self._fd)
         self._rows = self._begun = None
+
+    def close(self) -> None:
+        """Close the table, which the next pass opens: its path may lead to another file by now."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
 
 
 class TargetScan:
@@ -212,6 +219,7 @@ class TargetScan:
                     self._regions[name] = _Region(self._scope, name)
         for region in list(self._regions.values()):
             region.has_failed = False
+            region.close()
             try:
                 region.read_superblock()
                 region.probe_lock()

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owners with several targets and ranks, versions that are asked for, and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.unit.follow.kit import (
+    COMPLETE,
+    DEAD,
+    NONE,
+    SCANNING,
+    Following,
+    row,
+)
+from tests.unit.pool.kit import OTHER_TAG, PAYLOAD_BYTES, TAG, name, put
+from vllm_nvmeof_offload.errors import OK
+from vllm_nvmeof_offload.follow.scan import YOUNG_S
+from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
+from vllm_nvmeof_offload.io.threads import Payload, SlotFiles, write_slot
+from vllm_nvmeof_offload.pool.pool import Pool
+from vllm_nvmeof_offload.protocol import SlotIdentity, owned_by, place_of
+
+OpenEngine = Callable[..., Pool]
+
+
+def test_places_name_our_targets(file: int, engine: OpenEngine, tmp_path: Path) -> None:
+    """The owner has the same targets in another order, and not all of ours."""
+    a, b, c = (tmp_path / letter for letter in "abc")
+    following = Following(file, [a, b, c])
+    pool = engine(1, c, a)
+    put(pool, 0, name(1, 5))  # slot 0 on its first target
+    put(pool, 3, name(2, 6))  # slot 1 on its second one
+    following.scan()
+    assert following.state(1) == COMPLETE
+    assert following.rows(name(1).key) == {row(1, 0, 5, target=2)}
+    assert following.rows(name(2).key) == {row(1, 1, 6, target=0)}
+
+
+def test_an_owner_with_a_target_that_is_not_ours_is_left_out(
+    file: int, engine: OpenEngine, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    following = Following(file, [a])
+    both, ours = engine(1, a, b), engine(2, a)
+    put(both, 0, name(1))
+    put(ours, 0, name(2))
+    for _ in range(4):
+        following.scan()
+    assert capfd.readouterr().err == ""
+    for _ in range(4):
+        following.scan()
+    line = "share: engine-1 is not read: its pool is on 2 targets, and 1 of them are ours\n"
+    assert capfd.readouterr().err == line
+    assert following.owner(1).engine_index == 2
+    assert following.state(2) == NONE
+    assert following.reader.rows == 1
+
+
+def test_a_reset_that_reached_one_target_voids_all(
+    file: int, engine: OpenEngine, tmp_path: Path
+) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    following = Following(file, [a, b])
+    pool = engine(1, a, b)
+    put(pool, 0, name(1))
+    put(pool, 1, name(2))
+    following.scan()
+    assert following.reader.rows == 2
+    before = (pool.directories[1] / "superblock").read_bytes()
+    pool.reset(TAG, named=True)
+    (pool.directories[1] / "superblock").write_bytes(before)
+    put(pool, 3, name(3, 7))
+    following.scan(0.1)
+    assert following.state(1) == COMPLETE
+    assert following.reader.rows == 1
+    assert following.rows(name(3).key) == {row(1, 1, 7, target=1)}
+
+
+def test_an_owner_is_complete_when_all_its_targets_were_scanned(
+    file: int, engine: OpenEngine, tmp_path: Path
+) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    following = Following(file, [a, b])
+    put(engine(1, a, b), 0, name(1))
+    first, second = following.scans
+    first.scan()
+    assert following.state(1) == NONE
+    second.scan()
+    assert following.state(1) == SCANNING
+    first.scan()
+    assert following.state(1) == COMPLETE
+
+
+def groups(set_size: int) -> tuple[RankGroup, ...]:
+    """Groups 5 and 6; set_size: of the first one."""
+    return tuple(
+        RankGroup(Group(group_id, GroupKind.FULL, 16), PAYLOAD_BYTES, size)
+        for group_id, size in ((5, set_size), (6, 1))
+    )
+
+
+def store(pool: Pool, slot: int, group_id: int, *, single: bool) -> SlotIdentity:
+    key = bytes([slot, single]) * 16 + group_id.to_bytes(4, "big")
+    identity = SlotIdentity(key, 7)
+    view, files = memoryview(bytearray(pool.slot_bytes)), SlotFiles.of(pool, slot)
+    payload = Payload(PAYLOAD_BYTES, single_copy=single)
+    stamp = pool.stamp
+    assert write_slot(pool, view, files, identity, stamp, lambda: True, payload) == OK
+    return identity
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_single_copies_are_offered_with_their_members(
+    file: int, engine: OpenEngine, tmp_path: Path, ranks: int
+) -> None:
+    """Four ranks in sets of two. Only the first set is followed, by a server that has sets too."""
+    following = Following(file, [tmp_path], ranks)
+    shape = {"world_size": 4, "groups": groups(2), "engine": "them"}
+    pools = [engine(1, tmp_path, rank=rank, **shape) for rank in range(4)]
+    single = [store(pool, rank, 5, single=True) for rank, pool in enumerate(pools)]
+    whole = [store(pool, 8, 6, single=False) for pool in pools]
+    lone = [store(pool, 9 + rank, 6, single=True) for rank, pool in enumerate(pools)]
+    following.scan(1.0)
+    following.scan(YOUNG_S)
+    assert following.state(1) == COMPLETE
+    of = {identity.key: following.rows(identity.key) for identity in (*single, whole[0], *lone)}
+    wanted = {identity.key: set() for identity in (*single, *lone)}
+    wanted[whole[0].key] = {row(1, 8, 7)}
+    for rank in range(2 if ranks == 2 else 0):
+        wanted[single[rank].key] = {(owned_by(1, place_of(0, rank, rank)), 7)}
+    assert of == wanted
+    # The members' chunks are replaced.
+    for rank, pool in enumerate(pools):
+        put(pool, rank, SlotIdentity(bytes(36), 8))
+    following.scan(0.1)
+    following.scan(0.1)
+    assert not any(following.rows(identity.key) for identity in single)
+
+
+def test_with_several_ranks_an_entry_is_offered_when_it_is_not_young(
+    following: Following, engine: OpenEngine, tmp_path: Path
+) -> None:
+    pool = engine(1, tmp_path, world_size=2)
+    following.scan()
+    put(pool, 1, name(1, 5))
+    put(pool, 2, name(2, 5))
+    following.scan(0.01)
+    assert following.reader.rows == 0
+    put(pool, 2, name(3, 6))
+    following.scan(YOUNG_S - 0.001)
+    assert following.reader.rows == 0
+    following.scan(0.001)
+    assert following.rows(name(1).key) == {row(1, 1, 5)}
+    assert following.reader.rows == 1
+    following.scan(YOUNG_S)
+    assert following.rows(name(3).key) == {row(1, 2, 6)}
+    assert following.reader.rows == 2
+
+
+def test_ranks_in_the_middle_of_a_reset_have_no_tag(
+    file: int, engine: OpenEngine, tmp_path: Path
+) -> None:
+    following = Following(file, [tmp_path], ranks=2)
+    shape = {"world_size": 2, "engine": "them"}
+    pools = [engine(1, tmp_path, rank=rank, **shape) for rank in range(2)]
+    following.scan()
+    assert following.owner(1).tag == TAG
+    pools[1].reset(OTHER_TAG, named=True)
+    following.scan(0.1)
+    assert following.owner(1).tag == bytes(16)
+    pools[0].reset(OTHER_TAG, named=True)
+    following.scan(0.1)
+    assert (following.state(1), following.owner(1).tag) == (COMPLETE, OTHER_TAG)
+
+
+def test_only_what_is_written_after_a_version_was_asked_for_is_offered(
+    following: Following, engine: OpenEngine, tmp_path: Path
+) -> None:
+    one, two = engine(1, tmp_path), engine(2, tmp_path)
+    for slot in range(4):
+        put(one, slot, name(slot, 5))
+    following.scan()
+    put(two, 1, name(1, 6))
+    version = following.reader.ask_anew()
+    assert following.owner(1).version < version
+    following.scan(0.1)
+    for number in (1, 2):
+        assert (following.owner(number).version, following.state(number)) == (version, COMPLETE)
+    assert following.reader.rows == 0
+    owners = {following.owner(number).engine_index: number for number in (1, 2)}
+    put(one, 1, name(1, 7))
+    following.scan(0.1)
+    assert following.rows(name(1).key) == {row(owners[1], 1, 7)}
+    assert following.reader.rows == 1
+    # A pool that comes back, and one that was not known, may have chunks from before too.
+    space, away = one.directories[0].parent, tmp_path / "away"
+    space.rename(away)
+    three = engine(3, tmp_path)
+    put(three, 1, name(1, 8))
+    following.scan()
+    away.rename(space)
+    following.scan()
+    assert following.reader.rows == 0
+    put(three, 2, name(2, 9))
+    following.scan(0.1)
+    assert following.rows(name(2).key) == {row(3, 2, 9)}
+    # What a reset voids is not asked for either, and what follows it is.
+    three.reset(TAG, named=True)
+    put(three, 3, name(3, 10))
+    following.scan(0.1)
+    assert following.reader.rows == 1
+    assert following.rows(name(3).key) == {row(3, 3, 10)}
+
+
+def test_what_was_there_stays_away_through_epochs_that_come_back(
+    following: Following, engine: OpenEngine, tmp_path: Path
+) -> None:
+    pool = engine(1, tmp_path)
+    put(pool, 1, name(1))
+    following.scan()
+    superblock = pool.directories[0] / "superblock"
+    old = superblock.read_bytes()
+    pool.reset(TAG, named=True)
+    following.reader.ask_anew()
+    following.scan(0.1)
+    superblock.write_bytes(old)
+    following.scan(0.1)
+    assert following.state(1) == COMPLETE
+    assert following.reader.rows == 0
+
+
+def test_a_successor_takes_over_the_table_and_no_number(
+    file: int, following: Following, engine: OpenEngine, tmp_path: Path
+) -> None:
+    pool = engine(1, tmp_path)
+    put(pool, 1, name(1, 5))
+    following.scan()
+    reader = following.reader
+    assert reader.rows_of(name(1).key) == [row(1, 1, 5)]
+    successor = Following(file, [tmp_path])
+    assert (reader.owner(1).state, reader.rows) == (NONE, 0)
+    assert reader.rows_of(name(1).key) == []
+    pool.close()
+    successor.scan()
+    assert (reader.owner(1).state, reader.owner(2).state) == (NONE, DEAD)
+    assert reader.rows_of(name(1).key) == [row(2, 1, 5)]

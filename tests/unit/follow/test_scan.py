@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a scan offers of other engines' pools on disk, and when it withdraws it."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.unit.follow.kit import (
+    COMPLETE,
+    DEAD,
+    KEYSPACE,
+    NONE,
+    OURS,
+    SCANNING,
+    Following,
+    row,
+    stop_clock_of,
+)
+from tests.unit.pool.kit import OTHER_TAG, TAG, fill, name, put
+from vllm_nvmeof_offload.pool.format import Stamp, encode_entry
+from vllm_nvmeof_offload.pool.pool import Pool
+from vllm_nvmeof_offload.protocol import SlotIdentity
+
+OpenEngine = Callable[..., Pool]
+
+
+def write_entry(pool: Pool, slot: int, entry: bytes) -> None:
+    fd, offset = pool.table_fd(slot)
+    os.pwrite(fd, entry, offset)
+
+
+def test_chunks_of_other_engines_are_offered(
+    following: Following, engine: OpenEngine, tmp_path: Path
+) -> None:
+    ours, one, two = (engine(index, tmp_path) for index in (OURS, 1, 2))
+    put(ours, 3, name(9))
+    put(one, 3, name(1, 11))
+    put(one, 5, name(2, 12))
+    put(two, 7, name(2, 13))
+    following.scan()
+    owners = {following.owner(number).engine_index: number for number in (1, 2)}
+    assert sorted(owners) == [1, 2]
+    first, second = owners[1], owners[2]
+    assert following.state(first) == following.state(second) == COMPLETE
+    assert following.owner(first).pool_uuid == one.superblocks[0].uuid
+    assert following.owner(first).tag == TAG
+    assert following.owner(first).rows == 2
+    assert following.rows(name(9).key) == set()
+    assert following.rows(name(1).key) == {row(first, 3, 11)}
+    assert following.rows(name(2).key) == {row(first, 5, 12), row(second, 7, 13)}
+    put(one, 5, name(3, 14))
+    following.scan(0.1)
+    assert following.rows(name(2).key) == {row(second, 7, 13)}
+    assert following.rows(name(3).key) == {row(first, 5, 14)}
+    assert following.reader.rows == 3
+    assert following.reader.scanned_ns == int(following.now_s * 1e9)
+
+
+def test_a_reset_withdraws_everything_from_before(
+    following: Following, engine: OpenEngine, tmp_path: Path
+) -> None:
+    pool = engine(1, tmp_path)
+    stored = fill(pool)
+    before = pool.stamp
+    following.scan()
+    assert following.reader.rows == len(stored)
+    pool.reset(OTHER_TAG, named=True)
+    # A write that the reset overtook names the epoch of before.
+    put(pool, 8, name(8), before)
+    put(pool, 9, name(9, 4))
+    following.scan(0.1)
+    assert following.state(1) == COMPLETE
+    assert following.owner(1).tag == OTHER_TAG
+    assert following.reader.rows == 1
+    assert following.rows(name(9).key) == {row(1, 9, 4)}
+    pool.reset(OTHER_TAG, named=False)
+    put(pool, 10, name(10))
+    following.scan(0.1)
+    assert following.reader.rows == 0, "no superblock names what is written now"
+
+
+def test_an_entry_that_came_before_its_superblock_is_offered_with_it(
+    following: Following, engine: OpenEngine, tmp_path: Path
+) -> None:
+    pool = engine(1, tmp_path)
+    superblock = pool.directories[0] / "superblock"
+    old = superblock.read_bytes()
+    following.scan()
+    pool.reset(TAG, named=True)
+    new = superblock.read_bytes()
+    superblock.write_bytes(old)
+    put(pool, 2, name(2, 7))
+    following.scan(0.1)
+    assert following.reader.rows == 0
+    superblock.write_bytes(new)
+    following.scan(0.1)
+    assert following.rows(name(2).key) == {row(1, 2, 7)}
+
+
+def test_a_server_that_ends_and_starts_again_keeps_its_number(
+    following: Following, engine: OpenEngine, tmp_path: Path
+) -> None:
+    pool = engine(1, tmp_path)
+    stored = fill(pool)
+    following.scan()
+    assert following.state(1) == COMPLETE
+    pool.close()
+    following.scan()
+    assert following.state(1) == DEAD
+    assert following.reader.rows == len(stored), "its chunks can still be read"
+    pool = engine(1, tmp_path)
+    put(pool, 10, name(10, 5))
+    following.scan()
+    assert following.state(1) == COMPLETE
+    assert following.rows(name(10).key) == {row(1, 10, 5)}
+    assert following.reader.rows == len(stored) + 1
+
+
+def test_a_pool_that_was_made_again_is_another_owner(
+    following: Following, engine: OpenEngine, tmp_path: Path
+) -> None:
+    pool = engine(1, tmp_path)
+    fill(pool)
+    following.scan()
+    pool.close()
+    shutil.rmtree(pool.directories[0].parent)
+    following.scan()
+    assert following.state(1) == NONE
+    assert following.reader.rows == 0
+    pool = engine(1, tmp_path)
+    put(pool, 1, name(1, 3))
+    following.scan()
+    assert following.state(1) == NONE
+    assert following.state(2) == COMPLETE
+    assert following.rows(name(1).key) == {row(2, 1, 3)}
+    # Removed and made again between two scans.
+    pool.close()
+    shutil.rmtree(pool.directories[0].parent)
+    pool = engine(1, tmp_path)
+    put(pool, 1, name(1, 4))
+    following.scan(0.1)
+    assert following.state(2) == NONE
+    assert following.state(3) == COMPLETE
+    assert following.rows(name(1).key) == {row(3, 1, 4)}
+
+
+def test_a_pool_that_comes_back_has_its_number_again(
+    following: Following, engine: OpenEngine, tmp_path: Path
+) -> None:
+    """The target was not mounted for a while."""
+    pool = engine(1, tmp_path)
+    stored = fill(pool)
+    following.scan()
+    space, away = tmp_path / KEYSPACE, tmp_path / "away"
+    space.rename(away)
+    following.scan()
+    assert (following.state(1), following.reader.rows) == (NONE, 0)
+    away.rename(space)
+    following.scan()
+    assert (following.state(1), following.reader.rows) == (COMPLETE, len(stored))
+
+
+def test_a_pool_with_fewer_slots_is_followed_on(
+    following: Following, engine: OpenEngine, tmp_path: Path
+) -> None:
+    pool = engine(1, tmp_path)
+    stored = fill(pool)
+    following.scan()
+    pool.close()
+    engine(1, tmp_path, slots=8)
+    following.scan()
+    assert following.state(1) == COMPLETE
+    assert following.reader.rows == sum(slot < 8 for slot in stored)
+
+
+def test_damage_is_not_offered_until_it_is_repaired(
+    following: Following, engine: OpenEngine, tmp_path: Path
+) -> None:
+    pool = engine(1, tmp_path)
+    identity = name(1, 5)
+    entry = encode_entry(3, identity, pool.stamp.epoch)
+    # Its first 16 bytes are whole, and the key is not there yet.
+    write_entry(pool, 3, entry[:16] + bytes(48))
+    write_entry(pool, 4, entry)  # of another slot
+    other_group = SlotIdentity(bytes(32) + b"\0\0\0\1", 5)
+    write_entry(pool, 5, encode_entry(5, other_group, pool.stamp.epoch))
+    following.scan()
+    assert following.state(1) == COMPLETE
+    assert following.reader.rows == 0
+    write_entry(pool, 3, entry)
+    following.scan(0.1)
+    assert following.rows(identity.key) == {row(1, 3, 5)}
+    (pool.directories[0] / "superblock").write_bytes(b"damaged")
+    following.scan(0.1)
+    assert (following.state(1), following.reader.rows) == (NONE, 0)
+
+
+def test_a_table_that_is_cut_off_loses_its_rows(
+    following: Following, engine: OpenEngine, tmp_path: Path
+) -> None:
+    pool = engine(1, tmp_path)
+    put(pool, 2, name(2))
+    put(pool, 6, name(6))
+    following.scan()
+    os.truncate(pool.directories[0] / "table", 4 * 64)
+    following.scan(0.1)
+    assert following.rows(name(2).key) and not following.rows(name(6).key)
+
+
+def test_what_cannot_be_read_holds_up_nothing_else(
+    following: Following, engine: OpenEngine, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    one, two = engine(1, tmp_path), engine(2, tmp_path)
+    put(two, 2, name(2))
+    table = one.directories[0] / "table"
+    table.rename(tmp_path / "table")
+    table.mkdir()
+    following.scan()
+    owners = {following.owner(number).engine_index: number for number in (1, 2)}
+    assert following.state(owners[1]) == SCANNING
+    assert following.state(owners[2]) == COMPLETE
+    assert following.reader.rows == 1
+    following.scan()
+    assert capfd.readouterr().err == f"share: {one.directories[0]}: Is a directory\n"
+    table.rmdir()
+    (tmp_path / "table").rename(table)
+    put(one, 3, name(3))
+    following.scan()
+    assert following.state(owners[1]) == COMPLETE
+    assert following.reader.rows == 2
+
+
+def test_a_quiet_table_is_read_only_now_and_then(
+    following: Following, engine: OpenEngine, tmp_path: Path
+) -> None:
+    """A change that its file's time does not show is found later, and any other one at once."""
+    pool = engine(1, tmp_path)
+    table = pool.directories[0] / "table"
+    put(pool, 1, name(1))
+    stop_clock_of(table)
+    following.scan()
+    assert following.reader.rows == 1
+    put(pool, 2, name(2))
+    stop_clock_of(table)
+    following.scan(4.9)
+    assert following.reader.rows == 1
+    following.scan(0.2)
+    assert following.reader.rows == 2
+    put(pool, 3, name(3))
+    following.scan(0.1)
+    assert following.reader.rows == 3
+    put(pool, 4, name(4))
+    os.utime(table, (1, 2))  # another time, as long ago
+    following.scan(0.1)
+    assert following.reader.rows == 4
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_are_those_on_disk_whatever_engines_do(
+    following: Following, engine: OpenEngine, tmp_path: Path, seed: int
+) -> None:
+    """Puts, resets, ends, starts and removals of three engines, in a random order."""
+    random_ = random.Random(seed)
+    pools: dict[int, Pool] = {}
+    written: dict[int, dict[int, SlotIdentity]] = {index: {} for index in (1, 2, 3)}
+    directories: dict[int, Path] = {}
+    for generation in range(150):
+        index = random_.choice([1, 2, 3])
+        act = random_.choice(["put"] * 8 + ["reset", "late", "close", "remove"])
+        if index not in pools:
+            pools[index] = engine(index, tmp_path)
+            directories[index] = pools[index].directories[0].parent
+        pool, slots = pools[index], written[index]
+        if act == "put":
+            slot = random_.randrange(16)
+            slots[slot] = name(random_.randrange(40), generation)
+            put(pool, slot, slots[slot])
+        elif act == "reset":
+            pool.reset(TAG, named=True)
+            slots.clear()
+        elif act == "late":  # a write that an earlier reset overtook
+            slot = random_.randrange(16)
+            slots.pop(slot, None)
+            put(pool, slot, name(slot, generation), Stamp(pool.stamp.epoch ^ 1, TAG))
+        else:
+            pools.pop(index).close()
+            if act == "remove":
+                shutil.rmtree(directories.pop(index))
+                slots.clear()
+        if random_.random() < 0.5:
+            following.scan(random_.choice([0.1, 1.0]))
+    following.scan()
+    found = {
+        (name(number).key, following.owner(place >> 48).engine_index, place & 0xFFFFFFFF, g)
+        for number in range(40)
+        for place, g in following.rows(name(number).key)
+    }
+    wanted = {
+        (identity.key, index, slot, identity.generation)
+        for index, slots in written.items()
+        for slot, identity in slots.items()
+    }
+    assert found == wanted
+    assert following.reader.rows == len(wanted)
