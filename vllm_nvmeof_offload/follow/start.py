@@ -25,11 +25,10 @@ _END_S_MAX = 0.5
 class Follower:
     """A running follower. A daemon thread waits for it, and touches no target."""
 
-    def __init__(self, command: Sequence[str], fd: int, restart_s: float = _RESTART_S) -> None:
+    def __init__(self, command: Sequence[str], fd: int) -> None:
         """Use `start_follower`."""
         self._command = command
         self._fd = fd
-        self._restart_s = restart_s
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._input: IO[bytes] | None = None
@@ -51,7 +50,7 @@ class Follower:
             else:
                 if not self._stopping.is_set():
                     logger.warning("the follower of shared pools has ended; starting another one")
-            self._stopping.wait(self._restart_s)
+            self._stopping.wait(_RESTART_S)
 
     def _follow(self) -> None:
         """Start a follower and wait for its end. OSError: it cannot be started."""
