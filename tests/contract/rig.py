@@ -26,7 +26,7 @@ from vllm_nvmeof_offload.io.uring import UringIoEngine
 from vllm_nvmeof_offload.native import WHY_NOT, core
 from vllm_nvmeof_offload.pool.format import Keyspace, SlotPlace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
-from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
+from vllm_nvmeof_offload.protocol import OURS, OpKind, SlotIdentity, Urgency
 from vllm_nvmeof_offload.units import HEADER_BYTES, KIB
 
 if TYPE_CHECKING:
@@ -128,6 +128,7 @@ class Rig:
         payload_bytes: int = PAYLOAD_BYTES,
         payload_crc: int | None = None,
         single_copy: bool = False,
+        owner: int = OURS,
     ) -> IoOp:
         self.tokens += 1
         default = Urgency.WRITE if kind is OpKind.WRITE else Urgency.DEMAND
@@ -143,6 +144,7 @@ class Rig:
             stamp=self.engine.stamp,
             payload_crc=payload_crc,
             single_copy=single_copy,
+            owner=owner,
         )
 
     def write(self, pool_slot: int, staging_slot: int, name: SlotIdentity, **kw: object) -> IoOp:

@@ -15,6 +15,8 @@ errno 0 if no byte was moved.
   payload, and after that the slot's table entry, so that a table entry never precedes its data.
 * A slot read reads as much and verifies it against `identity`, length, place and share tag:
   damaged bytes are CHECKSUM_MISMATCH, and intact bytes that differ in one of these are STALE.
+* A read of another engine's region does the same with that region's files and place. Nothing is
+  ever written there.
 * Each operation has its own payload length. What the slot has behind it is not touched.
 """
 
@@ -30,8 +32,8 @@ from typing import NamedTuple, Protocol
 
 from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.errors import OK, Outcome, io_error
-from vllm_nvmeof_offload.pool.format import Stamp
-from vllm_nvmeof_offload.protocol import TAG_BYTES, OpKind, SlotIdentity, Urgency
+from vllm_nvmeof_offload.pool.format import SlotPlace, Stamp
+from vllm_nvmeof_offload.protocol import OURS, TAG_BYTES, OpKind, SlotIdentity, Urgency
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,9 @@ class IoOp:
     payload_crc: int | None = None
     #: WRITE only: no other rank of the set has the chunk; header and table entry say so.
     single_copy: bool = False
+    #: Reads only: the engine in whose region the slot is (`attach_region`). `pool_slot` counts over
+    #: our targets, as for our own.
+    owner: int = OURS
 
     @property
     def is_read(self) -> bool:
@@ -76,6 +81,24 @@ class Completion:
     outcome: Outcome
     ended_s: float | None = field(default=None, compare=False)
 
+
+class ForeignRegion(NamedTuple):
+    """Another engine's region on one of our targets. uuid: 16 bytes; it and rank: as in headers.
+
+    Its slots have the size of ours. The descriptor is for O_DIRECT where our slab's is.
+    """
+
+    slab_fd: int
+    uuid: bytes
+    rank: int
+
+    def place(self, slot: int) -> SlotPlace:
+        """Return the place that the header of a slot must name."""
+        return SlotPlace(self.uuid, self.rank, slot)
+
+
+#: Reads fail with EBADF.
+NO_REGION = ForeignRegion(-1, bytes(16), 0)
 
 _KEYS = OffloadConfig.model_fields
 
@@ -154,6 +177,16 @@ class IoEngine(Protocol):
         Earlier operations use the old files, which stay open until they have ended.
         """
 
+    def attach_region(self, owner: int, target: int, region: ForeignRegion) -> None:
+        """Read this owner's slots on our target there, as submitted from now on.
+
+        The descriptor stays open until another one takes its place, or none, and every read that
+        was submitted before has ended.
+        """
+
+    def detach_region(self, owner: int, target: int) -> None:
+        """Let reads of it, as submitted from now on, fail with EBADF."""
+
     def fileno(self) -> int:
         """Return an eventfd that is readable while `poll` may have something to return."""
 
@@ -209,6 +242,12 @@ class NoIoEngine:
         return []
 
     def replace_target(self, target: int) -> None:
+        return
+
+    def attach_region(self, owner: int, target: int, region: ForeignRegion) -> None:
+        return
+
+    def detach_region(self, owner: int, target: int) -> None:
         return
 
     def poll(self) -> list[Completion]:

@@ -33,10 +33,10 @@ from pathlib import Path
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import CANCELLED, OK, ConfigError, Outcome, io_error
-from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoOp, Room, Waker
+from vllm_nvmeof_offload.io.base import Completion, ForeignRegion, IoEngine, IoOp, Room, Waker
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.pool.pool import Pool
-from vllm_nvmeof_offload.protocol import OpKind
+from vllm_nvmeof_offload.protocol import OURS, OpKind
 from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES
 
 #: knob → effect.
@@ -257,7 +257,8 @@ class FaultyIoEngine:
 
     def _forward(self, op: IoOp) -> None:
         self._forwarded[op.token] = op
-        if op.is_read and op.payload_bytes and self.plan.strikes("flip_byte_on_read"):
+        ours = op.owner == OURS  # another engine's slab is never written
+        if op.is_read and ours and op.payload_bytes and self.plan.strikes("flip_byte_on_read"):
             self._flip_on_disk(op)
         self._inner.submit([op])
 
@@ -276,6 +277,12 @@ class FaultyIoEngine:
         for held in self._held:
             held.exchanged |= held.op.pool_slot % self._pool.target_count == target
         self._inner.replace_target(target)
+
+    def attach_region(self, owner: int, target: int, region: ForeignRegion) -> None:
+        self._inner.attach_region(owner, target, region)
+
+    def detach_region(self, owner: int, target: int) -> None:
+        self._inner.detach_region(owner, target)
 
     def poll(self) -> list[Completion]:
         self.plan.refresh()

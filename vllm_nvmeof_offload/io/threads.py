@@ -21,7 +21,9 @@ from typing import NamedTuple
 
 from vllm_nvmeof_offload.errors import CANCELLED, OK, EngineError, Outcome, io_error
 from vllm_nvmeof_offload.io.base import (
+    NO_REGION,
     Completion,
+    ForeignRegion,
     IoLimits,
     IoOp,
     Room,
@@ -31,6 +33,7 @@ from vllm_nvmeof_offload.io.base import (
 from vllm_nvmeof_offload.pool.format import (
     FLAG_SINGLE_COPY,
     Known,
+    SlotPlace,
     Stamp,
     check_key,
     encode_entry,
@@ -38,7 +41,7 @@ from vllm_nvmeof_offload.pool.format import (
     verify,
 )
 from vllm_nvmeof_offload.pool.pool import Pool
-from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity
+from vllm_nvmeof_offload.protocol import OURS, OpKind, SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES, slot_stride_bytes
 
 
@@ -46,7 +49,8 @@ class SlotFiles(NamedTuple):
     """A pool slot with the descriptors and byte offsets of its slab and table entry.
 
     Take it when an operation is submitted: the target's files may be exchanged before the
-    operation runs, and only those of its submission stay open until its release.
+    operation runs, and only those of its submission stay open until its release. region: another
+    engine's, which has no table here; None: ours.
     """
 
     pool_slot: int
@@ -54,11 +58,23 @@ class SlotFiles(NamedTuple):
     slab_offset: int
     table_fd: int
     table_offset: int
+    region: ForeignRegion | None = None
 
     @staticmethod
     def of(pool: Pool, pool_slot: int) -> SlotFiles:
         """Return the files that serve `pool_slot` now."""
         return SlotFiles(pool_slot, *pool.slab_fd(pool_slot), *pool.table_fd(pool_slot))
+
+    @staticmethod
+    def of_region(pool: Pool, pool_slot: int, region: ForeignRegion) -> SlotFiles:
+        offset = pool_slot // pool.target_count * pool.slot_bytes
+        return SlotFiles(pool_slot, region.slab_fd, offset, -1, 0, region)
+
+    def place(self, pool: Pool) -> SlotPlace:
+        """Return the place that the header of the slot must name."""
+        if self.region is None:
+            return pool.place(self.pool_slot)
+        return self.region.place(self.pool_slot // pool.target_count)
 
 
 class Payload(NamedTuple):
@@ -82,7 +98,7 @@ def read_slot(
     tag: the share tag that it must have. payload_bytes: the length of this slot's payload; None:
     the pool's longest.
     """
-    place = pool.place(files.pool_slot)
+    place = files.place(pool)
     size = pool.payload_bytes if payload_bytes is None else payload_bytes
     try:
         _transfer(os.preadv, files.slab_fd, slot[: slot_stride_bytes(size)], files.slab_offset)
@@ -182,6 +198,7 @@ class ThreadsIoEngine:
         self._idle = threading.Condition(self._lock)
         self._queue: deque[_Work] = deque()
         self._running: dict[int, _Work] = {}
+        self._regions: dict[tuple[int, int], ForeignRegion] = {}  # by owner and target
         self._completions: list[Completion] = []
         self._threads_alive = 0
         self._threads_working = 0  # those not lost in the kernel
@@ -232,7 +249,15 @@ class ThreadsIoEngine:
         assert op.identity is not None
         assert op.stamp is not None
         check_key(op.identity.key)
-        return _Work(op, SlotFiles.of(self._pool, op.pool_slot))
+        return _Work(op, self._files_of(op))
+
+    def _files_of(self, op: IoOp) -> SlotFiles:
+        if op.owner == OURS:
+            return SlotFiles.of(self._pool, op.pool_slot)
+        assert op.is_read, "a write to another engine's region"
+        target = op.pool_slot % self._pool.target_count
+        region = self._regions.get((op.owner, target), NO_REGION)
+        return SlotFiles.of_region(self._pool, op.pool_slot, region)
 
     def cancel(self, tokens: Sequence[int]) -> list[int]:
         asked = set(tokens)
@@ -245,6 +270,12 @@ class ThreadsIoEngine:
 
     def replace_target(self, target: int) -> None:
         """Nothing to do: an operation has the files of its submission."""
+
+    def attach_region(self, owner: int, target: int, region: ForeignRegion) -> None:
+        self._regions[owner, target] = region
+
+    def detach_region(self, owner: int, target: int) -> None:
+        self._regions.pop((owner, target), None)
 
     def poll(self) -> list[Completion]:
         # Clear the event before looking: what completes in between signals it again.

@@ -27,6 +27,7 @@ from vllm_nvmeof_offload.errors import (
 from vllm_nvmeof_offload.io.base import (
     ALLOWED_CPUS,
     Completion,
+    ForeignRegion,
     IoLimits,
     IoOp,
     Lanes,
@@ -35,7 +36,7 @@ from vllm_nvmeof_offload.io.base import (
 from vllm_nvmeof_offload.native import WHY_NOT, core
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.pool.pool import Pool
-from vllm_nvmeof_offload.protocol import OpKind
+from vllm_nvmeof_offload.protocol import OURS, OpKind
 from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ class UringIoEngine:
         offset = op.address - self._base_address
         assert offset % PAGE_BYTES == 0
         assert 0 <= offset <= self._offset_max
-        assert 0 <= op.pool_slot < self._pool_slots
+        assert op.is_read if op.owner != OURS else 0 <= op.pool_slot < self._pool_slots
         assert 0 <= op.payload_bytes <= self._payload_bytes_max
         self._core.submit(
             op.token,
@@ -157,6 +158,7 @@ class UringIoEngine:
             stamp.tag,
             _NO_CRC if op.payload_crc is None else op.payload_crc,
             op.single_copy,
+            op.owner,
         )
 
     def cancel(self, tokens: Sequence[int]) -> list[int]:
@@ -166,6 +168,12 @@ class UringIoEngine:
         # Slot `target` is the first one of that target.
         fds = self._pool.slab_fd(target)[0], self._pool.table_fd(target)[0]
         self._core.replace_target(target, *fds)
+
+    def attach_region(self, owner: int, target: int, region: ForeignRegion) -> None:
+        self._core.attach(owner, target, *region)
+
+    def detach_region(self, owner: int, target: int) -> None:
+        self._core.detach(owner, target)
 
     def poll(self) -> list[Completion]:
         found = [] if self._attached else self._core.poll()

@@ -53,7 +53,7 @@ void make_engine(Engine* at, const std::vector<std::pair<int, int>>& targets, ui
 
 void submit(Engine& engine, uint64_t token, unsigned urgency, uint64_t pool_slot, uintptr_t address,
             size_t payload_bytes, const nb::bytes& key, uint64_t generation, uint32_t epoch,
-            const nb::bytes& tag, int64_t payload_crc, bool single_copy) {
+            const nb::bytes& tag, int64_t payload_crc, bool single_copy, uint16_t owner) {
   Request request;
   request.token = token;
   request.urgency = static_cast<Urgency>(urgency);
@@ -64,6 +64,7 @@ void submit(Engine& engine, uint64_t token, unsigned urgency, uint64_t pool_slot
   request.stamp = {epoch, sixteen(tag)};
   request.payload_crc = payload_crc;
   request.single_copy = single_copy;
+  request.owner = owner;
   engine.submit(request);
 }
 
@@ -178,6 +179,10 @@ NB_MODULE(_native, m) {
            [](Engine& engine, size_t index, int slab_fd, int table_fd) {
              engine.replace_target(index, {slab_fd, table_fd});
            })
+      .def("attach",
+           [](Engine& engine, uint16_t owner, size_t target, int slab_fd, const nb::bytes& uuid,
+              uint16_t rank) { engine.attach(owner, target, {slab_fd, {sixteen(uuid), rank}}); })
+      .def("detach", &Engine::detach)
       .def("poll", &poll)
       .def("fileno", &Engine::fd)
       .def(

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "rules.h"
+
 namespace nvmeof {
 
 Engine::Engine(const EngineSetup& setup)
@@ -32,10 +34,17 @@ LaneRoom Engine::room() const {
 }
 
 void Engine::submit(const Request& request) {
+  require(request.is_read() || !request.owner, "a write to another engine's region");
   targets_[request.pool_slot % targets_.size()]->submit(request);
 }
 
 void Engine::replace_target(size_t index, Target target) { targets_.at(index)->replace(target); }
+
+void Engine::attach(uint16_t owner, size_t target, const ForeignRegion& files) {
+  targets_.at(target)->attach(owner, files);
+}
+
+void Engine::detach(uint16_t owner, size_t target) { targets_.at(target)->detach(owner); }
 
 void Engine::kick() {
   for (const auto& target : targets_) target->kick();
@@ -56,6 +65,7 @@ void Engine::take(const LaneOp& op) {
   request.identity = identity_of(op.key, op.generation);
   request.stamp = op.stamp;
   request.single_copy = op.single_copy;
+  request.owner = op.owner;
   submit(request);
 }
 

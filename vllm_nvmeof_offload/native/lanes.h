@@ -23,7 +23,8 @@ struct Stamp {
   bool operator==(const Stamp&) const = default;
 };
 
-// A read or write of one slot. Pool slots are numbered over all of a rank's targets.
+// A read or write of one slot. Pool slots are numbered over all of a rank's targets, also those of
+// another engine's regions, which are only read.
 struct LaneOp {
   uint64_t token = 0;
   Urgency urgency = Urgency::DEMAND;
@@ -35,6 +36,7 @@ struct LaneOp {
   uint64_t generation = 0;
   Stamp stamp;  // a write carries it; a read's chunk has its tag
   bool single_copy = false;  // a write: no other member of the set has the chunk
+  uint16_t owner = 0;        // of the region; 0: ours
 };
 
 // The end of one, however late: nothing touches its buffer any more.

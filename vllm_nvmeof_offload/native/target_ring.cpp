@@ -68,6 +68,13 @@ void TargetRing::submit(const Request& request) {
   op->piece_bytes = bytes_per_piece(op->bytes, limits_.split_bytes);
   std::lock_guard lock(mutex_);
   op->target = target_;
+  op->region = region_;
+  if (request.owner) {
+    const auto found = foreign_.find(request.owner);
+    const ForeignRegion files = found == foreign_.end() ? ForeignRegion{} : found->second;
+    op->target = {files.slab_fd, -1};
+    op->region = files.region;
+  }
   queue_of(*op).push_back(op.get());
   ops_.emplace(request.token, std::move(op));
   ++held_;
@@ -83,6 +90,16 @@ void TargetRing::replace(Target target) {
     target_ = target;
   }
   kick();  // the ring releases the old slab
+}
+
+void TargetRing::attach(uint16_t owner, const ForeignRegion& files) {
+  std::lock_guard lock(mutex_);
+  foreign_.insert_or_assign(owner, files);
+}
+
+void TargetRing::detach(uint16_t owner) {
+  std::lock_guard lock(mutex_);
+  foreign_.erase(owner);
 }
 
 bool TargetRing::cancel(uint64_t token) {
@@ -359,7 +376,7 @@ void TargetRing::seal_op(Op& op) {
 
 SlotPlace TargetRing::place_of(const Op& op) const {
   const auto slot = static_cast<uint32_t>(op.request.pool_slot / setup_.targets.size());
-  return {region_, slot, op.request.single_copy};
+  return {op.region, slot, op.request.single_copy};
 }
 
 // No start adopts a chunk of a group that the pool does not have, so any kind will do for it.

@@ -53,6 +53,10 @@ class TargetRing {
   void kick();
   // Use these files for what is submitted from now on.
   void replace(Target target);
+  // Read this owner's slots there from now on. The descriptor stays open until `detach`, and until
+  // every read that was submitted before has ended.
+  void attach(uint16_t owner, const ForeignRegion& files);
+  void detach(uint16_t owner);
   // Take it back if it has not started. False: not here, or it runs on, without a table entry.
   bool cancel(uint64_t token);
   // Cancel what has not started; the threads end when the kernel has returned the rest.
@@ -64,7 +68,8 @@ class TargetRing {
  private:
   struct Op {
     Request request;
-    Target target;  // the files at the time of its submission
+    Target target;  // the files and the region at the time of its submission
+    Region region;
     uint64_t offset = 0;
     size_t bytes = 0;  // header page and payload, in whole pages
     size_t piece_bytes = 0;
@@ -133,6 +138,7 @@ class TargetRing {
   std::vector<Piece*> free_pieces_;
   std::vector<Piece*> gated_;
   Target target_;
+  std::unordered_map<uint16_t, ForeignRegion> foreign_;  // by owner
   bool closing_ = false;
   unsigned threads_ = 2;
 };

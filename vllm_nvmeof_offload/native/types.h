@@ -107,6 +107,7 @@ struct Request {
   // Write only: the payload's CRC if the copy into staging made it, else kNoCrc.
   int64_t payload_crc = kNoCrc;
   bool single_copy = false;  // write only: as in `SlotPlace`
+  uint16_t owner = 0;        // of the region; 0: ours. Others' are only read
 
   bool is_read() const { return urgency != Urgency::WRITE; }
 };
@@ -122,6 +123,12 @@ struct Limits {
 struct Target {
   int slab_fd = -1;
   int table_fd = -1;
+};
+
+// Another engine's region on one of our targets.
+struct ForeignRegion {
+  int slab_fd = -1;  // as in `Target`
+  Region region;
 };
 
 // All staging, for registration: the kernel then need not pin its pages at each operation.
