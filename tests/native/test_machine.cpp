@@ -6,7 +6,7 @@
 // nothing is waited for beyond its deadline, even if it is tried again; a read is alone in its
 // buffer; a target's superblock waits for its writes and its later writes for the superblock, whose
 // epoch they have only if it was written; no slot leaks; loads do not wait for slots that hang;
-// everything ends. Exits with 1 on a failure.
+// another engine's region is read only with its files; everything ends. Exits with 1 on a failure.
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -38,6 +38,7 @@ uint64_t seed_now = 0;
   } while (false)
 
 constexpr size_t kCacheSlots = 6, kStreamSlots = 3, kTargets = 2, kPoolSlots = 20;
+constexpr uint16_t kOwners = 2;  // other engines
 constexpr size_t kSlotBytes = 8192, kHeader = 4096, kKeyBytes = 12;
 constexpr std::array<size_t, 3> kGroupBytes{kSlotBytes - kHeader, 512, 0};
 
@@ -133,11 +134,13 @@ class Lanes final : public NativeLanes {
     size_t superblocks = 0;  // without an outcome
   };
   std::array<Lane, kTargets> lanes;
+  std::set<uint16_t> files;  // owners whose files the lanes have
 
  private:
   // The bounds of a target, its buffers for itself, and no write before the target's superblock.
   void check(const LaneOp& op) const {
-    CHECK(op.pool_slot < kPoolSlots && (op.address - kBase) % kSlotBytes == 0);
+    CHECK(op.owner ? files.contains(op.owner) : op.pool_slot < kPoolSlots);
+    CHECK((op.address - kBase) % kSlotBytes == 0);
     CHECK(op.address >= kBase && op.address < kBase + (kCacheSlots + kStreamSlots) * kSlotBytes);
     const bool is_write = op.urgency == Urgency::WRITE;
     size_t same = 0;
@@ -163,7 +166,7 @@ class Lanes final : public NativeLanes {
             }) < static_cast<ptrdiff_t>(kStreamSlots / kTargets));
     }
     const Lane& lane = lanes[op.pool_slot % kTargets];
-    if (is_write) CHECK(!lane.superblocks && op.stamp == lane.stamp);
+    if (is_write) CHECK(!lane.superblocks && op.stamp == lane.stamp && !op.owner);
     CHECK(op.stamp.tag == lane.stamp.tag);
   }
   static bool is_stream(const LaneOp& op) { return op.address >= kBase + kCacheSlots * kSlotBytes; }
@@ -202,6 +205,7 @@ class World {
       if (chance(dice_, 40) && commands_.size() < 30) command();
       if (chance(dice_, 10)) cancel();
       if (chance(dice_, 5)) lanes_.full = !lanes_.full;
+      if (chance(dice_, 10)) change_files();
       if (chance(dice_, 3)) usable_[dice_() % kTargets] ^= true;
       // Sometimes nothing ends for longer than a deadline.
       if (chance(dice_, 2)) hung_until_ns_ = now_ns_ + static_cast<int64_t>(dice_() % 60) * kTickNs;
@@ -255,6 +259,7 @@ class World {
       reset(op);
       return;
     }
+    if (chance(dice_, 8)) return attach(op);
     auto kind = static_cast<OpKind>(dice_() % 4);
     if (kind == OpKind::WRITE && given_.size() < 4) kind = OpKind::STORE;
     std::string keys;
@@ -290,6 +295,7 @@ class World {
       groups.push_back(group_of(number));
       cache.push_back(has_cache ? slot : -1);
       places.push_back(has_place ? place(dice_() % kPoolSlots) : -1);
+      if (has_place && kind != OpKind::WRITE && chance(dice_, 30)) places.back() = foreign_place();
       for (size_t piece = dice_() % 3; piece > 0; --piece)
         pieces.insert(pieces.end(), {1u << 30, piece * 64, 64});
       first.push_back(static_cast<uint32_t>(pieces.size() / 3));
@@ -313,9 +319,37 @@ class World {
     return 255LL << 40 | static_cast<int64_t>(pool_slot % kTargets) << 32 |
            static_cast<int64_t>(pool_slot / kTargets);
   }
+  void attach(uint64_t op) {
+    const auto owner = static_cast<uint16_t>(1 + dice_() % kOwners);
+    commands_[op] = {OpKind::ATTACH, {0}, {0}};
+    machine_.attach(op, owner);
+    awaited_.insert(owner);
+  }
+
+  // Another engine's region may be larger than ours.
+  int64_t foreign_place() {
+    const auto owner = static_cast<uint32_t>(1 + dice_() % kOwners);
+    return owned_by(owner, place(dice_() % (2 * kPoolSlots)));
+  }
   static int64_t pool_slot_of(int64_t place) {
     if (place < 0) return -1;
     return (place & 0xFFFFFFFF) * static_cast<int64_t>(kTargets) + (place >> 32 & 0xFF);
+  }
+
+  // What was asked for comes or fails, and some owners go.
+  void change_files() {
+    const auto owner = static_cast<uint16_t>(1 + dice_() % kOwners);
+    if (awaited_.erase(owner)) {
+      const int error = dice_() % 3 ? 0 : ENOENT;
+      if (!error) lanes_.files.insert(owner);
+      if (!machine_.io.attached(owner, error) || error) lanes_.files.erase(owner);
+    } else if (chance(dice_, 20)) {
+      machine_.io.detach(owner);
+      lanes_.files.erase(owner);
+    } else if (chance(dice_, 20)) {
+      machine_.io.await_files(owner, nullptr);
+      awaited_.insert(owner);
+    }
   }
 
   void cancel() {
@@ -466,6 +500,7 @@ class World {
       CHECK(!command.released[row] && (code == Outcome::RELEASED) == (command.decided[row] != 0));
       CHECK(code != Outcome::OK || released);
       CHECK(!command.lacks.contains(row) || code == Outcome::STALE);
+      CHECK(command.kind != OpKind::ATTACH || released);
       command.decided[row] = true;
       command.released[row] = released;
     }
@@ -493,6 +528,7 @@ class World {
   std::map<size_t, Superblock> again_;          // by target: it failed, and is tried once more
   uint64_t newest_reset_ = 0;
   bool usable_[kTargets] = {true, true};
+  std::set<uint16_t> awaited_;  // owners whose files are being opened
 };
 
 }  // namespace

@@ -306,7 +306,7 @@ double next_deadline(Machine& machine) {
 }
 
 // (token, kind, urgency, pool slot, address, key, generation, payload bytes, CRC, whether it is the
-// only copy in the set, epoch and tag) of each.
+// only copy in the set, owner, epoch and tag) of each.
 nb::list offered(Machine& machine) {
   nb::list all;
   for (const IoQueue::Offer& offer : machine.io.offered) {
@@ -317,8 +317,8 @@ nb::list offered(Machine& machine) {
                               static_cast<uint8_t>(task.urgency), task.pool_slot,
                               machine.io.address(task), nb::bytes(key.data(), key.size()),
                               task.content.generation, machine.io.payload_bytes(task),
-                              task.payload_crc, task.holder != kEveryMember, stamp.epoch,
-                              nb::bytes(stamp.tag.data(), stamp.tag.size())));
+                              task.payload_crc, task.holder != kEveryMember, task.owner,
+                              stamp.epoch, nb::bytes(stamp.tag.data(), stamp.tag.size())));
   }
   return all;
 }
@@ -494,6 +494,14 @@ void bind_machine(nb::module_& m) {
       .def("begin_transfers", &begin_transfers)
       .def("reset", &reset, "op"_a, "stamp"_a, "unnamed"_a)
       .def("cancel", &cancel, "op"_a, "rows"_a = nb::none())
+      .def("attach", &Machine::attach)
+      .def("await_files",
+           [](Machine& machine, uint16_t owner) { machine.io.await_files(owner, nullptr); })
+      .def("attached", [](Machine& machine, uint16_t owner,
+                          int error) { return machine.io.attached(owner, error); })
+      .def("detach", [](Machine& machine, uint16_t owner) { machine.io.detach(owner); })
+      .def("foreign_reads", [](const Machine& machine, uint16_t owner,
+                               size_t target) { return machine.io.foreign_reads(owner, target); })
       .def("set_time",
            [](Machine& machine, double now_s) { machine.io.set_time(nanoseconds(now_s)); })
       .def("set_target",

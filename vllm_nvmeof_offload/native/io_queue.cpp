@@ -13,6 +13,18 @@ constexpr double kRateChangeMin = 0.1;
 
 double seconds(int64_t ns) { return static_cast<double>(ns) / 1e9; }
 
+// A key for an owner's region on a target.
+uint32_t regions_number(uint16_t owner, size_t target) {
+  return static_cast<uint32_t>(owner) << 16 | static_cast<uint32_t>(target);
+}
+
+// Whether a failure to read another engine's region says nothing of the target: the slot has been
+// used again, or the files have gone, or were cut short.
+bool is_of_region(Outcome code, int error) {
+  if (code != Outcome::IO_ERROR) return code != Outcome::OK;
+  return error == 0 || error == EBADF || error == ENOENT || error == ESTALE;
+}
+
 bool differs(double reported, double now) {
   return std::abs(now - reported) > kRateChangeMin * reported;
 }
@@ -114,13 +126,60 @@ void IoQueue::promote(Task& task, uint64_t load) {
 }
 
 bool IoQueue::cancel(Task& task) {
-  if (queue_of(task).queue(task.urgency).remove(task)) return true;
+  if (queue_of(task).queue(task.urgency).remove(task) || awaiting_.remove(task)) return true;
   if (task.token == 0) return false;
   if (!native_)
     cancels.push_back(task.token);
   else if (native_->cancel_one(task.token))
     ended({task.token, static_cast<uint8_t>(Outcome::CANCELLED)});
   return false;
+}
+
+IoQueue::Files IoQueue::files_of(uint16_t owner) const {
+  const auto found = owners_.find(owner);
+  return found == owners_.end() ? Files::AWAITED : found->second.files;
+}
+
+void IoQueue::await_files(Task& task) {
+  if (!task.deadline_ns) task.deadline_ns = now_ns_ + options_.read_deadline_ns;
+  retry_deadline_ns_ = std::min(retry_deadline_ns_, task.deadline_ns);
+  awaiting_.push(task);
+}
+
+void IoQueue::await_files(uint16_t owner, Task* asked) {
+  const int64_t deadline_ns = now_ns_ + options_.read_deadline_ns;
+  owners_[owner] = {Files::AWAITED, deadline_ns};
+  retry_deadline_ns_ = std::min(retry_deadline_ns_, deadline_ns);
+  if (asked) await_files(*asked);
+}
+
+bool IoQueue::attached(uint16_t owner, int error) {
+  if (files_of(owner) != Files::AWAITED) return false;
+  const Outcome code = error ? Outcome::IO_ERROR : Outcome::OK;
+  set_files(owner, error ? Files::NONE : Files::HERE, code, error);
+  return true;
+}
+
+// What waits for them ends, or goes on with its deadline, as a retry does.
+// code, error: of an op that asks for them.
+void IoQueue::set_files(uint16_t owner, Files files, Outcome code, int error) {
+  owners_[owner] = {files};
+  std::vector<Task*> going;
+  for (Task* task : awaiting_.take_all()) {
+    if (task->owner != owner)
+      awaiting_.push(*task);
+    else if (task->job->kind == OpKind::ATTACH)
+      events.push_back({task, code, error});
+    else
+      going.push_back(task);
+  }
+  std::ranges::reverse(going);  // each goes before those that are queued
+  for (Task* task : going) queue_of(*task).queue(task->urgency).push(*task, true);
+}
+
+size_t IoQueue::foreign_reads(uint16_t owner, size_t target) const {
+  const auto found = foreign_reads_.find(regions_number(owner, target));
+  return found == foreign_reads_.end() ? 0 : found->second;
 }
 
 std::vector<Task*> IoQueue::take_queued_writes() {
@@ -157,7 +216,7 @@ uint64_t IoQueue::address(const Task& task) const {
 }
 
 bool IoQueue::busy() const {
-  return in_flight_.size() ||
+  return in_flight_.size() || awaiting_.size() ||
          std::any_of(targets_.begin(), targets_.end(),
                      [](const Target& target) { return !target.resets.empty(); }) ||
          std::any_of(queues_.begin(), queues_.end(),
@@ -209,7 +268,12 @@ bool IoQueue::offer_one(size_t target, Urgency urgency) {
   if (urgency == Urgency::WRITE && !write_may_start(targets_[target])) return false;
   if (const auto failure = refusal(*task)) {
     queue.remove(*task);
-    events.push_back({task, *failure});
+    events.push_back({task, *failure, *failure == Outcome::IO_ERROR ? ENOENT : 0});
+    return true;
+  }
+  if (task->owner && files_of(task->owner) == Files::AWAITED) {
+    queue.remove(*task);
+    await_files(*task);
     return true;
   }
   if (!room_ || !queues_[target].has_room(urgency, transfer_bytes(*task))) return false;
@@ -227,6 +291,7 @@ void IoQueue::hand_over(Task& task, Urgency urgency) {
   task.token = in_flight_.add({0, &task, urgency, false, false, attachment, now_ns_});
   if (!task.deadline_ns) task.deadline_ns = now_ns_ + patience_ns(is_write);
   watch(task, is_write);
+  if (task.owner) ++foreign_reads_[regions_number(task.owner, task.target)];
   writes_in_flight_ += is_write;
   targets_[task.target].writes_running += is_write;
   ++health_of(task.target, attachment).began;
@@ -241,7 +306,8 @@ void IoQueue::hand_over(Task& task, Urgency urgency) {
                    task.key(),
                    task.content.generation,
                    targets_[task.target].stamp,
-                   task.holder != kEveryMember});
+                   task.holder != kEveryMember,
+                   task.owner});
   } else {
     offered.push_back({&task, task.token});
   }
@@ -311,6 +377,7 @@ void IoQueue::superblock_decided(const Flights::One& one, const LaneEnd& end) {
 // Why a read or write is not even tried. A superblock is always tried.
 std::optional<Outcome> IoQueue::refusal(const Task& task) const {
   if (!targets_[task.target].usable) return Outcome::DEADLINE;
+  if (task.owner && files_of(task.owner) == Files::NONE) return Outcome::IO_ERROR;
   return std::nullopt;
 }
 
@@ -354,6 +421,20 @@ void IoQueue::expire_retries() {
     for (const Urgency urgency : kReads)
       for (Task* task : queue.queue(urgency).take_past(now_ns_, retry_deadline_ns_))
         events.push_back({task, Outcome::DEADLINE});
+  expire_awaiting();
+}
+
+void IoQueue::expire_awaiting() {
+  std::vector<uint16_t> late;
+  for (const auto& [owner, one] : owners_) {
+    if (one.deadline_ns <= now_ns_)
+      late.push_back(owner);
+    else
+      retry_deadline_ns_ = std::min(retry_deadline_ns_, one.deadline_ns);
+  }
+  for (Task* task : awaiting_.take_past(now_ns_, retry_deadline_ns_))
+    events.push_back({task, Outcome::DEADLINE});
+  for (const uint16_t owner : late) set_files(owner, Files::NONE, Outcome::DEADLINE, 0);
 }
 
 void IoQueue::give_up(uint64_t token, bool withdrawn) {
@@ -406,6 +487,7 @@ void IoQueue::ended(const LaneEnd& end) {
   require(found != nullptr, "a lane ends what it does not have");
   const Flights::One one = in_flight_.take(*found);
   writes_in_flight_ -= one.is_write();
+  if (one.task->owner) --foreign_reads_[regions_number(one.task->owner, one.task->target)];
   const Outcome code = static_cast<Outcome>(end.code);
   if (!one.is_reset) {
     HealthCounts& counts = health_of(one.task->target, one.attachment);
@@ -444,6 +526,7 @@ void IoQueue::count_outcome(const Flights::One& one, const LaneEnd& end) {
 void IoQueue::note_outcome(const Flights::One& one, const LaneEnd& end) {
   const Outcome code = static_cast<Outcome>(end.code);
   if (code == Outcome::DEADLINE || code == Outcome::CANCELLED) return;  // no answers of the target
+  if (one.task->owner && is_of_region(code, end.error)) return;
   Target& target = targets_[one.task->target];
   const bool is_current = one.attachment == target.attachment;
   const bool answered = code != Outcome::IO_ERROR;  // with bytes, right or wrong

@@ -20,9 +20,11 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cstdint>
 #include <deque>
 #include <optional>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -185,6 +187,16 @@ class IoQueue {
   void promote(Task& task, uint64_t load);
   // True: it was still queued and is gone. Otherwise its completion will come.
   bool cancel(Task& task);
+  // Reads of this owner wait from now on for its files, for the time of a read's deadline, and so
+  // does `asked`, unless it is null: the op that asks for them. Reads of an owner that was never
+  // named wait too.
+  void await_files(uint16_t owner, Task* asked);
+  // error: an errno; 0: the lanes have the owner's files. Otherwise its reads fail with ENOENT, as
+  // after `detach`, until its files are awaited again. False: nothing waits for them any more.
+  bool attached(uint16_t owner, int error);
+  void detach(uint16_t owner) { set_files(owner, Files::NONE, Outcome::IO_ERROR, ENOENT); }
+  // With the lanes, of this owner on this target.
+  size_t foreign_reads(uint16_t owner, size_t target) const;
   // Every queued write, for a reset that voids them.
   std::vector<Task*> take_queued_writes();
 
@@ -255,7 +267,18 @@ class IoQueue {
     size_t writes_running = 0;  // not past their deadline
   };
 
+  // Another engine's on our targets.
+  enum class Files : uint8_t { AWAITED, HERE, NONE };
+  struct Owner {
+    Files files = Files::AWAITED;
+    int64_t deadline_ns = INT64_MAX;  // while they are awaited
+  };
+
   TargetQueue& queue_of(const Task& task) { return queues_[task.target]; }
+  Files files_of(uint16_t owner) const;
+  void set_files(uint16_t owner, Files files, Outcome code, int error);
+  void await_files(Task& task);
+  void expire_awaiting();
   void offer(Urgency urgency);
   bool offer_one(size_t target, Urgency urgency);
   void hand_over(Task& task, Urgency urgency);
@@ -283,12 +306,15 @@ class IoQueue {
   int64_t rates_taken_ns_;
   size_t first_ = 0;  // the target that is asked first: each in its turn
   size_t room_ = 0;  // what the lane still takes of the kind that is offered
+  std::unordered_map<uint16_t, Owner> owners_;
+  FairQueue awaiting_{FairQueue::Share::NONE};  // owners' files
+  std::unordered_map<uint32_t, size_t> foreign_reads_;  // by owner and target
   Flights in_flight_;
   size_t writes_in_flight_ = 0;
   // By is_write: (deadline, token) of what was handed over, the earliest first. What has ended is
   // dropped at the front.
   std::array<std::deque<std::pair<int64_t, uint64_t>>, 2> deadlines_;
-  int64_t retry_deadline_ns_ = INT64_MAX;  // no retry that waits has an earlier one
+  int64_t retry_deadline_ns_ = INT64_MAX;  // no retry, nor what waits for files, has an earlier one
   uint64_t newest_reset_ = 0;  // op
   Stamp named_;  // of a target that has the newest reset's superblock
   std::vector<LaneEnd> ends_;

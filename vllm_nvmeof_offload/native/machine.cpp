@@ -81,7 +81,10 @@ void Machine::add_tasks(Job& job, Urgency urgency, const Columns& columns) {
       // Format 1 numbers the slots of a rank over all its targets.
       const auto targets = static_cast<int64_t>(options_.io.targets);
       task.pool_slot = slot_of(place) * targets + task.target;
-      require(!options_.pool_slots || static_cast<uint64_t>(task.pool_slot) < options_.pool_slots,
+      task.owner = static_cast<uint16_t>(owner_of(place));
+      require(!task.owner || job.kind != OpKind::WRITE, "a write to another engine's region");
+      require(task.owner || !options_.pool_slots ||
+                  static_cast<uint64_t>(task.pool_slot) < options_.pool_slots,
               "a place is outside of the pool");
     }
     const bool is_load = job.kind == OpKind::LOAD, is_store = job.kind == OpKind::STORE;
@@ -144,11 +147,25 @@ void Machine::reset(uint64_t op, const Stamp& stamp, const Stamp& unnamed) {
   }
 }
 
+void Machine::attach(uint64_t op, uint16_t owner) {
+  Job& job = open(op, OpKind::ATTACH);
+  job.tasks.resize(1);
+  job.code.resize(1);
+  job.error.resize(1);
+  job.undecided = job.unreported = job.alive = 1;
+  Task& task = job.tasks[0];
+  task.job = &job;
+  task.urgency = Urgency::WRITE;
+  task.step = Step::IO;
+  task.owner = owner;
+  io.await_files(owner, &task);
+}
+
 void Machine::cancel(uint64_t op, const std::vector<uint32_t>* rows) {
   const auto found = jobs_.find(op);
   if (found == jobs_.end()) return;
   Job& job = *found->second;
-  if (job.kind == OpKind::STORE || job.kind == OpKind::RESET) return;
+  if (job.kind == OpKind::STORE || job.kind == OpKind::RESET || job.kind == OpKind::ATTACH) return;
   if (set_) take_set_events();
   const auto cancel_one = [this](Task& task) {
     if (task.step == Step::COPY || task.step == Step::ZOMBIE || task.step == Step::DONE) return;
@@ -271,7 +288,7 @@ void Machine::io_event(const IoEvent& event) {
   const bool ok = event.code == Outcome::OK || mutant("pipeline_ignores_failed_reads");
   if (ok && kind == OpKind::WRITE)
     written_bytes[task.target] += io.transfer_bytes(task);
-  else if (ok)
+  else if (ok && task.pool_slot >= 0)
     read_bytes += io.transfer_bytes(task);
   if (ok && kind == OpKind::LOAD) {
     read_ended(task);

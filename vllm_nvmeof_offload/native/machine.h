@@ -118,8 +118,11 @@ class Machine {
   // lies on any target; it fails if none can be, with the outcome of the last.
   void reset(uint64_t op, const Stamp& stamp, const Stamp& unnamed);
   // Stop what has not started; what DMA works on goes on. The reports still come. rows: of the op;
-  // null: all. Stores and resets go on, because other ops depend on them.
+  // null: all. Stores, resets and attaches go on, because other ops depend on them.
   void cancel(uint64_t op, const std::vector<uint32_t>* rows);
+  // Reads of this owner wait for its files (`IoQueue::await_files`). The op has one row, which is
+  // decided by `IoQueue::attached`, within the deadline of a read.
+  void attach(uint64_t op, uint16_t owner);
 
   // -- progress. `copied` ends a batch of `take_copies`; `run` takes in what the lanes have ended.
   // crcs: by chunk of a store, the CRC of the payload, -1: not known; empty: none is.

@@ -66,6 +66,7 @@ struct Task {
   bool fills = false;      // the gate of `cache` counts it as its filler,
   bool reads = false;      // or as a reader
   uint8_t retries_left = 1;
+  uint16_t owner = 0;        // whose region the place is in; 0: ours
   int64_t payload_crc = -1;  // of what it reads from its cache slot, if the fill made it
   int64_t deadline_ns = 0;   // fixed when a lane first has it; 0: none had
   uint64_t token = 0;      // with the engine; 0: never

@@ -46,7 +46,13 @@ from vllm_nvmeof_offload.pool.format import (
 )
 from vllm_nvmeof_offload.pool.ownership import PoolSpec
 from vllm_nvmeof_offload.pool.slab import Slab
-from vllm_nvmeof_offload.protocol import EVERY_MEMBER, TAG_BYTES, AdoptedEntries, place_of, places_of
+from vllm_nvmeof_offload.protocol import (
+    EVERY_MEMBER,
+    TAG_BYTES,
+    AdoptedEntries,
+    place_of,
+    places_of,
+)
 from vllm_nvmeof_offload.units import HEADER_BYTES, format_bytes
 
 #: Called with (header pages read, header pages to read) while a table is rebuilt.

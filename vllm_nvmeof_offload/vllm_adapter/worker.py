@@ -132,6 +132,8 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         released = parts.io.close()
         parts.copy.close()
         parts.runner.leave_set()
+        if parts.regions is not None:
+            parts.regions.end(abandon=not released)
         if parts.pool is not None:
             parts.pool.close(abandon=not released)
         if released:  # otherwise the kernel still uses our memory until the process ends

@@ -36,6 +36,7 @@ from vllm_nvmeof_offload.targets.reattach import Attachments, TargetWatcher
 from vllm_nvmeof_offload.units import slot_stride_bytes
 from vllm_nvmeof_offload.worker.membership import NoSetError, SetLayout, join_set
 from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, TransferPipeline
+from vllm_nvmeof_offload.worker.regions import RegionFiles
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class RankWorker:
     staging: Staging
     pool: Pool | None
     watcher: TargetWatcher | None = None
+    #: Other engines'; None: without a pool.
+    regions: RegionFiles | None = None
 
 
 def build_worker(
@@ -109,7 +112,8 @@ def build_worker(
     target_count = pool.target_count if pool else 1
     health = tuple(TargetHealth() for _ in range(target_count)) if pool else None
     config = _scheduler_config(settings, identity.rank, pool, io, geometry, health)
-    pipeline = TransferPipeline(staging.map, copy, io, config)
+    regions = RegionFiles(pool, waker.wake) if pool else None
+    pipeline = TransferPipeline(staging.map, copy, io, config, opener=regions)
     runner = PipelineRunner(pipeline, waker, io.fileno())
     watcher = _watcher(pool, io, health, runner) if pool and health else None
     hello = RankHello(
@@ -139,7 +143,7 @@ def build_worker(
     logger.debug("%s: ready with %d adopted chunks", identity, len(adopted))
     for line in kv_device.warnings:
         logger.warning("%s", line)
-    parts = RankWorker(runner, geometry, copy, io, staging, pool, watcher)
+    parts = RankWorker(runner, geometry, copy, io, staging, pool, watcher, regions)
     return parts, hello
 
 

@@ -34,9 +34,11 @@ from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.native import Machine
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.protocol import (
+    AttachCommand,
     CancelCommand,
     ChunkBatch,
     Command,
+    DetachCommand,
     FetchCommand,
     LevelReport,
     LoadCommand,
@@ -54,6 +56,7 @@ from vllm_nvmeof_offload.protocol import (
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.targets.health import TargetHealth, Verdict
 from vllm_nvmeof_offload.units import HEADER_BYTES, MIB
+from vllm_nvmeof_offload.worker.regions import RegionOpener, Regions
 
 if TYPE_CHECKING:
     from vllm_nvmeof_offload.native._tiers import Transfer
@@ -125,7 +128,10 @@ class TransferPipeline:
         io: IoEngine,
         limits: TransferLimits,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        opener: RegionOpener | None = None,
     ) -> None:
+        """opener: of other engines' regions; None: no command names any."""
         self._counters = Counts()
         self._copy, self._io, self._clock = copy, io, clock
         self._limits = limits
@@ -137,6 +143,7 @@ class TransferPipeline:
         self._known: list[tuple[Verdict, int] | None] = [None] * targets  # by the machine
         self._lanes = io.attach()
         self._machine = _make_machine(staging, self._lanes, limits, io.stamp, clock())
+        self._regions = Regions(self._machine, io, opener, targets) if opener else None
         self._in_set = staging.members is not None
         self._fences: dict[int, object] = {}  # of stores and loads under way
         self._newest: tuple[int, object] = (0, None)  # fence, and the first op that has it
@@ -173,6 +180,13 @@ class TransferPipeline:
                 self._machine.reset(command.op, astuple(stamp), astuple(unnamed))
             case CancelCommand():
                 self.cancel(command.target_op, command.indexes)
+            case AttachCommand() | DetachCommand():
+                assert self._regions is not None, "there is no pool beside which others could be"
+                self._machine.set_time(self._clock())
+                if isinstance(command, AttachCommand):
+                    self._regions.attach(command)
+                else:
+                    self._regions.detach(command.owner)
 
     def cancel(self, op: int, rows: npt.NDArray[np.uint32] | None = None) -> None:
         """Stop what has not started; what DMA works on goes on. The reports still come.
@@ -217,6 +231,8 @@ class TransferPipeline:
         for ticket, outcome in self._copy.poll():
             self._copied(self._tickets.pop(ticket), outcome)
         self._take_ends()
+        if self._regions is not None:
+            self._regions.step()
         if self._lanes is None:
             self._drive_engine()
         else:
@@ -365,6 +381,8 @@ class TransferPipeline:
             if found != self._known[target]:
                 self._known[target] = found
                 self._machine.set_target(target, health.verdict.usable, health.attachment)
+                if self._regions is not None:
+                    self._regions.target_changed(target, *found)
 
     def _submit_offered(self) -> None:
         ops = [
@@ -378,6 +396,7 @@ class TransferPipeline:
                 payload_bytes=payload_bytes,
                 payload_crc=payload_crc if payload_crc >= 0 else None,
                 single_copy=single_copy,
+                owner=owner,
                 stamp=Stamp(epoch, tag),
             )
             for (
@@ -391,6 +410,7 @@ class TransferPipeline:
                 payload_bytes,
                 payload_crc,
                 single_copy,
+                owner,
                 epoch,
                 tag,
             ) in self._machine.offered()

@@ -13,7 +13,7 @@ import numpy as np
 from tests.chunks import Reported, batch_of, place_in, rows_of
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction, Payloads, Pieces
 from vllm_nvmeof_offload.errors import OK, Outcome
-from vllm_nvmeof_offload.io.base import Completion, IoOp, Room
+from vllm_nvmeof_offload.io.base import Completion, ForeignRegion, IoOp, Room
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.protocol import (
     CancelCommand,
@@ -28,10 +28,12 @@ from vllm_nvmeof_offload.protocol import (
     StoreCommand,
     Urgency,
     WriteCommand,
+    owned_by,
 )
 from vllm_nvmeof_offload.staging import SetMap, StagingMap
 from vllm_nvmeof_offload.units import HEADER_BYTES
 from vllm_nvmeof_offload.worker.pipeline import TransferLimits, TransferPipeline
+from vllm_nvmeof_offload.worker.regions import RegionOpener
 
 STRIDE = HEADER_BYTES + 4096
 PIECES = [np.array([[1 << 30, 0, 4096]], np.uint64)]
@@ -96,6 +98,7 @@ class FakeIo:
         #: Tokens that count as not started, so that a cancel takes them back.
         self.queued: set[int] = set()
         self.room_max = 10_000
+        self.regions: dict[tuple[int, int], ForeignRegion] = {}  # by owner and target
         self._completions: list[Completion] = []
         self._resets = 0
 
@@ -139,6 +142,12 @@ class FakeIo:
         del self.ops[token]
         self._completions.append(Completion(token, outcome, ended_s))
 
+    def attach_region(self, owner: int, target: int, region: ForeignRegion) -> None:
+        self.regions[owner, target] = region
+
+    def detach_region(self, owner: int, target: int) -> None:
+        del self.regions[owner, target]
+
     def poll(self) -> list[Completion]:
         completions, self._completions = self._completions, []
         return completions
@@ -159,6 +168,7 @@ class Bench:
         cache_slots: int = 4,
         target_count: int = 1,
         members: SetMap | None = None,
+        opener: RegionOpener | None = None,
         **config: float,
     ) -> None:
         self.now_s = 0.0
@@ -185,6 +195,7 @@ class Bench:
                 **config,
             ),
             lambda: self.now_s,
+            opener=opener,
         )
 
     def _batch(self, op: int, chunks: Sequence[Chunk]) -> ChunkBatch:
@@ -218,6 +229,13 @@ class Bench:
         """Nothing moves yet."""
         batch = self._batch(op, chunks)
         self.pipeline.load(LoadCommand(op, batch), Pieces.of(PIECES * len(batch)), "fence")
+
+    def borrow(self, op: int, owner: int, number: int, pool: int, cache: int | None = None) -> None:
+        """Load a chunk from another engine's region. Nothing moves yet."""
+        self._sizes[op] = 1
+        place = owned_by(owner, place_in(pool, self._targets))
+        batch = batch_of((identity(number), cache, place))
+        self.pipeline.load(LoadCommand(op, batch), Pieces.of(PIECES), "fence")
 
     def stream(self, op: int, pool_slots: Sequence[int]) -> None:
         """Load chunks through stream slots. Nothing moves yet."""

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other engines' regions on our targets: the files that reads of their places use.
+
+`RegionFiles` opens and closes files on threads of its own, because both may block; `Regions`, on
+the pipeline's thread, hands them to the I/O engine and has them closed when no read uses them any
+more. Everything is open for reading only.
+
+A region is usable here if its superblock has the pool's uuid and is ours but for uuid, slots,
+targets and what a reset changes. Each read proves the rest (PROTOCOL rule 6).
+
+A target that was away may be another file system afterwards, and the old one cannot be mounted
+while its files are open. So a target that is gone loses its regions, and every owner's files are
+opened again once a target is back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from vllm_nvmeof_offload import logger
+from vllm_nvmeof_offload.errors import PoolFormatError
+from vllm_nvmeof_offload.io.base import ForeignRegion, IoEngine
+from vllm_nvmeof_offload.native import Machine
+from vllm_nvmeof_offload.pool.format import SLAB_FILE, Superblock, read_superblock
+from vllm_nvmeof_offload.pool.pool import Pool
+from vllm_nvmeof_offload.protocol import AttachCommand
+from vllm_nvmeof_offload.targets.health import Verdict
+
+#: Threads that may hang in a path at a time. One more attach fails with EAGAIN.
+_OPENING_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRegions:
+    """The answer to `command`. by_target: the regions found; error: an errno, if it failed."""
+
+    command: AttachCommand
+    by_target: dict[int, ForeignRegion] = field(default_factory=dict)
+    error: int = 0
+
+
+class RegionOpener(Protocol):
+    """Opens regions elsewhere than on the pipeline's thread, and wakes that for each answer."""
+
+    def open(self, command: AttachCommand, targets: Sequence[int]) -> None:
+        """Open the owner's regions on these targets."""
+
+    def take(self) -> list[OpenRegions]:
+        """Return the answers since the last call. Their files belong to the caller."""
+
+    def close(self, regions: Iterable[ForeignRegion]) -> None:
+        """Close their files."""
+
+
+class Regions:
+    """The owners that the manager has named. All calls come from the pipeline's thread."""
+
+    def __init__(
+        self, machine: Machine, io: IoEngine, opener: RegionOpener, target_count: int
+    ) -> None:
+        self._machine, self._io, self._opener = machine, io, opener
+        self._wanted: dict[int, AttachCommand] = {}  # by owner, the newest
+        self._used: dict[tuple[int, int], ForeignRegion] = {}  # by owner and target
+        self._leaving: list[tuple[int, int, ForeignRegion]] = []
+        self._usable = [True] * target_count
+        self._attachments = [0] * target_count
+        #: Targets whose regions are not those that are there now, or were never looked for.
+        self._missed: set[int] = set()
+
+    def attach(self, command: AttachCommand) -> None:
+        self._machine.attach(command.op, command.owner)
+        self._open(command)
+
+    def detach(self, owner: int) -> None:
+        self._machine.detach(owner)
+        self._wanted.pop(owner, None)
+        self._drop_owner(owner)
+
+    def target_changed(self, target: int, verdict: Verdict, attachment: int) -> None:
+        if verdict is Verdict.GONE or attachment != self._attachments[target]:
+            self._missed.add(target)
+            for owner, at in [key for key in self._used if key[1] == target]:
+                self._drop(owner, at)
+        self._attachments[target] = attachment
+        self._usable[target] = verdict.usable
+        if verdict.usable and target in self._missed:
+            self._missed.discard(target)
+            for owner, command in self._wanted.items():
+                self._machine.await_files(owner)
+                self._open(replace(command))  # what is under way for the other one is void
+
+    def step(self) -> None:
+        """Take in what was opened, and close what is not used any more."""
+        for opened in self._opener.take():
+            if self._wanted.get(opened.command.owner) is opened.command:
+                self._take_in(opened)
+            else:
+                self._opener.close(opened.by_target.values())
+        if self._leaving:
+            busy = [one for one in self._leaving if self._machine.foreign_reads(*one[:2])]
+            self._opener.close(one[2] for one in self._leaving if one not in busy)
+            self._leaving = busy
+
+    def _open(self, command: AttachCommand) -> None:
+        self._wanted[command.owner] = command
+        targets = [target for target, usable in enumerate(self._usable) if usable]
+        self._missed |= set(range(len(self._usable))) - set(targets)
+        self._opener.open(command, targets)
+
+    def _take_in(self, opened: OpenRegions) -> None:
+        owner = opened.command.owner
+        self._drop_owner(owner)
+        for target, region in opened.by_target.items():
+            if target in self._missed:  # it went meanwhile, and another file system may come
+                self._opener.close([region])
+                continue
+            self._used[owner, target] = region
+            self._io.attach_region(owner, target, region)
+        if not self._machine.attached(owner, opened.error) or opened.error:
+            self._drop_owner(owner)
+
+    def _drop_owner(self, owner: int) -> None:
+        for key in [key for key in self._used if key[0] == owner]:
+            self._drop(*key)
+
+    def _drop(self, owner: int, target: int) -> None:
+        self._io.detach_region(owner, target)
+        self._leaving.append((owner, target, self._used.pop((owner, target))))
+
+
+class RegionFiles:
+    """Implements `RegionOpener` with the directories beside those of our pool."""
+
+    def __init__(self, pool: Pool, wake: Callable[[], None]) -> None:
+        """wake: called on any thread when `take` has something."""
+        self._pool = pool
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._answers: list[OpenRegions] = []
+        self._opening = 0
+        self._open_fds: set[int] = set()
+        self._ended = False
+
+    def open(self, command: AttachCommand, targets: Sequence[int]) -> None:
+        with self._lock:
+            full = self._opening >= _OPENING_MAX
+            self._opening += not full
+        if full:
+            self._answer(OpenRegions(command, error=errno.EAGAIN))
+            return
+        start = threading.Thread(
+            target=self._run, args=(command, targets), name="nvmeof-attach", daemon=True
+        ).start
+        try:
+            start()
+        except RuntimeError:  # no thread can be started
+            self._end(OpenRegions(command, error=errno.EAGAIN))
+
+    def take(self) -> list[OpenRegions]:
+        if not self._answers:
+            return []
+        with self._lock:
+            answers, self._answers = self._answers, []
+            return answers
+
+    def close(self, regions: Iterable[ForeignRegion]) -> None:
+        fds = [region.slab_fd for region in regions]
+        if fds:
+            run = self._close
+            threading.Thread(target=run, args=(fds,), name="nvmeof-close", daemon=True).start()
+
+    def end(self, abandon: bool = False) -> None:
+        """Close all files, and those that are still being opened. abandon: as in `Pool.close`."""
+        with self._lock:
+            self._ended = True
+            fds = set() if abandon else self._open_fds
+            self._open_fds = set()
+        self._close(fds, known=True)
+
+    def _run(self, command: AttachCommand, targets: Sequence[int]) -> None:
+        # An exception that is not expected is a bug; the op must end even then.
+        answer = OpenRegions(command, error=errno.EIO)
+        try:
+            answer = self._find(command, targets)
+        finally:
+            self._end(answer)
+
+    def _end(self, answer: OpenRegions) -> None:
+        with self._lock:
+            self._opening -= 1
+            ended = self._ended
+            if not ended:
+                self._open_fds |= {region.slab_fd for region in answer.by_target.values()}
+        if ended:
+            self._close([one.slab_fd for one in answer.by_target.values()], known=True)
+        else:
+            self._answer(answer)
+
+    def _answer(self, answer: OpenRegions) -> None:
+        with self._lock:
+            self._answers.append(answer)
+        self._wake()
+
+    def _find(self, command: AttachCommand, targets: Sequence[int]) -> OpenRegions:
+        found: dict[int, ForeignRegion] = {}
+        error, why = errno.ENOENT, "none of our targets has it"
+        try:
+            for target in targets:
+                region = self._region(command, target)
+                if region is not None:
+                    found[target] = region
+            if found:
+                return OpenRegions(command, found)
+        except OSError as failure:
+            error, why = failure.errno or errno.EIO, str(failure)
+        except PoolFormatError as failure:
+            error, why = errno.ESTALE, str(failure)
+        self._close([region.slab_fd for region in found.values()], known=True)
+        logger.warning("the pool of engine %d cannot be read: %s", command.engine_index, why)
+        return OpenRegions(command, error=error)
+
+    def _region(self, command: AttachCommand, target: int) -> ForeignRegion | None:
+        """Open one region; None: there is none of this pool.
+
+        PoolFormatError: its superblock is damaged, or of another shape. OSError: it cannot be read.
+        """
+        ours = self._pool.superblocks[target]
+        space = self._pool.directories[target].parents[1]
+        directory = space / f"engine-{command.engine_index}" / f"rank-{ours.rank}"
+        try:
+            found = read_superblock(directory)
+        except NotADirectoryError:
+            return None
+        if found is None or found.uuid != command.pool_uuid:
+            return None
+        if not _is_readable(found, ours):
+            raise PoolFormatError(f"{directory} has slots of another shape")
+        direct = os.O_DIRECT if self._pool.is_direct[target] else 0
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | direct
+        fd = os.open(directory / SLAB_FILE, flags)
+        if os.fstat(fd).st_size < found.slots * found.slot_bytes:
+            os.close(fd)
+            raise PoolFormatError(f"the slab in {directory} was cut short")
+        return ForeignRegion(fd, found.place(0).region_uuid, found.rank)
+
+    def _close(self, fds: Iterable[int], known: bool = False) -> None:
+        """known: they are not among `_open_fds` any more."""
+        for fd in fds:
+            with self._lock:
+                if not known and fd not in self._open_fds:
+                    continue  # `end` has closed it
+                self._open_fds.discard(fd)
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+def _is_readable(found: Superblock, ours: Superblock) -> bool:
+    """Return whether a chunk there has the shape and the key of one of ours."""
+    same = {
+        name: getattr(ours, name)
+        for name in ("uuid", "slots", "target_index", "target_count", "epoch", "tag", "sequence")
+    }
+    return replace(found, **same).is_alike(ours)
