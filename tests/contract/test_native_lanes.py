@@ -32,6 +32,9 @@ from vllm_nvmeof_offload.errors import (
 from vllm_nvmeof_offload.pool.format import read_superblock
 from vllm_nvmeof_offload.pool.slab import Slab
 from vllm_nvmeof_offload.protocol import (
+    OURS,
+    AttachCommand,
+    ChunkBatch,
     Command,
     FetchCommand,
     LoadCommand,
@@ -40,9 +43,11 @@ from vllm_nvmeof_offload.protocol import (
     SlotIdentity,
     StoreCommand,
     WriteCommand,
+    owned_by,
 )
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.worker.pipeline import TransferLimits, TransferPipeline
+from vllm_nvmeof_offload.worker.regions import RegionFiles
 
 from .rig import ENGINES, PAYLOAD_BYTES, STAGING_SLOTS, WAIT_S, content, name
 from .test_io_engine_place import put_whole_slot, whole_slot
@@ -68,6 +73,7 @@ class Rank:
             CACHE_SLOTS,
             STAGING_SLOTS - CACHE_SLOTS,
         )
+        self.regions = RegionFiles(self.rig.pool, lambda: None)
         self.pipeline = TransferPipeline(
             staging,
             self.copy,
@@ -78,6 +84,7 @@ class Rank:
                 pool_slots=POOL_SLOTS,
                 **limits,  # type: ignore[arg-type]
             ),
+            opener=self.regions,
         )
         self.is_native = bool(self.pipeline._lanes)
         self._ops = itertools.count(1)
@@ -85,9 +92,9 @@ class Rank:
         self.rows: list[Reported] = []
         self.given: dict[int, SlotIdentity] = {}  # what the last fill of a cache slot brings
 
-    def _batch(self, op: int, chunks: Iterable[Chunk]):  # type: ignore[no-untyped-def]
+    def _batch(self, op: int, chunks: Iterable[Chunk], owner: int = OURS) -> ChunkBatch:
         rows = [
-            (identity, cache, None if pool is None else place_in(pool, TARGETS))
+            (identity, cache, None if pool is None else owned_by(owner, place_in(pool, TARGETS)))
             for identity, cache, pool in chunks
         ]
         self._sizes[op] = len(rows)
@@ -111,21 +118,26 @@ class Rank:
         self.pipeline.store(StoreCommand(op, batch), self._pieces(s for _, s in chunks), None)
         return op
 
-    def load(self, *chunks: Chunk) -> int:
-        """Load chunks to the pages 0, 1, 2, …, which are wiped."""
+    def load(self, *chunks: Chunk, owner: int = OURS) -> int:
+        """Load chunks to the pages 0, 1, 2, …, which are wiped. owner: of the pool slots."""
         op = next(self._ops)
         self.pages[:] = 0
         pieces = self._pieces(range(len(chunks)))
-        self.pipeline.load(LoadCommand(op, self._batch(op, chunks)), pieces, None)
+        self.pipeline.load(LoadCommand(op, self._batch(op, chunks, owner)), pieces, None)
         return op
 
     def write(self, *chunks: Chunk) -> int:
         op = next(self._ops)
         return self._command(op, WriteCommand(op, self._batch(op, chunks)))
 
-    def fetch(self, *chunks: Chunk) -> int:
+    def fetch(self, *chunks: Chunk, owner: int = OURS) -> int:
         op = next(self._ops)
-        return self._command(op, FetchCommand(op, self._batch(op, chunks)))
+        return self._command(op, FetchCommand(op, self._batch(op, chunks, owner)))
+
+    def attach(self, owner: int, engine_index: int, pool_uuid: bytes) -> int:
+        op = next(self._ops)
+        self._sizes[op] = 1
+        return self._command(op, AttachCommand(op, owner, engine_index, pool_uuid))
 
     def reset(self) -> int:
         op = next(self._ops)
@@ -168,6 +180,7 @@ class Rank:
         self.rig.gate.open_all()
         assert self.rig.engine.close(WAIT_S)
         self.copy.close()
+        self.regions.end()
         self.rig.pool.close()
 
 

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two engines' pipelines side by side on the same targets: one reads what the other has written."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.wait import wait_until
+from vllm_nvmeof_offload.errors import OK, STALE, io_error
+from vllm_nvmeof_offload.pool.format import Superblock, read_superblock, write_superblock
+from vllm_nvmeof_offload.protocol import DetachCommand
+
+from .rig import WAIT_S, content, name
+from .test_native_lanes import NATIVE, POOL_SLOTS, PYTHON, TARGETS, Rank
+
+OWNER = 5
+CHUNKS = range(8)
+
+
+class Neighbours:
+    """They have written the chunk n to pool slot n."""
+
+    def __init__(self, engine: str, path: Path) -> None:
+        patience = {"read_deadline_s": WAIT_S, "write_deadline_s": WAIT_S}
+        self.theirs, self.ours = (Rank(engine, path, **patience) for _ in range(2))
+        self.theirs.store(*((name(n), n) for n in CHUNKS))
+        self.theirs.write(*((name(n), n, n) for n in CHUNKS))
+        assert set(self.theirs.done()) == {OK}
+
+    @property
+    def superblock(self) -> Superblock:
+        return self.theirs.rig.pool.superblocks[0]
+
+    def attach(self) -> None:
+        self.ours.attach(OWNER, self.theirs.rig.pool.engine_index, self.superblock.uuid)
+
+    def open_files(self) -> list[str]:
+        """Their slabs, as often as our regions have them open."""
+        slabs = {str(path / "slab") for path in self.theirs.rig.pool.directories}
+        readers = []
+        for fd in Path("/proc/self/fd").iterdir():
+            try:
+                flags = Path(f"/proc/self/fdinfo/{fd.name}").read_text().split("flags:")[1].split()
+                if os.readlink(fd) in slabs and int(flags[0], 8) & os.O_ACCMODE == os.O_RDONLY:
+                    readers.append(os.readlink(fd))
+            except FileNotFoundError:
+                continue  # it was closed meanwhile
+        return readers
+
+    def close(self) -> None:
+        self.ours.close()
+        self.theirs.close()
+
+
+@pytest.fixture(params=[NATIVE, PYTHON])
+def neighbours(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Neighbours]:
+    both = Neighbours(request.param, tmp_path)
+    yield both
+    both.close()
+
+
+def test_chunks_of_another_engine_are_streamed_and_land(neighbours: Neighbours) -> None:
+    ours = neighbours.ours
+    neighbours.attach()
+    ours.load(*((name(n), None if n % 2 else n, n) for n in CHUNKS), owner=OWNER)
+    ours.fetch((name(3), 19, 3), owner=OWNER)
+    assert ours.done() == [OK] * (1 + len(CHUNKS) + 1)
+    for n in CHUNKS:
+        assert ours.pages[n].tobytes() == content(name(n))
+    ours.load((name(3), 19, None), (name(4), 4, None))
+    assert ours.done() == [OK, OK]
+    assert ours.pages[0].tobytes() == content(name(3))
+    assert ours.pages[1].tobytes() == content(name(4))
+
+
+def test_a_slot_that_they_have_used_again_is_stale(neighbours: Neighbours) -> None:
+    theirs, ours = neighbours.theirs, neighbours.ours
+    neighbours.attach()
+    theirs.store((name(100), 2))
+    theirs.write((name(100), 2, 2))
+    theirs.run()
+    ours.load((name(2), None, 2), (name(1), None, 1), owner=OWNER)
+    assert ours.done() == [OK, STALE, OK]
+    theirs.rig.pool.reset(bytes(range(16)), named=True)  # other weights
+    theirs.store((name(2), 3))
+    theirs.write((name(2), 3, 2))
+    theirs.run()
+    ours.load((name(2), None, 2), (name(1), None, 1), owner=OWNER)
+    assert ours.done() == [STALE, OK]
+
+
+def test_files_are_closed_after_a_detach_and_at_the_end(neighbours: Neighbours) -> None:
+    ours = neighbours.ours
+    neighbours.attach()
+    assert ours.done() == [OK]
+    assert len(neighbours.open_files()) == TARGETS
+    neighbours.attach()  # again: the new files take the place of the old ones
+    assert ours.done() == [OK]
+    wait_until("the close", lambda: len(neighbours.open_files()) == TARGETS)
+    ours.pipeline.command(DetachCommand(OWNER))
+    ours.pipeline.step()
+    wait_until("the close", lambda: not neighbours.open_files())
+    ours.load((name(0), None, 0), owner=OWNER)
+    assert ours.done() == [io_error(errno.ENOENT)]
+    neighbours.attach()
+    assert ours.done() == [OK]
+    ours.regions.end()
+    assert not neighbours.open_files()
+
+
+def change(**fields: object) -> Callable[[Path], None]:
+    def rewrite(directory: Path) -> None:
+        superblock = read_superblock(directory)
+        assert superblock is not None
+        write_superblock(directory, replace(superblock, **fields))  # type: ignore[arg-type]
+
+    return rewrite
+
+
+def damage(directory: Path) -> None:
+    page = bytearray((directory / "superblock").read_bytes())
+    page[130] ^= 1
+    (directory / "superblock").write_bytes(page)
+
+
+@pytest.mark.parametrize(
+    ("what", "number"),
+    [
+        (lambda directory: (directory / "superblock").unlink(), errno.ENOENT),
+        (lambda directory: (directory / "slab").unlink(), errno.ENOENT),
+        (change(uuid=bytes(16)), errno.ENOENT),
+        (damage, errno.ESTALE),
+        (change(payload_bytes=4096), errno.ESTALE),
+        (change(world_size=3), errno.ESTALE),
+        (change(slots=POOL_SLOTS), errno.ESTALE),
+    ],
+    ids=["no superblock", "no slab", "uuid", "damaged", "payload", "ranks", "cut short"],
+)
+def test_what_is_not_that_pool_of_our_shape_is_not_read(
+    neighbours: Neighbours, what: Callable[[Path], None], number: int
+) -> None:
+    uuid = neighbours.superblock.uuid
+    for directory in neighbours.theirs.rig.pool.directories:
+        what(directory)
+    neighbours.ours.attach(OWNER, neighbours.theirs.rig.pool.engine_index, uuid)
+    neighbours.ours.load((name(0), None, 0), owner=OWNER)
+    assert neighbours.ours.done() == [io_error(number), io_error(errno.ENOENT)]
+    assert not neighbours.open_files()
+
+
+def test_what_only_one_of_two_engines_can_change_may_differ(neighbours: Neighbours) -> None:
+    for directory in neighbours.theirs.rig.pool.directories:
+        differs = {"epoch": 77, "sequence": 99, "target_count": 5, "slots": 1, "target_index": 3}
+        change(**differs)(directory)
+    neighbours.attach()
+    assert neighbours.ours.done() == [OK]
+
+
+def test_an_owner_may_have_fewer_targets(neighbours: Neighbours) -> None:
+    (neighbours.theirs.rig.pool.directories[1] / "superblock").unlink()
+    neighbours.attach()
+    neighbours.ours.load((name(0), None, 0), (name(1), None, 1), owner=OWNER)
+    assert neighbours.ours.done() == [OK, OK, io_error(errno.EBADF)]
+    assert not np.any(neighbours.ours.pages[1])
