@@ -16,12 +16,10 @@ import time
 import traceback
 from pathlib import Path
 
-from vllm_nvmeof_offload.follow.owners import Owners
+from vllm_nvmeof_offload.follow.owners import ROWS_MIN, Owners
 from vllm_nvmeof_offload.follow.scan import Scope, TargetScan
 from vllm_nvmeof_offload.native import ForeignWriter
 
-#: Rows that the table has room for at first.
-ROWS_MIN = 1 << 16
 #: Scans of all targets together take at most this share of a core.
 _CPU_SHARE_MAX = 0.02
 

@@ -19,6 +19,8 @@ from vllm_nvmeof_offload.native import ForeignWriter, OwnerRecord
 from vllm_nvmeof_offload.pool.format import Superblock, newest_of
 from vllm_nvmeof_offload.protocol import TAG_BYTES
 
+#: Rows that the table has room for at first.
+ROWS_MIN = 1 << 16
 #: Numbers that a place has room for, from 1 on, with room to spare in the table's page of records.
 OWNERS_MAX = 8191
 NONE, SCANNING, COMPLETE, DEAD = range(4)

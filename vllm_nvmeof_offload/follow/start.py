@@ -13,7 +13,7 @@ from typing import IO
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.child import child_command
-from vllm_nvmeof_offload.follow.follower import ROWS_MIN
+from vllm_nvmeof_offload.follow.owners import ROWS_MIN
 from vllm_nvmeof_offload.native import ForeignWriter
 
 #: A follower that was killed has a successor after this time.
