@@ -32,6 +32,7 @@ PACKAGES = {
     "stream": "stream",
     "simulate": "simulate",
     "hotpath": "hotpath",
+    "follow": "follow",
     "stall": "stall",
 }
 

@@ -71,6 +71,10 @@ class _Region:
         #: Nothing is tried before the next discovery.
         self.has_failed = False
         self._scope = scope
+        # Joined once: these are looked at many times per second.
+        self._superblock_path, self._lock_path, self._table_path = (
+            str(self.directory / file) for file in (SUPERBLOCK_FILE, LOCK_FILE, TABLE_FILE)
+        )
         self._superblock_seen = self._lock_seen = (0, 0)
         self._fd = -1
         self._rows: ForeignRegion | None = None
@@ -84,7 +88,7 @@ class _Region:
         OSError, `_GONE` if there is none for us. PoolFormatError: it is damaged, or of another
         region.
         """
-        seen = _stamp_of(self.directory / SUPERBLOCK_FILE)
+        seen = _stamp_of(self._superblock_path)
         if seen == self._superblock_seen:
             return False
         found = read_superblock(self.directory)
@@ -101,7 +105,7 @@ class _Region:
         that is free is not probed again before somebody has written it.
         """
         try:
-            seen = _stamp_of(self.directory / LOCK_FILE)
+            seen = _stamp_of(self._lock_path)
         except FileNotFoundError:
             self.is_held = False
             return
@@ -117,7 +121,7 @@ class _Region:
         rows = self._rows_of(table, wanted.owner)
         if self._fd < 0:
             flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._fd = os.open(self.directory / TABLE_FILE, flags)
+            self._fd = os.open(self._table_path, flags)
         begins = self._begun != wanted
         if begins:
             version_before = self._begun.version if self._begun is not None else 0
@@ -277,7 +281,7 @@ def _engines_in(space: Path) -> set[int]:
     return {int(text) for text in numbers if text.isdecimal() and str(int(text)) == text}
 
 
-def _stamp_of(path: Path) -> tuple[int, int]:
+def _stamp_of(path: str) -> tuple[int, int]:
     """Return what differs when a file was written, or replaced. Raises OSError."""
     status = os.stat(path, follow_symlinks=False)
     return status.st_ino, status.st_mtime_ns

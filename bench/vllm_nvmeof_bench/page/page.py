@@ -37,6 +37,7 @@ KINDS: dict[str, tuple[str, Published | None]] = {
     "stream": ("Loads, resumes, prefetch, admission", published.TIER),
     "stall": ("What a returning prompt of thousands of chunks costs those that decode", None),
     "hotpath": ("The cost per chunk on every thread that a request waits for", None),
+    "follow": ("The cost and the delay of following another server's index", None),
     "cost": ("What offloading costs where it cannot help", published.COST),
     "copy": ("Copies between a GPU and pinned memory", published.COPY),
 }

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bench follow`: its arithmetic on made-up samples, and one small run of the real code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+from vllm_nvmeof_bench.benchmark import benchmark
+from vllm_nvmeof_bench.follow.report import (
+    CHANGED,
+    FIRST,
+    IDLE,
+    PUT,
+    SAME,
+    Sample,
+    goals,
+    us_per_change,
+)
+
+from tests.unit.bench import printing
+from vllm_nvmeof_offload.cli import app
+
+ENTRIES = 500_000
+
+
+def everything(
+    first_s: float = 0.1,
+    same_s: float = 0.005,
+    change_us: float = 0.3,
+    delay_s: float = 0.1,
+    idle: float = 0.004,
+) -> list[Sample]:
+    """Three rounds; the CPU times are half of the elapsed ones."""
+    found = []
+    for number in range(3):
+        changed_s = same_s + 1e-6 * change_us * 100_000
+        for stage, records, cpu_s in (
+            (FIRST, ENTRIES, first_s),
+            (SAME, ENTRIES, same_s),
+            (CHANGED, 1000, same_s + 0.001),
+            (CHANGED, 100_000, changed_s),
+        ):
+            found.append(Sample(stage, number, records, 2 * cpu_s, cpu_s))
+    found += [Sample(PUT, number, 1, delay_s * (number + 1) / 100) for number in range(100)]
+    return [*found, Sample(IDLE, 0, 100, 10.0, 10 * idle)]
+
+
+def test_goals_are_per_million_entries_and_per_changed_entry() -> None:
+    found = goals(everything(), {})
+    assert [goal.reached for goal in found] == [True] * 5
+    assert [goal.measured for goal in found] == pytest.approx([10, 0.3, 0.2, 99, 0.4])
+    assert us_per_change(everything(), 1000) == pytest.approx([1.0] * 3)
+
+
+@pytest.mark.parametrize(
+    ("number", "slow"),
+    [
+        (0, {"same_s": 0.011}),
+        (1, {"change_us": 0.7}),
+        (2, {"first_s": 0.3}),
+        (3, {"delay_s": 0.26}),
+        (4, {"idle": 0.006}),
+    ],
+)
+def test_each_goal_can_be_missed(number: int, slow: dict[str, float]) -> None:
+    missed = [goal.reached for goal in goals(everything(**slow), {})]
+    assert missed == [at != number for at in range(5)]
+
+
+def test_what_was_not_measured_is_neither_reached_nor_missed(tmp_path: Path) -> None:
+    assert [goal.reached for goal in goals([], {})] == [None] * 5
+    assert "not measured" in printing.printed("follow", [], {})
+    pytest.importorskip("matplotlib")
+    for at, samples in enumerate((everything(), everything()[:1])):
+        path = tmp_path / f"{at}.png"
+        benchmark("follow").draw(path, samples, {})
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_tables_have_medians() -> None:
+    text = printing.printed("follow", everything(), {"settings": {"entries": ENTRIES}})
+    for needed in ("500,000", "100,000", "0.300", "99 ms (P99)", "0.40 % of a core"):
+        assert needed in text, needed
+
+
+def test_more_changes_than_entries_are_refused() -> None:
+    done = CliRunner().invoke(app, ["bench", "follow", "--entries", "10", "--changed", "11"])
+    assert done.exit_code == 1
+    assert "not 11 of 10 entries can change" in done.output
+
+
+def test_a_small_run_measures_every_stage(tmp_path: Path) -> None:
+    sizes = ["--entries", "5000", "--changed", "10,200", "--repeats", "2"]
+    rest = ["--puts", "3", "--idle-s", "0.2", "--follow-ms", "20"]
+    files = ["--dir", str(tmp_path / "disk"), "--json", str(tmp_path / "f.json")]
+    done = CliRunner().invoke(app, ["bench", "follow", *sizes, *rest, *files])
+    assert done.exit_code == 0, done.output
+    assert not (tmp_path / "disk").exists(), "the run cleans up"
+    rows = json.loads((tmp_path / "f.json").read_text())["samples"]
+    counts = {(one["stage"], one["records"]): 0 for one in rows}
+    for one in rows:
+        counts[one["stage"], one["records"]] += 1
+        assert one["wall_s"] > 0
+        assert (one["cpu_s"] is None) == (one["stage"] == PUT)
+    assert counts == {
+        (FIRST, 5000): 2, (SAME, 5000): 2, (CHANGED, 10): 2, (CHANGED, 200): 2, (PUT, 1): 3,
+        (IDLE, 16384): 1,
+    }  # fmt: skip
