@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, OK, STALE, Outcome, io_error
-from vllm_nvmeof_offload.io.base import ForeignRegion
+from vllm_nvmeof_offload.io.base import ForeignSlab
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import SlotIdentity
 
@@ -25,12 +25,12 @@ SLOT = 41
 NO_FILES = io_error(errno.EBADF)
 
 
-def region_of(pool: Pool, target: int, direct: bool) -> ForeignRegion:
+def region_of(pool: Pool, target: int, direct: bool) -> ForeignSlab:
     """Open a region of theirs, on the target of this number, for reading."""
     flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
     place = pool.place(target)
     fd = os.open(pool.directories[target] / "slab", flags)
-    return ForeignRegion(fd, place.region_uuid, place.rank)
+    return ForeignSlab(fd, place.region_uuid, place.rank)
 
 
 class Neighbours:
@@ -52,7 +52,7 @@ class Neighbours:
 
     def close(self) -> None:
         for region in self.regions:
-            os.close(region.slab_fd)
+            os.close(region.fd)
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_a_read_keeps_the_files_of_its_submission(neighbours: Neighbours) -> Non
     reads = [ours.read(slot, slot // TARGETS, name(slot), owner=OWNER) for slot in slots]
     ours.gate.shut(slots)
     ours.submit(*reads)
-    ours.engine.attach_region(OWNER, 1, ForeignRegion(-1, bytes(16), 0))
+    ours.engine.attach_region(OWNER, 1, ForeignSlab(-1, bytes(16), 0))
     ours.gate.open_all()
     found = ours.wait(lambda done: len(done) == len(reads))
     assert {one.outcome for one in found} == {OK}

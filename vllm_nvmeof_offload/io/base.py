@@ -82,13 +82,15 @@ class Completion:
     ended_s: float | None = field(default=None, compare=False)
 
 
-class ForeignRegion(NamedTuple):
-    """Another engine's region on one of our targets. uuid: 16 bytes; it and rank: as in headers.
+class ForeignSlab(NamedTuple):
+    """The slab of another engine's region on one of our targets, open for reading.
 
-    Its slots have the size of ours. The descriptor is for O_DIRECT where our slab's is.
+
+    uuid: of the region, 16 bytes. Its slots have the size of ours, and the descriptor is for
+    O_DIRECT where our slab's is.
     """
 
-    slab_fd: int
+    fd: int
     uuid: bytes
     rank: int
 
@@ -97,8 +99,8 @@ class ForeignRegion(NamedTuple):
         return SlotPlace(self.uuid, self.rank, slot)
 
 
-#: Reads fail with EBADF.
-NO_REGION = ForeignRegion(-1, bytes(16), 0)
+#: Reads there fail with EBADF.
+NO_REGION = ForeignSlab(-1, bytes(16), 0)
 
 _KEYS = OffloadConfig.model_fields
 
@@ -177,7 +179,7 @@ class IoEngine(Protocol):
         Earlier operations use the old files, which stay open until they have ended.
         """
 
-    def attach_region(self, owner: int, target: int, region: ForeignRegion) -> None:
+    def attach_region(self, owner: int, target: int, region: ForeignSlab) -> None:
         """Read this owner's slots on our target there, as submitted from now on.
 
         The descriptor stays open until another one takes its place, or none, and every read that
@@ -244,7 +246,7 @@ class NoIoEngine:
     def replace_target(self, target: int) -> None:
         return
 
-    def attach_region(self, owner: int, target: int, region: ForeignRegion) -> None:
+    def attach_region(self, owner: int, target: int, region: ForeignSlab) -> None:
         return
 
     def detach_region(self, owner: int, target: int) -> None:

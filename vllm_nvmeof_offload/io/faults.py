@@ -33,7 +33,7 @@ from pathlib import Path
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import CANCELLED, OK, ConfigError, Outcome, io_error
-from vllm_nvmeof_offload.io.base import Completion, ForeignRegion, IoEngine, IoOp, Room, Waker
+from vllm_nvmeof_offload.io.base import Completion, ForeignSlab, IoEngine, IoOp, Room, Waker
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import OURS, OpKind
@@ -278,7 +278,7 @@ class FaultyIoEngine:
             held.exchanged |= held.op.pool_slot % self._pool.target_count == target
         self._inner.replace_target(target)
 
-    def attach_region(self, owner: int, target: int, region: ForeignRegion) -> None:
+    def attach_region(self, owner: int, target: int, region: ForeignSlab) -> None:
         self._inner.attach_region(owner, target, region)
 
     def detach_region(self, owner: int, target: int) -> None:

@@ -23,7 +23,7 @@ from vllm_nvmeof_offload.errors import CANCELLED, OK, EngineError, Outcome, io_e
 from vllm_nvmeof_offload.io.base import (
     NO_REGION,
     Completion,
-    ForeignRegion,
+    ForeignSlab,
     IoLimits,
     IoOp,
     Room,
@@ -58,7 +58,7 @@ class SlotFiles(NamedTuple):
     slab_offset: int
     table_fd: int
     table_offset: int
-    region: ForeignRegion | None = None
+    region: ForeignSlab | None = None
 
     @staticmethod
     def of(pool: Pool, pool_slot: int) -> SlotFiles:
@@ -66,9 +66,9 @@ class SlotFiles(NamedTuple):
         return SlotFiles(pool_slot, *pool.slab_fd(pool_slot), *pool.table_fd(pool_slot))
 
     @staticmethod
-    def of_region(pool: Pool, pool_slot: int, region: ForeignRegion) -> SlotFiles:
+    def of_region(pool: Pool, pool_slot: int, region: ForeignSlab) -> SlotFiles:
         offset = pool_slot // pool.target_count * pool.slot_bytes
-        return SlotFiles(pool_slot, region.slab_fd, offset, -1, 0, region)
+        return SlotFiles(pool_slot, region.fd, offset, -1, 0, region)
 
     def place(self, pool: Pool) -> SlotPlace:
         """Return the place that the header of the slot must name."""
@@ -198,7 +198,7 @@ class ThreadsIoEngine:
         self._idle = threading.Condition(self._lock)
         self._queue: deque[_Work] = deque()
         self._running: dict[int, _Work] = {}
-        self._regions: dict[tuple[int, int], ForeignRegion] = {}  # by owner and target
+        self._regions: dict[tuple[int, int], ForeignSlab] = {}  # by owner and target
         self._completions: list[Completion] = []
         self._threads_alive = 0
         self._threads_working = 0  # those not lost in the kernel
@@ -271,7 +271,7 @@ class ThreadsIoEngine:
     def replace_target(self, target: int) -> None:
         """Nothing to do: an operation has the files of its submission."""
 
-    def attach_region(self, owner: int, target: int, region: ForeignRegion) -> None:
+    def attach_region(self, owner: int, target: int, region: ForeignSlab) -> None:
         self._regions[owner, target] = region
 
     def detach_region(self, owner: int, target: int) -> None:

@@ -27,7 +27,7 @@ from vllm_nvmeof_offload.errors import (
 from vllm_nvmeof_offload.io.base import (
     ALLOWED_CPUS,
     Completion,
-    ForeignRegion,
+    ForeignSlab,
     IoLimits,
     IoOp,
     Lanes,
@@ -169,7 +169,7 @@ class UringIoEngine:
         fds = self._pool.slab_fd(target)[0], self._pool.table_fd(target)[0]
         self._core.replace_target(target, *fds)
 
-    def attach_region(self, owner: int, target: int, region: ForeignRegion) -> None:
+    def attach_region(self, owner: int, target: int, region: ForeignSlab) -> None:
         self._core.attach(owner, target, *region)
 
     def detach_region(self, owner: int, target: int) -> None:

@@ -40,7 +40,7 @@ void Engine::submit(const Request& request) {
 
 void Engine::replace_target(size_t index, Target target) { targets_.at(index)->replace(target); }
 
-void Engine::attach(uint16_t owner, size_t target, const ForeignRegion& files) {
+void Engine::attach(uint16_t owner, size_t target, const ForeignSlab& files) {
   targets_.at(target)->attach(owner, files);
 }
 

@@ -27,7 +27,7 @@ class Engine : public NativeLanes {
   // submission, which must stay open until they have ended.
   void replace_target(size_t index, Target target);
   // Read another engine's region on a target of ours; see `TargetRing::attach`.
-  void attach(uint16_t owner, size_t target, const ForeignRegion& files);
+  void attach(uint16_t owner, size_t target, const ForeignSlab& files);
   void detach(uint16_t owner, size_t target);
   // Completions since the last call.
   std::vector<Completion> poll() { return completions_->take(); }

@@ -71,8 +71,8 @@ void TargetRing::submit(const Request& request) {
   op->region = region_;
   if (request.owner) {
     const auto found = foreign_.find(request.owner);
-    const ForeignRegion files = found == foreign_.end() ? ForeignRegion{} : found->second;
-    op->target = {files.slab_fd, -1};
+    const ForeignSlab files = found == foreign_.end() ? ForeignSlab{} : found->second;
+    op->target = {files.fd, -1};
     op->region = files.region;
   }
   queue_of(*op).push_back(op.get());
@@ -92,7 +92,7 @@ void TargetRing::replace(Target target) {
   kick();  // the ring releases the old slab
 }
 
-void TargetRing::attach(uint16_t owner, const ForeignRegion& files) {
+void TargetRing::attach(uint16_t owner, const ForeignSlab& files) {
   std::lock_guard lock(mutex_);
   foreign_.insert_or_assign(owner, files);
 }

@@ -55,7 +55,7 @@ class TargetRing {
   void replace(Target target);
   // Read this owner's slots there from now on. The descriptor stays open until `detach`, and until
   // every read that was submitted before has ended.
-  void attach(uint16_t owner, const ForeignRegion& files);
+  void attach(uint16_t owner, const ForeignSlab& files);
   void detach(uint16_t owner);
   // Take it back if it has not started. False: not here, or it runs on, without a table entry.
   bool cancel(uint64_t token);
@@ -138,7 +138,7 @@ class TargetRing {
   std::vector<Piece*> free_pieces_;
   std::vector<Piece*> gated_;
   Target target_;
-  std::unordered_map<uint16_t, ForeignRegion> foreign_;  // by owner
+  std::unordered_map<uint16_t, ForeignSlab> foreign_;  // by owner
   bool closing_ = false;
   unsigned threads_ = 2;
 };

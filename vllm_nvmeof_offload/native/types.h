@@ -125,9 +125,9 @@ struct Target {
   int table_fd = -1;
 };
 
-// Another engine's region on one of our targets.
-struct ForeignRegion {
-  int slab_fd = -1;  // as in `Target`
+// The slab of another engine's region on one of our targets.
+struct ForeignSlab {
+  int fd = -1;  // as in `Target`
   Region region;
 };
 

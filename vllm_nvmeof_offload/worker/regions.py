@@ -25,7 +25,7 @@ from typing import Protocol
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import PoolFormatError
-from vllm_nvmeof_offload.io.base import ForeignRegion, IoEngine
+from vllm_nvmeof_offload.io.base import ForeignSlab, IoEngine
 from vllm_nvmeof_offload.native import Machine
 from vllm_nvmeof_offload.pool.format import SLAB_FILE, Superblock, read_superblock
 from vllm_nvmeof_offload.pool.pool import Pool
@@ -41,7 +41,7 @@ class OpenRegions:
     """The answer to `command`. by_target: the regions found; error: an errno, if it failed."""
 
     command: AttachCommand
-    by_target: dict[int, ForeignRegion] = field(default_factory=dict)
+    by_target: dict[int, ForeignSlab] = field(default_factory=dict)
     error: int = 0
 
 
@@ -54,7 +54,7 @@ class RegionOpener(Protocol):
     def take(self) -> list[OpenRegions]:
         """Return the answers since the last call. Their files belong to the caller."""
 
-    def close(self, regions: Iterable[ForeignRegion]) -> None:
+    def close(self, regions: Iterable[ForeignSlab]) -> None:
         """Close their files."""
 
 
@@ -66,8 +66,8 @@ class Regions:
     ) -> None:
         self._machine, self._io, self._opener = machine, io, opener
         self._wanted: dict[int, AttachCommand] = {}  # by owner, the newest
-        self._used: dict[tuple[int, int], ForeignRegion] = {}  # by owner and target
-        self._leaving: list[tuple[int, int, ForeignRegion]] = []
+        self._used: dict[tuple[int, int], ForeignSlab] = {}  # by owner and target
+        self._leaving: list[tuple[int, int, ForeignSlab]] = []
         self._usable = [True] * target_count
         self._attachments = [0] * target_count
         #: Targets whose regions are not those that are there now, or were never looked for.
@@ -169,8 +169,8 @@ class RegionFiles:
             answers, self._answers = self._answers, []
             return answers
 
-    def close(self, regions: Iterable[ForeignRegion]) -> None:
-        fds = [region.slab_fd for region in regions]
+    def close(self, regions: Iterable[ForeignSlab]) -> None:
+        fds = [region.fd for region in regions]
         if fds:
             run = self._close
             threading.Thread(target=run, args=(fds,), name="nvmeof-close", daemon=True).start()
@@ -196,9 +196,9 @@ class RegionFiles:
             self._opening -= 1
             ended = self._ended
             if not ended:
-                self._open_fds |= {region.slab_fd for region in answer.by_target.values()}
+                self._open_fds |= {region.fd for region in answer.by_target.values()}
         if ended:
-            self._close([one.slab_fd for one in answer.by_target.values()], known=True)
+            self._close([one.fd for one in answer.by_target.values()], known=True)
         else:
             self._answer(answer)
 
@@ -208,7 +208,7 @@ class RegionFiles:
         self._wake()
 
     def _find(self, command: AttachCommand, targets: Sequence[int]) -> OpenRegions:
-        found: dict[int, ForeignRegion] = {}
+        found: dict[int, ForeignSlab] = {}
         error, why = errno.ENOENT, "none of our targets has it"
         try:
             for target in targets:
@@ -221,11 +221,11 @@ class RegionFiles:
             error, why = failure.errno or errno.EIO, str(failure)
         except PoolFormatError as failure:
             error, why = errno.ESTALE, str(failure)
-        self._close([region.slab_fd for region in found.values()], known=True)
+        self._close([region.fd for region in found.values()], known=True)
         logger.warning("the pool of engine %d cannot be read: %s", command.engine_index, why)
         return OpenRegions(command, error=error)
 
-    def _region(self, command: AttachCommand, target: int) -> ForeignRegion | None:
+    def _region(self, command: AttachCommand, target: int) -> ForeignSlab | None:
         """Open one region; None: there is none of this pool.
 
         PoolFormatError: its superblock is damaged, or of another shape. OSError: it cannot be read.
@@ -247,7 +247,7 @@ class RegionFiles:
         if os.fstat(fd).st_size < found.slots * found.slot_bytes:
             os.close(fd)
             raise PoolFormatError(f"the slab in {directory} was cut short")
-        return ForeignRegion(fd, found.place(0).region_uuid, found.rank)
+        return ForeignSlab(fd, found.place(0).region_uuid, found.rank)
 
     def _close(self, fds: Iterable[int], known: bool = False) -> None:
         """known: they are not among `_open_fds` any more."""

@@ -13,7 +13,7 @@ import numpy as np
 from tests.chunks import Reported, batch_of, place_in, rows_of
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction, Payloads, Pieces
 from vllm_nvmeof_offload.errors import OK, Outcome
-from vllm_nvmeof_offload.io.base import Completion, ForeignRegion, IoOp, Room
+from vllm_nvmeof_offload.io.base import Completion, ForeignSlab, IoOp, Room
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.protocol import (
     CancelCommand,
@@ -98,7 +98,7 @@ class FakeIo:
         #: Tokens that count as not started, so that a cancel takes them back.
         self.queued: set[int] = set()
         self.room_max = 10_000
-        self.regions: dict[tuple[int, int], ForeignRegion] = {}  # by owner and target
+        self.regions: dict[tuple[int, int], ForeignSlab] = {}  # by owner and target
         self._completions: list[Completion] = []
         self._resets = 0
 
@@ -142,7 +142,7 @@ class FakeIo:
         del self.ops[token]
         self._completions.append(Completion(token, outcome, ended_s))
 
-    def attach_region(self, owner: int, target: int, region: ForeignRegion) -> None:
+    def attach_region(self, owner: int, target: int, region: ForeignSlab) -> None:
         self.regions[owner, target] = region
 
     def detach_region(self, owner: int, target: int) -> None:

@@ -18,7 +18,7 @@ from vllm_nvmeof_offload.errors import (
     Outcome,
     io_error,
 )
-from vllm_nvmeof_offload.io.base import ForeignRegion
+from vllm_nvmeof_offload.io.base import ForeignSlab
 from vllm_nvmeof_offload.protocol import AttachCommand, DetachCommand, WriteCommand, owned_by
 from vllm_nvmeof_offload.targets.health import FAILED_SLOTS_MAX, FAILURES_MAX, TargetHealth, Verdict
 from vllm_nvmeof_offload.worker.regions import OpenRegions
@@ -45,13 +45,13 @@ class Opener:
         answers, self._answers = self._answers, []
         return answers
 
-    def close(self, regions: Iterable[ForeignRegion]) -> None:
-        self.closed += [region.slab_fd for region in regions]
+    def close(self, regions: Iterable[ForeignSlab]) -> None:
+        self.closed += [region.fd for region in regions]
 
     def answer(self, number: int = -1, *, fds: int = 100, error: int = 0) -> None:
         """Answer one of `asked`. Descriptors: `fds` and what follows, by target."""
         command, targets = self.asked[number]
-        found = {at: ForeignRegion(fds + at, bytes(16), 0) for at in targets if not error}
+        found = {at: ForeignSlab(fds + at, bytes(16), 0) for at in targets if not error}
         self._answers.append(OpenRegions(command, found, error))
 
 
@@ -270,7 +270,7 @@ def test_a_target_that_is_gone_loses_its_regions_and_has_them_again_when_it_is_b
     rig.opener.answer(fds=200)
     rig.pipeline.step()
     rig.pipeline.step()
-    assert {region.slab_fd for region in rig.io.regions.values()} == {200, 201}
+    assert {region.fd for region in rig.io.regions.values()} == {200, 201}
     assert len(rig.io.ops) == 2
     assert rig.opener.closed == [100, 101]
 
