@@ -85,7 +85,6 @@ class Completion:
 class ForeignSlab(NamedTuple):
     """The slab of another engine's region on one of our targets, open for reading.
 
-
     uuid: of the region, 16 bytes. Its slots have the size of ours, and the descriptor is for
     O_DIRECT where our slab's is.
     """
