@@ -71,6 +71,7 @@ void Tiers::add_foreign(Batch& batch, const char* key, const ForeignRow& row) {
 Row Tiers::borrow(const char* key, uint64_t generation, Slot slot, uint64_t used) {
   const Row row = add_entry(key, group_of(key), generation);
   index[row].cache = static_cast<int32_t>(slot);
+  index[row].flags |= Entry::kBorrowed;
   cache[slot].row = row;
   recency_.use(cache[slot], used, false);
   cache.use(slot);
@@ -90,20 +91,12 @@ Row Tiers::begin_borrow(const char* key, size_t reason) {
   return row;
 }
 
-// Whether this row fills the cache slot of its entry. A chunk may be borrowed again, in the same
-// generation and into another slot, before the ranks have reported on the first time.
-bool Tiers::is_fill(const Batch& batch, size_t at) const {
-  if (!batch.filling[at]) return false;
-  if (!is_foreign(batch.places[at])) return true;
-  return index[batch.rows[at]].cache == static_cast<int32_t>(slot_of_column(batch.cache[at]));
-}
-
 // A rank could not read the row. Nothing of ours is worn by it, and only what was to be filled is
 // doomed. Returns whether something was.
 bool Tiers::fails_foreign(const Batch& batch, size_t at) {
   options_.foreign->refuse({batch.places[at], batch.generations[at]});
   void_foreign();
-  if (!holds(batch, at) || !is_fill(batch, at)) return false;
+  if (!holds(batch, at)) return false;
   doom(batch.rows[at], false);
   return true;
 }

@@ -72,7 +72,8 @@ struct Entry {
   uint8_t group;
   uint8_t flags;
 
-  static constexpr uint8_t kWatched = 1;  // a remembered answer rests on it
+  static constexpr uint8_t kWatched = 1;   // a remembered answer rests on it
+  static constexpr uint8_t kBorrowed = 2;  // the generation is another engine's
 };
 
 class Index {

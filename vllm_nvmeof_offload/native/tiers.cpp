@@ -877,7 +877,7 @@ bool Tiers::decide(OpKind kind, const Batch& batch, size_t at) {
     ended_borrow(batch, at);
   else if (ok && batch.places[at] != kNoPlace && !failed_reads_.empty())
     failed_reads_.erase(batch.places[at]);
-  if (!holds(batch, at) || !is_fill(batch, at)) return false;
+  if (!holds(batch, at) || !batch.filling[at]) return false;
   if (kind == OpKind::STORE) {
     on(row, Event::COPIED);  // a failure has doomed it
     const auto slot = static_cast<Slot>(index[row].cache);

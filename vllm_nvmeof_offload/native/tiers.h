@@ -256,9 +256,14 @@ class Tiers {
   Source source_of(Row row, uint8_t sources) const;
   // The position of the key's group; `group_ids.size()`: it is of no group that is offloaded.
   size_t group_of(const char* key) const;
-  // Whether the row still is the entry that the batch names.
+  // Whether the row still is the entry that the batch names. A chunk may be borrowed again, in the
+  // same generation and into another cache slot, before all is reported on the first time.
   bool holds(const Batch& batch, size_t at) const {
-    return batch.rows[at] != kNoRow && index.holds(batch.rows[at], batch.generations[at]);
+    const Row row = batch.rows[at];
+    if (row == kNoRow || !index.holds(row, batch.generations[at])) return false;
+    const Entry& entry = index[row];
+    if (!(entry.flags & Entry::kBorrowed)) return true;
+    return entry.cache == static_cast<int32_t>(slot_of_column(batch.cache[at]));
   }
   Row add_entry(const char* key, size_t group, uint64_t generation);
   void touch(const std::vector<Row>& rows, bool ended);
@@ -295,7 +300,6 @@ class Tiers {
   Row borrow(const char* key, uint64_t generation, Slot slot, uint64_t used);
   Row begin_borrow(const char* key, size_t reason);
   bool fails_foreign(const Batch& batch, size_t at);
-  bool is_fill(const Batch& batch, size_t at) const;
   void ended_borrow(const Batch& batch, size_t at);
   void void_foreign();
   // -- members: members.cpp

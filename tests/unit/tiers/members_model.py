@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from vllm_nvmeof_offload.protocol import EVERY_MEMBER, cache_slot, place_of
 
-from .model import Chunk, Model, Need, Slot
+from .model import Model, Need, Slot
 
 #: In a part that is wanted: any member.
 ANY = 254
@@ -77,12 +77,10 @@ class MembersModel(Model):
         is_sample = self.stored[group] % self.sample_every == 0
         return Need(key) if is_sample else Need(key, self.set_sizes[group], ANY)
 
-    def _need_of(self, chunk: Chunk) -> Need:
-        group = self.group(chunk.key)
-        slot = self._slots(chunk)[0]
+    def _set_size(self, key: bytes) -> int:
+        group = self.group(key)
         assert group is not None
-        whole = slot.member == EVERY_MEMBER
-        return Need(chunk.key) if whole else Need(chunk.key, self.set_sizes[group], slot.member)
+        return self.set_sizes[group]
 
     def _take(self, slots: list[Slot], need: Need, spared: set[bytes]) -> Slot | None:
         if not self._free(slots, need) and not self._make_room(slots, need, spared):

@@ -8,13 +8,22 @@ all slots. `Model` has the part of the interface that the property test plays.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import vllm_nvmeof_offload.native as native
-from vllm_nvmeof_offload.protocol import EVERY_MEMBER, place_of, slot_of, target_of
+from vllm_nvmeof_offload.protocol import (
+    EVERY_MEMBER,
+    member_of,
+    owner_of,
+    place_of,
+    slot_of,
+    target_of,
+)
+
+from .foreign_model import ForeignModel, Pair
 
 TABLE = {
     (state, event): after
@@ -94,7 +103,10 @@ class Row:
 
 @dataclass
 class Model:
-    """One rank, plain LRU, write-through, one target."""
+    """One rank, plain LRU, write-through, one target.
+
+    foreign: what other engines have; None: nothing is shared.
+    """
 
     cache_slots: int
     pool_slots: int
@@ -107,6 +119,7 @@ class Model:
     writes: list[Row] = field(default_factory=list)
     failed_reads: dict[int, int] = field(default_factory=dict)
     failed_writes: dict[int, int] = field(default_factory=dict)
+    foreign: ForeignModel | None = None
 
     def __post_init__(self) -> None:
         self.cache = [Slot(number) for number in range(self.cache_slots)]
@@ -119,7 +132,15 @@ class Model:
 
     def lookup(self, key: bytes) -> int:
         chunk = self.chunks.get(key)
-        return 0 if chunk is None else 1 if chunk.in_cache else 2
+        if chunk is None:
+            return 3 if self.foreign_rows(key) else 0
+        return 1 if chunk.in_cache else 2
+
+    def foreign_rows(self, key: bytes) -> list[Pair]:
+        """What may be borrowed of other engines."""
+        if self.foreign is None or self.group(key) is None:
+            return []
+        return self.foreign.rows_of(key, self._set_size(key))
 
     def touch(self, keys: Sequence[bytes]) -> None:
         for key in reversed(keys):
@@ -185,34 +206,44 @@ class Model:
             if slot is not None and not slot.wanted:
                 slot.used = 0
 
-    def plan_load(self, keys: Sequence[bytes], land_max: int) -> list[Row]:
+    def plan_load(
+        self, keys: Sequence[bytes], land_max: int, borrowed: Mapping[bytes, Pair]
+    ) -> list[Row]:
+        """borrowed: the rows of other engines that are taken."""
         self.keep(keys)
         self.touch(keys)
+        newest = self.uses
         rows = []
         for key in keys:
             chunk = self.chunks.get(key)
             if chunk is None:
-                rows.append(Row(Chunk(key, 0), None, None, False))
+                rows.append(self._foreign_row(key, borrowed))
                 continue
             where = (chunk.cache, None) if chunk.in_cache else (None, chunk.place)
             rows.append(self._row(chunk, *where, False))
-        for row in rows:
+        for at, row in enumerate(rows):
             if row.place is None or not land_max:
                 continue
-            slot = self._take(self.cache, self._need_of(row.chunk), set())
+            slot = self._take(self.cache, self._need_of_read(row.chunk.key, row.place), set())
             if slot is None:
                 break
             land_max -= 1
-            self._fill(row.chunk, slot)
+            if owner_of(row.place):
+                self._borrow(row.chunk, slot, newest - at)
+            else:
+                self._fill(row.chunk, slot)
             row.cache, row.filling = slot.number, True
             slot.users += 1
         return rows
 
-    def fetch(self, key: bytes) -> Row | None:
+    def fetch(self, key: bytes, borrowed: Mapping[bytes, Pair]) -> Row | None:
+        if key not in self.chunks:
+            return self._fetch_foreign(key, borrowed)
         chunk = self.chunks[key]
         pool_slot = self._pool_slot(chunk)
         pool_slot.users += 1
-        slot = self._take(self.cache, self._need_of(chunk), set())
+        assert chunk.place is not None
+        slot = self._take(self.cache, self._need_of_read(key, chunk.place), set())
         if slot is None:
             pool_slot.users -= 1
             return None
@@ -220,10 +251,48 @@ class Model:
         slot.users += 1
         return Row(chunk, slot.number, chunk.place, True)
 
+    def _foreign_row(self, key: bytes, borrowed: Mapping[bytes, Pair]) -> Row:
+        """Of a key without an entry: another engine's chunk, or one that is gone."""
+        able = self.foreign_rows(key)
+        if not able:
+            assert key not in borrowed
+            return Row(Chunk(key, 0), None, None, False)
+        place, generation = borrowed[key]
+        assert (place, generation) in able
+        assert self.foreign is not None
+        self.foreign.use(owner_of(place))
+        return Row(Chunk(key, generation), None, place, False)
+
+    def _fetch_foreign(self, key: bytes, borrowed: Mapping[bytes, Pair]) -> Row | None:
+        able = self.foreign_rows(key)
+        if not able:
+            return None
+        # Without a row, none of the native tiers' choices is known: any needs an evictable slot.
+        place, _ = borrowed.get(key, able[0])
+        slot = self._take(self.cache, self._need_of_read(key, place), set())
+        if slot is None:
+            return None
+        row = self._foreign_row(key, borrowed)
+        self.uses += 1
+        self._borrow(row.chunk, slot, self.uses)
+        row.cache, row.filling = slot.number, True
+        slot.users += 1
+        return row
+
+    def _borrow(self, chunk: Chunk, slot: Slot, used: int) -> None:
+        self.chunks[chunk.key] = chunk
+        self._give(chunk, slot, None)
+        slot.used = used
+        chunk.on("BORROW_BEGIN")
+
     def detach(self, row: Row) -> None:
-        row.chunk.on("FETCH_CANCELLED")
-        self._leave_cache(row.chunk)
+        self._cancelled(row.chunk)
         row.filling = False
+
+    def _cancelled(self, chunk: Chunk) -> None:
+        self._leave_cache(chunk)
+        if chunk.on("FETCH_CANCELLED") == "ABSENT":
+            del self.chunks[chunk.key]
 
     def holds(self, row: Row) -> bool:
         return self._live(row.chunk)
@@ -237,7 +306,7 @@ class Model:
             slot = min(ready, key=lambda one: one.wanted)
             chunk = slot.chunk
             assert chunk is not None
-            pool_slot = self._take(self.pool, self._need_of(chunk), set())
+            pool_slot = self._take(self.pool, self._need_of_write(chunk), set())
             if pool_slot is None:
                 return
             slot.wanted = 0
@@ -260,7 +329,7 @@ class Model:
             row.releases -= 1
             if row.cache is not None:
                 self._cache_at(row.cache).users -= 1
-            if row.place is not None:
+            if row.place is not None and not owner_of(row.place):
                 self._pool_at(row.place).users -= 1
 
     def reset(self) -> None:
@@ -275,6 +344,8 @@ class Model:
             self._forget(chunk)
         self.failed_reads.clear()
         self.failed_writes.clear()
+        if self.foreign is not None:
+            self.foreign.reset()
 
     # -- helpers ----------------------------------------------------------------------
 
@@ -282,11 +353,16 @@ class Model:
         chunk, live = row.chunk, self._live(row.chunk)
         if kind == "write" or (row.code == CANCELLED and kind != "store"):
             return
-        retire = row.place is not None and self._worn(self.failed_reads, row)
+        retire = False
+        if row.place is not None and owner_of(row.place):
+            assert self.foreign is not None
+            self.foreign.refuse((row.place, chunk.generation))
+        elif row.place is not None:
+            retire = self._worn(self.failed_reads, row)
         if not live:
             return
         if row.code == STALE and row.place is None and kind == "load":
-            if chunk.state in ("POOLED", "FETCHING", "STORING"):
+            if chunk.state in ("POOLED", "FETCHING", "STORING", "BORROWING"):
                 return
             if chunk.state == "BOTH":
                 chunk.on("CACHE_LOST")
@@ -309,7 +385,11 @@ class Model:
                 worn = self._worn(self.failed_writes, row) or row.error == ENOSPC
                 self._leave_pool(chunk, retire=worn)
             return
-        if ok and row.place is not None:
+        if row.place is not None and owner_of(row.place):
+            assert self.foreign is not None
+            if row.code != CANCELLED:
+                self.foreign.count(owner_of(row.place), ok=ok)
+        elif ok and row.place is not None:
             self.failed_reads.pop(row.place, None)
         if not self._live(chunk) or not row.filling:
             return
@@ -319,9 +399,10 @@ class Model:
             if not self._cache_at(chunk.cache).stay:
                 self._want(self._cache_at(chunk.cache))
             return
-        chunk.on("FETCHED" if ok else "FETCH_CANCELLED")
-        if not ok:
-            self._leave_cache(chunk)
+        if ok:
+            chunk.on("FETCHED")
+        else:
+            self._cancelled(chunk)
 
     def _want(self, slot: Slot) -> None:
         self.arrivals += 1
@@ -367,9 +448,22 @@ class Model:
     def _need_of_store(self, key: bytes) -> Need:
         return Need(key)
 
-    def _need_of(self, chunk: Chunk) -> Need:
-        """Of a chunk that has a slot in one tier, in the other."""
-        return Need(chunk.key)
+    def _set_size(self, key: bytes) -> int:
+        """Of the set of ranks that may divide the key's slot."""
+        return 1
+
+    def _need_of_write(self, chunk: Chunk) -> Need:
+        """Of a chunk that has a cache slot, in the pool."""
+        assert chunk.cache is not None
+        return self._need(chunk.key, self._cache_at(chunk.cache).member)
+
+    def _need_of_read(self, key: bytes, place: int) -> Need:
+        """Of a chunk at this place of a pool, in the CPU tier."""
+        return self._need(key, member_of(place))
+
+    def _need(self, key: bytes, member: int) -> Need:
+        whole = member == EVERY_MEMBER
+        return Need(key) if whole else Need(key, self._set_size(key), member)
 
     def _give(self, chunk: Chunk, cache: Slot | None, pool: Slot | None) -> None:
         if cache is not None:

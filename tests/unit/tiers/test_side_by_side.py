@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 
@@ -11,8 +12,11 @@ import numpy.typing as npt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_nvmeof_offload.native import Batch, Tiers
+from vllm_nvmeof_offload.native import Batch, Foreign, ForeignWriter, OwnerRecord, Tiers
+from vllm_nvmeof_offload.protocol import EVERY_MEMBER, owned_by, owner_of, place_of
 
+from .foreign_model import COMPLETE, DEAD, NONE, SCANNING, TAG, ForeignModel
+from .foreign_model import Pair as ForeignPair
 from .members_model import MembersModel
 from .model import CANCELLED, EIO, ENOSPC, OK, RELEASED, STALE, STATES, Model, Row
 
@@ -25,6 +29,78 @@ CODES = (OK, OK, OK, OK, 1, STALE, CANCELLED)
 SLOT_ERRNOS = [number in (EIO, ENOSPC) for number in range(134)]
 
 
+class Others:
+    """Other engines, as the follower writes them into the table, and as the model has them."""
+
+    def __init__(self, set_sizes: Sequence[int]) -> None:
+        fd = os.memfd_create("foreign", os.MFD_CLOEXEC)
+        self.writer = ForeignWriter(fd, 1)
+        self.native = Foreign(fd)
+        os.close(fd)  # both have their own
+        self.native.set_tag(TAG)
+        self.native.set_time(0.0)
+        self.model = ForeignModel()
+        self._set_sizes = set_sizes
+        self._generation = 1 << 40
+        self._slots = 0
+
+    def offer(self, rng: random.Random) -> None:
+        """An owner, who may be unknown yet, has some chunks: their records never change."""
+        owner, first = rng.randint(1, 3), rng.randrange(len(KEYS))
+        for key in KEYS[first : first + rng.randint(1, 6)]:
+            rows = self.model.rows.setdefault(key, [])
+            if any(owner_of(place) == owner for place, _ in rows):
+                continue
+            self._generation += 1
+            self._slots += 1
+            target = rng.choice((0, 0, 0, 1))  # of which there is one
+            place = owned_by(owner, place_of(target, self._slots, self._member(key)))
+            rows.append((place, self._generation))
+            self.writer.put(key, place, self._generation)
+
+    def withdraw(self, rng: random.Random) -> None:
+        key = rng.choice(KEYS)
+        for place, generation in self.model.rows.pop(key, []):
+            assert self.writer.remove(key, place, generation)
+
+    def change(self, rng: random.Random) -> None:
+        """An owner's state, weights, rows or directory change."""
+        owner = rng.randint(1, 3)
+        record = OwnerRecord(
+            version=max(0, self.model.floor - rng.choice((0, 0, 0, 1))),
+            tag=TAG if rng.random() < 0.8 else bytes(16),
+            pool_uuid=bytes([owner, rng.choice((0, 0, 0, 0, 1))] * 8),
+            engine_index=owner + 4,
+            state=rng.choice((COMPLETE, COMPLETE, COMPLETE, COMPLETE, DEAD, SCANNING, NONE)),
+            rows=rng.randrange(9),
+        )
+        self.writer.set_owner(owner, record)
+        self.model.owners[owner] = record
+
+    def wait(self, rng: random.Random) -> None:
+        self.model.now_s += rng.uniform(0, 20)
+        self.native.set_time(self.model.now_s)
+
+    def attach(self) -> None:
+        """Those that were used are attached, and those that are gone are detached."""
+        taken = self.native.take_attachments()
+        assert [owner for owner, _, _ in taken] == self.model.used
+        for owner, engine_index, pool_uuid in taken:
+            assert engine_index == owner + 4
+            assert pool_uuid == self.model.attached[owner]
+        self.model.used.clear()
+        assert sorted(self.native.take_detachments()) == sorted(self.model.take_detachments())
+        for owner in self.model.owners:
+            assert self.native.accepts(owner) == self.model.accepts(owner)
+
+    def _member(self, key: bytes) -> int:
+        """The same of all owners, but for one that no set has."""
+        number = KEYS.index(key)
+        if not self._set_sizes or number % 3 == 0:
+            return EVERY_MEMBER
+        return number % 5
+
+
 class Pair:
     """Both, and the ops under way: (kind, native batch, the model's rows, rows that are done)."""
 
@@ -34,7 +110,10 @@ class Pair:
         pool_slots: int,
         set_sizes: Sequence[int] = (),
         sample_every: int = 1,
+        *,
+        shares: bool = False,
     ) -> None:
+        self.others = Others(set_sizes) if shares else None
         self.native = Tiers(
             cache_slots,
             [pool_slots],
@@ -46,21 +125,29 @@ class Pair:
             set_sizes=set_sizes,
             equal_min=0,
             sample_every=sample_every,
+            foreign=self.others.native if self.others is not None else None,
         )
         self.model = Model(cache_slots, pool_slots, 3, GROUP_IDS)
         if set_sizes:
             slots = cache_slots, pool_slots
             self.model = MembersModel(*slots, GROUP_IDS, set_sizes, sample_every)
+        if self.others is not None:
+            self.model.foreign = self.others.model
         self.ops: list[tuple[str, Batch, list[Row]]] = []
         self.generation = 100
 
     def play(self, name: str, seed: int) -> None:
         rng = random.Random(seed)
-        getattr(self, name)(rng)
+        if name in OTHERS:
+            getattr(self.others, name)(rng)
+        else:
+            getattr(self, name)(rng)
         self.native.drain()
         self.see()
         self.model.drain()
         self.compare()
+        if self.others is not None:
+            self.others.attach()
 
     def see(self) -> None:
         """The model takes the free slots that the native tiers have taken."""
@@ -107,19 +194,21 @@ class Pair:
             land_max, order = rng.randrange(4), self._order(rng, keys)
             batch = self.native.plan_load(keys, land_max, order)
             self.see()
-            self._begin("load", batch, self.model.plan_load(keys, land_max), keys, order)
+            rows = self.model.plan_load(keys, land_max, _borrowed(batch))
+            self._begin("load", batch, rows, keys, order)
 
     def fetch(self, rng: random.Random) -> None:
-        pooled = [key for key in KEYS if self.model.lookup(key) == 2]
+        pooled = [key for key in KEYS if self.model.lookup(key) > 1]
         if not pooled:
             return
         key = rng.choice(pooled)
         found = self.native.begin_fetch(key, 0)
         self.see()
-        row = self.model.fetch(key)
+        batch = self.native.take_fetches(0)
+        row = self.model.fetch(key, _borrowed(batch))
         assert (found is None) == (row is None)
         if row is not None:
-            self._begin("fetch", self.native.take_fetches(0), [row])
+            self._begin("fetch", batch, [row])
 
     def cancel(self, rng: random.Random) -> None:
         """Take a fetch off its entry; its report still comes."""
@@ -228,13 +317,24 @@ class Pair:
         assert list(self.native.present(KEYS)) == [source > 0 for source in found]
 
 
-CALLS = st.tuples(
-    st.sampled_from(
-        (
-            *("store", "keep", "supersede", "cool", "load", "fetch", "cancel"),
-            *("write", "report", "report", "report", "reset"),
-        )
-    ),
+def _borrowed(batch: Batch) -> dict[bytes, ForeignPair]:
+    """The rows of other engines that were taken, by key."""
+    return {
+        batch.key(at): (place, batch.generation(at))
+        for at, place in enumerate(batch.places.tolist())
+        if place >= 0 and owner_of(place)
+    }
+
+
+CALL_NAMES = (
+    *("store", "keep", "supersede", "cool", "load", "fetch", "cancel"),
+    *("write", "report", "report", "report", "reset"),
+)
+#: What other engines do.
+OTHERS = ("offer", "withdraw", "change", "wait")
+CALLS = st.tuples(st.sampled_from(CALL_NAMES), st.integers(0, 1 << 32))
+SHARED_CALLS = st.tuples(
+    st.sampled_from((*CALL_NAMES, *OTHERS, "offer", "change", "load", "fetch")),
     st.integers(0, 1 << 32),
 )
 
@@ -245,6 +345,16 @@ def test_native_tiers_do_what_the_model_does(
     cache_slots: int, pool_slots: int, calls: list[tuple[str, int]]
 ) -> None:
     pair = Pair(cache_slots, pool_slots)
+    for name, seed in calls:
+        pair.play(name, seed)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 12), st.integers(0, 10), st.lists(SHARED_CALLS, max_size=80))
+def test_other_engines_chunks_are_borrowed_as_in_the_model(
+    cache_slots: int, pool_slots: int, calls: list[tuple[str, int]]
+) -> None:
+    pair = Pair(cache_slots, pool_slots, shares=True)
     for name, seed in calls:
         pair.play(name, seed)
 
@@ -296,3 +406,16 @@ def test_long_lives_with_members_end_alike() -> None:
         pair = Pair(*slots, set_sizes, rng.randint(2, 8))
         for _ in range(200):
             pair.play(rng.choice(NAMES), rng.randrange(1 << 32))
+
+
+def test_long_lives_beside_other_engines_end_alike() -> None:
+    borrowed = 0
+    names = (*NAMES, *OTHERS, "offer", "change", "load", "fetch", "report", "report")
+    for seed in range(100):
+        rng = random.Random(seed)
+        set_sizes = rng.choice(((), (rng.choice((1, 2, 3)), rng.choice((2, 3, 4)))))
+        pair = Pair(rng.randint(1, 8), rng.randint(1, 10), set_sizes, 4, shares=True)
+        for _ in range(200):
+            pair.play(rng.choice(names), rng.randrange(1 << 32))
+        borrowed += pair.native.take_counts()[-1]
+    assert borrowed > 300, "otherwise little of it was played"

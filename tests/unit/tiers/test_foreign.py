@@ -1,0 +1,488 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which chunks of other engines are accepted, and for how long they are not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.unit.foreign_rig import DEAD, NONE, SCANNING, Others
+from vllm_nvmeof_offload.native import Batch, Tiers
+from vllm_nvmeof_offload.protocol import EVERY_MEMBER, RELEASED, place_of
+
+TAG, OTHER_TAG = b"t" * 16, b"o" * 16
+LOAD, FETCH = 1, 3
+OK, IO_ERROR, STALE, CANCELLED = 0, 1, 3, 5
+MISS, CPU, POOL, SHARED = range(4)
+FROM_CPU, FROM_POOL = 1, 2
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(4, "little") + bytes(4)
+
+
+class Bench:
+    """Tiers of one rank, and an owner, 1, whom they accept."""
+
+    def __init__(self, cache: int = 4, **options: object) -> None:
+        self.others = Others(TAG)
+        self.foreign = self.others.foreign
+        self.foreign.set_tag(TAG)
+        self.others.owner(1)
+        self.tiers = Tiers(
+            cache,
+            [8],
+            key_bytes=8,
+            foreign=self.foreign,
+            **options,  # type: ignore[arg-type]
+        )
+
+    def load(self, *numbers: int, land_max: int = 9) -> Batch:
+        return self.tiers.plan_load([key(number) for number in numbers], land_max)
+
+    def report(self, batch: Batch, *codes: int, kind: int = LOAD, errno: int = 0) -> None:
+        """The rank has reported and released all rows."""
+        self.tiers.report(
+            kind,
+            batch,
+            np.arange(len(codes), dtype=np.uint32),
+            np.array(codes, np.uint8),
+            np.full(len(codes), errno, np.int16),
+        )
+
+    def source(self, number: int = 0, sources: int = FROM_CPU | FROM_POOL) -> int:
+        return self.tiers.lookup(key(number), sources)
+
+
+# -- owners ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("record", "source"),
+    [
+        ({}, SHARED),
+        ({"state": DEAD}, SHARED),
+        ({"state": SCANNING}, MISS),
+        ({"state": NONE}, MISS),
+        ({"tag": OTHER_TAG}, MISS),
+        ({"tag": bytes(16)}, MISS),
+        ({"rows": 3}, SHARED),
+    ],
+)
+def test_an_owner_is_accepted_by_its_record(record: dict[str, int | bytes], source: int) -> None:
+    bench = Bench()
+    bench.others.offer(key(0), 5)
+    bench.others.owner(1, **record)  # type: ignore[arg-type]
+    assert bench.source() == source
+    assert bench.tiers.present([key(1), key(0)]) == bytes([0, source > 0])
+
+
+def test_weights_without_a_name_accept_nobody_not_even_those_without_one() -> None:
+    bench = Bench()
+    bench.others.offer(key(0), 5)
+    bench.foreign.set_tag(b"")
+    assert bench.source() == MISS
+    bench.others.owner(1, tag=bytes(16))
+    assert bench.source() == MISS
+    bench.foreign.set_tag(bytes(16))
+    assert bench.source() == MISS
+
+
+def test_the_second_owner_of_a_key_is_taken_where_the_first_is_not_accepted() -> None:
+    bench = Bench()
+    bench.others.offer(key(0), 5, owner=1)
+    second = bench.others.offer(key(0), 6, generation=2, owner=2)
+    bench.others.owner(1, tag=OTHER_TAG)
+    bench.others.owner(2)
+    batch = bench.load(0)
+    assert (batch.places.tolist(), batch.generations.tolist()) == ([second], [2])
+
+
+def test_what_was_known_before_a_reset_is_void() -> None:
+    bench = Bench()
+    bench.others.offer(key(0), 5)
+    bench.tiers.reset()
+    assert bench.others.writer.version_asked == 1
+    assert bench.source() == MISS
+    bench.others.owner(1, version=1)
+    assert bench.source() == SHARED
+    bench.tiers.reset()
+    assert bench.source() == MISS
+
+
+# -- rows -----------------------------------------------------------------------------
+
+
+def test_a_look_up_in_the_cpu_tier_does_not_find_what_others_have() -> None:
+    bench = Bench()
+    bench.others.offer(key(0), 5)
+    assert bench.source(0, FROM_CPU) == MISS
+    batch = bench.load(0)
+    assert (bench.source(0), bench.source(0, FROM_CPU)) == (CPU, MISS)
+    bench.report(batch, OK)
+    assert (bench.source(0), bench.source(0, FROM_CPU)) == (CPU, CPU)
+
+
+def test_a_row_on_a_target_that_is_not_there_or_not_usable_is_passed_over() -> None:
+    bench = Bench()
+    bench.others.offer(key(0), 5)
+    bench.others.offer(key(1), 5, target=1)
+    bench.others.offer(key(2), -1)  # no place at all
+    assert [bench.source(number) for number in range(3)] == [SHARED, MISS, MISS]
+    bench.tiers.set_usable(0, False)
+    assert bench.source() == MISS
+    bench.tiers.set_usable(0, True)
+    assert bench.source() == SHARED
+
+
+def test_a_row_of_a_member_is_borrowed_into_that_members_slot() -> None:
+    bench = Bench(ranks=2, set_sizes=[2])
+    bench.others.offer(key(0), 5, member=1)
+    bench.others.offer(key(1), 6, member=2)  # sets have two
+    assert [bench.source(number) for number in range(2)] == [SHARED, MISS]
+    batch = bench.load(0)
+    assert batch.cache.tolist() == [(1 + 1) << 24]
+    alone = Bench()
+    alone.others.offer(key(0), 5, member=0)
+    assert alone.source() == MISS
+
+
+def test_members_who_differ_do_not_share_others_single_copies() -> None:
+    bench = Bench(ranks=2, set_sizes=[2], equal_min=1)
+    bench.others.offer(key(0), 5, member=1)
+    bench.others.offer(key(1), 5, member=EVERY_MEMBER)
+    stored, _, _, _ = bench.tiers.plan_store([key(7)], None, 1)
+    row = np.zeros(1, np.uint32)
+    for rank in range(2):
+        crcs = np.array([rank], np.uint32)
+        bench.tiers.report(0, stored, row, None, None, None, crcs, rank)
+    assert bench.tiers.take_unequal() == [0]
+    assert [bench.source(number) for number in range(2)] == [MISS, SHARED]
+
+
+# -- failures -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("land_max", [0, 1])
+@pytest.mark.parametrize("code", [IO_ERROR, 2, STALE, 4])
+def test_a_row_that_could_not_be_read_is_refused_for_half_a_minute(
+    land_max: int, code: int
+) -> None:
+    bench = Bench()
+    bench.others.offer(key(0), 5)
+    bench.report(bench.load(0, land_max=land_max), code)
+    assert (len(bench.tiers), bench.source()) == (0, MISS)
+    bench.foreign.set_time(29.9)
+    assert bench.source() == MISS
+    bench.others.offer(key(0), 5, generation=2)
+    assert bench.source() == SHARED, "the owner has written the chunk again"
+    assert bench.load(0).generations.tolist() == [2]
+    bench.others.offer(key(1), 5)
+    bench.foreign.set_time(30.0)
+    assert bench.source(1) == SHARED
+
+
+def test_a_refused_row_is_accepted_after_its_time_and_after_a_reset() -> None:
+    bench = Bench()
+    bench.others.offer(key(0), 5)
+    bench.report(bench.load(0), STALE)
+    bench.foreign.set_time(30.0)
+    assert bench.source() == SHARED
+    bench.report(bench.load(0), STALE)
+    bench.tiers.reset()
+    bench.others.owner(1, version=1)
+    assert bench.source() == SHARED
+
+
+def test_refused_rows_are_bounded() -> None:
+    """The 4,096 newest ones are kept. Of many owners, so that none is distrusted."""
+    bench = Bench()
+    for number in range(4_200):
+        owner = 1 + number // 50
+        bench.others.owner(owner)
+        bench.others.offer(key(number), number, owner=owner)
+        bench.report(bench.load(number, land_max=0), STALE)
+    sources = [bench.source(number) for number in range(4_200)]
+    assert sources == [SHARED] * 104 + [MISS] * 4_096
+
+
+def test_a_cancelled_borrow_is_tried_again() -> None:
+    bench = Bench()
+    bench.others.offer(key(0), 5)
+    bench.report(bench.load(0), CANCELLED)
+    assert (len(bench.tiers), bench.source(), bench.tiers.cache_taken) == (0, SHARED, 0)
+
+
+def test_failed_borrows_wear_no_slot_and_doom_nothing_of_ours() -> None:
+    bench = Bench(slot_errnos=[True] * 134, ranks=1)
+    bench.others.offer(key(0), 5)
+    bench.tiers.adopt(np.array([place_of(0, 5)]), np.array([9], np.uint64), key(3))
+    for _ in range(5):
+        bench.report(bench.load(0), IO_ERROR, errno=5)
+        bench.foreign.set_time(0.0)
+        bench.tiers.reset()
+        bench.others.owner(1, version=bench.others.writer.version_asked)
+    assert bench.tiers.pool_retired == 0
+
+
+def test_an_own_chunk_stays_although_another_engines_copy_of_it_fails() -> None:
+    """It was stored while the load streamed the other copy."""
+    bench = Bench()
+    bench.others.offer(key(0), 5)
+    batch = bench.load(0, land_max=0)
+    stored, *_ = bench.tiers.plan_store([key(0)], None, 100)
+    bench.report(stored, OK, kind=0)
+    bench.report(batch, STALE)
+    assert bench.source() == CPU
+
+
+def test_an_owner_of_whose_chunks_many_fail_is_distrusted_for_half_a_minute() -> None:
+    bench = Bench()
+    for number in range(200):
+        bench.others.offer(key(number), number)
+    for number in range(63):
+        bench.report(bench.load(number, land_max=0), STALE if number < 2 else OK)
+        assert bench.foreign.accepts(1)
+    bench.report(bench.load(63, land_max=0), OK)  # 2 of 64
+    assert not bench.foreign.accepts(1)
+    bench.foreign.set_time(29.9)
+    assert not bench.foreign.accepts(1)
+    bench.foreign.set_time(30.0)
+    assert bench.foreign.accepts(1)
+    bench.report(bench.load(100, land_max=0), STALE)
+    assert bench.foreign.accepts(1), "it is counted from the start"
+
+
+def test_an_owner_is_trusted_with_one_failure_of_a_hundred_and_a_good_past_fades() -> None:
+    bench = Bench()
+    for number in range(3_000):
+        bench.others.offer(key(number), number)
+    for number in range(2_000):
+        bench.report(bench.load(number, land_max=0), STALE if number % 100 == 50 else OK)
+        assert bench.foreign.accepts(1)
+    failures = 0
+    while bench.foreign.accepts(1):
+        bench.report(bench.load(2_000 + failures, land_max=0), STALE)
+        failures += 1
+    assert failures < 25
+
+
+# -- borrowed chunks in the CPU tier --------------------------------------------------
+
+
+def test_a_borrowed_chunk_has_no_place_and_is_not_written() -> None:
+    bench = Bench(writes_max=4)
+    place = bench.others.offer(key(0), 5, generation=77)
+    batch = bench.load(0)
+    assert (batch.places.tolist(), batch.cache.tolist(), batch.filling.tolist()) == (
+        *([place], [0], [1]),
+    )
+    assert bench.tiers.entries() == [(7, 77, 0, -1, key(0))]
+    bench.report(batch, OK)
+    assert bench.tiers.entries() == [(2, 77, 0, -1, key(0))]
+    bench.tiers.drain()
+    assert (len(bench.tiers.take_writes()), bench.tiers.backlog) == (0, 0)
+    assert bench.tiers.take_counts()[-1] == 1
+
+
+def test_another_load_waits_at_the_gate_of_a_borrow() -> None:
+    bench = Bench()
+    bench.others.offer(key(0), 5)
+    first, second = bench.load(0), bench.load(0)
+    assert (second.places.tolist(), second.cache.tolist()) == ([-1], [0])
+    bench.report(second, STALE)  # it was cut off before the fill
+    assert bench.source() == CPU
+    bench.report(first, OK)
+    assert bench.tiers.entries()[0][0] == 2
+
+
+def test_a_chunk_borrowed_twice_in_one_generation_is_two_fills() -> None:
+    """The first fill, of a cancelled fetch, is reported after the second has begun."""
+    bench = Bench()
+    bench.others.offer(key(0), 5)
+    row, generation, slot = bench.tiers.begin_fetch(key(0), 0) or (-1, 0, 0)
+    first = bench.tiers.take_fetches(0)
+    bench.tiers.detach(first, 0)
+    assert bench.source() == SHARED
+    second = bench.load(0)
+    assert second.generations.tolist() == [generation]
+    assert second.cache.tolist() != [slot]
+    bench.report(first, IO_ERROR, kind=FETCH)
+    assert bench.tiers.entries()[0][0] == 7
+    bench.report(second, OK)
+    assert bench.tiers.entries()[0][0] == 2
+    assert row >= 0
+
+
+def test_the_failure_of_an_older_copy_leaves_the_new_one() -> None:
+    bench = Bench()
+    bench.others.offer(key(0), 5)
+    fill = bench.load(0)
+    waits = bench.load(0)  # at its gate
+    bench.report(fill, CANCELLED)
+    again = bench.load(0)
+    bench.report(waits, IO_ERROR)
+    bench.report(again, OK)
+    assert bench.source(0, FROM_CPU) == CPU
+
+
+def test_an_intended_borrow_is_dropped_without_a_trace() -> None:
+    bench = Bench(cache=1)
+    bench.others.offer(key(0), 5)
+    row, _, _ = bench.tiers.begin_fetch(key(0), 0) or (-1, 0, 0)
+    assert bench.source() == CPU
+    bench.tiers.drop_fetch(0, row)
+    assert (bench.tiers.fetches_intended, bench.tiers.cache_taken, len(bench.tiers)) == (0, 0, 0)
+    assert bench.source() == SHARED
+
+
+def test_a_fetch_of_what_is_gone_by_now_begins_nothing() -> None:
+    bench = Bench()
+    place = bench.others.offer(key(0), 5)
+    bench.others.writer.remove(key(0), place, 1)
+    assert bench.tiers.begin_fetch(key(0), 0) is None
+    assert bench.load(0).places.tolist() == [-1]
+
+
+def test_borrowed_chunks_are_used_in_prefix_order() -> None:
+    """Heads outlive tails, as among our own."""
+    bench = Bench(cache=3)
+    for number in range(3):
+        bench.others.offer(key(number), number)
+    bench.report(bench.load(0, 1, 2), OK, OK, OK)
+    for number, left in ((10, [0, 1]), (11, [0])):
+        stored, *_ = bench.tiers.plan_store([key(number)], None, number)
+        bench.report(stored, OK, kind=0)
+        assert [n for n in range(3) if bench.source(n, FROM_CPU) == CPU] == left
+
+
+def test_what_others_have_is_weighed_on_our_lane() -> None:
+    bench = Bench()
+    bench.others.offer(key(0), 5)
+    bench.others.offer(key(1), 6)
+    keys = [key(0), key(1), key(2)]  # the last one is gone since its look-up
+    assert bench.tiers.weigh(keys, [100, 100]) == (0, [200])
+    bench.report(bench.load(0), OK)
+    assert bench.tiers.weigh(keys, [100, 100]) == (1, [100])
+
+
+# -- remembered answers ---------------------------------------------------------------
+
+
+def watched(bench: Bench) -> int:
+    assert bench.tiers.watch([key(0)], FROM_CPU | FROM_POOL)
+    return bench.tiers.voided
+
+
+def test_an_answer_is_believed_for_a_tenth_of_a_second() -> None:
+    bench = Bench()
+    bench.others.offer(key(0), 5)
+    assert not bench.tiers.watch([key(0)], FROM_CPU)
+    assert not bench.tiers.watch([key(0), key(1)], FROM_CPU | FROM_POOL)
+    before = watched(bench)
+    bench.foreign.set_time(0.099)
+    assert bench.tiers.voided == before
+    bench.foreign.set_time(0.1)
+    assert bench.tiers.voided == before + 1
+    bench.foreign.set_time(9.0)
+    assert bench.tiers.voided == before + 1, "nothing rests on anything any more"
+
+
+def test_an_answer_without_others_chunks_is_remembered_as_ever() -> None:
+    bench = Bench()
+    stored, *_ = bench.tiers.plan_store([key(0)], None, 1)
+    bench.report(stored, OK, kind=0)
+    before = watched(bench)
+    bench.foreign.set_time(9.0)
+    bench.others.owner(1, state=NONE)
+    assert bench.tiers.voided == before
+
+
+@pytest.mark.parametrize("change", ["state", "tag", "distrust", "refusal", "load", "reset"])
+def test_an_answer_is_void_when_acceptance_changes(change: str) -> None:
+    bench = Bench()
+    bench.others.offer(key(0), 5)
+    bench.others.offer(key(1), 6)
+    streamed = bench.load(1, land_max=0)
+    before = watched(bench)
+    if change == "state":
+        bench.others.owner(1, state=SCANNING)
+    elif change == "tag":
+        bench.others.owner(1, tag=OTHER_TAG)
+    elif change == "distrust":
+        assert bench.foreign.take_attachments()
+        bench.foreign.attach_failed(1)
+    elif change == "refusal":
+        bench.report(streamed, STALE)
+    elif change == "load":
+        bench.load(0)
+    else:
+        bench.tiers.reset()
+    assert bench.tiers.voided == before + 1
+
+
+# -- attachments ----------------------------------------------------------------------
+
+
+def test_an_owner_is_attached_once() -> None:
+    bench = Bench()
+    bench.others.owner(2, uuid=b"v" * 16)
+    bench.others.offer(key(0), 5)
+    bench.others.offer(key(1), 6, owner=2)
+    bench.others.offer(key(2), 7)
+    assert bench.source() == SHARED
+    assert bench.foreign.take_attachments() == [], "a look-up sends nothing"
+    bench.load(0, 1)
+    assert bench.foreign.take_attachments() == [(1, 11, b"u" * 16), (2, 12, b"v" * 16)]
+    bench.load(2)
+    assert bench.foreign.take_attachments() == []
+
+
+def test_owners_that_are_gone_or_others_are_detached() -> None:
+    bench = Bench()
+    bench.others.owner(2)
+    bench.others.offer(key(0), 5)
+    bench.others.offer(key(1), 6, owner=2)
+    bench.others.offer(key(2), 7, owner=2)
+    bench.load(0, 1)
+    bench.others.owner(1, state=NONE)
+    assert bench.foreign.take_detachments() == [], "they are not attached yet"
+    bench.foreign.take_attachments()
+    assert bench.foreign.take_detachments() == [1]
+    assert bench.foreign.take_detachments() == []
+    bench.others.owner(2, state=SCANNING)
+    assert bench.foreign.take_detachments() == [], "its slots prove themselves"
+    bench.others.owner(2, uuid=b"w" * 16)
+    assert bench.source(2) == MISS, "the ranks have the files of another pool"
+    assert bench.foreign.take_detachments() == [2]
+    assert bench.source(2) == SHARED
+
+
+def test_an_owner_that_could_not_be_attached_is_distrusted_until_its_record_changes() -> None:
+    bench = Bench()
+    bench.others.offer(key(0), 5)
+    bench.others.offer(key(1), 6)
+    bench.load(0)
+    bench.foreign.take_attachments()
+    bench.foreign.attach_failed(1)
+    bench.others.owner(1, rows=7)  # which is for people
+    bench.foreign.set_time(1e6)
+    assert bench.source(1) == MISS
+    assert bench.foreign.detach(1)
+    assert not bench.foreign.detach(1)
+    assert bench.source(1) == MISS
+    bench.others.owner(1, state=DEAD)
+    assert bench.source(1) == SHARED
+    bench.load(1)
+    assert [owner for owner, _, _ in bench.foreign.take_attachments()] == [1]
+
+
+def test_releases_of_borrowed_rows_come_alone_too() -> None:
+    bench = Bench()
+    bench.others.offer(key(0), 5)
+    batch = bench.load(0)
+    row, one = np.zeros(1, np.uint32), np.ones(1, np.uint8)
+    bench.tiers.report(LOAD, batch, row, one * STALE, one.astype(np.int16), one * 0)
+    assert (bench.tiers.cache_orphans, bench.tiers.cache_taken) == (1, 1)
+    bench.tiers.report(LOAD, batch, row, one * RELEASED)
+    assert (bench.tiers.cache_orphans, bench.tiers.cache_taken) == (0, 0)
