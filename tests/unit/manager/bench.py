@@ -12,6 +12,7 @@ from vllm_nvmeof_offload.errors import Outcome, code_of
 from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source, StorePlan
 from vllm_nvmeof_offload.manager.handshake import agree
+from vllm_nvmeof_offload.native import Foreign
 from vllm_nvmeof_offload.protocol import (
     RELEASED,
     AdoptedEntries,
@@ -137,6 +138,7 @@ class Bench:
         ranks: int = 1,
         targets: int = 1,
         tokens_per_chunk: int = 1,
+        foreign: Foreign | None = None,
         **config: object,
     ) -> None:
         self.now_s = 0.0
@@ -152,6 +154,7 @@ class Bench:
             lambda: self.now_s,
             first_generation=100,
             prompts_s=lambda: self.prompts_s,
+            foreign=foreign,
         )
 
     def report(

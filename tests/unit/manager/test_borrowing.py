@@ -1,0 +1,432 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Other engines' chunks in the real core: attachments, commands, counters, requests that wait."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.unit.foreign_rig import NONE, Others
+from vllm_nvmeof_offload.errors import (
+    CANCELLED,
+    CHECKSUM_MISMATCH,
+    DEADLINE,
+    STALE,
+    Outcome,
+    io_error,
+)
+from vllm_nvmeof_offload.manager.core import CoreConfig, Source
+from vllm_nvmeof_offload.manager.handshake import agree
+from vllm_nvmeof_offload.native import Foreign
+from vllm_nvmeof_offload.protocol import (
+    AttachCommand,
+    CancelCommand,
+    Command,
+    DetachCommand,
+    FetchCommand,
+    ResetCommand,
+)
+
+from .bench import KEY_BYTES, TAG, Core, hello, key, keys_of, release
+from .test_groups import (
+    FULL,
+    GROUPS,
+    PAYLOADS,
+    STATE,
+    WINDOW,
+    GroupsBench,
+    ends_of,
+    key_of,
+    rank_hello,
+)
+from .test_groups import T as TOKENS
+from .test_holds import HoldsBench
+from .test_remembered import ALL, QUESTION
+from .test_waiting_requests import Lobby, T
+
+EIO, ENOENT = 5, 2
+
+
+class BorrowBench(HoldsBench):
+    """A core, and owner 1 with the chunks 0 … 7 in slots 10 … 17; owner 2 has 8 … 15."""
+
+    def __init__(self, cache: int = 8, **config: object) -> None:
+        self.others = Others(TAG)
+        self.foreign: Foreign = self.others.foreign
+        for owner in (1, 2):
+            self.others.owner(owner)
+        for number in range(16):
+            owner = 1 + number // 8
+            self.others.offer(key(number), 10 + number, 1000 + number, owner=owner)
+        super().__init__(cache, foreign=self.foreign, **config)
+
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.foreign.set_time(self.now_s)
+
+    def step(self) -> list[Command]:
+        self.core.turn()
+        return self.core.take_commands()
+
+    def attach(self) -> None:
+        """The ranks have opened what this step's commands name first."""
+        for command in self.step():
+            assert isinstance(command, AttachCommand)
+            self.done(command.op)
+
+    def failures(self) -> dict[str, float]:
+        return {
+            series[1]: count
+            for series, count in self.core.counters.items()
+            if series[0] == "borrow_failures"
+        }
+
+
+def counted(bench: BorrowBench | GroupsBench, name: str) -> dict[str, float]:
+    """A counter with one label, without zeros."""
+    counters = bench.core.counters.items()
+    return {series[1]: count for series, count in counters if series[0] == name and count}
+
+
+# -- attachments ----------------------------------------------------------------------
+
+
+def test_the_attach_travels_with_the_load_that_needs_it_first() -> None:
+    bench = BorrowBench()
+    assert bench.source(0) is Source.SHARED
+    assert bench.core.take_commands() == []
+    load = bench.load(0, 1, 8)
+    assert bench.core.has_pending_work()
+    first, second = bench.core.take_commands()
+    assert first == AttachCommand(first.op, 1, 11, b"u" * 16)  # type: ignore[union-attr]
+    assert second == AttachCommand(second.op, 2, 12, b"u" * 16)  # type: ignore[union-attr]
+    assert len({load.op, first.op, second.op}) == 3  # type: ignore[union-attr]
+    bench.load(2, 9)
+    assert bench.core.take_commands() == [], "once"
+    assert bench.core.has_pending_work(), "the reports are owed"
+
+
+def test_the_attach_comes_before_the_fetch_that_needs_it() -> None:
+    bench = BorrowBench()
+    bench.queued("a", 0)
+    attach, fetch = bench.step()
+    assert isinstance(attach, AttachCommand)
+    assert isinstance(fetch, FetchCommand)
+    assert fetch.batch.generations.tolist() == [1000]
+
+
+def test_what_one_rank_cannot_open_is_not_borrowed_from_by_any() -> None:
+    bench = BorrowBench(ranks=2)
+    load = bench.load(0)
+    (attach,) = bench.step()
+    assert isinstance(attach, AttachCommand)
+    bench.report(attach.op, (0, io_error(ENOENT)))
+    assert bench.source(1) is None
+    assert bench.source(8) is Source.SHARED, "another owner"
+    assert bench.step() == [], "the other rank may be opening its files"
+    bench.report(attach.op)
+    assert bench.step() == [DetachCommand(1)]
+    bench.done(load.op, (0, io_error(ENOENT)))
+    assert bench.failures() == {"attach": 1, "io_error": 1}
+    assert bench.core.counters["failed_load_tokens"] == 1
+    bench.others.owner(1, uuid=b"w" * 16)
+    assert bench.source(1) is Source.SHARED
+    bench.load(1)
+    (again,) = bench.step()
+    assert again == AttachCommand(again.op, 1, 11, b"w" * 16)  # type: ignore[union-attr]
+    bench.done(again.op)  # type: ignore[union-attr]
+    assert bench.source(2) is Source.SHARED
+
+
+def test_every_rank_may_fail_to_attach() -> None:
+    bench = BorrowBench(ranks=2)
+    bench.load(0)
+    (attach,) = bench.step()
+    assert isinstance(attach, AttachCommand)
+    bench.done(attach.op, (0, io_error(ENOENT)))
+    assert bench.step() == [DetachCommand(1)]
+    assert bench.failures() == {"attach": 1}
+    assert bench.core.gauges()["ops"] == 1, "the load"
+
+
+def test_an_owner_that_is_gone_is_detached_in_the_next_step() -> None:
+    """Loads of this one may name it."""
+    bench = BorrowBench()
+    bench.load(0)
+    bench.others.owner(1, state=NONE)
+    (attach,) = bench.step()
+    assert isinstance(attach, AttachCommand)
+    assert bench.core.has_pending_work()
+    assert bench.step() == [DetachCommand(1)]
+    bench.done(attach.op)
+    assert bench.step() == []
+
+
+def test_an_attach_that_fails_after_the_owner_is_gone_changes_nothing() -> None:
+    bench = BorrowBench()
+    bench.load(0)
+    (attach,) = bench.step()
+    assert isinstance(attach, AttachCommand)
+    bench.others.owner(1, state=NONE)
+    bench.step()
+    assert bench.step() == [DetachCommand(1)]
+    bench.done(attach.op, (0, io_error(ENOENT)))
+    assert bench.step() == []
+
+
+# -- weights and resets ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tag", [b"", b"o" * 16])
+def test_a_start_under_another_tag_or_none_accepts_nobody(tag: bytes) -> None:
+    others = Others(TAG)
+    others.owner(1)
+    others.offer(key(0), 5)
+    config = CoreConfig(1, KEY_BYTES)
+    core = Core(config, agree([hello(0, 4, 8, (), tag=tag)]), foreign=others.foreign)
+    assert core.lookup(key(0)) is None
+    same = Core(config, agree([hello(0, 4, 8, ())]), foreign=others.foreign)
+    assert same.lookup(key(0)) is Source.SHARED
+
+
+def test_a_reset_asks_for_what_is_written_from_then_on() -> None:
+    bench = BorrowBench(weights_never_change=True)
+    bench.load(0)
+    assert bench.core.reset()
+    assert bench.others.writer.version_asked == 1
+    assert bench.hits(range(16)) == []
+    attach, reset = bench.step()
+    assert isinstance(attach, AttachCommand)
+    assert isinstance(reset, ResetCommand)
+    bench.others.owner(2, version=1)
+    assert bench.hits(range(16)) == list(range(8, 16))
+
+
+def test_weights_that_have_changed_accept_nobody_any_more() -> None:
+    bench = BorrowBench(weights_never_change=True)
+    bench.core.weights_changed = True
+    bench.core.reset()
+    bench.others.owner(1, version=1)
+    assert bench.hits(range(16)) == []
+    may_change = BorrowBench()
+    assert may_change.hits(range(16)) == list(range(16))
+    may_change.core.reset()
+    may_change.others.owner(1, version=1)
+    assert may_change.hits(range(16)) == []
+
+
+# -- counters -------------------------------------------------------------------------
+
+
+def test_what_is_borrowed_is_counted_when_every_rank_has_it() -> None:
+    bench = BorrowBench(ranks=2, tokens_per_chunk=16, land_cache_share=0.25)
+    bench.store(100)
+    load = bench.load(100, 0, 1, 2)
+    assert counted(bench, "loaded_tokens") == {"cpu": 16, "shared": 48}
+    assert (load.batch.cache >= 0).tolist() == [True, True, True, False]
+    bench.report(load.op, rows=[0, 1, 2, 3])
+    assert bench.core.counters["borrowed_chunks"] == 0
+    bench.report(load.op, (2, STALE), rows=[0, 1, 2, 3])
+    assert bench.core.counters["borrowed_chunks"] == 2
+    assert bench.core.counters["borrowed_bytes"] == 2 * 8192
+    assert bench.core.counters["failed_load_tokens"] == 16
+    assert bench.failures() == {"stale": 1}
+    assert [bench.source(number) for number in range(3)] == [
+        *(Source.CPU, None, Source.SHARED),
+    ]
+
+
+def test_a_loads_own_chunks_of_the_pool_are_counted_apart() -> None:
+    bench = BorrowBench(cache=2)
+    bench.in_both_tiers(100)
+    bench.fill()
+    bench.load(100, 0)
+    assert counted(bench, "loaded_tokens") == {"pool": 1, "shared": 1}
+
+
+def test_tokens_of_several_groups_are_counted_by_the_farthest_tier() -> None:
+    others = Others(TAG)
+    others.owner(1)
+    bench = GroupsBench()
+    bench.core = Core(
+        CoreConfig(1, KEY_BYTES, GROUPS),
+        agree([rank_hello(0, 32)]),
+        first_generation=100,
+        foreign=others.foreign,
+    )
+    keys = [key_of(WINDOW, 1), key_of(STATE, 0), key_of(FULL, 0), key_of(FULL, 1)]
+    others.offer(keys[0], 5)
+    bench.keep(*keys[1:])
+    load = bench.core.prepare_load(keys, tokens=range(2 * TOKENS), ends=ends_of(keys))
+    assert load.batch.groups.tolist() == [0, 1, 2, 2]
+    assert counted(bench, "loaded_tokens") == {"cpu": TOKENS, "shared": TOKENS}
+    bench.done(load.op)
+    assert bench.core.counters["borrowed_bytes"] == PAYLOADS_READ
+
+
+#: Of the window's chunk: payload and header in whole pages.
+PAYLOADS_READ = 4096 + -(-PAYLOADS[0] // 4096) * 4096
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reason"),
+    [
+        (io_error(EIO), "io_error"),
+        (CHECKSUM_MISMATCH, "checksum_mismatch"),
+        (STALE, "stale"),
+        (DEADLINE, "deadline"),
+    ],
+)
+def test_failures_of_others_chunks_are_not_our_targets(outcome: Outcome, reason: str) -> None:
+    bench = BorrowBench()
+    bench.done(bench.load(0).op, (0, outcome))
+    assert bench.failures() == {reason: 1}
+    assert not [series for series in bench.core.counters if series[0] == "failed_chunks"]
+    assert bench.core.last_failures == {}
+
+
+def test_a_cancelled_borrow_is_no_failure_of_the_owner() -> None:
+    bench = BorrowBench()
+    bench.done(bench.load(0).op, (0, CANCELLED))
+    assert bench.failures() == {}
+    assert bench.core.counters["failed_chunks", "load", "cancelled", "0"] == 1
+    assert bench.source(0) is Source.SHARED
+
+
+# -- requests that wait ---------------------------------------------------------------
+
+
+def test_others_chunks_are_fetched_ahead_of_need() -> None:
+    bench = BorrowBench()
+    bench.preempted("a", 0, 1)
+    _, fetch = bench.step()
+    assert isinstance(fetch, FetchCommand)
+    bench.done(fetch.op)
+    assert bench.held() == [0, 1]
+    assert [bench.source(number) for number in range(2)] == [Source.CPU] * 2
+    bench.done(bench.load(0, 1).op)
+    bench.core.reload.left("a")
+    assert bench.ended() == {"used": 2}
+    assert bench.core.counters["borrowed_chunks"] == 2
+
+
+def test_a_fetch_of_others_chunks_is_cancelled_when_nobody_wants_it() -> None:
+    bench = BorrowBench()
+    bench.queued("a", 0)
+    bench.core.turn()
+    bench.core.reload.left("a")
+    assert bench.source(0) is Source.SHARED
+    bench.attach()
+    bench.queued("b", 0, 1)
+    (fetch,) = bench.step()
+    assert isinstance(fetch, FetchCommand)
+    bench.core.reload.left("b")
+    cancels = bench.step()
+    assert [type(command) for command in cancels] == [CancelCommand] * 2
+    assert bench.source(0) is Source.SHARED
+    bench.queued("c", 0)
+    (again,) = bench.step()
+    assert isinstance(again, FetchCommand)
+    bench.done(fetch.op)  # it had ended already
+    assert bench.held() == [0]
+    bench.done(again.op)
+    assert bench.source(0) is Source.CPU
+    bench.core.reload.left("c")
+    assert bench.ended() == {"cancelled": 3, "wasted": 1}
+    bench.check_idle()
+
+
+def test_a_failed_fetch_of_others_chunks_is_not_held() -> None:
+    bench = BorrowBench()
+    bench.queued("a", 0)
+    bench.step()
+    (op,) = [op.number for op in bench.core._ledger if op.batch is not None]
+    bench.late(op, STALE)
+    assert (bench.held(), bench.ended(), bench.source(0)) == ([], {"failed": 1}, None)
+    bench.core.report([release(op, 0)])
+    assert bench.core.gauges()["cache_slots_used"] == 0
+
+
+def test_a_declined_pool_is_probed_with_others_chunks_too() -> None:
+    bench = BorrowBench()
+    bench.core.reload.probe(keys_of(0, 1))
+    _, fetch = bench.step()
+    assert isinstance(fetch, FetchCommand)
+    assert len(fetch.batch) == 2
+
+
+# -- remembered answers ---------------------------------------------------------------
+
+
+class BorrowLobby(Lobby):
+    """A request for three chunks, of which others have the first two."""
+
+    def __init__(self) -> None:
+        self.others = Others(TAG)
+        self.others.owner(1)
+        for number in range(2):
+            self.others.offer(key(number), number)
+        super().__init__(prefetch_cache_share=0.0, foreign=self.others.foreign)
+        self.add("a", 0, 1, 2, prefetch=False)
+        self.look_up("a", QUESTION)
+
+    def recall(self) -> int | None:
+        return self.waiting.answers.recall("a", QUESTION)
+
+
+def test_an_answer_that_rests_on_others_is_given_for_a_tenth_of_a_second() -> None:
+    lobby = BorrowLobby()
+    lobby.others.foreign.set_time(0.09)
+    assert lobby.recall() == 2 * T
+    lobby.others.foreign.set_time(0.1)
+    assert lobby.recall() is None
+    assert lobby.look_up("a", QUESTION) == 2 * T
+    assert lobby.recall() == 2 * T
+
+
+def test_an_answer_is_void_once_another_engine_has_the_next_chunk() -> None:
+    lobby = BorrowLobby()
+    lobby.others.offer(key(2), 2)
+    assert lobby.recall() is None
+    assert lobby.look_up("a", QUESTION) == 3 * T
+
+
+def test_an_answer_is_void_at_a_reset() -> None:
+    lobby = BorrowLobby()
+    lobby.core.reset()
+    assert lobby.recall() is None
+    assert lobby.look_up("a", replace(QUESTION, sources=ALL)) == 0
+
+
+def test_a_decision_weighs_what_others_have() -> None:
+    lobby = BorrowLobby()
+    find = lobby.core.find(keys_of(0, 1))
+    assert (find.leading_cpu, list(find.read_bytes), find.tokens) == (0, [2 * 8192], 2 * T)
+
+
+# -- events ---------------------------------------------------------------------------
+
+
+def test_a_borrowed_chunk_comes_to_the_cpu_tier_and_leaves_it() -> None:
+    bench = BorrowBench(cache=1, kv_events=True, land_cache_share=1.0)
+    assert bench.core.kv_events is not None
+    load = bench.load(0)
+    assert not bench.core.kv_events
+    bench.done(load.op)
+    bench.done(bench.load(1).op)
+    changes = [(one.tier, one.removed, one.keys) for one in bench.core.kv_events.take()]
+    assert changes == [
+        (Source.CPU, False, keys_of(0)),
+        (Source.CPU, True, keys_of(0)),
+        (Source.CPU, False, keys_of(1)),
+    ]
+
+
+def test_places_in_commands_are_the_owners() -> None:
+    bench = BorrowBench(land_cache_share=0.0)
+    load = bench.load(0, 8)
+    owners = load.batch.places >> 48
+    assert (owners.tolist(), (load.batch.places & 0xFFFFFFFF).tolist()) == ([1, 2], [10, 18])
+    assert np.all(load.batch.cache == -1)
