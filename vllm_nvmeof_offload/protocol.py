@@ -276,7 +276,8 @@ class AttachCommand(_Message):
     """Open, read-only, this rank's regions of another engine; reads of its places wait for that.
 
     engine_index: K of its directories engine-K in our keyspace, on our targets. pool_uuid: of its
-    superblocks; files with another one are not its own any more. The report has one row.
+    rank 0's superblocks; files there with another one are not its own any more. The report has one
+    row.
     """
 
     op: int

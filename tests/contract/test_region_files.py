@@ -12,10 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.unit.pool.kit import make_spec
 from tests.wait import wait_until
 from vllm_nvmeof_offload.errors import OK, STALE, io_error
 from vllm_nvmeof_offload.pool.format import Superblock, read_superblock, write_superblock
-from vllm_nvmeof_offload.protocol import DetachCommand
+from vllm_nvmeof_offload.pool.pool import Pool
+from vllm_nvmeof_offload.protocol import AttachCommand, DetachCommand
+from vllm_nvmeof_offload.worker.regions import OpenRegions, RegionFiles
 
 from .rig import WAIT_S, content, name
 from .test_native_lanes import NATIVE, POOL_SLOTS, PYTHON, TARGETS, Rank
@@ -153,6 +156,25 @@ def test_what_is_not_that_pool_of_our_shape_is_not_read(
     neighbours.ours.load((name(0), None, 0), owner=OWNER)
     assert neighbours.ours.done() == [io_error(number), io_error(errno.ENOENT)]
     assert not neighbours.open_files()
+
+
+def test_each_rank_of_a_pool_has_a_uuid_of_its_own(tmp_path: Path) -> None:
+    """The follower knows that of rank 0 only."""
+    specs = [make_spec(tmp_path, rank=rank, world_size=2) for rank in (0, 1, 1)]
+    first, theirs, ours = (Pool.open(spec) for spec in specs)
+    assert first.superblocks[0].uuid != theirs.superblocks[0].uuid
+    assert (first.engine_index, theirs.engine_index, ours.engine_index) == (0, 0, 1)
+    files = RegionFiles(ours, lambda: None)
+    answers: list[OpenRegions] = []
+    files.open(AttachCommand(1, OWNER, 0, first.superblocks[0].uuid), [0])
+    wait_until("the region", lambda: bool(answers.extend(files.take()) or answers))
+    (answer,) = answers
+    assert answer.error == 0
+    slot = theirs.superblocks[0].place(0)
+    assert (answer.by_target[0].uuid, answer.by_target[0].rank) == (slot.region_uuid, 1)
+    files.end()
+    for pool in (first, theirs, ours):
+        pool.close()
 
 
 def test_what_only_one_of_two_engines_can_change_may_differ(neighbours: Neighbours) -> None:

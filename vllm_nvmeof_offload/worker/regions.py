@@ -5,8 +5,9 @@
 the pipeline's thread, hands them to the I/O engine and has them closed when no read uses them any
 more. Everything is open for reading only.
 
-A region is usable here if its superblock has the pool's uuid and is ours but for uuid, slots,
-targets and what a reset changes. Each read proves the rest (PROTOCOL rule 6).
+A region is usable here if its superblock is ours but for uuid, slots, targets and what a reset
+changes, and on rank 0 if it has the uuid that the follower has seen there. Each read proves the
+rest (PROTOCOL rule 6).
 
 A target that was away may be another file system afterwards, and the old one cannot be mounted
 while its files are open. So a target that is gone loses its regions, and every owner's files are
@@ -237,7 +238,9 @@ class RegionFiles:
             found = read_superblock(directory)
         except NotADirectoryError:
             return None
-        if found is None or found.uuid != command.pool_uuid:
+        # Each rank has drawn a uuid of its own; the follower knows that of rank 0. Another rank's
+        # slots prove themselves against the key and generation that rank 0's table names.
+        if found is None or (ours.rank == 0 and found.uuid != command.pool_uuid):
             return None
         if not _is_readable(found, ours):
             raise PoolFormatError(f"{directory} has slots of another shape")
