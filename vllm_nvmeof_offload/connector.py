@@ -57,6 +57,7 @@ from vllm_nvmeof_offload.vllm_adapter.scheduler_view import (
     key_bytes_of,
     timed,
 )
+from vllm_nvmeof_offload.vllm_adapter.sharing import ShareSettings
 from vllm_nvmeof_offload.vllm_adapter.supported import (
     count_nodes,
     refuse_unsupported,
@@ -153,6 +154,9 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             self._boundary_tokens = keep_boundaries(
                 self.scheduler, vllm_config, kv_cache_config, self._groups, config.boundary_tokens
             )
+            one_host = count_nodes(vllm_config.parallel_config) == 1
+            shares = config.share == "host"
+            self._share = ShareSettings(config.follow_ms, one_host) if shares else None
             self._view = SchedulerView(self.scheduler, self._groups, lambda: self._kv_cache_manager)
             self._old_kv = OldKV(self._manager.suspension, self._view)
             lifecycle.install(EngineCore)
@@ -292,7 +296,12 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         key_bytes = key_bytes_of(self._vllm_config.cache_config.prefix_caching_hash_algo)
         queue = self._view.queue(by_priority=by_priority)
         self._manager.attach(
-            hellos, key_bytes, self._groups, queue, boundary_tokens=self._boundary_tokens
+            hellos,
+            key_bytes,
+            self._groups,
+            queue,
+            boundary_tokens=self._boundary_tokens,
+            share=self._share,
         )
 
     @timed

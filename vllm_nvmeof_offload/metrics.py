@@ -214,6 +214,11 @@ GAUGES = _table(
          "large as the largest group's chunks."),
     _row("capacity_tokens", "tokens", _one("tier", "cpu", "pool"),
          "Tokens that a tier can hold, by tier, if it holds no windows and states."),
+    # -- other engines' chunks
+    _row("shared_entries", "chunks", (),
+         "Chunks in other engines' pools that are known; not all may be borrowed."),
+    _row("shared_age_seconds", "seconds", (),
+         "Time since other engines' tables were last read; 0: they were not."),
     # -- queues
     _row("writes_pending", "chunks", (),
          "Writes to the pool sent to the ranks and not yet reported."),

@@ -116,6 +116,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("write_deadline_ms", 1 << 40, "1 to 3600000"),
     ("read_bytes_in_flight_max", 1, "at least 4KiB"),
     ("write_bytes_in_flight_max", "x", "at least 4KiB"),
+    *(("share", value, '"off" or "host"') for value in ("all", True)),
+    *(("follow_ms", value, "10 to 60000") for value in (9, 1 << 20, "100")),
     ("adopt", "yes", "true or false"),
     ("weights_never_change", 1, "true or false"),
     ("allow_unknown_vllm", "yes", "true or false"),

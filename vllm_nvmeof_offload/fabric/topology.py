@@ -224,8 +224,14 @@ class TargetFabric:
             return self.over_fabric
         if self.devices:
             return False
-        system = self.mount.file_system if self.mount else ""
-        return True if system in _NETWORK_FILE_SYSTEMS else False if system == "tmpfs" else None
+        if self.is_network_file_system:
+            return True
+        return False if self.mount and self.mount.file_system == "tmpfs" else None
+
+    @property
+    def is_network_file_system(self) -> bool:
+        """Whether other hosts may have mounted it too, with page caches of their own."""
+        return self.mount is not None and self.mount.file_system in _NETWORK_FILE_SYSTEMS
 
     @property
     def controllers(self) -> tuple[Controller, ...]:

@@ -571,12 +571,19 @@ class ManagerCore:
             ("held_cache_slots", "reload"): self._holds.counts[Reason.RELOAD],
             ("held_cache_slots", "queue"): self._holds.counts[Reason.QUEUE],
             "requests_waiting": len(self.reload),
+            "shared_entries": self._foreign.rows if self._foreign else 0,
+            "shared_age_seconds": self._shared_age_s(),
             "cache_slots_in_use": tiers.cache_in_use,
             "suspect_targets": len(self.targets.suspects),
             "prefill_tokens_per_second": self.admission.tokens_per_s,
             "pool_read_bytes_per_second": self.admission.bytes_per_s,
             "load_overhead_seconds": self.admission.overhead_s,
         }
+
+    def _shared_age_s(self) -> float:
+        """Seconds since other engines' tables were read; 0: they were not."""
+        scanned_ns = self._foreign.scanned_ns if self._foreign else 0
+        return max(0.0, self._clock() - scanned_ns / 1e9) if scanned_ns else 0.0
 
     def activity(self) -> tuple[float, ...]:
         """A cheap value that differs after nearly every change of a counter or a gauge."""

@@ -18,8 +18,11 @@ from vllm_nvmeof_offload.units import format_bytes
 _UNUSED_MAX = 0.25
 
 
-def start_line(hellos: Sequence[RankHello], core: ManagerCore) -> str:
-    """One log line on all ranks together; a value that differs is given with its ranks."""
+def start_line(hellos: Sequence[RankHello], core: ManagerCore, alone: str | None = None) -> str:
+    """One log line on all ranks together; a value that differs is given with its ranks.
+
+    alone: why chunks of other servers are not loaded; empty: they are; None: that is configured.
+    """
     first, ranks, capacity = hellos[0], len(hellos), core.capacity
     config, adopted = core.config, int(core.counters["adopted_chunks"])
     size = capacity.slot_bytes
@@ -46,6 +49,9 @@ def start_line(hellos: Sequence[RankHello], core: ManagerCore) -> str:
     reasons = {reason: None for hello in hellos for reason in hello.volatile}
     if reasons:
         parts.append(f"NOTHING IS ADOPTED: {'; '.join(reasons)}")
+    if alone is not None:
+        loads = "loads what other servers of this host have stored"
+        parts.append(f"SHARES NOTHING: {alone}" if alone else loads)
     return "; ".join(parts)
 
 

@@ -57,6 +57,7 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.vllm_adapter import capabilities, known_vllm
 from vllm_nvmeof_offload.vllm_adapter.kv_hints import Advice, advice_of
+from vllm_nvmeof_offload.vllm_adapter.sharing import ShareSettings, Sharing, why_not
 
 _HIT_SOURCES = capabilities.HIT_SOURCES.take()
 _MEDIUM = {Source.CPU: Medium.CPU, Source.POOL: Medium.STORAGE}
@@ -150,6 +151,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         #: Where each tier is, seen from this engine; None: unknown.
         self._localities: dict[Source, Locality | None] = {Source.CPU: Locality.LOCAL}
         self._labels = dict.fromkeys(CONFIG_LABELS, "")
+        self._sharing: Sharing | None = None
         self._labels["vllm"] = known_vllm.release()
         self._labels["prompts_only"] = "yes" if prompts_only else "no"
         self._activity_seen: tuple[float, ...] = ()
@@ -354,20 +356,28 @@ class NVMeoFOffloadingManager(OffloadingManager):
         queue: Queue | None = None,
         *,
         boundary_tokens: int = 0,
+        share: ShareSettings | None = None,
     ) -> None:
         """Make the core: the workers' handshake has come.
 
         key_bytes: of every offload key. groups: the offloaded ones, by position. queue: of the
-        requests that wait. boundary_tokens: see `keep_boundaries`.
+        requests that wait. boundary_tokens: see `keep_boundaries`. share: None: with nobody.
         """
         assert self._core is None, "a second handshake"
         ordered = sorted(hellos, key=lambda hello: hello.rank)
         agreement = agree(ordered)
         for note in agreement.notes:
             logger.warning("%s", note)
-        config = replace(self.config, key_bytes=key_bytes, groups=groups)
+        alone = why_not(ordered, agreement, share) if share else None
+        if share and not alone:
+            self._sharing = Sharing(ordered, agreement, share)
         core = ManagerCore(
-            config, agreement, self._clock, self._policy, prompts_s=self._steps.prompts_s
+            replace(self.config, key_bytes=key_bytes, groups=groups),
+            agreement,
+            self._clock,
+            self._policy,
+            prompts_s=self._steps.prompts_s,
+            foreign=self._sharing.foreign if self._sharing else None,
         )
         self._core = core
         self._localities[Source.POOL] = _locality(ordered)
@@ -375,7 +385,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self.sources_of = partial(_sources_of, self._localities)
         self._look_ups = core.look_ups(self.sources_of, LookupResult.HIT, LookupResult.MISS)
         self.lookup = self._look_ups.lookup  # type: ignore[assignment,method-assign]
-        logger.info("%s", start_line(ordered, core))
+        logger.info("%s", start_line(ordered, core, alone))
         core.weights_changed = self._weights_changed
         if self._void:
             self.reset_cache()
@@ -420,6 +430,10 @@ class NVMeoFOffloadingManager(OffloadingManager):
             name, labels = exported(series)
             stats.set_gauge(name, value, labels)
         return stats
+
+    def shutdown(self) -> None:
+        if self._sharing is not None:
+            self._sharing.stop()
 
     def config_info(self) -> list[dict[str, str | int | float | bool]]:
         """The labels that vLLM 0.33 publishes as its own `kv_offload_config_info`."""

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks of other servers: the foreign table's memory, its follower, and what the core finds there.
+
+The follower is a process of its own that reads other engines' tables and writes the foreign table.
+The core reads the table where it lies. Neither ever waits for the other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_nvmeof_offload.fabric.topology import discover
+from vllm_nvmeof_offload.follow.start import start_follower
+from vllm_nvmeof_offload.manager.handshake import Agreement
+from vllm_nvmeof_offload.native import Foreign
+from vllm_nvmeof_offload.protocol import RankHello
+
+
+@dataclass(frozen=True, slots=True)
+class ShareSettings:
+    """follow_ms: see the key. one_host: whether all ranks run on this host."""
+
+    follow_ms: int
+    one_host: bool = True
+
+
+def why_not(hellos: Sequence[RankHello], agreement: Agreement, settings: ShareSettings) -> str:
+    """Return why these ranks cannot share, for people; empty if they can."""
+    if not agreement.capacity.pool_slots_total:
+        return "there is no pool"
+    if not settings.one_host:
+        return "its ranks are on several hosts"
+    if not agreement.tag:
+        return "its weights or block hashes have no name that other servers know"
+    for target in hellos[0].targets:
+        # The ranks have just opened their pools there, so no path hangs.
+        if discover(os.path.realpath(target)).is_network_file_system:
+            return f"{target} is on a network file system"
+    return ""
+
+
+class Sharing:
+    """A foreign table and the follower that keeps it; `stop` ends the follower."""
+
+    def __init__(
+        self, hellos: Sequence[RankHello], agreement: Agreement, settings: ShareSettings
+    ) -> None:
+        """Only where `why_not` has no reason. OSError: no memory, or no descriptor."""
+        first = hellos[0]
+        self._fd = os.memfd_create("vllm-nvmeof-foreign", os.MFD_CLOEXEC)
+        self._follower = start_follower(
+            [Path(target) for target in first.targets],
+            first.keyspace,
+            first.engine_index,
+            # Where ranks share copies, each member of a set has some that no other one has.
+            max(agreement.capacity.set_sizes),
+            self._fd,
+            follow_ms=settings.follow_ms,
+        )
+        self.foreign = Foreign(self._fd)
+
+    def stop(self) -> None:
+        """May be called again."""
+        self._follower.stop()
+        if self._fd >= 0:
+            os.close(self._fd)  # `foreign` has its own
+            self._fd = -1
