@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two data-parallel replicas behind one API server: separate directories, and no mixing."""
+"""Two data-parallel replicas behind one API server: separate directories, and no mixing.
+
+They do not share: tests/e2e/test_share.py is about servers that do.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def spec(place: Path) -> ServerSpec:
-    spec = par.spec(place, OPTION)
+    spec = par.spec(place, OPTION, share="off")
     return replace(spec, extra_args=(*spec.extra_args, "--api-server-count", "1"))
 
 
@@ -146,7 +149,7 @@ def test_two_servers_that_start_at_once_on_one_target(
     tmp_path: Path, reference: rig.Reference
 ) -> None:
     target = tmp_path / "pool"
-    spec = replace(par.spec(target, OPTION), extra_args=())
+    spec = replace(par.spec(target, OPTION, share="off"), extra_args=())
     logs = rig.BUILD / "logs"
     with (
         Server(spec, logs / "beside-one.log") as one,

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two servers on one directory load one another's chunks: same tokens, and only what is the same.
+
+Server A computes and stores; server B never computes what A has. The tests go on from one another.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from vllm_nvmeof_bench.servers.client import Metrics
+from vllm_nvmeof_bench.servers.model import make_model
+from vllm_nvmeof_bench.servers.server import Server, ServerSpec
+
+from tests.e2e import faults_rig as rig
+from tests.e2e.parallel_rig import FAILED, HITS, LOADED
+
+PLACES = "vllm:nvmeof_shared_entries"
+BORROWED = "vllm:nvmeof_borrowed_chunks_total"
+BORROWED_BYTES = "vllm:nvmeof_borrowed_bytes_total"
+REFUSED = "vllm:nvmeof_borrow_failures_total"
+WRITTEN = "vllm:nvmeof_written_chunks_total"
+PENDING = "vllm:nvmeof_writes_pending"
+#: Of what A itself finds.
+HIT_SHARE_MIN = 0.95
+IDLE_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def reference() -> rig.Reference:
+    return rig.reference()
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> ServerSpec:
+    pool = tmp_path_factory.mktemp("share") / "pool"
+    return rig.spec(pool, admission="always", share="host", weights_never_change=True)
+
+
+@pytest.fixture(scope="module")
+def a(spec: ServerSpec) -> Iterator[Server]:
+    with rig.start(spec, "share-a") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def b(spec: ServerSpec, a: Server) -> Iterator[Server]:
+    with rig.start(spec, "share-b") as server:
+        yield server
+
+
+def written(server: Server) -> float:
+    """Wait until the server has written all that it stored; returns its chunks in the pool."""
+    now = rig.wait_for(server, "the last write", lambda m: m.value(PENDING) == 0)
+    return now.value("vllm:nvmeof_pool_slots_used")
+
+
+def knows(server: Server, chunks: float) -> Metrics:
+    """Wait until the server knows of so many chunks of others."""
+    return rig.wait_for(server, f"{chunks} chunks of others", lambda m: m.value(PLACES) >= chunks)
+
+
+def whole_tokens(prompts: list[list[int]]) -> int:
+    """The tokens of the prompts in whole chunks. Pairs of prompts share their first halves."""
+    return sum(len(prompt) // rig.CHUNK_TOKENS * rig.CHUNK_TOKENS for prompt in prompts)
+
+
+def test_what_one_has_stored_the_other_loads(
+    a: Server, b: Server, reference: rig.Reference
+) -> None:
+    rig.store_all(a, reference)
+    knows(b, written(a))
+    rig.forget_gpu(a)
+    before_a, before_b = rig.metrics(a), rig.metrics(b)
+    assert rig.same(rig.ask(a, reference.prompts), reference.answers)
+    assert rig.same(rig.ask(b, reference.prompts), reference.answers)
+    own, others = rig.grown(a, before_a, HITS), rig.grown(b, before_b, HITS)
+    assert own > 0.5 * whole_tokens(reference.prompts)
+    assert others >= HIT_SHARE_MIN * own
+    assert rig.grown(b, before_b, LOADED, source="shared") >= HIT_SHARE_MIN * others
+    chunks = rig.grown(b, before_b, BORROWED)
+    assert chunks * rig.CHUNK_TOKENS >= HIT_SHARE_MIN * others
+    assert rig.grown(b, before_b, BORROWED_BYTES) > chunks * rig.SLOT_BYTES / 2
+    for server in (a, b):
+        assert rig.metrics(server).value(REFUSED) == 0
+        assert rig.metrics(server).value(FAILED) == 0
+    assert rig.metrics(a).value(BORROWED) == 0, "B has nothing that A has not"
+
+
+def test_a_borrowed_chunk_is_not_written_again(b: Server, reference: rig.Reference) -> None:
+    whole = whole_tokens(reference.prompts) // rig.CHUNK_TOKENS
+    assert written(b) < 0.05 * whole
+    assert rig.metrics(b).value(WRITTEN) < 0.05 * whole
+
+
+def test_the_first_look_up_of_an_idle_server_finds_what_came_meanwhile(
+    a: Server, b: Server, reference: rig.Reference
+) -> None:
+    fresh = rig.prompts(seed=12, count=2)
+    answers = rig.ask(a, fresh)
+    written(a)
+    before = rig.metrics(b)
+    time.sleep(IDLE_S)  # the idleness that this is about: many times the follower's period
+    assert rig.same(rig.ask(b, fresh), answers)
+    # Of the second prompt the first half is in GPU memory.
+    assert rig.grown(b, before, HITS) >= HIT_SHARE_MIN * (
+        whole_tokens(fresh) - rig.PROMPT_TOKENS // 2
+    )
+
+
+def test_after_its_own_reset_a_server_takes_only_what_is_written_later(
+    a: Server, b: Server, reference: rig.Reference
+) -> None:
+    rig.forget_all(b)
+    before = rig.metrics(b)
+    few = slice(2)
+    assert rig.same(rig.ask(b, reference.prompts[few]), reference.answers[few])
+    assert rig.grown(b, before, LOADED, source="shared") == 0
+    assert rig.grown(b, before, BORROWED) == 0
+    fresh = rig.prompts(seed=13, count=2)
+    answers = rig.ask(a, fresh)
+    known = rig.metrics(a).value(WRITTEN)
+    assert written(a) and rig.metrics(a).value(WRITTEN) >= known
+    knows(b, len(fresh[0]) // rig.CHUNK_TOKENS)
+    assert rig.same(rig.ask(b, fresh), answers)
+    assert rig.grown(b, before, LOADED, source="shared") > 0
+
+
+def test_resets_of_one_while_the_other_borrows(
+    a: Server, b: Server, reference: rig.Reference
+) -> None:
+    """No request fails, and none gets other tokens; what A voided B does not find."""
+    stop = threading.Event()
+
+    def reset() -> None:
+        while not stop.is_set():
+            rig.forget_all(a)
+            rig.ask(a, reference.prompts[::3])
+
+    resets = threading.Thread(target=reset)
+    resets.start()
+    try:
+        for _ in range(4):
+            answers = rig.ask_at_once(b, reference.prompts)
+            assert rig.same(answers, reference.answers)
+            rig.forget_gpu(b)
+    finally:
+        stop.set()
+        resets.join()
+    rig.forget_all(a)
+    rig.wait_for(b, "an empty table", lambda m: m.value(PLACES) == 0)
+
+
+def test_the_chunks_of_a_killed_server_are_found(
+    a: Server, b: Server, reference: rig.Reference
+) -> None:
+    fresh = rig.prompts(seed=14, count=2)
+    answers = rig.ask(a, fresh)
+    chunks = written(a)
+    a.kill()
+    before = knows(b, chunks)
+    assert rig.same(rig.ask(b, fresh), answers)
+    assert rig.grown(b, before, LOADED, source="shared") > 0
+
+
+@pytest.mark.parametrize("differs", ["weights", "seed of hashes"])
+def test_a_server_of_other_weights_or_hashes_borrows_nothing(
+    spec: ServerSpec, b: Server, reference: rig.Reference, differs: str
+) -> None:
+    if differs == "weights":
+        model = make_model(rig.BUILD / "models", replace(rig.SHAPE, seed=78))
+        other = replace(spec, model=model)
+    else:
+        other = replace(spec, env={**spec.env, "PYTHONHASHSEED": "7"})
+    with rig.start(other, "share-other") as server:
+        rig.ask(server, reference.prompts[:2])
+        now = rig.wait_for(server, "figures", rig.has_figures)
+        assert now.value(PLACES) == now.value(HITS) == now.value(BORROWED) == 0
