@@ -150,20 +150,20 @@ def _scans(settings: Settings, server: _Server, target: Path, number: int) -> It
         scope = Scope((target,), _KEYSPACE, _OURS, 1)
         scan = TargetScan(scope, 0, table, owners)
 
-        def one(stage: str, records: int) -> Sample:
+        def one(stage: str, entries: int) -> Sample:
             os.utime(server.table)  # what has not changed for long is not read
             cpu_s, wall_s = time.thread_time(), time.perf_counter()
             scan.scan()
             cpu_s, wall_s = time.thread_time() - cpu_s, time.perf_counter() - wall_s
-            return Sample(stage, number, records, wall_s, cpu_s)
+            return Sample(stage, number, entries, wall_s, cpu_s)
 
         yield one(FIRST, settings.entries)
         if table.rows != settings.entries:
             raise BenchError(f"{table.rows} of {settings.entries} entries were found")
         yield one(SAME, settings.entries)
-        for records in settings.changed:
-            server.write_some(records)
-            yield one(CHANGED, records)
+        for entries in settings.changed:
+            server.write_some(entries)
+            yield one(CHANGED, entries)
 
 
 class _Live:
@@ -195,8 +195,8 @@ class _Live:
         cpu_s, wall_s = time.clock_gettime(clock), time.perf_counter()
         time.sleep(self._settings.idle_s)
         cpu_s, wall_s = time.clock_gettime(clock) - cpu_s, time.perf_counter() - wall_s
-        records = len(self._servers) * self._settings.small_entries
-        return Sample(IDLE, 0, records, wall_s, cpu_s)
+        entries = len(self._servers) * self._settings.small_entries
+        return Sample(IDLE, 0, entries, wall_s, cpu_s)
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
         end_s = time.monotonic() + _PATIENCE_S

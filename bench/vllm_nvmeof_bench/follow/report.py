@@ -27,14 +27,14 @@ _MILLION = 1_000_000
 class Sample:
     """One scan, one write, or one stretch of idleness.
 
-    records: entries of the table; of `CHANGED`, those that changed. wall_s: of `PUT`, from the
+    entries: entries of the table; of `CHANGED`, those that changed. wall_s: of `PUT`, from the
     write of the entry until another process finds it. cpu_s: of the thread, of `IDLE` of the whole
     follower; None: not measured.
     """
 
     stage: str
     round: int
-    records: int
+    entries: int
     wall_s: float
     cpu_s: float | None = None
 
@@ -55,11 +55,11 @@ class Sample:
 Samples = Sequence[Sample]
 
 
-def us_per_change(samples: Samples, records: int) -> list[float]:
+def us_per_change(samples: Samples, entries: int) -> list[float]:
     """By round: CPU µs per changed entry, beyond those of the scan that found no change."""
-    above, below = {"stage": CHANGED, "records": records}, {"stage": SAME}
+    above, below = {"stage": CHANGED, "entries": entries}, {"stage": SAME}
     pairs = results.paired(samples, "cpu_s", above, below)
-    return [1e6 * (changed - same) / records for changed, same in pairs]
+    return [1e6 * (changed - same) / entries for changed, same in pairs]
 
 
 def _figure(values: Sequence[float], share: float = 0.5) -> Figure | None:
@@ -71,12 +71,12 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
 
     def per_million(stage: str) -> Figure | None:
         chosen = [one for one in select(samples, stage=stage) if one.cpu_s is not None]
-        return _figure([one.cpu_s * _MILLION / one.records for one in chosen if one.cpu_s])
+        return _figure([one.cpu_s * _MILLION / one.entries for one in chosen if one.cpu_s])
 
     def scaled(found: Figure | None, scale: float) -> Figure | None:
         return None if found is None else Figure(found.value * scale, found.n)
 
-    most = max((one.records for one in select(samples, stage=CHANGED)), default=0)
+    most = max((one.entries for one in select(samples, stage=CHANGED)), default=0)
     idle = _figure(values_of(samples, "share_percent", stage=IDLE))
     delay = _figure(values_of(samples, "wall_ms", stage=PUT), 0.99)
     return [
@@ -102,13 +102,13 @@ def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
 
 def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table | str]:
     rows = [
-        (stage, records)
+        (stage, entries)
         for stage in _SCANS
-        for records in distinct(select(samples, stage=stage), "records")
+        for entries in distinct(select(samples, stage=stage), "entries")
     ]
 
     def middle(row: tuple[str, int], measure: str) -> float | None:
-        return results.median_of(samples, measure, stage=row[0], records=row[1])
+        return results.median_of(samples, measure, stage=row[0], entries=row[1])
 
     def change(row: tuple[str, int]) -> float | None:
         return results.median(us_per_change(samples, row[1])) if row[0] == CHANGED else None
@@ -119,7 +119,7 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
         Column("CPU, ms", lambda row: middle(row, "cpu_ms"), "{:,.1f}"),
         Column("wall, ms", lambda row: middle(row, "wall_ms"), "{:,.1f}"),
         Column("CPU, µs per changed entry", change, "{:.3f}"),
-        Column("n", lambda row: len(select(samples, stage=row[0], records=row[1]))),
+        Column("n", lambda row: len(select(samples, stage=row[0], entries=row[1]))),
     ]
     if rows:
         yield Table("One scan, medians", columns, rows)

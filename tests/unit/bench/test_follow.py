@@ -37,13 +37,13 @@ def everything(
     found = []
     for number in range(3):
         changed_s = same_s + 1e-6 * change_us * 100_000
-        for stage, records, cpu_s in (
+        for stage, entries, cpu_s in (
             (FIRST, ENTRIES, first_s),
             (SAME, ENTRIES, same_s),
             (CHANGED, 1000, same_s + 0.001),
             (CHANGED, 100_000, changed_s),
         ):
-            found.append(Sample(stage, number, records, 2 * cpu_s, cpu_s))
+            found.append(Sample(stage, number, entries, 2 * cpu_s, cpu_s))
     found += [Sample(PUT, number, 1, delay_s * (number + 1) / 100) for number in range(100)]
     return [*found, Sample(IDLE, 0, 100, 10.0, 10 * idle)]
 
@@ -100,9 +100,9 @@ def test_a_small_run_measures_every_stage(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert not (tmp_path / "disk").exists(), "the run cleans up"
     rows = json.loads((tmp_path / "f.json").read_text())["samples"]
-    counts = {(one["stage"], one["records"]): 0 for one in rows}
+    counts = {(one["stage"], one["entries"]): 0 for one in rows}
     for one in rows:
-        counts[one["stage"], one["records"]] += 1
+        counts[one["stage"], one["entries"]] += 1
         assert one["wall_s"] > 0
         assert (one["cpu_s"] is None) == (one["stage"] == PUT)
     assert counts == {
