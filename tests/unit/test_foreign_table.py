@@ -80,6 +80,24 @@ def test_a_file_without_a_table_is_refused(file: int) -> None:
     os.ftruncate(file, 4096)
     with pytest.raises(AssertionError, match="no foreign table"):
         ForeignReader(file)
+    with pytest.raises(AssertionError, match="no foreign table"):
+        ForeignWriter(file, 10)
+    assert os.fstat(file).st_size == 4096, "another file is left as it is"
+
+
+def test_a_second_writer_finds_an_empty_table_with_the_owners_of_the_first(file: int) -> None:
+    first = ForeignWriter(file, 10)
+    reader = ForeignReader(file)
+    first.put(key_of(1), place(1, 2), 3)
+    first.set_owner(1, OwnerRecord(0, b"t" * 16, b"u" * 16, 5, COMPLETE, 1))
+    version = reader.ask_anew()
+    second = ForeignWriter(file, 10)
+    assert reader.rows == second.rows == 0
+    assert reader.rows_of(key_of(1)) == []
+    assert (second.owner(1).engine_index, second.version_asked) == (5, version)
+    for number in range(20_000):  # through several growths
+        second.put(key_of(number), place(2, number), number)
+    assert all(reader.rows_of(key_of(n)) == [(place(2, n), n)] for n in range(20_000))
 
 
 def _write_all_the_time(fd: int) -> None:

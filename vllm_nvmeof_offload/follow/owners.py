@@ -21,7 +21,7 @@ from vllm_nvmeof_offload.protocol import TAG_BYTES
 
 #: Rows that the table has room for at first.
 ROWS_MIN = 1 << 16
-#: Numbers that a place has room for, from 1 on, with room to spare in the table's page of records.
+#: Numbered from 1; the table has no room for more records.
 OWNERS_MAX = 8191
 NONE, SCANNING, COMPLETE, DEAD = range(4)
 #: A server that starts makes its regions one after another: nothing is logged for so long.

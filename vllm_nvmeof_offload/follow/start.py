@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import threading
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ class Follower:
     """A running follower. A daemon thread waits for it, and touches no target."""
 
     def __init__(self, command: Sequence[str], fd: int) -> None:
-        """Use `start_follower`."""
+        """Use `start_follower`. fd: of the table; the thread closes it at its end."""
         self._command = command
         self._fd = fd
         self._stopping = threading.Event()
@@ -36,21 +37,24 @@ class Follower:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the follower. `fd` may be closed afterwards."""
+        """End the follower, and start none any more."""
         self._stopping.set()
         self._end_input()
         self._thread.join(_END_S_MAX)
 
     def _run(self) -> None:
+        logged = ""
         while not self._stopping.is_set():
+            why = "it was killed, or failed as it says above"
             try:
                 self._follow()
             except OSError as error:
-                logger.warning("the follower of shared pools cannot be started: %s", error)
-            else:
-                if not self._stopping.is_set():
-                    logger.warning("the follower of shared pools has ended; starting another one")
+                why = str(error)
+            if not self._stopping.is_set() and why != logged:
+                logger.warning("the follower of shared pools has ended: %s; starting another", why)
+                logged = why  # once, however often it ends
             self._stopping.wait(_RESTART_S)
+        os.close(self._fd)
 
     def _follow(self) -> None:
         """Start a follower and wait for its end. OSError: it cannot be started."""
@@ -95,16 +99,17 @@ def start_follower(
 
     targets: ours, in the order of our places. keyspace: its digest. engine_index: ours.
     ranks_followed: the size of the largest set of our ranks; 1: there are no sets. fd: of an empty
-    memfd, which has a table at return; `ForeignReader` can be opened at once. follow_ms: interval
-    of scans.
+    memfd, which has a table at return, so that a reader can be opened; the caller may close it at
+    any time. follow_ms: interval of scans.
     """
     ForeignWriter(fd, ROWS_MIN)
+    own_fd = os.dup(fd)  # a successor must not be given what has the number by then
     settings = {
         "targets": [str(target) for target in targets],
         "keyspace": keyspace,
         "engine_index": engine_index,
         "ranks": ranks_followed,
-        "fd": fd,
+        "fd": own_fd,
         "follow_ms": follow_ms,
     }
-    return Follower([*child_command("follow.follower"), json.dumps(settings)], fd)
+    return Follower([*child_command("follow.follower"), json.dumps(settings)], own_fd)

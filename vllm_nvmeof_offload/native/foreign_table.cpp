@@ -120,7 +120,7 @@ uint64_t ForeignReader::ask_anew() {
 ForeignWriter::ForeignWriter(int fd, size_t rows) : ForeignTable(fd, true), end_(kAreasAt) {
   struct stat file;
   if (fstat(fd_, &file) != 0) fail("fstat of the foreign table");
-  if (static_cast<size_t>(file.st_size) > kAreasAt) {
+  if (file.st_size != 0) {
     require(word(0).load(std::memory_order_acquire) == kMagic, "no foreign table");
     end_ = static_cast<uint64_t>(file.st_size);
     name_ = word(kAreaAt).load(std::memory_order_relaxed);
