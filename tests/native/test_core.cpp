@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -39,6 +40,8 @@ constexpr unsigned kPoolSlots = 48;
 constexpr unsigned kStagingSlots = 24;
 
 const Region kRegion{{1, 2, 3}, 7};
+// Owners of foreign regions, all in the same files: the first one's is the region of the slots.
+constexpr std::array<Region, 2> kForeign{kRegion, Region{{1, 2, 9}, 7}};
 const Stamp kStamp{3, {4, 5, 6}};
 const Tag& kTag = kStamp.tag;
 
@@ -197,7 +200,8 @@ struct Mixer {
     Request request;
     unsigned staging;
     Content content;
-    bool foreign = false;  // a read that asks for another length than was written
+    bool foreign = false;  // a read that asks for another length, or in another region
+    bool attached = true;  // the lanes had the files of its owner
     bool wanted = true;
   };
   Place& place;
@@ -207,8 +211,9 @@ struct Mixer {
   std::set<unsigned> free_staging;
   std::set<uint64_t> busy_slots;
   std::map<uint64_t, Content> stored;  // by pool slot
+  std::set<std::pair<uint16_t, size_t>> attached;  // owners and targets
   bool closing = false;
-  uint64_t token = 0, ok = 0, late = 0, withdrawn = 0, stale = 0;
+  uint64_t token = 0, ok = 0, late = 0, withdrawn = 0, stale = 0, without_files = 0;
 
   Mixer(Place& at, Engine& driven, uint64_t seed) : place(at), engine(driven), dice(seed) {
     for (unsigned i = 0; i < kStagingSlots; ++i) free_staging.insert(i);
@@ -237,6 +242,12 @@ struct Mixer {
     if (!read && dice() % 2 == 0)
       one.request.payload_crc = payload_crc(slot, one.content.bytes);
     one.request.stamp = kStamp;
+    if (read && dice() % 3 == 0) {
+      const auto owner = static_cast<uint16_t>(1 + dice() % kForeign.size());
+      one.request.owner = owner;
+      one.attached = attached.contains({owner, pool_slot % kTargets});
+      one.foreign = one.foreign || owner != 1;
+    }
     const LaneRoom room = engine.room();
     CHECK(room.reads == room.writes && room.reads + under.size() >= 64);
     if (!room.reads) return;
@@ -254,12 +265,15 @@ struct Mixer {
     const bool read = one.request.is_read();
     if (completion.code == Code::kOk) {
       ++ok;
-      CHECK(!one.foreign);
+      CHECK(!one.foreign && one.attached);
       if (read) CHECK(holds(place.slot(one.staging), one.content));
       else stored[one.request.pool_slot] = one.content;
     } else if (completion.code == Code::kStale) {
-      CHECK(one.foreign);
+      CHECK(one.foreign && one.attached);
       ++stale;
+    } else if (completion.code == Code::kIoError) {
+      CHECK(completion.error == EBADF && !one.attached);
+      ++without_files;
     } else {
       CHECK(completion.code == Code::kCancelled && (!one.wanted || closing));
       ++late;
@@ -285,6 +299,19 @@ struct Mixer {
     release(found);
   }
 
+  // While reads run on the files of before.
+  void change_files() {
+    const auto owner = static_cast<uint16_t>(1 + dice() % kForeign.size());
+    const size_t target = dice() % kTargets;
+    if (dice() % 3) {
+      engine.attach(owner, target, {place.reopened(target).slab_fd, kForeign[owner - 1u]});
+      attached.insert({owner, target});
+    } else {
+      engine.detach(owner, target);
+      attached.erase({owner, target});
+    }
+  }
+
   void run(unsigned rounds) {
     for (unsigned round = 0; round < rounds; ++round) {
       for (uint64_t count = dice() % 6; count > 0; --count) submit_one();
@@ -294,6 +321,7 @@ struct Mixer {
         const size_t index = dice() % kTargets;
         engine.replace_target(index, place.reopened(index));
       }
+      if (dice() % 16 == 0) change_files();
       pollfd readable{engine.fd(), POLLIN, 0};
       if (dice() % 2 == 0) poll(&readable, 1, 1);
       for (const Completion& one : engine.poll()) take(one);
@@ -311,10 +339,10 @@ void test_mix(const std::string& directory, bool registered, uint64_t seed, unsi
   // Rounds do not wait: while a shared disk stalls for seconds, nearly all rounds may pass.
   for (int again = 0; again < 20 && mixer.ok <= rounds / 4; ++again) mixer.run(rounds);
   CHECK(mixer.ok > rounds / 4);
-  CHECK(mixer.stale > 0);
+  CHECK(mixer.stale > 0 && mixer.without_files > 0);
   CHECK(engine.close(std::chrono::seconds(20)));
-  std::printf("seed %lu: %lu ok, %lu given up, %lu taken back, %lu of another length\n",
-              seed, mixer.ok, mixer.late, mixer.withdrawn, mixer.stale);
+  std::printf("seed %lu: %lu ok, %lu given up, %lu taken back, %lu stale, %lu without files\n",
+              seed, mixer.ok, mixer.late, mixer.withdrawn, mixer.stale, mixer.without_files);
 }
 
 void test_close_under_load(const std::string& directory, uint64_t seed) {
