@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, OK, ConfigError, io_error
-from vllm_nvmeof_offload.io.base import Completion
+from vllm_nvmeof_offload.io.base import Completion, ForeignSlab
 from vllm_nvmeof_offload.io.faults import KNOBS, FaultPlan, FaultyIoEngine
 
 from .rig import ENGINES, WAIT_S, Rig, content, name
@@ -122,6 +123,24 @@ def test_a_flipped_byte_is_caught_by_the_engine(rig: Rig) -> None:
     plan_of(rig).set(flip_byte_on_read=1)  # strikes at submission, so the first one
     assert outcomes(rig, range(2)) == [CHECKSUM_MISMATCH, OK]
     assert plan_of(rig).fired == {"flip_byte_on_read": 1}
+
+
+def test_no_byte_is_flipped_in_another_engines_region(rig: Rig, tmp_path: Path) -> None:
+    theirs = ENGINES["threads-buffered"](tmp_path)
+    theirs.store(0, name(1))
+    slab, place = theirs.pool.directories[0] / "slab", theirs.pool.place(0)
+    before = slab.read_bytes()
+    flags = os.O_RDWR | (os.O_DIRECT if rig.pool.direct else 0)  # so that a write would succeed
+    fd = os.open(slab, flags)
+    rig.engine.attach_region(1, 0, ForeignSlab(fd, place.region_uuid, place.rank))
+    plan_of(rig).set(flip_byte_on_read=True)
+    assert rig.run(rig.read(0, 10, name(1), owner=1))[0].outcome == OK
+    assert slab.read_bytes() == before
+    plan_of(rig).set(read_eio=1)
+    assert rig.run(rig.read(0, 10, name(1), owner=1))[0].outcome == EIO, "other faults strike"
+    assert theirs.engine.close(WAIT_S)
+    theirs.pool.close()
+    os.close(fd)
 
 
 def test_negative_control_a_wrong_byte_passes_as_ok(rig: Rig) -> None:

@@ -304,7 +304,7 @@ struct Mixer {
     const auto owner = static_cast<uint16_t>(1 + dice() % kForeign.size());
     const size_t target = dice() % kTargets;
     if (dice() % 3) {
-      engine.attach(owner, target, {place.reopened(target).slab_fd, kForeign[owner - 1u]});
+      engine.attach(owner, target, {place.targets[target].slab_fd, kForeign[owner - 1u]});
       attached.insert({owner, target});
     } else {
       engine.detach(owner, target);
