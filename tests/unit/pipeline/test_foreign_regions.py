@@ -288,6 +288,34 @@ def test_an_owner_named_while_a_target_is_away_is_looked_for_there_later() -> No
     assert set(rig.io.regions) == {(A, 0), (A, 1)}
 
 
+def test_a_target_that_hangs_is_not_touched_and_is_looked_at_when_it_answers() -> None:
+    rig = Rig()
+    rig.load(1, 7, None, 1)
+    rig.hang()
+    assert rig.health[1].verdict is Verdict.SUSPECT
+    rig.attached(2)
+    assert rig.opener.asked[0][1] == [0]
+    rig.io_done()
+    rig.pipeline.step()
+    assert rig.opener.asked[1][1] == [0, 1]
+    rig.opener.answer()
+    rig.pipeline.step()
+    assert set(rig.io.regions) == {(A, 0), (A, 1)}
+
+
+def test_only_the_newest_attach_counts() -> None:
+    rig = Rig()
+    rig.attach(1)
+    rig.attach(2)
+    rig.opener.answer(0, fds=50)
+    rig.pipeline.step()
+    assert (rig.io.regions, rig.opener.closed) == ({}, [50, 51])
+    rig.opener.answer(1)
+    rig.pipeline.step()
+    assert rig.reports() == [Reported(1), Reported(2)]
+    assert {region.fd for region in rig.io.regions.values()} == {100, 101}
+
+
 def test_what_was_opened_for_a_target_before_it_went_is_not_used() -> None:
     rig = Rig()
     rig.attach(1)
