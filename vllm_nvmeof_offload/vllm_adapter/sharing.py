@@ -50,21 +50,21 @@ class Sharing:
     ) -> None:
         """Only where `why_not` has no reason. OSError: no memory, or no descriptor."""
         first = hellos[0]
-        self._fd = os.memfd_create("vllm-nvmeof-foreign", os.MFD_CLOEXEC)
-        self._follower = start_follower(
-            [Path(target) for target in first.targets],
-            first.keyspace,
-            first.engine_index,
-            # Where ranks share copies, each member of a set has some that no other one has.
-            max(agreement.capacity.set_sizes),
-            self._fd,
-            follow_ms=settings.follow_ms,
-        )
-        self.foreign = Foreign(self._fd)
+        fd = os.memfd_create("vllm-nvmeof-foreign", os.MFD_CLOEXEC)
+        try:
+            self._follower = start_follower(
+                [Path(target) for target in first.targets],
+                first.keyspace,
+                first.engine_index,
+                # Where ranks share copies, each member of a set has some that no other one has.
+                max(agreement.capacity.set_sizes),
+                fd,
+                follow_ms=settings.follow_ms,
+            )
+            self.foreign = Foreign(fd)
+        finally:
+            os.close(fd)
 
     def stop(self) -> None:
         """May be called again."""
         self._follower.stop()
-        if self._fd >= 0:
-            os.close(self._fd)  # `foreign` has its own
-            self._fd = -1
