@@ -236,10 +236,10 @@ class OffloadConfig(BaseModel):
         "Bound on bytes being written while reads wait or run, which keeps reads fast; one "
         "operation may always run.", ge=PAGE_BYTES)
     share: Literal["off", "host"] = _key(
-        "off", "", '"off" or "host"',
+        "host", "", '"off" or "host"',
         "Chunks of other servers that are loaded. host: those in the pools of this host's servers "
         "on the same targets, of the same model and weights, except on network file systems; off: "
-        "none. Others read this server's pool under their own setting.")
+        "none. Other servers load this one's chunks by their own setting.")
     follow_ms: int = _integer(
         100, "ms", 10, 60_000,
         "Time between two looks into other servers' tables where chunks are shared; at least 50 "

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from vllm_nvmeof_bench.servers.client import Metrics
@@ -17,6 +18,7 @@ from vllm_nvmeof_bench.servers.model import make_model
 from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 
 from tests.e2e import faults_rig as rig
+from tests.e2e import parallel_rig as par
 from tests.e2e.parallel_rig import FAILED, HITS, LOADED
 
 PLACES = "vllm:nvmeof_shared_entries"
@@ -180,3 +182,16 @@ def test_a_server_of_other_weights_or_hashes_borrows_nothing(
         rig.ask(server, reference.prompts[:2])
         now = rig.wait_for(server, "figures", rig.has_figures)
         assert now.value(PLACES) == now.value(HITS) == now.value(BORROWED) == 0
+
+
+def test_each_of_two_ranks_reads_its_part(tmp_path: Path) -> None:
+    """The follower knows rank 0's tables only; rank 1 finds its own files."""
+    reference = par.reference()
+    spec = par.spec(tmp_path / "pool", "--tensor-parallel-size", share="host")
+    with rig.start(spec, "share-ranks-a") as one, rig.start(spec, "share-ranks-b") as other:
+        assert rig.same(par.ask(one, reference.prompts), reference.answers)
+        before = knows(other, written(one))
+        assert rig.same(par.ask(other, reference.prompts), reference.answers)
+        assert rig.grown(other, before, LOADED, source="shared") >= rig.CHUNK_TOKENS * 15
+        now = rig.metrics(other)
+        assert now.value(REFUSED) == now.value(FAILED) == 0
