@@ -19,6 +19,7 @@ bool Tiers::can_borrow(const ForeignRow& row, const char* key) const {
 
 ForeignRow Tiers::foreign_row(const char* key) const {
   ForeignRow found;
+  if (options_.foreign->empty()) return found;
   options_.foreign->find({key, index.key_bytes()}, [&](const ForeignRow& row) {
     const bool can = can_borrow(row, key);
     if (can) found = row;
@@ -31,6 +32,7 @@ const std::vector<ForeignRow>& Tiers::foreign_rows(Keys keys, const std::vector<
   foreign_found_.clear();
   if (!options_.foreign) return foreign_found_;
   foreign_found_.resize(keys.size());
+  if (options_.foreign->empty()) return foreign_found_;
   const auto warm = [&](size_t at) {
     if (rows[at] == kNoRow) options_.foreign->warm({keys[at], index.key_bytes()});
   };

@@ -61,6 +61,7 @@ class ForeignTable {
 
   OwnerRecord owner(uint32_t number) const;
   uint64_t rows() const { return word(kRowsAt).load(std::memory_order_relaxed); }
+  bool empty() const { return rows() == 0; }
   // CLOCK_MONOTONIC; 0: none yet.
   int64_t scanned_ns() const {
     return static_cast<int64_t>(word(kScannedAt).load(std::memory_order_relaxed));
