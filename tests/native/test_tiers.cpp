@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Drives the manager's tiers without Python, for the sanitizers: plans, holds, resets and the
-// reports of two ranks at random, from a seed. At rest nothing is in use any more, no slot is an
-// orphan, and every entry is found under its key. Exits with 1 on a failure.
+// reports of two ranks at random, beside two other engines, from a seed. At rest nothing is in use
+// any more, no slot is an orphan, and every entry is found under its key. Exits with 1 on a failure.
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -32,6 +35,8 @@ uint64_t seed_now = 0;
 
 constexpr size_t kKeys = 60, kKeyBytes = 12;
 constexpr uint16_t kRanks = 2;
+constexpr uint32_t kOwners = 2;
+constexpr std::array<uint8_t, kTagBytes> kTag{1};
 constexpr std::array<uint64_t, 2> kGroupBytes{8192, 4096};
 
 struct Op {
@@ -47,9 +52,21 @@ struct Hold {
   uint64_t generation;
 };
 
+// A foreign table, which closes with it.
+class File {
+ public:
+  File() : fd(memfd_create("foreign", MFD_CLOEXEC)) { CHECK(fd >= 0); }
+  File(const File&) = delete;
+  ~File() { close(fd); }
+  const int fd;
+};
+
 class World {
  public:
-  explicit World(uint64_t seed) : dice_(seed), tiers_(options(dice_)) {
+  explicit World(uint64_t seed)
+      : dice_(seed), others_(file_.fd, 1), foreign_(file_.fd), tiers_(options(dice_, &foreign_)) {
+    foreign_.set_tag(kTag);
+    foreign_.set_time(0);
     for (size_t number = 0; number < kKeys; ++number) {
       char key[kKeyBytes - 3];
       std::snprintf(key, sizeof key, "%08zu", number);
@@ -60,21 +77,25 @@ class World {
     }
   }
 
-  void run(size_t steps) {
+  // Returns the chunks that were borrowed.
+  uint64_t run(size_t steps) {
     for (size_t step = 0; step < steps; ++step) {
       if (chance(60)) command();
+      if (chance(20)) other_engine();
       if (chance(70)) report();
       tiers_.drain();
       send();
     }
     rest();
+    return tiers_.counts.borrowed;
   }
 
  private:
   bool chance(unsigned per_cent) { return dice_() % 100 < per_cent; }
 
-  static Options options(std::mt19937_64& dice) {
+  static Options options(std::mt19937_64& dice, Foreign* foreign) {
     Options made;
+    if (dice() % 4) made.foreign = foreign;
     made.cache_slots = 12;
     made.pool_slots = {10, 9};
     made.key_bytes = kKeyBytes;
@@ -151,11 +172,40 @@ class World {
     tiers_.moved_bytes = 0;
   }
 
+  // Another engine writes a chunk, gives one up, or changes its state; time passes.
+  void other_engine() {
+    const uint32_t owner = 1 + static_cast<uint32_t>(dice_() % kOwners);
+    if (chance(30)) {
+      OwnerRecord record;
+      record.tag = kTag;
+      record.version = others_.version_asked();
+      record.state = chance(80) ? OwnerState::COMPLETE : OwnerState::NONE;
+      record.pool_uuid[0] = chance(90);
+      others_.set_owner(owner, record);
+    } else if (chance(60)) {
+      const auto slot = static_cast<uint32_t>(dice_() % 50);
+      const Offer offer{keys_[dice_() % kKeys],
+                        {owned_by(owner, place_of(slot % 3, slot)), dice_() % 100}};
+      others_.put(offer.key, offer.row);
+      offers_.push_back(offer);
+    } else if (!offers_.empty()) {
+      CHECK(others_.remove(offers_.front().key, offers_.front().row));
+      offers_.pop_front();
+    }
+    now_s_ += static_cast<double>(dice_() % 100) / 10;
+    foreign_.set_time(now_s_);
+    for (const Attachment& one : foreign_.take_attachments())
+      if (chance(20)) foreign_.attach_failed(one.owner);
+    foreign_.take_detachments();
+    std::vector<const char*> keys = some();
+    if (tiers_.watch(hits(keys), kFromCpu | kFromPool)) tiers_.voided();
+  }
+
   // Keep a chunk, or bring it up first.
   void hold(const char* key) {
     const Source source = tiers_.lookup(key, kFromCpu | kFromPool);
     if (source == Source::NONE || tiers_.evictable() <= 2) return;
-    const bool fetches = source == Source::POOL;
+    const bool fetches = source == Source::POOL || source == Source::SHARED;
     if (fetches && tiers_.begin_fetch(key, dice_() % kFetchReasons) == kNoRow) return;
     const Row row = tiers_.hold(key);
     CHECK(row != kNoRow);
@@ -221,6 +271,7 @@ class World {
 
   // All reports come, and what follows from them ends.
   void rest() {
+    foreign_.set_tag({});  // what is found from now on is ours
     tiers_.targets[0].usable = tiers_.targets[1].usable = true;
     while (!holds_.empty()) release(0);
     for (size_t round = 0; round < 1000; ++round) {
@@ -241,8 +292,18 @@ class World {
     CHECK(found == index.size());
   }
 
+  struct Offer {
+    std::string key;
+    ForeignRow row;
+  };
+
   std::mt19937_64 dice_;
+  const File file_;
+  ForeignWriter others_;
+  Foreign foreign_;
   Tiers tiers_;
+  std::list<Offer> offers_;
+  double now_s_ = 0;
   std::vector<std::string> keys_;
   std::list<Op> ops_;
   std::vector<Hold> holds_;
@@ -257,7 +318,10 @@ int main(int argc, char** argv) {
   const int seeds = std::atoi(argv[2]);
   for (int number = 0; number < seeds; ++number) {
     seed_now = seed + static_cast<uint64_t>(number);
-    for (uint64_t world = 0; world < 30; ++world) World(seed_now * 1000 + world).run(2000);
+    uint64_t borrowed = 0;
+    for (uint64_t world = 0; world < 30; ++world)
+      borrowed += World(seed_now * 1000 + world).run(2000);
+    CHECK(borrowed > 100);
     std::printf("seed %llu: ok\n", static_cast<unsigned long long>(seed_now));
   }
   return 0;
