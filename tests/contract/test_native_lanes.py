@@ -139,10 +139,12 @@ class Rank:
         self._sizes[op] = 1
         return self._command(op, AttachCommand(op, owner, engine_index, pool_uuid))
 
-    def reset(self) -> int:
+    def reset(self, tag: bytes = b"") -> int:
+        """tag: of what follows; empty: the same as before."""
         op = next(self._ops)
         self._sizes[op] = 1
-        return self._command(op, ResetCommand(op, self.rig.pool.stamp.tag, named=True))
+        tag = tag or self.rig.pool.stamp.tag
+        return self._command(op, ResetCommand(op, tag, named=True))
 
     def _command(self, op: int, command: Command) -> int:
         self.pipeline.command(command)

@@ -91,7 +91,7 @@ def test_a_slot_that_they_have_used_again_is_stale(neighbours: Neighbours) -> No
     theirs.run()
     ours.load((name(2), None, 2), (name(1), None, 1), owner=OWNER)
     assert ours.done() == [OK, STALE, OK]
-    theirs.rig.pool.reset(bytes(range(16)), named=True)  # other weights
+    theirs.reset(bytes(range(16)))  # of other weights
     theirs.store((name(2), 3))
     theirs.write((name(2), 3, 2))
     theirs.run()
