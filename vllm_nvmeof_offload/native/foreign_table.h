@@ -34,7 +34,7 @@ enum class OwnerState : uint32_t { NONE, SCANNING, COMPLETE, DEAD };
 struct OwnerRecord {
   uint64_t version = 0;  // the version asked for when its rows were last begun anew
   std::array<uint8_t, kTagBytes> tag{};
-  std::array<uint8_t, 16> pool_uuid{};  // of its superblocks
+  std::array<uint8_t, 16> pool_uuid{};  // of its first rank
   uint32_t engine_index = 0;            // K of its directories engine-K
   OwnerState state = OwnerState::NONE;
   uint64_t rows = 0;  // for people
