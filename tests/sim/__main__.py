@@ -37,6 +37,7 @@ def main() -> int:
     parser.add_argument("--policy", default=CREDITED, help="a value of eviction_policy")
     parser.add_argument("--shape", choices=(FULL, *SHAPES), help="default: the seed chooses")
     parser.add_argument("--sets", type=int, choices=(0, 1, 2), help="default: the seed chooses")
+    parser.add_argument("--owners", type=int, help="other engines; default: the seed chooses")
     parser.add_argument("--first", type=int, help="soak: the first seed (default: random)")
     parser.add_argument("--count", type=int, default=10**9, help="soak: how many seeds")
     parser.add_argument("--seconds", type=float, help="soak: how long (default: 60, or --steps)")
@@ -55,6 +56,7 @@ def main() -> int:
                     arguments.policy,
                     arguments.shape,
                     arguments.sets,
+                    arguments.owners,
                 )
             )
         )
@@ -72,8 +74,8 @@ def main() -> int:
         played += 1
         try:
             ranks = arguments.ranks or (1 + seed // 8 % 8 if seed % 8 == 0 else None)
-            of_seed = arguments.profile, ranks, arguments.policy, arguments.shape, arguments.sets
-            total.update(play(seed, *of_seed))
+            rest = arguments.policy, arguments.shape, arguments.sets, arguments.owners
+            total.update(play(seed, arguments.profile, ranks, *rest))
         except AssertionError as error:
             failed += 1
             print(f"seed {seed}: {str(error).splitlines()[0]}", flush=True)

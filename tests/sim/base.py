@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,16 +31,19 @@ class Violation(AssertionError):  # noqa: N818 - the protocol's word
 
 
 class Clock:
-    """Virtual seconds."""
+    """Virtual seconds. on_advance: called with each new time; None: nobody is."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
+        self.on_advance: Callable[[float], None] | None = None
 
     def __call__(self) -> float:
         return self.now_s
 
     def advance(self, seconds: float) -> None:
         self.now_s += seconds
+        if self.on_advance is not None:
+            self.on_advance(self.now_s)
 
 
 class Trace:
@@ -118,6 +122,18 @@ class Knobs:
     equal_min: int = 8
     sample_every: int = 1024
     unequal: bool = False  # the ranks of a set hold different bytes
+    owners: int = 0  # other engines; this and what follows: see `owners.with_owners`
+    owner_slots: int = 0  # of a region of each rank, over all targets
+    owner_turns: float = 0.0  # share of ticks in which one serves a turn, and stores its chunks
+    owner_resets: float = 0.0
+    owner_leaves: float = 0.0  # one dies, or its directory is removed
+    owner_damage: float = 0.0  # a slot is damaged, or a slab is cut short
+    owner_lies: float = 0.0  # share of superblocks, records and rows that say something wrong
+    owner_late: float = 0.0  # share of its writes that land later
+    scans: float = 0.0  # share of ticks in which the follower scans an owner
+    region_fails: float = 0.0  # share of reads that fail because of the region's files
+    attach_fails: float = 0.0
+    attach_s: float = 0.0
 
     @property
     def chunk_tokens(self) -> int:

@@ -12,6 +12,8 @@ from vllm_nvmeof_offload.manager import core
 from vllm_nvmeof_offload.native import _tiers_mutants as tests_build  # type: ignore[attr-defined]
 from vllm_nvmeof_offload.worker import pipeline
 
+from . import follower
+
 Patch = tuple[Any, str, Any]
 
 #: Name → the patches that break the rule.
@@ -112,6 +114,7 @@ def native(*names: str) -> None:
     for name in names:
         MUTANTS[name] = lambda: [
             (core, "Tiers", tests_build.Tiers),
+            (follower, "Foreign", tests_build.Foreign),
             (pipeline, "Machine", tests_build.Machine),
         ]
         NATIVE.add(name)

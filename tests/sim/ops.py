@@ -27,7 +27,7 @@ class SentOp:
 
     @classmethod
     def of(cls, kind: str, issued_s: float, batch: ChunkBatch | None, ranks: int) -> SentOp:
-        """batch: None for a reset, which has one row."""
+        """batch: None for a reset or an attach, which has one row."""
         if batch is None:
             return cls(kind, issued_s, outcomes=[ranks], releases=[ranks])
         return cls(
@@ -62,6 +62,10 @@ class SentOp:
             self.cache.pop(row, None)
             self.places.pop(row, None)
 
+    def is_gone(self, row: int) -> bool:
+        """Whether the row of a load names neither slot nor place. Asked before its release."""
+        return self.kind == "load" and row not in self.cache and row not in self.places
+
     def fills(self, row: int) -> bool:
         """Whether the row reads the pool into a cache slot. Asked before its release."""
         return self.kind in ("load", "fetch") and row in self.cache and row in self.places
@@ -74,7 +78,7 @@ class SentOp:
         """
         if self.kind == "store":
             return True
-        if self.kind not in ("load", "fetch") or outcome == CANCELLED:
+        if self.kind not in ("load", "fetch") or outcome == CANCELLED or self.is_gone(row):
             return False
         waited = self.identities[row].generation in in_pool and row not in self.places
         return outcome != STALE or not waited

@@ -30,6 +30,8 @@ from vllm_nvmeof_offload.worker.pipeline import FinishedJob, TransferLimits, Tra
 from .base import BLOCK_BYTES, GPU_BASE, Clock, Knobs, Trace, Violation
 from .copying import SimCopy
 from .memory import Memory, Tag
+from .owners import Owners
+from .regions import SimHealth, SimOpener
 from .sets import RankSet, holds, own, set_sizes, split_cache
 from .shapes import block_tokens, needed_from
 from .storage import SimIo
@@ -103,7 +105,9 @@ class SimRank:
         expected: dict[int, list[Tag]],
         meanwhile: Callable[[], None],
         of_set: RankSet | None = None,
+        owners: Owners | None = None,
     ) -> None:
+        """owners: the other engines on our targets; None: there are none."""
         self.rank = rank
         self._knobs = knobs
         self._clock = clock
@@ -126,7 +130,8 @@ class SimRank:
         memories = [self.memory] if of_set is None else of_set.memories
         member = rank % knobs.set_size
         self.copy = SimCopy(memories, member, knobs, clock, rng)
-        self.io = SimIo(store, self.memory, knobs, clock, rng, expected, rank)
+        self.opener = None if owners is None else SimOpener(owners, rank, knobs, clock, rng)
+        self.io = SimIo(store, self.memory, knobs, clock, rng, expected, rank, self.opener)
         self.pipeline = TransferPipeline(
             StagingMap(
                 RankSet.base_address(member),
@@ -137,19 +142,9 @@ class SimRank:
             ),
             self.copy,
             self.io,
-            TransferLimits(
-                rank,
-                knobs.targets,
-                knobs.reads_max,
-                knobs.writes_max,
-                knobs.read_deadline_s,
-                knobs.write_deadline_s,
-                group_bytes=self.geometry.group_bytes,
-                read_bytes_in_flight_max=knobs.read_bytes_max,
-                write_bytes_in_flight_max=knobs.write_bytes_max,
-                write_bytes_beside_reads_max=knobs.write_bytes_beside_reads_max,
-            ),
+            self._limits(),
             clock,
+            opener=self.opener,
         )
         self._sizes = [block_tokens(group) for group in knobs.groups]
         self._inbox: deque[Callable[[], None]] = deque()
@@ -162,6 +157,22 @@ class SimRank:
         self._writes: set[int] = set()
         #: By op of a reset: it voids every generation up to this one.
         self.void_limits: dict[int, int] = {}
+
+    def _limits(self) -> TransferLimits:
+        knobs = self._knobs
+        return TransferLimits(
+            self.rank,
+            knobs.targets,
+            knobs.reads_max,
+            knobs.writes_max,
+            knobs.read_deadline_s,
+            knobs.write_deadline_s,
+            group_bytes=self.geometry.group_bytes,
+            read_bytes_in_flight_max=knobs.read_bytes_max,
+            write_bytes_in_flight_max=knobs.write_bytes_max,
+            write_bytes_beside_reads_max=knobs.write_bytes_beside_reads_max,
+            health=self.opener and tuple(SimHealth() for _ in range(knobs.targets)),
+        )
 
     def hello(self, engine_index: int = 0) -> RankHello:
         adopted = self.adopted = self.io.store.adopt(self.rank % self._knobs.set_size)

@@ -23,6 +23,11 @@ def extend(prefix: int, token: int) -> int:
     return value ^ (value >> 29)
 
 
+def next_token(prefix: int) -> int:
+    """What the model samples."""
+    return prefix % 5
+
+
 def prefix_hashes(tokens: list[int]) -> list[int]:
     hashes, prefix = [], 0
     for token in tokens:
@@ -72,7 +77,7 @@ class Request:
         return f"r{self.rid}"
 
     def sample(self) -> None:
-        token = self.hashes[-1] % 5
+        token = next_token(self.hashes[-1])
         self.tokens.append(token)
         self.hashes.append(extend(self.hashes[-1], token))
 
@@ -174,6 +179,23 @@ class Clients:
         request = Request(rid, number, tokens, len(tokens), length, now_s)
         request.priority = rng.randrange(3) if self._knobs.by_priority else 0
         return request
+
+    def turn_elsewhere(self, rng: random.Random) -> list[int]:
+        """Another server has answered a turn of a conversation; return its tokens."""
+        room = self._knobs.request_tokens_max - 4
+        number = rng.randrange(len(self.conversations) + 1)
+        if number == len(self.conversations):
+            system = rng.choice(self._systems)
+            self.conversations.append(system[: rng.randint(0, min(room // 2, len(system)))])
+        tokens = self.conversations[number][:room]
+        more = rng.choice((0, rng.randint(1, max(1, room))))
+        tokens = (tokens + [rng.randrange(9) for _ in range(min(more, room - len(tokens)))]) or [1]
+        prefix = prefix_hashes(tokens)[-1]
+        for _ in range(rng.choice((0, 1, 3))):
+            tokens.append(next_token(prefix))
+            prefix = extend(prefix, tokens[-1])
+        self.conversations[number] = tokens
+        return tokens
 
     def answered(self, request: Request) -> None:
         self.conversations[request.conversation] = list(request.tokens)

@@ -14,7 +14,9 @@ from vllm_nvmeof_offload.manager.core import FROM_CPU, ManagerCore, Source, Stor
 from vllm_nvmeof_offload.manager.index import Entry, State
 from vllm_nvmeof_offload.metrics import Series
 from vllm_nvmeof_offload.protocol import (
+    OURS,
     AdoptedEntries,
+    AttachCommand,
     CancelCommand,
     ChunkBatch,
     Command,
@@ -24,7 +26,9 @@ from vllm_nvmeof_offload.protocol import (
     Report,
     ResetCommand,
     SlotIdentity,
+    WriteCommand,
     member_of,
+    owner_of,
     slot_of,
     slots_by_target,
     target_of,
@@ -32,16 +36,20 @@ from vllm_nvmeof_offload.protocol import (
 
 from .base import Clock, Knobs, Violation
 from .event_rules import EventRules
+from .follower import SimFollower
+from .foreign_rules import ForeignRules
 from .memory import Tag
 from .ops import SentOp
+from .owners import is_foreign
 from .policy_rules import PolicyRules
 from .rank import SimRank
 from .sets import holds, overlap, split_cache, split_place
 
-_HAS_CACHE = {State.STORING, State.CACHED, State.WRITING, State.BOTH, State.FETCHING}
+_FILLED = {State.FETCHING, State.BORROWING}
+_HAS_CACHE = {State.STORING, State.CACHED, State.WRITING, State.BOTH, *_FILLED}
 _HAS_POOL = {State.WRITING, State.BOTH, State.POOLED, State.FETCHING}
 _STAGED = {State.CACHED, State.WRITING, State.BOTH}
-_READ_FIRST = {State.POOLED, State.FETCHING}
+_READ_FIRST = {State.POOLED, *_FILLED}
 _READS = ("load", "fetch")
 #: STALE: the op waited for a read that was cut off; the entry may be whole in the pool, or gone.
 _SPARES = (None, CANCELLED, STALE)
@@ -62,12 +70,16 @@ class Rules:
         knobs: Knobs,
         clock: Clock,
         expected: dict[int, list[Tag]],
+        follower: SimFollower | None = None,
     ) -> None:
+        """follower: of the other engines on our targets; None: there are none."""
         self.ranks: list[SimRank] = []
         self.ops: dict[int, SentOp] = {}
         self._core = core
         self._policies = PolicyRules(core, knobs)
         self._events = EventRules(core)
+        self._follower = follower
+        self._foreign = None if follower is None else ForeignRules(core, clock, follower)
         self._knobs = knobs
         self._clock = clock
         self._expected = expected
@@ -84,7 +96,10 @@ class Rules:
     # -- calls ------------------------------------------------------------------------
 
     def lookup(self, key: bytes, sources: int) -> bool:
-        found = self._core.lookup(key, sources) is not None
+        source = self._core.lookup(key, sources)
+        found = source is not None
+        if self._foreign is not None:
+            self._foreign.looked_up(key, sources, source, ours=key in self._entries())
         if found and sources == FROM_CPU:
             entry = self._entries()[key]
             if entry.state in _READ_FIRST:
@@ -103,14 +118,23 @@ class Rules:
         if not set(hits).issuperset(keys):
             raise Violation("10", f"a load of {keys}, of which a look-up has found only {hits}")
         self._kept(keys)  # somebody uses them
+        if self._follower is not None:
+            self._follower.between()  # the keys may be gone by now
+        ours = self._entries()
         command = self._core.prepare_load(keys, limit_s, tokens=tokens, ends=ends)
         op = self._sent("load", command.op, command.batch)
+        if self._foreign is not None:
+            self._foreign.planned(op, ours)
         if [i.key for i in op.identities] != list(keys):
             raise Violation("8", "a load names other keys than were requested")
         for row, identity in enumerate(op.identities):
-            if identity.generation in self._failed | self._void:
-                raise Violation("8", f"a load of {identity}, which failed or was voided")
             cache, place = op.cache.get(row), op.places.get(row)
+            if op.is_gone(row) and identity.key in ours:
+                raise Violation("10", f"a load of {identity} as if it were gone")
+            if place is not None and owner_of(place) != OURS:
+                self._failed.discard(identity.generation)  # it is tried again
+            elif identity.generation in self._failed | self._void and not op.is_gone(row):
+                raise Violation("8", f"a load of {identity}, which failed or was voided")
             if cache is not None and place is not None:
                 self._fresh(cache, identity)
         self.ops[command.op] = op
@@ -180,33 +204,46 @@ class Rules:
         issued_s, self._waiting_since_s = self._waiting_since_s, None
         self._policies.commanded(commands)
         entries = {entry.generation: entry for entry in self._core.entries()}
+        if self._foreign is not None:
+            self._foreign.commanded(commands)
         for command in commands:
-            if isinstance(command, ResetCommand):
+            if isinstance(command, CancelCommand):
+                self._cancelled(command)
+            elif isinstance(command, AttachCommand):
+                self.ops[command.op] = self._sent("attach", command.op, None, issued_s)
+            elif isinstance(command, ResetCommand):
                 self.ops[command.op] = self._sent("reset", command.op, None, issued_s)
                 for rank in self.ranks:
                     rank.void_limits[command.op] = max(self._void, default=0)
                 self._resets_sent += 1
-                continue
-            if isinstance(command, CancelCommand):
-                self._cancelled(command)
-                continue
-            fetch = isinstance(command, FetchCommand)
-            op = self._sent("fetch" if fetch else "write", command.op, command.batch, issued_s)
-            for row, identity in enumerate(op.identities):
-                if fetch:
-                    self._fresh(op.cache[row], identity)
-                    entry = entries.get(identity.generation)
-                    if entry is None or entry.cache != op.cache[row]:
-                        raise Violation("intent", f"{command}: row {row} was dropped: {entry}")
-                elif identity.generation in self._provisional:
-                    raise Violation("provisional", f"{command} of {identity}")
-                elif identity.generation not in self._copied:
-                    raise Violation("5", f"{command}: no report has completed its store")
-                for other, place, _ in self._users("places"):
-                    mine = split_place(op.places[row])
-                    if overlap(split_place(place), mine) and other != identity:
-                        raise Violation("7", f"{command}: pool slot still used by {other}")
-            self.ops[command.op] = op
+            elif isinstance(command, FetchCommand):
+                op = self._sent("fetch", command.op, command.batch, issued_s)
+                self._fetches(command, op, entries)
+                self.ops[command.op] = op
+            elif isinstance(command, WriteCommand):
+                op = self._sent("write", command.op, command.batch, issued_s)
+                self._writes(command, op)
+                self.ops[command.op] = op
+
+    def _fetches(self, command: FetchCommand, op: SentOp, entries: Mapping[int, Entry]) -> None:
+        for row, identity in enumerate(op.identities):
+            if owner_of(op.places[row]) != OURS:
+                self._failed.discard(identity.generation)  # it is tried again
+            self._fresh(op.cache[row], identity)
+            entry = entries.get(identity.generation)
+            if entry is None or entry.cache != op.cache[row]:
+                raise Violation("intent", f"{command}: row {row} was dropped: {entry}")
+
+    def _writes(self, command: WriteCommand, op: SentOp) -> None:
+        for row, identity in enumerate(op.identities):
+            if identity.generation in self._provisional:
+                raise Violation("provisional", f"{command} of {identity}")
+            if identity.generation not in self._copied:
+                raise Violation("5", f"{command}: no report has completed its store")
+            for other, place, _ in self._users("places"):
+                mine = split_place(op.places[row])
+                if overlap(split_place(place), mine) and other != identity:
+                    raise Violation("7", f"{command}: pool slot still used by {other}")
 
     def _cancelled(self, command: CancelCommand) -> None:
         op = self.ops[command.target_op]
@@ -231,14 +268,15 @@ class Rules:
             entry, state = before[generation]
             # A fill that was cut off leaves its entry in the pool, and the core gives places to
             # waiting writes before it returns: this one's may be the coldest.
-            evictable = state is State.POOLED or (
-                state is State.FETCHING and generation in self._cut_off
-            )
+            evictable = state is State.POOLED or (state in _FILLED and generation in self._cut_off)
             if not evictable:
                 raise Violation("8", f"{entry} ({state.name}) was removed but did not fail")
 
-    def reset(self) -> None:
-        self._void.update(self._expected)
+    def reset(self, *, named: bool) -> None:
+        """named: the weights are still those of the start, and can be named."""
+        self._void.update(g for g in self._expected if not is_foreign(g))
+        if self._foreign is not None:
+            self._foreign.reset(named=named)
         self._commands_wait()
 
     # -- after every event ------------------------------------------------------------
@@ -271,6 +309,8 @@ class Rules:
         for tier, rows in (("cache", caches), ("pool", pools)):
             self._check_taken(tier, set(rows), gauges)
         unsent = self._core.counters["resets"] - self._resets_sent
+        if self._foreign is not None:
+            unsent += self._foreign.attaches_unsent
         if gauges["ops"] != len(self.ops) + unsent:
             raise Violation("leak", f"{gauges['ops']} ops, {len(self.ops)} known outside")
         self._policies.check()
@@ -316,6 +356,7 @@ class Rules:
 
     def _check_entry(self, entry: Entry) -> None:
         generation, state = entry.generation, entry.state
+        ForeignRules.check_entry(entry)
         if generation in self._failed or generation in self._void:
             raise Violation("8", f"{entry} failed or was voided but is still in the index")
         if (entry.cache >= 0) != (state in _HAS_CACHE) or (entry.place >= 0) != (
@@ -370,6 +411,8 @@ class Rules:
             raise Violation("leak", f"at the end: {gauges} {self.ops}")
         self._policies.idle()
         for rank in self.ranks:
+            if rank.opener and rank.opener.open_count != len(rank.io.regions):
+                raise Violation("leak", f"rank {rank.rank} has files open: {rank.io.regions}")
             if not rank.pipeline.idle() or rank.copy.in_flight:
                 raise Violation("leak", f"rank {rank.rank}'s pipeline is not idle")
 
@@ -422,28 +465,56 @@ class Rules:
             raise Violation("13", f"{report}: every rank has reported all of this op already")
         for row, outcome, released in op.rows_of(report):
             if outcome is not None:
-                self._ended(op, row, outcome)
+                self._ended(report.op, row, outcome)
             if released:
                 op.released(row)
         if not any(op.outcomes) and not any(op.releases):
             del self.ops[report.op]
 
-    def _ended(self, op: SentOp, row: int, outcome: Outcome) -> None:
+    def _ended(self, number: int, row: int, outcome: Outcome) -> None:
+        op = self.ops[number]
         if not op.outcomes[row]:
             raise Violation("13", f"{op}: row {row} had its outcome on every rank")
         op.outcomes[row] -= 1
         if not outcome.ok:
             if op.failures.get(row, CANCELLED) == CANCELLED:
                 op.failures[row] = outcome
+            self._foreign_failed(number, row, outcome)
             if op.blames(row, outcome, self._in_pool):
                 self._failing.add(op.identities[row].generation)
         if not op.outcomes[row]:
-            self._decided(op, row)
+            self._decided(number, row)
 
-    def _decided(self, op: SentOp, row: int) -> None:
-        if op.kind == "reset":
+    def _foreign_failed(self, number: int, row: int, outcome: Outcome) -> None:
+        op = self.ops[number]
+        place = op.places.get(row, 0)
+        if self._foreign is None:
             return
-        generation, failure = op.identities[row].generation, op.failures.get(row)
+        if op.kind == "attach":
+            self._foreign.attach_failed(number)
+        elif owner_of(place) != OURS and outcome != CANCELLED:
+            self._foreign.borrow_failed(place, op.identities[row].generation)
+
+    def _decided(self, number: int, row: int) -> None:
+        op = self.ops[number]
+        failure, place = op.failures.get(row), op.places.get(row, 0)
+        if op.kind == "attach":
+            assert self._foreign is not None
+            self._foreign.attach_ended(number, failed=failure is not None)
+        if not op.identities or op.is_gone(row):
+            return
+        generation = op.identities[row].generation
+        if owner_of(place) != OURS:
+            assert self._foreign is not None
+            self._foreign.borrow_ended(place, failure)
+            entry = self._entries().get(op.identities[row].key)
+            # It may have been borrowed once more, into another slot.
+            filled = entry is not None and entry.cache == op.cache.get(row)
+            if failure not in (None, CANCELLED) and filled:
+                self._failed.add(generation)
+            elif failure == CANCELLED and op.fills(row):
+                self._cut_off.add(generation)
+            return
         if op.kind == "store" and failure is None:
             self._copied.add(generation)
         elif op.kind == "store" or (op.kind in _READS and failure not in _SPARES):

@@ -22,6 +22,7 @@ from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL, ManagerCore, S
 from vllm_nvmeof_offload.manager.tails import Tails
 
 from .base import Clock, Knobs, Trace, Violation
+from .follower import SimFollower
 from .memory import Tag
 from .queue import Face, LookUp, SimQueue
 from .rank import Metadata, Output, TransferJob, Work
@@ -43,6 +44,7 @@ class SimScheduler:
         rules: Rules,
         expected: dict[int, list[Tag]],
         clock: Clock,
+        follower: SimFollower | None = None,
     ) -> None:
         self.core = core
         self.epoch = 0
@@ -67,7 +69,7 @@ class SimScheduler:
         self._requests: dict[int, Request] = {}
         self._ended: list[Request] = []  # finished since the last step
         self._loading_keys: set[bytes] = set()
-        self._queue = SimQueue(core, knobs, self._blocks, clock, self.counts)
+        self._queue = SimQueue(core, knobs, self._blocks, clock, self.counts, follower)
         self._dropped: list[Request] = []  # preempted between two steps
         self._full_ids = {g.group_id for g in knobs.groups if g.kind is GroupKind.FULL}
         self._sizes = [block_tokens(group) for group in knobs.groups]
@@ -117,7 +119,7 @@ class SimScheduler:
         if self._tails is not None:
             self._tails.reset()
         self.core.reset()
-        self._rules.reset()
+        self._rules.reset(named=self._knobs.weights_never_change)
         for request in list(self._requests.values()):
             request.stored_chunks = [0] * len(self._knobs.groups)
             request.jobs.clear()

@@ -18,6 +18,7 @@ from vllm_nvmeof_offload.protocol import (
     EVERY_MEMBER,
     cache_member,
     member_of,
+    owner_of,
     row_of,
     slot_of,
     target_of,
@@ -80,9 +81,9 @@ def split_cache(slot: int) -> tuple[int, int]:
     return row_of(slot), cache_member(slot)
 
 
-def split_place(place: int) -> tuple[tuple[int, int], int]:
-    """Row (target and slot) and member of a place."""
-    return (target_of(place), slot_of(place)), member_of(place)
+def split_place(place: int) -> tuple[tuple[int, int, int], int]:
+    """Row (owner, target and slot) and member of a place."""
+    return (owner_of(place), target_of(place), slot_of(place)), member_of(place)
 
 
 def overlap(one: tuple[object, int], other: tuple[object, int]) -> bool:

@@ -18,13 +18,14 @@ from vllm_nvmeof_offload.errors import (
     Outcome,
     io_error,
 )
-from vllm_nvmeof_offload.io.base import Completion, IoOp, Room
+from vllm_nvmeof_offload.io.base import Completion, ForeignSlab, IoOp, Room
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.protocol import OpKind, Urgency
 from vllm_nvmeof_offload.units import slot_stride_bytes
 
 from .base import BLOCK_BYTES, STAGING_BASE, Clock, Knobs, Violation
 from .memory import Memory, Tag
+from .regions import REGION_ERRNOS, SimOpener
 from .reset_rule import ResetRule
 from .sets import APART, own
 from .shapes import spread
@@ -52,9 +53,11 @@ class _Flight:
     reset: int = 0  # of a superblock: the number of its reset,
     superblock: Superblock | None = None  # which is this,
     void_limit: int = 0  # and voids every generation up to this one
+    region: ForeignSlab | None = None  # another engine's, at submission
 
     def __str__(self) -> str:
-        return f"{self.op.kind.value} of pool slot {self.op.pool_slot} (io {self.op.token})"
+        of = f" of owner {self.op.owner}" if self.op.owner else ""
+        return f"{self.op.kind.value} of pool slot {self.op.pool_slot}{of} (io {self.op.token})"
 
 
 def transfer_bytes(op: IoOp) -> int:
@@ -64,7 +67,7 @@ def transfer_bytes(op: IoOp) -> int:
 
 def _row(op: IoOp) -> tuple[object, ...]:
     """What a read and its retry have in common."""
-    return op.kind, op.pool_slot, op.address, op.identity
+    return op.kind, op.owner, op.pool_slot, op.address, op.identity
 
 
 class SimIo:
@@ -81,8 +84,13 @@ class SimIo:
         rng: random.Random,
         expected: dict[int, list[Tag]],
         rank: int,
+        opener: SimOpener | None = None,
     ) -> None:
+        """opener: of other engines' regions; None: there are none."""
         self.store = store
+        self.opener = opener
+        #: By owner and target, what `attach_region` was given.
+        self.regions: dict[tuple[int, int], ForeignSlab] = {}
         self.pages = knobs.pages[rank]  # of a block, by group
         self._rank = rank
         #: Pool slot → the generation that this process has written or adopted.
@@ -175,6 +183,12 @@ class SimIo:
             completions.append(Completion(token, flight.outcome))
         return completions
 
+    def attach_region(self, owner: int, target: int, region: ForeignSlab) -> None:
+        self.regions[owner, target] = region
+
+    def detach_region(self, owner: int, target: int) -> None:
+        self.regions.pop((owner, target), None)
+
     def fileno(self) -> int:
         return -1
 
@@ -246,7 +260,8 @@ class SimIo:
         start_s = now + knobs.io_s * rng.choice((0.0, 0.0, rng.random()))
         slow = 4.0 if op.pool_slot % knobs.targets == knobs.slow_target else 1.0
         done_s = start_s + slow * knobs.io_s * rng.uniform(0.2, 2.0)
-        flight = _Flight(op, slot, start_s, 0.0, 0.0, done_s)
+        region = self._region_of(op)
+        flight = _Flight(op, slot, start_s, 0.0, 0.0, done_s, region=region)
         # A try that was past its deadline is not made: this is another load of the same chunk.
         self._retries = {row: end_s for row, end_s in self._retries.items() if end_s > now}
         if reset:
@@ -258,7 +273,7 @@ class SimIo:
         span = min(flight.done_s, start_s + 10.0) - start_s
         first, second = sorted((rng.random(), rng.random()))
         flight.data_s, flight.table_s = start_s + span * first, start_s + span * second
-        if flight.fault == "error":
+        if flight.fault in ("error", "region"):
             flight.table_s = math.inf
             flight.data_s = flight.data_s if rng.random() < 0.5 else math.inf
         self._flights[op.token] = flight
@@ -276,6 +291,15 @@ class SimIo:
             return
         self._memory.watches.begin(flight, cells[1:], cells[:1])
         self._check_write(flight)
+
+    def _region_of(self, op: IoOp) -> ForeignSlab | None:
+        """The files of a read of another engine's chunk: nobody reads before they are open."""
+        if not op.owner:
+            return None
+        region = self.regions.get((op.owner, op.pool_slot % self._knobs.targets))
+        if region is None:
+            raise Violation("S4", f"rank {self._rank} reads {op} without that owner's files")
+        return region
 
     def _deadline_s(self, op: IoOp) -> float:
         knobs = self._knobs
@@ -339,6 +363,8 @@ class SimIo:
         elif rng.random() < (knobs.write_fails if writes else knobs.read_fails):
             number = rng.choice((errno.EIO, errno.EIO, errno.ENODEV, errno.EINVAL))
             flight.fault, flight.outcome = "error", io_error(number)
+        elif op.owner and rng.random() < knobs.region_fails:
+            flight.fault, flight.outcome = "region", io_error(rng.choice(REGION_ERRNOS))
         elif op.is_read and rng.random() < knobs.read_corrupts:
             flight.fault = "flip"
         elif op.kind is OpKind.WRITE and rng.random() < knobs.write_lies:
@@ -355,6 +381,8 @@ class SimIo:
         """Rules 1 and 5: a write signs the staged bytes with the identity it names."""
         identity = flight.op.identity
         assert identity is not None
+        if flight.op.owner:
+            raise Violation("S1", f"{flight}")
         payload = self._payload(flight)
         if payload != self.payload_of(identity.generation):
             raise Violation("1", f"{flight} signs {payload}, not the payload of {identity}")
@@ -362,6 +390,8 @@ class SimIo:
             raise Violation("reset", f"{flight} was submitted before a reset but starts after it")
         self._lane(flight.op).check_write(flight, flight.op.stamp)
         for other in self._flights.values():
+            if other.op.owner:
+                continue
             same = other is not flight and other.op.pool_slot == flight.op.pool_slot
             # A cancelled read may meet any bytes; it still owns its buffer.
             idle_read = other.op.is_read and (other.late or other.unwanted)
@@ -440,21 +470,33 @@ class SimIo:
     def _read(self, flight: _Flight) -> None:
         op = flight.op
         assert op.identity is not None
-        record = self.store.data.get(op.pool_slot)
-        if record is not None and flight.fault in ("flip", "error"):
+        record = self._record_at(flight)
+        if record is not None and flight.fault in ("flip", "error", "region"):
             record = replace(record, payload=(None,) * len(record.payload), intact=False)
         pages = op.payload_bytes // self._knobs.page_bytes
         found = (record.payload if record else ()) + (None,) * pages
         self._memory.slots[flight.slot][:pages] = found[:pages]
-        if flight.fault == "error":
+        if not flight.outcome.ok:
             return
         assert op.stamp is not None
         wanted = Claim(op.identity, op.stamp.tag, op.payload_bytes)
-        flight.outcome = self.verify(record, wanted)
+        checked = wanted._replace(tag=self.tag_of(flight, record))
+        flight.outcome = self.verify(record, checked)
         if flight.outcome.ok and (
             record is None or record != replace(record, claim=wanted, intact=True)
         ):
             raise Violation("6", f"{flight} accepted {record} as {wanted}")
+
+    def _record_at(self, flight: _Flight) -> Record | None:
+        number = flight.op.pool_slot
+        if flight.region is None:
+            return self.store.data.get(number)
+        assert self.opener is not None
+        owner = self.opener.files(flight.region)
+        self.counts["reads_of_regions"] += 1
+        if number >= owner.ends[self._rank] and flight.outcome.ok:
+            flight.outcome = io_error(0)  # the slab was cut short
+        return owner.data[self._rank].get(number)
 
     def payload_of(self, generation: int) -> list[Tag | None]:
         """The pages of a chunk's payload on this rank."""
@@ -468,6 +510,10 @@ class SimIo:
         pages, rest = divmod(flight.op.payload_bytes, self._knobs.page_bytes)
         assert not rest
         return self._memory.slots[flight.slot][:pages]
+
+    def tag_of(self, flight: _Flight, record: Record | None) -> bytes:
+        """The share tag that the contract demands: our own at submission; mutants break it."""
+        return flight.stamp.tag
 
     def verify(self, record: Record | None, wanted: Claim) -> Outcome:
         """The check that the engine's contract demands; mutants break it."""

@@ -24,7 +24,7 @@ from .memory import Tag
 #: A table's entry: what it names, the epoch of its write, whether other ranks have no copy.
 Entry = tuple[SlotIdentity, int, bool]
 #: The share tag of every start: that of the weights on disk.
-START_TAG = bytes(TAG_BYTES)
+START_TAG = b"weights on disk.".ljust(TAG_BYTES)
 
 
 class Claim(NamedTuple):

@@ -25,6 +25,7 @@ _SEEDS = _SOAK or 240
 _SEEDS_OF_RANKS = 6
 _SEEDS_OF_SHAPES = 12
 _SEEDS_OF_SETS = 30
+_SEEDS_OF_OWNERS = 30
 _FIRST = int(os.environ.get("NVMEOF_SIM_FIRST", secrets.randbits(40) if _SOAK else 0))
 
 #: Counts over all batches. Every kind of event must have happened, or the batches prove nothing.
@@ -60,6 +61,13 @@ def test_no_rule_breaks_with_several_groups(shape: str) -> None:
 def test_no_rule_breaks_where_ranks_share_copies(sets: int) -> None:
     for seed in range(_FIRST + 3000, _FIRST + 3000 + _SEEDS_OF_SETS):
         _seen.update(play(seed, sets=sets))
+
+
+@pytest.mark.parametrize("owners", [1, 2, 3])
+def test_no_rule_breaks_beside_other_engines(owners: int) -> None:
+    """With any groups, sets and steps in flight."""
+    for seed in range(_FIRST + 4000, _FIRST + 4000 + _SEEDS_OF_OWNERS):
+        _seen.update(play(seed, owners=owners))
 
 
 def test_no_rule_breaks_when_vllm_waits_for_loads_that_hang() -> None:
@@ -132,6 +140,22 @@ def test_no_rule_breaks_with_each_eviction_policy(
         "holes",
         "superseded_chunks",
         "unlike_stages",
+        "borrowed_chunks",
+        "believed_answers",
+        "loaded_tokens:shared",
+        "reads_of_regions",
+        "fault_read_region",
+        "failed_attaches",
+        "opened_regions",
+        "closed_regions",
+        "followed_anew",
+        "torn_rows",
+        "owner_resets",
+        "owners_with_other_weights",
+        "owners_with_a_wrong_tag",
+        "owners_gone",
+        "dead_owners",
+        "truncated_regions",
         *(f"steps_in_flight:{steps}" for steps in range(1, 5)),
         *(f"loads:{shape}" for shape in (FULL, *SHAPES)),
     ],

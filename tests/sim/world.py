@@ -15,7 +15,9 @@ from vllm_nvmeof_offload.manager.handshake import CREDITED, WritePolicy, agree
 from vllm_nvmeof_offload.protocol import EVERY_MEMBER, member_of
 
 from .base import Clock, Knobs, Trace, Violation
+from .follower import SimFollower
 from .memory import Tag
+from .owners import Owners, with_owners
 from .rank import Output, SimRank
 from .requests import Clients, Request
 from .rules import Rules
@@ -38,6 +40,7 @@ class World:
         policy: str = CREDITED,
         shape: str | None = None,
         sets: int | None = None,
+        owners: int | None = None,
     ) -> None:
         self.rng = random.Random(seed)
         self._policy_name = policy
@@ -47,6 +50,7 @@ class World:
             self.knobs = replace(self.knobs, ranks=ranks, loses=0.7)
         self.knobs = shaped(self.knobs, seed, shape)
         self.knobs = with_sets(self.knobs, seed, 0 if ranks is not None else sets)
+        self.knobs = with_owners(self.knobs, seed, 0 if ranks is not None else owners)
         self.clock = Clock()
         self.trace = Trace(self.clock)
         self.clients = Clients(self.knobs, self.rng)
@@ -56,6 +60,10 @@ class World:
         self._stores = [RankStore(self.knobs.targets, seed + n) for n in range(self.knobs.ranks)]
         of_ranks = self.knobs.pages[: self.knobs.ranks]
         self.counts["unlike_stages"] += len(set(of_ranks)) > 1
+        self._owners: Owners | None = None
+        if self.knobs.owners:
+            self._owners = Owners(self.knobs, seed, self.clients, self.expected)
+        self._follower: SimFollower | None = None
         self._boots = 0
         self._calm = False
         self._start()
@@ -95,23 +103,39 @@ class World:
                 self.expected,
                 self._meanwhile,
                 self._sets[rank // knobs.set_size] if knobs.set_size > 1 else None,
+                self._owners,
             )
             for rank in range(knobs.ranks)
         ]
         agreement = agree([rank.hello() for rank in self.ranks])
+        self._follow()
+        follower = self._follower
         self.core = ManagerCore(
-            config, agreement, self.clock, self._policy, first_generation=self._boots << 32
+            config,
+            agreement,
+            self.clock,
+            self._policy,
+            first_generation=self._boots << 32,
+            foreign=follower and follower.foreign,
         )
-        self.rules = Rules(self.core, knobs, self.clock, self.expected)
+        self.rules = Rules(self.core, knobs, self.clock, self.expected, follower)
         self.rules.ranks = self.ranks
         self.scheduler = SimScheduler(
-            self.core, knobs, self.trace, self.rules, self.expected, self.clock
+            self.core, knobs, self.trace, self.rules, self.expected, self.clock, follower
         )
         self._outputs: deque[Sequence[Output]] = deque()
         self.rules.adopted()
         places = (entry.place for entry in self.core.entries())
         self.counts["adopted_single_copies"] += sum(member_of(p) != EVERY_MEMBER for p in places)
         self.rules.check()
+
+    def _follow(self) -> None:
+        """Start the follower of this process."""
+        if self._owners is None:
+            return
+        self._follower = SimFollower(self._owners, self.knobs, self._owners.rng)
+        self.clock.on_advance = self._follower.foreign.set_time
+        self._follower.foreign.set_time(self.clock())
 
     def _crash(self) -> None:
         self.counts["crashes"] += 1
@@ -138,6 +162,9 @@ class World:
 
     def _event(self) -> None:
         self.counts["steps"] += 1
+        if self._owners is not None and self._follower is not None:
+            self._owners.step()
+            self._follower.step()
         rng, knobs = self.rng, self.knobs
         draw = rng.random()
         if draw < 0.4:
@@ -208,6 +235,7 @@ class World:
 
     def _end(self) -> None:
         """Stop new requests and faults; check that everything ends and nothing is left."""
+        self.counts.update(self._owners.counts if self._owners else ())
         for rank in self.ranks:
             rank.io.calm = True
         self._settle()
@@ -251,6 +279,8 @@ class World:
         for rank in self.ranks:
             self.counts.update(rank.io.counts)
             self.counts.update(rank.copy.counts)
+            self.counts.update(rank.opener.counts if rank.opener else ())
+        self.counts.update(self._follower.counts if self._follower else ())
         self.counts["unequal_groups"] += len(self.core.unequal_groups)
 
 
@@ -261,17 +291,18 @@ def play(
     policy: str = CREDITED,
     shape: str | None = None,
     sets: int | None = None,
+    owners: int | None = None,
 ) -> Counter[str]:
     """Run one seed. The message of a violation or a failed assertion gives the replay command.
 
     ranks: their number; one rank loses part of its pool at most crashes. None: the seed chooses.
     policy: a value of `eviction_policy`. shape: of `shapes.SHAPES`, or "full"; None: the seed
     chooses. sets: of ranks with equal KV, with two ranks each; 0: none; None: the seed chooses, if
-    it chooses the number of ranks.
+    it chooses the number of ranks. owners: other engines on our targets; None: the same.
     """
     world: World | None = None
     try:
-        world = World(seed, profile, ranks, policy, shape, sets)
+        world = World(seed, profile, ranks, policy, shape, sets, owners)
         world.run()
     except AssertionError as error:
         trace = world.trace if world else "  (at the start)"
@@ -280,6 +311,7 @@ def play(
         replay += f" --policy {policy}" if policy != CREDITED else ""
         replay += f" --shape {shape!r}" if shape else ""
         replay += f" --sets {sets}" if sets is not None else ""
+        replay += f" --owners {owners}" if owners is not None else ""
         raise AssertionError(
             f"{error or type(error).__name__}\nseed {seed}: {world.knobs if world else ''}\n"
             f"last events:\n{trace}\nreplay: python -m tests.sim {replay}"
