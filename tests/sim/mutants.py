@@ -89,6 +89,26 @@ SETS = {
     "unequal_ranks_are_believed": 1,
 }
 
+#: Name → the number of other engines with which the rule matters; otherwise there are none.
+OWNERS = {
+    "a_borrowed_chunk_is_written": 2,
+    "a_foreign_entry_survives_a_reset": 2,
+    "a_foreign_entry_survives_its_acceptance": 2,
+    "a_foreign_entry_survives_new_weights": 2,
+    "a_foreign_failure_dooms_an_own_row": 2,
+    "a_reader_writes_into_a_region": 2,
+    "a_refused_pair_comes_back": 2,
+    "a_regions_error_marks_its_target": 2,
+    "an_attach_failure_is_ignored_on_one_rank": 2,
+    "files_are_closed_under_their_reads": 2,
+    "loads_leave_before_the_attach": 2,
+    "other_weights_are_accepted": 2,
+    "reads_do_not_wait_for_their_files": 2,
+    "tag_is_not_compared_in_a_region": 3,
+    "tag_is_taken_from_the_region": 3,
+    "what_was_believed_is_believed_for_ever": 2,
+}
+
 #: Broken rules that cannot be mutants here → the file and the text of what is there instead.
 REPLACED = {
     # No group leads the look-up: full attention comes first wherever it stands.

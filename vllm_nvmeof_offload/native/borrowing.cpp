@@ -2,6 +2,7 @@
 // Other engines' chunks in the tiers: which of them can be read, and how they come to a cache slot.
 #include <algorithm>
 
+#include "mutants.h"
 #include "tiers.h"
 
 namespace nvmeof {
@@ -98,6 +99,10 @@ Row Tiers::begin_borrow(const char* key, size_t reason) {
 bool Tiers::fails_foreign(const Batch& batch, size_t at) {
   options_.foreign->refuse({batch.places[at], batch.generations[at]});
   void_foreign();
+  if (mutant("a_foreign_failure_dooms_an_own_row")) {
+    const char* const key = batch.keys.data() + at * index.key_bytes();
+    if (const Row row = index.find(key); row != kNoRow) doom(row, false);
+  }
   if (!holds(batch, at)) return false;
   doom(batch.rows[at], false);
   return true;

@@ -5,6 +5,8 @@
 #include <chrono>
 #include <utility>
 
+#include "mutants.h"
+
 namespace nvmeof {
 
 namespace {
@@ -24,6 +26,10 @@ bool is_same(const OwnerRecord& one, const OwnerRecord& other) {
 
 }  // namespace
 
+void Foreign::set_tag(const std::array<uint8_t, kTagBytes>& tag) {
+  if (tag_ == decltype(tag_){} || !mutant("a_foreign_entry_survives_new_weights")) tag_ = tag;
+}
+
 double Foreign::now_s() const {
   if (set_now_s_) return *set_now_s_;
   const auto since = std::chrono::steady_clock::now().time_since_epoch();
@@ -33,7 +39,9 @@ double Foreign::now_s() const {
 bool Foreign::accepts(uint32_t number) const {
   if (tag_ == decltype(tag_){} || number == 0 || number > kOwnersMax) return false;
   const OwnerRecord record = owner(number);
-  if (!record.is_readable() || record.tag != tag_ || record.version < floor_) return false;
+  if (!record.is_readable() && !mutant("a_foreign_entry_survives_its_acceptance")) return false;
+  if (record.tag != tag_ && !mutant("other_weights_are_accepted")) return false;
+  if (record.version < floor_ && !mutant("a_foreign_entry_survives_a_reset")) return false;
   if (const auto sent = attached_.find(number);
       sent != attached_.end() && sent->second.pool_uuid != record.pool_uuid)
     return false;
@@ -62,7 +70,7 @@ void Foreign::refuse(const ForeignRow& row) {
 }
 
 bool Foreign::is_refused(const ForeignRow& row) const {
-  if (refused_.empty()) return false;
+  if (refused_.empty() || mutant("a_refused_pair_comes_back")) return false;
   const auto found = refused_.find(row);
   return found != refused_.end() && now_s() < found->second;
 }
@@ -85,7 +93,7 @@ void Foreign::believe(uint32_t number) {
 }
 
 bool Foreign::is_doubtful() const {
-  if (believed_.empty()) return false;
+  if (believed_.empty() || mutant("what_was_believed_is_believed_for_ever")) return false;
   const auto accepted = [this](uint32_t number) { return accepts(number); };
   return now_s() >= believed_until_s_ || !std::ranges::all_of(believed_, accepted);
 }

@@ -29,7 +29,7 @@ class Foreign : public ForeignReader {
 
   // -- acceptance -------------------------------------------------------------------
   // tag: of the weights that compute here; zeros: they have no name, and nobody is accepted.
-  void set_tag(const std::array<uint8_t, kTagBytes>& tag) { tag_ = tag; }
+  void set_tag(const std::array<uint8_t, kTagBytes>& tag);
   // Its chunks are of our weights, were written after our last reset, and can be expected to come.
   bool accepts(uint32_t number) const;
   bool accepts(const ForeignRow& row) const {

@@ -271,7 +271,8 @@ bool IoQueue::offer_one(size_t target, Urgency urgency) {
     events.push_back({task, *failure, *failure == Outcome::IO_ERROR ? ENOENT : 0});
     return true;
   }
-  if (task->owner && files_of(task->owner) == Files::AWAITED) {
+  if (task->owner && files_of(task->owner) == Files::AWAITED &&
+      !mutant("reads_do_not_wait_for_their_files")) {
     queue.remove(*task);
     await_files(*task);
     return true;
@@ -526,7 +527,9 @@ void IoQueue::count_outcome(const Flights::One& one, const LaneEnd& end) {
 void IoQueue::note_outcome(const Flights::One& one, const LaneEnd& end) {
   const Outcome code = static_cast<Outcome>(end.code);
   if (code == Outcome::DEADLINE || code == Outcome::CANCELLED) return;  // no answers of the target
-  if (one.task->owner && is_of_region(code, end.error)) return;
+  if (one.task->owner && is_of_region(code, end.error) &&
+      !mutant("a_regions_error_marks_its_target"))
+    return;
   Target& target = targets_[one.task->target];
   const bool is_current = one.attachment == target.attachment;
   const bool answered = code != Outcome::IO_ERROR;  // with bytes, right or wrong

@@ -890,6 +890,8 @@ bool Tiers::decide(OpKind kind, const Batch& batch, size_t at) {
     on(row, Event::FETCHED);
   else
     cancel_fetch(row);  // any other failure has doomed it
+  if (ok && is_foreign(batch.places[at]) && mutant("a_borrowed_chunk_is_written"))
+    want(static_cast<Slot>(index[row].cache));
   return !ok;
 }
 
