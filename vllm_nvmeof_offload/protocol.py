@@ -14,6 +14,7 @@ All types are plain data in columns: they are pickled inside vLLM's metadata.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -325,6 +326,29 @@ class OpReport(_Message):
     rank: int = 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class OpReports(_Message):
+    """One rank's reports on several ops: on all rows of each, none of which this rank has reported
+    before. All are OK and released, and none has a CRC.
+
+    A step may end hundreds of ops of one chunk, and their reports are columns for the same reason
+    as the rows of an op. ops: uint64[n], as bytes. seconds: float32[n], as in `OpReport`.
+    """
+
+    ops: bytes
+    seconds: bytes
+
+    def each(self) -> Iterator[OpReport]:
+        """The same as a report per op."""
+        columns = zip(*self.columns(), strict=True)
+        return (OpReport(op, seconds=seconds) for op, seconds in columns)
+
+    def columns(self) -> tuple[list[int], list[float]]:
+        """Ops, and seconds of each."""
+        ops, seconds = np.frombuffer(self.ops, np.uint64), np.frombuffer(self.seconds, np.float32)
+        return ops.tolist(), seconds.tolist()
+
+
 #: Verdicts on a target, from best to worst, as in `targets.health`. The first two are usable.
 VERDICTS = ("ok", "degraded", "suspect", "gone")
 
@@ -366,7 +390,16 @@ class LevelReport(_Message):
     writes_in_flight: int = 0
 
 
-Report = OpReport | VerdictReport | RateReport | LevelReport
+Report = OpReport | OpReports | VerdictReport | RateReport | LevelReport
+
+
+def unpacked(reports: Iterable[Report]) -> Iterator[Report]:
+    """The same reports, those on several ops as a report per op."""
+    for report in reports:
+        if isinstance(report, OpReports):
+            yield from report.each()
+        else:
+            yield report
 
 
 @dataclass(frozen=True)

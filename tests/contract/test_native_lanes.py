@@ -44,6 +44,7 @@ from vllm_nvmeof_offload.protocol import (
     StoreCommand,
     WriteCommand,
     owned_by,
+    unpacked,
 )
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.worker.pipeline import TransferLimits, TransferPipeline
@@ -157,7 +158,7 @@ class Rank:
         end_s = time.monotonic() + WAIT_S
         while not (self.pipeline.idle() if until is None else len(self.rows) >= until):
             self.pipeline.step()
-            for report in self.pipeline.take_reports():
+            for report in unpacked(self.pipeline.take_reports()):
                 if isinstance(report, OpReport):
                     self.rows += rows_of(report, self._sizes[report.op])
             self.pipeline.take_finished()

@@ -46,6 +46,7 @@ from vllm_nvmeof_offload.protocol import (
     slot_of,
     slots_by_target,
     target_of,
+    unpacked,
 )
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.targets.health import TargetHealth
@@ -244,7 +245,7 @@ class _Load:
     def take_reports(self) -> None:
         _, reports, counters = self.runner.take()
         self.counters.add(counters)
-        for report in reports:
+        for report in unpacked(reports):
             match report:
                 case OpReport():
                     self.reported(report)

@@ -26,6 +26,7 @@ from vllm_nvmeof_offload.protocol import (
     SlotIdentity,
     VerdictReport,
     WriteCommand,
+    unpacked,
 )
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.targets.health import TargetHealth, Verdict
@@ -115,7 +116,7 @@ class Survivor:
         """Return the first such report. Ops have one row."""
         end_s = time.monotonic() + WAIT_S
         while True:
-            for report in self.runner.take()[1]:
+            for report in unpacked(self.runner.take()[1]):
                 self.reports += rows_of(report) if isinstance(report, OpReport) else [report]
             for report in self.reports:
                 if wanted(report):

@@ -31,6 +31,7 @@ from vllm_nvmeof_offload.protocol import (
     SlotIdentity,
     StoreCommand,
     WriteCommand,
+    unpacked,
 )
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import slot_stride_bytes
@@ -79,7 +80,7 @@ class _Pipeline:
         while True:
             self.device.go_on()
             self.pipeline.step()
-            for report in self.pipeline.take_reports():
+            for report in unpacked(self.pipeline.take_reports()):
                 assert not isinstance(report, OpReport) or report.codes is None, report
             for job in self.pipeline.take_finished():
                 assert not job.failures

@@ -14,7 +14,7 @@ from vllm_nvmeof_offload.copy.base import Pieces
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor, JobBlocks
 from vllm_nvmeof_offload.groups import Group
 from vllm_nvmeof_offload.manager import core
-from vllm_nvmeof_offload.protocol import OpReport, Report
+from vllm_nvmeof_offload.protocol import OpReport, Report, unpacked
 
 from . import rank
 from .base import Knobs
@@ -99,6 +99,6 @@ def report_of_a_step_is_read_as_of_the_next() -> list[Patch]:
         return replace(report, op=max(alike))
 
     def read(self: Any, reports: Iterable[Report]) -> None:
-        real(self, [latest(self, report) for report in reports])
+        real(self, [latest(self, report) for report in unpacked(reports)])
 
     return [(core.ManagerCore, "report", read)]

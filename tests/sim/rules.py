@@ -32,6 +32,7 @@ from vllm_nvmeof_offload.protocol import (
     slot_of,
     slots_by_target,
     target_of,
+    unpacked,
 )
 
 from .base import Clock, Knobs, Violation
@@ -258,7 +259,7 @@ class Rules:
         before = {e.generation: (e, e.state) for e in self._core.entries()}
         self._cut_off.clear()
         self._in_pool = {g for g, (_, state) in before.items() if state in _READ_FIRST}
-        for report in reports:
+        for report in unpacked(reports):
             if isinstance(report, OpReport):
                 self._apply(report)
         self._core.report(reports)

@@ -24,6 +24,7 @@ from vllm_nvmeof_offload.protocol import (
     OpReport,
     StoreCommand,
     WriteCommand,
+    unpacked,
 )
 from vllm_nvmeof_offload.units import MIB, slot_stride_bytes
 from vllm_nvmeof_offload.worker.build import RankIdentity, build_worker
@@ -103,7 +104,7 @@ class Rank:
     def take(self) -> Taken:
         _, reports, counters = self.parts.runner.take()
         found: list[tuple[int, list[int], list[int] | None]] = []
-        for one in reports:
+        for one in unpacked(reports):
             if isinstance(one, OpReport):
                 rows = self._rows[one.op] if one.indexes is None else len(one.indexes)
                 codes = [0] * rows if one.codes is None else one.codes.tolist()

@@ -20,7 +20,7 @@ from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import OK, STALE, EngineError
 from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.io.base import NoIoEngine, Waker
-from vllm_nvmeof_offload.protocol import ChunkBatch, LoadCommand, OpReport, StoreCommand
+from vllm_nvmeof_offload.protocol import ChunkBatch, LoadCommand, OpReport, StoreCommand, unpacked
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.units import HEADER_BYTES, slot_stride_bytes
 from vllm_nvmeof_offload.vllm_adapter.manager import CommandSpec
@@ -116,7 +116,7 @@ class _Rank:
         wait_until("the end of the job", take)
         assert [(one.job_id, one.success) for one in finished] == [(self._op, True)]
         reports, self.counters = self.worker.take_reports()
-        (report,) = [one for one in reports if isinstance(one, OpReport)]
+        (report,) = [one for one in unpacked(reports) if isinstance(one, OpReport)]
         outcomes = [one.outcome for one in rows_of(report, rows)]
         assert set(outcomes) <= {OK, STALE}
         return [outcome is not None and outcome.ok for outcome in outcomes]

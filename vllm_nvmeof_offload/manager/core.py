@@ -56,6 +56,7 @@ from vllm_nvmeof_offload.protocol import (
     LoadCommand,
     OpKind,
     OpReport,
+    OpReports,
     RateReport,
     Report,
     ResetCommand,
@@ -91,13 +92,13 @@ _NATIVE_COUNTS: tuple[Series, ...] = (
 
 
 class StorePlan(NamedTuple):
-    """command None: nothing to store. evicted: joined keys that left both tiers.
+    """command None: nothing to store. evicted: keys that left both tiers.
 
     refused: new chunks that found no cache slot.
     """
 
     command: StoreCommand | None
-    evicted: bytes
+    evicted: list[bytes]
     refused: int
 
 
@@ -127,8 +128,8 @@ class ManagerCore:
         self.weights_changed = False
         self._tag = agreement.tag
         self._lane_bytes = list(capacity.lane_bytes)
-        #: Events since the start, under the names of `metrics.COUNTERS`.
-        self.counters = Counts()
+        self._land_max = int(config.land_cache_share * capacity.cache_slots)
+        self._counters = Counts()
         #: By series of `failed_chunks`: the last failure that it counted.
         self.last_failures: dict[Series, Outcome] = {}
         self.levels: dict[int, LevelReport] = {}  # by rank, as it last reported
@@ -143,7 +144,7 @@ class ManagerCore:
         #: Changes of the tiers' contents, if the configuration asks for them.
         self.kv_events = KvEventLog(tiers, config.key_bytes) if config.kv_events else None
         self._unsent: list[Command] = []
-        self._holds = Holds(tiers, self._unsent, self.counters)
+        self._holds = Holds(tiers, self._unsent, self._counters)
         #: The caller reports to it each request that begins to wait, and that waits no more.
         self.reload = ReloadScheduler(config, capacity, self._holds, clock)
         #: The targets, for their verdicts and rates.
@@ -156,8 +157,8 @@ class ManagerCore:
         self._generation = secrets.randbits(63) if first_generation is None else first_generation
         entries = agreement.entries
         adopted = tiers.adopt(entries.places, entries.generations, entries.keys)
-        self.counters["adopted_chunks"] += adopted
-        self.counters["unadopted_chunks"] += agreement.unadopted + len(entries) - adopted
+        self._counters["adopted_chunks"] += adopted
+        self._counters["unadopted_chunks"] += agreement.unadopted + len(entries) - adopted
 
     def _make_tiers(self, policy: MakePolicy) -> Tiers:
         config, slots = self.config, self.capacity.cache_slots
@@ -245,7 +246,7 @@ class ManagerCore:
         several groups; each key comes once then. None: the keys are in prefix order. provisional:
         by key, whether its chunk is not written until `keep`; None: no chunk is.
         """
-        once = list(dict.fromkeys(keys)) if ends is None else keys
+        once = list(dict.fromkeys(keys)) if ends is None and len(keys) > 1 else keys
         in_order, order = self._in_prefix_order(once, ends)
         wanted = self._threshold.see(in_order)
         if provisional is not None:
@@ -256,14 +257,16 @@ class ManagerCore:
         batch, absent, refused, self._generation = self._tiers.plan_store(
             in_order, wanted, self._generation, order
         )
-        self.counters["below_threshold_chunks"] += absent - len(batch) - refused
-        self.counters["stored_chunks"] += len(batch)
-        self.counters["refused_stores"] += refused
+        stored = len(batch)
+        if absent > stored:
+            self._counters["below_threshold_chunks"] += absent - stored - refused
+            self._counters["refused_stores"] += refused
         command = None
-        if len(batch):
+        if stored:
+            self._counters["stored_chunks"] += stored
             op = self._ledger.open(OpKind.STORE, batch)
             command = StoreCommand(op.number, columns_of(batch))
-        self._drain()  # evictions here may have made demotions due
+        self._tiers.drain()  # evictions here may have made demotions due
         return StorePlan(command, self._tiers.take_evicted(), refused)
 
     def _in_prefix_order(
@@ -283,12 +286,11 @@ class ManagerCore:
         """These chunks, if they are provisional, are chunks like any other from now on."""
         self._tiers.keep(keys)
         self._tiers.drain()
-        self._count()
 
     def cool(self, keys: Sequence[bytes]) -> None:
         """These chunks are the next to leave the CPU tier for the pool."""
         self._tiers.cool(keys)
-        self._drain()
+        self._tiers.drain()
 
     # -- load -------------------------------------------------------------------------
 
@@ -306,16 +308,15 @@ class ManagerCore:
         request's tokens that the load brings, where there are several groups. ends: see
         `prepare_store`.
         """
-        land_max = int(self.config.land_cache_share * self.capacity.cache_slots)
         in_order, order = self._in_prefix_order(keys, ends)
-        batch = self._tiers.plan_load(in_order, land_max, order)
+        batch = self._tiers.plan_load(in_order, self._land_max, order)
         op = self._ledger.open(OpKind.LOAD, batch)
         op.tokens = len(tokens)
         self._attach()
         self._load_times.planned(op, limit_s)
         self._holds.used(keys)
         self._count_loaded(op, batch, tokens, ends)
-        self._drain()
+        self._tiers.drain()
         return LoadCommand(op.number, columns_of(batch))
 
     def _count_loaded(
@@ -327,17 +328,26 @@ class ManagerCore:
         else:
             from_pool = batch.places >= 0
             cpu, pool = tokens_by_source(tokens, ends, from_pool, batch.groups, self.config.groups)
-        self.counters["loaded_tokens", "cpu"] += cpu
+        if cpu:
+            self._counters["loaded_tokens", "cpu"] += cpu
         if self._foreign is not None and op.reads:
-            borrowed = owners_of(batch.places) > OURS
-            if ends is None:
-                shared = int(np.count_nonzero(borrowed)) * per_chunk
-            else:
-                groups = self.config.groups
-                _, shared = tokens_by_source(tokens, ends, borrowed, batch.groups, groups)
-            self.counters["loaded_tokens", "shared"] += shared
-            pool -= shared
-        self.counters["loaded_tokens", "pool"] += pool
+            pool -= self._count_borrowed(batch, tokens, ends)
+        if pool:
+            self._counters["loaded_tokens", "pool"] += pool
+
+    def _count_borrowed(
+        self, batch: Batch, tokens: range, ends: npt.NDArray[np.int64] | None
+    ) -> int:
+        """Count, and return, the tokens that a load brings from other engines' pools."""
+        borrowed = owners_of(batch.places) > OURS
+        if ends is None:
+            per_chunk = self.config.groups[0].tokens_per_chunk
+            shared = int(np.count_nonzero(borrowed)) * per_chunk
+        else:
+            groups = self.config.groups
+            _, shared = tokens_by_source(tokens, ends, borrowed, batch.groups, groups)
+        self._counters["loaded_tokens", "shared"] += shared
+        return shared
 
     # -- other engines' chunks --------------------------------------------------------
 
@@ -362,7 +372,7 @@ class ManagerCore:
         if report.codes is not None and report.codes[0] and op.failure is None:
             op.failure = outcome_of(int(report.codes[0]), 0)
             self._foreign.attach_failed(op.owner)
-            self.counters["borrow_failures", "attach"] += 1
+            self._counters["borrow_failures", "attach"] += 1
         if op.failure is not None and not op.ranks_left and self._foreign.detach(op.owner):
             self._unsent.append(DetachCommand(op.owner))  # some ranks may have opened them
 
@@ -373,7 +383,7 @@ class ManagerCore:
         wait, and cut off overdue loads."""
         for op in self._load_times.take_overdue():
             self._unsent.append(CancelCommand(op))
-            self.counters["loads_cut"] += 1
+            self._counters["loads_cut"] += 1
         self.reload.turn()
 
     def take_commands(self) -> list[Command]:
@@ -400,26 +410,28 @@ class ManagerCore:
     def report(self, reports: Iterable[Report]) -> None:
         """Apply the ranks' reports, in the order in which they came."""
         for report in reports:
-            if isinstance(report, OpReport):  # nearly all are
+            if isinstance(report, OpReport):  # nearly all are this or the next
                 self._reported(self._ledger[report.op], report)
+            elif isinstance(report, OpReports):
+                self._reported_whole(report)
             elif isinstance(report, RateReport):
                 self.targets.rate(report)
             elif isinstance(report, LevelReport):
                 self.levels[report.rank] = report
             else:
-                self.counters["verdict_changes"] += self.targets.verdict(report)
-        self._drain()
+                self._counters["verdict_changes"] += self.targets.verdict(report)
+        self._tiers.drain()
 
     def _reported(self, op: Op, report: OpReport) -> None:
         op.seconds = max(op.seconds, report.seconds)
-        batch, kind = op.batch, op.kind
-        if batch is None and kind is OpKind.ATTACH:
+        batch = op.batch
+        if batch is None and op.kind is OpKind.ATTACH:
             self._attach_reported(op, report)
         elif batch is None:
             self._reset_reported(op, report)
         else:
-            lost, decided, failed, ended = self._tiers.report(
-                _NATIVE_KIND[kind],
+            effect = self._tiers.report(
+                _NATIVE_KIND[op.kind],
                 batch,
                 report.indexes,
                 report.codes,
@@ -430,22 +442,53 @@ class ManagerCore:
             )
             if report.crcs is not None:
                 self._compared()
-            if lost:
-                self._holds.lost(op, lost)
-            if kind is OpKind.FETCH:
-                self._holds.ended(op, range(len(batch)) if decided is None else decided)
-            if failed:
-                self._count_failures(
-                    op, batch.codes[failed], batch.errors[failed], batch.places[failed]
-                )
-            if ended and self._foreign is not None and kind is not OpKind.WRITE:
-                self.counters["borrowed_bytes"] += batch.borrowed(self._lane_bytes)
-            if ended and kind is OpKind.LOAD:
-                self._load_times.loaded(op)
-            elif ended and op.probe:
-                self._load_times.learn(op, was_cut=False)
+            self._follow(op, batch, *effect)
         if op.over:
             self._ledger.close(op)
+
+    def _reported_whole(self, report: OpReports) -> None:
+        """All rows of several ops are OK and released on a rank: take them in with one call."""
+        numbers, seconds = report.columns()
+        ops, batches = [], []
+        for op, took_s in zip(self._ledger.named(numbers), seconds, strict=True):
+            if op.batch is None:
+                self._reported(op, OpReport(op.number, seconds=took_s))
+                continue
+            if took_s > op.seconds:
+                op.seconds = took_s
+            ops.append(op)
+            batches.append(op.batch)
+        kinds = bytes([_NATIVE_KIND[op.kind] for op in ops])
+        over, news = self._tiers.report_whole(kinds, batches)
+        for at, effect in news:
+            self._follow(ops[at], batches[at], *effect)
+        for at in over:
+            self._ledger.close(ops[at])
+
+    def _follow(
+        self,
+        op: Op,
+        batch: Batch,
+        lost: list[int],
+        decided: list[int] | None,
+        failed: list[int],
+        ended: bool,
+    ) -> None:
+        """Follow what a report on these rows has brought about: see `Tiers.report`."""
+        if lost:
+            self._holds.lost(op, lost)
+        if op.kind is OpKind.FETCH:
+            self._holds.ended(op, range(len(batch)) if decided is None else decided)
+        if failed:
+            self._count_failures(
+                op, batch.codes[failed], batch.errors[failed], batch.places[failed]
+            )
+        if ended and self._foreign is not None and op.kind is not OpKind.WRITE:
+            self._counters["borrowed_bytes"] += batch.borrowed(self._lane_bytes)
+        if ended and op.kind is OpKind.LOAD:
+            self._load_times.loaded(op)
+        elif ended and op.probe:
+            self._load_times.learn(op, was_cut=False)
 
     def _compared(self) -> None:
         """Ranks have said which bytes they stored of the same chunks."""
@@ -461,7 +504,7 @@ class ManagerCore:
             op.failure = outcome_of(int(report.codes[0]), errno)
         if op.failure is not None and not op.ranks_left:
             series = "failed_chunks", op.kind.value, op.failure.kind.value, "none"
-            self.counters[series] += 1
+            self._counters[series] += 1
             self.last_failures[series] = op.failure
 
     def has_pending_work(self, *, count_writes: bool = True) -> bool:
@@ -493,7 +536,7 @@ class ManagerCore:
         if self._foreign is not None:
             borrows = (owners_of(places) > OURS) & (codes != code_of(OutcomeKind.CANCELLED))
             for code in codes[borrows].tolist():
-                self.counters["borrow_failures", outcome_of(code, 0).kind.value] += 1
+                self._counters["borrow_failures", outcome_of(code, 0).kind.value] += 1
             codes, errnos, places = codes[~borrows], errnos[~borrows], places[~borrows]
         targets = np.where(places >= 0, targets_of(places), -1)
         for code, target in set(zip(codes.tolist(), targets.tolist(), strict=True)):
@@ -501,10 +544,10 @@ class ManagerCore:
             outcome = outcome_of(code, int(errnos[same[-1]]))
             name = "none" if target < 0 else str(target)
             series = "failed_chunks", op.kind.value, outcome.kind.value, name
-            self.counters[series] += len(same)
+            self._counters[series] += len(same)
             self.last_failures[series] = outcome
         if op.kind is OpKind.LOAD:
-            self.counters["failed_load_tokens"] += self._tokens_lost(op, count)
+            self._counters["failed_load_tokens"] += self._tokens_lost(op, count)
 
     def _tokens_lost(self, op: Op, chunks: int) -> int:
         """Tokens that are computed again because so many more chunks of a load have failed."""
@@ -513,16 +556,13 @@ class ManagerCore:
         was_lost, op.lost = op.lost, True
         return 0 if was_lost else op.tokens
 
-    def _drain(self) -> None:
-        """Begin the writes that are due."""
-        if self._tiers.drain():
-            self._count()
-
-    def _count(self) -> None:
-        """Take over what the tiers have counted."""
+    @property
+    def counters(self) -> Counts:
+        """Events since the start, under the names of `metrics.COUNTERS`."""
         for series, amount in zip(_NATIVE_COUNTS, self._tiers.take_counts(), strict=True):
             if amount:
-                self.counters[series] += amount
+                self._counters[series] += amount
+        return self._counters
 
     # -- reset ------------------------------------------------------------------------
 
@@ -545,8 +585,7 @@ class ManagerCore:
         self.reload.reset()
         op = self._ledger.open(OpKind.RESET)
         self._unsent.append(ResetCommand(op.number, self._tag if named else tag, named))
-        self.counters["resets"] += 1
-        self._count()
+        self._counters["resets"] += 1
         return True
 
     # -- gauges -----------------------------------------------------------------------

@@ -7,8 +7,8 @@ An op gets its number when its command leaves. Until then a write or a fetch is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm_nvmeof_offload.errors import Outcome
@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from vllm_nvmeof_offload.native import Batch
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Op:
     """One operation under way.
 
     batch: its rows, as the manager knows them; None: a reset or an attach, which has one row.
+
+    Most ops never set the later fields: their defaults are the class's and cost no op anything.
     """
 
     number: int
@@ -30,22 +32,22 @@ class Op:
     issued_s: float
     batch: Batch | None
     ranks_left: int  # of an op of one row: ranks that have not reported
-    failure: Outcome | None = None  # of it, on some rank
-    owner: int = 0  # of an attach
+    failure: Outcome | None = field(default=None, init=False)  # of it, on some rank
+    owner: int = field(default=0, init=False)  # of an attach
     #: For a load: bytes by target that it reads, and that others had yet to read before it.
-    lanes: Sequence[int] = ()
-    queued: Sequence[int] = ()
+    lanes: Sequence[int] = field(default=(), init=False)
+    queued: Sequence[int] = field(default=(), init=False)
     #: Of a load: rows that are read from the pool.
-    reads: int = 0
+    reads: int = field(default=0, init=False)
     #: For a load of several groups: the tokens that it brings, all or none; lost: none.
-    tokens: int = 0
-    lost: bool = False
+    tokens: int = field(default=0, init=False)
+    lost: bool = field(default=False, init=False)
     #: A fetch that is there to be timed.
-    probe: bool = False
+    probe: bool = field(default=False, init=False)
     #: Its duration on the slowest of the ranks that have reported.
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, init=False)
     #: For a load or fetch: how long the model had computed prompts when it was planned.
-    prompts_s: float = 0.0
+    prompts_s: float = field(default=0.0, init=False)
 
     @property
     def outcomes_owed(self) -> bool:
@@ -87,12 +89,19 @@ class Ledger:
         assert number in self._ops, f"a report on op {number}, which is over"
         return self._ops[number]
 
+    def named(self, numbers: Iterable[int]) -> list[Op]:
+        """Several ops on which there are reports."""
+        try:
+            return [self._ops[number] for number in numbers]
+        except KeyError as over:
+            raise AssertionError(f"a report on op {over}, which is over") from None
+
     def open(self, kind: OpKind, batch: Batch | None = None) -> Op:
         self._last += 1
         op = Op(self._last, kind, self._clock(), batch, self._world_size)
         if kind is OpKind.LOAD or kind is OpKind.FETCH:
             op.prompts_s = self.prompts_s()
-        self._ops[op.number] = op
+        self._ops[self._last] = op
         return op
 
     def close(self, op: Op) -> None:

@@ -152,14 +152,16 @@ class Admission:
         tokens: the ones loaded; None: a probe, for which no request waited. missed: some chunks
         had not come by then.
         """
-        lanes = zip(read_bytes, self.read_rates, strict=True)
-        rated = self._config.read_bytes_per_s or all(rate or not own for own, rate in lanes)
+        rated = self._rated(read_bytes)
+        per_s = 0.0 if tokens is None else self.tokens_per_s
+        if not (missed or rated or per_s):
+            return
         bytes_s = self._bytes_s(read_bytes, queued_bytes)
         sample_s = max(0.0, seconds - bytes_s)
-        if tokens is not None and self.tokens_per_s:
+        if tokens is not None and per_s:
             # The reads of others that were queued before are not held against the load.
             waited_s = bytes_s - self._bytes_s(read_bytes, [0] * len(read_bytes))
-            missed |= seconds - waited_s - tokens / self.tokens_per_s > _LOSS_S_MAX
+            missed |= seconds - waited_s - tokens / per_s > _LOSS_S_MAX
         if missed:
             self.overhead_s = max(self.overhead_s, sample_s)
             if self.reading:  # otherwise it was decided on before an earlier one disappointed
@@ -170,6 +172,15 @@ class Admission:
             self.overhead_s += share * (sample_s - self.overhead_s)
             if tokens is not None:
                 self._trust = min(1.0, 2 * self._trust)
+
+    def _rated(self, read_bytes: Sequence[int]) -> bool:
+        """Whether the rate of each lane on which bytes are read is known."""
+        if self._config.read_bytes_per_s:
+            return True
+        for own, rate in zip(read_bytes, self.read_rates, strict=True):
+            if own and not rate:
+                return False
+        return True
 
     def _bytes_s(self, read_bytes: Sequence[int], queued_bytes: Sequence[int]) -> float:
         """Seconds to read these bytes, behind the queued ones, at the rates that are known."""
@@ -228,7 +239,7 @@ class LoadTimes:
     def loaded(self, op: Op) -> None:
         """Take in a load whose outcome every rank has reported."""
         was_cut = self._limits_s.pop(op, 0.0) == math.inf
-        if any(op.lanes):
+        if op.reads and any(op.lanes):
             self._count(op, -1)
             self.learn(op, was_cut=was_cut)
 

@@ -380,6 +380,13 @@ nb::list take_copies(Machine& machine) {
   return all;
 }
 
+template <typename T>
+nb::bytes bytes_of(const std::vector<T>& items) {
+  return nb::bytes(items.data(), items.size() * sizeof(T));
+}
+
+// A tuple of `protocol.OpReports`' fields for each run of ops of which all rows are OK and released,
+// and one of `protocol.OpReport`'s for any other report.
 nb::list take_reports(Machine& machine) {
   std::vector<RowReport> reports;
   {
@@ -387,11 +394,25 @@ nb::list take_reports(Machine& machine) {
     reports = machine.take_reports();
   }
   nb::list all;
-  for (RowReport& report : reports)
+  std::vector<uint64_t> ops;
+  std::vector<float> seconds;
+  for (size_t at = 0; at < reports.size(); ++at) {
+    RowReport& report = reports[at];
+    const bool joins = at + 1 < reports.size() && reports[at + 1].whole();
+    if (report.whole() && (joins || !ops.empty())) {
+      ops.push_back(report.op);
+      seconds.push_back(static_cast<float>(report.seconds));
+      if (joins) continue;
+      all.append(nb::make_tuple(bytes_of(ops), bytes_of(seconds)));
+      ops.clear();
+      seconds.clear();
+      continue;
+    }
     all.append(nb::make_tuple(
         report.op, report.all_rows ? nb::none() : column(std::move(report.indexes)),
         column(std::move(report.codes)), column(std::move(report.errors)),
         column(std::move(report.released)), report.seconds, column(std::move(report.crcs))));
+  }
   return all;
 }
 

@@ -29,7 +29,7 @@ std::span<const T> span_of(const std::optional<Column<T>>& column) {
 
 // A read-only view of a batch's column; the batch lives as long as the view.
 template <typename T>
-nb::object view(nb::handle owner, const std::vector<T>& column) {
+nb::object view(nb::handle owner, const SmallColumn<T>& column) {
   const size_t shape[1] = {column.size()};
   return nb::cast(nb::ndarray<nb::numpy, const T>(column.data(), 1, shape, owner));
 }
@@ -157,6 +157,14 @@ using Indexes = std::vector<uint32_t>;
 // whether the last row was decided.
 using Reported = std::tuple<Indexes, std::optional<Indexes>, Indexes, bool>;
 
+// What Python is told of an effect.
+Reported told(Effect&& effect, const Batch& batch) {
+  const bool ended = !effect.decided.empty() && batch.undecided == 0;
+  std::optional<Indexes> decided;
+  if (effect.decided.size() != batch.size()) decided = std::move(effect.decided);
+  return {std::move(effect.lost), std::move(decided), std::move(effect.failed), ended};
+}
+
 Reported report(Tiers& tiers, int kind, Batch& batch, std::optional<Column<uint32_t>> indexes,
                 std::optional<Column<uint8_t>> codes, std::optional<Column<int16_t>> errors,
                 std::optional<Column<uint8_t>> released, std::optional<Column<uint32_t>> crcs,
@@ -165,10 +173,33 @@ Reported report(Tiers& tiers, int kind, Batch& batch, std::optional<Column<uint3
   const Report parts{span_of(indexes),  span_of(codes), span_of(errors),
                      span_of(released), span_of(crcs),  rank};
   tiers.report(static_cast<OpKind>(kind), batch, parts, effect);
-  const bool ended = !effect.decided.empty() && batch.undecided == 0;
-  std::optional<Indexes> decided;
-  if (effect.decided.size() != batch.size()) decided = std::move(effect.decided);
-  return {std::move(effect.lost), std::move(decided), std::move(effect.failed), ended};
+  return told(std::move(effect), batch);
+}
+
+using WholeReported = std::tuple<Indexes, std::vector<std::tuple<uint32_t, Reported>>>;
+
+// One rank's reports on all rows of several ops, all OK and released. kinds: of each op.
+WholeReported report_whole(Tiers& tiers, const nb::bytes& kinds, const nb::list& batches) {
+  if (kinds.size() != batches.size()) throw nb::value_error("the columns differ in length");
+  std::vector<Batch*> all;
+  all.reserve(batches.size());
+  for (const nb::handle one : batches) all.push_back(&nb::cast<Batch&>(one));
+  WholeReported found;
+  auto& [over, news] = found;
+  Effect effect;
+  constexpr size_t kAhead = 8;  // the first rows' memory is fetched so many ops before
+  for (uint32_t at = 0; at < all.size(); ++at) {
+    const auto kind = static_cast<OpKind>(kinds.c_str()[at]);
+    Batch& batch = *all[at];
+    if (at + kAhead < all.size() && all[at + kAhead]->size()) tiers.warm(*all[at + kAhead], 0);
+    effect.clear();
+    tiers.report(kind, batch, {}, effect);
+    if (!batch.undecided && !batch.unreleased) over.push_back(at);
+    const bool is_read = kind == OpKind::LOAD || kind == OpKind::FETCH;
+    if (effect.lost.size() || effect.failed.size() || (is_read && effect.decided.size()))
+      news.emplace_back(at, told(std::move(effect), batch));
+  }
+  return found;
 }
 
 using Held = std::tuple<Row, uint64_t, int32_t>;  // row, generation, cache slot
@@ -219,8 +250,8 @@ nb::list take_moves(Tiers& tiers, size_t limit) {
   return taken;
 }
 
-template <typename T>
-nb::bytes bytes_of(const std::vector<T>& column) {
+template <typename T, uint32_t kInside>
+nb::bytes bytes_of(const SmallColumn<T, kInside>& column) {
   return nb::bytes(column.data(), column.size() * sizeof(T));
 }
 
@@ -277,7 +308,7 @@ std::tuple<std::vector<uint64_t>, size_t, bool> timed(const Batch& batch,
 }
 
 void bind_batch(nb::module_& m) {
-  const auto column = []<typename T>(std::vector<T> Batch::* member) {
+  const auto column = []<typename T>(SmallColumn<T> Batch::* member) {
     return [member](nb::handle self) { return view(self, nb::cast<Batch&>(self).*member); };
   };
   nb::class_<Batch>(m, "Batch")
@@ -379,6 +410,7 @@ void bind_calls(nb::class_<Tiers>& type) {
       .def("report", &report, "kind"_a, "batch"_a, "indexes"_a = nb::none(),
            "codes"_a = nb::none(), "errors"_a = nb::none(), "released"_a = nb::none(),
            "crcs"_a = nb::none(), "rank"_a = 0)
+      .def("report_whole", &report_whole)
       .def("take_unequal", &Tiers::take_unequal)
       .def("is_entry", &Tiers::is_entry)
       .def("reset", &Tiers::reset)
@@ -396,7 +428,14 @@ void bind_state(nb::class_<Tiers>& type) {
       .def("set_speed",
            [](Tiers& self, size_t target, double speed) { self.targets.at(target).speed = speed; })
       .def("take_evicted",
-           [](Tiers& tiers) { return bytes_of(std::exchange(tiers.evicted, {})); })
+           [](Tiers& tiers) {
+             nb::list keys;
+             const size_t bytes = tiers.index.key_bytes();
+             for (size_t at = 0; at < tiers.evicted.size(); at += bytes)
+               keys.append(nb::bytes(tiers.evicted.data() + at, bytes));
+             tiers.evicted.clear();
+             return keys;
+           })
       .def("take_moves", &take_moves)
       .def("take_counts",
            [](Tiers& tiers) {

@@ -84,6 +84,9 @@ struct CopyBatch {
 
 // Some rows of one op, as `protocol.OpReport`; an empty column is an absent one.
 struct RowReport {
+  // All rows of the op are OK and released, and none has a CRC.
+  bool whole() const { return all_rows && codes.empty() && released.empty() && crcs.empty(); }
+
   uint64_t op = 0;
   bool all_rows = false;  // `indexes` is absent
   std::vector<uint32_t> indexes;

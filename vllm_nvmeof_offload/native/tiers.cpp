@@ -822,7 +822,6 @@ void Tiers::report(OpKind kind, Batch& batch, const Report& report, Effect& effe
   }
 }
 
-// Fetch the memory of what a report on this row changes.
 void Tiers::warm(const Batch& batch, size_t at) const {
   if (batch.rows[at] == kNoRow) return;
   index.warm(batch.rows[at]);
@@ -950,7 +949,7 @@ void Batch::reserve(size_t count, size_t key_bytes) {
 
 void Batch::remove(size_t at, size_t key_bytes) {
   const auto each = [at](auto&... columns) {
-    (columns.erase(columns.begin() + static_cast<std::ptrdiff_t>(at)), ...);
+    (columns.erase(at, 1), ...);
   };
   each(rows, generations, cache, places, groups, filling, code, error, outcomes, releases);
   keys.erase(at * key_bytes, key_bytes);
@@ -968,9 +967,9 @@ void Batch::sort(const std::vector<uint32_t>& by, size_t key_bytes) {
   };
   const auto each = [&sort_column](auto&... columns) { (sort_column(columns), ...); };
   each(rows, generations, cache, places, groups, filling, code, error, outcomes, releases);
-  std::string sorted;
+  decltype(keys) sorted;
   sorted.reserve(keys.size());
-  for (const size_t at : order) sorted.append(keys, at * key_bytes, key_bytes);
+  for (const size_t at : order) sorted.append(keys.data() + at * key_bytes, key_bytes);
   keys = std::move(sorted);
 }
 

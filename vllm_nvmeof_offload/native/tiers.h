@@ -17,6 +17,7 @@
 #include "foreign.h"
 #include "index.h"
 #include "op.h"
+#include "small_column.h"
 #include "trust.h"
 
 namespace nvmeof {
@@ -49,17 +50,17 @@ struct Batch {
   // Sort the rows. by: of each row, as many values as rows.
   void sort(const std::vector<uint32_t>& by, size_t key_bytes);
 
-  std::vector<Row> rows;          // kNoRow: of a load, the chunk is gone, or another engine's
-  std::string keys;
-  std::vector<uint64_t> generations;
-  std::vector<int32_t> cache;     // kNoSlot: none
-  std::vector<Place> places;      // kNoPlace: none, or it is not read
-  std::vector<uint8_t> groups;    // positions of KV cache groups
-  std::vector<uint8_t> filling;   // the row's own fill: a store, a fetch, a landing; else 0
-  std::vector<Outcome> code;      // the worst that a rank has reported
-  std::vector<int16_t> error;     // errno, where code is IO_ERROR
-  std::vector<uint16_t> outcomes;  // ranks whose outcome is owed
-  std::vector<uint16_t> releases;  // ranks whose release is owed
+  SmallColumn<Row> rows;           // kNoRow: of a load, the chunk is gone, or another engine's
+  SmallColumn<char, 40> keys;      // joined
+  SmallColumn<uint64_t> generations;
+  SmallColumn<int32_t> cache;      // kNoSlot: none
+  SmallColumn<Place> places;       // kNoPlace: none, or it is not read
+  SmallColumn<uint8_t> groups;     // positions of KV cache groups
+  SmallColumn<uint8_t> filling;    // the row's own fill: a store, a fetch, a landing; else 0
+  SmallColumn<Outcome> code;       // the worst that a rank has reported
+  SmallColumn<int16_t> error;      // errno, where code is IO_ERROR
+  SmallColumn<uint16_t> outcomes;  // ranks whose outcome is owed
+  SmallColumn<uint16_t> releases;  // ranks whose release is owed
   Samples samples;
   size_t undecided = 0, unreleased = 0;  // rows
 };
@@ -79,6 +80,12 @@ struct Effect {
   std::vector<uint32_t> lost;     // their chunks are not in the cache slot any more
   std::vector<uint32_t> decided;  // all ranks have reported
   std::vector<uint32_t> failed;   // of these: one of the ranks has reported a failure
+
+  void clear() {
+    lost.clear();
+    decided.clear();
+    failed.clear();
+  }
 };
 
 struct StorePlan {
@@ -210,6 +217,8 @@ class Tiers {
 
   // -- facts ------------------------------------------------------------------------
   void report(OpKind kind, Batch& batch, const Report& report, Effect& effect);
+  // Fetch the memory of what a report on this row changes.
+  void warm(const Batch& batch, size_t at) const;
   // The groups whose members have turned out to differ since the last call.
   std::vector<size_t> take_unequal() { return std::exchange(unequal_, {}); }
   // Whether the row still is the entry of this generation.
@@ -268,7 +277,6 @@ class Tiers {
   Row add_entry(const char* key, size_t group, uint64_t generation);
   void touch(const std::vector<Row>& rows, bool ended);
   void warm_slots(const Entry& entry) const;
-  void warm(const Batch& batch, size_t at) const;
   void warm_victims(const Order& order, const Slots& slots, bool leaves) const;
   void make_orders();
   State on(Row row, Event event);

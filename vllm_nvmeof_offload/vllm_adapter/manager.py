@@ -53,7 +53,6 @@ from vllm_nvmeof_offload.protocol import (
     RankHello,
     Report,
     StoreCommand,
-    split_keys,
 )
 from vllm_nvmeof_offload.vllm_adapter import capabilities, known_vllm
 from vllm_nvmeof_offload.vllm_adapter.kv_hints import Advice, advice_of
@@ -67,7 +66,7 @@ _EVERYWHERE = FROM_CPU | FROM_POOL
 _EXPORT_PERIOD_S = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass  # a frozen one takes several times as long to make
 class CommandSpec(LoadStoreSpec):
     """Our end of a job that vLLM carries to the workers."""
 
@@ -108,10 +107,10 @@ class _RequestState:
     """used: a request's chunks, by job. advice: of its kv_hints. loaded, ends: the chunks of its
     last load, and where there are several groups the tokens up to each one's end."""
 
-    used: list[Collection[bytes]] = field(default_factory=list)
-    advice: Advice | None = None
-    loaded: ChunkBatch | None = None
-    ends: npt.NDArray[np.int64] | None = None
+    used: list[Collection[bytes]]
+    advice: Advice | None = field(default=None, init=False)
+    loaded: ChunkBatch | None = field(default=None, init=False)
+    ends: npt.NDArray[np.int64] | None = field(default=None, init=False)
 
 
 class NVMeoFOffloadingManager(OffloadingManager):
@@ -225,12 +224,12 @@ class NVMeoFOffloadingManager(OffloadingManager):
             if not plan.refused:
                 self._tails.stored(req_context.req_id, offer)
         self._state(req_context).used.append(wanted)
-        evicted = split_keys(plan.evicted, self.core.config.key_bytes) if plan.evicted else []
+        evicted = _offload_keys(plan.evicted)
         if plan.command is None:
-            return PrepareStoreOutput([], LoadStoreSpec(), _offload_keys(evicted))
+            return PrepareStoreOutput([], LoadStoreSpec(), evicted)
         batch = plan.command.batch
         stored = wanted if len(batch) == len(wanted) else _offload_keys(batch.key_list())
-        return PrepareStoreOutput(stored, CommandSpec(plan.command), _offload_keys(evicted))
+        return PrepareStoreOutput(stored, CommandSpec(plan.command), evicted)
 
     # `complete_store` and `complete_load` are vLLM's own no-ops: the core takes outcomes from the
     # workers' reports, which also come for jobs that vLLM forgot at a reset.
@@ -465,7 +464,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
     def _state(self, req_context: ReqContext) -> _RequestState:
         state: _RequestState | None = req_context.get_state(_RequestState)
         if state is None:
-            state = _RequestState()
+            state = _RequestState([])
             req_context.set_state(state)
         return state
 

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,7 @@ from vllm_nvmeof_offload.protocol import (
     LoadCommand,
     OpKind,
     OpReport,
+    OpReports,
     RateReport,
     Report,
     ResetCommand,
@@ -241,10 +242,7 @@ class TransferPipeline:
 
     def take_reports(self) -> list[Report]:
         machine = self._machine
-        reports: list[Report] = [
-            OpReport(*columns) if columns[-1] is None else OpReport(*columns, self._limits.rank)
-            for columns in machine.take_reports()
-        ]
+        reports = [self._report_of(columns) for columns in machine.take_reports()]
         reports += self._take_verdicts()
         if reports:  # rates and levels ride along: they never make the engine step
             rank = self._limits.rank
@@ -254,6 +252,13 @@ class TransferPipeline:
                 reports.append(LevelReport(rank, *levels))
                 self._levels = levels
         return reports
+
+    def _report_of(self, columns: tuple[Any, ...]) -> Report:
+        if len(columns) == 2:
+            return OpReports(*columns)
+        op, indexes, codes, errnos, released, seconds, crcs = columns
+        rank = 0 if crcs is None else self._limits.rank
+        return OpReport(op, indexes, codes, errnos, released, seconds, crcs, rank)
 
     def take_finished(self) -> list[FinishedJob]:
         finished = []

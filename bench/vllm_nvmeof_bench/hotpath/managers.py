@@ -24,7 +24,14 @@ from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL, CoreConfig
 from vllm_nvmeof_offload.manager.remembered import Question
 from vllm_nvmeof_offload.manager.requests import Queue
 from vllm_nvmeof_offload.metrics import Counts
-from vllm_nvmeof_offload.protocol import AdoptedEntries, CancelCommand, OpReport, RankHello
+from vllm_nvmeof_offload.protocol import (
+    AdoptedEntries,
+    CancelCommand,
+    OpReport,
+    OpReports,
+    RankHello,
+    Report,
+)
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 
 KEY_BYTES = 36  # vLLM's: a SHA-256 and the number of a group
@@ -50,6 +57,14 @@ def random_keys(seed: Sequence[int], count: int) -> npt.NDArray[np.void]:
 def batches_of(keys: npt.NDArray[np.void], chunks: int) -> _Batches:
     """New objects of the keys, `chunks` per op."""
     return [keys[at : at + chunks].tolist() for at in range(0, len(keys), chunks)]
+
+
+def _reports(ops: Sequence[int]) -> list[Report]:
+    """All of these ops have succeeded, as a rank reports that in one step."""
+    if len(ops) == 1:
+        return [OpReport(ops[0])]
+    seconds = np.zeros(len(ops), np.float32)
+    return [OpReports(np.array(ops, np.uint64).tobytes(), seconds.tobytes())]
 
 
 @dataclass
@@ -254,7 +269,7 @@ class OurManager(_Manager):
         assert sum(len(one.keys_to_store) for one in outputs) == count, "the CPU tier has room"
         specs = [one.store_spec for one in outputs]
         recorder.pickle("store", count, specs)
-        reports = [OpReport(spec.command.op) for spec in specs]
+        reports = _reports([spec.command.op for spec in specs])
 
         def report() -> None:
             manager.report(reports, Counts())
@@ -279,7 +294,7 @@ class OurManager(_Manager):
         from_pool = sum(int((spec.command.batch.places >= 0).sum()) for spec in specs)
         assert from_pool == (count if case == "pool" else 0), f"not all chunks are in the {case}"
         recorder.pickle(case, count, specs)
-        reports = [OpReport(spec.command.op) for spec in specs]
+        reports = _reports([spec.command.op for spec in specs])
 
         def report() -> None:
             manager.report(reports, Counts())

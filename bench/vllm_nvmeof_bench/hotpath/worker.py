@@ -42,6 +42,7 @@ from vllm_nvmeof_offload.protocol import (
     StoreCommand,
     WriteCommand,
     place_of,
+    unpacked,
 )
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.units import KIB, slot_stride_bytes
@@ -213,8 +214,10 @@ class Worker:
             take_s = time.thread_time()
             self._worker.get_finished()
             took_s = time.thread_time() - take_s
-            for report in self._worker.take_reports()[0]:
+            reports = self._worker.take_reports()[0]
+            if reports:
                 finished_s, took_s = finished_s + took_s, 0.0  # only calls that found something
+            for report in unpacked(reports):
                 if isinstance(report, OpReport):
                     left -= chunks[report.op] if report.indexes is None else len(report.indexes)
                     if report.codes is not None:

@@ -53,6 +53,7 @@ from vllm_nvmeof_offload.protocol import (
     Urgency,
     WriteCommand,
     place_of,
+    unpacked,
 )
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import GIB, MIB, slot_stride_bytes
@@ -501,7 +502,7 @@ class PipelineMover(EngineMover):
             self._pipeline.step()
         self._pipeline.take_finished()
         ended = []
-        for report in self._pipeline.take_reports():
+        for report in unpacked(self._pipeline.take_reports()):
             if not isinstance(report, OpReport):
                 continue
             if report.codes is not None:

@@ -321,7 +321,9 @@ class Rig:
         for job in finished:
             if job.failures:
                 raise BenchError(f"a transfer failed: {job.failures[0][1]}")
-        for report in (one for one in reports if isinstance(one, protocol.OpReport)):
+        for report in protocol.unpacked(reports):
+            if not isinstance(report, protocol.OpReport):
+                continue
             if report.codes is not None and report.errnos is not None:
                 row = int(report.codes.argmax())
                 outcome = outcome_of(int(report.codes[row]), int(report.errnos[row]))

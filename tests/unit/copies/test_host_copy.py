@@ -30,6 +30,7 @@ from vllm_nvmeof_offload.protocol import (
     StoreCommand,
     WriteCommand,
     place_of,
+    unpacked,
 )
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import HEADER_BYTES, MIB, slot_stride_bytes
@@ -138,7 +139,7 @@ class Bench:
         while not self.pipeline.idle():
             self.waker.clear()
             self.pipeline.step()
-            for report in self.pipeline.take_reports():
+            for report in unpacked(self.pipeline.take_reports()):
                 if isinstance(report, OpReport):
                     assert report.codes is None, report
             if not self.pipeline.idle():

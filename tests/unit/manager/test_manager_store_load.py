@@ -10,7 +10,7 @@ import pytest
 
 from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, DEADLINE, io_error
 from vllm_nvmeof_offload.manager.core import Source
-from vllm_nvmeof_offload.protocol import OpReport
+from vllm_nvmeof_offload.protocol import OpReport, OpReports, ResetCommand, unpacked
 
 from .bench import Bench, keys_of, numbers_of, release, report
 
@@ -41,7 +41,7 @@ def test_the_head_of_a_prefix_outlives_its_tail() -> None:
     bench.store(1, 2, 3, 4)
     evicted: list[int] = []
     for number in (5, 6, 7):
-        evicted += numbers_of(bench.core.prepare_store(keys_of(number)).evicted)
+        evicted += numbers_of(b"".join(bench.core.prepare_store(keys_of(number)).evicted))
     assert evicted == [4, 3, 2]
     assert bench.hits(range(1, 8)) == [1, 5, 6, 7]
 
@@ -64,7 +64,7 @@ def test_a_touched_prefix_outlives_an_older_one() -> None:
     bench.store(1, 2)
     bench.store(3, 4)
     bench.core.ended(keys_of(1, 2))
-    assert numbers_of(bench.core.prepare_store(keys_of(5, 6)).evicted) == [4, 3]
+    assert numbers_of(b"".join(bench.core.prepare_store(keys_of(5, 6)).evicted)) == [4, 3]
 
 
 def test_pinned_entries_stay() -> None:
@@ -72,10 +72,10 @@ def test_pinned_entries_stay() -> None:
     bench.store(1, 2)
     load = bench.load(1)
     plan = bench.core.prepare_store(keys_of(3, 4))
-    assert (numbers_of(plan.evicted), plan.refused) == ([2], 1)
+    assert (numbers_of(b"".join(plan.evicted)), plan.refused) == ([2], 1)
     assert bench.hits([1, 2, 3, 4]) == [1, 3]
     bench.done(load.op)
-    assert numbers_of(bench.core.prepare_store(keys_of(4)).evicted) == [1]
+    assert numbers_of(b"".join(bench.core.prepare_store(keys_of(4)).evicted)) == [1]
 
 
 def test_a_key_evicted_between_stores_is_still_reported() -> None:
@@ -89,7 +89,7 @@ def test_a_key_evicted_between_stores_is_still_reported() -> None:
     bench.load(1)  # lands, and evicts chunks that are in no other tier
     evicted = {3, 4} - set(bench.hits([3, 4]))
     assert len(evicted) == 1
-    assert evicted <= set(numbers_of(bench.core.prepare_store(keys_of(9)).evicted))
+    assert evicted <= set(numbers_of(b"".join(bench.core.prepare_store(keys_of(9)).evicted)))
 
 
 def test_a_load_comes_from_the_cache_or_streams_or_lands() -> None:
@@ -182,3 +182,49 @@ def test_a_late_failure_spares_the_keys_new_entry() -> None:
     bench.store(1)
     bench.done(load.op, (0, CHECKSUM_MISMATCH))
     assert bench.hits([1]) == [1]
+
+
+def _several(*ops: int) -> OpReports:
+    return OpReports(
+        np.array(ops, np.uint64).tobytes(), np.full(len(ops), 0.25, np.float32).tobytes()
+    )
+
+
+def _two_ranks(*, joined: bool) -> tuple[object, ...]:
+    """What is known after two ranks have reported on two stores, of which one failed on the first
+    rank, on two loads, and on a reset. joined: the ops that went well in one report."""
+    bench = Bench(cache=4, pool=8, ranks=2)
+    bench.store(1, 2, 3, 4)
+    bench.write_all()
+    plans = [bench.core.prepare_store(keys_of(number)) for number in (5, 6)]
+    good, bad = (plan.command.op for plan in plans if plan.command is not None)
+    loads = [bench.load(number).op for number in (1, 4)]
+    bench.report(bad, (0, io_error(errno.EFAULT)))
+    for ops in ([good, *loads], [good, bad, *loads]):
+        report = _several(*ops)
+        bench.core.report([report] if joined else unpacked([report]))
+        seen = bench.core.gauges()["ops"]
+        assert seen == (4 if ops[1] != bad else 0), "an op is over when every rank has reported"
+    held = bench.hits(range(1, 7))
+    assert 6 not in held
+    assert 5 in held
+    bench.core.reset()
+    (reset,) = bench.core.take_commands()
+    assert isinstance(reset, ResetCommand)
+    for _ in range(2):
+        bench.core.report([_several(reset.op)] if joined else [OpReport(reset.op, seconds=0.25)])
+    return held, bench.core.gauges(), dict(bench.core.counters), bench.core.last_failures
+
+
+def test_one_report_on_several_ops_is_a_report_on_each() -> None:
+    assert _two_ranks(joined=True) == _two_ranks(joined=False)
+
+
+def test_a_report_on_several_ops_names_none_that_is_over() -> None:
+    bench = Bench()
+    plans = [bench.core.prepare_store(keys_of(number)) for number in (1, 2)]
+    ops = [plan.command.op for plan in plans if plan.command is not None]
+    bench.core.report([_several(*ops)])
+    assert bench.hits([1, 2]) == [1, 2]
+    with pytest.raises(AssertionError, match=f"op {ops[0]}, which is over"):
+        bench.core.report([_several(*ops)])

@@ -29,6 +29,7 @@ from vllm_nvmeof_offload.protocol import (
     Urgency,
     WriteCommand,
     owned_by,
+    unpacked,
 )
 from vllm_nvmeof_offload.staging import SetMap, StagingMap
 from vllm_nvmeof_offload.units import HEADER_BYTES
@@ -303,8 +304,8 @@ class Bench:
         return [(op.pool_slot, op.stamp.epoch) for op in started if op.stamp is not None]
 
     def take(self) -> list[Report]:
-        """The reports as they are sent, except queue lengths."""
-        taken = self.pipeline.take_reports()
+        """The reports, one per op, except queue lengths."""
+        taken = list(unpacked(self.pipeline.take_reports()))
         self.levels += [one for one in taken if isinstance(one, LevelReport)]
         return [one for one in taken if not isinstance(one, LevelReport)]
 

@@ -11,13 +11,15 @@ import pytest
 
 from tests.chunks import Reported, batch_of, place_in
 from vllm_nvmeof_offload.copy.base import Pieces
-from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, STALE, io_error
+from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, OK, STALE, io_error
 from vllm_nvmeof_offload.protocol import (
     FetchCommand,
     LoadCommand,
     OpReport,
+    OpReports,
     StoreCommand,
     WriteCommand,
+    unpacked,
 )
 
 from .bench import PIECES, READ_S, WRITE_S, Bench, identity
@@ -107,6 +109,26 @@ def test_each_part_of_a_report_carries_the_time_of_its_last_outcome() -> None:
     bench.now_s = 2.0
     bench.cancel(1, 3)
     assert [report.seconds for report in _op_reports(bench)] == [2.0]
+
+
+def test_ops_that_end_well_side_by_side_are_one_report() -> None:
+    bench = Bench(cache_slots=5)
+    for op in range(1, 6):
+        bench.fetch_chunks(op, [(op, op - 1, op)])
+    bench.pipeline.step()
+    for op in range(1, 6):
+        outcome = io_error(errno.ENODATA) if op == 3 else OK
+        bench.io.complete(bench.io_of(op), outcome, ended_s=0.25 * op)
+    bench.pipeline.step()
+    before, failed, after, *_ = bench.pipeline.take_reports()
+    assert isinstance(before, OpReports) and isinstance(after, OpReports)
+    assert before.columns() == ([1, 2], [0.25, 0.5])
+    assert after.columns() == ([4, 5], [1.0, 1.25])
+    assert isinstance(failed, OpReport)
+    assert (failed.op, failed.seconds) == (3, 0.75)
+    each = list(unpacked([before, failed, after]))
+    assert [one.op for one in each if isinstance(one, OpReport)] == [1, 2, 3, 4, 5]
+    assert [one.codes for one in each if one is not failed] == [None] * 4  # type: ignore[union-attr]
 
 
 def test_a_store_is_reported_when_all_of_it_is_finished() -> None:

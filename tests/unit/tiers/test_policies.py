@@ -57,7 +57,7 @@ class Server:
         self.tiers.report(STORE, batch)
         self.write()
         gone = self.tiers.take_evicted()
-        return [int(gone[at : at + 4]) for at in range(0, len(gone), 8)]
+        return [int(key[:4]) for key in gone]
 
     def load(self, *numbers: int, land_max: int = 0) -> None:
         self.tiers.report(LOAD, self.tiers.plan_load(keys_of(*numbers), land_max))
