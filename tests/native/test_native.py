@@ -16,8 +16,8 @@ SEED = int(os.environ.get("NATIVE_TEST_SEED", "20261121"))
 SEEDS = int(os.environ.get("NATIVE_TEST_SEEDS", "4"))
 
 
-def build(sanitize: str) -> Path:
-    """Configure and compile under build/, so that a second run finds the programs up to date."""
+def build(sanitize: str, program: str) -> Path:
+    """Configure and compile under build/, so that a second run finds the program up to date."""
     place = ROOT / "build" / "native-tests" / (sanitize.replace(",", "-") or "plain")
     cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert cmake is not None, "cmake is one of the development dependencies"
@@ -25,17 +25,17 @@ def build(sanitize: str) -> Path:
     flags = "-DCMAKE_CXX_FLAGS=-O1"  # keeps assertions enabled
     for command in (
         [cmake, "-S", str(ROOT), "-B", str(place), *options, flags],
-        [cmake, "--build", str(place), "--parallel", "2"],
+        [cmake, "--build", str(place), "--target", program, "--parallel", "2"],
     ):
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
-    return place
+    return place / program
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitize", ["", "address,undefined", "thread"])
 def test_core(sanitize: str, tmp_path: Path) -> None:
-    command = [str(build(sanitize) / "test_core"), str(tmp_path), str(SEED), str(SEEDS)]
+    command = [str(build(sanitize, "test_core")), str(tmp_path), str(SEED), str(SEEDS)]
     if sanitize == "thread":
         # ThreadSanitizer's shadow memory conflicts with full randomisation of addresses.
         command = ["setarch", "--addr-no-randomize", *command]
@@ -46,7 +46,7 @@ def test_core(sanitize: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("program", ["test_machine", "test_set", "test_tiers"])
 def test_one_thread(program: str) -> None:
     """What runs on one thread at a time needs no thread sanitizer."""
-    run([str(build("address,undefined") / program), str(SEED), str(SEEDS)])
+    run([str(build("address,undefined", program)), str(SEED), str(SEEDS)])
 
 
 def run(command: list[str]) -> None:
