@@ -204,7 +204,7 @@ def _merge(parts: Sequence[_Found]) -> AdoptedEntries:
     places = np.concatenate([part.places for part in parts])
     generations = np.concatenate([part.generations for part in parts])
     if (places[1:] >= places[:-1]).all():
-        return AdoptedEntries(places, generations, b"".join(part.keys for part in parts))
+        return AdoptedEntries(places, generations, b"".join(part.keys.data for part in parts))
     order = np.argsort(places)
     keys = np.concatenate([part.keys for part in parts])
     return AdoptedEntries(places[order], generations[order], keys[order].tobytes())
