@@ -96,7 +96,7 @@ def test_what_is_not_the_chunk_that_was_asked_for_is_stale(
             neighbours.ours.store(slot, identity)
             put_whole_slot(neighbours.theirs.pool, slot, whole_slot(neighbours.ours.pool, slot))
         case "tag":  # of other weights
-            neighbours.theirs.pool.reset(bytes(range(16)), named=True)
+            neighbours.theirs.reset(bytes(range(16)))
             neighbours.theirs.store(SLOT, name(1))
     assert neighbours.borrow(slot, identity) == STALE
 

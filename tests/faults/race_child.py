@@ -128,7 +128,8 @@ def own(target: Path, seed: int) -> dict[str, int]:
             staging.payloads[at] = words_of(key, generation)
             address = staging.address + at * pool.slot_bytes
             what = SlotIdentity(key, generation), PAYLOAD_BYTES
-            engine.submit([IoOp(generation, OpKind.WRITE, Urgency.WRITE, slot, address, *what)])
+            op = IoOp(generation, OpKind.WRITE, Urgency.WRITE, slot, address, *what, engine.stamp)
+            engine.submit([op])
             busy[generation] = at, slot
         select.select([engine.fileno()], [], [], 0.1)
         for one in engine.poll():

@@ -513,7 +513,8 @@ class SimIo:
 
     def tag_of(self, flight: _Flight, record: Record | None) -> bytes:
         """The share tag that the contract demands: our own at submission; mutants break it."""
-        return flight.stamp.tag
+        assert flight.op.stamp is not None
+        return flight.op.stamp.tag
 
     def verify(self, record: Record | None, wanted: Claim) -> Outcome:
         """The check that the engine's contract demands; mutants break it."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.resets import reset
 from tests.unit.follow.kit import (
     COMPLETE,
     DEAD,
@@ -71,7 +72,7 @@ def test_a_reset_that_reached_one_target_voids_all(
     following.scan()
     assert following.reader.rows == 2
     before = (pool.directories[1] / "superblock").read_bytes()
-    pool.reset(TAG, named=True)
+    reset(pool, TAG, named=True)
     (pool.directories[1] / "superblock").write_bytes(before)
     put(pool, 3, name(3, 7))
     following.scan(0.1)
@@ -169,10 +170,10 @@ def test_ranks_in_the_middle_of_a_reset_have_no_tag(
     pools = [engine(1, tmp_path, rank=rank, **shape) for rank in range(2)]
     following.scan()
     assert following.owner(1).tag == TAG
-    pools[1].reset(OTHER_TAG, named=True)
+    reset(pools[1], OTHER_TAG, named=True)
     following.scan(0.1)
     assert following.owner(1).tag == bytes(16)
-    pools[0].reset(OTHER_TAG, named=True)
+    reset(pools[0], OTHER_TAG, named=True)
     following.scan(0.1)
     assert (following.state(1), following.owner(1).tag) == (COMPLETE, OTHER_TAG)
 
@@ -209,7 +210,7 @@ def test_only_what_is_written_after_a_version_was_asked_for_is_offered(
     following.scan(0.1)
     assert following.rows(name(2).key) == {row(3, 2, 9)}
     # What a reset voids is not asked for either, and what follows it is.
-    three.reset(TAG, named=True)
+    reset(three, TAG, named=True)
     put(three, 3, name(3, 10))
     following.scan(0.1)
     assert following.reader.rows == 1
@@ -224,7 +225,7 @@ def test_what_was_there_stays_away_through_epochs_that_come_back(
     following.scan()
     superblock = pool.directories[0] / "superblock"
     old = superblock.read_bytes()
-    pool.reset(TAG, named=True)
+    reset(pool, TAG, named=True)
     following.reader.ask_anew()
     following.scan(0.1)
     superblock.write_bytes(old)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.resets import reset
 from tests.unit.follow.kit import (
     COMPLETE,
     DEAD,
@@ -70,7 +71,7 @@ def test_a_reset_withdraws_everything_from_before(
     before = pool.stamp
     following.scan()
     assert following.reader.rows == len(stored)
-    pool.reset(OTHER_TAG, named=True)
+    reset(pool, OTHER_TAG, named=True)
     # A write that the reset overtook names the epoch of before.
     put(pool, 8, name(8), before)
     put(pool, 9, name(9, 4))
@@ -79,7 +80,7 @@ def test_a_reset_withdraws_everything_from_before(
     assert following.owner(1).tag == OTHER_TAG
     assert following.reader.rows == 1
     assert following.rows(name(9).key) == {row(1, 9, 4)}
-    pool.reset(OTHER_TAG, named=False)
+    reset(pool, OTHER_TAG, named=False)
     put(pool, 10, name(10))
     following.scan(0.1)
     assert following.reader.rows == 0, "no superblock names what is written now"
@@ -92,7 +93,7 @@ def test_an_entry_that_came_before_its_superblock_is_offered_with_it(
     superblock = pool.directories[0] / "superblock"
     old = superblock.read_bytes()
     following.scan()
-    pool.reset(TAG, named=True)
+    reset(pool, TAG, named=True)
     new = superblock.read_bytes()
     superblock.write_bytes(old)
     put(pool, 2, name(2, 7))
@@ -282,7 +283,7 @@ def test_rows_are_those_on_disk_whatever_engines_do(
             slots[slot] = name(random_.randrange(40), generation)
             put(pool, slot, slots[slot])
         elif act == "reset":
-            pool.reset(TAG, named=True)
+            reset(pool, TAG, named=True)
             slots.clear()
         elif act == "late":  # a write that an earlier reset overtook
             slot = random_.randrange(16)
