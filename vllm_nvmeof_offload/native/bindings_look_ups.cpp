@@ -93,7 +93,8 @@ class Ahead {
     const uint32_t hash = index_.hash(PyBytes_AS_STRING(key));
     hashes_[of(place)] = hash;
     index_.warm_bucket_of(hash);
-    if (foreign_ && !foreign_->empty()) foreign_->warm({PyBytes_AS_STRING(key), index_.key_bytes()});
+    if (foreign_ && !foreign_->empty())
+      foreign_->warm({PyBytes_AS_STRING(key), index_.key_bytes()});
   }
 
   static size_t of(Py_ssize_t place) { return static_cast<size_t>(place) % (2 * kBucket); }
