@@ -385,7 +385,7 @@ nb::bytes bytes_of(const std::vector<T>& items) {
   return nb::bytes(items.data(), items.size() * sizeof(T));
 }
 
-// A tuple of `protocol.OpReports`' fields for each run of ops of which all rows are OK and released,
+// A tuple of `protocol.OpReports` fields per run of ops of which all rows are OK and released,
 // and one of `protocol.OpReport`'s for any other report.
 nb::list take_reports(Machine& machine) {
   std::vector<RowReport> reports;
