@@ -149,6 +149,7 @@ def test_no_rule_breaks_with_each_eviction_policy(
         "opened_regions",
         "closed_regions",
         "followed_anew",
+        "double_resets",
         "torn_rows",
         "owner_resets",
         "owners_with_other_weights",

@@ -162,9 +162,7 @@ class World:
 
     def _event(self) -> None:
         self.counts["steps"] += 1
-        if self._owners is not None and self._follower is not None:
-            self._owners.step()
-            self._follower.step()
+        self._elsewhere()
         rng, knobs = self.rng, self.knobs
         draw = rng.random()
         if draw < 0.4:
@@ -185,9 +183,24 @@ class World:
             new_weights = not knobs.weights_never_change and rng.random() < 0.5
             self.counts["resets"] += 1
             self.scheduler.reset(new_weights=new_weights)
+            if self._owners is not None and self._owners.rng.random() < 0.3:
+                self._reset_again()
             self.rules.check()
         elif rare < knobs.abort + knobs.reset + knobs.crash:
             self._crash()
+
+    def _reset_again(self) -> None:
+        """Before a step has taken the first reset, when others may have offered more."""
+        self.counts["double_resets"] += 1
+        for _ in range(10):
+            self._elsewhere()
+        self.scheduler.reset(new_weights=False)
+
+    def _elsewhere(self) -> None:
+        """What other engines and the follower do in one tick."""
+        if self._owners is not None and self._follower is not None:
+            self._owners.step()
+            self._follower.step()
 
     def _ask(self) -> None:
         request = self.clients.ask(self.clock())

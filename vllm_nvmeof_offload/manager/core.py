@@ -576,6 +576,8 @@ class ManagerCore:
         named = self.config.weights_never_change and not self.weights_changed and bool(self._tag)
         last = self._unsent[-1] if self._unsent else None
         if isinstance(last, ResetCommand) and last.named == named and not self._tiers:
+            if self._foreign is not None:
+                self._tiers.reset()  # others may have offered more since the last reset
             return False  # weights come in many pieces
         self._unsent[:] = [one for one in self._unsent if not isinstance(one, CancelCommand)]
         if self._foreign is not None:

@@ -204,6 +204,19 @@ def test_a_reset_asks_for_what_is_written_from_then_on() -> None:
     assert bench.hits(range(16)) == list(range(8, 16))
 
 
+def test_a_second_reset_voids_what_others_have_offered_since_the_first() -> None:
+    """Although it sends nothing: no step has taken the first one, and nothing of ours is left."""
+    bench = BorrowBench(weights_never_change=True)
+    assert bench.core.reset()
+    bench.others.owner(1, version=bench.others.writer.version_asked)
+    assert bench.core.lookup(key(0)) is Source.SHARED
+    assert not bench.core.reset()
+    assert bench.core.lookup(key(0)) is None
+    bench.others.owner(1, version=bench.others.writer.version_asked)
+    assert bench.core.lookup(key(0)) is Source.SHARED
+    assert [type(command) for command in bench.step()] == [ResetCommand]
+
+
 def test_weights_that_have_changed_accept_nobody_any_more() -> None:
     bench = BorrowBench(weights_never_change=True)
     bench.core.weights_changed = True
