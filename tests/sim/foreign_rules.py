@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from vllm_nvmeof_offload.errors import CANCELLED, Outcome
@@ -32,8 +33,8 @@ from .store import START_TAG
 
 #: A pair of place and generation that could not be read is not accepted for so long.
 _REFUSED_S = 30.0
-#: Of so many borrows from an owner at least, so many may fail.
-_TRIALS_MIN, _FAILED_SHARE = 64, 0.02
+#: After so many borrows from an owner it may be left alone for a while.
+_TRIALS_MIN = 64
 _BORROWED = (State.BORROWING, State.CACHED)
 
 
@@ -51,7 +52,7 @@ class ForeignRules:
         self._void: set[int] = set()  # generations that were offered before a reset
         self._refused: dict[tuple[int, int], float] = {}  # until when
         self._failed_attach: dict[int, object] = {}  # owner → its record then
-        self._trials: dict[int, list[int]] = {}  # owner → borrows that ended, and that failed
+        self._trials: Counter[int] = Counter()  # owner → borrows that ended
         #: Owners whose attach the ranks were sent, and those that a load names already.
         self._attached: set[int] = set()
         self._due: dict[int, object] = {}  # and their records then
@@ -73,9 +74,14 @@ class ForeignRules:
         refusals = [self._refusal(key, place, generation) for place, generation in rows]
         if source is Source.SHARED and "" not in refusals:
             raise Violation("S4", f"{key.hex()} hits, of {rows}: {refusals}")
-        trusted = all(sum(trial) < _TRIALS_MIN for trial in self._trials.values())
-        if source is None and "" in refusals and trusted:
+        if source is None and "" in refusals and not self._may_distrust():
             raise Violation("2", f"{key.hex()} misses, of {rows}: {refusals}")
+
+    def _may_distrust(self) -> bool:
+        """Whether an owner may be left alone for reasons that are not known here: many failures,
+        or an attach that was decided with a record which has changed since."""
+        many = any(count >= _TRIALS_MIN for count in self._trials.values())
+        return many or None in self._failed_attach.values()
 
     def _refusal(self, key: bytes, place: int, generation: int) -> str:
         """Why this row may not be borrowed now; empty: it may."""
@@ -196,8 +202,7 @@ class ForeignRules:
     def borrow_ended(self, place: int, failure: Outcome | None) -> None:
         """Every rank has reported the row."""
         if failure != CANCELLED:
-            trial = self._trials.setdefault(owner_of(place), [0, 0])
-            trial[failure is not None] += 1
+            self._trials[owner_of(place)] += 1
 
     # -- entries ----------------------------------------------------------------------
 
