@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Drives the manager's tiers without Python, for the sanitizers: plans, holds, resets and the
 // reports of two ranks at random, beside two other engines, from a seed. At rest nothing is in use
-// any more, no slot is an orphan, and every entry is found under its key. Exits with 1 on a failure.
+// any more, no slot is an orphan, and every entry is found under its key. Exits with 1 on failure.
 #include <sys/mman.h>
 #include <unistd.h>
 
