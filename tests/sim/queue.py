@@ -115,6 +115,8 @@ class SimQueue:
 
     def _is_believed(self, name: str, sources: int) -> bool:
         """Whether the foreign table has changed behind an answer that is young enough for that."""
+        if self._follower is None:
+            return False
         then_s, changes = self._answered[name, sources]
         return changes != self._changes and self._clock() - then_s <= _BELIEVED_S
 
