@@ -195,3 +195,35 @@ def test_each_of_two_ranks_reads_its_part(tmp_path: Path) -> None:
         assert rig.grown(other, before, LOADED, source="shared") >= rig.CHUNK_TOKENS * 15
         now = rig.metrics(other)
         assert now.value(REFUSED) == now.value(FAILED) == 0
+
+
+@pytest.mark.soak
+def test_one_overwrites_its_pool_while_the_other_borrows(
+    tmp_path: Path, reference: rig.Reference
+) -> None:
+    """All that one stores is evicted while the other loads it; few loads come too late."""
+    extra = {"admission": "always", "share": "host", "weights_never_change": True}
+    spec = rig.spec(tmp_path / "pool", **extra)
+    assert spec.offload is not None
+    small = {**spec.offload.extra, "pool_bytes": 100 * rig.SLOT_BYTES}  # of some 150 chunks
+    owner = replace(spec, offload=replace(spec.offload, extra=small))
+    stop = threading.Event()
+    with rig.start(owner, "share-small") as one, rig.start(spec, "share-reader") as other:
+
+        def overwrite() -> None:
+            while not stop.is_set():
+                rig.ask(one, reference.prompts)
+
+        overwrites = threading.Thread(target=overwrite)
+        overwrites.start()
+        try:
+            for _ in range(6):
+                rig.forget_all(other)  # it would load its own chunks
+                assert rig.same(rig.ask(other, reference.prompts), reference.answers)
+        finally:
+            stop.set()
+            overwrites.join()
+        now = rig.metrics(other)
+        assert rig.metrics(one).value("vllm:nvmeof_evictions_total", tier="pool") > 0
+        assert now.value(BORROWED) > 0
+        assert now.value(REFUSED) < 0.05 * now.value(BORROWED)
