@@ -223,7 +223,7 @@ class OffloadConfig(BaseModel):
     write_deadline_ms: int = _integer(
         30_000, "ms", 1, 3_600_000,
         "Time after which a write to the pool counts as failed; the chunk stays in the CPU tier "
-        "only.")
+        "only. Also the time that a reset's superblock may take.")
     read_bytes_in_flight_max: _Size = _key(
         64 * MIB, "bytes", _SIZE_FROM_PAGE,
         "Bound on bytes being read per rank; with io_uring, per rank and target.", ge=PAGE_BYTES)

@@ -35,10 +35,10 @@ FUNCTION_LINES_MAX = 70
 COLUMNS_MAX = 100
 #: Files and lines of Python and C++. They may fall (lower the number then), and a commit that
 #: raises one gives the reason.
-PRODUCT_FILES_MAX = 175
-PRODUCT_LINES_MAX = 37_500
-BENCH_FILES_MAX = 66
-BENCH_LINES_MAX = 14_185
+PRODUCT_FILES_MAX = 168
+PRODUCT_LINES_MAX = 35_960
+BENCH_FILES_MAX = 69
+BENCH_LINES_MAX = 14_720
 #: A count below its maximum by more than this share means that the maximum has to be lowered.
 SLACK = 0.02
 
