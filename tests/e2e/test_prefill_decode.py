@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefill and a decode server, with NIXL between them and our connector in both."""
+"""A prefill and a decode server, with NIXL between them and our connector in both, which share."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -27,6 +28,8 @@ from tests.e2e.plain_answers import plain_answers
 
 LOADED = "vllm:nvmeof_loaded_tokens_total"
 HITS = "vllm:external_prefix_cache_hits_total"
+PENDING = "vllm:nvmeof_writes_pending"
+PLACES = "vllm:nvmeof_shared_entries"
 PROMPTS, ANSWER_TOKENS = 2, 40  # the answer fills another chunk
 ASK_A_PEER = {
     "do_remote_decode": True,
@@ -40,7 +43,7 @@ ASK_A_PEER = {
 
 def spec(place: Path, role: str, port: int) -> ServerSpec:
     """A server with both connectors; NIXL comes first where it brings the whole prompt."""
-    base = rig.spec(place, admission="always")
+    base = rig.spec(place, admission="always", share="host")
     assert base.offload is not None
     nixl = {
         "kv_connector": "NixlConnector",
@@ -118,14 +121,18 @@ def reference() -> rig.Reference:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    place = tmp_path_factory.mktemp("prefill-decode")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("prefill-decode") / "pool"
+
+
+@pytest.fixture(scope="module")
+def pair(place: Path) -> Iterator[Pair]:
     with ExitStack() as running:
         servers = []
         for role in ("producer", "consumer"):
             port = ReservedPort()
             running.enter_context(port)
-            one = spec(place / role, role, port.number)
+            one = spec(place, role, port.number)
             servers.append(running.enter_context(rig.start(one, f"prefill-decode-{role}")))
         yield Pair(*servers)
 
@@ -143,8 +150,27 @@ def test_what_one_computes_the_other_decodes(pair: Pair, reference: rig.Referenc
         rig.forget_gpu(pair.decode)
 
 
+def test_the_next_turns_prefill_borrows_what_was_decoded(
+    pair: Pair, reference: rig.Reference
+) -> None:
+    """The prefill server has the prompt's chunks, and never computed the answer's."""
+    rig.wait_for(pair.decode, "the last write", lambda m: m.value(PENDING) == 0)
+    chunks = rig.metrics(pair.decode).value("vllm:nvmeof_pool_slots_used")
+    rig.wait_for(pair.prefill, "its chunks", lambda m: m.value(PLACES) >= chunks)
+    for prompt, answer in zip(reference.prompts, reference.answers, strict=True):
+        rig.forget_gpu(pair.prefill)
+        before = rig.metrics(pair.prefill)
+        asked = [*prompt, *answer.tokens[:-1]]
+        again = complete(pair.prefill, asked, 1)
+        assert again.tokens == answer.tokens[-1:]
+        decoded = whole(len(asked) - 1) - whole(len(prompt))
+        assert decoded > 0
+        assert rig.grown(pair.prefill, before, LOADED, source="shared") == decoded
+        assert rig.grown(pair.prefill, before, LOADED) == whole(len(asked) - 1)
+
+
 def test_each_has_stored_what_it_had(pair: Pair, reference: rig.Reference) -> None:
-    """The decode server also stores its answers, and both load from their own pools."""
+    """Both have the prompts; the decode server has its answers too."""
     for server, tokens in ((pair.prefill, 0), (pair.decode, ANSWER_TOKENS - 1)):
         for prompt, answer in zip(reference.prompts, reference.answers, strict=True):
             rig.forget_gpu(server)
@@ -159,13 +185,16 @@ def test_each_has_stored_what_it_had(pair: Pair, reference: rig.Reference) -> No
 
 
 def test_what_a_dead_peer_does_not_bring_is_computed_and_stored_right(
-    pair: Pair, reference: rig.Reference
+    pair: Pair, place: Path
 ) -> None:
     """A load that fails leaves no wrong KV in our tiers: it is stored after it was computed."""
     asked = rig.prompts(seed=30, count=2)
     wanted = [complete(pair.prefill, prompt, ANSWER_TOKENS) for prompt in asked]
     where = [pair.computed(prompt) for prompt in asked]
     pair.prefill.kill()
+    (its_pool,) = place.glob("*/engine-0")  # it was the first to start
+    shutil.rmtree(its_pool)  # or what it had computed would be borrowed
+    rig.wait_for(pair.decode, "none of its chunks", lambda m: m.value(PLACES) == 0)
     for _ in range(2):
         rig.forget_gpu(pair.decode)
         before = rig.metrics(pair.decode)
