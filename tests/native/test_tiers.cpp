@@ -186,10 +186,10 @@ class World {
       const auto slot = static_cast<uint32_t>(dice_() % 50);
       const Offer offer{keys_[dice_() % kKeys],
                         {owned_by(owner, place_of(slot % 3, slot)), dice_() % 100}};
-      others_.put(offer.key, offer.row);
+      others_.put(fingerprint_of(offer.key), offer.row);
       offers_.push_back(offer);
     } else if (!offers_.empty()) {
-      CHECK(others_.remove(offers_.front().key, offers_.front().row));
+      CHECK(others_.remove(fingerprint_of(offers_.front().key), offers_.front().row));
       offers_.pop_front();
     }
     now_s_ += static_cast<double>(dice_() % 100) / 10;

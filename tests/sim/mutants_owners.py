@@ -39,7 +39,7 @@ native(
 def tag_is_not_compared_in_a_region() -> list[Patch]:
     def tag_of(self: Any, flight: Any, record: Any) -> bytes:
         foreign = flight.region is not None and record is not None
-        return record.claim.tag if foreign else flight.stamp.tag
+        return record.claim.tag if foreign else flight.op.stamp.tag
 
     return [(SimIo, "tag_of", tag_of)]
 
@@ -50,7 +50,7 @@ def tag_is_taken_from_the_region() -> list[Patch]:
 
     def tag_of(self: Any, flight: Any, record: Any) -> bytes:
         if flight.region is None:
-            return flight.stamp.tag
+            return flight.op.stamp.tag
         return self.opener.files(flight.region).named.tag
 
     return [(SimIo, "tag_of", tag_of)]

@@ -11,7 +11,7 @@ namespace nvmeof {
 
 // Of one group.
 struct Trust {
-  explicit Trust(uint32_t set_size) : set_size(set_size) {}
+  explicit Trust(uint32_t members) : set_size(members) {}
 
   uint32_t set_size;
   uint32_t equal = 0;    // samples that were equal in every set
