@@ -59,7 +59,6 @@ _ERRORS: dict[OpKind, tuple[tuple[str, int], ...]] = {
     OpKind.WRITE: (("write_eio", errno.EIO), ("enospc_writes", errno.ENOSPC)),
     OpKind.RESET: (),
 }
-_CHECK_PERIOD_S = 0.01
 _TICK_S = 0.005
 
 
@@ -87,7 +86,6 @@ class FaultPlan:
         self._control_path = control_path
         self._rank = rank
         self._control_version: tuple[int, int] | None = None
-        self._checked_at = float("-inf")
         self.fired: Counter[str] = Counter()
         self._start(dict(knobs or {}), seed)
         self.refresh()
@@ -104,11 +102,9 @@ class FaultPlan:
         logger.info("fault injection: seed %d, %s", seed, knobs)
 
     def refresh(self) -> None:
-        """Read the control file again if it has changed (at most every 10 ms)."""
-        now = time.monotonic()
-        if self._control_path is None or now - self._checked_at < _CHECK_PERIOD_S:
+        """Read the control file again if it has changed."""
+        if self._control_path is None:
             return
-        self._checked_at = now
         try:
             status = self._control_path.stat()
             version = (status.st_mtime_ns, status.st_ino)

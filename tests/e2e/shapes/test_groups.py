@@ -146,7 +146,7 @@ class TestGemma4(Same):
 
 @only_cpu_engine
 class TestGptOss(Same):
-    kind = Kind("gptoss", 64, 16 * KIB, 30, 80)
+    kind = Kind("gptoss", 64, 16 * KIB, 30, 48)
 
 
 @only_cpu_engine

@@ -98,7 +98,7 @@ def _swap() -> None:
     # vLLM's tests configure their own spec, which our connector refuses.
     assert callable(ours.parse_config)
     ours.parse_config = lambda _extra: SimpleNamespace(
-        replicas=1, weights_seen={}, boundary_tokens=0, allow_unknown_vllm=True
+        replicas=1, weights_seen={}, boundary_tokens=0, allow_unknown_vllm=True, share="off"
     )
     assert callable(ours.keep_boundaries)
     ours.keep_boundaries = lambda *_args: 0
