@@ -248,6 +248,11 @@ class OffloadConfig(BaseModel):
     weights_never_change: bool = _flag(
         False, "Promise that weights are never updated in a running engine; chunks stored after "
         "a cache reset may then be adopted by a later run.")
+    trust_weight_version: bool = _flag(
+        False, "Take the weight_version that vLLM is given (/finish_weight_update, "
+        "/update_weight_version) for the name of new weights, as nvmeof_weights_version does. Set "
+        "it only if servers of one model with equal versions always have equal weights, those of "
+        "other training runs too.")
     allow_unknown_vllm: bool = _flag(
         True, "Serve a release of vLLM that this version does not know, if it has all that is "
         "used of it and passes a self-test at start; false: refuse it.")

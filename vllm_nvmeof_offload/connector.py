@@ -157,6 +157,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             one_host = count_nodes(vllm_config.parallel_config) == 1
             shares = config.share == "host"
             self._share = ShareSettings(config.follow_ms, one_host) if shares else None
+            self._trusts_weight_version = config.trust_weight_version
             self._view = SchedulerView(self.scheduler, self._groups, lambda: self._kv_cache_manager)
             self._old_kv = OldKV(self._manager.suspension, self._view)
             lifecycle.install(EngineCore)
@@ -446,6 +447,23 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         if self._manager.weights_may_have_changed(known=known):
             self.reset_cache()
             self._old_kv.began(call, self.scheduler._req_status, known=known)
+
+    @property
+    def trusts_weight_version(self) -> bool:
+        """Whether vLLM's own `weight_version` names the weights."""
+        return self._trusts_weight_version
+
+    def name_weights(self, version: str) -> str:
+        """The operator says that all ranks have this version of the weights; see `lifecycle`.
+
+        Returns what follows from it, for people.
+        """
+        if self._manager.name_weights(version):
+            self.reset_cache()
+            # Nobody may have noticed the change.
+            call = f"the update to {version!r}"
+            self._old_kv.began(call, self.scheduler._req_status, known=True)
+        return self._manager.who_shares()
 
     def _without_resumed(self, scheduler_output: Any) -> Any:
         """Leave out preempted requests that this step loads again.

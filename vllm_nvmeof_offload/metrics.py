@@ -123,6 +123,15 @@ COUNTERS = _table(
          "Chunks of another engine's pool that could not be read, by reason; such a chunk is "
          "computed again, or stored again when it is needed. attach: engines, instead of chunks, "
          "whose files a rank could not open."),
+    _row("deduped_writes", "chunks", (),
+         "Chunks borrowed or computed that were not written to the pool because another living "
+         "engine had them in its pool. Such a chunk is written later if that engine gives it up "
+         "and two requests have used it here."),
+    _row("hints_sent", "hints", (),
+         "Hints sent to other engines, each of a chunk of their pool that was borrowed twice "
+         "or more."),
+    _row("hints_taken", "hints", (),
+         "Hints from other engines by which a chunk of the own pool counted as used."),
     # -- ahead of need
     _row("prefetches", "chunks", _one("reason", "reload", "queue", "probe"),
          "Chunks fetched from the pool into the CPU tier ahead of need, by reason."),

@@ -294,7 +294,33 @@ class DetachCommand(_Message):
     owner: int
 
 
-Command = WriteCommand | FetchCommand | CancelCommand | ResetCommand | AttachCommand | DetachCommand
+@dataclass(frozen=True, slots=True, eq=False)
+class HintCommand(_Message):
+    """Let other engines know which of their chunks this one borrows again and again: advice for
+    their eviction, which may be lost. Nothing is reported, and only rank 0 acts on it.
+
+    owners: uint16[n], those of `places`. places: int64[n], where the chunks were borrowed from.
+    generations: uint64[n]. counts: uint32[n], how often each was borrowed since the last hint.
+    """
+
+    owners: npt.NDArray[np.uint16]
+    places: npt.NDArray[np.int64]
+    generations: npt.NDArray[np.uint64]
+    counts: npt.NDArray[np.uint32]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+Command = (
+    WriteCommand
+    | FetchCommand
+    | CancelCommand
+    | ResetCommand
+    | AttachCommand
+    | DetachCommand
+    | HintCommand
+)
 
 #: In `OpReport.codes`: no outcome, but the release that follows an earlier one.
 RELEASED = 6

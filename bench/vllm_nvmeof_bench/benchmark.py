@@ -34,6 +34,9 @@ PACKAGES = {
     "hotpath": "hotpath",
     "follow": "follow",
     "stall": "stall",
+    "moving": "moving",
+    "alone": "alone",
+    "borrow": "borrow",
 }
 
 #: Earlier names of commands, and of the benchmarks in their files → the present ones.

@@ -14,7 +14,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,8 +64,14 @@ def load(
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["bench"] not in (bench, *older) or content["schema"] != SCHEMA:
             raise ValueError(f"it is of {content['bench']!r}, schema {content['schema']}")
-        names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-        samples = [kind(**{name: row[name] for name in names}) for row in content["samples"]]
+        known = fields(kind)  # type: ignore[arg-type]
+        # A field with a default was added later; files of before do not have it.
+        needed = [one.name for one in known if one.default is MISSING]
+        added = [one.name for one in known if one.default is not MISSING]
+        samples = [
+            kind(**{name: row[name] for name in (*needed, *(set(added) & row.keys()))})
+            for row in content["samples"]
+        ]
         return samples, dict(content["conditions"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BenchError(f"{path}: not a file of `bench {bench} --json`: {error!r}") from None

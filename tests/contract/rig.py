@@ -25,9 +25,10 @@ from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
 from vllm_nvmeof_offload.io.uring import UringIoEngine
 from vllm_nvmeof_offload.native import WHY_NOT, core
 from vllm_nvmeof_offload.pool.format import Keyspace, SlotPlace
+from vllm_nvmeof_offload.pool.lease import Permits
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import OURS, OpKind, SlotIdentity, Urgency
-from vllm_nvmeof_offload.units import HEADER_BYTES, KIB
+from vllm_nvmeof_offload.units import HEADER_BYTES, KIB, PAGE_BYTES
 
 if TYPE_CHECKING:
     from vllm_nvmeof_offload.native._native import StartGate
@@ -234,7 +235,9 @@ def name(number: int, generation: int = 1) -> SlotIdentity:
     return SlotIdentity(number.to_bytes(36, "little"), generation)
 
 
-def _pool(path: Path, o_direct: str, targets: int, slots: int, rank: int) -> tuple[Pool, PoolSpec]:
+def _pool(
+    path: Path, o_direct: str, targets: int, slots: int, rank: int, log_pages: int
+) -> tuple[Pool, PoolSpec]:
     spec = PoolSpec(
         targets=tuple(path / f"target-{i}" for i in range(targets)),
         pool_bytes=1,
@@ -243,16 +246,30 @@ def _pool(path: Path, o_direct: str, targets: int, slots: int, rank: int) -> tup
         rank=rank,
         world_size=2,
         o_direct=o_direct,
+        log_pages=log_pages,
     )
-    spec = PoolSpec(**{**vars(spec), "pool_bytes": slots * (spec.slot_bytes + 64)})
+    size = slots * (spec.slot_bytes + 64) + targets * log_pages * PAGE_BYTES
+    spec = PoolSpec(**{**vars(spec), "pool_bytes": size})
     return Pool.open(spec), spec
 
 
 def _rig(engine_of: MakeEngine, o_direct: str, *, faulty: bool = False) -> Callable[..., Rig]:
     def make(
-        path: Path, *, targets: int = 1, slots: int = 64, rank: int = 0, **options: int
+        path: Path,
+        *,
+        targets: int = 1,
+        slots: int = 64,
+        rank: int = 0,
+        leased: bool = False,
+        log_pages: int = 0,
+        **options: int,
     ) -> Rig:
-        pool, spec = _pool(path, o_direct, targets, slots, rank)
+        """leased: the regions have permits, which the test grants."""
+        pool, spec = _pool(path, o_direct, targets, slots, rank, log_pages)
+        if leased:
+            permits = Permits.new(targets)
+            pool.permits = tuple(permits.word(target) for target in range(targets))
+            permits.close()
         memory = mmap.mmap(-1, STAGING_SLOTS * pool.slot_bytes)
         base_address = np.frombuffer(memory, np.uint8).ctypes.data
         view = memoryview(memory)

@@ -7,7 +7,6 @@ Server A computes and stores; server B never computes what A has. The tests go o
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from vllm_nvmeof_bench.servers.client import Metrics
 from vllm_nvmeof_bench.servers.model import make_model
 from vllm_nvmeof_bench.servers.server import Server, ServerSpec
+from vllm_nvmeof_bench.servers.stranger import stranger
 
 from tests.e2e import faults_rig as rig
 from tests.e2e import parallel_rig as par
@@ -99,19 +99,32 @@ def test_a_borrowed_chunk_is_not_written_again(b: Server, reference: rig.Referen
     assert rig.metrics(b).value(WRITTEN) < 0.05 * whole
 
 
+@pytest.mark.parametrize(
+    ("puts", "idle_s"), [(50_000, IDLE_S), pytest.param(1_000_000, 60.0, marks=pytest.mark.soak)]
+)
 def test_the_first_look_up_of_an_idle_server_finds_what_came_meanwhile(
-    a: Server, b: Server, reference: rig.Reference
+    a: Server, b: Server, spec: ServerSpec, puts: int, idle_s: float
 ) -> None:
-    fresh = rig.prompts(seed=12, count=2)
+    """What A has stored, however much others store while B is idle. These are a made-up server."""
+    assert spec.offload is not None
+    (target,) = spec.offload.extra["targets"]
+    fresh = rig.prompts(seed=puts + 12, count=2)
     answers = rig.ask(a, fresh)
     written(a)
     before = rig.metrics(b)
-    time.sleep(IDLE_S)  # the idleness that this is about: many times the follower's period
-    assert rig.same(rig.ask(b, fresh), answers)
-    # Of the second prompt the first half is in GPU memory.
-    assert rig.grown(b, before, HITS) >= HIT_SHARE_MIN * (
-        whole_tokens(fresh) - rig.PROMPT_TOKENS // 2
-    )
+    with stranger(Path(target), puts, idle_s) as others:
+        assert others.stdout is not None
+        assert others.stdout.readline() == b"written\n"  # after so many seconds
+        first = slice(1)
+        assert rig.same(rig.ask(b, fresh[first]), answers[first])
+        assert rig.grown(b, before, HITS) >= HIT_SHARE_MIN * whole_tokens(fresh[first])
+        assert rig.same(rig.ask(b, fresh), answers)
+        # What both prompts begin with is in GPU memory, and so is the first one.
+        assert rig.grown(b, before, HITS) >= HIT_SHARE_MIN * (
+            whole_tokens(fresh) - rig.PROMPT_TOKENS // 2
+        )
+        knows(b, puts)
+    rig.wait_for(b, "their end", lambda m: m.value(PLACES) < puts)
 
 
 def test_after_its_own_reset_a_server_takes_only_what_is_written_later(

@@ -73,7 +73,7 @@ def test_a_sparse_slab_that_finds_no_space_fails_only_the_write(
     engine_name: str, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slab, "reserve", make_sparse)
-    spec = make_spec(small_disk / "t", slots=WANTED)
+    spec = make_spec(small_disk / "t", slots=WANTED, log_pages=0)
     pool = Pool.open(spec)
     assert pool.slots == WANTED, "the lack of space is discovered later"
     # The table is short, and it keeps its space when the disk fills up later.

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from vllm_nvmeof_offload.errors import PoolLockedError
-from vllm_nvmeof_offload.pool.lock import HEARTBEAT_STALE_S, read_holder
+from vllm_nvmeof_offload.pool.lock import read_holder
 from vllm_nvmeof_offload.pool.pool import Pool
+from vllm_nvmeof_offload.pool.silence import TAKEOVER_S
 
 from .fuse_mount import FaultyMount
 from .kit import WAIT_S, make_spec
@@ -143,7 +144,7 @@ def test_a_stopped_owner_keeps_its_directory(start_child: StartChild, tmp_path: 
     assert holder.pid == child.pid
     # The heartbeat after a long stop.
     record = json.loads(lock.read_bytes().rstrip(b"\0 \n"))
-    record["heartbeat"] -= 100 * HEARTBEAT_STALE_S
+    record["heartbeat"] -= 100 * TAKEOVER_S
     lock.write_bytes(json.dumps(record).encode().ljust(512))
     with pytest.raises(PoolLockedError, match=f"pid {child.pid} "):
         Pool.open(spec)

@@ -96,14 +96,18 @@ class Rig:
         chunks: list[tuple[list[int], int]],
         fence: object | None = None,
     ) -> int:
-        """Store chunks of (blocks, slot). fence: a fence that was recorded earlier."""
+        """Copy chunks of (blocks, slot). fence: a fence that was recorded earlier."""
+        fence = fence or self.engine.record_fence()
+        return self.engine.submit(direction, self.pieces(chunks), fence)
+
+    def pieces(self, chunks: list[tuple[list[int], int]]) -> np.ndarray:
+        """The pieces of chunks of (blocks, slot)."""
         parts = []
         for blocks, slot in chunks:
             pieces = self.geometry.pieces(np.array(blocks, np.int32), 0)
             pieces[:, 1] += np.uint64(self.staging[slot].ctypes.data + HEADER_BYTES)
             parts.append(pieces)
-        fence = fence or self.engine.record_fence()
-        return self.engine.submit(direction, np.concatenate(parts), fence)
+        return np.concatenate(parts)
 
     def wait(self, *tickets: int) -> None:
         end_s = time.monotonic() + WAIT_S

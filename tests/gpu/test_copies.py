@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.gpu.device import Device
-from tests.gpu.rig import LAYOUTS, Rig
+from tests.gpu.rig import LAYOUTS, WAIT_S, Rig
 from vllm_nvmeof_offload.copy.base import Backend, Direction
 
 POISON = 0xA5
@@ -90,6 +90,27 @@ def test_the_bytes_of_a_slow_kernel_are_stored(device: Device, backend: Backend)
     ticket = rig.submit(Direction.STORE, chunks)
     assert time.perf_counter() - start_s < 0.1, "the model's thread waited for the GPU"
     rig.wait(ticket)
+    for blocks, slot in chunks:
+        assert (rig.payload(slot) == rig.content_of(fresh, blocks)).all()
+    rig.close()
+
+
+@backends
+def test_chunks_whose_fences_have_passed_are_stored_in_one_call_without_a_fence(
+    device: Device, backend: Backend
+) -> None:
+    rng = np.random.default_rng(5)
+    rig = Rig(device, "contiguous", backend, 4096)
+    fresh = rng.integers(1, 256, rig.cache.read().size, np.uint8)
+    fences = [rig.engine.record_fence()]
+    device.later(rig.cache, fresh)
+    fences.append(rig.engine.record_fence())
+    end_s = time.monotonic() + WAIT_S
+    while not all(rig.engine.has_passed(fence) for fence in fences):
+        device.go_on()
+        assert time.monotonic() < end_s, "a fence does not pass"
+    chunks = _chunks(rig, rng)
+    rig.wait(rig.engine.submit(Direction.STORE, rig.pieces(chunks), None))
     for blocks, slot in chunks:
         assert (rig.payload(slot) == rig.content_of(fresh, blocks)).all()
     rig.close()

@@ -38,6 +38,7 @@ constexpr size_t kSlot = kHeaderBytes + (kPayload + kPageBytes - 1) / kPageBytes
 constexpr unsigned kTargets = 2;
 constexpr unsigned kPoolSlots = 48;
 constexpr unsigned kStagingSlots = 24;
+constexpr unsigned kLogPages = 4;
 
 const Region kRegion{{1, 2, 3}, 7};
 // Owners of foreign regions, all in the same files: the first one's is the region of the slots.
@@ -65,9 +66,10 @@ struct Place {
       int slab = open((base + ".slab").c_str(), O_RDWR | O_CREAT | O_DIRECT, 0600);
       if (slab < 0) slab = open((base + ".slab").c_str(), O_RDWR | O_CREAT, 0600);
       const int table = open((base + ".table").c_str(), O_RDWR | O_CREAT, 0600);
-      CHECK(slab >= 0 && table >= 0);
+      const int log = open((base + ".log").c_str(), O_RDWR | O_CREAT | O_TRUNC, 0600);
+      CHECK(slab >= 0 && table >= 0 && log >= 0);
       CHECK(ftruncate(slab, kPoolSlots / kTargets * kSlot) == 0);
-      targets.push_back({slab, table});
+      targets.push_back({slab, table, log});
     }
     void* mapped = mmap(nullptr, kStagingSlots * kSlot, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
@@ -76,14 +78,17 @@ struct Place {
   }
   // Reopens the same files; the new descriptors stay open to the end.
   Target reopened(size_t index) {
-    targets.push_back({dup(targets[index].slab_fd), dup(targets[index].table_fd)});
+    const Target& old = targets[index];
+    targets.push_back({dup(old.slab_fd), dup(old.table_fd), dup(old.log_fd)});
     CHECK(targets.back().slab_fd >= 0 && targets.back().table_fd >= 0);
+    CHECK(targets.back().log_fd >= 0);
     return targets.back();
   }
   ~Place() {
     for (const Target& target : targets) {
       close(target.slab_fd);
       close(target.table_fd);
+      close(target.log_fd);
     }
     munmap(memory, kStagingSlots * kSlot);
   }
@@ -92,6 +97,7 @@ struct Place {
     EngineSetup made;
     made.targets = {targets.begin(), targets.begin() + kTargets};
     made.regions.assign(kTargets, kRegion);
+    made.logs.assign(kTargets, {kLogPages, kLogPages, 0});
     made.groups = {{0, 0}};
     made.limits.slot_bytes = kSlot;
     made.limits.split_bytes = 16 << 10;
@@ -192,6 +198,36 @@ void test_format() {
   std::memcpy(&crc, entry.data(), sizeof crc);
   CHECK(entry_crc(entry.data(), 5) == crc);
   CHECK(entry_crc(entry.data(), 6) != crc);
+}
+
+// A log of a whole number of intact pages, each record at its own position only. Returns the number
+// of the newest page, and adds up the kinds of records.
+uint64_t check_log(int fd, std::map<LogKind, uint64_t>& kinds) {
+  uint64_t newest = 0;
+  std::vector<std::byte> page(kLogPageBytes);
+  for (unsigned position = 0; position < kLogPages; ++position) {
+    const ssize_t done = pread(fd, page.data(), page.size(),
+                               static_cast<off_t>(position * kLogPageBytes));
+    CHECK(done >= 0);
+    if (static_cast<size_t>(done) < kLogHeadBytes) continue;
+    LogHead head;
+    if (!decode_head(page.data(), head)) {
+      CHECK(std::all_of(page.begin(), page.begin() + kLogHeadBytes,
+                        [](std::byte byte) { return byte == std::byte{0}; }));
+      continue;
+    }
+    CHECK(head.sequence % kLogPages == position && head.records > 0);
+    newest = std::max(newest, head.sequence);
+    for (uint32_t index = 0; index < head.records; ++index) {
+      const std::byte* const at = page.data() + kLogHeadBytes + index * kLogRecordBytes;
+      LogRecord record;
+      CHECK(!decode_record(at, head.sequence + 1, index, record));
+      CHECK(!decode_record(at, head.sequence, index + 1, record));
+      CHECK(decode_record(at, head.sequence, index, record));
+      ++kinds[record.kind];
+    }
+  }
+  return newest;
 }
 
 // Submits at random and counts: every operation ends once, unless it is taken back.
@@ -322,6 +358,7 @@ struct Mixer {
         engine.replace_target(index, place.reopened(index));
       }
       if (dice() % 16 == 0) change_files();
+      if (dice() % 16 == 0) engine.note(dice() % kTargets, hint_record({}, 1, 255, dice(), 2));
       pollfd readable{engine.fd(), POLLIN, 0};
       if (dice() % 2 == 0) poll(&readable, 1, 1);
       for (const Completion& one : engine.poll()) take(one);
@@ -341,6 +378,10 @@ void test_mix(const std::string& directory, bool registered, uint64_t seed, unsi
   CHECK(mixer.ok > rounds / 4);
   CHECK(mixer.stale > 0 && mixer.without_files > 0);
   CHECK(engine.close(std::chrono::seconds(20)));
+  std::map<LogKind, uint64_t> kinds;
+  for (unsigned target = 0; target < kTargets; ++target)
+    CHECK(check_log(place.targets[target].log_fd, kinds) >= 2 * kLogPages);
+  CHECK(kinds[LogKind::PUT] > 0 && kinds[LogKind::HINT] > 0);
   std::printf("seed %lu: %lu ok, %lu given up, %lu taken back, %lu stale, %lu without files\n",
               seed, mixer.ok, mixer.late, mixer.withdrawn, mixer.stale, mixer.without_files);
 }

@@ -297,7 +297,7 @@ class World {
       places.push_back(has_place ? place(dice_() % kPoolSlots) : -1);
       if (has_place && kind != OpKind::WRITE && chance(dice_, 30)) places.back() = foreign_place();
       for (size_t piece = dice_() % 3; piece > 0; --piece)
-        pieces.insert(pieces.end(), {1u << 30, piece * 64, 64});
+        pieces.insert(pieces.end(), {op, piece * 64, 64});  // the KV cache's address names the op
       first.push_back(static_cast<uint32_t>(pieces.size() / 3));
     }
     Command& command = commands_[op];
@@ -312,7 +312,15 @@ class World {
     if (kind == OpKind::FETCH) urgency = dice_() % 2 ? Urgency::URGENT : Urgency::PREFETCH;
     const bool moves = kind == OpKind::STORE || kind == OpKind::LOAD;
     machine_.begin(op, kind, urgency, {keys, generations, cache, places, groups},
-                   moves ? Pieces{pieces, first} : Pieces{});
+                   moves ? Pieces{pieces, first} : Pieces{}, moves ? fence_of(op) : 0);
+  }
+
+  // The model's thread records fences in their order, and jobs of a step have the same one.
+  uint64_t fence_of(uint64_t op) {
+    if (chance(dice_, 10)) return 0;
+    newest_fence_ += chance(dice_, 70);
+    fences_[op] = newest_fence_;
+    return newest_fence_;
   }
 
   static int64_t place(uint64_t pool_slot) {
@@ -382,12 +390,27 @@ class World {
     machine_.run();
     hand_over();
     while (machine_.run()) hand_over();
-    for (const CopyBatch& batch : machine_.take_copies()) {
-      CHECK(batch.pieces.size() % 3 == 0);
-      copies_[batch.number] = batch.op;
-    }
+    if (chance(dice_, failing ? 30 : 100))
+      passed_fence_ += dice_() % (newest_fence_ - passed_fence_ + 1);
+    take_copies();
     take_in();
     check_buffers();
+  }
+
+  // One batch for all fences that have passed, and one for each that has not, in each direction.
+  void take_copies() {
+    std::set<std::pair<bool, uint64_t>> seen;
+    for (const CopyBatch& batch : machine_.take_copies(passed_fence_)) {
+      CHECK(batch.pieces.size() % 3 == 0);
+      CHECK(seen.emplace(batch.is_store, batch.fence).second);
+      CHECK(!batch.fence || batch.fence > passed_fence_);
+      auto& ops = copies_[batch.number];
+      for (size_t at = 0; at < batch.pieces.size(); at += 3) ops.insert(batch.pieces[at]);
+      for (const uint64_t op : ops) {
+        CHECK(batch.is_store == (commands_.at(op).kind == OpKind::STORE));
+        CHECK(batch.fence == (fences_[op] > passed_fence_ ? fences_[op] : 0));
+      }
+    }
   }
 
   static Stamp stamp_of(uint64_t op, bool named) {
@@ -467,7 +490,8 @@ class World {
       Command& command = commands_.at(one.op);
       CHECK(!command.finished && one.failed.size() == one.codes.size());
       command.finished = true;
-      for (const auto& [number, op] : copies_) CHECK(op != one.op);
+      for (const auto& [number, ops] : copies_) CHECK(!ops.contains(one.op));
+      fences_.erase(one.op);
     }
     for (const RowReport& report : machine_.take_reports()) take(report);
     machine_.io.take_rates();
@@ -516,7 +540,9 @@ class World {
   uint64_t last_op_ = 0, last_number_ = 0;  // of ops, and of chunks
   std::map<int32_t, uint64_t> given_;  // cache slot → number of the chunk of its last fill
   std::map<uint64_t, Command> commands_;
-  std::map<uint64_t, uint64_t> copies_;  // number → op
+  std::map<uint64_t, std::set<uint64_t>> copies_;  // number → ops
+  uint64_t newest_fence_ = 0, passed_fence_ = 0;
+  std::map<uint64_t, uint64_t> fences_;  // by op, of stores and loads that have one
   // A superblock that is being written.
   struct Superblock {
     size_t target;

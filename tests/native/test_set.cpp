@@ -229,7 +229,7 @@ class World {
                                                      : Urgency::DEMAND;
     machine.begin(op, row.kind, urgency,
                   {key, {&row.generation, 1}, {&cache, 1}, {&place, 1}, {&group, 1}},
-                  moves ? Pieces{piece, first} : Pieces{});
+                  moves ? Pieces{piece, first} : Pieces{}, moves ? op : 0);
   }
 
   void take(const RowReport& report) {
@@ -273,7 +273,7 @@ class World {
       machine.io.offer_writes();
       machine.io.fail_stalled();
     } while (machine.run());
-    for (const CopyBatch& batch : machine.take_copies()) {
+    for (const CopyBatch& batch : machine.take_copies(0)) {  // no fence has passed
       CHECK(batch.pieces.size() == 3);
       const size_t slot = slot_at(batch.pieces[1]);
       CHECK((batch.pieces[1] - kBase) % kSlotBytes == kHeader);

@@ -122,6 +122,8 @@ class Knobs:
     equal_min: int = 8
     sample_every: int = 1024
     unequal: bool = False  # the ranks of a set hold different bytes
+    permit_gaps: float = 0.0  # share of looks at which a region's write permit runs out
+    permit_lost: float = 0.0  # share of these after which the lease is lost
     owners: int = 0  # other engines; this and what follows: see `owners.with_owners`
     owner_slots: int = 0  # of a region of each rank, over all targets
     owner_turns: float = 0.0  # share of ticks in which one serves a turn, and stores its chunks
@@ -130,10 +132,12 @@ class Knobs:
     owner_damage: float = 0.0  # a slot is damaged, or a slab is cut short
     owner_lies: float = 0.0  # share of superblocks, records and rows that say something wrong
     owner_late: float = 0.0  # share of its writes that land later
+    owner_hints: float = 0.0  # what others say they borrow of our pool, a tick
     scans: float = 0.0  # share of ticks in which the follower scans an owner
     region_fails: float = 0.0  # share of reads that fail because of the region's files
     attach_fails: float = 0.0
     attach_s: float = 0.0
+    names: float = 0.0  # share of resets at which weights change noticed, or get a name
 
     @property
     def chunk_tokens(self) -> int:
@@ -270,6 +274,8 @@ def _focus(profile: str, rng: random.Random) -> dict[str, Any]:
         }
     if profile == "flushes":
         return _flushes(rng)
+    if profile == "borrowing":  # chosen by name only, with owners: see `owners.with_owners`
+        return {"ticks": 2000, "pool_slots": rng.randint(4, 8), "hangs": 0.0, "io_s": 0.001}
     if profile == "stuck":  # one target never completes an operation; the others do
         return {
             "hangs": rng.uniform(0.2, 0.9),

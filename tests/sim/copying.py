@@ -60,12 +60,18 @@ class SimCopy:
         self.stream_end_s = 0.0  # the model's stream is busy until this time
         self.counts: Counter[str] = Counter()
         #: GPU block → the fences of the jobs that have named it.
-        self._fences: dict[int, set[object]] = {}
+        self._fences: dict[int, set[float]] = {}
+        self._called: set[tuple[Direction, object]] = set()  # with these fences, since `poll`
 
-    def record_fence(self) -> object:
+    def record_fence(self) -> float:
         return self.stream_end_s
 
-    def expect(self, blocks: set[int], fence: object) -> None:
+    def has_passed(self, fence: object) -> bool:
+        """It is seen late at times."""
+        assert isinstance(fence, float)
+        return fence <= self._clock() and self._rng.random() < 0.8
+
+    def expect(self, blocks: set[int], fence: float) -> None:
         """A job that copies these blocks waits for this fence."""
         for block in blocks:
             self._fences.setdefault(block, set()).add(fence)
@@ -77,8 +83,11 @@ class SimCopy:
         fence: object,
         payloads: Payloads | None = None,
     ) -> int:
-        assert isinstance(fence, float), "a job without a fence"
-        start_s = max(self._clock(), fence)
+        if (direction, fence) in self._called:
+            raise Violation("copies", f"a second call to {direction.value} after fence {fence}")
+        self._called.add((direction, fence))
+        assert fence is None or isinstance(fence, float)
+        start_s = self._clock() if fence is None else max(self._clock(), fence)
         done_s = start_s + self._knobs.copy_s * self._rng.uniform(0.1, 2.0)
         failed = self._rng.random() < self._knobs.copy_fails
         if not len(pieces):
@@ -96,8 +105,11 @@ class SimCopy:
         )
         self._next += 1
         for block, _, _ in ticket.pieces:
-            if fence not in self._fences[block]:
+            of_its_jobs = self._fences[block]
+            if fence is not None and fence not in of_its_jobs:
                 raise Violation("3", f"{ticket} waits for the fence of another job")
+            if fence is None and min(of_its_jobs) > start_s:
+                raise Violation("3", f"{ticket} does not wait for the fence of its job")
         self._watch(ticket)
         self._tickets.append(ticket)
         return ticket.number
@@ -116,6 +128,7 @@ class SimCopy:
                 memory.watches.begin(ticket, mine, slots)
 
     def poll(self) -> list[tuple[int, Outcome]]:
+        self._called.clear()
         self.advance()
         seen = [t for t in self._tickets if t.executed and self._rng.random() < 0.8]
         self._rng.shuffle(seen)

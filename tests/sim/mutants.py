@@ -24,6 +24,9 @@ NATIVE: set[str] = set()
 
 #: Name → the weather in which the rule matters often.
 PROFILE = {
+    "an_owner_of_many_failures_is_believed": "borrowing",
+    "expired_permit_writes": "leases",
+    "paused_owners_late_superblock": "leases",
     "gates_accept_stale": "hangs",
     "tag_is_not_compared": "waiting",
     "wait_for_a_load_does_not_cancel": "flushes",
@@ -37,7 +40,7 @@ PROFILE = {
     "a_reset_waits_for_a_late_write": "stuck",
     "hung_fill_blocks_its_readers": "stuck",
     "hung_stream_slots_block_loads": "hangs",
-    "hung_share_of_a_target_blocks_its_loads": "hangs",
+    "hung_share_of_a_target_blocks_its_loads": "stuck",
     "promoted_fetch_never_runs": "waiting",
     "reset_forgets_the_writes_of_other_targets": "pool",
     "stream_slots_are_not_released": "pool",
@@ -91,15 +94,21 @@ SETS = {
 
 #: Name → the number of other engines with which the rule matters; otherwise there are none.
 OWNERS = {
+    "a_name_survives_new_weights": 2,
+    "a_named_reset_keeps_its_tag": 2,
     "a_borrowed_chunk_is_written": 2,
+    "a_deduped_chunk_is_never_written": 2,
+    "a_duplicate_is_written": 2,
     "a_foreign_entry_survives_a_reset": 2,
     "a_foreign_entry_survives_its_acceptance": 2,
     "a_foreign_entry_survives_new_weights": 2,
     "a_foreign_failure_dooms_an_own_row": 2,
+    "a_hint_with_an_old_generation_touches": 2,
     "a_reader_writes_into_a_region": 2,
     "a_refused_pair_comes_back": 2,
     "a_regions_error_marks_its_target": 2,
     "an_attach_failure_is_ignored_on_one_rank": 2,
+    "an_owner_of_many_failures_is_believed": 2,
     "files_are_closed_under_their_reads": 2,
     "loads_leave_before_the_attach": 2,
     "other_weights_are_accepted": 2,

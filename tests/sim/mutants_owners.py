@@ -12,6 +12,7 @@ from vllm_nvmeof_offload.protocol import (
     ChunkBatch,
     Command,
     OpReport,
+    ResetCommand,
     WriteCommand,
     owned_by,
 )
@@ -20,15 +21,20 @@ from vllm_nvmeof_offload.worker.regions import Regions
 
 from .mutants import Patch, mutant, native
 from .storage import SimIo
+from .store import START_TAG
 
 native(
     "a_borrowed_chunk_is_written",
+    "a_deduped_chunk_is_never_written",
+    "a_duplicate_is_written",
     "a_foreign_entry_survives_a_reset",
     "a_foreign_entry_survives_its_acceptance",
     "a_foreign_entry_survives_new_weights",
     "a_foreign_failure_dooms_an_own_row",
+    "a_hint_with_an_old_generation_touches",
     "a_refused_pair_comes_back",
     "a_regions_error_marks_its_target",
+    "an_owner_of_many_failures_is_believed",
     "other_weights_are_accepted",
     "reads_do_not_wait_for_their_files",
     "what_was_believed_is_believed_for_ever",
@@ -54,6 +60,25 @@ def tag_is_taken_from_the_region() -> list[Patch]:
         return self.opener.files(flight.region).named.tag
 
     return [(SimIo, "tag_of", tag_of)]
+
+
+@mutant
+def a_named_reset_keeps_its_tag() -> list[Patch]:
+    """A later start takes the chunks for its own."""
+    real = core.ManagerCore.take_commands
+
+    def take(self: Any) -> list[Command]:
+        return [
+            replace(one, tag=START_TAG) if isinstance(one, ResetCommand) and one.named else one
+            for one in real(self)
+        ]
+
+    return [(core.ManagerCore, "take_commands", take)]
+
+
+@mutant
+def a_name_survives_new_weights() -> list[Patch]:
+    return [(core.ManagerCore, "weights_changed", lambda self: None)]
 
 
 @mutant

@@ -57,7 +57,11 @@ native("store_in_flight_is_a_miss")
 # -- rule 3: GPU order --------------------------------------------------------------------
 
 
-native("copies_of_several_fences_are_one")
+native(
+    "copies_of_several_fences_are_one",
+    "an_open_fences_chunks_go_with_the_passed_ones",
+    "each_job_is_a_copy_of_its_own",
+)
 
 
 @mutant
@@ -80,7 +84,7 @@ def chunks_share_a_younger_fence() -> list[Patch]:
 
     def load(self: Any, command: Any, pieces: Any, fence: object) -> None:
         real(self, command, pieces, fence)
-        self._fences = dict.fromkeys(self._fences, fence)
+        self._open = dict.fromkeys(self._open, fence)
 
     return [(TransferPipeline, "load", load)]
 

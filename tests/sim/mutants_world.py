@@ -6,11 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_nvmeof_offload.manager import core
-from vllm_nvmeof_offload.protocol import ResetCommand
+from vllm_nvmeof_offload.protocol import OpKind, ResetCommand
 
 from . import world
 from .mutants import Patch, mutant, native
 from .rank import Metadata, Output, SimRank
+from .storage import SimIo
 from .store import START_TAG, RankStore, Superblock
 
 # -- reports and reset --------------------------------------------------------------------
@@ -83,6 +84,26 @@ native(
     "failed_reset_is_ignored",
     "suspect_target_fails_the_reset",
 )
+
+# -- leases ------------------------------------------------------------------------------
+
+
+def _starting(kind: OpKind) -> list[Patch]:
+    """Operations of this kind do not look at the permit."""
+    real = SimIo.may_start
+    return [(SimIo, "may_start", lambda self, op: op.kind is kind or real(self, op))]
+
+
+@mutant
+def expired_permit_writes() -> list[Patch]:
+    return _starting(OpKind.WRITE)
+
+
+@mutant
+def paused_owners_late_superblock() -> list[Patch]:
+    """It was paused in its reset, and goes on when another one has the region."""
+    return _starting(OpKind.RESET)
+
 
 # -- every wait is bounded ----------------------------------------------------------------
 

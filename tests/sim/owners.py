@@ -2,8 +2,9 @@
 """Other engines whose regions lie on the same targets: scripted, without an engine of their own.
 
 They serve turns of the same conversations and store the chunks. They recycle slots, begin new
-epochs with the same or with other weights, go away, come back with another pool, lose the end of
-their slabs, and some superblocks lie about the tag. What they have outlives our crashes.
+epochs with the same or with other weights, which may have a name, go away, come back with another
+pool, lose the end of their slabs, and some superblocks lie about the tag. What they have outlives
+our crashes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .memory import Tag
 from .requests import Clients, prefix_hashes
 from .sets import holds, own, set_size_of
 from .shapes import block_tokens, key_of, spread
-from .store import START_TAG, Claim, Record
+from .store import NAMED_WEIGHTS, START_TAG, VERSIONS, Claim, Record, tag_of_version
 
 #: Added to the number of a foreign owner's weights; those of our processes are small.
 _OTHER_WEIGHTS = 1_000_000
@@ -66,12 +67,20 @@ def with_owners(knobs: Knobs, seed: int, owners: int | None) -> Knobs:
         owner_damage=rate(0.05) if faulty else 0.0,
         owner_lies=rate(0.3) if faulty else 0.0,
         owner_late=rate(0.3),
+        owner_hints=random.Random(f"hints of {seed}").choice((0.0, 0.02, 0.1)),
         scans=rng.choice((0.02, 0.2, 0.8)),
         region_fails=rate(0.1) if faulty else 0.0,
         attach_fails=rate(0.5) if faulty else 0.0,
         attach_s=rng.choice((0.0, 0.01, 0.01, 0.2)),
     )
-    return _busy(knobs, rng) if rng.random() < 0.6 else knobs
+    if knobs.profile == "borrowing":  # from the same owners for so long that one is distrusted
+        return replace(_busy(knobs, rng), owner_leaves=0.0, region_fails=0.1, crash=0.0)
+    knobs = _busy(knobs, rng) if rng.random() < 0.6 else knobs
+    rng = random.Random(f"names of {seed}")
+    if rng.random() < 0.5:
+        return knobs
+    resets = max(0.01, knobs.reset), max(0.01, knobs.owner_resets)
+    return replace(knobs, names=rng.choice((0.3, 0.8)), reset=resets[0], owner_resets=resets[1])
 
 
 def _busy(knobs: Knobs, rng: random.Random) -> Knobs:
@@ -146,6 +155,7 @@ class Owners:
         self._expected = expected
         self._generation = self._epochs = self._weights = 0
         self.counts: Counter[str] = Counter()
+        self.written: dict[int, int] = {}  # see `SimFollower.written`
         #: By engine index; ours is 0.
         self.engines = {k + 1: self._new(k + 1) for k in range(knobs.owners)}
 
@@ -280,6 +290,14 @@ class Owners:
             self._begin(owner, owner.tag, owner.named.tag, owner.weights)
         elif draw < 0.6:
             self._begin(owner, START_TAG, START_TAG, 0)
+        elif self._knobs.names and self._rng.random() < 0.7:
+            version = self._rng.randrange(VERSIONS)
+            tag = tag_of_version(version)
+            lies = self._rng.random() < self._knobs.owner_lies
+            other = tag_of_version((version + 1) % VERSIONS)
+            self._begin(owner, tag, other if lies else tag, NAMED_WEIGHTS + version)
+            self.counts["owners_with_a_wrong_name"] += lies
+            self.counts["owners_with_named_weights"] += 1
         else:
             self._weights += 1
             tag = self._rng.randbytes(TAG_BYTES)

@@ -35,6 +35,7 @@ class PolicyRules:
 
     def planned(self, used_cache: Iterable[int], *, load: bool) -> None:
         """Check after a store or a load was planned: the plan may have evicted entries."""
+        self._note_room()  # a slot that it has taken may be free again before the next command
         dropped = self._core.counters["refused_writes"] - self._dropped
         self._dropped += dropped
         if not dropped or not self._demotes:

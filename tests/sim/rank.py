@@ -30,7 +30,7 @@ from vllm_nvmeof_offload.worker.pipeline import FinishedJob, TransferLimits, Tra
 from .base import BLOCK_BYTES, GPU_BASE, Clock, Knobs, Trace, Violation
 from .copying import SimCopy
 from .memory import Memory, Tag
-from .owners import Owners
+from .owners import Owners, is_foreign
 from .regions import SimHealth, SimOpener
 from .sets import RankSet, holds, own, set_sizes, split_cache
 from .shapes import block_tokens, needed_from
@@ -131,6 +131,8 @@ class SimRank:
         member = rank % knobs.set_size
         self.copy = SimCopy(memories, member, knobs, clock, rng)
         self.opener = None if owners is None else SimOpener(owners, rank, knobs, clock, rng)
+        # As a pool is opened, before anything is read or written: the stamp is that of this start.
+        self.adopted = store.adopt(member)
         self.io = SimIo(store, self.memory, knobs, clock, rng, expected, rank, self.opener)
         self.pipeline = TransferPipeline(
             StagingMap(
@@ -175,8 +177,7 @@ class SimRank:
         )
 
     def hello(self, engine_index: int = 0) -> RankHello:
-        adopted = self.adopted = self.io.store.adopt(self.rank % self._knobs.set_size)
-        knobs = self._knobs
+        adopted, knobs = self.adopted, self._knobs
         for place, generation in zip(
             adopted.places.tolist(), adopted.generations.tolist(), strict=True
         ):
@@ -240,7 +241,10 @@ class SimRank:
 
     def _apply(self, command: Command) -> None:
         if isinstance(command, WriteCommand):
-            self._writes.update(command.batch.generations.tolist())
+            generations = command.batch.generations.tolist()
+            self._writes.update(generations)
+            # A chunk that was borrowed again has its generation again.
+            self.io.overtaken.difference_update(filter(is_foreign, generations))
         elif isinstance(command, ResetCommand):
             self.io.overtaken |= self._writes
             self.io.void_limit = self.void_limits[command.op]

@@ -140,6 +140,7 @@ class Rules:
                 self._fresh(cache, identity)
         self.ops[command.op] = op
         self._policies.planned(self._used(), load=True)
+        self._used_here(keys)
         return command
 
     def prepare_store(
@@ -171,7 +172,22 @@ class Rules:
                 later = {key for key, one in zip(keys, provisional.tolist(), strict=True) if one}
                 self._provisional.update(i.generation for i in op.identities if i.key in later)
         self._policies.planned(self._used(), load=False)
+        self._used_here(keys)
+        if self._foreign is not None and plan.command is not None:
+            self._foreign.stored(self.ops[plan.command.op])
         return plan
+
+    def ended(self, keys: Sequence[bytes], ends: npt.NDArray[np.int64] | None) -> None:
+        """A request that used these chunks has ended."""
+        if self._foreign is not None:
+            self._foreign.ended(keys, self._entries(), self._provisional)
+        self._core.ended(keys, ends)
+        self._used_here(keys)
+        self._commands_wait()
+
+    def _used_here(self, keys: Sequence[bytes]) -> None:
+        if self._foreign is not None:
+            self._foreign.used(keys, self._entries(), self._provisional)
 
     def _in_prefix_order(
         self, new: list[bytes], keys: Sequence[bytes], ends: npt.NDArray[np.int64] | None
@@ -241,6 +257,9 @@ class Rules:
                 raise Violation("provisional", f"{command} of {identity}")
             if identity.generation not in self._copied:
                 raise Violation("5", f"{command}: no report has completed its store")
+            if self._follower is not None and is_foreign(identity.generation):
+                newest = max((g for g in self._expected if not is_foreign(g)), default=0)
+                self._follower.written[identity.generation] = newest + 1
             for other, place, _ in self._users("places"):
                 mine = split_place(op.places[row])
                 if overlap(split_place(place), mine) and other != identity:
@@ -273,11 +292,11 @@ class Rules:
             if not evictable:
                 raise Violation("8", f"{entry} ({state.name}) was removed but did not fail")
 
-    def reset(self, *, named: bool) -> None:
-        """named: the weights are still those of the start, and can be named."""
+    def reset(self, tag: bytes | None, *, again: bool) -> None:
+        """tag: of the weights; None: they have no name. again: one was queued already."""
         self._void.update(g for g in self._expected if not is_foreign(g))
         if self._foreign is not None:
-            self._foreign.reset(named=named)
+            self._foreign.reset(tag, again=again)
         self._commands_wait()
 
     # -- after every event ------------------------------------------------------------
@@ -373,7 +392,10 @@ class Rules:
         self._check_intersection()
         for entry in self._core.entries():
             holders = self._holders(member_of(entry.place))
-            if entry.generation <= max(rank.io.store.void_limit for rank in holders):
+            generation = entry.generation
+            if self._follower is not None:
+                generation = self._follower.written.get(generation, generation)
+            if generation <= max(rank.io.store.void_limit for rank in holders):
                 raise Violation("reset", f"adopted {entry} from before a reset")
             if any(epoch for epoch, *_ in self._expected[entry.generation]):
                 raise Violation("reset", f"adopted {entry} of other weights")
@@ -411,6 +433,8 @@ class Rules:
         if any(gauges[name] for name in names):
             raise Violation("leak", f"at the end: {gauges} {self.ops}")
         self._policies.idle()
+        if self._foreign is not None:
+            self._foreign.idle(self._core.entries())
         for rank in self.ranks:
             if rank.opener and rank.opener.open_count != len(rank.io.regions):
                 raise Violation("leak", f"rank {rank.rank} has files open: {rank.io.regions}")
@@ -505,23 +529,36 @@ class Rules:
         if not op.identities or op.is_gone(row):
             return
         generation = op.identities[row].generation
+        entry = self._entries().get(op.identities[row].key)
+        # It may have been borrowed once more, into another slot.
+        filled = entry is not None and entry.cache == op.cache.get(row)
         if owner_of(place) != OURS:
             assert self._foreign is not None
-            self._foreign.borrow_ended(place, failure)
-            entry = self._entries().get(op.identities[row].key)
-            # It may have been borrowed once more, into another slot.
-            filled = entry is not None and entry.cache == op.cache.get(row)
+            self._foreign.borrow_ended(place, generation, failure)
+            if failure is None:
+                self._copied.add(generation)
             if failure not in (None, CANCELLED) and filled:
                 self._failed.add(generation)
             elif failure == CANCELLED and op.fills(row):
                 self._cut_off.add(generation)
             return
+        if is_foreign(generation) and not self._is_entry(op, row):
+            return
         if op.kind == "store" and failure is None:
             self._copied.add(generation)
         elif op.kind == "store" or (op.kind in _READS and failure not in _SPARES):
-            self._failed.add(generation)
+            if filled or not is_foreign(generation):
+                self._failed.add(generation)
         elif failure == CANCELLED and op.fills(row):
             self._cut_off.add(generation)
+
+    def _is_entry(self, op: SentOp, row: int) -> bool:
+        """Whether the row still is the chunk's entry, or there is none: what was borrowed may be
+        borrowed again, in the same generation and into other slots."""
+        entry = self._entries().get(op.identities[row].key)
+        if entry is None:
+            return True
+        return entry.cache == op.cache.get(row) or entry.place == op.places.get(row)
 
 
 def _identities(adopted: AdoptedEntries) -> set[tuple[int, tuple[bytes, int]]]:

@@ -29,6 +29,7 @@ from .rank import Metadata, Output, TransferJob, Work
 from .requests import BlockPool, Request, Status, request_to_free, store_again, take_victim
 from .rules import Rules
 from .shapes import block_tokens, needed_from, unit_of_blocks
+from .store import NAMED_WEIGHTS, START_TAG, tag_of_version
 
 LOAD_ATTEMPTS_MAX, BUDGET_TOKENS = 20, 24
 
@@ -47,7 +48,11 @@ class SimScheduler:
         follower: SimFollower | None = None,
     ) -> None:
         self.core = core
-        self.epoch = 0
+        #: The number of the weights, and of those that were never named.
+        self.epoch = self._unnamed = 0
+        #: Their share tag; None: they have none. is_named: a reset announces no other weights.
+        self.tag: bytes | None = START_TAG
+        self.is_named = knobs.weights_never_change
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.done: list[Request] = []
@@ -108,9 +113,41 @@ class SimScheduler:
         """`reset_prefix_cache(reset_running_requests=True, reset_connector=True)`."""
         self._trace("reset", "new weights" if new_weights else "")
         if new_weights:
-            for request in [r for r in self.waiting if r.holds_blocks]:
-                self.abort(request)
-            self.epoch += 1
+            self._take_unnamed_weights()
+        self._reset()
+
+    def change_weights(self, version: int | None) -> None:
+        """vLLM notices that the weights change. None: to a version that is never named."""
+        self._trace("new weights are noticed, version", version)
+        if version is None:
+            self._take_unnamed_weights()
+        else:
+            self._take_weights(NAMED_WEIGHTS + version)
+        self.core.weights_changed()
+        self.tag, self.is_named = None, False
+        self._reset()
+
+    def name_weights(self, version: int) -> None:
+        """The operator names the weights, which nobody may have noticed to be others."""
+        self._trace("the weights are named", version)
+        self._take_weights(NAMED_WEIGHTS + version)
+        self.tag, self.is_named = tag_of_version(version), True
+        if self.core.name_weights(self.tag):
+            self._reset()
+
+    def _take_unnamed_weights(self) -> None:
+        self._unnamed += 1
+        self._take_weights(self._unnamed)
+
+    def _take_weights(self, weights: int) -> None:
+        """Load these weights: vLLM aborts what has KV of others."""
+        if weights == self.epoch:
+            return
+        for request in [r for r in self.waiting if r.holds_blocks]:
+            self.abort(request)
+        self.epoch = weights
+
+    def _reset(self) -> None:
         while self.running:
             self._dropped.append(self.running.pop())
             self._preempt(self._dropped[-1])
@@ -118,8 +155,8 @@ class SimScheduler:
         self._flush.update(self._jobs)
         if self._tails is not None:
             self._tails.reset()
-        self.core.reset()
-        self._rules.reset(named=self._knobs.weights_never_change)
+        again = not self.core.reset()
+        self._rules.reset(self.tag if self.is_named else None, again=again)
         for request in list(self._requests.values()):
             request.stored_chunks = [0] * len(self._knobs.groups)
             request.jobs.clear()
@@ -597,7 +634,7 @@ class SimScheduler:
         for group, chunks in zip(self._knobs.groups, request.stored_chunks, strict=True):
             keys += request.keys(group, chunks)
             ends += [(chunk + 1) * group.tokens_per_chunk for chunk in range(chunks)]
-        self.core.ended(keys, None if self._knobs.full_only else np.array(ends, np.int64))
+        self._rules.ended(keys, None if self._knobs.full_only else np.array(ends, np.int64))
         for op in request.jobs:
             self._fence(op, self._store_blocks[op])
         self._blocks.release(request.blocks)

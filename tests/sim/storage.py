@@ -18,7 +18,7 @@ from vllm_nvmeof_offload.errors import (
     Outcome,
     io_error,
 )
-from vllm_nvmeof_offload.io.base import Completion, ForeignSlab, IoOp, Room
+from vllm_nvmeof_offload.io.base import Completion, ForeignSlab, HintRecord, IoOp, Room
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.protocol import OpKind, Urgency
 from vllm_nvmeof_offload.units import slot_stride_bytes
@@ -54,6 +54,8 @@ class _Flight:
     superblock: Superblock | None = None  # which is this,
     void_limit: int = 0  # and voids every generation up to this one
     region: ForeignSlab | None = None  # another engine's, at submission
+    #: It waits for a permit; the times of its events after its start. Empty: it does not.
+    held: tuple[float, ...] = ()
 
     def __str__(self) -> str:
         of = f" of owner {self.op.owner}" if self.op.owner else ""
@@ -109,6 +111,9 @@ class SimIo:
         self._retried: dict[int, int] = {}  # and the number of the last such reset
         #: The next reset voids every generation up to this one.
         self.void_limit = 0
+        #: By target: when the region may be written again; infinite: its lease is lost.
+        self._permitted_s = [0.0] * knobs.targets
+        self._leases = random.Random(f"leases of {rng.random()}") if knobs.permit_gaps else None
         self._lanes = [ResetRule(target, store.stamp) for target in range(knobs.targets)]
         #: Identities of writes submitted before a reset: they may not start after it.
         self.overtaken: set[int] = set()
@@ -189,6 +194,9 @@ class SimIo:
     def detach_region(self, owner: int, target: int) -> None:
         self.regions.pop((owner, target), None)
 
+    def hint(self, target: int, record: HintRecord) -> None:
+        """Hints change nothing but what others evict."""
+
     def fileno(self) -> int:
         return -1
 
@@ -204,6 +212,7 @@ class SimIo:
 
     def advance(self) -> None:
         now = self._clock()
+        self._renew_permits()
         for flight in self._flights.values():
             kind = flight.op.kind
             if not flight.data_done and flight.data_s <= now:
@@ -217,6 +226,58 @@ class SimIo:
             if not flight.table_done and flight.table_s <= now and kind is OpKind.WRITE:
                 flight.table_done = True
                 self._enter(flight)
+
+    def _renew_permits(self) -> None:
+        """Let permits run out now and then, and some leases be lost; start what waited."""
+        now, rng, knobs = self._clock(), self._leases, self._knobs
+        if rng is None:
+            return
+        for target, until_s in enumerate(self._permitted_s):
+            if self.calm:
+                self._permitted_s[target] = until_s if math.isinf(until_s) else 0.0
+            elif until_s <= now and rng.random() < knobs.permit_gaps:
+                gap_s = rng.choice((0.01, 0.3, 3.0, 10.0))
+                lost = rng.random() < knobs.permit_lost
+                self._permitted_s[target] = math.inf if lost else now + gap_s
+                self.counts["permits_lost" if lost else "permits_run_out"] += 1
+        for flight in self._flights.values():
+            if flight.held and math.isinf(self._permitted_s[self._target(flight.op)]):
+                reset = flight.op.kind is OpKind.RESET
+                flight.outcome = io_error(errno.ENODEV) if reset else CANCELLED
+                flight.held, flight.done_s = (), now
+            elif flight.held and self.may_start(flight.op):
+                self._start_held(flight)
+
+    def _start_held(self, flight: _Flight) -> None:
+        start_s, data_s, table_s, done_s = (self._clock() + span_s for span_s in flight.held)
+        flight.start_s, flight.data_s, flight.table_s, flight.done_s = (
+            start_s,
+            data_s,
+            table_s,
+            done_s,
+        )
+        flight.held = ()
+
+    def _hold_back(self, flight: _Flight) -> None:
+        """Rule 18: writes start only within the permit."""
+        now = self._clock()
+        if flight.op.is_read:
+            return
+        if self.may_start(flight.op):
+            if self._permitted_s[self._target(flight.op)] > now:
+                raise Violation("18", f"{flight} starts without a permit")
+            return
+        times = flight.start_s, flight.data_s, flight.table_s, flight.done_s
+        flight.held = tuple(one - now for one in times)
+        flight.start_s = flight.data_s = flight.table_s = flight.done_s = math.inf
+        self.counts[f"held_{flight.op.kind.value}"] += 1
+
+    def may_start(self, op: IoOp) -> bool:
+        """The check that the engine's contract demands; mutants break it."""
+        return self._permitted_s[self._target(op)] <= self._clock()
+
+    def _target(self, op: IoOp) -> int:
+        return op.pool_slot % self._knobs.targets
 
     def cancels(self) -> None:
         """The rank received a cancel: a read that was to be tried again may be gone."""
@@ -239,6 +300,8 @@ class SimIo:
         """The process is gone; operations that had started may or may not have progressed."""
         self.advance()
         for flight in self._flights.values():
+            if flight.held:
+                continue  # it has not started
             if flight.op.kind is OpKind.RESET and not flight.data_done and self._rng.random() < 0.5:
                 self._put_superblock(flight)
             if flight.op.kind is OpKind.WRITE and self._rng.random() < 0.5:
@@ -276,6 +339,7 @@ class SimIo:
         if flight.fault in ("error", "region"):
             flight.table_s = math.inf
             flight.data_s = flight.data_s if rng.random() < 0.5 else math.inf
+        self._hold_back(flight)
         self._flights[op.token] = flight
         if flight.fault:
             self.counts[f"fault_{'read' if op.is_read else op.kind.value}_{flight.fault}"] += 1
@@ -417,6 +481,7 @@ class SimIo:
         for other in resets:  # it waits for one that hangs, and takes the place of one that waits
             if other.start_s > now:
                 other.outcome, other.data_s, other.done_s = CANCELLED, math.inf, now
+                other.held = ()
             span_s = flight.done_s - flight.start_s
             flight.start_s = max(flight.start_s, other.done_s)
             flight.done_s = flight.start_s + span_s

@@ -25,6 +25,15 @@ from .memory import Tag
 Entry = tuple[SlotIdentity, int, bool]
 #: The share tag of every start: that of the weights on disk.
 START_TAG = b"weights on disk.".ljust(TAG_BYTES)
+#: Versions of the weights that operators name, here and elsewhere.
+VERSIONS = 2
+#: The number of the weights of version 0.
+NAMED_WEIGHTS = 2_000_000
+
+
+def tag_of_version(version: int) -> bytes:
+    """The share tag of weights that the operator has named."""
+    return (b"weights named %d" % version).ljust(TAG_BYTES)
 
 
 class Claim(NamedTuple):

@@ -43,8 +43,8 @@ SEEDS_MAX = 500
 #: Name → the first seed to try. A seed that is known to catch the mutant keeps the test short.
 #: After a change to the simulator the search continues from this seed and wraps around.
 FIRST: dict[str, int] = {
-    "a_foreign_entry_survives_a_reset": 4,
-    "a_foreign_entry_survives_its_acceptance": 11,
+    "a_foreign_entry_survives_a_reset": 16,
+    "a_foreign_entry_survives_its_acceptance": 33,
     "a_foreign_entry_survives_new_weights": 8,
     "a_regions_error_marks_its_target": 2,
     "a_retry_gets_a_new_deadline": 275,
@@ -56,7 +56,7 @@ FIRST: dict[str, int] = {
     "first_miss_is_not_asked_again": 213,
     "full_engine_blocks_forever": 113,
     "gates_accept_stale": 32,
-    "hung_share_of_a_target_blocks_its_loads": 231,
+    "hung_share_of_a_target_blocks_its_loads": 121,
     "hung_stream_slots_block_loads": 51,
     "lower_sequence_wins": 145,
     "new_weights_are_adopted": 36,

@@ -75,6 +75,11 @@ def test_no_rule_breaks_when_vllm_waits_for_loads_that_hang() -> None:
         _seen.update(play(seed, "flushes"))
 
 
+def test_no_rule_breaks_while_permits_run_out_and_leases_are_lost() -> None:
+    for seed in range(_FIRST, _FIRST + 40):
+        _seen.update(play(seed, "leases"))
+
+
 @pytest.mark.parametrize(
     "policy", [*sorted(POLICIES.keys() - {CREDITED}), "04_custom_policy:SecondChance"]
 )
@@ -153,9 +158,18 @@ def test_no_rule_breaks_with_each_eviction_policy(
         "torn_rows",
         "owner_resets",
         "owners_with_other_weights",
+        "owners_with_named_weights",
+        "owners_with_a_wrong_name",
+        "noticed_weights",
+        "borrows_by_name",
+        "named_weights",
         "owners_with_a_wrong_tag",
         "owners_gone",
         "dead_owners",
+        "held_write",
+        "held_reset",
+        "permits_run_out",
+        "permits_lost",
         "truncated_regions",
         *(f"steps_in_flight:{steps}" for steps in range(1, 5)),
         *(f"loads:{shape}" for shape in (FULL, *SHAPES)),

@@ -24,7 +24,7 @@ from .rules import Rules
 from .scheduler import SimScheduler
 from .sets import RankSet, with_sets
 from .shapes import shaped
-from .store import RankStore
+from .store import NAMED_WEIGHTS, VERSIONS, RankStore
 
 REQUEST_S_MAX = 300.0
 
@@ -51,6 +51,12 @@ class World:
         self.knobs = shaped(self.knobs, seed, shape)
         self.knobs = with_sets(self.knobs, seed, 0 if ranks is not None else sets)
         self.knobs = with_owners(self.knobs, seed, 0 if ranks is not None else owners)
+        if self.knobs.profile == "leases":
+            self.knobs = replace(
+                self.knobs,
+                permit_gaps=self.rng.choice((0.002, 0.02)),
+                permit_lost=self.rng.choice((0.0, 0.0, 0.05)),
+            )
         self.clock = Clock()
         self.trace = Trace(self.clock)
         self.clients = Clients(self.knobs, self.rng)
@@ -180,14 +186,28 @@ class World:
         if rare < knobs.abort:
             self._abort()
         elif rare < knobs.abort + knobs.reset:
-            new_weights = not knobs.weights_never_change and rng.random() < 0.5
             self.counts["resets"] += 1
-            self.scheduler.reset(new_weights=new_weights)
+            self._reset()
             if self._owners is not None and self._owners.rng.random() < 0.3:
                 self._reset_again()
             self.rules.check()
         elif rare < knobs.abort + knobs.reset + knobs.crash:
             self._crash()
+
+    def _reset(self) -> None:
+        """The caches are reset, vLLM notices new weights, or the operator names the weights."""
+        rng, scheduler = self.rng, self.scheduler
+        if not self.knobs.names or rng.random() >= self.knobs.names:
+            scheduler.reset(new_weights=not scheduler.is_named and rng.random() < 0.5)
+        elif rng.random() < 0.4:
+            scheduler.change_weights(rng.choice((None, *range(VERSIONS))))
+            self.counts["noticed_weights"] += 1
+        else:
+            version = rng.randrange(VERSIONS)
+            if scheduler.epoch >= NAMED_WEIGHTS and rng.random() < 0.5:
+                version = scheduler.epoch - NAMED_WEIGHTS  # what they are already
+            scheduler.name_weights(version)
+            self.counts["named_weights"] += 1
 
     def _reset_again(self) -> None:
         """Before a step has taken the first reset, when others may have offered more."""
@@ -201,6 +221,7 @@ class World:
         if self._owners is not None and self._follower is not None:
             self._owners.step()
             self._follower.step()
+            self._follower.hint(self.core.entries())
 
     def _ask(self) -> None:
         request = self.clients.ask(self.clock())

@@ -120,6 +120,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     *(("follow_ms", value, "10 to 60000") for value in (9, 1 << 20, "100")),
     ("adopt", "yes", "true or false"),
     ("weights_never_change", 1, "true or false"),
+    ("trust_weight_version", "yes", "true or false"),
     ("allow_unknown_vllm", "yes", "true or false"),
     ("fault_injection", "", "control file"),
     ("offload_prompt_only", 0, "true or false"),

@@ -75,13 +75,19 @@ def test_doctor_measures_and_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failed_measurement_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # More than any disk has.
+def test_a_failed_measurement_is_an_error_and_takes_no_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # More than any disk has. A pool of that size would leave others nothing while it lives.
     monkeypatch.setattr(measure, "SLOTS", 1 << 40)
+    opened: list[object] = []
+    monkeypatch.setattr(measure.Pool, "open", opened.append)
     result = run("--target", tmp_path, "--json", "--measure", code=2)
     shown = json.loads(result.stdout)
-    assert {one["check"]: one for one in shown["findings"]}["measured"]["severity"] == "error"
-    assert list(tmp_path.iterdir()) == []
+    found = {one["check"]: one for one in shown["findings"]}["measured"]
+    assert found["severity"] == "error"
+    assert "of free space are needed" in found["evidence"]
+    assert list(tmp_path.iterdir()) == opened == []
 
 
 def test_a_target_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -74,6 +76,11 @@ def test_versions_are_asked_for_by_the_reader(file: int) -> None:
     writer = ForeignWriter(file, 10)
     reader = ForeignReader(file)
     assert [writer.version_asked, reader.ask_anew(), writer.version_asked] == [0, 1, 1]
+    assert writer.version_of_all == 0
+    assert [reader.ask_anew(from_now=False), writer.version_asked, writer.version_of_all] == [2] * 3
+    assert [reader.ask_anew(), writer.version_asked, writer.version_of_all] == [3, 3, 2]
+    again = ForeignWriter(file, 1)
+    assert (again.version_asked, again.version_of_all) == (3, 2)
 
 
 def test_a_file_without_a_table_is_refused(file: int) -> None:
@@ -100,6 +107,64 @@ def test_a_second_writer_finds_an_empty_table_with_the_owners_of_the_first(file:
     assert all(reader.rows_of(key_of(n)) == [(place(2, n), n)] for n in range(20_000))
 
 
+# -- hints ----------------------------------------------------------------------------
+
+
+def test_hints_are_taken_once_and_in_their_order(file: int) -> None:
+    writer, reader = ForeignWriter(file, 10), ForeignReader(file)
+    assert reader.take_hints(256) == []
+    hints = [(place_of(1, n, n % 2), (1 << 64) - 1 - n, (1 << 32) - 1 - n) for n in range(300)]
+    for hint in hints:
+        writer.put_hint(*hint)
+    assert reader.take_hints(256) == hints[:256]
+    assert reader.take_hints(256) == hints[256:]
+    assert reader.take_hints(256) == []
+    assert (writer.rows, reader.owner(8191).state) == (0, 0), "nothing else was written"
+
+
+def test_hints_that_were_overwritten_are_left_out(file: int) -> None:
+    writer, reader = ForeignWriter(file, 10), ForeignReader(file)
+    for number in range(10_000):
+        writer.put_hint(number, number, 1)
+    assert [place for place, _, _ in reader.take_hints(9_999)] == list(range(5_904, 10_000))
+
+
+def test_a_second_writer_goes_on_with_the_hints_of_the_first(file: int) -> None:
+    first = ForeignWriter(file, 10)
+    reader = ForeignReader(file)
+    first.put_hint(1, 2, 3)
+    ForeignWriter(file, 10).put_hint(4, 5, 6)
+    assert reader.take_hints(9) == [(1, 2, 3), (4, 5, 6)]
+
+
+def _hint_all_the_time(fd: int) -> None:
+    """A hint's place is half its generation, and its count what the last bits of that say."""
+    writer = ForeignWriter(fd, 10)
+    os.write(fd_ready, b"x")
+    number = 0
+    while True:
+        number += 1
+        writer.put_hint(number, 2 * number, number & 0xFFFF)
+
+
+def test_hints_taken_beside_the_writer_are_whole_and_in_order(file: int) -> None:
+    with _child(_hint_all_the_time, file):
+        reader = ForeignReader(file)
+        last, taken, pause_s = 0, 0, 0.0001
+        while taken < 50_000 or last - taken < 10 * 4_096:  # the writer has lapped the reader
+            for place, generation, count in reader.take_hints(10_000):
+                assert (generation, count) == (2 * place, place & 0xFFFF)
+                assert place > last
+                last = place
+                taken += 1
+            if last - taken < 10 * 4_096:
+                pause_s *= 1.1
+            time.sleep(pause_s)
+
+
+# -- a reader beside the writer -------------------------------------------------------
+
+
 def _write_all_the_time(fd: int) -> None:
     """Move rows of 2,000 keys about. A row's generation is its slot, plus its key's number."""
     writer = ForeignWriter(fd, 10)
@@ -119,15 +184,26 @@ def _write_all_the_time(fd: int) -> None:
 fd_ready = -1
 
 
-def test_a_reader_beside_the_writer_finds_whole_rows(file: int) -> None:
+@contextlib.contextmanager
+def _child(run: Callable[[int], None], file: int) -> Iterator[None]:
+    """A process that writes to the table, and has begun to."""
     global fd_ready
     told, fd_ready = os.pipe()
-    child = multiprocessing.get_context("fork").Process(
-        target=_write_all_the_time, args=(file,), daemon=True
-    )
+    child = multiprocessing.get_context("fork").Process(target=run, args=(file,), daemon=True)
     child.start()
     try:
         os.read(told, 1)
+        yield
+    finally:
+        child.kill()
+        child.join()
+        os.close(told)
+        os.close(fd_ready)
+        fd_ready = -1
+
+
+def test_a_reader_beside_the_writer_finds_whole_rows(file: int) -> None:
+    with _child(_write_all_the_time, file):
         reader = ForeignReader(file)
         found = torn = 0
         while found < 100_000:
@@ -137,9 +213,3 @@ def test_a_reader_beside_the_writer_finds_whole_rows(file: int) -> None:
                 torn += (generation - slot_of(where)) % (1 << 64) != number
                 assert owner_of(where) == 1
         assert torn <= found // 1_000  # a row that moves meanwhile may be torn; rarely
-    finally:
-        child.kill()
-        child.join()
-        os.close(told)
-        os.close(fd_ready)
-        fd_ready = -1

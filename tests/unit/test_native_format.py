@@ -25,6 +25,7 @@ from vllm_nvmeof_offload.pool.format import (
     seal,
     verify,
 )
+from vllm_nvmeof_offload.pool.log import LogRecord
 from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import slot_stride_bytes
 
@@ -76,6 +77,21 @@ def test_a_sealed_slot_is_the_same(
     assert core.verify(ours, key, generation, len(payload), *place, stamp.tag) == 0
     header = parse_header(theirs[:4096].data)
     assert header is not None and header.single_copy == single_copy
+
+
+@given(KEYS, U64, U32, U32, st.booleans(), U64, st.integers(0, 62))
+def test_a_record_of_the_log_is_the_same(
+    key: bytes,
+    generation: int,
+    epoch: int,
+    slot: int,
+    single_copy: bool,
+    sequence: int,
+    index: int,
+) -> None:
+    put = LogRecord.put(slot, SlotIdentity(key, generation), epoch, single_copy=single_copy)
+    native = core.encode_put(sequence, index, slot, key, generation, epoch, single_copy)
+    assert native == put.encode(sequence, index)
 
 
 @given(PLACES, PLACES, SIXTEEN)

@@ -17,14 +17,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.elsewhere import living_elsewhere
 from tests.wait import wait_until
 from vllm_nvmeof_offload import LOGGER_NAME
 from vllm_nvmeof_offload.errors import PoolLockedError
-from vllm_nvmeof_offload.pool import lock as silence
 from vllm_nvmeof_offload.pool import ownership
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.lock import DirectoryLock, Heartbeat, Holder, read_holder
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
+from vllm_nvmeof_offload.pool.silence import Silence
 
 CHILD = """
 import sys, pathlib
@@ -115,12 +116,15 @@ def leave_lock(tmp_path: Path, age_s: float, **changes: object) -> Path:
 
 
 @pytest.mark.parametrize("engine_index", [None, 0])
-@pytest.mark.parametrize("age_s", [3, -3600], ids=["fresh", "its clock is ahead"])
+@pytest.mark.parametrize(
+    "ahead_s", [0, -31, -5 * 3600, 3600], ids=["in step", "behind", "hours behind", "ahead"]
+)
 def test_a_live_owner_on_another_host_is_refused_by_name(
-    tmp_path: Path, engine_index: int | None, age_s: float
+    tmp_path: Path, engine_index: int | None, ahead_s: float
 ) -> None:
-    lock = leave_lock(tmp_path, age_s)
-    with pytest.raises(PoolLockedError) as refusal:
+    """Whatever its clock says: its record changes while it is watched."""
+    lock = leave_lock(tmp_path, 0)
+    with living_elsewhere(lock, ahead_s), pytest.raises(PoolLockedError) as refusal:
         Pool.open(make_spec(tmp_path, engine_index))
     message = str(refusal.value)
     assert str(lock) in message
@@ -133,11 +137,18 @@ def test_a_live_owner_on_another_host_is_refused_by_name(
     ("age_s", "changes"),
     [
         (31, {}),
+        (-3600, {}),
         (3, {"boot_id": Holder.myself().boot_id}),
         (31, {"host": Holder.myself().host}),
         (3, {"heartbeat": "garbage"}),
     ],
-    ids=["dead host", "another container, same kernel", "same host, rebooted", "garbage"],
+    ids=[
+        "dead host",
+        "dead, clock ahead",
+        "another container, same kernel",
+        "same host, rebooted",
+        "garbage",
+    ],
 )
 def test_a_dead_owner_is_taken_over(
     tmp_path: Path,
@@ -145,7 +156,7 @@ def test_a_dead_owner_is_taken_over(
     changes: dict[str, object],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(silence, "SILENCE_S", 0.01)
+    monkeypatch.setattr(ownership, "Silence", partial(Silence, 0.01))
     leave_lock(tmp_path, age_s, **changes)
     pool = Pool.open(make_spec(tmp_path, engine_index=0))
     assert pool.engine_index == 0

@@ -33,7 +33,7 @@ MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "mar
 CALLS = {"eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "pandas.read_pickle"}
 #: Every name that a pool may use: digests, numbers and constants.
 NAMES = re.compile(
-    r"[0-9a-f]{32}|engine-\d+|rank-\d+|slab|table|superblock|lock|owner|keyspace\.json"
+    r"[0-9a-f]{32}|engine-\d+|rank-\d+|slab|table|log|superblock|lock|owner|keyspace\.json"
 )
 
 
@@ -84,12 +84,12 @@ def test_names_on_disk_reveal_nothing_of_a_prompt(tmp_path: Path) -> None:
     fill(pool)
     pool.close()
     names = [path.name for path in (tmp_path / "target").rglob("*")]
-    assert {"slab", "table", "superblock", "lock", "owner", "keyspace.json"} <= {*names}
+    assert {"slab", "table", "log", "superblock", "lock", "owner", "keyspace.json"} <= {*names}
     assert [name for name in names if not NAMES.fullmatch(name)] == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-@pytest.mark.parametrize("name", ["keyspace", "engine-0", "rank-0", "slab", "table"])
+@pytest.mark.parametrize("name", ["keyspace", "engine-0", "rank-0", "slab", "table", "log"])
 def test_files_of_another_user_are_refused_by_name(tmp_path: Path, name: str) -> None:
     spec = make_spec(tmp_path / "target")
     pool = Pool.open(spec)

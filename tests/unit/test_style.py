@@ -35,10 +35,10 @@ FUNCTION_LINES_MAX = 70
 COLUMNS_MAX = 100
 #: Files and lines of Python and C++. They may fall (lower the number then), and a commit that
 #: raises one gives the reason.
-PRODUCT_FILES_MAX = 168
-PRODUCT_LINES_MAX = 35_960
-BENCH_FILES_MAX = 69
-BENCH_LINES_MAX = 14_720
+PRODUCT_FILES_MAX = 178
+PRODUCT_LINES_MAX = 38_760
+BENCH_FILES_MAX = 79
+BENCH_LINES_MAX = 16_130
 #: A count below its maximum by more than this share means that the maximum has to be lowered.
 SLACK = 0.02
 
@@ -57,7 +57,6 @@ SMALL_FILES: dict[str, str] = {
 USED_ELSEWHERE: dict[str, str] = {
     "_absolute": "pydantic calls this validator",
     "_one_chunk_size": "pydantic calls this validator",
-    "records": "tests bound a policy's memory by it",
     "render": "rich calls it for each row of a progress display",
 }
 

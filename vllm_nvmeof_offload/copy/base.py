@@ -112,8 +112,15 @@ class CopyEngine(Protocol):
     def record_fence(self) -> object:
         """Record, on the model's thread, the point that a later copy must come after.
 
-        CUDA: an event on the model's stream, the same one for all fences, so that they pass in
-        the order of their recording. Host: any object; the forward pass has run.
+        Fences pass in the order of their recording. CUDA: an event on the model's stream, the same
+        one for all fences. Host: None, nothing to come after; the forward pass has run.
+        """
+
+    def has_passed(self, fence: object) -> bool:
+        """Return whether a copy after this fence could start now. It never becomes False again.
+
+        Then copies after it may go together with those after older fences, as copies that come
+        after nothing. False also where the engine cannot know.
         """
 
     def submit(
@@ -123,7 +130,10 @@ class CopyEngine(Protocol):
         fence: object,
         payloads: Payloads | None = None,
     ) -> int:
-        """Start copying; return the ticket. payloads: those of a store's pieces."""
+        """Start copying; return the ticket.
+
+        fence: None if there is nothing to come after. payloads: those of a store's pieces.
+        """
 
     def poll(self) -> list[tuple[int, Outcome]]:
         """Return the tickets that have finished since the last call, with their outcome."""

@@ -201,7 +201,7 @@ class _Ticket:
     number: int
     direction: Direction
     pieces: Descriptors
-    fence: Fence
+    fence: Fence | None  # None: it has passed
 
 
 @dataclass(slots=True)
@@ -378,6 +378,16 @@ class CudaCopyEngine:
         """Call on the model's thread. Raises CudaError: then the model cannot go on either."""
         return self._fences.record()
 
+    def has_passed(self, fence: object) -> bool:
+        assert isinstance(fence, Fence)
+        if not fence.passed:
+            self._cuda.enter_own_thread()
+            try:
+                self._fences.look()
+            except CudaError as error:  # the tickets behind it fail when they are submitted
+                self._log(error)
+        return fence.passed
+
     def submit(
         self,
         direction: Direction,
@@ -385,7 +395,7 @@ class CudaCopyEngine:
         fence: object,
         payloads: Payloads | None = None,
     ) -> int:
-        assert isinstance(fence, Fence)
+        assert fence is None or isinstance(fence, Fence)
         self._cuda.enter_own_thread()
         ticket = _Ticket(self._next, direction, coalesce(pieces, self._starts), fence)
         self._next += 1
@@ -443,7 +453,7 @@ class CudaCopyEngine:
                 self._fail(ticket)
             elif readiness is Readiness.WAITING or self._must_queue(ticket):
                 self._held.append(ticket)
-            elif not ticket.fence.passed:
+            elif ticket.fence is not None and not ticket.fence.passed:
                 self._fences.announce(ticket.fence)
                 self._held.append(ticket)
             else:
@@ -462,7 +472,8 @@ class CudaCopyEngine:
             if self._pins.readiness(ticket.pieces[:, 1]) is Readiness.READY:
                 with self._logging_errors():
                     stream = self._streams[ticket.direction].handle
-                    self._cuda.wait_event(stream, ticket.fence.event)
+                    if ticket.fence is not None:
+                        self._cuda.wait_event(stream, ticket.fence.event)
                     self._launch(ticket)
 
     def _must_queue(self, ticket: _Ticket) -> bool:

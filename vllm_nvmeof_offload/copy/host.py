@@ -46,6 +46,9 @@ class HostCopyEngine:
     def record_fence(self) -> object:
         return None
 
+    def has_passed(self, fence: object) -> bool:
+        return True
+
     def submit(
         self,
         direction: Direction,

@@ -41,7 +41,7 @@ class Wanted(NamedTuple):
     """The rows that a region is to have in the foreign table.
 
     owner: its number. epoch: of the entries that count. version: the version asked for; only what
-    was written since then counts.
+    was written since then counts, unless the table says that this version takes all.
     """
 
     owner: int
@@ -102,7 +102,7 @@ class Owners:
             table.set_owner(self._last, gone)
 
     def ask(self, version: int) -> None:
-        """Begin every owner again, with what is written from now on, if `version` is a new one."""
+        """Begin every owner again if `version` is a new one."""
         with self._lock:
             if version != self._version:
                 self._version = version

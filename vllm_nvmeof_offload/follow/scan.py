@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scans the regions of other engines on one target: finds them, reads their tables again and again.
+"""Follows the regions of other engines on one target: finds them, and polls their `source`s.
 
 What is read is a hint, so nothing is locked and nothing is waited for: an entry that is being
 written fails its CRC and is read again in the next pass. All files are opened for reading only.
-
-A table is read whole, which costs 9 ms per million entries, unless its file has not changed for a
-while. The kernel sets a file's time before it copies the bytes, so a change may follow the time
-that was seen by a moment: such a table is read again all the same, only less often.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
@@ -21,23 +18,24 @@ from pathlib import Path
 
 from vllm_nvmeof_offload.errors import PoolFormatError
 from vllm_nvmeof_offload.follow.owners import Owners, RegionName, Wanted
+from vllm_nvmeof_offload.follow.source import Source, source_of
 from vllm_nvmeof_offload.native import ForeignRegion, ForeignWriter
 from vllm_nvmeof_offload.pool.format import (
     LOCK_FILE,
     SUPERBLOCK_FILE,
-    TABLE_FILE,
     Superblock,
     read_superblock,
+    region_uuid,
 )
+from vllm_nvmeof_offload.pool.lease import is_silent
 from vllm_nvmeof_offload.pool.lock import probe_lock
+from vllm_nvmeof_offload.pool.silence import Silence
 
 #: Interval at which a target is searched for engines, and their locks are probed.
 DISCOVERY_S = 1.0
 #: With several ranks, an entry is offered so long after it was first seen: the other ranks may
 #: still write their parts.
 YOUNG_S = 0.05
-#: A table whose file has not changed for so long is read only at this interval.
-QUIET_S, QUIET_READ_S = 1.0, 5.0
 #: The region is gone, or is not ours to read. Any other error leaves what is known of it.
 _GONE = frozenset(
     {errno.ENOENT, errno.ESTALE, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP}
@@ -59,8 +57,12 @@ class Scope:
     ranks: int
 
 
+#: Uuid and target of regions of this engine.
+OurRegions = list[tuple[bytes, int]]
+
+
 class _Region:
-    """One region: its superblock, its lock, and its table once it has an owner."""
+    """One region: its superblock, its lock, and its rows once it has an owner."""
 
     def __init__(self, scope: Scope, name: RegionName) -> None:
         place = f"{_PREFIX}{name.engine}", f"rank-{name.rank}"
@@ -71,16 +73,16 @@ class _Region:
         #: Nothing is tried before the next discovery.
         self.has_failed = False
         self._scope = scope
+        self._silence = Silence()
         # Joined once: these are looked at many times per second.
-        self._superblock_path, self._lock_path, self._table_path = (
-            str(self.directory / file) for file in (SUPERBLOCK_FILE, LOCK_FILE, TABLE_FILE)
+        self._superblock_path, self._lock_path = (
+            str(self.directory / file) for file in (SUPERBLOCK_FILE, LOCK_FILE)
         )
         self._superblock_seen = self._lock_seen = (0, 0)
-        self._fd = -1
+        self._source: Source | None = None
         self._rows: ForeignRegion | None = None
         self._of: Superblock | None = None  # the rows are of a table of this shape
         self._begun: Wanted | None = None
-        self._read_s, self._changed_ns = float("-inf"), 0
 
     def read_superblock(self) -> bool:
         """Read the superblock if it was replaced; return whether it was.
@@ -99,11 +101,15 @@ class _Region:
         return True
 
     def probe_lock(self) -> None:
-        """Learn whether a process holds the region.
+        """Learn whether a process holds the region: by its lease, if it has one, else by its lock.
 
         A probe can keep a server that starts at that very moment out of its directory, so a lock
         that is free is not probed again before somebody has written it.
         """
+        silent = is_silent(self.directory, self._silence)
+        if silent is not None:
+            self.is_held = not silent
+            return
         try:
             seen = _stamp_of(self._lock_path)
         except FileNotFoundError:
@@ -113,43 +119,37 @@ class _Region:
             self.is_held = probe_lock(self.directory).may_live
             self._lock_seen = seen
 
-    def follow(self, table: ForeignWriter, wanted: Wanted, now_s: float) -> tuple[int, bool]:
+    def follow(
+        self, table: ForeignWriter, wanted: Wanted, ours: OurRegions, now_s: float
+    ) -> tuple[int, bool]:
         """Give the region the rows that are wanted. Returns their number, and whether it began.
 
-        OSError: the table cannot be read; what is offered of it stays.
+        ours: those that a hint may name. OSError: as `Source.poll`.
         """
-        rows = self._rows_of(table, wanted.owner)
-        if self._fd < 0:
-            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._fd = os.open(self._table_path, flags)
+        takes_all = wanted.version == table.version_of_all
+        if takes_all and self._begun is not None and self._begun.version != wanted.version:
+            self.leave(table)  # what was left out counts too
+        rows, source = self._rows_of(table, wanted.owner)
+        rows.set_ours(ours)
         begins = self._begun != wanted
         if begins:
             version_before = self._begun.version if self._begun is not None else 0
-            rows.begin(table, wanted.epoch, wanted.version != version_before)
-            self._begun, self._read_s = wanted, float("-inf")
-        now_ns = int(now_s * 1e9)
-        changed_ns = os.fstat(self._fd).st_mtime_ns
-        if (
-            changed_ns != self._changed_ns
-            or time.time_ns() - changed_ns < QUIET_S * 1e9
-            or now_s - self._read_s >= QUIET_READ_S
-        ):
-            error = rows.scan(table, self._fd, now_ns)
-            if error:
-                raise OSError(error, os.strerror(error))
-            self._read_s, self._changed_ns = now_s, changed_ns
-        else:
-            rows.ripen(table, now_ns)
+            from_now = wanted.version != version_before and not takes_all
+            rows.begin(table, wanted.epoch, from_now)
+            source.begin()
+            self._begun = wanted
+        if source.poll(rows, table, now_s):
+            self._superblock_seen = (0, 0)  # read it, whatever its file's time says
         return rows.rows, begins
 
-    def _rows_of(self, table: ForeignWriter, owner: int) -> ForeignRegion:
+    def _rows_of(self, table: ForeignWriter, owner: int) -> tuple[ForeignRegion, Source]:
         """Return the region's rows, of this owner and of a table of the present shape."""
         now, before = self.superblock, self._of
         assert now is not None
-        same = before is not None and (before.slots, before.groups) == (now.slots, now.groups)
+        same = before is not None and _shape_of(before) == _shape_of(now)
         belongs = self._begun is not None and self._begun.owner == owner
-        if same and belongs and self._rows is not None:
-            return self._rows
+        if same and belongs and self._rows is not None and self._source is not None:
+            return self._rows, self._source
         self.leave(table)
         # A server whose ranks share nothing cannot read what another's have only once.
         shares = self._scope.ranks > 1
@@ -157,20 +157,20 @@ class _Region:
         home = owner, self.name.target, self.name.rank
         young_ns = int(YOUNG_S * 1e9) if now.world_size > 1 else 0
         self._rows, self._of = ForeignRegion(home, now.slots, groups, young_ns), now
-        return self._rows
+        self._source = source_of(self.directory, now)
+        return self._rows, self._source
 
     def leave(self, table: ForeignWriter) -> None:
         """Withdraw all rows."""
         self.close()
         if self._rows is not None:
             self._rows.begin(table, 0, False)
-        self._rows = self._begun = None
+        self._rows = self._begun = self._source = None
 
     def close(self) -> None:
-        """Close the table, which the next pass opens: its path may lead to another file by now."""
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
+        """As `Source.close`."""
+        if self._source is not None:
+            self._source.close()
 
 
 class TargetScan:
@@ -192,6 +192,7 @@ class TargetScan:
         self._clock = clock
         self._regions: dict[RegionName, _Region] = {}
         self._discovered_s = float("-inf")
+        self._ours: OurRegions = []
         self._logged = ""
 
     def scan(self) -> float:
@@ -216,6 +217,8 @@ class TargetScan:
         except OSError as error:
             self._log(f"{space}: {error.strerror}")
             return  # what is known stays: a target that fails is not searched
+        if self._scope.engine_index in engines:
+            self._find_ours(space)
         for engine in engines - {self._scope.engine_index}:
             for rank in range(self._scope.ranks):
                 name = RegionName(engine, rank, self._target)
@@ -233,6 +236,14 @@ class TargetScan:
                 assert region.superblock is not None
                 self._owners.found(region.name, region.superblock, region.is_held)
 
+    def _find_ours(self, space: Path) -> None:
+        """Learn the uuids of our first rank's regions; our own server may not have made them."""
+        with contextlib.suppress(OSError, PoolFormatError):
+            found = read_superblock(space / f"{_PREFIX}{self._scope.engine_index}" / "rank-0")
+            targets = range(len(self._scope.targets))
+            if found is not None:
+                self._ours = [(region_uuid(found.uuid, target), target) for target in targets]
+
     def _look_at(self, region: _Region, now_s: float) -> float:
         """Scan one region; return the CPU seconds if that was a first scan, else 0."""
         begun_s = time.thread_time()
@@ -244,7 +255,7 @@ class TargetScan:
             if wanted is None:
                 region.leave(self._table)
                 return 0.0
-            rows, begins = region.follow(self._table, wanted, now_s)
+            rows, begins = region.follow(self._table, wanted, self._ours, now_s)
         except (OSError, PoolFormatError) as error:
             self._fail(region, error)
             return 0.0
@@ -279,6 +290,10 @@ def _engines_in(space: Path) -> set[int]:
         return set()
     numbers = (name.removeprefix(_PREFIX) for name in names if name.startswith(_PREFIX))
     return {int(text) for text in numbers if text.isdecimal() and str(int(text)) == text}
+
+
+def _shape_of(superblock: Superblock) -> tuple[object, ...]:
+    return superblock.slots, superblock.groups, superblock.log_pages
 
 
 def _stamp_of(path: str) -> tuple[int, int]:

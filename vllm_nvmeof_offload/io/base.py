@@ -13,6 +13,7 @@ errno 0 if no byte was moved.
 
 * A slot write seals the slot (header and payload CRC-32C, `pool.format`), writes header page and
   payload, and after that the slot's table entry, so that a table entry never precedes its data.
+  After that the entry is logged (`pool.log`); the operation does not wait for it.
 * A slot read reads as much and verifies it against `identity`, length, place and share tag:
   damaged bytes are CHECKSUM_MISMATCH, and intact bytes that differ in one of these are STALE.
 * A read of another engine's region does the same with that region's files and place. Nothing is
@@ -42,7 +43,8 @@ class IoOp:
 
     token: the caller's number, unique among operations in flight.
     kind: WRITE; LOAD or FETCH, which read; or RESET, which writes the newest superblock of the
-    target of `pool_slot` (`pool.write_superblock`) and has no `identity`, `address` or `stamp`.
+    target of `pool_slot` (`pool.write_superblock`), logs its epoch before it ends, and has no
+    `identity`, `address` or `stamp`.
     address: staging address of the slot (its header page); the payload follows it.
     payload_bytes: at most what a slot holds; it is transferred in whole pages.
     """
@@ -96,6 +98,19 @@ class ForeignSlab(NamedTuple):
     def place(self, slot: int) -> SlotPlace:
         """Return the place that the header of a slot must name."""
         return SlotPlace(self.uuid, self.rank, slot)
+
+
+class HintRecord(NamedTuple):
+    """A chunk of another engine's region that was borrowed, for the log of ours.
+
+    region_uuid: 16 bytes. slot, member: of its place there. times: how often.
+    """
+
+    region_uuid: bytes
+    slot: int
+    member: int
+    generation: int
+    times: int
 
 
 #: Reads there fail with EBADF.
@@ -188,6 +203,9 @@ class IoEngine(Protocol):
     def detach_region(self, owner: int, target: int) -> None:
         """Let reads of it, as submitted from now on, fail with EBADF."""
 
+    def hint(self, target: int, record: HintRecord) -> None:
+        """Append the record to the log of our region on this target; returns at once."""
+
     def fileno(self) -> int:
         """Return an eventfd that is readable while `poll` may have something to return."""
 
@@ -249,6 +267,9 @@ class NoIoEngine:
         return
 
     def detach_region(self, owner: int, target: int) -> None:
+        return
+
+    def hint(self, target: int, record: HintRecord) -> None:
         return
 
     def poll(self) -> list[Completion]:

@@ -33,7 +33,15 @@ from pathlib import Path
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import CANCELLED, OK, ConfigError, Outcome, io_error
-from vllm_nvmeof_offload.io.base import Completion, ForeignSlab, IoEngine, IoOp, Room, Waker
+from vllm_nvmeof_offload.io.base import (
+    Completion,
+    ForeignSlab,
+    HintRecord,
+    IoEngine,
+    IoOp,
+    Room,
+    Waker,
+)
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import OURS, OpKind
@@ -279,6 +287,9 @@ class FaultyIoEngine:
 
     def detach_region(self, owner: int, target: int) -> None:
         self._inner.detach_region(owner, target)
+
+    def hint(self, target: int, record: HintRecord) -> None:
+        self._inner.hint(target, record)
 
     def poll(self) -> list[Completion]:
         self.plan.refresh()

@@ -24,6 +24,7 @@ from vllm_nvmeof_offload.io.base import (
     NO_REGION,
     Completion,
     ForeignSlab,
+    HintRecord,
     IoLimits,
     IoOp,
     Room,
@@ -40,6 +41,8 @@ from vllm_nvmeof_offload.pool.format import (
     seal,
     verify,
 )
+from vllm_nvmeof_offload.pool.lease import PERMIT_POLL_S, Permit
+from vllm_nvmeof_offload.pool.log import LogRecord, LogWriter
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import OURS, OpKind, SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES, slot_stride_bytes
@@ -173,6 +176,8 @@ class _Work:
 
     op: IoOp
     files: SlotFiles
+    #: Of a write to a region with a lease.
+    permit: Permit | None = None
     #: False: it was given up, and the thread that runs it counts as lost.
     wanted: bool = True
 
@@ -193,12 +198,15 @@ class ThreadsIoEngine:
         self._memory = memory
         self._base_address = base_address
         self._limits = limits
+        self._permits = pool.permits
+        self._leased = any(permit is not None for permit in pool.permits)
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._idle = threading.Condition(self._lock)
         self._queue: deque[_Work] = deque()
         self._running: dict[int, _Work] = {}
         self._regions: dict[tuple[int, int], ForeignSlab] = {}  # by owner and target
+        self._logs = [LogWriter(pool.log(target)) for target in range(pool.target_count)]
         self._completions: list[Completion] = []
         self._threads_alive = 0
         self._threads_working = 0  # those not lost in the kernel
@@ -238,8 +246,10 @@ class ThreadsIoEngine:
             self._work.notify(len(ops))
         for op in ops:  # not under the lock: a superblock that cannot be written ends here
             if op.kind is OpKind.RESET:
-                end = functools.partial(self._superblock_ended, op.token)
-                self._pool.write_superblock(op.pool_slot % self._pool.target_count, end)
+                target = op.pool_slot % self._pool.target_count
+                epoch = self._pool.superblocks[target].epoch
+                end = functools.partial(self._superblock_ended, op.token, target, epoch)
+                self._pool.write_superblock(target, end)
 
     def _checked(self, op: IoOp) -> _Work:
         offset = op.address - self._base_address
@@ -249,7 +259,8 @@ class ThreadsIoEngine:
         assert op.identity is not None
         assert op.stamp is not None
         check_key(op.identity.key)
-        return _Work(op, self._files_of(op))
+        permit = None if op.is_read else self._permits[op.pool_slot % len(self._permits)]
+        return _Work(op, self._files_of(op), permit)
 
     def _files_of(self, op: IoOp) -> SlotFiles:
         if op.owner == OURS:
@@ -269,7 +280,14 @@ class ThreadsIoEngine:
         return withdrawn
 
     def replace_target(self, target: int) -> None:
-        """Nothing to do: an operation has the files of its submission."""
+        """An operation has the files of its submission; the log has its own."""
+        self._logs[target].replace(self._pool.log_fd(target))
+
+    def hint(self, target: int, record: HintRecord) -> None:
+        hint = LogRecord.hint(
+            record.region_uuid, record.slot, record.generation, record.times, record.member
+        )
+        self._logs[target].add([hint])
 
     def attach_region(self, owner: int, target: int, region: ForeignSlab) -> None:
         self._regions[owner, target] = region
@@ -295,6 +313,9 @@ class ThreadsIoEngine:
                 self._complete(Completion(self._queue.popleft().op.token, CANCELLED))
             self._work.notify_all()
             ended = self._idle.wait_for(lambda: self._threads_alive == 0, timeout_s)
+        if ended:  # else a thread may hang in one of them
+            for log in self._logs:
+                log.close()
         return self._pool.await_superblocks(max(0.0, end_s - time.monotonic())) and ended
 
     # ---- under the lock -------------------------------------------------------------------
@@ -326,10 +347,24 @@ class ThreadsIoEngine:
                 self._leave()
                 return None
             if self._queue:
-                work = self._queue.popleft()
-                self._running[work.op.token] = work
+                work = self._next()
+                if work is not None:
+                    self._running[work.op.token] = work
+                    return work
+            self._work.wait(PERMIT_POLL_S if self._queue else None)
+
+    def _next(self) -> _Work | None:
+        """Take the first that may start now; cancel what waits for a lease that is lost."""
+        if not self._leased or self._queue[0].permit is None:
+            return self._queue.popleft()
+        for work in [*self._queue]:
+            if work.permit is None or work.permit.is_open:
+                self._queue.remove(work)
                 return work
-            self._work.wait()
+            if work.permit.is_lost:
+                self._queue.remove(work)
+                self._complete(Completion(work.op.token, CANCELLED))
+        return None
 
     def _leave(self) -> None:
         self._threads_alive -= 1
@@ -357,6 +392,16 @@ class ThreadsIoEngine:
                     self._complete(Completion(work.op.token, outcome, time.monotonic()))
                     if ends:
                         self._leave()
+            if outcome.ok and not work.op.is_read:
+                self._log(work.op)
+
+    def _log(self, op: IoOp) -> None:
+        """Log a write that has ended."""
+        assert op.identity is not None
+        assert op.stamp is not None
+        slot, target = divmod(op.pool_slot, self._pool.target_count)
+        record = LogRecord.put(slot, op.identity, op.stamp.epoch, single_copy=op.single_copy)
+        self._logs[target].add([record])
 
     def _execute(self, work: _Work) -> Outcome:
         op = work.op
@@ -368,9 +413,13 @@ class ThreadsIoEngine:
             tag, size = op.stamp.tag, op.payload_bytes
             return read_slot(self._pool, slot, work.files, op.identity, tag, size)
         wanted = lambda: work.wanted  # noqa: E731
+        if work.permit is not None:
+            wanted = functools.partial(work.permit.wait, wanted)
         payload = Payload(op.payload_bytes, op.payload_crc, op.single_copy)
         return write_slot(self._pool, slot, work.files, op.identity, op.stamp, wanted, payload)
 
-    def _superblock_ended(self, token: int, outcome: Outcome) -> None:
+    def _superblock_ended(self, token: int, target: int, epoch: int, outcome: Outcome) -> None:
+        if outcome.ok:
+            self._logs[target].add([LogRecord.reset(epoch)])
         with self._lock:
             self._complete(Completion(token, outcome, time.monotonic()))

@@ -28,6 +28,7 @@ from vllm_nvmeof_offload.io.base import (
     ALLOWED_CPUS,
     Completion,
     ForeignSlab,
+    HintRecord,
     IoLimits,
     IoOp,
     Lanes,
@@ -94,12 +95,14 @@ class UringIoEngine:
         targets = range(pool.target_count)
         try:
             self._core = core.Engine(
-                [(pool.slab_fd(target)[0], pool.table_fd(target)[0]) for target in targets],
+                [self._files_of(target) for target in targets],
                 base_address,
                 len(memory),
                 # Slot `target` is the first one of that target.
                 regions=[pool.place(target).region_uuid for target in targets],
+                logs=[pool.log(target)[1:] for target in targets],
                 rank=pool.place(0).rank,
+                permits=[0 if permit is None else permit.address for permit in pool.permits],
                 groups=list(pool.kinds.items()),
                 slot_bytes=pool.slot_bytes,
                 registered=registered,
@@ -128,8 +131,10 @@ class UringIoEngine:
         assert not self._closed, "submit after close"
         for number, op in enumerate(ops):
             if op.kind is OpKind.RESET:
-                end = functools.partial(self._superblock_ended, op.token)
-                self._pool.write_superblock(op.pool_slot % self._pool.target_count, end)
+                target = op.pool_slot % self._pool.target_count
+                epoch = self._pool.superblocks[target].epoch
+                end = functools.partial(self._superblock_ended, op.token, target, epoch)
+                self._pool.write_superblock(target, end)
             else:
                 self._submit_one(op)
             if not number:
@@ -165,9 +170,10 @@ class UringIoEngine:
         return [token for token in tokens if self._core.cancel(token)]
 
     def replace_target(self, target: int) -> None:
-        # Slot `target` is the first one of that target.
-        fds = self._pool.slab_fd(target)[0], self._pool.table_fd(target)[0]
-        self._core.replace_target(target, *fds)
+        self._core.replace_target(target, *self._files_of(target))
+
+    def hint(self, target: int, record: HintRecord) -> None:
+        self._core.log_hint(target, *record)
 
     def attach_region(self, owner: int, target: int, region: ForeignSlab) -> None:
         self._core.attach(owner, target, *region)
@@ -200,6 +206,13 @@ class UringIoEngine:
         """Let the I/O threads look at their queues again, because a test's gate has opened."""
         self._core.kick()
 
-    def _superblock_ended(self, token: int, outcome: Outcome) -> None:
+    def _files_of(self, target: int) -> tuple[int, int, int]:
+        """Slab, table and log. Slot `target` is the first one of that target."""
+        pool = self._pool
+        return pool.slab_fd(target)[0], pool.table_fd(target)[0], pool.log_fd(target)
+
+    def _superblock_ended(self, token: int, target: int, epoch: int, outcome: Outcome) -> None:
+        if outcome.ok:
+            self._core.log_reset(target, epoch)  # before any write of that epoch can come
         self._superblocks.append(Completion(token, outcome, time.monotonic()))
         os.eventfd_write(self._core.fileno(), 1)

@@ -52,6 +52,7 @@ from vllm_nvmeof_offload.protocol import (
     Command,
     DetachCommand,
     FetchCommand,
+    HintCommand,
     LevelReport,
     LoadCommand,
     OpKind,
@@ -88,7 +89,11 @@ _NATIVE_COUNTS: tuple[Series, ...] = (
     "retired_pool_slots",
     "superseded_chunks",
     "borrowed_chunks",
+    "deduped_writes",
+    "hints_taken",
 )
+#: Of other engines' hints, as many are taken at a time.
+_HINTS_MAX = 256
 
 
 class StorePlan(NamedTuple):
@@ -124,9 +129,10 @@ class ManagerCore:
         self.config = config
         self.capacity = capacity = agreement.capacity
         assert len(capacity.group_bytes) == len(config.groups), "ranks of another model"
-        #: The weights are not those that the keyspace names: no later start may adopt anything.
-        self.weights_changed = False
+        #: The share tag of the weights; empty: they have no name.
         self._tag = agreement.tag
+        #: The operator has named them, so a reset announces no new ones.
+        self._is_named = config.weights_never_change
         self._lane_bytes = list(capacity.lane_bytes)
         self._land_max = int(config.land_cache_share * capacity.cache_slots)
         self._counters = Counts()
@@ -138,6 +144,9 @@ class ManagerCore:
         self._clock = clock
         self._ledger = Ledger(config.world_size, clock, prompts_s)
         self._foreign = foreign
+        #: That of others' chunks that are accepted; empty: none are.
+        self._shared_tag = self._tag
+        self._began: ResetCommand | None = None  # the reset that began with this tag
         if foreign is not None:
             foreign.set_tag(self._tag)
         self._tiers = tiers = self._make_tiers(policy)
@@ -230,6 +239,7 @@ class ManagerCore:
         """A request that used `keys` has ended. ends: see `prepare_store`."""
         keys, _ = self._in_prefix_order(keys, ends)
         self._tiers.touch(keys, ended=True)
+        self._tiers.drain()  # what others have given up is ours to write
 
     # -- store ------------------------------------------------------------------------
 
@@ -312,8 +322,10 @@ class ManagerCore:
         batch = self._tiers.plan_load(in_order, self._land_max, order)
         op = self._ledger.open(OpKind.LOAD, batch)
         op.tokens = len(tokens)
-        self._attach()
         self._load_times.planned(op, limit_s)
+        if self._foreign is not None and op.reads and batch.borrows:
+            op.borrows = True
+            self._attach()
         self._holds.used(keys)
         self._count_loaded(op, batch, tokens, ends)
         self._tiers.drain()
@@ -330,7 +342,7 @@ class ManagerCore:
             cpu, pool = tokens_by_source(tokens, ends, from_pool, batch.groups, self.config.groups)
         if cpu:
             self._counters["loaded_tokens", "cpu"] += cpu
-        if self._foreign is not None and op.reads:
+        if op.borrows:
             pool -= self._count_borrowed(batch, tokens, ends)
         if pool:
             self._counters["loaded_tokens", "pool"] += pool
@@ -353,8 +365,7 @@ class ManagerCore:
 
     def _attach(self) -> None:
         """Have the ranks open the regions that the next commands name for the first time."""
-        if self._foreign is None:
-            return
+        assert self._foreign is not None
         for owner, engine_index, pool_uuid in self._foreign.take_attachments():
             op = self._ledger.open(OpKind.ATTACH)
             op.owner = owner
@@ -362,9 +373,26 @@ class ManagerCore:
 
     def _detach(self) -> None:
         """Have the ranks close the regions of engines that are gone."""
-        if self._foreign is not None:
-            gone = self._foreign.take_detachments()
-            self._unsent += [DetachCommand(owner) for owner in gone]
+        assert self._foreign is not None
+        self._unsent += map(DetachCommand, self._foreign.take_detachments())
+
+    def _hint(self) -> list[Command]:
+        """Tell owners what we borrow of their pools again and again."""
+        assert self._foreign is not None
+        hints = self._foreign.take_due_hints()
+        if not hints:
+            return []
+        self._counters["hints_sent"] += len(hints)
+        of, generations, counts = zip(*hints, strict=True)
+        places = np.array(of, np.int64)
+        return [
+            HintCommand(
+                owners_of(places).astype(np.uint16),
+                places,
+                np.array(generations, np.uint64),
+                np.array(counts, np.uint32),
+            )
+        ]
 
     def _attach_reported(self, op: Op, report: OpReport) -> None:
         assert self._foreign is not None
@@ -388,7 +416,9 @@ class ManagerCore:
 
     def take_commands(self) -> list[Command]:
         """Everything to send to every rank with this step, in order."""
-        self._attach()
+        borrows = self._foreign is not None and self._foreign.is_used
+        if borrows:
+            self._attach()
         commands = list(self._unsent)
         self._unsent.clear()
         writes = self._tiers.take_writes()
@@ -401,10 +431,15 @@ class ManagerCore:
                 continue
             op = self._ledger.open(OpKind.FETCH, fetches)
             op.probe = reason is Reason.PROBE
+            op.borrows = borrows and fetches.borrows
             self._holds.sent(op)
             urgency = Urgency.URGENT if reason is Reason.RELOAD else Urgency.PREFETCH
             commands.append(FetchCommand(op.number, columns_of(fetches), urgency))
-        self._detach()  # with the next step: this one's loads may name them
+        if self._foreign is not None:
+            self._tiers.heed_hints(_HINTS_MAX)
+        if borrows:
+            commands += self._hint()
+            self._detach()  # with the next step: this one's loads may name them
         return commands
 
     def report(self, reports: Iterable[Report]) -> None:
@@ -483,7 +518,7 @@ class ManagerCore:
             self._count_failures(
                 op, batch.codes[failed], batch.errors[failed], batch.places[failed]
             )
-        if ended and self._foreign is not None and op.kind is not OpKind.WRITE:
+        if ended and op.borrows:
             self._counters["borrowed_bytes"] += batch.borrowed(self._lane_bytes)
         if ended and op.kind is OpKind.LOAD:
             self._load_times.loaded(op)
@@ -564,29 +599,45 @@ class ManagerCore:
                 self._counters[series] += amount
         return self._counters
 
-    # -- reset ------------------------------------------------------------------------
+    # -- weights and resets -----------------------------------------------------------
+
+    def weights_changed(self) -> None:
+        """They have no name now, and no later start adopts anything. A reset must follow."""
+        self._tag, self._is_named = b"", False
+
+    def name_weights(self, tag: bytes) -> bool:
+        """They have this share tag from now on, whatever they were. A reset must follow.
+
+        Returns False if they have it already.
+        """
+        if self._is_named and self._tag == tag:
+            return False
+        self._tag, self._is_named = tag, True
+        return True
 
     def reset(self) -> bool:
         """Drop every entry, on disk too; slots come back as they are released.
 
         Returns False if nothing was left to drop and a reset is queued already.
         """
-        # Of weights that only this process knows, and that no other start can load.
-        tag = secrets.token_bytes(TAG_BYTES)
-        named = self.config.weights_never_change and not self.weights_changed and bool(self._tag)
+        tag = self._tag if self._is_named else b""
         last = self._unsent[-1] if self._unsent else None
-        if isinstance(last, ResetCommand) and last.named == named and not self._tiers:
-            if self._foreign is not None:
+        if isinstance(last, ResetCommand) and _tag_of(last) == tag and not self._tiers:
+            if self._foreign is not None and last is not self._began:
                 self._tiers.reset()  # others may have offered more since the last reset
             return False  # weights come in many pieces
         self._unsent[:] = [one for one in self._unsent if not isinstance(one, CancelCommand)]
-        if self._foreign is not None:
-            self._foreign.set_tag(self._tag if named else b"")
+        op = self._ledger.open(OpKind.RESET)
+        # Without a name: of weights that only this process knows, and that no other start can load.
+        command = ResetCommand(op.number, tag or secrets.token_bytes(TAG_BYTES), bool(tag))
+        if tag != self._shared_tag:
+            self._shared_tag, self._began = tag, command
+            if self._foreign is not None:
+                self._foreign.change_tag(tag)
         self._tiers.reset()
         self._holds.reset()
         self.reload.reset()
-        op = self._ledger.open(OpKind.RESET)
-        self._unsent.append(ResetCommand(op.number, self._tag if named else tag, named))
+        self._unsent.append(command)
         self._counters["resets"] += 1
         return True
 
@@ -646,3 +697,8 @@ class ManagerCore:
             Entry(State(state), generation, cache, place, key)
             for state, generation, cache, place, key in self._tiers.entries()
         ]
+
+
+def _tag_of(command: ResetCommand) -> bytes:
+    """The share tag that a reset gives to what follows; empty: one that nobody knows."""
+    return command.tag if command.named else b""

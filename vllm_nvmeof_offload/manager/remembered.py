@@ -90,9 +90,11 @@ class RememberedAnswers:
             return  # a delay; or a look-up that asked for one key
         # What vLLM found must be what the tiers have: all else is not remembered.
         rests_on = hits if found else [*hits, *misses]
+        # Asked first: it voids what was believed for too long, with everything that is watched.
+        voided = self._core.voided
         if not rests_on or not self._core.watch(hits, question.sources):
             return
-        answer = Answer(question, found, misses, self._core.voided)
+        answer = Answer(question, found, misses, voided)
         self._answers.setdefault(request_id, {})[question.sources] = answer
 
     def asked(self, request_id: str, question: Question) -> None:

@@ -14,12 +14,14 @@ class StartGate:
 class Engine:
     def __init__(
         self,
-        targets: Sequence[tuple[int, int]],
+        targets: Sequence[tuple[int, int, int]],
         base: int,
         length: int,
         *,
         regions: Sequence[bytes],
+        logs: Sequence[tuple[int, int, int]],
         rank: int,
+        permits: Sequence[int],
         groups: Sequence[tuple[int, int]],
         slot_bytes: int,
         registered: bool,
@@ -47,7 +49,18 @@ class Engine:
     def lanes(self) -> int: ...
     def kick(self) -> None: ...
     def cancel(self, token: int) -> bool: ...
-    def replace_target(self, index: int, slab_fd: int, table_fd: int, /) -> None: ...
+    def replace_target(self, index: int, slab_fd: int, table_fd: int, log_fd: int, /) -> None: ...
+    def log_reset(self, target: int, epoch: int, /) -> None: ...
+    def log_hint(
+        self,
+        target: int,
+        region_uuid: bytes,
+        slot: int,
+        member: int,
+        generation: int,
+        count: int,
+        /,
+    ) -> None: ...
     def attach(self, owner: int, target: int, slab_fd: int, uuid: bytes, rank: int, /) -> None: ...
     def detach(self, owner: int, target: int, /) -> None: ...
     def poll(self) -> list[tuple[int, int, int, int]]: ...
@@ -98,4 +111,14 @@ def verify(
     tag: bytes,
     /,
 ) -> int: ...
+def encode_put(
+    sequence: int,
+    index: int,
+    slot: int,
+    key: bytes,
+    generation: int,
+    epoch: int,
+    single_copy: bool,
+    /,
+) -> bytes: ...
 def encode_entry(slot: int, key: bytes, generation: int, epoch: int, /) -> bytes: ...

@@ -4,6 +4,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -30,16 +31,24 @@ std::array<uint8_t, 16> sixteen(const nb::bytes& given) {
 
 std::byte* pointer(uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
+// permits: by target, the addresses of their words; 0: the region has no lease.
 // limits: an `io.base.IoLimits`.
-void make_engine(Engine* at, const std::vector<std::pair<int, int>>& targets, uintptr_t base,
-                 size_t bytes, const std::vector<nb::bytes>& regions, uint16_t rank,
+// targets: slab, table and log of each. logs: pages, the first one's sequence, lease generation.
+void make_engine(Engine* at, const std::vector<std::tuple<int, int, int>>& targets, uintptr_t base,
+                 size_t bytes, const std::vector<nb::bytes>& regions,
+                 const std::vector<std::tuple<uint32_t, uint64_t, uint64_t>>& logs, uint16_t rank,
+                 const std::vector<uintptr_t>& permits,
                  const std::vector<std::pair<uint32_t, uint8_t>>& groups, size_t slot_bytes,
                  bool registered, const nb::object& limits, const std::vector<int>& cpus,
                  std::shared_ptr<StartGate> gate) {
   const auto limit = [&limits](const char* name) { return nb::cast<size_t>(limits.attr(name)); };
   EngineSetup setup;
-  for (const auto& [slab_fd, table_fd] : targets) setup.targets.push_back({slab_fd, table_fd});
+  for (const auto& [slab_fd, table_fd, log_fd] : targets)
+    setup.targets.push_back({slab_fd, table_fd, log_fd});
+  for (const auto& [pages, next, lease] : logs) setup.logs.push_back({pages, next, lease});
   for (const nb::bytes& uuid : regions) setup.regions.push_back({sixteen(uuid), rank});
+  for (const uintptr_t word : permits)
+    setup.permits.emplace_back(reinterpret_cast<const uint64_t*>(word));
   setup.groups = groups;
   setup.limits = {slot_bytes, limit("split_bytes"), static_cast<unsigned>(limit("depth"))};
   setup.memory = {pointer(base), bytes};
@@ -136,6 +145,32 @@ auto* whole_slot(const Array& slot, size_t payload_bytes) {
   return slot.data();
 }
 
+void log_reset(Engine& engine, size_t target, uint32_t epoch) {
+  LogRecord record;
+  record.kind = LogKind::RESET;
+  record.epoch = epoch;
+  engine.note(target, record);
+}
+
+void log_hint(Engine& engine, size_t target, const nb::bytes& region_uuid, uint32_t slot,
+              uint8_t member, uint64_t generation, uint32_t count) {
+  engine.note(target, hint_record(sixteen(region_uuid), slot, member, generation, count));
+}
+
+nb::bytes encode_entry_of(uint64_t slot, const nb::bytes& key, uint64_t generation, uint32_t epoch,
+                          bool single_copy) {
+  const auto entry = encode_entry(slot, identity_of(key, generation), epoch, single_copy);
+  return nb::bytes(entry.data(), entry.size());
+}
+
+nb::bytes encode_put(uint64_t sequence, uint32_t index, uint32_t slot, const nb::bytes& key,
+                     uint64_t generation, uint32_t epoch, bool single_copy) {
+  std::array<std::byte, kLogRecordBytes> raw;
+  const LogRecord record = put_record(slot, identity_of(key, generation), epoch, single_copy);
+  encode_record(raw.data(), record, sequence, index);
+  return nb::bytes(raw.data(), raw.size());
+}
+
 void as_os_error(const std::exception_ptr& caught, void*) {
   try {
     std::rethrow_exception(caught);
@@ -160,9 +195,9 @@ NB_MODULE(_native, m) {
 
   nb::class_<Engine>(m, "Engine")
       .def("__init__", &make_engine, nb::arg("targets"), nb::arg("base"), nb::arg("length"),
-           nb::kw_only(), nb::arg("regions"), nb::arg("rank"), nb::arg("groups"),
-           nb::arg("slot_bytes"), nb::arg("registered"), nb::arg("limits"), nb::arg("cpus"),
-           nb::arg("gate").none())
+           nb::kw_only(), nb::arg("regions"), nb::arg("logs"), nb::arg("rank"), nb::arg("permits"),
+           nb::arg("groups"), nb::arg("slot_bytes"), nb::arg("registered"), nb::arg("limits"),
+           nb::arg("cpus"), nb::arg("gate").none())
       .def("room",
            [](const Engine& engine) {
              const LaneRoom room = engine.room();
@@ -176,9 +211,11 @@ NB_MODULE(_native, m) {
       .def("kick", &Engine::kick, nb::call_guard<nb::gil_scoped_release>())
       .def("cancel", &Engine::cancel, nb::arg("token"))
       .def("replace_target",
-           [](Engine& engine, size_t index, int slab_fd, int table_fd) {
-             engine.replace_target(index, {slab_fd, table_fd});
+           [](Engine& engine, size_t index, int slab_fd, int table_fd, int log_fd) {
+             engine.replace_target(index, {slab_fd, table_fd, log_fd});
            })
+      .def("log_reset", &log_reset)
+      .def("log_hint", &log_hint)
       .def("attach",
            [](Engine& engine, uint16_t owner, size_t target, int slab_fd, const nb::bytes& uuid,
               uint16_t rank) { engine.attach(owner, target, {slab_fd, {sixteen(uuid), rank}}); })
@@ -214,9 +251,6 @@ NB_MODULE(_native, m) {
               verify(data, identity_of(key, generation), payload_bytes,
                      {{sixteen(region_uuid), rank}, number}, sixteen(tag)));
         });
-  m.def("encode_entry", [](uint64_t slot, const nb::bytes& key, uint64_t generation,
-                           uint32_t epoch, bool single_copy) {
-    const auto entry = encode_entry(slot, identity_of(key, generation), epoch, single_copy);
-    return nb::bytes(entry.data(), entry.size());
-  });
+  m.def("encode_put", &encode_put);
+  m.def("encode_entry", &encode_entry_of);
 }

@@ -33,6 +33,18 @@ nb::bytes bytes_of(const std::array<uint8_t, kSize>& array) {
   return nb::bytes(reinterpret_cast<const char*>(array.data()), kSize);
 }
 
+// Empty: no tag.
+std::array<uint8_t, kTagBytes> tag_of(const nb::bytes& bytes) {
+  return bytes.size() ? exactly<kTagBytes>(bytes) : std::array<uint8_t, kTagBytes>{};
+}
+
+std::vector<std::tuple<Place, uint64_t, uint32_t>> tuples_of(const std::vector<Hint>& hints) {
+  std::vector<std::tuple<Place, uint64_t, uint32_t>> tuples;
+  for (const auto& [place, generation, count] : hints)
+    tuples.emplace_back(place, generation, count);
+  return tuples;
+}
+
 void bind_owner(nb::module_& m) {
   nb::class_<OwnerRecord>(m, "OwnerRecord")
       .def("__init__",
@@ -80,8 +92,15 @@ void bind_writer(nb::module_& m) {
              return writer.remove(fingerprint_of(view_of(key)), {place, generation});
            },
            "key"_a, "place"_a, "generation"_a)
+      .def("put_hint",
+           [](ForeignWriter& writer, Place place, uint64_t generation, uint32_t count) {
+             const auto lock = writer.lock();
+             writer.put_hint({place, generation, count});
+           },
+           "place"_a, "generation"_a, "count"_a, Unlocked())
       .def("scanned", &ForeignWriter::scanned, "now_ns"_a)
       .def_prop_ro("version_asked", &ForeignWriter::version_asked)
+      .def_prop_ro("version_of_all", &ForeignWriter::version_of_all)
       .def_prop_ro("rows", &ForeignWriter::rows);
 }
 
@@ -98,6 +117,17 @@ void bind_region(nb::module_& m) {
            "home"_a, "slots"_a, "groups"_a, "young_ns"_a)
       .def("begin", &ForeignRegion::begin, "table"_a, "epoch"_a, "from_now"_a, Unlocked())
       .def("scan", &ForeignRegion::scan, "table"_a, "fd"_a, "now_ns"_a, Unlocked())
+      .def_prop_ro_static("OVERRUN", [](nb::handle) { return ForeignRegion::kOverrun; })
+      .def_prop_ro_static("RESET", [](nb::handle) { return ForeignRegion::kReset; })
+      .def("seek_log", &ForeignRegion::seek_log, "fd"_a, "pages"_a, Unlocked())
+      .def("follow_log", &ForeignRegion::follow_log, "table"_a, "fd"_a, "now_ns"_a, Unlocked())
+      .def("set_ours",
+           [](ForeignRegion& region, const std::vector<std::tuple<nb::bytes, uint32_t>>& ours) {
+             std::vector<ForeignRegion::Ours> all;
+             for (const auto& [uuid, target] : ours) all.push_back({exactly<16>(uuid), target});
+             region.set_ours(std::move(all));
+           },
+           "ours"_a)
       .def("ripen", &ForeignRegion::ripen, "table"_a, "now_ns"_a, Unlocked())
       .def_prop_ro("rows", &ForeignRegion::rows);
 }
@@ -107,12 +137,12 @@ void bind_acceptance(nb::module_& m) {
       .def(nb::init<int>(), "fd"_a)
       .def("set_time", &Foreign::set_time, "now_s"_a)
       .def("set_tag",
-           [](Foreign& foreign, const nb::bytes& tag) {
-             foreign.set_tag(tag.size() ? exactly<kTagBytes>(tag)
-                                        : std::array<uint8_t, kTagBytes>{});
-           },
+           [](Foreign& foreign, const nb::bytes& tag) { foreign.set_tag(tag_of(tag)); }, "tag"_a)
+      .def("change_tag",
+           [](Foreign& foreign, const nb::bytes& tag) { foreign.change_tag(tag_of(tag)); },
            "tag"_a)
       .def("accepts", nb::overload_cast<uint32_t>(&Foreign::accepts, nb::const_), "owner"_a)
+      .def_prop_ro("is_used", &Foreign::is_used)
       .def("take_attachments",
            [](Foreign& foreign) {
              std::vector<std::tuple<uint32_t, uint32_t, nb::bytes>> taken;
@@ -121,6 +151,7 @@ void bind_acceptance(nb::module_& m) {
              return taken;
            })
       .def("take_detachments", &Foreign::take_detachments)
+      .def("take_due_hints", [](Foreign& foreign) { return tuples_of(foreign.take_due_hints()); })
       .def("attach_failed", &Foreign::attach_failed, "owner"_a)
       .def("detach", &Foreign::detach, "owner"_a);
 }
@@ -142,7 +173,14 @@ void bind_foreign(nb::module_& m) {
              return rows;
            },
            "key"_a)
-      .def("ask_anew", &ForeignReader::ask_anew)
+      .def("ask_anew",
+           [](ForeignReader& reader, bool from_now) {
+             return reader.ask_anew(from_now ? Since::NOW : Since::EVER);
+           },
+           "from_now"_a = true)
+      .def("take_hints",
+           [](ForeignReader& reader, size_t max) { return tuples_of(reader.take_hints(max)); },
+           "limit"_a)
       .def_prop_ro("rows", &ForeignReader::rows)
       .def_prop_ro("scanned_ns", &ForeignReader::scanned_ns);
   bind_acceptance(m);

@@ -33,6 +33,7 @@ class Ahead {
   // lists: of keys, which vLLM names by these very objects. They may grow.
   void begin(const nb::iterable& lists) {
     end();
+    warmed_ = foreign_ && !foreign_->empty() ? foreign_ : nullptr;
     for (const nb::handle list : lists) lists_.push_back(nb::cast<nb::list>(list));
     lost_ = 0;
   }
@@ -93,14 +94,14 @@ class Ahead {
     const uint32_t hash = index_.hash(PyBytes_AS_STRING(key));
     hashes_[of(place)] = hash;
     index_.warm_bucket_of(hash);
-    if (foreign_ && !foreign_->empty())
-      foreign_->warm({PyBytes_AS_STRING(key), index_.key_bytes()});
+    if (warmed_) warmed_->warm({PyBytes_AS_STRING(key), index_.key_bytes()});
   }
 
   static size_t of(Py_ssize_t place) { return static_cast<size_t>(place) % (2 * kBucket); }
 
   const Index& index_;
   const Foreign* foreign_;
+  const Foreign* warmed_ = nullptr;  // the same; none: it was empty at the beginning
   std::vector<nb::list> lists_;
   PyObject* list_ = nullptr;  // in which the last look-up's key was found
   Py_ssize_t place_ = 0, step_ = 1;

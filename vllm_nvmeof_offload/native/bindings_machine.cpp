@@ -365,15 +365,15 @@ nb::list take_unwritten(Machine& machine) {
   return all;
 }
 
-nb::list take_copies(Machine& machine) {
+nb::list take_copies(Machine& machine, uint64_t passed) {
   std::vector<CopyBatch> batches;
   {
     const Unlocked unlocked(machine.to_copy());
-    batches = machine.take_copies();
+    batches = machine.take_copies(passed);
   }
   nb::list all;
   for (CopyBatch& batch : batches)
-    all.append(nb::make_tuple(batch.number, batch.op, batch.is_store, batch.bytes,
+    all.append(nb::make_tuple(batch.number, batch.fence, batch.is_store, batch.bytes,
                               array(std::move(batch.pieces), 3), array(std::move(batch.counts)),
                               array(std::move(batch.payloads)), array(std::move(batch.sizes)),
                               column(std::move(batch.sampled))));

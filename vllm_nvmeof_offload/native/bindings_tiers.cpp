@@ -277,6 +277,13 @@ std::tuple<std::vector<uint64_t>, size_t> lanes(const Batch& batch,
   return {std::move(bytes), count};
 }
 
+// Whether a row is read from another engine's region.
+bool borrows(const Batch& batch) {
+  bool found = false;  // without a branch: nearly always all rows are looked at
+  for (size_t at = 0; at < batch.size(); ++at) found |= is_foreign(batch.places[at]);
+  return found;
+}
+
 // The bytes of the rows that every rank has read from other engines' regions.
 uint64_t borrowed(const Batch& batch, const std::vector<uint64_t>& lane_bytes) {
   uint64_t bytes = 0;
@@ -336,6 +343,7 @@ void bind_batch(nb::module_& m) {
            })
       .def("generation", [](const Batch& batch, size_t at) { return batch.generations.at(at); })
       .def("lanes", &lanes)
+      .def_prop_ro("borrows", &borrows)
       .def("borrowed", &borrowed)
       .def("timed", &timed)
       .def_ro("undecided", &Batch::undecided)
@@ -407,6 +415,7 @@ void bind_calls(nb::class_<Tiers>& type) {
              return tiers.counts != Counts{};
            })
       .def("take_writes", &Tiers::take_writes)
+      .def("heed_hints", &Tiers::heed_hints)
       .def("report", &report, "kind"_a, "batch"_a, "indexes"_a = nb::none(),
            "codes"_a = nb::none(), "errors"_a = nb::none(), "released"_a = nb::none(),
            "crcs"_a = nb::none(), "rank"_a = 0)
@@ -442,7 +451,8 @@ void bind_state(nb::class_<Tiers>& type) {
              const Counts counts = std::exchange(tiers.counts, {});
              return std::tuple(counts.cache_evictions, counts.pool_evictions,
                                counts.refused_writes, counts.written, counts.retired,
-                               counts.superseded, counts.borrowed);
+                               counts.superseded, counts.borrowed, counts.deduped,
+                               counts.hints_taken);
            })
       .def("cache_users",
            [](const Tiers& tiers, Slot slot) {

@@ -18,29 +18,30 @@ bool Tiers::can_borrow(const ForeignRow& row, const char* key) const {
   return member == kEveryMember || (member < trust.set_size && trust.set_size > 1 && !trust.ended);
 }
 
-ForeignRow Tiers::foreign_row(const char* key) const {
+ForeignRow Tiers::foreign_row(const char* key, From from) const {
   ForeignRow found;
-  if (options_.foreign->empty()) return found;
   options_.foreign->find({key, index.key_bytes()}, [&](const ForeignRow& row) {
-    const bool can = can_borrow(row, key);
+    const bool can = can_borrow(row, key) &&
+                     (from == From::ALL || options_.foreign->lives(owner_of(row.place)));
     if (can) found = row;
     return can;
   });
   return found;
 }
 
-const std::vector<ForeignRow>& Tiers::foreign_rows(Keys keys, const std::vector<Row>& rows) const {
+const std::vector<ForeignRow>& Tiers::foreign_rows(Keys keys, const std::vector<Row>& rows,
+                                                   From from) const {
   foreign_found_.clear();
-  if (!options_.foreign) return foreign_found_;
+  if (!options_.foreign || options_.foreign->empty()) return foreign_found_;
+  if (std::ranges::find(rows, kNoRow) == rows.end()) return foreign_found_;
   foreign_found_.resize(keys.size());
-  if (options_.foreign->empty()) return foreign_found_;
   const auto warm = [&](size_t at) {
     if (rows[at] == kNoRow) options_.foreign->warm({keys[at], index.key_bytes()});
   };
   for (size_t at = 0; at < std::min(kAhead, keys.size()); ++at) warm(at);
   for (size_t at = 0; at < keys.size(); ++at) {
     if (at + kAhead < keys.size()) warm(at + kAhead);
-    if (rows[at] == kNoRow) foreign_found_[at] = foreign_row(keys[at]);
+    if (rows[at] == kNoRow) foreign_found_[at] = foreign_row(keys[at], from);
   }
   return foreign_found_;
 }
@@ -49,6 +50,7 @@ const std::vector<ForeignRow>& Tiers::foreign_rows(Keys keys, const std::vector<
 bool Tiers::believe(Keys keys, uint8_t sources, const std::vector<Row>& rows) {
   if (std::ranges::find(rows, kNoRow) == rows.end()) return true;
   const std::vector<ForeignRow>& foreign = foreign_rows(keys, rows);
+  if (foreign.empty()) return false;
   for (size_t at = 0; at < rows.size(); ++at)
     if (rows[at] == kNoRow && (!(sources & kFromPool) || foreign[at].place == kNoPlace))
       return false;
@@ -75,6 +77,7 @@ Row Tiers::borrow(const char* key, uint64_t generation, Slot slot, uint64_t used
   const Row row = add_entry(key, group_of(key), generation);
   index[row].cache = static_cast<int32_t>(slot);
   index[row].flags |= Entry::kBorrowed;
+  if (!mutant("a_borrowed_chunk_is_written")) index[row].flags |= Entry::kDeduped;
   cache[slot].row = row;
   recency_.use(cache[slot], used, false);
   cache.use(slot);
@@ -111,8 +114,55 @@ bool Tiers::fails_foreign(const Batch& batch, size_t at) {
 void Tiers::ended_borrow(const Batch& batch, size_t at) {
   const bool ok = batch.code[at] == Outcome::OK;
   if (batch.code[at] == Outcome::CANCELLED) return;
-  options_.foreign->ended(owner_of(batch.places[at]), ok);
+  options_.foreign->ended({batch.places[at], batch.generations[at]}, ok);
   counts.borrowed += ok;
+}
+
+// A chunk that is to be kept has come to a cache slot.
+void Tiers::want_or_dedupe(Row row) {
+  if (index[row].flags & Entry::kDeduped)
+    ++counts.deduped;
+  else
+    want(static_cast<Slot>(index[row].cache));
+}
+
+// A chunk that is not in our pool because another engine had it was used again. That engine may
+// have given it up, or may be gone, and nothing says so: it is asked for where it matters.
+void Tiers::want_if_lost(Row row) {
+  Entry& entry = index[row];
+  if (entry.state != State::CACHED || !options_.writes) return;
+  const auto slot = static_cast<Slot>(entry.cache);
+  if (stays_[slot] != Stay::KEPT || cache[slot].requests < kUsesMin) return;
+  if (mutant("a_deduped_chunk_is_never_written")) return;
+  if (foreign_row(index.key(row), From::LIVING).place != kNoPlace) return;
+  entry.flags &= static_cast<uint8_t>(~Entry::kDeduped);
+  clean->withdraw(slot);  // written on eviction, it waits in another order
+  want(slot);
+  settle(row);
+}
+
+// The entry whose chunk is there. What another engine names may be anything.
+Row Tiers::pooled_at(Place place) const {
+  if (place < 0 || is_foreign(place) || target_of(place) >= targets.size()) return kNoRow;
+  const Slots& slots = target(place).slots;
+  const uint32_t member = member_of(place), number = slot_of(place);
+  if (number >= slots.capacity()) return kNoRow;
+  if (member != kEveryMember && member >= slots.parts.set_size(number)) return kNoRow;
+  const Row row = slots[target(place).slot(place)].row;
+  return row != kNoRow && index[row].place == place ? row : kNoRow;
+}
+
+void Tiers::heed_hints(size_t max) {
+  for (const Hint& hint : options_.foreign->take_hints(max)) {
+    const Row row = pooled_at(hint.place);
+    if (row == kNoRow) continue;
+    const bool same = index[row].generation == hint.generation;
+    if (!same && !mutant("a_hint_with_an_old_generation_touches")) continue;
+    Target& one = target(hint.place);
+    one.recency.use(one[hint.place], ++uses_, false);
+    one.order->touch(one.slot(hint.place));
+    ++counts.hints_taken;
+  }
 }
 
 }  // namespace nvmeof

@@ -29,6 +29,8 @@ class Engine : public NativeLanes {
   // Read another engine's region on a target of ours; see `TargetRing::attach`.
   void attach(uint16_t owner, size_t target, const ForeignSlab& files);
   void detach(uint16_t owner, size_t target);
+  // Append a record to the target's log.
+  void note(size_t target, const LogRecord& record) { targets_.at(target)->note(record); }
   // Completions since the last call.
   std::vector<Completion> poll() { return completions_->take(); }
   int fd() const { return completions_->fd(); }

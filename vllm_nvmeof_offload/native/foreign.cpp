@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <iterator>
 #include <utility>
 
 #include "mutants.h"
@@ -16,6 +17,9 @@ constexpr size_t kRefusedMax = 4096;
 // Of so many borrows at least, one in `kFailedShare` may fail. The counts are halved at the second
 // number, so that an owner's past does not speak for it for ever.
 constexpr uint32_t kTrialsMin = 64, kTrialsMax = 1024, kFailedShare = 50;
+// Of an owner: hints in a second, and rows that wait for theirs.
+constexpr uint32_t kHintsPerSecond = 64;
+constexpr size_t kDueMax = 1024;
 
 // Whether the directory is the same one and holds the same things. The rows are for people.
 bool is_same(const OwnerRecord& one, const OwnerRecord& other) {
@@ -49,13 +53,20 @@ bool Foreign::accepts(uint32_t number) const {
   if (found == distrusted_.end()) return true;
   const Distrust& distrust = found->second;
   if (distrust.attach_failed && is_same(distrust.record, record)) return false;
-  return now_s() >= distrust.until_s;
+  return now_s() >= distrust.until_s || mutant("an_owner_of_many_failures_is_believed");
+}
+
+void Foreign::change_tag(const std::array<uint8_t, kTagBytes>& tag) {
+  set_tag(tag);
+  since_ = Since::EVER;
 }
 
 void Foreign::reset() {
-  floor_ = ask_anew();
+  floor_ = ask_anew(std::exchange(since_, Since::NOW));
   refused_.clear();
   refusals_.clear();
+  borrowed_.clear();
+  due_.clear();
 }
 
 void Foreign::refuse(const ForeignRow& row) {
@@ -75,7 +86,9 @@ bool Foreign::is_refused(const ForeignRow& row) const {
   return found != refused_.end() && now_s() < found->second;
 }
 
-void Foreign::ended(uint32_t number, bool ok) {
+void Foreign::ended(const ForeignRow& row, bool ok) {
+  if (ok) count(row);
+  const uint32_t number = owner_of(row.place);
   Trial& trial = trials_[number];
   ++trial.ended;
   trial.failed += !ok;
@@ -85,6 +98,41 @@ void Foreign::ended(uint32_t number, bool ok) {
   } else if (trial.ended >= kTrialsMax) {
     trial = {trial.ended / 2, trial.failed / 2};
   }
+}
+
+void Foreign::count(const ForeignRow& row) {
+  if (borrowed_.empty()) borrowed_.resize(size_t{1} << kBorrowedBits);
+  Borrowed& one = borrowed(row);
+  if (one.row != row) one = {row};
+  one.again |= ++one.times > 1;
+  if (!one.again || one.due) return;
+  std::deque<ForeignRow>& rows = due_[owner_of(row.place)].rows;
+  if (rows.size() == kDueMax) return;
+  rows.push_back(row);
+  one.due = true;
+}
+
+std::vector<Hint> Foreign::take_due_hints() {
+  std::vector<Hint> hints;
+  const double now = due_.empty() ? 0 : now_s();
+  for (auto at = due_.begin(); at != due_.end();) {
+    auto& [number, due] = *at;
+    const bool listens = lives(number) && accepts(number) && attached_.contains(number);
+    if (now - due.since_s >= 1) due.sent = 0;
+    if (due.sent == 0) due.since_s = now;
+    while (!due.rows.empty() && (due.sent < kHintsPerSecond || !listens)) {
+      Borrowed& one = borrowed(due.rows.front());
+      if (one.row == due.rows.front() && one.due) {
+        if (listens) hints.push_back({one.row.place, one.row.generation, one.times});
+        due.sent += listens;
+        one.times = 0;
+        one.due = false;
+      }
+      due.rows.pop_front();
+    }
+    at = due.rows.empty() && due.sent == 0 ? due_.erase(at) : std::next(at);
+  }
+  return hints;
 }
 
 void Foreign::believe(uint32_t number) {

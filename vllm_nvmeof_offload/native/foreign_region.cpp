@@ -10,6 +10,8 @@
 #include <cstring>
 #include <utility>
 
+#include "small_crc.h"
+
 namespace nvmeof {
 
 namespace {
@@ -25,49 +27,17 @@ constexpr size_t kEntriesMax = 4096;
 // Changes ahead of the one that is made.
 constexpr size_t kAhead = 8;
 
-constexpr std::array<uint32_t, 256> make_crc_table() {
-  std::array<uint32_t, 256> table{};
-  for (uint32_t byte = 0; byte < table.size(); ++byte) {
-    uint32_t crc = byte;
-    for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ (crc & 1 ? 0x82F63B78 : 0);
-    table[byte] = crc;
-  }
-  return table;
-}
-
-constexpr auto kCrcTable = make_crc_table();
-
-// CRC-32C without instructions for it, which this part of the native code does not require.
-constexpr uint32_t plain_crc(const char* bytes, size_t count) {
-  uint32_t crc = ~uint32_t{0};
-  for (size_t at = 0; at < count; ++at)
-    crc = crc >> 8 ^ kCrcTable[(crc ^ static_cast<unsigned char>(bytes[at])) & 0xff];
-  return ~crc;
-}
-static_assert(plain_crc("123456789", 9) == 0xE3069283);
-
-#ifdef __x86_64__
-__attribute__((target("sse4.2"))) uint32_t fast_crc(const char* bytes) {
-  uint64_t crc = ~uint32_t{0};
-  for (size_t at = 0; at < kEntryBytes; at += sizeof(uint64_t)) {
-    uint64_t word;
-    std::memcpy(&word, bytes + at, sizeof word);
-    crc = __builtin_ia32_crc32di(crc, word);
-  }
-  return ~static_cast<uint32_t>(crc);
-}
-const bool kHasFastCrc = __builtin_cpu_supports("sse4.2");
-#endif
+// Pages of a log that are read at once.
+constexpr uint32_t kLogPagesAtOnce = 64;
+// A log's page that is not intact may be half written. After so many reads it is damaged.
+constexpr unsigned kLogReadsMax = 10;
 
 // An entry's CRC is over its slot and what follows the CRC.
 uint32_t crc_of(const std::byte* entry, uint32_t slot) {
   std::array<char, kEntryBytes> covered;
   std::memcpy(covered.data(), entry, kEntryBytes);
   std::memcpy(covered.data(), &slot, sizeof slot);
-#ifdef __x86_64__
-  if (kHasFastCrc) return fast_crc(covered.data());
-#endif
-  return plain_crc(covered.data(), covered.size());
+  return small_crc32c(covered.data(), covered.size());
 }
 
 // Read `bytes` at `offset`, and zeros behind the end of the file. Returns an errno.
@@ -94,6 +64,7 @@ ForeignRegion::ForeignRegion(Home home, uint64_t slots, std::vector<Group> group
       heads_(slots),
       fingerprints_(slots),
       marks_(slots),
+      log_buffer_(kLogPagesAtOnce * kLogPageBytes),
       buffer_(std::min<size_t>(slots, kEntriesMax) * kEntryBytes) {}
 
 void ForeignRegion::begin(ForeignWriter& table, uint32_t epoch, bool from_now) {
@@ -119,6 +90,109 @@ int ForeignRegion::scan(ForeignWriter& table, int fd, int64_t now_ns) {
   from_now_ = false;
   ripen(table, now_ns);
   return 0;
+}
+
+int ForeignRegion::seek_log(int fd, uint32_t pages) {
+  log_pages_ = pages;
+  log_sequence_ = pages;  // of a log that is still empty
+  log_index_ = 0;
+  log_reads_ = 0;
+  for (uint32_t first = 0; first < pages; first += kLogPagesAtOnce) {
+    const uint32_t count = std::min(pages - first, kLogPagesAtOnce);
+    const uint64_t offset = uint64_t{first} * kLogPageBytes;
+    if (const int error = read_whole(fd, log_buffer_.data(), count * kLogPageBytes, offset))
+      return error;
+    for (uint32_t at = 0; at < count; ++at) {
+      LogHead head;
+      if (!decode_head(log_buffer_.data() + at * kLogPageBytes, head)) continue;
+      if (head.sequence % pages != first + at || head.sequence < log_sequence_) continue;
+      log_sequence_ = head.sequence;
+      log_index_ = head.records;
+    }
+  }
+  return 0;
+}
+
+int ForeignRegion::follow_log(ForeignWriter& table, int fd, int64_t now_ns) {
+  uint32_t wanted = 1;  // where nothing was logged, one page is read
+  for (;;) {
+    if (log_index_ == kLogRecords) {
+      ++log_sequence_;
+      log_index_ = 0;
+    }
+    const auto first = static_cast<uint32_t>(log_sequence_ % log_pages_);
+    const uint32_t count = std::min(wanted, log_pages_ - first);
+    const uint64_t offset = uint64_t{first} * kLogPageBytes;
+    if (const int error = read_whole(fd, log_buffer_.data(), count * kLogPageBytes, offset))
+      return error;
+    for (uint32_t at = 0; at < count; ++at) {
+      if (const int why = take_page(table, log_buffer_.data() + at * kLogPageBytes, now_ns))
+        return why;
+      if (log_index_ == kLogRecords) {
+        if (at + 1 == count) break;
+        ++log_sequence_;
+        log_index_ = 0;
+        continue;
+      }
+      ripen(table, now_ns);
+      return 0;
+    }
+    wanted = kLogPagesAtOnce;
+  }
+}
+
+// Take in the records of the page that comes next.
+int ForeignRegion::take_page(ForeignWriter& table, const std::byte* page, int64_t now_ns) {
+  LogHead head;
+  if (!decode_head(page, head)) {
+    const bool is_empty = std::all_of(page, page + kLogHeadBytes,
+                                      [](std::byte byte) { return byte == std::byte{0}; });
+    if (is_empty && log_sequence_ < 2 * uint64_t{log_pages_}) return 0;  // it was never written
+    return ++log_reads_ < kLogReadsMax ? 0 : kOverrun;
+  }
+  if (head.sequence != log_sequence_)
+    return head.sequence + log_pages_ == log_sequence_ ? 0 : kOverrun;
+  if (head.records <= log_index_) return 0;
+  const auto lock = table.lock();
+  while (log_index_ < head.records) {
+    const std::byte* const at = page + kLogHeadBytes + log_index_ * kLogRecordBytes;
+    LogRecord record;
+    if (!decode_record(at, log_sequence_, log_index_, record))
+      return ++log_reads_ < kLogReadsMax ? 0 : kOverrun;
+    log_reads_ = 0;
+    ++log_index_;
+    if (const int why = take_record(table, record, now_ns)) return why;
+  }
+  return 0;
+}
+
+int ForeignRegion::take_record(ForeignWriter& table, const LogRecord& record, int64_t now_ns) {
+  if (record.kind == LogKind::HINT) {
+    take_hint(table, record);
+    return 0;
+  }
+  if (record.kind == LogKind::RESET) return record.epoch == epoch_ ? 0 : kReset;
+  // The key of such a record is in the table only.
+  if (record.key_bytes > kLogKeyBytesMax || record.slot >= heads_.size()) return kOverrun;
+  std::array<std::byte, kEntryBytes> entry{};
+  Head head{0, record.epoch, record.generation};
+  std::memcpy(entry.data(), &head, sizeof head);
+  entry[kFlagsAt] = std::byte{record.flags};
+  entry[kKeyBytesAt] = std::byte{record.key_bytes};
+  std::memcpy(entry.data() + kKeyAt, record.key.data(), record.key_bytes);
+  head.crc = crc_of(entry.data(), record.slot);
+  std::memcpy(entry.data(), &head, sizeof head);
+  if (head != heads_[record.slot]) take(table, decode(entry.data(), record.slot, now_ns));
+  return 0;
+}
+
+void ForeignRegion::take_hint(ForeignWriter& table, const LogRecord& record) {
+  for (const Ours& one : ours_) {
+    if (std::memcmp(one.uuid.data(), record.key.data(), one.uuid.size()) != 0) continue;
+    uint32_t count;
+    std::memcpy(&count, record.key.data() + one.uuid.size(), sizeof count);
+    table.put_hint({place_of(one.target, record.slot, record.member), record.generation, count});
+  }
 }
 
 void ForeignRegion::compare(ForeignWriter& table, uint64_t first, size_t count, int64_t now_ns) {

@@ -3,14 +3,20 @@
 // chunks are in the foreign table. A scan reads the whole table and compares the first 16 bytes of
 // each entry with those of the scan before: a slot that was written again has another checksum and
 // another generation. Only what differs is decoded.
+//
+// A region with a log is scanned once, and then followed by the log's records: a PUT replaces what
+// its slot had, as if a scan had found the same entry.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "foreign_table.h"
 #include "huge_pages.h"
+#include "log_format.h"
 #include "members.h"
 
 namespace nvmeof {
@@ -35,6 +41,20 @@ class ForeignRegion {
   // Read the table, of which fd is a file, and offer what it has. Returns an errno; 0: it was read
   // to its end. What is cut off counts as empty.
   int scan(ForeignWriter& table, int fd, int64_t now_ns);
+  // Find where the log goes on, of which fd is a file with so many pages: call it before a scan,
+  // and `follow_log` after that. Returns an errno; 0: found.
+  int seek_log(int fd, uint32_t pages);
+  // Take in what was logged since. Returns an errno, or why the log does not lead on: what is known
+  // stays, and has to be found again by a scan.
+  static constexpr int kOverrun = -1;  // it has been written over, or is damaged
+  static constexpr int kReset = -2;    // a superblock with another epoch was written
+  int follow_log(ForeignWriter& table, int fd, int64_t now_ns);
+  // Regions of ours: uuid, target and rank. Hints in the log that name one of them are handed on.
+  struct Ours {
+    std::array<uint8_t, 16> uuid;
+    uint32_t target;
+  };
+  void set_ours(std::vector<Ours> ours) { ours_ = std::move(ours); }
   // Offer what was too young. A scan ends with it.
   void ripen(ForeignWriter& table, int64_t now_ns);
   // The chunks that are offered.
@@ -59,6 +79,9 @@ class ForeignRegion {
   static constexpr uint8_t kSingleCopy = 1, kBefore = 2;
 
   Seen decode(const std::byte* entry, uint64_t slot, int64_t now_ns) const;
+  int take_page(ForeignWriter& table, const std::byte* page, int64_t now_ns);
+  int take_record(ForeignWriter& table, const LogRecord& record, int64_t now_ns);
+  void take_hint(ForeignWriter& table, const LogRecord& record);
   void compare(ForeignWriter& table, uint64_t first, size_t count, int64_t now_ns);
   void take(ForeignWriter& table, const Seen& seen);
   void offer(ForeignWriter& table, const Seen& seen);
@@ -75,6 +98,12 @@ class ForeignRegion {
   HugeVector<Head> heads_;
   HugeVector<uint64_t> fingerprints_;
   std::vector<uint8_t> marks_;
+  std::vector<Ours> ours_;
+  uint32_t log_pages_ = 0;
+  uint64_t log_sequence_ = 0;  // of the page that comes next, or is under way
+  uint32_t log_index_ = 0;     // of the record there
+  unsigned log_reads_ = 0;     // of the same position, which was not intact
+  std::vector<std::byte> log_buffer_;
   std::vector<std::byte> buffer_;
   std::vector<Seen> changed_;
   std::vector<Seen> young_;  // the oldest first

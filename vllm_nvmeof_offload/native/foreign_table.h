@@ -6,7 +6,11 @@
 // The memory is an anonymous file (memfd) that both processes map:
 //
 //     0         u64 magic · u64 area · u64 version asked for · u64 time of the last scan · u64 rows
+//               · u64 version for which all counts that the owners have
 //     4 KiB     states of owners 1, 2, …, 64 bytes each
+//     768 KiB   u64 hints written so far
+//     772 KiB   a ring of 4,096 hints of 32 bytes: u64 place · u64 generation · u32 count · u32
+//               zero · u64 sequence: the hint's number from 1 on, and 0 while the others change
 //     1 MiB …   areas of buckets, of which `area` names the newest
 //
 // A bucket is a fingerprint of the key (0: empty), a place and a generation, 64 bits each: open
@@ -21,6 +25,7 @@
 #include <cstdint>
 #include <mutex>
 #include <string_view>
+#include <vector>
 
 #include "lanes.h"
 #include "members.h"
@@ -47,7 +52,19 @@ struct ForeignRow {
   bool operator==(const ForeignRow&) const = default;
 };
 
+// Another engine has borrowed a chunk so often.
+struct Hint {
+  Place place = kNoPlace;  // in the regions of the engine whose chunk it is, without an owner
+  uint64_t generation = 0;
+  uint32_t count = 0;
+  bool operator==(const Hint&) const = default;
+};
+
 inline constexpr uint32_t kOwnersMax = 8191;  // numbered from 1
+inline constexpr size_t kHintsKept = 4096;
+
+// What of an owner's chunks is to be offered: what is written from now on, or all.
+enum class Since { NOW, EVER };
 
 // Never 0.
 uint64_t fingerprint_of(std::string_view key);
@@ -67,9 +84,12 @@ class ForeignTable {
     return static_cast<int64_t>(word(kScannedAt).load(std::memory_order_relaxed));
   }
   uint64_t version_asked() const { return word(kAskedAt).load(std::memory_order_acquire); }
+  // Asked for with `Since::EVER`; 0: none was yet.
+  uint64_t version_of_all() const { return word(kOfAllAt).load(std::memory_order_acquire); }
 
  protected:
-  static constexpr size_t kAreaAt = 8, kAskedAt = 16, kScannedAt = 24, kRowsAt = 32;
+  static constexpr size_t kAreaAt = 8, kAskedAt = 16, kScannedAt = 24, kRowsAt = 32,
+                          kOfAllAt = 40;
   struct Bucket {
     uint64_t fingerprint, place, generation;
   };
@@ -85,6 +105,8 @@ class ForeignTable {
     return shared(*reinterpret_cast<uint64_t*>(memory_ + at));
   }
   uint64_t* owner_words(uint32_t number) const;
+  std::atomic_ref<uint64_t> hints_written() const;
+  uint64_t* hint_words(uint64_t number) const;  // of the hint with this number, from 0 on
   Area area() const;
   static uint64_t bytes_of(uint64_t name) { return sizeof(Bucket) << (name & 0xff); }
 
@@ -117,9 +139,14 @@ class ForeignReader : public ForeignTable {
     return false;
   }
   void warm(std::string_view key) const;
-  // Rows that the follower knows now are not to be offered any more: it begins every owner anew,
-  // with what is written from then on, and gives the owner's record this version.
-  uint64_t ask_anew();
+  // Rows that the follower knows now are void: it begins every owner anew, with what is written
+  // from then on or with all that it has, and gives the owner's record the version returned.
+  uint64_t ask_anew(Since since = Since::NOW);
+  // The oldest hints that were not taken, at most `max`; those that were overwritten are left out.
+  std::vector<Hint> take_hints(size_t max);
+
+ private:
+  uint64_t hints_taken_ = 0;
 };
 
 // The follower's side. Its threads change rows while they hold `lock()`.
@@ -134,6 +161,7 @@ class ForeignWriter : public ForeignTable {
   void put(uint64_t fingerprint, ForeignRow row);
   // Remove the row with this key, place and generation. False: there is none.
   bool remove(uint64_t fingerprint, ForeignRow row);
+  void put_hint(const Hint& hint);
   void warm(uint64_t fingerprint) const;
   void scanned(int64_t now_ns) {
     word(kScannedAt).store(static_cast<uint64_t>(now_ns), std::memory_order_relaxed);

@@ -74,6 +74,7 @@ struct Entry {
 
   static constexpr uint8_t kWatched = 1;   // a remembered answer rests on it
   static constexpr uint8_t kBorrowed = 2;  // the generation is another engine's
+  static constexpr uint8_t kDeduped = 4;   // not to be written while another engine has the chunk
 };
 
 class Index {

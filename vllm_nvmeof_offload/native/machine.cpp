@@ -7,8 +7,6 @@
 namespace nvmeof {
 namespace {
 
-constexpr uint64_t kSharedBytesMax = 8 << 20;  // of copies that more ops may join
-
 bool names_member(int32_t cache, int64_t place) {
   return (cache >= 0 && cache_member(cache) != kEveryMember) ||
          (place >= 0 && member_of(place) != kEveryMember);
@@ -44,7 +42,7 @@ Job& Machine::open(uint64_t op, OpKind kind) {
 void Machine::begin(uint64_t op, OpKind kind, Urgency urgency, const Columns& columns,
                     const Pieces& pieces, uint64_t fence) {
   Job& job = open(op, kind);
-  job.fence = fence ? fence : op;
+  job.fence = fence;
   require(!job.moves_blocks() || pieces.first.size() == columns.generations.size() + 1,
           "the pieces are not those of the rows");
   job.pieces.assign(pieces.rows.begin(), pieces.rows.end());
@@ -517,10 +515,10 @@ void Machine::ready_to_copy(Task& task) {
   to_copy_[task.job->op].push_back(&task);
 }
 
-std::vector<CopyBatch> Machine::take_copies() {
+std::vector<CopyBatch> Machine::take_copies(uint64_t passed) {
   std::vector<CopyBatch> batches;
   for (const auto& [op, tasks] : std::exchange(to_copy_, {})) {
-    CopyBatch& batch = batch_for(*tasks.front()->job, batches);
+    CopyBatch& batch = batch_for(*tasks.front()->job, passed, batches);
     add_copies(tasks, batch);
     auto& copying = copying_[batch.number];
     copying.insert(copying.end(), tasks.begin(), tasks.end());
@@ -533,18 +531,22 @@ std::vector<CopyBatch> Machine::take_copies() {
   return batches;
 }
 
-// The last batch, if the job has its direction and fence and the batch is small: a small job must
-// not wait for a large one. Otherwise a new batch.
-CopyBatch& Machine::batch_for(const Job& job, std::vector<CopyBatch>& batches) {
+// The batch of the job's direction and fence, perhaps a new one. Fences that have passed are one.
+CopyBatch& Machine::batch_for(const Job& job, uint64_t passed, std::vector<CopyBatch>& batches) {
   const bool is_store = job.kind == OpKind::STORE;
-  if (!batches.empty() && batches.back().is_store == is_store &&
-      (batches.back().fence == job.fence || mutant("copies_of_several_fences_are_one")) &&
-      batches.back().bytes < kSharedBytesMax)
-    return batches.back();
+  const bool may_start =
+      job.fence <= passed || mutant("an_open_fences_chunks_go_with_the_passed_ones");
+  const uint64_t fence = may_start ? 0 : job.fence;
+  const auto joins = [&](const CopyBatch& batch) {
+    const bool same = batch.fence == fence;
+    return batch.is_store == is_store && !mutant("each_job_is_a_copy_of_its_own") &&
+           (same || (batch.fence && fence && mutant("copies_of_several_fences_are_one")));
+  };
+  const auto found = std::find_if(batches.begin(), batches.end(), joins);
+  if (found != batches.end()) return *found;
   CopyBatch& batch = batches.emplace_back();
   batch.number = next_batch_++;
-  batch.op = job.op;
-  batch.fence = job.fence;
+  batch.fence = fence;
   batch.is_store = is_store;
   return batch;
 }

@@ -65,11 +65,11 @@ struct Pieces {
   std::span<const uint32_t> first;
 };
 
-// Chunks that are ready to be copied after one fence; `pieces` has staging addresses for offsets.
+// Chunks that are ready to be copied in one direction: all whose fences have passed, or all behind
+// one that has not. `pieces` has staging addresses for offsets.
 struct CopyBatch {
   uint64_t number = 0;
-  uint64_t op = 0;     // one of those whose chunks they are
-  uint64_t fence = 0;  // of all of them, as in `begin`
+  uint64_t fence = 0;  // of all of them, as in `begin`; 0: theirs have passed
   bool is_store = false;
   uint64_t bytes = 0;
   std::vector<uint64_t> pieces;
@@ -113,7 +113,8 @@ class Machine {
   Machine(const Machine&) = delete;
   Machine& operator=(const Machine&) = delete;
 
-  // -- commands. A broken rule throws. fence: the op whose fence this one has; 0: its own.
+  // -- commands. A broken rule throws. fence: what the copies of a store or load come after. Fences
+  // are numbered in the order in which they pass; 0: nothing.
   void begin(uint64_t op, OpKind kind, Urgency urgency, const Columns& columns,
              const Pieces& pieces, uint64_t fence = 0);
   // Queued writes are cancelled, and each target's superblock is written, as `IoQueue` says. The op
@@ -140,7 +141,8 @@ class Machine {
   size_t to_move();
   size_t to_copy() const;
   size_t to_report() const;
-  std::vector<CopyBatch> take_copies();
+  // passed: the newest fence that has passed, and with it those before it.
+  std::vector<CopyBatch> take_copies(uint64_t passed);
   std::vector<RowReport> take_reports();
   std::vector<Finished> take_finished() { return std::exchange(finished_, {}); }
 
@@ -192,7 +194,7 @@ class Machine {
   void read_ended(Task& task);
   void cancel_task(Task& task);
   void ready_to_copy(Task& task);
-  CopyBatch& batch_for(const Job& job, std::vector<CopyBatch>& batches);
+  CopyBatch& batch_for(const Job& job, uint64_t passed, std::vector<CopyBatch>& batches);
   void add_copies(const std::vector<Task*>& tasks, CopyBatch& batch);
   void list(Job& job);
   void report_rows(Job& job, std::vector<RowReport>& reports);

@@ -151,12 +151,19 @@ int Ring::enter(bool wait) {
   return wait ? io_uring_submit_and_wait(&ring_, 1) : io_uring_submit_and_get_events(&ring_);
 }
 
+int Ring::enter_for(std::chrono::nanoseconds limit) {
+  __kernel_timespec most{0, limit.count()};
+  io_uring_cqe* cqe = nullptr;
+  return io_uring_submit_and_wait_timeout(&ring_, &cqe, 1, &most, nullptr);
+}
+
 void Ring::reap(const std::function<void(void*, int)>& each) {
   io_uring_cqe* cqe;
   unsigned head;
   unsigned count = 0;
   io_uring_for_each_cqe(&ring_, head, cqe) {
     ++count;
+    if (cqe->user_data == LIBURING_UDATA_TIMEOUT) continue;  // of `enter_for`, before Linux 5.11
     each(io_uring_cqe_get_data(cqe), cqe->res);
   }
   io_uring_cq_advance(&ring_, count);

@@ -42,6 +42,8 @@ class Ring {
   void arm(int wake_fd);
   // Hand over what is prepared; `wait`: for one completion. Returns a negative errno.
   int enter(bool wait);
+  // The same, but wait no longer than this; -ETIME then.
+  int enter_for(std::chrono::nanoseconds limit);
   // Call `each(tag, result)` for every completion that has arrived.
   void reap(const std::function<void(void*, int)>& each);
 

@@ -14,6 +14,8 @@ namespace {
 
 // A transfer that the kernel turns away this often in a row has failed.
 constexpr unsigned kRetriesMax = 64;
+// Nothing wakes a thread that holds writes back when the region's permit is renewed.
+constexpr std::chrono::milliseconds kPermitPoll{5};
 
 size_t whole_pages(size_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
 
@@ -37,12 +39,18 @@ TargetRing::TargetRing(const EngineSetup& setup, size_t index,
                        std::shared_ptr<CompletionQueue> completions)
     : setup_(setup),
       region_(setup.regions.at(index)),
+      permit_(setup.permits.empty() ? Permit() : setup.permits.at(index)),
       completions_(std::move(completions)),
       limits_(setup.limits),
       wake_fd_(make_eventfd(0)),
+      log_(setup.logs.empty() ? LogStart{} : setup.logs.at(index),
+           copy_of_fd(setup.targets[index].log_fd)),
       target_(setup.targets[index]) {}
 
-TargetRing::~TargetRing() { ::close(wake_fd_); }
+TargetRing::~TargetRing() {
+  if (new_log_fd_ >= 0) ::close(new_log_fd_);
+  ::close(wake_fd_);
+}
 
 std::shared_ptr<TargetRing> TargetRing::start(const EngineSetup& setup, size_t index,
                                               std::shared_ptr<CompletionQueue> completions,
@@ -88,8 +96,11 @@ void TargetRing::replace(Target target) {
   {
     std::lock_guard lock(mutex_);
     target_ = target;
+    if (new_log_fd_ >= 0) ::close(new_log_fd_);
+    new_log_fd_ = copy_of_fd(target.log_fd);
   }
   kick();  // the ring releases the old slab
+  table_work_.notify_one();
 }
 
 void TargetRing::attach(uint16_t owner, const ForeignSlab& files) {
@@ -100,6 +111,12 @@ void TargetRing::attach(uint16_t owner, const ForeignSlab& files) {
 void TargetRing::detach(uint16_t owner) {
   std::lock_guard lock(mutex_);
   foreign_.erase(owner);
+}
+
+void TargetRing::note(const LogRecord& record) {
+  std::lock_guard lock(mutex_);
+  notes_.push_back(record);
+  table_work_.notify_one();
 }
 
 bool TargetRing::cancel(uint64_t token) {
@@ -153,11 +170,22 @@ void TargetRing::start(Op& op, std::vector<Piece*>& pieces) {
   }
 }
 
-// Returns whether there is more to start at once. Only one write that needs a checksum is taken at
-// a time, so that reads that come meanwhile do not wait for a row of checksums.
+// Wait, without the mutex, until the region may be written. False: it may not, or the operation was
+// given up.
+bool TargetRing::await_permit(std::unique_lock<std::mutex>& lock, const Op& op) {
+  while (op.wanted && !permit_.open() && !permit_.lost() && !closing_)
+    table_work_.wait_for(lock, kPermitPoll);
+  return op.wanted && permit_.open();
+}
+
+// Returns whether there is more to start at once. Without a permit, writes stay where the machine
+// can cancel them. Only one write that needs a checksum is taken at a time, so that reads that come
+// meanwhile do not wait for a row of checksums.
 bool TargetRing::start_waiting(std::vector<Piece*>& pieces) {
   for (Op* op : std::exchange(reads_, {})) start(*op, pieces);
-  for (bool slow = false; !writes_.empty(); writes_.pop_front()) {
+  if (permit_.lost())
+    for (Op* op : std::exchange(writes_, {})) finish(*op, Code::kCancelled);
+  for (bool slow = false; !writes_.empty() && permit_.open(); writes_.pop_front()) {
     Op& op = *writes_.front();
     if (op.request.payload_crc == kNoCrc && std::exchange(slow, true)) return true;
     start(op, pieces);
@@ -273,6 +301,7 @@ void TargetRing::loop(Ring& ring) {
     armed = true;
     pieces.clear();
     int slab_fd;
+    bool held_back;  // writes wait for a permit
     {
       std::lock_guard lock(mutex_);
       if (closing_ && ops_.empty()) return;
@@ -283,12 +312,15 @@ void TargetRing::loop(Ring& ring) {
       });
       pieces.insert(pieces.end(), ready, gated_.end());
       gated_.erase(ready, gated_.end());
-      busy = start_waiting(pieces) || busy;
+      const bool more = start_waiting(pieces);
+      held_back = !more && !writes_.empty();
+      busy = more || busy;
     }
     ring.use(slab_fd);
     issue(ring, pieces);
-    const int entered = ring.enter(!busy);
-    if (entered < 0 && entered != -EINTR && entered != -EAGAIN && entered != -EBUSY)
+    const int entered = held_back && !busy ? ring.enter_for(kPermitPoll) : ring.enter(!busy);
+    if (entered < 0 && entered != -EINTR && entered != -EAGAIN && entered != -EBUSY &&
+        entered != -ETIME)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));  // unexpected; do not spin
     landed.clear();
     ring.reap([&](void* tag, int result) {
@@ -393,31 +425,64 @@ void TargetRing::run_table() {
   enter_own_thread("nvmeof-table");
   std::unique_lock lock(mutex_);
   for (;;) {
-    table_work_.wait(lock, [this] { return !to_enter_.empty() || (closing_ && ops_.empty()); });
-    if (to_enter_.empty()) break;
-    Op& op = *to_enter_.front();
-    to_enter_.pop_front();
-    Code code = Code::kCancelled;  // it was given up, and its slot may soon hold another chunk
-    int error = 0;
-    if (op.wanted) {
-      const Request& request = op.request;
-      const int table_fd = op.target.table_fd;
-      lock.unlock();
-      const size_t slot = request.pool_slot / setup_.targets.size();
-      const auto entry =
-          encode_entry(slot, request.identity, request.stamp.epoch, request.single_copy);
-      const auto offset = static_cast<off_t>(slot * kEntryBytes);
-      ssize_t done;
-      do done = pwrite(table_fd, entry.data(), entry.size(), offset);
-      while (done < 0 && errno == EINTR);
-      code = done == static_cast<ssize_t>(entry.size()) ? Code::kOk : Code::kIoError;
-      if (code != Code::kOk) error = done < 0 ? errno : EIO;
-      lock.lock();
-    }
-    finish(op, code, error);
+    table_work_.wait(lock, [this] { return has_table_work() || (closing_ && ops_.empty()); });
+    if (!has_table_work()) break;
+    log_notes(lock);
+    if (!to_enter_.empty()) enter_front(lock);
+    if (!to_enter_.empty()) continue;
+    if (!permit_.open()) continue;  // what waits for the log is written with a later record
+    lock.unlock();
+    log_.flush();
+    lock.lock();
   }
+  lock.unlock();
+  log_.replace(-1);
+  lock.lock();
   --threads_;
   ended_.notify_all();
+}
+
+bool TargetRing::has_table_work() const {
+  return !to_enter_.empty() || !notes_.empty() || new_log_fd_ != kSameLog;
+}
+
+// A reset is noted here before a write comes that carries its epoch.
+void TargetRing::log_notes(std::unique_lock<std::mutex>& lock) {
+  const int log_fd = std::exchange(new_log_fd_, kSameLog);
+  const std::vector<LogRecord> notes = std::exchange(notes_, {});
+  if (log_fd == kSameLog && notes.empty()) return;
+  lock.unlock();
+  if (log_fd != kSameLog) log_.replace(log_fd);
+  for (const LogRecord& note : notes) log_.add(note);
+  lock.lock();
+}
+
+void TargetRing::enter_front(std::unique_lock<std::mutex>& lock) {
+  Op& op = *to_enter_.front();
+  to_enter_.pop_front();
+  // It was given up, and its slot may soon hold another chunk; or the region is another's now.
+  Code code = Code::kCancelled;
+  int error = 0;
+  const Request request = op.request;
+  const auto slot = static_cast<uint32_t>(request.pool_slot / setup_.targets.size());
+  if (await_permit(lock, op)) {
+    const int table_fd = op.target.table_fd;
+    lock.unlock();
+    const auto entry =
+        encode_entry(slot, request.identity, request.stamp.epoch, request.single_copy);
+    const auto offset = static_cast<off_t>(slot * kEntryBytes);
+    ssize_t done;
+    do done = pwrite(table_fd, entry.data(), entry.size(), offset);
+    while (done < 0 && errno == EINTR);
+    code = done == static_cast<ssize_t>(entry.size()) ? Code::kOk : Code::kIoError;
+    if (code != Code::kOk) error = done < 0 ? errno : EIO;
+    lock.lock();
+  }
+  finish(op, code, error);
+  if (code != Code::kOk) return;
+  lock.unlock();
+  log_.add(put_record(slot, request.identity, request.stamp.epoch, request.single_copy));
+  lock.lock();
 }
 
 }  // namespace nvmeof

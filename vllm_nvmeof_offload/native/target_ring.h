@@ -6,7 +6,7 @@
 // read when it has arrived and may still be in cache, while the kernel has enough to do: devices
 // complete in bursts, and after a burst nothing may delay their next pieces. A second thread writes
 // table entries, because a buffered `pwrite` may wait for a journal, and reads must not wait with
-// it.
+// it. The same thread writes the log, after the entries that wait: no operation waits for that.
 #pragma once
 
 #include <sched.h>
@@ -19,6 +19,7 @@
 #include <memory>
 #include <unordered_map>
 
+#include "log_writer.h"
 #include "ring.h"
 #include "types.h"
 
@@ -27,6 +28,8 @@ namespace nvmeof {
 struct EngineSetup {
   std::vector<Target> targets;  // of n targets, pool slot p is slot p / n of target p % n
   std::vector<Region> regions;  // by target
+  std::vector<Permit> permits;  // by target; empty: there are no leases
+  std::vector<LogStart> logs;   // by target; none: no target has one
   std::vector<std::pair<uint32_t, uint8_t>> groups;  // id and kind of each
   Limits limits;
   Memory memory;
@@ -59,6 +62,8 @@ class TargetRing {
   void detach(uint16_t owner);
   // Take it back if it has not started. False: not here, or it runs on, without a table entry.
   bool cancel(uint64_t token);
+  // Append a record to the target's log.
+  void note(const LogRecord& record);
   // Cancel what has not started; the threads end when the kernel has returned the rest.
   void close();
   bool wait_ended(std::chrono::nanoseconds timeout);
@@ -66,6 +71,7 @@ class TargetRing {
   size_t held() const { return held_.load(); }
 
  private:
+  static constexpr int kSameLog = -2;
   struct Op {
     Request request;
     Target target;  // the files and the region at the time of its submission
@@ -97,9 +103,13 @@ class TargetRing {
   void run(std::unique_ptr<Ring> ring, std::shared_ptr<Started> started);
   void loop(Ring& ring);
   void run_table();
+  bool has_table_work() const;
+  void enter_front(std::unique_lock<std::mutex>& lock);
+  void log_notes(std::unique_lock<std::mutex>& lock);
   void enter_own_thread(const char* name);
 
   // Under the mutex.
+  bool await_permit(std::unique_lock<std::mutex>& lock, const Op& op);
   bool start_waiting(std::vector<Piece*>& pieces);
   void start(Op& op, std::vector<Piece*>& pieces);
   Piece* new_piece(Op& op, size_t begin, size_t bytes);
@@ -120,6 +130,7 @@ class TargetRing {
 
   const EngineSetup setup_;
   const Region region_;
+  const Permit permit_;
   const std::shared_ptr<CompletionQueue> completions_;
   const Limits limits_;
   const int wake_fd_;
@@ -137,6 +148,9 @@ class TargetRing {
   std::vector<std::unique_ptr<Piece>> pieces_;  // all that exist; they are reused
   std::vector<Piece*> free_pieces_;
   std::vector<Piece*> gated_;
+  std::vector<LogRecord> notes_;  // for the log, from other threads
+  int new_log_fd_ = kSameLog;     // for the log's writer
+  LogWriter log_;                 // only the table's thread uses it
   Target target_;
   std::unordered_map<uint16_t, ForeignSlab> foreign_;  // by owner
   bool closing_ = false;

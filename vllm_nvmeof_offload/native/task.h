@@ -96,7 +96,7 @@ struct Job {
   uint64_t copied_bytes = 0;
   size_t superblocks_left = 0;  // of a reset: lanes on which it has no outcome
   bool listed = false;    // it has rows to report
-  uint64_t fence = 0;     // of a store or load: the first op with the same fence
+  uint64_t fence = 0;     // of a store or load, as in `Machine::begin`
   // Pieces of a store or load: (KV cache address, offset in the payload, bytes), and by row the
   // first of its pieces.
   std::vector<uint64_t> pieces;

@@ -86,7 +86,9 @@ void Tiers::make_orders() {
 
 Source Tiers::lookup(const char* key, uint8_t sources) const {
   const Row row = index.find(key);
-  if (row == kNoRow && options_.foreign && sources & kFromPool)
+  const Foreign* const foreign = options_.foreign;
+  // Most often nobody else is there: a miss then costs no call and no fingerprint.
+  if (row == kNoRow && foreign && !foreign->empty() && sources & kFromPool)
     return foreign_row(key).place == kNoPlace ? Source::NONE : Source::SHARED;
   return source_of(row, sources);
 }
@@ -113,7 +115,7 @@ std::string Tiers::present(Keys keys, uint8_t sources) const {
   for (const Row row : rows) found += source_of(row, sources) != Source::NONE;
   if (!options_.foreign || !(sources & kFromPool)) return found;
   const std::vector<ForeignRow>& foreign = foreign_rows(keys, rows);
-  for (size_t at = 0; at < rows.size(); ++at)
+  for (size_t at = 0; at < foreign.size(); ++at)
     found[at] = found[at] || foreign[at].place != kNoPlace;
   return found;
 }
@@ -130,9 +132,10 @@ size_t Tiers::weigh(Keys keys, std::span<const uint64_t> lane_bytes,
   };
   for (size_t at = 0; at < rows.size(); ++at) {
     if (rows[at] == kNoRow) {
-      require(!foreign.empty(), "weighing a key that no tier has");
+      require(options_.foreign, "weighing a key that no tier has");
       all_cached = false;  // another engine may have given the chunk up since
-      if (foreign[at].place != kNoPlace) read(foreign[at].place, group_of(keys[at]));
+      if (!foreign.empty() && foreign[at].place != kNoPlace)
+        read(foreign[at].place, group_of(keys[at]));
       continue;
     }
     const Entry& entry = index[rows[at]];
@@ -161,7 +164,10 @@ void Tiers::warm_slots(const Entry& entry) const {
 
 void Tiers::touch(const std::vector<Row>& rows, bool ended) {
   const auto warm = [&](size_t at) {
-    if (rows[at] != kNoRow) warm_slots(index[rows[at]]);
+    if (rows[at] == kNoRow) return;
+    warm_slots(index[rows[at]]);
+    if (index[rows[at]].flags & Entry::kDeduped)
+      options_.foreign->warm({index.key(rows[at]), index.key_bytes()});
   };
   for (size_t at = rows.size(); at-- > rows.size() - std::min(rows.size(), kAhead);) warm(at);
   for (size_t at = rows.size(); at-- > 0;) {
@@ -180,6 +186,7 @@ void Tiers::touch(const std::vector<Row>& rows, bool ended) {
       one.recency.use(one[entry.place], uses_, ended);
       one.order->touch(one.slot(entry.place));
     }
+    if (entry.flags & Entry::kDeduped) want_if_lost(rows[at]);
   }
 }
 
@@ -326,6 +333,9 @@ StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t
     held.clear();
   };
   plan.batch.reserve(fresh.size(), index.key_bytes());
+  // By key; empty: nobody else has anything.
+  const std::vector<ForeignRow>& elsewhere = foreign_rows(keys, before, From::LIVING);
+  const bool may_leave = !elsewhere.empty() && !mutant("a_duplicate_is_written");
   std::vector<uint32_t> by;  // of the batch's rows
   for (const size_t at : fresh) {
     const char* const key = keys[at];
@@ -342,6 +352,7 @@ StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t
     index[row].cache = static_cast<int32_t>(slot);
     cache[slot].row = row;
     on(row, Event::STORE_BEGIN);
+    if (may_leave && elsewhere[at].place != kNoPlace) index[row].flags |= Entry::kDeduped;
     cache.use(slot);
     if (is_provisional(at)) stay(slot, Stay::PROVISIONAL);
     add(plan.batch, row, index[row].cache, kNoPlace, !mutant("write_begins_with_the_store"));
@@ -391,7 +402,7 @@ void Tiers::keep(Row row) {
   cache[slot].used = ++uses_;
   if (index[row].state != State::CACHED || !options_.writes) return;  // or it is being stored
   clean->withdraw(slot);  // written on eviction, it waits in another order
-  want(slot);
+  want_or_dedupe(row);
   settle(row);
 }
 
@@ -882,15 +893,14 @@ bool Tiers::decide(OpKind kind, const Batch& batch, size_t at) {
     const auto slot = static_cast<Slot>(index[row].cache);
     const bool provisional =
         stays_[slot] != Stay::KEPT && !mutant("provisional_is_written_at_once");
-    if ((options_.writes && !provisional) || mutant("policy_off_is_ignored")) want(slot);
+    if ((options_.writes && !provisional) || mutant("policy_off_is_ignored")) want_or_dedupe(row);
     return false;
   }
   if (ok)
     on(row, Event::FETCHED);
   else
     cancel_fetch(row);  // any other failure has doomed it
-  if (ok && is_foreign(batch.places[at]) && mutant("a_borrowed_chunk_is_written"))
-    want(static_cast<Slot>(index[row].cache));
+  if (ok && is_foreign(batch.places[at]) && options_.writes) want_or_dedupe(row);
   return !ok;
 }
 
@@ -899,7 +909,7 @@ void Tiers::ended_write(const Batch& batch, size_t at) {
   const Place place = batch.places[at];
   --pending;
   --target(place).pending;
-  if (!index.holds(row, batch.generations[at])) return;  // its slots were orphaned
+  if (!holds(batch, at)) return;  // its slots were orphaned
   if (batch.code[at] == Outcome::OK || mutant("failed_write_counts_as_written")) {
     if (!failed_writes_.empty()) failed_writes_.erase(place);
     on(row, Event::WRITTEN);

@@ -30,6 +30,10 @@ inline constexpr size_t kSources = 4;
 // The tiers that a look-up may hit. Another engine's chunks are where ours of the pool are.
 inline constexpr uint8_t kFromCpu = 1, kFromPool = 2;
 
+// A chunk that other engines had is written once they have it no more, if so many requests have
+// used it here.
+inline constexpr uint32_t kUsesMin = 2;
+
 // A loop over keys or rows fetches the memory of the one that is this far ahead.
 inline constexpr size_t kAhead = 16;
 
@@ -112,6 +116,8 @@ struct Counts {
   uint64_t cache_evictions = 0, pool_evictions = 0, refused_writes = 0, written = 0, retired = 0;
   uint64_t superseded = 0;  // chunks that were provisional and were never written
   uint64_t borrowed = 0;    // chunks read from other engines' regions by every rank
+  uint64_t deduped = 0;     // chunks not written because another engine has them
+  uint64_t hints_taken = 0;  // of others' hints, those on chunks that the pool still had
   bool operator==(const Counts&) const = default;
 };
 
@@ -214,6 +220,9 @@ class Tiers {
   // Keep a chunk in its cache slot, once more; kNoRow: it has none.
   Row hold(const char* key);
   void release_hold(Slot slot, Row row, uint64_t generation);
+  // Other engines have borrowed chunks of our pool, which count as used by that. Takes so many of
+  // their hints at most.
+  void heed_hints(size_t max);
 
   // -- facts ------------------------------------------------------------------------
   void report(OpKind kind, Batch& batch, const Report& report, Effect& effect);
@@ -266,13 +275,16 @@ class Tiers {
   // The position of the key's group; `group_ids.size()`: it is of no group that is offloaded.
   size_t group_of(const char* key) const;
   // Whether the row still is the entry that the batch names. A chunk may be borrowed again, in the
-  // same generation and into another cache slot, before all is reported on the first time.
+  // same generation, before all is reported on the first time. It has other slots then, because
+  // those of the batch are in use.
   bool holds(const Batch& batch, size_t at) const {
     const Row row = batch.rows[at];
     if (row == kNoRow || !index.holds(row, batch.generations[at])) return false;
     const Entry& entry = index[row];
     if (!(entry.flags & Entry::kBorrowed)) return true;
-    return entry.cache == static_cast<int32_t>(slot_of_column(batch.cache[at]));
+    const bool same_place = batch.places[at] != kNoPlace && entry.place == batch.places[at];
+    return same_place || (batch.cache[at] != kNoSlot &&
+                          entry.cache == static_cast<int32_t>(slot_of_column(batch.cache[at])));
   }
   Row add_entry(const char* key, size_t group, uint64_t generation);
   void touch(const std::vector<Row>& rows, bool ended);
@@ -299,9 +311,13 @@ class Tiers {
   Place take_place(const Part& part);
   void evict_pooled(Target& one, Slot victim);
   // -- other engines' chunks: borrowing.cpp
-  ForeignRow foreign_row(const char* key) const;
-  // By key of which `rows` has none: that row. Valid until the next call.
-  const std::vector<ForeignRow>& foreign_rows(Keys keys, const std::vector<Row>& rows) const;
+  // From whom: a living owner only, or anybody.
+  enum class From : uint8_t { LIVING, ALL };
+  ForeignRow foreign_row(const char* key, From from = From::ALL) const;
+  // By key of which `rows` has none: that row. Empty: others have none of the keys, or the tiers
+  // have all of them. Valid until the next call.
+  const std::vector<ForeignRow>& foreign_rows(Keys keys, const std::vector<Row>& rows,
+                                              From from = From::ALL) const;
   bool can_borrow(const ForeignRow& row, const char* key) const;
   bool believe(Keys keys, uint8_t sources, const std::vector<Row>& rows);
   void add_foreign(Batch& batch, const char* key, const ForeignRow& row);
@@ -309,6 +325,9 @@ class Tiers {
   Row begin_borrow(const char* key, size_t reason);
   bool fails_foreign(const Batch& batch, size_t at);
   void ended_borrow(const Batch& batch, size_t at);
+  void want_or_dedupe(Row row);
+  void want_if_lost(Row row);
+  Row pooled_at(Place place) const;
   void void_foreign();
   // -- members: members.cpp
   Part part_of(size_t group, uint32_t member) const;

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "lanes.h"
+#include "log_format.h"
 
 namespace nvmeof {
 
@@ -123,12 +124,27 @@ struct Limits {
 struct Target {
   int slab_fd = -1;
   int table_fd = -1;
+  int log_fd = -1;
 };
 
 // The slab of another engine's region on one of our targets.
 struct ForeignSlab {
   int fd = -1;  // as in `Target`
   Region region;
+};
+
+// The write permit of a region with a lease: the CLOCK_MONOTONIC time, in ns, before which writes
+// may start. The lease's keeper advances it in shared memory; 0: the lease is lost, for good.
+class Permit {
+ public:
+  // word: null, if the region has no lease: it may be written at any time.
+  explicit Permit(const uint64_t* word = nullptr) : word_(word) {}
+  bool open() const { return word_ == nullptr || static_cast<uint64_t>(now_ns()) < until(); }
+  bool lost() const { return word_ != nullptr && until() == 0; }
+
+ private:
+  uint64_t until() const { return __atomic_load_n(word_, __ATOMIC_ACQUIRE); }
+  const uint64_t* word_;
 };
 
 // All staging, for registration: the kernel then need not pin its pages at each operation.
@@ -173,6 +189,9 @@ Code verify(const std::byte* slot, const Identity& identity, size_t payload_byte
 // slot: its number in its region, which the CRC covers.
 std::array<std::byte, kEntryBytes> encode_entry(uint64_t slot, const Identity& identity,
                                                 uint32_t epoch, bool single_copy = false);
+
+// The record of the log that follows the same entry.
+LogRecord put_record(uint32_t slot, const Identity& identity, uint32_t epoch, bool single_copy);
 
 // The CRC that table entry `entry` (64 bytes) of a slot must carry.
 uint32_t entry_crc(const std::byte* entry, uint64_t slot);

@@ -51,8 +51,8 @@ The superblock is one 4 KiB page that describes the region and names what of it 
     4060 32s  MAC                  4092 u32 CRC-32C of bytes 0..4091
 
 A group: u32 id, u8 kind, u8 ranks in a set, u16 zero, u64 payload bytes, u32 blocks per chunk,
-u32 bytes of a block. All other bytes are zero; so are lease generation, offsets, log, shared,
-device and MAC, which later releases use.
+u32 bytes of a block. All other bytes are zero; so are lease generation, offsets, shared,
+device and MAC, which later releases use. A region of an earlier release has no log.
 
 The superblock with the highest sequence of a rank, over its targets, has the epoch and the tag
 under which chunks are adopted; all else is void. Epochs are random. It is replaced as a whole
@@ -98,9 +98,11 @@ from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES
 #: The files of a rank directory.
 SLAB_FILE = "slab"
 TABLE_FILE = "table"
+LOG_FILE = "log"  # `pool.log`
 SUPERBLOCK_FILE = "superblock"
 SUPERBLOCK_TEMPORARY = "superblock.new"
 LOCK_FILE = "lock"
+LEASE_FILE = "lease"
 
 #: A fact of every keyspace.
 FORMAT_VERSION = 2
@@ -425,8 +427,9 @@ class Superblock:
 
     uuid: of the pool, the same on all its targets. keyspace: 32 hex digits. payload_bytes: of
     the longest group. slots: on this target. epoch, tag: of the chunks that are not void.
-    sequence: counts the resets of the rank. Later releases use the fields from `lease_generation`
-    on. version: 1 in what `pool.format1` reads; its `groups` is empty.
+    sequence: counts the resets of the rank. log_pages: of the log (`pool.log`); 0: there is none.
+    Later releases use the other fields from `lease_generation` on. version: 1 in what
+    `pool.format1` reads; its `groups` is empty.
     """
 
     uuid: bytes
@@ -469,13 +472,15 @@ class Superblock:
         return None if group is None else group.payload_bytes
 
     def is_alike(self, other: Superblock) -> bool:
-        """Return whether chunks of one region can be used in the other: all but set sizes is equal.
+        """Return whether chunks of one region can be used in the other: all but set sizes and the
+        log's is equal.
 
         Ranks that cannot share memory at one start store copies of their own beside single ones.
         """
-        return replace(self, groups=_unshared(self.groups)) == replace(
-            other, groups=_unshared(other.groups)
+        ours, theirs = (
+            replace(one, groups=_unshared(one.groups), log_pages=0) for one in (self, other)
         )
+        return ours == theirs
 
     def encode(self) -> bytes:
         """Return the 4 KiB page."""

@@ -3,11 +3,8 @@
 
 On one kernel the flock decides. It ends with its process, SIGKILL included, so a lock file that
 a dead process left behind is taken over at once. Another host that has mounted the same file
-system only sees the heartbeat in the file, which is why each one is fdatasync'ed.
-
-Two hosts' clocks may be hours apart, so the age of a heartbeat does not prove a death. A live
-holder renews its record, and that can be observed: the record is read again after more than a
-heartbeat's period by this host's clock. A record that has not changed names a dead holder.
+system only sees the heartbeat in the file, which is why each one is fdatasync'ed. Whether that
+holder is dead, only the record's changes tell (`silence`); the time in it is for people.
 
 Heartbeats are written by another process, `python -m …pool.lock PID`. A write or an fdatasync on a
 lost path waits in the kernel and cannot be killed; a server with a thread in such a call could not
@@ -16,6 +13,9 @@ waits for the child, which has a thread per file: one that hangs holds up no oth
 a file for each heartbeat, and writes only if it is the file that was locked, because another file
 system with another owner may be mounted there by then. The child holds no flock, which must end
 with the server.
+
+The same child keeps the leases of regions (`lease`), and advances their permits in memory that it
+shares with the server.
 
 The child leaves the work to a child of its own and ends. vLLM ends an engine by killing all
 processes below it one by one, and its API server hangs for ever if a listed process ends before
@@ -37,34 +37,28 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.child import child_command
 from vllm_nvmeof_offload.errors import PoolLockedError
 from vllm_nvmeof_offload.pool.format import LOCK_FILE
+from vllm_nvmeof_offload.pool.lease import Keeper, Lease, PageFile, Permits
+from vllm_nvmeof_offload.pool.silence import TAKEOVER_S, Silence
 
 HEARTBEAT_PERIOD_S = 5.0
-#: A holder on another host whose heartbeat is older than this may be dead; `Silence` decides.
-HEARTBEAT_STALE_S = 30.0
-#: A record that has not changed for this long names a dead holder.
-SILENCE_S = HEARTBEAT_PERIOD_S + 1.0
-#: Interval at which a claim looks again at what it waits for.
-POLL_S = 0.05
 #: How long a start waits for a killed process that is still blocked in the kernel.
 ENDING_WAIT_S_MAX = 30.0
 _SIGKILL_BIT = 1 << 8
 _RECORD_BYTES = 512
 
-_T = TypeVar("_T")
-
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The holder of a lock. heartbeat: Unix time, seconds. boot_id: of the running kernel."""
+    """The holder of a lock. heartbeat: Unix time on its host. boot_id: of the running kernel."""
 
     host: str
     pid: int
@@ -80,17 +74,12 @@ class Holder:
         return f"pid {self.pid} on host {self.host}"
 
     @property
-    def age_s(self) -> float:
-        """Seconds since the heartbeat, by this host's clock."""
-        return time.time() - self.heartbeat
-
-    @property
     def is_foreign(self) -> bool:
         """Whether it runs on another machine, where flock does not reach.
 
         Containers of one machine share a kernel. Two machines may have one host name, so names
-        prove nothing. After a reboot the heartbeat's age decides, so that a crashed machine waits
-        for it once.
+        prove nothing. After a reboot a crashed machine's own record is watched like another's,
+        once.
         """
         return self.boot_id != _boot_id()
 
@@ -166,14 +155,20 @@ class DirectoryLock:
 
     @classmethod
     def claim(
-        cls, path: Path, pid: int | None = None, silence: Silence | None = None
+        cls,
+        path: Path,
+        pid: int | None = None,
+        silence: Silence | None = None,
+        *,
+        leased: bool = False,
     ) -> DirectoryLock | None:
-        """Claim `path`, creating it; None if a process on this machine holds it.
+        """Claim `path`, creating it; None if a process that flock reaches holds it.
 
         pid: the process on whose behalf it is claimed; None: this one. silence: decides whether
-        a holder on another host is dead; None: it counts as alive, whatever its heartbeat's age.
-        PoolLockedError: a live process of another host holds it. UnsettledError: `silence` cannot
-        decide yet. OSError: the file cannot be opened or written.
+        a holder on another host is dead; None: it counts as alive. leased: holders on other hosts
+        do not matter, because the region has a lease. PoolLockedError: a live process of another
+        host holds it. UnsettledError: `silence` cannot decide yet. OSError: the file cannot be
+        opened or written.
         """
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -185,11 +180,11 @@ class DirectoryLock:
             status = os.fstat(fd)
             if not os.path.samestat(status, os.stat(path, follow_symlinks=False)):
                 raise OSError(errno.ESTALE, "the pool was removed at this moment", str(path))
-            holder = read_holder(path)
-            if holder is not None and holder.is_foreign:
-                old = holder.age_s >= HEARTBEAT_STALE_S
-                if not (old and silence is not None and silence.is_dead(path, holder)):
-                    raise foreign_holder_error(path, holder)
+            holder = None if leased else read_holder(path)
+            foreign = holder is not None and holder.is_foreign
+            if foreign and (silence is None or not silence.is_dead(path, holder, holder)):
+                assert holder is not None
+                raise foreign_holder_error(path, holder)
             _write(fd, Holder.myself(pid).record())
             return cls(fd, LockFile(str(path), status.st_dev, status.st_ino))
         except BaseException:
@@ -238,31 +233,39 @@ def is_ending(pid: int, proc: Path = Path("/proc")) -> bool:
 def foreign_holder_error(path: Path, holder: Holder) -> PoolLockedError:
     """Return the refusal for a live owner on another host."""
     return PoolLockedError(
-        f"{path} is held by {holder}, whose heartbeat is {max(holder.age_s, 0):.0f} s old. Two "
-        f"hosts that mount one xfs or ext4 destroy it: unmount it there, or give each host its own "
-        f"target. If that host is gone for good, wait {HEARTBEAT_STALE_S:.0f} s after its last "
-        f"heartbeat, or delete {path}"
+        f"{path} is held by {holder}. Two hosts that mount one xfs or ext4 destroy it: unmount it "
+        f"there, or give each host its own target. If that host is gone for good, start again: a "
+        f"start that sees no heartbeat for {TAKEOVER_S:.0f} s takes the directory over; or delete "
+        f"{path}"
     )
 
 
 def local_holder_error(path: Path) -> PoolLockedError:
     """Return the refusal for a directory that another process on this machine holds."""
     holder = read_holder(path)
-    old = f" (heartbeat {max(holder.age_s, 0):.0f} s old)" if holder else ""
+    age_s = _age_s(holder)
+    old = "" if age_s is None else f" (heartbeat {age_s:.0f} s old)"
     return PoolLockedError(
         f"{path} is held by {holder or 'another process on this host'}{old}. Stop it, or let this "
         f"one take the next free engine index (do not set engine_index)"
     )
 
 
+def _age_s(holder: Holder | None) -> float | None:
+    """Return the seconds since the last heartbeat; None: another host's clock wrote it."""
+    if holder is None or holder.is_foreign:
+        return None
+    return max(0.0, time.time() - holder.heartbeat)
+
+
 @dataclass(frozen=True, slots=True)
 class LockState:
-    """kind: "none" (released in order), "stale" (its process is gone), "old" or "live".
+    """kind: "none" (released in order), "stale" (its process is gone), "foreign" or "live".
 
-    "old": the holder is on another host, and its heartbeat is old by this host's clock. It is
-    dead, or the clocks are apart: a claim waits for another heartbeat to find out.
+    "foreign": another host holds it, or held it: one look does not tell whether it still lives.
 
-    holder: None if the lock file names no holder. heartbeat_age_s: seconds.
+    holder: None if the lock file names no holder. heartbeat_age_s: seconds, by this host's clock;
+    None: another host's clock wrote the heartbeat.
     """
 
     kind: str
@@ -275,8 +278,8 @@ class LockState:
 
     @property
     def may_live(self) -> bool:
-        """True also if only the clocks may be apart."""
-        return self.kind in ("live", "old")
+        """True also for a holder on another host."""
+        return self.kind in ("live", "foreign")
 
     def __str__(self) -> str:
         who = self.holder or "another process on this host"
@@ -294,62 +297,23 @@ def probe_lock(directory: Path) -> LockState:
         if not os.pread(fd, 4096, 0).strip(b"\0 \n"):
             return LockState("none")
         holder = read_holder(path)
-        age_s = holder.age_s if holder is not None else None
         if holder is not None and holder.is_foreign:
-            kind = "live" if holder.age_s < HEARTBEAT_STALE_S else "old"
-            return LockState(kind, holder, age_s)
+            return LockState("foreign", holder)
         # A shared flock, released at once. A server that starts in these microseconds would see
         # the directory as taken. The record is read first, so that this can only happen where a
         # killed server left its name.
         stale = try_flock(fd, fcntl.LOCK_SH)
-        return LockState("stale" if stale else "live", holder, age_s)
+        return LockState("stale" if stale else "live", holder, _age_s(holder))
     finally:
         os.close(fd)
 
 
-class UnsettledError(Exception):
-    """A record has not been watched for long enough: try again in a moment."""
-
-
-@dataclass
-class Silence:
-    """Finds dead holders on other hosts: their records, and since when each has been watched."""
-
-    clock: Callable[[], float] = time.monotonic
-    wait: Callable[[float], None] = time.sleep
-    _watched: dict[Path, tuple[Holder, float]] = field(default_factory=dict)
-    _logged: bool = False
-
-    def watch(self, paths: Iterable[Path]) -> None:
-        """Watch these lock files from now on: many together cost one wait."""
-        for path in paths:
-            holder = read_holder(path)
-            if holder is not None and holder.is_foreign:
-                self._watched.setdefault(path, (holder, self.clock()))
-
-    def is_dead(self, path: Path, holder: Holder) -> bool:
-        """Return whether `holder`, just read from `path`, is dead; UnsettledError: unknown yet."""
-        first, since_s = self._watched.setdefault(path, (holder, self.clock()))
-        if holder != first:
-            return False
-        if self.clock() - since_s >= SILENCE_S:
-            return True
-        if not self._logged:
-            logger.warning(
-                "%s names %s, whose heartbeat is old by this host's clock; "
-                "waiting %.0f s for another heartbeat before taking it over",
-                *(path, holder, SILENCE_S),
-            )
-            self._logged = True
-        raise UnsettledError
-
-    def settled(self, ask: Callable[[Silence], _T]) -> _T:
-        """Call `ask` until it returns: at most `SILENCE_S` for all lock files watched before."""
-        while True:
-            try:
-                return ask(self)
-            except UnsettledError:
-                self.wait(POLL_S)
+def watch_locks(silence: Silence, paths: Iterable[Path]) -> None:
+    """Watch these lock files from now on: many together cost one wait."""
+    for path in paths:
+        holder = read_holder(path)
+        if holder is not None and holder.is_foreign:
+            silence.watch(path, holder)
 
 
 _END_S_MAX = 0.5
@@ -364,11 +328,19 @@ class Heartbeat:
     """
 
     def __init__(
-        self, locks: Callable[[], Iterable[DirectoryLock]], period_s: float = HEARTBEAT_PERIOD_S
+        self,
+        locks: Callable[[], Iterable[DirectoryLock]],
+        period_s: float = HEARTBEAT_PERIOD_S,
+        leases: Sequence[Lease] = (),
+        permits: Permits | None = None,
     ) -> None:
-        """locks: called for each heartbeat."""
+        """locks: called for each heartbeat. leases: renewed as often as they need it; their
+        permits are in `permits`.
+        """
         self._locks = locks
-        self._period_s = period_s
+        self._leases = leases
+        self._permits = permits
+        self._period_s = min([period_s, *(lease.leasing.beat_s for lease in leases)])
         self._stop = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._run, name="pool-heartbeat", daemon=True)
@@ -380,7 +352,9 @@ class Heartbeat:
         self._thread.join(_STOP_S_MAX)
 
     def _run(self) -> None:
-        while not self._stop.wait(self._period_s):
+        wait_s = 0.0 if self._leases else self._period_s  # a permit runs out soon
+        while not self._stop.wait(wait_s):
+            wait_s = self._period_s
             try:
                 self._beat()
             except OSError as error:
@@ -392,8 +366,15 @@ class Heartbeat:
         if self._child is None:
             # cwd="/": a working directory could hang, or keep a target from being unmounted.
             command, pipe = [*child_command("pool.lock"), str(os.getpid())], subprocess.PIPE
+            memory = [] if self._permits is None else [self._permits.fd]
             self._child = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, cwd="/", bufsize=0, start_new_session=True
+                [*command, *map(str, memory)],
+                stdin=pipe,
+                stdout=pipe,
+                cwd="/",
+                bufsize=0,
+                start_new_session=True,
+                pass_fds=memory,
             )
             self._child.wait()  # it leaves the work to a child of its own
             if self._stop.is_set():  # while it started; the locks may be released by now
@@ -401,8 +382,10 @@ class Heartbeat:
         assert self._child.stdin is not None
         os.set_blocking(self._child.stdin.fileno(), False)
         # At most one pipe's content waits; less than PIPE_BUF is written whole or not at all.
-        for lock in self._locks():
-            line = json.dumps(lock.file).encode() + b"\n"
+        messages: list[Any] = [lock.file for lock in self._locks()]
+        messages += map(_order, self._leases)
+        for message in messages:
+            line = json.dumps(message).encode() + b"\n"
             try:
                 os.write(self._child.stdin.fileno(), line)
             except BlockingIOError:
@@ -423,34 +406,79 @@ class Heartbeat:
             child.stdout.close()
 
 
-def _renew(file: LockFile, pid: int, due: threading.Event) -> None:
-    """Renew one lock file whenever it is due; runs on a thread of the child."""
-    failing = False
-    while True:
-        due.wait()
-        due.clear()
-        try:
-            write_record(file, pid)
-            failing = False
-        except OSError as error:
-            if not failing:  # logged once, until it works again
-                print(f"heartbeat of {file.path} failed: {error}", file=sys.stderr)
-            failing = True
+def _order(lease: Lease) -> dict[str, Any]:
+    """What the child needs to know to renew a lease."""
+    return {
+        "path": str(lease.path),
+        "owner": lease.page.owner.hex(),
+        "takeover_s": lease.leasing.takeover_s,
+        "permit": lease.number,
+        "epoch": lease.page.epoch,
+    }
 
 
-def main(pid: int) -> None:
-    """Renew each lock file that a line on stdin names, for process `pid`, which holds it."""
+class _Renewed:
+    """A file that the child renews whenever it is due, on a thread of its own."""
+
+    def __init__(self, what: str, renew: Callable[[Any], None]) -> None:
+        self._what = what
+        self._renew = renew
+        self._due = threading.Event()
+        self._message: Any = None
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def is_due(self, message: Any) -> None:
+        self._message = message
+        self._due.set()
+
+    def _run(self) -> None:
+        failing = False
+        while True:
+            self._due.wait()
+            self._due.clear()
+            try:
+                self._renew(self._message)
+                failing = False
+            except OSError as error:
+                if not failing:  # logged once, until it works again
+                    print(f"heartbeat of {self._what} failed: {error}", file=sys.stderr)
+                failing = True
+
+
+def _writing(file: LockFile, pid: int) -> Callable[[Any], None]:
+    return lambda _: write_record(file, pid)
+
+
+def _renewing(keeper: Keeper) -> Callable[[Any], None]:
+    return lambda order: keeper.renew(order["epoch"])
+
+
+def main(pid: int, permits: Permits | None) -> None:
+    """Renew what each line on stdin names, for process `pid`, which holds it: a lock file, or a
+    lease with its permit in `permits`."""
     if os.fork():
         os._exit(0)
-    due: dict[LockFile, threading.Event] = {}
+    known: dict[Any, _Renewed] = {}
     for line in sys.stdin.buffer:
-        file = LockFile(*json.loads(line))
-        if file not in due:
-            due[file] = threading.Event()
-            threading.Thread(target=_renew, args=(file, pid, due[file]), daemon=True).start()
-        due[file].set()
+        message = json.loads(line)
+        if isinstance(message, list):
+            name: Any = LockFile(*message)
+            if name not in known:
+                known[name] = _Renewed(name.path, _writing(name, pid))
+        else:
+            name = message["owner"]
+            if name not in known:
+                assert permits is not None
+                keeper = Keeper(
+                    PageFile(Path(message["path"])),
+                    bytes.fromhex(name),
+                    message["takeover_s"],
+                    permits.word(message["permit"]),
+                )
+                known[name] = _Renewed(message["path"], _renewing(keeper))
+        known[name].is_due(message)
     os._exit(0)  # does not wait for threads that hang
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), Permits(int(sys.argv[2])) if len(sys.argv) > 2 else None)

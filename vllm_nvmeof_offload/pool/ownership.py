@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
@@ -30,27 +31,38 @@ from vllm_nvmeof_offload.groups import GroupKind, RankGroup
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     GROUPS_MAX,
+    LEASE_FILE,
     LOCK_FILE,
     Keyspace,
     StoredGroup,
 )
+from vllm_nvmeof_offload.pool.lease import (
+    Lease,
+    Leasing,
+    Permit,
+    Permits,
+    is_leased,
+    lease_of,
+    read_lease,
+    watch_leases,
+)
 from vllm_nvmeof_offload.pool.lock import (
     ENDING_WAIT_S_MAX,
-    POLL_S,
     DirectoryLock,
     Heartbeat,
-    Silence,
-    UnsettledError,
     foreign_holder_error,
     is_ending,
     local_holder_error,
     probe_lock,
     read_holder,
     try_flock,
+    watch_locks,
 )
+from vllm_nvmeof_offload.pool.log import log_pages_of
+from vllm_nvmeof_offload.pool.silence import POLL_S, Silence, UnsettledError
 from vllm_nvmeof_offload.pool.slab import make_directory, open_private
 from vllm_nvmeof_offload.pool.survey import FACTS_FILE, disk_bytes, find
-from vllm_nvmeof_offload.units import slot_stride_bytes
+from vllm_nvmeof_offload.units import PAGE_BYTES, slot_stride_bytes
 
 #: Instances of one keyspace on one set of targets.
 INSTANCES_MAX = 64
@@ -72,7 +84,9 @@ class PoolSpec:
     an instance; empty: the rank shares an instance with any rank it finds.
     o_direct: "on" fails where "auto" falls back to buffered I/O. adopt: False voids what is
     stored. named: False voids it too, and no superblock names what is written from now on, so
-    that no later start adopts it.
+    that no later start adopts it. leasing: other hosts write the same file system, so that each
+    region has a lease; None: one kernel has it, and locks are enough. log_pages:
+    of the log on each target; None: by the pool's size.
     """
 
     targets: tuple[Path, ...]
@@ -89,6 +103,8 @@ class PoolSpec:
     adopt: bool = True
     named: bool = True
     groups: tuple[RankGroup, ...] = ()
+    leasing: Leasing | None = None
+    log_pages: int | None = None
 
     def __post_init__(self) -> None:
         assert self.targets and self.payload_bytes > 0
@@ -110,21 +126,57 @@ class PoolSpec:
 
     @property
     def slots_per_target(self) -> int:
-        """The slots that `pool_bytes` buys on each target, table entries included."""
-        return self.pool_bytes // len(self.targets) // (self.slot_bytes + ENTRY_BYTES)
+        """The slots that `pool_bytes` buys on each target, with table entries, beside the log."""
+        left = self.pool_bytes // len(self.targets) - self.log_pages_per_target * PAGE_BYTES
+        return left // (self.slot_bytes + ENTRY_BYTES)
+
+    @property
+    def log_pages_per_target(self) -> int:
+        """The pages of the log on each target; 0: none."""
+        if self.log_pages is not None:
+            return self.log_pages
+        return log_pages_of(self.pool_bytes // len(self.targets))
 
 
 class Claim:
-    """Locked directories, one per target, in the order of the targets, with a heartbeat."""
+    """Locked directories, one per target, in the order of the targets, with a heartbeat.
+
+    leases: by target; empty: the regions have none.
+    """
 
     def __init__(
-        self, engine_index: int, directories: tuple[Path, ...], locks: list[DirectoryLock]
+        self,
+        engine_index: int,
+        directories: tuple[Path, ...],
+        locks: list[DirectoryLock],
+        leases: Sequence[Lease] = (),
+        permits: Permits | None = None,
     ) -> None:
         self.engine_index = engine_index
         self.directories = directories
         #: By target; None: the target is away. The pool exchanges them.
         self.locks: list[DirectoryLock | None] = [*locks]
-        self._heartbeat = Heartbeat(lambda: filter(None, self.locks))
+        self.leases = tuple(leases)
+        self._permits = permits
+        self._heartbeat = Heartbeat(
+            lambda: filter(None, self.locks), leases=self.leases, permits=permits
+        )
+
+    def has_epoch(self, epoch: int) -> None:
+        """Name the regions' epoch in their leases."""
+        for lease in self.leases:
+            lease.has_epoch(epoch)
+
+    @property
+    def permits(self) -> tuple[Permit | None, ...]:
+        """By target, what says whether the region may be written now; None: always."""
+        none: tuple[Permit | None, ...] = (None,) * len(self.directories)
+        return tuple(lease.permit for lease in self.leases) or none
+
+    @property
+    def was_of_another(self) -> bool:
+        """Whether another server had one of the regions last."""
+        return any(lease.was_of_another for lease in self.leases)
 
     @classmethod
     def make(cls, spec: PoolSpec) -> Claim:
@@ -137,12 +189,18 @@ class Claim:
         spaces = [_make_keyspace(target, spec.keyspace) for target in spec.targets]
         deadline = time.monotonic() + ENDING_WAIT_S_MAX
         logged = False
-        silence = Silence()
+        silence = Silence() if spec.leasing is None else Silence(spec.leasing.takeover_s)
+        permits = None if spec.leasing is None else Permits.new(len(spec.targets))
         while True:
             try:
                 with one_at_a_time(spaces):
                     waits = time.monotonic() < deadline
-                    return cls._first_free(spec, spaces, silence, waits=waits)
+                    found = _first_free(spec, spaces, silence, permits, waits=waits)
+                if _have_settled(found.leases):
+                    return cls(
+                        found.engine_index, found.directories, found.locks, found.leases, permits
+                    )
+                found.undo()  # another one has claimed it at the same time: look for another
             except UnsettledError:
                 pass  # other ranks may claim theirs meanwhile
             except _EndingError as error:
@@ -153,47 +211,93 @@ class Claim:
                 raise PoolError(f"cannot claim a directory in {spaces[0]}: {error}") from error
             time.sleep(POLL_S)
 
-    @classmethod
-    def _first_free(
-        cls, spec: PoolSpec, spaces: Sequence[Path], silence: Silence, *, waits: bool
-    ) -> Claim:
-        """waits: raise `_EndingError` at an instance whose holder is ending; else pass over it."""
-        for index in _candidates(spec, spaces[0]):
-            instances = [space / f"engine-{index}" for space in spaces]
-            ours = [instance / f"rank-{spec.rank}" for instance in instances]
-            ranks = [rank for one in instances for rank in _ranks(one)] if spec.engine else ours
-            silence.watch(rank / LOCK_FILE for rank in ranks)
-            if spec.engine and any(
-                _held_by_another(one, spec.engine, spec.rank, silence) for one in instances
-            ):
-                busy = None
-            else:
-                for target, instance, rank in zip(spec.targets, instances, ours, strict=True):
-                    with _refusing(target):
-                        make_directory(instance)
-                        make_directory(rank)
-                locks, busy = _lock_all(ours, silence)
-                if busy is None:
-                    _name_owner(instances, spec.engine, locks)
-                    return cls(index, tuple(ours), locks)
-            ending = _ending_holder(instances) if waits else None
-            if ending is not None:
-                raise _EndingError(
-                    f"{ending} is held by a process that was killed and has not ended yet"
-                )
-            if busy is not None and spec.engine_index is not None:
-                raise local_holder_error(busy)
-        raise PoolLockedError(
-            f"all {INSTANCES_MAX} engine directories in {spaces[0].parent} are held by live "
-            f"processes"
-        )
-
     def release(self, keep_descriptors: bool = False) -> None:
         """Unlock. keep_descriptors: something hangs in the kernel; the flocks then stay."""
         self._heartbeat.stop()
-        if not keep_descriptors:
-            for lock in filter(None, self.locks):
-                lock.release()
+        if self._permits is not None:
+            self._permits.close()
+        if keep_descriptors:
+            for lease in self.leases:
+                lease.permit.lose()
+        else:
+            _release(filter(None, self.locks), self.leases)
+
+
+class _Found(NamedTuple):
+    """An instance whose directories are locked and whose leases, if any, are to settle."""
+
+    engine_index: int
+    directories: tuple[Path, ...]
+    locks: list[DirectoryLock]
+    leases: list[Lease]
+
+    def undo(self) -> None:
+        _release(self.locks, self.leases)
+
+
+def _release(locks: Iterable[DirectoryLock], leases: Iterable[Lease]) -> None:
+    for lease in leases:
+        lease.release()
+    for lock in locks:
+        lock.release()
+
+
+def _first_free(
+    spec: PoolSpec,
+    spaces: Sequence[Path],
+    silence: Silence,
+    permits: Permits | None,
+    *,
+    waits: bool,
+) -> _Found:
+    """waits: raise `_EndingError` at an instance whose holder is ending; else pass over it."""
+    for index in _candidates(spec, spaces[0]):
+        instances = [space / f"engine-{index}" for space in spaces]
+        ours = [instance / f"rank-{spec.rank}" for instance in instances]
+        ranks = [rank for one in instances for rank in _ranks(one)] if spec.engine else ours
+        if permits is None:
+            watch_locks(silence, (rank / LOCK_FILE for rank in ranks))
+        else:
+            watch_leases(silence, {*ours, *ranks})
+        busy = None
+        if not (spec.engine and any(_held_by_another(one, spec, silence) for one in instances)):
+            for target, instance, rank in zip(spec.targets, instances, ours, strict=True):
+                with _refusing(target):
+                    make_directory(instance)
+                    make_directory(rank)
+            found = _lock_all(ours, [spec.leasing] * len(ours), silence, permits)
+            if not isinstance(found, Path):
+                locks, leases = found
+                _name_owner(instances, spec.engine, [*locks, *leases])
+                return _Found(index, tuple(ours), locks, leases)
+            busy = found
+        ending = _ending_holder(instances) if waits else None
+        if ending is not None:
+            raise _EndingError(
+                f"{ending} is held by a process that was killed and has not ended yet"
+            )
+        if busy is not None and spec.engine_index is not None:
+            raise _busy_error(busy)
+    raise PoolLockedError(
+        f"all {INSTANCES_MAX} engine directories in {spaces[0].parent} are held by live processes"
+    )
+
+
+def _busy_error(busy: Path) -> PoolLockedError:
+    """busy: a lock file, or a lease."""
+    if busy.name == LOCK_FILE:
+        return local_holder_error(busy)
+    return PoolLockedError(
+        f"{busy} names {read_lease(lease_of(busy.parent))}, which lives: stop it, or let this one "
+        f"take the next free engine index (do not set engine_index)"
+    )
+
+
+def _have_settled(leases: Sequence[Lease]) -> bool:
+    """Wait until the pages show which claim was the last; return whether ours was, in all."""
+    while any(time.monotonic_ns() < lease.settles_ns for lease in leases):
+        time.sleep(POLL_S)
+    return all(lease.is_ours() for lease in leases)
 
 
 class _EndingError(Exception):
@@ -201,12 +305,30 @@ class _EndingError(Exception):
 
 
 def _candidates(spec: PoolSpec, space: Path) -> Iterable[int]:
-    """Return instances in the order to try: first those where other ranks of the engine are."""
+    """Return instances in the order to try: first those where other ranks of the engine are.
+
+    With leases: then those that this server had before, those without an owner, and the others,
+    of which the file system has seen the oldest sign of life first.
+    """
     if spec.engine_index is not None:
         return [spec.engine_index]
     every = range(INSTANCES_MAX) if spec.engine else ()
     ours = [i for i in every if read_owner(space / f"engine-{i}") == spec.engine]
-    return [*ours, *range(spec.replica, INSTANCES_MAX, spec.replicas)]
+    others = range(spec.replica, INSTANCES_MAX, spec.replicas)
+    if spec.leasing is None:
+        return [*ours, *others]
+    name = spec.leasing.name
+    return [*ours, *sorted(others, key=lambda i: _leased_order(space, i, spec.rank, name))]
+
+
+def _leased_order(space: Path, index: int, rank: int, name: str) -> tuple[int, int]:
+    io = lease_of(space / f"engine-{index}" / f"rank-{rank}")
+    page = read_lease(io)
+    if page is None:
+        return 1, index
+    if page.name == name:
+        return 0, index
+    return (1, index) if page.is_free else (2, os.stat(io.path).st_mtime_ns)
 
 
 def _ranks(instance: Path) -> list[Path]:
@@ -248,7 +370,9 @@ def read_owner(instance: Path) -> str:
         return ""
 
 
-def _name_owner(instances: Sequence[Path], name: str, locks: Sequence[DirectoryLock]) -> None:
+def _name_owner(
+    instances: Sequence[Path], name: str, held: Sequence[DirectoryLock | Lease]
+) -> None:
     """Leave the engine's name for claims of its other ranks, in place: the disk may be full."""
     try:
         for instance in instances if name else ():
@@ -257,28 +381,44 @@ def _name_owner(instances: Sequence[Path], name: str, locks: Sequence[DirectoryL
                 with open(open_private(instance / OWNER_FILE, os.O_WRONLY), "wb") as file:
                     file.write(owner)
     except OSError:
-        for lock in locks:
-            lock.release()
+        for one in held:
+            one.release()
         raise
 
 
 def _lock_all(
-    directories: Sequence[Path], silence: Silence
-) -> tuple[list[DirectoryLock], Path | None]:
-    """Lock all and return (locks, None); or none, and return ([], the lock file that is busy)."""
+    directories: Sequence[Path],
+    leasings: Sequence[Leasing | None],
+    silence: Silence,
+    permits: Permits | None,
+) -> tuple[list[DirectoryLock], list[Lease]] | Path:
+    """Lock all, and claim their leases; or none, and return the file that shows who is busy.
+
+    leasings: by directory; None: it has no lease. permits: words for the leases, by directory.
+    """
     locks: list[DirectoryLock] = []
+    leases: list[Lease] = []
     with contextlib.ExitStack() as undo:
-        for path in (directory / LOCK_FILE for directory in directories):
+        for directory, leasing in zip(directories, leasings, strict=True):
+            path = directory / LOCK_FILE
             try:
-                lock = DirectoryLock.claim(path, silence=silence)
+                lock = DirectoryLock.claim(path, silence=silence, leased=leasing is not None)
             except OSError as error:
                 raise PoolError(f"cannot lock {path}: {error}") from error
             if lock is None:
-                return [], path
+                return path
             undo.callback(lock.release)
             locks.append(lock)
+        for directory, leasing in zip(directories, leasings, strict=True):
+            if leasing is not None and is_leased(directory, silence):
+                return directory / LEASE_FILE
+        for number, leasing in enumerate(leasings):
+            if leasing is not None:
+                assert permits is not None
+                leases.append(Lease.claim_in(directories[number], leasing, permits, number))
+                undo.callback(leases[-1].release)
         undo.pop_all()
-    return locks, None
+    return locks, leases
 
 
 @contextlib.contextmanager
@@ -301,25 +441,24 @@ def one_at_a_time(spaces: Sequence[Path]) -> Iterator[None]:
         yield
 
 
-def _held_by_another(instance: Path, engine: str, rank: int, silence: Silence) -> bool:
-    """Return whether ranks of another engine live in `instance`, apart from `rank`.
+def _held_by_another(instance: Path, spec: PoolSpec, silence: Silence) -> bool:
+    """Return whether ranks of another engine live in `instance`, apart from the one of `spec`.
 
     PoolLockedError: they live on another host. UnsettledError: `silence` cannot decide yet.
     """
-    if read_owner(instance) == engine:
+    if read_owner(instance) == spec.engine:
         return False
     for sibling in _ranks(instance):
-        if sibling.name == f"rank-{rank}":
+        if sibling.name == f"rank-{spec.rank}":
             continue
         state, path = probe_lock(sibling), sibling / LOCK_FILE
         holder = state.holder
-        if not state.may_live:
+        if state.live or (spec.leasing is not None and is_leased(sibling, silence)):
+            return True
+        if spec.leasing is not None or holder is None or not holder.is_foreign:
             continue
-        if state.kind == "old" and holder is not None and silence.is_dead(path, holder):
-            continue
-        if holder is not None and holder.is_foreign:
+        if not silence.is_dead(path, holder, holder):
             raise foreign_holder_error(path, holder)
-        return True
     return False
 
 
@@ -339,25 +478,40 @@ def _ending_holder(instances: Sequence[Path]) -> Path | None:
 def hold(directories: Sequence[Path]) -> Iterator[None]:
     """Hold all of `directories` for a repair, with a heartbeat, so that no server starts on them.
 
+    A lease is claimed in the name of its last owner, who then still adopts what is there.
     PoolLockedError: a live process holds one; it is named. None is held then. PoolError: a lock
     file cannot be opened or written.
     """
     silence = Silence()
-    silence.watch(directory / LOCK_FILE for directory in directories)
-    locks, busy = silence.settled(partial(_lock_all, directories))
-    if busy is not None:
+    leasings = [_last_leasing(directory) for directory in directories]
+    watch_locks(silence, (directory / LOCK_FILE for directory in directories))
+    watch_leases(silence, directories)
+    permits = Permits.new(len(directories)) if any(leasings) else None
+    found = silence.settled(partial(_lock_all, directories, leasings, permits=permits))
+    if isinstance(found, Path):
         raise PoolLockedError(
-            f"{busy.parent} is in use ({probe_lock(busy.parent)}): stop that server first"
+            f"{found.parent} is in use ({probe_lock(found.parent)}): stop that server first"
         )
-    heartbeat = Heartbeat(lambda: locks)
+    locks, leases = found
+    held = _have_settled(leases)
+    heartbeat = Heartbeat(lambda: locks, leases=leases, permits=permits)
     try:
+        if not held:
+            raise PoolLockedError(f"{directories[0]} was claimed by another process just now")
         for lock in locks:
             give_to_owner(lock.path)
         yield
     finally:
         heartbeat.stop()  # no heartbeat may follow a release
-        for lock in locks:
-            lock.release()
+        _release(locks, leases)
+        if permits is not None:
+            permits.close()
+
+
+def _last_leasing(directory: Path) -> Leasing | None:
+    """Return how the last owner leased the region; None: it has no lease."""
+    page = read_lease(lease_of(directory))
+    return None if page is None else Leasing(page.name)
 
 
 def give_to_owner(path: Path) -> None:
@@ -376,11 +530,12 @@ def bytes_of_pools(targets: Sequence[Path]) -> int:
 def bytes_of_others(targets: Sequence[Path], server: str = "") -> int:
     """Return the bytes on `targets` that belong to live engines, except those of `server`.
 
-    server: the part of its engines' names before the slash.
+    What another host has held counts: it may live. server: the part of its engines' names before
+    the slash.
     """
     return sum(
         disk_bytes(one.path)
         for one in find(filter(Path.is_dir, targets))
-        if probe_lock(one.path).live
+        if probe_lock(one.path).may_live
         and not (server and read_owner(one.path.parent).partition("/")[0] == server)
     )

@@ -9,6 +9,7 @@ A reset must become durable on the targets that answer although another target h
 superblock is written on a thread, one per directory at a time. While that thread hangs, the
 newest superblock waits for it and replaces one that has waited longer; an older superblock never
 follows a newer one. Nobody waits for that thread: `on_end` reports what became of a superblock.
+It also waits there for the write permit of a region with a lease (`lease`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from vllm_nvmeof_offload.pool.format import (
     write_superblock,
 )
 from vllm_nvmeof_offload.pool.lock import DirectoryLock
+from vllm_nvmeof_offload.pool.log import LogFile, next_sequence
 from vllm_nvmeof_offload.pool.ownership import Claim, PoolSpec
 from vllm_nvmeof_offload.pool.recovery import (
     Progress,
@@ -62,6 +64,8 @@ class _SuperblockWriter:
 
     directory: Path
     changed: threading.Condition
+    #: Waits until the region may be written; False: never, or it is not wanted any more.
+    await_permit: Callable[[Callable[[], bool]], bool]
     busy: bool = False
     _next: tuple[Superblock, OnEnd] | None = None
 
@@ -91,8 +95,11 @@ class _SuperblockWriter:
                 # An exception that is not an OSError is a bug; the write must end even then.
                 outcome = io_error(errno.EIO)
                 try:
-                    write_superblock(self.directory, superblock)
-                    outcome = OK
+                    if self.await_permit(lambda: self._next is None):
+                        write_superblock(self.directory, superblock)
+                        outcome = OK
+                    else:
+                        outcome = CANCELLED if self._next else io_error(errno.ENODEV)
                 except OSError as error:
                     outcome = io_error(error.errno or errno.EIO)
                 finally:
@@ -117,18 +124,22 @@ class _SuperblockWriter:
 class Pool:
     """An open pool. Everything but the fd look-ups may block: keep it off the engine's poll.
 
-    `slab_fd`, `table_fd`, `place` and `stamp` are for any thread. The rest belongs to one thread at
-    a time: to the one that opened the pool, then to the pipeline's.
+    `slab_fd`, `table_fd`, `log_fd`, `place` and `stamp` are for any thread. The rest belongs to one
+    thread at a time: to the one that opened the pool, then to the pipeline's.
     """
 
     def __init__(
         self, spec: PoolSpec, claim: Claim, slabs: list[Slab], on_progress: Progress | None
     ) -> None:
         """Use `Pool.open`."""
+        if claim.was_of_another:
+            spec = replace(spec, adopt=False)  # whoever takes a region over begins a new epoch
         prepared = prepare(spec, slabs)
         superblocks, self._adopt_slots = prepared.superblocks, prepared.adopt_slots
         self._claim = claim
         self._slabs = slabs
+        #: By target; None: its region may be written at any time.
+        self.permits = claim.permits
         #: By target, the superblock that it must have now.
         self.superblocks = superblocks
         #: Of what is written now to a target that has the newest superblock.
@@ -154,8 +165,12 @@ class Pool:
         #: True if every slab is (buffers and offsets are then 4 KiB aligned).
         self.direct = all(self.is_direct)
         self._written = threading.Condition()
-        self._writers = [_SuperblockWriter(slab.directory, self._written) for slab in slabs]
+        self._writers = [
+            _SuperblockWriter(slab.directory, self._written, self._await_permit(target))
+            for target, slab in enumerate(slabs)
+        ]
         self._closed = False
+        claim.has_epoch(superblocks[0].epoch)
 
     @classmethod
     def open(cls, spec: PoolSpec, on_progress: Progress | None = None) -> Pool:
@@ -192,6 +207,19 @@ class Pool:
         """Return (descriptor, byte offset) of a pool slot's table entry (buffered)."""
         slab, index = self._find(pool_slot)
         return slab.table_fd, index * ENTRY_BYTES
+
+    def log(self, target: int) -> LogFile:
+        """Return the target's log, and the page with which a writer that starts now goes on.
+
+        Reads all of it. OSError: it cannot be read.
+        """
+        fd, pages = self._slabs[target].log_fd, self.superblocks[target].log_pages
+        lease_generation = self.superblocks[target].lease_generation
+        return LogFile(fd, pages, next_sequence(fd, pages) if pages else 0, lease_generation)
+
+    def log_fd(self, target: int) -> int:
+        """Return the descriptor of the target's log; -1: it is away."""
+        return self._slabs[target].log_fd
 
     def _find(self, pool_slot: int) -> tuple[Slab, int]:
         assert 0 <= pool_slot < self.slots
@@ -233,6 +261,7 @@ class Pool:
         self._unnamed = Stamp(self._new_epoch(epoch), tag)
         self.stamp = Stamp(epoch, tag) if named and self._named else self._unnamed
         self._adopt_slots = [0] * self.target_count
+        self._claim.has_epoch(epoch)
         for target, superblock in enumerate(self.superblocks):
             self.superblocks[target] = replace(superblock, epoch=epoch, sequence=sequence, tag=tag)
         return self.stamp, self._unnamed
@@ -248,6 +277,13 @@ class Pool:
             self._writers[target].write(self.superblocks[target], on_end)
         else:
             on_end(io_error(errno.ENODEV))
+
+    def _await_permit(self, target: int) -> Callable[[Callable[[], bool]], bool]:
+        def wait(wanted: Callable[[], bool]) -> bool:
+            permit = self.permits[target]
+            return permit is None or permit.wait(wanted)
+
+        return wait
 
     def await_superblocks(self, timeout_s: float) -> bool:
         """Wait until no superblock is being written; False if one still is."""
@@ -276,11 +312,13 @@ class Pool:
         Returns a function that closes the old files. Call it when no operation uses them any
         more, on a thread that nothing waits for.
         """
-        slab = slab or Slab(self.directories[target], (-1, -1, -1))
+        slab = slab or Slab(self.directories[target], (-1, -1, -1, -1))
         # A thread that hangs in the old files is left behind, without what waits for it: the prober
         # brings the new files up to date.
         self._writers[target].withdraw()
-        self._writers[target] = _SuperblockWriter(slab.directory, self._written)
+        self._writers[target] = _SuperblockWriter(
+            slab.directory, self._written, self._await_permit(target)
+        )
         old_slab, self._slabs[target] = self._slabs[target], slab
         old_lock, self._claim.locks[target] = self._claim.locks[target], lock
 

@@ -318,6 +318,7 @@ def prepare(spec: PoolSpec, slabs: Sequence[Slab]) -> Prepared:
     read, written or resized.
     """
     kept = _keep_or_wipe(spec, slabs)
+    logs = [slab.allocate_log(spec.log_pages_per_target) for slab in slabs]
     count = _allocate(spec, slabs)
     living = [superblock for superblock in kept if superblock is not None]
     tag = share_tag(spec.keyspace.digest) if spec.named else secrets.token_bytes(TAG_BYTES)
@@ -333,7 +334,9 @@ def prepare(spec: PoolSpec, slabs: Sequence[Slab]) -> Prepared:
     pool_uuid = living[0].uuid if living else uuid.uuid4().bytes
     shape = _superblock(spec, 0, pool_uuid, count)
     shape = replace(shape, epoch=epoch, tag=tag, sequence=sequence)
-    superblocks = [replace(shape, target_index=target) for target in range(len(slabs))]
+    superblocks = [
+        replace(shape, target_index=target, log_pages=pages) for target, pages in enumerate(logs)
+    ]
     for slab, superblock, found in zip(slabs, superblocks, kept, strict=True):
         if superblock == found:
             # A full disk has no room for a second superblock. A kill may have kept this one from
@@ -368,9 +371,9 @@ def _keep_or_wipe(spec: PoolSpec, slabs: Sequence[Slab]) -> list[Superblock | No
     """Wipe every directory whose superblock is not of this pool; return the others'.
 
     The number of slots may differ (the pool was given more or less space): the slots that both
-    have stay in place. The sizes of sets may differ too: ranks shared copies then, or do now. Any
-    other difference makes it another pool. PoolError: one is of an
-    unknown format; nothing is wiped then.
+    have stay in place. The sizes of sets may differ too: ranks shared copies then, or do now. So
+    may the log's. Any other difference makes it another pool. PoolError: one is of an unknown
+    format; nothing is wiped then.
     """
     pages: list[Superblock | None] = []
     for slab in slabs:

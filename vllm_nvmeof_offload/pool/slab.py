@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slab and table of one rank directory: opening, file modes, preallocation, O_DIRECT probe.
+"""Slab, table and log of one rank directory: opening, file modes, preallocation, O_DIRECT probe.
 
 `pool.Pool` decides what the directory should hold.
 """
@@ -18,6 +18,7 @@ from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import PoolError
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
+    LOG_FILE,
     SLAB_FILE,
     SUPERBLOCK_FILE,
     SUPERBLOCK_TEMPORARY,
@@ -73,12 +74,12 @@ def open_private(path: Path, flags: int) -> int:
 
 
 class Slab:
-    """Slab and table of one rank directory. Buffered descriptors until `use_direct`."""
+    """Slab, table and log of one rank directory. Buffered descriptors until `use_direct`."""
 
     def __init__(
-        self, directory: Path, fds: tuple[int, int, int] | None = None, direct: bool = False
+        self, directory: Path, fds: tuple[int, int, int, int] | None = None, direct: bool = False
     ) -> None:
-        """Open both files, creating them; or use `fds`: of slab, buffered slab and table.
+        """Open all files, creating them; or use `fds`: of slab, buffered slab, table and log.
 
         A slab of a target that is away has no files: its `fds` are -1.
         """
@@ -89,14 +90,18 @@ class Slab:
         self.table_slots_found = 0
         #: `buffered_fd` reads header pages into any memory; `fd` may need aligned memory.
         if fds is not None:
-            self.fd, self.buffered_fd, self.table_fd = fds
+            self.fd, self.buffered_fd, self.table_fd, self.log_fd = fds
             return
-        self.fd = self.buffered_fd = open_private(directory / SLAB_FILE, os.O_RDWR)
-        try:
-            self.table_fd = open_private(directory / TABLE_FILE, os.O_RDWR)
-        except BaseException:
-            os.close(self.fd)
-            raise
+        with contextlib.ExitStack() as undo:
+
+            def open_file(name: str) -> int:
+                fd = open_private(directory / name, os.O_RDWR)
+                undo.callback(os.close, fd)
+                return fd
+
+            self.fd = self.buffered_fd = open_file(SLAB_FILE)
+            self.table_fd, self.log_fd = open_file(TABLE_FILE), open_file(LOG_FILE)
+            undo.pop_all()
         self.table_slots_found = os.fstat(self.table_fd).st_size // ENTRY_BYTES
 
     @property
@@ -107,8 +112,26 @@ class Slab:
         """Remove all content, so that no old header and no old entry can be read."""
         for name in (SUPERBLOCK_FILE, SUPERBLOCK_TEMPORARY):
             (self.directory / name).unlink(missing_ok=True)
-        os.ftruncate(self.table_fd, 0)
-        os.ftruncate(self.buffered_fd, 0)
+        for fd in (self.log_fd, self.table_fd, self.buffered_fd):
+            os.ftruncate(fd, 0)
+
+    def allocate_log(self, pages: int) -> int:
+        """Reserve space for a log; return its pages, 0 if there is no space.
+
+        A log of another size is emptied: its pages are not where readers look for them.
+        """
+        size = pages * PAGE_BYTES
+        if os.fstat(self.log_fd).st_size != size:
+            os.ftruncate(self.log_fd, 0)
+        try:
+            if pages:
+                reserve(self.log_fd, size)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            os.ftruncate(self.log_fd, 0)
+            return 0
+        return pages
 
     def allocate(self, slots: int, slot_bytes: int) -> int:
         """Reserve space for `slots` slots, cutting none; return the number that fits."""
@@ -172,7 +195,7 @@ class Slab:
 
     def close(self) -> None:
         """Close all files; a dead mount may answer with an error, which is ignored."""
-        for fd in {self.fd, self.buffered_fd, self.table_fd}:
+        for fd in {self.fd, self.buffered_fd, self.table_fd, self.log_fd}:
             with contextlib.suppress(OSError):
                 os.close(fd)
 

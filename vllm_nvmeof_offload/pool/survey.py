@@ -30,6 +30,7 @@ from vllm_nvmeof_offload.pool.format import (
     read_superblock_page,
     share_tag,
 )
+from vllm_nvmeof_offload.pool.lease import LeaseState, observe_leases
 from vllm_nvmeof_offload.pool.lock import LockState, probe_lock
 from vllm_nvmeof_offload.units import slot_stride_bytes
 
@@ -69,7 +70,8 @@ class Surveyed:
     were surveyed. tag: the share tag, as for the epoch; empty: unknown. adopts: False if a start
     with the weights that the keyspace names would adopt nothing. disk_bytes: allocated. last_use_s:
     Unix time; a running server renews it every few seconds. readers: processes on this machine that
-    have opened the chunks to borrow them; other users' are seen by root only.
+    have opened the chunks to borrow them; other users' are seen by root only. lease: None: the
+    region has none.
     """
 
     directory: RankDirectory
@@ -82,6 +84,7 @@ class Surveyed:
     disk_bytes: int
     last_use_s: float | None
     readers: tuple[int, ...] = ()
+    lease: LeaseState | None = None
 
     @property
     def path(self) -> Path:
@@ -155,7 +158,10 @@ def _under(path: Path) -> list[RankDirectory]:
 
 
 def survey(directories: Sequence[RankDirectory]) -> list[Surveyed]:
-    """Survey `directories`; PoolError if one cannot be read."""
+    """Survey `directories`; PoolError if one cannot be read.
+
+    Where regions have leases it takes as long as it takes to see a beat of each, or to miss one.
+    """
     surveyed = [_survey_one(directory) for directory in directories]
     # A reset that reached only some targets has voided all.
     parts: dict[tuple[str, bytes], list[Superblock]] = {}
@@ -169,7 +175,14 @@ def survey(directories: Sequence[RankDirectory]) -> list[Surveyed]:
                 adopts = newest.tag == share_tag(newest.keyspace)
                 surveyed[i] = replace(one, epoch=newest.epoch, tag=newest.tag, adopts=adopts)
     readers = _readers()
-    return [replace(one, readers=readers.get(_file_of(one.path), ())) for one in surveyed]
+    try:
+        leases = observe_leases([one.path for one in surveyed])
+    except OSError as error:
+        raise PoolError(f"cannot read a lease: {error}") from error
+    return [
+        replace(one, readers=readers.get(_file_of(one.path), ()), lease=leases.get(one.path))
+        for one in surveyed
+    ]
 
 
 def _readers(proc: Path = Path("/proc")) -> dict[tuple[int, int] | None, tuple[int, ...]]:

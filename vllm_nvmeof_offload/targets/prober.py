@@ -21,20 +21,21 @@ from vllm_nvmeof_offload.errors import PoolError
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     LOCK_FILE,
+    LOG_FILE,
     SLAB_FILE,
     TABLE_FILE,
     Superblock,
     read_superblock,
     write_superblock,
 )
-from vllm_nvmeof_offload.pool.lock import DirectoryLock, Silence, local_holder_error
+from vllm_nvmeof_offload.pool.lock import DirectoryLock, local_holder_error
 from vllm_nvmeof_offload.pool.slab import read_page
 from vllm_nvmeof_offload.units import PAGE_BYTES
 
 MESSAGE_BYTES_MAX = 64 << 10
-#: Descriptors that a success carries: slab, buffered slab, table, lock. The first two are of one
-#: open file if the slab is not opened for O_DIRECT.
-DESCRIPTORS = 4
+#: Descriptors that a success carries: slab, buffered slab, table, log, lock. The first two are
+#: of one open file if the slab is not opened for O_DIRECT.
+DESCRIPTORS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class ProbeRequest:
     direct: bool
     pid: int
     device: int | None
+    leased: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +89,20 @@ def probe(request: ProbeRequest) -> tuple[ProbeAnswer, list[int]]:
     # Checked before the claim, which would create a lock file in a directory of others.
     _check_superblock(directory, expected)
     path = directory / LOCK_FILE
-    lock = Silence().settled(lambda silence: DirectoryLock.claim(path, request.pid, silence))
+    # Another host's holder counts as alive: a prober has no time to find out.
+    lock = DirectoryLock.claim(path, request.pid, leased=request.leased)
     if lock is None:
         raise local_holder_error(path)
     # Creates no file, because a missing one was not this pool's.
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     buffered = os.open(directory / SLAB_FILE, flags)
     slab = os.open(directory / SLAB_FILE, flags | os.O_DIRECT) if request.direct else buffered
-    table = os.open(directory / TABLE_FILE, flags)
+    table, log = (os.open(directory / name, flags) for name in (TABLE_FILE, LOG_FILE))
     try:
         _check_superblock(directory, expected)
         _check_size("slab", slab, expected.slots * expected.slot_bytes)
         _check_size("table", table, expected.slots * ENTRY_BYTES)
+        _check_size("log", log, expected.log_pages * PAGE_BYTES)
     except PoolError:
         lock.release()
         raise
@@ -107,7 +111,8 @@ def probe(request: ProbeRequest) -> tuple[ProbeAnswer, list[int]]:
     read_page(slab)
     if read_superblock(directory) != expected:
         write_superblock(directory, expected)  # the target missed a reset
-    return ProbeAnswer("", lock.file.device, lock.file.inode), [slab, buffered, table, lock.fd]
+    answer = ProbeAnswer("", lock.file.device, lock.file.inode)
+    return answer, [slab, buffered, table, log, lock.fd]
 
 
 def _check_superblock(directory: Path, expected: Superblock) -> None:

@@ -134,12 +134,15 @@ class Attachments:
         requests: list[ProbeRequest | None] = []
         for target, (health, paths) in enumerate(zip(self._health, states, strict=True)):
             health.watched(paths)
+            if self._has_lost(target):
+                health.lost("another server has its lease, or it could not be renewed in time")
             is_gone = health.verdict is Verdict.GONE
             is_open = self._pool.device(target) is not None
             if is_gone and is_open and not health.busy(health.attachment):
                 self._replace(target, None, None)
             self._log_change(target)
             away = is_gone or health.verdict is Verdict.SUSPECT
+            away = away and not self._has_lost(target)  # for good
             requests.append(self._request(target) if away else None)
         kept = []
         for target, attachment, close in self._retired:
@@ -154,8 +157,9 @@ class Attachments:
         self, target: int, request: ProbeRequest, answer: ProbeAnswer, fds: list[int]
     ) -> str:
         """Serve `target` from these descriptors; else close them and return the reason."""
-        slab_fd, buffered_fd, table_fd, lock_fd = fds
-        slab = Slab(Path(request.directory), (slab_fd, buffered_fd, table_fd), request.direct)
+        slab_fd, buffered_fd, table_fd, log_fd, lock_fd = fds
+        files = slab_fd, buffered_fd, table_fd, log_fd
+        slab = Slab(Path(request.directory), files, request.direct)
         path = os.path.join(request.directory, LOCK_FILE)
         lock = DirectoryLock(lock_fd, LockFile(path, answer.device, answer.inode))
         health = self._health[target]
@@ -167,6 +171,11 @@ class Attachments:
         health.attached()
         self._log_change(target)
         return ""
+
+    def _has_lost(self, target: int) -> bool:
+        """Whether the target's region is not ours any more, as long as this process lives."""
+        permit = self._pool.permits[target]
+        return permit is not None and permit.is_lost
 
     def _replace(self, target: int, slab: Slab | None, lock: DirectoryLock | None) -> None:
         """Serve the target from new files; the old ones are closed when no operation uses them."""
@@ -182,6 +191,7 @@ class Attachments:
             direct=pool.is_direct[target],
             pid=os.getpid(),
             device=pool.device(target),
+            leased=pool.permits[target] is not None,
         )
 
     def _log_change(self, target: int) -> None:

@@ -12,6 +12,11 @@ vLLM that has this package in its tree, where the class is defined. A program th
 past the engine (an executor of its own, a worker that listens by itself) must reset with the
 connector.
 
+The operator may name the new weights, so that servers with equal names share chunks; the name is
+believed. It comes by a call of ours, which `collective_rpc` answers without the workers, by an
+argument of the call that ends the update, which the workers do not see, or, where the configuration
+says so, by vLLM's own `EngineCore.set_weight_version`, which not every release has.
+
 **Death of the API server.** vLLM's engine process outlives a killed API server: it serves nobody,
 and keeps its memory, its GPU and the lock on its pool, so that the next server would start with an
 empty pool. The engine therefore ends. An engine within its user's own process is left alone.
@@ -21,8 +26,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
@@ -30,7 +37,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from vllm_nvmeof_offload import logger
-from vllm_nvmeof_offload.errors import IntegrationError, OffloadError
+from vllm_nvmeof_offload.errors import ConfigError, IntegrationError, OffloadError
 from vllm_nvmeof_offload.vllm_adapter.weights import Adapters, stamp_of
 
 _Class = TypeVar("_Class", bound=type)
@@ -55,6 +62,16 @@ HARMLESS = frozenset(
         *("init_weight_transfer_engine", "shutdown_weight_transfer_engine"),
     }
 )
+#: The method of `collective_rpc` that names the weights.
+NAME_WEIGHTS = "nvmeof_weights_version"
+#: The argument of vLLM's calls that does.
+ARGUMENT = "weights_version"
+#: Calls after which the weights are whole.
+WHOLE = frozenset({"load_model", "reload_weights", "finish_weight_update"})
+_CHARACTERS_MAX = 128
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+=-]*")
+#: Methods of vLLM's `EngineCore` that not every release has.
+_OPTIONAL = frozenset({"set_weight_version"})
 
 
 def install(engine_core: _Class) -> _Class:
@@ -66,8 +83,11 @@ def install(engine_core: _Class) -> _Class:
         ("collective_rpc", _watch_calls),
         ("add_lora", _watch_adapters),
         ("add_request", _watch_requests),
+        ("set_weight_version", _watch_versions),
     ):
         stock = getattr(engine_core, name, None)
+        if stock is None and name in _OPTIONAL:
+            continue
         if not callable(stock):
             raise IntegrationError(f"EngineCore has no {name}")
         if not getattr(stock, "_nvmeof", False):
@@ -78,17 +98,93 @@ def install(engine_core: _Class) -> _Class:
 
 
 def _watch_calls(stock: Callable[..., Any]) -> Callable[..., Any]:
+    shape = inspect.signature(stock)
+
     @functools.wraps(stock)
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
         name = method if isinstance(method, str) else ""  # "": a function of the user's own
+        call = shape.bind(self, method, *args, **kwargs)
+        is_ours = any(_connectors_with(self, "name_weights"))
+        if is_ours and name == NAME_WEIGHTS:
+            return _name(self, version_of(call))
+        version = take_version(name, call) if is_ours and name in KNOWN_TO_CHANGE else None
         try:
-            return stock(self, method, *args, **kwargs)
+            answer = stock(*call.args, **call.kwargs)
         finally:  # a call that failed may have done half of its work
             if name not in HARMLESS:
-                call = name or getattr(method, "__name__", repr(method))
-                _notify(self, call, known=name in KNOWN_TO_CHANGE)
+                text = name or getattr(method, "__name__", repr(method))
+                _notify(self, text, known=name in KNOWN_TO_CHANGE)
+        if version is not None:
+            _name(self, version)
+        return answer
 
     return collective_rpc
+
+
+def check_version(what: str, version: object) -> str:
+    """Return the name. what: where it was given, for people. Raises: ConfigError."""
+    if not isinstance(version, str):
+        raise ConfigError(what, version, "the name of the weights must be a text")
+    if len(version) > _CHARACTERS_MAX:
+        raise ConfigError(
+            what,
+            version,
+            f"the name of the weights has {len(version)} characters; use at most {_CHARACTERS_MAX}",
+        )
+    if not _NAME.fullmatch(version):
+        raise ConfigError(
+            what,
+            version,
+            "the name of the weights must begin with a letter or digit, and have letters, digits, "
+            "and . _ : / @ + = - only",
+        )
+    return version
+
+
+def version_of(call: inspect.BoundArguments) -> str:
+    """The name that a call of `nvmeof_weights_version` gives. Raises: ConfigError."""
+    args = tuple(call.arguments.get("args") or ())
+    kwargs = dict(call.arguments.get("kwargs") or {})
+    given = (*args, *kwargs.values())
+    if len(given) != 1 or kwargs.keys() - {"version"}:
+        raise ConfigError(
+            NAME_WEIGHTS, given, 'give one argument, the name of the weights: args=("step-1200",)'
+        )
+    return check_version(NAME_WEIGHTS, given[0])
+
+
+def take_version(method: str, call: inspect.BoundArguments) -> str | None:
+    """Take the name out of the arguments of a call that changes weights; None: it has none.
+
+    Raises: ConfigError, before anything was changed.
+    """
+    kwargs = dict(call.arguments.get("kwargs") or {})
+    if ARGUMENT not in kwargs:
+        return None
+    version = kwargs.pop(ARGUMENT)
+    if method not in WHOLE:
+        raise ConfigError(
+            ARGUMENT,
+            version,
+            f"{method} is not the last call of an update; name the weights with the last one "
+            f"({', '.join(sorted(WHOLE))}), or with {NAME_WEIGHTS} after it",
+        )
+    call.arguments["kwargs"] = kwargs
+    return check_version(ARGUMENT, version)
+
+
+def _watch_versions(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def set_weight_version(self: Any, weight_version: Any, *args: Any, **kwargs: Any) -> Any:
+        trusts = any(one.trusts_weight_version for one in _connectors_with(self, "name_weights"))
+        if trusts:
+            check_version("weight_version", weight_version)
+        answer = stock(self, weight_version, *args, **kwargs)
+        if trusts:
+            _name(self, weight_version)
+        return answer
+
+    return set_weight_version
 
 
 def _watch_adapters(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,11 +224,21 @@ def _adapters(engine_core: Any) -> Adapters:
 
 
 def _notify(engine_core: Any, call: str, *, known: bool) -> None:
+    for connector in _connectors_with(engine_core, "weights_may_have_changed"):
+        connector.weights_may_have_changed(call, known=known)
+
+
+def _name(engine_core: Any, version: str) -> list[str]:
+    """Name the weights. Returns what follows, for people."""
+    return [one.name_weights(version) for one in _connectors_with(engine_core, "name_weights")]
+
+
+def _connectors_with(engine_core: Any, method: str) -> Iterator[Any]:
+    """The engine's connectors that have this method: ours."""
     scheduler = getattr(engine_core, "scheduler", None)
     for connector in _connectors(getattr(scheduler, "connector", None)):
-        notified = getattr(connector, "weights_may_have_changed", None)
-        if notified is not None:
-            notified(call, known=known)
+        if getattr(connector, method, None) is not None:
+            yield connector
 
 
 def _connectors(connector: Any) -> Iterator[Any]:

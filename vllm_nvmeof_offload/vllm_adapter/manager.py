@@ -46,6 +46,7 @@ from vllm_nvmeof_offload.manager.requests import Queue, Suspension, WaitingReque
 from vllm_nvmeof_offload.manager.tails import Tails
 from vllm_nvmeof_offload.metrics import CONFIG_LABELS, Counts, exported
 from vllm_nvmeof_offload.native import LookUps
+from vllm_nvmeof_offload.pool.format import share_tag
 from vllm_nvmeof_offload.protocol import (
     ChunkBatch,
     Command,
@@ -56,7 +57,7 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.vllm_adapter import capabilities, known_vllm
 from vllm_nvmeof_offload.vllm_adapter.kv_hints import Advice, advice_of
-from vllm_nvmeof_offload.vllm_adapter.sharing import ShareSettings, Sharing, why_not
+from vllm_nvmeof_offload.vllm_adapter.sharing import NAMELESS, ShareSettings, Sharing, why_not
 
 _HIT_SOURCES = capabilities.HIT_SOURCES.take()
 _MEDIUM = {Source.CPU: Medium.CPU, Source.POOL: Medium.STORAGE}
@@ -142,7 +143,9 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._clock, self._worked_s = clock, clock()
         self._policy = policy
         self._void = False  # a reset came before the core
-        self._weights_changed = False
+        self._weights_changed = False  # before the core
+        self._keyspace = ""  # empty: no name of weights can tell other servers what they are
+        self._version = ""  # the name that the operator gave last
         self._steps = StepMeter(clock)
         self._scheduler_s = 0.0
         self._exported_s = self._all_exported_s = 0.0  # when `get_stats` exported some, all gauges
@@ -342,8 +345,32 @@ class NVMeoFOffloadingManager(OffloadingManager):
             return False
         self._weights_changed = True
         if self._core is not None:
-            self._core.weights_changed = True
+            self._core.weights_changed()
         return True
+
+    def name_weights(self, version: str) -> bool:
+        """The weights of all ranks are this version of the keyspace's weights.
+
+        Returns whether everything is void, as `weights_may_have_changed`; not if the weights have
+        this name already, or cannot have one.
+        """
+        if not self._keyspace:
+            return False
+        is_new = self.core.name_weights(share_tag(self._keyspace, version.encode()))
+        self._version = version
+        return is_new
+
+    def who_shares(self) -> str:
+        """Who loads whose chunks, now that the weights have been named. Logs it, too."""
+        if not self._keyspace:
+            text = f"the name of the weights has no effect: {NAMELESS}"
+            logger.warning("%s", text)
+            return text
+        text = f"the weights are {self._version!r}; servers whose weights have this name load what "
+        text += "is stored from now on"
+        text += ", and this one loads theirs" if self._sharing else "; this one loads nothing"
+        logger.info("%s", text)
+        return text
 
     # -- the connector's interface ----------------------------------------------------
 
@@ -385,7 +412,9 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._look_ups = core.look_ups(self.sources_of, LookupResult.HIT, LookupResult.MISS)
         self.lookup = self._look_ups.lookup  # type: ignore[assignment,method-assign]
         logger.info("%s", start_line(ordered, core, alone))
-        core.weights_changed = self._weights_changed
+        self._keyspace = ordered[0].keyspace if agreement.tag else ""
+        if self._weights_changed:
+            core.weights_changed()
         if self._void:
             self.reset_cache()
         self._failure_log = FailureLog(core, ordered[0].targets, self._clock)

@@ -18,6 +18,9 @@ from vllm_nvmeof_offload.manager.handshake import Agreement
 from vllm_nvmeof_offload.native import Foreign
 from vllm_nvmeof_offload.protocol import RankHello
 
+#: Why a server shares nothing that starts with weights or hashes which its keyspace does not name.
+NAMELESS = "its weights or block hashes have no name that other servers know"
+
 
 @dataclass(frozen=True, slots=True)
 class ShareSettings:
@@ -34,7 +37,7 @@ def why_not(hellos: Sequence[RankHello], agreement: Agreement, settings: ShareSe
     if not settings.one_host:
         return "its ranks are on several hosts"
     if not agreement.tag:
-        return "its weights or block hashes have no name that other servers know"
+        return NAMELESS
     for target in hellos[0].targets:
         # The ranks have just opened their pools there, so no path hangs.
         if discover(os.path.realpath(target)).is_network_file_system:

@@ -40,6 +40,7 @@ from vllm_nvmeof_offload.protocol import (
     Command,
     DetachCommand,
     FetchCommand,
+    HintCommand,
     LevelReport,
     LoadCommand,
     OpKind,
@@ -146,8 +147,9 @@ class TransferPipeline:
         self._machine = _make_machine(staging, self._lanes, limits, io.stamp, clock())
         self._regions = Regions(self._machine, io, opener, targets) if opener else None
         self._in_set = staging.members is not None
-        self._fences: dict[int, object] = {}  # of stores and loads under way
-        self._newest: tuple[int, object] = (0, None)  # fence, and the first op that has it
+        self._newest: tuple[int, object] = (0, None)  # fence, which the machine knows by its number
+        self._passed = 0  # number of the newest fence that was seen to have passed
+        self._open: dict[int, object] = {}  # those after it, the oldest first
         self._tickets: dict[int, _Ticket] = {}
         self._levels: tuple[int, ...] = (0,) * 7
 
@@ -163,7 +165,7 @@ class TransferPipeline:
 
     def transfer(self, geometry: CacheGeometry, transfers: list[Transfer], fence: object) -> None:
         """Begin stores and loads, all after `fence`, in one call of the machine."""
-        number = self._number_of(fence, [one[0] for one in transfers])
+        number = self._number_of(fence)
         self._machine.set_time(self._clock())
         self._machine.begin_transfers(geometry.native, transfers, number)
 
@@ -188,6 +190,9 @@ class TransferPipeline:
                     self._regions.attach(command)
                 else:
                     self._regions.detach(command.owner)
+            case HintCommand():
+                if self._regions is not None and self._limits.rank == 0:
+                    self._regions.hint(command)
 
     def cancel(self, op: int, rows: npt.NDArray[np.uint32] | None = None) -> None:
         """Stop what has not started; what DMA works on goes on. The reports still come.
@@ -208,21 +213,24 @@ class TransferPipeline:
         self, kind: OpKind, command: StoreCommand | LoadCommand, pieces: Pieces, fence: object
     ) -> None:
         op, batch = command
-        number = self._number_of(fence, [op])
+        number = self._number_of(fence)
         self._machine.set_time(self._clock())
         moved = pieces.rows, pieces.first, number
         self._machine.begin(op, _KINDS.index(kind), int(Urgency.DEMAND), batch, *moved)
 
-    def _number_of(self, fence: object, ops: list[int]) -> int:
-        """Note the fence of these ops; return its number, the first op that has it.
+    def _number_of(self, fence: object) -> int:
+        """Return the fence's number; 0: there is nothing to come after.
 
-        Copies after one fence may go to the engine together. The model's thread records fences in
-        their order, so only the newest one can come again.
+        The model's thread records fences in their order, so only the newest one can come again.
         """
-        if not self._newest[0] or fence != self._newest[1]:
-            self._newest = ops[0], fence
-        self._fences.update(dict.fromkeys(ops, fence))
-        return self._newest[0]
+        if fence is None:
+            return 0
+        number, newest = self._newest
+        if fence != newest:
+            number += 1
+            self._newest = number, fence
+            self._open[number] = fence
+        return number
 
     # -- progress ---------------------------------------------------------------------
 
@@ -263,7 +271,6 @@ class TransferPipeline:
     def take_finished(self) -> list[FinishedJob]:
         finished = []
         for op, failures, copied_bytes, seconds in self._machine.take_finished():
-            del self._fences[op]
             failed = [(row, outcome_of(code, number)) for row, code, number in failures]
             finished.append(FinishedJob(op, tuple(failed), copied_bytes, seconds))
         return finished
@@ -438,15 +445,26 @@ class TransferPipeline:
     # -- copies -----------------------------------------------------------------------
 
     def _submit_copies(self) -> None:
-        copies = self._machine.take_copies()
-        for batch, op, is_store, size_bytes, pieces, counts, addresses, sizes, sampled in copies:
+        copies = self._machine.take_copies(self._newest_passed())
+        for batch, fence, is_store, size_bytes, pieces, counts, addresses, sizes, sampled in copies:
             direction = Direction.STORE if is_store else Direction.LOAD
             payloads = Payloads.of(counts, addresses, sizes) if is_store else None
-            ticket = self._copy.submit(direction, pieces, self._fences[op], payloads)
+            after = self._open[fence] if fence else None
+            ticket = self._copy.submit(direction, pieces, after, payloads)
             began_s = self._clock()
             self._tickets[ticket] = _Ticket(
                 batch, direction, size_bytes, began_s, payloads, sampled
             )
+
+    def _newest_passed(self) -> int:
+        """Return the number of the newest fence that has passed. Fences pass in their order."""
+        while self._open:
+            number, fence = next(iter(self._open.items()))
+            if not self._copy.has_passed(fence):
+                break
+            del self._open[number]
+            self._passed = number
+        return self._passed
 
     def _copied(self, ticket: _Ticket, outcome: Outcome) -> None:
         size, seconds = ticket.size_bytes if outcome.ok else 0, self._clock() - ticket.began_s

@@ -26,11 +26,17 @@ from typing import Protocol
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import PoolFormatError
-from vllm_nvmeof_offload.io.base import ForeignSlab, IoEngine
+from vllm_nvmeof_offload.io.base import ForeignSlab, HintRecord, IoEngine
 from vllm_nvmeof_offload.native import Machine
 from vllm_nvmeof_offload.pool.format import SLAB_FILE, Superblock, read_superblock
 from vllm_nvmeof_offload.pool.pool import Pool
-from vllm_nvmeof_offload.protocol import AttachCommand
+from vllm_nvmeof_offload.protocol import (
+    AttachCommand,
+    HintCommand,
+    member_of,
+    slot_of,
+    target_of,
+)
 from vllm_nvmeof_offload.targets.health import Verdict
 
 #: Threads that may hang in a path at a time. One more attach fails with EAGAIN.
@@ -82,6 +88,15 @@ class Regions:
         self._machine.detach(owner)
         self._wanted.pop(owner, None)
         self._drop_owner(owner)
+
+    def hint(self, command: HintCommand) -> None:
+        """Log which chunks of others are used, on our first target; advice, which may be lost."""
+        columns = command.owners, command.places, command.generations, command.counts
+        for owner, place, generation, count in zip(*(c.tolist() for c in columns), strict=True):
+            region = self._used.get((owner, target_of(place)))
+            if region is not None:
+                slot = slot_of(place), member_of(place)
+                self._io.hint(0, HintRecord(region.uuid, *slot, generation, count))
 
     def target_changed(self, target: int, verdict: Verdict, attachment: int) -> None:
         if verdict is Verdict.GONE or attachment != self._attachments[target]:

@@ -11,6 +11,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,6 +34,7 @@ from vllm_nvmeof_offload.protocol import (
     Report,
 )
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
+from vllm_nvmeof_offload.vllm_adapter.sharing import ShareSettings
 
 KEY_BYTES = 36  # vLLM's: a SHA-256 and the number of a group
 TARGETS = 2
@@ -41,8 +43,9 @@ _FILLED_AT_ONCE = 8192
 _DECODING, _OTHERS_SEED = 8, 4
 _TOKENS_PER_CHUNK = 16
 _GROUPS = (Group(0, GroupKind.FULL, _TOKENS_PER_CHUNK),)
+_TAG = b"weights" + bytes(9)
 _Keys = list[OffloadKey]
-_Batches = Sequence[_Keys]  # one per op
+Batches = Sequence[_Keys]  # one per op
 _Result = TypeVar("_Result")
 
 
@@ -54,7 +57,7 @@ def random_keys(seed: Sequence[int], count: int) -> npt.NDArray[np.void]:
     return keys.view(f"V{KEY_BYTES}").ravel()
 
 
-def batches_of(keys: npt.NDArray[np.void], chunks: int) -> _Batches:
+def batches_of(keys: npt.NDArray[np.void], chunks: int) -> Batches:
     """New objects of the keys, `chunks` per op."""
     return [keys[at : at + chunks].tolist() for at in range(0, len(keys), chunks)]
 
@@ -113,7 +116,7 @@ class Recorder:
 
 
 def _look_up(
-    manager: OffloadingManager, batches: _Batches, contexts: Sequence[ReqContext]
+    manager: OffloadingManager, batches: Batches, contexts: Sequence[ReqContext]
 ) -> list[LookupResult]:
     """As vLLM's scheduler asks for the chunks of waiting requests: key by key."""
     lookup = manager.lookup
@@ -131,7 +134,7 @@ class _Manager:
         self.manager = manager
         self._requests = 0
 
-    def contexts(self, batches: _Batches) -> list[ReqContext]:
+    def contexts(self, batches: Batches) -> list[ReqContext]:
         """A new request per op."""
         made = [ReqContext(f"{self._requests + at}") for at in range(len(batches))]
         self._requests += len(batches)
@@ -139,11 +142,11 @@ class _Manager:
             self.manager.on_new_request(context)
         return made
 
-    def look_up(self, batches: _Batches, contexts: Sequence[ReqContext]) -> list[LookupResult]:
+    def look_up(self, batches: Batches, contexts: Sequence[ReqContext]) -> list[LookupResult]:
         return _look_up(self.manager, batches, contexts)
 
     def ask(
-        self, recorder: Recorder, case: str, batches: _Batches, contexts: Sequence[ReqContext]
+        self, recorder: Recorder, case: str, batches: Batches, contexts: Sequence[ReqContext]
     ) -> int:
         """Look every chunk up, twice; return how many there are."""
         count = sum(map(len, batches))
@@ -153,7 +156,7 @@ class _Manager:
         return count
 
     def ask_again(
-        self, recorder: Recorder, case: str, batches: _Batches, contexts: Sequence[ReqContext]
+        self, recorder: Recorder, case: str, batches: Batches, contexts: Sequence[ReqContext]
     ) -> None:
         """Look every chunk up as in the next step, in which the requests still wait."""
         recorder.time(
@@ -163,18 +166,18 @@ class _Manager:
             lambda: self.look_up(batches, contexts),
         )
 
-    def prepare_load(self, batches: _Batches, contexts: Sequence[ReqContext]) -> list[Any]:
+    def prepare_load(self, batches: Batches, contexts: Sequence[ReqContext]) -> list[Any]:
         prepare = self.manager.prepare_load
         return [prepare(*one) for one in zip(batches, contexts, strict=True)]
 
-    def prepare_store(self, batches: _Batches, contexts: Sequence[ReqContext]) -> list[Any]:
+    def prepare_store(self, batches: Batches, contexts: Sequence[ReqContext]) -> list[Any]:
         prepare = self.manager.prepare_store
         return [prepare(*one) for one in zip(batches, contexts, strict=True)]
 
     def complete(
         self,
         complete: Callable[[_Keys, ReqContext], None],
-        batches: _Batches,
+        batches: Batches,
         contexts: Sequence[ReqContext],
     ) -> None:
         for one in zip(batches, contexts, strict=True):
@@ -191,7 +194,14 @@ class OurManager(_Manager):
     manager: NVMeoFOffloadingManager
     _others = 0  # steps of other requests
 
-    def __init__(self, adopted: AdoptedEntries, cache_slots: int) -> None:
+    def __init__(
+        self,
+        adopted: AdoptedEntries,
+        cache_slots: int,
+        targets: Sequence[Path] = (),
+        share: ShareSettings | None = None,
+    ) -> None:
+        """targets: directories, for a manager that shares. share: None: with nobody."""
         super().__init__(NVMeoFOffloadingManager(CoreConfig()))
         hello = RankHello(
             rank=0,
@@ -202,14 +212,16 @@ class OurManager(_Manager):
             target_count=TARGETS,
             slot_bytes=1 << 16,
             adopted=adopted,
+            tag=_TAG,
+            targets=tuple(map(str, targets)),
         )
         self._keys: dict[str, _Keys] = {}  # of requests that wait
         queue = Queue(self._keys_of, lambda request, key: False, _GROUPS)
         began_s = time.thread_time()
-        self.manager.attach([hello], KEY_BYTES, _GROUPS, queue)
+        self.manager.attach([hello], KEY_BYTES, _GROUPS, queue, share=share)
         self.attach_s = time.thread_time() - began_s
 
-    def look_up(self, batches: _Batches, contexts: Sequence[ReqContext]) -> list[LookupResult]:
+    def look_up(self, batches: Batches, contexts: Sequence[ReqContext]) -> list[LookupResult]:
         """As the connector does, which names each request's keys before vLLM asks for them."""
         found = []
         for batch, context in zip(batches, contexts, strict=True):
@@ -218,7 +230,7 @@ class OurManager(_Manager):
         return found
 
     def ask_again(
-        self, recorder: Recorder, case: str, batches: _Batches, contexts: Sequence[ReqContext]
+        self, recorder: Recorder, case: str, batches: Batches, contexts: Sequence[ReqContext]
     ) -> None:
         """As the connector does, after a step in which other requests have stored a chunk each."""
         waiting, asked = self.manager.waiting, []
@@ -257,9 +269,9 @@ class OurManager(_Manager):
             plan = self.manager.core.prepare_store(batch)
             assert plan.command is not None
             self.manager.report([OpReport(plan.command.op)], Counts())
-            self._write_all()
+            self.write_all()
 
-    def measure_store(self, recorder: Recorder, batches: _Batches) -> None:
+    def measure_store(self, recorder: Recorder, batches: Batches) -> None:
         """Store these chunks, all of them new, and write them."""
         manager, count = self.manager, sum(map(len, batches))
         contexts = self.contexts(batches)
@@ -284,7 +296,7 @@ class OurManager(_Manager):
         recorder.time("write", "report", count, lambda: manager.report(done, Counts()))
         self.end(contexts)
 
-    def measure_load(self, recorder: Recorder, case: str, batches: _Batches) -> None:
+    def measure_load(self, recorder: Recorder, case: str, batches: Batches) -> None:
         """Load these chunks from the tier that `case` names."""
         manager, contexts = self.manager, self.contexts(batches)
         count = self.ask(recorder, case, batches, contexts)
@@ -302,9 +314,10 @@ class OurManager(_Manager):
 
         recorder.time(case, "report", count, report)
         recorder.time(case, "end", count, lambda: self.end(contexts))
-        self._write_all()
+        self.write_all()
 
-    def _write_all(self) -> None:
+    def write_all(self) -> None:
+        """Write what waits to be written."""
         while commands := self.manager.take_commands():
             assert not any(isinstance(command, CancelCommand) for command in commands)
             ops = [command.op for command in commands]  # type: ignore[union-attr]
@@ -321,7 +334,7 @@ class VllmManager(_Manager):
             self.manager.prepare_store(batch, context)
             self.manager.complete_store(batch, context)
 
-    def measure_store(self, recorder: Recorder, batches: _Batches) -> None:
+    def measure_store(self, recorder: Recorder, batches: Batches) -> None:
         count, contexts = sum(map(len, batches)), self.contexts(batches)
         outputs = recorder.time(
             "store", "prepare", count, lambda: self.prepare_store(batches, contexts)
@@ -331,7 +344,7 @@ class VllmManager(_Manager):
         recorder.time("store", "report", count, lambda: self.complete(complete, batches, contexts))
         self.end(contexts)
 
-    def measure_load(self, recorder: Recorder, case: str, batches: _Batches) -> None:
+    def measure_load(self, recorder: Recorder, case: str, batches: Batches) -> None:
         contexts = self.contexts(batches)
         count = self.ask(recorder, case, batches, contexts)
         specs = recorder.time(case, "prepare", count, lambda: self.prepare_load(batches, contexts))

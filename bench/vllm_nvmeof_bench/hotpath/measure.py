@@ -119,7 +119,7 @@ class Table:
 
 
 @contextmanager
-def _frozen() -> Iterator[None]:
+def frozen() -> Iterator[None]:
     """The collector as vLLM's engine has it from its start on."""
     gc.collect()
     gc.freeze()
@@ -214,7 +214,7 @@ def run(
         **at_start(home), "settings": recorded(settings), "cache_slots": settings.cache_slots,
     }  # fmt: skip
     total = (settings.repeats + 1) * len(settings.sizes)
-    with _frozen(), closing(Worker(max(settings.sizes.values()))) as rank:
+    with frozen(), closing(Worker(max(settings.sizes.values()))) as rank:
         on_progress(0, total, "making the pool's tables")
         keys = managers.random_keys([settings.seed], settings.entries)
         table = Table(home, keys, managers.TARGETS)

@@ -38,6 +38,9 @@ KINDS: dict[str, tuple[str, Published | None]] = {
     "stall": ("What a returning prompt of thousands of chunks costs those that decode", None),
     "hotpath": ("The cost per chunk on every thread that a request waits for", None),
     "follow": ("The cost and the delay of following another server's index", None),
+    "moving": ("Conversations whose turns go to two servers in turn", None),
+    "alone": ("What sharing costs where nobody else is there", None),
+    "borrow": ("A prompt that another server has stored", None),
     "cost": ("What offloading costs where it cannot help", published.COST),
     "copy": ("Copies between a GPU and pinned memory", published.COPY),
 }

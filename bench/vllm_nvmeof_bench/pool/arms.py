@@ -41,6 +41,7 @@ from vllm_nvmeof_offload.errors import OK, Outcome
 from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, IoOp
 from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.pool.format import Keyspace
+from vllm_nvmeof_offload.pool.log import with_log
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import (
     NOWHERE,
@@ -321,7 +322,7 @@ class Ground:
         self.staging = staging
         spec = PoolSpec(
             targets=(directory,),
-            pool_bytes=blocks * (self.slot_bytes + _TABLE_ENTRY_BYTES),
+            pool_bytes=with_log(blocks * (self.slot_bytes + _TABLE_ENTRY_BYTES)),
             payload_bytes=block_bytes,
             keyspace=Keyspace.of({"bench": block_bytes}),
             o_direct="auto",
@@ -541,6 +542,9 @@ class _NoCopy:
 
     def record_fence(self) -> object:
         return None
+
+    def has_passed(self, fence: object) -> bool:
+        return True
 
     def submit(self, *_: object) -> int:
         self.ended.append((next(self._tickets), OK))

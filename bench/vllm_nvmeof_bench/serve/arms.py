@@ -52,7 +52,8 @@ class Arm:
     """One server. about: words for people. tier: the CPU tier holds "all", a "third" or "none".
 
     url: of a server that runs already, of which nothing else is known. copy_backend: of our arms on
-    a GPU, "dma" or "kernel"; empty: chosen by measurement.
+    a GPU, "dma" or "kernel"; empty: chosen by measurement. place: name of the directory of its pool
+    or files, if it is not its own: arms may share one.
     """
 
     name: str
@@ -63,6 +64,12 @@ class Arm:
     peer: bool = False
     url: str | None = None
     copy_backend: str = ""
+    place: str = ""
+
+    @property
+    def directory(self) -> str:
+        """Name of the directory of its pool or files."""
+        return self.place or self.name
 
 
 ARMS = {

@@ -29,7 +29,7 @@ from vllm_nvmeof_bench.serve.arms import (
 from vllm_nvmeof_bench.servers.client import Client, Tokens
 from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 from vllm_nvmeof_bench.servers.model import make_model
-from vllm_nvmeof_bench.servers.server import Server, ServerError, ServerSpec
+from vllm_nvmeof_bench.servers.server import Server, ServerError, ServerSpec, group_cpu_s
 from vllm_nvmeof_bench.settings import recorded
 from vllm_nvmeof_bench.throttle import Throttle
 from vllm_nvmeof_offload.fabric.machine import read_gpus
@@ -52,6 +52,11 @@ class Fleet:
     def run(self, coroutine: Any) -> Any:
         """Run a client's coroutine to its end."""
         return self.runner.run(coroutine)
+
+    def cpu_s(self, name: str) -> float | None:
+        """Return the CPU seconds of a server so far; None: it was not started here."""
+        server = self.servers.get(name)
+        return None if server is None else group_cpu_s(server.pid)
 
     def shuffled(self, words: str) -> list[str]:
         """The servers' names, in an order that follows from `words`."""
@@ -123,17 +128,19 @@ class Run:
 @dataclass(frozen=True)
 class Part:
     """One benchmark of a run. sizes: of servers that are started for it. json_path: the file to
-    write. quiet: no garbage collection meanwhile, which a long part could not afford."""
+    write. quiet: no garbage collection meanwhile, which a long part could not afford. arms: the
+    servers to start, where they are not those that the settings name."""
 
     settings: ServerSettings
     sizes: Sizes
     measure: Callable[[Run], None]
     json_path: Path
     quiet: bool = True
+    arms: Sequence[Arm] = ()
 
 
 def run(parts: Mapping[str, Part], logged: Callable[[str], bool] = lambda what: True) -> None:
-    """Measure each part, by name, on the same servers, which the first part's settings choose.
+    """Measure each part, by name, on the same servers, which the first part chooses.
 
     If a part is cut off, its file has the samples so far, and `cut_off` in the conditions. If the
     run fails, the logs of the servers that it started stay beside the first file. logged: as in
@@ -144,7 +151,8 @@ def run(parts: Mapping[str, Part], logged: Callable[[str], bool] = lambda what: 
     """
     name, first = next(iter(parts.items()))
     settings = first.settings
-    arms = arms_of(settings.arms, settings.base_urls)
+    started = first.arms and not settings.base_urls
+    arms = first.arms if started else arms_of(settings.arms, settings.base_urls)
     ours = [arm for arm in arms if arm.url is None]
     logs = first.json_path.parent / f"{name}-logs"
     sizes = merged([part.sizes for part in parts.values()])
@@ -160,7 +168,9 @@ def run(parts: Mapping[str, Part], logged: Callable[[str], bool] = lambda what: 
         if ours:
             on_progress(0, 0, "making the model")
             model = make_model(sizes.models.resolve(), sizes.shape)
-            wanted = {arm.name: server_spec(arm, sizes, model, home / arm.name) for arm in ours}
+            wanted = {
+                arm.name: server_spec(arm, sizes, model, home / arm.directory) for arm in ours
+            }
         fleet = stack.enter_context(serving(wanted, logs, partial(on_progress, 0, 0), throttles))
         models = {name: fleet.run(one.model()) for name, one in fleet.clients.items()}
         for name, part in parts.items():
@@ -206,8 +216,8 @@ def _places(stack: ExitStack, arms: Sequence[Arm], sizes: Sizes, home: Path) -> 
     """
     throttles = {}
     for arm in arms:
-        place = home / arm.name
-        place.mkdir()
+        place = home / arm.directory
+        place.mkdir(exist_ok=True)
         if arm.peer:  # a killed peer leaves its CPU tier's file behind
             left = Path("/dev/shm") / f"vllm_offload_{engine_id(arm.name)}.mmap"
             stack.callback(left.unlink, missing_ok=True)

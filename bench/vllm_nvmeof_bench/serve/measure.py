@@ -180,7 +180,8 @@ class HitSettings(ServerSettings):
         )
 
     def measure(self, run: Run) -> None:
-        """Raises: BenchError, ClientError: a server does not empty its prefix cache, or settle."""
+        """Raises: BenchError, ClientError: a server does not answer, settle, or empty its prefix
+        cache."""
         fleet = run.fleet
         first: dict[str, Answer] = {}
         stored = prompts_of(self, run.tokens, 100, 0)
@@ -194,8 +195,13 @@ class HitSettings(ServerSettings):
         for number, rate, arm, client in _interleaved(run, self, self.rates, "%"):
             emptied[arm] = fleet.run(client.forget_gpu())
             batch = prompts_of(self, run.tokens, rate, number)
+            before_s = fleet.cpu_s(arm)
             one = fleet.run(self._measure(client, batch, first))
-            run.samples.append(HitSample(arm=arm, rate=rate, round=number, **one))
+            if one["failures"] == one["requests"]:
+                raise BenchError(f"arm {arm}: all {one['requests']} requests failed")
+            after_s = fleet.cpu_s(arm)
+            spent_s = None if before_s is None or after_s is None else after_s - before_s
+            run.samples.append(HitSample(arm=arm, rate=rate, round=number, cpu_s=spent_s, **one))
         run.conditions["throughput_ratios"] = throughput_ratios(run.samples)
 
     async def _send(self, client: Client, batch: _Batch) -> list[Answer]:

@@ -58,7 +58,8 @@ class HitSample:
     """One batch. seconds: from the first request to the last token. Tokens: of all prompts, of
     all answers, and of the prompts by where they were found.
 
-    ttft_s: median. same, compared: answers to returning prompts that equal the first arm's.
+    ttft_s: median. same, compared: answers to returning prompts that equal the first arm's. cpu_s:
+    CPU seconds of the server's processes meanwhile; None: it was not started here.
     """
 
     arm: str
@@ -76,6 +77,7 @@ class HitSample:
     other: int
     same: int
     compared: int
+    cpu_s: float | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -142,6 +144,12 @@ def ratio_of_hits(samples: Sequence[Any], arm: str, other: str, rate: int) -> li
     """Throughput of `arm` over that of `other`, paired by round."""
     above, below = ({"arm": name, "rate": rate} for name in (arm, other))
     return [a / b for a, b in paired(samples, "tokens_per_s", above, below) if b]
+
+
+def ratio_of_cpu(samples: Sequence[Any], arm: str, other: str, rate: int) -> list[float]:
+    """CPU seconds of the server `arm` over those of `other`, paired by round."""
+    above, below = ({"arm": name, "rate": rate} for name in (arm, other))
+    return [a / b for a, b in paired(samples, "cpu_s", above, below) if b]
 
 
 def throughput_ratios(samples: Sequence[HitSample]) -> list[dict[str, Any]]:
@@ -347,6 +355,8 @@ def _hits_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Tab
         "requests/s": rate_of("requests_per_s", "{:,.1f}"),
         against: lambda arm, rate: _times(ratio_of_hits(samples, arm, arms[0], rate)),
     }
+    if results.values_of(samples, "cpu_s"):
+        cells["CPU s"] = rate_of("cpu_s", "{:.2f}")
     columns = [
         Column("hit rate", lambda row: f"{row[0]} %"),
         Column("", lambda row: row[1]),
@@ -359,6 +369,8 @@ def _hits_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Tab
     for rate in rates:
         ratios = partial(ratio_of_hits, samples, rate=rate)
         yield from _rival_lines(samples, f"throughput at {rate} % hits", ratios)
+        spent = partial(ratio_of_cpu, samples, rate=rate)
+        yield from _rival_lines(samples, f"CPU seconds at {rate} % hits", spent)
     same, compared = (sum(getattr(one, name) for one in samples) for name in ("same", "compared"))
     yield from _answer_lines(samples, same, compared)
 

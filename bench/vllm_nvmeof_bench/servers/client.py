@@ -52,7 +52,8 @@ class Answer:
     runner-up's is below it; ids where the server reports them, the others where the client asked
     for them. times: when each token arrived, or each event of a server that reports no ids.
     ended: when the last byte came, or the failure. tokens_in, tokens_out: as the server counts
-    them, else as the client does. failure: why the answer is not whole.
+    them, else as the client does. tokens_cached: of the prompt, found in any tier, as a server
+    with `--enable-prompt-tokens-details` counts them. failure: why the answer is not whole.
     """
 
     sent: float
@@ -64,6 +65,7 @@ class Answer:
     text: str = ""
     tokens_in: int = 0
     tokens_out: int = 0
+    tokens_cached: int = 0
     failure: str | None = None
 
     @property
@@ -133,7 +135,8 @@ class Hits:
     """Prompt tokens by where their KV was found: counters, or the difference of two readings.
 
     pool: with vLLM's tiering, its second tier, from which it read `tier_read_bytes`. other: found
-    outside of the GPU, where the server does not report the place.
+    outside of the GPU, where the server does not report the place. shared: of `other`, in the pools
+    of other servers of ours.
     """
 
     prompt: int = 0
@@ -142,6 +145,7 @@ class Hits:
     pool: int = 0
     other: int = 0
     tier_read_bytes: int = 0
+    shared: int = 0
 
     @classmethod
     def of(cls, found: Metrics) -> Self:
@@ -156,6 +160,7 @@ class Hits:
             pool=pool,
             other=max(0, external - cpu - pool),
             tier_read_bytes=int(found.value("vllm:kv_offload_tiering_read_bytes_total")),
+            shared=int(found.value(_OURS, source="shared")),
         )
 
     def __sub__(self, before: Hits) -> Hits:
@@ -238,7 +243,12 @@ class Client:
         return answer
 
     async def attempt(
-        self, prompt: Sequence[int], max_tokens: int, into: Answer | None = None
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        into: Answer | None = None,
+        *,
+        cache_salt: str | None = None,
     ) -> Answer:
         """As `complete`, without log-probabilities; a failure is in the answer, never raised.
 
@@ -246,7 +256,8 @@ class Client:
         """
         answer = Answer(sent=time.perf_counter()) if into is None else into
         try:
-            await self._stream(answer, prompt, max_tokens, {}, {})
+            more = {} if cache_salt is None else {"cache_salt": cache_salt}
+            await self._stream(answer, prompt, max_tokens, more, {})
             if answer.tokens_out < max_tokens or not answer.times:
                 answer.failure = f"{answer.tokens_out} of {max_tokens} tokens came"
         except ClientError as error:
@@ -374,3 +385,4 @@ def _take(answer: Answer, event: dict[str, Any], now: float) -> None:
     usage = event.get("usage") or {}  # with the last event, which has no token
     answer.tokens_in = usage.get("prompt_tokens") or 0
     answer.tokens_out = usage.get("completion_tokens") or len(answer.times)
+    answer.tokens_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0

@@ -43,6 +43,7 @@ from vllm_nvmeof_offload.errors import Outcome, outcome_of
 from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, IoOp, Waker
 from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.pool.format import Keyspace
+from vllm_nvmeof_offload.pool.log import with_log
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import (
     NOWHERE,
@@ -210,7 +211,7 @@ class Rig:
         ]
         spec = PoolSpec(
             targets=(directory,),
-            pool_bytes=count * (settings.slot_bytes + _TABLE_ENTRY_BYTES),
+            pool_bytes=with_log(count * (settings.slot_bytes + _TABLE_ENTRY_BYTES)),
             payload_bytes=settings.chunk_bytes,
             keyspace=Keyspace.of({"bench": "tier"}),
         )

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,14 @@ from vllm_nvmeof_bench.results import BenchError, dump, load
 from vllm_nvmeof_bench.serve import report
 from vllm_nvmeof_bench.serve.fleet import Fleet, merged
 from vllm_nvmeof_bench.serve.measure import HitSettings, TtftSettings, TurnSettings, prompts_of
-from vllm_nvmeof_bench.serve.report import TtftSample, TurnSample
+from vllm_nvmeof_bench.serve.report import HitSample, TtftSample, TurnSample, ratio_of_cpu
 from vllm_nvmeof_bench.servers.client import Tokens
+from vllm_nvmeof_bench.servers.server import group_cpu_s
 
 from tests.unit.bench.made_up_server import MadeUpServer
 from vllm_nvmeof_offload.cli import app
 
+RIVALS = ("full", "peer_full")
 TURN = TurnSample("a", 4, 0, 0, 0, 0.0, 0.5, 2.0, 90, 10, "1 2", None, gpu=45)
 
 
@@ -82,6 +86,36 @@ def test_hits_from_beginning_to_end(tmp_path: Path) -> None:
     found = {row["rate"]: (row["cpu"], row["compared"], row["same"]) for row in content["samples"]}
     assert found == {0: (0, 0, 0), 50: (160, 2, 2), 100: (320, 4, 4)}
     assert "Throughput of 4 prompts at once" in text
+
+
+def test_a_server_that_answers_nothing_ends_the_run(tmp_path: Path) -> None:
+    with MadeUpServer(fails=80) as one:
+        sizes = ("--rates", "0", "--count", "2", "--prompt-tokens", "80", "--rounds", "1")
+        options = ["--base-url", f"a={one.url}", *sizes, "--json", str(tmp_path / "hits.json")]
+        result = CliRunner().invoke(app, ["bench", "hits", *options, "--dir", str(tmp_path)])
+    assert result.exit_code != 0
+    assert "arm a: all 2 requests failed" in result.stderr
+
+
+def test_a_rate_has_the_cpu_seconds_of_both_servers_where_they_are_known() -> None:
+    def sample(arm: str, cpu_s: float | None) -> HitSample:
+        return HitSample(arm, 50, 0, 1, 0, 1.0, 9, 1, None, 0, 0, 0, 0, 0, 0, cpu_s)
+
+    assert ratio_of_cpu([sample("full", 3.0), sample("peer_full", 2.0)], *RIVALS, 50) == [1.5]
+    assert ratio_of_cpu([sample("full", 3.0), sample("peer_full", None)], *RIVALS, 50) == []
+
+
+def test_the_cpu_time_of_a_group_counts_children_that_have_ended() -> None:
+    busy = "import time\nwhile time.process_time() < 0.3: pass"
+    script = f"import subprocess, sys, time\nsubprocess.run([sys.executable, '-c', {busy!r}])"
+    script += "\nprint(flush=True)\nsys.stdin.read()"
+    command = [sys.executable, "-c", script]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) as group:
+        assert group.stdin and group.stdout
+        group.stdout.readline()
+        assert group_cpu_s(group.pid) >= 0.3
+        group.stdin.close()
 
 
 def test_turns_from_beginning_to_end(tmp_path: Path) -> None:

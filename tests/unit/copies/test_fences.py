@@ -164,3 +164,59 @@ def test_a_fence_whose_query_fails_fails_its_tickets_and_signals() -> None:
     assert [(number, outcome.ok) for number, outcome in rig.engine.poll()] == [(ticket, False)]
     rig.cuda.drain()
     rig.engine.close()
+
+
+def test_a_fence_has_passed_when_the_model_is_behind_it() -> None:
+    rig = Rig(FakeCuda(), 1)
+    old, young = _fences(rig, 2)
+    assert [rig.engine.has_passed(fence) for fence in (old, young)] == [False, False]
+    _pass_one(rig)
+    assert [rig.engine.has_passed(fence) for fence in (young, old)] == [False, True]
+    _pass_one(rig)
+    assert [rig.engine.has_passed(fence) for fence in (young, old)] == [True, True]
+    rig.engine.close()
+
+
+def test_a_fence_is_asked_while_a_graph_is_captured() -> None:
+    rig = Rig(FakeCuda(), 1)
+    (fence,) = _fences(rig, 1)
+    rig.cuda.capturing = True
+    assert not rig.engine.has_passed(fence)
+    rig.cuda.capturing = False
+    assert rig.cuda.spoilt == []
+    rig.finish()
+    rig.engine.close()
+
+
+@directions
+def test_a_ticket_without_a_fence_waits_for_none(direction: Direction) -> None:
+    rig = Rig(FakeCuda(), 1)
+    (open_fence,) = _fences(rig, 1)
+    behind = _submit(rig, direction, 0, open_fence)
+    free = _submit(rig, direction, 1, None)
+    assert _run_copies(rig) == {free}
+    _pass_one(rig)
+    assert _run_copies(rig) == {behind}
+    rig.engine.close()
+
+
+def test_a_ticket_without_a_fence_that_is_held_is_copied_at_the_close() -> None:
+    rig = Rig(FakeCuda(), 1)
+    rig.cache[:] = rig.fresh(rig.cache.shape)
+    rig.pins.state = Readiness.WAITING
+    _submit(rig, Direction.STORE, 0, None)
+    rig.pins.state = Readiness.READY
+    threading.Thread(target=rig.cuda.drain).start()
+    rig.engine.close()
+    assert (rig.staging[0] == rig.in_slot_order([0, 1], rig.cache)[0]).all()
+
+
+def test_a_fence_that_cannot_be_asked_is_open_and_its_tickets_fail() -> None:
+    rig = Rig(FakeCuda(), 1)
+    (fence,) = _fences(rig, 1)
+    rig.cuda.fail["event_is_done"] = rig.cuda.calls["event_is_done"]
+    assert not rig.engine.has_passed(fence)
+    ticket = _submit(rig, Direction.LOAD, 0, fence)
+    assert [(number, outcome.ok) for number, outcome in rig.engine.poll()] == [(ticket, False)]
+    rig.cuda.drain()
+    rig.engine.close()

@@ -234,6 +234,38 @@ def test_what_was_there_stays_away_through_epochs_that_come_back(
     assert following.reader.rows == 0
 
 
+def test_all_is_offered_where_all_is_asked_for(
+    following: Following, engine: OpenEngine, tmp_path: Path
+) -> None:
+    """Also what was left out before, and what pools have that come later."""
+    one = engine(1, tmp_path)
+    put(one, 0, name(0, 5))
+    following.scan()
+    following.reader.ask_anew()
+    put(one, 1, name(1, 6))  # it may be from before
+    following.scan(0.1)
+    put(one, 2, name(2, 7))
+    following.scan(0.1)
+    assert following.reader.rows == 1
+    version = following.reader.ask_anew(from_now=False)
+    following.scan(0.1)
+    assert (following.owner(1).version, following.state(1)) == (version, COMPLETE)
+    assert [following.rows(name(n).key) for n in range(3)] == [{row(1, n, 5 + n)} for n in range(3)]
+    two = engine(2, tmp_path)
+    put(two, 3, name(3, 8))
+    following.scan()
+    following.scan(0.1)
+    assert following.reader.rows == 4
+    reset(one, TAG, named=True)
+    put(one, 3, name(3, 9))
+    following.scan(0.1)
+    assert following.reader.rows == 2
+    following.reader.ask_anew(from_now=False)
+    version = following.reader.ask_anew()  # before the follower has seen the former
+    following.scan(0.1)
+    assert (following.owner(1).version, following.reader.rows) == (version, 0)
+
+
 def test_a_successor_takes_over_the_table_and_no_number(
     file: int, following: Following, engine: OpenEngine, tmp_path: Path
 ) -> None:

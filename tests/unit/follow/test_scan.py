@@ -7,7 +7,10 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,8 +27,11 @@ from tests.unit.follow.kit import (
     stop_clock_of,
 )
 from tests.unit.pool.kit import OTHER_TAG, TAG, fill, name, put
+from vllm_nvmeof_offload.follow import scan
 from vllm_nvmeof_offload.pool.format import Stamp, encode_entry
+from vllm_nvmeof_offload.pool.lease import NOBODY, LeasePage, lease_of
 from vllm_nvmeof_offload.pool.pool import Pool
+from vllm_nvmeof_offload.pool.silence import TAKEOVER_S, Silence
 from vllm_nvmeof_offload.protocol import SlotIdentity
 
 OpenEngine = Callable[..., Pool]
@@ -235,6 +241,32 @@ def test_what_cannot_be_read_holds_up_nothing_else(
     following.scan()
     assert following.state(owners[1]) == COMPLETE
     assert following.reader.rows == 2
+
+
+def test_a_lease_that_is_not_renewed_names_a_dead_owner(
+    following: Following, engine: OpenEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lock says nothing: the owner may be on another host. Its chunks are offered as before."""
+    clock = SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr(scan, "Silence", partial(Silence, clock=lambda: clock.now_s))
+    pool = engine(1, tmp_path)
+    put(pool, 1, name(1))
+    io = lease_of(pool.directories[0])
+    io.create()
+    page = LeasePage(bytes(range(16)), 1, 1, 1000, 1, "elsewhere", 4711, "b")
+
+    def state_after(seconds: float, page: LeasePage) -> int:
+        io.write(page.encode())
+        clock.now_s += seconds
+        following.scan(2)
+        assert following.reader.rows == 1
+        return following.state(1)
+
+    assert state_after(0, page) == COMPLETE
+    assert state_after(TAKEOVER_S - 1, page) == COMPLETE
+    assert state_after(2, page) == DEAD
+    assert state_after(1, replace(page, beat=2)) == COMPLETE
+    assert state_after(1, replace(page, owner=NOBODY)) == DEAD
 
 
 def test_a_quiet_table_is_read_only_now_and_then(

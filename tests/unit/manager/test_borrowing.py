@@ -26,7 +26,10 @@ from vllm_nvmeof_offload.protocol import (
     Command,
     DetachCommand,
     FetchCommand,
+    HintCommand,
     ResetCommand,
+    WriteCommand,
+    owners_of,
 )
 
 from .bench import KEY_BYTES, TAG, Core, hello, key, keys_of, release
@@ -219,7 +222,7 @@ def test_a_second_reset_voids_what_others_have_offered_since_the_first() -> None
 
 def test_weights_that_have_changed_accept_nobody_any_more() -> None:
     bench = BorrowBench(weights_never_change=True)
-    bench.core.weights_changed = True
+    bench.core.weights_changed()
     bench.core.reset()
     bench.others.owner(1, version=1)
     assert bench.hits(range(16)) == []
@@ -228,6 +231,109 @@ def test_weights_that_have_changed_accept_nobody_any_more() -> None:
     may_change.core.reset()
     may_change.others.owner(1, version=1)
     assert may_change.hits(range(16)) == []
+
+
+# -- weights that the operator names --------------------------------------------------
+
+NAMED = b"tag of step-1200"
+
+
+def resets_of(bench: BorrowBench) -> list[tuple[bytes, bool]]:
+    """Tag and `named` of the resets that a step sends."""
+    return [(one.tag, one.named) for one in bench.step() if isinstance(one, ResetCommand)]
+
+
+@pytest.mark.parametrize("never_change", [True, False])
+def test_weights_with_a_name_share_again_with_their_like(never_change: bool) -> None:
+    """With all that others have stored under this name, before and after."""
+    bench = BorrowBench(weights_never_change=never_change)
+    bench.core.weights_changed()
+    assert bench.core.reset()
+    ((random, named),) = resets_of(bench)
+    assert not named
+    bench.others.owner(1, version=1, tag=NAMED)
+    assert bench.hits(range(16)) == []
+    assert bench.core.name_weights(NAMED)
+    assert bench.core.reset()
+    assert resets_of(bench) == [(NAMED, True)]
+    assert bench.hits(range(16)) == [], "what the follower knew is void"
+    writer = bench.others.writer
+    assert writer.version_asked == writer.version_of_all == 2
+    bench.others.owner(1, version=2, tag=NAMED)
+    bench.others.owner(2, version=2)  # with the weights of the start
+    assert bench.hits(range(16)) == list(range(8))
+    bench.others.owner(2, version=2, tag=random)
+    assert bench.hits(range(16)) == list(range(8))
+
+
+def test_the_name_of_weights_that_have_it_already_voids_nothing() -> None:
+    bench = BorrowBench()
+    assert bench.core.name_weights(NAMED), "the weights of the start have no name"
+    assert bench.core.reset()
+    assert not bench.core.name_weights(NAMED)
+    assert bench.core.name_weights(NAMED[::-1])
+    assert bench.core.name_weights(NAMED)
+    bench.core.weights_changed()
+    assert bench.core.name_weights(NAMED), "they may be others under the same name"
+
+
+def test_a_plain_reset_keeps_the_name_and_takes_what_is_written_later() -> None:
+    bench = BorrowBench()
+    bench.core.name_weights(NAMED)
+    bench.core.reset()
+    bench.others.owner(1, version=1, tag=NAMED)
+    assert resets_of(bench) == [(NAMED, True)]
+    assert bench.source(0) is Source.SHARED
+    bench.store(100)
+    assert bench.core.reset()
+    assert resets_of(bench) == [(NAMED, True)]
+    assert bench.source(0) is None
+    writer = bench.others.writer
+    assert (writer.version_asked, writer.version_of_all) == (2, 1), "only what is written later"
+    bench.others.owner(1, version=2, tag=NAMED)
+    assert bench.source(0) is Source.SHARED
+
+
+def test_new_weights_after_a_name_have_none() -> None:
+    bench = BorrowBench(weights_never_change=True)
+    bench.core.name_weights(NAMED)
+    bench.core.reset()
+    bench.others.owner(1, version=1, tag=NAMED)
+    assert bench.source(0) is Source.SHARED
+    bench.core.weights_changed()
+    bench.core.reset()
+    assert bench.source(0) is None, "before any step"
+    bench.others.owner(1, version=2, tag=NAMED)
+    assert bench.source(0) is None
+    assert [named for _, named in resets_of(bench)] == [True, False]
+
+
+def test_a_second_reset_before_a_step_keeps_what_others_have_under_a_new_name() -> None:
+    """vLLM resets a connector with KV events twice."""
+    bench = BorrowBench()
+    bench.core.name_weights(NAMED)
+    assert bench.core.reset()
+    assert not bench.core.reset()
+    writer = bench.others.writer
+    assert writer.version_asked == writer.version_of_all == 1
+    assert resets_of(bench) == [(NAMED, True)]
+    assert bench.core.reset(), "that one is sent"
+    assert (writer.version_asked, writer.version_of_all) == (2, 1)
+
+
+def test_each_name_is_sent_although_nothing_was_stored_between() -> None:
+    bench = BorrowBench()
+    for tag in (NAMED, NAMED[::-1]):
+        bench.core.name_weights(tag)
+        assert bench.core.reset()
+    bench.core.weights_changed()
+    assert bench.core.reset()
+    assert not bench.core.reset()
+    bench.core.name_weights(NAMED)
+    assert bench.core.reset()
+    resets = resets_of(bench)
+    assert [named for _, named in resets] == [True, True, False, True]
+    assert [tag for tag, named in resets if named] == [NAMED, NAMED[::-1], NAMED]
 
 
 # -- counters -------------------------------------------------------------------------
@@ -306,6 +412,57 @@ def test_a_cancelled_borrow_is_no_failure_of_the_owner() -> None:
     assert bench.failures() == {}
     assert bench.core.counters["failed_chunks", "load", "cancelled", "0"] == 1
     assert bench.source(0) is Source.SHARED
+
+
+# -- writes and hints -----------------------------------------------------------------
+
+
+def test_what_others_have_given_up_is_written_when_a_second_request_ends() -> None:
+    bench = BorrowBench()
+    bench.done(bench.load(0).op)
+    bench.attach()
+    bench.core.ended(keys_of(0))
+    assert bench.core.counters["deduped_writes"] == 1
+    bench.others.owner(1, state=NONE)
+    bench.core.ended(keys_of(0))
+    assert bench.core.has_pending_work(), "nothing else may come"
+    write, *_ = bench.step()
+    assert isinstance(write, WriteCommand)
+    assert write.batch.generations.tolist() == [1000]
+    assert owners_of(write.batch.places).tolist() == [0]
+    bench.done(write.op)
+    assert bench.core.counters["written_chunks"] == 1
+
+
+def test_owners_are_sent_hints_with_a_step_and_no_step_is_made_for_them() -> None:
+    bench = BorrowBench(land_cache_share=0.0)
+    for numbers in ((0, 8), (0, 8), (1,)):
+        bench.done(bench.load(*numbers).op)
+    *attaches, hint = bench.step()
+    assert len(attaches) == 2
+    assert isinstance(hint, HintCommand)
+    rows = zip(hint.owners, hint.places & 0xFFFFFFFF, hint.generations, hint.counts, strict=True)
+    assert sorted(tuple(map(int, row)) for row in rows) == [(1, 10, 1000, 2), (2, 18, 1008, 2)]
+    assert (len(hint), bench.core.counters["hints_sent"]) == (2, 2)
+    for attach in attaches:
+        assert isinstance(attach, AttachCommand)
+        bench.done(attach.op)
+    bench.done(bench.load(0).op)
+    assert not bench.core.has_pending_work()
+    assert [type(command) for command in bench.step()] == [HintCommand]
+    assert bench.step() == []
+
+
+def test_others_hints_are_taken_with_a_step() -> None:
+    bench = BorrowBench()
+    bench.in_both_tiers(100)
+    (place,) = [entry.place for entry in bench.core.entries()]
+    (generation,) = [entry.generation for entry in bench.core.entries()]
+    bench.others.writer.put_hint(place, generation, 3)
+    bench.others.writer.put_hint(place, generation + 1, 3)
+    assert bench.core.counters["hints_taken"] == 0
+    assert bench.step() == []
+    assert bench.core.counters["hints_taken"] == 1
 
 
 # -- requests that wait ---------------------------------------------------------------
@@ -387,6 +544,17 @@ class BorrowLobby(Lobby):
 
     def recall(self) -> int | None:
         return self.waiting.answers.recall("a", QUESTION)
+
+
+def test_an_answer_behind_one_that_is_too_old_is_believed_no_longer_than_others() -> None:
+    """The older one's age voids it at the new one's look-up, and not with what that watches."""
+    lobby = BorrowLobby()
+    lobby.others.foreign.set_time(5.0)
+    lobby.add("b", 0, 1, 2, prefetch=False)
+    lobby.look_up("b", QUESTION)
+    assert lobby.waiting.answers.recall("b", QUESTION) == 2 * T
+    lobby.others.foreign.set_time(5.11)
+    assert lobby.waiting.answers.recall("b", QUESTION) is None
 
 
 def test_an_answer_that_rests_on_others_is_given_for_a_tenth_of_a_second() -> None:

@@ -342,7 +342,7 @@ def test_the_core_imports_no_torch_no_vllm_and_does_no_io() -> None:
 
 def test_after_new_weights_nothing_is_named_whatever_the_configuration() -> None:
     bench = Bench(weights_never_change=True)
-    bench.core.weights_changed = True
+    bench.core.weights_changed()
     bench.core.reset()
     bench.store(1)
     bench.core.reset()
@@ -355,7 +355,7 @@ def test_weights_that_arrive_in_many_pieces_reset_once_per_step() -> None:
     bench = Bench(weights_never_change=True)
     bench.store(1)
     bench.core.reset()
-    bench.core.weights_changed = True
+    bench.core.weights_changed()
     for _ in range(100):
         bench.core.reset()
     (before, after) = (c for c in bench.core.take_commands() if isinstance(c, ResetCommand))

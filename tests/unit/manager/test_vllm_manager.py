@@ -11,7 +11,7 @@ from vllm_nvmeof_offload.manager.requests import Queue
 from vllm_nvmeof_offload.metrics import CONFIG_LABELS, COUNTERS, GAUGES, Counts
 from vllm_nvmeof_offload.protocol import ResetCommand
 
-from .bench import GROUPS, KEY_BYTES, Bench, Core, hello, key, keys_of
+from .bench import GROUPS, KEY_BYTES, TAG, Bench, Core, hello, key, keys_of
 
 pytest.importorskip("vllm", reason="the face needs vLLM's types")
 
@@ -133,6 +133,49 @@ def test_a_call_that_may_change_weights_resets_unless_the_operator_rules_it_out(
     manager = Face(weights_never_change=never_change).manager
     assert manager.weights_may_have_changed(known=False) is not never_change
     assert manager.weights_may_have_changed(known=True)
+
+
+def the_reset(manager: NVMeoFOffloadingManager) -> ResetCommand:
+    manager.reset_cache()
+    (reset,) = manager.take_commands()
+    assert isinstance(reset, ResetCommand)
+    return reset
+
+
+def test_equal_names_on_servers_of_one_keyspace_give_equal_tags() -> None:
+    tags = {}
+    for keyspace in ("a" * 32, "b" * 32):
+        for version in ("step-1", "step-2"):
+            managers = [NVMeoFOffloadingManager(CoreConfig()) for _ in range(2)]
+            for manager in managers:
+                manager.attach([hello(0, 4, 8, (), keyspace=keyspace)], KEY_BYTES, GROUPS)
+                assert manager.name_weights(version)
+                assert not manager.name_weights(version), "they have it already"
+            one, other = map(the_reset, managers)
+            assert (one.tag, one.named) == (other.tag, other.named) == (one.tag, True)
+            tags[keyspace, version] = one.tag
+    assert len({TAG, *tags.values()}) == 5
+
+
+def test_a_name_is_logged_and_says_who_shares(caplog: pytest.LogCaptureFixture) -> None:
+    manager = Face().manager
+    manager.name_weights("step-1")
+    with caplog.at_level("INFO"):
+        text = manager.who_shares()
+    assert "'step-1'" in text
+    assert "this one loads nothing" in text
+    assert text in caplog.text
+
+
+def test_a_server_whose_start_has_no_name_takes_none(caplog: pytest.LogCaptureFixture) -> None:
+    """W5: hashes with a seed, dummy weights, adapters by path: the name would promise too much."""
+    manager = NVMeoFOffloadingManager(CoreConfig(weights_never_change=True))
+    manager.attach([hello(0, 4, 8, (), tag=b"")], KEY_BYTES, GROUPS)
+    assert not manager.name_weights("step-1")
+    with caplog.at_level("WARNING"):
+        assert "no effect: its weights or block hashes have no name" in manager.who_shares()
+    assert "no effect" in caplog.text
+    assert not the_reset(manager).named
 
 
 def test_before_the_handshake_the_manager_does_and_exports_nothing() -> None:

@@ -53,12 +53,18 @@ def identity(number: int) -> SlotIdentity:
 class FakeCopy:
     def __init__(self) -> None:
         self.submitted: list[tuple[int, Direction, list[int], object]] = []
+        self.passed: set[object] = set()  # fences
+        self.asked: list[object] = []  # of these
         self.open: set[int] = set()  # tickets that are not finished
         self._done: list[tuple[int, Outcome]] = []
         self._payloads: dict[int, Payloads | None] = {}
 
     def record_fence(self) -> object:
         return "fence"
+
+    def has_passed(self, fence: object) -> bool:
+        self.asked.append(fence)
+        return fence in self.passed
 
     def submit(
         self,

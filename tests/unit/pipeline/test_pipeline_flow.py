@@ -14,7 +14,7 @@ from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, STALE, Outcome, io_err
 from vllm_nvmeof_offload.protocol import LoadCommand, OpReport, StoreCommand
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
-from .bench import STRIDE, Bench, identity
+from .bench import PIECES, STRIDE, Bench, identity
 
 
 def test_a_store_is_done_when_copied_and_not_before() -> None:
@@ -165,3 +165,73 @@ def test_chunks_of_a_group_without_bytes_are_copied_too(kind: str) -> None:
     bench.copy.finish(ticket)
     bench.pipeline.step()
     assert (2, ()) in bench.finished()
+
+
+# -- calls of the copy engine: one for all fences that have passed, one for each that has not
+
+
+def _begin(bench: Bench, *jobs: tuple[int, str, object]) -> None:
+    """Begin jobs (op, kind, fence) of one chunk, in the slot of the op's number; nothing moves."""
+    for op, kind, fence in jobs:
+        batch = batch_of((identity(op), op, None))
+        if kind == "store":
+            bench.pipeline.store(StoreCommand(op, batch), Pieces.of(PIECES), fence)
+        else:
+            bench.pipeline.load(LoadCommand(op, batch), Pieces.of(PIECES), fence)
+
+
+def _payloads(*slots: int) -> list[int]:
+    return [slot * STRIDE + HEADER_BYTES for slot in slots]
+
+
+def test_chunks_whose_fences_have_passed_are_one_call_and_others_one_for_each_fence() -> None:
+    bench = Bench(cache_slots=8)
+    _begin(bench, (0, "store", "a"), (1, "store", "b"), (2, "store", "c"), (3, "store", "c"))
+    _begin(bench, (4, "store", "d"), (5, "store", None))
+    bench.copy.passed = {"a", "b"}
+    bench.pipeline.step()
+    assert bench.copy.submitted == [
+        (0, Direction.STORE, _payloads(0, 1, 5), None),
+        (1, Direction.STORE, _payloads(2, 3), "c"),
+        (2, Direction.STORE, _payloads(4), "d"),
+    ]
+
+
+def test_loads_and_stores_by_turns_are_one_call_in_each_direction() -> None:
+    bench = Bench(cache_slots=8)
+    for op in (0, 2):
+        bench.stored(op + 100, slot=op, number=op)
+    bench.copy.passed = {"fence", "a"}
+    del bench.copy.submitted[:]
+    _begin(bench, (0, "load", "a"), (1, "store", "a"), (2, "load", "a"), (3, "store", "a"))
+    bench.pipeline.step()
+    assert [one[1:] for one in bench.copy.submitted] == [
+        (Direction.LOAD, _payloads(0, 2), None),
+        (Direction.STORE, _payloads(1, 3), None),
+    ]
+
+
+def test_large_jobs_whose_fences_have_passed_are_one_call() -> None:
+    """However many bytes: the engine cuts what its driver does not take."""
+    bench = Bench(cache_slots=2)
+    bench.copy.passed = {"a", "b"}
+    large = Pieces.of([np.array([[1 << 30, 0, 64 << 20]], np.uint64)])
+    for op, fence in enumerate("ab"):
+        batch = batch_of((identity(op), op, None))
+        bench.pipeline.store(StoreCommand(op, batch), large, fence)
+    bench.pipeline.step()
+    assert len(bench.copy.submitted) == 1
+
+
+def test_only_the_oldest_open_fence_is_asked_and_none_that_has_passed() -> None:
+    bench = Bench(cache_slots=8)
+    _begin(bench, (0, "store", "a"), (1, "store", "b"))
+    bench.pipeline.step()
+    assert bench.copy.asked == ["a"]
+    bench.copy.passed = {"a", "b"}
+    bench.pipeline.step()
+    assert bench.copy.asked == ["a", "a", "b"]
+    _begin(bench, (2, "store", "b"))  # as for a job that comes late
+    bench.pipeline.step()
+    assert bench.copy.asked == ["a", "a", "b"]
+    assert [fence for *_, fence in bench.copy.submitted] == ["a", "b", None]

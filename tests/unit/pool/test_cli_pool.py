@@ -7,16 +7,19 @@ import json
 import os
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.elsewhere import living_elsewhere
+from tests.wait import wait_until
 from vllm_nvmeof_offload.cli import app
+from vllm_nvmeof_offload.commands.doctor.host import check_regions
 from vllm_nvmeof_offload.errors import PoolError
-from vllm_nvmeof_offload.pool import lock
-from vllm_nvmeof_offload.pool import lock as silence
+from vllm_nvmeof_offload.pool import lock, ownership
 from vllm_nvmeof_offload.pool.format import (
     FORMAT_VERSION,
     Keyspace,
@@ -24,9 +27,18 @@ from vllm_nvmeof_offload.pool.format import (
     share_tag,
     write_superblock,
 )
+from vllm_nvmeof_offload.pool.lease import (
+    NOBODY,
+    LeasePage,
+    Leasing,
+    PageFile,
+    lease_of,
+    read_lease,
+)
 from vllm_nvmeof_offload.pool.lock import probe_lock
 from vllm_nvmeof_offload.pool.ownership import hold
 from vllm_nvmeof_offload.pool.pool import Pool
+from vllm_nvmeof_offload.pool.silence import Silence
 
 from .kit import SLOT_BYTES, STORED, make_spec
 from .offline_kit import KEYSPACE, adopted, flip_payload, server, snapshot, write_pool
@@ -236,14 +248,14 @@ def test_a_live_server_on_another_host_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (directory,) = write_pool(tmp_path)
-    record = {"host": "elsewhere", "pid": 4711, "boot_id": "x", "heartbeat": time.time() - 3}
-    (directory / "lock").write_text(json.dumps(record))
-    assert probe_lock(directory).kind == "live"
-    assert "pid 4711 on host elsewhere" in refused("rm", "--yes", directory)
-    (directory / "lock").write_text(json.dumps(record | {"heartbeat": time.time() - 60}))
-    assert probe_lock(directory).kind == "old"
-    assert "old: pid 4711 on elsewhere" in run("ls", "--target", tmp_path).stdout
-    monkeypatch.setattr(silence, "SILENCE_S", 0.01)
+    with living_elsewhere(directory / "lock"):
+        assert probe_lock(directory).kind == "foreign"
+        assert "pid 4711 on host elsewhere" in refused("rm", "--yes", directory)
+        (rank,) = run_json("inspect", directory)["directories"]
+        assert rank["lock"]["heartbeat_age_s"] is None, "its clock is not ours"
+        shown = run("ls", "--target", tmp_path).stdout
+        assert "foreign: pid 4711 on elsewhere" in shown
+    monkeypatch.setattr(ownership, "Silence", partial(Silence, 0.01))
     run("rm", "--yes", directory)
 
 
@@ -330,3 +342,31 @@ def test_a_server_that_comes_while_its_pool_is_removed_starts_nothing_half(
     monkeypatch.setattr(lock.fcntl, "flock", flock)
     with pytest.raises(PoolError, match="cannot lock"):
         Pool.open(spec)
+
+
+PAGE = LeasePage(NOBODY, 0, 0, 0, 0, "", 0, "")
+
+
+def test_du_inspect_and_doctor_show_a_lease_as_this_process_sees_it(tmp_path: Path) -> None:
+    pool = Pool.open(make_spec(tmp_path, keyspace=KEYSPACE, leasing=Leasing("a", 15.0, 0.01)))
+    (directory,) = pool.directories
+    wait_until("a renewal", lambda: (read_lease(lease_of(directory)) or PAGE).beat > 0)
+    (rank,) = run_json("inspect", directory)["directories"]
+    lease = rank["lease"]
+    assert (lease["kind"], lease["name"], lease["generation"]) == ("live", "a", 1)
+    assert lease["epoch"] == pool.superblocks[0].epoch
+    assert f"live: a, pid {os.getpid()} on host" in run("inspect", directory).stdout
+    assert "a beat was seen" in run("du", "--target", tmp_path).stdout
+    (finding,) = check_regions(str(tmp_path))
+    assert "generation 1" in finding.evidence
+    page = read_lease(lease_of(directory))
+    pool.close()
+    assert "lease: free; generation 1" in run("inspect", directory).stdout
+    assert page is not None
+    PageFile(directory / "lease").write(replace(page, beat_ms=20).encode())
+    (region,) = run_json("du", "--target", tmp_path)["targets"][0]["keyspaces"][0]["regions"]
+    assert region["lease"]["kind"] == "silent"
+    assert 0.03 <= region["lease"]["unchanged_s"] < 30, "as long as it was watched"
+    PageFile(directory / "lease").write(replace(page, owner=NOBODY).encode())
+    run("rm", "--yes", directory)
+    assert list(tmp_path.iterdir()) == []

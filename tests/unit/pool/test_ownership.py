@@ -9,21 +9,19 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.elsewhere import living_elsewhere
 from vllm_nvmeof_offload.commands.pool.offline import remove
 from vllm_nvmeof_offload.config import parse_config, resolve_pool_bytes
 from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
 from vllm_nvmeof_offload.pool import ownership
-from vllm_nvmeof_offload.pool.lock import Holder
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.survey import disk_bytes, find
 
@@ -175,9 +173,8 @@ def test_a_live_owner_elsewhere_is_refused_even_if_it_has_only_another_rank(
     pool = Pool.open(make_spec(tmp_path, engine="a", rank=1))
     lock = pool.directories[0] / "lock"
     pool.close()
-    foreign = Holder("elsewhere", 4711, "another-kernel", time.time() - 3)
-    lock.write_text(json.dumps(asdict(foreign)))
-    with pytest.raises(PoolLockedError, match=r"pid 4711 on host elsewhere.* 3 s old"):
+    refused = pytest.raises(PoolLockedError, match="pid 4711 on host elsewhere")
+    with living_elsewhere(lock), refused:
         Pool.open(make_spec(tmp_path, engine="b", rank=0))
 
 

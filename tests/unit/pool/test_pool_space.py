@@ -82,15 +82,16 @@ def test_names_on_disk_reveal_no_key(open_pool: OpenPool, tmp_path: Path) -> Non
     digest = Keyspace.of({"model": "m"}).digest
     assert names == {
         *("t0", digest, "keyspace.json", "engine-0", "rank-0"),
-        *("superblock", "table", "slab", "lock"),
+        *("superblock", "table", "log", "slab", "lock"),
     }
 
 
 def test_a_full_target_shrinks_the_pool(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        pool = Pool.open(make_spec(small_disk, slots=500))
+        spec = make_spec(small_disk, slots=500)
+        pool = Pool.open(spec)
     assert 50 < pool.slots < 86  # of 12 KiB in 1 MiB
-    assert caplog.text.count("no space for 500 slots") == 1
+    assert caplog.text.count(f"no space for {spec.slots_per_target} slots") == 1
     for slot in range(pool.slots):
         put(pool, slot, name(slot))
     stored = {slot: name(slot) for slot in range(pool.slots)}

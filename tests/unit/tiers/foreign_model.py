@@ -57,6 +57,11 @@ class ForeignModel:
             and self.refused.get((place, generation), 0.0) <= self.now_s
         ]
 
+    def has_elsewhere(self, key: bytes, set_size: int) -> bool:
+        """Whether an owner that lives has what may be borrowed."""
+        rows = self.rows_of(key, set_size)
+        return any(self.owners[owner_of(place)].state == COMPLETE for place, _ in rows)
+
     def use(self, owner: int) -> None:
         if owner not in self.attached:
             self.attached[owner] = self.owners[owner].pool_uuid

@@ -39,6 +39,8 @@ STATES = (
 )
 OK, STALE, CANCELLED, RELEASED = 0, 3, 5, 6
 FAILURES_MAX = 3
+#: A chunk that others gave up is written if so many requests have used it here.
+USES_MIN = 2
 EIO, ENOSPC = 5, 28
 
 
@@ -57,6 +59,8 @@ class Chunk:
     state: str = "ABSENT"
     cache: int | None = None
     place: int | None = None
+    #: Not to be written while another living engine has it.
+    deduped: bool = False
 
     def on(self, event: str) -> str:
         self.state = TABLE[self.state, event]
@@ -81,6 +85,7 @@ class Slot:
     used: int = 0
     wanted: int = 0  # when its chunk began to wait for its write; 0: it does not
     stay: str = ""  # "provisional", "superseded", or to be kept
+    requests: int = 0  # that used its chunk and have ended
     row: int = 0
     member: int = EVERY_MEMBER
 
@@ -120,6 +125,9 @@ class Model:
     failed_reads: dict[int, int] = field(default_factory=dict)
     failed_writes: dict[int, int] = field(default_factory=dict)
     foreign: ForeignModel | None = None
+    #: Chunks that were not written because others have them, and those that became wanted later.
+    deduped: int = 0
+    wanted_later: int = 0
 
     def __post_init__(self) -> None:
         self.cache = [Slot(number) for number in range(self.cache_slots)]
@@ -142,7 +150,7 @@ class Model:
             return []
         return self.foreign.rows_of(key, self._set_size(key))
 
-    def touch(self, keys: Sequence[bytes]) -> None:
+    def touch(self, keys: Sequence[bytes], *, ended: bool = False) -> None:
         for key in reversed(keys):
             self.uses += 1
             chunk = self.chunks.get(key)
@@ -150,6 +158,31 @@ class Model:
                 for slot in self._slots(chunk):
                     if slot.stay != "superseded":
                         slot.used = self.uses
+                        slot.requests += ended
+                self._want_if_lost(chunk)
+
+    def _want_if_lost(self, chunk: Chunk) -> None:
+        if not chunk.deduped or chunk.state != "CACHED" or not self.pool_slots:
+            return
+        assert chunk.cache is not None
+        slot = self._cache_at(chunk.cache)
+        if slot.stay or slot.requests < USES_MIN or self._is_elsewhere(chunk.key):
+            return
+        chunk.deduped = False
+        self._want(slot)
+        self.wanted_later += 1
+
+    def _is_elsewhere(self, key: bytes) -> bool:
+        if self.foreign is None or self.group(key) is None:
+            return False
+        return self.foreign.has_elsewhere(key, self._set_size(key))
+
+    def heed(self, generation: int) -> None:
+        """Others have borrowed the chunk of this generation from our pool."""
+        for chunk in self.chunks.values():
+            if chunk.generation == generation and chunk.place is not None:
+                self.uses += 1
+                self._pool_slot(chunk).used = self.uses
 
     # -- plans ------------------------------------------------------------------------
 
@@ -173,7 +206,7 @@ class Model:
             if slot is None:
                 break
             generation += 1
-            chunk = self.chunks[key] = Chunk(key, generation)
+            chunk = self.chunks[key] = Chunk(key, generation, deduped=self._is_elsewhere(key))
             chunk.on("STORE_BEGIN")
             self._give(chunk, slot, None)
             slot.stay = "provisional" if key in provisional else ""
@@ -192,7 +225,7 @@ class Model:
             self.uses += 1
             slot.used = self.uses
             if slot.chunk is not None and slot.chunk.state == "CACHED":
-                self._want(slot)
+                self._want_or_dedupe(slot)
 
     def supersede(self, keys: Sequence[bytes]) -> None:
         for slot in self._unkept(keys):
@@ -200,7 +233,7 @@ class Model:
                 slot.stay, slot.used = "superseded", 0
 
     def cool(self, keys: Sequence[bytes]) -> None:
-        for key in keys:
+        for key in keys if self.pool_slots else ():
             chunk = self.chunks.get(key)
             slot = next((one for one in self.cache if chunk and one.chunk is chunk), None)
             if slot is not None and not slot.wanted:
@@ -283,6 +316,7 @@ class Model:
         self.chunks[chunk.key] = chunk
         self._give(chunk, slot, None)
         slot.used = used
+        chunk.deduped = True
         chunk.on("BORROW_BEGIN")
 
     def detach(self, row: Row) -> None:
@@ -397,12 +431,20 @@ class Model:
             chunk.on("COPIED")
             assert chunk.cache is not None
             if not self._cache_at(chunk.cache).stay:
-                self._want(self._cache_at(chunk.cache))
+                self._want_or_dedupe(self._cache_at(chunk.cache))
             return
-        if ok:
-            chunk.on("FETCHED")
-        else:
+        if not ok:
             self._cancelled(chunk)
+            return
+        chunk.on("FETCHED")
+        if row.place is not None and owner_of(row.place) and self.pool_slots:
+            self.deduped += 1
+
+    def _want_or_dedupe(self, slot: Slot) -> None:
+        if slot.chunk is not None and slot.chunk.deduped:
+            self.deduped += bool(self.pool_slots)
+        else:
+            self._want(slot)
 
     def _want(self, slot: Slot) -> None:
         self.arrivals += 1
@@ -517,6 +559,7 @@ class Model:
         assert chunk.cache is not None
         slot = self._cache_at(chunk.cache)
         slot.chunk, slot.wanted, slot.stay, chunk.cache = None, 0, "", None
+        slot.requests = 0
 
     def _leave_pool(self, chunk: Chunk, *, retire: bool = False) -> None:
         slot = self._pool_slot(chunk)

@@ -8,10 +8,17 @@ import pytest
 
 from tests.unit.foreign_rig import DEAD, NONE, SCANNING, Others
 from vllm_nvmeof_offload.native import Batch, Tiers
-from vllm_nvmeof_offload.protocol import EVERY_MEMBER, RELEASED, place_of
+from vllm_nvmeof_offload.protocol import (
+    EVERY_MEMBER,
+    RELEASED,
+    owned_by,
+    owner_of,
+    place_of,
+    slot_of,
+)
 
 TAG, OTHER_TAG = b"t" * 16, b"o" * 16
-LOAD, FETCH = 1, 3
+LOAD, WRITE, FETCH = 1, 2, 3
 OK, IO_ERROR, STALE, CANCELLED = 0, 1, 3, 5
 MISS, CPU, POOL, SHARED = range(4)
 FROM_CPU, FROM_POOL = 1, 2
@@ -282,7 +289,7 @@ def test_a_borrowed_chunk_has_no_place_and_is_not_written() -> None:
     assert bench.tiers.entries() == [(2, 77, 0, -1, key(0))]
     bench.tiers.drain()
     assert (len(bench.tiers.take_writes()), bench.tiers.backlog) == (0, 0)
-    assert bench.tiers.take_counts()[-1] == 1
+    assert bench.tiers.take_counts()[-3:] == (1, 1, 0)
 
 
 def test_another_load_waits_at_the_gate_of_a_borrow() -> None:
@@ -366,6 +373,350 @@ def test_what_others_have_is_weighed_on_our_lane() -> None:
     assert bench.tiers.weigh(keys, [100, 100]) == (1, [100])
 
 
+# -- chunks that need not be written --------------------------------------------------
+
+
+class DedupeBench(Bench):
+    """Writes are taken at once. The chunk 0 is the first owner's, at `place`."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(writes_max=4, **options)
+        self.place = self.others.offer(key(0), 5, generation=77)
+
+    def withdraw(self) -> None:
+        self.others.writer.remove(key(0), self.place, 77)
+
+    def borrow(self) -> None:
+        self.report(self.load(0), OK)
+
+    def store(self, *wanted: int) -> None:
+        how = np.array(wanted, np.uint8) if wanted else None
+        stored, *_ = self.tiers.plan_store([key(0)], how, 100)
+        self.report(stored, OK, kind=0)
+
+    def use(self, times: int = 1) -> None:
+        """So many requests that used the chunk end."""
+        for _ in range(times):
+            self.tiers.touch([key(0)], ended=True)
+
+    def written(self) -> list[int]:
+        """The generations of the writes that begin now."""
+        self.tiers.drain()
+        return self.tiers.take_writes().generations.tolist()
+
+    @property
+    def deduped(self) -> int:
+        return self.tiers.take_counts()[-2]
+
+
+@pytest.mark.parametrize("comes", ["borrow", "store"])
+@pytest.mark.parametrize("loss", ["overwritten", "dead", "gone", "reset", "refused", "distrusted"])
+def test_a_chunk_is_written_once_its_owner_has_lost_it_and_two_requests_used_it(
+    comes: str, loss: str
+) -> None:
+    bench = DedupeBench()
+    streamed = bench.load(0, land_max=0)
+    getattr(bench, comes)()
+    bench.use(5)
+    assert (bench.written(), bench.deduped) == ([], 1)
+    bench.report(streamed, STALE if loss == "refused" else OK)
+    if loss == "overwritten":
+        bench.withdraw()
+    elif loss in ("dead", "gone"):
+        bench.others.owner(1, state=DEAD if loss == "dead" else NONE)
+    elif loss == "reset":
+        bench.others.owner(1, tag=OTHER_TAG)
+    elif loss == "distrusted":
+        assert bench.foreign.take_attachments()
+        bench.foreign.attach_failed(1)
+    assert bench.written() == [], "nobody has asked"
+    bench.use()
+    assert bench.written() == [77 if comes == "borrow" else 101]
+    bench.use()
+    assert bench.written() == []
+
+
+@pytest.mark.parametrize("comes", ["borrow", "store"])
+def test_a_chunk_that_was_used_once_is_not_written(comes: str) -> None:
+    bench = DedupeBench()
+    getattr(bench, comes)()
+    bench.withdraw()
+    bench.report(bench.load(0), OK)
+    bench.use()
+    bench.report(bench.load(0), OK)
+    assert bench.written() == []
+    bench.use()
+    assert len(bench.written()) == 1
+
+
+def test_a_load_of_a_chunk_that_was_used_twice_asks_too() -> None:
+    bench = DedupeBench()
+    bench.borrow()
+    bench.use(2)
+    bench.withdraw()
+    bench.load(0)
+    assert bench.written() == [77]
+
+
+def test_another_living_owner_is_enough() -> None:
+    bench = DedupeBench()
+    bench.borrow()
+    bench.others.owner(2)
+    bench.others.offer(key(0), 8, generation=78, owner=2)
+    bench.withdraw()
+    bench.use(2)
+    assert bench.written() == []
+    bench.others.owner(2, state=DEAD)
+    bench.use()
+    assert bench.written() == [77]
+
+
+@pytest.mark.parametrize("state", [DEAD, SCANNING])
+def test_what_only_a_dead_or_unknown_owner_has_is_written_at_once(state: int) -> None:
+    bench = DedupeBench()
+    bench.others.owner(1, state=state)
+    bench.store()
+    assert (bench.written(), bench.deduped) == ([101], 0)
+
+
+def test_a_provisional_chunk_that_others_have_is_not_written_when_it_is_kept() -> None:
+    bench = DedupeBench()
+    bench.store(2)
+    assert (bench.written(), bench.deduped) == ([], 0)
+    bench.use(2)
+    bench.withdraw()
+    bench.use()
+    assert bench.written() == [], "it is still provisional"
+    bench.others.offer(key(0), 5, generation=77)
+    bench.tiers.keep([key(0)])
+    assert (bench.written(), bench.deduped) == ([], 1)
+    bench.withdraw()
+    bench.use()
+    assert bench.written() == [101]
+
+
+def test_without_a_pool_of_our_own_nothing_becomes_wanted() -> None:
+    bench = DedupeBench(writes=False)
+    bench.borrow()
+    bench.withdraw()
+    bench.use(3)
+    assert (bench.written(), bench.tiers.backlog, bench.deduped) == ([], 0, 0)
+
+
+def test_on_eviction_a_lost_chunk_waits_until_the_cpu_tier_is_full() -> None:
+    bench = DedupeBench(cache=2, demotes=True)
+    bench.borrow()
+    bench.use(2)
+    assert bench.tiers.backlog == 0
+    bench.withdraw()
+    bench.use()
+    assert (bench.tiers.backlog, bench.written()) == (1, [])
+    bench.tiers.plan_store([key(7)], None, 200)
+    assert bench.written() == [77]
+
+
+def test_a_borrowed_chunk_lives_in_our_pool_as_any_other() -> None:
+    """It is written, leaves the CPU tier, is read back, lost, and borrowed again in the same
+    generation while the first life's operations are still under way."""
+    bench = DedupeBench(cache=1)
+    bench.borrow()
+    bench.use(2)
+    bench.withdraw()
+    bench.use()
+    bench.tiers.drain()
+    bench.report(bench.tiers.take_writes(), OK, kind=WRITE)
+    ((state, generation, slot, ours, _),) = bench.tiers.entries()
+    assert (state, generation, slot, owner_of(ours)) == (4, 77, 0, 0)
+    stored, *_ = bench.tiers.plan_store([key(7)], None, 200)
+    bench.report(stored, OK, kind=0)
+    assert (bench.source(), bench.tiers.take_counts()[3]) == (POOL, 1)
+    streamed = bench.load(0, land_max=0)
+    assert streamed.places.tolist() == [ours]
+    bench.report(streamed, OK)
+    assert bench.source() == POOL
+    landing = bench.load(0)
+    bench.report(landing, OK)
+    assert bench.source(0, FROM_CPU) == CPU
+
+
+def test_the_failure_of_a_write_of_an_earlier_life_leaves_the_new_one() -> None:
+    bench = DedupeBench(cache=2)
+    bench.borrow()
+    bench.use(2)
+    bench.withdraw()
+    bench.use()
+    bench.tiers.drain()
+    write = bench.tiers.take_writes()
+    bench.report(bench.load(0), IO_ERROR)  # its copy failed: the row is gone
+    assert bench.source() == MISS
+    bench.others.offer(key(0), 5, generation=77)
+    again = bench.load(0)
+    assert (again.rows.tolist(), again.generations.tolist()) == (write.rows.tolist(), [77])
+    bench.report(write, OK, kind=WRITE)
+    assert bench.tiers.entries()[0][0] == 7, "it is still being borrowed"
+    bench.report(again, OK)
+    assert bench.source(0, FROM_CPU) == CPU
+    assert (bench.tiers.pool_taken, bench.tiers.writes_pending) == (0, 0)
+
+
+# -- hints ----------------------------------------------------------------------------
+
+
+def hinted(bench: Bench) -> list[tuple[int, int]]:
+    """Slot and count of the hints that are due now."""
+    return [(slot_of(place), count) for place, _, count in bench.foreign.take_due_hints()]
+
+
+def stream(bench: Bench, *numbers: int) -> None:
+    """Borrow chunks that do not stay."""
+    bench.report(bench.load(*numbers, land_max=0), *[OK] * len(numbers))
+
+
+def test_owners_hear_of_what_is_borrowed_again() -> None:
+    bench = Bench()
+    place = bench.others.offer(key(0), 5, generation=77)
+    stream(bench, 0)
+    assert hinted(bench) == []
+    stream(bench, 0)
+    assert bench.foreign.take_due_hints() == [(place, 77, 2)]
+    assert hinted(bench) == []
+    stream(bench, 0)
+    stream(bench, 0)
+    assert hinted(bench) == [(5, 2)]
+    bench.report(bench.load(0, land_max=0), STALE)
+    assert hinted(bench) == [], "it was not read"
+
+
+def test_an_owner_is_sent_64_hints_a_second() -> None:
+    bench = Bench()
+    bench.others.owner(2)
+    for number in range(200):
+        bench.others.offer(key(number), number, owner=1 if number < 150 else 2)
+    for _ in range(2):
+        stream(bench, *range(200))
+    assert [slot for slot, _ in hinted(bench)] in (
+        [*range(64), *range(150, 200)],
+        [*range(150, 200), *range(64)],
+    )
+    bench.foreign.set_time(0.9)
+    assert hinted(bench) == []
+    stream(bench, *range(64, 150))
+    bench.foreign.set_time(1.0)
+    assert hinted(bench) == [(slot, 3) for slot in range(64, 128)]
+    bench.foreign.set_time(2.0)
+    assert hinted(bench) == [(slot, 3) for slot in range(128, 150)]
+    bench.foreign.set_time(9.0)
+    assert hinted(bench) == []
+
+
+def test_neighbouring_slots_with_neighbouring_generations_are_counted_apart() -> None:
+    bench = Bench()
+    for number in range(64):
+        bench.others.offer(key(number), number, generation=1000 + number)
+    for _ in range(2):
+        stream(bench, *range(64))
+    assert hinted(bench) == [(slot, 2) for slot in range(64)]
+
+
+@pytest.mark.parametrize("state", [NONE, DEAD, SCANNING])
+def test_owners_that_do_not_live_are_sent_no_hints(state: int) -> None:
+    bench = Bench()
+    bench.others.offer(key(0), 5)
+    stream(bench, 0)
+    stream(bench, 0)
+    bench.others.owner(1, state=state)
+    assert hinted(bench) == []
+    bench.others.owner(1)
+    assert hinted(bench) == [], "they were dropped"
+    stream(bench, 0)
+    assert hinted(bench) == [(5, 1)]
+
+
+def test_a_reset_forgets_what_was_borrowed() -> None:
+    bench = Bench()
+    bench.others.offer(key(0), 5)
+    stream(bench, 0)
+    stream(bench, 0)
+    bench.tiers.reset()
+    bench.others.owner(1, version=1)
+    assert hinted(bench) == []
+    stream(bench, 0)
+    assert hinted(bench) == [], "it is the first time"
+
+
+def test_rows_that_wait_for_their_hints_are_bounded() -> None:
+    bench = Bench()
+    for number in range(2_000):
+        bench.others.offer(key(number), number)
+    for _ in range(2):
+        for first in range(0, 2_000, 100):
+            stream(bench, *range(first, first + 100))
+    sent = 0
+    for second in range(40):
+        bench.foreign.set_time(float(second))
+        sent += len(hinted(bench))
+    assert sent == 1_024
+
+
+class PoolBench(Bench):
+    """Chunks 0 … 3 are in our pool, used in this order, and there is no room for another one."""
+
+    def __init__(self) -> None:
+        self.others = Others(TAG)
+        self.foreign = self.others.foreign
+        self.tiers = Tiers(1, [4], key_bytes=8, writes_max=1, foreign=self.foreign)
+        self.places = [place_of(0, number) for number in range(4)]
+        keys = b"".join(map(key, range(4)))
+        self.tiers.adopt(np.array(self.places), np.arange(50, 54, dtype=np.uint64), keys)
+
+    def evicted(self) -> int:
+        """The chunk that leaves the pool for another one."""
+        before = [number for number in range(4) if self.source(number) == POOL]
+        stored, *_ = self.tiers.plan_store([key(99)], None, 200)
+        self.report(stored, OK, kind=0)
+        self.tiers.drain()
+        (gone,) = [number for number in before if self.source(number) == MISS]
+        return gone
+
+    def heed(self, *hints: tuple[int, int]) -> int:
+        """Others' hints, places and generations, come. How many of them were taken."""
+        for place, generation in hints:
+            self.others.writer.put_hint(place, generation, 2)
+        self.tiers.heed_hints(256)
+        return self.tiers.take_counts()[-1]
+
+
+def test_what_others_borrow_is_evicted_later() -> None:
+    bench = PoolBench()
+    assert bench.evicted() == 0
+    bench = PoolBench()
+    assert bench.heed((bench.places[0], 50), (bench.places[1], 51)) == 2
+    assert bench.evicted() == 2
+
+
+def test_a_hint_on_what_is_not_there_any_more_is_left_out() -> None:
+    bench = PoolBench()
+    assert bench.heed((bench.places[0], 49), (bench.places[0], 51)) == 0
+    anything = (-1, place_of(0, 4), place_of(1, 0), place_of(0, 0, 0), owned_by(1, place_of(0, 0)))
+    assert bench.heed(*((place, 50) for place in anything)) == 0
+    assert bench.evicted() == 0
+
+
+def test_256_hints_are_taken_at_a_time() -> None:
+    bench = PoolBench()
+    assert bench.heed(*[(bench.places[0], 50)] * 300) == 256
+    assert bench.heed() == 44
+
+
+def test_a_hint_on_a_members_part_touches_that_part() -> None:
+    bench = PoolBench()
+    bench.tiers = Tiers(1, [2], key_bytes=8, ranks=2, set_sizes=[2], foreign=bench.foreign)
+    places = [place_of(0, 0, 1), place_of(0, 0, 0)]
+    bench.tiers.adopt(np.array(places), np.array([50, 51], np.uint64), key(0) + key(1))
+    assert bench.heed((places[0], 50), (places[1], 50), (place_of(0, 0), 50)) == 1
+    assert bench.heed((place_of(0, 0, 2), 50), (place_of(0, 1, 0), 51)) == 0
+
+
 # -- remembered answers ---------------------------------------------------------------
 
 
@@ -432,7 +783,9 @@ def test_an_owner_is_attached_once() -> None:
     bench.others.offer(key(2), 7)
     assert bench.source() == SHARED
     assert bench.foreign.take_attachments() == [], "a look-up sends nothing"
+    assert not bench.foreign.is_used
     bench.load(0, 1)
+    assert bench.foreign.is_used
     assert bench.foreign.take_attachments() == [(1, 11, b"u" * 16), (2, 12, b"v" * 16)]
     bench.load(2)
     assert bench.foreign.take_attachments() == []
@@ -454,8 +807,19 @@ def test_owners_that_are_gone_or_others_are_detached() -> None:
     assert bench.foreign.take_detachments() == [], "its slots prove themselves"
     bench.others.owner(2, uuid=b"w" * 16)
     assert bench.source(2) == MISS, "the ranks have the files of another pool"
+    assert bench.foreign.is_used, "there may be something to detach"
     assert bench.foreign.take_detachments() == [2]
+    assert not bench.foreign.is_used
     assert bench.source(2) == SHARED
+
+
+def test_a_batch_says_whether_it_borrows() -> None:
+    bench = Bench(cache=2)
+    bench.others.offer(key(0), 5)
+    assert bench.load(1, 0, land_max=0).borrows
+    assert not bench.load(1).borrows, "nobody has that chunk"
+    assert bench.tiers.begin_fetch(key(0), 0)
+    assert bench.tiers.take_fetches(0).borrows
 
 
 def test_an_owner_that_could_not_be_attached_is_distrusted_until_its_record_changes() -> None:

@@ -197,6 +197,28 @@ class Pair:
             rows = self.model.plan_load(keys, land_max, _borrowed(batch))
             self._begin("load", batch, rows, keys, order)
 
+    def end(self, rng: random.Random) -> None:
+        """Some requests that used these chunks have ended."""
+        keys = self._run(rng) if rng.random() < 0.3 else KEYS
+        for _ in range(rng.randint(1, 3)):
+            self.native.touch(keys, ended=True)
+            self.model.touch(keys, ended=True)
+
+    def hint(self, rng: random.Random) -> None:
+        """Others have borrowed some chunks, of which the pool may have given up some."""
+        assert self.others is not None
+        generations = []
+        for _, generation, _, place, _ in self.native.entries():
+            if place >= 0 and rng.random() < 0.3:
+                wrong = rng.choice((0, 0, 0, 1))
+                self.others.writer.put_hint(place, generation + wrong, 1)
+                generations.append(generation + wrong)
+        for place in (-1, place_of(0, 99), place_of(1, 0), place_of(0, 0, 7), owned_by(1, 0)):
+            self.others.writer.put_hint(place, 1, 1)
+        self.native.heed_hints(256)
+        for generation in generations:
+            self.model.heed(generation)
+
     def fetch(self, rng: random.Random) -> None:
         pooled = [key for key in KEYS if self.model.lookup(key) > 1]
         if not pooled:
@@ -310,6 +332,7 @@ class Pair:
         }
         assert ours == theirs
         assert self.native.writes_pending == self.model.pending
+        assert self.native.backlog == sum(bool(slot.wanted) for slot in self.model.cache)
         assert self.native.cache_taken == self.model.rows_taken(self.model.cache)
         assert self.native.pool_taken == self.model.rows_taken(self.model.pool)
         found = [self.model.lookup(key) for key in KEYS]
@@ -327,14 +350,15 @@ def _borrowed(batch: Batch) -> dict[bytes, ForeignPair]:
 
 
 CALL_NAMES = (
-    *("store", "keep", "supersede", "cool", "load", "fetch", "cancel"),
+    *("store", "keep", "supersede", "cool", "load", "end", "fetch", "cancel"),
     *("write", "report", "report", "report", "reset"),
 )
 #: What other engines do.
 OTHERS = ("offer", "withdraw", "change", "wait")
+USES = ("load", "fetch", "end", "hint")
 CALLS = st.tuples(st.sampled_from(CALL_NAMES), st.integers(0, 1 << 32))
 SHARED_CALLS = st.tuples(
-    st.sampled_from((*CALL_NAMES, *OTHERS, "offer", "change", "load", "fetch")),
+    st.sampled_from((*CALL_NAMES, *OTHERS, *USES, "offer", "change")),
     st.integers(0, 1 << 32),
 )
 
@@ -384,7 +408,7 @@ def test_slots_are_divided_among_members_as_in_the_model(
 
 NAMES = (
     *("store", "store", "keep", "supersede", "load", "load", "fetch", "fetch", "cancel"),
-    "cool",
+    *("cool", "end"),
     *("write", "report", "report", "report", "reset"),
 )
 
@@ -409,13 +433,21 @@ def test_long_lives_with_members_end_alike() -> None:
 
 
 def test_long_lives_beside_other_engines_end_alike() -> None:
-    borrowed = 0
-    names = (*NAMES, *OTHERS, "offer", "change", "load", "fetch", "report", "report")
+    borrowed = deduped = hinted = wanted_later = 0
+    names = (
+        *(*NAMES, *OTHERS, *USES, *USES[:2], "load", "load", "write"),
+        *("offer", "offer", "offer", "offer", "change", "report", "report", "report", "report"),
+        *("report", "end", "end", "end", "end", "end", "end"),
+    )
     for seed in range(100):
         rng = random.Random(seed)
         set_sizes = rng.choice(((), (rng.choice((1, 2, 3)), rng.choice((2, 3, 4)))))
         pair = Pair(rng.randint(1, 8), rng.randint(1, 10), set_sizes, 4, shares=True)
         for _ in range(200):
             pair.play(rng.choice(names), rng.randrange(1 << 32))
-        borrowed += pair.native.take_counts()[-1]
-    assert borrowed > 300, "otherwise little of it was played"
+        *_, by_loads, not_written, hints = pair.native.take_counts()
+        assert not_written == pair.model.deduped
+        borrowed, deduped, hinted = borrowed + by_loads, deduped + not_written, hinted + hints
+        wanted_later += pair.model.wanted_later
+    assert min(borrowed / 3, deduped, hinted) > 80, "otherwise little of it was played"
+    assert wanted_later > 15, "others had given up what was used here"

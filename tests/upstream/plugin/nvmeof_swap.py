@@ -98,7 +98,12 @@ def _swap() -> None:
     # vLLM's tests configure their own spec, which our connector refuses.
     assert callable(ours.parse_config)
     ours.parse_config = lambda _extra: SimpleNamespace(
-        replicas=1, weights_seen={}, boundary_tokens=0, allow_unknown_vllm=True, share="off"
+        replicas=1,
+        weights_seen={},
+        boundary_tokens=0,
+        allow_unknown_vllm=True,
+        share="off",
+        trust_weight_version=False,
     )
     assert callable(ours.keep_boundaries)
     ours.keep_boundaries = lambda *_args: 0

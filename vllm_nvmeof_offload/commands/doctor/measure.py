@@ -107,15 +107,21 @@ def _phases(runner: _Runner, engine: str, on_progress: Progress) -> Measured:
 
 @contextlib.contextmanager
 def _pool(target: str) -> Iterator[Pool]:
+    needed = SLOTS * (slot_stride_bytes(PAYLOAD_BYTES) + ENTRY_BYTES)
+    too_little = f"{target}: {format_bytes(needed)} of free space are needed to measure"
+    # A pool takes what there is if that is less, and servers at work need it.
+    if shutil.disk_usage(target).free < needed:
+        raise MeasureError(too_little)
     directory = Path(tempfile.mkdtemp(prefix=".vllm-nvmeof-doctor-", dir=target))
     try:
         pool = Pool.open(
             PoolSpec(
                 targets=(directory,),
-                pool_bytes=SLOTS * (slot_stride_bytes(PAYLOAD_BYTES) + ENTRY_BYTES),
+                pool_bytes=needed,
                 payload_bytes=PAYLOAD_BYTES,
                 keyspace=Keyspace.of({"doctor": PAYLOAD_BYTES}),
                 named=False,
+                log_pages=0,  # nobody follows it
             )
         )
     finally:
@@ -123,8 +129,7 @@ def _pool(target: str) -> Iterator[Pool]:
         shutil.rmtree(directory, ignore_errors=True)
     try:
         if pool.slots < SLOTS:
-            wanted = format_bytes(SLOTS * pool.slot_bytes)
-            raise MeasureError(f"{target}: {wanted} of free space are needed to measure")
+            raise MeasureError(too_little)
         yield pool
     finally:
         pool.close()

@@ -28,12 +28,15 @@ from vllm_nvmeof_offload.commands.pool.offline import (
     SlotReader,
     Table,
     held_survey,
+    open_log,
     open_rank,
 )
 from vllm_nvmeof_offload.errors import Outcome, PoolError
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES
+from vllm_nvmeof_offload.pool.log import damaged_pages
 from vllm_nvmeof_offload.pool.recovery import scan_headers
 from vllm_nvmeof_offload.pool.survey import RankDirectory, Surveyed
+from vllm_nvmeof_offload.units import PAGE_BYTES
 
 #: Defects listed per directory; all are counted.
 _LISTED_MAX = 1000
@@ -187,6 +190,7 @@ def _check_each(
             if report.surveyed.superblock is not None:
                 with open_rank(report.surveyed, writable=repair) as rank:
                     check(rank, rank.table(), report)
+                _check_log(report)
                 continue
             problem, slab = report.surveyed.problem, report.surveyed.path / "slab"
             if problem == "there is none" and not (slab.exists() and slab.stat().st_size):
@@ -195,6 +199,25 @@ def _check_each(
                 kind = f"superblock: {problem}; the next start begins empty here"
                 report.add(kind, damage=Damage.UNUSABLE)
         return reports
+
+
+def _check_log(report: Report) -> None:
+    """Note what readers of the log do not find there: they read the table instead."""
+    superblock = report.surveyed.superblock
+    pages = superblock.log_pages if superblock else 0
+    if not pages:
+        return
+    with open_log(report.surveyed) as fd:
+        try:
+            found, damaged = os.fstat(fd).st_size // PAGE_BYTES, damaged_pages(fd, pages)
+        except OSError as error:
+            report.add(f"log cannot be read: {error.strerror}", damage=Damage.NOTE)
+            return
+    if found < pages:
+        kind = f"log has {found} of {pages} pages; the next start extends it"
+        report.add(kind, damage=Damage.NOTE)
+    if damaged:
+        report.add(f"log has {damaged} damaged pages, which are written again", damage=Damage.NOTE)
 
 
 @contextlib.contextmanager

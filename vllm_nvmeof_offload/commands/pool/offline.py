@@ -27,6 +27,7 @@ from vllm_nvmeof_offload.pool import format1
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     FLAG_SINGLE_COPY,
+    LOG_FILE,
     DecodedTable,
     SlotHeader,
     SlotPlace,
@@ -59,9 +60,9 @@ from vllm_nvmeof_offload.units import HEADER_BYTES, MIB, PAGE_BYTES, slot_stride
 Progress = Callable[[RankDirectory, int, int], None]
 
 #: In the order of removal: without its superblock a directory is empty to the next start. The
-#: lock is removed last, and only with the directory.
-_FILES = ("superblock", "superblock.new", "table", "slab", "probe")
-_LOCK = "lock"
+#: lease and the lock are removed last, and only with the directory.
+_FILES = ("superblock", "superblock.new", "table", "log", "slab", "probe")
+_CLAIMS = ("lease", "lock")
 _THREADS_MAX = 8
 _BUFFER_BYTES_MAX = 256 * MIB
 _WRITE_BYTES = 4 * MIB
@@ -347,6 +348,22 @@ def open_rank(surveyed: Surveyed, writable: bool = False) -> Iterator[OfflineRan
         yield OfflineRank(surveyed, surveyed.superblock, slab_fd, table_fd, not is_first)
 
 
+@contextlib.contextmanager
+def open_log(surveyed: Surveyed) -> Iterator[int]:
+    """Open the log for reading; an empty file if it is lost. PoolError if it cannot be opened."""
+    path = surveyed.path / LOG_FILE
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        fd = os.memfd_create("lost-log", os.MFD_CLOEXEC)
+    except OSError as error:
+        raise PoolError(f"cannot open {path}: {error}") from error
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 class SlotReader:
     """Reads whole slots of one rank directory into memory of its own, on several threads."""
 
@@ -448,11 +465,12 @@ def remove(directories: Sequence[RankDirectory]) -> list[Removed]:
                 freed = disk_bytes(path, _FILES.__contains__)
                 for file in filter(_is_file, (path / name for name in _FILES)):
                     file.unlink()
-                left = sorted(set(os.listdir(path)) - {_LOCK})
+                left = sorted(set(os.listdir(path)) - set(_CLAIMS))
                 if not left:
                     # We hold the lock; a process that opened it just now sees that it has lost
                     # its name.
-                    (path / _LOCK).unlink()
+                    for name in _CLAIMS:
+                        (path / name).unlink(missing_ok=True)
                     path.rmdir()
             except OSError as error:
                 raise PoolError(f"cannot remove {path}: {error}") from error

@@ -28,6 +28,8 @@ from vllm_nvmeof_offload.commands.pool.check import Damage, Report, exit_code
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.errors import OK, Outcome, PoolError, PoolLockedError
 from vllm_nvmeof_offload.pool.format import SlotHeader, Superblock
+from vllm_nvmeof_offload.pool.lease import LeaseState
+from vllm_nvmeof_offload.pool.log import newest_head
 from vllm_nvmeof_offload.pool.survey import (
     RankDirectory,
     Surveyed,
@@ -40,7 +42,7 @@ from vllm_nvmeof_offload.pool.survey import (
 from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import MIB, format_bytes
 
-_LOCK_KINDS = ("none", "stale", "old", "live")
+_LOCK_KINDS = ("none", "stale", "foreign", "live")
 _LISTED_MAX = 20
 #: Digits of a keyspace in tables: enough to name it in a command.
 _DIGITS = 12
@@ -142,10 +144,19 @@ def region(surveyed: Surveyed) -> dict[str, Any]:
         "rank": surveyed.directory.rank,
         "owner": block.uuid.hex() if block else None,
         "lock": asdict(surveyed.lock),
+        "lease": _lease(surveyed.lease),
         "tag": _tag([surveyed]),
         "adopts": surveyed.adopts,
         "readers": readers_of([surveyed]),
     }
+
+
+def _lease(state: LeaseState | None) -> dict[str, Any] | None:
+    """The lease of a region and its page; None: it has none. text: for people."""
+    if state is None:
+        return None
+    page = asdict(state.page) | {"owner": state.page.owner.hex()}
+    return {"kind": state.kind, "unchanged_s": state.unchanged_s, **page, "text": str(state)}
 
 
 def occupancy(surveyed: Surveyed) -> dict[str, int]:
@@ -161,13 +172,14 @@ def occupancy(surveyed: Surveyed) -> dict[str, int]:
 def inspect_rank(surveyed: Surveyed) -> dict[str, Any]:
     """The superblock, lock, files and occupancy of one rank directory."""
     files = {}
-    for name in ("superblock", "table", "slab"):
+    for name in ("superblock", "table", "log", "slab"):
         with contextlib.suppress(FileNotFoundError):
             files[name] = os.lstat(surveyed.path / name).st_size
     block = surveyed.superblock
     return {
         "directory": str(surveyed.path),
         "lock": asdict(surveyed.lock),
+        "lease": _lease(surveyed.lease),
         "problem": surveyed.problem,
         "superblock": _shown(block) if block else None,
         "epoch_of_pool": surveyed.epoch,
@@ -176,8 +188,19 @@ def inspect_rank(surveyed: Surveyed) -> dict[str, Any]:
         "file_bytes": files,
         "disk_bytes": surveyed.disk_bytes,
         "last_use_s": surveyed.last_use_s,
+        "log": log_head(surveyed),
         "occupancy": occupancy(surveyed),
     }
+
+
+def log_head(surveyed: Surveyed) -> dict[str, int] | None:
+    """The header of the log's newest page, with its `pages`; None: there is no log."""
+    pages = surveyed.superblock.log_pages if surveyed.superblock else 0
+    if not pages:
+        return None
+    with offline.open_log(surveyed) as fd:
+        head = newest_head(fd, pages)
+    return {"pages": pages} | (head._asdict() if head else {})
 
 
 #: Fields of the superblock that later releases use.
@@ -324,7 +347,7 @@ def _holder(lock: dict[str, Any]) -> str:
     if not holder:
         return f"{kind}: a process on this host"
     age_s = lock["heartbeat_age_s"]
-    age = f", {max(age_s, 0):.0f} s ago" if age_s is not None else ""
+    age = f", {age_s:.0f} s ago" if age_s is not None else ""
     return f"{kind}: pid {holder['pid']} on {holder['host']}{age}"
 
 
@@ -407,12 +430,14 @@ def _regions(spaces: Iterable[dict[str, Any]]) -> Table:
             f"engine-{one['engine']}/rank-{one['rank']}",
             one["owner"][:_TAG_DIGITS] if one["owner"] else "unknown",
             _holder(one["lock"]),
+            one["lease"]["text"] if one["lease"] else "none",
             _weights(one),
             _pids(one),
         )
         for keyspace, one in rows
     ]
-    return _table(("keyspace", "region", "owner", "lock", "tag", "readers"), cells)
+    names = ("keyspace", "region", "owner", "lock", "lease", "tag", "readers")
+    return _table(names, cells)
 
 
 def print_details(
@@ -441,21 +466,29 @@ def print_details(
     for name, value in (facts or {}).items():
         _print(f"  {name}: {value if isinstance(value, str) else json.dumps(value)}")
     for one in ranks:
-        _print("", one["directory"])
-        _print(f"  lock: {_holder(one['lock'])}; last use {_time(one['last_use_s'])}")
-        _print(f"  readers: {_pids(one)}")
-        _print(f"  on disk: {format_bytes(one['disk_bytes'])}")
-        if one["problem"]:
-            _print(f"  superblock: {one['problem']}")
-            continue
-        for name, value in one["superblock"].items():
-            _print(f"  {name}: {value}")
-        if not one["adopts"]:
-            _print("  the next start adopts none of its entries")
-        counts = ", ".join(f"{count} {state}" for state, count in one["occupancy"].items())
-        _print(f"  slots: {counts}")
+        _print_rank(one)
     if "slot" in found:
         _print_slot(found["slot"])
+
+
+def _print_rank(one: dict[str, Any]) -> None:
+    _print("", one["directory"])
+    _print(f"  lock: {_holder(one['lock'])}; last use {_time(one['last_use_s'])}")
+    if one["lease"]:
+        _print(f"  lease: {one['lease']['text']}")
+    _print(f"  readers: {_pids(one)}")
+    _print(f"  on disk: {format_bytes(one['disk_bytes'])}")
+    if one["problem"]:
+        _print(f"  superblock: {one['problem']}")
+        return
+    for name, value in one["superblock"].items():
+        _print(f"  {name}: {value}")
+    if one["log"]:
+        _print("  log: " + ", ".join(f"{name} {value}" for name, value in one["log"].items()))
+    if not one["adopts"]:
+        _print("  the next start adopts none of its entries")
+    counts = ", ".join(f"{count} {state}" for state, count in one["occupancy"].items())
+    _print(f"  slots: {counts}")
 
 
 def _print_slot(slot: dict[str, Any]) -> None:

@@ -25,8 +25,9 @@ from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.manager.boundary import automatic
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES
+from vllm_nvmeof_offload.pool.log import log_pages_of
 from vllm_nvmeof_offload.staging import split_slots
-from vllm_nvmeof_offload.units import slot_stride_bytes
+from vllm_nvmeof_offload.units import PAGE_BYTES, slot_stride_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,8 +324,13 @@ def cpu_room(sizes: KvSizes) -> Room:
 
 
 def pool_room(sizes: KvSizes, drives: int) -> Room:
-    """The pool on `drives` drives; a session may use several, so no drive's rest is lost."""
+    """The pool on `drives` drives; a session may use several, so no drive's rest is lost.
+
+    Each rank has a log on each drive.
+    """
     each = int(sizes.deployment.drive_bytes * sizes.deployment.drive_fill)
+    ranks = sizes.deployment.ranks
+    each -= ranks * log_pages_of(each // ranks) * PAGE_BYTES
     return _room(each * drives, sizes.pooled_bytes(sizes.deployment.context_tokens))
 
 

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bench moving`: conversations whose turns go to two servers in turn, as a router without memory
+sends them.
+
+    ours    two of our servers on one directory, and each turn goes to the other one
+    sticky  the same servers, and each conversation stays on one
+    peer    two servers with vLLM's tiering on one directory, and each turn goes to the other one
+
+Each server's CPU tier holds a quarter of what the conversations have at their end. GPU memory holds
+one request, and is emptied before each: what returns must be loaded, or computed. All arms have the
+same prompts; a salt of each arm and round keeps its chunks from the others.
+
+All conversations have their first turn, one after another in a drawn order, then all have their
+second one. The servers share this machine, so one request runs at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vllm_nvmeof_bench.benchmark import Command
+from vllm_nvmeof_bench.moving.report import OURS, PEER, STICKY, Sample
+from vllm_nvmeof_bench.results import BenchError
+from vllm_nvmeof_bench.serve.arms import Arm, ServerSettings, Sizes
+from vllm_nvmeof_bench.serve.fleet import Part, Run
+from vllm_nvmeof_bench.serve.fleet import run as run_parts
+from vllm_nvmeof_bench.servers.client import Answer, Client, Hits
+from vllm_nvmeof_bench.servers.server import BLOCK_TOKENS
+from vllm_nvmeof_bench.settings import check_names, check_positive, option
+
+_SERVERS = 2
+_TIER_SHARE = 4
+#: A pool holds what so many measurements store.
+_MEASUREMENTS = 2
+
+
+class _Routing(NamedTuple):
+    """servers: the kind of servers. moves: whether a turn goes to the next one."""
+
+    servers: str
+    moves: bool
+
+
+_ROUTINGS = {
+    OURS: _Routing(OURS, True),
+    STICKY: _Routing(OURS, False),
+    PEER: _Routing(PEER, True),
+}
+_ABOUT = {
+    OURS: "ours, CPU tier holds a quarter, pool in a directory with the other one's",
+    PEER: "vLLM's tiering + fs, CPU tier holds a quarter, one directory with the other one",
+}
+
+
+def servers_of(kind: str) -> list[str]:
+    """The names of the servers of a kind."""
+    return [f"{kind}-{number}" for number in range(_SERVERS)]
+
+
+def server_of(arm: str, conversation: int, turn: int) -> str:
+    """The server that answers this turn."""
+    routing = _ROUTINGS[arm]
+    return servers_of(routing.servers)[(conversation + turn * routing.moves) % _SERVERS]
+
+
+@dataclass
+class _Conversation:
+    rng: np.random.Generator
+    context: list[int] = field(default_factory=list)
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class Settings(ServerSettings):
+    """Conversations that change servers."""
+
+    arms: tuple[str, ...] = option((OURS, STICKY, PEER), f"Of {','.join(_ROUTINGS)}.")
+    conversations: int = option(4, "Conversations.", min=1)
+    turns: int = option(6, "Turns of each.", min=2)
+    first_tokens: int = option(1024, "Tokens of the first turn's prompt.", min=1)
+    grow_tokens: int = option(256, "Tokens that each later turn adds.", min=1)
+    answer_tokens: int = option(8, "Tokens of each answer.", min=1)
+    think_s: float = option(0.5, "Seconds between the turns.")
+    rounds: int = option(6, "Rounds of everything, with the arms interleaved; one more warms up.",
+                         min=1)  # fmt: skip
+    seed: int = option(1, "Seed of the prompts and of the order.")
+
+    def __post_init__(self) -> None:
+        check_names("arm", self.arms, list(_ROUTINGS))
+        check_positive(self, "conversations", "first_tokens", "grow_tokens", "answer_tokens")
+        check_positive(self, "turns", "rounds")
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of servers that the arms need."""
+        return list(dict.fromkeys(_ROUTINGS[arm].servers for arm in self.arms))
+
+    def servers(self) -> list[Arm]:
+        """The servers to start."""
+        return [
+            Arm(name, _ABOUT[kind], "third", pool=True, peer=kind == PEER, place=kind)
+            for kind in self.kinds
+            for name in servers_of(kind)
+        ]
+
+    def sizes(self) -> Sizes:
+        """Sizes of servers that are started here. GPU memory holds one request."""
+        one = self.first_tokens + (self.turns - 1) * self.grow_tokens
+        one += self.turns * self.answer_tokens
+        every = self.conversations * one
+        measured = _MEASUREMENTS * every
+        gpu = one + 2 * BLOCK_TOKENS
+        return self.sizes_of(measured, one, gpu, third_tokens=every // _TIER_SHARE)
+
+    def measure(self, run: Run) -> None:
+        """Raises: BenchError, ClientError: a server is missing, keeps its GPU memory, or does not
+        settle."""
+        needed = [name for kind in self.kinds for name in servers_of(kind)]
+        if missing := sorted(set(needed) - run.fleet.clients.keys()):
+            raise BenchError(f"no server {', '.join(missing)}: give --base-url NAME=URL for each")
+        done, total = itertools.count(), (self.rounds + 1) * len(self.arms)
+        for number in range(self.rounds + 1):
+            dice = random.Random(f"{self.seed} {number}")
+            for arm in dice.sample(self.arms, len(self.arms)):
+                words = f"round {number} · {arm}" if number else f"warming up · {arm}"
+                run.on_progress(next(done), total, words)
+                measured = self._converse(run, arm, number)
+                run.samples.extend(measured if number else [])
+
+    def _converse(self, run: Run, arm: str, number: int) -> list[Sample]:
+        """All turns of all conversations; round 0 warms up."""
+        fleet = run.fleet
+        names = servers_of(_ROUTINGS[arm].servers)
+        seen = {name: fleet.run(fleet.clients[name].hits()) for name in names}
+        conversations = [
+            _Conversation(np.random.default_rng([self.seed, 37, number, one]))
+            for one in range(self.conversations)
+        ]
+        samples = []
+        for turn in range(self.turns):
+            time.sleep(self.think_s if turn else 0)
+            length = self.grow_tokens if turn else self.first_tokens
+            dice = random.Random(f"{self.seed} {number} {turn}")
+            for which in dice.sample(range(len(conversations)), len(conversations)):
+                one = conversations[which]
+                if one.failed:
+                    continue  # as its user would end it
+                one.context += run.tokens.draw(one.rng, length)
+                name = server_of(arm, which, turn)
+                asked = _ask(fleet.clients[name], one.context, self, f"{arm} {number}")
+                reply, hits = fleet.run(asked)
+                found, seen[name] = hits - seen[name], hits
+                one.context += reply.tokens
+                one.failed = reply.failure is not None
+                samples.append(_sample((arm, number, which, turn, name), reply, found))
+        for name in names:
+            fleet.run(fleet.clients[name].settle())
+        return samples
+
+
+async def _ask(
+    client: Client, prompt: Sequence[int], settings: Settings, salt: str
+) -> tuple[Answer, Hits]:
+    """The answer, and the server's hits so far.
+
+    Raises: BenchError: the server cannot empty its GPU memory.
+    """
+    if not await client.forget_gpu():
+        raise BenchError("a server has no /reset_prefix_cache: set VLLM_SERVER_DEV_MODE=1 there")
+    reply = await client.attempt(prompt, settings.answer_tokens, cache_salt=salt)
+    return reply, await client.hits()
+
+
+def _sample(where: Iterable[Any], reply: Answer, hits: Hits) -> Sample:
+    """where: the sample's first fields."""
+    text = " ".join(map(str, reply.tokens)) or reply.text
+    return Sample(
+        *where,
+        ttft_s=reply.ttft_s if reply.failure is None else None,
+        end_s=reply.end_s,
+        prompt_tokens=reply.tokens_in,
+        answer_tokens=reply.tokens_out,
+        gpu=hits.gpu,
+        cpu=hits.cpu,
+        pool=hits.pool,
+        shared=hits.shared,
+        other=hits.other - hits.shared,
+        digest=hashlib.sha256(text.encode()).hexdigest()[:16],
+        failure=reply.failure,
+    )
+
+
+def _measure(settings: Settings, json_path: Path) -> None:
+    sizes, arms = settings.sizes(), settings.servers()
+    run_parts({"moving": Part(settings, sizes, settings.measure, json_path, arms=arms)})
+
+
+COMMANDS = (
+    Command(
+        "moving",
+        """Measure conversations that change servers at each turn, beside sticky routing.
+
+        Starts two of our servers on one directory and two with vLLM's tiering on another, about a
+        minute in all, and takes three minutes more. With --base-url they are named ours-0, ours-1,
+        peer-0, peer-1.
+        """,
+        Settings,
+        _measure,
+    ),
+)

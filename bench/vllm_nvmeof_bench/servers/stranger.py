@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A made-up server that stores chunks of its own beside real ones, for those who follow it.
+
+`python -m vllm_nvmeof_bench.servers.stranger TARGET PUTS SECONDS` takes the last engine directory
+of the only keyspace on the target and writes so many entries into its table, at a steady pace and
+each into a slot of its own, as the table thread of a server does. There is no slab: nobody asks for
+these keys, so nobody borrows them. It prints a line when the last entry is written, and removes the
+directory when its stdin ends.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from vllm_nvmeof_offload.pool.format import (
+    ENTRY_BYTES,
+    LOCK_FILE,
+    TABLE_FILE,
+    Superblock,
+    encode_entry,
+    read_superblock,
+    write_superblock,
+)
+from vllm_nvmeof_offload.pool.lock import DirectoryLock
+from vllm_nvmeof_offload.pool.ownership import INSTANCES_MAX
+from vllm_nvmeof_offload.protocol import SlotIdentity
+
+_TICK_S = 0.01
+_HASH_BYTES = 32
+_ENGINE = f"engine-{INSTANCES_MAX - 1}"
+
+
+@contextmanager
+def stranger(target: Path, puts: int, seconds: float) -> Iterator[subprocess.Popen[bytes]]:
+    """Run it; a line on its stdout says that all is written. Its directory is gone at the end."""
+    command = [sys.executable, "-m", __name__, str(target), str(puts), str(seconds)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        process.communicate()
+
+
+def _region_like(one: Path, slots: int) -> tuple[Path, Superblock]:
+    """A new region beside the real one in this directory, as a rank of its server would make it."""
+    found = read_superblock(one)
+    assert found is not None and found.world_size == 1
+    directory = one.parents[1] / _ENGINE / "rank-0"
+    directory.mkdir(parents=True)
+    superblock = Superblock(
+        uuid=random.randbytes(16),
+        keyspace=found.keyspace,
+        slot_bytes=found.slot_bytes,
+        payload_bytes=found.payload_bytes,
+        slots=slots,
+        target_index=0,
+        target_count=1,
+        rank=0,
+        world_size=1,
+        epoch=1,
+        tag=found.tag,
+        sequence=1,
+        groups=found.groups,
+    )
+    return directory, superblock
+
+
+def _write(table: Path, puts: int, seconds: float, group_id: int) -> None:
+    fd = os.open(table, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    os.ftruncate(fd, puts * ENTRY_BYTES)
+    begun_s = time.monotonic()
+    for slot in range(puts):
+        key = random.randbytes(_HASH_BYTES) + group_id.to_bytes(4, "big")
+        entry = encode_entry(slot, SlotIdentity(key, slot + 1), 1)
+        os.pwrite(fd, entry, slot * ENTRY_BYTES)
+        ahead_s = begun_s + seconds * slot / puts - time.monotonic()
+        if ahead_s > _TICK_S:
+            time.sleep(ahead_s)
+    os.close(fd)
+
+
+def main(target: str, puts: str, seconds: str) -> None:
+    real = sorted(Path(target).glob("*/engine-*/rank-0"))
+    directory, superblock = _region_like(real[0], int(puts))
+    try:
+        lock = DirectoryLock.claim(directory / LOCK_FILE)
+        assert lock is not None, "the directory is new"
+        (directory / TABLE_FILE).touch(0o600)
+        write_superblock(directory, superblock)
+        group_id = superblock.groups[0].group_id
+        _write(directory / TABLE_FILE, int(puts), float(seconds), group_id)
+        print("written", flush=True)
+        sys.stdin.buffer.read()
+        lock.release()
+    finally:
+        shutil.rmtree(directory.parent)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

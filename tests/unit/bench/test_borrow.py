@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bench borrow`: its arithmetic on made-up samples, and a whole run with two made-up servers."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from typer.testing import CliRunner
+from vllm_nvmeof_bench.benchmark import benchmark
+from vllm_nvmeof_bench.borrow import measure
+from vllm_nvmeof_bench.borrow.measure import Settings
+from vllm_nvmeof_bench.borrow.report import BORROWED, KINDS, OWN, Sample, goals, ratio
+from vllm_nvmeof_bench.results import BenchError
+from vllm_nvmeof_bench.serve.fleet import Fleet, Run
+from vllm_nvmeof_bench.servers.client import Answer, Client, Hits, Metrics, Tokens
+
+from tests.unit.bench import printing
+from vllm_nvmeof_offload.cli import app
+
+TOKENS = 100
+
+
+def everything(slowness: float = 1.2, pairs: int = 20) -> list[Sample]:
+    """Times differ from pair to pair."""
+    return [
+        Sample(
+            kind, number, (1.0 if kind == OWN else slowness) * number, TOKENS, gpu=0, cpu=0,
+            pool=96 if kind == OWN else 0, shared=96 if kind == BORROWED else 0, other=0,
+            same=True, failure=None,
+        )
+        for number in range(1, pairs + 1)
+        for kind in KINDS
+    ]  # fmt: skip
+
+
+def test_the_ratio_is_of_pairs_whose_prompts_came_from_where_they_were_stored() -> None:
+    found = ratio(everything())
+    assert found and (found.middle, found.n) == (pytest.approx(1.2), 20)
+    assert found.interval == (pytest.approx(1.2), pytest.approx(1.2))
+    computed = [replace(one, shared=0, ttft_s=9.0) for one in everything()[1:2]]
+    found = ratio([*computed, *everything()[2:]])
+    assert found and (found.middle, found.n) == (pytest.approx(1.2), 19)
+    assert ratio([]) is None
+
+
+def test_every_goal_can_be_missed() -> None:
+    assert [goal.reached for goal in goals(everything(), {})] == [True] * 3
+    assert [goal.reached for goal in goals(everything(1.4), {})] == [False, True, True]
+    samples = everything()
+    elsewhere = [replace(samples[0], pool=0, cpu=96), *samples[1:]]
+    assert [goal.reached for goal in goals(elsewhere, {})] == [True, False, True]
+    wrong = [replace(samples[0], same=False), *samples[1:]]
+    assert [goal.reached for goal in goals(wrong, {})] == [True, True, False]
+    assert {goal.reached for goal in goals([], {})} == {None}
+
+
+def test_the_ratio_is_printed_with_its_interval_and_drawn(tmp_path: Path) -> None:
+    idle = {"settings": {"tokens": TOKENS, "idle_s": 60.0, "puts": 1_000_000}}
+    text = printing.printed("borrow", everything(), idle)
+    for needed in ("1.200, 95 % interval 1.200 to 1.200 (20 pairs", "60 s", "1,000,000", "96%"):
+        assert needed in text, needed
+    assert "right after another request" in printing.printed("borrow", [], {})
+    pytest.importorskip("matplotlib")
+    for at, samples in enumerate((everything(), everything()[:1])):
+        benchmark("borrow").draw(tmp_path / f"{at}.png", samples, {})
+        assert (tmp_path / f"{at}.png").read_bytes().startswith(b"\x89PNG")
+
+
+class MadeUp:
+    """A server that computes nothing. others: those whose pools it reads."""
+
+    def __init__(self) -> None:
+        self.others: list[MadeUp] = []
+        self.stored: list[list[int]] = []
+        self.counts = Hits()
+        self.asked: list[str] = []
+
+    async def forget_gpu(self) -> bool:
+        return True
+
+    async def settle(self) -> None:
+        pass
+
+    async def hits(self) -> Hits:
+        return self.counts
+
+    async def counted(self) -> Metrics:
+        chunks = sum(len(prompt) // 32 for one in self.others for prompt in one.stored)
+        return Metrics(f"vllm:nvmeof_shared_entries {chunks}\n")
+
+    async def attempt(self, prompt: list[int], tokens: int) -> Answer:
+        length, now = len(prompt), self.counts
+        if prompt in self.stored:
+            self.asked.append(OWN)
+            self.counts = replace(now, pool=now.pool + length)
+        elif any(prompt in one.stored for one in self.others):
+            self.asked.append(BORROWED)
+            self.counts = replace(now, other=now.other + length, shared=now.shared + length)
+        else:
+            self.stored.append(prompt)
+        return Answer(0.0, tokens=prompt[:tokens], times=[0.5])
+
+
+def measured(settings: Settings, servers: dict[str, MadeUp]) -> list[Sample]:
+    with asyncio.Runner() as runner:
+        fleet = Fleet(runner, cast(dict[str, Client], servers))
+        run = Run(fleet, Tokens(), [], {}, lambda *_: None)
+        settings.measure(run)
+        return run.samples
+
+
+def test_pairs_are_asked_in_a_drawn_order_of_the_server_that_borrows() -> None:
+    servers = {"owner": MadeUp(), "borrower": MadeUp()}
+    servers["borrower"].others = [servers["owner"]]
+    samples = measured(Settings(tokens=320, pairs=6), servers)
+    assert [one.round for one in samples] == [n for n in range(1, 7) for _ in KINDS]
+    assert all(one.found_there == 1.0 and one.same for one in samples)
+    asked = servers["borrower"].asked
+    assert asked[2:] == [one.kind for one in samples], "the first pair warms up"
+    assert {tuple(asked[at : at + 2]) for at in range(0, 14, 2)} == {
+        (OWN, BORROWED),
+        (BORROWED, OWN),
+    }
+
+
+def test_a_server_that_does_not_see_the_other_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_KNOWS_S_MAX", 0.0)
+    servers: dict[str, Any] = {"owner": MadeUp(), "borrower": MadeUp()}
+    with pytest.raises(BenchError, match="knows 0 of the other one's 20 chunks"):
+        measured(Settings(tokens=320, pairs=1), servers)
+
+
+def test_wrong_settings_are_refused() -> None:
+    done = CliRunner().invoke(app, ["bench", "borrow", "--pairs", "0"])
+    assert done.exit_code == 2

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leases of real directories: pages, claims, the keeper, and what a new owner adopts."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.wait import wait_until
+from vllm_nvmeof_offload.pool import lease as leases
+from vllm_nvmeof_offload.pool import ownership
+from vllm_nvmeof_offload.pool.format import read_superblock
+from vllm_nvmeof_offload.pool.lease import (
+    NOBODY,
+    Keeper,
+    Lease,
+    LeasePage,
+    Leasing,
+    PageFile,
+    Permit,
+    lease_of,
+    read_lease,
+)
+from vllm_nvmeof_offload.pool.pool import Pool
+
+from .kit import STORED, fill, make_spec
+
+PAGE = LeasePage(bytes(range(16)), 7, 9, 1000, 5, "höst", 4711, "server a")
+#: A start waits 0.3 s for a sign of life; a permit lasts 0.1 s.
+SHORT = Leasing("a", takeover_s=0.3, settle_s=0.01)
+#: It renews often, and a start waits longer than a busy machine delays that.
+BEATING = Leasing("a", takeover_s=15.0, settle_s=0.01)
+#: A permit lasts 20 s: nothing runs out while a test runs.
+LONG = Leasing("a", takeover_s=60.0, settle_s=0.01)
+
+
+def put(path: Path, page: bytes) -> None:
+    io = PageFile(path)
+    io.create()
+    io.write(page)
+
+
+def page_in(directory: Path) -> LeasePage:
+    page = read_lease(lease_of(directory))
+    assert page is not None
+    return page
+
+
+# -- the page -------------------------------------------------------------------------
+
+
+def test_a_page_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    io = lease_of(tmp_path)
+    assert read_lease(io) is None, "nobody has claimed it"
+    put(io.path, PAGE.encode())
+    assert read_lease(io) == PAGE
+    assert io.path.stat().st_size == 4096
+
+
+def test_a_name_that_is_too_long_is_cut_between_two_characters() -> None:
+    page = LeasePage.decode(replace(PAGE, host="ü" * 40, name="n" * 99).encode())
+    assert page is not None
+    assert (page.host, page.name) == ("ü" * 32, "n" * 64)
+
+
+@pytest.mark.parametrize("at", [0, 8, 33, 100, 4095])
+def test_a_damaged_page_has_an_owner_that_nobody_is(tmp_path: Path, at: int) -> None:
+    damaged = bytearray(PAGE.encode())
+    damaged[at] ^= 1
+    put(tmp_path / "lease", bytes(damaged))
+    page = page_in(tmp_path)
+    assert not page.is_intact
+    assert not page.is_free
+    assert page.owner not in (PAGE.owner, NOBODY)
+    assert page_in(tmp_path) == page, "its silence can be watched"
+
+
+def test_a_torn_page_is_read_again(tmp_path: Path) -> None:
+    pages = iter([PAGE.encode()[:512].ljust(4096, b"\1"), PAGE.encode()])
+
+    class Torn:
+        def read(self) -> bytes:
+            return next(pages)
+
+        def write(self, page: bytes) -> None:
+            raise AssertionError
+
+    assert read_lease(Torn()) == PAGE
+
+
+# -- the keeper -----------------------------------------------------------------------
+
+
+class Kept:
+    """A lease with a clock of its own. Pages are in memory; `delay_s`: of the next write."""
+
+    def __init__(self) -> None:
+        self.now_s, self.delay_s = 100.0, 0.0
+        self.content = PAGE.encode()
+        self.permit = Permit(ctypes.c_uint64())
+        self.permit.grant(int(110e9))
+        self.keeper = Keeper(self, PAGE.owner, 30.0, self.permit, lambda: int(self.now_s * 1e9))
+
+    def read(self) -> bytes:
+        return self.content
+
+    def write(self, page: bytes) -> None:
+        self.now_s += self.delay_s
+        self.content = page
+
+    @property
+    def until_s(self) -> float:
+        return self.permit.until_ns / 1e9
+
+
+def test_a_renewal_permits_writes_for_a_third_of_the_takeover_from_its_begin() -> None:
+    kept = Kept()
+    kept.now_s, kept.delay_s = 105.0, 3.0
+    kept.keeper.renew(epoch=6)
+    assert kept.until_s == 115
+    page = LeasePage.decode(kept.content)
+    assert page == replace(PAGE, beat=PAGE.beat + 1, epoch=6)
+
+
+def test_a_renewal_that_comes_late_permits_nothing_yet() -> None:
+    kept = Kept()
+    kept.delay_s = 25.0
+    kept.keeper.renew(epoch=6)
+    assert kept.until_s == 110 < kept.now_s, "it began 25 s ago"
+    kept.delay_s = 0.0
+    kept.keeper.renew(epoch=6)
+    assert kept.until_s == 135
+
+
+def test_a_lease_that_was_not_renewed_for_the_takeover_is_lost() -> None:
+    kept = Kept()
+    kept.delay_s = 30.0
+    kept.keeper.renew(epoch=6)
+    assert kept.permit.is_lost
+    before, kept.delay_s = kept.content, 0.0
+    kept.keeper.renew(epoch=6)
+    assert kept.permit.is_lost, "for good"
+    assert kept.content == before, "and nothing is written any more"
+
+
+def test_another_owner_in_the_page_ends_the_lease_for_good() -> None:
+    kept = Kept()
+    kept.content = theirs = replace(PAGE, owner=bytes(15) + b"\1").encode()
+    kept.keeper.renew(epoch=6)
+    assert kept.permit.is_lost
+    assert kept.content == theirs
+    kept.content = PAGE.encode()
+    kept.keeper.renew(epoch=6)
+    assert kept.permit.is_lost
+
+
+def test_a_page_that_cannot_be_read_leaves_the_permit_to_run_out() -> None:
+    kept = Kept()
+    for content in (b"", b"\1" * 4096):
+        kept.content = content
+        with pytest.raises(OSError, match=r"no owner|damaged"):
+            kept.keeper.renew(epoch=6)
+        assert kept.until_s == 110
+
+
+# -- pools ----------------------------------------------------------------------------
+
+
+@contextmanager
+def opened(target: Path, leasing: Leasing = LONG, **changes: object) -> Iterator[Pool]:
+    pool = Pool.open(make_spec(target, leasing=leasing, **changes))
+    yield pool
+    pool.close()
+
+
+def test_a_pool_without_leases_has_no_page_and_no_permit(tmp_path: Path) -> None:
+    pool = Pool.open(make_spec(tmp_path))
+    assert pool.permits == (None,)
+    assert not lease_of(pool.directories[0]).path.exists()
+    pool.close()
+
+
+def test_a_process_of_its_own_renews_and_a_close_leaves_no_owner(tmp_path: Path) -> None:
+    with opened(tmp_path, replace(LONG, takeover_s=3.0)) as pool:
+        (permit,), (directory,) = pool.permits, pool.directories
+        assert permit is not None and permit.is_open
+        first = page_in(directory)
+        assert (first.pid, first.name, first.generation) == (os.getpid(), "a", 1)
+        wait_until("a renewal", lambda: page_in(directory).beat > first.beat + 2)
+        assert page_in(directory).epoch == pool.superblocks[0].epoch
+    assert permit.is_lost
+    assert page_in(directory).is_free
+    with opened(tmp_path) as pool:
+        assert page_in(directory).generation == 2
+        assert pool.directories[0] == directory
+
+
+def test_an_owner_that_lives_is_not_taken_over(tmp_path: Path) -> None:
+    """Where flock does not reach: the page alone tells."""
+    with opened(tmp_path, BEATING) as first:
+        (directory,) = first.directories
+        wait_until("a renewal", lambda: page_in(directory).beat > 0)
+        (directory / "lock").unlink()  # another host's kernel has no lock on it
+        with opened(tmp_path, replace(BEATING, name="b")) as second:
+            assert second.engine_index == 1
+        with pytest.raises(Exception, match="lives"):
+            Pool.open(make_spec(tmp_path, leasing=BEATING, engine_index=0))
+        assert page_in(directory).owner != NOBODY
+
+
+def left_behind(target: Path, name: str) -> Path:
+    """A pool with chunks whose owner is gone without a release."""
+    with opened(target, replace(LONG, name=name)) as pool:
+        (directory,) = pool.directories
+        fill(pool)
+        page = page_in(directory)
+    put(directory / "lease", page.encode())
+    return directory
+
+
+def test_a_server_waits_for_its_own_last_region_and_adopts_it(tmp_path: Path) -> None:
+    directory = left_behind(tmp_path, "a")
+    begun_s = time.monotonic()
+    with opened(tmp_path, SHORT) as pool:
+        assert time.monotonic() - begun_s >= SHORT.takeover_s
+        assert pool.directories[0] == directory
+        assert len(pool.adopt()) == len(STORED)
+        assert page_in(directory).generation == 2
+
+
+def test_another_server_begins_a_new_epoch_in_a_region_that_it_takes_over(tmp_path: Path) -> None:
+    directory = left_behind(tmp_path, "a")
+    before = read_superblock(directory)
+    assert before is not None
+    with opened(tmp_path, replace(SHORT, name="b"), engine_index=0) as pool:
+        assert len(pool.adopt()) == 0
+        after = read_superblock(directory)
+        assert after is not None
+        assert (after.epoch != before.epoch, after.sequence) == (True, before.sequence + 1)
+
+
+def test_free_regions_come_before_those_of_dead_servers(tmp_path: Path) -> None:
+    left_behind(tmp_path, "a")
+    with opened(tmp_path, replace(SHORT, name="b")) as pool:
+        assert pool.engine_index == 1
+
+
+def test_a_claim_that_another_one_overwrites_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two claimants find the region free at the same time; the other one writes last."""
+    real = Lease.is_ours
+    asked: list[Path] = []
+
+    def is_ours(self: Lease) -> bool:
+        if not asked:
+            put(self.path, PAGE.encode())
+        asked.append(self.path)
+        return real(self)
+
+    monkeypatch.setattr(Lease, "is_ours", is_ours)
+    with opened(tmp_path, SHORT) as pool:
+        assert pool.engine_index == 1
+    assert page_in(asked[0].parent) == PAGE, "the loser writes nothing more"
+
+
+def test_a_repair_keeps_the_name_of_the_last_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = left_behind(tmp_path, "a")
+    put(directory / "lease", replace(page_in(directory), owner=NOBODY).encode())
+    monkeypatch.setattr(leases, "_BEATS_PER_PERMIT", 100)
+    with ownership.hold([directory]):
+        page = page_in(directory)
+        assert not page.is_free
+        wait_until("a renewal", lambda: page_in(directory).beat > page.beat)
+    assert page_in(directory).is_free
+    with opened(tmp_path, SHORT) as pool:
+        assert len(pool.adopt()) == len(STORED)
+
+
+#: A server with a lease, which prints its directory.
+SERVER = """
+import sys
+from pathlib import Path
+from tests.unit.pool.kit import make_spec
+from tests.wait import wait_until
+from vllm_nvmeof_offload.pool.lease import Leasing
+from vllm_nvmeof_offload.pool.pool import Pool
+pool = Pool.open(make_spec(Path(sys.argv[1]), leasing=Leasing("other", 1.5, 0.01)))
+print(pool.directories[0], flush=True)
+wait_until("the loss", lambda: pool.permits[0].is_lost)
+print("lost", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_stopped_server_loses_its_region_to_another_one(tmp_path: Path) -> None:
+    """Its flock, which another host does not see, stays; and it finds out when it goes on."""
+    command = [sys.executable, "-c", SERVER, str(tmp_path)]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdin is not None and child.stdout is not None
+    try:
+        directory = Path(child.stdout.readline().strip())
+        child.send_signal(signal.SIGSTOP)
+        (directory / "lock").unlink()
+        theirs = page_in(directory)
+        with opened(tmp_path, Leasing("b", 4.0, 0.01), engine_index=0) as pool:
+            assert page_in(directory).owner != theirs.owner
+            assert page_in(directory).generation == theirs.generation + 1
+            child.send_signal(signal.SIGCONT)
+            wait_until("beats", lambda: page_in(directory).beat > 3)
+            assert child.stdout.readline() == "lost\n"
+            (permit,) = pool.permits
+            assert permit is not None and not permit.is_lost, "and does not take it back"
+    finally:
+        child.kill()
+        child.communicate()

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the rows of a region come from: scans of its table, or one scan and then its log.
+
+A scan reads the table whole, which costs 9 ms per million entries, unless its file has not changed
+for a while. The kernel sets a file's time before it copies the bytes, so a change may follow the
+time that was seen by a moment: such a table is read again all the same, only less often.
+
+The log costs one read of 4 KiB when nothing was written. Whoever falls behind by a lap notices that
+from the pages' numbers, and scans again (`pool.log`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+from typing import Protocol
+
+from vllm_nvmeof_offload.native import ForeignRegion, ForeignWriter
+from vllm_nvmeof_offload.pool.format import LOG_FILE, TABLE_FILE, Superblock
+
+#: A table whose file has not changed for so long is read only at this interval.
+QUIET_S, QUIET_READ_S = 1.0, 5.0
+#: A table with a log is scanned all the same at this interval, if its file has changed: a record
+#: may be lost.
+RESCAN_S = 30.0
+
+
+class Source(Protocol):
+    """Keeps a region's rows in the foreign table up to date. For one thread."""
+
+    def begin(self) -> None:
+        """The rows were begun again (`ForeignRegion.begin`): they are to be found by a scan."""
+
+    def poll(self, rows: ForeignRegion, table: ForeignWriter, now_s: float) -> bool:
+        """Take in what is new. Returns whether the superblock was replaced, as far as is seen here.
+
+        OSError: a file cannot be read; what is offered of it stays.
+        """
+
+    def close(self) -> None:
+        """Close the files, which the next poll opens: the path may lead to others by now."""
+
+
+class ScanSource:
+    """Implements `Source` with the table alone."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = str(directory / TABLE_FILE)
+        self._fd = -1
+        self._read_s, self._changed_ns = float("-inf"), 0
+
+    def begin(self) -> None:
+        self._read_s = float("-inf")
+
+    def poll(self, rows: ForeignRegion, table: ForeignWriter, now_s: float) -> bool:
+        changed_ns = self._look()
+        if (
+            changed_ns != self._changed_ns
+            or time.time_ns() - changed_ns < QUIET_S * 1e9
+            or now_s - self._read_s >= QUIET_READ_S
+        ):
+            self.scan(rows, table, now_s)
+        else:
+            rows.ripen(table, int(now_s * 1e9))
+        return False
+
+    def has_changed(self) -> bool:
+        """Whether the table was written since the last scan began. OSError: as `poll`."""
+        return self._look() != self._changed_ns
+
+    def scan(self, rows: ForeignRegion, table: ForeignWriter, now_s: float) -> None:
+        """Read the table. OSError: as `poll`."""
+        changed_ns = self._look()
+        _check(rows.scan(table, self._fd, int(now_s * 1e9)))
+        self._read_s, self._changed_ns = now_s, changed_ns
+
+    def _look(self) -> int:
+        """When the file was written, by its own clock."""
+        if self._fd < 0:
+            self._fd = _open(self._path)
+        return os.fstat(self._fd).st_mtime_ns
+
+    def close(self) -> None:
+        self._fd = _closed(self._fd)
+
+
+class LogSource:
+    """Implements `Source` with the table and the log."""
+
+    def __init__(self, directory: Path, pages: int) -> None:
+        """pages: of the log."""
+        self._table = ScanSource(directory)
+        self._path = str(directory / LOG_FILE)
+        self._pages = pages
+        self._fd = -1
+        self._is_found = False  # where the log goes on
+        self._scanned_s = float("-inf")
+        #: How often the log had been written over, or was damaged.
+        self.overruns = 0
+
+    def begin(self) -> None:
+        self._is_found = False
+        self._table.begin()
+
+    def poll(self, rows: ForeignRegion, table: ForeignWriter, now_s: float) -> bool:
+        if self._fd < 0:
+            with contextlib.suppress(FileNotFoundError):
+                self._fd = _open(self._path)
+        if self._fd < 0:  # somebody has removed it
+            self._is_found = False
+            return self._table.poll(rows, table, now_s)
+        if not self._is_found:
+            self._find(rows, table, now_s)
+        why = rows.follow_log(table, self._fd, int(now_s * 1e9))
+        if why == rows.OVERRUN:
+            self.overruns += 1
+            self._find(rows, table, now_s)
+        elif why != rows.RESET:
+            _check(why)
+            if now_s - self._scanned_s >= RESCAN_S:
+                self._scanned_s = now_s
+                if self._table.has_changed():
+                    self._table.scan(rows, table, now_s)
+        return why == rows.RESET
+
+    def _find(self, rows: ForeignRegion, table: ForeignWriter, now_s: float) -> None:
+        """Find the log's end, and then scan: what is written meanwhile is in either of them."""
+        self._is_found = False
+        _check(rows.seek_log(self._fd, self._pages))
+        self._table.scan(rows, table, now_s)
+        self._is_found, self._scanned_s = True, now_s
+
+    def close(self) -> None:
+        self._fd = _closed(self._fd)
+        self._table.close()
+
+
+def source_of(directory: Path, superblock: Superblock) -> Source:
+    """The best source that the region has. An earlier release has written no log."""
+    if superblock.log_pages:
+        return LogSource(directory, superblock.log_pages)
+    return ScanSource(directory)
+
+
+def _open(path: str) -> int:
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+
+def _closed(fd: int) -> int:
+    if fd >= 0:
+        os.close(fd)
+    return -1
+
+
+def _check(error: int) -> None:
+    if error:
+        raise OSError(error, os.strerror(error))

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// The on-disk form of a region's log; `pool/log.py` defines it, and a test compares the two
+// implementations.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+namespace nvmeof {
+
+inline constexpr size_t kLogPageBytes = 4096;
+inline constexpr size_t kLogHeadBytes = 64;
+inline constexpr size_t kLogRecordBytes = 64;
+inline constexpr uint32_t kLogRecords = 63;  // of a page
+inline constexpr size_t kLogKeyBytesMax = 40;
+
+enum class LogKind : uint8_t { PUT = 1, RESET = 3, HINT = 4 };
+
+// Members are in their order on disk, behind the CRC.
+struct LogRecord {
+  uint32_t epoch = 0;
+  uint64_t generation = 0;
+  uint32_t slot = 0;  // within the region
+  uint8_t flags = 0;  // of the table's entry
+  uint8_t member = 0;
+  LogKind kind = LogKind::PUT;
+  uint8_t key_bytes = 0;  // more than `kLogKeyBytesMax`: the key is left out
+  std::array<uint8_t, kLogKeyBytesMax> key{};
+};
+
+struct LogHead {
+  uint32_t records = 0;
+  uint64_t sequence = 0;
+  uint64_t lease_generation = 0;
+  uint32_t epoch = 0;
+};
+
+// at: the first byte of the record. index: in its page.
+void encode_record(std::byte* at, const LogRecord& record, uint64_t sequence, uint32_t index);
+// False: not intact, or of another position.
+bool decode_record(const std::byte* at, uint64_t sequence, uint32_t index, LogRecord& record);
+
+// Fill the first bytes of a page.
+void encode_head(std::byte* page, const LogHead& head);
+// False: not intact.
+bool decode_head(const std::byte* page, LogHead& head);
+
+// A chunk of another region was borrowed `count` times.
+LogRecord hint_record(const std::array<uint8_t, 16>& region_uuid, uint32_t slot, uint8_t member,
+                      uint64_t generation, uint32_t count);
+
+}  // namespace nvmeof

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The log of a region: the newest changes of its table, for those who follow it.
+
+A ring of 4 KiB pages in the file `log`. Page s, counted since the region was made, is at position
+`s % pages` and replaces the page of the lap before; its number is never reused. The page under way
+is written again as it fills. A page's header, little endian::
+
+    0   u32 magic                   24  u32 epoch of the last record
+    4   u32 records, at most 63     28  u32 CRC-32C of bytes 0..27
+    8   u64 sequence, s             32  zero
+    16  u64 lease generation
+
+Then 63 records of 64 bytes::
+
+    0   u32 CRC-32C of (u64 sequence, u32 index, bytes 4..63)
+    4   u32 epoch                   21  u8  HINT: member of the place, 255: every
+    8   u64 generation              22  u8  kind
+    16  u32 slot in the region      23  u8  key length
+    20  u8  flags, as in the table  24  40s offload key, zero padded
+
+PUT (1): the table's entry of `slot` was written; it is also the deletion of what the slot had. A
+key that is longer than 40 bytes is left out, and its reader has to scan the table. RESET (3): the
+superblock that names `epoch` was written. HINT (4): chunks of another region were borrowed; slot
+and generation are of that region, and the key is its uuid (16s) and how often (u32). 2 is reserved.
+
+A record is a hint: it is written after the table's entry, nobody waits for it, and one that is lost
+costs a hit. A writer that may have lost some goes on a lap later, at the same position: whoever
+waits there finds a page that is newer than the one expected, and reads the whole table again. Every
+start of a server does so, because the last page may be torn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import fcntl
+import math
+import os
+import struct
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from crc32c import crc32c
+
+from vllm_nvmeof_offload.pool.format import FLAG_SINGLE_COPY, UUID_BYTES
+from vllm_nvmeof_offload.protocol import EVERY_MEMBER, SlotIdentity
+from vllm_nvmeof_offload.units import PAGE_BYTES
+
+LOG_MAGIC = 0x474C564E
+RECORDS_PER_PAGE = 63
+LOG_KEY_BYTES_MAX = 40
+#: 64,512 records: at 6,000 writes per second, a follower may be late by ten seconds.
+LOG_PAGES_MAX = 1024
+#: A log takes at most this part of a pool on a target. One that would be shorter than
+#: `LOG_PAGES_MIN` is left out: the table of such a pool is as quickly read.
+LOG_PART, LOG_PAGES_MIN = 1 / 64, 16
+
+_HEAD = struct.Struct("<IIQQI")
+_CRC = struct.Struct("<I")
+_POSITION = struct.Struct("<QI")
+_RECORD = struct.Struct(f"<IQIBBBB{LOG_KEY_BYTES_MAX}s")
+_RECORD_BYTES = _CRC.size + _RECORD.size
+_HEAD_BYTES = 64
+_HINT = struct.Struct(f"<{UUID_BYTES}sI")
+#: Pages that are read at a time while the newest one is looked for.
+_PAGES_AT_ONCE = 256
+assert _HEAD_BYTES + RECORDS_PER_PAGE * _RECORD_BYTES == PAGE_BYTES
+
+
+class Kind(enum.IntEnum):
+    """What a record says."""
+
+    PUT = 1
+    RESET = 3
+    HINT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LogRecord:
+    """One record. Use `put`, `reset` and `hint`. key_bytes: of the whole key."""
+
+    kind: Kind
+    epoch: int
+    slot: int = 0
+    generation: int = 0
+    key: bytes = b""
+    key_bytes: int = 0
+    flags: int = 0
+    member: int = 0
+
+    @staticmethod
+    def put(
+        slot: int, identity: SlotIdentity, epoch: int, *, single_copy: bool = False
+    ) -> LogRecord:
+        key = identity.key if len(identity.key) <= LOG_KEY_BYTES_MAX else b""
+        flags = FLAG_SINGLE_COPY if single_copy else 0
+        return LogRecord(Kind.PUT, epoch, slot, identity.generation, key, len(identity.key), flags)
+
+    @staticmethod
+    def reset(epoch: int) -> LogRecord:
+        return LogRecord(Kind.RESET, epoch)
+
+    @staticmethod
+    def hint(
+        region_uuid: bytes, slot: int, generation: int, count: int, member: int = EVERY_MEMBER
+    ) -> LogRecord:
+        key = _HINT.pack(region_uuid, count)
+        return LogRecord(Kind.HINT, 0, slot, generation, key, len(key), member=member)
+
+    def encode(self, sequence: int, index: int) -> bytes:
+        """Return the 64 bytes of record `index` of page `sequence`."""
+        body = _RECORD.pack(
+            self.epoch,
+            self.generation,
+            self.slot,
+            self.flags,
+            self.member,
+            self.kind,
+            self.key_bytes,
+            self.key,
+        )
+        return _CRC.pack(_crc_of(sequence, index, body)) + body
+
+    @staticmethod
+    def decode(raw: bytes, sequence: int, index: int) -> LogRecord | None:
+        """Parse the record at this position; None: it is not intact, or of another position."""
+        (crc,), body = _CRC.unpack_from(raw), raw[_CRC.size :]
+        if crc != _crc_of(sequence, index, body):
+            return None
+        epoch, generation, slot, flags, member, kind, key_bytes, key = _RECORD.unpack(body)
+        if kind not in frozenset(Kind):
+            return None
+        kept = key[:key_bytes] if key_bytes <= LOG_KEY_BYTES_MAX else b""
+        return LogRecord(Kind(kind), epoch, slot, generation, kept, key_bytes, flags, member)
+
+
+def _crc_of(sequence: int, index: int, body: bytes) -> int:
+    return int(crc32c(_POSITION.pack(sequence, index) + body))
+
+
+class LogHead(NamedTuple):
+    """The header of a page. records: their number."""
+
+    sequence: int
+    records: int
+    lease_generation: int = 0
+    epoch: int = 0
+
+    def encode(self) -> bytes:
+        body = _HEAD.pack(LOG_MAGIC, self.records, self.sequence, self.lease_generation, self.epoch)
+        return (body + _CRC.pack(crc32c(body))).ljust(_HEAD_BYTES, b"\0")
+
+    @staticmethod
+    def decode(page: bytes | memoryview) -> LogHead | None:
+        """Parse the header of a page (at least 64 bytes); None: it is not intact."""
+        body = bytes(page[: _HEAD.size])
+        magic, count, sequence, lease_generation, epoch = _HEAD.unpack(body)
+        intact = magic == LOG_MAGIC and _CRC.unpack_from(page, _HEAD.size)[0] == crc32c(body)
+        if not intact or count > RECORDS_PER_PAGE:
+            return None
+        return LogHead(sequence, count, lease_generation, epoch)
+
+
+def decode_page(page: bytes) -> tuple[LogHead, list[LogRecord | None]] | None:
+    """Return the head and records of a page (None: a record that is not intact); None: no page."""
+    head = LogHead.decode(page)
+    if head is None:
+        return None
+    starts = range(_HEAD_BYTES, PAGE_BYTES, _RECORD_BYTES)[: head.records]
+    records = [
+        LogRecord.decode(page[at : at + _RECORD_BYTES], head.sequence, index)
+        for index, at in enumerate(starts)
+    ]
+    return head, records
+
+
+def _pages(fd: int, pages: int) -> Iterator[tuple[int, bytes]]:
+    """Each page of a log with its position; fewer if the file is shorter."""
+    for first in range(0, pages, _PAGES_AT_ONCE):
+        count = min(_PAGES_AT_ONCE, pages - first)
+        raw = os.pread(fd, count * PAGE_BYTES, first * PAGE_BYTES)
+        for at in range(len(raw) // PAGE_BYTES):
+            yield first + at, raw[at * PAGE_BYTES : (at + 1) * PAGE_BYTES]
+
+
+def newest_head(fd: int, pages: int) -> LogHead | None:
+    """Return the header of the newest page; None: there is none. OSError: it cannot be read."""
+    newest: LogHead | None = None
+    for position, page in _pages(fd, pages):
+        head = LogHead.decode(page)
+        is_newer = head is not None and (newest is None or head.sequence > newest.sequence)
+        if head is not None and is_newer and head.sequence % pages == position:
+            newest = head
+    return newest
+
+
+def damaged_pages(fd: int, pages: int) -> int:
+    """Return how many pages were written and are not intact; OSError: as `newest_head`."""
+    return sum(_is_damaged(page) for _, page in _pages(fd, pages))
+
+
+def _is_damaged(page: bytes) -> bool:
+    found = decode_page(page)
+    return any(page[:_HEAD_BYTES]) if found is None else None in found[1]
+
+
+def next_sequence(fd: int, pages: int) -> int:
+    """Return the page with which a server that starts goes on: a lap behind the one under way."""
+    newest = newest_head(fd, pages)
+    if newest is None:
+        return pages
+    return newest.sequence + (newest.records == RECORDS_PER_PAGE) + pages
+
+
+def log_pages_of(pool_bytes: int) -> int:
+    """Return the pages of the log beside a pool that takes so many bytes on a target."""
+    pages = min(int(pool_bytes * LOG_PART) // PAGE_BYTES, LOG_PAGES_MAX)
+    return pages if pages >= LOG_PAGES_MIN else 0
+
+
+def with_log(slots_bytes: int) -> int:
+    """Return the least `pool_bytes` on one target that leaves so many bytes beside the log."""
+    return slots_bytes + PAGE_BYTES * log_pages_of(math.ceil(slots_bytes / (1 - LOG_PART)))
+
+
+class LogFile(NamedTuple):
+    """A log to write. pages: 0: there is none. next: the first page. fd: -1: it is away."""
+
+    fd: int
+    pages: int
+    next: int
+    lease_generation: int = 0
+
+
+class LogWriter:
+    """Writes a log from any thread; the native engine has its own (native/log_writer.h).
+
+    It has a descriptor of its own, because nothing waits for a record: the last operation on a
+    target may have ended before. An error of the disk is not reported. Then records are lost, and
+    readers notice.
+    """
+
+    def __init__(self, file: LogFile) -> None:
+        self._lock = threading.Lock()
+        self._pages = file.pages
+        self._fd = _copy_of(file.fd)
+        self._head = LogHead(file.next, 0, file.lease_generation)
+        self._page = bytearray(PAGE_BYTES)
+        self._is_written = True  # all of the page
+
+    def add(self, records: Iterable[LogRecord]) -> None:
+        """Append the records, in their order."""
+        with self._lock:
+            for record in records if self._pages and self._fd >= 0 else ():
+                if self._head.records == RECORDS_PER_PAGE:
+                    self._write()
+                    self._turn(1 if self._is_written else self._pages)
+                at = _HEAD_BYTES + self._head.records * _RECORD_BYTES
+                raw = record.encode(self._head.sequence, self._head.records)
+                self._page[at : at + _RECORD_BYTES] = raw
+                self._head = self._head._replace(records=self._head.records + 1, epoch=record.epoch)
+                self._is_written = False
+            self._write()
+
+    def replace(self, fd: int) -> None:
+        """Go on in another file, a lap later; fd: -1: in none."""
+        with self._lock:
+            self._close()
+            self._fd = _copy_of(fd)
+            self._turn(self._pages)
+
+    def close(self) -> None:
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self._fd)
+        self._fd = -1
+
+    def _turn(self, pages: int) -> None:
+        head = self._head
+        self._head = LogHead(head.sequence + pages, 0, head.lease_generation)
+        self._page[:] = bytes(PAGE_BYTES)
+        self._is_written = True
+
+    def _write(self) -> None:
+        if self._is_written:
+            return
+        self._page[:_HEAD_BYTES] = self._head.encode()
+        size = _HEAD_BYTES + self._head.records * _RECORD_BYTES
+        offset = self._head.sequence % self._pages * PAGE_BYTES
+        with contextlib.suppress(OSError):
+            self._is_written = os.pwrite(self._fd, self._page[:size], offset) == size
+
+
+def _copy_of(fd: int) -> int:
+    return -1 if fd < 0 else fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
