@@ -21,6 +21,11 @@ COUNT, PROMPT_TOKENS, ANSWER_TOKENS = 12, 75, 190
 #: Room for four complete requests; a third of all chunks fits into the CPU tier.
 GPU_BLOCKS, MODEL_LEN = 37, 512
 STAGING_SLOTS = 24
+#: The counters that tell why computed chunks are not loaded.
+REASONS = (
+    *("declined_tokens", "loads_cut", "failed_load_tokens", "failed_chunks", "verdict_changes"),
+    *("refused_stores", "refused_writes", "incomplete_chunks", "evictions", "prefetches_ended"),
+)
 #: Rounds in which enough preemptions must have happened.
 ROUNDS_MAX, PREEMPTIONS_MIN = 4, 20
 
@@ -90,7 +95,9 @@ def outcome(
         # The CPU tier holds a third of all chunks: chunks that a stalling disk refuses are lost.
         with suppress(pytest.skip.Exception):  # if mounting is not permitted, use that disk
             mounts.enter_context(tmpfs(place, 1 * GIB))
-        spec = _spec(place / "pool", "--scheduling-policy", request.param)
+        # One read that a busy machine holds up for 0.1 s makes admission recompute the next hits.
+        policy = ("--scheduling-policy", request.param)
+        spec = _spec(place / "pool", *policy, admission="always")
         got, before, after = _rounds(spec, f"preempt-{request.param}")
     return Outcome(expected, got, before, after)
 
@@ -109,8 +116,8 @@ def test_few_tokens_are_computed_twice(outcome: Outcome) -> None:
     """Among the computed tokens in full chunks that were no longer in GPU memory."""
     gone = outcome.ours("resumed_chunk_tokens")
     assert gone > 1000
-    refused = {name: outcome.ours(name) for name in ("refused_stores", "refused_writes")}
-    assert outcome.ours("resumed_chunk_tokens_lost") <= 0.05 * gone, refused
+    reasons = {name: outcome.ours(name) for name in REASONS}
+    assert outcome.ours("resumed_chunk_tokens_lost") <= 0.05 * gone, reasons
     assert outcome.ours("failed_chunks") == 0
 
 
