@@ -153,11 +153,11 @@ class Fabric:
     def cut(self, *paths: int) -> None:
         """Take links down: packets on them are lost without an error."""
         for path in paths:
-            _set_link(f"near{path}", up=False)
+            set_link(f"near{path}", up=False)
 
     def mend(self, *paths: int) -> None:
         for path in paths:
-            _set_link(f"near{path}", up=True)
+            set_link(f"near{path}", up=True)
 
     # -- the initiator's side -----------------------------------------------------------
 
@@ -243,7 +243,7 @@ def _get(place: Path) -> str:
     return place.read_text().strip()
 
 
-def _set_link(name: str, *, up: bool) -> None:
+def set_link(name: str, *, up: bool) -> None:
     """Like `ip link set`, without loading a program during a measurement."""
     request = struct.Struct("16sH22x")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:

@@ -14,6 +14,7 @@ from typing import Any
 
 from .child import LoadProcess
 from .loadspec import LoadSpec
+from .network_fs import NetworkFs
 from .nvmet import Fabric, Timeouts, run
 
 LOOK_S = 0.1
@@ -38,6 +39,7 @@ class Stage:
     #: Seconds between two looks at sysfs.
     look_s: float = LOOK_S
     mounted: list[Path] = field(default_factory=list)
+    network_fs: NetworkFs | None = None
     _seen: dict[str, str] = field(default_factory=dict)
 
     # -- recording --------------------------------------------------------------------
@@ -89,6 +91,13 @@ class Stage:
         run("mount", "-o", "noatime", str(device), str(place))
         self.mounted.append(place)
         return place
+
+    def share(self) -> NetworkFs:
+        """Export a file system on namespace 1 to two NFS clients."""
+        (directory,) = self.connect(Timeouts())
+        self.network_fs = NetworkFs(directory)
+        self.network_fs.let_in()
+        return self.network_fs
 
     def _unmounted(self, number: int = 1) -> bool:
         done = subprocess.run(
@@ -269,6 +278,9 @@ class Stage:
                 self.fabric.hang_disk(number, on=False)
         if self.child is not None and self.child.process.is_alive():
             self.child.kill()  # only now: a thread that waits for a hung disk cannot be killed
+        if self.network_fs is not None:
+            with suppress(AssertionError, OSError):
+                self.network_fs.close()
         for place in self.mounted:
             subprocess.run(["umount", "-l", str(place)], capture_output=True, timeout=UNMOUNT_S_MAX)
         self.fabric.disconnect()

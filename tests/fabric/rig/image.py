@@ -24,6 +24,7 @@ MODULES = (
     *("crc32c_generic", "crc32c_intel", "xfs", "brd", "loop", "dm_mod", "dm_delay"),
     *("nvme_core", "nvme_fabrics", "nvme_tcp", "nvmet", "nvmet_tcp"),
     *("veth", "sch_tbf", "sch_netem"),
+    *("nfsd", "nfsv4"),
 )
 INIT = Path(__file__).with_name("init.sh")
 DEPMOD_TIMEOUT_S = 120

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.fabric.scenarios import devices, outages, paths, pools
+from tests.fabric.scenarios import clients, devices, outages, paths, pools
 from tests.fabric.stage import Stage
 
 __all__ = ["BOOTS", "SCENARIOS"]
@@ -26,6 +26,7 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
     "namespace-disabled": devices.namespace_disabled,
     "medium-hangs": devices.medium_hangs,
     "medium-hangs-past-io-timeout": devices.medium_hangs_past_io_timeout,
+    "caches-apart": clients.caches_apart,
     "disconnected-while-mounted": devices.disconnected_while_mounted,
 }
 
@@ -52,5 +53,6 @@ BOOTS: tuple[tuple[str, ...], ...] = (
         "disconnected-while-mounted:uring",
         "medium-hangs-past-io-timeout:uring",
         "default-timeouts:uring",
+        "caches-apart:none",
     ),
 )
