@@ -52,6 +52,7 @@ from vllm_nvmeof_offload.protocol import (
     Urgency,
     owned_by,
     place_of,
+    unpacked,
 )
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.units import HEADER_BYTES, KIB
@@ -222,7 +223,8 @@ class Reader:
         if self._waker.fd in select.select(fds, [], [], 0.01)[0]:
             self._waker.clear()
         self._pipeline.step()
-        return [one for one in self._pipeline.take_reports() if isinstance(one, OpReport)]
+        reports = unpacked(self._pipeline.take_reports())
+        return [one for one in reports if isinstance(one, OpReport)]
 
     def run(self, reads: int) -> None:
         controls = Controls(self._directory, self.table_fd, self)
