@@ -2,9 +2,10 @@
 """The processes of the race for slots: `python -m tests.faults.race_child JSON`.
 
 The owner writes slots of its pool again and again, as fast as it can, until its stdin ends. A
-reader reads them as the table named them a few milliseconds ago, through its own pipeline, and
-compares every word of what it was given as right with what that key and generation wrote. Beside
-it run controls, each of which leaves out one check and so must be given wrong bytes.
+reader reads them as the table named them a few milliseconds ago, or as a follower of the log knew
+them then, through its own pipeline, and compares every word of what it was given as right with
+what that key and generation wrote. Beside it run controls, each of which leaves out one check and
+so must be given wrong bytes.
 
 A key comes back to its slot under other generations, so that nothing but the generation tells
 its chunks apart. Half of the writes and reads are of a few slots.
@@ -30,12 +31,15 @@ import numpy.typing as npt
 from tests.chunks import rows_of
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, OK, STALE
+from vllm_nvmeof_offload.follow.source import LogSource
 from vllm_nvmeof_offload.io.base import IoLimits, IoOp, Waker
 from vllm_nvmeof_offload.io.choose import choose_io_engine
+from vllm_nvmeof_offload.native import ForeignReader, ForeignRegion, ForeignWriter
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     Keyspace,
     SlotHeader,
+    Superblock,
     decode_table,
     parse_header,
     read_superblock,
@@ -55,7 +59,7 @@ from vllm_nvmeof_offload.protocol import (
     unpacked,
 )
 from vllm_nvmeof_offload.staging import StagingMap
-from vllm_nvmeof_offload.units import HEADER_BYTES, KIB
+from vllm_nvmeof_offload.units import HEADER_BYTES, KIB, PAGE_BYTES
 from vllm_nvmeof_offload.worker.pipeline import TransferLimits, TransferPipeline
 from vllm_nvmeof_offload.worker.regions import RegionFiles
 
@@ -66,12 +70,15 @@ LIMITS = IoLimits(split_bytes=4 * KIB)
 SLOTS, HOT = 256, 16
 KEYS_OF_SLOT = 2
 KEY_BYTES = 36
+KEYS = [number.to_bytes(KEY_BYTES, "little") for number in range(SLOTS * KEYS_OF_SLOT)]
+#: A reader that gets no processor for a third of a second at full speed has to scan again.
+LOG_PAGES = 64
 WRITES = 32
 OWNER = 1
 BATCH, BATCHES = 64, 4
 REFRESH_S = 0.01
 #: Of every so many batches, a turn of each control follows one.
-CONTROL_PERIOD, CONTROL_READS = 8, 16
+CONTROL_PERIOD, CONTROL_READS = 4, 16
 WAIT_S = 120.0
 _RAMP = np.arange(WORDS, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
@@ -84,8 +91,9 @@ def words_of(key: bytes, generation: int) -> npt.NDArray[np.uint64]:
 
 
 def open_pool(target: Path, slots: int) -> Pool:
-    spec = PoolSpec((target,), 1, PAYLOAD_BYTES, Keyspace.of({"race": 1}))
-    return Pool.open(replace(spec, pool_bytes=slots * (spec.slot_bytes + ENTRY_BYTES)))
+    spec = PoolSpec((target,), 1, PAYLOAD_BYTES, Keyspace.of({"race": 1}), log_pages=LOG_PAGES)
+    pool_bytes = slots * (spec.slot_bytes + ENTRY_BYTES) + LOG_PAGES * PAGE_BYTES
+    return Pool.open(replace(spec, pool_bytes=pool_bytes))
 
 
 def pick(dice: np.random.Generator) -> int:
@@ -125,7 +133,7 @@ def own(target: Path, seed: int) -> dict[str, int]:
                 continue
             generation += 1
             number = slot * KEYS_OF_SLOT + int(dice.integers(KEYS_OF_SLOT))
-            at, key = free.pop(), number.to_bytes(KEY_BYTES, "little")
+            at, key = free.pop(), KEYS[number]
             staging.payloads[at] = words_of(key, generation)
             address = staging.address + at * pool.slot_bytes
             what = SlotIdentity(key, generation), PAYLOAD_BYTES
@@ -152,7 +160,7 @@ def own(target: Path, seed: int) -> dict[str, int]:
 
 @dataclass
 class Snapshot:
-    """What the table named at one time: slot → identity; by row of the columns."""
+    """What was known at one time: slot → identity; by row of the columns."""
 
     slots: npt.NDArray[np.int64]
     keys: npt.NDArray[np.uint8]
@@ -171,6 +179,41 @@ class Snapshot:
         return SlotIdentity(self.keys[row].tobytes(), int(self.generations[row]))
 
 
+class Followed:
+    """What a follower of the owner knows by the log: the rows of a foreign table of its own."""
+
+    def __init__(self, directory: Path, superblock: Superblock) -> None:
+        assert superblock.log_pages == LOG_PAGES
+        fd = os.memfd_create("foreign")
+        self._table = ForeignWriter(fd, len(KEYS))
+        self._reader = ForeignReader(fd)
+        os.close(fd)
+        self._rows = ForeignRegion((OWNER, 0, 0), superblock.slots, [(0, 1)], 0)
+        self._rows.begin(self._table, superblock.epoch, False)
+        self._source = LogSource(directory, superblock.log_pages)
+        self.polls = 0
+
+    def read(self) -> Snapshot:
+        """Take in what was logged since."""
+        self.polls += 1
+        self._source.poll(self._rows, self._table, time.monotonic())
+        found = [(at, row) for at, key in enumerate(KEYS) for row in self._reader.rows_of(key)]
+        numbers = np.array([at for at, _ in found], np.int64)
+        slots = numbers // KEYS_OF_SLOT
+        places = [place for _, (place, _) in found]
+        assert places == (slots | owned_by(OWNER, place_of(0, 0))).tolist()
+        keys = np.frombuffer(b"".join(KEYS), np.uint8).reshape(-1, KEY_BYTES)[numbers]
+        generations = np.array([generation for _, (_, generation) in found], np.uint64)
+        return Snapshot(slots, keys, generations)
+
+    @property
+    def overruns(self) -> int:
+        return self._source.overruns
+
+    def close(self) -> None:
+        self._source.close()
+
+
 def choose(snapshot: Snapshot, dice: np.random.Generator, count: int) -> npt.NDArray[np.int64]:
     """Rows, half of them of hot slots."""
     most = np.where(dice.random(count) < 0.5, min(HOT, len(snapshot.slots)), len(snapshot.slots))
@@ -180,7 +223,8 @@ def choose(snapshot: Snapshot, dice: np.random.Generator, count: int) -> npt.NDA
 class Reader:
     """Fetches batches through a pipeline of its own."""
 
-    def __init__(self, target: Path, owner: dict[str, Any], seed: int) -> None:
+    def __init__(self, target: Path, owner: dict[str, Any], seed: int, by: str) -> None:
+        """by: "table" or "log", from which it knows what is in the owner's slots."""
         self.dice = np.random.default_rng(seed)
         self.counts: Counter[str] = Counter()
         self._pool = open_pool(target, slots=8)  # theirs is larger
@@ -208,7 +252,8 @@ class Reader:
         superblock = read_superblock(self._directory)
         assert superblock is not None
         self.superblock = superblock
-        self.table_fd = os.open(self._directory / "table", os.O_RDONLY)
+        self._table_fd = os.open(self._directory / "table", os.O_RDONLY)
+        self._followed = Followed(self._directory, superblock) if by == "log" else None
         self._attach(AttachCommand(1, OWNER, owner["engine"], superblock.uuid))
 
     def _attach(self, command: AttachCommand) -> None:
@@ -227,12 +272,12 @@ class Reader:
         return [one for one in reports if isinstance(one, OpReport)]
 
     def run(self, reads: int) -> None:
-        controls = Controls(self._directory, self.table_fd, self)
-        snapshot, next_s, batches = Snapshot.read(self.table_fd), 0.0, 0
+        snapshot, next_s, batches = self._look(), 0.0, 0
+        controls = Controls(self._directory, snapshot, self)
         free = list(range(BATCHES))
         while self.counts["reads"] < reads:
             if time.monotonic() >= next_s:
-                snapshot, next_s = Snapshot.read(self.table_fd), time.monotonic() + REFRESH_S
+                snapshot, next_s = self._look(), time.monotonic() + REFRESH_S
             while free:
                 self._fetch(free.pop(), snapshot)
                 batches += 1
@@ -240,6 +285,9 @@ class Reader:
                     controls.turn(snapshot)
             for report in self._step():
                 free += self._take(report)
+
+    def _look(self) -> Snapshot:
+        return self._followed.read() if self._followed else Snapshot.read(self._table_fd)
 
     def _fetch(self, batch: int, snapshot: Snapshot) -> None:
         rows = choose(snapshot, self.dice, BATCH)
@@ -285,19 +333,23 @@ class Reader:
         assert self._engine.close(WAIT_S)
         self._copy.close()
         self._regions.end()
-        os.close(self.table_fd)
+        os.close(self._table_fd)
+        if self._followed:
+            self._followed.close()
+            self.counts["polls"] = self._followed.polls
+            self.counts["overruns"] = self._followed.overruns
         self._pool.close()
 
 
 class Controls:
     """Readers that leave out one check each. They are given wrong bytes."""
 
-    def __init__(self, directory: Path, table_fd: int, reader: Reader) -> None:
+    def __init__(self, directory: Path, old: Snapshot, reader: Reader) -> None:
         self._fd = os.open(directory / "slab", os.O_RDONLY)
         self._superblock = reader.superblock
         self._dice, self._counts = reader.dice, reader.counts
         self._slot_bytes = reader.superblock.slot_bytes
-        self._old = Snapshot.read(table_fd)
+        self._old = old
 
     def turn(self, snapshot: Snapshot) -> None:
         rows = choose(snapshot, self._dice, CONTROL_READS).tolist()
@@ -359,7 +411,7 @@ def main() -> None:
     if job["role"] == "owner":
         print(json.dumps(own(target, job["seed"])))
         return
-    reader = Reader(target, job["owner"], job["seed"])
+    reader = Reader(target, job["owner"], job["seed"], job["by"])
     began_s = time.monotonic()
     reader.run(job["reads"])
     reader.counts["ms"] = round(1000 * (time.monotonic() - began_s))
