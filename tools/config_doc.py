@@ -32,7 +32,7 @@ GROUPS = {
         "write_deadline_ms read_bytes_in_flight_max write_bytes_in_flight_max "
         "write_bytes_beside_reads_max"
     ),
-    "Chunks of other servers": "share follow_ms trust_weight_version",
+    "Chunks of other servers": "share server_name follow_ms trust_weight_version",
     "Releases of vLLM": "allow_unknown_vllm",
     "Keys of vLLM": (
         "offload_prompt_only blocks_per_chunk block_size self_describing_kv_events "

@@ -61,6 +61,9 @@ _FOREIGN_KEYS = {
     "root_dir": "targets",
 }
 
+#: Values of `share` that name no group.
+_NO_GROUPS = frozenset({"off", "host"})
+
 # -- keys ---------------------------------------------------------------------------------
 
 
@@ -235,11 +238,21 @@ class OffloadConfig(BaseModel):
         512 * KIB, "bytes", _SIZE_FROM_PAGE,
         "Bound on bytes being written while reads wait or run, which keeps reads fast; one "
         "operation may always run.", ge=PAGE_BYTES)
-    share: Literal["off", "host"] = _key(
-        "host", "", '"off" or "host"',
-        "Chunks of other servers that are loaded. host: those in the pools of this host's servers "
-        "on the same targets, of the same model and weights, except on network file systems; off: "
-        "none. Other servers load this one's chunks by their own setting.")
+    share: str = _key(
+        "host", "",
+        '"off", "host", or the name of a group of servers: 1 to 64 letters, digits and . _ -',
+        "Chunks of other servers that are loaded, of the same model and weights and on the same "
+        "targets. host: those of this host's servers, except on network file systems; off: none; "
+        "any other name: those of the servers of that group, which may run on several hosts. A "
+        "group has pools of its own, which its servers hold by lease, and needs O_DIRECT. Other "
+        "servers load this one's chunks by their own setting.",
+        pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    server_name: str = _key(
+        "", "", "1 to 64 letters, digits and . _ -, or leave it out",
+        "The name in the leases of this server's pool, where share names a group: the server that "
+        "starts with the name of the last owner adopts what is there. Default: the host's name. "
+        "Ignored without a group.",
+        pattern=r"^[A-Za-z0-9._-]{0,64}$")
     follow_ms: int = _integer(
         100, "ms", 10, 60_000,
         "Time between two looks into other servers' tables where chunks are shared; at least 50 "
@@ -302,6 +315,28 @@ class OffloadConfig(BaseModel):
         if len({os.path.realpath(p) for p in paths}) != len(paths):
             raise ValueError("the same directory twice")
         return paths
+
+    @field_validator("share")
+    @classmethod
+    def _no_slip(cls, share: str) -> str:
+        if share not in _NO_GROUPS and share.lower() in _NO_GROUPS | {"on", "none", "all"}:
+            raise ValueError("too much like another value for the name of a group")
+        return share
+
+    @model_validator(mode="after")
+    def _o_direct_for_groups(self) -> OffloadConfig:
+        if self.share_group and self.o_direct == "off" and self.pool_bytes != 0:
+            remedy = (
+                f"a host that reads through its page cache does not see what others write; set "
+                f'o_direct to "auto", or share to "host" instead of {self.share!r}'
+            )
+            raise ConfigError("o_direct", self.o_direct, remedy)
+        return self
+
+    @property
+    def share_group(self) -> str:
+        """The group of servers, on any hosts, with which chunks are shared; empty: none."""
+        return "" if self.share in _NO_GROUPS else self.share
 
     @model_validator(mode="after")
     def _one_chunk_size(self) -> OffloadConfig:

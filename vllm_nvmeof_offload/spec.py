@@ -101,6 +101,8 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
             blocks_per_chunk=self.blocks_per_chunk,
             tokens_per_hash=self.tokens_per_hash,
             groups=facts_of(self.config, self.layers.config),
+            # A server that only locks a directory must not meet one that leases it.
+            **({"share": self.settings.share_group} if self.settings.share_group else {}),
         )
         place = RankIdentity(
             keyspace=keyspace,

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import errno
+import itertools
+import os
 import time
 from collections.abc import Callable
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.wait import wait_until
-from vllm_nvmeof_offload.errors import CANCELLED, OK, io_error
+from vllm_nvmeof_offload.errors import CANCELLED, OK, Outcome, io_error
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     TABLE_FILE,
@@ -83,6 +85,30 @@ def test_a_write_that_is_held_back_can_be_taken_back_at_its_deadline(rig: Rig) -
     renew(permit_of(rig))
     rig.store(6, name(3))
     assert 5 not in rig.gate.started
+
+
+def test_a_table_that_cannot_be_synced_fails_a_write(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write whose entry a failed sync has lost has ended, so that the next one fails."""
+    rig = make_rig(leased=True)
+    renew(permit_of(rig))
+    no_table = os.open("/dev/null", os.O_RDWR)  # takes any entry, and has no fdatasync
+    monkeypatch.setattr(rig.pool, "table_fd", lambda slot: (no_table, slot * ENTRY_BYTES))
+    rig.engine.replace_target(0)
+    numbers = itertools.count()
+
+    def outcome() -> Outcome:
+        (completion,) = rig.run(rig.write(5, 2, name(next(numbers))))
+        return completion.outcome
+
+    assert outcome() == OK
+    wait_until("the error of a sync", lambda: outcome() == io_error(errno.EINVAL))
+    assert outcome() == OK, "each error fails one write"
+    monkeypatch.undo()
+    rig.engine.replace_target(0)
+    rig.store(6, name(3))
+    os.close(no_table)
 
 
 def test_a_lost_lease_cancels_writes_for_good(rig: Rig) -> None:

@@ -116,7 +116,9 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("write_deadline_ms", 1 << 40, "1 to 3600000"),
     ("read_bytes_in_flight_max", 1, "at least 4KiB"),
     ("write_bytes_in_flight_max", "x", "at least 4KiB"),
-    *(("share", value, '"off" or "host"') for value in ("all", True)),
+    *(("share", value, "1 to 64 letters") for value in ("", "a b", "x" * 65, "a/b", True, "a\n")),
+    *(("share", value, "too much like another value") for value in ("Host", "OFF", "on", "all")),
+    *(("server_name", value, "1 to 64 letters") for value in ("a b", "x" * 65, 7)),
     *(("follow_ms", value, "10 to 60000") for value in (9, 1 << 20, "100")),
     ("adopt", "yes", "true or false"),
     ("weights_never_change", 1, "true or false"),
@@ -143,6 +145,19 @@ def test_a_bad_value_is_refused_with_key_value_and_remedy(
     assert refusal.value.key == key
     assert str(refusal.value).startswith(f"{key}={value!r}: ")
     assert remedy in refusal.value.remedy
+
+
+def test_any_other_share_names_a_group() -> None:
+    assert [parse({"share": one}).share_group for one in ("off", "host")] == ["", ""]
+    assert parse({}, VLLM_NVMEOF_SHARE="7").share_group == "7"
+    assert parse({"share": "team-a.B_2"}).share_group == "team-a.B_2"
+
+
+def test_a_group_refuses_to_do_without_o_direct() -> None:
+    with pytest.raises(ConfigError, match=r"o_direct='off': .*page cache.*instead of 'team'"):
+        parse({"share": "team", "o_direct": "off"})
+    parse({"share": "team", "o_direct": "off", "pool_bytes": 0})
+    parse({"share": "host", "o_direct": "off"})
 
 
 def test_every_key_has_a_refusal_in_the_table_above() -> None:

@@ -19,6 +19,7 @@ from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     FLAG_SINGLE_COPY,
     KEY_BYTES_MAX,
+    LEASED,
     SlotPlace,
     Stamp,
     StoredGroup,
@@ -257,6 +258,14 @@ def test_a_superblock_is_read_back() -> None:
     assert Superblock.decode(later.encode()) == later
     many = replace(SUPERBLOCK, groups=tuple(replace(GROUPS[0], group_id=at) for at in range(64)))
     assert Superblock.decode(many.encode()) == many
+
+
+def test_a_lease_does_not_make_it_another_pool() -> None:
+    leased = replace(SUPERBLOCK, shared=LEASED, lease_generation=7)
+    assert leased.is_alike(SUPERBLOCK) and not SUPERBLOCK.is_leased
+    assert Superblock.decode(leased.encode()).is_leased
+    assert leased.encode()[136:144] == struct.pack("<Q", 7)
+    assert leased.encode()[172] == 2
 
 
 def test_each_field_of_a_superblock_is_at_the_offset_of_the_format() -> None:

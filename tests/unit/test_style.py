@@ -35,8 +35,8 @@ FUNCTION_LINES_MAX = 70
 COLUMNS_MAX = 100
 #: Files and lines of Python and C++. They may fall (lower the number then), and a commit that
 #: raises one gives the reason.
-PRODUCT_FILES_MAX = 178
-PRODUCT_LINES_MAX = 38_760
+PRODUCT_FILES_MAX = 179
+PRODUCT_LINES_MAX = 39_083
 BENCH_FILES_MAX = 79
 BENCH_LINES_MAX = 16_130
 #: A count below its maximum by more than this share means that the maximum has to be lowered.
@@ -56,6 +56,8 @@ SMALL_FILES: dict[str, str] = {
 #: Declarations that only tests use, or whose name something outside Python looks up.
 USED_ELSEWHERE: dict[str, str] = {
     "_absolute": "pydantic calls this validator",
+    "_no_slip": "pydantic calls this validator",
+    "_o_direct_for_groups": "pydantic calls this validator",
     "_one_chunk_size": "pydantic calls this validator",
     "render": "rich calls it for each row of a progress display",
 }

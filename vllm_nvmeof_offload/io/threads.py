@@ -9,6 +9,7 @@ enough without it, it ends.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
@@ -182,6 +183,76 @@ class _Work:
     wanted: bool = True
 
 
+_SYNC_S = 1.0
+_ENDED = -2  # in place of a descriptor
+
+
+class TableSync:
+    """Brings a table's entries to its file system, for readers on other hosts.
+
+    At most one fdatasync a second, and none while nothing is written, on a thread of its own. An
+    error is returned once by `take_error`: the entries that it lost were of writes that have
+    ended, so the next write fails in their place.
+    """
+
+    def __init__(self, fd: int, permit: Permit) -> None:
+        self._fd = os.dup(fd)  # nothing waits for a sync
+        self._permit = permit
+        self._changed = threading.Condition()
+        self._waits = False
+        self._error = 0
+        threading.Thread(target=self._run, name="io-sync", daemon=True).start()
+
+    def wrote(self) -> None:
+        with self._changed:
+            self._waits = True
+            self._changed.notify()
+
+    def take_error(self) -> int:
+        """Return the errno of a sync that has failed since the last call; 0: none has."""
+        with self._changed:
+            error, self._error = self._error, 0
+            return error
+
+    def replace(self, fd: int) -> None:
+        """Go on in another file; fd: -1: in none."""
+        with self._changed:
+            self._close()
+            self._fd = -1 if fd < 0 else os.dup(fd)
+            self._waits, self._error = False, 0
+
+    def end(self) -> None:
+        with self._changed:
+            self._close()
+            self._fd = _ENDED
+            self._changed.notify()
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self._fd)
+
+    def _run(self) -> None:
+        while self._await_period():
+            with self._changed:
+                if self._fd < 0 or not self._permit.is_open:
+                    continue
+                fd, self._waits = os.dup(self._fd), False
+            try:
+                os.fdatasync(fd)
+            except OSError as error:
+                with self._changed:
+                    self._waits, self._error = True, error.errno or errno.EIO
+            finally:
+                os.close(fd)
+
+    def _await_period(self) -> bool:
+        """Wait for an entry, and then a second; False: it has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waits or self._fd == _ENDED)
+            return not self._changed.wait_for(lambda: self._fd == _ENDED, _SYNC_S)
+
+
 class ThreadsIoEngine:
     """Implements `io.base.IoEngine`."""
 
@@ -207,6 +278,11 @@ class ThreadsIoEngine:
         self._running: dict[int, _Work] = {}
         self._regions: dict[tuple[int, int], ForeignSlab] = {}  # by owner and target
         self._logs = [LogWriter(pool.log(target)) for target in range(pool.target_count)]
+        #: By target; None: no other host reads its table.
+        self._syncs = [
+            None if permit is None else TableSync(pool.table_fd(target)[0], permit)
+            for target, permit in enumerate(pool.permits)
+        ]
         self._completions: list[Completion] = []
         self._threads_alive = 0
         self._threads_working = 0  # those not lost in the kernel
@@ -280,8 +356,11 @@ class ThreadsIoEngine:
         return withdrawn
 
     def replace_target(self, target: int) -> None:
-        """An operation has the files of its submission; the log has its own."""
+        """An operation has the files of its submission; log and sync have their own."""
         self._logs[target].replace(self._pool.log_fd(target))
+        sync = self._syncs[target]
+        if sync is not None:
+            sync.replace(self._pool.table_fd(target)[0])
 
     def hint(self, target: int, record: HintRecord) -> None:
         hint = LogRecord.hint(
@@ -313,6 +392,8 @@ class ThreadsIoEngine:
                 self._complete(Completion(self._queue.popleft().op.token, CANCELLED))
             self._work.notify_all()
             ended = self._idle.wait_for(lambda: self._threads_alive == 0, timeout_s)
+        for sync in filter(None, self._syncs):
+            sync.end()
         if ended:  # else a thread may hang in one of them
             for log in self._logs:
                 log.close()
@@ -416,7 +497,13 @@ class ThreadsIoEngine:
         if work.permit is not None:
             wanted = functools.partial(work.permit.wait, wanted)
         payload = Payload(op.payload_bytes, op.payload_crc, op.single_copy)
-        return write_slot(self._pool, slot, work.files, op.identity, op.stamp, wanted, payload)
+        sync = self._syncs[op.pool_slot % len(self._syncs)]
+        if sync is not None and (error := sync.take_error()):
+            return io_error(error)
+        outcome = write_slot(self._pool, slot, work.files, op.identity, op.stamp, wanted, payload)
+        if sync is not None and outcome.ok:
+            sync.wrote()
+        return outcome
 
     def _superblock_ended(self, token: int, target: int, epoch: int, outcome: Outcome) -> None:
         if outcome.ok:

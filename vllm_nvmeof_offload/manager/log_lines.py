@@ -18,10 +18,13 @@ from vllm_nvmeof_offload.units import format_bytes
 _UNUSED_MAX = 0.25
 
 
-def start_line(hellos: Sequence[RankHello], core: ManagerCore, alone: str | None = None) -> str:
+def start_line(
+    hellos: Sequence[RankHello], core: ManagerCore, alone: str | None = None, group: str = ""
+) -> str:
     """One log line on all ranks together; a value that differs is given with its ranks.
 
     alone: why chunks of other servers are not loaded; empty: they are; None: that is configured.
+    group: of the servers whose chunks are loaded; empty: those of this host.
     """
     first, ranks, capacity = hellos[0], len(hellos), core.capacity
     config, adopted = core.config, int(core.counters["adopted_chunks"])
@@ -49,8 +52,11 @@ def start_line(hellos: Sequence[RankHello], core: ManagerCore, alone: str | None
     reasons = {reason: None for hello in hellos for reason in hello.volatile}
     if reasons:
         parts.append(f"NOTHING IS ADOPTED: {'; '.join(reasons)}")
+    if first.lease_name:
+        parts.append(f"holds its pool by lease as {_by_rank(hellos, 'lease_name')}")
     if alone is not None:
-        loads = "loads what other servers of this host have stored"
+        of = f"group {group}" if group else "this host"
+        loads = f"loads what other servers of {of} have stored"
         parts.append(f"SHARES NOTHING: {alone}" if alone else loads)
     return "; ".join(parts)
 

@@ -9,9 +9,16 @@
 
 namespace nvmeof {
 
+namespace {
+
+bool is_direct(int fd) { return fd >= 0 && (fcntl(fd, F_GETFL) & O_DIRECT) != 0; }
+
+}  // namespace
+
 int copy_of_fd(int fd) { return fd < 0 ? -1 : fcntl(fd, F_DUPFD_CLOEXEC, 0); }
 
-LogWriter::LogWriter(LogStart start, int fd) : pages_(start.pages), fd_(fd) {
+LogWriter::LogWriter(LogStart start, int fd)
+    : pages_(start.pages), fd_(fd), direct_(is_direct(fd)) {
   head_.sequence = start.next;
   head_.lease_generation = start.lease_generation;
 }
@@ -35,7 +42,7 @@ void LogWriter::add(const LogRecord& record) {
 void LogWriter::flush() {
   if (is_written_) return;
   encode_head(page_, head_);
-  const size_t bytes = kLogHeadBytes + head_.records * kLogRecordBytes;
+  const size_t bytes = direct_ ? kLogPageBytes : kLogHeadBytes + head_.records * kLogRecordBytes;
   const auto offset = static_cast<off_t>(head_.sequence % pages_ * kLogPageBytes);
   ssize_t done;
   do done = pwrite(fd_, page_, bytes, offset);
@@ -46,6 +53,7 @@ void LogWriter::flush() {
 void LogWriter::replace(int fd) {
   if (fd_ >= 0) close(fd_);
   fd_ = fd;
+  direct_ = is_direct(fd);
   if (pages_ != 0) turn(pages_);
 }
 

@@ -45,10 +45,11 @@ TargetRing::TargetRing(const EngineSetup& setup, size_t index,
       wake_fd_(make_eventfd(0)),
       log_(setup.logs.empty() ? LogStart{} : setup.logs.at(index),
            copy_of_fd(setup.targets[index].log_fd)),
+      table_sync_(permit_.leased() ? copy_of_fd(setup.targets[index].table_fd) : -1),
       target_(setup.targets[index]) {}
 
 TargetRing::~TargetRing() {
-  if (new_log_fd_ >= 0) ::close(new_log_fd_);
+  close_new_files();
   ::close(wake_fd_);
 }
 
@@ -96,8 +97,9 @@ void TargetRing::replace(Target target) {
   {
     std::lock_guard lock(mutex_);
     target_ = target;
-    if (new_log_fd_ >= 0) ::close(new_log_fd_);
-    new_log_fd_ = copy_of_fd(target.log_fd);
+    close_new_files();
+    const int synced_fd = permit_.leased() ? copy_of_fd(target.table_fd) : -1;
+    new_files_ = {synced_fd, copy_of_fd(target.log_fd)};
   }
   kick();  // the ring releases the old slab
   table_work_.notify_one();
@@ -159,6 +161,12 @@ TargetRing::Piece* TargetRing::new_piece(Op& op, size_t begin, size_t bytes) {
   free_pieces_.pop_back();
   *piece = {&op, begin, bytes, 0, 0};
   return piece;
+}
+
+void TargetRing::close_new_files() {
+  const TableFiles files = std::exchange(new_files_, {}).value_or(TableFiles());
+  for (const int fd : {files.table_fd, files.log_fd})
+    if (fd >= 0) ::close(fd);
 }
 
 void TargetRing::start(Op& op, std::vector<Piece*>& pieces) {
@@ -425,10 +433,11 @@ void TargetRing::run_table() {
   enter_own_thread("nvmeof-table");
   std::unique_lock lock(mutex_);
   for (;;) {
-    table_work_.wait(lock, [this] { return has_table_work() || (closing_ && ops_.empty()); });
-    if (!has_table_work()) break;
+    await_table_work(lock);
+    if (!has_table_work() && closing_ && ops_.empty()) break;
     log_notes(lock);
     if (!to_enter_.empty()) enter_front(lock);
+    sync_table(lock);
     if (!to_enter_.empty()) continue;
     if (!permit_.open()) continue;  // what waits for the log is written with a later record
     lock.unlock();
@@ -437,22 +446,47 @@ void TargetRing::run_table() {
   }
   lock.unlock();
   log_.replace(-1);
+  table_sync_.replace(-1);
   lock.lock();
   --threads_;
   ended_.notify_all();
 }
 
 bool TargetRing::has_table_work() const {
-  return !to_enter_.empty() || !notes_.empty() || new_log_fd_ != kSameLog;
+  return !to_enter_.empty() || !notes_.empty() || new_files_;
+}
+
+void TargetRing::await_table_work(std::unique_lock<std::mutex>& lock) {
+  const auto wakes = [this] { return has_table_work() || (closing_ && ops_.empty()); };
+  if (table_sync_.is_waiting()) {
+    table_work_.wait_until(lock, table_sync_.due(), wakes);
+  } else {
+    table_work_.wait(lock, wakes);
+  }
+}
+
+// An owner whose permit has run out leaves the table to whoever may have the region now.
+void TargetRing::sync_table(std::unique_lock<std::mutex>& lock) {
+  if (!table_sync_.is_waiting() || Clock::now() < table_sync_.due()) return;
+  if (!permit_.open()) {
+    table_sync_.postpone();
+    return;
+  }
+  lock.unlock();
+  table_sync_.sync();
+  lock.lock();
 }
 
 // A reset is noted here before a write comes that carries its epoch.
 void TargetRing::log_notes(std::unique_lock<std::mutex>& lock) {
-  const int log_fd = std::exchange(new_log_fd_, kSameLog);
+  const std::optional<TableFiles> files = std::exchange(new_files_, {});
   const std::vector<LogRecord> notes = std::exchange(notes_, {});
-  if (log_fd == kSameLog && notes.empty()) return;
+  if (!files && notes.empty()) return;
   lock.unlock();
-  if (log_fd != kSameLog) log_.replace(log_fd);
+  if (files) {
+    log_.replace(files->log_fd);
+    table_sync_.replace(files->table_fd);
+  }
   for (const LogRecord& note : notes) log_.add(note);
   lock.lock();
 }
@@ -468,14 +502,8 @@ void TargetRing::enter_front(std::unique_lock<std::mutex>& lock) {
   if (await_permit(lock, op)) {
     const int table_fd = op.target.table_fd;
     lock.unlock();
-    const auto entry =
-        encode_entry(slot, request.identity, request.stamp.epoch, request.single_copy);
-    const auto offset = static_cast<off_t>(slot * kEntryBytes);
-    ssize_t done;
-    do done = pwrite(table_fd, entry.data(), entry.size(), offset);
-    while (done < 0 && errno == EINTR);
-    code = done == static_cast<ssize_t>(entry.size()) ? Code::kOk : Code::kIoError;
-    if (code != Code::kOk) error = done < 0 ? errno : EIO;
+    error = write_entry(table_fd, slot, request);
+    code = error == 0 ? Code::kOk : Code::kIoError;
     lock.lock();
   }
   finish(op, code, error);
@@ -483,6 +511,19 @@ void TargetRing::enter_front(std::unique_lock<std::mutex>& lock) {
   lock.unlock();
   log_.add(put_record(slot, request.identity, request.stamp.epoch, request.single_copy));
   lock.lock();
+}
+
+// Returns an errno, or 0.
+int TargetRing::write_entry(int table_fd, uint32_t slot, const Request& request) {
+  if (const int error = table_sync_.take_error()) return error;
+  const auto entry = encode_entry(slot, request.identity, request.stamp.epoch, request.single_copy);
+  const auto offset = static_cast<off_t>(slot * kEntryBytes);
+  ssize_t done;
+  do done = pwrite(table_fd, entry.data(), entry.size(), offset);
+  while (done < 0 && errno == EINTR);
+  if (done != static_cast<ssize_t>(entry.size())) return done < 0 ? errno : EIO;
+  table_sync_.wrote();
+  return 0;
 }
 
 }  // namespace nvmeof

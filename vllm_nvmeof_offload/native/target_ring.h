@@ -6,7 +6,8 @@
 // read when it has arrived and may still be in cache, while the kernel has enough to do: devices
 // complete in bursts, and after a burst nothing may delay their next pieces. A second thread writes
 // table entries, because a buffered `pwrite` may wait for a journal, and reads must not wait with
-// it. The same thread writes the log, after the entries that wait: no operation waits for that.
+// it. The same thread writes the log, after the entries that wait: no operation waits for that; nor
+// for the sync of a table that other hosts read.
 #pragma once
 
 #include <sched.h>
@@ -17,10 +18,12 @@
 #include <deque>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <unordered_map>
 
 #include "log_writer.h"
 #include "ring.h"
+#include "table_sync.h"
 #include "types.h"
 
 namespace nvmeof {
@@ -71,7 +74,11 @@ class TargetRing {
   size_t held() const { return held_.load(); }
 
  private:
-  static constexpr int kSameLog = -2;
+  // Of the table's thread, which outlast an operation's; from `copy_of_fd`.
+  struct TableFiles {
+    int table_fd = -1;  // to be synced
+    int log_fd = -1;
+  };
   struct Op {
     Request request;
     Target target;  // the files and the region at the time of its submission
@@ -104,7 +111,10 @@ class TargetRing {
   void loop(Ring& ring);
   void run_table();
   bool has_table_work() const;
+  void await_table_work(std::unique_lock<std::mutex>& lock);
   void enter_front(std::unique_lock<std::mutex>& lock);
+  int write_entry(int table_fd, uint32_t slot, const Request& request);
+  void sync_table(std::unique_lock<std::mutex>& lock);
   void log_notes(std::unique_lock<std::mutex>& lock);
   void enter_own_thread(const char* name);
 
@@ -112,6 +122,7 @@ class TargetRing {
   bool await_permit(std::unique_lock<std::mutex>& lock, const Op& op);
   bool start_waiting(std::vector<Piece*>& pieces);
   void start(Op& op, std::vector<Piece*>& pieces);
+  void close_new_files();
   Piece* new_piece(Op& op, size_t begin, size_t bytes);
   std::deque<Op*>& queue_of(const Op& op) { return op.request.is_read() ? reads_ : writes_; }
   void land(Piece* piece, int result);
@@ -149,8 +160,9 @@ class TargetRing {
   std::vector<Piece*> free_pieces_;
   std::vector<Piece*> gated_;
   std::vector<LogRecord> notes_;  // for the log, from other threads
-  int new_log_fd_ = kSameLog;     // for the log's writer
-  LogWriter log_;                 // only the table's thread uses it
+  std::optional<TableFiles> new_files_;
+  LogWriter log_;         // only the table's thread uses it
+  TableSync table_sync_;  // the same
   Target target_;
   std::unordered_map<uint16_t, ForeignSlab> foreign_;  // by owner
   bool closing_ = false;

@@ -141,6 +141,8 @@ class Permit {
   explicit Permit(const uint64_t* word = nullptr) : word_(word) {}
   bool open() const { return word_ == nullptr || static_cast<uint64_t>(now_ns()) < until(); }
   bool lost() const { return word_ != nullptr && until() == 0; }
+  // Whether the region has a lease, because other hosts read it.
+  bool leased() const { return word_ != nullptr; }
 
  private:
   uint64_t until() const { return __atomic_load_n(word_, __ATOMIC_ACQUIRE); }

@@ -51,8 +51,9 @@ The superblock is one 4 KiB page that describes the region and names what of it 
     4060 32s  MAC                  4092 u32 CRC-32C of bytes 0..4091
 
 A group: u32 id, u8 kind, u8 ranks in a set, u16 zero, u64 payload bytes, u32 blocks per chunk,
-u32 bytes of a block. All other bytes are zero; so are lease generation, offsets, shared,
-device and MAC, which later releases use. A region of an earlier release has no log.
+u32 bytes of a block. All other bytes are zero; so are offsets, device and MAC, which later releases
+use. A region of an earlier release has no log. shared: 2 where the region has a lease, because
+other hosts read it (`pool.lease`), else 0. A region without a lease has the lease generation 0.
 
 The superblock with the highest sequence of a rank, over its targets, has the epoch and the tag
 under which chunks are adopted; all else is void. Epochs are random. It is replaced as a whole
@@ -110,6 +111,8 @@ KEY_BYTES_MAX = 46
 FLAG_BLOCK_CRCS, FLAG_SINGLE_COPY = 4, 8
 EPOCH_MAX = (1 << 32) - 1
 UUID_BYTES = 16
+#: `Superblock.shared` of a region with a lease.
+LEASED = 2
 
 SLOT_MAGIC = b"vNVMeKV\0"
 _HEADER = struct.Struct(f"<8sHBBIQQI{KEY_BYTES_MAX}sBxIH6x16s16s{UUID_BYTES}sIH")
@@ -428,8 +431,9 @@ class Superblock:
     uuid: of the pool, the same on all its targets. keyspace: 32 hex digits. payload_bytes: of
     the longest group. slots: on this target. epoch, tag: of the chunks that are not void.
     sequence: counts the resets of the rank. log_pages: of the log (`pool.log`); 0: there is none.
-    Later releases use the other fields from `lease_generation` on. version: 1 in what
-    `pool.format1` reads; its `groups` is empty.
+    shared: `LEASED`, or 0. lease_generation: of the lease under which it was written. Later
+    releases use the other fields from `table_offset` on. version: 1 in what `pool.format1` reads;
+    its `groups` is empty.
     """
 
     uuid: bytes
@@ -471,14 +475,20 @@ class Superblock:
         group = self.group_of(key)
         return None if group is None else group.payload_bytes
 
+    @property
+    def is_leased(self) -> bool:
+        """Whether other hosts may read the region, so that no page cache counts."""
+        return self.shared == LEASED
+
     def is_alike(self, other: Superblock) -> bool:
-        """Return whether chunks of one region can be used in the other: all but set sizes and the
-        log's is equal.
+        """Return whether chunks of one region can be used in the other: all but set sizes, the
+        log's and the lease is equal.
 
         Ranks that cannot share memory at one start store copies of their own beside single ones.
         """
         ours, theirs = (
-            replace(one, groups=_unshared(one.groups), log_pages=0) for one in (self, other)
+            replace(one, groups=_unshared(one.groups), log_pages=0, shared=0, lease_generation=0)
+            for one in (self, other)
         )
         return ours == theirs
 

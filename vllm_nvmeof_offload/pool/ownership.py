@@ -84,9 +84,10 @@ class PoolSpec:
     an instance; empty: the rank shares an instance with any rank it finds.
     o_direct: "on" fails where "auto" falls back to buffered I/O. adopt: False voids what is
     stored. named: False voids it too, and no superblock names what is written from now on, so
-    that no later start adopts it. leasing: other hosts write the same file system, so that each
-    region has a lease; None: one kernel has it, and locks are enough. log_pages:
-    of the log on each target; None: by the pool's size.
+    that no later start adopts it. leasing: servers on other hosts use the same file system, so
+    that each region has a lease, its log passes the page cache by (where the slab does), and its
+    table is synced every second; None: one kernel has it, and locks are enough. log_pages: of the
+    log on each target; None: by the pool's size.
     """
 
     targets: tuple[Path, ...]
@@ -172,6 +173,21 @@ class Claim:
         """By target, what says whether the region may be written now; None: always."""
         none: tuple[Permit | None, ...] = (None,) * len(self.directories)
         return tuple(lease.permit for lease in self.leases) or none
+
+    @property
+    def lease_generations(self) -> tuple[int, ...]:
+        """By target, the generation of the region's lease; 0: it has none."""
+        generations = tuple(lease.page.generation for lease in self.leases)
+        return generations or (0,) * len(self.directories)
+
+    def await_permits(self) -> None:
+        """Wait until the regions may be written. PoolError: a lease was lost meanwhile."""
+        for lease in self.leases:
+            if not lease.permit.wait(lambda: True):
+                raise PoolError(
+                    f"the lease {lease.path} was lost during the start: another server has taken "
+                    "it, or its file system did not answer in time; start again"
+                )
 
     @property
     def was_of_another(self) -> bool:
@@ -380,6 +396,8 @@ def _name_owner(
                 owner = name.encode()[:_OWNER_BYTES].ljust(_OWNER_BYTES)
                 with open(open_private(instance / OWNER_FILE, os.O_WRONLY), "wb") as file:
                     file.write(owner)
+                    file.flush()
+                    os.fsync(file.fileno())  # for claims on other hosts
     except OSError:
         for one in held:
             one.release()

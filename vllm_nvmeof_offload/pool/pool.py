@@ -134,7 +134,7 @@ class Pool:
         """Use `Pool.open`."""
         if claim.was_of_another:
             spec = replace(spec, adopt=False)  # whoever takes a region over begins a new epoch
-        prepared = prepare(spec, slabs)
+        prepared = prepare(spec, slabs, claim)
         superblocks, self._adopt_slots = prepared.superblocks, prepared.adopt_slots
         self._claim = claim
         self._slabs = slabs
@@ -156,10 +156,15 @@ class Pool:
         #: By group id.
         self.kinds = {group.group_id: group.kind for group in spec.group_table}
         self.engine_index = claim.engine_index
+        #: The server's, in the leases of its regions; empty: they have none.
+        self.lease_name = "" if spec.leasing is None else spec.leasing.name
         #: This rank's directories, one per target.
         self.directories = claim.directories
         #: What runs slower than requested, and the cause, for people.
         self.fallbacks = choose_direct(spec, slabs)
+        for slab in slabs:
+            if spec.leasing is not None and slab.direct:
+                slab.use_direct_log()
         #: By target: its slab is to be open for O_DIRECT.
         self.is_direct = tuple(slab.direct for slab in slabs)
         #: True if every slab is (buffers and offsets are then 4 KiB aligned).

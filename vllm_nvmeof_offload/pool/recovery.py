@@ -31,6 +31,7 @@ from vllm_nvmeof_offload.pool.format import (
     EPOCH_MAX,
     FLAG_SINGLE_COPY,
     KEY_BYTES_MAX,
+    LEASED,
     DecodedTable,
     SlotHeader,
     Stamp,
@@ -44,7 +45,7 @@ from vllm_nvmeof_offload.pool.format import (
     sync_directory,
     write_superblock,
 )
-from vllm_nvmeof_offload.pool.ownership import PoolSpec
+from vllm_nvmeof_offload.pool.ownership import Claim, PoolSpec
 from vllm_nvmeof_offload.pool.slab import Slab
 from vllm_nvmeof_offload.protocol import (
     EVERY_MEMBER,
@@ -311,12 +312,13 @@ class Prepared:
     stamp: Stamp
 
 
-def prepare(spec: PoolSpec, slabs: Sequence[Slab]) -> Prepared:
+def prepare(spec: PoolSpec, slabs: Sequence[Slab], claim: Claim) -> Prepared:
     """Wipe directories of another pool, reserve space, write the superblocks.
 
-    PoolError: no space for one slot, or a pool of an unknown format. OSError: a file cannot be
-    read, written or resized.
+    PoolError: no space for one slot, a pool of an unknown format, or a lease was lost. OSError: a
+    file cannot be read, written or resized.
     """
+    claim.await_permits()
     kept = _keep_or_wipe(spec, slabs)
     logs = [slab.allocate_log(spec.log_pages_per_target) for slab in slabs]
     count = _allocate(spec, slabs)
@@ -335,8 +337,12 @@ def prepare(spec: PoolSpec, slabs: Sequence[Slab]) -> Prepared:
     shape = _superblock(spec, 0, pool_uuid, count)
     shape = replace(shape, epoch=epoch, tag=tag, sequence=sequence)
     superblocks = [
-        replace(shape, target_index=target, log_pages=pages) for target, pages in enumerate(logs)
+        replace(shape, target_index=target, log_pages=pages, lease_generation=generation)
+        for target, (pages, generation) in enumerate(
+            zip(logs, claim.lease_generations, strict=True)
+        )
     ]
+    claim.await_permits()  # reserving space may have taken long
     for slab, superblock, found in zip(slabs, superblocks, kept, strict=True):
         if superblock == found:
             # A full disk has no room for a second superblock. A kill may have kept this one from
@@ -364,6 +370,7 @@ def _superblock(spec: PoolSpec, target: int, pool_uuid: bytes, slots: int) -> Su
         tag=bytes(TAG_BYTES),
         sequence=0,
         groups=spec.group_table,
+        shared=0 if spec.leasing is None else LEASED,
     )
 
 
@@ -435,10 +442,18 @@ def choose_direct(spec: PoolSpec, slabs: Sequence[Slab]) -> tuple[str, ...]:
         except OSError as error:
             if spec.o_direct == "on":
                 raise PoolError(
-                    f"{slab.directory}: O_DIRECT does not work there ({error}); "
-                    f'set o_direct to "auto" or "off", or use xfs or ext4'
+                    f"{slab.directory}: O_DIRECT does not work there ({error}); {_remedy(spec)}"
                 ) from error
             name = errno.errorcode.get(error.errno or 0, str(error.errno))
             fallbacks.append(f"o_direct→buffered on {slab.directory}: {name}")
             logger.warning("%s", fallbacks[-1])
     return tuple(fallbacks)
+
+
+def _remedy(spec: PoolSpec) -> str:
+    if spec.leasing is None:
+        return 'set o_direct to "auto" or "off", or use xfs or ext4'
+    return (
+        "a group of servers needs it, because page caches of several hosts differ: choose targets "
+        'on another file system, or set share to "host" or "off"'
+    )

@@ -193,6 +193,13 @@ class Slab:
             raise
         self.fd, self.direct = fd, True
 
+    def use_direct_log(self) -> None:
+        """Open the log for O_DIRECT, where the slab is. OSError: it does not work."""
+        flags = os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(self.directory / LOG_FILE, flags)
+        os.close(self.log_fd)
+        self.log_fd = fd
+
     def close(self) -> None:
         """Close all files; a dead mount may answer with an error, which is ignored."""
         for fd in {self.fd, self.buffered_fd, self.table_fd, self.log_fd}:

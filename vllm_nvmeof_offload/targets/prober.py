@@ -97,7 +97,9 @@ def probe(request: ProbeRequest) -> tuple[ProbeAnswer, list[int]]:
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     buffered = os.open(directory / SLAB_FILE, flags)
     slab = os.open(directory / SLAB_FILE, flags | os.O_DIRECT) if request.direct else buffered
-    table, log = (os.open(directory / name, flags) for name in (TABLE_FILE, LOG_FILE))
+    table = os.open(directory / TABLE_FILE, flags)
+    log_is_direct = request.leased and request.direct
+    log = os.open(directory / LOG_FILE, flags | os.O_DIRECT if log_is_direct else flags)
     try:
         _check_superblock(directory, expected)
         _check_size("slab", slab, expected.slots * expected.slot_bytes)
@@ -123,9 +125,11 @@ def _check_superblock(directory: Path, expected: Superblock) -> None:
     if found == expected:
         return
     shape = replace(found, epoch=expected.epoch, tag=expected.tag, sequence=expected.sequence)
-    if shape != expected:
+    lease = {"shared": expected.shared, "lease_generation": expected.lease_generation}
+    if replace(shape, **lease) != expected:  # type: ignore[arg-type]
         raise PoolError("another pool is there")
-    if found.sequence >= expected.sequence:
+    used = found.sequence >= expected.sequence
+    if used or found.lease_generation > expected.lease_generation:
         raise PoolError(
             "another server has used the pool meanwhile: it is served again after a restart"
         )

@@ -411,7 +411,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self.sources_of = partial(_sources_of, self._localities)
         self._look_ups = core.look_ups(self.sources_of, LookupResult.HIT, LookupResult.MISS)
         self.lookup = self._look_ups.lookup  # type: ignore[assignment,method-assign]
-        logger.info("%s", start_line(ordered, core, alone))
+        group = share.group if share else ""
+        logger.info("%s", start_line(ordered, core, alone, group))
         self._keyspace = ordered[0].keyspace if agreement.tag else ""
         if self._weights_changed:
             core.weights_changed()

@@ -24,10 +24,12 @@ NAMELESS = "its weights or block hashes have no name that other servers know"
 
 @dataclass(frozen=True, slots=True)
 class ShareSettings:
-    """follow_ms: see the key. one_host: whether all ranks run on this host."""
+    """follow_ms: see the key. one_host: whether all ranks run on this host. group: of servers,
+    on any hosts; empty: those of this host."""
 
     follow_ms: int
     one_host: bool = True
+    group: str = ""
 
 
 def why_not(hellos: Sequence[RankHello], agreement: Agreement, settings: ShareSettings) -> str:
@@ -40,8 +42,11 @@ def why_not(hellos: Sequence[RankHello], agreement: Agreement, settings: ShareSe
         return NAMELESS
     for target in hellos[0].targets:
         # The ranks have just opened their pools there, so no path hangs.
-        if discover(os.path.realpath(target)).is_network_file_system:
-            return f"{target} is on a network file system"
+        if not settings.group and discover(os.path.realpath(target)).is_network_file_system:
+            return (
+                f"{target} is on a network file system, which other hosts may use too: give the "
+                'servers that use it one name, as in share: "team-a"'
+            )
     return ""
 
 

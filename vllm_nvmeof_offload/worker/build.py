@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, NoIoEngine, Waker
 from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.io.faults import FaultPlan, FaultyIoEngine
 from vllm_nvmeof_offload.pool.format import Keyspace, share_tag
+from vllm_nvmeof_offload.pool.lease import Leasing
 from vllm_nvmeof_offload.pool.ownership import bytes_of_others, bytes_of_pools
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import AdoptedEntries, RankHello
@@ -139,8 +141,8 @@ def build_worker(
         adoption_s=adoption_s,
         volatile=identity.volatile,
         replica=identity.replica.index if identity.replica.count > 1 else None,
+        lease_name=pool.lease_name if pool else "",
     )
-    logger.debug("%s: ready with %d adopted chunks", identity, len(adopted))
     for line in kv_device.warnings:
         logger.warning("%s", line)
     parts = RankWorker(runner, geometry, copy, io, staging, pool, watcher, regions)
@@ -233,6 +235,7 @@ def _open_pool(
 ) -> Pool | None:
     if not pool_bytes:
         return None
+    leasing = _leasing(settings)
     return Pool.open(
         PoolSpec(
             targets=tuple(Path(t) for t in settings.targets),
@@ -245,12 +248,21 @@ def _open_pool(
             engine=identity.replica.engine,
             replica=identity.replica.index,
             replicas=identity.replica.count,
-            o_direct=settings.o_direct,
+            # What other hosts write, a page cache may not have.
+            o_direct="on" if leasing else settings.o_direct,
             adopt=settings.adopt,
             named=not identity.volatile,
+            leasing=leasing,
         ),
         on_progress=_log_progress("pool"),
     )
+
+
+def _leasing(settings: OffloadConfig) -> Leasing | None:
+    """Return how regions are leased; None: only servers of this host use them."""
+    if not settings.share_group:
+        return None
+    return Leasing(settings.server_name or socket.gethostname())
 
 
 def _io_engine(

@@ -259,7 +259,9 @@ class RegionFiles:
             return None
         if not _is_readable(found, ours):
             raise PoolFormatError(f"{directory} has slots of another shape")
-        direct = os.O_DIRECT if self._pool.is_direct[target] else 0
+        # What another host writes, this one's page cache may not have.
+        is_direct = found.is_leased or self._pool.is_direct[target]
+        direct = os.O_DIRECT if is_direct else 0
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | direct
         fd = os.open(directory / SLAB_FILE, flags)
         if os.fstat(fd).st_size < found.slots * found.slot_bytes:

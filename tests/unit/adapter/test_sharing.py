@@ -50,7 +50,7 @@ def test_whoever_cannot_share_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "shares"), [("nfs4", False), ("xfs", True), ("overlay", True)])
-def test_nothing_is_shared_over_a_network_file_system(
+def test_only_a_group_shares_over_a_network_file_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, shares: bool
 ) -> None:
     """Its hosts do not see one another's writes at once."""
@@ -63,7 +63,9 @@ def test_nothing_is_shared_over_a_network_file_system(
     monkeypatch.setattr(sharing, "discover", discovered)
     why = reason(hellos(tmp_path))
     assert (why == "") is shares
-    assert shares or why == f"{tmp_path} is on a network file system"
+    assert shares or why.startswith(f"{tmp_path} is on a network file system")
+    assert shares or 'share: "team-a"' in why, "the remedy"
+    assert reason(hellos(tmp_path), replace(SETTINGS, group="team-a")) == ""
 
 
 def followers_of(target: Path) -> list[str]:

@@ -143,6 +143,23 @@ def test_the_start_line_names_sizes_engines_and_fallbacks() -> None:
         assert part in line
     assert line.count("FALLBACK") == 1, "once, not once per rank"
     assert "no pool" in start_line(hellos(), Bench(pool=0).core)
+    assert "lease" not in line
+
+
+@pytest.mark.parametrize(
+    ("alone", "group", "said"),
+    [
+        ("", "", "loads what other servers of this host have stored"),
+        ("", "team-a", "loads what other servers of group team-a have stored"),
+        ("there is no pool", "team-a", "SHARES NOTHING: there is no pool"),
+    ],
+)
+def test_the_start_line_names_who_shares_and_who_leases(alone: str, group: str, said: str) -> None:
+    core = Bench(ranks=2, targets=2).core
+    assert start_line(hellos(2), core, alone, group).endswith(f"; {said}")
+    leased = [replace(one, lease_name="host-a") for one in hellos(2)]
+    parts = start_line(leased, core, alone, group).split("; ")
+    assert parts[-2:] == ["holds its pool by lease as host-a", said]
 
 
 # -- failures as log lines ----------------------------------------------------------------

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import signal
 import subprocess
@@ -17,9 +18,10 @@ from pathlib import Path
 import pytest
 
 from tests.wait import wait_until
+from vllm_nvmeof_offload.errors import PoolError
 from vllm_nvmeof_offload.pool import lease as leases
 from vllm_nvmeof_offload.pool import ownership
-from vllm_nvmeof_offload.pool.format import read_superblock
+from vllm_nvmeof_offload.pool.format import LEASED, read_superblock, write_superblock
 from vllm_nvmeof_offload.pool.lease import (
     NOBODY,
     Keeper,
@@ -31,13 +33,17 @@ from vllm_nvmeof_offload.pool.lease import (
     lease_of,
     read_lease,
 )
+from vllm_nvmeof_offload.pool.log import LogRecord, LogWriter, newest_head
+from vllm_nvmeof_offload.pool.ownership import Claim, PoolSpec
 from vllm_nvmeof_offload.pool.pool import Pool
+from vllm_nvmeof_offload.pool.silence import Silence
+from vllm_nvmeof_offload.targets.prober import ProbeRequest, probe
 
 from .kit import STORED, fill, make_spec
 
 PAGE = LeasePage(bytes(range(16)), 7, 9, 1000, 5, "höst", 4711, "server a")
-#: A start waits 0.3 s for a sign of life; a permit lasts 0.1 s.
-SHORT = Leasing("a", takeover_s=0.3, settle_s=0.01)
+#: `impatient` claims wait so long for a sign of life.
+SHORT_S = 0.3
 #: It renews often, and a start waits longer than a busy machine delays that.
 BEATING = Leasing("a", takeover_s=15.0, settle_s=0.01)
 #: A permit lasts 20 s: nothing runs out while a test runs.
@@ -190,6 +196,59 @@ def test_a_pool_without_leases_has_no_page_and_no_permit(tmp_path: Path) -> None
     pool.close()
 
 
+def test_a_leased_region_says_so_and_its_log_passes_the_page_cache_by(tmp_path: Path) -> None:
+    with opened(tmp_path, o_direct="on", log_pages=4) as pool:
+        (found,) = pool.superblocks
+        assert (found.shared, found.lease_generation) == (LEASED, 1)
+        assert read_superblock(pool.directories[0]) == found
+        assert fcntl.fcntl(pool.log_fd(0), fcntl.F_GETFL) & os.O_DIRECT
+        log = LogWriter(pool.log(0))
+        log.add([LogRecord.reset(7)])
+        log.close()
+        head = newest_head(pool.log_fd(0), 4)
+        assert head is not None and (head.epoch, head.lease_generation) == (7, 1)
+    with opened(tmp_path) as pool:
+        assert pool.superblocks[0].lease_generation == 2
+        assert pool.superblocks[0].epoch == found.epoch, "it is the same pool"
+    page = page_in(pool.directories[0])
+    put(pool.directories[0] / "lease", replace(page, generation=9).encode())
+    with opened(tmp_path) as pool:
+        assert pool.log(0)[3] == 10, "records carry the generation of the lease"
+
+
+def test_a_start_whose_lease_is_lost_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Claim.make
+
+    def make(spec: PoolSpec) -> Claim:
+        claim = real(spec)
+        for permit in filter(None, claim.permits):
+            permit.lose()
+        return claim
+
+    monkeypatch.setattr(Claim, "make", make)
+    with pytest.raises(PoolError, match="was lost during the start"):
+        Pool.open(make_spec(tmp_path, leasing=LONG))
+    assert not [*tmp_path.rglob("superblock*")]
+
+
+def test_a_target_that_comes_back_is_taken_only_with_our_lease(tmp_path: Path) -> None:
+    with opened(tmp_path) as pool:
+        (ours,), (directory,) = pool.superblocks, pool.directories
+    request = ProbeRequest(str(directory), ours.encode().hex(), False, 1, None, leased=True)
+    for found in (ours, replace(ours, sequence=ours.sequence - 1, lease_generation=0, shared=0)):
+        write_superblock(directory, found)
+        answer, fds = probe(request)
+        assert not answer.failure
+        assert read_superblock(directory) == ours
+        for fd in set(fds):  # slab and buffered slab are one
+            os.close(fd)
+    write_superblock(directory, replace(ours, lease_generation=2))
+    with pytest.raises(PoolError, match="another server has used the pool"):
+        probe(request)
+
+
 def test_a_process_of_its_own_renews_and_a_close_leaves_no_owner(tmp_path: Path) -> None:
     with opened(tmp_path, replace(LONG, takeover_s=3.0)) as pool:
         (permit,), (directory,) = pool.permits, pool.directories
@@ -228,21 +287,29 @@ def left_behind(target: Path, name: str) -> Path:
     return directory
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claims wait for `SHORT_S`, while what they claim lasts: it may take long to open a pool."""
+    monkeypatch.setattr(ownership, "Silence", lambda _: Silence(SHORT_S))
+
+
+@pytest.mark.usefixtures("impatient")
 def test_a_server_waits_for_its_own_last_region_and_adopts_it(tmp_path: Path) -> None:
     directory = left_behind(tmp_path, "a")
     begun_s = time.monotonic()
-    with opened(tmp_path, SHORT) as pool:
-        assert time.monotonic() - begun_s >= SHORT.takeover_s
+    with opened(tmp_path) as pool:
+        assert time.monotonic() - begun_s >= SHORT_S
         assert pool.directories[0] == directory
         assert len(pool.adopt()) == len(STORED)
         assert page_in(directory).generation == 2
 
 
+@pytest.mark.usefixtures("impatient")
 def test_another_server_begins_a_new_epoch_in_a_region_that_it_takes_over(tmp_path: Path) -> None:
     directory = left_behind(tmp_path, "a")
     before = read_superblock(directory)
     assert before is not None
-    with opened(tmp_path, replace(SHORT, name="b"), engine_index=0) as pool:
+    with opened(tmp_path, replace(LONG, name="b"), engine_index=0) as pool:
         assert len(pool.adopt()) == 0
         after = read_superblock(directory)
         assert after is not None
@@ -251,7 +318,7 @@ def test_another_server_begins_a_new_epoch_in_a_region_that_it_takes_over(tmp_pa
 
 def test_free_regions_come_before_those_of_dead_servers(tmp_path: Path) -> None:
     left_behind(tmp_path, "a")
-    with opened(tmp_path, replace(SHORT, name="b")) as pool:
+    with opened(tmp_path, replace(LONG, name="b")) as pool:
         assert pool.engine_index == 1
 
 
@@ -269,7 +336,7 @@ def test_a_claim_that_another_one_overwrites_is_given_up(
         return real(self)
 
     monkeypatch.setattr(Lease, "is_ours", is_ours)
-    with opened(tmp_path, SHORT) as pool:
+    with opened(tmp_path) as pool:
         assert pool.engine_index == 1
     assert page_in(asked[0].parent) == PAGE, "the loser writes nothing more"
 
@@ -285,7 +352,7 @@ def test_a_repair_keeps_the_name_of_the_last_owner(
         assert not page.is_free
         wait_until("a renewal", lambda: page_in(directory).beat > page.beat)
     assert page_in(directory).is_free
-    with opened(tmp_path, SHORT) as pool:
+    with opened(tmp_path) as pool:
         assert len(pool.adopt()) == len(STORED)
 
 
@@ -297,7 +364,7 @@ from tests.unit.pool.kit import make_spec
 from tests.wait import wait_until
 from vllm_nvmeof_offload.pool.lease import Leasing
 from vllm_nvmeof_offload.pool.pool import Pool
-pool = Pool.open(make_spec(Path(sys.argv[1]), leasing=Leasing("other", 1.5, 0.01)))
+pool = Pool.open(make_spec(Path(sys.argv[1]), leasing=Leasing("other", 10.0, 0.01)))
 print(pool.directories[0], flush=True)
 wait_until("the loss", lambda: pool.permits[0].is_lost)
 print("lost", flush=True)
@@ -315,7 +382,7 @@ def test_a_stopped_server_loses_its_region_to_another_one(tmp_path: Path) -> Non
         child.send_signal(signal.SIGSTOP)
         (directory / "lock").unlink()
         theirs = page_in(directory)
-        with opened(tmp_path, Leasing("b", 4.0, 0.01), engine_index=0) as pool:
+        with opened(tmp_path, Leasing("b", 6.0, 0.01), engine_index=0) as pool:
             assert page_in(directory).owner != theirs.owner
             assert page_in(directory).generation == theirs.generation + 1
             child.send_signal(signal.SIGCONT)

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.wait import wait_until
+from vllm_nvmeof_offload.pool.lease import Leasing
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import AttachCommand
 from vllm_nvmeof_offload.worker.regions import OpenRegions, RegionFiles
@@ -54,6 +58,33 @@ def test_each_rank_finds_the_pool_of_its_own_rank(engines: list[list[Pool]], ran
     place = theirs[rank].place(0)
     (region,) = answer.by_target.values()
     assert (region.uuid, region.rank) == (place.region_uuid, place.rank)
+
+
+def test_a_leased_region_is_read_past_the_page_cache(tmp_path: Path) -> None:
+    """Its owner may be on another host, whatever this one could do with its own files."""
+    shape = {"leasing": Leasing("a", settle_s=0.01), "engine": "a"}
+    ours = Pool.open(make_spec(tmp_path, engine_index=0))
+    theirs = Pool.open(make_spec(tmp_path, engine_index=1, **shape))
+    assert not ours.is_direct[0]
+    files = RegionFiles(ours, lambda: None)
+    files.open(AttachCommand(1, 1, 1, theirs.superblocks[0].uuid), [0])
+    (answer,) = wait_for_answers(files)
+    (region,) = answer.by_target.values()
+    assert fcntl.fcntl(region.fd, fcntl.F_GETFL) & os.O_DIRECT
+    files.end()
+    theirs.close()
+    ours.close()
+
+
+def wait_for_answers(files: RegionFiles) -> list[OpenRegions]:
+    found: list[OpenRegions] = []
+
+    def has_answered() -> bool:
+        found.extend(files.take())
+        return bool(found)
+
+    wait_until("an answer", has_answered)
+    return found
 
 
 def test_the_first_rank_finds_no_other_pool_than_the_follower_did(
