@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`bench follow`: what it costs to follow another server's index, and how late it is seen.
 
-Scans are of a table with the given entries, by the product's own code on this thread, with a new
-foreign table in each round. Delays and idleness are of a real follower, a process of its own, that
-follows a few live servers with small tables. Their slabs are left out: no follower opens them.
+The cost of a look into another server's table or log is the CPU time of the product's own code on
+this thread, with a new foreign table in each round. Delays and idleness are of a real follower, a
+process of its own. The chunks whose delay is measured are stored by two servers at work (`owner`),
+one with a log and one without. The other servers are made up: table and log are real, and there
+are no slabs, because no follower opens them.
 """
 
 from __future__ import annotations
@@ -17,14 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.conditions import at_start, load_average
-from vllm_nvmeof_bench.follow.report import CHANGED, FIRST, IDLE, PUT, SAME, Sample
+from vllm_nvmeof_bench.follow.owner import KEYSPACE, PAYLOAD_BYTES, Owner, Plan, owner
+from vllm_nvmeof_bench.follow.report import CHANGED, FIRST, IDLE, LOG, PUT, SAME, SCAN, Sample
 from vllm_nvmeof_bench.home import home_in
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
 from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.settings import check_positive, option, recorded
-from vllm_nvmeof_offload.follow.owners import Owners
+from vllm_nvmeof_offload.follow.owners import COMPLETE, Owners
 from vllm_nvmeof_offload.follow.scan import Scope, TargetScan
 from vllm_nvmeof_offload.follow.source import QUIET_S
 from vllm_nvmeof_offload.follow.start import start_follower
@@ -33,8 +39,8 @@ from vllm_nvmeof_offload.native import ForeignReader, ForeignWriter
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     LOCK_FILE,
+    LOG_FILE,
     TABLE_FILE,
-    Keyspace,
     StoredGroup,
     Superblock,
     encode_entry,
@@ -42,95 +48,133 @@ from vllm_nvmeof_offload.pool.format import (
     write_superblock,
 )
 from vllm_nvmeof_offload.pool.lock import DirectoryLock
+from vllm_nvmeof_offload.pool.log import (
+    LOG_PAGES_MAX,
+    RECORDS_PER_PAGE,
+    LogFile,
+    LogRecord,
+    LogWriter,
+)
 from vllm_nvmeof_offload.protocol import SlotIdentity
-from vllm_nvmeof_offload.units import KIB, MIB, slot_stride_bytes
+from vllm_nvmeof_offload.units import MIB, PAGE_BYTES, slot_stride_bytes
 
-_KEYSPACE = Keyspace.of({"model": "bench follow"}).digest
+_LOG_PAGES = {SCAN: 0, LOG: LOG_PAGES_MAX}
 _KEY_BYTES = 32  # and a group's id
-_PAYLOAD_BYTES = 4 * KIB
 _EPOCH = 1
-_OURS = 0  # an engine that has no directory
-_PATIENCE_S = 30.0
-_POLL_S = 0.0005
+_OURS = 999  # an engine that has no directory
+_PATIENCE_S = 120.0
+_POLL_S = 0.001
+#: Writes that may be under way or unseen at once.
+_WINDOW = 64
+Table = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """small_entries: of each of the servers that a real follower follows."""
+    """small_slots: of each pool to which chunks are written."""
 
-    entries: int = option(1_000_000, "Entries of the table that is scanned.", min=1)
-    changed: tuple[int, ...] = option((10_000, 100_000), "Entries that change between two scans.")
-    repeats: int = option(5, "Rounds of all scans.", min=1)
-    puts: int = option(200, "Writes whose delay is measured.", min=1)
-    idle_s: float = option(10.0, "Seconds for which an idle follower is watched.", min=0.1)
-    follow_ms: float = option(100.0, "Interval of the follower's scans.", min=1)
+    entries: int = option(1_000_000, "Entries of each table.", min=1)
+    changed: tuple[int, ...] = option((10_000, 50_000), "Entries that change between two looks.")
+    repeats: int = option(5, "Rounds of all looks.", min=1)
+    puts: int = option(500, "Writes of each server whose delay is measured.", min=1)
+    puts_per_s: float = option(20.0, "Writes of each server per second.", min=1)
+    regions: tuple[int, ...] = option((1, 10), "Regions that an idle follower has.")
+    idle_s: float = option(20.0, "Seconds for which an idle follower is watched.", min=0.1)
+    follow_ms: float = option(100.0, "Interval of the follower's looks.", min=1)
     seed: int = option(1, "Seed of keys, of slots and of pauses.")
     directory: Path = option(
-        Path("build/bench/disk"), "Directory for the tables, 64 bytes per entry.", flag="--dir"
+        Path("build/bench/disk"), "Directory for tables and logs.", flag="--dir"
     )
-    engines: int = 4
-    small_entries: int = 4096
+    small_slots: int = 256
 
     def __post_init__(self) -> None:
-        check_positive(self, "entries", "changed", "repeats", "puts", "follow_ms")
-        if max(self.changed) > self.entries:
+        check_positive(
+            self, "entries", "changed", "repeats", "puts", "puts_per_s", "regions", "follow_ms"
+        )
+        lap = LOG_PAGES_MAX * RECORDS_PER_PAGE
+        most = min(self.entries, lap - RECORDS_PER_PAGE)
+        if max(self.changed) > most:
             raise BenchError(f"not {max(self.changed)} of {self.entries} entries can change")
 
     @property
     def disk_bytes(self) -> int:
-        return (self.entries + self.engines * self.small_entries) * ENTRY_BYTES + MIB
+        region = self.entries * ENTRY_BYTES + LOG_PAGES_MAX * PAGE_BYTES + MIB
+        small = sum(self.plan(Path(), by).disk_bytes + MIB for by in _LOG_PAGES)
+        return (len(_LOG_PAGES) + sum(self.regions)) * region + small
+
+    def plan(self, target: Path, by: str) -> Plan:
+        """Of the server whose writes are seen by scans, or by its log."""
+        rate = self.puts, self.puts_per_s
+        seed = 2 * self.seed + (by == LOG)
+        return Plan(str(target), seed, self.small_slots, _LOG_PAGES[by], *rate)
 
 
 class _Server:
     """A made-up server that holds its directory and has a full table."""
 
-    def __init__(self, target: Path, index: int, slots: int, dice: random.Random) -> None:
-        directory = target / _KEYSPACE / f"engine-{index}" / "rank-0"
+    def __init__(self, target: Path, index: int, table: Table, log_pages: int, seed: str) -> None:
+        """table: uint8[n, 64], as `_made_up_table` makes it."""
+        directory = target / KEYSPACE.digest / f"engine-{index}" / "rank-0"
         directory.mkdir(parents=True)
         self.table = directory / TABLE_FILE
-        self._dice, self._generation = dice, 0
-        self._slots = slots
-        self.table.write_bytes(b"".join(self._entry(slot)[1] for slot in range(slots)))
+        self._dice = random.Random(seed)
+        self._slots = self._generation = len(table)
+        table.tofile(self.table)
         lock = DirectoryLock.claim(directory / LOCK_FILE)
         assert lock is not None, "the directory is new"
         self._lock = lock
         self._fd = os.open(self.table, os.O_WRONLY | os.O_CLOEXEC)
-        group = StoredGroup(0, GroupKind.FULL, _PAYLOAD_BYTES, 1, _PAYLOAD_BYTES)
+        with (directory / LOG_FILE).open("wb") as log:
+            log.truncate(log_pages * PAGE_BYTES)
+            self._log = LogWriter(LogFile(log.fileno(), log_pages, log_pages))
+        size = PAYLOAD_BYTES
         superblock = Superblock(
-            uuid=dice.randbytes(16),
-            keyspace=_KEYSPACE,
-            slot_bytes=slot_stride_bytes(_PAYLOAD_BYTES),
-            payload_bytes=_PAYLOAD_BYTES,
-            slots=slots,
+            uuid=self._dice.randbytes(16),
+            keyspace=KEYSPACE.digest,
+            slot_bytes=slot_stride_bytes(size),
+            payload_bytes=size,
+            slots=len(table),
             target_index=0,
             target_count=1,
             rank=0,
             world_size=1,
             epoch=_EPOCH,
-            tag=share_tag(_KEYSPACE),
+            tag=share_tag(KEYSPACE.digest),
             sequence=1,
-            groups=(group,),
+            groups=(StoredGroup(0, GroupKind.FULL, size, 1, size),),
+            log_pages=log_pages,
         )
         write_superblock(directory, superblock)
 
-    def write(self, slot: int) -> bytes:
-        """Write a new chunk's entry; return its key."""
-        key, entry = self._entry(slot)
-        os.pwrite(self._fd, entry, slot * ENTRY_BYTES)
-        return key
-
     def write_some(self, count: int) -> None:
+        """Store new chunks in so many slots: their entries, and then their records."""
+        records = []
         for slot in self._dice.sample(range(self._slots), count):
-            self.write(slot)
-
-    def _entry(self, slot: int) -> tuple[bytes, bytes]:
-        self._generation += 1
-        key = self._dice.randbytes(_KEY_BYTES) + bytes(4)
-        return key, encode_entry(slot, SlotIdentity(key, self._generation), _EPOCH)
+            self._generation += 1
+            identity = _identity(self._dice, self._generation)
+            os.pwrite(self._fd, encode_entry(slot, identity, _EPOCH), slot * ENTRY_BYTES)
+            records.append(LogRecord.put(slot, identity, _EPOCH))
+        self._log.add(records)
 
     def close(self) -> None:
+        self._log.close()
         os.close(self._fd)
         self._lock.release()
+
+
+def _identity(dice: random.Random, generation: int) -> SlotIdentity:
+    return SlotIdentity(dice.randbytes(_KEY_BYTES) + bytes(4), generation)
+
+
+def _made_up_table(slots: int, dice: random.Random) -> Table:
+    entries = (encode_entry(slot, _identity(dice, slot + 1), _EPOCH) for slot in range(slots))
+    return np.frombuffer(b"".join(entries), np.uint8).reshape(slots, ENTRY_BYTES)
+
+
+def _with_other_keys(table: Table, dice: random.Random) -> Table:
+    """The same with each key changed in the same bits: so are the checksums, which are linear."""
+    first, second = (encode_entry(0, _identity(dice, 1), _EPOCH) for _ in range(2))
+    return table ^ (np.frombuffer(first, np.uint8) ^ np.frombuffer(second, np.uint8))
 
 
 @contextlib.contextmanager
@@ -143,20 +187,23 @@ def _table() -> Iterator[int]:
         os.close(fd)
 
 
-def _scans(settings: Settings, server: _Server, target: Path, number: int) -> Iterator[Sample]:
-    """One round: a first scan, one without changes, and one for each number of changes."""
+def _looks(
+    settings: Settings, by: str, server: _Server, target: Path, number: int
+) -> Iterator[Sample]:
+    """One round: a first look, one without changes, and one for each number of changes."""
     with _table() as fd:
         table = ForeignWriter(fd, 1)
         owners = Owners(table, 1, time.monotonic)
-        scope = Scope((target,), _KEYSPACE, _OURS, 1)
-        scan = TargetScan(scope, 0, table, owners)
+        scope = Scope((target,), KEYSPACE.digest, _OURS, 1)
+        # By a clock that stands still neither a search for servers nor a whole scan comes between.
+        scan = TargetScan(scope, 0, table, owners, lambda: 0.0)
 
         def one(stage: str, entries: int) -> Sample:
             os.utime(server.table)  # what has not changed for long is not read
             cpu_s, wall_s = time.thread_time(), time.perf_counter()
             scan.scan()
             cpu_s, wall_s = time.thread_time() - cpu_s, time.perf_counter() - wall_s
-            return Sample(stage, number, entries, wall_s, cpu_s)
+            return Sample(stage, number, entries, wall_s, cpu_s, by)
 
         yield one(FIRST, settings.entries)
         if table.rows != settings.entries:
@@ -168,43 +215,33 @@ def _scans(settings: Settings, server: _Server, target: Path, number: int) -> It
 
 
 class _Live:
-    """A real follower of a few servers."""
+    """A real follower, and what it has found."""
 
-    def __init__(self, settings: Settings, target: Path, reader: ForeignReader) -> None:
-        self._settings, self._target, self._reader = settings, target, reader
-        self._dice = random.Random(f"{settings.seed} live")
-        self._servers: list[_Server] = []
+    def __init__(self, target: Path, fd: int, follow_ms: float) -> None:
+        follower = start_follower([target], KEYSPACE.digest, _OURS, 1, fd, follow_ms)
+        self._target, self.stop = target, follower.stop
+        self.reader = ForeignReader(fd)
 
-    def begin(self, servers: list[_Server]) -> None:
-        self._servers = servers
-        rows = len(servers) * self._settings.small_entries
-        self._wait(lambda: self._reader.rows == rows, "the first scan")
+    def wait_complete(self, owners: int) -> None:
+        """Wait until so many servers were found whole."""
+        numbers = range(1, owners + 1)
+        end_s = time.monotonic() + _PATIENCE_S
+        while any(self.reader.owner(number).state != COMPLETE for number in numbers):
+            _check_patience(end_s, "all tables")
+            time.sleep(_POLL_S)
 
-    def put(self, number: int) -> Sample:
-        """Write an entry at any time between two scans; wait until it is seen."""
-        time.sleep(self._dice.random() * self._settings.follow_ms / 1000)
-        server = self._dice.choice(self._servers)
-        begun_s = time.perf_counter()
-        key = server.write(self._dice.randrange(self._settings.small_entries))
-        self._wait(lambda: bool(self._reader.rows_of(key)), "a write")
-        return Sample(PUT, number, 1, time.perf_counter() - begun_s)
-
-    def idle(self) -> Sample:
-        """The follower's CPU time while nothing changes."""
+    def idle(self, seconds: float) -> tuple[float, float]:
+        """Elapsed seconds and the follower's CPU seconds while nothing changes."""
         time.sleep(2 * QUIET_S)
         clock = _cpu_clock_of(self._target)
         cpu_s, wall_s = time.clock_gettime(clock), time.perf_counter()
-        time.sleep(self._settings.idle_s)
-        cpu_s, wall_s = time.clock_gettime(clock) - cpu_s, time.perf_counter() - wall_s
-        entries = len(self._servers) * self._settings.small_entries
-        return Sample(IDLE, 0, entries, wall_s, cpu_s)
+        time.sleep(seconds)
+        return time.perf_counter() - wall_s, time.clock_gettime(clock) - cpu_s
 
-    def _wait(self, condition: Callable[[], bool], what: str) -> None:
-        end_s = time.monotonic() + _PATIENCE_S
-        while not condition():
-            if time.monotonic() > end_s:
-                raise BenchError(f"the follower has not seen {what} within {_PATIENCE_S:.0f} s")
-            time.sleep(_POLL_S)
+
+def _check_patience(end_s: float, what: str) -> None:
+    if time.monotonic() > end_s:
+        raise BenchError(f"the follower has not seen {what} within {_PATIENCE_S:.0f} s")
 
 
 def _cpu_clock_of(target: Path) -> int:
@@ -216,43 +253,97 @@ def _cpu_clock_of(target: Path) -> int:
     raise BenchError("the follower has ended")
 
 
+@contextlib.contextmanager
+def _following(target: Path, follow_ms: float) -> Iterator[_Live]:
+    with _table() as fd:
+        live = _Live(target, fd, follow_ms)
+        try:
+            yield live
+        finally:
+            live.stop()
+
+
+class _Arrivals:
+    """When a reader found each chunk of one server."""
+
+    def __init__(self, plan: Plan, by: str, writer: Owner) -> None:
+        self.by, self.writer = by, writer
+        self._keys = [plan.key(number) for number in range(plan.puts)]
+        self._found_s = [0.0] * plan.puts
+        self._next = 0
+
+    def look(self, has: Callable[[bytes], object]) -> bool:
+        """Whether all have come."""
+        for number in range(self._next, min(self._next + _WINDOW, len(self._keys))):
+            if not self._found_s[number] and has(self._keys[number]):
+                self._found_s[number] = time.monotonic()
+        while self._next < len(self._keys) and self._found_s[self._next]:
+            self._next += 1
+        return self._next == len(self._keys)
+
+    def samples(self) -> Iterator[Sample]:
+        """A chunk that was found before its server heard that it is written has no delay."""
+        written_s = self.writer.completed_s()
+        if len(written_s) != len(self._found_s):
+            raise BenchError("a server that was to store chunks has failed")
+        for number, (found, written) in enumerate(zip(self._found_s, written_s, strict=True)):
+            yield Sample(PUT, number, 1, max(0.0, found - written), None, self.by)
+
+
+def _delays(settings: Settings, target: Path) -> Iterator[Sample]:
+    """Two servers store chunks, each at its own times; this process looks for them."""
+    with contextlib.ExitStack() as open_:
+        arrivals = []
+        for by in _LOG_PAGES:
+            plan = settings.plan(target, by)
+            writer = open_.enter_context(owner(plan))
+            writer.wait_ready()  # one after the other: each takes the next directory
+            arrivals.append(_Arrivals(plan, by, writer))
+        live = open_.enter_context(_following(target, settings.follow_ms))
+        live.wait_complete(len(arrivals))
+        for one in arrivals:
+            one.writer.begin()
+        end_s = time.monotonic() + _PATIENCE_S + 2 * settings.puts / settings.puts_per_s
+        while sum(one.look(live.reader.rows_of) for one in arrivals) < len(arrivals):
+            _check_patience(end_s, "a write")
+            time.sleep(_POLL_S)
+        for one in arrivals:
+            yield from one.samples()
+
+
 def run(
     settings: Settings, home: Path, on_progress: OnProgress = unheard
 ) -> tuple[list[Sample], dict[str, Any]]:
     """Return samples and conditions. home: an empty directory."""
     found = {**at_start(home), "settings": recorded(settings)}
     samples: list[Sample] = []
-    total = settings.repeats + settings.puts
+    total = settings.repeats + len(settings.regions) + 1
     dice = random.Random(settings.seed)
     with contextlib.ExitStack() as open_:
 
-        def server(target: Path, index: int, slots: int) -> _Server:
-            made = _Server(target, index, slots, dice)
+        def server(target: Path, index: int, entries: Table, by: str) -> _Server:
+            made = _Server(target, index, entries, _LOG_PAGES[by], f"{settings.seed} {index}")
             open_.callback(made.close)
             return made
 
-        on_progress(0, total, f"making a table of {settings.entries:,} entries")
-        large = server(home / "large", 1, settings.entries)
+        on_progress(0, total, f"making tables of {settings.entries:,} entries")
+        entries = _made_up_table(settings.entries, dice)
+        large = {by: server(home / by, 1, entries, by) for by in _LOG_PAGES}
         for number in range(settings.repeats):
-            on_progress(number, total, f"scans, round {number + 1}")
-            samples += _scans(settings, large, home / "large", number)
-        target = home / "small"
-        small = [
-            server(target, index, settings.small_entries)
-            for index in range(1, settings.engines + 1)
-        ]
-        fd = open_.enter_context(_table())
-        pace = settings.follow_ms
-        follower = start_follower([target], _KEYSPACE, _OURS, 1, fd, pace)
-        open_.callback(follower.stop)
-        live = _Live(settings, target, ForeignReader(fd))
-        live.begin(small)
-        for number in range(settings.puts):
-            if number % 50 == 0:
-                on_progress(settings.repeats + number, total, "delays of writes")
-            samples.append(live.put(number))
-        on_progress(total, total, "idle")
-        samples.append(live.idle())
+            on_progress(number, total, f"looks, round {number + 1}")
+            for by, one in large.items():
+                samples += _looks(settings, by, one, home / by, number)
+        on_progress(settings.repeats, total, "delays of writes")
+        samples += _delays(settings, home / "small")
+        for at, regions in enumerate(settings.regions):
+            on_progress(settings.repeats + 1 + at, total, f"idle, {regions} regions")
+            target = home / f"idle-{at}-of-{regions}"
+            for index in range(1, regions + 1):
+                server(target, index, _with_other_keys(entries, dice), LOG)
+            with _following(target, settings.follow_ms) as live:
+                live.wait_complete(regions)
+                wall_s, cpu_s = live.idle(settings.idle_s)
+            samples.append(Sample(IDLE, 0, settings.entries, wall_s, cpu_s, LOG, regions))
     found["load_average_at_end"] = load_average()
     return samples, found
 
@@ -267,8 +358,8 @@ COMMANDS = (
         "follow",
         """Measure what following another server's index costs, and when its writes are seen.
 
-        Scans a table of a million entries in this process, and watches a follower of four small
-        made-up servers. Takes a minute.
+        Reads table and log of a server with a million entries in this process, and watches a
+        follower of two servers that store chunks and of up to ten that are idle. Takes two minutes.
         """,
         Settings,
         _measure,

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server that stores a chunk now and then: `python -m vllm_nvmeof_bench.follow.owner PLAN`.
+
+The chunks go through the product's pool and I/O engine, whose table thread writes table and log.
+The process prints a line when its pool is there, begins when it is sent one, and prints when each
+write was completed. It keeps the pool open until its stdin ends.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import random
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from vllm_nvmeof_bench.results import BenchError
+from vllm_nvmeof_offload.errors import OK
+from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, IoOp
+from vllm_nvmeof_offload.io.choose import choose_io_engine
+from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, Keyspace
+from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
+from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
+from vllm_nvmeof_offload.units import KIB, PAGE_BYTES
+
+KEYSPACE = Keyspace.of({"model": "bench follow"})
+PAYLOAD_BYTES = 4 * KIB
+_CLOSE_S_MAX = 30.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """puts: chunks to store, puts_per_s of them per second, at random times. slots: of the pool.
+
+    log_pages: 0: there is no log, so that others have to scan the table.
+    """
+
+    target: str
+    seed: int
+    slots: int
+    log_pages: int
+    puts: int
+    puts_per_s: float
+
+    def key(self, number: int) -> bytes:
+        """The key of the chunk that is stored as this one."""
+        return random.Random(f"{self.seed} {number}").randbytes(32) + bytes(4)
+
+    @property
+    def disk_bytes(self) -> int:
+        return self._spec().pool_bytes
+
+    def open(self) -> Pool:
+        """The first pool on the target that is free."""
+        return Pool.open(self._spec())
+
+    def _spec(self) -> PoolSpec:
+        targets, size = (Path(self.target),), PAYLOAD_BYTES
+        spec = PoolSpec(targets, 1, size, KEYSPACE, log_pages=self.log_pages)
+        slots_bytes = self.slots * (spec.slot_bytes + ENTRY_BYTES)
+        return replace(spec, pool_bytes=slots_bytes + self.log_pages * PAGE_BYTES)
+
+
+class Owner:
+    """The process from the outside. Use `owner`."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def wait_ready(self) -> None:
+        """Raises: BenchError: the process has ended."""
+        assert self._process.stdout is not None
+        if not self._process.stdout.readline():
+            raise BenchError("a server that was to store chunks has ended")
+
+    def begin(self) -> None:
+        assert self._process.stdin is not None
+        print(file=self._process.stdin, flush=True)
+
+    def completed_s(self) -> list[float]:
+        """When each write was completed, by `time.monotonic`. Ends the process."""
+        written: list[float] = json.loads(self._process.communicate()[0] or "[]")
+        return written
+
+
+@contextmanager
+def owner(plan: Plan) -> Iterator[Owner]:
+    """Run it."""
+    command = [sys.executable, "-m", __name__, json.dumps(asdict(plan))]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+    try:
+        yield Owner(process)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _write(plan: Plan, engine: IoEngine, address: int) -> Iterator[float]:
+    dice = random.Random(plan.seed)
+    for number in range(plan.puts):
+        time.sleep(2 * dice.random() / plan.puts_per_s)
+        what = SlotIdentity(plan.key(number), number + 1), PAYLOAD_BYTES, engine.stamp
+        kind = OpKind.WRITE, Urgency.WRITE
+        engine.submit([IoOp(number + 1, *kind, number % plan.slots, address, *what)])
+        while not (ended := engine.poll()):
+            select.select([engine.fileno()], [], [], 1.0)
+        yield time.monotonic()
+        assert ended[0].outcome == OK, ended[0].outcome
+
+
+def main(plan: Plan) -> None:
+    pool = plan.open()
+    memory = mmap.mmap(-1, pool.slot_bytes)
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    engine, _ = choose_io_engine("auto", pool, memoryview(memory), address, IoLimits())
+    print("ready", flush=True)
+    if sys.stdin.readline():
+        print(json.dumps(list(_write(plan, engine, address))), flush=True)
+        sys.stdin.read()
+    engine.close(_CLOSE_S_MAX)
+    pool.close()
+
+
+if __name__ == "__main__":
+    main(Plan(**json.loads(sys.argv[1])))
