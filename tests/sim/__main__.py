@@ -20,7 +20,7 @@ if "--sanitize" in sys.argv:
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.manager.handshake import CREDITED
 
-from .base import PROFILES
+from .base import CHOSEN_BY_NAME, PROFILES
 from .shapes import FULL, SHAPES
 from .world import play
 
@@ -29,7 +29,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
     parser.add_argument("--seed", type=int, help="replay this one seed")
     parser.add_argument(
-        "--profile", choices=sorted(set(PROFILES)), help="default: the seed chooses"
+        "--profile",
+        choices=sorted({*PROFILES, *CHOSEN_BY_NAME}),
+        help="default: the seed chooses",
     )
     parser.add_argument(
         "--ranks", type=int, help="default: the seed chooses; every eighth seed has 1 to 8"

@@ -20,6 +20,8 @@ _UNBOUNDED = 1 << 62
 
 
 PROFILES = ("plain", "plain", "calm", "hangs", "restarts", "pool", "stuck", "demotion", "waiting")
+#: Of these no seed draws one.
+CHOSEN_BY_NAME = ("borrowing", "flushes", "leases")
 
 
 class Violation(AssertionError):  # noqa: N818 - the protocol's word
