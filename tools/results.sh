@@ -31,6 +31,7 @@ measure latency latency --target "local=$disk" --throttle 100 --jobs 1,2 --round
 measure tier-load stream --dir "$disk" --parts load --rounds 2
 measure tier-resume stream --dir "$disk" --parts resume,prefetch --rounds 1
 measure tier-admission stream --dir "$disk" --parts admission --rounds 2
+measure follow follow --dir /dev/shm/follow
 measure cost cost --dir "$disk" --pairs 6
 if wanted serve; then
     echo "== serve: ttft, hits, turns on the same servers"
