@@ -39,7 +39,7 @@ class LogWriter {
 
   const uint32_t pages_;
   int fd_;
-  bool direct_;  // other hosts read the file, and whole pages pass this kernel's page cache by
+  bool direct_;  // other hosts read the file, and whole pages bypass this kernel's page cache
   LogHead head_;
   bool is_written_ = true;  // all of the page
   alignas(kLogPageBytes) std::byte page_[kLogPageBytes]{};

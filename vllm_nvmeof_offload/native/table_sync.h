@@ -12,8 +12,8 @@
 
 namespace nvmeof {
 
-// At most one fdatasync a second, and none while nothing is written: the log, whose pages pass the
-// page cache by, has the news meanwhile.
+// At most one fdatasync a second, and none while nothing is written: the log, whose pages bypass
+// the page cache, has the news meanwhile.
 class TableSync {
  public:
   static constexpr std::chrono::seconds kPeriod{1};

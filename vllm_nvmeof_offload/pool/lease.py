@@ -149,7 +149,7 @@ class PageIo(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """A page that is the start of a file. Both directions pass this kernel's page cache by."""
+    """A page that is the start of a file. Reads and writes bypass this kernel's page cache."""
 
     path: Path
 

@@ -297,7 +297,7 @@ class LogWriter:
         size = _HEAD_BYTES + self._head.records * _RECORD_BYTES
         offset = self._head.sequence % self._pages * PAGE_BYTES
         with contextlib.suppress(OSError), memoryview(self._page) as page:
-            # Where other hosts read the log, whole pages pass this kernel's page cache by.
+            # Where other hosts read the log, whole pages bypass this kernel's page cache.
             is_direct = fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_DIRECT
             size = PAGE_BYTES if is_direct else size
             with page[:size] as some:

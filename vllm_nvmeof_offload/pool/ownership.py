@@ -85,7 +85,7 @@ class PoolSpec:
     o_direct: "on" fails where "auto" falls back to buffered I/O. adopt: False voids what is
     stored. named: False voids it too, and no superblock names what is written from now on, so
     that no later start adopts it. leasing: servers on other hosts use the same file system, so
-    that each region has a lease, its log passes the page cache by (where the slab does), and its
+    that each region has a lease, its log bypasses the page cache (where the slab does), and its
     table is synced every second; None: one kernel has it, and locks are enough. log_pages: of the
     log on each target; None: by the pool's size.
     """

@@ -203,7 +203,7 @@ def log_head(surveyed: Surveyed) -> dict[str, int] | None:
     return {"pages": pages} | (head._asdict() if head else {})
 
 
-#: Fields of the superblock that later releases use.
+#: Fields of the superblock that are shown only where they are used.
 _RESERVED = frozenset(
     {
         *("lease_generation", "table_offset", "log_offset", "slab_offset", "log_pages"),
