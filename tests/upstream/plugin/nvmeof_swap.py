@@ -21,7 +21,6 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector as stock
@@ -95,16 +94,11 @@ def _swap() -> None:
     for name in ("refuse_unsupported", "choose_blocks_per_chunk", "deployed", "replica_of"):
         assert callable(getattr(ours, name))
         setattr(ours, name, lambda *_args, **_kwargs: None)
-    # vLLM's tests configure their own spec, which our connector refuses.
-    assert callable(ours.parse_config)
-    ours.parse_config = lambda _extra: SimpleNamespace(
-        replicas=1,
-        weights_seen={},
-        boundary_tokens=0,
-        allow_unknown_vllm=True,
-        share="off",
-        trust_weight_version=False,
-    )
+    # vLLM's tests configure their own spec, which our connector refuses: ours is as if they had
+    # given these keys, and every other key has its default.
+    keys = {"boundary_tokens": 0, "allow_unknown_vllm": True, "share": "off"}
+    config = ours.parse_config(keys, env={})
+    ours.parse_config = lambda _extra: config
     assert callable(ours.keep_boundaries)
     ours.keep_boundaries = lambda *_args: 0
     ours.NVMeoFOffloadingSpec = OffloadingSpec  # type: ignore[misc]
