@@ -94,8 +94,8 @@ def _swap() -> None:
     for name in ("refuse_unsupported", "choose_blocks_per_chunk", "deployed", "replica_of"):
         assert callable(getattr(ours, name))
         setattr(ours, name, lambda *_args, **_kwargs: None)
-    # vLLM's tests configure their own spec, which our connector refuses: ours is as if they had
-    # given these keys, and every other key has its default.
+    # Our connector refuses the spec that vLLM's tests configure, so it gets these keys instead;
+    # every other key has its default.
     keys = {"boundary_tokens": 0, "allow_unknown_vllm": True, "share": "off"}
     config = ours.parse_config(keys, env={})
     ours.parse_config = lambda _extra: config
