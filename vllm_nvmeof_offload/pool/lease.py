@@ -219,6 +219,17 @@ def is_leased(directory: Path, silence: Silence) -> bool:
     return not silence.is_dead(io.path, page, page)
 
 
+def is_abandoned(directory: Path, silence: Silence) -> bool:
+    """Return whether a region's lease names an owner that is dead, as far as `silence` has seen.
+
+    False where the region has no lease, or nobody owns it. UnsettledError: it is not known yet.
+    OSError: the page cannot be read.
+    """
+    io = lease_of(directory)
+    page = read_lease(io)
+    return page is not None and not page.is_free and silence.is_dead(io.path, page, page)
+
+
 def is_silent(directory: Path, silence: Silence) -> bool | None:
     """Return whether a region's owner is gone or has not been seen to renew its lease for the
     takeover's time; None: the region has no lease. OSError: the page cannot be read.

@@ -161,18 +161,20 @@ class DirectoryLock:
         silence: Silence | None = None,
         *,
         leased: bool = False,
+        despite_flock: bool = False,
     ) -> DirectoryLock | None:
         """Claim `path`, creating it; None if a process that flock reaches holds it.
 
-        pid: the process on whose behalf it is claimed; None: this one. silence: decides whether
-        a holder on another host is dead; None: it counts as alive. leased: holders on other hosts
-        do not matter, because the region has a lease. PoolLockedError: a live process of another
-        host holds it. UnsettledError: `silence` cannot decide yet. OSError: the file cannot be
-        opened or written.
+        pid: the process on whose behalf it is claimed; None: this one. silence: decides whether a
+        holder on another host is dead; None: it counts as alive. leased: holders on other hosts do
+        not matter, because the region has a lease. despite_flock: the lease has shown that the
+        holder no longer owns the region, so a flock that it still has does not matter either.
+        PoolLockedError: a live process of another host holds it. UnsettledError: `silence` cannot
+        decide yet. OSError: the file cannot be opened or written.
         """
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            if not try_flock(fd, fcntl.LOCK_EX):
+            if not try_flock(fd, fcntl.LOCK_EX) and not despite_flock:
                 os.close(fd)
                 return None
             # `pool rm` may have deleted the file between open and flock. A lock on a file that

@@ -41,6 +41,7 @@ from vllm_nvmeof_offload.pool.lease import (
     Leasing,
     Permit,
     Permits,
+    is_abandoned,
     is_leased,
     lease_of,
     read_lease,
@@ -419,8 +420,13 @@ def _lock_all(
     with contextlib.ExitStack() as undo:
         for directory, leasing in zip(directories, leasings, strict=True):
             path = directory / LOCK_FILE
+            leased = leasing is not None
             try:
-                lock = DirectoryLock.claim(path, silence=silence, leased=leasing is not None)
+                lock = DirectoryLock.claim(path, silence=silence, leased=leased)
+                if lock is None and leased and is_abandoned(directory, silence):
+                    # A server that was stopped keeps its flock, and an NFS server keeps the flocks
+                    # of a lost host. The lease decides; the others who claim now settle by it too.
+                    lock = DirectoryLock.claim(path, leased=True, despite_flock=True)
             except OSError as error:
                 raise PoolError(f"cannot lock {path}: {error}") from error
             if lock is None:
@@ -471,6 +477,8 @@ def _held_by_another(instance: Path, spec: PoolSpec, silence: Silence) -> bool:
             continue
         state, path = probe_lock(sibling), sibling / LOCK_FILE
         holder = state.holder
+        if spec.leasing is not None and is_abandoned(sibling, silence):
+            continue  # whatever its flock says
         if state.live or (spec.leasing is not None and is_leased(sibling, silence)):
             return True
         if spec.leasing is not None or holder is None or not holder.is_foreign:

@@ -372,15 +372,17 @@ sys.stdin.readline()
 """
 
 
-def test_a_stopped_server_loses_its_region_to_another_one(tmp_path: Path) -> None:
-    """Its flock, which another host does not see, stays; and it finds out when it goes on."""
+@pytest.mark.parametrize("reached", [True, False])
+def test_a_stopped_server_loses_its_region_to_another_one(tmp_path: Path, reached: bool) -> None:
+    """It keeps its flock, which other hosts may see or not; and it finds out when it goes on."""
     command = [sys.executable, "-c", SERVER, str(tmp_path)]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdin is not None and child.stdout is not None
     try:
         directory = Path(child.stdout.readline().strip())
         child.send_signal(signal.SIGSTOP)
-        (directory / "lock").unlink()
+        if not reached:
+            (directory / "lock").unlink()
         theirs = page_in(directory)
         with opened(tmp_path, Leasing("b", 6.0, 0.01), engine_index=0) as pool:
             assert page_in(directory).owner != theirs.owner
