@@ -19,7 +19,7 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -501,10 +501,13 @@ def _ending_holder(instances: Sequence[Path]) -> Path | None:
 
 
 @contextlib.contextmanager
-def hold(directories: Sequence[Path]) -> Iterator[None]:
+def hold(directories: Sequence[Path]) -> Iterator[Callable[[], None]]:
     """Hold all of `directories` for a repair, with a heartbeat, so that no server starts on them.
 
-    A lease is claimed in the name of its last owner, who then still adopts what is there.
+    A lease is claimed in the name of its last owner, who then still adopts what is there. Call what
+    is yielded before each change: it waits until every lease permits writes, and raises
+    PoolLockedError once one is lost, because this process was stopped for too long.
+
     PoolLockedError: a live process holds one; it is named. None is held then. PoolError: a lock
     file cannot be opened or written.
     """
@@ -526,12 +529,23 @@ def hold(directories: Sequence[Path]) -> Iterator[None]:
             raise PoolLockedError(f"{directories[0]} was claimed by another process just now")
         for lock in locks:
             give_to_owner(lock.path)
-        yield
+        yield partial(_wait_for_permits, leases)
     finally:
         heartbeat.stop()  # no heartbeat may follow a release
         _release(locks, leases)
         if permits is not None:
             permits.close()
+
+
+def _wait_for_permits(leases: Sequence[Lease]) -> None:
+    """Wait until writes under all these leases may start. PoolLockedError: one is lost."""
+    for lease in leases:
+        if not lease.permit.wait(lambda: True):
+            raise PoolLockedError(
+                f"{lease.path.parent} may be another process's by now: for "
+                f"{lease.leasing.takeover_s:.0f} s this one could not renew its lease; nothing "
+                f"more was changed there, so run the command again"
+            )
 
 
 def _last_leasing(directory: Path) -> Leasing | None:

@@ -14,11 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.wait import wait_until
-from vllm_nvmeof_offload.errors import PoolError
+from vllm_nvmeof_offload.commands.pool import offline
+from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
 from vllm_nvmeof_offload.pool import lease as leases
 from vllm_nvmeof_offload.pool import ownership
 from vllm_nvmeof_offload.pool.format import LEASED, read_superblock, write_superblock
@@ -30,6 +32,7 @@ from vllm_nvmeof_offload.pool.lease import (
     Leasing,
     PageFile,
     Permit,
+    Permits,
     lease_of,
     read_lease,
 )
@@ -37,6 +40,7 @@ from vllm_nvmeof_offload.pool.log import LogRecord, LogWriter, newest_head
 from vllm_nvmeof_offload.pool.ownership import Claim, PoolSpec
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.silence import Silence
+from vllm_nvmeof_offload.pool.survey import find
 from vllm_nvmeof_offload.targets.prober import ProbeRequest, probe
 
 from .kit import STORED, fill, make_spec
@@ -354,6 +358,35 @@ def test_a_repair_keeps_the_name_of_the_last_owner(
     assert page_in(directory).is_free
     with opened(tmp_path) as pool:
         assert len(pool.adopt()) == len(STORED)
+
+
+def test_a_repair_that_has_lost_its_lease_changes_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its flock does not keep a server out, so a command that was stopped must look."""
+    directory = left_behind(tmp_path, "a")
+    put(directory / "lease", replace(page_in(directory), owner=NOBODY).encode())
+    monkeypatch.setattr(leases, "_BEATS_PER_PERMIT", 100)
+    (found,) = find([tmp_path])
+    permits: list[Permits] = []
+    new, real = Permits.new, offline.disk_bytes
+
+    def remembered(count: int) -> Permits:
+        permits.append(new(count))
+        return permits[0]
+
+    def taken_over(*arguments: Any) -> int:
+        put(directory / "lease", PAGE.encode())
+        wait_until("the loss", lambda: permits[0].word(0).is_lost)
+        return real(*arguments)
+
+    monkeypatch.setattr(Permits, "new", staticmethod(remembered))
+    monkeypatch.setattr(offline, "disk_bytes", taken_over)
+    before = {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "lock"}
+    with pytest.raises(PoolLockedError, match="could not renew its lease"):
+        offline.remove([found])
+    after = {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "lock"}
+    assert after == before | {"lease": PAGE.encode()}
 
 
 #: A server with a lease, which prints its directory.

@@ -136,7 +136,8 @@ def fsck(
 
         with _repairing(rank, report):
             _confirm(rank, table, report, suspects, settle, judge)
-            if repair and report.worst is not Damage.NOTE:
+            if rank.before_write is not None and report.worst is not Damage.NOTE:
+                rank.before_write()
                 os.ftruncate(rank.table_fd, slots * ENTRY_BYTES)
 
     return _check_each(directories, repair, check)
@@ -184,11 +185,11 @@ def _check_each(
     repair: bool,
     check: Callable[[OfflineRank, Table, Report], None],
 ) -> list[Report]:
-    with held_survey(directories, writable=repair) as all_surveyed:
+    with held_survey(directories, writable=repair) as (all_surveyed, before_write):
         reports = [Report(one, repair) for one in all_surveyed]
         for report in reports:
             if report.surveyed.superblock is not None:
-                with open_rank(report.surveyed, writable=repair) as rank:
+                with open_rank(report.surveyed, before_write) as rank:
                     check(rank, rank.table(), report)
                 _check_log(report)
                 continue

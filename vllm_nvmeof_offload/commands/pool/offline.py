@@ -58,6 +58,8 @@ from vllm_nvmeof_offload.units import HEADER_BYTES, MIB, PAGE_BYTES, slot_stride
 
 #: Called with (directory, done, total); what is counted depends on the work.
 Progress = Callable[[RankDirectory, int, int], None]
+#: Called before each change to what is held: see `pool.ownership.hold`.
+BeforeWrite = Callable[[], None]
 
 #: In the order of removal: without its superblock a directory is empty to the next start. The
 #: lease and the lock are removed last, and only with the directory.
@@ -69,7 +71,9 @@ _WRITE_BYTES = 4 * MIB
 
 
 @contextlib.contextmanager
-def held_survey(directories: Sequence[RankDirectory], writable: bool) -> Iterator[list[Surveyed]]:
+def held_survey(
+    directories: Sequence[RankDirectory], writable: bool
+) -> Iterator[tuple[list[Surveyed], BeforeWrite | None]]:
     """Survey `directories`; if `writable`, hold all their locks until the block ends.
 
     All are held from before the first survey until the last repair, so that no server starts
@@ -77,11 +81,11 @@ def held_survey(directories: Sequence[RankDirectory], writable: bool) -> Iterato
     one of them, PoolError one that cannot be read or locked.
     """
     if not writable:
-        yield survey(directories)
+        yield survey(directories), None
         return
-    with hold([directory.path for directory in directories]):
+    with hold([directory.path for directory in directories]) as before_write:
         # This process holds them: that is not what "live" means to a reader.
-        yield [replace(one, lock=LockState("none")) for one in survey(directories)]
+        yield [replace(one, lock=LockState("none")) for one in survey(directories)], before_write
 
 
 #: States of a table's entry; one that has none of them was never written, and is empty.
@@ -139,7 +143,7 @@ class OfflineRank:
     """One opened rank directory; made by `open_rank`. Slots are numbered within it.
 
     table_fd: -1 if there is no table. names_places: False in a pool of the first release, whose
-    headers did not name their place.
+    headers did not name their place. before_write: None: opened for reading only.
     """
 
     surveyed: Surveyed
@@ -147,6 +151,7 @@ class OfflineRank:
     slab_fd: int
     table_fd: int
     names_places: bool
+    before_write: BeforeWrite | None = None
 
     @property
     def _is_format_1(self) -> bool:
@@ -310,14 +315,17 @@ class OfflineRank:
         return "slot holds another length"
 
     def write_entry(self, index: int, entry: bytes) -> None:
-        """Replace one table entry. OSError if it cannot be written."""
+        """Replace one table entry. OSError if it cannot be written; also as `hold`."""
+        assert self.before_write is not None
+        self.before_write()
         if os.pwrite(self.table_fd, entry, index * ENTRY_BYTES) != len(entry):
             raise OSError(errno.ENOSPC, "short write", str(self.surveyed.path / "table"))
 
 
 @contextlib.contextmanager
-def open_rank(surveyed: Surveyed, writable: bool = False) -> Iterator[OfflineRank]:
-    """Open the slab (for reading) and the table (created if it is lost and `writable`).
+def open_rank(surveyed: Surveyed, before_write: BeforeWrite | None = None) -> Iterator[OfflineRank]:
+    """Open the slab (for reading) and the table (for reading if there is no `before_write`, else
+    for writing, and created if it is lost).
 
     PoolError if there is no usable superblock, or a file cannot be opened.
     """
@@ -336,16 +344,21 @@ def open_rank(surveyed: Surveyed, writable: bool = False) -> Iterator[OfflineRan
             table_fd = -1
             with contextlib.suppress(FileNotFoundError):
                 table = surveyed.path / "table"
-                table_fd = open_private(table, os.O_RDWR) if writable else os.open(table, flags)
+                if before_write is None:
+                    table_fd = os.open(table, flags)
+                else:
+                    before_write()
+                    table_fd = open_private(table, os.O_RDWR)
                 stack.callback(os.close, table_fd)
-                if writable:
+                if before_write is not None:
                     give_to_owner(table)
         except OSError as error:
             raise PoolError(f"cannot open the pool in {surveyed.path}: {error}") from error
         # Without its facts a pool of the first release looks as if its slots were misdirected.
         facts = read_facts(surveyed.path.parents[1]) or {"slot_layout": None}
         is_first = surveyed.superblock.version == format1.VERSION and "slot_layout" not in facts
-        yield OfflineRank(surveyed, surveyed.superblock, slab_fd, table_fd, not is_first)
+        block = surveyed.superblock
+        yield OfflineRank(surveyed, block, slab_fd, table_fd, not is_first, before_write)
 
 
 @contextlib.contextmanager
@@ -459,14 +472,16 @@ def remove(directories: Sequence[RankDirectory]) -> list[Removed]:
     paths = [directory.path for directory in directories]
     check_ours(paths)  # before a lock file is made where it should not be
     removed = []
-    with hold(paths):
+    with hold(paths) as before_write:
         for path in paths:
             try:
                 freed = disk_bytes(path, _FILES.__contains__)
                 for file in filter(_is_file, (path / name for name in _FILES)):
+                    before_write()
                     file.unlink()
                 left = sorted(set(os.listdir(path)) - set(_CLAIMS))
                 if not left:
+                    before_write()
                     # We hold the lock; a process that opened it just now sees that it has lost
                     # its name.
                     for name in _CLAIMS:
@@ -513,15 +528,16 @@ def prefill(
     superblock or cannot be written.
     """
     filled = []
-    with held_survey(directories, writable=True) as all_surveyed:
+    with held_survey(directories, writable=True) as (all_surveyed, before_write):
         for surveyed in all_surveyed:
+            assert before_write is not None
             with open_rank(surveyed) as rank:
                 slot_bytes = rank.superblock.slot_bytes
                 indices = np.arange(min(rank.superblock.slots, rank.slab_slots))
                 written = written_slots(rank.slab_fd, indices, slot_bytes)
                 holes = np.setdiff1d(indices, written).tolist()
                 try:
-                    _fill(rank, holes, on_progress)
+                    _fill(rank, holes, before_write, on_progress)
                 except OSError as error:
                     raise PoolError(f"cannot fill {surveyed.path / 'slab'}: {error}") from error
             path, count = str(surveyed.path), len(holes)
@@ -529,7 +545,9 @@ def prefill(
     return filled
 
 
-def _fill(rank: OfflineRank, holes: Sequence[int], on_progress: Progress) -> None:
+def _fill(
+    rank: OfflineRank, holes: Sequence[int], before_write: BeforeWrite, on_progress: Progress
+) -> None:
     slot_bytes = rank.superblock.slot_bytes
     zeros = memoryview(mmap.mmap(-1, min(slot_bytes, _WRITE_BYTES)))
     path, flags = rank.surveyed.path / "slab", os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -541,6 +559,7 @@ def _fill(rank: OfflineRank, holes: Sequence[int], on_progress: Progress) -> Non
         for done, index in enumerate(holes, 1):
             position, end = index * slot_bytes, (index + 1) * slot_bytes
             while position < end:
+                before_write()
                 position += _write_some(fd, zeros[: end - position], position)
             on_progress(rank.surveyed.directory, done * slot_bytes, len(holes) * slot_bytes)
         if holes:
