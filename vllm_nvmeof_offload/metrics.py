@@ -132,6 +132,9 @@ COUNTERS = _table(
          "or more."),
     _row("hints_taken", "hints", (),
          "Hints from other engines by which a chunk of the own pool counted as used."),
+    _row("shared_log_overruns", "scans", (),
+         "Other engines' logs that were written over, or damaged, before they were read: their "
+         "tables were read whole instead."),
     # -- ahead of need
     _row("prefetches", "chunks", _one("reason", "reload", "queue", "probe"),
          "Chunks fetched from the pool into the CPU tier ahead of need, by reason."),

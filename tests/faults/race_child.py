@@ -190,7 +190,7 @@ class Followed:
         os.close(fd)
         self._rows = ForeignRegion((OWNER, 0, 0), superblock.slots, [(0, 1)], 0)
         self._rows.begin(self._table, superblock.epoch, False)
-        self._source = LogSource(directory, superblock.log_pages)
+        self._source = LogSource(directory, superblock.log_pages, superblock.is_leased)
         self.polls = 0
 
     def read(self) -> Snapshot:
@@ -208,7 +208,7 @@ class Followed:
 
     @property
     def overruns(self) -> int:
-        return self._source.overruns
+        return self._reader.log_overruns
 
     def close(self) -> None:
         self._source.close()

@@ -72,6 +72,8 @@ class _Region:
         self.is_held = False
         #: Nothing is tried before the next discovery.
         self.has_failed = False
+        #: The superblock is to be looked at, also if the region is leased.
+        self.is_due = True
         self._scope = scope
         self._silence = Silence()
         # Joined once: these are looked at many times per second.
@@ -90,7 +92,11 @@ class _Region:
         OSError, `_GONE` if there is none for us. PoolFormatError: it is damaged, or of another
         region.
         """
-        seen = _stamp_of(self._superblock_path)
+        is_leased = self.superblock is not None and self.superblock.is_leased
+        if is_leased and not self.is_due:
+            return False  # to open a file costs a question to another host
+        seen = _stamp_of(self._superblock_path, anew=is_leased)
+        self.is_due = False
         if seen == self._superblock_seen:
             return False
         found = read_superblock(self.directory)
@@ -140,6 +146,7 @@ class _Region:
             self._begun = wanted
         if source.poll(rows, table, now_s):
             self._superblock_seen = (0, 0)  # read it, whatever its file's time says
+            self.is_due = True
         return rows.rows, begins
 
     def _rows_of(self, table: ForeignWriter, owner: int) -> tuple[ForeignRegion, Source]:
@@ -225,7 +232,7 @@ class TargetScan:
                 if name not in self._regions:
                     self._regions[name] = _Region(self._scope, name)
         for region in list(self._regions.values()):
-            region.has_failed = False
+            region.has_failed, region.is_due = False, True
             region.close()
             try:
                 region.read_superblock()
@@ -293,10 +300,20 @@ def _engines_in(space: Path) -> set[int]:
 
 
 def _shape_of(superblock: Superblock) -> tuple[object, ...]:
-    return superblock.slots, superblock.groups, superblock.log_pages
+    return superblock.slots, superblock.groups, superblock.log_pages, superblock.is_leased
 
 
-def _stamp_of(path: str) -> tuple[int, int]:
-    """Return what differs when a file was written, or replaced. Raises OSError."""
-    status = os.stat(path, follow_symlinks=False)
+def _stamp_of(path: str, anew: bool = False) -> tuple[int, int]:
+    """Return what differs when a file was written, or replaced. Raises OSError.
+
+    anew: as the file system's server knows it, which is asked at each open; else as this host does.
+    """
+    if anew:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            status = os.fstat(fd)
+        finally:
+            os.close(fd)
+    else:
+        status = os.stat(path, follow_symlinks=False)
     return status.st_ino, status.st_mtime_ns

@@ -7,6 +7,10 @@ time that was seen by a moment: such a table is read again all the same, only le
 
 The log costs one read of 4 KiB when nothing was written. Whoever falls behind by a lap notices that
 from the pages' numbers, and scans again (`pool.log`).
+
+What another host may have written is read with O_DIRECT, because this host's page cache does not
+learn of it; a file's time is asked for by opening the file anew, which makes a network file system
+ask its server. What this host's own kernel has written is in its page cache.
 """
 
 from __future__ import annotations
@@ -46,8 +50,10 @@ class Source(Protocol):
 class ScanSource:
     """Implements `Source` with the table alone."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, is_direct: bool) -> None:
+        """is_direct: another host may write the files."""
         self._path = str(directory / TABLE_FILE)
+        self._is_direct = is_direct
         self._fd = -1
         self._read_s, self._changed_ns = float("-inf"), 0
 
@@ -78,8 +84,10 @@ class ScanSource:
 
     def _look(self) -> int:
         """When the file was written, by its own clock."""
+        if self._is_direct:
+            self.close()
         if self._fd < 0:
-            self._fd = _open(self._path)
+            self._fd = _open(self._path, self._is_direct)
         return os.fstat(self._fd).st_mtime_ns
 
     def close(self) -> None:
@@ -89,16 +97,15 @@ class ScanSource:
 class LogSource:
     """Implements `Source` with the table and the log."""
 
-    def __init__(self, directory: Path, pages: int) -> None:
-        """pages: of the log."""
-        self._table = ScanSource(directory)
+    def __init__(self, directory: Path, pages: int, is_direct: bool) -> None:
+        """pages: of the log. is_direct: as `ScanSource`."""
+        self._table = ScanSource(directory, is_direct)
+        self._is_direct = is_direct
         self._path = str(directory / LOG_FILE)
         self._pages = pages
         self._fd = -1
         self._is_found = False  # where the log goes on
         self._scanned_s = float("-inf")
-        #: How often the log had been written over, or was damaged.
-        self.overruns = 0
 
     def begin(self) -> None:
         self._is_found = False
@@ -107,7 +114,7 @@ class LogSource:
     def poll(self, rows: ForeignRegion, table: ForeignWriter, now_s: float) -> bool:
         if self._fd < 0:
             with contextlib.suppress(FileNotFoundError):
-                self._fd = _open(self._path)
+                self._fd = _open(self._path, self._is_direct)
         if self._fd < 0:  # somebody has removed it
             self._is_found = False
             return self._table.poll(rows, table, now_s)
@@ -115,7 +122,7 @@ class LogSource:
             self._find(rows, table, now_s)
         why = rows.follow_log(table, self._fd, int(now_s * 1e9))
         if why == rows.OVERRUN:
-            self.overruns += 1
+            table.log_overran()
             self._find(rows, table, now_s)
         elif why != rows.RESET:
             _check(why)
@@ -139,13 +146,15 @@ class LogSource:
 
 def source_of(directory: Path, superblock: Superblock) -> Source:
     """The best source that the region has. An earlier release has written no log."""
+    is_direct = superblock.is_leased  # only what is leased is written by several hosts
     if superblock.log_pages:
-        return LogSource(directory, superblock.log_pages)
-    return ScanSource(directory)
+        return LogSource(directory, superblock.log_pages, is_direct)
+    return ScanSource(directory, is_direct)
 
 
-def _open(path: str) -> int:
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+def _open(path: str, is_direct: bool) -> int:
+    flags = os.O_DIRECT if is_direct else 0
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
 
 
 def _closed(fd: int) -> int:

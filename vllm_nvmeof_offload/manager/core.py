@@ -597,6 +597,8 @@ class ManagerCore:
         for series, amount in zip(_NATIVE_COUNTS, self._tiers.take_counts(), strict=True):
             if amount:
                 self._counters[series] += amount
+        if self._foreign is not None:
+            self._counters["shared_log_overruns"] = self._foreign.log_overruns
         return self._counters
 
     # -- weights and resets -----------------------------------------------------------

@@ -98,6 +98,7 @@ void bind_writer(nb::module_& m) {
              writer.put_hint({place, generation, count});
            },
            "place"_a, "generation"_a, "count"_a, Unlocked())
+      .def("log_overran", &ForeignWriter::log_overran)
       .def("scanned", &ForeignWriter::scanned, "now_ns"_a)
       .def_prop_ro("version_asked", &ForeignWriter::version_asked)
       .def_prop_ro("version_of_all", &ForeignWriter::version_of_all)
@@ -182,6 +183,7 @@ void bind_foreign(nb::module_& m) {
            [](ForeignReader& reader, size_t max) { return tuples_of(reader.take_hints(max)); },
            "limit"_a)
       .def_prop_ro("rows", &ForeignReader::rows)
+      .def_prop_ro("log_overruns", &ForeignReader::log_overruns)
       .def_prop_ro("scanned_ns", &ForeignReader::scanned_ns);
   bind_acceptance(m);
   bind_writer(m);

@@ -24,6 +24,10 @@ constexpr size_t kFlagsAt = 16, kKeyBytesAt = 17;
 constexpr uint8_t kFlagSingleCopy = 8;
 // Entries that are read at once: they stay in the second level of cache until they are compared.
 constexpr size_t kEntriesMax = 4096;
+constexpr size_t kPageBytes = 4096;
+constexpr size_t whole_pages(size_t bytes) {
+  return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
+}
 // Changes ahead of the one that is made.
 constexpr size_t kAhead = 8;
 
@@ -41,16 +45,21 @@ uint32_t crc_of(const std::byte* entry, uint32_t slot) {
 }
 
 // Read `bytes` at `offset`, and zeros behind the end of the file. Returns an errno.
+// The file may be open for O_DIRECT: all that is given to the kernel is whole pages, so `into`, of
+// whole pages, may be written behind `bytes`.
 int read_whole(int fd, std::byte* into, size_t bytes, uint64_t offset) {
+  const size_t room = whole_pages(bytes);
   size_t done = 0;
   while (done < bytes) {
-    const ssize_t count = pread(fd, into + done, bytes - done, static_cast<off_t>(offset + done));
+    const size_t from = done - done % kPageBytes;  // a short read ends anywhere
+    const ssize_t count = pread(fd, into + from, room - from, static_cast<off_t>(offset + from));
     if (count < 0 && errno == EINTR) continue;
     if (count < 0) return errno;
-    if (count == 0) break;
-    done += static_cast<size_t>(count);
+    const size_t end = from + static_cast<size_t>(count);
+    if (end <= done) break;
+    done = end;
   }
-  std::memset(into + done, 0, bytes - done);
+  if (done < bytes) std::memset(into + done, 0, bytes - done);
   return 0;
 }
 
@@ -65,7 +74,7 @@ ForeignRegion::ForeignRegion(Home home, uint64_t slots, std::vector<Group> group
       fingerprints_(slots),
       marks_(slots),
       log_buffer_(kLogPagesAtOnce * kLogPageBytes),
-      buffer_(std::min<size_t>(slots, kEntriesMax) * kEntryBytes) {}
+      buffer_(whole_pages(std::min<size_t>(slots, kEntriesMax) * kEntryBytes)) {}
 
 void ForeignRegion::begin(ForeignWriter& table, uint32_t epoch, bool from_now) {
   const auto lock = table.lock();

@@ -103,8 +103,9 @@ class ForeignRegion {
   uint64_t log_sequence_ = 0;  // of the page that comes next, or is under way
   uint32_t log_index_ = 0;     // of the record there
   unsigned log_reads_ = 0;     // of the same position, which was not intact
-  std::vector<std::byte> log_buffer_;
-  std::vector<std::byte> buffer_;
+  // Whole pages, as O_DIRECT requires.
+  PageVector<std::byte> log_buffer_;
+  PageVector<std::byte> buffer_;
   std::vector<Seen> changed_;
   std::vector<Seen> young_;  // the oldest first
 };

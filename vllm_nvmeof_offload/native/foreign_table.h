@@ -83,13 +83,15 @@ class ForeignTable {
   int64_t scanned_ns() const {
     return static_cast<int64_t>(word(kScannedAt).load(std::memory_order_relaxed));
   }
+  // How often a log was written over, or damaged, before it was read: since the table was made.
+  uint64_t log_overruns() const { return word(kOverrunsAt).load(std::memory_order_relaxed); }
   uint64_t version_asked() const { return word(kAskedAt).load(std::memory_order_acquire); }
   // Asked for with `Since::EVER`; 0: none was yet.
   uint64_t version_of_all() const { return word(kOfAllAt).load(std::memory_order_acquire); }
 
  protected:
   static constexpr size_t kAreaAt = 8, kAskedAt = 16, kScannedAt = 24, kRowsAt = 32,
-                          kOfAllAt = 40;
+                          kOfAllAt = 40, kOverrunsAt = 48;
   struct Bucket {
     uint64_t fingerprint, place, generation;
   };
@@ -163,6 +165,7 @@ class ForeignWriter : public ForeignTable {
   bool remove(uint64_t fingerprint, ForeignRow row);
   void put_hint(const Hint& hint);
   void warm(uint64_t fingerprint) const;
+  void log_overran() { word(kOverrunsAt).fetch_add(1, std::memory_order_relaxed); }
   void scanned(int64_t now_ns) {
     word(kScannedAt).store(static_cast<uint64_t>(now_ns), std::memory_order_relaxed);
   }

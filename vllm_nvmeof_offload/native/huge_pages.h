@@ -44,4 +44,25 @@ struct HugePages {
 template <typename T>
 using HugeVector = std::vector<T, HugePages<T>>;
 
+// Every allocation is aligned to a page, as O_DIRECT requires.
+template <typename T>
+struct Pages {
+  using value_type = T;
+  static constexpr std::align_val_t kAlignment{4096};
+
+  Pages() = default;
+  template <typename Other>
+  Pages(const Pages<Other>&) {}
+
+  T* allocate(size_t count) {
+    return static_cast<T*>(::operator new(count * sizeof(T), kAlignment));
+  }
+  void deallocate(T* memory, size_t) { ::operator delete(memory, kAlignment); }
+
+  bool operator==(const Pages&) const = default;
+};
+
+template <typename T>
+using PageVector = std::vector<T, Pages<T>>;
+
 }  // namespace nvmeof

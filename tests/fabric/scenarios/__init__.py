@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.fabric.scenarios import clients, devices, outages, paths, pools
+from tests.fabric.scenarios import clients, devices, leases, outages, paths, pools
 from tests.fabric.stage import Stage
 
 __all__ = ["BOOTS", "SCENARIOS"]
@@ -27,6 +27,8 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
     "medium-hangs": devices.medium_hangs,
     "medium-hangs-past-io-timeout": devices.medium_hangs_past_io_timeout,
     "caches-apart": clients.caches_apart,
+    "leased-region-followed": leases.leased_region_followed,
+    "leased-region-taken-over": leases.leased_region_taken_over,
     "disconnected-while-mounted": devices.disconnected_while_mounted,
 }
 
@@ -54,5 +56,7 @@ BOOTS: tuple[tuple[str, ...], ...] = (
         "medium-hangs-past-io-timeout:uring",
         "default-timeouts:uring",
         "caches-apart:none",
+        "leased-region-followed:uring",
+        "leased-region-taken-over:uring",
     ),
 )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import signal
@@ -21,6 +22,7 @@ from tests.wait import wait_until
 from vllm_nvmeof_offload.follow.source import RESCAN_S
 from vllm_nvmeof_offload.native import ForeignRegion, ForeignWriter
 from vllm_nvmeof_offload.pool.format import Stamp, decode_table, region_uuid
+from vllm_nvmeof_offload.pool.lease import Leasing
 from vllm_nvmeof_offload.pool.log import RECORDS_PER_PAGE, LogFile, LogRecord, LogWriter
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import EVERY_MEMBER, SlotIdentity, place_of
@@ -58,12 +60,6 @@ def owner(engine: OpenEngine, tmp_path: Path) -> Iterator[Owner]:
     made.log.close()
 
 
-def overruns(following: Following) -> int:
-    """Of the only region."""
-    (region,) = following.scans[0]._regions.values()
-    return region._source.overruns  # type: ignore[union-attr]
-
-
 def test_what_is_logged_is_seen_without_a_scan(following: Following, owner: Owner) -> None:
     owner.put(1, name(1, 10))
     following.scan()
@@ -80,7 +76,61 @@ def test_what_is_logged_is_seen_without_a_scan(following: Following, owner: Owne
     following.scan(0.1)
     assert following.rows(name(5).key) == set()
     assert following.reader.rows == 2
-    assert overruns(following) == 0
+    assert following.reader.log_overruns == 0
+
+
+def flags_of(directory: Path) -> dict[str, set[bool]]:
+    """By file: whether this process reads it, and nothing else, with O_DIRECT."""
+    found: dict[str, set[bool]] = {}
+    for number in os.listdir("/proc/self/fd"):
+        path = Path("/proc/self/fd", number)
+        if not path.is_symlink() or path.readlink().parent != directory:
+            continue
+        flags = fcntl.fcntl(int(number), fcntl.F_GETFL)
+        if flags & os.O_ACCMODE == os.O_RDONLY:
+            found.setdefault(path.readlink().name, set()).add(bool(flags & os.O_DIRECT))
+    return found
+
+
+@pytest.mark.parametrize("is_leased", [False, True], ids=["one kernel", "several hosts"])
+def test_only_what_several_hosts_write_is_read_past_the_page_cache(
+    following: Following, engine: OpenEngine, tmp_path: Path, is_leased: bool
+) -> None:
+    """A table that ends within a page, too."""
+    leasing = Leasing("a", settle_s=0.01) if is_leased else None
+    size = 100 * (SLOT_BYTES + 64) + PAGES * PAGE_BYTES
+    pool = engine(1, tmp_path, log_pages=PAGES, leasing=leasing, slots=100, pool_bytes=size)
+    owner = Owner(pool)
+    last = pool.slots - 1
+    assert pool.slots * 64 % PAGE_BYTES
+    owner.put(last, name(1, 10))
+    following.scan()
+    owner.put(2, name(2, 11))
+    following.scan(0.1)
+    assert flags_of(owner.directory) == {"table": {is_leased}, "log": {is_leased}}
+    assert following.rows(name(1).key) == {row(1, last, 10)}
+    assert following.rows(name(2).key) == {row(1, 2, 11)}
+    owner.log.close()
+
+
+def test_a_leased_superblock_is_opened_anew_with_each_discovery(
+    following: Following, engine: OpenEngine, tmp_path: Path
+) -> None:
+    """Its attributes may be cached; and each opening is a question to another host."""
+    leasing = Leasing("a", settle_s=0.01)
+    owner = Owner(engine(1, tmp_path, log_pages=PAGES, leasing=leasing, **LOGGED))
+    owner.put(1, name(1, 5))
+    following.scan()
+    reset(owner.pool, TAG, named=True)  # nothing is logged of it
+    following.scan(0.1)
+    assert following.reader.rows == 1
+    following.scan()
+    assert following.reader.rows == 0
+    owner.put(1, name(1, 6))
+    owner.reset()
+    following.scan(0.1)
+    assert following.reader.rows == 0, "the log names it at once"
+    owner.log.close()
 
 
 def test_the_table_is_scanned_now_and_then_all_the_same(following: Following, owner: Owner) -> None:
@@ -106,7 +156,7 @@ def test_a_follower_that_is_not_a_lap_late_needs_no_scan(
     for slot, identity in last.items():
         assert row(1, slot, identity.generation) in following.rows(identity.key)
     assert following.reader.rows == len(last)
-    assert overruns(following) == 0
+    assert following.reader.log_overruns == 0
 
 
 @pytest.mark.parametrize("laps", [1, 3])
@@ -121,14 +171,14 @@ def test_a_follower_that_was_stopped_for_a_lap_notices(
         last[slot] = name(generation % 50, 100 + generation)
         owner.put(slot, last[slot])
     following.scan(0.1)
-    assert overruns(following) == 1
+    assert following.reader.log_overruns == 1
     for slot, identity in last.items():
         assert row(1, slot, identity.generation) in following.rows(identity.key)
     assert following.reader.rows == len(last) + 1
     owner.put(1, name(60, 7))
     following.scan(0.1)
     assert following.rows(name(60).key) == {row(1, 1, 7)}
-    assert overruns(following) == 1, "it goes on from there"
+    assert following.reader.log_overruns == 1, "it goes on from there"
 
 
 def test_a_server_that_starts_again_makes_its_followers_scan(
@@ -143,7 +193,7 @@ def test_a_server_that_starts_again_makes_its_followers_scan(
     stop_clock_of(again.directory / "table")
     again.put(3, name(3, 7))
     following.scan(0.1)
-    assert overruns(following) == 1
+    assert following.reader.log_overruns == 1
     for number, generation in ((1, 5), (2, 6), (3, 7)):
         assert following.rows(name(number).key) == {row(1, number, generation)}
     again.log.close()
@@ -197,7 +247,7 @@ def test_a_record_that_is_being_written_is_waited_for(following: Following, owne
     log.write_bytes(whole)
     following.scan(0.1)
     assert following.rows(name(1).key) == {row(1, 1, 5)}
-    assert overruns(following) == 0
+    assert following.reader.log_overruns == 0
 
 
 @pytest.mark.parametrize("at", [9, 64 + 40], ids=["header", "record"])
@@ -210,7 +260,7 @@ def test_a_page_that_stays_damaged_is_given_up(following: Following, owner: Owne
     log.write_bytes(torn)
     for _ in range(10):
         following.scan(0.1)
-    assert overruns(following) >= 1
+    assert following.reader.log_overruns >= 1
     assert following.rows(name(1).key) == {row(1, 1, 5)}, "from the table"
 
 
@@ -340,7 +390,7 @@ def test_a_killed_writer_leaves_a_log_that_leads_to_its_table(
         if child.stdout is not None:
             child.stdout.close()
     following.scan(0.1)
-    assert overruns(following) >= is_stopped
+    assert following.reader.log_overruns >= is_stopped
     raw = np.fromfile(log.parent / "table", np.uint8)
     table = decode_table(raw, np.arange(raw.size // 64))
     assert table.valid.all()

@@ -465,6 +465,14 @@ def test_others_hints_are_taken_with_a_step() -> None:
     assert bench.core.counters["hints_taken"] == 1
 
 
+def test_overruns_of_others_logs_are_counted() -> None:
+    bench = BorrowBench()
+    assert bench.core.counters["shared_log_overruns"] == 0
+    for _ in range(3):
+        bench.others.writer.log_overran()
+    assert bench.core.counters["shared_log_overruns"] == 3
+
+
 # -- requests that wait ---------------------------------------------------------------
 
 
