@@ -29,6 +29,9 @@ QUIET_S, QUIET_READ_S = 1.0, 5.0
 #: A table with a log is scanned all the same at this interval, if its file has changed: a record
 #: may be lost.
 RESCAN_S = 30.0
+#: An owner on another host syncs its table each second. What is logged before a log's end is found
+#: may be in the table only then, so that table is scanned once more.
+SYNCED_S = 2.0
 
 
 class Source(Protocol):
@@ -105,7 +108,7 @@ class LogSource:
         self._pages = pages
         self._fd = -1
         self._is_found = False  # where the log goes on
-        self._scanned_s = float("-inf")
+        self._rescan_s = float("-inf")
 
     def begin(self) -> None:
         self._is_found = False
@@ -126,8 +129,8 @@ class LogSource:
             self._find(rows, table, now_s)
         elif why != rows.RESET:
             _check(why)
-            if now_s - self._scanned_s >= RESCAN_S:
-                self._scanned_s = now_s
+            if now_s >= self._rescan_s:
+                self._rescan_s = now_s + RESCAN_S
                 if self._table.has_changed():
                     self._table.scan(rows, table, now_s)
         return why == rows.RESET
@@ -137,7 +140,8 @@ class LogSource:
         self._is_found = False
         _check(rows.seek_log(self._fd, self._pages))
         self._table.scan(rows, table, now_s)
-        self._is_found, self._scanned_s = True, now_s
+        self._is_found = True
+        self._rescan_s = now_s + (SYNCED_S if self._is_direct else RESCAN_S)
 
     def close(self) -> None:
         self._fd = _closed(self._fd)

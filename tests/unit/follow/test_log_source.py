@@ -19,7 +19,7 @@ from tests.resets import reset
 from tests.unit.follow.kit import COMPLETE, OURS, Following, row, stop_clock_of
 from tests.unit.pool.kit import SLOT_BYTES, TAG, name, put
 from tests.wait import wait_until
-from vllm_nvmeof_offload.follow.source import RESCAN_S
+from vllm_nvmeof_offload.follow.source import RESCAN_S, SYNCED_S
 from vllm_nvmeof_offload.native import ForeignRegion, ForeignWriter
 from vllm_nvmeof_offload.pool.format import Stamp, decode_table, region_uuid
 from vllm_nvmeof_offload.pool.lease import Leasing
@@ -110,6 +110,20 @@ def test_only_what_several_hosts_write_is_read_past_the_page_cache(
     assert flags_of(owner.directory) == {"table": {is_leased}, "log": {is_leased}}
     assert following.rows(name(1).key) == {row(1, last, 10)}
     assert following.rows(name(2).key) == {row(1, 2, 11)}
+    owner.log.close()
+
+
+def test_a_leased_table_is_scanned_once_more_when_its_owner_has_synced_it(
+    following: Following, engine: OpenEngine, tmp_path: Path
+) -> None:
+    leasing = Leasing("a", settle_s=0.01)
+    owner = Owner(engine(1, tmp_path, log_pages=PAGES, leasing=leasing, **LOGGED))
+    following.scan()
+    put(owner.pool, 5, name(5, 9))  # logged before the log's end was found, and synced after that
+    following.scan(0.1)
+    assert following.rows(name(5).key) == set()
+    following.scan(SYNCED_S)
+    assert following.rows(name(5).key) == {row(1, 5, 9)}
     owner.log.close()
 
 
