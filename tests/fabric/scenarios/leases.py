@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A leased region on one client of an NFS server, which a follower on the other client reads."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+
+from tests.fabric.owner import KEYS, PAGES, SLOTS, TAKEOVER_S, Owner, chunk_of
+from tests.fabric.stage import READY_S_MAX, Stage
+from tests.unit.follow.kit import KEYSPACE
+from tests.unit.pool.kit import PAYLOAD_BYTES, SLOT_BYTES, TAG, name, payload
+from vllm_nvmeof_offload.follow.owners import COMPLETE, Owners
+from vllm_nvmeof_offload.follow.scan import Scope, TargetScan
+from vllm_nvmeof_offload.native import ForeignReader, ForeignWriter
+from vllm_nvmeof_offload.pool.format import SlotPlace, read_superblock, region_uuid, verify
+from vllm_nvmeof_offload.pool.log import RECORDS_PER_PAGE
+from vllm_nvmeof_offload.protocol import SlotIdentity
+from vllm_nvmeof_offload.units import HEADER_BYTES
+
+FOLLOW_S = 0.1
+PUTS = 40
+BURST_S = 10.0
+#: The bar without an emulated processor is 0.25 s.
+SEEN_S_MAX = 1.0
+#: The owner's table is synced each second, and scanned again after two.
+KNOWN_S_MAX = 10.0
+
+
+class _Reader:
+    """The reader's side on one client: a follower's scans, and reads past the page cache."""
+
+    def __init__(self, place: Path) -> None:
+        self._fd = os.memfd_create("foreign")
+        table = ForeignWriter(self._fd, SLOTS)
+        owners = Owners(table, 1, time.monotonic)
+        self.table = ForeignReader(self._fd)
+        self._scan = TargetScan(Scope((place,), KEYSPACE, 0, 1), 0, table, owners)
+        self.directory = place / KEYSPACE / "engine-1" / "rank-0"
+        self.counts = {"ok": 0, "refused": 0, "wrong": 0}
+
+    def follow(self) -> None:
+        """What a follower does, at its pace."""
+        time.sleep(FOLLOW_S)
+        self._scan.scan()
+
+    def is_complete(self) -> bool:
+        self.follow()
+        return self.table.owner(1).state == COMPLETE
+
+    def rows(self) -> list[tuple[int, SlotIdentity]]:
+        """Slot and identity of each chunk that is known."""
+        return [
+            (place & 0xFFFFFFFF, SlotIdentity(name(number).key, generation))
+            for number in range(KEYS)
+            for place, generation in self.table.rows_of(name(number).key)
+        ]
+
+    def sees(self, slot: int, generation: int) -> bool:
+        self.follow()
+        return (slot, chunk_of(slot, generation)) in self.rows()
+
+    def read_all(self) -> None:
+        """Read what is known, and compare each word of what is accepted."""
+        superblock = read_superblock(self.directory)
+        assert superblock is not None
+        fd = os.open(self.directory / "slab", os.O_RDONLY | os.O_DIRECT)
+        with mmap.mmap(-1, SLOT_BYTES) as memory:
+            for slot, identity in self.rows():
+                assert os.preadv(fd, [memory], slot * SLOT_BYTES) == SLOT_BYTES
+                place = SlotPlace(region_uuid(superblock.uuid, 0), 0, slot)
+                page = bytearray(memory[:])
+                if not verify(memoryview(page), identity, PAYLOAD_BYTES, place, TAG).ok:
+                    self.counts["refused"] += 1
+                    continue
+                is_right = page[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] == payload(identity)
+                self.counts["ok" if is_right else "wrong"] += 1
+        os.close(fd)
+
+
+def leased_region_followed(stage: Stage) -> None:
+    """Client 2 finds by log what client 1 writes, reads no wrong bytes, sees resets and laps."""
+    shared = stage.share()
+    near, far = shared.mount(1), shared.mount(2)
+    owner, reader = Owner(near, 1), _Reader(far)
+    stage.until(reader.is_complete, READY_S_MAX, "client 2 follows the region of client 1")
+    _seen_at_once(stage, owner, reader)
+    owner.begin_burst(BURST_S, 1000)
+    end_s = time.monotonic() + BURST_S
+    while time.monotonic() < end_s:
+        reader.follow()
+        reader.read_all()
+    stage.record(f"{owner.end_burst()} chunks were written meanwhile, and read: {reader.counts}")
+    stage.check(reader.counts["ok"] > 0, "chunks are read")
+    stage.equal("wrong bytes", reader.counts["wrong"], 0)
+    before = reader.table.log_overruns
+    lap = PAGES * RECORDS_PER_PAGE + 1
+    for number in range(lap):  # the reader is stopped meanwhile
+        owner.put(number % SLOTS, 100_000 + number)
+    reader.follow()
+    stage.equal("overruns seen after a lap", reader.table.log_overruns - before, 1)
+    last = {number % SLOTS: 100_000 + number for number in range(lap)}
+    wanted = {(slot, chunk_of(slot, generation)) for slot, generation in last.items()}
+    took_s = stage.until(
+        lambda: not reader.follow() and set(reader.rows()) == wanted,  # type: ignore[func-returns-value]
+        KNOWN_S_MAX,
+        "all chunks are known after it",
+    )
+    stage.record(f"all chunks are known {took_s:.1f} s after that")
+    owner.reset()
+    stage.until(lambda: not (reader.follow(), reader.rows())[1], SEEN_S_MAX, "a reset is seen")
+    owner.put(3, 7)
+    stage.until(lambda: reader.sees(3, 7), SEEN_S_MAX, "a chunk of the new epoch is seen")
+    owner.kill()
+
+
+def _seen_at_once(stage: Stage, owner: Owner, reader: _Reader) -> None:
+    late = []
+    for number in range(PUTS):
+        outcome, ended_s = owner.put(number, 100 + number)
+        stage.equal(f"write {number}", outcome, "ok") if outcome != "ok" else None
+        while not reader.sees(number, 100 + number):
+            assert time.monotonic() < ended_s + READY_S_MAX, "it is never seen"
+        late.append(time.monotonic() - ended_s)
+    ms = [round(1000 * float(np.percentile(late, share))) for share in (50, 99, 100)]
+    stage.record(f"{PUTS} writes were seen after {ms} ms (median, p99, most), asked each 100 ms")
+    stage.check(ms[1] <= 1000 * SEEN_S_MAX, f"p99 within {SEEN_S_MAX:g} s on an emulated processor")
+
+
+def leased_region_taken_over(stage: Stage) -> None:
+    """An owner that is cut off loses its region to the other client, and then writes nothing."""
+    shared = stage.share()
+    near, far = shared.mount(1), shared.mount(2)
+    owner, reader = Owner(near, 1), _Reader(far)
+    stage.until(reader.is_complete, READY_S_MAX, "client 2 follows the region of client 1")
+    for slot in range(8):
+        stage.equal(f"write {slot}", owner.put(slot, 10 + slot)[0], "ok")
+    stage.until(lambda: reader.sees(7, 17), READY_S_MAX, "its chunks are known")
+    shared.cut(1)
+    began_s = time.monotonic()
+    stage.record("client 1 is cut off")
+    heir = Owner(far, 2)
+    took_s = time.monotonic() - began_s
+    stage.record(f"client 2 holds the region after {took_s:.1f} s, and adopted {heir.adopted}")
+    stage.check(took_s >= TAKEOVER_S, "not before the lease was silent for its time")
+    stage.check(heir.generation_of_lease > owner.generation_of_lease, "the lease's generation rose")
+    stage.equal("write by client 2", heir.put(3, 500)[0], "ok")
+    stage.until(lambda: reader.sees(3, 500), READY_S_MAX, "its chunk is seen")
+    shared.mend(1)
+    stage.record("client 1 is back")
+    outcome, _ = owner.put(5, 600)
+    stage.check(outcome != "ok", f"what it writes now is refused ({outcome})")
+    stage.pass_time(3.0)
+    reader.follow()
+    stage.check((5, chunk_of(5, 600)) not in reader.rows(), "nobody finds it")
+    reader.read_all()
+    stage.equal("reads", (reader.counts["wrong"], reader.counts["refused"]), (0, 0))
+    stage.equal("write by client 2", heir.put(4, 501)[0], "ok")
+    owner.kill()
+    heir.kill()
