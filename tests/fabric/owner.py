@@ -14,7 +14,7 @@ import signal
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -63,6 +63,13 @@ class Owner:
         """Begin a new epoch."""
         self._pipe.send(("reset",))
         self._answer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End it while its file system is there: what waits for a lost one cannot be killed."""
+        self.kill()
 
     def kill(self) -> None:
         assert self.process.pid is not None

@@ -6,6 +6,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -86,7 +87,11 @@ def leased_region_followed(stage: Stage) -> None:
     """Client 2 finds by log what client 1 writes, reads no wrong bytes, sees resets and laps."""
     shared = stage.share()
     near, far = shared.mount(1), shared.mount(2)
-    owner, reader = Owner(near, 1), _Reader(far)
+    with Owner(near, 1) as owner:
+        _follow(stage, owner, _Reader(far))
+
+
+def _follow(stage: Stage, owner: Owner, reader: _Reader) -> None:
     stage.until(reader.is_complete, READY_S_MAX, "client 2 follows the region of client 1")
     _seen_at_once(stage, owner, reader)
     owner.begin_burst(BURST_S, 1000)
@@ -115,7 +120,6 @@ def leased_region_followed(stage: Stage) -> None:
     stage.until(lambda: not (reader.follow(), reader.rows())[1], SEEN_S_MAX, "a reset is seen")
     owner.put(3, 7)
     stage.until(lambda: reader.sees(3, 7), SEEN_S_MAX, "a chunk of the new epoch is seen")
-    owner.kill()
 
 
 def _seen_at_once(stage: Stage, owner: Owner, reader: _Reader) -> None:
@@ -135,7 +139,17 @@ def leased_region_taken_over(stage: Stage) -> None:
     """An owner that is cut off loses its region to the other client, and then writes nothing."""
     shared = stage.share()
     near, far = shared.mount(1), shared.mount(2)
-    owner, reader = Owner(near, 1), _Reader(far)
+    with ExitStack() as owners:
+        owner = owners.enter_context(Owner(near, 1))
+        try:
+            _take_over(stage, owner, far, owners)
+        finally:
+            shared.mend(1)
+
+
+def _take_over(stage: Stage, owner: Owner, far: Path, owners: ExitStack) -> None:
+    shared, reader = stage.network_fs, _Reader(far)
+    assert shared is not None
     stage.until(reader.is_complete, READY_S_MAX, "client 2 follows the region of client 1")
     for slot in range(8):
         stage.equal(f"write {slot}", owner.put(slot, 10 + slot)[0], "ok")
@@ -143,7 +157,7 @@ def leased_region_taken_over(stage: Stage) -> None:
     shared.cut(1)
     began_s = time.monotonic()
     stage.record("client 1 is cut off")
-    heir = Owner(far, 2)
+    heir = owners.enter_context(Owner(far, 2))
     took_s = time.monotonic() - began_s
     stage.record(f"client 2 holds the region after {took_s:.1f} s, and adopted {heir.adopted}")
     stage.check(took_s >= TAKEOVER_S, "not before the lease was silent for its time")
@@ -160,5 +174,3 @@ def leased_region_taken_over(stage: Stage) -> None:
     reader.read_all()
     stage.equal("reads", (reader.counts["wrong"], reader.counts["refused"]), (0, 0))
     stage.equal("write by client 2", heir.put(4, 501)[0], "ok")
-    owner.kill()
-    heir.kill()
