@@ -471,6 +471,42 @@ void test_errors(const std::string& directory) {
   }
 }
 
+// Payloads whose checksums are made ahead, some of which are forgotten meanwhile.
+void test_checksums(uint64_t seed) {
+  std::mt19937_64 dice(seed);
+  std::vector<std::byte> payload(1 << 20);
+  for (auto& one : payload) one = static_cast<std::byte>(dice());
+  auto completions = std::make_shared<CompletionQueue>();
+  Checksums checksums(completions, {});
+  std::map<uint64_t, std::pair<size_t, size_t>> wanted;
+  std::vector<Summed> found;
+  for (uint64_t number = 1; number <= 200; ++number) {
+    const size_t at = dice() % payload.size();
+    const size_t bytes = dice() % (payload.size() - at) + 1;
+    wanted[number] = {at, bytes};
+    checksums.add(number, payload.data() + at, bytes);
+    if (dice() % 4) continue;
+    const uint64_t dropped = dice() % number + 1;
+    checksums.forget(dropped);
+    checksums.take(found);
+    if (std::ranges::none_of(found, [&](const Summed& one) { return one.number == dropped; }))
+      wanted.erase(dropped);
+  }
+  while (found.size() < wanted.size()) {
+    pollfd ready{completions->fd(), POLLIN, 0};
+    CHECK(poll(&ready, 1, 10'000) == 1);
+    CHECK(completions->take().empty());
+    checksums.take(found);
+  }
+  CHECK(std::ranges::is_sorted(found, {}, &Summed::number));
+  for (const Summed& one : found) {
+    const auto [at, bytes] = wanted.at(one.number);
+    CHECK(one.crc == crc32c(payload.data() + at, bytes));
+  }
+  checksums.add(1, payload.data(), payload.size());
+  checksums.stop();
+}
+
 }  // namespace
 
 int main(int count, char** words) {
@@ -482,6 +518,7 @@ int main(int count, char** words) {
   test_crc_of_parts(first);
   test_errors(directory);
   test_wrong_crc(directory);
+  test_checksums(first);
   for (uint64_t seed = first; seed < first + seeds; ++seed) {
     test_mix(directory, seed % 2 == 0, seed, 2'000);
     test_close_under_load(directory, seed);

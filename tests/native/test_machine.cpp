@@ -89,6 +89,27 @@ class Lanes final : public NativeLanes {
     ops[op.token] = {op, std::string(op.key), deadline_ns, op.token % 3 == 0};
   }
   void start() override {}
+  // Only of large payloads, so that both ways are taken.
+  bool sum(uint64_t number, uint64_t address, size_t bytes) override {
+    if (bytes < kGroupBytes[0]) return false;
+    CHECK(number && bytes == kGroupBytes[0] && address % kSlotBytes == kHeader);
+    CHECK(summing_.emplace(number, address).second);
+    return true;
+  }
+  void forget(uint64_t number) override {
+    const size_t made = std::erase_if(sums_, [&](const auto& one) { return one.number == number; });
+    CHECK(summing_.erase(number) + made == 1);
+  }
+  void summed(std::vector<Summed>& sums) override {
+    sums.insert(sums.end(), sums_.begin(), sums_.end());
+    sums_.clear();
+  }
+  void make_sum(Dice& dice) {
+    if (summing_.empty()) return;
+    const auto at = pick(dice, summing_);
+    sums_.push_back({at->first, crc_of(at->second)});
+    summing_.erase(at);
+  }
   bool cancel_one(uint64_t token) override {
     if (!ops.contains(token)) return false;  // a superblock's, which the test has
     Op& one = ops.at(token);
@@ -153,6 +174,8 @@ class Lanes final : public NativeLanes {
     }
     CHECK(same < (is_write ? kWritesMax : kReadsMax));
     CHECK(op.payload_bytes == kGroupBytes[group_of(op.generation - 1)]);
+    const bool summed = is_write && op.payload_bytes == kGroupBytes[0];
+    CHECK(op.payload_crc == (summed ? int64_t{crc_of(op.address + kHeader)} : -1));
     size_t bytes = bytes_of(op);
     for (const auto& [token, other] : ops)
       if (other.wanted && (other.op.urgency == Urgency::WRITE) == is_write &&
@@ -169,6 +192,7 @@ class Lanes final : public NativeLanes {
     if (is_write) CHECK(!lane.superblocks && op.stamp == lane.stamp && !op.owner);
     CHECK(op.stamp.tag == lane.stamp.tag);
   }
+  static uint32_t crc_of(uint64_t address) { return static_cast<uint32_t>(address * 0x9e3779b1); }
   static bool is_stream(const LaneOp& op) { return op.address >= kBase + kCacheSlots * kSlotBytes; }
   static size_t bytes_of(const LaneOp& op) {
     return kHeader + (op.payload_bytes + 4095) / 4096 * 4096;
@@ -181,6 +205,8 @@ class Lanes final : public NativeLanes {
 
   std::vector<LaneEnd> ends_;
   std::map<Row, int64_t> retries_;  // deadlines
+  std::map<uint64_t, uint64_t> summing_;  // payloads by number
+  std::vector<Summed> sums_;
 };
 
 // An operation between a cache slot and a place: is_write, cache slot, pool slot, generation.
@@ -378,6 +404,7 @@ class World {
       const bool ok = !chance(dice_, failing);
       machine_.copied(number, ok ? Outcome::OK : Outcome::IO_ERROR, ok ? 0 : EIO);
     }
+    for (size_t left = dice_() % 3 + (failing ? 0 : 8); left > 0; --left) lanes_.make_sum(dice_);
     if (now_ns_ >= hung_until_ns_)
       for (size_t left = dice_() % 4 + (failing ? 0 : 8); left > 0; --left)
         lanes_.end(dice_, failing);

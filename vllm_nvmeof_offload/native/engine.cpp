@@ -6,9 +6,17 @@
 #include "rules.h"
 
 namespace nvmeof {
+namespace {
+
+// Smaller payloads are summed faster than a thread is woken.
+constexpr size_t kSummedAheadMin = 256 << 10;
+
+}  // namespace
 
 Engine::Engine(const EngineSetup& setup)
-    : operations_max_(setup.operations_max), completions_(std::make_shared<CompletionQueue>()) {
+    : operations_max_(setup.operations_max),
+      completions_(std::make_shared<CompletionQueue>()),
+      checksums_(completions_, setup.cpus) {
   // Create all rings first, on this thread: a ring can share its registered memory only before it
   // is enabled.
   std::vector<std::unique_ptr<Ring>> rings;
@@ -69,12 +77,19 @@ void Engine::take(const LaneOp& op) {
   submit(request);
 }
 
+bool Engine::sum(uint64_t number, uint64_t address, size_t bytes) {
+  if (bytes < kSummedAheadMin) return false;
+  checksums_.add(number, reinterpret_cast<const std::byte*>(address), bytes);
+  return true;
+}
+
 void Engine::ended(std::vector<LaneEnd>& ends) {
   for (const Completion& one : poll())
     ends.push_back({one.token, static_cast<uint8_t>(one.code), one.error, one.ended_ns});
 }
 
 bool Engine::close(std::chrono::nanoseconds timeout) {
+  checksums_.stop();
   for (const auto& target : targets_) target->close();
   const auto end = Clock::now() + timeout;
   bool ended = true;

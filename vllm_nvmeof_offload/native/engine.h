@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "checksums.h"
 #include "target_ring.h"
 
 namespace nvmeof {
@@ -38,6 +39,9 @@ class Engine : public NativeLanes {
   void take(const LaneOp& op) override;
   void start() override { kick(); }
   bool cancel_one(uint64_t token) override { return cancel(token); }
+  bool sum(uint64_t number, uint64_t address, size_t bytes) override;
+  void forget(uint64_t number) override { checksums_.forget(number); }
+  void summed(std::vector<Summed>& sums) override { checksums_.take(sums); }
   void ended(std::vector<LaneEnd>& ends) override;
   // Cancel what has not started and wait for the rest. False: the kernel still has some of it;
   // then threads, descriptors and memory must stay.
@@ -46,6 +50,7 @@ class Engine : public NativeLanes {
  private:
   const size_t operations_max_;
   std::shared_ptr<CompletionQueue> completions_;
+  Checksums checksums_;
   std::vector<std::shared_ptr<TargetRing>> targets_;
 };
 

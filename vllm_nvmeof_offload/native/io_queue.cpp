@@ -113,8 +113,34 @@ IoQueue::IoQueue(const IoOptions& options, NativeLanes* native, int64_t now_ns)
 void IoQueue::enqueue(Task& task) {
   if (task.job->kind == OpKind::RESET)
     targets_[task.target].resets.push_back(&task);
-  else
+  else if (!sums_first(task))
     queue_of(task).queue(task.urgency).push(task);
+}
+
+// Whether the write waits for its checksum before it waits for its target.
+bool IoQueue::sums_first(Task& task) {
+  const size_t bytes = payload_bytes(task);
+  if (!native_ || task.urgency != Urgency::WRITE || task.payload_crc >= 0) return false;
+  const auto number = reinterpret_cast<uint64_t>(&task);
+  return native_->sum(number, address(task) + options_.header_bytes, bytes) &&
+         summing_.insert(&task).second;
+}
+
+void IoQueue::queue_summed() {
+  sums_.clear();
+  native_->summed(sums_);
+  for (const Summed& one : sums_) {
+    Task& task = *reinterpret_cast<Task*>(one.number);
+    summing_.erase(&task);
+    task.payload_crc = one.crc;
+    queue_of(task).queue(Urgency::WRITE).push(task);
+  }
+}
+
+bool IoQueue::stop_summing(Task& task) {
+  if (!summing_.erase(&task)) return false;
+  native_->forget(reinterpret_cast<uint64_t>(&task));
+  return true;
 }
 
 void IoQueue::promote(Task& task, uint64_t load) {
@@ -126,6 +152,7 @@ void IoQueue::promote(Task& task, uint64_t load) {
 }
 
 bool IoQueue::cancel(Task& task) {
+  if (stop_summing(task)) return true;
   if (queue_of(task).queue(task.urgency).remove(task) || awaiting_.remove(task)) return true;
   if (task.token == 0) return false;
   if (!native_)
@@ -189,6 +216,10 @@ std::vector<Task*> IoQueue::take_queued_writes() {
     for (Task* task : queue.queue(Urgency::WRITE).take_all()) tasks.push_back(task);
     if (mutant("reset_forgets_the_writes_of_other_targets")) break;
   }
+  while (!summing_.empty()) {
+    tasks.push_back(*summing_.begin());
+    stop_summing(*tasks.back());
+  }
   return tasks;
 }
 
@@ -216,7 +247,7 @@ uint64_t IoQueue::address(const Task& task) const {
 }
 
 bool IoQueue::busy() const {
-  return in_flight_.size() || awaiting_.size() ||
+  return in_flight_.size() || awaiting_.size() || !summing_.empty() ||
          std::any_of(targets_.begin(), targets_.end(),
                      [](const Target& target) { return !target.resets.empty(); }) ||
          std::any_of(queues_.begin(), queues_.end(),
@@ -226,7 +257,7 @@ bool IoQueue::busy() const {
 }
 
 size_t IoQueue::waiting(Urgency urgency) {
-  size_t count = 0;
+  size_t count = urgency == Urgency::WRITE ? summing_.size() : 0;
   for (auto& queue : queues_) count += queue.queue(urgency).size();
   return count;
 }
@@ -475,6 +506,7 @@ int64_t IoQueue::next_deadline_ns() {
 
 void IoQueue::poll_native(int64_t ahead_ns) {
   if (!native_) return;
+  queue_summed();
   ends_.clear();
   native_->ended(ends_);
   for (LaneEnd& end : ends_) {

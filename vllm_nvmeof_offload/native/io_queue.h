@@ -2,6 +2,9 @@
 // Queues in front of the I/O engine: order, bounds, one retry, and what each target's health is
 // judged by.
 //
+// A write whose payload has no checksum yet gets it first, ahead of its turn: a device that has
+// ended all that it had must not wait for checksums.
+//
 // Reads go before writes; among reads those that a load waits for go first, then urgent fetches,
 // then other fetches. Each target has bounds of its own, on operations and on bytes, so that a slow
 // one cannot take what the others need; while a target reads, few bytes are written there.
@@ -25,6 +28,7 @@
 #include <deque>
 #include <optional>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -279,6 +283,9 @@ class IoQueue {
   void set_files(uint16_t owner, Files files, Outcome code, int error);
   void await_files(Task& task);
   void expire_awaiting();
+  bool sums_first(Task& task);
+  void queue_summed();
+  bool stop_summing(Task& task);
   void offer(Urgency urgency);
   bool offer_one(size_t target, Urgency urgency);
   void hand_over(Task& task, Urgency urgency);
@@ -318,6 +325,8 @@ class IoQueue {
   uint64_t newest_reset_ = 0;  // op
   Stamp named_;  // of a target that has the newest reset's superblock
   std::vector<LaneEnd> ends_;
+  std::unordered_set<Task*> summing_;  // writes whose checksums the lanes make
+  std::vector<Summed> sums_;
 };
 
 }  // namespace nvmeof

@@ -52,9 +52,20 @@ struct LaneRoom {
   size_t reads = 0, writes = 0;
 };
 
+// A checksum that was asked for by `NativeLanes::sum`.
+struct Summed {
+  uint64_t number = 0;
+  uint32_t crc = 0;
+};
+
 class NativeLanes {
  public:
   virtual ~NativeLanes() = default;
+  // Make the CRC of a payload in staging ahead of its write, beside all I/O. False: the lanes make
+  // it with the write. Nothing changes the payload before `summed` or `forget`. number: not 0.
+  virtual bool sum(uint64_t /*number*/, uint64_t /*address*/, size_t /*bytes*/) { return false; }
+  virtual void forget(uint64_t /*number*/) {}
+  virtual void summed(std::vector<Summed>& /*sums*/) {}
   virtual LaneRoom room() const = 0;
   // The caller keeps to the room. The target's files are those of now, until the end.
   virtual void take(const LaneOp& op) = 0;

@@ -35,6 +35,14 @@ void enter_thread(const char* name) {
   pthread_sigmask(SIG_BLOCK, &all, nullptr);
 }
 
+void run_on(const std::vector<int>& cpus) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (const int cpu : cpus)
+    if (cpu < CPU_SETSIZE) CPU_SET(cpu, &set);
+  sched_setaffinity(0, sizeof set, &set);  // fails with no CPUs at all, too
+}
+
 TargetRing::TargetRing(const EngineSetup& setup, size_t index,
                        std::shared_ptr<CompletionQueue> completions)
     : setup_(setup),
@@ -274,11 +282,7 @@ void TargetRing::settle(Op& op) {
 
 void TargetRing::enter_own_thread(const char* name) {
   enter_thread(name);
-  cpu_set_t cpus;
-  CPU_ZERO(&cpus);
-  for (const int cpu : setup_.cpus)
-    if (cpu < CPU_SETSIZE) CPU_SET(cpu, &cpus);
-  sched_setaffinity(0, sizeof cpus, &cpus);  // failure is harmless, as with no CPUs at all
+  run_on(setup_.cpus);
 }
 
 void TargetRing::run(std::unique_ptr<Ring> ring, std::shared_ptr<Started> started) {

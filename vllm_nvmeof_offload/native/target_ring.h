@@ -44,6 +44,8 @@ struct EngineSetup {
 
 // Name the calling thread, and leave signals to the others.
 void enter_thread(const char* name);
+// Run the calling thread on these CPUs, as `EngineSetup::cpus`; a failure is harmless.
+void run_on(const std::vector<int>& cpus);
 
 class TargetRing {
  public:

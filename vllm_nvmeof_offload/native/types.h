@@ -208,9 +208,11 @@ class CompletionQueue {
   void push(Completion completion) {
     completion.ended_ns = now_ns();
     std::lock_guard lock(mutex_);
-    if (waiting_.empty()) eventfd_write(fd_, 1);
+    if (waiting_.empty()) wake();
     waiting_.push_back(completion);
   }
+  // There is something to look at beside completions.
+  void wake() { eventfd_write(fd_, 1); }
   // Returns all of them, oldest first; the eventfd is readable again only for later ones.
   std::vector<Completion> take() {
     std::lock_guard lock(mutex_);
