@@ -69,6 +69,8 @@ class Lanes final : public NativeLanes {
     int64_t deadline_ns = 0;  // from the first hand-over of its row
     bool queued = false;      // it has not started
     bool wanted = true;
+    bool landed = false;  // the device is done with it
+    bool holds_place() const { return wanted && !landed; }
   };
 
   LaneRoom room() const override {
@@ -121,6 +123,14 @@ class Lanes final : public NativeLanes {
     found.insert(found.end(), ends_.begin(), ends_.end());
     ends_.clear();
   }
+  void landed(std::vector<uint64_t>& found) override { found = std::exchange(landed_, {}); }
+  // The device is done with one of them.
+  void land(Dice& dice) {
+    if (ops.empty()) return;
+    auto& [token, one] = *pick(dice, ops);
+    if (!one.wanted || one.queued || std::exchange(one.landed, true)) return;
+    landed_.push_back(token);
+  }
   // After a turn of the machine, none is past its deadline that was not given up.
   void check_deadlines() const {
     for (const auto& [token, one] : ops) CHECK(!one.wanted || one.deadline_ns > now_ns);
@@ -170,7 +180,7 @@ class Lanes final : public NativeLanes {
       // Writes from one slot may run side by side, also with an abandoned one.
       if (!(is_write && other_writes)) CHECK(other.op.address != op.address);
       const bool same_target = other.op.pool_slot % kTargets == op.pool_slot % kTargets;
-      same += same_target && other.wanted && other_writes == is_write;
+      same += same_target && other.holds_place() && other_writes == is_write;
     }
     CHECK(same < (is_write ? kWritesMax : kReadsMax));
     CHECK(op.payload_bytes == kGroupBytes[group_of(op.generation - 1)]);
@@ -178,7 +188,7 @@ class Lanes final : public NativeLanes {
     CHECK(op.payload_crc == (summed ? int64_t{crc_of(op.address + kHeader)} : -1));
     size_t bytes = bytes_of(op);
     for (const auto& [token, other] : ops)
-      if (other.wanted && (other.op.urgency == Urgency::WRITE) == is_write &&
+      if (other.holds_place() && (other.op.urgency == Urgency::WRITE) == is_write &&
           other.op.pool_slot % kTargets == op.pool_slot % kTargets)
         bytes += bytes_of(other.op);
     CHECK(!same || bytes <= (is_write ? kWriteBytesMax : kReadBytesMax));
@@ -207,6 +217,7 @@ class Lanes final : public NativeLanes {
   std::map<Row, int64_t> retries_;  // deadlines
   std::map<uint64_t, uint64_t> summing_;  // payloads by number
   std::vector<Summed> sums_;
+  std::vector<uint64_t> landed_;
 };
 
 // An operation between a cache slot and a place: is_write, cache slot, pool slot, generation.
@@ -405,6 +416,7 @@ class World {
       machine_.copied(number, ok ? Outcome::OK : Outcome::IO_ERROR, ok ? 0 : EIO);
     }
     for (size_t left = dice_() % 3 + (failing ? 0 : 8); left > 0; --left) lanes_.make_sum(dice_);
+    if (chance(dice_, 30)) lanes_.land(dice_);
     if (now_ns_ >= hung_until_ns_)
       for (size_t left = dice_() % 4 + (failing ? 0 : 8); left > 0; --left)
         lanes_.end(dice_, failing);

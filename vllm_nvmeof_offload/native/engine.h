@@ -43,6 +43,7 @@ class Engine : public NativeLanes {
   void forget(uint64_t number) override { checksums_.forget(number); }
   void summed(std::vector<Summed>& sums) override { checksums_.take(sums); }
   void ended(std::vector<LaneEnd>& ends) override;
+  void landed(std::vector<uint64_t>& tokens) override { tokens = completions_->take_landed(); }
   // Cancel what has not started and wait for the rest. False: the kernel still has some of it;
   // then threads, descriptors and memory must stay.
   bool close(std::chrono::nanoseconds timeout);

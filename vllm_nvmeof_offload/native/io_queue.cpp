@@ -137,6 +137,16 @@ void IoQueue::queue_summed() {
   }
 }
 
+void IoQueue::free_landed() {
+  native_->landed(landed_);
+  for (const uint64_t token : std::exchange(landed_, {})) {
+    Flights::One* const one = in_flight_.find(token);
+    if (!one || one->late) continue;  // it has ended, or holds no place
+    one->landed = true;
+    queue_of(*one->task).give_back(*one->task, one->urgency, transfer_bytes(*one->task));
+  }
+}
+
 bool IoQueue::stop_summing(Task& task) {
   if (!summing_.erase(&task)) return false;
   native_->forget(reinterpret_cast<uint64_t>(&task));
@@ -507,6 +517,7 @@ int64_t IoQueue::next_deadline_ns() {
 void IoQueue::poll_native(int64_t ahead_ns) {
   if (!native_) return;
   queue_summed();
+  free_landed();
   ends_.clear();
   native_->ended(ends_);
   for (LaneEnd& end : ends_) {
@@ -541,7 +552,7 @@ void IoQueue::ended(const LaneEnd& end) {
 void IoQueue::count_outcome(const Flights::One& one, const LaneEnd& end) {
   Task& task = *one.task;
   const bool is_write = one.is_write();
-  queue_of(task).give_back(task, one.urgency, transfer_bytes(task));
+  if (!one.landed) queue_of(task).give_back(task, one.urgency, transfer_bytes(task));
   const bool ok = static_cast<Outcome>(end.code) == Outcome::OK;
   const uint64_t bytes = ok ? transfer_bytes(task) : 0;
   // The engine's own time if it knows it: this thread may learn of the end late.

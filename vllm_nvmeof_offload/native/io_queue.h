@@ -90,7 +90,8 @@ struct TransferCounts {
   double seconds = 0;
 };
 
-// Tasks for one target. A task holds a place from the hand-over to its outcome.
+// Tasks for one target. A task holds a place from the hand-over to its outcome, or until its lane
+// knows that the device is done with it.
 class TargetQueue {
  public:
   explicit TargetQueue(const IoOptions& options) : options_(options) {}
@@ -137,6 +138,7 @@ class Flights {
     bool late = false;  // past its deadline, not released
     uint32_t attachment = 0;
     int64_t began_ns = 0;
+    bool landed = false;  // the device is done with it: it holds no place any more
     bool is_write() const { return is_reset || urgency == Urgency::WRITE; }
   };
 
@@ -285,6 +287,7 @@ class IoQueue {
   void expire_awaiting();
   bool sums_first(Task& task);
   void queue_summed();
+  void free_landed();
   bool stop_summing(Task& task);
   void offer(Urgency urgency);
   bool offer_one(size_t target, Urgency urgency);
@@ -327,6 +330,7 @@ class IoQueue {
   std::vector<LaneEnd> ends_;
   std::unordered_set<Task*> summing_;  // writes whose checksums the lanes make
   std::vector<Summed> sums_;
+  std::vector<uint64_t> landed_;
 };
 
 }  // namespace nvmeof

@@ -75,6 +75,9 @@ class NativeLanes {
   // its outcome. A write then gets no table entry.
   virtual bool cancel_one(uint64_t token) = 0;
   virtual void ended(std::vector<LaneEnd>& ends) = 0;
+  // Of operations that have not ended: the device is done with these, so that others may go there.
+  // A hint: lanes need not know it.
+  virtual void landed(std::vector<uint64_t>& /*tokens*/) {}
 };
 
 }  // namespace nvmeof

@@ -14,6 +14,8 @@ namespace {
 
 // A transfer that the kernel turns away this often in a row has failed.
 constexpr unsigned kRetriesMax = 64;
+// So many operations that land together make a burst.
+constexpr size_t kBurst = 4;
 // Nothing wakes a thread that holds writes back when the region's permit is renewed.
 constexpr std::chrono::milliseconds kPermitPoll{5};
 
@@ -249,12 +251,20 @@ void TargetRing::land(Piece* piece, int result) {
   }
   Op& op = *piece->op;
   op.pieces_in_flight -= 1;
+  if (op.pieces_in_flight == 0 && !op.failed && op.wanted) landed_.push_back(op.request.token);
   if (op.request.is_read() && !op.failed && op.wanted) {
     ++op.unchecked;
     to_check_.push_back(piece);
   } else {
     release(piece);
   }
+}
+
+// Devices that complete in bursts would wait for the checks of all that has come. The completion of
+// one or a few follows so soon that nobody needs to be woken for them.
+void TargetRing::report_landed() {
+  if (landed_.size() >= kBurst) completions_->landed(landed_);
+  landed_.clear();
 }
 
 void TargetRing::release(Piece* piece) {
@@ -346,6 +356,7 @@ void TargetRing::loop(Ring& ring) {
     {
       std::lock_guard lock(mutex_);
       for (const auto& [piece, result] : landed) land(piece, result);
+      report_landed();
     }
     // After a burst of completions, or a kick, the device comes first; but not twice in a row.
     if ((!landed.empty() || !armed) && !deferred) {

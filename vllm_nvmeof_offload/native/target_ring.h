@@ -128,6 +128,7 @@ class TargetRing {
   Piece* new_piece(Op& op, size_t begin, size_t bytes);
   std::deque<Op*>& queue_of(const Op& op) { return op.request.is_read() ? reads_ : writes_; }
   void land(Piece* piece, int result);
+  void report_landed();
   void release(Piece* piece);
   bool goes_on(Piece* piece, int result);
   void settle(Op& op);
@@ -157,6 +158,7 @@ class TargetRing {
   std::deque<Op*> reads_, writes_;  // not started
   std::deque<Piece*> to_check_;
   std::deque<Op*> to_enter_;  // writes whose table entry comes next
+  std::vector<uint64_t> landed_;  // tokens of what the device is done with, since the last look
   std::vector<Piece*> again_;
   std::vector<std::unique_ptr<Piece>> pieces_;  // all that exist; they are reused
   std::vector<Piece*> free_pieces_;

@@ -213,6 +213,16 @@ class CompletionQueue {
   }
   // There is something to look at beside completions.
   void wake() { eventfd_write(fd_, 1); }
+  // The device is done with these operations, whose completions follow.
+  void landed(const std::vector<uint64_t>& tokens) {
+    std::lock_guard lock(mutex_);
+    if (waiting_.empty()) wake();
+    landed_.insert(landed_.end(), tokens.begin(), tokens.end());
+  }
+  std::vector<uint64_t> take_landed() {
+    std::lock_guard lock(mutex_);
+    return std::exchange(landed_, {});
+  }
   // Returns all of them, oldest first; the eventfd is readable again only for later ones.
   std::vector<Completion> take() {
     std::lock_guard lock(mutex_);
@@ -225,6 +235,7 @@ class CompletionQueue {
   int fd_;
   std::mutex mutex_;
   std::vector<Completion> waiting_;
+  std::vector<uint64_t> landed_;
 };
 
 // Only for the contract tests: operations on pool slots that are shut start, and then stay where a
