@@ -22,6 +22,7 @@ from vllm_nvmeof_bench.servers.model import ModelShape, make_model, random_token
 from vllm_nvmeof_bench.servers.server import OffloadSpec, Server, ServerSpec
 
 from tests.e2e.forked_server import ForkedServer, can_be_forked
+from tests.wait import wait_until
 from vllm_nvmeof_offload.units import GIB, KIB, slot_stride_bytes
 
 BUILD = Path(__file__).resolve().parents[2] / "build"
@@ -37,6 +38,10 @@ POOL_SLOTS = 512
 LOGPROB_TOLERANCE = 1e-3
 #: Deadlines of `spec` for tests that miss them: longer than a shared disk stalls by itself.
 SHORT_DEADLINES = {"read_deadline_ms": 4000, "write_deadline_ms": 8000}
+_UNDER_WAY = (
+    *("vllm:nvmeof_writes_pending", "vllm:nvmeof_write_backlog"),
+    "vllm:kv_cache_usage_perc",
+)
 _REFUSED = ("vllm:nvmeof_refused_stores_total", "vllm:nvmeof_refused_writes_total")
 _ROUNDS_MAX = 8
 _FORKING = Path(__file__).with_name("forking_vllm.py")
@@ -71,6 +76,9 @@ def spec(target: Path | None = None, **extra: object) -> ServerSpec:
             # A shared disk stalls for seconds, and no operation may fail because of that.
             "read_deadline_ms": 20_000,
             "write_deadline_ms": 20_000,
+            # A read that a busy machine holds up makes `auto` recompute the next hits, and a slow
+            # model makes it load them: `test_admission` is about that.
+            "admission": "always",
         }
         size_gib = STAGING_SLOTS * SLOT_BYTES / GIB
         offload = OffloadSpec(size_gib, {**settings, **extra})
@@ -214,6 +222,33 @@ def wait_for(server: Server, what: str, condition: Callable[[Metrics], bool]) ->
         assert time.monotonic() < deadline, f"no {what} in 120 s; {server.log_path}"
 
 
+def settle(server: Server) -> Metrics:
+    """Wait until every store and write of an idle server has ended; return the metrics then."""
+    return wait_for(server, "the last write", all_written)
+
+
+def all_written(now: Metrics) -> bool:
+    """Whether no chunk of an idle server is being stored or written.
+
+    One that is being stored is in none of our gauges yet, but it holds its blocks of GPU memory.
+    """
+    return not any(map(now.value, _UNDER_WAY))
+
+
+def ask_and_settle(
+    server: Server, asked: Sequence[Sequence[int]], tokens: int = ANSWER_TOKENS
+) -> list[Answer]:
+    """As `ask`, and the chunks of each prompt are written before the next one.
+
+    So each chunk finds room in the CPU tier, however slow the disk is.
+    """
+    answers = []
+    for prompt in asked:
+        answers += ask(server, [prompt], tokens)
+        settle(server)
+    return answers
+
+
 def store_all(
     server: Server,
     reference: Reference,
@@ -226,7 +261,7 @@ def store_all(
     for _ in range(_ROUNDS_MAX):
         before = metrics(server)
         assert same(ask(server, reference.prompts), reference.answers)
-        wait_for(server, "the last write", lambda m: m.value("vllm:nvmeof_writes_pending") == 0)
+        settle(server)
         if not any(grown(server, before, name) for name in _REFUSED):
             return
     raise AssertionError(f"chunks are refused in each of {_ROUNDS_MAX} rounds")
@@ -243,14 +278,14 @@ def forget_all(server: Server) -> None:
 
 
 def _reset(server: Server, params: dict[str, str]) -> None:
-    # vLLM refuses while blocks are held, and stores hold blocks until the last one was copied.
-    for _ in range(200):
+    def succeeds() -> bool:
         url = f"{server.url}/reset_prefix_cache"
-        response = httpx.post(url, params=params, trust_env=False)
+        response = httpx.post(url, params=params, timeout=60, trust_env=False)
         response.raise_for_status()
-        if response.json()["success"]:
-            return
-    raise AssertionError("vLLM does not reset its prefix cache")
+        return bool(response.json()["success"])
+
+    # vLLM refuses while blocks are held, and stores hold blocks until the last one was copied.
+    wait_until("a reset of the prefix cache", succeeds)
 
 
 def same(answers: Sequence[Answer], reference: Sequence[Answer]) -> bool:

@@ -42,7 +42,7 @@ def reference() -> rig.Reference:
 def spec(target: Path, option: str, **extra: object) -> ServerSpec:
     """A server with two ranks or replicas, by `option`. Each has the usual number of slots."""
     pool_bytes = RANKS * rig.POOL_SLOTS * (rig.SLOT_BYTES + 64)
-    base = rig.spec(target, pool_bytes=pool_bytes, admission="always", **extra)
+    base = rig.spec(target, pool_bytes=pool_bytes, **extra)
     assert base.offload is not None
     size_gib = RANKS * rig.STAGING_SLOTS * rig.SLOT_BYTES / GIB
     return replace(

@@ -18,6 +18,10 @@ FAILED = "vllm:nvmeof_failed_chunks_total"
 LOADED = "vllm:nvmeof_loaded_tokens_total"
 HITS = "vllm:external_prefix_cache_hits_total"
 SUSPECT = "vllm:nvmeof_suspect_targets"
+#: A deadline and a recompute on a busy machine; an operation that hangs does so for much longer.
+HANG_S_MAX = 60
+#: Which requests meet is a matter of timing: a test that needs a preemption asks again, so often.
+ROUNDS_MAX = 5
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +41,7 @@ def faults(directory: Path) -> rig.Faults:
 
 @pytest.fixture(scope="module")
 def server(directory: Path, faults: rig.Faults, reference: rig.Reference) -> Iterator[Server]:
-    # admission=always: the pool is read even after a fault, because the tests are about reads.
-    options = {"fault_injection": str(faults.path), "admission": "always", **rig.SHORT_DEADLINES}
+    options = {"fault_injection": str(faults.path), **rig.SHORT_DEADLINES}
     spec = rig.spec(directory / "pool", **options)
     with rig.start(spec, "faults") as server:
         rig.keep_scrape(server)
@@ -113,7 +116,7 @@ def test_a_full_device(server: Server, faults: rig.Faults, reference: rig.Refere
 def test_bytes_flipped_on_disk(server: Server, directory: Path, reference: rig.Reference) -> None:
     before = rig.metrics(server)
     assert rig.damage_slab(directory / "pool") > 100
-    assert rig.same(rig.ask(server, reference.prompts), reference.answers)
+    assert rig.same(rig.ask_and_settle(server, reference.prompts), reference.answers)
     assert rig.grown(server, before, FAILED, outcome="checksum_mismatch") > 0
     # The CPU tier still had the last chunks.
     some = rig.Reference(reference.prompts[:6], reference.answers[:6])
@@ -128,7 +131,7 @@ def test_reads_that_hang(server: Server, faults: rig.Faults, reference: rig.Refe
     faults.set(hang_reads=4)
     answers = rig.ask(server, reference.prompts)
     assert rig.same(answers, reference.answers)
-    assert max(a.ttft_s for a in answers) < 10, "bounded by the deadline and a recompute"
+    assert max(a.ttft_s for a in answers) < HANG_S_MAX, "bounded by the deadline and a recompute"
     assert rig.grown(server, before, FAILED, outcome="deadline") > 0
     assert rig.metrics(server).value(SUSPECT) == 1
     faults.set()
@@ -150,6 +153,7 @@ def test_writes_that_hang(server: Server, faults: rig.Faults, reference: rig.Ref
 
 def test_aborts_during_a_load(server: Server, faults: rig.Faults, reference: rig.Reference) -> None:
     faults.set(read_delay_ms=900)
+    fired = faults.fired("read_delay_ms")
 
     async def give_up() -> int:
         given_up = 0
@@ -161,7 +165,8 @@ def test_aborts_during_a_load(server: Server, faults: rig.Faults, reference: rig
                     given_up += 1
         return given_up
 
-    assert asyncio.run(give_up()) > 0, "no load was under way"
+    assert asyncio.run(give_up()) > 0
+    assert faults.fired("read_delay_ms") > fired, "no load was under way"
     faults.set()
     assert rig.same(rig.ask(server, reference.prompts), reference.answers)
     rig.wait_for(server, "idle", lambda m: m.value("vllm:num_requests_running") == 0)
@@ -169,10 +174,14 @@ def test_aborts_during_a_load(server: Server, faults: rig.Faults, reference: rig
 
 def test_preemption_and_many_at_once(server: Server, reference: rig.Reference) -> None:
     before = rig.metrics(server)
-    # Long answers grow into a cache that holds three prompts: vLLM must preempt.
-    answers = rig.ask_at_once(server, reference.prompts, 150)
-    for answer, expected in zip(answers, reference.answers, strict=True):
-        assert answer.tokens[: rig.ANSWER_TOKENS] == expected.tokens
+    for _ in range(ROUNDS_MAX):
+        # Long answers grow into a cache that holds three prompts: vLLM must preempt. A victim that
+        # is resumed at once may still find all its blocks in GPU memory.
+        answers = rig.ask_at_once(server, reference.prompts, 150)
+        for answer, expected in zip(answers, reference.answers, strict=True):
+            assert answer.tokens[: rig.ANSWER_TOKENS] == expected.tokens
+        if rig.grown(server, before, "vllm:nvmeof_reloaded_tokens_total"):
+            break
     assert rig.grown(server, before, "vllm:num_preemptions_total") > 0
     assert rig.grown(server, before, "vllm:nvmeof_reloaded_tokens_total") > 0
     again = rig.ask(server, reference.prompts, 150)
@@ -202,19 +211,23 @@ def test_reset_while_requests_run(server: Server, reference: rig.Reference) -> N
             asked = [client.complete(p, 150) for p in reference.prompts[:3]]
             answers = asyncio.gather(*asked)
             resets = 0
-            # On a slow machine all may still wait for their loads when the first answers arrive.
-            while resets < 3 or not (answers.done() or preempted(await client.metrics())):
-                await asyncio.wait([answers], timeout=0.5)
-                url = f"{server.url}/reset_prefix_cache"
-                response = await http.post(url, params={"reset_running_requests": "true"})
-                response.raise_for_status()
-                resets += 1
+            # All may still wait for their loads: a reset then preempts none.
+            while not answers.done() and resets < 3:
+                await asyncio.wait([answers], timeout=0.02)
+                if (await client.metrics()).value("vllm:num_requests_running"):
+                    url = f"{server.url}/reset_prefix_cache"
+                    response = await http.post(url, params={"reset_running_requests": "true"})
+                    response.raise_for_status()
+                    resets += 1
             return list(await answers)
 
-    answers = asyncio.run(run())
-    for answer, expected in zip(answers, reference.answers, strict=False):
-        assert answer.tokens[: rig.ANSWER_TOKENS] == expected.tokens
-    assert preempted(rig.metrics(server)), "no request was running"
+    for _ in range(ROUNDS_MAX):
+        answers = asyncio.run(run())
+        for answer, expected in zip(answers, reference.answers, strict=False):
+            assert answer.tokens[: rig.ANSWER_TOKENS] == expected.tokens
+        if preempted(rig.metrics(server)):
+            return
+    raise AssertionError("no request was running in any round")
 
 
 @pytest.mark.parametrize("knob", ["flip_with_valid_crc", "swap_slots"])

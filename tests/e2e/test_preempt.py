@@ -95,9 +95,7 @@ def outcome(
         # The CPU tier holds a third of all chunks: chunks that a stalling disk refuses are lost.
         with suppress(pytest.skip.Exception):  # if mounting is not permitted, use that disk
             mounts.enter_context(tmpfs(place, 1 * GIB))
-        # One read that a busy machine holds up for 0.1 s makes admission recompute the next hits.
-        policy = ("--scheduling-policy", request.param)
-        spec = _spec(place / "pool", *policy, admission="always")
+        spec = _spec(place / "pool", "--scheduling-policy", request.param)
         got, before, after = _rounds(spec, f"preempt-{request.param}")
     return Outcome(expected, got, before, after)
 

@@ -43,7 +43,7 @@ ASK_A_PEER = {
 
 def spec(place: Path, role: str, port: int) -> ServerSpec:
     """A server with both connectors; NIXL comes first where it brings the whole prompt."""
-    base = rig.spec(place, admission="always", share="host")
+    base = rig.spec(place, share="host")
     assert base.offload is not None
     nixl = {
         "kv_connector": "NixlConnector",

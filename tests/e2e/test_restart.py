@@ -65,7 +65,7 @@ class Lives:
                 slots = now.value("vllm:nvmeof_pool_slots")
                 assert 0 < slots < rig.POOL_SLOTS, "capacity shrinks at once"
                 assert "no space for" in server.log()
-                assert rig.same(rig.ask(server, reference.prompts), reference.answers)
+                assert rig.same(rig.ask_and_settle(server, reference.prompts), reference.answers)
                 now = rig.wait_for(server, "evictions", _has_evicted)
                 assert now.value("vllm:nvmeof_written_chunks_total") > 0
                 router_agrees(server, router)

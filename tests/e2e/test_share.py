@@ -26,7 +26,6 @@ BORROWED = "vllm:nvmeof_borrowed_chunks_total"
 BORROWED_BYTES = "vllm:nvmeof_borrowed_bytes_total"
 REFUSED = "vllm:nvmeof_borrow_failures_total"
 WRITTEN = "vllm:nvmeof_written_chunks_total"
-PENDING = "vllm:nvmeof_writes_pending"
 #: Of what A itself finds.
 HIT_SHARE_MIN = 0.95
 IDLE_S = 5.0
@@ -40,7 +39,7 @@ def reference() -> rig.Reference:
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> ServerSpec:
     pool = tmp_path_factory.mktemp("share") / "pool"
-    return rig.spec(pool, admission="always", share="host", weights_never_change=True)
+    return rig.spec(pool, share="host", weights_never_change=True)
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +56,7 @@ def b(spec: ServerSpec, a: Server) -> Iterator[Server]:
 
 def written(server: Server) -> float:
     """Wait until the server has written all that it stored; returns its chunks in the pool."""
-    now = rig.wait_for(server, "the last write", lambda m: m.value(PENDING) == 0)
-    return now.value("vllm:nvmeof_pool_slots_used")
+    return rig.settle(server).value("vllm:nvmeof_pool_slots_used")
 
 
 def knows(server: Server, chunks: float) -> Metrics:
@@ -202,7 +200,8 @@ def test_each_of_two_ranks_reads_its_part(tmp_path: Path) -> None:
     reference = par.reference()
     spec = par.spec(tmp_path / "pool", "--tensor-parallel-size", share="host")
     with rig.start(spec, "share-ranks-a") as one, rig.start(spec, "share-ranks-b") as other:
-        assert rig.same(par.ask(one, reference.prompts), reference.answers)
+        answers = rig.ask_and_settle(one, reference.prompts, par.ANSWER_TOKENS)
+        assert rig.same(answers, reference.answers)
         before = knows(other, written(one))
         assert rig.same(par.ask(other, reference.prompts), reference.answers)
         assert rig.grown(other, before, LOADED, source="shared") >= rig.CHUNK_TOKENS * 15
@@ -215,8 +214,7 @@ def test_one_overwrites_its_pool_while_the_other_borrows(
     tmp_path: Path, reference: rig.Reference
 ) -> None:
     """All that one stores is evicted while the other loads it; few loads come too late."""
-    extra = {"admission": "always", "share": "host", "weights_never_change": True}
-    spec = rig.spec(tmp_path / "pool", **extra)
+    spec = rig.spec(tmp_path / "pool", share="host", weights_never_change=True)
     assert spec.offload is not None
     small = {**spec.offload.extra, "pool_bytes": 100 * rig.SLOT_BYTES}  # of some 150 chunks
     owner = replace(spec, offload=replace(spec.offload, extra=small))

@@ -22,7 +22,6 @@ from vllm_nvmeof_offload.pool.lease import LeasePage, lease_of, read_lease
 PLACES = "vllm:nvmeof_shared_entries"
 BORROWED = "vllm:nvmeof_borrowed_chunks_total"
 REFUSED = "vllm:nvmeof_borrow_failures_total"
-PENDING = "vllm:nvmeof_writes_pending"
 GROUP = "team-a"
 
 
@@ -37,8 +36,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def named(pool: Path, name: str) -> ServerSpec:
-    extra = {"admission": "always", "weights_never_change": True}
-    return rig.spec(pool, share=GROUP, server_name=name, **extra)
+    return rig.spec(pool, share=GROUP, server_name=name, weights_never_change=True)
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +60,13 @@ def lease_in(pool: Path, engine: int) -> LeasePage:
 
 def written(server: Server) -> float:
     """Wait until the server has written all that it stored; returns its chunks in the pool."""
-    now = rig.wait_for(server, "the last write", lambda m: m.value(PENDING) == 0)
-    return now.value("vllm:nvmeof_pool_slots_used")
+    return rig.settle(server).value("vllm:nvmeof_pool_slots_used")
 
 
 def test_one_borrows_what_the_other_has_stored(
     a: Server, b: Server, pool: Path, reference: rig.Reference
 ) -> None:
-    assert rig.same(rig.ask(a, reference.prompts), reference.answers)
+    assert rig.same(rig.ask_and_settle(a, reference.prompts), reference.answers)
     chunks = written(a)
     before = rig.wait_for(b, "chunks of A", lambda m: m.value(PLACES) >= chunks)
     assert rig.same(rig.ask(b, reference.prompts), reference.answers)

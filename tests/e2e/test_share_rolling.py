@@ -151,7 +151,7 @@ class Crowd:
 
 
 def spec(target: Path) -> ServerSpec:
-    base = rig.spec(target, admission="always", share="host")
+    base = rig.spec(target, share="host")
     return replace(base, extra_args=("--enable-prompt-tokens-details",))
 
 

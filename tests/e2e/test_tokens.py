@@ -84,6 +84,9 @@ def _stock_spelling(target: Path) -> OffloadSpec:
         **sized.extra,
         "spec_name": "NVMeoFOffloadingSpec",
         "staging_bytes": int(sized.size_gib * GIB),
+        # What returns is loaded, however slow the disk is.
+        "admission": "always",
+        "read_deadline_ms": 20_000,
     }
     transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     return OffloadSpec(None, extra, transfer)

@@ -109,6 +109,7 @@ def test_a_server_from_the_wheel_by_the_examples_script_and_policy(
         POOL_BYTES=str(rig.POOL_SLOTS * rig.SLOT_BYTES),
         VLLM_NVMEOF_CHUNK_BYTES_MIN=str(rig.SHAPE.kv_bytes_per_token * rig.CHUNK_TOKENS),
         VLLM_NVMEOF_EVICTION_POLICY="logged_policy:Logged",
+        VLLM_NVMEOF_ADMISSION="always",
         VICTIMS_FILE=str(victims),
         PYTHONPATH=str(tmp_path),
         VLLM_CPU_NUM_OF_RESERVED_CPU="1",

@@ -157,7 +157,7 @@ def live(zygote: Zygote, kind: Kind, pool: Path) -> Lives:
     answer = plain.answers[COLD][0].tokens
     follow = [Request([*TALK.prompt, *answer, *_NEXT], 6)]
     restarted = replace(
-        kind.plan(pool, admission="always"),
+        kind.plan(pool),
         # Backwards, because a tour that begins at its oldest chunks finds all evicted.
         rounds=[GOOD, follow, HOLED, WRONG, LOST, GOOD, TOUR, TOUR[::-1]],
         options={**plan.options, **kind.staging(STAGED_CHUNKS)},

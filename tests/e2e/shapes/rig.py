@@ -123,6 +123,9 @@ class Plan:
                 "targets": [str(self.target)],
                 "pool_bytes": POOL_BYTES,
                 "blocks_per_chunk": 2,
+                # What is found is loaded, however slow a busy machine's disk is.
+                "admission": "always",
+                "read_deadline_ms": 20_000,
                 **({"fault_injection": str(self.fault_file)} if self.faults else {}),
                 **self.extra,
             }

@@ -20,8 +20,7 @@ def test_reads_that_fail(zygote: Zygote, tmp_path: Path) -> None:
     assert same(stored.answers[0], reference)
     faults = tmp_path / "faults.json"
     faults.write_text('{"read_eio": 3, "seed": 1}')
-    options = {"fault_injection": str(faults), "admission": "always"}
-    failed = zygote.run(replace(plan, extra=options), "failing")
+    failed = zygote.run(replace(plan, extra={"fault_injection": str(faults)}), "failing")
     assert same(failed.answers[0], reference)
     assert failed.grown(0, "nvmeof_failed_chunks") > 0
     assert failed.grown(0, POOL) == whole_chunks(ASKED, 64), "all chunks were requested"
@@ -37,7 +36,7 @@ def test_the_first_chunk_of_a_window_is_unreadable(zygote: Zygote, tmp_path: Pat
     loaded. The control: if blocks were reported, vLLM would compute on from 192, and answer wrong.
     """
     asked = [Request(prompt, tokens=12) for prompt in prompts(6, 333)]
-    plan = Plan("mistral", [asked], target=tmp_path / "pool", extra={"admission": "always"})
+    plan = Plan("mistral", [asked], target=tmp_path / "pool")
     reference = zygote.reference(plan, "window")
     stored = zygote.run(plan, "window-stored")
     assert same(stored.answers[0], reference)
