@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,7 +25,6 @@ from tests.wait import wait_until
 #: Half of the rig's pool: enough to exceed GPU memory and CPU tier together.
 PROMPTS = 6
 NEW_SHAPE = replace(rig.SHAPE, seed=77)
-PENDING = "vllm:nvmeof_writes_pending"
 _WEIGHTS = "model.safetensors"
 
 
@@ -45,9 +45,16 @@ class Weights:
 
     def put(self, model: Path) -> None:
         """Replace the weights by those of `model`, in the way new weights are published."""
-        fresh = self.directory / "fresh"
-        shutil.copy(model / _WEIGHTS, fresh)
-        fresh.rename(self.directory / _WEIGHTS)
+        self.bring(model)
+        self.publish()
+
+    def bring(self, model: Path) -> None:
+        """The slow part of `put`: copy the weights of `model` beside those in use."""
+        shutil.copy(model / _WEIGHTS, self.directory / "fresh")
+
+    def publish(self) -> None:
+        """Replace the weights by those that were brought."""
+        (self.directory / "fresh").rename(self.directory / _WEIGHTS)
         # The start time of a process is known in ticks: a process that starts in this tick would
         # treat these weights as changed during its start.
         time.sleep(2 / os.sysconf("SC_CLK_TCK"))
@@ -99,8 +106,8 @@ def tokens_of(server: Server, prompts: Sequence[Sequence[int]]) -> list[list[int
 
 
 def spec(pool: Path, model: Path, **extra: object) -> ServerSpec:
-    """A server with this pool and model; KV of its weights is in both tiers."""
-    return replace(rig.spec(pool, admission="always", **extra), model=model)
+    """A server with this pool and model."""
+    return replace(rig.spec(pool, **extra), model=model)
 
 
 def post(server: Server, path: str, **params: Any) -> httpx.Response:
@@ -148,6 +155,11 @@ def with_priorities(server: Server, prompts: list[list[int]]) -> list[list[int]]
     return asyncio.run(run())
 
 
+def stored(server: Server, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The answers' tokens; all chunks of the prompts are then in the pool."""
+    return [answer.tokens for answer in rig.ask_and_settle(server, prompts)]
+
+
 def returning(server: Server, prompts: list[list[int]]) -> list[list[int]]:
     rig.forget_gpu(server)
     return tokens_of(server, prompts)
@@ -164,22 +176,29 @@ def wait_for_requests(server: Server) -> None:
 def while_loads_run(
     server: Server, scene: Scene, act: Callable[[], None]
 ) -> list[Answer | BaseException]:
-    """Ask for chunks that are read slowly from the pool, and call `act` during the reads."""
+    """Ask for chunks that are read from the pool, and call `act` during the reads.
+
+    The reads hang until `act` has begun, and then still for as long as a slow disk takes.
+    """
     prompts = scene.prompts[::2]
-    assert tokens_of(server, prompts) == scene.old[::2]
-    rig.wait_for(server, "the last write", lambda m: m.value(PENDING) == 0)
+    assert stored(server, prompts) == scene.old[::2]
     rig.forget_gpu(server)
-    scene.faults.set(read_delay_ms=300, write_delay_ms=300)
-    fired = scene.faults.fired("read_delay_ms")
+    slow = {"read_delay_ms": 300, "write_delay_ms": 300}
+    scene.faults.set(hang_reads=True, **slow)
+    fired = scene.faults.fired("hang_reads")
+    release = threading.Timer(0.3, scene.faults.set, kwargs=slow)
+
+    def act_during_reads() -> None:
+        wait_until("a read", lambda: scene.faults.fired("hang_reads") > fired)
+        release.start()
+        act()
+        release.join()
 
     async def run() -> list[Answer | BaseException]:
         async with Client(server.url) as client:
             asked = [client.complete(p, rig.ANSWER_TOKENS) for p in prompts]
             answers = asyncio.gather(*asked, return_exceptions=True)
-            slow = "a slow read", lambda: scene.faults.fired("read_delay_ms") > fired
-            await asyncio.to_thread(wait_until, *slow)
-            assert not answers.done()
-            await asyncio.to_thread(act)
+            await asyncio.to_thread(act_during_reads)
             return list(await answers)
 
     answers = asyncio.run(run())

@@ -135,7 +135,7 @@ def _with_writes_in_flight(llm: Any, faults: Any) -> float:
     from tests.e2e import faults_rig as rig
     from tests.e2e import life_rig as life
 
-    faults.set(write_delay_ms=1000)
+    faults.set(write_delay_ms=120_000)
     for prompt in life.asked()[:2]:
         _generate(llm, prompt[::-1], rig.ANSWER_TOKENS)
     return _value(llm, "vllm:nvmeof_writes_pending")

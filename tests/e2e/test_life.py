@@ -61,7 +61,7 @@ def _no_faults(scene: life.Scene) -> Iterator[None]:
 def test_two_api_servers_priorities_and_chunked_prefill(server: Server, scene: life.Scene) -> None:
     assert "Chunked prefill is enabled with max_num_batched_tokens=256" in server.log()
     before = rig.metrics(server)
-    assert life.tokens_of(server, scene.prompts) == scene.old
+    assert life.stored(server, scene.prompts) == scene.old
     assert rig.grown(server, before, HITS) == 0
     # The last prompt asked is in the CPU tier. What requests that run at once find there depends on
     # their order, and so on the machine's speed.
@@ -69,11 +69,14 @@ def test_two_api_servers_priorities_and_chunked_prefill(server: Server, scene: l
     assert life.with_priorities(server, scene.prompts) == scene.old
     for source in ("cpu", "pool"):
         assert rig.grown(server, before, LOADED, source=source) > 0, source
-    for _ in range(40):  # each over a separate connection
-        rig.ask(server, [[5, 6, 7]], 1)
-    received = [line for line in server.log().splitlines() if "Received request" in line]
-    for number in (0, 1):
-        assert any(line.startswith(f"(ApiServer_{number} ") for line in received), "never asked"
+
+    def both_were_asked() -> bool:
+        rig.ask(server, [[5, 6, 7]], 1)  # over a new connection, which either may accept
+        received = [line for line in server.log().splitlines() if "Received request" in line]
+        asked = [f"(ApiServer_{number} " for number in (0, 1)]
+        return all(any(line.startswith(one) for line in received) for one in asked)
+
+    wait_until("a request to each API server", both_were_asked)
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
@@ -125,7 +128,7 @@ def test_new_weights_in_a_server_without_a_reset(server: Server, scene: life.Sce
     scene.weights.put(scene.weights.new)
     life.call_workers(server, "reload_weights")
     before = rig.metrics(server)
-    assert life.tokens_of(server, scene.prompts) == scene.new
+    assert life.stored(server, scene.prompts) == scene.new
     assert rig.grown(server, before, HITS) == 0
     # The last prompt asked is in the CPU tier; in the old order the prompts evict each other.
     assert life.returning(server, scene.prompts[-1:]) == scene.new[-1:]
@@ -142,12 +145,13 @@ def test_new_weights_while_requests_run(server: Server, scene: life.Scene) -> No
             asked = [client.complete(p, 300) for p in scene.prompts[::2]]
             answers = asyncio.gather(*asked)
             await asyncio.to_thread(life.wait_for_requests, server)
-            scene.weights.put(scene.weights.old)
+            scene.weights.publish()
             await asyncio.to_thread(life.call_workers, server, "reload_weights")
             assert not answers.done(), "the requests ended before the weights changed"
             await answers
 
     rig.forget_gpu(server)
+    scene.weights.bring(scene.weights.old)
     asyncio.run(run())
     before = rig.metrics(server)
     assert life.tokens_of(server, scene.prompts) == scene.old
@@ -162,7 +166,7 @@ def test_new_weights_during_sleep(server: Server, scene: life.Scene) -> None:
     life.call_workers(server, "reload_weights")
     life.post(server, "/wake_up", tags=["kv_cache", "scheduling"])
     before = rig.metrics(server)
-    assert life.tokens_of(server, scene.prompts) == scene.new
+    assert life.stored(server, scene.prompts) == scene.new
     assert rig.grown(server, before, HITS) == 0
     assert life.returning(server, scene.prompts) == scene.new
     assert rig.grown(server, before, LOADED, source="pool") > 0
@@ -170,7 +174,7 @@ def test_new_weights_during_sleep(server: Server, scene: life.Scene) -> None:
 
 def test_an_engine_ends_when_its_server_is_killed(server: Server, scene: life.Scene) -> None:
     """vLLM itself would leave two API servers without an engine, which hold no resource."""
-    rig.wait_for(server, "the last write", lambda m: m.value(life.PENDING) == 0)
+    rig.settle(server)
     os.kill(server.pid, signal.SIGKILL)
 
     def no_engine() -> bool:
@@ -210,7 +214,7 @@ def test_one_llm_after_the_other_on_the_old_weights(scene: life.Scene) -> None:
         assert run["tokens"] == [scene.old] * 2
         assert run["hits"] > 0
     assert killed["died"] == "EngineDeadError"
-    assert after["pending"] > 0 and after["closing_s"] < 15, "closed with writes in flight"
+    assert after["pending"] > 0 and after["closing_s"] < 60, "closed with writes in flight"
     for run in (after, inside, combined):
         assert run["adopted"] > 0, "each took over the directory of the previous one"
     assert after["from_pool"] > 0 and inside["from_pool"] > 0 and combined["from_pool"] > 0
