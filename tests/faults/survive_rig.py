@@ -36,7 +36,8 @@ from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, 
 from .kit import WAIT_S, Bench, name
 
 CACHE_SLOTS = 16
-DEADLINE_S = 0.4
+#: Also of operations that must succeed, beside other processes on a busy machine.
+DEADLINE_S = 2.0
 
 
 class Survivor:

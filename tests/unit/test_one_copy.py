@@ -42,6 +42,8 @@ from vllm_nvmeof_offload.protocol import (
 from vllm_nvmeof_offload.worker.membership import NoSetError, SetLayout, join_set
 
 CHUNKS = 20
+#: Of a holder that does not answer; one that does answers within it on a busy machine too.
+DEADLINE_MS = 2000
 _OK, _DEADLINE = 0, list(OutcomeKind).index(OutcomeKind.DEADLINE)
 
 
@@ -266,7 +268,7 @@ def test_whole_rows_report_the_same_crcs(tmp_path: Path) -> None:
 
 
 def test_a_killed_holder_fails_the_others_rows_and_the_server_goes_on(tmp_path: Path) -> None:
-    with _in_processes(_options(tmp_path, read_deadline_ms=1000)) as ranks:
+    with _in_processes(_options(tmp_path, read_deadline_ms=DEADLINE_MS)) as ranks:
         both = _Set(ranks)
         both.store(range(CHUNKS))
         both.write(range(CHUNKS))
@@ -275,7 +277,7 @@ def test_a_killed_holder_fails_the_others_rows_and_the_server_goes_on(tmp_path: 
         began_s = time.monotonic()
         both.begin_load([1, 3, 5], only=[0], pooled=True)
         assert both.codes([0]) == [_DEADLINE]
-        assert 0.9 < time.monotonic() - began_s < 5
+        assert 0.9 * DEADLINE_MS / 1000 < time.monotonic() - began_s < 60
         both.begin_load([1, 3], only=[0], cached=True)
         assert both.codes([0]) == [_OK], "what it had stored is still in memory"
         for where in ({"cached": True}, {"pooled": True}):
@@ -286,7 +288,7 @@ def test_a_killed_holder_fails_the_others_rows_and_the_server_goes_on(tmp_path: 
 
 
 def test_a_holder_that_stops_for_a_while_comes_back(tmp_path: Path) -> None:
-    with _in_processes(_options(tmp_path, read_deadline_ms=1000)) as ranks:
+    with _in_processes(_options(tmp_path, read_deadline_ms=DEADLINE_MS)) as ranks:
         both = _Set(ranks)
         both.store(range(CHUNKS))
         both.write(range(CHUNKS))
@@ -307,7 +309,7 @@ def test_a_holder_that_stops_for_a_while_comes_back(tmp_path: Path) -> None:
 
 def test_a_rank_that_ends_is_not_waited_for(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
-        options = _options(tmp_path)
+        options = _options(tmp_path, read_deadline_ms=60_000)
         first, second = pool.map(lambda rank: Rank(options, rank), range(2))
     both = _Set([first, second])
     both.store(range(4))
@@ -316,7 +318,7 @@ def test_a_rank_that_ends_is_not_waited_for(tmp_path: Path) -> None:
     began_s = time.monotonic()
     second.close()
     assert both.codes([0]) == [_DEADLINE]
-    assert time.monotonic() - began_s < options.read_deadline_ms / 1000 - 1
+    assert time.monotonic() - began_s < options.read_deadline_ms / 1000 / 2
     first.close()
 
 
