@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import json
 import logging
 import os
@@ -29,6 +30,14 @@ FIELDS = (
     "kv_role",
     "kv_load_failure_policy",
     "kv_connector_extra_config",
+)
+
+#: What the forks would import one after the other.
+IMPORTED_ONCE = (
+    "vllm.entrypoints.cli.main",
+    "vllm.entrypoints.cli.serve",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.model_executor.models.llama",
 )
 
 
@@ -91,6 +100,19 @@ class Probe:
         return "--kv-transfer-config", json.dumps({**fields, "kv_connector_extra_config": extra})
 
 
+def probe_cost() -> dict[str, Any]:
+    """What the plugin costs a server that does not use it."""
+    import vllm.engine.arg_utils as arg_utils
+
+    arg_utils.get_kwargs(arg_utils.CacheConfig)
+    modules, start = set(sys.modules), time.process_time()
+    from vllm_nvmeof_offload import plugin
+
+    plugin.register()
+    seconds = time.process_time() - start
+    return {"cpu_seconds": seconds, "modules_added": sorted(set(sys.modules) - modules)}
+
+
 def probe(run: Probe) -> dict[str, Any]:
     import vllm.engine.arg_utils as arg_utils
     from vllm.config import KVTransferConfig
@@ -101,10 +123,7 @@ def probe(run: Probe) -> dict[str, Any]:
     early = KVTransferConfig(kv_connector="NVMeoFOffloadingConnector", kv_role="kv_both")
     # Lay out the arguments once without the plugin: it must cope with vLLM's cached table.
     arg_utils.get_kwargs(arg_utils.CacheConfig)
-    modules, start = set(sys.modules), time.process_time()
     plugin.register()
-    seconds = time.process_time() - start
-    added = sorted(set(sys.modules) - modules)
     wrapped = arg_utils.VllmConfig._post_init_kv_transfer_config
     plugin.register()
     ours = {"kv_connector": "NVMeoFOffloadingConnector", "kv_role": "kv_both"}
@@ -116,8 +135,6 @@ def probe(run: Probe) -> dict[str, Any]:
         "choices": list(
             arg_utils.get_kwargs(arg_utils.CacheConfig)["kv_offloading_backend"]["choices"]
         ),
-        "cpu_seconds": seconds,
-        "modules_added": added,
         "wrapped_once": wrapped is arg_utils.VllmConfig._post_init_kv_transfer_config,
         "early_policy": copy.deepcopy(early).kv_load_failure_policy,
         "pickled_policy": type(
@@ -276,6 +293,9 @@ def main() -> None:
     model, scratch = sys.argv[1], Path(sys.argv[2])
     import vllm.engine.arg_utils  # noqa: F401 - once, before all forks
 
+    cost = forked(scratch, probe_cost)["result"]
+    for module in IMPORTED_ONCE:
+        importlib.import_module(module)
     run = Probe(model, str(scratch / "pool"))
     serve = command("serve", "--config", str(scratch / "serve.yaml"), VLLM_NVMEOF_TARGTS="/x")
     forks = {
@@ -294,7 +314,7 @@ def main() -> None:
         cases = json.loads(seen.read_text()) if seen.exists() else {}
         forks[change.__name__] = {**done, "cases": cases}
         seen.unlink(missing_ok=True)
-    print(json.dumps({**probe(run), **probe_combined(run), "forks": forks}))
+    print(json.dumps({**cost, **probe(run), **probe_combined(run), "forks": forks}))
 
 
 if __name__ == "__main__":
