@@ -24,6 +24,8 @@ from typing import Any
 from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 
+#: Beginnings of variables that nothing reads before a server starts: any zygote does.
+_READ_LATE = ("VLLM_SERVER_DEV_MODE", "VLLM_NIXL_", "UCX_")
 _ROOT = Path(__file__).resolve().parents[2]
 _START_S = 120.0
 #: vLLM may start several API server processes; their metrics library reads this variable when it
@@ -42,12 +44,17 @@ class ForkedServer(Server):
     """A server forked from a zygote. A server that fails to start leaves the zygote unchanged."""
 
     def _launch(self) -> subprocess.Popen[bytes]:
-        variables = self.spec.environment().items()
-        # pytest writes the current test's name into this variable.
-        zygote = _zygote(frozenset(item for item in variables if not item[0].startswith("PYTEST_")))
+        # pytest writes the current test's name into a variable.
+        variables = {
+            name: value
+            for name, value in self.spec.environment().items()
+            if not name.startswith("PYTEST_")
+        }
+        late = {name: variables.pop(name) for name in [*variables] if name.startswith(_READ_LATE)}
+        zygote = _zygote(frozenset(variables.items()))
         arguments = replace(self.spec, program=("vllm",)).command(self.port)[1:]
         self.log_path.write_bytes(b"")  # the log is read before the server has opened it
-        return zygote.fork(arguments, self.log_path.resolve())  # type: ignore[return-value]
+        return zygote.fork(arguments, self.log_path.resolve(), late)  # type: ignore[return-value]
 
 
 class _Forked:
@@ -92,9 +99,10 @@ class _Zygote:
         self._started: queue.SimpleQueue[_Forked | None] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
 
-    def fork(self, arguments: list[str], log: Path) -> _Forked:
+    def fork(self, arguments: list[str], log: Path, variables: Mapping[str, str]) -> _Forked:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"arguments": arguments, "log": str(log)}) + "\n")
+        order = {"arguments": arguments, "log": str(log), "variables": variables}
+        self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         forked = self._started.get(timeout=_START_S)
         assert forked is not None, f"the zygote ended with {self._process.wait()}"

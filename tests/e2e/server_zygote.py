@@ -2,10 +2,11 @@
 """Starts servers. Each is a separate process, forked from one that has imported vLLM.
 
 Importing vLLM takes 12 s of one core; the engine of a tiny model starts in 3 s. All servers have
-the environment of this process (`forked_server.py`).
+the environment of this process (`forked_server.py`), and variables of their own that nothing reads
+before a server starts.
 
-Reads one server per line (JSON: arguments, log) from standard input. Writes one line per server
-that was started (process id) and one per server that has ended (process id, exit status).
+Reads one server per line (JSON: arguments, log, variables) from standard input. Writes one line per
+server that was started (process id) and one per server that has ended (process id, exit status).
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ def _serve_forks() -> list[str] | None:
             pid = os.fork()
             if pid == 0:
                 _be_a_server(order["log"])
+                os.environ.update(order["variables"])
                 arguments: list[str] = order["arguments"]
                 return arguments
             print(json.dumps({"started": pid}), flush=True)
