@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.e2e.shapes.rig import Plan, Request, Zygote, prompts
 
-COUNT, ANSWER_TOKENS = 80, 220
+COUNT, ANSWER_TOKENS = 36, 220
 GPU_BLOCKS, BLOCKS_PER_REQUEST_MAX = 60, 16
 PREEMPTIONS_MIN = 30
 #: The test takes half a minute on an idle machine.
