@@ -64,6 +64,18 @@ void Tiers::void_foreign() {
   if (options_.foreign->is_believed()) void_answers();
 }
 
+// These chunks are being stored. One of which an answer rests on another engine's copy is ours by
+// now: it is in another tier, and no row of it was there to be watched.
+void Tiers::void_stored(const Batch& batch) {
+  if (!options_.foreign || !options_.foreign->is_believed()) return;
+  if (mutant("remembered_answer_survives_a_store")) return;
+  for (size_t at = 0; at < batch.size(); ++at) {
+    if (foreign_row(batch.keys.data() + at * index.key_bytes()).place == kNoPlace) continue;
+    void_answers();
+    return;
+  }
+}
+
 void Tiers::add_foreign(Batch& batch, const char* key, const ForeignRow& row) {
   batch.generations.push_back(row.generation);
   batch.groups.push_back(static_cast<uint8_t>(group_of(key)));

@@ -363,6 +363,7 @@ StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t
     }
   }
   put_back();
+  void_stored(plan.batch);
   touch(keys, false);
   if (!order.empty()) plan.batch.sort(by, index.key_bytes());
   plan.refused = fresh.size() - plan.batch.size();

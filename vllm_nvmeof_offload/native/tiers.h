@@ -329,6 +329,7 @@ class Tiers {
   void want_if_lost(Row row);
   Row pooled_at(Place place) const;
   void void_foreign();
+  void void_stored(const Batch& batch);
   // -- members: members.cpp
   Part part_of(size_t group, uint32_t member) const;
   Part part_to_store(size_t group);

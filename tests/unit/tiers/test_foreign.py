@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.unit.foreign_rig import DEAD, NONE, SCANNING, Others
+from tests.unit.foreign_rig import COMPLETE, DEAD, NONE, SCANNING, Others
 from vllm_nvmeof_offload.native import Batch, Tiers
 from vllm_nvmeof_offload.protocol import (
     EVERY_MEMBER,
@@ -769,6 +769,20 @@ def test_an_answer_is_void_when_acceptance_changes(change: str) -> None:
         bench.load(0)
     else:
         bench.tiers.reset()
+    assert bench.tiers.voided == before + 1
+
+
+@pytest.mark.parametrize("state", [COMPLETE, DEAD])
+def test_an_answer_is_void_when_we_store_a_chunk_that_it_has_of_others(state: int) -> None:
+    bench = Bench()
+    bench.others.owner(1, state=state)
+    bench.others.offer(key(0), 5)
+    before = watched(bench)
+    assert len(bench.tiers.plan_store([key(1)], None, 1)[0]) == 1
+    assert bench.tiers.voided == before, "a chunk on which nothing rests"
+    assert len(bench.tiers.plan_store([key(0)], np.zeros(1, np.uint8), 2)[0]) == 0
+    assert bench.tiers.voided == before, "a chunk that is not stored"
+    assert len(bench.tiers.plan_store([key(0)], None, 3)[0]) == 1
     assert bench.tiers.voided == before + 1
 
 
