@@ -598,7 +598,8 @@ class ManagerCore:
             if amount:
                 self._counters[series] += amount
         if self._foreign is not None:
-            self._counters["shared_log_overruns"] = self._foreign.log_overruns
+            counted = self._counters["shared_log_overruns"]
+            self._counters["shared_log_overruns"] += self._foreign.log_overruns - counted
         return self._counters
 
     # -- weights and resets -----------------------------------------------------------
