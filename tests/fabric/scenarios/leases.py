@@ -171,6 +171,10 @@ def _take_over(stage: Stage, owner: Owner, far: Path, owners: ExitStack) -> None
     stage.pass_time(3.0)
     reader.follow()
     stage.check((5, chunk_of(5, 600)) not in reader.rows(), "nobody finds it")
+    # A lease is no fence: the table's page that client 1 could not sync may land only now, and then
+    # names what client 2 has overwritten. That chunk is refused.
     reader.read_all()
-    stage.equal("reads", (reader.counts["wrong"], reader.counts["refused"]), (0, 0))
+    stage.record(f"chunks are read: {reader.counts}")
+    stage.equal("wrong bytes", reader.counts["wrong"], 0)
+    stage.check(reader.counts["refused"] <= 1, "at most the chunk that was overwritten is refused")
     stage.equal("write by client 2", heir.put(4, 501)[0], "ok")
