@@ -6,8 +6,10 @@ from __future__ import annotations
 import mmap
 import os
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -16,9 +18,15 @@ from tests.fabric.stage import READY_S_MAX, Stage
 from tests.unit.follow.kit import KEYSPACE
 from tests.unit.pool.kit import PAYLOAD_BYTES, SLOT_BYTES, TAG, name, payload
 from vllm_nvmeof_offload.follow.owners import COMPLETE, Owners
-from vllm_nvmeof_offload.follow.scan import Scope, TargetScan
+from vllm_nvmeof_offload.follow.scan import DISCOVERY_S, Scope, TargetScan
 from vllm_nvmeof_offload.native import ForeignReader, ForeignWriter
-from vllm_nvmeof_offload.pool.format import SlotPlace, read_superblock, region_uuid, verify
+from vllm_nvmeof_offload.pool.format import (
+    SUPERBLOCK_FILE,
+    SlotPlace,
+    read_superblock,
+    region_uuid,
+    verify,
+)
 from vllm_nvmeof_offload.pool.log import RECORDS_PER_PAGE
 from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES
@@ -44,6 +52,16 @@ class _Reader:
         self.directory = place / KEYSPACE / "engine-1" / "rank-0"
         self.counts = {"ok": 0, "refused": 0, "wrong": 0}
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let the follower close its files: with their server gone, a close waits for ever."""
+        (self.directory / SUPERBLOCK_FILE).unlink(missing_ok=True)
+        time.sleep(DISCOVERY_S)
+        self._scan.scan()
+        os.close(self._fd)
+
     def follow(self) -> None:
         """What a follower does, at its pace."""
         time.sleep(FOLLOW_S)
@@ -61,9 +79,13 @@ class _Reader:
             for place, generation in self.table.rows_of(name(number).key)
         ]
 
-    def sees(self, slot: int, generation: int) -> bool:
+    def rows_now(self) -> list[tuple[int, SlotIdentity]]:
+        """As `rows`, after a scan."""
         self.follow()
-        return (slot, chunk_of(slot, generation)) in self.rows()
+        return self.rows()
+
+    def sees(self, slot: int, generation: int) -> bool:
+        return (slot, chunk_of(slot, generation)) in self.rows_now()
 
     def read_all(self) -> None:
         """Read what is known, and compare each word of what is accepted."""
@@ -87,8 +109,10 @@ def leased_region_followed(stage: Stage) -> None:
     """Client 2 finds by log what client 1 writes, reads no wrong bytes, sees resets and laps."""
     shared = stage.share()
     near, far = shared.mount(1), shared.mount(2)
-    with Owner(near, 1) as owner:
-        _follow(stage, owner, _Reader(far))
+    with Owner(near, 1) as owner, _Reader(far) as reader:
+        _follow(stage, owner, reader)
+        (near / reader.directory.relative_to(far) / SUPERBLOCK_FILE).unlink()
+        stage.until(lambda: not reader.rows_now(), READY_S_MAX, "what client 1 deletes is gone")
 
 
 def _follow(stage: Stage, owner: Owner, reader: _Reader) -> None:
@@ -111,13 +135,13 @@ def _follow(stage: Stage, owner: Owner, reader: _Reader) -> None:
     last = {number % SLOTS: 100_000 + number for number in range(lap)}
     wanted = {(slot, chunk_of(slot, generation)) for slot, generation in last.items()}
     took_s = stage.until(
-        lambda: not reader.follow() and set(reader.rows()) == wanted,  # type: ignore[func-returns-value]
+        lambda: set(reader.rows_now()) == wanted,
         KNOWN_S_MAX,
         "all chunks are known after it",
     )
     stage.record(f"all chunks are known {took_s:.1f} s after that")
     owner.reset()
-    stage.until(lambda: not (reader.follow(), reader.rows())[1], SEEN_S_MAX, "a reset is seen")
+    stage.until(lambda: not reader.rows_now(), SEEN_S_MAX, "a reset is seen")
     owner.put(3, 7)
     stage.until(lambda: reader.sees(3, 7), SEEN_S_MAX, "a chunk of the new epoch is seen")
 
@@ -141,14 +165,17 @@ def leased_region_taken_over(stage: Stage) -> None:
     near, far = shared.mount(1), shared.mount(2)
     with ExitStack() as owners:
         owner = owners.enter_context(Owner(near, 1))
+        reader = owners.enter_context(_Reader(far))
         try:
-            _take_over(stage, owner, far, owners)
+            _take_over(stage, owner, reader, lambda: owners.enter_context(Owner(far, 2)))
         finally:
             shared.mend(1)
 
 
-def _take_over(stage: Stage, owner: Owner, far: Path, owners: ExitStack) -> None:
-    shared, reader = stage.network_fs, _Reader(far)
+def _take_over(
+    stage: Stage, owner: Owner, reader: _Reader, start_heir: Callable[[], Owner]
+) -> None:
+    shared = stage.network_fs
     assert shared is not None
     stage.until(reader.is_complete, READY_S_MAX, "client 2 follows the region of client 1")
     for slot in range(8):
@@ -157,7 +184,7 @@ def _take_over(stage: Stage, owner: Owner, far: Path, owners: ExitStack) -> None
     shared.cut(1)
     began_s = time.monotonic()
     stage.record("client 1 is cut off")
-    heir = owners.enter_context(Owner(far, 2))
+    heir = start_heir()
     took_s = time.monotonic() - began_s
     stage.record(f"client 2 holds the region after {took_s:.1f} s, and adopted {heir.adopted}")
     stage.check(took_s >= TAKEOVER_S, "not before the lease was silent for its time")
