@@ -162,20 +162,32 @@ int ForeignRegion::take_page(ForeignWriter& table, const std::byte* page, int64_
   if (head.sequence != log_sequence_)
     return head.sequence + log_pages_ == log_sequence_ ? 0 : kOverrun;
   if (head.records <= log_index_) return 0;
+  changed_.clear();
   const auto lock = table.lock();
-  while (log_index_ < head.records) {
+  const int why = read_records(table, page, head.records, now_ns);
+  // A record of what a scan has found already.
+  std::erase_if(changed_, [this](const Seen& one) { return one.head == heads_[one.slot]; });
+  take_changed(table);
+  return why;
+}
+
+// Read the page's records from `log_index_` on: PUTs into `changed_`. They are taken together,
+// because each of them would wait for memory that is fetched for several at a time.
+int ForeignRegion::read_records(ForeignWriter& table, const std::byte* page, uint32_t records,
+                                int64_t now_ns) {
+  while (log_index_ < records) {
     const std::byte* const at = page + kLogHeadBytes + log_index_ * kLogRecordBytes;
     LogRecord record;
     if (!decode_record(at, log_sequence_, log_index_, record))
       return ++log_reads_ < kLogReadsMax ? 0 : kOverrun;
     log_reads_ = 0;
     ++log_index_;
-    if (const int why = take_record(table, record, now_ns)) return why;
+    if (const int why = read_record(table, record, now_ns)) return why;
   }
   return 0;
 }
 
-int ForeignRegion::take_record(ForeignWriter& table, const LogRecord& record, int64_t now_ns) {
+int ForeignRegion::read_record(ForeignWriter& table, const LogRecord& record, int64_t now_ns) {
   if (record.kind == LogKind::HINT) {
     take_hint(table, record);
     return 0;
@@ -191,7 +203,10 @@ int ForeignRegion::take_record(ForeignWriter& table, const LogRecord& record, in
   std::memcpy(entry.data() + kKeyAt, record.key.data(), record.key_bytes);
   head.crc = crc_of(entry.data(), record.slot);
   std::memcpy(entry.data(), &head, sizeof head);
-  if (head != heads_[record.slot]) take(table, decode(entry.data(), record.slot, now_ns));
+  __builtin_prefetch(&heads_[record.slot]);
+  __builtin_prefetch(&fingerprints_[record.slot]);
+  __builtin_prefetch(&marks_[record.slot]);
+  changed_.push_back(decode(entry.data(), record.slot, now_ns));
   return 0;
 }
 
@@ -214,6 +229,10 @@ void ForeignRegion::compare(ForeignWriter& table, uint64_t first, size_t count, 
   }
   if (changed_.empty()) return;
   const auto lock = table.lock();
+  take_changed(table);
+}
+
+void ForeignRegion::take_changed(ForeignWriter& table) {
   for (size_t at = 0; at < changed_.size(); ++at) {
     if (at + kAhead < changed_.size()) {
       const Seen& next = changed_[at + kAhead];

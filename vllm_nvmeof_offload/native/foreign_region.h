@@ -80,9 +80,11 @@ class ForeignRegion {
 
   Seen decode(const std::byte* entry, uint64_t slot, int64_t now_ns) const;
   int take_page(ForeignWriter& table, const std::byte* page, int64_t now_ns);
-  int take_record(ForeignWriter& table, const LogRecord& record, int64_t now_ns);
+  int read_records(ForeignWriter& table, const std::byte* page, uint32_t records, int64_t now_ns);
+  int read_record(ForeignWriter& table, const LogRecord& record, int64_t now_ns);
   void take_hint(ForeignWriter& table, const LogRecord& record);
   void compare(ForeignWriter& table, uint64_t first, size_t count, int64_t now_ns);
+  void take_changed(ForeignWriter& table);
   void take(ForeignWriter& table, const Seen& seen);
   void offer(ForeignWriter& table, const Seen& seen);
   void withdraw(ForeignWriter& table, uint64_t slot);
