@@ -72,7 +72,7 @@ class _Region:
         self.is_held = False
         #: Nothing is tried before the next discovery.
         self.has_failed = False
-        #: The superblock is to be looked at, also if the region is leased.
+        #: The superblock is to be looked at, also if the region has a log.
         self.is_due = True
         self._scope = scope
         self._silence = Silence()
@@ -92,9 +92,12 @@ class _Region:
         OSError, `_GONE` if there is none for us. PoolFormatError: it is damaged, or of another
         region.
         """
-        is_leased = self.superblock is not None and self.superblock.is_leased
-        if is_leased and not self.is_due:
-            return False  # to open a file costs a question to another host
+        known = self.superblock
+        is_leased = known is not None and known.is_leased
+        # A log names the epoch of a new superblock at once, and to look costs most of what an idle
+        # region does; on another host's file system it is a question to that.
+        if known is not None and (known.log_pages or is_leased) and not self.is_due:
+            return False
         seen = _stamp_of(self._superblock_path, anew=is_leased)
         self.is_due = False
         if seen == self._superblock_seen:
