@@ -165,8 +165,6 @@ int ForeignRegion::take_page(ForeignWriter& table, const std::byte* page, int64_
   changed_.clear();
   const auto lock = table.lock();
   const int why = read_records(table, page, head.records, now_ns);
-  // A record of what a scan has found already.
-  std::erase_if(changed_, [this](const Seen& one) { return one.head == heads_[one.slot]; });
   take_changed(table);
   return why;
 }
@@ -239,7 +237,9 @@ void ForeignRegion::take_changed(ForeignWriter& table) {
       if (next.fingerprint != 0) table.warm(next.fingerprint);
       if (fingerprints_[next.slot] != 0) table.warm(fingerprints_[next.slot]);
     }
-    take(table, changed_[at]);
+    const Seen& seen = changed_[at];
+    if (seen.fingerprint != 0 && seen.head == heads_[seen.slot]) continue;  // a scan has found it
+    take(table, seen);
   }
 }
 
