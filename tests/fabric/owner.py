@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that holds a leased region on a client of the NFS server, and writes what it is told.
+"""A process that holds a leased region on an NFS client, and writes what its caller asks for.
 
 It has the real pool, lease, keeper, log and I/O engine, and no pipeline: its caller names the slot
 of each chunk, and has its outcome.

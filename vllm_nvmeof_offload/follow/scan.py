@@ -98,7 +98,7 @@ class _Region:
         # region does; on another host's file system it is a question to that.
         if known is not None and (known.log_pages or is_leased) and not self.is_due:
             return False
-        seen = _stamp_of(self._superblock_path, anew=is_leased)
+        seen = _stamp_of(self._superblock_path, reopen=is_leased)
         self.is_due = False
         if seen == self._superblock_seen:
             return False
@@ -306,12 +306,12 @@ def _shape_of(superblock: Superblock) -> tuple[object, ...]:
     return superblock.slots, superblock.groups, superblock.log_pages, superblock.is_leased
 
 
-def _stamp_of(path: str, anew: bool = False) -> tuple[int, int]:
+def _stamp_of(path: str, reopen: bool = False) -> tuple[int, int]:
     """Return what differs when a file was written, or replaced. Raises OSError.
 
-    anew: as the file system's server knows it, which is asked at each open; else as this host does.
+    reopen: ask the file system's server, as each open does; else this host's cache may answer.
     """
-    if anew:
+    if reopen:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             status = os.fstat(fd)

@@ -9,7 +9,7 @@ The log costs one read of 4 KiB when nothing was written. Whoever falls behind b
 from the pages' numbers, and scans again (`pool.log`).
 
 What another host may have written is read with O_DIRECT, because this host's page cache does not
-learn of it; a file's time is asked for by opening the file anew, which makes a network file system
+learn of it; a file's time is asked for by opening the file again, which makes a network file system
 ask its server. What this host's own kernel has written is in its page cache.
 """
 

@@ -20,7 +20,7 @@ from tests.unit.follow.kit import COMPLETE, OURS, Following, row, stop_clock_of
 from tests.unit.pool.kit import SLOT_BYTES, TAG, name, put
 from tests.wait import wait_until
 from vllm_nvmeof_offload.follow.source import RESCAN_S, SYNCED_S
-from vllm_nvmeof_offload.native import ForeignRegion, ForeignWriter
+from vllm_nvmeof_offload.native import ForeignReader, ForeignRegion, ForeignWriter
 from vllm_nvmeof_offload.pool.format import Stamp, decode_table, region_uuid
 from vllm_nvmeof_offload.pool.lease import Leasing
 from vllm_nvmeof_offload.pool.log import RECORDS_PER_PAGE, LogFile, LogRecord, LogWriter
@@ -437,3 +437,21 @@ def test_a_region_reads_pages_of_a_lap_in_order(file: int, tmp_path: Path) -> No
         assert region.rows == min(generation, SLOTS)
     writer.close()
     os.close(log)
+
+
+def test_a_scan_may_have_found_the_last_of_a_slots_records(file: int, owner: Owner) -> None:
+    """Directly on a native region: both records are logged between the log's end and the scan."""
+    owner.put(1, name(1, 10))
+    place = owner.directory
+    with (place / "log").open("rb") as log, (place / "table").open("rb") as table:
+        region = ForeignRegion((1, 0, 0), SLOTS, [(0, 1)], 0)
+        rows = ForeignWriter(file, 10)
+        region.begin(rows, owner.pool.stamp.epoch, False)
+        assert region.seek_log(log.fileno(), PAGES) == 0
+        owner.put(4, name(4, 20))
+        owner.put(4, name(5, 21))
+        assert region.scan(rows, table.fileno(), 0) == 0
+        assert region.follow_log(rows, log.fileno(), 0) == 0
+    reader = ForeignReader(file)
+    assert reader.rows_of(name(4).key) == [], "its slot was written"
+    assert reader.rows_of(name(5).key) == [row(1, 4, 21)]
