@@ -15,8 +15,9 @@ import pytest
 from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, OK, ConfigError, io_error
 from vllm_nvmeof_offload.io.base import Completion, ForeignSlab
 from vllm_nvmeof_offload.io.faults import KNOBS, FaultPlan, FaultyIoEngine
+from vllm_nvmeof_offload.units import slot_stride_bytes
 
-from .rig import ENGINES, WAIT_S, Rig, content, name
+from .rig import ENGINES, PAYLOAD_BYTES, WAIT_S, Rig, content, name
 from .test_io_engine_replace import copy_of, exchange, holds
 
 EIO = io_error(errno.EIO)
@@ -77,6 +78,25 @@ def test_a_delay_delays(rig: Rig, what: str) -> None:
     assert [c.outcome for c in rig.run(op)] == [OK]
     assert time.monotonic() - start_s >= 0.06
     assert plan_of(rig).fired == {f"{what}_delay_ms": 1}
+
+
+def test_reads_share_a_link_of_so_many_bytes_per_second(rig: Rig) -> None:
+    """However fast the machine is, none ends before the link has moved it; writes do not use it."""
+    rig.fill(20, name(9))
+    period_s = 0.05
+    plan_of(rig).set(bytes_per_s=slot_stride_bytes(PAYLOAD_BYTES) / period_s)
+    ops = [rig.read(number, 10 + number, name(number)) for number in range(4)]
+    write = rig.write(9, 20, name(9))
+    start_s = time.monotonic()
+    rig.submit(*ops, write)
+    ended: list[int] = []
+    while len(ended) < 5:
+        found = rig.wait(bool)
+        assert {one.outcome for one in found} == {OK}
+        ended += [one.token for one in found]
+        reads = len(set(ended) - {write.token})
+        assert time.monotonic() - start_s >= reads * period_s
+    assert plan_of(rig).fired == {"bytes_per_s": 4}
 
 
 @pytest.mark.parametrize("what", ["read", "write"])
@@ -165,7 +185,7 @@ def test_negative_control_a_swapped_slot_passes_as_ok(rig: Rig) -> None:
 
 @pytest.mark.parametrize("knob", sorted(KNOBS))
 def test_every_knob_fires_and_can_be_cleared(rig: Rig, knob: str) -> None:
-    plan_of(rig).set(**{knob: 5})
+    plan_of(rig).set(**{knob: 10**7 if knob == "bytes_per_s" else 5})
     rig.fill(10, name(2, 2))
     ops = [rig.read(0, 11, name(0)), rig.read(1, 12, name(1)), rig.write(2, 10, name(2, 2))]
     rig.submit(*ops)

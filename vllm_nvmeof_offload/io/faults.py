@@ -7,7 +7,7 @@ can change the faults of a running server. `<control file>.fired` (rank R's: `â€
 on) counts in JSON how often each knob has fired. `"rank": R` limits the knobs to that rank.
 
 Values: `true` strikes always; a whole number strikes that many times from then on; a fraction
-is a probability. `read_delay_ms` and `write_delay_ms` are milliseconds.
+is a probability. `read_delay_ms` and `write_delay_ms` are milliseconds; `bytes_per_s` is a rate.
 
 Errors are reported without asking the inner engine. A delayed or hanging operation is held
 here as one that has started: it ends when the fault ends, and without having run if it was given
@@ -45,7 +45,7 @@ from vllm_nvmeof_offload.io.base import (
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import OURS, OpKind
-from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES
+from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES, slot_stride_bytes
 
 #: knob â†’ effect.
 KNOBS = {
@@ -54,6 +54,7 @@ KNOBS = {
     "enospc_writes": "a write completes with ENOSPC; nothing is written",
     "read_delay_ms": "every read takes this many milliseconds longer",
     "write_delay_ms": "every write takes this many milliseconds longer",
+    "bytes_per_s": "reads share a link of so many bytes per second, in the order of submission",
     "hang_reads": "a read hangs until the knob is cleared",
     "hang_writes": "a write hangs until the knob is cleared",
     "flip_byte_on_read": "a payload byte in the slab is flipped before a read: the CRC sees it",
@@ -68,6 +69,7 @@ _ERRORS: dict[OpKind, tuple[tuple[str, int], ...]] = {
     OpKind.RESET: (),
 }
 _TICK_S = 0.005
+_FINE_TICK_S = 0.0005  # while reads share a link, which moves a chunk in a few milliseconds
 
 
 @dataclass(slots=True)
@@ -95,6 +97,7 @@ class FaultPlan:
         self._rank = rank
         self._control_version: tuple[int, int] | None = None
         self.fired: Counter[str] = Counter()
+        self._link_s = 0.0  # when the link that reads share has moved what it was given
         self._start(dict(knobs or {}), seed)
         self.refresh()
 
@@ -138,6 +141,16 @@ class FaultPlan:
             return 0.0
         self._count(knob)
         return float(self._knobs[knob].value)
+
+    def link_ends_s(self, size_bytes: int, now_s: float) -> float:
+        """Return when the last byte of a read has passed the link that reads share; 0: there is
+        none."""
+        if not self.is_set("bytes_per_s"):
+            return 0.0
+        self._count("bytes_per_s")
+        rate = float(self._knobs["bytes_per_s"].value)
+        self._link_s = max(now_s, self._link_s) + size_bytes / rate
+        return self._link_s
 
     def is_set(self, knob: str) -> bool:
         """Return whether the knob is there and not zero."""
@@ -256,8 +269,13 @@ class FaultyIoEngine:
         what = "read" if op.is_read else "write"
         if self.plan.strikes(f"hang_{what}s"):
             return _Held(op, f"hang_{what}s", 0.0)
-        delay_ms = self.plan.milliseconds(f"{what}_delay_ms")
-        return _Held(op, "", time.monotonic() + delay_ms / 1000) if delay_ms else None
+        now_s, until_s = time.monotonic(), 0.0
+        if delay_ms := self.plan.milliseconds(f"{what}_delay_ms"):
+            until_s = now_s + delay_ms / 1000
+        if op.is_read:
+            size_bytes = slot_stride_bytes(op.payload_bytes)
+            until_s = max(until_s, self.plan.link_ends_s(size_bytes, now_s))
+        return _Held(op, "", until_s) if until_s else None
 
     def _forward(self, op: IoOp) -> None:
         self._forwarded[op.token] = op
@@ -335,7 +353,7 @@ class FaultyIoEngine:
 
     def _tick(self) -> None:
         """Wake the caller now and then: held operations wait for the clock or for a knob."""
-        while not self._closed.wait(_TICK_S):
+        while not self._closed.wait(_FINE_TICK_S if self.plan.is_set("bytes_per_s") else _TICK_S):
             if self._held:
                 self._waker.wake()
 
