@@ -337,6 +337,9 @@ class CacheGeometry:
 #: by group: set_member.h.
 _Set: TypeAlias = tuple[int, int, Sequence[int], Sequence[int]]
 
+#: The lane that reads a chunk (lane_choice.h), 0: the own one; i: peer i - 1; -1: it waits. Each
+#: peer has its end, in seconds, and whether it has room.
+def choose_lane(own_end_s: float, own_room: bool, peers: Sequence[tuple[float, bool]]) -> int: ...
 def set_words_bytes(members: int, cache_slots: int, stream_slots: int) -> int: ...
 
 class Machine:

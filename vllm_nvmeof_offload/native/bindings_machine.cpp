@@ -19,6 +19,7 @@
 
 #include "geometry.h"
 #include "instant_lanes.h"
+#include "lane_choice.h"
 #include "machine.h"
 
 using namespace nb::literals;
@@ -482,7 +483,15 @@ nb::tuple levels(Machine& machine) {
                         io.waiting(Urgency::WRITE), io.reads_in_flight(), io.writes_in_flight());
 }
 
+// Ends in seconds, and whether there is room; by peer likewise.
+int choose(double own_end_s, bool own_room, const std::vector<std::pair<double, bool>>& peers) {
+  std::vector<LaneEstimate> estimates;
+  for (const auto& [end_s, has_room] : peers) estimates.push_back({end_s, has_room});
+  return choose_lane({own_end_s, own_room}, estimates);
+}
+
 void bind_parts(nb::module_& m) {
+  m.def("choose_lane", &choose, "own_end_s"_a, "own_room"_a, "peers"_a);
   m.def("meter_unlocked", [](bool on) { metered = on; });
   m.def("unlocked_s", [] { return static_cast<double>(unlocked_ns) / 1e9; });
   nb::class_<Geometry>(m, "Geometry").def("__init__", &make_geometry).def("pieces", &pieces);
