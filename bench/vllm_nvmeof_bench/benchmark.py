@@ -37,6 +37,7 @@ PACKAGES = {
     "moving": "moving",
     "alone": "alone",
     "borrow": "borrow",
+    "cluster": "cluster",
 }
 
 #: Earlier names of commands, and of the benchmarks in their files → the present ones.

@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cluster on a virtual clock: a turn is routed, read, computed, handed on and answered.
+
+Links, prefill nodes and the way to the decode nodes serve one after the other; decode is a delay.
+Which link reads a piece is the product's own rule (`choose_lane`), and whether to read at all is
+its `Admission`. A read is given to its link when it is decided, not when the link has room, so
+a wrong guess costs a whole load here and a few chunks in the product.
+
+An event is (time, number of the agent and kind): equal times have one order, and equal seeds give
+equal results.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from math import inf
+from typing import Protocol
+
+from vllm_nvmeof_bench.cluster.agents import Agent
+from vllm_nvmeof_bench.cluster.lanes import Lane
+from vllm_nvmeof_bench.cluster.machines import Machines
+from vllm_nvmeof_bench.cluster.router import choose_decode, choose_helpers, choose_prefill
+from vllm_nvmeof_offload.manager.core import CoreConfig
+from vllm_nvmeof_offload.manager.load_or_recompute import Admission
+from vllm_nvmeof_offload.native import choose_lane
+
+#: Own link only; own and helper's in turn; the whole load by the rule; each piece of it by the
+#: rule; no reads at all, the bound.
+PATHS = ("own", "alternate", "request", "chunk", "none")
+ROUTERS = ("least", "round_robin", "sticky")
+_TURN, _LOADED, _PREFILLED, _DECODED, _LOST = range(5)
+_KINDS = 8
+#: A load in fewer chunks is not split, and into no more pieces.
+_SPLIT_CHUNKS_MIN, _PIECES_MAX = 4, 16
+#: A read ends by its deadline, and goes elsewhere, so long after its link is lost.
+_NOTICED_S = 0.5
+
+
+@dataclass(frozen=True)
+class Rules:
+    """path: one of `PATHS`. router: one of `ROUTERS`; sticky: an agent's prompts stay on its
+    engine. helpers: decode engines that may read for a prompt. admission: computes again what
+    it computes faster than it reads. lost: (node, from, until) of a link."""
+
+    path: str = "chunk"
+    router: str = "least"
+    helpers: int = 1
+    admission: bool = False
+    lost: tuple[int, float, float] | None = None
+
+    def __post_init__(self) -> None:
+        assert self.path in PATHS, self.path
+        assert self.router in ROUTERS, self.router
+
+
+class Finds(Protocol):
+    """What a prompt finds in the tiers of its engine and of others."""
+
+    def find(self, agent: int, turn: int, prefill: int) -> tuple[int, int]:
+        """(tokens found, tokens of them to be read)."""
+
+    def prefilled(self, agent: int, turn: int, prefill: int) -> None:
+        """The prompt is in the engine's memory, and is stored."""
+
+    def decoded(self, agent: int, turn: int, decode: int) -> None:
+        """The answer too is in the decode engine's memory, and is stored."""
+
+
+class Given:
+    """Everything that the trace says is found, and read; `local`: only where it was computed."""
+
+    def __init__(self, agents: Sequence[Agent], local: bool) -> None:
+        self._hits = [one.hit for one in agents]
+        self._stored: dict[tuple[int, int], int] | None = {} if local else None
+
+    def find(self, agent: int, turn: int, prefill: int) -> tuple[int, int]:
+        hit = self._hits[agent][turn]
+        if self._stored is not None:
+            hit = min(hit, self._stored.get((agent, prefill), 0))
+        return hit, hit
+
+    def prefilled(self, agent: int, turn: int, prefill: int) -> None:
+        if self._stored is not None and turn + 1 < len(self._hits[agent]):
+            self._stored[agent, prefill] = self._hits[agent][turn + 1]
+
+    def decoded(self, agent: int, turn: int, decode: int) -> None:
+        pass
+
+
+@dataclass
+class Outcome:
+    """What happened. By turn in the order of first tokens: when it began, and its TTFT. ended_s:
+    by agent, when its last answer ended; 0: not. loads: those by lane of the whole run."""
+
+    begun_s: list[float] = field(default_factory=list)
+    ttft_s: list[float] = field(default_factory=list)
+    tpot_s: list[float] = field(default_factory=list)
+    ended_s: list[float] = field(default_factory=list)
+    end_s: float = 0.0
+    read_bytes: float = 0.0
+    found_tokens: int = 0
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+    recomputed_tokens: int = 0
+
+
+class Cluster:
+    """One run. starts_s: by agent; horizon_s: nothing that begins later is played."""
+
+    def __init__(
+        self,
+        machines: Machines,
+        rules: Rules,
+        agents: Sequence[Agent],
+        starts_s: Sequence[float],
+        finds: Finds,
+        horizon_s: float = inf,
+    ) -> None:
+        self.out = Outcome(ended_s=[0.0] * len(agents))
+        self._machines, self._rules, self._agents = machines, rules, agents
+        self._finds, self._horizon_s = finds, horizon_s
+        nodes = machines.prefill + machines.decode
+        self.lanes = [Lane(machines.storage_bytes_per_s, machines.report_s) for _ in range(nodes)]
+        shared = machines.shared_bytes_per_s
+        self._enclosure = Lane(shared, machines.report_s) if shared else None
+        self._prefill_free_s = [0.0] * machines.prefill
+        self._handed_free_s = [0.0] * machines.prefill
+        decoders = machines.decode or machines.prefill
+        self._prefill_tokens = [0.0] * machines.prefill
+        self._decode_tokens, self._decode_requests = [0.0] * decoders, [0] * decoders
+        self._waiting: deque[int] = deque()
+        count = len(agents)
+        self._turn, self._begun_s = [0] * count, [0.0] * count
+        self._prefill, self._decode, self._home = [0] * count, [0] * count, [-1] * count
+        self._found, self._new = [0] * count, [0] * count
+        #: Only where a link is lost: when a load ends, and what each lane has of it.
+        self._due_s = [-1.0] * count
+        self._loads: dict[int, list[tuple[int, float, float]]] = {}
+        self._routed = itertools.count()
+        self._alternates = [itertools.count() for _ in range(machines.prefill)]
+        self._admissions = [_admission(machines, rules) for _ in range(machines.prefill)]
+        self._events = [(at_s, _KINDS * one + _TURN) for one, at_s in enumerate(starts_s)]
+        if rules.lost:
+            self.lanes[rules.lost[0]].lost = rules.lost[1:]
+            self._events.append((rules.lost[1] + _NOTICED_S, _LOST))
+        heapify(self._events)
+
+    def run(self) -> Outcome:
+        handlers = (self._begin, self._loaded, self._prefilled, self._decoded, self._link_lost)
+        events, horizon_s, now_s = self._events, self._horizon_s, 0.0
+        while events:
+            now_s, code = heappop(events)
+            if now_s > horizon_s:
+                break
+            handlers[code % _KINDS](now_s, code // _KINDS)
+        self.out.end_s = min(now_s, horizon_s)
+        return self.out
+
+    # -- a turn -----------------------------------------------------------------------
+
+    def _begin(self, now_s: float, agent: int) -> None:
+        self._begun_s[agent] = now_s
+        if self._waiting or not self._place(now_s, agent):
+            self._waiting.append(agent)
+
+    def _place(self, now_s: float, agent: int) -> bool:
+        """Route a turn and start its read; False: no engine has room."""
+        one, turn, machines = self._agents[agent], self._turn[agent], self._machines
+        need = one.hit[turn] + one.new[turn] + one.answer[turn]
+        prefill = self._route(now_s, agent)
+        if prefill is None:
+            return False
+        decode: int | None = prefill
+        if machines.decode:
+            decode = choose_decode(
+                self._decode_tokens, self._decode_requests, need, machines.decode_tokens_max
+            )
+        elif machines.decode_tokens_max:
+            held = self._decode_tokens[prefill]
+            decode = prefill if held + need <= machines.decode_tokens_max or not held else None
+        if decode is None and any(self._decode_requests):
+            return False
+        self._prefill[agent], self._decode[agent] = prefill, decode or 0
+        self._home[agent] = prefill
+        self._decode_tokens[decode or 0] += need
+        self._decode_requests[decode or 0] += 1
+        self._start(now_s, agent, prefill)
+        return True
+
+    def _route(self, now_s: float, agent: int) -> int | None:
+        machines, rules, tokens = self._machines, self._rules, self._prefill_tokens
+        if rules.router == "round_robin":
+            return next(self._routed) % machines.prefill
+        if rules.router == "sticky" and self._home[agent] >= 0:
+            return self._home[agent]
+        queues_s = [self.lanes[one].queue_s(now_s) for one in range(machines.prefill)]
+        if rules.path == "none":
+            queues_s = [0.0] * machines.prefill
+        chosen = choose_prefill(tokens, queues_s, machines.batch_tokens_max)
+        if chosen is not None and (room := machines.prefill_tokens_max):
+            one, turn = self._agents[agent], self._turn[agent]
+            held = tokens[chosen]
+            if held and held + one.hit[turn] + one.new[turn] > room:
+                return None
+        return chosen
+
+    def _start(self, now_s: float, agent: int, prefill: int) -> None:
+        one, turn, out = self._agents[agent], self._turn[agent], self.out
+        prompt = one.hit[turn] + one.new[turn]
+        self._prefill_tokens[prefill] += prompt
+        found, to_read = self._finds.find(agent, turn, prefill)
+        out.prompt_tokens += prompt
+        out.answer_tokens += one.answer[turn]
+        count = to_read * self._machines.bytes_per_token
+        if count and not self._worth(now_s, prefill, count, to_read):
+            found, count = found - to_read, 0.0
+            out.recomputed_tokens += to_read
+        self._found[agent], self._new[agent] = found, prompt - found
+        out.found_tokens += found
+        done_s = now_s
+        if count and self._rules.path != "none":
+            out.read_bytes += count
+            done_s = self._read(now_s, agent, count)
+        self._due_s[agent] = done_s
+        heappush(self._events, (done_s, _KINDS * agent + _LOADED))
+
+    def _loaded(self, now_s: float, agent: int) -> None:
+        if now_s != self._due_s[agent]:
+            return  # the read went elsewhere after its link was lost
+        self._due_s[agent] = -1.0
+        self._loads.pop(agent, None)
+        prefill = self._prefill[agent]
+        start_s = max(now_s, self._prefill_free_s[prefill])
+        end_s = start_s + self._machines.compute_s(self._found[agent], self._new[agent])
+        self._prefill_free_s[prefill] = end_s
+        heappush(self._events, (end_s, _KINDS * agent + _PREFILLED))
+
+    def _prefilled(self, now_s: float, agent: int) -> None:
+        """The first token is there; the prompt's KV goes to the decode node."""
+        machines, out = self._machines, self.out
+        prefill, decode, turn = self._prefill[agent], self._decode[agent], self._turn[agent]
+        prompt = self._found[agent] + self._new[agent]
+        self._prefill_tokens[prefill] -= prompt
+        out.begun_s.append(self._begun_s[agent])
+        out.ttft_s.append(now_s - self._begun_s[agent])
+        self._finds.prefilled(agent, turn, prefill)
+        if machines.decode:
+            start_s = max(now_s, self._handed_free_s[prefill])
+            now_s = start_s + prompt * machines.bytes_per_token / machines.compute_bytes_per_s
+            self._handed_free_s[prefill] = now_s
+        tpot_s = machines.step_s(self._decode_tokens[decode])
+        out.tpot_s.append(tpot_s)
+        end_s = now_s + self._agents[agent].answer[turn] * tpot_s
+        heappush(self._events, (end_s, _KINDS * agent + _DECODED))
+
+    def _decoded(self, now_s: float, agent: int) -> None:
+        one, turn, decode = self._agents[agent], self._turn[agent], self._decode[agent]
+        self._decode_tokens[decode] -= one.hit[turn] + one.new[turn] + one.answer[turn]
+        self._decode_requests[decode] -= 1
+        self._finds.decoded(agent, turn, decode)
+        while self._waiting and self._place(now_s, self._waiting[0]):
+            self._waiting.popleft()
+        turn += 1
+        if turn == len(one.new):
+            self.out.ended_s[agent] = now_s
+            return
+        self._turn[agent] = turn
+        if think_s := one.think_s[turn]:
+            heappush(self._events, (now_s + think_s, _KINDS * agent + _TURN))
+        else:
+            self._begin(now_s, agent)
+
+    # -- reads ------------------------------------------------------------------------
+
+    def _read(self, now_s: float, agent: int, count: float) -> float:
+        """Give a load to its lanes; return when it has come."""
+        prefill, path = self._prefill[agent], self._rules.path
+        if path == "own" or not self._machines.decode:
+            parts = {prefill: count}
+        elif path == "alternate":
+            helper = self._machines.prefill + self._decode[agent]
+            parts = {(prefill, helper)[next(self._alternates[prefill]) % 2]: count}
+        else:
+            parts = self._chosen(now_s, agent, count)
+        done_s, loads = now_s, []
+        for lane, part in parts.items():
+            end_s = self.lanes[lane].read(now_s, part, -1 if lane == prefill else prefill)
+            done_s = max(done_s, end_s)
+            loads.append((lane, part, end_s))
+        if self._enclosure is not None:
+            done_s = max(done_s, self._enclosure.read(now_s, count))
+        if self._rules.lost:
+            self._loads[agent] = loads
+        return done_s
+
+    def _chosen(self, now_s: float, agent: int, count: float) -> dict[int, float]:
+        """Bytes by lane, as the product's rule shares them out."""
+        lanes, machines, prefill = self.lanes, self._machines, self._prefill[agent]
+        chunks = int(count / (machines.bytes_per_token * machines.chunk_tokens))
+        pieces = min(chunks, _PIECES_MAX) if self._rules.path == "chunk" else 1
+        if chunks < _SPLIT_CHUNKS_MIN:
+            pieces = 1
+        part = count / pieces
+        helpers = self._helpers(now_s, agent)
+        if not lanes[prefill].usable(now_s, _NOTICED_S):
+            helpers = helpers or [prefill]
+            own_s, own_room = inf, False
+        else:
+            own_s, own_room = lanes[prefill].queue_s(now_s) + part / lanes[prefill].rate, True
+        numbers = [prefill, *helpers]
+        rates = [lanes[one].rate for one in numbers]
+        # A pulled piece is no faster than the way between the nodes.
+        rates[1:] = [min(rate, machines.compute_bytes_per_s) for rate in rates[1:]]
+        steps = [part / rate for rate in rates]
+        ends = [
+            (lanes[one].seen_s(now_s, prefill) + step, True)
+            for one, step in zip(helpers, steps[1:], strict=True)
+        ]
+        given = [0] * len(numbers)
+        for _ in range(pieces):
+            # Without any room the own queue holds the piece.
+            lane = max(0, choose_lane(own_s, own_room, ends))
+            given[lane] += 1
+            if lane:
+                ends[lane - 1] = (ends[lane - 1][0] + steps[lane], True)
+            else:
+                own_s += steps[0]
+        return {one: n * part for one, n in zip(numbers, given, strict=True) if n}
+
+    def _helpers(self, now_s: float, agent: int) -> list[int]:
+        """Lanes of the decode engines that the router names and that have not lost their link."""
+        machines, prefill, rules = self._machines, self._prefill[agent], self._rules
+        queues_s = []
+        if rules.helpers > 1:
+            decoders = self.lanes[machines.prefill :]
+            queues_s = [lane.seen_s(now_s, prefill) for lane in decoders]
+        chosen = choose_helpers(self._decode[agent], queues_s, rules.helpers)
+        numbers = [machines.prefill + one for one in chosen]
+        if rules.lost is None:
+            return numbers
+        return [one for one in numbers if self.lanes[one].usable(now_s, _NOTICED_S)]
+
+    def _worth(self, now_s: float, prefill: int, count: float, tokens: int) -> bool:
+        """Whether to read rather than to compute, as the product decides it."""
+        admission = self._admissions[prefill]
+        if admission is None:
+            return True
+        lanes = [self.lanes[prefill]]
+        if self._rules.path in ("request", "chunk"):
+            lanes += self.lanes[self._machines.prefill :][: self._rules.helpers]
+        # Several lanes fill up like one: the product's estimate with peers.
+        rate = sum(lane.rate for lane in lanes)
+        queued = sum(lane.queue_s(now_s) * lane.rate for lane in lanes)
+        admission.read_rates = [rate]
+        return admission.decide([int(count)], [int(queued)], tokens).load
+
+    def _link_lost(self, now_s: float, _: int) -> None:
+        """The deadline of what the lost link has not read: it goes elsewhere, or is computed."""
+        assert self._rules.lost is not None
+        lost, since_s, until_s = self._rules.lost
+        self.lanes[lost].free_s = until_s
+        for agent, loads in list(self._loads.items()):
+            left = sum(part for lane, part, end_s in loads if lane == lost and end_s > since_s)
+            if not left:
+                continue
+            others = [end_s for lane, _, end_s in loads if lane != lost]
+            if self._rules.path in ("request", "chunk") and self._prefill[agent] != lost:
+                end_s = self.lanes[self._prefill[agent]].read(now_s, left)
+            elif self._rules.path in ("request", "chunk") and (
+                helpers := self._helpers(now_s, agent)
+            ):
+                end_s = self.lanes[helpers[0]].read(now_s, left, self._prefill[agent])
+            else:
+                end_s, count = now_s, int(left / self._machines.bytes_per_token)
+                self.out.recomputed_tokens += count
+                self._found[agent] -= count
+                self._new[agent] += count
+            self._due_s[agent] = max(end_s, *others, now_s)
+            heappush(self._events, (self._due_s[agent], _KINDS * agent + _LOADED))
+
+
+def _admission(machines: Machines, rules: Rules) -> Admission | None:
+    if not rules.admission:
+        return None
+    made = Admission(CoreConfig(), [machines.storage_bytes_per_s])
+    made.prefill_rate = 1000 / machines.compute_s(0, 1000)
+    return made

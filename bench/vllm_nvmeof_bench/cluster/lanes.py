@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A link to the pool: reads one after the other at its rate, and what others know of its queue."""
+
+from __future__ import annotations
+
+import math
+
+#: Seconds over which bytes are counted for the balance of links.
+WINDOW_S = 2.0
+
+
+class Lane:
+    """One node's link. Reads take their turn; a read's end is known when it begins to wait.
+
+    A peer knows of the queue what the lane last reported, `report_s` ago at most, and what it has
+    given the lane since.
+    """
+
+    __slots__ = ("_beat", "_given_s", "_per_s", "_reported_s", "free_s", "lost", "rate", "windows")
+
+    def __init__(self, rate: float, report_s: float) -> None:
+        self.rate = rate
+        self.free_s = 0.0
+        #: When the link is lost, from and until.
+        self.lost = (math.inf, math.inf)
+        #: Bytes by the window in which their read began.
+        self.windows: list[float] = []
+        self._per_s = 1 / report_s
+        self._beat = -1
+        self._reported_s = 0.0
+        self._given_s: dict[int, float] = {}
+
+    def queue_s(self, now_s: float) -> float:
+        """Seconds until the lane has read all that it was given."""
+        return max(0.0, self.free_s - now_s)
+
+    def seen_s(self, now_s: float, peer: int) -> float:
+        """The same as far as a peer knows it."""
+        self._report(now_s)
+        return max(0.0, self._reported_s - now_s) + self._given_s.get(peer, 0.0)
+
+    def read(self, now_s: float, count: float, peer: int = -1) -> float:
+        """Queue bytes; return when they have been read."""
+        self._report(now_s)
+        start_s = self.free_s if self.free_s > now_s else now_s
+        took_s = count / self.rate
+        end_s = start_s + took_s
+        if peer >= 0:
+            self._given_s[peer] = self._given_s.get(peer, 0.0) + took_s
+        if end_s > self.lost[0] and start_s < self.lost[1]:
+            end_s += self.lost[1] - max(start_s, self.lost[0])
+        self.free_s = end_s
+        window = int(start_s / WINDOW_S)
+        if window >= len(self.windows):
+            self.windows += [0.0] * (window + 1 - len(self.windows))
+        self.windows[window] += count
+        return end_s
+
+    def usable(self, now_s: float, noticed_s: float) -> bool:
+        """Whether the link is up, as far as anybody has noticed after `noticed_s`."""
+        return not self.lost[0] + noticed_s <= now_s < self.lost[1]
+
+    def _report(self, now_s: float) -> None:
+        beat = int(now_s * self._per_s)
+        if beat != self._beat:
+            self._beat, self._reported_s = beat, self.free_s
+            self._given_s.clear()
+
+
+def balance(lanes: list[Lane], share: float = 0.6) -> list[float]:
+    """The most over the mean of all lanes, by window, of the first `share` of all windows that
+    read anything: in the last ones too few agents are left."""
+    length = max((len(lane.windows) for lane in lanes), default=0)
+    found = []
+    for window in range(length):
+        counts = [lane.windows[window] if window < len(lane.windows) else 0.0 for lane in lanes]
+        if total := sum(counts):
+            found.append(max(counts) * len(counts) / total)
+    return found[: max(1, int(len(found) * share))]

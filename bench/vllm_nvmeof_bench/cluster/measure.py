@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bench cluster`: what a whole cluster gains, by parts.
+
+`offline`: DualPath's clusters, all agents at once. `agents`: one cluster over the number of
+agents. `online`: the rate of arriving agents that a cluster carries within its objectives.
+`recorded`: the sessions of the trace as they are. `open`: what DualPath leaves open. `enclosure`:
+drives in an enclosure beside the same drives in the nodes. Agents are drawn again from each seed
+for `offline`, `split` and `enclosure`; the other parts take the first seed. Nothing depends on this
+machine, and equal seeds give equal files.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from vllm_nvmeof_bench.benchmark import Command
+from vllm_nvmeof_bench.cluster.agents import (
+    Agent,
+    Means,
+    described,
+    drawn_agents,
+    recorded_agents,
+)
+from vllm_nvmeof_bench.cluster.events import Cluster, Given, Outcome, Rules
+from vllm_nvmeof_bench.cluster.lanes import WINDOW_S, balance
+from vllm_nvmeof_bench.cluster.machines import KNOWN, Machines, read_machines
+from vllm_nvmeof_bench.cluster.paper import OFFLINE
+from vllm_nvmeof_bench.cluster.report import PARTS, Sample
+from vllm_nvmeof_bench.cluster.tiers import Sizes, Tiers
+from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
+from vllm_nvmeof_bench.results import dump, percentile
+from vllm_nvmeof_bench.settings import check_names, check_positive, option, recorded
+from vllm_nvmeof_bench.traces import TRACE_HELP, Trace, read_trace
+from vllm_nvmeof_offload import __version__
+
+#: Name of an arm → its rules. `alternate` is DualPath without its scheduling.
+ARMS = {
+    "own": Rules(path="own"),
+    "alternate": Rules(path="alternate", router="round_robin"),
+    "request": Rules(path="request"),
+    "chunk": Rules(path="chunk"),
+    "none": Rules(path="none"),
+}
+#: All agents of an offline run begin within so long.
+_START_S = 0.5
+#: Of an online run the first part is not counted: it fills.
+_WARM = 0.4
+_SEARCH_STEPS = 6
+_BALANCE_POINTS = 100
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Means of 0 tokens: agents are the trace's sessions as they are."""
+
+    machines: Path = option(KNOWN, "File of clusters, as machines.toml of this benchmark.")
+    clusters: tuple[str, ...] = option(
+        ("660b-2p4d", "27b-1p1d"), "Clusters of that file for the parts agents, online, recorded."
+    )
+    parts: tuple[str, ...] = option(PARTS, f"Parts to play, of {', '.join(PARTS)}.")
+    agents: tuple[int, ...] = option((64, 128, 256, 512, 1024), "Agents of the part agents.")
+    added_tokens: float = option(429.0, "Mean tokens that a turn adds; 0: the trace's.", min=0)
+    answer_tokens: float = option(120.0, "Mean tokens of an answer; 0: the trace's.", min=0)
+    context_tokens_max: int = option(
+        64_000, "An agent ends before a longer context.", flag="--context-max", min=1
+    )
+    drawn: int = option(200, "Agents to draw from the trace's turns.", min=1)
+    windows_s: tuple[int, ...] = option(
+        (900, 3600),
+        "Seconds of an online run; several show whether it is steady.",
+        flag="--windows",
+    )
+    ttft_s: float = option(4.0, "Objective of an online run: mean TTFT in seconds.", min=0)
+    tpot_s: float = option(0.05, "Objective: mean seconds per token of an answer.", min=0)
+    seeds: tuple[int, ...] = option((1, 2, 3, 4, 5), "Seeds of agents, arrivals and order.")
+    trace: Path = option(Path(), TRACE_HELP, argument=True)
+
+    def __post_init__(self) -> None:
+        check_names("part", self.parts, PARTS)
+        check_positive(self, "agents", "context_tokens_max", "drawn", "windows_s", "seeds")
+
+
+class Study:
+    """All runs over one trace. series: balance over time, by run."""
+
+    def __init__(self, settings: Settings, on_progress: OnProgress) -> None:
+        self.settings = settings
+        self.series: dict[str, list[float]] = {}
+        self._on_progress, self._done = on_progress, 0
+        on_progress(0, 0, "reading the trace")
+        self.trace: Trace = read_trace(settings.trace)
+        self.as_recorded = recorded_agents(self.trace.capped(settings.context_tokens_max), 1.0)
+        self._drawn: dict[int, list[Agent]] = {}
+
+    def population(self, seed: int = 0) -> list[Agent]:
+        """The agents to choose from. seed 0: the first one."""
+        settings, seed = self.settings, seed or self.settings.seeds[0]
+        if not settings.added_tokens or not settings.answer_tokens:
+            return self.as_recorded
+        if seed not in self._drawn:
+            means = Means(settings.added_tokens, settings.answer_tokens)
+            self._drawn[seed] = drawn_agents(
+                self.trace, means, settings.context_tokens_max, settings.drawn, seed
+            )
+        return self._drawn[seed]
+
+    def machines(self, name: str) -> Machines:
+        return read_machines(self.settings.machines, name)
+
+    def note(self, what: str) -> None:
+        self._done += 1
+        self._on_progress(self._done, 0, what)
+
+    def crowd(self, count: int, seed: int = 0) -> tuple[list[Agent], list[float]]:
+        """So many agents that begin at once, and when."""
+        rng = random.Random(seed or self.settings.seeds[0])
+        population = self.population(seed)
+        agents = [rng.choice(population) for _ in range(count)]
+        return agents, [rng.random() * _START_S for _ in agents]
+
+    def arrivals(
+        self, rate: float, window_s: float, seed: int = 0
+    ) -> tuple[list[Agent], list[float]]:
+        """Agents that arrive at random, so many per second, and when."""
+        rng = random.Random(seed or self.settings.seeds[0])
+        population = self.population(seed)
+        starts_s: list[float] = []
+        at_s = rng.expovariate(rate)
+        while at_s < window_s:
+            starts_s.append(at_s)
+            at_s += rng.expovariate(rate)
+        return [rng.choice(population) for _ in starts_s], starts_s
+
+    def offline(
+        self, base: Sample, machines: Machines, rules: Rules | None = None, **more: Any
+    ) -> Sample:
+        """base: with its seed and its number of agents."""
+        agents, starts_s = self.crowd(base.agents, base.seed)
+        return self.play(base, machines, agents, starts_s, rules, **more)
+
+    def online(self, base: Sample, machines: Machines, rules: Rules | None = None) -> Sample:
+        """base: with its seed, rate and window."""
+        agents, starts_s = self.arrivals(base.rate, base.window_s, base.seed)
+        base = replace(base, agents=len(agents))
+        return self.play(base, machines, agents, starts_s, rules)
+
+    def play(
+        self,
+        base: Sample,
+        machines: Machines,
+        agents: Sequence[Agent],
+        starts_s: Sequence[float],
+        rules: Rules | None = None,
+        sizes: Sizes | None = None,
+    ) -> Sample:
+        """One run. sizes: hits are found by the product's manager, not given."""
+        base = replace(base, cluster=machines.name)
+        seed = f"seed {base.seed}" if base.seed else ""
+        self.note(" · ".join(filter(None, (base.part, base.cluster, base.arm, base.knob, seed))))
+        finds: Any = Given(agents, machines.local)
+        if sizes is not None:
+            engines = (machines.prefill, machines.decode)
+            finds = Tiers(agents, sizes, engines, self.trace.block_tokens)
+        horizon_s = base.window_s or float("inf")
+        cluster = Cluster(machines, rules or ARMS[base.arm], agents, starts_s, finds, horizon_s)
+        sample = _sampled(base, cluster.run())
+        lanes = cluster.lanes
+        if base.part == "herd":
+            lanes = lanes[machines.prefill :]
+        found = balance(lanes, 1.0 if base.window_s else 0.6)
+        if base.part == "agents" and found:
+            self.series[f"{base.cluster} {base.arm} {base.agents}"] = found[:_BALANCE_POINTS]
+        kept = sample.ttft_mean_s <= self.settings.ttft_s and sample.tpot_s <= self.settings.tpot_s
+        return replace(sample, balance=fmean(found) if found else 0.0, kept=kept)
+
+
+def _sampled(base: Sample, out: Outcome) -> Sample:
+    """The figures of a run; of an online one without the time in which it fills."""
+    since_s = _WARM * base.window_s
+    counted = [
+        (at_s, ttft_s)
+        for at_s, ttft_s in zip(out.begun_s, out.ttft_s, strict=True)
+        if at_s >= since_s
+    ]
+    values = [ttft_s for _, ttft_s in counted] or [0.0]
+    middle_s = (since_s + base.window_s) / 2
+    halves = [
+        [ttft_s for at_s, ttft_s in counted if (at_s >= middle_s) == late] for late in (False, True)
+    ]
+    return replace(
+        base,
+        turns=len(out.ttft_s),
+        end_s=out.end_s,
+        ttft_mean_s=fmean(values),
+        ttft_p50_s=percentile(values, 0.5),
+        ttft_p95_s=percentile(values, 0.95),
+        ttft_p99_s=percentile(values, 0.99),
+        tpot_s=fmean(out.tpot_s or [0.0]),
+        drift=fmean(halves[1]) / fmean(halves[0]) if base.window_s and all(halves) else 0.0,
+        read_bytes=out.read_bytes,
+        hit=out.found_tokens / max(1, out.prompt_tokens),
+        recomputed=out.recomputed_tokens,
+    )
+
+
+# -- parts ----------------------------------------------------------------------------
+
+
+def _offline(study: Study) -> Iterator[Sample]:
+    for name, count in OFFLINE.items():
+        for seed in study.settings.seeds:
+            for arm in ARMS:
+                base = Sample("offline", name, arm, count, seed=seed)
+                yield study.offline(base, study.machines(name))
+
+
+def _agents(study: Study) -> Iterator[Sample]:
+    for name in study.settings.clusters:
+        for count in study.settings.agents:
+            for arm in ARMS:
+                yield study.offline(Sample("agents", name, arm, count), study.machines(name))
+
+
+def _online(study: Study) -> Iterator[Sample]:
+    """A search by halves, between half and 1.25 times what links and compute bound."""
+    for name in study.settings.clusters:
+        machines = study.machines(name)
+        for arm in ("own", "request", "chunk"):
+            bound = carried(machines, described(study.population()), helped=arm != "own")
+            for window_s in study.settings.windows_s:
+                low, high = 0.5 * bound, 1.25 * bound
+                for _ in range(_SEARCH_STEPS):
+                    rate = (low * high) ** 0.5
+                    base = Sample("online", name, arm, 0, rate=rate, window_s=float(window_s))
+                    sample = study.online(base, machines)
+                    yield sample
+                    low, high = (rate, high) if sample.kept else (low, rate)
+
+
+def carried(machines: Machines, what: Mapping[str, float], helped: bool) -> float:
+    """Agents per second whose reads and prompts links and compute can carry at most."""
+    hit_tokens = what["context_tokens"] * what["hit"]
+    read_bytes = what["turns"] * hit_tokens * machines.bytes_per_token
+    compute_s = what["turns"] * machines.compute_s(hit_tokens, what["new_tokens"])
+    links = machines.prefill + machines.decode * helped
+    return min(machines.prefill / compute_s, links * machines.storage_bytes_per_s / read_bytes)
+
+
+def _recorded(study: Study) -> Iterator[Sample]:
+    agents = study.as_recorded
+    starts_s = [one.start_s or 0.0 for one in agents]
+    for name in study.settings.clusters:
+        for arm in ("own", "request", "chunk", "none"):
+            base = Sample("recorded", name, arm, len(agents))
+            yield study.play(base, study.machines(name), agents, starts_s)
+
+
+def _open(study: Study) -> Iterator[Sample]:
+    for part in (_split, _admission, _sharing, _lost, _herd):
+        yield from part(study)
+
+
+#: Agents per second at which links are busy a third to a half of the time.
+_CALM = {"27b-1p1d": 0.45, "660b-2p4d": 0.4}
+
+
+def _split(study: Study) -> Iterator[Sample]:
+    for name, rate in _CALM.items():
+        for seed in study.settings.seeds:
+            for arm in ("own", "request", "chunk"):
+                base = Sample("split", name, arm, 0, rate=rate, window_s=1800.0, seed=seed)
+                yield study.online(base, study.machines(name))
+
+
+def _admission(study: Study) -> Iterator[Sample]:
+    """Links of full rate, and of fractions of it."""
+    machines = study.machines("27b-1p1d")
+    for share in (1.0, 0.2, 0.05):
+        slow = replace(machines, storage_bytes_per_s=share * machines.storage_bytes_per_s)
+        for arm in ("own", "chunk"):
+            for decides in (False, True):
+                knob = f"links × {share:g}, {'load or compute' if decides else 'always load'}"
+                base = Sample("admission", "", arm, 128, knob=knob)
+                yield study.offline(base, slow, replace(ARMS[arm], admission=decides))
+
+
+def _sharing(study: Study) -> Iterator[Sample]:
+    """Pools of one engine as shares of what all agents have at their ends."""
+    machines, count = study.machines("27b-2p2d"), 64
+    agents, _ = study.crowd(count)
+    whole = sum(one.hit[-1] + one.new[-1] + one.answer[-1] for one in agents)
+    for share in (0.05, 0.1, 0.2, 0.5, 1.0):
+        for shared in (True, False):
+            for router in ("least", "sticky"):
+                sizes = Sizes(whole // 100, int(share * whole), 256, shared)
+                knob = f"pool × {share:g}, {'shared' if shared else 'apart'}, {router}"
+                base = Sample("sharing", "", "chunk", count, knob=knob)
+                rules = replace(ARMS["chunk"], router=router)
+                yield study.offline(base, machines, rules, sizes=sizes)
+
+
+def _lost(study: Study) -> Iterator[Sample]:
+    """A minute without one node's link: a prefill node's, a decode node's."""
+    machines = study.machines("27b-1p1d")
+    for arm in ("own", "chunk"):
+        for what, node in (("none", None), ("prefill", 0), ("decode", machines.prefill)):
+            lost = None if node is None else (node, 500.0, 560.0)
+            knob = f"{what} link lost for 60 s" if lost else "no link lost"
+            base = Sample("lost", "", arm, 0, _CALM["27b-1p1d"], 900.0, knob)
+            yield study.online(base, machines, replace(ARMS[arm], lost=lost))
+
+
+def _herd(study: Study) -> Iterator[Sample]:
+    machines = study.machines("27b-8p4d")
+    for arm in ("request", "chunk"):
+        for report_s in (0.001, 0.05, 0.5):
+            knob = f"reports every {1000 * report_s:g} ms"
+            base = Sample("herd", "", arm, 1024, knob=knob)
+            yield study.offline(base, replace(machines, report_s=report_s))
+
+
+def _enclosure(study: Study) -> Iterator[Sample]:
+    for name in ("local-24", "enclosure-24"):
+        for router in ("least", "sticky"):
+            for seed in study.settings.seeds:
+                base = Sample("enclosure", name, "own", 384, knob=f"{router} router", seed=seed)
+                rules = replace(ARMS["own"], router=router)
+                yield study.offline(base, study.machines(name), rules)
+
+
+_PLAYED: dict[str, Callable[[Study], Iterator[Sample]]] = dict(
+    zip(PARTS, (_offline, _agents, _online, _recorded, _open, _enclosure), strict=True)
+)
+
+
+def run(
+    settings: Settings, on_progress: OnProgress = unheard
+) -> tuple[list[Sample], dict[str, Any]]:
+    """Play the parts; return the samples and the conditions.
+
+    Raises:
+        BenchError: the trace or the clusters cannot be read, or a part is unknown.
+    """
+    study = Study(settings, on_progress)
+    samples = [sample for part in settings.parts for sample in _PLAYED[part](study)]
+    return samples, {
+        "versions": {"vllm-nvmeof-offload": __version__},
+        "trace": study.trace.name,
+        "settings": recorded(settings),
+        "agents": described(study.population()),
+        "recorded": described(study.as_recorded),
+        "window_s": WINDOW_S,
+        "balance": {name: [round(one, 3) for one in row] for name, row in study.series.items()},
+        "simulated": "links, compute and decode on a virtual clock; lane choice, admission and, "
+        "where tiers are played, the manager are the product's",
+    }
+
+
+def _measure(settings: Settings, json_path: Path) -> None:
+    with progress() as on_progress:
+        dump(json_path, "cluster", *run(settings, on_progress))
+
+
+COMMANDS = (
+    Command(
+        "cluster",
+        "Simulate a cluster of prefill and decode engines over a trace: what dual-path loading, "
+        "sharing and the choice of links gain.\n\nThe product's own rules decide; no server, no "
+        "GPU and no disk are needed. Clusters are described in a file.",
+        Settings,
+        _measure,
+    ),
+)

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The samples of `bench cluster`: tables beside DualPath's figures, and the picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_nvmeof_bench import plots
+from vllm_nvmeof_bench.benchmark import Benchmark, Conditions
+from vllm_nvmeof_bench.cluster.paper import Row, balance_rows, capacity, gains, goals, rows
+from vllm_nvmeof_bench.plots import Style, finish
+from vllm_nvmeof_bench.results import distinct, median, select
+from vllm_nvmeof_bench.tables import Column, Table
+
+PARTS = ("offline", "agents", "online", "recorded", "open", "enclosure")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One run. part: which question. arm: how reads find their link. rate: agents per second that
+    arrive, and for how long; 0: `agents` begin at once. knob: what else differs. seed: of agents
+    and arrivals, 0: the first one. end_s: when the last answer ended. drift: mean TTFT of the
+    second half of what is counted / of the first. balance: most over mean of the links' bytes in
+    windows. hit: share of prompts' tokens found. recomputed: tokens found and computed all the
+    same. kept: mean TTFT and time per token were within the objectives."""
+
+    part: str
+    cluster: str
+    arm: str
+    agents: int
+    rate: float = 0.0
+    window_s: float = 0.0
+    knob: str = ""
+    seed: int = 0
+    turns: int = 0
+    end_s: float = 0.0
+    ttft_mean_s: float = 0.0
+    ttft_p50_s: float = 0.0
+    ttft_p95_s: float = 0.0
+    ttft_p99_s: float = 0.0
+    tpot_s: float = 0.0
+    drift: float = 0.0
+    balance: float = 0.0
+    read_bytes: float = 0.0
+    hit: float = 0.0
+    recomputed: int = 0
+    kept: bool = False
+
+
+_ARMS = {
+    "own": Style(plots.RED, label="own link"),
+    "alternate": Style(plots.GREY, label="in turn, blindly", linestyle=":"),
+    "request": Style(plots.ORANGE, label="rule, by request", linestyle="--"),
+    "chunk": Style(plots.BLUE, label="rule, by chunk"),
+    "none": Style(plots.BLACK, label="no reads at all", linestyle="-."),
+}
+
+
+def _lines(conditions: Conditions) -> Iterator[str]:
+    agents, settings = conditions["agents"], conditions["settings"]
+    drawn = "drawn from " if settings["added_tokens"] and settings["answer_tokens"] else ""
+    yield (
+        f"agents {drawn}{conditions['trace']}: {agents['turns']:.0f} turns, context "
+        f"{agents['context_tokens']:,.0f} tokens, of which {100 * agents['hit']:.1f} % are there, "
+        f"{agents['new_tokens']:,.0f} new, {agents['answer_tokens']:,.0f} answered; seeds "
+        f"{', '.join(map(str, settings['seeds']))}"
+    )
+    yield str(conditions["simulated"])
+
+
+def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table | str]:
+    offline = select(samples, part="offline")
+    if offline:
+        yield Table("All agents at once", _gains(offline), distinct(offline, "cluster"))
+    if offline or select(samples, part="online"):
+        yield _published("Beside DualPath", rows(samples))
+    if offline:
+        yield _published("Most over mean of the links", balance_rows(samples))
+    if many := select(samples, part="agents"):
+        columns = [
+            Column("cluster", lambda row: row[0]),
+            Column("agents", lambda row: row[1]),
+            *_jct_columns(many, lambda one: (one.cluster, one.agents)),
+        ]
+        pairs = list(dict.fromkeys((one.cluster, one.agents) for one in many))
+        yield Table("JCT in seconds over the number of agents", columns, pairs)
+    yield from _online_tables(samples, conditions)
+    for part, title in _PARTS.items():
+        if found := select(samples, part=part):
+            yield Table(title, _columns(part), found)
+
+
+def _gains(offline: Sequence[Sample]) -> list[Column]:
+    def ratio(arm: str) -> Column:
+        return Column(f"{arm}, ×", lambda cluster: median(gains(offline, cluster, arm)), "{:.2f}")
+
+    jct = _jct_columns(offline, lambda one: one.cluster)
+    return [Column("cluster", str), *jct, *map(ratio, ("alternate", "request", "chunk", "none"))]
+
+
+def _jct_columns(samples: Sequence[Sample], key: Any) -> list[Column]:
+    """Medians over seeds."""
+    by_arm: dict[Any, list[float]] = {}
+    for one in samples:
+        by_arm.setdefault((key(one), one.arm), []).append(one.end_s)
+    return [
+        Column(f"{arm}, s", lambda row, arm=arm: median(by_arm.get((row, arm), ())), "{:,.1f}")
+        for arm in distinct(samples, "arm")
+    ]
+
+
+def _published(title: str, found: Sequence[Row]) -> Table:
+    columns = [
+        Column("row", lambda row: row.name),
+        Column("published", lambda row: row.form.format(row.published)),
+        Column("simulated", lambda row: row.ours and row.form.format(row.ours)),
+        Column("from", lambda row: row.form.format(min(row.values)) if row.values else None),
+        Column("to", lambda row: row.form.format(max(row.values)) if row.values else None),
+        Column("seeds", lambda row: len(row.values) or None),
+        Column("off", lambda row: None if row.off is None else 100 * row.off, "{:+.1f} %"),
+    ]
+    return Table(title, columns, found)
+
+
+def _online_tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table]:
+    runs = select(samples, part="online")
+    if not runs:
+        return
+    keys = list(dict.fromkeys((one.cluster, one.arm, one.window_s) for one in runs))
+    best = [(key, capacity(samples, *key)) for key in keys]
+    own = {(key[0], key[2]): one for key, one in best if key[1] == "own"}
+
+    def ratio(row: Any) -> float | None:
+        (cluster, _, window_s), one = row
+        base = own.get((cluster, window_s))
+        return one.rate / base.rate if one and base else None
+
+    columns = [
+        Column("cluster", lambda row: row[0][0]),
+        Column("arm", lambda row: row[0][1], left=True),
+        Column("window, s", lambda row: row[0][2], "{:,.0f}"),
+        Column("agents/s", lambda row: row[1] and row[1].rate, "{:.3f}"),
+        Column("× own", ratio, "{:.2f}"),
+        Column("TTFT, s", lambda row: row[1] and row[1].ttft_mean_s, "{:.3f}"),
+        Column("second half / first", lambda row: row[1] and row[1].drift, "{:.2f}"),
+    ]
+    settings = conditions["settings"]
+    title = (
+        f"Most agents per second with mean TTFT ≤ {settings['ttft_s']:g} s and "
+        f"{1000 * settings['tpot_s']:g} ms per token"
+    )
+    yield Table(title, columns, best)
+
+
+_PARTS = {
+    "recorded": "The sessions as they were recorded",
+    "split": "TTFT while links are calm",
+    "admission": "Load or compute",
+    "sharing": "Pools shared and apart, by their size",
+    "lost": "A link lost for a minute",
+    "herd": "Eight prefill engines see the same four helpers",
+    "enclosure": "24 drives for 96 GPUs and 384 sessions: in an enclosure, and in the nodes",
+}
+_ONLINE = ("split", "lost")
+
+
+def _columns(part: str) -> list[Column]:
+    columns = [
+        Column("cluster", lambda one: one.cluster),
+        Column("arm", lambda one: one.arm, left=True),
+    ]
+    if part not in ("recorded", "split"):
+        columns.append(Column("", lambda one: one.knob, left=True))
+    if part not in _ONLINE:
+        columns.append(Column("JCT, s", lambda one: one.end_s, "{:,.1f}"))
+    for name, title in (("mean", "mean"), ("p50", "p50"), ("p95", "p95"), ("p99", "p99")):
+        get = lambda one, name=name: 1000 * getattr(one, f"ttft_{name}_s")  # noqa: E731
+        columns.append(Column(f"TTFT {title}, ms", get, "{:,.0f}"))
+    columns.append(Column("found", lambda one: 100 * one.hit, "{:.1f} %"))
+    columns.append(Column("read, GB", lambda one: one.read_bytes / 1e9, "{:,.0f}"))
+    if part in ("admission", "lost"):
+        columns.append(Column("computed again, k", lambda one: one.recomputed / 1000, "{:,.0f}"))
+    columns.append(Column("balance", lambda one: one.balance, "{:.2f}"))
+    return columns
+
+
+def _plot(path: Path, samples: Sequence[Sample], conditions: Conditions) -> None:
+    """JCT over agents, TTFT over the rate, and the balance of links over time."""
+    clusters = distinct(select(samples, part="agents") + select(samples, part="online"), "cluster")
+    agents = conditions["agents"]
+    title = (
+        f"{agents['turns']:.0f} turns, {agents['context_tokens']:,.0f} tokens of context, "
+        f"{100 * agents['hit']:.1f} % there; simulated"
+    )
+    series = conditions["balance"]
+    shown = clusters[:2] or distinct(samples, "cluster")[:1]
+    mosaic = [[f"{what} {name}" for what in ("agents", "rate", "time")] for name in shown]
+    with plots.picture(path, title, mosaic, (5.4, 4.4)) as (_, panels):
+        for row, name in enumerate(shown):
+            many, rate, time = panels[3 * row : 3 * row + 3]
+            _over_agents(many, select(samples, part="agents", cluster=name))
+            _over_rate(rate, select(samples, part="online", cluster=name))
+            for arm in ("alternate", "request", "chunk"):
+                _over_time(time, series, name, arm, conditions["window_s"])
+            jct, ttft = "seconds until all have ended", "mean TTFT, s"
+            finish(many, f"{name}: JCT", True, xlabel="agents at once", ylabel=jct)
+            finish(rate, f"{name}: TTFT", True, xlabel="agents per second", ylabel=ttft)
+            most = "most / mean of the links"
+            finish(time, f"{name}: balance", True, xlabel="seconds", ylabel=most)
+
+
+def _over_agents(panel: Any, samples: Sequence[Sample]) -> None:
+    for arm, style in _ARMS.items():
+        if found := select(samples, arm=arm):
+            look = {"color": style.color, "linestyle": style.linestyle, "label": style.label}
+            panel.plot(
+                [one.agents for one in found], [one.end_s for one in found], marker="o", **look
+            )
+
+
+def _over_rate(panel: Any, samples: Sequence[Sample]) -> None:
+    longest = max((one.window_s for one in samples), default=0.0)
+    for arm, style in _ARMS.items():
+        found = sorted(select(samples, arm=arm, window_s=longest), key=lambda one: one.rate)
+        if found:
+            look = {"color": style.color, "linestyle": style.linestyle, "label": style.label}
+            rates = [one.rate for one in found]
+            panel.plot(rates, [one.ttft_mean_s for one in found], marker="o", **look)
+    if samples:
+        panel.set_yscale("log")
+
+
+def _over_time(panel: Any, series: Any, cluster: str, arm: str, window_s: float) -> None:
+    names = [name for name in series if name.startswith(f"{cluster} {arm} ")]
+    if names:
+        row, style = series[names[-1]], _ARMS[arm]
+        seconds = [window_s * number for number in range(len(row))]
+        panel.plot(seconds, row, color=style.color, linestyle=style.linestyle, label=style.label)
+
+
+BENCHES = (
+    Benchmark(
+        "cluster",
+        Sample,
+        _lines,
+        _tables,
+        _plot,
+        goals=goals,
+        goals_title="What the prototype and DualPath found",
+        columns=170,
+    ),
+)
