@@ -354,6 +354,8 @@ class Cluster:
             lanes += self.lanes[self._machines.prefill :][: self._rules.helpers]
         # Several lanes fill up like one: the product's estimate with peers.
         rate = sum(lane.rate for lane in lanes)
+        if shared := self._machines.shared_bytes_per_s:
+            rate = min(rate, shared / self._machines.prefill)  # what a busy link is seen to give
         queued = sum(lane.queue_s(now_s) * lane.rate for lane in lanes)
         admission.read_rates = [rate]
         return admission.decide([int(count)], [int(queued)], tokens).load

@@ -26,7 +26,7 @@ from vllm_nvmeof_bench.cluster.agents import (
     drawn_agents,
     recorded_agents,
 )
-from vllm_nvmeof_bench.cluster.events import Cluster, Given, Outcome, Rules
+from vllm_nvmeof_bench.cluster.events import ROUTERS, Cluster, Given, Outcome, Rules
 from vllm_nvmeof_bench.cluster.lanes import WINDOW_S, balance
 from vllm_nvmeof_bench.cluster.machines import KNOWN, Machines, read_machines
 from vllm_nvmeof_bench.cluster.paper import OFFLINE
@@ -37,6 +37,7 @@ from vllm_nvmeof_bench.results import dump, percentile
 from vllm_nvmeof_bench.settings import check_names, check_positive, option, recorded
 from vllm_nvmeof_bench.traces import TRACE_HELP, Trace, read_trace
 from vllm_nvmeof_offload import __version__
+from vllm_nvmeof_offload.commands.size.nodes import turns_per_s
 
 #: Name of an arm → its rules. `alternate` is DualPath without its scheduling.
 ARMS = {
@@ -248,7 +249,8 @@ def carried(machines: Machines, what: Mapping[str, float], helped: bool) -> floa
     read_bytes = what["turns"] * hit_tokens * machines.bytes_per_token
     compute_s = what["turns"] * machines.compute_s(hit_tokens, what["new_tokens"])
     links = machines.prefill + machines.decode * helped
-    return min(machines.prefill / compute_s, links * machines.storage_bytes_per_s / read_bytes)
+    rate = machines.storage_bytes_per_s
+    return turns_per_s(links, rate, read_bytes, machines.prefill, compute_s)
 
 
 def _recorded(study: Study) -> Iterator[Sample]:
@@ -261,7 +263,7 @@ def _recorded(study: Study) -> Iterator[Sample]:
 
 
 def _open(study: Study) -> Iterator[Sample]:
-    for part in (_split, _admission, _sharing, _lost, _herd):
+    for part in (_split, _routers, _admission, _sharing, _lost, _herd):
         yield from part(study)
 
 
@@ -275,6 +277,22 @@ def _split(study: Study) -> Iterator[Sample]:
             for arm in ("own", "request", "chunk"):
                 base = Sample("split", name, arm, 0, rate=rate, window_s=1800.0, seed=seed)
                 yield study.online(base, study.machines(name))
+
+
+#: The share of what a cluster carries at which routers are compared.
+_BUSY = 0.85
+
+
+def _routers(study: Study) -> Iterator[Sample]:
+    for name in ("27b-2p2d", "660b-2p4d"):
+        machines = study.machines(name)
+        for arm in ("own", "chunk"):
+            bound = carried(machines, described(study.population()), helped=arm == "chunk")
+            for router in ROUTERS:
+                rules = replace(ARMS[arm], router=router)
+                for seed in study.settings.seeds:
+                    base = Sample("routers", name, arm, 0, _BUSY * bound, 900.0, router, seed)
+                    yield study.online(base, machines, rules)
 
 
 def _admission(study: Study) -> Iterator[Sample]:
@@ -326,10 +344,11 @@ def _herd(study: Study) -> Iterator[Sample]:
 
 def _enclosure(study: Study) -> Iterator[Sample]:
     for name in ("local-24", "enclosure-24"):
-        for router in ("least", "sticky"):
+        for router, decides in (("least", False), ("sticky", False), ("sticky", True)):
+            knob = f"{router} router, {'load or compute' if decides else 'always load'}"
+            rules = replace(ARMS["own"], router=router, admission=decides)
             for seed in study.settings.seeds:
-                base = Sample("enclosure", name, "own", 384, knob=f"{router} router", seed=seed)
-                rules = replace(ARMS["own"], router=router)
+                base = Sample("enclosure", name, "own", 384, knob=knob, seed=seed)
                 yield study.offline(base, study.machines(name), rules)
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table
     yield from _online_tables(samples, conditions)
     for part, title in _PARTS.items():
         if found := select(samples, part=part):
-            yield Table(title, _columns(part), found)
+            yield Table(title, _columns(part), _groups(found))
 
 
 def _gains(offline: Sequence[Sample]) -> list[Column]:
@@ -158,33 +158,50 @@ def _online_tables(samples: Sequence[Sample], conditions: Conditions) -> Iterato
 _PARTS = {
     "recorded": "The sessions as they were recorded",
     "split": "TTFT while links are calm",
+    "routers": "Routers under 85 % of the agents that links and compute carry",
     "admission": "Load or compute",
     "sharing": "Pools shared and apart, by their size",
     "lost": "A link lost for a minute",
     "herd": "Eight prefill engines see the same four helpers",
     "enclosure": "24 drives for 96 GPUs and 384 sessions: in an enclosure, and in the nodes",
 }
-_ONLINE = ("split", "lost")
+_ONLINE = ("split", "routers", "lost")
+
+
+def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """The samples of each table's row: those that differ in their seed only."""
+    rows: dict[tuple[str, str, str], list[Sample]] = {}
+    for one in samples:
+        rows.setdefault((one.cluster, one.arm, one.knob), []).append(one)
+    return list(rows.values())
 
 
 def _columns(part: str) -> list[Column]:
+    """Medians over seeds."""
+
+    def column(title: str, form: str, value: Callable[[Sample], float]) -> Column:
+        return Column(title, lambda group: median(map(value, group)), form)
+
     columns = [
-        Column("cluster", lambda one: one.cluster),
-        Column("arm", lambda one: one.arm, left=True),
+        Column("cluster", lambda group: group[0].cluster),
+        Column("arm", lambda group: group[0].arm, left=True),
     ]
     if part not in ("recorded", "split"):
-        columns.append(Column("", lambda one: one.knob, left=True))
+        columns.append(Column("", lambda group: group[0].knob, left=True))
+    columns.append(Column("seeds", len))
     if part not in _ONLINE:
-        columns.append(Column("JCT, s", lambda one: one.end_s, "{:,.1f}"))
-    for name, title in (("mean", "mean"), ("p50", "p50"), ("p95", "p95"), ("p99", "p99")):
-        get = lambda one, name=name: 1000 * getattr(one, f"ttft_{name}_s")  # noqa: E731
-        columns.append(Column(f"TTFT {title}, ms", get, "{:,.0f}"))
-    columns.append(Column("found", lambda one: 100 * one.hit, "{:.1f} %"))
-    columns.append(Column("read, GB", lambda one: one.read_bytes / 1e9, "{:,.0f}"))
-    if part in ("admission", "lost"):
-        columns.append(Column("computed again, k", lambda one: one.recomputed / 1000, "{:,.0f}"))
-    columns.append(Column("balance", lambda one: one.balance, "{:.2f}"))
-    return columns
+        columns.append(column("JCT, s", "{:,.1f}", lambda one: one.end_s))
+    columns += [
+        column("TTFT mean, ms", "{:,.0f}", lambda one: 1000 * one.ttft_mean_s),
+        column("p50", "{:,.0f}", lambda one: 1000 * one.ttft_p50_s),
+        column("p95", "{:,.0f}", lambda one: 1000 * one.ttft_p95_s),
+        column("p99", "{:,.0f}", lambda one: 1000 * one.ttft_p99_s),
+        column("found", "{:.1f} %", lambda one: 100 * one.hit),
+        column("read, GB", "{:,.0f}", lambda one: one.read_bytes / 1e9),
+    ]
+    if part in ("admission", "lost", "enclosure"):
+        columns.append(column("computed again, k", "{:,.0f}", lambda one: one.recomputed / 1000))
+    return [*columns, column("balance", "{:.2f}", lambda one: one.balance)]
 
 
 def _plot(path: Path, samples: Sequence[Sample], conditions: Conditions) -> None:

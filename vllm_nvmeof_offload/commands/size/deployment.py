@@ -191,6 +191,28 @@ class Deployment:
     gpu_link: str = _option("pcie5x16", "--gpu-link", "Link of one GPU to its host.", _link_text)
     link_efficiency: float = _share(0.9, "--link-efficiency", "Payload's share of a link's rate.")
     ttft_seconds: float = _option("2s", "--ttft", "Wanted time to first token.", parse_duration)
+    prefill_nodes: int | None = _count(
+        None,
+        "--prefill-nodes",
+        "Prefill nodes of a cluster whose decode nodes read for them; with --decode-nodes.",
+    )
+    decode_nodes: int | None = _count(None, "--decode-nodes", "Decode nodes of that cluster.")
+    node_gpus: int = _count(
+        8, "--node-gpus", "GPUs of such a node, each with a link to the others."
+    )
+    node_storage_links: int = _count(1, "--node-storage-links", "Links of a node to the pool.")
+    node_link: str = _option(
+        "400GbE", "--node-link", "One link of a node, to the pool or to other nodes.", _link_text
+    )
+    node_memory_bytes_per_s: float = _option(
+        "500GB/s", "--node-memory", "Rate of a node's main memory.", parse_rate
+    )
+    turn_compute_seconds: float | None = _option(
+        None, "--turn-compute", "Time in which a node computes a turn's new tokens.", parse_duration
+    )
+    turn_gap_seconds: float = _option(
+        "5s", "--turn-gap", "From an agent's first token to its next turn.", parse_duration
+    )
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -198,6 +220,9 @@ class Deployment:
             if option and value is not None:
                 object.__setattr__(self, one.name, _read(value, option))
         object.__setattr__(self, "gpus", self.gpus or self.ranks)
+        if (self.prefill_nodes is None) != (self.decode_nodes is None):
+            given = self.prefill_nodes or self.decode_nodes
+            raise ConfigError("--prefill-nodes", given, "give --prefill-nodes and --decode-nodes")
 
     @property
     def ranks(self) -> int:

@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass, replace
 from rich.table import Table
 
 from vllm_nvmeof_offload.commands import table, wide_console
-from vllm_nvmeof_offload.commands.size.deployment import Deployment
+from vllm_nvmeof_offload.commands.size.deployment import Deployment, parse_link
 from vllm_nvmeof_offload.commands.size.kv import (
     KvSizes,
     Reload,
@@ -23,6 +23,7 @@ from vllm_nvmeof_offload.commands.size.kv import (
     pool_room,
 )
 from vllm_nvmeof_offload.commands.size.model import LayerCache, LayerKind, ModelShape
+from vllm_nvmeof_offload.commands.size.nodes import Nodes, agents_at, turns_per_s
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.units import human_bytes, human_seconds
 
@@ -129,6 +130,7 @@ def build(model: ModelShape, deployment: Deployment) -> SizeReport:
         "CPU tier": _cpu_figures(sizes),
         "pool": _pool_figures(sizes),
         "reload": _reload_figures(deployment, back),
+        "cluster": _cluster_figures(deployment, back.session_bytes),
     }
     return SizeReport(
         model=model.name,
@@ -253,6 +255,43 @@ def _reload_figures(deployment: Deployment, back: Reload) -> Iterator[_Row]:
     yield "sessions at once in the TTFT", back.sessions_in_time, "sessions", formula
 
 
+def _nodes(deployment: Deployment) -> Nodes | None:
+    if deployment.prefill_nodes is None or deployment.decode_nodes is None:
+        return None
+    return Nodes(
+        prefill=deployment.prefill_nodes,
+        decode=deployment.decode_nodes,
+        gpus=deployment.node_gpus,
+        storage_links=deployment.node_storage_links,
+        link_bytes_per_s=parse_link(deployment.node_link).total_bytes_per_s,
+        memory_bytes_per_s=deployment.node_memory_bytes_per_s,
+    )
+
+
+def _cluster_figures(deployment: Deployment, read_bytes: float) -> Iterator[_Row]:
+    """Nothing without a cluster. read_bytes: of a turn, which returns with its whole context."""
+    if (nodes := _nodes(deployment)) is None:
+        return
+    least, most = nodes.ratio_range()
+    of = "g GPUs and s storage links of B in a node"
+    yield "least prefill per decode node", least, "×", f"s ÷ (g − s); {of}"
+    formula = "min{(g − 2s) ÷ s, (g − s) ÷ 2s, (M ÷ (B × s) − 3) ÷ 2}; memory of M"
+    yield "most prefill per decode node", most, "×", formula
+    yield "prefill per decode node", nodes.ratio, "×", f"{nodes.prefill} ÷ {nodes.decode}"
+    rate = nodes.link_bytes_per_s * deployment.link_efficiency
+    gap_s, compute_s = deployment.turn_gap_seconds, deployment.turn_compute_seconds or 0.0
+    for words, helped in (("", True), (", own links only", False)):
+        links = nodes.links(helped)
+        turns = turns_per_s(links, rate, read_bytes, nodes.prefill, compute_s)
+        formula = f"{links} × {deployment.node_link} × {deployment.link_efficiency:g} ÷ read"
+        if compute_s:
+            formula = f"the less of {formula} and {nodes.prefill} nodes ÷ {compute_s:g} s"
+        yield f"turns per second{words}", turns, "/s", formula
+        agents = agents_at(turns, deployment.ttft_seconds, gap_s)
+        formula = f"turns × (TTFT + {gap_s:g} s from first token to next turn)"
+        yield f"agents at the TTFT{words}", agents, "agents", formula
+
+
 def _layers_row(sizes: KvSizes, cache: LayerCache) -> LayersRow:
     page, fragment = sizes.page_bytes(cache), sizes.fragment_bytes(cache)
     ranks, state = sizes.deployment.tensor_parallel, None
@@ -320,6 +359,14 @@ def _notes_on_deployment(sizes: KvSizes, room: Room | None, back: Reload) -> Ite
         yield "the weights do not fit into GPU memory: more --tp, or more --gpu-memory"
     elif room.sessions == 0:
         yield "not one session of this context fits into GPU memory: vLLM would refuse it"
+    if nodes := _nodes(deployment):
+        least, most = nodes.ratio_range()
+        if not least <= nodes.ratio <= most:
+            yield (
+                f"{nodes.prefill} prefill and {nodes.decode} decode nodes are outside the range in "
+                "which links to the pool are the limit: those between the nodes, or their memory, "
+                "are busy before"
+            )
     if back.seconds > deployment.ttft_seconds:
         hop = back.bottleneck
         yield (
