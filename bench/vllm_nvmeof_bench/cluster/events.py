@@ -44,12 +44,14 @@ _NOTICED_S = 0.5
 class Rules:
     """path: one of `PATHS`. router: one of `ROUTERS`; sticky: an agent's prompts stay on its
     engine. helpers: decode engines that may read for a prompt. admission: computes again what
-    it computes faster than it reads. lost: (node, from, until) of a link."""
+    it computes faster than it reads, as the product decides it; queue: it also counts the prompts
+    that wait for the engine, which the product does not. lost: (node, from, until) of a link."""
 
     path: str = "chunk"
     router: str = "least"
     helpers: int = 1
     admission: bool = False
+    queue: bool = False
     lost: tuple[int, float, float] | None = None
 
     def __post_init__(self) -> None:
@@ -216,7 +218,7 @@ class Cluster:
         out.prompt_tokens += prompt
         out.answer_tokens += one.answer[turn]
         count = to_read * self._machines.bytes_per_token
-        if count and not self._worth(now_s, prefill, count, to_read):
+        if count and not self._worth(now_s, agent, count, to_read):
             found, count = found - to_read, 0.0
             out.recomputed_tokens += to_read
         self._found[agent], self._new[agent] = found, prompt - found
@@ -344,11 +346,23 @@ class Cluster:
             return numbers
         return [one for one in numbers if self.lanes[one].usable(now_s, _NOTICED_S)]
 
-    def _worth(self, now_s: float, prefill: int, count: float, tokens: int) -> bool:
-        """Whether to read rather than to compute, as the product decides it."""
+    def _readable(self, now_s: float, agent: int) -> bool:
+        own = self.lanes[self._prefill[agent]].usable(now_s, _NOTICED_S)
+        helped = self._rules.path in ("request", "chunk") and bool(self._machines.decode)
+        return own or (helped and bool(self._helpers(now_s, agent)))
+
+    def _worth(self, now_s: float, agent: int, count: float, tokens: int) -> bool:
+        """Whether to read rather than to compute, as the product decides it. What no link can
+        read is computed."""
+        if self._rules.lost and not self._readable(now_s, agent):
+            return False
+        prefill = self._prefill[agent]
         admission = self._admissions[prefill]
         if admission is None:
             return True
+        if self._rules.queue:
+            wait_s = max(0.0, self._prefill_free_s[prefill] - now_s)
+            tokens += int(wait_s * admission.prefill_rate)
         lanes = [self.lanes[prefill]]
         if self._rules.path in ("request", "chunk"):
             lanes += self.lanes[self._machines.prefill :][: self._rules.helpers]

@@ -201,6 +201,7 @@ def _sampled(base: Sample, out: Outcome) -> Sample:
         ttft_p50_s=percentile(values, 0.5),
         ttft_p95_s=percentile(values, 0.95),
         ttft_p99_s=percentile(values, 0.99),
+        ttft_max_s=max(values),
         tpot_s=fmean(out.tpot_s or [0.0]),
         drift=fmean(halves[1]) / fmean(halves[0]) if base.window_s and all(halves) else 0.0,
         read_bytes=out.read_bytes,
@@ -295,16 +296,22 @@ def _routers(study: Study) -> Iterator[Sample]:
                     yield study.online(base, machines, rules)
 
 
+_DECISIONS: dict[str, dict[str, Any]] = {
+    "always load": {},
+    "load or compute": {"admission": True},
+    "the same, waiting prompts counted": {"admission": True, "queue": True},
+}
+
+
 def _admission(study: Study) -> Iterator[Sample]:
     """Links of full rate, and of fractions of it."""
     machines = study.machines("27b-1p1d")
     for share in (1.0, 0.2, 0.05):
         slow = replace(machines, storage_bytes_per_s=share * machines.storage_bytes_per_s)
         for arm in ("own", "chunk"):
-            for decides in (False, True):
-                knob = f"links × {share:g}, {'load or compute' if decides else 'always load'}"
-                base = Sample("admission", "", arm, 128, knob=knob)
-                yield study.offline(base, slow, replace(ARMS[arm], admission=decides))
+            for words, more in _DECISIONS.items():
+                base = Sample("admission", "", arm, 128, knob=f"links × {share:g}, {words}")
+                yield study.offline(base, slow, replace(ARMS[arm], **more))
 
 
 def _sharing(study: Study) -> Iterator[Sample]:

@@ -41,6 +41,7 @@ class Sample:
     ttft_p50_s: float = 0.0
     ttft_p95_s: float = 0.0
     ttft_p99_s: float = 0.0
+    ttft_max_s: float = 0.0
     tpot_s: float = 0.0
     drift: float = 0.0
     balance: float = 0.0
@@ -196,6 +197,7 @@ def _columns(part: str) -> list[Column]:
         column("p50", "{:,.0f}", lambda one: 1000 * one.ttft_p50_s),
         column("p95", "{:,.0f}", lambda one: 1000 * one.ttft_p95_s),
         column("p99", "{:,.0f}", lambda one: 1000 * one.ttft_p99_s),
+        column("longest", "{:,.0f}", lambda one: 1000 * one.ttft_max_s),
         column("found", "{:.1f} %", lambda one: 100 * one.hit),
         column("read, GB", "{:,.0f}", lambda one: one.read_bytes / 1e9),
     ]

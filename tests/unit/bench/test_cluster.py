@@ -241,6 +241,26 @@ def test_what_a_lost_link_was_reading_goes_elsewhere_or_is_computed() -> None:
     assert both.ttft_s[1] == pytest.approx(1.0 + 64_000 * 24e3 / 1e9, rel=0.01)
 
 
+def test_prompts_whose_links_are_all_lost_are_computed_until_one_is_back() -> None:
+    agents = crowd(20)
+    lost = replace(SMALL, storage_bytes_per_s=5e9), (0, 0.0, 1e6)
+    own = played(lost[0], Rules(path="own", lost=lost[1]), agents)[1]
+    assert own.read_bytes == 0
+    assert own.recomputed_tokens == sum(sum(one.hit) for one in agents)
+    both = played(lost[0], Rules(path="chunk", lost=lost[1]), agents)[1]
+    assert both.recomputed_tokens == 0
+
+
+def test_admission_that_counts_waiting_prompts_does_not_flood_the_engine() -> None:
+    agents = crowd(120)
+    slow = replace(SMALL, storage_bytes_per_s=10e9)
+    end_s = {
+        queue: played(slow, Rules(path="own", admission=True, queue=queue), agents)[1].end_s
+        for queue in (False, True)
+    }
+    assert end_s[True] < 0.9 * end_s[False]
+
+
 def test_a_shared_enclosure_is_a_limit_for_all_links_together() -> None:
     agents = crowd(40)
     nodes = replace(SMALL, prefill=4, decode=0, storage_bytes_per_s=5e9)
