@@ -269,6 +269,6 @@ BENCHES = (
         _plot,
         goals=goals,
         goals_title="What the prototype and DualPath found",
-        columns=170,
+        columns=190,
     ),
 )

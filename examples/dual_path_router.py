@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Route OpenAI requests over prefill and decode servers by DualPath's scheduling.
+
+    PYTHONPATH=bench python examples/dual_path_router.py --port 8000 \
+        --prefill http://a:8100 --prefill http://b:8100 \
+        --decode http://c:8200,c:7300 --decode http://d:8200,d:7300
+
+The part behind the comma of --decode is the address under which that server reads for others; it
+goes to the prefill server as a hint, which chunk by chunk decides itself who reads. Servers that
+know no hint ignore it.
+
+A prompt goes to the prefill server with the fewest outstanding tokens of those whose read queue is
+short, its answer to the decode server with the fewest requests of those that stay near the mean
+(Wu et al., arXiv 2602.21548; `vllm_nvmeof_bench.cluster.router`, which the simulator plays too).
+Outstanding tokens are this router's own counts; read queues are the servers' gauges, polled every
+100 ms. A server without that gauge counts as one with nothing to read. Tokens of a text are
+estimated by its length.
+
+Requests wait in the order in which they came while no server has room, `--waiting` at most; one
+more is refused with 503. Needs httpx, starlette and uvicorn, which vLLM brings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import functools
+import re
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+from vllm_nvmeof_bench.cluster.router import choose_decode, choose_helpers, choose_prefill
+
+QUEUE = re.compile(
+    r'^vllm:nvmeof_read_queue_seconds\{[^}]*lane="(?!peer)[^}]*\} (\S+)', re.MULTILINE
+)
+POLL_S, SCRAPE_S = 0.1, 1.0
+HELPERS = 3
+BYTES_PER_TOKEN = 4
+ANSWER_TOKENS = 256  # of a request that names no maximum
+#: What vLLM's NixlConnector wants of a prompt that is computed for another server.
+FOR_ANOTHER = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+class RefusedError(Exception):
+    """An answer without a server: status and one line for people."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@dataclass
+class Engine:
+    """A server. tokens, requests: what this router has given it. queue_s: its longest read queue,
+    as it last said. up: it answered at the last try."""
+
+    url: str
+    helper: str = ""
+    tokens: int = 0
+    requests: int = 0
+    queue_s: float = 0.0
+    up: bool = True
+
+    @classmethod
+    def of(cls, text: str) -> Engine:
+        url, _, helper = text.partition(",")
+        return cls(url.rstrip("/"), helper)
+
+    def take(self, tokens: int) -> None:
+        self.tokens += tokens
+        self.requests += 1
+
+    def give_back(self, tokens: int) -> None:
+        self.tokens -= tokens
+        self.requests -= 1
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Tokens that a prefill server gets at most, and a decode server holds (0: no bound); requests
+    that wait."""
+
+    prefill_tokens_max: int = 2_000_000
+    decode_tokens_max: int = 0
+    waiting_max: int = 1000
+
+
+class Router:
+    def __init__(
+        self,
+        prefill: list[Engine],
+        decode: list[Engine],
+        client: httpx.AsyncClient,
+        limits: Limits,
+    ) -> None:
+        self.prefill, self.decode = prefill, decode
+        self._client, self._limits = client, limits
+        self.waiting = 0
+        self._turn = asyncio.Lock()  # whoever waits for room holds it: the others wait behind
+        self._room = asyncio.Event()
+
+    # -- gauges -------------------------------------------------------------------------
+
+    async def poll(self) -> None:
+        """Ask all servers again and again; never returns."""
+        while True:
+            await asyncio.gather(*map(self.scrape, [*self.prefill, *self.decode]))
+            await asyncio.sleep(POLL_S)
+
+    async def scrape(self, engine: Engine) -> None:
+        try:
+            answer = await self._client.get(f"{engine.url}/metrics", timeout=SCRAPE_S)
+            answer.raise_for_status()
+        except httpx.HTTPError:
+            engine.up = False
+            return
+        queues = (float(value) for value in QUEUE.findall(answer.text))
+        engine.queue_s, was_up, engine.up = max(queues, default=0.0), engine.up, True
+        if not was_up:
+            self._room.set()
+
+    # -- choices ------------------------------------------------------------------------
+
+    def choose(self, prompt: int, answer: int) -> tuple[Engine, Engine] | None:
+        """The servers of a request; None: it waits. RefusedError: no server is there."""
+        prefill = [one for one in self.prefill if one.up]
+        decode = [one for one in self.decode if one.up]
+        if not prefill or not decode:
+            raise RefusedError(503, f"no {'decode' if prefill else 'prefill'} server answers")
+        first = choose_prefill(
+            [one.tokens for one in prefill],
+            [one.queue_s for one in prefill],
+            self._limits.prefill_tokens_max,
+        )
+        tokens, requests = [one.tokens for one in decode], [one.requests for one in decode]
+        room, need = self._limits.decode_tokens_max, prompt + answer
+        second = choose_decode(tokens, requests, need, room)
+        if second is None and not any(requests):
+            second = 0  # it fits nowhere: the server may refuse it
+        return None if first is None or second is None else (prefill[first], decode[second])
+
+    def helpers(self, decode: Engine) -> list[str]:
+        """Addresses of the servers that may read for a prompt: first the one of its answer."""
+        able = [one for one in self.decode if one.up and one.helper]
+        if decode not in able:
+            return []
+        queues_s = [one.queue_s for one in able]
+        return [able[one].helper for one in choose_helpers(able.index(decode), queues_s, HELPERS)]
+
+    async def place(self, prompt: int, answer: int) -> tuple[Engine, Engine]:
+        """Wait for room in the order of arrival and take it.
+
+        Raises: RefusedError: too many wait, or no server is there.
+        """
+        if self.waiting >= self._limits.waiting_max:
+            raise RefusedError(503, "too many requests wait")
+        self.waiting += 1
+        try:
+            async with self._turn:
+                while (chosen := self.choose(prompt, answer)) is None:
+                    self._room.clear()
+                    await self._room.wait()
+                chosen[0].take(prompt)
+                chosen[1].take(prompt + answer)
+                return chosen
+        finally:
+            self.waiting -= 1
+
+    def free(self, engine: Engine, tokens: int) -> None:
+        engine.give_back(tokens)
+        self._room.set()
+
+    # -- requests -----------------------------------------------------------------------
+
+    async def complete(self, path: str, body: dict[str, Any]) -> Response:
+        """Compute the prompt on one server and stream the answer from another one."""
+        prompt, answer = prompt_tokens(body), answer_tokens(body)
+        prefill, decode = await self.place(prompt, answer)
+        done = functools.partial(self.free, decode, prompt + answer)
+        try:
+            try:
+                hint = {"nvmeof": {"helpers": self.helpers(decode)}}
+                computed = await self._send(prefill, path, for_prefill(body, hint))
+                await computed.aread()
+            finally:
+                self.free(prefill, prompt)
+            if computed.is_error:
+                return Relayed(computed, done)
+            transfer = computed.json().get("kv_transfer_params")
+            passed = body | {"kv_transfer_params": transfer}
+            return Relayed(await self._send(decode, path, passed), done)
+        except BaseException:
+            done()
+            raise
+
+    async def _send(self, engine: Engine, path: str, body: dict[str, Any]) -> httpx.Response:
+        request = self._client.build_request("POST", engine.url + path, json=body)
+        try:
+            return await self._client.send(request, stream=True)
+        except httpx.TransportError as error:
+            engine.up = False  # until it answers the next poll
+            raise RefusedError(502, f"{engine.url} does not answer: {error!r}") from None
+
+
+class Relayed(StreamingResponse):
+    """A server's answer as it comes. done: called once, also if nobody waits for the answer."""
+
+    def __init__(self, answer: httpx.Response, done: Callable[[], None]) -> None:
+        kind = answer.headers.get("content-type")
+        super().__init__(answer.aiter_bytes(), answer.status_code, media_type=kind)
+        self._answer, self._done = answer, done
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._done()
+            await self._answer.aclose()
+
+
+def for_prefill(body: dict[str, Any], hint: dict[str, Any]) -> dict[str, Any]:
+    """The request for the prompt only."""
+    asked = {key: value for key, value in body.items() if key != "stream_options"}
+    asked |= {"max_tokens": 1, "stream": False, "kv_transfer_params": FOR_ANOTHER | hint}
+    return asked | ({"max_completion_tokens": 1} if "max_completion_tokens" in body else {})
+
+
+def prompt_tokens(body: dict[str, Any]) -> int:
+    """Tokens of the prompt, those of a text by its length."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and all(isinstance(one, int) for one in prompt):
+        return max(1, len(prompt))
+    text = prompt if prompt is not None else body.get("messages", "")
+    return max(1, len(str(text)) // BYTES_PER_TOKEN)
+
+
+def answer_tokens(body: dict[str, Any]) -> int:
+    return int(body.get("max_completion_tokens") or body.get("max_tokens") or ANSWER_TOKENS)
+
+
+def application(router: Router) -> Starlette:
+    async def completions(request: Request) -> Response:
+        try:
+            return await router.complete(request.url.path, await request.json())
+        except RefusedError as error:
+            return JSONResponse({"error": {"message": str(error)}}, error.status)
+        except ValueError:
+            return JSONResponse({"error": {"message": "the body is not JSON"}}, 400)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        polling = asyncio.create_task(router.poll())
+        yield
+        polling.cancel()
+
+    paths = ("/v1/completions", "/v1/chat/completions")
+    routes = [Route(path, completions, methods=["POST"]) for path in paths]
+    return Starlette(routes=routes, lifespan=lifespan)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Route by DualPath's scheduling.")
+    parser.add_argument("--prefill", action="append", required=True, metavar="URL")
+    parser.add_argument("--decode", action="append", required=True, metavar="URL[,HELPER]")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument(
+        "--decode-tokens", type=int, default=0, help="KV that a decode server holds"
+    )
+    parser.add_argument("--waiting", type=int, default=1000, help="requests that may wait")
+    given = parser.parse_args()
+    engines = [list(map(Engine.of, texts)) for texts in (given.prefill, given.decode)]
+    limits = Limits(decode_tokens_max=given.decode_tokens, waiting_max=given.waiting)
+    client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+    router = Router(*engines, client, limits)
+    uvicorn.run(application(router), host=given.host, port=given.port, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()
