@@ -8,6 +8,10 @@ time that was seen by a moment: such a table is read again all the same, only le
 The log costs one read of 4 KiB when nothing was written. Whoever falls behind by a lap notices that
 from the pages' numbers, and scans again (`pool.log`).
 
+The owner writes a table's entry before the record. On another host that entry is seen only when the
+owner has synced the table, so a scan there does not undo what the log has said since the scan
+before.
+
 What another host may have written is read with O_DIRECT, because this host's page cache does not
 learn of it; a file's time is asked for by opening the file again, which makes a network file system
 ask its server. What this host's own kernel has written is in its page cache.
@@ -79,10 +83,16 @@ class ScanSource:
         """Whether the table was written since the last scan began. OSError: as `poll`."""
         return self._look() != self._changed_ns
 
-    def scan(self, rows: ForeignRegion, table: ForeignWriter, now_s: float) -> None:
-        """Read the table. OSError: as `poll`."""
+    def scan(
+        self,
+        rows: ForeignRegion,
+        table: ForeignWriter,
+        now_s: float,
+        log_is_ahead: bool = False,
+    ) -> None:
+        """Read the table. log_is_ahead: as `ForeignRegion.scan`. OSError: as `poll`."""
         changed_ns = self._look()
-        _check(rows.scan(table, self._fd, int(now_s * 1e9)))
+        _check(rows.scan(table, self._fd, int(now_s * 1e9), log_is_ahead))
         self._read_s, self._changed_ns = now_s, changed_ns
 
     def _look(self) -> int:
@@ -122,24 +132,26 @@ class LogSource:
             self._is_found = False
             return self._table.poll(rows, table, now_s)
         if not self._is_found:
-            self._find(rows, table, now_s)
+            self._find(rows, table, now_s, log_is_ahead=self._is_direct)
         why = rows.follow_log(table, self._fd, int(now_s * 1e9))
         if why == rows.OVERRUN:
             table.log_overran()
-            self._find(rows, table, now_s)
+            self._find(rows, table, now_s, log_is_ahead=False)  # it lacks records
         elif why != rows.RESET:
             _check(why)
             if now_s >= self._rescan_s:
                 self._rescan_s = now_s + RESCAN_S
                 if self._table.has_changed():
-                    self._table.scan(rows, table, now_s)
+                    self._table.scan(rows, table, now_s, log_is_ahead=self._is_direct)
         return why == rows.RESET
 
-    def _find(self, rows: ForeignRegion, table: ForeignWriter, now_s: float) -> None:
+    def _find(
+        self, rows: ForeignRegion, table: ForeignWriter, now_s: float, log_is_ahead: bool
+    ) -> None:
         """Find the log's end, and then scan: what is written meanwhile is in either of them."""
         self._is_found = False
         _check(rows.seek_log(self._fd, self._pages))
-        self._table.scan(rows, table, now_s)
+        self._table.scan(rows, table, now_s, log_is_ahead)
         self._is_found = True
         self._rescan_s = now_s + (SYNCED_S if self._is_direct else RESCAN_S)
 

@@ -117,7 +117,8 @@ void bind_region(nb::module_& m) {
            },
            "home"_a, "slots"_a, "groups"_a, "young_ns"_a)
       .def("begin", &ForeignRegion::begin, "table"_a, "epoch"_a, "from_now"_a, Unlocked())
-      .def("scan", &ForeignRegion::scan, "table"_a, "fd"_a, "now_ns"_a, Unlocked())
+      .def("scan", &ForeignRegion::scan, "table"_a, "fd"_a, "now_ns"_a,
+           "log_is_ahead"_a = false, Unlocked())
       .def_prop_ro_static("OVERRUN", [](nb::handle) { return ForeignRegion::kOverrun; })
       .def_prop_ro_static("RESET", [](nb::handle) { return ForeignRegion::kReset; })
       .def("seek_log", &ForeignRegion::seek_log, "fd"_a, "pages"_a, Unlocked())

@@ -77,10 +77,15 @@ ForeignRegion::ForeignRegion(Home home, uint64_t slots, std::vector<Group> group
       buffer_(whole_pages(std::min<size_t>(slots, kEntriesMax) * kEntryBytes)) {}
 
 void ForeignRegion::begin(ForeignWriter& table, uint32_t epoch, bool from_now) {
+  // What the log has named may come to the table only later, and is no news then.
+  const uint8_t known_before = from_now ? kBefore | kLogged : kBefore;
   const auto lock = table.lock();
   for (uint64_t slot = 0; slot < heads_.size(); ++slot) {
     withdraw(table, slot);
-    if (!from_now && (marks_[slot] & kBefore) != 0) continue;
+    if ((marks_[slot] & known_before) != 0) {
+      marks_[slot] |= kBefore;
+      continue;
+    }
     marks_[slot] = 0;
     heads_[slot] = {};
   }
@@ -89,12 +94,12 @@ void ForeignRegion::begin(ForeignWriter& table, uint32_t epoch, bool from_now) {
   from_now_ = from_now_ || from_now;
 }
 
-int ForeignRegion::scan(ForeignWriter& table, int fd, int64_t now_ns) {
+int ForeignRegion::scan(ForeignWriter& table, int fd, int64_t now_ns, bool log_is_ahead) {
   for (uint64_t first = 0; first < heads_.size(); first += kEntriesMax) {
     const size_t count = std::min<size_t>(heads_.size() - first, kEntriesMax);
     const uint64_t offset = first * kEntryBytes;
     if (const int error = read_whole(fd, buffer_.data(), count * kEntryBytes, offset)) return error;
-    compare(table, first, count, now_ns);
+    compare(table, first, count, now_ns, log_is_ahead);
   }
   from_now_ = false;
   ripen(table, now_ns);
@@ -165,7 +170,7 @@ int ForeignRegion::take_page(ForeignWriter& table, const std::byte* page, int64_
   changed_.clear();
   const auto lock = table.lock();
   const int why = read_records(table, page, head.records, now_ns);
-  take_changed(table);
+  take_changed(table, kLogged);
   return why;
 }
 
@@ -217,20 +222,25 @@ void ForeignRegion::take_hint(ForeignWriter& table, const LogRecord& record) {
   }
 }
 
-void ForeignRegion::compare(ForeignWriter& table, uint64_t first, size_t count, int64_t now_ns) {
+void ForeignRegion::compare(ForeignWriter& table, uint64_t first, size_t count, int64_t now_ns,
+                            bool log_is_ahead) {
   changed_.clear();
   for (size_t at = 0; at < count; ++at) {
     const std::byte* const entry = buffer_.data() + at * kEntryBytes;
     Head head;
     std::memcpy(&head, entry, sizeof head);
-    if (head != heads_[first + at]) changed_.push_back(decode(entry, first + at, now_ns));
+    uint8_t& marks = marks_[first + at];
+    const bool is_kept = log_is_ahead && (marks & kLogged) != 0;
+    marks &= static_cast<uint8_t>(~kLogged);
+    if (head != heads_[first + at] && !is_kept)
+      changed_.push_back(decode(entry, first + at, now_ns));
   }
   if (changed_.empty()) return;
   const auto lock = table.lock();
-  take_changed(table);
+  take_changed(table, 0);
 }
 
-void ForeignRegion::take_changed(ForeignWriter& table) {
+void ForeignRegion::take_changed(ForeignWriter& table, uint8_t mark) {
   for (size_t at = 0; at < changed_.size(); ++at) {
     if (at + kAhead < changed_.size()) {
       const Seen& next = changed_[at + kAhead];
@@ -239,7 +249,7 @@ void ForeignRegion::take_changed(ForeignWriter& table) {
     }
     const Seen& seen = changed_[at];
     if (seen.fingerprint != 0 && seen.head == heads_[seen.slot]) continue;  // a scan has found it
-    take(table, seen);
+    take(table, seen, mark);
   }
 }
 
@@ -272,10 +282,10 @@ ForeignRegion::Seen ForeignRegion::decode(const std::byte* entry, uint64_t slot,
   return seen;
 }
 
-void ForeignRegion::take(ForeignWriter& table, const Seen& seen) {
+void ForeignRegion::take(ForeignWriter& table, const Seen& seen, uint8_t mark) {
   withdraw(table, seen.slot);
   heads_[seen.slot] = seen.head;
-  marks_[seen.slot] = from_now_ ? kBefore : 0;
+  marks_[seen.slot] = from_now_ ? kBefore : mark;
   if (seen.fingerprint == 0 || from_now_) return;
   if (young_ns_ == 0)
     offer(table, seen);

@@ -39,8 +39,9 @@ class ForeignRegion {
   // what is written after the next scan, whichever epochs follow.
   void begin(ForeignWriter& table, uint32_t epoch, bool from_now);
   // Read the table, of which fd is a file, and offer what it has. Returns an errno; 0: it was read
-  // to its end. What is cut off counts as empty.
-  int scan(ForeignWriter& table, int fd, int64_t now_ns);
+  // to its end. What is cut off counts as empty. log_is_ahead: a slot that the log has named since
+  // the scan before stays as the log says, because the table may not have its entry yet.
+  int scan(ForeignWriter& table, int fd, int64_t now_ns, bool log_is_ahead);
   // Find where the log goes on, of which fd is a file with so many pages: call it before a scan,
   // and `follow_log` after that. Returns an errno; 0: found.
   int seek_log(int fd, uint32_t pages);
@@ -75,17 +76,20 @@ class ForeignRegion {
     uint64_t fingerprint;
     bool single_copy;
   };
-  // Of `marks_`. BEFORE: the entry was there when only later ones were asked for.
-  static constexpr uint8_t kSingleCopy = 1, kBefore = 2;
+  // Of `marks_`. BEFORE: the entry was there when only later ones were asked for. LOGGED: the entry
+  // is from the log, and no scan has ended since.
+  static constexpr uint8_t kSingleCopy = 1, kBefore = 2, kLogged = 4;
 
   Seen decode(const std::byte* entry, uint64_t slot, int64_t now_ns) const;
   int take_page(ForeignWriter& table, const std::byte* page, int64_t now_ns);
   int read_records(ForeignWriter& table, const std::byte* page, uint32_t records, int64_t now_ns);
   int read_record(ForeignWriter& table, const LogRecord& record, int64_t now_ns);
   void take_hint(ForeignWriter& table, const LogRecord& record);
-  void compare(ForeignWriter& table, uint64_t first, size_t count, int64_t now_ns);
-  void take_changed(ForeignWriter& table);
-  void take(ForeignWriter& table, const Seen& seen);
+  void compare(ForeignWriter& table, uint64_t first, size_t count, int64_t now_ns,
+               bool log_is_ahead);
+  // mark: of what is taken; kLogged or 0.
+  void take_changed(ForeignWriter& table, uint8_t mark);
+  void take(ForeignWriter& table, const Seen& seen, uint8_t mark);
   void offer(ForeignWriter& table, const Seen& seen);
   void withdraw(ForeignWriter& table, uint64_t slot);
   Place place_of_row(uint64_t slot) const;

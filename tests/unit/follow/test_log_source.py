@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -113,38 +114,89 @@ def test_only_what_several_hosts_write_is_read_past_the_page_cache(
     owner.log.close()
 
 
-def test_a_leased_table_is_scanned_once_more_when_its_owner_has_synced_it(
-    following: Following, engine: OpenEngine, tmp_path: Path
-) -> None:
+@pytest.fixture
+def leased(engine: OpenEngine, tmp_path: Path) -> Iterator[Owner]:
+    """Its table's file has what it has synced, which is what other hosts see."""
     leasing = Leasing("a", settle_s=0.01)
-    owner = Owner(engine(1, tmp_path, log_pages=PAGES, leasing=leasing, **LOGGED))
+    made = Owner(engine(1, tmp_path, log_pages=PAGES, leasing=leasing, **LOGGED))
+    yield made
+    made.log.close()
+
+
+def test_a_leased_table_is_scanned_once_more_when_its_owner_has_synced_it(
+    following: Following, leased: Owner
+) -> None:
     following.scan()
-    put(owner.pool, 5, name(5, 9))  # logged before the log's end was found, and synced after that
+    put(leased.pool, 5, name(5, 9))  # logged before the log's end was found, and synced after that
     following.scan(0.1)
     assert following.rows(name(5).key) == set()
     following.scan(SYNCED_S)
     assert following.rows(name(5).key) == {row(1, 5, 9)}
-    owner.log.close()
+
+
+@contextmanager
+def unsynced(owner: Owner) -> Iterator[None]:
+    """What is written within is not in the table's file as others see it at the end."""
+    table = owner.directory / "table"
+    seen = table.read_bytes()
+    yield
+    table.write_bytes(seen)
+
+
+def test_a_scan_of_a_leased_table_hides_nothing_that_the_log_has_said(
+    following: Following, leased: Owner
+) -> None:
+    """Its owner writes while the table is scanned again, and syncs it after that."""
+    leased.put(1, name(1, 10))
+    leased.put(2, name(2, 11))
+    following.scan()
+    with unsynced(leased):
+        leased.put(1, name(3, 12))  # over another chunk
+        leased.put(4, name(4, 13))
+    following.scan(SYNCED_S)  # takes the records, and then scans
+    assert following.rows(name(1).key) == set(), "its slot was written"
+    assert following.rows(name(2).key) == {row(1, 2, 11)}
+    assert following.rows(name(3).key) == {row(1, 1, 12)}
+    assert following.rows(name(4).key) == {row(1, 4, 13)}
+    put(leased.pool, 1, name(1, 14))  # its record was lost
+    following.scan(RESCAN_S)
+    assert following.rows(name(1).key) == {row(1, 1, 14)}, "the log has said nothing since"
+    assert following.reader.rows == 2
+
+
+def test_what_a_leased_table_shows_late_is_no_news(following: Following, leased: Owner) -> None:
+    """Chunks are asked for that are stored from now on; one was logged, and not synced, before."""
+    following.scan()
+    with unsynced(leased):
+        leased.put(1, name(1, 10))
+    following.scan(0.1)
+    assert following.rows(name(1).key) == {row(1, 1, 10)}
+    following.reader.ask_anew()
+    following.scan(0.1)
+    assert following.reader.rows == 0
+    put(leased.pool, 1, name(1, 10))
+    following.scan(SYNCED_S)
+    assert following.reader.rows == 0
+    leased.put(1, name(1, 11))
+    following.scan(0.1)
+    assert following.rows(name(1).key) == {row(1, 1, 11)}
 
 
 def test_a_leased_superblock_is_opened_anew_with_each_discovery(
-    following: Following, engine: OpenEngine, tmp_path: Path
+    following: Following, leased: Owner
 ) -> None:
     """Its attributes may be cached; and each opening is a question to another host."""
-    leasing = Leasing("a", settle_s=0.01)
-    owner = Owner(engine(1, tmp_path, log_pages=PAGES, leasing=leasing, **LOGGED))
-    owner.put(1, name(1, 5))
+    leased.put(1, name(1, 5))
     following.scan()
-    reset(owner.pool, TAG, named=True)  # nothing is logged of it
+    reset(leased.pool, TAG, named=True)  # nothing is logged of it
     following.scan(0.1)
     assert following.reader.rows == 1
     following.scan()
     assert following.reader.rows == 0
-    owner.put(1, name(1, 6))
-    owner.reset()
+    leased.put(1, name(1, 6))
+    leased.reset()
     following.scan(0.1)
     assert following.reader.rows == 0, "the log names it at once"
-    owner.log.close()
 
 
 def test_the_table_is_scanned_now_and_then_all_the_same(following: Following, owner: Owner) -> None:
