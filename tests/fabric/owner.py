@@ -14,7 +14,7 @@ import signal
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -31,16 +31,31 @@ SLOTS, PAGES, KEYS = 64, 4, 50
 TAKEOVER_S = 9.0
 ANSWER_S_MAX = 300.0
 POLL_S = 0.001
+#: A burst ends after so many refused writes.
+REFUSED = 20
 _FORK = multiprocessing.get_context("fork")
+
+
+class Burst(NamedTuple):
+    """What became of writes. last_s: when the last one began that succeeded."""
+
+    written: int
+    refused: int
+    last_s: float
 
 
 class Owner:
     """The caller's side of it."""
 
-    def __init__(self, place: Path, client: int) -> None:
-        """place: where that client has mounted the target. Returns when the region is held."""
+    def __init__(
+        self, place: Path, client: int, server: str = "server", log_pages: int = PAGES
+    ) -> None:
+        """place: where that client has mounted the target. server: its name; another one adopts
+        nothing. log_pages: 0: no log. Returns when the region is held.
+        """
         self._pipe, far = _FORK.Pipe()
-        self.process = _FORK.Process(target=_own, args=(place, client, far), daemon=True)
+        shape = {"log_pages": log_pages, "leasing": Leasing(server, TAKEOVER_S, settle_s=1.0)}
+        self.process = _FORK.Process(target=_own, args=(place, client, shape, far), daemon=True)
         self.process.start()
         far.close()
         self.adopted, self.generation_of_lease = self._answer()
@@ -50,14 +65,35 @@ class Owner:
         self._pipe.send(("put", slot, generation))
         return self._answer()  # type: ignore[return-value]
 
-    def begin_burst(self, seconds: float, first: int) -> None:
-        """Write random slots for so long, with generations from `first` on."""
-        self._pipe.send(("burst", seconds, first))
+    def put_all(self, first: int) -> set[tuple[int, SlotIdentity]]:
+        """Write every slot, with generations from `first` on; return what there is now."""
+        for slot in range(SLOTS):
+            assert self.put(slot, first + slot)[0] == "ok"
+        return {(slot, chunk_of(slot, first + slot)) for slot in range(SLOTS)}
 
-    def end_burst(self) -> int:
-        """The number of chunks that the burst wrote."""
-        (written,) = self._answer()
-        return int(written)
+    def begin_burst(self, first: int) -> None:
+        """Write random slots until `end_burst`, with generations from `first` on."""
+        self._pipe.send(("burst", first))
+
+    def end_burst(self) -> Burst:
+        self._pipe.send(("end",))
+        return Burst(*self._answer())
+
+    def refused_burst(self) -> Burst:
+        """End the burst when the owner has seen for a while that its writes are refused."""
+        burst = Burst(*self._answer())
+        self._pipe.send(("end",))
+        return burst
+
+    def stop(self) -> None:
+        """Send SIGSTOP; return when it runs no more."""
+        self._send(signal.SIGSTOP)
+        assert self.process.pid is not None
+        _, status = os.waitpid(self.process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+
+    def go_on(self) -> None:
+        self._send(signal.SIGCONT)
 
     def reset(self) -> None:
         """Begin a new epoch."""
@@ -72,9 +108,13 @@ class Owner:
         self.kill()
 
     def kill(self) -> None:
+        if self.process.exitcode is None:
+            self._send(signal.SIGKILL)
+            self.process.join(ANSWER_S_MAX)
+
+    def _send(self, number: signal.Signals) -> None:
         assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGKILL)
-        self.process.join(ANSWER_S_MAX)
+        os.kill(self.process.pid, number)
 
     def _answer(self) -> tuple[object, ...]:
         assert self._pipe.poll(ANSWER_S_MAX), "the owner does not answer"
@@ -114,12 +154,11 @@ def chunk_of(slot: int, generation: int) -> SlotIdentity:
     return name(slot % KEYS, generation)
 
 
-def _own(place: Path, client: int, pipe: Connection) -> None:
+def _own(place: Path, client: int, shape: dict[str, Any], pipe: Connection) -> None:
     become(client)
-    size = SLOTS * (SLOT_BYTES + 64) + PAGES * PAGE_BYTES
-    leasing = Leasing("server", TAKEOVER_S, settle_s=1.0)
-    shape = {"log_pages": PAGES, "leasing": leasing, "engine_index": 1, "o_direct": "on"}
-    pool = Pool.open(make_spec(place, slots=SLOTS, pool_bytes=size, **shape))
+    size = SLOTS * (SLOT_BYTES + 64) + shape["log_pages"] * PAGE_BYTES
+    same = {"slots": SLOTS, "pool_bytes": size, "engine_index": 1, "o_direct": "on"}
+    pool = Pool.open(make_spec(place, **same, **shape))
     adopted = len(pool.adopt().generations)
     writer, dice = _Writer(pool), np.random.default_rng(client)
     pipe.send((adopted, pool.superblocks[0].lease_generation))
@@ -127,13 +166,21 @@ def _own(place: Path, client: int, pipe: Connection) -> None:
         match pipe.recv():
             case ("put", slot, generation):
                 pipe.send((writer.put(slot, chunk_of(slot, generation)), time.monotonic()))
-            case ("burst", seconds, first):
-                generation, end_s = first, time.monotonic() + seconds
-                while time.monotonic() < end_s:
-                    slot = int(dice.integers(SLOTS))
-                    assert writer.put(slot, chunk_of(slot, generation)) == "ok"
-                    generation += 1
-                pipe.send((generation - first,))
+            case ("burst", first):
+                pipe.send(_burst(writer, dice, first, pipe))
+                assert pipe.recv() == ("end",)
             case ("reset",):
                 assert writer.reset() == "ok"
                 pipe.send(())
+
+
+def _burst(writer: _Writer, dice: np.random.Generator, first: int, pipe: Connection) -> Burst:
+    generation, refused, last_s = first, 0, 0.0
+    while refused < REFUSED and not pipe.poll():
+        began_s, slot = time.monotonic(), int(dice.integers(SLOTS))
+        if writer.put(slot, chunk_of(slot, generation)) == "ok":
+            last_s = began_s
+        else:
+            refused += 1
+        generation += 1
+    return Burst(generation - first - refused, refused, last_s)

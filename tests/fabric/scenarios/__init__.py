@@ -28,6 +28,9 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
     "medium-hangs-past-io-timeout": devices.medium_hangs_past_io_timeout,
     "caches-apart": clients.caches_apart,
     "leased-region-followed": leases.leased_region_followed,
+    "leased-region-without-log": leases.leased_region_without_log,
+    "leased-region-of-killed-owner": leases.leased_region_of_killed_owner,
+    "leased-region-of-stopped-owner": leases.leased_region_of_stopped_owner,
     "leased-region-taken-over": leases.leased_region_taken_over,
     "disconnected-while-mounted": devices.disconnected_while_mounted,
 }
@@ -57,6 +60,9 @@ BOOTS: tuple[tuple[str, ...], ...] = (
         "default-timeouts:uring",
         "caches-apart:none",
         "leased-region-followed:uring",
+        "leased-region-without-log:uring",
+        "leased-region-of-killed-owner:uring",
+        "leased-region-of-stopped-owner:uring",
         "leased-region-taken-over:uring",
     ),
 )

@@ -33,7 +33,7 @@ from vllm_nvmeof_offload.units import HEADER_BYTES
 
 FOLLOW_S = 0.1
 PUTS = 40
-BURST_S = 10.0
+BURST_S, SHORT_S = 10.0, 3.0
 #: The bar without an emulated processor is 0.25 s.
 SEEN_S_MAX = 1.0
 #: The owner's table is synced each second, and scanned again after two.
@@ -118,14 +118,7 @@ def leased_region_followed(stage: Stage) -> None:
 def _follow(stage: Stage, owner: Owner, reader: _Reader) -> None:
     stage.until(reader.is_complete, READY_S_MAX, "client 2 follows the region of client 1")
     _seen_at_once(stage, owner, reader)
-    owner.begin_burst(BURST_S, 1000)
-    end_s = time.monotonic() + BURST_S
-    while time.monotonic() < end_s:
-        reader.follow()
-        reader.read_all()
-    stage.record(f"{owner.end_burst()} chunks were written meanwhile, and read: {reader.counts}")
-    stage.check(reader.counts["ok"] > 0, "chunks are read")
-    stage.equal("wrong bytes", reader.counts["wrong"], 0)
+    _read_while_written(stage, owner, reader, BURST_S)
     before = reader.table.log_overruns
     lap = PAGES * RECORDS_PER_PAGE + 1
     for number in range(lap):  # the reader is stopped meanwhile
@@ -146,6 +139,18 @@ def _follow(stage: Stage, owner: Owner, reader: _Reader) -> None:
     stage.until(lambda: reader.sees(3, 7), SEEN_S_MAX, "a chunk of the new epoch is seen")
 
 
+def _read_while_written(stage: Stage, owner: Owner, reader: _Reader, seconds: float) -> None:
+    owner.begin_burst(1000)
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s or not reader.counts["ok"]:
+        reader.follow()
+        reader.read_all()
+    written, refused, _ = owner.end_burst()
+    stage.equal("writes that were refused", refused, 0)
+    stage.record(f"{written} chunks were written meanwhile, and read: {reader.counts}")
+    stage.equal("wrong bytes", reader.counts["wrong"], 0)
+
+
 def _seen_at_once(stage: Stage, owner: Owner, reader: _Reader) -> None:
     late = []
     for number in range(PUTS):
@@ -157,6 +162,100 @@ def _seen_at_once(stage: Stage, owner: Owner, reader: _Reader) -> None:
     ms = [round(1000 * float(np.percentile(late, share))) for share in (50, 99, 100)]
     stage.record(f"{PUTS} writes were seen after {ms} ms (median, p99, most), asked each 100 ms")
     stage.check(ms[1] <= 1000 * SEEN_S_MAX, f"p99 within {SEEN_S_MAX:g} s on an emulated processor")
+
+
+def leased_region_without_log(stage: Stage) -> None:
+    """Client 2 finds what client 1 writes by scans of its table alone, and reads no wrong bytes."""
+    shared = stage.share()
+    near, far = shared.mount(1), shared.mount(2)
+    with Owner(near, 1, log_pages=0) as owner, _Reader(far) as reader:
+        stage.until(reader.is_complete, READY_S_MAX, "client 2 follows the region of client 1")
+        superblock = read_superblock(reader.directory)
+        stage.equal("pages of its log", superblock and superblock.log_pages, 0)
+        for slot in range(8):
+            stage.equal(f"write {slot}", owner.put(slot, 10 + slot)[0], "ok")
+        took_s = stage.until(lambda: reader.sees(7, 17), READY_S_MAX, "its chunks are known")
+        stage.record(f"that took {took_s:.1f} s: the table is synced once a second")
+        _read_while_written(stage, owner, reader, SHORT_S)
+        wanted = owner.put_all(50_000)
+        what = "all chunks are known, and none that was overwritten"
+        stage.until(lambda: set(reader.rows_now()) == wanted, READY_S_MAX, what)
+        owner.reset()
+        stage.until(lambda: not reader.rows_now(), READY_S_MAX, "a reset is seen")
+        owner.put(3, 7)
+        stage.until(lambda: reader.sees(3, 7), READY_S_MAX, "a chunk of the new epoch is seen")
+
+
+def leased_region_of_killed_owner(stage: Stage) -> None:
+    """The same server takes its region back on the other client, and adopts what is there."""
+    shared = stage.share()
+    near, far = shared.mount(1), shared.mount(2)
+    with ExitStack() as ends:
+        owner, reader = ends.enter_context(Owner(near, 1)), ends.enter_context(_Reader(near))
+        stage.until(reader.is_complete, READY_S_MAX, "a server on client 1 follows the region")
+        first = owner.put_all(100)
+        stage.until(lambda: set(reader.rows_now()) == first, READY_S_MAX, "its chunks are known")
+        owner.begin_burst(1000)
+        stage.until(lambda: first - set(reader.rows_now()) != set(), READY_S_MAX, "it overwrites")
+        owner.kill()
+        began_s = time.monotonic()
+        stage.record("it is killed while it writes")
+        reader.read_all()
+        stage.check(reader.counts["ok"] > 0, f"its chunks are still read: {reader.counts}")
+        heir = ends.enter_context(Owner(far, 2))
+        took_s = time.monotonic() - began_s
+        stage.record(f"client 2 holds the region after {took_s:.1f} s, and adopted {heir.adopted}")
+        stage.check(took_s >= TAKEOVER_S, "not before the lease was silent for its time")
+        stage.check(heir.adopted >= SLOTS - 1, "at most the chunk that was under way is lost")
+        wanted = heir.put_all(50_000)
+        what = "the chunks of client 2 are known, and no other"
+        stage.until(lambda: set(reader.rows_now()) == wanted, READY_S_MAX, what)
+        _read_these(stage, reader)
+
+
+def leased_region_of_stopped_owner(stage: Stage) -> None:
+    """An owner that was stopped past its lease finds that another has it, and writes no more."""
+    shared = stage.share()
+    near, far = shared.mount(1), shared.mount(2)
+    with ExitStack() as ends:
+        owner, reader = ends.enter_context(Owner(near, 1)), ends.enter_context(_Reader(far))
+        stage.until(reader.is_complete, READY_S_MAX, "client 2 follows the region of client 1")
+        owner.begin_burst(1000)
+        stage.until(lambda: len(reader.rows_now()) > SLOTS / 2, READY_S_MAX, "it writes")
+        owner.stop()
+        stopped_s = time.monotonic()
+        stage.record("client 1 is stopped while it writes")
+        heir = ends.enter_context(Owner(far, 2, "another server"))
+        took_s = time.monotonic() - stopped_s
+        stage.record(f"client 2 holds the region after {took_s:.1f} s")
+        stage.check(took_s >= TAKEOVER_S, "not before the lease was silent for its time")
+        stage.equal("chunks that another server adopts", heir.adopted, 0)
+        wanted = heir.put_all(50_000)
+        what = "the chunks of client 2 are known, and no other"
+        stage.until(lambda: set(reader.rows_now()) == wanted, READY_S_MAX, what)
+        owner.go_on()
+        burst = owner.refused_burst()
+        stage.record(f"client 1 goes on: {burst.written} writes before, {burst.refused} refused")
+        stage.check(burst.last_s < stopped_s, "no write that began after the stop has succeeded")
+        reader.follow()
+        reader.read_all()
+        stage.record(f"chunks are read: {reader.counts}")
+        stage.equal("wrong bytes", reader.counts["wrong"], 0)
+        # A write that had its permit when its process was stopped may land after all.
+        stage.check(reader.counts["refused"] <= 1, "at most the chunk under way has cost another")
+        stage.check(owner.put(5, 600)[0] != "ok", "client 1 writes nothing for good")
+        owner.kill()  # what it has not synced lands now
+        wanted = heir.put_all(60_000)
+        stage.until(lambda: set(reader.rows_now()) == wanted, READY_S_MAX, f"again: {what}")
+        _read_these(stage, reader)
+
+
+def _read_these(stage: Stage, reader: _Reader) -> None:
+    """Read what is known, all of which is there."""
+    before = dict(reader.counts)
+    reader.read_all()
+    found = {what: count - before[what] for what, count in reader.counts.items()}
+    stage.equal("chunks are read", found, {"ok": SLOTS, "refused": 0, "wrong": 0})
 
 
 def leased_region_taken_over(stage: Stage) -> None:
