@@ -35,8 +35,8 @@ FUNCTION_LINES_MAX = 70
 COLUMNS_MAX = 100
 #: Files and lines of Python and C++. They may fall (lower the number then), and a commit that
 #: raises one gives the reason.
-PRODUCT_FILES_MAX = 183
-PRODUCT_LINES_MAX = 39_728
+PRODUCT_FILES_MAX = 188
+PRODUCT_LINES_MAX = 40_600
 BENCH_FILES_MAX = 90
 BENCH_LINES_MAX = 18_168
 #: A count below its maximum by more than this share means that the maximum has to be lowered.
@@ -67,7 +67,7 @@ LAYERS: list[set[str]] = [
     {"errors", "units", "child", "__init__"},
     {"protocol", "config", "groups", "metrics", "staging"},
     {"copy", "io", "pool", "fabric", "native"},
-    {"targets", "follow"},
+    {"targets", "follow", "peers"},
     {"manager", "worker"},
     {"vllm_adapter", "spec", "connector", "multi_connector", "plugin"},
     {"commands"},

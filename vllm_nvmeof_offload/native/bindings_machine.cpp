@@ -107,11 +107,14 @@ void make(Machine* self, size_t cache_slots, size_t stream_slots, uint64_t pool_
           double read_deadline_s, double write_deadline_s, size_t saturating_reads,
           size_t saturating_writes, std::vector<bool> retryable, size_t read_bytes_max,
           size_t write_bytes_max, size_t write_bytes_beside_reads_max, const PyStamp& stamp,
-          uintptr_t lanes, double now_s, const std::optional<Set>& set) {
+          uintptr_t lanes, double now_s, const std::optional<Set>& set, size_t peers_max,
+          size_t peer_chunks_min) {
   MachineOptions options;
   options.cache_slots = cache_slots;
   options.stream_slots = stream_slots;
   options.pool_slots = pool_slots;
+  options.peers_max = peers_max;
+  options.peer_chunks_min = peer_chunks_min;
   options.io = {targets,
                 reads_max,
                 writes_max,
@@ -290,7 +293,12 @@ using End = std::tuple<uint64_t, uint8_t, int, double>;  // a `LaneEnd`
 
 void ended(Machine& machine, const std::vector<End>& ends) {
   for (const auto& [token, code, error, ended_s] : ends)
-    machine.io.ended({token, code, error, nanoseconds(ended_s)});
+    machine.ended({token, code, error, nanoseconds(ended_s)});
+}
+
+// Peers' failures, of which the releases follow.
+void failed_unreleased(Machine& machine, const std::vector<uint64_t>& tokens) {
+  for (const uint64_t token : tokens) machine.failed_unreleased(token);
 }
 
 // withdrawn: those of the tokens that had not started.
@@ -308,20 +316,36 @@ double next_deadline(Machine& machine) {
 
 // (token, kind, urgency, pool slot, address, key, generation, payload bytes, CRC, whether it is the
 // only copy in the set, owner, epoch and tag) of each.
+nb::tuple columns_of(const Machine& machine, const Task& task, uint64_t token) {
+  const std::string_view key = task.key();
+  const Stamp& stamp = machine.io.stamp(task.target);
+  return nb::make_tuple(token, static_cast<uint8_t>(task.job->kind),
+                        static_cast<uint8_t>(task.urgency), task.pool_slot,
+                        machine.io.address(task), nb::bytes(key.data(), key.size()),
+                        task.content.generation, machine.io.payload_bytes(task),
+                        task.payload_crc, task.holder != kEveryMember, task.owner, stamp.epoch,
+                        nb::bytes(stamp.tag.data(), stamp.tag.size()));
+}
+
 nb::list offered(Machine& machine) {
   nb::list all;
-  for (const IoQueue::Offer& offer : machine.io.offered) {
-    const Task& task = *offer.task;
-    const std::string_view key = task.key();
-    const Stamp& stamp = machine.io.stamp(task.target);
-    all.append(nb::make_tuple(offer.token, static_cast<uint8_t>(task.job->kind),
-                              static_cast<uint8_t>(task.urgency), task.pool_slot,
-                              machine.io.address(task), nb::bytes(key.data(), key.size()),
-                              task.content.generation, machine.io.payload_bytes(task),
-                              task.payload_crc, task.holder != kEveryMember, task.owner,
-                              stamp.epoch, nb::bytes(stamp.tag.data(), stamp.tag.size())));
-  }
+  for (const IoQueue::Offer& offer : machine.io.offered)
+    all.append(columns_of(machine, *offer.task, offer.token));
   return all;
+}
+
+// (seconds within which it must end, what `offered` has) of each.
+nb::list offer_peer(Machine& machine, size_t lane) {
+  nb::list all;
+  for (const Machine::PeerOffer& offer : machine.offer_peer(lane))
+    all.append(nb::make_tuple(static_cast<double>(offer.within_ns) / 1e9,
+                              columns_of(machine, *offer.task, offer.token)));
+  return all;
+}
+
+void set_peer(Machine& machine, size_t lane, bool usable, size_t reads_max, size_t bytes_max,
+              double bytes_per_s, uint64_t queued_bytes) {
+  machine.set_peer(lane, {usable, reads_max, bytes_max, bytes_per_s, queued_bytes});
 }
 
 // Whether a target's health may have become another one, so that Python must look.
@@ -506,19 +530,32 @@ void bind_parts(nb::module_& m) {
   m.def("set_words_bytes", &set_words_bytes, "members"_a, "cache_slots"_a, "stream_slots"_a);
 }
 
+void bind_peers(nb::class_<Machine>& machine) {
+  machine
+      .def("set_peer", &set_peer, "lane"_a, "usable"_a, "reads_max"_a, "bytes_max"_a,
+           "bytes_per_s"_a, "queued_bytes"_a)
+      .def("offer_peer", &offer_peer)
+      .def("failed_unreleased", &failed_unreleased)
+      .def("take_overdue_peer", &Machine::take_overdue_peer)
+      .def("take_cancels_peer", &Machine::take_cancels_peer)
+      .def("read_queues", &Machine::read_queues);
+}
+
 }  // namespace
 
 void bind_machine(nb::module_& m) {
   bind_parts(m);
   const auto unlocked = nb::call_guard<Unlocked>();
-  nb::class_<Machine>(m, "Machine")
+  nb::class_<Machine> machine(m, "Machine");
+  bind_peers(machine);
+  machine
       .def("__init__", &make, nb::kw_only(), "cache_slots"_a, "stream_slots"_a, "pool_slots"_a = 0,
            "base_address"_a, "slot_bytes"_a, "header_bytes"_a, "group_bytes"_a,
            "targets"_a, "reads_max"_a,
            "writes_max"_a, "read_deadline_s"_a, "write_deadline_s"_a, "saturating_reads"_a,
            "saturating_writes"_a, "retryable"_a, "read_bytes_max"_a, "write_bytes_max"_a,
            "write_bytes_beside_reads_max"_a, "stamp"_a, "lanes"_a = 0, "now_s"_a = 0.0,
-           "members"_a = nb::none())
+           "members"_a = nb::none(), "peers_max"_a = 0, "peer_chunks_min"_a = 4)
       .def("begin", &begin, "op"_a, "kind"_a, "urgency"_a, "batch"_a, "rows"_a = nb::none(),
            "first"_a = nb::none(), "fence"_a = 0)
       .def("begin_transfers", &begin_transfers)

@@ -9,6 +9,7 @@ namespace {
 
 constexpr Urgency kReads[] = {Urgency::DEMAND, Urgency::URGENT, Urgency::PREFETCH};
 constexpr int64_t kRatePeriodNs = 250'000'000;
+constexpr int64_t kFoldPeriodNs = 50'000'000;
 constexpr double kRateChangeMin = 0.1;
 
 double seconds(int64_t ns) { return static_cast<double>(ns) / 1e9; }
@@ -71,6 +72,10 @@ size_t TargetQueue::waiting(bool is_write) const {
   return count;
 }
 
+size_t TargetQueue::read_bytes_held() const {
+  return bytes_held(Urgency::DEMAND) + bytes_held(Urgency::URGENT) + bytes_held(Urgency::PREFETCH);
+}
+
 std::vector<Task*> TargetQueue::take_stalled(int64_t now_ns, int64_t patience_ns, bool is_write) {
   auto& since_ns = stalled_since_ns_[is_write];
   std::vector<Task*> stalled;
@@ -114,7 +119,8 @@ void IoQueue::enqueue(Task& task) {
   if (task.job->kind == OpKind::RESET)
     targets_[task.target].resets.push_back(&task);
   else if (!sums_first(task))
-    queue_of(task).queue(task.urgency).push(task);
+    queue_of(task).queue(task.urgency).push(task, task.deadline_ns != 0);
+  if (task.deadline_ns) retry_deadline_ns_ = std::min(retry_deadline_ns_, task.deadline_ns);
 }
 
 // Whether the write waits for its checksum before it waits for its target.
@@ -623,6 +629,21 @@ std::vector<IoQueue::Rate> IoQueue::take_rates() {
     changed.push_back({target, write, read});
   }
   return changed;
+}
+
+double IoQueue::read_rate(size_t target) {
+  if (now_ns_ - rates_folded_ns_ >= kFoldPeriodNs) {
+    rates_folded_ns_ = now_ns_;
+    for (Meter& meter : read_meters_) meter.fold(seconds(now_ns_));
+  }
+  return read_meters_[target].rate();
+}
+
+uint64_t IoQueue::bytes_before(size_t target) {
+  TargetQueue& queue = queues_[target];
+  const size_t waiting =
+      queue.queue(Urgency::DEMAND).size() + queue.queue(Urgency::URGENT).size();
+  return queue.read_bytes_held() + waiting * options_.slot_bytes;
 }
 
 }  // namespace nvmeof

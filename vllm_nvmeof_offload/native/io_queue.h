@@ -104,6 +104,7 @@ class TargetQueue {
   void take(Urgency urgency, size_t bytes);
   void give_back(Task& task, Urgency urgency, size_t bytes);
   size_t waiting(bool is_write) const;
+  size_t read_bytes_held() const;
   // The engine has taken something of this kind.
   void progressed(bool is_write) { stalled_since_ns_[is_write].reset(); }
   // Take out what waits if the engine has taken nothing of this kind for `patience_ns`. While the
@@ -187,6 +188,7 @@ class IoQueue {
   // native: its lanes take reads and writes at once; null: Python submits what is offered.
   IoQueue(const IoOptions& options, NativeLanes* native, int64_t now_ns);
 
+  // One with a deadline, of which a peer has used up a part, goes before those that have none.
   void enqueue(Task& task);
   // A load waits for this fetch, which therefore goes with the load's reads, on their share. One
   // that the engine has stays as it is there; its retry, if any, is promoted.
@@ -248,6 +250,11 @@ class IoQueue {
     double write, read;
   };
   std::vector<Rate> take_rates();
+  // In bytes per second; 0: not known.
+  double read_rate(size_t target);
+  // What a load's next read of this target waits for: reads that run, and loads and urgent fetches
+  // that wait, as if each were as large as a slot.
+  uint64_t bytes_before(size_t target);
 
   bool busy() const;
   const Stamp& stamp(size_t target) const { return targets_[target].stamp; }
@@ -314,6 +321,7 @@ class IoQueue {
   std::vector<Meter> write_meters_, read_meters_;
   std::vector<std::pair<double, double>> reported_;
   int64_t rates_taken_ns_;
+  int64_t rates_folded_ns_ = 0;  // between these looks, by `read_rate`
   size_t first_ = 0;  // the target that is asked first: each in its turn
   size_t room_ = 0;  // what the lane still takes of the kind that is offered
   std::unordered_map<uint16_t, Owner> owners_;

@@ -2,6 +2,7 @@
 #include "machine.h"
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 
 namespace nvmeof {
@@ -19,7 +20,9 @@ Machine::Machine(const MachineOptions& options, NativeLanes* native, int64_t now
       io(options.io, native, now_ns),
       options_(options),
       gates_(options.cache_slots),
-      streams_(options.stream_slots, options.io.targets) {
+      streams_(options.stream_slots, options.io.targets, options.peers_max) {
+  require(options.io.targets + options.peers_max < Task::kCameHome, "too many lanes");
+  if (options.peers_max) peers_.emplace(options.peers_max);
   if (!options.set.memory) return;
   require(options.set.set_sizes.size() == options.io.group_bytes.size(),
           "the set sizes are not those of the groups");
@@ -190,6 +193,8 @@ void Machine::cancel_task(Task& task) {
   } else if (task.step == Step::MEMBER) {
     set_->give_up(task);
     decide(task, Outcome::CANCELLED);
+  } else if (task.is_at_peer()) {
+    cancel_at_peer(task);
   } else if (!read_for_others(task) && io.cancel(task)) {
     leave_slot(task);
     decide(task, Outcome::CANCELLED);
@@ -203,6 +208,7 @@ void Machine::cancel_task(Task& task) {
 
 bool Machine::run() {
   bool moved = set_ && (set_->poll(io.now_ns()), take_set_events());
+  moved = (peers_ && expire_peers()) || moved;
   hand_out_stream_slots();
   const auto events = std::exchange(io.events, {});
   for (const IoEvent& event : events) io_event(event);
@@ -216,7 +222,7 @@ size_t Machine::to_move() {
   size_t count = io.events.size() + io.reads_in_flight() + io.writes_in_flight();
   for (size_t urgency = 0; urgency < kUrgencies; ++urgency)
     count += io.waiting(static_cast<Urgency>(urgency));
-  return count + streams_.waiting();
+  return count + streams_.waiting() + (peers_ ? peers_->in_flight() : 0);
 }
 
 size_t Machine::to_copy() const {
@@ -232,8 +238,9 @@ size_t Machine::to_report() const {
 }
 
 void Machine::hand_out_stream_slots() {
+  while (peers_ && choose_next()) continue;
   std::vector<Task*> served;
-  streams_.hand_out(served);
+  if (!peers_) streams_.hand_out(served);
   for (Task* task : served) {
     task->step = Step::IO;
     io.enqueue(*task);
@@ -596,6 +603,199 @@ void Machine::copied(uint64_t number, Outcome code, int error, std::span<const i
   if (set_) set_->count_progress();
 }
 
+// ---- peers ------------------------------------------------------------------------------
+
+// Give one chunk a stream slot and the lane that reads it. False: each target's next one waits.
+bool Machine::choose_next() {
+  for (size_t asked = 0; asked < streams_.targets(); ++asked) {
+    const size_t target = streams_.turn();
+    Task* task = streams_.take_returned(target);
+    if (!task && (task = streams_.peek(target))) {
+      const int lane = choose(*task);
+      if (lane == kWait) continue;
+      if (lane != kOwnLane) {
+        give_to_peer(*task, static_cast<size_t>(lane) - 1);
+        return true;
+      }
+      streams_.take(*task);
+    }
+    if (!task) continue;
+    task->step = Step::IO;
+    io.enqueue(*task);
+    return true;
+  }
+  return false;
+}
+
+bool Machine::may_go_to_peer(const Task& task) const {
+  return task.job->kind == OpKind::LOAD && task.holder == kEveryMember &&
+         task.job->tasks.size() >= options_.peer_chunks_min;
+}
+
+// As `choose_lane`.
+int Machine::choose(const Task& task) {
+  const bool own_room = streams_.target_has_room(task.target);
+  if (!may_go_to_peer(task) || !peers_->usable()) return own_room ? kOwnLane : kWait;
+  const size_t bytes = io.transfer_bytes(task);
+  double rate = io.read_rate(task.target);
+  for (size_t peer = 0; rate <= 0 && peer < peers_->size(); ++peer) rate = peers_->rate(peer);
+  if (rate <= 0) rate = 1;  // of none is anything known: they are equal
+  const double before = static_cast<double>(io.bytes_before(task.target) + bytes);
+  estimates_.clear();
+  for (size_t peer = 0; peer < peers_->size(); ++peer) {
+    LaneEstimate& estimate = estimates_.emplace_back(peers_->estimate(peer, bytes, rate));
+    // What has room for none, and ends nothing that would make room, is not waited for.
+    if (!peers_->is_awaited(peer)) estimate = {INFINITY, false};
+    if (!streams_.peer_has_room(peer)) estimate.has_room = false;
+  }
+  return choose_lane({before / rate, own_room}, estimates_);
+}
+
+void Machine::give_to_peer(Task& task, size_t peer) {
+  task.peer = static_cast<uint8_t>(peer + 1);
+  streams_.take(task);
+  task.step = Step::IO;
+  const int64_t now_ns = io.now_ns();
+  if (!task.deadline_ns) task.deadline_ns = now_ns + options_.io.read_deadline_ns;
+  const int64_t until_ns = now_ns + (task.deadline_ns - now_ns) / 2;
+  task.token = peers_->add(task, peer, io.transfer_bytes(task), until_ns);
+}
+
+size_t Machine::peer_of(size_t lane) const {
+  require(peers_ && lane >= options_.io.targets && lane - options_.io.targets < peers_->size(),
+          "an unknown peer");
+  return lane - options_.io.targets;
+}
+
+void Machine::set_peer(size_t lane, const PeerState& state) {
+  const size_t peer = peer_of(lane);
+  peers_->set(peer, state);
+  streams_.set_usable_peers(peers_->usable());
+  for (const uint64_t token : peers_->take_back(peer))
+    peer_ended({token, static_cast<uint8_t>(Outcome::CANCELLED)});
+}
+
+std::vector<Machine::PeerOffer> Machine::offer_peer(size_t lane) {
+  std::vector<PeerOffer> offers;
+  for (const uint64_t token : peers_->offer(peer_of(lane))) {
+    const PeerRead& read = *peers_->find(token);
+    offers.push_back({read.task, token, read.until_ns - io.now_ns()});
+  }
+  return offers;
+}
+
+std::vector<uint64_t> Machine::take_overdue_peer(size_t lane) {
+  return std::exchange(peers_->overdue[peer_of(lane)], {});
+}
+
+std::vector<uint64_t> Machine::take_cancels_peer(size_t lane) {
+  return std::exchange(peers_->cancels[peer_of(lane)], {});
+}
+
+void Machine::ended(const LaneEnd& end) {
+  if (end.token & PeerLanes::kTokenBit)
+    peer_ended(end);
+  else
+    io.ended(end);
+}
+
+void Machine::peer_ended(const LaneEnd& end) {
+  const PeerRead read = peers_->take(end.token);
+  if (!read.task) {
+    streams_.release(read.peer, read.slot);
+    return;
+  }
+  Task& task = *read.task;
+  const bool ok = static_cast<Outcome>(end.code) == Outcome::OK ||
+                  mutant("a_failed_pull_counts_as_pulled");
+  if (task.step == Step::ZOMBIE) {  // cancelled
+    released_late(task, false);
+  } else if (ok) {
+    read_bytes += io.transfer_bytes(task);
+    read_ended(task);
+  } else if (mutant("a_peers_failure_is_the_chunks")) {
+    leave_slot(task);
+    decide(task, static_cast<Outcome>(end.code), end.error);
+  } else {
+    leave_slot(task);
+    go_home(task);
+  }
+}
+
+void Machine::failed_unreleased(uint64_t token) {
+  PeerRead* const read = peers_->find(token);
+  require(read != nullptr, "a peer fails at what it does not have");
+  if (read->task) peer_failed(token);
+}
+
+// A read has failed, and the peer may still write into its slot.
+void Machine::peer_failed(uint64_t token) {
+  PeerRead& read = *peers_->find(token);
+  Task& task = *read.task;
+  if (task.step == Step::ZOMBIE) {
+    if (!task.hung) streams_.mark_hung(task);
+    return;
+  }
+  peers_->abandon(read, streams_.abandon(task));
+  go_home(task);
+}
+
+// Rule 16: once, with the deadline and the retry that it had.
+void Machine::go_home(Task& task) {
+  task.peer = mutant("a_chunk_is_asked_of_two_peers") ? Task::kAtNoPeer : Task::kCameHome;
+  task.token = 0;
+  if (mutant("a_second_try_gets_a_new_deadline"))
+    task.deadline_ns = io.now_ns() + options_.io.read_deadline_ns;
+  if (mutant("a_peers_failure_uses_the_retry")) task.retries_left = 0;
+  task.step = Step::STREAM;
+  streams_.wait(task);
+}
+
+void Machine::cancel_at_peer(Task& task) {
+  const PeerRead read = *peers_->find(task.token);
+  if (!read.offered) {
+    peers_->take(task.token);
+    leave_slot(task);
+    decide(task, Outcome::CANCELLED);
+    return;
+  }
+  peers_->cancels[read.peer].push_back(task.token);
+  decide(task, Outcome::CANCELLED, 0, false);
+}
+
+// Whether something moved.
+bool Machine::expire_peers() {
+  bool moved = false;
+  for (const uint64_t token : peers_->expire(io.now_ns())) {
+    moved = true;
+    const PeerRead& read = *peers_->find(token);
+    if (!read.offered) {
+      peer_ended({token, static_cast<uint8_t>(Outcome::DEADLINE)});
+      continue;
+    }
+    peers_->overdue[read.peer].push_back(token);
+    peer_failed(token);
+  }
+  for (Task* task : streams_.take_past(io.now_ns())) {
+    moved = true;
+    decide(*task, Outcome::DEADLINE);
+  }
+  return moved;
+}
+
+std::vector<std::pair<uint64_t, double>> Machine::read_queues() {
+  std::vector<std::pair<uint64_t, double>> lanes;
+  const auto add = [&](uint64_t bytes, double rate) {
+    lanes.emplace_back(bytes, rate > 0 ? static_cast<double>(bytes) / rate : 0.0);
+  };
+  for (size_t target = 0; target < options_.io.targets; ++target)
+    add(io.bytes_before(target) + streams_.waiting(target) * options_.io.slot_bytes,
+        io.read_rate(target));
+  for (size_t peer = 0; peers_ && peer < peers_->size(); ++peer)
+    add(peers_->queued_bytes(peer), peers_->rate(peer));
+  return lanes;
+}
+
 // ---- the set ----------------------------------------------------------------------------
 
 void Machine::name_holder(Task& task, int32_t cache, int64_t place) {
@@ -680,7 +880,9 @@ uint64_t Machine::payload_address(const Task& task) const {
 }
 
 int64_t Machine::next_deadline_ns() {
-  const int64_t next_ns = io.next_deadline_ns();
+  int64_t next_ns = io.next_deadline_ns();
+  if (peers_)
+    next_ns = std::min({next_ns, peers_->next_deadline_ns(), streams_.next_deadline_ns()});
   return set_ ? std::min(next_ns, set_->next_deadline_ns()) : next_ns;
 }
 

@@ -23,6 +23,11 @@
 //     store, write   nothing
 //     fetch          holder's fill
 //     load           holder's fill or read → copy from the holder's slot
+//
+// A load's read from the pool may go to a peer instead, which reads for us (peer_lanes.h): the lane
+// is chosen as the chunk gets its stream slot, by the rule of lane_choice.h. Whatever a peer says
+// or fails to say, the chunk goes home once, with the deadline and the retry that it had; if a
+// pull may still write into its slot, it takes another one.
 #pragma once
 
 #include <map>
@@ -35,6 +40,7 @@
 
 #include "gates.h"
 #include "io_queue.h"
+#include "peer_lanes.h"
 #include "set_member.h"
 #include "stream_slots.h"
 #include "task.h"
@@ -47,6 +53,8 @@ struct MachineOptions {
   size_t stream_slots = 1;
   uint64_t pool_slots = 0;    // 0: not checked
   SetOptions set;
+  size_t peers_max = 0;
+  size_t peer_chunks_min = 4;  // a load of fewer chunks goes to no peer
 };
 
 // The columns of a command; `protocol.ChunkBatch`.
@@ -136,6 +144,7 @@ class Machine {
     const auto found = copying_.find(number);
     return found == copying_.end() ? 0 : found->second.size();
   }
+  void ended(const LaneEnd& end);
   bool run();  // false: nothing more can move now
   // At most so many tasks move in the next turn, and so many rows are to copy and to report.
   size_t to_move();
@@ -148,12 +157,32 @@ class Machine {
 
   bool idle() const {
     return jobs_.empty() && gates_.idle() && !io.busy() && streams_.idle() &&
-           (!set_ || set_->idle());
+           (!set_ || set_->idle()) && (!peers_ || !peers_->in_flight());
   }
-  // As `IoQueue::next_deadline_ns`, also of what waits for other members.
+  // As `IoQueue::next_deadline_ns`, also of what waits for other members or peers.
   int64_t next_deadline_ns();
   // What this rank is to the others of its set; null: it is in none.
   SetMember* set() { return set_ ? &*set_ : nullptr; }
+
+  // -- peers: the lanes with the numbers behind the targets'. `ended` is the release of a token, OK
+  // if the slot has the chunk by our own check; else the peer has failed. If it fails and the pull
+  // goes on, `failed_unreleased` comes before.
+  void set_peer(size_t lane, const PeerState& state);
+  // Of reads that this peer is to make from now on, which are new.
+  struct PeerOffer {
+    Task* task;
+    uint64_t token;
+    int64_t within_ns;
+  };
+  std::vector<PeerOffer> offer_peer(size_t lane);
+  void failed_unreleased(uint64_t token);
+  // Tokens that this peer has and nobody waits for, because the time of its try is over, and
+  // because their loads are cancelled. Their ends must still come.
+  std::vector<uint64_t> take_overdue_peer(size_t lane);
+  std::vector<uint64_t> take_cancels_peer(size_t lane);
+  // What a read waits for, by lane: bytes, and seconds (0: not known).
+  std::vector<std::pair<uint64_t, double>> read_queues();
+
   size_t streams_used() const { return streams_.used(); }
   size_t streams_waiting() const { return streams_.waiting(); }
   uint64_t read_bytes = 0;
@@ -189,6 +218,16 @@ class Machine {
   void released_late(Task& task, bool filled);
   void leave_slot(Task& task, bool filled = false, int64_t crc = -1);
   void hand_out_stream_slots();
+  bool choose_next();
+  int choose(const Task& task);
+  bool may_go_to_peer(const Task& task) const;
+  void give_to_peer(Task& task, size_t peer);
+  size_t peer_of(size_t lane) const;
+  bool expire_peers();
+  void cancel_at_peer(Task& task);
+  void peer_ended(const LaneEnd& end);
+  void peer_failed(uint64_t token);
+  void go_home(Task& task);
   void io_event(const IoEvent& event);
   void superblock_event(const IoEvent& event);
   void read_ended(Task& task);
@@ -204,6 +243,8 @@ class Machine {
   SlotGates gates_;
   StreamSlots streams_;
   std::optional<SetMember> set_;
+  std::optional<PeerLanes> peers_;
+  std::vector<LaneEstimate> estimates_;  // of the peers, for one choice
   std::map<uint64_t, std::unique_ptr<Job>> jobs_;
   std::map<uint64_t, std::vector<Task*>> to_copy_;  // by op
   std::unordered_map<uint64_t, std::vector<Task*>> copying_;

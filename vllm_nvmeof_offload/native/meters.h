@@ -38,6 +38,9 @@ class Meter {
     done_bytes_ += done_bytes;
   }
 
+  // As of the last `fold`.
+  double rate() const { return rate_; }
+
   // Close a period if it is a measurement; return the rate, in bytes per second. 0: not known.
   double fold(double now_s) {
     count(now_s);

@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // A bounded number of slots through which loads of any size pass.
 //
-// Each target may hold at most its share of the slots, so that targets that hang cannot take those
-// of the others. Within a target jobs share fairly.
+// Each target, and each peer that is usable, may hold at most its share of the slots, so that those
+// that hang cannot take the slots of the others. Within a target jobs share fairly. What waits for
+// a target's slot may be given one of a peer's instead, and what came back from a peer waits before
+// all that was at none.
 #pragma once
 
 #include <deque>
+#include <utility>
 #include <vector>
 
 #include "task.h"
@@ -14,13 +17,13 @@ namespace nvmeof {
 
 class StreamSlots {
  public:
-  StreamSlots(size_t slots, size_t targets);
+  StreamSlots(size_t slots, size_t targets, size_t peers);
 
   size_t used() const { return slots_ - free_.size(); }
   size_t waiting() const;
   bool idle() const { return used() == 0 && waiting() == 0; }
 
-  void wait(Task& task) { queues_[lane_of(task)].push(task); }
+  void wait(Task& task);
   void withdraw(Task& task);
   // Give out free slots, one per target at a time, to tasks that it appends to `served`.
   void hand_out(std::vector<Task*>& served);
@@ -31,16 +34,47 @@ class StreamSlots {
   // Take out the tasks that could only get slots that the kernel may never return.
   std::vector<Task*> take_unservable();
 
- private:
-  // The lane that reads for the task, on whose share its slot counts.
-  size_t lane_of(const Task& task) const;
+  // -- with peers, where the machine gives out each slot as it chooses a lane
+  void set_usable_peers(size_t peers) { usable_peers_ = peers; }
+  size_t waiting(size_t target) const;
+  size_t targets() const { return queues_.size(); }
+  // The target whose turn it is.
+  size_t turn() { return std::exchange(next_, (next_ + 1) % queues_.size()); }
+  // The next task of this target that was at no peer yet. Null: none waits.
+  Task* peek(size_t target) { return queues_[target].peek(); }
+  bool target_has_room(size_t target) const;
+  bool peer_has_room(size_t peer) const;
+  // The next task that came back from a peer, with a slot; null: none, or there is no room.
+  Task* take_returned(size_t target);
+  // Give the task of `peek` a slot, on the share of the target or of the peer that it names.
+  void take(Task& task);
+  // The peer goes on with the task's slot, which this returns, and the task does without it.
+  int32_t abandon(Task& task);
+  void release(size_t peer, int32_t slot);
+  // Take out what came back and is past its deadline.
+  std::vector<Task*> take_past(int64_t now_ns);
+  int64_t next_deadline_ns() const { return next_ns_; }  // no task's is earlier
 
-  const size_t slots_, share_;
+ private:
+  // The target that reads for the task, on whose share its slot counts unless a peer reads.
+  size_t target_of(const Task& task) const;
+  size_t lane_of(const Task& task) const;
+  FairQueue& queue_of(const Task& task);
+  size_t share() const;
+  size_t held(size_t target) const;
+  void give_slot(Task& task);
+
+  const size_t slots_;
+  size_t usable_peers_ = 0;
   std::deque<int32_t> free_;
-  std::vector<FairQueue> queues_;
-  std::vector<size_t> hung_;
+  std::vector<FairQueue> queues_, returned_;
+  std::vector<size_t> at_peers_;   // by target: slots of its queue's that peers hold
+  std::vector<size_t> peer_held_;
+  std::vector<size_t> hung_;       // by lane: targets first
+  size_t peers_held_ = 0;
   size_t hung_in_all_ = 0;
   size_t next_ = 0;  // the target that is asked first: with few slots, each in its turn
+  int64_t next_ns_ = INT64_MAX;
 };
 
 }  // namespace nvmeof

@@ -66,6 +66,7 @@ struct Task {
   bool fills = false;      // the gate of `cache` counts it as its filler,
   bool reads = false;      // or as a reader
   uint8_t retries_left = 1;
+  uint8_t peer = 0;        // 1 + the peer that reads it; or one of the two below
   uint16_t owner = 0;        // whose region the place is in; 0: ours
   int64_t payload_crc = -1;  // of what it reads from its cache slot, if the fill made it
   int64_t deadline_ns = 0;   // fixed when a lane first has it; 0: none had
@@ -76,6 +77,11 @@ struct Task {
   int64_t sequence = 0;
   FairQueue* waits_in = nullptr;
 
+  static constexpr uint8_t kAtNoPeer = 0;    // it was at none, and
+  static constexpr uint8_t kCameHome = 255;  // one has failed: it goes to no other
+  bool is_at_peer() const { return peer != kAtNoPeer && peer != kCameHome; }
+  bool came_home() const { return peer == kCameHome; }
+  size_t peer_number() const { return peer - size_t{1}; }
   std::string_view key() const;
 };
 static_assert(sizeof(Task) == 128, "two cache lines");

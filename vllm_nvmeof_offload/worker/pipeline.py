@@ -32,7 +32,7 @@ from vllm_nvmeof_offload.errors import CANCELLED, ERRORS, EngineError, Outcome, 
 from vllm_nvmeof_offload.io.base import IoEngine, IoOp, Lanes, Waker
 from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.native import Machine
-from vllm_nvmeof_offload.pool.format import Stamp
+from vllm_nvmeof_offload.pool.format import SlotPlace, Stamp
 from vllm_nvmeof_offload.protocol import (
     AttachCommand,
     CancelCommand,
@@ -58,6 +58,7 @@ from vllm_nvmeof_offload.protocol import (
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.targets.health import TargetHealth, Verdict
 from vllm_nvmeof_offload.units import HEADER_BYTES, MIB
+from vllm_nvmeof_offload.worker.peering import Peering, Peers
 from vllm_nvmeof_offload.worker.regions import RegionOpener, Regions
 
 if TYPE_CHECKING:
@@ -132,8 +133,10 @@ class TransferPipeline:
         clock: Callable[[], float] = time.monotonic,
         *,
         opener: RegionOpener | None = None,
+        peers: Peers | None = None,
     ) -> None:
-        """opener: of other engines' regions; None: no command names any."""
+        """opener: of other engines' regions; None: no command names any. peers: that read for us;
+        None: nobody does."""
         self._counters = Counts()
         self._copy, self._io, self._clock = copy, io, clock
         self._limits = limits
@@ -144,8 +147,11 @@ class TransferPipeline:
         self._verdicts = [Verdict.OK] * targets  # as reported
         self._known: list[tuple[Verdict, int] | None] = [None] * targets  # by the machine
         self._lanes = io.attach()
-        self._machine = _make_machine(staging, self._lanes, limits, io.stamp, clock())
+        self._machine = _make_machine(staging, self._lanes, limits, io.stamp, clock(), peers)
         self._regions = Regions(self._machine, io, opener, targets) if opener else None
+        self._peering = (
+            Peering(self._machine, peers, targets, self._foreign_place, clock) if peers else None
+        )
         self._in_set = staging.members is not None
         self._newest: tuple[int, object] = (0, None)  # fence, which the machine knows by its number
         self._passed = 0  # number of the newest fence that was seen to have passed
@@ -242,10 +248,14 @@ class TransferPipeline:
         self._take_ends()
         if self._regions is not None:
             self._regions.step()
+        if self._peering is not None:
+            self._peering.take_in()
         if self._lanes is None:
             self._drive_engine()
         else:
             self._drive_lanes()
+        if self._peering is not None:
+            self._peering.hand_over()
         self._submit_copies()
 
     def take_reports(self) -> list[Report]:
@@ -311,6 +321,13 @@ class TransferPipeline:
     def idle(self) -> bool:
         """Return whether there is no job, no gate held, and no buffer with an engine."""
         return self._machine.idle
+
+    def read_queues(self) -> list[tuple[int, float]]:
+        """Return what a read waits for, by lane: bytes, and seconds (0: not known)."""
+        return self._machine.read_queues()
+
+    def _foreign_place(self, owner: int, pool_slot: int) -> SlotPlace | None:
+        return None if self._regions is None else self._regions.place(owner, pool_slot)
 
     # -- I/O --------------------------------------------------------------------------
 
@@ -498,7 +515,12 @@ class TransferPipeline:
 
 
 def _make_machine(
-    staging: StagingMap, lanes: Lanes | None, limits: TransferLimits, stamp: Stamp, now_s: float
+    staging: StagingMap,
+    lanes: Lanes | None,
+    limits: TransferLimits,
+    stamp: Stamp,
+    now_s: float,
+    peers: Peers | None,
 ) -> Machine:
     targets = limits.target_count
     reads_max = max(1, limits.reads_in_flight_max // targets)
@@ -529,6 +551,8 @@ def _make_machine(
         lanes=lanes.address if lanes else 0,
         now_s=now_s,
         members=astuple(staging.members) if staging.members else None,
+        peers_max=peers.lanes if peers else 0,
+        peer_chunks_min=peers.chunks_min if peers else 0,
     )
 
 

@@ -28,7 +28,7 @@ from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import PoolFormatError
 from vllm_nvmeof_offload.io.base import ForeignSlab, HintRecord, IoEngine
 from vllm_nvmeof_offload.native import Machine
-from vllm_nvmeof_offload.pool.format import SLAB_FILE, Superblock, read_superblock
+from vllm_nvmeof_offload.pool.format import SLAB_FILE, SlotPlace, Superblock, read_superblock
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import (
     AttachCommand,
@@ -88,6 +88,12 @@ class Regions:
         self._machine.detach(owner)
         self._wanted.pop(owner, None)
         self._drop_owner(owner)
+
+    def place(self, owner: int, pool_slot: int) -> SlotPlace | None:
+        """Return where an owner's slot lies; None: its files are not open."""
+        targets = len(self._usable)
+        region = self._used.get((owner, pool_slot % targets))
+        return None if region is None else region.place(pool_slot // targets)
 
     def hint(self, command: HintCommand) -> None:
         """Log which chunks of others are used, on our first target; advice, which may be lost."""

@@ -14,7 +14,8 @@ from tests.chunks import Reported, batch_of, place_in, rows_of
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction, Payloads, Pieces
 from vllm_nvmeof_offload.errors import OK, Outcome
 from vllm_nvmeof_offload.io.base import Completion, ForeignSlab, IoOp, Room
-from vllm_nvmeof_offload.pool.format import Stamp
+from vllm_nvmeof_offload.peers.base import PeerEnd, PeerRead, PeerState
+from vllm_nvmeof_offload.pool.format import SlotPlace, Stamp
 from vllm_nvmeof_offload.protocol import (
     CancelCommand,
     ChunkBatch,
@@ -33,6 +34,7 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.staging import SetMap, StagingMap
 from vllm_nvmeof_offload.units import HEADER_BYTES
+from vllm_nvmeof_offload.worker.peering import Peers
 from vllm_nvmeof_offload.worker.pipeline import TransferLimits, TransferPipeline
 from vllm_nvmeof_offload.worker.regions import RegionOpener
 
@@ -166,6 +168,36 @@ class FakeIo:
         return True
 
 
+class FakePeers:
+    """Sessions with peers, of which `lanes` says what is known."""
+
+    def __init__(self, lanes: Sequence[PeerState]) -> None:
+        self.lanes = list(lanes)
+        self.reads: dict[int, PeerRead] = {}  # not released
+        self.asked: list[tuple[int, PeerRead]] = []  # by lane
+        self.cancelled: list[int] = []
+        self._ends: list[PeerEnd] = []
+
+    def submit(self, lane: int, reads: Sequence[PeerRead]) -> None:
+        self.asked += [(lane, read) for read in reads]
+        self.reads.update({read.token: read for read in reads})
+
+    def cancel(self, tokens: Sequence[int]) -> None:
+        self.cancelled += tokens
+
+    def end(self, token: int, outcome: Outcome = OK, *, released: bool = True) -> None:
+        if released:
+            del self.reads[token]
+        self._ends.append(PeerEnd(token, outcome, released))
+
+    def poll(self) -> list[PeerEnd]:
+        ends, self._ends = self._ends, []
+        return ends
+
+    def state(self, lane: int) -> PeerState:
+        return self.lanes[lane]
+
+
 class Bench:
     """A pipeline with a clock. A command may have one chunk, or any number of `Chunk`s."""
 
@@ -176,9 +208,12 @@ class Bench:
         target_count: int = 1,
         members: SetMap | None = None,
         opener: RegionOpener | None = None,
+        peers: Sequence[PeerState] = (),
         **config: float,
     ) -> None:
+        """peers: the lanes of these."""
         self.now_s = 0.0
+        self.peers = FakePeers(peers)
         #: Queue lengths are sent along with the other reports.
         self.levels: list[LevelReport] = []
         self.copy, self.io = FakeCopy(), FakeIo()
@@ -203,7 +238,11 @@ class Bench:
             ),
             lambda: self.now_s,
             opener=opener,
+            peers=Peers(self.peers, len(peers), self._place) if peers else None,
         )
+
+    def _place(self, pool_slot: int) -> SlotPlace:
+        return SlotPlace(bytes(16), 0, pool_slot)
 
     def _batch(self, op: int, chunks: Sequence[Chunk]) -> ChunkBatch:
         self._sizes[op] = len(chunks)

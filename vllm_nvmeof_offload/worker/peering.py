@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reads that peers make for us: between the native machine, which decides which chunks those
+are, and the sessions with peers, which carry them there and back.
+
+Whatever becomes of a session, of each read the machine hears at most one failure and one end. What
+it never hears of it stops waiting for by itself, and asks to be cancelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from vllm_nvmeof_offload.errors import STALE, code_of
+from vllm_nvmeof_offload.native import Machine
+from vllm_nvmeof_offload.peers.base import NO_PEER, PeerEnd, PeerRead, PeerState
+from vllm_nvmeof_offload.pool.format import SlotPlace
+from vllm_nvmeof_offload.protocol import OURS, SlotIdentity
+
+if TYPE_CHECKING:
+    from vllm_nvmeof_offload.native._tiers import Offered
+
+#: A peer's credits bound what it has; its reads are of equal size.
+_BYTES_MAX = 1 << 62
+_NOWHERE = code_of(STALE.kind)
+
+
+class PeerPort(Protocol):
+    """The sessions with peers. Only the pipeline's thread calls, and nothing here blocks."""
+
+    def submit(self, lane: int, reads: Sequence[PeerRead]) -> None:
+        """Ask this peer for chunks, at most as many as it gives credits."""
+
+    def cancel(self, tokens: Sequence[int]) -> None:
+        """Nobody waits for these any more. They end as all others do."""
+
+    def poll(self) -> list[PeerEnd]:
+        """Return what has ended since the last call."""
+
+    def state(self, lane: int) -> PeerState:
+        """Return what is known of this peer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """place: where a slot of ours lies, as its header says. chunks_min: of a load that is split."""
+
+    port: PeerPort
+    lanes: int
+    place: Callable[[int], SlotPlace]
+    chunks_min: int = 4
+
+
+class Peering:
+    """The lanes of peers of one machine. All calls come from the pipeline's thread."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        peers: Peers,
+        targets: int,
+        foreign_place: Callable[[int, int], SlotPlace | None],
+        clock: Callable[[], float],
+    ) -> None:
+        """foreign_place: of an owner's slot; None: its files are not open here."""
+        self._machine, self._peers, self._port = machine, peers, peers.port
+        self._targets = targets  # their lanes come first
+        self._foreign_place = foreign_place
+        self._clock = clock
+        self._known = [NO_PEER] * peers.lanes
+
+    def take_in(self) -> None:
+        """Let the machine know what has ended, and what each peer can take now."""
+        ends = self._port.poll()
+        if held := [token for token, _, released in ends if not released]:
+            self._machine.failed_unreleased(held)
+        self._end([(token, code_of(end.kind), end.errno) for token, end, done in ends if done])
+        for lane, known in enumerate(self._known):
+            state = self._port.state(lane)
+            if state == known:
+                continue
+            self._known[lane] = state
+            usable, reads_max, bytes_per_s, queued_bytes = state
+            number = self._targets + lane
+            self._machine.set_peer(number, usable, reads_max, _BYTES_MAX, bytes_per_s, queued_bytes)
+
+    def hand_over(self) -> None:
+        """Ask for what the machine has decided to ask for, and for no more than that."""
+        machine = self._machine
+        for lane in range(self._peers.lanes):
+            number = self._targets + lane
+            unwanted = machine.take_overdue_peer(number) + machine.take_cancels_peer(number)
+            if unwanted:
+                self._port.cancel(unwanted)
+            if offers := machine.offer_peer(number):
+                self._submit(lane, offers)
+
+    def _submit(self, lane: int, offers: list[tuple[float, Offered]]) -> None:
+        now_s = self._clock()
+        reads, nowhere = [], []
+        for within_s, offered in offers:
+            token, _, _, slot, address, key, generation, size, _, _, owner, _, tag = offered
+            place = self._place(owner, slot)
+            if place is None:
+                nowhere.append(token)
+                continue
+            identity = SlotIdentity(key, generation)
+            reads.append(PeerRead(token, address, size, identity, place, tag, now_s + within_s))
+        if reads:
+            self._port.submit(lane, reads)
+        self._end([(token, _NOWHERE, 0) for token in nowhere])
+
+    def _place(self, owner: int, slot: int) -> SlotPlace | None:
+        if owner == OURS:
+            return self._peers.place(slot)
+        return self._foreign_place(owner, slot)
+
+    def _end(self, ends: list[tuple[int, int, int]]) -> None:
+        if ends:
+            self._machine.ended([(*end, 0.0) for end in ends])
