@@ -40,6 +40,9 @@ def main() -> int:
     parser.add_argument("--shape", choices=(FULL, *SHAPES), help="default: the seed chooses")
     parser.add_argument("--sets", type=int, choices=(0, 1, 2), help="default: the seed chooses")
     parser.add_argument("--owners", type=int, help="other engines; default: the seed chooses")
+    parser.add_argument(
+        "--peers", type=int, default=0, help="that read for each rank; a soak: in every fourth seed"
+    )
     parser.add_argument("--first", type=int, help="soak: the first seed (default: random)")
     parser.add_argument("--count", type=int, default=10**9, help="soak: how many seeds")
     parser.add_argument("--seconds", type=float, help="soak: how long (default: 60, or --steps)")
@@ -59,6 +62,7 @@ def main() -> int:
                     arguments.shape,
                     arguments.sets,
                     arguments.owners,
+                    arguments.peers,
                 )
             )
         )
@@ -76,7 +80,8 @@ def main() -> int:
         played += 1
         try:
             ranks = arguments.ranks or (1 + seed // 8 % 8 if seed % 8 == 0 else None)
-            rest = arguments.policy, arguments.shape, arguments.sets, arguments.owners
+            peers = arguments.peers or (1 + seed // 4 % 3 if seed % 4 == 1 else 0)
+            rest = arguments.policy, arguments.shape, arguments.sets, arguments.owners, peers
             total.update(play(seed, arguments.profile, ranks, *rest))
         except AssertionError as error:
             failed += 1

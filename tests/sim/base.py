@@ -139,6 +139,12 @@ class Knobs:
     region_fails: float = 0.0  # share of reads that fail because of the region's files
     attach_fails: float = 0.0
     attach_s: float = 0.0
+    peers: int = 0  # that read for each rank; this and what follows: see `peers.with_peers`
+    peer_lies: float = 0.0  # share of pulls with other bytes, another chunk, or half of it
+    peer_slow: float = 0.0
+    peer_silent: float = 0.0
+    peer_dies: float = 0.0  # a session is lost, at a look
+    peer_never: float = 0.0  # share of lost or cancelled pulls that are never released
     names: float = 0.0  # share of resets at which weights change noticed, or get a name
 
     @property

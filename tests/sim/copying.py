@@ -18,6 +18,8 @@ from .base import BLOCK_BYTES, GPU_BASE, STAGING_BASE, Clock, Knobs, Violation
 from .memory import Memory
 from .sets import APART
 
+COPY_ERRNO = errno.EFAULT
+
 #: GPU block, member and staging slot; and by page: the page's number in each.
 Piece = tuple[int, tuple[int, int], list[tuple[int, int]]]
 
@@ -100,7 +102,7 @@ class SimCopy:
             [self._decode(*map(int, row)) for row in pieces.tolist()],
             start_s,
             done_s,
-            io_error(errno.EFAULT) if failed else OK,
+            io_error(COPY_ERRNO) if failed else OK,
             payloads=payloads,
         )
         self._next += 1

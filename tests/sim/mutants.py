@@ -120,6 +120,18 @@ OWNERS = {
     "what_was_believed_is_believed_for_ever": 2,
 }
 
+#: Name → the number of peers with which the rule matters; otherwise there are none.
+PEERS = {
+    "a_chunk_is_asked_of_two_peers": 2,
+    "a_failed_pull_counts_as_pulled": 1,
+    "a_peers_failure_is_the_chunks": 1,
+    "a_peers_failure_uses_the_retry": 1,
+    "a_second_try_gets_a_new_deadline": 1,
+    "a_silent_peer_is_waited_for": 1,
+    "a_zombies_buffer_is_reused": 1,
+    "credits_are_ignored": 1,
+}
+
 #: Broken rules that cannot be mutants here → the file and the text of what is there instead.
 REPLACED = {
     # No group leads the look-up: full attention comes first wherever it stands.

@@ -25,16 +25,18 @@ from vllm_nvmeof_offload.protocol import (
     target_of,
 )
 from vllm_nvmeof_offload.staging import StagingMap
+from vllm_nvmeof_offload.worker.peering import Peers
 from vllm_nvmeof_offload.worker.pipeline import FinishedJob, TransferLimits, TransferPipeline
 
 from .base import BLOCK_BYTES, GPU_BASE, Clock, Knobs, Trace, Violation
 from .copying import SimCopy
 from .memory import Memory, Tag
 from .owners import Owners, is_foreign
+from .peers import SimPeers, place_of
 from .regions import SimHealth, SimOpener
 from .sets import RankSet, holds, own, set_sizes, split_cache
 from .shapes import block_tokens, needed_from
-from .storage import SimIo
+from .storage import SimIo, identities_of
 from .store import START_TAG, RankStore
 
 
@@ -134,6 +136,9 @@ class SimRank:
         # As a pool is opened, before anything is read or written: the stamp is that of this start.
         self.adopted = store.adopt(member)
         self.io = SimIo(store, self.memory, knobs, clock, rng, expected, rank, self.opener)
+        self.peers: SimPeers | None = None
+        if knobs.peers:
+            self.peers = SimPeers(self.io, self.memory, knobs, clock, rng.random())
         self.pipeline = TransferPipeline(
             StagingMap(
                 RankSet.base_address(member),
@@ -147,6 +152,7 @@ class SimRank:
             self._limits(),
             clock,
             opener=self.opener,
+            peers=self.peers and Peers(self.peers, knobs.peers, place_of, chunks_min=1),
         )
         self._sizes = [block_tokens(group) for group in knobs.groups]
         self._inbox: deque[Callable[[], None]] = deque()
@@ -206,6 +212,8 @@ class SimRank:
             self._inbox.popleft()()
         self.pipeline.step()
         self.io.check()
+        if self.peers is not None:
+            self.peers.check()
         finished = self.pipeline.take_finished()
         self._finished += finished
         self._reports += self.pipeline.take_reports()
@@ -297,6 +305,8 @@ class SimRank:
             for pages, ids in zip(self._pages, job.blocks, strict=False):
                 for block in ids:
                     self.memory.pages_of[block] = pages
+            if self.peers is not None:
+                self.peers.rows.update(identities_of(command.batch))
             loaded = self.geometry.loaded(blocks)
             self._hand_over(lambda: self.pipeline.load(command, loaded, fence))
 
@@ -320,6 +330,7 @@ class SimRank:
             load = self._loads.pop(job.op, None)
             if load is not None:
                 output.received.append(load.request)
+                self.io.check_failures(load.command.batch, job.failures)
                 if job.failures and not self._knobs.reports_blocks:
                     output.failed.add(load.request)
                 elif job.failures:

@@ -16,14 +16,23 @@ from vllm_nvmeof_offload.errors import (
     OK,
     STALE,
     Outcome,
+    OutcomeKind,
     io_error,
 )
 from vllm_nvmeof_offload.io.base import Completion, ForeignSlab, HintRecord, IoOp, Room
 from vllm_nvmeof_offload.pool.format import Stamp
-from vllm_nvmeof_offload.protocol import OpKind, Urgency
+from vllm_nvmeof_offload.protocol import (
+    OURS,
+    ChunkBatch,
+    OpKind,
+    SlotIdentity,
+    Urgency,
+    owner_of,
+)
 from vllm_nvmeof_offload.units import slot_stride_bytes
 
 from .base import BLOCK_BYTES, STAGING_BASE, Clock, Knobs, Violation
+from .copying import COPY_ERRNO
 from .memory import Memory, Tag
 from .regions import REGION_ERRNOS, SimOpener
 from .reset_rule import ResetRule
@@ -31,6 +40,7 @@ from .sets import APART, own
 from .shapes import spread
 from .store import Claim, RankStore, Record, Superblock
 
+_ANSWERS = (OutcomeKind.IO_ERROR, OutcomeKind.CHECKSUM_MISMATCH, OutcomeKind.STALE)
 _FETCHES = (Urgency.URGENT, Urgency.PREFETCH)
 
 
@@ -70,6 +80,11 @@ def transfer_bytes(op: IoOp) -> int:
 def _row(op: IoOp) -> tuple[object, ...]:
     """What a read and its retry have in common."""
     return op.kind, op.owner, op.pool_slot, op.address, op.identity
+
+
+def identities_of(batch: ChunkBatch) -> list[SlotIdentity]:
+    rows = zip(batch.key_list(), batch.generations.tolist(), strict=True)
+    return [SlotIdentity(key, generation) for key, generation in rows]
 
 
 class SimIo:
@@ -117,6 +132,8 @@ class SimIo:
         self._lanes = [ResetRule(target, store.stamp) for target in range(knobs.targets)]
         #: Identities of writes submitted before a reset: they may not start after it.
         self.overtaken: set[int] = set()
+        #: How often a read of our pool has failed for a reason of its own.
+        self._failures: Counter[tuple[SlotIdentity, OutcomeKind]] = Counter()
         self.counts: Counter[str] = Counter()
         self.calm = False  # no new faults: the simulation is ending
 
@@ -587,8 +604,23 @@ class SimIo:
             return CHECKSUM_MISMATCH
         return OK if record.claim == wanted else STALE
 
+    def check_failures(self, batch: ChunkBatch, failures: Sequence[tuple[int, Outcome]]) -> None:
+        """Rule 16: what a read from our pool fails of has happened here, to the read and its retry,
+        whatever a peer has said."""
+        identities = identities_of(batch)
+        places, slots = batch.places.tolist(), batch.cache.tolist()
+        for row, outcome in failures:
+            ours = slots[row] < 0 <= places[row] and owner_of(places[row]) == OURS
+            if not ours or outcome.kind not in _ANSWERS or outcome.errno == COPY_ERRNO:
+                continue
+            times = self._failures[identities[row], outcome.kind]
+            if times < (2 if outcome.retryable else 1):
+                raise Violation("16", f"{identities[row]} fails with {outcome}, seen {times} times")
+
     def _finish(self, flight: _Flight) -> None:
         op = flight.op
+        if op.is_read and op.identity is not None and not flight.outcome.ok:
+            self._failures[op.identity, flight.outcome.kind] += 1
         if op.is_read and flight.outcome.retryable and not (flight.unwanted or flight.retried):
             self._retries[_row(op)] = flight.deadline_s
         if op.kind is not OpKind.WRITE or not flight.outcome.ok:

@@ -11,6 +11,7 @@ from . import (
     mutants_events,
     mutants_groups,
     mutants_owners,
+    mutants_peers,
     mutants_policy,
     mutants_reload,
     mutants_remembered,
@@ -20,7 +21,7 @@ from . import (
     mutants_transfer,
     mutants_world,
 )
-from .mutants import MUTANTS, OWNERS, PROFILE, REPLACED, SETS, SHAPE, broken
+from .mutants import MUTANTS, OWNERS, PEERS, PROFILE, REPLACED, SETS, SHAPE, broken
 from .shapes import FULL
 from .world import play
 
@@ -28,6 +29,7 @@ assert (
     mutants_events
     and mutants_groups
     and mutants_owners
+    and mutants_peers
     and mutants_policy
     and mutants_reload
     and mutants_remembered
@@ -47,6 +49,7 @@ FIRST: dict[str, int] = {
     "a_foreign_entry_survives_its_acceptance": 33,
     "a_foreign_entry_survives_new_weights": 8,
     "a_regions_error_marks_its_target": 2,
+    "a_peers_failure_uses_the_retry": 434,
     "a_retry_gets_a_new_deadline": 275,
     "admission_trims": 24,
     "an_attach_failure_is_ignored_on_one_rank": 5,
@@ -89,17 +92,17 @@ def test_what_replaces_a_mutant_is_still_there(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(MUTANTS))
 def test_a_broken_rule_is_caught(name: str) -> None:
     profile, shape = PROFILE.get(name), SHAPE.get(name, FULL)
-    sets, owners = SETS.get(name, 0), OWNERS.get(name, 0)
+    sets, owners, peers = SETS.get(name, 0), OWNERS.get(name, 0), PEERS.get(name, 0)
     for offset in range(SEEDS_MAX):
         first = FIRST.get(name, 0)  # may be one of a soak, beyond the others
         seed = (first + offset) % SEEDS_MAX if offset else first
         try:
             with broken(name):
-                play(seed, profile, shape=shape, sets=sets, owners=owners)
+                play(seed, profile, shape=shape, sets=sets, owners=owners, peers=peers)
         except AssertionError as error:
             print(f"caught by seed {seed}: {str(error).splitlines()[0]}")
             break
     else:
         pytest.fail(f"{name} survived {SEEDS_MAX} seeds: the simulator is too weak")
     # The same seed passes unbroken: the seed caught the broken rule.
-    play(seed, profile, shape=shape, sets=sets, owners=owners)
+    play(seed, profile, shape=shape, sets=sets, owners=owners, peers=peers)

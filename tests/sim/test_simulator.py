@@ -26,6 +26,7 @@ _SEEDS_OF_RANKS = 6
 _SEEDS_OF_SHAPES = 12
 _SEEDS_OF_SETS = 30
 _SEEDS_OF_OWNERS = 30
+_SEEDS_OF_PEERS = 30
 _FIRST = int(os.environ.get("NVMEOF_SIM_FIRST", secrets.randbits(40) if _SOAK else 0))
 
 #: Counts over all batches. Every kind of event must have happened, or the batches prove nothing.
@@ -68,6 +69,12 @@ def test_no_rule_breaks_beside_other_engines(owners: int) -> None:
     """With any groups, sets and steps in flight."""
     for seed in range(_FIRST + 4000, _FIRST + 4000 + _SEEDS_OF_OWNERS):
         _seen.update(play(seed, owners=owners))
+
+
+@pytest.mark.parametrize("peers", [1, 2, 3])
+def test_no_rule_breaks_while_peers_read_for_us(peers: int) -> None:
+    for seed in range(_FIRST + 5000, _FIRST + 5000 + _SEEDS_OF_PEERS):
+        _seen.update(play(seed, peers=peers))
 
 
 def test_no_rule_breaks_when_vllm_waits_for_loads_that_hang() -> None:
@@ -171,6 +178,11 @@ def test_no_rule_breaks_with_each_eviction_policy(
         "permits_run_out",
         "permits_lost",
         "truncated_regions",
+        "peer_reads",
+        "peer_failures",
+        "peer_losses",
+        "peer_cancels",
+        "pulled",
         *(f"steps_in_flight:{steps}" for steps in range(1, 5)),
         *(f"loads:{shape}" for shape in (FULL, *SHAPES)),
     ],

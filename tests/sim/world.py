@@ -18,6 +18,7 @@ from .base import Clock, Knobs, Trace, Violation
 from .follower import SimFollower
 from .memory import Tag
 from .owners import Owners, with_owners
+from .peers import with_peers
 from .rank import Output, SimRank
 from .requests import Clients, Request
 from .rules import Rules
@@ -41,6 +42,7 @@ class World:
         shape: str | None = None,
         sets: int | None = None,
         owners: int | None = None,
+        peers: int = 0,
     ) -> None:
         self.rng = random.Random(seed)
         self._policy_name = policy
@@ -51,6 +53,7 @@ class World:
         self.knobs = shaped(self.knobs, seed, shape)
         self.knobs = with_sets(self.knobs, seed, 0 if ranks is not None else sets)
         self.knobs = with_owners(self.knobs, seed, 0 if ranks is not None else owners)
+        self.knobs = with_peers(self.knobs, seed, peers)
         if self.knobs.profile == "leases":
             self.knobs = replace(
                 self.knobs,
@@ -272,6 +275,8 @@ class World:
         self.counts.update(self._owners.counts if self._owners else ())
         for rank in self.ranks:
             rank.io.calm = True
+            if rank.peers is not None:
+                rank.peers.calm = True
         self._settle()
         self.rules.quiet()
         self.clock.advance(10.0)  # a hang that is ever released ends now
@@ -284,7 +289,8 @@ class World:
         for _ in range(2 + self.knobs.lag):
             self._step(force=True)
         self._count()
-        if not any(rank.io.stuck for rank in self.ranks):
+        stuck = [rank.io.stuck + (rank.peers.stuck if rank.peers else 0) for rank in self.ranks]
+        if not any(stuck):
             self.rules.idle()
 
     def _settle(self) -> None:
@@ -313,6 +319,7 @@ class World:
         for rank in self.ranks:
             self.counts.update(rank.io.counts)
             self.counts.update(rank.copy.counts)
+            self.counts.update(rank.peers.counts if rank.peers else ())
             self.counts.update(rank.opener.counts if rank.opener else ())
         self.counts.update(self._follower.counts if self._follower else ())
         self.counts["unequal_groups"] += len(self.core.unequal_groups)
@@ -326,17 +333,19 @@ def play(
     shape: str | None = None,
     sets: int | None = None,
     owners: int | None = None,
+    peers: int = 0,
 ) -> Counter[str]:
     """Run one seed. The message of a violation or a failed assertion gives the replay command.
 
     ranks: their number; one rank loses part of its pool at most crashes. None: the seed chooses.
     policy: a value of `eviction_policy`. shape: of `shapes.SHAPES`, or "full"; None: the seed
     chooses. sets: of ranks with equal KV, with two ranks each; 0: none; None: the seed chooses, if
-    it chooses the number of ranks. owners: other engines on our targets; None: the same.
+    it chooses the number of ranks. owners: other engines on our targets; None: the same. peers:
+    that read for each rank.
     """
     world: World | None = None
     try:
-        world = World(seed, profile, ranks, policy, shape, sets, owners)
+        world = World(seed, profile, ranks, policy, shape, sets, owners, peers)
         world.run()
     except AssertionError as error:
         trace = world.trace if world else "  (at the start)"
@@ -346,6 +355,7 @@ def play(
         replay += f" --shape {shape!r}" if shape else ""
         replay += f" --sets {sets}" if sets is not None else ""
         replay += f" --owners {owners}" if owners is not None else ""
+        replay += f" --peers {peers}" if peers else ""
         raise AssertionError(
             f"{error or type(error).__name__}\nseed {seed}: {world.knobs if world else ''}\n"
             f"last events:\n{trace}\nreplay: python -m tests.sim {replay}"

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutants of rule 16 and of what bounds the reads that peers make for us."""
+
+from __future__ import annotations
+
+from .mutants import native
+
+native(
+    "a_chunk_is_asked_of_two_peers",
+    "a_failed_pull_counts_as_pulled",
+    "a_peers_failure_is_the_chunks",
+    "a_peers_failure_uses_the_retry",
+    "a_second_try_gets_a_new_deadline",
+    "a_silent_peer_is_waited_for",
+    "a_zombies_buffer_is_reused",
+    "credits_are_ignored",
+)
