@@ -132,8 +132,9 @@ class Rules:
             cache, place = op.cache.get(row), op.places.get(row)
             if op.is_gone(row) and identity.key in ours:
                 raise Violation("10", f"a load of {identity} as if it were gone")
-            if place is not None and owner_of(place) != OURS:
-                self._failed.discard(identity.generation)  # it is tried again
+            if (place is not None and owner_of(place) != OURS) or _is_borrowed(identity, ours):
+                # It is tried again. The fetch that borrows it may come with a later step.
+                self._failed.discard(identity.generation)
             elif identity.generation in self._failed | self._void and not op.is_gone(row):
                 raise Violation("8", f"a load of {identity}, which failed or was voided")
             if cache is not None and place is not None:
@@ -559,6 +560,14 @@ class Rules:
         if entry is None:
             return True
         return entry.cache == op.cache.get(row) or entry.place == op.places.get(row)
+
+
+def _is_borrowed(identity: SlotIdentity, entries: Mapping[bytes, Entry]) -> bool:
+    entry = entries.get(identity.key)
+    return entry is not None and (entry.state, entry.generation) == (
+        State.BORROWING,
+        identity.generation,
+    )
 
 
 def _identities(adopted: AdoptedEntries) -> set[tuple[int, tuple[bytes, int]]]:
