@@ -174,7 +174,7 @@ class Study:
         if base.part == "herd":
             lanes = lanes[machines.prefill :]
         found = balance(lanes, 1.0 if base.window_s else 0.6)
-        if base.part == "agents" and found:
+        if base.part == "agents" and base.agents == max(self.settings.agents) and found:
             self.series[f"{base.cluster} {base.arm} {base.agents}"] = found[:_BALANCE_POINTS]
         kept = sample.ttft_mean_s <= self.settings.ttft_s and sample.tpot_s <= self.settings.tpot_s
         return replace(sample, balance=fmean(found) if found else 0.0, kept=kept)
