@@ -50,6 +50,7 @@ SMALL_FILES: dict[str, str] = {
     "vllm_nvmeof_offload/manager/prefill_rate.py": "a newcomer looks for it by this name",
     "vllm_nvmeof_offload/manager/store_threshold.py": "a newcomer looks for it by this name",
     "vllm_nvmeof_offload/manager/target_choice.py": "a newcomer looks for it by this name",
+    "vllm_nvmeof_offload/peers/base.py": "the words of a seam, apart from both of its sides",
     "vllm_nvmeof_offload/vllm_adapter/retention.py": "a newcomer looks for it by this name",
 }
 
