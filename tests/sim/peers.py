@@ -12,16 +12,17 @@ from dataclasses import dataclass, replace
 from vllm_nvmeof_offload.errors import CANCELLED, OK, STALE, Outcome, io_error
 from vllm_nvmeof_offload.peers.base import NO_PEER, PeerEnd, PeerRead, PeerState
 from vllm_nvmeof_offload.pool.format import SlotPlace
-from vllm_nvmeof_offload.protocol import SlotIdentity
+from vllm_nvmeof_offload.protocol import ChunkBatch, SlotIdentity
 
 from .base import STAGING_BASE, Clock, Knobs, Violation
 from .memory import Memory
 from .sets import APART
-from .storage import SimIo
+from .storage import SimIo, identities_of
 from .store import Claim
 
 #: Of our own regions: the slots are numbered over all targets.
 _OURS = bytes(16)
+_ROUNDING_S = 1e-6  # the machine counts nanoseconds
 _LIES = ("bytes", "chunk", "torn")
 
 
@@ -82,6 +83,13 @@ class SimPeers:
         self.counts: Counter[str] = Counter()
         self.calm = False
 
+    def begun(self, batch: ChunkBatch) -> None:
+        """The rank begins a load of these rows."""
+        for identity in identities_of(batch):
+            self.rows[identity] += 1
+            if self.rows[identity] > 1:
+                self._io.asked.pop(identity, None)
+
     # -- PeerPort ---------------------------------------------------------------------
 
     def state(self, lane: int) -> PeerState:
@@ -101,6 +109,8 @@ class SimPeers:
         for read in reads:
             self._check(lane, read)
             self._asked[read.identity] += 1
+            if self.rows[read.identity] == 1:  # its second try is known where it is made
+                self._io.asked[read.identity] = 2 * read.deadline_s - now + _ROUNDING_S
             self.counts["peer_reads"] += 1
             slot = (read.address - STAGING_BASE) % APART // self._knobs.slot_bytes
             pull = self._draw(_Pull(lane, read, slot, now))
@@ -115,7 +125,7 @@ class SimPeers:
         if self._asked[read.identity] >= self.rows[read.identity]:
             raise Violation("P11", f"{read.identity} is asked of a second peer")
         left_s = read.deadline_s - self._clock()
-        if not 0 < left_s <= self._knobs.read_deadline_s / 2 + 1e-6:
+        if not 0 < left_s <= self._knobs.read_deadline_s / 2 + _ROUNDING_S:
             raise Violation("16", f"{read} has {left_s} s")
         if (read.address - STAGING_BASE) % APART < self._knobs.cache_slots * self._knobs.slot_bytes:
             raise Violation("16", f"{read} lands")

@@ -36,7 +36,7 @@ from .peers import SimPeers, place_of
 from .regions import SimHealth, SimOpener
 from .sets import RankSet, holds, own, set_sizes, split_cache
 from .shapes import block_tokens, needed_from
-from .storage import SimIo, identities_of
+from .storage import SimIo
 from .store import START_TAG, RankStore
 
 
@@ -306,7 +306,7 @@ class SimRank:
                 for block in ids:
                     self.memory.pages_of[block] = pages
             if self.peers is not None:
-                self.peers.rows.update(identities_of(command.batch))
+                self.peers.begun(command.batch)
             loaded = self.geometry.loaded(blocks)
             self._hand_over(lambda: self.pipeline.load(command, loaded, fence))
 

@@ -132,6 +132,8 @@ class SimIo:
         self._lanes = [ResetRule(target, store.stamp) for target in range(knobs.targets)]
         #: Identities of writes submitted before a reset: they may not start after it.
         self.overtaken: set[int] = set()
+        #: Chunks that only one row ever named, of which a peer was asked: the row's deadline.
+        self.asked: dict[SlotIdentity, float] = {}
         #: How often a read of our pool has failed for a reason of its own.
         self._failures: Counter[tuple[SlotIdentity, OutcomeKind]] = Counter()
         self.counts: Counter[str] = Counter()
@@ -385,7 +387,12 @@ class SimIo:
     def _deadline_s(self, op: IoOp) -> float:
         knobs = self._knobs
         patience_s = knobs.read_deadline_s if op.is_read else knobs.write_deadline_s
-        return self._retries.pop(_row(op), self._clock() + patience_s)
+        deadline_s = self._clock() + patience_s
+        slot = (op.address - STAGING_BASE) % APART // self._slot_bytes
+        if op.kind is OpKind.LOAD and slot >= knobs.cache_slots and op.identity in self.asked:
+            self.counts["second_tries"] += 1
+            deadline_s = self.asked[op.identity]
+        return self._retries.pop(_row(op), deadline_s)
 
     def _check_bounds(self, flight: _Flight) -> None:
         """The machine's bounds on what a target has, without operations that were given up. One

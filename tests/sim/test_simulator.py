@@ -183,6 +183,7 @@ def test_no_rule_breaks_with_each_eviction_policy(
         "peer_losses",
         "peer_cancels",
         "pulled",
+        "second_tries",
         *(f"steps_in_flight:{steps}" for steps in range(1, 5)),
         *(f"loads:{shape}" for shape in (FULL, *SHAPES)),
     ],
