@@ -33,6 +33,10 @@ class PolicyRules:
         """The keys that were looked up often enough."""
         return [key for key in keys if self._sightings[key] >= self._knobs.store_threshold]
 
+    def turned(self) -> None:
+        """Note what a turn has taken: a request that leaves in the same step may give it back."""
+        self._note_room()
+
     def planned(self, used_cache: Iterable[int], *, load: bool) -> None:
         """Check after a store or a load was planned: the plan may have evicted entries."""
         self._note_room()  # a slot that it has taken may be free again before the next command

@@ -144,6 +144,10 @@ class Rules:
         self._used_here(keys)
         return command
 
+    def turn(self) -> None:
+        self._core.turn()
+        self._policies.turned()
+
     def prepare_store(
         self,
         keys: Sequence[bytes],

@@ -73,6 +73,7 @@ class SimScheduler:
         self._received: Counter[int] = Counter()
         self._requests: dict[int, Request] = {}
         self._ended: list[Request] = []  # finished since the last step
+        self._gone: list[Request] = []  # the same, but before a reset: nothing of them is stored
         self._loading_keys: set[bytes] = set()
         self._queue = SimQueue(core, knobs, self._blocks, clock, self.counts, follower)
         self._dropped: list[Request] = []  # preempted between two steps
@@ -162,6 +163,7 @@ class SimScheduler:
             request.jobs.clear()
             if request.status is Status.DONE and not request.zombie:
                 del self._requests[request.rid]
+        self._gone += self._ended
         self._ended.clear()
         self._jobs.clear()
         self._job_keys.clear()
@@ -171,7 +173,7 @@ class SimScheduler:
 
     def busy(self) -> bool:
         """Whether vLLM's engine would step."""
-        live = self.waiting or self.running or self._ended or self._flush
+        live = self.waiting or self.running or self._ended or self._gone or self._flush
         return bool(live or self._jobs) or self.core.has_pending_work()
 
     # -- schedule ---------------------------------------------------------------------
@@ -185,12 +187,14 @@ class SimScheduler:
         # `take_commands`, which drops fetches that were never sent.
         turn_comes_first = self._step % 3 == 0
         if turn_comes_first:
-            self.core.turn()
+            self._rules.turn()
         budget = self._schedule_running(scheduled, preempted)
         if not preempted:
             self._schedule_waiting(scheduled, budget)
         dropped, self._dropped = self._dropped, []
-        self._queue.step(scheduled, preempted + dropped, self._ended)
+        # vLLM names every request that has finished, whatever was reset since.
+        gone, self._gone = self._gone, []
+        self._queue.step(scheduled, preempted + dropped, gone + self._ended)
         for request in preempted:
             self._flush |= request.jobs
         for request in preempted + dropped if self._tails is not None else ():
@@ -209,7 +213,7 @@ class SimScheduler:
         metadata.flush, self._flush = self._flush, set()
         self._allocated = set()
         if not turn_comes_first:
-            self.core.turn()
+            self._rules.turn()
         metadata.commands = self.core.take_commands()
         self._rules.commanded(metadata.commands)
         for request, count in scheduled:

@@ -28,6 +28,9 @@ from .shapes import shaped
 from .store import NAMED_WEIGHTS, VERSIONS, RankStore
 
 REQUEST_S_MAX = 300.0
+#: Of half a second: superblocks of several resets, each of which waits for the one before it, may
+#: be left at the end.
+_LAST_TURNS_MAX = 20
 
 
 class World:
@@ -280,11 +283,13 @@ class World:
         self._settle()
         self.rules.quiet()
         self.clock.advance(10.0)  # a hang that is ever released ends now
-        for _ in range(4):
+        for turn in range(_LAST_TURNS_MAX):
             for rank in self.ranks:
                 rank.pump()
             self.clock.advance(0.5)
             self._step(force=True)
+            if turn >= 3 and all(rank.pipeline.idle() for rank in self.ranks):
+                break
         self._settle()
         for _ in range(2 + self.knobs.lag):
             self._step(force=True)
