@@ -11,7 +11,9 @@ one request, and is emptied before each: what returns must be loaded, or compute
 same prompts; a salt of each arm and round keeps its chunks from the others.
 
 All conversations have their first turn, one after another in a drawn order, then all have their
-second one. The servers share this machine, so one request runs at a time.
+second one. The servers share this machine, so one request runs at a time, and after a pause: for a
+second after each step vLLM's worker looks for the next one without sleeping, on a core that another
+server needs by then.
 """
 
 from __future__ import annotations
@@ -89,7 +91,8 @@ class Settings(ServerSettings):
     first_tokens: int = option(1024, "Tokens of the first turn's prompt.", min=1)
     grow_tokens: int = option(256, "Tokens that each later turn adds.", min=1)
     answer_tokens: int = option(8, "Tokens of each answer.", min=1)
-    think_s: float = option(0.5, "Seconds between the turns.")
+    think_s: float = option(1.2, "Seconds before each request. Less than 1: servers that still "
+                            "spin after theirs slow it.")  # fmt: skip
     rounds: int = option(6, "Rounds of everything, with the arms interleaved; one more warms up.",
                          min=1)  # fmt: skip
     seed: int = option(1, "Seed of the prompts and of the order.")
@@ -147,13 +150,13 @@ class Settings(ServerSettings):
         ]
         samples = []
         for turn in range(self.turns):
-            time.sleep(self.think_s if turn else 0)
             length = self.grow_tokens if turn else self.first_tokens
             dice = random.Random(f"{self.seed} {number} {turn}")
             for which in dice.sample(range(len(conversations)), len(conversations)):
                 one = conversations[which]
                 if one.failed:
                     continue  # as its user would end it
+                time.sleep(self.think_s)
                 one.context += run.tokens.draw(one.rng, length)
                 name = server_of(arm, which, turn)
                 asked = _ask(fleet.clients[name], one.context, self, f"{arm} {number}")
@@ -210,7 +213,7 @@ COMMANDS = (
         """Measure conversations that change servers at each turn, beside sticky routing.
 
         Starts two of our servers on one directory and two with vLLM's tiering on another, about a
-        minute in all, and takes three minutes more. With --base-url they are named ours-0, ours-1,
+        minute in all, and takes twelve minutes more. With --base-url they are named ours-0, ours-1,
         peer-0, peer-1.
         """,
         Settings,
