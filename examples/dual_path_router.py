@@ -220,7 +220,7 @@ class Router:
 
 
 class Relayed(StreamingResponse):
-    """A server's answer as it comes. done: called once, also if nobody waits for the answer."""
+    """Pass on a server's answer as it comes. done: called once, even if the client has gone."""
 
     def __init__(self, answer: httpx.Response, done: Callable[[], None]) -> None:
         kind = answer.headers.get("content-type")

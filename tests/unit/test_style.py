@@ -36,9 +36,9 @@ COLUMNS_MAX = 100
 #: Files and lines of Python and C++. They may fall (lower the number then), and a commit that
 #: raises one gives the reason.
 PRODUCT_FILES_MAX = 188
-PRODUCT_LINES_MAX = 40_600
+PRODUCT_LINES_MAX = 40_613
 BENCH_FILES_MAX = 90
-BENCH_LINES_MAX = 18_171
+BENCH_LINES_MAX = 18_173
 #: A count below its maximum by more than this share means that the maximum has to be lowered.
 SLACK = 0.02
 

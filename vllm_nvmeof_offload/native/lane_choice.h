@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which lane reads a chunk: the one that has it first. Without state and clock, so that all who
-// decide it decide alike.
+// Chooses the lane that reads a chunk: the one that has it first. It has no state and no clock, so
+// that the worker and simulators decide alike.
 #pragma once
 
 #include <cstddef>
@@ -18,9 +18,9 @@ inline constexpr int kOwnLane = 0;
 
 // 0: the own lane; i: peer i - 1; -1: the chunk waits.
 //
-// The lane with the least end has the chunk; on a tie the own one, because it costs no second
-// machine anything. A lane without room is waited for, as its end counts what it has already,
-// unless one with room ends even sooner, which can be on a tie alone.
+// The lane with the least end gets the chunk; on a tie the own one does, because it takes no other
+// machine's time. A lane without room is waited for, since its end counts what it has already,
+// unless one with room ends even earlier, which is possible on a tie only.
 inline int choose_lane(const LaneEstimate& own, std::span<const LaneEstimate> peers) {
   constexpr double kTie = 1.05;
   const auto lane = [&](int number) -> const LaneEstimate& {

@@ -168,7 +168,7 @@ class Machine {
   // if the slot has the chunk by our own check; else the peer has failed. If it fails and the pull
   // goes on, `failed_unreleased` comes before.
   void set_peer(size_t lane, const PeerState& state);
-  // Of reads that this peer is to make from now on, which are new.
+  // A read that this peer is asked for; each is offered once.
   struct PeerOffer {
     Task* task;
     uint64_t token;
@@ -176,8 +176,8 @@ class Machine {
   };
   std::vector<PeerOffer> offer_peer(size_t lane);
   void failed_unreleased(uint64_t token);
-  // Tokens that this peer has and nobody waits for, because the time of its try is over, and
-  // because their loads are cancelled. Their ends must still come.
+  // Tokens that this peer still has although no load waits for them: the time of its try is over,
+  // or the load was cancelled. Their ends must still come.
   std::vector<uint64_t> take_overdue_peer(size_t lane);
   std::vector<uint64_t> take_cancels_peer(size_t lane);
   // What a read waits for, by lane: bytes, and seconds (0: not known).

@@ -69,7 +69,7 @@ class PeerLanes {
   int64_t next_deadline_ns() const { return next_ns_; }
   size_t in_flight() const { return reads_.size(); }
 
-  // Tokens that Python has, and nobody waits for any more, by peer.
+  // By peer: tokens that Python has although no load waits for them any more.
   std::vector<std::vector<uint64_t>> overdue, cancels;
 
  private:

@@ -2,8 +2,8 @@
 """The reads that peers make for us: between the native machine, which decides which chunks those
 are, and the sessions with peers, which carry them there and back.
 
-Whatever becomes of a session, of each read the machine hears at most one failure and one end. What
-it never hears of it stops waiting for by itself, and asks to be cancelled.
+Whatever becomes of a session, the machine hears of each read at most one failure and one end. If it
+never hears of a read, it stops waiting on its own and asks for the read to be cancelled.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 """Agents: what each of their turns finds, adds and answers; from a trace or drawn from one.
 
 An agent's context only grows, by the turn's new tokens and by its answer. `blocks` name what a
-prompt shares with others, for the simulation that looks tokens up; without them an agent shares
-nothing with another one.
+prompt shares with others, for simulations that look tokens up; without them agents share nothing.
 """
 
 from __future__ import annotations
@@ -143,7 +142,7 @@ def _turns(trace: Trace) -> list[tuple[int, int]]:
 
 
 def described(agents: Sequence[Agent]) -> dict[str, float]:
-    """What the turns are like on average."""
+    """The means over all turns."""
     turns = sum(len(one.new) for one in agents)
     hit = sum(sum(one.hit) for one in agents)
     prompt = hit + sum(sum(one.new) for one in agents)

@@ -49,7 +49,7 @@ ARMS = {
 }
 #: All agents of an offline run begin within so long.
 _START_S = 0.5
-#: Of an online run the first part is not counted: it fills.
+#: Share of an online run that is not counted, because the cluster is still filling.
 _WARM = 0.4
 _SEARCH_STEPS = 6
 _BALANCE_POINTS = 100
@@ -61,10 +61,13 @@ class Settings:
 
     machines: Path = option(KNOWN, "File of clusters, as machines.toml of this benchmark.")
     clusters: tuple[str, ...] = option(
-        ("660b-2p4d", "27b-1p1d"), "Clusters of that file for the parts agents, online, recorded."
+        ("660b-2p4d", "27b-1p1d"),
+        "Clusters of the machines file to play in the parts agents, online and recorded.",
     )
     parts: tuple[str, ...] = option(PARTS, f"Parts to play, of {', '.join(PARTS)}.")
-    agents: tuple[int, ...] = option((64, 128, 256, 512, 1024), "Agents of the part agents.")
+    agents: tuple[int, ...] = option(
+        (64, 128, 256, 512, 1024), "Numbers of agents at once that the part `agents` plays."
+    )
     added_tokens: float = option(429.0, "Mean tokens that a turn adds; 0: the trace's.", min=0)
     answer_tokens: float = option(120.0, "Mean tokens of an answer; 0: the trace's.", min=0)
     context_tokens_max: int = option(

@@ -2,7 +2,7 @@
 """Hits as the product's own manager finds them: one per engine, with a CPU tier and a pool.
 
 Copies and I/O of the managers succeed at once; the time of reads is the cluster's. With sharing,
-an engine also reads what lies in another one's pool, as its follower would know it, and does not
+an engine also reads what is in another engine's pool, as its follower would know it, and does not
 store that again.
 """
 
@@ -93,7 +93,7 @@ class Tiers:
     def _elsewhere(
         self, keys: list[bytes], engine: int
     ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Which of the keys lie in another engine's pool that this one can read."""
+        """Return, by key, whether another engine's pool has it for this one to read."""
         there = np.zeros(len(keys), bool)
         if self._sizes.sharing and keys:
             for number, core in enumerate(self._cores):

@@ -54,6 +54,8 @@ def test_the_report_has_a_cluster_only_if_one_is_given() -> None:
 def test_one_kind_of_nodes_without_the_other_is_refused() -> None:
     with pytest.raises(ConfigError, match="give --prefill-nodes and --decode-nodes"):
         Deployment(prefill_nodes=2)
+    with pytest.raises(ConfigError, match=r"^--decode-nodes.*3"):
+        Deployment(decode_nodes=3)
     options = ["--preset", "Qwen3-8B", "--prefill-nodes", "2", "--decode-nodes", "4"]
     shown = CliRunner().invoke(app, ["size", *options])
     assert shown.exit_code == 0, shown.output

@@ -194,21 +194,33 @@ class Deployment:
     prefill_nodes: int | None = _count(
         None,
         "--prefill-nodes",
-        "Prefill nodes of a cluster whose decode nodes read for them; with --decode-nodes.",
+        "Prefill nodes of a cluster whose decode nodes read for them; needs --decode-nodes.",
     )
-    decode_nodes: int | None = _count(None, "--decode-nodes", "Decode nodes of that cluster.")
+    decode_nodes: int | None = _count(
+        None,
+        "--decode-nodes",
+        "Decode nodes of a cluster that read for its prefill nodes; needs --prefill-nodes.",
+    )
     node_gpus: int = _count(
-        8, "--node-gpus", "GPUs of such a node, each with a link to the others."
+        8, "--node-gpus", "GPUs of one cluster node, each with a link to other nodes."
     )
-    node_storage_links: int = _count(1, "--node-storage-links", "Links of a node to the pool.")
+    node_storage_links: int = _count(
+        1, "--node-storage-links", "Links of one cluster node to the pool."
+    )
     node_link: str = _option(
-        "400GbE", "--node-link", "One link of a node, to the pool or to other nodes.", _link_text
+        "400GbE",
+        "--node-link",
+        "One link of a cluster node, to the pool or to other nodes.",
+        _link_text,
     )
     node_memory_bytes_per_s: float = _option(
-        "500GB/s", "--node-memory", "Rate of a node's main memory.", parse_rate
+        "500GB/s", "--node-memory", "Rate of a cluster node's main memory.", parse_rate
     )
     turn_compute_seconds: float | None = _option(
-        None, "--turn-compute", "Time in which a node computes a turn's new tokens.", parse_duration
+        None,
+        "--turn-compute",
+        "Time in which a cluster node computes the new tokens of a turn.",
+        parse_duration,
     )
     turn_gap_seconds: float = _option(
         "5s", "--turn-gap", "From an agent's first token to its next turn.", parse_duration
@@ -221,8 +233,9 @@ class Deployment:
                 object.__setattr__(self, one.name, _read(value, option))
         object.__setattr__(self, "gpus", self.gpus or self.ranks)
         if (self.prefill_nodes is None) != (self.decode_nodes is None):
+            name = "--decode-nodes" if self.prefill_nodes is None else "--prefill-nodes"
             given = self.prefill_nodes or self.decode_nodes
-            raise ConfigError("--prefill-nodes", given, "give --prefill-nodes and --decode-nodes")
+            raise ConfigError(name, given, "give --prefill-nodes and --decode-nodes")
 
     @property
     def ranks(self) -> int:

@@ -52,7 +52,7 @@ def turns_per_s(
 def agents_at(turns: float, ttft_s: float, gap_s: float) -> int:
     """Agents whose mean TTFT is `ttft_s` when the cluster carries so many turns per second.
 
-    gap_s: from a first token to the agent's next turn. With fewer agents nobody waits so long;
-    each one more makes all wait longer, because nothing carries more turns.
+    gap_s: from a first token to the agent's next turn. With fewer agents the wait is shorter; each
+    further agent makes all of them wait longer, because the cluster carries no more turns.
     """
     return int(turns * (ttft_s + gap_s))
