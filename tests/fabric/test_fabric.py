@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from .conftest import REPORT, Results
+from .rig import guest as emulation
 from .rig.guest import Guest, GuestFailedError
 from .scenarios import BOOTS, SCENARIOS
 
@@ -50,3 +51,31 @@ def test_a_guest_returns_status_and_files(guest: Guest, tmp_path: Path) -> None:
     assert (tmp_path / "kernel").read_text().strip() in guest.kernel.parent.joinpath(
         "packages"
     ).read_text()
+
+
+EMULATOR = """#!/bin/sh
+# Stands in for an emulator whose guest hangs in its first starts: these cannot be had on demand.
+echo started >>{starts}
+[ $(wc -l <{starts}) -gt {hung} ] || exec sleep 1000
+echo "[rig] kernel up after 1 s"
+echo 7 >{job}/status
+"""
+
+
+@pytest.mark.parametrize(("hung", "fails"), [(2, False), (3, True)])
+def test_a_guest_whose_kernel_hangs_is_started_again(
+    hung: int, fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(emulation, "KERNEL_UP_S_MAX", 2.0)
+    job, starts = tmp_path / "job", tmp_path / "starts"
+    emulator = tmp_path / "usr" / "bin" / "qemu-system-x86_64"
+    emulator.parent.mkdir(parents=True)
+    emulator.write_text(EMULATOR.format(starts=starts, hung=hung, job=job))
+    emulator.chmod(0o755)
+    guest = Guest(tmp_path, tmp_path / "kernel", tmp_path / "initramfs")
+    if fails:
+        with pytest.raises(GuestFailedError, match="did not come up in 3 starts"):
+            guest.run(job, "", 20)
+    else:
+        assert guest.run(job, "", 20).status == 7
+    assert starts.read_text().count("started") == 3
