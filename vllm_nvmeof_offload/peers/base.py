@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words of peers.
+"""The words of peers, and the seams to both sides' machines.
 
 P is the side that loads, D the side that serves. P asks D for a chunk; D reads it into one of its
 *serve slots* and lends that to P; P pulls it into a slot of its own, and proves it there. Whatever
@@ -8,12 +8,48 @@ a peer says decides how soon a chunk comes, never whether it is right.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from vllm_nvmeof_offload.errors import Outcome
 from vllm_nvmeof_offload.pool.format import SlotPlace
 from vllm_nvmeof_offload.protocol import SlotIdentity
+
+#: Both say "I live" so often while a read is open, and else.
+BEAT_OPEN_S = 0.05
+BEAT_IDLE_S = 1.0
+#: Who has said nothing for so long is lost.
+SILENT_OPEN_S = 0.5
+SILENT_IDLE_S = 3.5
+
+
+class SlotMemory(NamedTuple):
+    """Slots of equal size, one after the other. address: of the first one."""
+
+    address: int
+    slot_bytes: int
+    slots: int
+
+    def slot_of(self, address: int) -> int:
+        slot, rest = divmod(address - self.address, self.slot_bytes)
+        assert not rest
+        assert 0 <= slot < self.slots
+        return slot
+
+    def address_of(self, slot: int) -> int:
+        assert 0 <= slot < self.slots
+        return self.address + slot * self.slot_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What two peers must have in common, beside the share tag."""
+
+    keyspace: str
+    rank: int
+    world_size: int
+    slot_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,3 +94,52 @@ class PeerState(NamedTuple):
 
 
 NO_PEER = PeerState(False, 0, 0.0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeRead:
+    """A chunk that D reads for P into the serve slot at `address`. token: the server's number."""
+
+    token: int
+    address: int
+    payload_bytes: int
+    identity: SlotIdentity
+    place: SlotPlace
+    tag: bytes
+    deadline_s: float
+
+
+class Served(NamedTuple):
+    """The end of a `ServeRead`: the storage does not touch its serve slot any more.
+
+    outcome: None: D has not opened the region of its place.
+    """
+
+    token: int
+    outcome: Outcome | None
+
+
+class Levels(NamedTuple):
+    """D's storage: what it still has to read, and how fast it reads; 0: not known."""
+
+    queued_bytes: int
+    bytes_per_s: float
+
+
+class ServePort(Protocol):
+    """D's storage. Only the server's thread calls, and nothing here blocks."""
+
+    def serve(self, reads: Sequence[ServeRead]) -> None:
+        """Read behind D's own demand. Each ends once in `poll`, however late."""
+
+    def cancel(self, tokens: Sequence[int]) -> None:
+        """They are not wanted any more; they end as all others do."""
+
+    def poll(self) -> list[Served]:
+        """Return what has ended since the last call."""
+
+    def levels(self) -> Levels:
+        """Return how busy the storage is now."""
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable while `poll` may have something to return."""

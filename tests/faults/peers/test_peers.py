@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads through a peer in another process, over real files."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zmq
+
+from tests.contract.rig import Rig, name
+from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, OK, STALE, io_error
+from vllm_nvmeof_offload.peers.messages import Beat, Channel, Hello, Refused
+from vllm_nvmeof_offload.peers.server import host_and_port
+from vllm_nvmeof_offload.protocol import SlotIdentity
+
+from .conftest import MakePair
+from .kit import D_SLOTS, P_SLOTS, TRANSPORTS, Puller, Serving
+
+
+def test_what_a_peer_brings_is_what_the_owner_stored(make_pair: MakePair) -> None:
+    serving, puller = make_pair()
+    assert puller.wait_usable().credits == D_SLOTS
+    for _ in range(5):
+        for first in (0, 8):
+            tokens = [puller.read(number) for number in range(first, first + 8)]
+            assert puller.run(*tokens) == [OK] * 8
+    assert puller.clients.counts.pulled == 80
+    counts = serving.ask()
+    assert counts["served_bytes"] == 80 * 24_000
+    assert (counts["failed"], counts["busy"], counts["malformed"]) == (0, 0, 0)
+    puller.until(lambda: serving.ask()["free"] == D_SLOTS)
+
+
+def test_the_rate_of_a_peer_is_known_after_some_reads(make_pair: MakePair) -> None:
+    _, puller = make_pair()
+    assert puller.wait_usable().bytes_per_s == 0
+    for _ in range(500):
+        assert puller.run(*[puller.read(number) for number in range(D_SLOTS)]) == [OK] * D_SLOTS
+        if puller.clients.state(0).bytes_per_s:
+            break
+    assert 1e5 < puller.clients.state(0).bytes_per_s < 1e12
+
+
+def test_a_peer_reports_the_bytes_of_others_that_it_reads_first(
+    store: Rig, transport: str, tmp_path: Path
+) -> None:
+    knobs = {"read_delay_ms": 700}
+    serving = Serving(store, tmp_path / "d", transport, engine="faulty-uring", knobs=knobs)
+    busy, idle = (Puller(store, serving.address, by_nixl=TRANSPORTS[transport]) for _ in "12")
+    busy.wait_usable()
+    idle.wait_usable()
+    tokens = [busy.read(number) for number in range(D_SLOTS)]
+    busy.ask(*tokens)
+    idle.until(lambda: idle.clients.state(0).queued_bytes == D_SLOTS * store.pool.slot_bytes)
+    assert busy.clients.state(0).queued_bytes == 0, "its own reads it counts itself"
+    busy.until(lambda: len(busy.free) == P_SLOTS)
+    idle.until(lambda: idle.clients.state(0).queued_bytes == 0)
+    for puller in (busy, idle):
+        puller.close()
+        puller.at_rest()
+    serving.close()
+
+
+@pytest.mark.parametrize("other", [name(3), name(2, generation=2)], ids=["key", "generation"])
+def test_a_chunk_that_is_another_one_by_now_is_stale(
+    make_pair: MakePair, other: SlotIdentity
+) -> None:
+    _, puller = make_pair()
+    puller.wait_usable()
+    assert puller.run(puller.read(2, other)) == [STALE]
+    assert puller.run(puller.read(2)) == [OK]
+
+
+def test_a_region_that_the_peer_has_not_opened_lets_its_lane_rest(
+    store: Rig, make_pair: MakePair, tmp_path: Path
+) -> None:
+    """The peer has the region of the first target alone."""
+    place = store.pool.place(0)
+    slab = str(store.pool.directories[0] / "slab")
+    region = {"slab": slab, "uuid": place.region_uuid.hex(), "rank": place.rank}
+    _, puller = make_pair(regions=[region])
+    puller.wait_usable()
+    assert puller.run(puller.read(1)) == [io_error(errno.EBADF)]
+    puller.until(lambda: not puller.clients.state(0).usable)
+    puller.wait_usable()
+    assert puller.run(puller.read(2)) == [OK]
+
+
+def test_more_reads_than_credits_are_not_asked_for(make_pair: MakePair) -> None:
+    serving, puller = make_pair()
+    puller.wait_usable()
+    outcomes = puller.run(*[puller.read(number % 16) for number in range(D_SLOTS + 3)])
+    assert outcomes == [OK] * D_SLOTS + [io_error(errno.EAGAIN)] * 3
+    assert serving.ask()["busy"] == 0
+
+
+def test_a_deadline_and_a_cancellation_end_reads_that_the_peer_holds(make_pair: MakePair) -> None:
+    """The peer still owes their answers, so that its lane has fewer credits."""
+    serving, puller = make_pair(how="silent")
+    puller.wait_usable()
+    late, given_up, waiting = puller.read(0, within_s=0.5), puller.read(1), puller.read(2)
+    puller.ask(late, given_up, waiting)
+    puller.until(lambda: serving.ask()["free"] == D_SLOTS - 3)  # its storage has them
+    puller.clients.cancel([given_up, 12345])
+    puller.until(lambda: len(puller.outcomes) == 2)
+    assert (puller.outcomes[late], puller.outcomes[given_up]) == (DEADLINE, CANCELLED)
+    assert len(puller.free) == P_SLOTS - 1
+    puller.until(lambda: puller.clients.state(0).credits == D_SLOTS - 2)
+    puller.clients.cancel([waiting])
+    puller.until(lambda: len(puller.free) == P_SLOTS)
+    assert puller.outcomes[waiting] == CANCELLED
+
+
+def test_a_slow_peer_answers_what_is_given_up_and_gets_its_credits_back(
+    make_pair: MakePair,
+) -> None:
+    serving, puller = make_pair(engine="faulty-uring", knobs={"read_delay_ms": 300})
+    puller.wait_usable()
+    tokens = [puller.read(number, within_s=0.1) for number in range(D_SLOTS)]
+    assert puller.run(*tokens) == [DEADLINE] * D_SLOTS
+    puller.until(lambda: puller.clients.state(0).credits == D_SLOTS)
+    assert puller.run(*[puller.read(number) for number in range(D_SLOTS)]) == [OK] * D_SLOTS
+    puller.until(lambda: serving.ask()["free"] == D_SLOTS)
+
+
+@pytest.mark.parametrize("transport", ["messages"], indirect=True)
+@pytest.mark.parametrize("what", ["keyspace", "rank", "tag"])
+def test_who_has_something_else_is_refused(
+    store: Rig, transport: str, tmp_path: Path, what: str
+) -> None:
+    serving = Serving(
+        store, tmp_path / "d", transport, **({"tag": "ab" * 16} if what == "tag" else {})
+    )
+    more = {"keyspace": {"keyspace": "another"}, "rank": {"rank": 1}, "tag": {}}[what]
+    puller = Puller(store, serving.address, **more)  # type: ignore[arg-type]
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(serving.address)
+    hello = Hello(version=1, keyspace="k", tag=b"x" * 16, rank=9, world_size=2, slot_bytes=28672)
+    channel = Channel()
+    socket.send(channel.encode(hello))
+    answer = channel.decode(socket.recv())
+    assert isinstance(answer, Refused)
+    assert "rank" in answer.text
+    context.destroy(0)
+    assert not puller.clients.state(0).usable
+    (outcome,) = puller.run(puller.read(0))
+    assert outcome == io_error(errno.ENOTCONN)
+    assert serving.ask()["sessions"] == 0
+    puller.close()
+    serving.close()
+
+
+@pytest.mark.parametrize("transport", ["messages"], indirect=True)
+def test_new_weights_end_the_sessions_of_the_old_ones(make_pair: MakePair) -> None:
+    serving, puller = make_pair()
+    puller.wait_usable()
+    old, new = puller.rig.engine.stamp.tag, b"n" * 16
+    serving.ask("tag " + new.hex())
+    puller.until(lambda: not puller.clients.state(0).usable)
+    puller.clients.set_tag(new)
+    puller.wait_usable()
+    assert puller.run(puller.read(0)) == [STALE], "the chunk is of the old weights"
+    puller.clients.set_tag(old)
+    serving.ask("tag " + old.hex())
+    puller.wait_usable()
+    assert puller.run(puller.read(0)) == [OK]
+    assert puller.clients.counts.malformed == 0
+
+
+@pytest.mark.parametrize("transport", ["messages"], indirect=True)
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"nonsense"],
+        [b""],
+        [b"\x81\xa4type\xa4bye\x00"],
+        [Channel().encode(Beat()), b"another frame"],
+        [b"\x93" * 100_000],
+    ],
+    ids=["no message", "empty", "not whole", "two frames", "deep"],
+)
+def test_what_is_malformed_is_counted_and_hurts_nobody_else(
+    make_pair: MakePair, frames: list[bytes]
+) -> None:
+    serving, puller = make_pair()
+    puller.wait_usable()
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(serving.address)
+    socket.send_multipart(frames)
+    puller.until(lambda: serving.ask()["malformed"] == 1)
+    assert puller.run(puller.read(0)) == [OK]
+    assert serving.ask()["sessions"] == 1
+    context.destroy(0)
+
+
+class FakePeer:
+    """D as far as messages go."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.bind("tcp://127.0.0.1:0")
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def greeted(self, answer: Callable[[], bytes]) -> None:
+        route, _ = self._socket.recv_multipart()
+        self._socket.send_multipart([route, answer()])
+
+    def close(self) -> None:
+        self._context.destroy(0)
+
+
+@pytest.mark.parametrize("transport", ["messages"], indirect=True)
+def test_a_peer_that_talks_nonsense_has_no_session(store: Rig, transport: str) -> None:
+    peer = FakePeer()
+    puller = Puller(store, peer.address)
+    peer.greeted(lambda: b"nonsense")
+    puller.until(lambda: puller.clients.counts.malformed == 1)
+    peer.greeted(lambda: Channel().encode(Beat()))  # before any Welcome
+    puller.until(lambda: puller.clients.counts.malformed == 2)
+    assert not puller.clients.state(0).usable
+    puller.close()
+    peer.close()
+
+
+@pytest.mark.parametrize("transport", ["messages"], indirect=True)
+def test_a_peer_that_comes_later_is_found(store: Rig, transport: str, tmp_path: Path) -> None:
+    peer = FakePeer()  # nobody answers there
+    address = peer.address
+    peer.close()
+    puller = Puller(store, address)
+    (outcome,) = puller.run(puller.read(0))
+    assert outcome == io_error(errno.ENOTCONN)
+    serving = Serving(store, tmp_path / "d", transport, address=address)
+    puller.wait_usable()
+    assert puller.run(puller.read(0)) == [OK]
+    puller.close()
+    serving.close()
+
+
+def test_a_rank_has_a_port_of_its_own() -> None:
+    assert host_and_port("10.0.0.7:7000", 3) == "tcp://10.0.0.7:7003"

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between peers: what one encodes the other decodes, and anything else is malformed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_nvmeof_offload.errors import (
+    CANCELLED,
+    CHECKSUM_MISMATCH,
+    DEADLINE,
+    STALE,
+    Outcome,
+    io_error,
+)
+from vllm_nvmeof_offload.peers.messages import (
+    MESSAGE_BYTES_MAX,
+    READS_MAX,
+    TOKENS_MAX,
+    AnyMessage,
+    Beat,
+    Bye,
+    Cancel,
+    Channel,
+    Done,
+    Failed,
+    FailedRead,
+    Hello,
+    Lent,
+    MalformedError,
+    Read,
+    Ready,
+    Reason,
+    Refused,
+    Sent,
+    WantedRead,
+    Welcome,
+    failed_read,
+    outcome_of_failed,
+)
+from vllm_nvmeof_offload.peers.pace import BusyRate, Rest
+
+u64 = st.integers(0, (1 << 64) - 1)
+u32 = st.integers(0, (1 << 32) - 1)
+sixteen = st.binary(min_size=16, max_size=16)
+tokens = st.lists(u64, max_size=20)
+rate = st.floats(0, 1e15)
+wanted = st.builds(WantedRead, u64, sixteen, u32, st.binary(min_size=1, max_size=46), u64, u64, u32)
+reads = st.lists(wanted, max_size=READS_MAX)
+failed = st.lists(st.builds(FailedRead, u64, st.sampled_from(Reason), u32), max_size=9)
+messages: st.SearchStrategy[AnyMessage] = st.one_of(
+    st.builds(
+        Hello,
+        version=u32,
+        keyspace=st.text(max_size=64),
+        tag=sixteen,
+        rank=u32,
+        world_size=u32,
+        slot_bytes=u64,
+    ),
+    st.builds(
+        Welcome,
+        metadata=st.binary(max_size=999),
+        pid=u32,
+        probe_address=u64,
+        probe=sixteen,
+        has_rdma=st.booleans(),
+        address=u64,
+        slots=st.integers(1, TOKENS_MAX),
+        credits=st.integers(1, TOKENS_MAX),
+    ),
+    st.builds(Refused, text=st.text(max_size=256)),
+    st.builds(Read, inline=st.booleans(), reads=reads),
+    st.builds(
+        Ready,
+        lent=st.lists(st.builds(Lent, u64, u32), max_size=9),
+        queued_bytes=u64,
+        bytes_per_s=rate,
+    ),
+    st.builds(Sent, token=u64),
+    st.builds(Failed, failed=failed),
+    st.builds(Done, tokens=tokens),
+    st.builds(Cancel, tokens=tokens),
+    st.builds(Beat, queued_bytes=u64, bytes_per_s=rate),
+    st.builds(Bye, text=st.text(max_size=256)),
+)
+
+WELCOME = Welcome(
+    metadata=b"m" * 300,
+    pid=7,
+    probe_address=1 << 46,
+    probe=b"p" * 16,
+    has_rdma=False,
+    address=1 << 40,
+    slots=16,
+    credits=16,
+)
+
+
+@given(st.lists(messages, max_size=5))
+def test_what_is_encoded_is_decoded(sent: list[AnyMessage]) -> None:
+    ours, theirs = Channel(), Channel()
+    assert [theirs.decode(ours.encode(message)) for message in sent] == sent
+    assert [message.n for message in sent] == list(range(len(sent)))
+
+
+@given(st.binary(max_size=200))
+def test_bytes_are_a_message_or_malformed(raw: bytes) -> None:
+    try:
+        Channel().decode(raw)
+    except MalformedError:
+        return
+
+
+@given(messages, st.data())
+def test_a_damaged_message_is_a_message_or_malformed(
+    message: AnyMessage, data: st.DataObject
+) -> None:
+    raw = bytearray(Channel().encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(raw) - 1))
+        raw[at] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(raw)))
+    for part in (bytes(raw), bytes(raw[:cut])):
+        try:
+            again = Channel().decode(part)
+        except MalformedError:
+            continue
+        assert again.n == 0
+
+
+def test_many_random_damages_never_raise_anything_else() -> None:
+    dice = random.Random(24)
+    wanted_read = WantedRead(7, b"r" * 16, 3, b"k" * 36, 1 << 63, 1 << 21, 500)
+    read = Read(inline=False, reads=[wanted_read] * 9)
+    sources = [Channel().encode(one) for one in (read, WELCOME)]
+    malformed = 0
+    for _ in range(20_000):
+        raw = bytearray(dice.choice(sources))
+        for _ in range(dice.randrange(1, 5)):
+            raw[dice.randrange(len(raw))] = dice.randrange(256)
+        try:
+            Channel().decode(bytes(raw[: dice.randrange(len(raw)) or None]))
+        except MalformedError:
+            malformed += 1
+    assert malformed > 10_000
+
+
+def test_a_gap_in_the_numbers_is_malformed() -> None:
+    ours, theirs = Channel(), Channel()
+    first, second, third = (ours.encode(Beat()) for _ in range(3))
+    theirs.decode(first)
+    for raw in (third, first):
+        with pytest.raises(MalformedError, match="in place of 1"):
+            theirs.decode(raw)
+    theirs.decode(second)
+
+
+def test_a_field_of_a_later_release_is_ignored() -> None:
+    raw = msgspec.msgpack.encode({"type": "done", "n": 0, "tokens": [3], "news": {"a": [1]}})
+    assert Channel().decode(raw) == Done(tokens=[3])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"type": "done", "tokens": list(range(TOKENS_MAX + 1))},
+        {
+            "type": "read",
+            "inline": False,
+            "reads": [[1, b"r" * 16, 1, b"k", 1, 1, 1]] * (READS_MAX + 1),
+        },
+        {"type": "read", "inline": False, "reads": [[1, b"r" * 15, 1, b"k", 1, 1, 1]]},
+        {"type": "read", "inline": False, "reads": [[1, b"r" * 16, 1, b"k" * 47, 1, 1, 1]]},
+        {"type": "read", "inline": False, "reads": [[-1, b"r" * 16, 1, b"k", 1, 1, 1]]},
+        msgspec.to_builtins(WELCOME, builtin_types=(bytes,)) | {"slots": 0},
+        msgspec.to_builtins(WELCOME, builtin_types=(bytes,)) | {"credits": 99_999},
+        {"type": "beat", "bytes_per_s": float("nan")},
+        {"type": "beat", "bytes_per_s": float("inf")},
+        {"type": "another"},
+        {"type": "bye", "text": "x" * 257},
+    ],
+    ids=lambda fields: fields["type"],
+)
+def test_what_is_out_of_bounds_is_malformed(fields: dict[str, object]) -> None:
+    with pytest.raises(MalformedError):
+        Channel().decode(msgspec.msgpack.encode({"n": 0, **fields}))
+
+
+def test_a_message_that_is_too_large_is_not_looked_at() -> None:
+    with pytest.raises(MalformedError, match="bytes"):
+        Channel().decode(b"\x81" + bytes(MESSAGE_BYTES_MAX))
+
+
+def test_the_largest_messages_fit() -> None:
+    largest = WantedRead(*[(1 << 64) - 1, b"r" * 16, 9, b"k" * 46, (1 << 64) - 1, 1 << 40, 9])
+    assert Channel().encode(Read(inline=True, reads=[largest] * READS_MAX))
+    assert Channel().encode(Done(tokens=[(1 << 64) - 1] * TOKENS_MAX))
+
+
+@pytest.mark.parametrize(
+    "outcome", [STALE, CHECKSUM_MISMATCH, DEADLINE, CANCELLED, io_error(5), io_error(0)], ids=str
+)
+def test_a_failure_crosses_as_it_is(outcome: Outcome) -> None:
+    assert outcome_of_failed(failed_read(1, outcome)) == outcome
+
+
+def test_what_only_a_peer_can_say_is_an_error_of_the_slot_or_of_nothing() -> None:
+    assert failed_read(1, None) == FailedRead(1, Reason.NOT_ATTACHED)
+    for reason in Reason:
+        assert not outcome_of_failed(FailedRead(1, reason)).ok
+
+
+def test_a_peer_that_is_lost_thrice_rests_and_longer_each_time() -> None:
+    rest, now_s = Rest(), 1000.0
+    rested = []
+    for _ in range(3):
+        for _ in range(3):
+            rest.begin(now_s, was_up=True)
+            assert not rest.is_over(now_s + 0.1)
+            start_s = now_s
+            while not rest.is_over(now_s):
+                now_s += 0.1
+        rested.append(round(now_s - start_s))
+    assert rested == [30, 60, 120]
+    rest.begin(now_s, was_up=True)
+    assert rest.is_over(now_s + 0.3), "one loss is followed by a short rest"
+
+
+def test_a_peer_that_is_not_there_is_greeted_every_few_seconds() -> None:
+    rest, now_s = Rest(), 0.0
+    greeted = []
+    while now_s < 60.0:
+        if rest.is_over(now_s):
+            greeted.append(now_s)
+            rest.begin(now_s, was_up=False)
+        now_s += 0.1
+    gaps = [later - sooner for sooner, later in itertools.pairwise(greeted)]
+    assert gaps[0] < 0.5
+    assert max(gaps) == pytest.approx(5.0, abs=0.2)
+
+
+def test_a_rate_counts_the_time_in_which_something_moves() -> None:
+    rate = BusyRate()
+    now_s = 0.0
+    for _ in range(20):
+        rate.moves(now_s)
+        rate.moves(now_s + 0.01)
+        rate.moved(100, now_s + 0.015, more=True)
+        rate.moved(200, now_s + 0.03, more=False)
+        now_s += 1.0  # nothing moves
+    assert rate.bytes_per_s == pytest.approx(10_000)
+    rate.moves(now_s)
+    rate.stop()
+    rate.moves(now_s + 100)
+    rate.moved(200, now_s + 100.02, more=False)
+    assert rate.bytes_per_s == pytest.approx(10_000)

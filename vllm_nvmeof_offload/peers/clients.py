@@ -1,0 +1,636 @@
+# SPDX-License-Identifier: Apache-2.0
+"""P's side: one lane for each peer, and one thread for all of them.
+
+A read is ASKED, then PULLING where NIXL moves its bytes; then it has its end. A read that is
+cancelled, or whose deadline has passed, has its outcome at once. If D still owes an answer it is
+DROPPED and costs a credit; if its pull has not ended it is a ZOMBIE, whose buffer is released
+later. Nothing waits for a peer: one that errs, falls silent, or holds a zombie for a second loses
+its session, all its reads end, and it is greeted again after a rest.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import errno
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import zmq
+
+from vllm_nvmeof_offload import logger
+from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, Outcome, io_error
+from vllm_nvmeof_offload.io.base import Waker, unbind_this_thread
+from vllm_nvmeof_offload.peers.base import (
+    BEAT_IDLE_S,
+    BEAT_OPEN_S,
+    NO_PEER,
+    SILENT_IDLE_S,
+    SILENT_OPEN_S,
+    Common,
+    PeerEnd,
+    PeerRead,
+    PeerState,
+    SlotMemory,
+)
+from vllm_nvmeof_offload.peers.messages import (
+    MESSAGE_BYTES_MAX,
+    READS_MAX,
+    TOKENS_MAX,
+    VERSION,
+    AnyMessage,
+    Beat,
+    Bye,
+    Cancel,
+    Channel,
+    Done,
+    Failed,
+    FailedRead,
+    Hello,
+    Lent,
+    MalformedError,
+    Read,
+    Ready,
+    Reason,
+    Refused,
+    Sent,
+    WantedRead,
+    Welcome,
+    outcome_of_failed,
+)
+from vllm_nvmeof_offload.peers.pace import BusyRate, Rest
+from vllm_nvmeof_offload.peers.transport import (
+    NixlTransport,
+    Pull,
+    TransportError,
+    has_rdma,
+    memory_of,
+)
+from vllm_nvmeof_offload.pool.format import verify
+from vllm_nvmeof_offload.units import slot_stride_bytes
+
+_GREETING_S = 2.0
+_ZOMBIE_S = 1.0
+#: A peer that has not opened a region yet opens it meanwhile.
+_NOT_ATTACHED_S = 0.25
+#: So many reads in a row that bring nothing: whatever it is, others load sooner.
+_FAILED_IN_A_ROW_MAX = 8
+_MOVING_TICK_S = 0.0001
+_FRAMES_MAX = 256
+#: The library keeps a closed socket so long for what is still to be sent.
+_BYE_MS = 100
+LOST = io_error(errno.ENOTCONN)
+
+
+class _Stage(enum.Enum):
+    ASKED = enum.auto()
+    DROPPED = enum.auto()
+    PULLING = enum.auto()
+    ZOMBIE = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    read: PeerRead
+    stage: _Stage = _Stage.ASKED
+    pull: Pull | None = None
+    decided_s: float = 0.0  # when it became a zombie
+
+
+@dataclass(slots=True)
+class ClientCounts:
+    """What has come from all peers, and what has not."""
+
+    pulled: int = 0
+    pulled_bytes: int = 0
+    failed: collections.Counter[str] = field(default_factory=collections.Counter)
+    malformed: int = 0
+    lost: int = 0  # sessions
+
+
+class _SessionLostError(Exception):
+    """Ends the session; str: why."""
+
+
+class _Session:
+    """One session with one peer."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], address: str, slot_bytes: int
+    ) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, max(MESSAGE_BYTES_MAX, slot_bytes))
+        self.socket.setsockopt(zmq.RECONNECT_IVL, -1)  # what was sent meanwhile would be lost
+        self.socket.setsockopt(zmq.IPV6, 1)
+        self.socket.connect(address)
+        self.channel = Channel()
+        self.is_up = False
+        self.transport: NixlTransport | None = None  # None: chunks come in messages
+        self.began_s = self.heard_s = time.monotonic()
+        self.told_s = self.opened_s = 0.0
+        self.broken = ""  # why nothing can be sent
+        self.credits = self.slots = 0
+        self.open: dict[int, _Reading] = {}
+        self.moving: dict[int, _Reading] = {}  # of these, PULLING and ZOMBIE
+        self.dropped = 0
+        self.done: list[int] = []
+
+    def is_silent(self, now_s: float) -> bool:
+        if not self.is_up:
+            return now_s - self.began_s > _GREETING_S
+        if self.open:
+            return now_s - max(self.heard_s, self.opened_s) > SILENT_OPEN_S
+        return now_s - self.heard_s > SILENT_IDLE_S
+
+    def send(self, message: AnyMessage) -> None:
+        self.told_s = time.monotonic()
+        try:
+            self.socket.send(self.channel.encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self.broken = f"it takes no messages: {error}"
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    number: int
+    address: str
+    rest: Rest
+    session: _Session | None = None
+    tag: bytes = b""  # of the session
+    state: PeerState = NO_PEER  # as others see it
+    queued_bytes: int = 0
+    bytes_per_s: float = 0.0
+    pull_rate: BusyRate = field(default_factory=BusyRate)
+    unusable_until_s: float = 0.0
+    failed_in_a_row: int = 0
+    told: str = ""  # what the log said last
+
+
+class PeerClients:
+    """Reads through peers until it is closed. `submit`, `cancel`, `poll` and `close` belong to one
+    thread; all returns at once."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        common: Common,
+        tag: bytes,
+        memory: SlotMemory,
+        view: memoryview,
+        *,
+        by_nixl: bool = True,
+    ) -> None:
+        """addresses: of each lane's peer, as `tcp://10.0.0.7:7000`. memory: where chunks may come.
+
+        view: the same memory. by_nixl: NIXL pulls where it can; else chunks come in messages.
+        """
+        self.counts = ClientCounts()
+        self._common, self._tag, self._memory, self._view = common, tag, memory, view
+        self._by_nixl = by_nixl
+        self._lanes = [_Lane(number, address, Rest()) for number, address in enumerate(addresses)]
+        self._commands: collections.deque[tuple[int, list[PeerRead], list[int]]] = (
+            collections.deque()
+        )
+        self._ends: collections.deque[PeerEnd] = collections.deque()
+        #: Of lost sessions, whose agents are not gone yet, with the reads that they may write into.
+        self._leaving: list[tuple[NixlTransport, list[_Reading]]] = []
+        self._waker, self._heard = Waker(), Waker()
+        self._closed = threading.Event()
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._poller.register(self._waker.fd, zmq.POLLIN)
+        self._thread = threading.Thread(target=self._run, name="peer-clients", daemon=True)
+        self._thread.start()
+
+    def state(self, lane: int) -> PeerState:
+        one = self._lanes[lane]
+        return one.state if one.tag == self._tag else NO_PEER
+
+    def submit(self, lane: int, reads: Sequence[PeerRead]) -> None:
+        """Ask the lane's peer. Each read has its outcome by its deadline, give or take a beat."""
+        self._commands.append((lane, list(reads), []))
+        self._waker.wake()
+
+    def cancel(self, tokens: Sequence[int]) -> None:
+        """They are not wanted any more: each that has no outcome yet ends with CANCELLED."""
+        self._commands.append((-1, [], list(tokens)))
+        self._waker.wake()
+
+    def poll(self) -> list[PeerEnd]:
+        self._heard.clear()
+        return [self._ends.popleft() for _ in range(len(self._ends))]
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable while `poll` may have something to return."""
+        return self._heard.fd
+
+    def set_tag(self, tag: bytes) -> None:
+        """End the sessions with another tag."""
+        self._tag = tag
+        self._waker.wake()
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """End all reads; True: nothing touches their buffers any more."""
+        self._closed.set()
+        self._waker.wake()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive() and not self._leaving
+
+    # The thread
+
+    def _run(self) -> None:
+        unbind_this_thread()
+        try:
+            self._work()
+        finally:
+            self._take_commands()
+            for lane in self._lanes:
+                self._lose(lane, "this server stops", counts=False)
+            self._look_at_leaving()
+            self._heard.wake()
+            self._context.destroy(_BYE_MS)
+
+    def _work(self) -> None:
+        while not self._closed.is_set():
+            moving = any(one.session and one.session.moving for one in self._lanes)
+            if moving:
+                time.sleep(_MOVING_TICK_S)
+            self._poller.poll(0 if moving else self._sleep_ms())
+            self._waker.clear()
+            for lane in self._lanes:
+                if lane.tag != self._tag:
+                    self._lose(lane, "the weights have changed", counts=False)
+            self._take_commands()
+            for lane in self._lanes:
+                self._step_safely(lane)
+            self._look_at_leaving()
+            if self._ends:
+                self._heard.wake()
+
+    def _sleep_ms(self) -> int:
+        sessions = [one.session for one in self._lanes]
+        busy = self._leaving or any(
+            one is not None and (one.open or not one.is_up) for one in sessions
+        )
+        return int(1000 * (BEAT_OPEN_S if busy else BEAT_IDLE_S) / 2)
+
+    def _step_safely(self, lane: _Lane) -> None:
+        why = ""
+        try:
+            self._step(lane)
+        except MalformedError as error:
+            self.counts.malformed += 1
+            why = f"malformed: {error}"
+        except (_SessionLostError, TransportError, zmq.ZMQError, ImportError) as error:
+            why = str(error)
+        # Not in the handlers: what is raised refers to the agent, which has to go.
+        if why:
+            self._lose(lane, why)
+        self._show(lane)
+
+    def _step(self, lane: _Lane) -> None:
+        now_s = time.monotonic()
+        if lane.session is None:
+            if lane.rest.is_over(now_s):
+                self._greet(lane)
+            return
+        drained = self._take_messages(lane, lane.session)
+        self._pull_on(lane, lane.session)
+        now_s = time.monotonic()
+        self._expire(lane.session, now_s)
+        if drained and lane.session.is_silent(now_s):
+            raise _SessionLostError("silence")
+        if lane.session.broken:
+            raise _SessionLostError(lane.session.broken)
+        self._tell(lane.session, now_s)
+
+    def _take_commands(self) -> None:
+        while self._commands:
+            number, reads, cancelled = self._commands.popleft()
+            if reads:
+                self._ask(self._lanes[number], reads)
+            for token in cancelled:
+                self._drop(token, CANCELLED)
+
+    def _greet(self, lane: _Lane) -> None:
+        lane.session = session = _Session(self._context, lane.address, self._memory.slot_bytes)
+        lane.tag = tag = self._tag
+        self._poller.register(session.socket, zmq.POLLIN)
+        common = self._common
+        hello = Hello(
+            version=VERSION,
+            keyspace=common.keyspace,
+            tag=tag,
+            rank=common.rank,
+            world_size=common.world_size,
+            slot_bytes=common.slot_bytes,
+        )
+        session.send(hello)
+
+    # What we ask
+
+    def _ask(self, lane: _Lane, reads: list[PeerRead]) -> None:
+        session = lane.session
+        now_s = time.monotonic()
+        if session is None or not session.is_up:
+            for read in reads:
+                self._end(read, LOST)
+            return
+        if not session.open:
+            session.opened_s = now_s
+        wanted = []
+        for read in reads:
+            if len(session.open) >= session.credits:
+                self._end(read, outcome_of_failed(FailedRead(read.token, Reason.BUSY)))
+                continue
+            session.open[read.token] = _Reading(read)
+            wanted.append(_wanted(read, now_s))
+        if wanted and session.transport is None:
+            lane.pull_rate.moves(now_s)  # with the time at the peer's storage: it cannot be told
+        for start in range(0, len(wanted), READS_MAX):
+            part = wanted[start : start + READS_MAX]
+            session.send(Read(reads=part, inline=session.transport is None))
+
+    def _drop(self, token: int, outcome: Outcome) -> None:
+        """Decide a read that is open."""
+        for lane in self._lanes:
+            session = lane.session
+            reading = None if session is None else session.open.get(token)
+            if session is not None and reading is not None:
+                if reading.stage is _Stage.ASKED:
+                    reading.stage = _Stage.DROPPED
+                    session.dropped += 1
+                    self._end(reading.read, outcome)
+                    session.send(Cancel(tokens=[token]))
+                elif reading.stage is _Stage.PULLING:
+                    reading.stage = _Stage.ZOMBIE
+                    reading.decided_s = time.monotonic()
+                    self._end(reading.read, outcome, released=False)
+                return
+
+    def _expire(self, session: _Session, now_s: float) -> None:
+        for token, reading in list(session.open.items()):
+            if reading.stage is _Stage.ZOMBIE:
+                if now_s - reading.decided_s > _ZOMBIE_S:
+                    raise _SessionLostError("a pull does not end")
+            elif reading.stage is not _Stage.DROPPED and reading.read.deadline_s <= now_s:
+                self._drop(token, DEADLINE)
+
+    def _tell(self, session: _Session, now_s: float) -> None:
+        if not session.is_up:
+            return
+        for start in range(0, len(session.done), TOKENS_MAX):
+            session.send(Done(tokens=session.done[start : start + TOKENS_MAX]))
+        session.done.clear()
+        if now_s - session.told_s >= (BEAT_OPEN_S if session.open else BEAT_IDLE_S):
+            session.send(Beat())
+
+    # What we hear
+
+    def _take_messages(self, lane: _Lane, session: _Session) -> bool:
+        """Return whether all was taken in that has come."""
+        for _ in range(_FRAMES_MAX):
+            try:
+                frames = session.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return True
+            message = session.channel.decode(frames[0])
+            session.heard_s = time.monotonic()
+            if len(frames) != 1 + isinstance(message, Sent):
+                raise MalformedError(f"{len(frames)} frames")
+            if isinstance(message, Sent):
+                self._take_sent(lane, session, message.token, frames[1])
+            else:
+                self._take(lane, session, message)
+        return False
+
+    def _take(self, lane: _Lane, session: _Session, message: AnyMessage) -> None:
+        if not session.is_up:
+            if isinstance(message, Welcome):
+                self._welcomed(lane, session, message)
+                return
+            if isinstance(message, Refused | Bye):
+                raise _SessionLostError(f"refused: {message.text}")
+            raise MalformedError(f"{type(message).__name__} before Welcome")
+        match message:
+            case Ready() | Beat():
+                lane.queued_bytes = message.queued_bytes
+                lane.bytes_per_s = message.bytes_per_s
+                for lent in message.lent if isinstance(message, Ready) else ():
+                    self._take_ready(lane, session, lent)
+            case Failed():
+                for one in message.failed:
+                    self._take_failed(lane, session, one)
+            case Bye():
+                raise _SessionLostError(f"it says: {message.text}")
+            case _:
+                raise MalformedError(f"{type(message).__name__} from D")
+
+    def _welcomed(self, lane: _Lane, session: _Session, welcome: Welcome) -> None:
+        why_not = "not wanted" if not self._by_nixl else _why_no_pulls(welcome)
+        if not why_not:
+            why_not = self._connect(session, welcome)
+        session.is_up = True
+        session.credits, session.slots = welcome.credits, welcome.slots
+        lane.failed_in_a_row = 0
+        how = f"in messages ({why_not})" if why_not else "by NIXL"
+        self._say(lane, f"reads for us, {welcome.credits} chunks at a time, which come {how}")
+
+    def _connect(self, session: _Session, welcome: Welcome) -> str:
+        """Return why nothing can be pulled; empty: it can."""
+        theirs = SlotMemory(welcome.address, self._common.slot_bytes, welcome.slots)
+        try:
+            session.transport = NixlTransport(self._memory)
+            session.transport.connect(welcome.metadata, theirs)
+        except (TransportError, ImportError) as error:
+            why_not = str(error)
+        else:
+            return ""
+        if session.transport is not None:
+            self._leaving.append((session.transport, []))
+            session.transport = None
+        return why_not
+
+    def _take_sent(self, lane: _Lane, session: _Session, token: int, raw: bytes) -> None:
+        reading = self._answered(session, token)
+        read = reading.read
+        if session.transport is not None or len(raw) != slot_stride_bytes(read.payload_bytes):
+            raise MalformedError(f"{len(raw)} bytes were sent")
+        self._forget(session, token)
+        lane.pull_rate.moved(len(raw), time.monotonic(), more=bool(session.open))
+        if reading.stage is _Stage.ASKED:
+            start = read.address - self._memory.address
+            self._view[start : start + len(raw)] = raw
+            self._came(lane, read)
+
+    def _came(self, lane: _Lane, read: PeerRead) -> None:
+        """All bytes are there: they are what was wanted, or they are nothing."""
+        start = read.address - self._memory.address
+        slot = self._view[start : start + slot_stride_bytes(read.payload_bytes)]
+        outcome = verify(slot, read.identity, read.payload_bytes, read.place, read.tag)
+        self._end(read, outcome)
+        if outcome.ok:
+            lane.failed_in_a_row = 0
+        else:
+            self._brought_nothing(lane)
+
+    def _take_ready(self, lane: _Lane, session: _Session, lent: Lent) -> None:
+        reading = self._answered(session, lent.token)
+        if reading.stage is _Stage.DROPPED:
+            self._forget(session, lent.token)
+            session.done.append(lent.token)
+            return
+        if lent.slot >= session.slots:
+            raise MalformedError(f"slot {lent.slot} of {session.slots}")
+        if session.transport is None:
+            raise MalformedError("a slot is lent that was to be sent")
+        reading.stage = _Stage.PULLING
+        session.moving[lent.token] = reading
+        read = reading.read
+        begun_s = time.monotonic()
+        size_bytes = slot_stride_bytes(read.payload_bytes)
+        reading.pull = session.transport.pull(lent.slot, read.address, size_bytes)
+        lane.pull_rate.moves(begun_s)
+
+    def _take_failed(self, lane: _Lane, session: _Session, one: FailedRead) -> None:
+        reading = self._answered(session, one.token)
+        if one.reason is Reason.NOT_ATTACHED:
+            lane.unusable_until_s = time.monotonic() + _NOT_ATTACHED_S
+        self._forget(session, one.token)
+        if session.transport is None and not session.open:
+            lane.pull_rate.stop()
+        if reading.stage is _Stage.ASKED:
+            self._end(reading.read, outcome_of_failed(one))
+            if one.reason not in (Reason.CANCELLED, Reason.DEADLINE, Reason.NOT_ATTACHED):
+                self._brought_nothing(lane)
+
+    @staticmethod
+    def _answered(session: _Session, token: int) -> _Reading:
+        reading = session.open.get(token)
+        if reading is None or reading.stage not in (_Stage.ASKED, _Stage.DROPPED):
+            raise MalformedError(f"an answer to {token}, which was not asked for")
+        return reading
+
+    @staticmethod
+    def _forget(session: _Session, token: int) -> None:
+        reading = session.open.pop(token)
+        session.dropped -= reading.stage is _Stage.DROPPED
+        session.moving.pop(token, None)
+
+    def _pull_on(self, lane: _Lane, session: _Session) -> None:
+        for token, reading in list(session.moving.items()):
+            assert session.transport is not None
+            assert reading.pull is not None  # else the session has ended
+            if not session.transport.has_ended(reading.pull):
+                continue
+            self._forget(session, token)
+            session.done.append(token)
+            read = reading.read
+            size_bytes = slot_stride_bytes(read.payload_bytes)
+            lane.pull_rate.moved(size_bytes, time.monotonic(), more=bool(session.moving))
+            if reading.stage is _Stage.ZOMBIE:
+                self._ends.append(PeerEnd(token, CANCELLED, released=True))
+                continue
+            self._came(lane, read)
+
+    def _brought_nothing(self, lane: _Lane) -> None:
+        lane.failed_in_a_row += 1
+        if lane.failed_in_a_row >= _FAILED_IN_A_ROW_MAX:
+            lane.rest.begin_long(time.monotonic())
+            raise _SessionLostError(f"{_FAILED_IN_A_ROW_MAX} reads in a row brought nothing")
+
+    # How it ends
+
+    def _end(self, read: PeerRead, outcome: Outcome, *, released: bool = True) -> None:
+        if outcome.ok:
+            self.counts.pulled += 1
+            self.counts.pulled_bytes += read.payload_bytes
+        else:
+            self.counts.failed[outcome.kind.value] += 1
+        self._ends.append(PeerEnd(read.token, outcome, released))
+
+    def _lose(self, lane: _Lane, why: str, *, counts: bool = True) -> None:
+        """End the session with all its reads, and greet again after a rest."""
+        session, lane.session = lane.session, None
+        if session is None:
+            return
+        now_s = time.monotonic()
+        lane.pull_rate.stop()
+        was_up = session.is_up
+        self.counts.lost += was_up and counts
+        if counts:
+            lane.rest.begin(now_s, was_up=was_up)
+        self._say(lane, why)
+        if was_up:
+            session.send(Bye(text=why[:256]))
+        self._poller.unregister(session.socket)
+        session.socket.close(_BYE_MS if was_up else 0)
+        touched = []
+        for reading in session.open.values():
+            if reading.stage is _Stage.ASKED:
+                self._end(reading.read, LOST)
+            elif reading.stage in (_Stage.PULLING, _Stage.ZOMBIE):
+                touched.append(reading)
+        if session.transport is not None:
+            self._leaving.append((session.transport, touched))
+        self._look_at_leaving()
+        self._show(lane)
+
+    def _look_at_leaving(self) -> None:
+        """End the agents of lost sessions, and with them whatever they may still write."""
+        leaving, self._leaving = self._leaving, []
+        for transport, touched in leaving:
+            is_gone = transport.close()
+            for reading in touched:
+                if reading.stage is _Stage.PULLING:
+                    self._end(reading.read, LOST, released=is_gone)
+                elif is_gone:
+                    self._ends.append(PeerEnd(reading.read.token, LOST, released=True))
+                reading.stage = _Stage.ZOMBIE
+            if not is_gone:
+                self._leaving.append((transport, touched))
+
+    def _show(self, lane: _Lane) -> None:
+        session = lane.session
+        if session is None or not session.is_up:
+            lane.state = NO_PEER
+            return
+        rates = [one for one in (lane.bytes_per_s, lane.pull_rate.bytes_per_s) if one]
+        lane.state = PeerState(
+            time.monotonic() >= lane.unusable_until_s,
+            session.credits - session.dropped,
+            min(rates, default=0.0),
+            lane.queued_bytes,
+        )
+
+    def _say(self, lane: _Lane, text: str) -> None:
+        """Tell people once."""
+        if text != lane.told:
+            lane.told = text
+            logger.info("peer %s: %s", lane.address, text)
+
+
+def _why_no_pulls(welcome: Welcome) -> str:
+    """Return why neither a network card nor the kernel could move the bytes; empty: one can."""
+    if not welcome.metadata:
+        return "the peer has no NIXL"
+    if welcome.has_rdma and has_rdma():
+        return ""
+    there = memory_of(welcome.pid, welcome.probe_address, len(welcome.probe))
+    return "" if there == welcome.probe else "no RDMA, and not the memory of a process here"
+
+
+def _wanted(read: PeerRead, now_s: float) -> WantedRead:
+    left_ms = max(0, int(1000 * (read.deadline_s - now_s)))
+    return WantedRead(
+        read.token,
+        read.place.region_uuid,
+        read.place.slot,
+        read.identity.key,
+        read.identity.generation,
+        read.payload_bytes,
+        min(left_ms, 0xFFFFFFFF),
+    )

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What moves bytes from a peer's serve slots into ours: NIXL, by READ, which the one who wants the
+bytes begins.
+
+NIXL's own progress thread would keep a core busy while nothing moves, so there is none: a transfer
+progresses when somebody asks for its state, and a peer's in `progress`. All calls come from the
+thread that has made the agent.
+
+NIXL is used where one side's network card or kernel moves the bytes: RDMA, or the other process's
+memory on the same host (cma). Over TCP alone UCX lets the other process answer each pull, and ends
+that process when whoever pulled is gone (seen with 1.5.1: "Fatal: unexpected error: Endpoint
+timeout"). There the bytes come in messages instead (`messages.Sent`).
+
+A pull that has not ended cannot be taken back. NIXL lets go of its handle without an error, and of
+the peer, and still writes into the buffer when a peer that was stopped goes on (seen with 1.5.1
+over TCP). Only the end of the agent ends it, and that takes milliseconds. So each session has an
+agent of its own, and the end of a session is the end of all its pulls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import subprocess
+import uuid
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from vllm_nvmeof_offload.child import child_command
+from vllm_nvmeof_offload.errors import EngineError
+from vllm_nvmeof_offload.peers.base import SlotMemory
+
+#: Before NIXL's first import. UCX keeps what it has registered until so many regions wait to be
+#: freed; without a limit it leaks, so that vLLM sets the same. NIXL tells of each agent otherwise.
+_ENVIRONMENT = {"UCX_RCACHE_MAX_UNRELEASED": "1024", "NIXL_LOG_LEVEL": "WARN"}
+_PROBE_S = 60.0
+_DRAM = "DRAM"
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _IoVec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def has_rdma() -> bool:
+    """Whether this machine has an RDMA device."""
+    return any(Path("/sys/class/infiniband").glob("*"))
+
+
+def memory_of(pid: int, address: int, size_bytes: int) -> bytes:
+    """Read another process's memory; empty: it is on another host, or we may not."""
+    buffer = ctypes.create_string_buffer(size_bytes)
+    ours = _IoVec(ctypes.addressof(buffer), size_bytes)
+    theirs = _IoVec(address, size_bytes)
+    one = ctypes.c_ulong(1)
+    arguments = ctypes.byref(ours), one, ctypes.byref(theirs), one, ctypes.c_ulong(0)
+    read = _libc.process_vm_readv(ctypes.c_int(pid), *arguments)
+    return buffer.raw if read == size_bytes else b""
+
+
+class TransportError(EngineError):
+    """A transfer or a connection failed; the session is over."""
+
+
+def load_nixl() -> ModuleType:
+    """Import NIXL: the only place that does. ImportError: it is not installed, or not usable."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    import nixl
+
+    module: ModuleType = nixl
+    return module
+
+
+def why_no_nixl() -> str:
+    """Return why NIXL cannot be used here, in one line; empty: it can.
+
+    It is imported in another process: a library that does not fit may abort.
+    """
+    command = child_command("peers.transport")
+    try:
+        done = subprocess.run(
+            command, check=False, capture_output=True, text=True, timeout=_PROBE_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"NIXL cannot be probed: {error}"
+    if done.returncode == 0:
+        return ""
+    lines = done.stderr.strip().splitlines() or [f"its import ends with {done.returncode}"]
+    return f"NIXL does not load: {lines[-1][:200]}"
+
+
+class Pull:
+    """A pull under way; see `NixlTransport.pull`."""
+
+    __slots__ = ("handle",)
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle  # None: it has ended
+
+
+class NixlTransport:
+    """Lends `memory` to whoever has the metadata, or pulls into it from one peer."""
+
+    def __init__(self, memory: SlotMemory) -> None:
+        """TransportError: NIXL refuses."""
+        self._memory = memory
+        self._lists: list[tuple[int, Any, Any]] = []  # length of what is pulled, ours, theirs
+        self._pulls: set[Pull] = set()
+        self._peer: tuple[str, SlotMemory] | None = None
+        self._agent = _checked(_new_agent)
+        self._core = weakref.ref(self._agent.agent)
+        whole = [(memory.address, memory.slot_bytes * memory.slots, 0, "")]
+        self._registered = _checked(self._agent.register_memory, whole, mem_type=_DRAM)
+        #: What a peer needs to pull from us.
+        self.metadata: bytes = _checked(self._agent.get_agent_metadata)
+
+    def connect(self, metadata: bytes, memory: SlotMemory) -> None:
+        """Pull from the peer with this metadata. memory: by its own addresses."""
+        name = _checked(self._agent.add_remote_agent, metadata)
+        self._peer = name if isinstance(name, str) else name.decode(), memory
+
+    def pull(self, slot: int, address: int, size_bytes: int) -> Pull:
+        """Begin to pull the start of a peer's slot to an address of ours. TransportError."""
+        ours, theirs = self._lists_of(size_bytes)
+        places = ours, [self._memory.slot_of(address)], theirs, [slot]
+        pull = Pull(_checked(self._agent.make_prepped_xfer, "READ", *places))
+        self._pulls.add(pull)
+        self._look(pull, _checked(self._agent.transfer, pull.handle))
+        return pull
+
+    def has_ended(self, pull: Pull) -> bool:
+        """Let it progress; True: all bytes are there. TransportError."""
+        if pull.handle is not None:
+            self._look(pull, _checked(self._agent.check_xfer_state, pull.handle))
+        return pull.handle is None
+
+    def progress(self) -> None:
+        """Let what a peer pulls from us progress."""
+        _quietly(self._agent.get_new_notifs)
+
+    def close(self) -> bool:
+        """End all pulls; True: nothing writes into our memory any more.
+
+        False: something still refers to the agent, such as the frames of an exception that is
+        being handled; another call later looks again.
+        """
+        for pull in self._pulls:
+            pull.handle = None
+        self._pulls.clear()
+        self._lists.clear()
+        self._registered = self._agent = None
+        return self._core() is None
+
+    def _look(self, pull: Pull, state: str) -> None:
+        if state == "DONE":
+            _checked(self._agent.release_xfer_handle, pull.handle)
+            pull.handle = None
+            self._pulls.discard(pull)
+        elif state != "PROC":
+            raise TransportError(state)
+
+    def _lists_of(self, size_bytes: int) -> tuple[Any, Any]:
+        """The start of each slot, ours and theirs."""
+        for known, ours, theirs in self._lists:
+            if known == size_bytes:
+                return ours, theirs
+        assert self._peer is not None
+        name, memory = self._peer
+        ours = self._list_of("NIXL_INIT_AGENT", self._memory, size_bytes)
+        theirs = self._list_of(name, memory, size_bytes)
+        self._lists.append((size_bytes, ours, theirs))
+        return ours, theirs
+
+    def _list_of(self, name: str, memory: SlotMemory, size_bytes: int) -> Any:
+        places = [(memory.address_of(slot), size_bytes, 0) for slot in range(memory.slots)]
+        descriptors = _checked(self._agent.get_xfer_descs, places, mem_type=_DRAM)
+        return _checked(self._agent.prep_xfer_dlist, name, descriptors)
+
+
+def _new_agent() -> Any:
+    nixl = load_nixl()
+    config = nixl.nixl_agent_config(enable_prog_thread=False, num_threads=0)
+    return nixl.nixl_agent(uuid.uuid4().hex, config)  # unique for the life of all peers
+
+
+def _checked(call: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+    """Call NIXL; whatever it raises becomes a TransportError, which keeps nothing of it alive."""
+    try:
+        return call(*arguments, **more)
+    except Exception as error:  # noqa: BLE001 - NIXL has one class for each of its errors
+        text = f"{type(error).__name__}: {error}"[:200]
+    raise TransportError(text)
+
+
+def _quietly(call: Callable[[], Any]) -> None:
+    """What cannot be told to others is left: the peer is gone."""
+    with contextlib.suppress(Exception):
+        call()
+
+
+if __name__ == "__main__":
+    load_nixl()
