@@ -96,6 +96,7 @@ class _Reading:
     read: PeerRead
     stage: _Stage = _Stage.ASKED
     pull: Pull | None = None
+    is_timed: bool = False  # its pull says how fast bytes come
     decided_s: float = 0.0  # when it became a zombie
 
 
@@ -128,6 +129,7 @@ class _Session:
         self.socket.connect(address)
         self.channel = Channel()
         self.is_up = False
+        self.has_pulled = False  # the first pull makes the connection, which takes milliseconds
         self.transport: NixlTransport | None = None  # None: chunks come in messages
         self.began_s = self.heard_s = time.monotonic()
         self.told_s = self.opened_s = 0.0
@@ -460,6 +462,7 @@ class PeerClients:
         if session.transport is not None or len(raw) != slot_stride_bytes(read.payload_bytes):
             raise MalformedError(f"{len(raw)} bytes were sent")
         self._forget(session, token)
+        session.done.append(token)
         lane.pull_rate.moved(len(raw), time.monotonic(), more=bool(session.open))
         if reading.stage is _Stage.ASKED:
             start = read.address - self._memory.address
@@ -493,7 +496,9 @@ class PeerClients:
         begun_s = time.monotonic()
         size_bytes = slot_stride_bytes(read.payload_bytes)
         reading.pull = session.transport.pull(lent.slot, read.address, size_bytes)
-        lane.pull_rate.moves(begun_s)
+        if session.has_pulled:
+            reading.is_timed = True
+            lane.pull_rate.moves(begun_s)
 
     def _take_failed(self, lane: _Lane, session: _Session, one: FailedRead) -> None:
         reading = self._answered(session, one.token)
@@ -530,7 +535,10 @@ class PeerClients:
             session.done.append(token)
             read = reading.read
             size_bytes = slot_stride_bytes(read.payload_bytes)
-            lane.pull_rate.moved(size_bytes, time.monotonic(), more=bool(session.moving))
+            session.has_pulled = True
+            if reading.is_timed:
+                more = any(one.is_timed for one in session.moving.values())
+                lane.pull_rate.moved(size_bytes, time.monotonic(), more=more)
             if reading.stage is _Stage.ZOMBIE:
                 self._ends.append(PeerEnd(token, CANCELLED, released=True))
                 continue

@@ -15,7 +15,7 @@ it and closes the session.
 | `Ready` | D | serve slots that are lent to P |
 | `Sent` | D | a chunk that was read, in a second frame |
 | `Failed` | D | reads that have failed |
-| `Done` | P | lent slots that P needs no more |
+| `Done` | P | lent slots that P needs no more, and chunks that came in messages |
 | `Cancel` | P | reads that P does not want any more |
 | `Beat` | both | "I live", with D's levels |
 | `Bye` | both | the session is over |
@@ -193,6 +193,17 @@ _decoder = msgspec.msgpack.Decoder(AnyMessage)
 _encoder = msgspec.msgpack.Encoder()
 
 
+def decode(raw: bytes) -> AnyMessage:
+    """Decode a message, whatever its number. Raise MalformedError."""
+    if len(raw) > MESSAGE_BYTES_MAX:
+        raise MalformedError(f"{len(raw)} bytes")
+    try:
+        message: AnyMessage = _decoder.decode(raw)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise MalformedError(str(error)) from None
+    return message
+
+
 class Channel:
     """Numbers what goes out, and checks the numbers of what comes in."""
 
@@ -208,12 +219,7 @@ class Channel:
 
     def decode(self, raw: bytes) -> AnyMessage:
         """Raise MalformedError."""
-        if len(raw) > MESSAGE_BYTES_MAX:
-            raise MalformedError(f"{len(raw)} bytes")
-        try:
-            message: AnyMessage = _decoder.decode(raw)
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise MalformedError(str(error)) from None
+        message = decode(raw)
         if message.n != self._received:
             raise MalformedError(f"message {message.n} in place of {self._received}")
         self._received += 1

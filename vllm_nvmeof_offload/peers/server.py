@@ -2,9 +2,10 @@
 """D's side: reads for peers into serve slots, and lends these.
 
 A read is QUEUED, then READING. Then its slot is LENT to a peer that can pull from it, or its bytes
-are sent in a message, which takes a copy. A lent slot is free again after the peer's `Done`, the
-end of its session, or a second after the read's deadline: whoever pulls from it then is refused by
-the peer's own proof. A slot into which the storage reads is free when the storage says so.
+are SENT in a message, which takes a copy. Both end with the peer's `Done`, with the session, or a
+second after the read's deadline: whoever pulls from the slot then is refused by the peer's own
+proof. Until then the read costs the peer a credit, so that copies which it does not take in stay
+few. A slot into which the storage reads is free when the storage says so.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ from vllm_nvmeof_offload.peers.messages import (
     Sent,
     WantedRead,
     Welcome,
+    decode,
     failed_read,
 )
 from vllm_nvmeof_offload.peers.transport import NixlTransport, TransportError, has_rdma
@@ -64,17 +66,22 @@ from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import slot_stride_bytes
 
 SESSIONS_MAX = 64
-#: A slot is lent so much longer than the read may take.
-_LENT_MORE_S = 1.0
+#: A slot is lent, or a copy on its way, so much longer than the read may take.
+_DONE_MORE_S = 1.0
 _MOVING_TICK_S = 0.0002
 _PROBE_BYTES = 16
 _FRAMES_MAX = 256  # taken in before anything else is done
+#: Messages to a peer that wait for the connection, beside one per credit.
+_WAITING_MAX = 64
+#: A connection whose other end does not answer for so long is closed, with what waits for it.
+_PING_MS, _PONG_MS = 1000, 3000
 
 
 class _Stage(enum.Enum):
     QUEUED = enum.auto()
     READING = enum.auto()
     LENT = enum.auto()
+    SENT = enum.auto()
 
 
 @dataclass(slots=True, eq=False)
@@ -164,6 +171,10 @@ class PeerServer:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
         self._socket.setsockopt(zmq.IPV6, 1)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else it drops what has no room
+        self._socket.setsockopt(zmq.SNDHWM, memory.slots + _WAITING_MAX)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _PING_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _PONG_MS)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -290,10 +301,10 @@ class PeerServer:
                 raise MalformedError(f"{type(message).__name__} from P")
 
     def _greet(self, route: bytes, raw: bytes) -> None:
+        if decode(raw).n:
+            return  # of a session that has ended here
         channel = Channel()
         hello = channel.decode(raw)
-        if isinstance(hello, Bye | Beat):
-            return  # of a session that has ended here
         if not isinstance(hello, Hello):
             raise MalformedError(f"{type(hello).__name__} without a session")
         session = _Session(route, hello.tag, time.monotonic(), channel)
@@ -351,9 +362,9 @@ class PeerServer:
         serving = session.open.get(token)
         if serving is None:
             return  # its time was over
-        if serving.stage is not _Stage.LENT:
+        if serving.stage not in (_Stage.LENT, _Stage.SENT):
             raise MalformedError(f"token {token} is done before it was lent")
-        self._free_lent(serving)
+        self._done(serving)
 
     # What is read
 
@@ -408,8 +419,8 @@ class PeerServer:
         if serving.inline:
             start = serving.slot * self._memory.slot_bytes
             slot = self._view[start : start + serving.size_bytes]
+            serving.stage = _Stage.SENT
             self._send(session, Sent(token=token), slot)
-            del session.open[token]
             self._free.append(serving.slot)
         else:
             serving.stage = _Stage.LENT
@@ -434,15 +445,16 @@ class PeerServer:
         for session in self._sessions.values():
             late = [one for one in session.open.values() if one.deadline_s <= now_s]
             for serving in late:
-                if serving.stage is not _Stage.LENT:
+                if serving.stage in (_Stage.QUEUED, _Stage.READING):
                     self._give_up(serving, DEADLINE)
-                elif serving.deadline_s + _LENT_MORE_S <= now_s:
-                    self._free_lent(serving)
+                elif serving.deadline_s + _DONE_MORE_S <= now_s:
+                    self._done(serving)
 
-    def _free_lent(self, serving: _Serving) -> None:
+    def _done(self, serving: _Serving) -> None:
         del serving.session.open[serving.wanted.token]
-        serving.session.lent -= 1
-        self._free.append(serving.slot)
+        if serving.stage is _Stage.LENT:
+            serving.session.lent -= 1
+            self._free.append(serving.slot)
 
     # What goes out
 

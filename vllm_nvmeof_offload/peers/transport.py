@@ -32,6 +32,7 @@ from typing import Any
 
 from vllm_nvmeof_offload.child import child_command
 from vllm_nvmeof_offload.errors import EngineError
+from vllm_nvmeof_offload.fabric.topology import read_text
 from vllm_nvmeof_offload.peers.base import SlotMemory
 
 #: Before NIXL's first import. UCX keeps what it has registered until so many regions wait to be
@@ -48,9 +49,10 @@ class _IoVec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-def has_rdma() -> bool:
-    """Whether this machine has an RDMA device."""
-    return any(Path("/sys/class/infiniband").glob("*"))
+def has_rdma(devices: Path = Path("/sys/class/infiniband")) -> bool:
+    """Whether this machine has an RDMA port that is in use: a device alone moves nothing."""
+    states = devices.glob("*/ports/*/state")  # such as "4: ACTIVE"
+    return any("ACTIVE" in (read_text(str(one)) or "") for one in states)
 
 
 def memory_of(pid: int, address: int, size_bytes: int) -> bytes:
@@ -72,6 +74,8 @@ def load_nixl() -> ModuleType:
     """Import NIXL: the only place that does. ImportError: it is not installed, or not usable."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if os.environ.get("UCX_TLS") == "":
+        del os.environ["UCX_TLS"]  # set and empty, it makes the first transfer fail
     import nixl
 
     module: ModuleType = nixl

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each side with one that says what the real one never does, or nothing."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.contract.rig import PAYLOAD_BYTES, Rig, name
+from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, OK, STALE, io_error
+from vllm_nvmeof_offload.peers.base import SILENT_OPEN_S
+from vllm_nvmeof_offload.peers.messages import (
+    AnyMessage,
+    Bye,
+    Cancel,
+    Done,
+    Failed,
+    FailedRead,
+    Hello,
+    Lent,
+    Read,
+    Ready,
+    Reason,
+    Refused,
+    Sent,
+    Welcome,
+)
+from vllm_nvmeof_offload.units import slot_stride_bytes
+
+from .fakes import TAG, Desk, FakePeer
+from .kit import LATE_S, P_SLOTS, Puller
+
+LOST = io_error(errno.ENOTCONN)
+SIZE_BYTES = slot_stride_bytes(PAYLOAD_BYTES)
+#: Of the first read.
+TOKEN = 1
+
+
+@pytest.fixture
+def peer() -> Iterator[FakePeer]:
+    peer = FakePeer()
+    yield peer
+    peer.close()
+
+
+@pytest.fixture
+def puller(store: Rig, peer: FakePeer) -> Iterator[Puller]:
+    """It has a session with the peer."""
+    puller = Puller(store, peer.address, by_nixl=False)
+    peer.welcome()
+    puller.wait_usable()
+    yield puller
+    puller.close()
+    puller.at_rest()
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    desk = Desk()
+    yield desk
+    desk.close()
+
+
+def _slot(store: Rig, number: int) -> bytes:
+    """The slot as it is in the pool."""
+    store.zero(0)
+    assert store.run(store.read(number, 0, name(number)))[0].outcome.ok
+    return store.memory[:SIZE_BYTES]
+
+
+# P
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (Ready(lent=[Lent(TOKEN, 0)]),),
+        (Ready(lent=[Lent(TOKEN, 99)]),),
+        (Ready(lent=[Lent(12, 0)]),),
+        (Failed(failed=[FailedRead(12, Reason.STALE)]),),
+        (Sent(token=12), bytes(SIZE_BYTES)),
+        (Sent(token=TOKEN), bytes(SIZE_BYTES - 1)),
+        (Sent(token=TOKEN), bytes(SIZE_BYTES + 4096)),
+        (Sent(token=TOKEN),),
+        (Ready(lent=[]), b"another frame"),
+        (Done(tokens=[TOKEN]),),
+        (Read(inline=True, reads=[]),),
+        (Refused(text="too late"),),
+    ],
+    ids=lambda answer: type(answer[0]).__name__,
+)
+def test_an_answer_that_cannot_be_ends_the_session_and_its_reads(
+    peer: FakePeer, puller: Puller, answer: tuple[AnyMessage, *tuple[bytes, ...]]
+) -> None:
+    token = puller.read(0)
+    assert token == TOKEN
+    puller.ask(token)
+    peer.take(Read)
+    peer.send(*answer)
+    begun_s = time.monotonic()
+    puller.until(lambda: puller.outcomes)
+    assert puller.outcomes == {token: LOST}
+    assert time.monotonic() - begun_s < SILENT_OPEN_S, "because of the answer"
+    assert puller.clients.counts.malformed == 1
+    assert not puller.clients.state(0).usable
+
+
+def test_a_chunk_that_comes_in_a_message_is_proven_and_confirmed(
+    store: Rig, peer: FakePeer, puller: Puller
+) -> None:
+    slot, other = bytearray(_slot(store, 0)), _slot(store, 1)
+    answers = {bytes(slot): OK, other: STALE, bytes(SIZE_BYTES): CHECKSUM_MISMATCH}
+    slot[5000] ^= 1
+    answers[bytes(slot)] = CHECKSUM_MISMATCH
+    for raw, outcome in answers.items():
+        token = puller.read(0)
+        puller.ask(token)
+        peer.take(Read)
+        peer.send(Sent(token=token), raw)
+        puller.until(lambda token=token: token in puller.outcomes)  # type: ignore[misc]
+        assert puller.outcomes[token] == outcome
+        assert peer.take(Done).tokens == [token]  # type: ignore[union-attr]
+
+
+def test_what_comes_for_a_read_that_was_given_up_is_not_written(
+    store: Rig, peer: FakePeer, puller: Puller
+) -> None:
+    token = puller.read(0)
+    start = puller.begun[token].address - puller.slots.address
+    puller.ask(token)
+    peer.take(Read)
+    puller.clients.cancel([token])
+    puller.until(lambda: puller.outcomes == {token: CANCELLED})
+    assert len(puller.free) == P_SLOTS, "nothing touches it"
+    assert puller.clients.state(0).credits == 7, "the peer owes an answer"
+    assert peer.take(Cancel).tokens == [token]  # type: ignore[union-attr]
+    peer.send(Sent(token=token), _slot(store, 0))
+    puller.until(lambda: puller.clients.state(0).credits == 8)
+    assert not puller.memory[start : start + SIZE_BYTES].any()
+
+
+def test_a_peer_that_falls_silent_loses_its_reads(peer: FakePeer, puller: Puller) -> None:
+    tokens = [puller.read(number) for number in range(8)]
+    begun_s = time.monotonic()
+    assert puller.run(*tokens) == [LOST] * 8
+    assert SILENT_OPEN_S <= time.monotonic() - begun_s <= SILENT_OPEN_S + LATE_S
+    assert puller.clients.counts.lost == 1
+
+
+def test_a_peer_that_loses_three_sessions_rests(peer: FakePeer, puller: Puller) -> None:
+    for lost in range(1, 4):
+        peer.send(Bye(text="again"))
+        puller.until(lambda lost=lost: puller.clients.counts.lost == lost)  # type: ignore[misc]
+        if lost < 3:
+            peer.welcome()
+            puller.wait_usable()
+    end_s = time.monotonic() + 1.0
+    while time.monotonic() < end_s:
+        puller.pause()
+        assert not puller.clients.state(0).usable
+    assert puller.run(puller.read(0)) == [LOST]
+
+
+# D
+
+
+def test_more_reads_than_slots_are_busy_and_counted(desk: Desk) -> None:
+    asker = desk.asker()
+    asker.read(*range(6))
+    desk.until(lambda: desk.server.counts.busy == 2 and len(desk.port.started) == 4)
+    desk.until(lambda: len(asker.failed) == 2)
+    assert isinstance(asker.got[0], Welcome)
+    assert asker.got[0].credits == 4
+    assert asker.failed == [FailedRead(token, Reason.BUSY) for token in (4, 5)]
+
+
+def test_a_lent_slot_is_free_a_second_after_the_deadline(desk: Desk) -> None:
+    """The peer lives, and never says that it is done."""
+    asker = desk.asker()
+    asker.read(7, within_ms=300)
+    desk.until(lambda: desk.port.started == [7])
+    desk.port.end(7)
+    desk.until(lambda: asker.lent == [7])
+    assert desk.server.counts.free == 3
+    assert 0.5 < desk.until(lambda: desk.server.counts.free == 4) < 3.0
+    asker.send(Done(tokens=[7]))  # too late, and no fault of its
+    asker.read(8)
+    desk.until(lambda: desk.port.started == [7, 8])
+    assert desk.server.counts.malformed == 0
+
+
+def test_copies_that_a_peer_does_not_confirm_cost_its_credits(desk: Desk) -> None:
+    asker = desk.asker()
+    asker.read(0, 1, 2, 3, inline=True)
+    desk.until(lambda: len(desk.port.started) == 4)
+    desk.port.end()
+    desk.until(lambda: desk.server.counts.free == 4)
+    asker.read(4, inline=True)
+    desk.until(lambda: desk.server.counts.busy == 1)
+    asker.send(Done(tokens=[0]))
+    asker.read(5, inline=True)
+    desk.until(lambda: desk.port.started == [0, 1, 2, 3, 5])
+
+
+def test_a_peer_that_is_gone_leaves_its_slots(desk: Desk) -> None:
+    """At once what was lent; what the storage still reads into, when that has ended."""
+    asker = desk.asker()
+    asker.read(0, 1)
+    desk.until(lambda: len(desk.port.started) == 2)
+    desk.port.end(0)
+    desk.until(lambda: asker.lent == [0])
+    asker.lives = False
+    took_s = desk.until(lambda: desk.server.counts.sessions == 0)
+    assert took_s < SILENT_OPEN_S + LATE_S
+    assert desk.server.counts.lost == 1
+    assert desk.port.cancelled == [1]
+    assert desk.server.counts.free == 3
+    desk.port.end(1)
+    desk.until(lambda: desk.server.counts.free == 4)
+
+
+def test_a_cancelled_read_that_has_not_begun_never_does(desk: Desk) -> None:
+    asker = desk.asker()
+    asker.read(0, 1, 2, 3)
+    desk.until(lambda: len(desk.port.started) == 4)
+    other = desk.asker()
+    other.read(4, 5)
+    desk.until(lambda: other.got)
+    other.send(Cancel(tokens=[4]))
+    desk.until(lambda: other.failed)
+    desk.port.end()
+    desk.until(lambda: len(asker.lent) == 4)
+    asker.send(Done(tokens=[0, 1, 2, 3]))
+    desk.until(lambda: len(desk.port.started) == 5)
+    assert desk.port.started[4] == 5
+    other.send(Cancel(tokens=[5]))  # the storage is asked, and its end is awaited
+    desk.until(lambda: desk.port.cancelled == [5])
+    desk.port.end(5)
+    desk.until(lambda: len(other.failed) == 2)
+    assert other.failed == [FailedRead(4, Reason.CANCELLED), FailedRead(5, Reason.CANCELLED)]
+
+
+def test_peers_take_turns_for_slots(desk: Desk) -> None:
+    first, second = desk.asker(), desk.asker()
+    desk.until(lambda: desk.server.counts.sessions == 2)
+    first.read(0, 1, 2, 3)
+    desk.until(lambda: len(desk.port.started) == 4)
+    second.read(20, 21)
+    third = desk.asker()
+    third.read(30, 31)
+    desk.until(lambda: third.got)
+    desk.port.end()
+    desk.until(lambda: len(first.lent) == 4)
+    first.send(Done(tokens=[0, 1, 2, 3]))
+    desk.until(lambda: len(desk.port.started) == 8)
+    order = desk.port.started[4:]
+    assert sorted(order) == [20, 21, 30, 31]
+    assert all(a // 10 != b // 10 for a, b in itertools.pairwise(order))
+
+
+def test_new_weights_end_sessions_before_anything_more_is_read(desk: Desk) -> None:
+    asker = desk.asker()
+    desk.until(lambda: desk.server.counts.sessions == 1)
+    desk.server.set_tag(b"n" * 16)
+    asker.read(0)
+    desk.until(lambda: desk.server.counts.sessions == 0)
+    desk.until(lambda: len(asker.got) == 2)
+    assert isinstance(asker.got[1], Bye)
+    assert "weights" in asker.got[1].text
+    assert desk.port.started == []
+    again = desk.asker()
+    desk.until(lambda: again.got)
+    assert isinstance(again.got[0], Refused)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Done(tokens=[0]),
+        Read(inline=False, reads=[]),
+        Hello(version=1, keyspace="k", tag=TAG, rank=0, world_size=1, slot_bytes=1),
+        Ready(lent=[]),
+        Sent(token=0),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_what_p_may_not_say_ends_its_session(desk: Desk, message: AnyMessage) -> None:
+    """Before its read has ended; a `Read` that asks for the same again."""
+    asker = desk.asker()
+    asker.read(0)
+    desk.until(lambda: desk.port.started == [0])
+    if isinstance(message, Read):
+        asker.read(0)
+    else:
+        asker.send(message)
+    desk.until(lambda: desk.server.counts.malformed == 1)
+    desk.until(lambda: desk.server.counts.sessions == 0)
+    assert desk.port.cancelled == [0]
+
+
+def test_a_session_too_many_is_refused(desk: Desk) -> None:
+    askers = [desk.asker() for _ in range(65)]
+    desk.until(lambda: all(one.got for one in askers))
+    kinds = [type(one.got[0]) for one in askers]
+    assert kinds.count(Welcome) == 64
+    assert kinds.count(Refused) == 1
+
+
+def test_an_asker_has_its_own_numbers(desk: Desk) -> None:
+    """Two peers may use the same tokens."""
+    first, second = desk.asker(), desk.asker()
+    first.read(3)
+    desk.until(lambda: desk.port.started == [3])
+    second.read(3)
+    desk.until(lambda: desk.port.started == [3, 3])
+    assert desk.server.counts.malformed == 0
