@@ -50,8 +50,9 @@ class Urgency(enum.IntEnum):
 
     DEMAND = 0  # a read that a load waits for
     URGENT = 1  # a fetch that goes before other fetches
-    PREFETCH = 2
-    WRITE = 3
+    SERVE = 2  # a read that a peer has asked for
+    PREFETCH = 3
+    WRITE = 4
 
 
 @dataclass(frozen=True, slots=True)

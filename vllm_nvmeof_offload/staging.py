@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Staging: all pinned CPU memory of one rank, cut into cache slots and stream slots.
+"""Staging: all pinned CPU memory of one rank, cut into cache slots, stream slots, and serve slots.
 
 One anonymous mapping of huge pages on the GPU's NUMA node, populated at start by several threads
 and not inherited by forks (the kernel's writes would not reach a child's copy, nor the parent, if
@@ -49,9 +49,10 @@ class SetMap:
 
 @dataclass(frozen=True, slots=True)
 class StagingMap:
-    """Addresses of slots: cache slots first, then stream slots, with equal strides.
+    """Addresses of slots: cache slots first, then stream slots, then serve slots; equal strides.
 
-    members: of the set that shares its staging; None: this rank is in no set.
+    members: of the set that shares its staging; None: this rank is in no set. serve_slots: into
+    which chunks are read for peers; the GPU has no part in that.
     """
 
     base_address: int
@@ -59,6 +60,7 @@ class StagingMap:
     cache_slots: int
     stream_slots: int
     members: SetMap | None = None
+    serve_slots: int = 0
 
     def cache_address(self, slot: int) -> int:
         assert 0 <= slot < self.cache_slots
@@ -67,6 +69,11 @@ class StagingMap:
     def stream_address(self, slot: int) -> int:
         assert 0 <= slot < self.stream_slots
         return self.base_address + (self.cache_slots + slot) * self.slot_bytes
+
+    @property
+    def serve_address(self) -> int:
+        """Of the first one."""
+        return self.base_address + (self.cache_slots + self.stream_slots) * self.slot_bytes
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -185,8 +192,9 @@ class Staging:
         on_progress: _Progress = lambda done, total: None,
         numa_node: int | None = None,
         membership: Membership | None = None,
+        serve_slots: int = 0,
     ) -> None:
-        size = slot_bytes * (cache_slots + stream_slots)
+        size = slot_bytes * (cache_slots + stream_slots + serve_slots)
         self._memory: mmap.mmap | SetMemory
         if membership is None:
             self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -202,7 +210,7 @@ class Staging:
         self.size_bytes = size
         members = membership.map if membership else None
         base = self._array.ctypes.data
-        self.map = StagingMap(base, slot_bytes, cache_slots, stream_slots, members)
+        self.map = StagingMap(base, slot_bytes, cache_slots, stream_slots, members, serve_slots)
         # Before the first page exists, because pages do not move later.
         self.on_node = prefer_node(self.map.base_address, size, numa_node)
         populate(self.map.base_address, size, _limited(on_progress, size > GIB))

@@ -43,6 +43,9 @@ def main() -> int:
     parser.add_argument(
         "--peers", type=int, default=0, help="that read for each rank; a soak: in every fourth seed"
     )
+    parser.add_argument(
+        "--serve", action="store_true", help="peers ask for chunks; a soak: in every fourth seed"
+    )
     parser.add_argument("--first", type=int, help="soak: the first seed (default: random)")
     parser.add_argument("--count", type=int, default=10**9, help="soak: how many seeds")
     parser.add_argument("--seconds", type=float, help="soak: how long (default: 60, or --steps)")
@@ -63,6 +66,7 @@ def main() -> int:
                     arguments.sets,
                     arguments.owners,
                     arguments.peers,
+                    arguments.serve,
                 )
             )
         )
@@ -81,7 +85,8 @@ def main() -> int:
         try:
             ranks = arguments.ranks or (1 + seed // 8 % 8 if seed % 8 == 0 else None)
             peers = arguments.peers or (1 + seed // 4 % 3 if seed % 4 == 1 else 0)
-            rest = arguments.policy, arguments.shape, arguments.sets, arguments.owners, peers
+            serve = arguments.serve or seed % 4 == 2
+            rest = arguments.policy, arguments.shape, arguments.sets, arguments.owners, peers, serve
             total.update(play(seed, arguments.profile, ranks, *rest))
         except AssertionError as error:
             failed += 1

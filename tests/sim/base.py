@@ -145,6 +145,11 @@ class Knobs:
     peer_silent: float = 0.0
     peer_dies: float = 0.0  # a session is lost, at a look
     peer_never: float = 0.0  # share of lost or cancelled pulls that are never released
+    serve_slots: int = 0  # this and what follows: see `serving.with_serving`
+    serve_share: float = 1.0
+    serves: float = 0.0  # share of turns in which peers ask for chunks
+    serve_lies: float = 0.0  # share of what they ask for that cannot be there
+    serve_cancels: float = 0.0
     names: float = 0.0  # share of resets at which weights change noticed, or get a name
 
     @property
@@ -155,6 +160,11 @@ class Knobs:
     @property
     def slot_bytes(self) -> int:
         return HEADER_BYTES + self.blocks_per_chunk * BLOCK_BYTES
+
+    @property
+    def first_serve_slot(self) -> int:
+        """Of staging."""
+        return self.cache_slots + self.stream_slots
 
     @property
     def read_bytes_max(self) -> int:

@@ -65,11 +65,11 @@ class Watches:
 
 
 class Memory:
-    """Tags per cell. Cache slots come first and stream slots after them, as in staging."""
+    """Tags per cell. Cache slots come first, then stream slots and serve slots, as in staging."""
 
     def __init__(self, rank: int, knobs: Knobs) -> None:
         gpu_blocks, pages = knobs.gpu_blocks, knobs.pages_per_block
-        slots = knobs.cache_slots + knobs.stream_slots
+        slots = knobs.first_serve_slot + knobs.serve_slots
         self.watches = Watches(rank)
         #: By block and page. The pages behind those of the block's group are another group's.
         self.gpu: list[list[Tag | None]] = [[None] * pages for _ in range(gpu_blocks)]

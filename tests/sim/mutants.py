@@ -69,6 +69,7 @@ PROFILE = {
     "fetch_that_a_load_waits_for_is_cancelled": "waiting",
     "release_of_one_rank_frees_a_row": "hangs",
     "a_shared_stream_slot_returns_at_the_first_reader": "pool",
+    "a_hung_serve_slot_is_free_at_the_outcome": "hangs",
     "intersection_over_all_ranks": "restarts",
 }
 
@@ -130,6 +131,16 @@ PEERS = {
     "a_silent_peer_is_waited_for": 1,
     "a_zombies_buffer_is_reused": 1,
     "credits_are_ignored": 1,
+}
+
+#: Those that matter where peers ask this rank for chunks; otherwise nobody asks.
+SERVING = {
+    "a_cancelled_serve_is_answered",
+    "a_hung_serve_slot_is_free_at_the_outcome",
+    "serve_before_demand",
+    "serve_reads_survive_a_reset",
+    "serve_reads_wait_for_ever",
+    "serves_take_every_place",
 }
 
 #: Broken rules that cannot be mutants here → the file and the text of what is there instead.

@@ -34,6 +34,7 @@ from .memory import Memory, Tag
 from .owners import Owners, is_foreign
 from .peers import SimPeers, place_of
 from .regions import SimHealth, SimOpener
+from .serving import SimServing
 from .sets import RankSet, holds, own, set_sizes, split_cache
 from .shapes import block_tokens, needed_from
 from .storage import SimIo
@@ -139,20 +140,20 @@ class SimRank:
         self.peers: SimPeers | None = None
         if knobs.peers:
             self.peers = SimPeers(self.io, self.memory, knobs, clock, rng.random())
+        base = RankSet.base_address(member)
+        self.serving: SimServing | None = None
+        if knobs.serve_slots:
+            self.serving = SimServing(self.io, self.memory, knobs, clock, rng.random(), base)
+        slots = knobs.slot_bytes, knobs.cache_slots, knobs.stream_slots
         self.pipeline = TransferPipeline(
-            StagingMap(
-                RankSet.base_address(member),
-                knobs.slot_bytes,
-                knobs.cache_slots,
-                knobs.stream_slots,
-                members,
-            ),
+            StagingMap(base, *slots, members, knobs.serve_slots),
             self.copy,
             self.io,
             self._limits(),
             clock,
             opener=self.opener,
             peers=self.peers and Peers(self.peers, knobs.peers, place_of, chunks_min=1),
+            serve=self.serving and self.serving.serve,
         )
         self._sizes = [block_tokens(group) for group in knobs.groups]
         self._inbox: deque[Callable[[], None]] = deque()
@@ -179,6 +180,7 @@ class SimRank:
             read_bytes_in_flight_max=knobs.read_bytes_max,
             write_bytes_in_flight_max=knobs.write_bytes_max,
             write_bytes_beside_reads_max=knobs.write_bytes_beside_reads_max,
+            serve_share=knobs.serve_share,
             health=self.opener and tuple(SimHealth() for _ in range(knobs.targets)),
         )
 
@@ -210,8 +212,12 @@ class SimRank:
         """One turn of the pipeline's thread."""
         while self._inbox:
             self._inbox.popleft()()
+        if self.serving is not None:
+            self.serving.ask()
         self.pipeline.step()
         self.io.check()
+        if self.serving is not None:
+            self.serving.check()
         if self.peers is not None:
             self.peers.check()
         finished = self.pipeline.take_finished()
@@ -256,6 +262,8 @@ class SimRank:
         elif isinstance(command, ResetCommand):
             self.io.overtaken |= self._writes
             self.io.void_limit = self.void_limits[command.op]
+            if self.serving is not None:
+                self.serving.reset(command.tag)
         elif isinstance(command, CancelCommand):
             self.io.cancels()
         self.pipeline.command(command)

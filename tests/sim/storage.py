@@ -134,6 +134,8 @@ class SimIo:
         self.overtaken: set[int] = set()
         #: Chunks that only one row ever named, of which a peer was asked: the row's deadline.
         self.asked: dict[SlotIdentity, float] = {}
+        #: By staging slot of what is read for peers: until when.
+        self.serve_until_s: dict[int, float] = {}
         #: How often a read of our pool has failed for a reason of its own.
         self._failures: Counter[tuple[SlotIdentity, OutcomeKind]] = Counter()
         self.counts: Counter[str] = Counter()
@@ -166,8 +168,22 @@ class SimIo:
     def submit(self, ops: Sequence[IoOp]) -> None:
         if ops[0].kind is not OpKind.RESET and len(ops) > self._room.reads:
             raise Violation("14", f"{len(ops)} operations for {self._room}")
+        classes = [Urgency.SERVE if self._is_serve(op) else op.urgency for op in ops]
+        if classes != sorted(classes):
+            raise Violation("P8", f"{classes} is no order")
         for op in ops:
             self._accept(op)
+
+    def _slot_of(self, op: IoOp) -> int:
+        """In staging."""
+        return (op.address - STAGING_BASE) % APART // self._slot_bytes
+
+    def _is_serve(self, op: IoOp) -> bool:
+        return op.kind is not OpKind.RESET and self._slot_of(op) >= self._knobs.first_serve_slot
+
+    def reads_into(self, slot: int) -> bool:
+        """Whether something here may still write into this staging slot."""
+        return any(flight.slot == slot for flight in self._flights.values())
 
     def cancel(self, tokens: Sequence[int]) -> list[int]:
         now = self._clock()
@@ -338,7 +354,7 @@ class SimIo:
     def _accept(self, op: IoOp) -> None:
         rng, knobs, now = self._rng, self._knobs, self._clock()
         reset = op.kind is OpKind.RESET
-        slot = -1 if reset else (op.address - STAGING_BASE) % APART // self._slot_bytes
+        slot = -1 if reset else self._slot_of(op)
         start_s = now + knobs.io_s * rng.choice((0.0, 0.0, rng.random()))
         slow = 4.0 if op.pool_slot % knobs.targets == knobs.slow_target else 1.0
         done_s = start_s + slow * knobs.io_s * rng.uniform(0.2, 2.0)
@@ -348,6 +364,8 @@ class SimIo:
         self._retries = {row: end_s for row, end_s in self._retries.items() if end_s > now}
         if reset:
             self._begin_superblock(flight)
+        elif self._is_serve(op):
+            flight.deadline_s = self.serve_until_s[slot]
         else:
             flight.retried = _row(op) in self._retries
             flight.deadline_s = self._deadline_s(op)
@@ -388,7 +406,7 @@ class SimIo:
         knobs = self._knobs
         patience_s = knobs.read_deadline_s if op.is_read else knobs.write_deadline_s
         deadline_s = self._clock() + patience_s
-        slot = (op.address - STAGING_BASE) % APART // self._slot_bytes
+        slot = self._slot_of(op)
         if op.kind is OpKind.LOAD and slot >= knobs.cache_slots and op.identity in self.asked:
             self.counts["second_tries"] += 1
             deadline_s = self.asked[op.identity]
@@ -417,6 +435,9 @@ class SimIo:
         if op.urgency in _FETCHES:
             fetches = [other for other in same if other.urgency in _FETCHES]
             self._check_bound(flight, fetches, most // 2, size_max // 2)
+        if self._is_serve(op):
+            serves, share = [other for other in same if self._is_serve(other)], knobs.serve_share
+            self._check_bound(flight, serves, int(share * most), int(share * size_max))
 
     def _check_bound(
         self, flight: _Flight, others: Sequence[IoOp], most: int, size_max: int
@@ -432,12 +453,13 @@ class SimIo:
     def _check_stream_slots(self, flight: _Flight) -> None:
         """A stream slot counts on the share of the target that reads into it, until its release."""
         knobs, target = self._knobs, flight.op.pool_slot % self._knobs.targets
+        streams = range(knobs.cache_slots, knobs.first_serve_slot)
         held = sum(
-            other.slot >= knobs.cache_slots and other.op.pool_slot % knobs.targets == target
+            other.slot in streams and other.op.pool_slot % knobs.targets == target
             for other in self._flights.values()
         )
         most = max(1, knobs.stream_slots // knobs.targets)
-        if flight.slot >= knobs.cache_slots and held > most:
+        if flight.slot in streams and held > most:
             raise Violation("bounds", f"{flight}: {held} stream slots, at most {most} may be held")
 
     def _draw_fault(self, flight: _Flight) -> None:
@@ -482,7 +504,9 @@ class SimIo:
                 continue
             same = other is not flight and other.op.pool_slot == flight.op.pool_slot
             # A cancelled read may meet any bytes; it still owns its buffer.
-            idle_read = other.op.is_read and (other.late or other.unwanted)
+            # What peers ask for, nobody here protects: what they get is refused.
+            unminded = other.late or other.unwanted or self._is_serve(other.op)
+            idle_read = other.op.is_read and unminded
             if same and other.op.kind is not OpKind.RESET and not idle_read:
                 raise Violation("7", f"{flight} while {other} is under way")
 
@@ -626,6 +650,8 @@ class SimIo:
 
     def _finish(self, flight: _Flight) -> None:
         op = flight.op
+        if self._is_serve(op):
+            return
         if op.is_read and op.identity is not None and not flight.outcome.ok:
             self._failures[op.identity, flight.outcome.kind] += 1
         if op.is_read and flight.outcome.retryable and not (flight.unwanted or flight.retried):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from vllm_nvmeof_offload.manager.handshake import CREDITED
+
 from . import (
     mutants_events,
     mutants_groups,
@@ -15,13 +17,14 @@ from . import (
     mutants_policy,
     mutants_reload,
     mutants_remembered,
+    mutants_serving,
     mutants_sets,
     mutants_stream,
     mutants_tiers,
     mutants_transfer,
     mutants_world,
 )
-from .mutants import MUTANTS, OWNERS, PEERS, PROFILE, REPLACED, SETS, SHAPE, broken
+from .mutants import MUTANTS, OWNERS, PEERS, PROFILE, REPLACED, SERVING, SETS, SHAPE, broken
 from .shapes import FULL
 from .world import play
 
@@ -33,6 +36,7 @@ assert (
     and mutants_policy
     and mutants_reload
     and mutants_remembered
+    and mutants_serving
     and mutants_sets
     and mutants_stream
     and mutants_transfer
@@ -95,17 +99,17 @@ def test_what_replaces_a_mutant_is_still_there(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(MUTANTS))
 def test_a_broken_rule_is_caught(name: str) -> None:
     profile, shape = PROFILE.get(name), SHAPE.get(name, FULL)
-    sets, owners, peers = SETS.get(name, 0), OWNERS.get(name, 0), PEERS.get(name, 0)
+    rest = SETS.get(name, 0), OWNERS.get(name, 0), PEERS.get(name, 0), name in SERVING
     for offset in range(SEEDS_MAX):
         first = FIRST.get(name, 0)  # may be one of a soak, beyond the others
         seed = (first + offset) % SEEDS_MAX if offset else first
         try:
             with broken(name):
-                play(seed, profile, shape=shape, sets=sets, owners=owners, peers=peers)
+                play(seed, profile, None, CREDITED, shape, *rest)
         except AssertionError as error:
             print(f"caught by seed {seed}: {str(error).splitlines()[0]}")
             break
     else:
         pytest.fail(f"{name} survived {SEEDS_MAX} seeds: the simulator is too weak")
     # The same seed passes unbroken: the seed caught the broken rule.
-    play(seed, profile, shape=shape, sets=sets, owners=owners, peers=peers)
+    play(seed, profile, None, CREDITED, shape, *rest)

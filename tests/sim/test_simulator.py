@@ -27,6 +27,7 @@ _SEEDS_OF_SHAPES = 12
 _SEEDS_OF_SETS = 30
 _SEEDS_OF_OWNERS = 30
 _SEEDS_OF_PEERS = 30
+_SEEDS_OF_SERVING = 25
 _FIRST = int(os.environ.get("NVMEOF_SIM_FIRST", secrets.randbits(40) if _SOAK else 0))
 
 #: Counts over all batches. Every kind of event must have happened, or the batches prove nothing.
@@ -75,6 +76,14 @@ def test_no_rule_breaks_beside_other_engines(owners: int) -> None:
 def test_no_rule_breaks_while_peers_read_for_us(peers: int) -> None:
     for seed in range(_FIRST + 5000, _FIRST + 5000 + _SEEDS_OF_PEERS):
         _seen.update(play(seed, peers=peers))
+
+
+@pytest.mark.parametrize("owners", [0, 1, 2])
+def test_no_rule_breaks_while_we_read_for_peers(owners: int) -> None:
+    """From other engines' regions too, and while peers read for us."""
+    first = _FIRST + 6000 + 100 * owners
+    for seed in range(first, first + _SEEDS_OF_SERVING):
+        _seen.update(play(seed, owners=owners, peers=seed % 2, serve=True))
 
 
 def test_no_rule_breaks_when_vllm_waits_for_loads_that_hang() -> None:
@@ -184,6 +193,16 @@ def test_no_rule_breaks_with_each_eviction_policy(
         "peer_cancels",
         "pulled",
         "second_tries",
+        "serves",
+        "serve_cancels",
+        "serves_of_unknown_regions",
+        "served_cancelled",
+        "served_checksum_mismatch",
+        "served_deadline",
+        "served_io_error",
+        "served_ok",
+        "served_regions",
+        "served_stale",
         *(f"steps_in_flight:{steps}" for steps in range(1, 5)),
         *(f"loads:{shape}" for shape in (FULL, *SHAPES)),
     ],

@@ -23,6 +23,7 @@ from .rank import Output, SimRank
 from .requests import Clients, Request
 from .rules import Rules
 from .scheduler import SimScheduler
+from .serving import with_serving
 from .sets import RankSet, with_sets
 from .shapes import shaped
 from .store import NAMED_WEIGHTS, VERSIONS, RankStore
@@ -46,6 +47,7 @@ class World:
         sets: int | None = None,
         owners: int | None = None,
         peers: int = 0,
+        serve: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
         self._policy_name = policy
@@ -57,6 +59,7 @@ class World:
         self.knobs = with_sets(self.knobs, seed, 0 if ranks is not None else sets)
         self.knobs = with_owners(self.knobs, seed, 0 if ranks is not None else owners)
         self.knobs = with_peers(self.knobs, seed, peers)
+        self.knobs = with_serving(self.knobs, seed, serve)
         if self.knobs.profile == "leases":
             self.knobs = replace(
                 self.knobs,
@@ -325,6 +328,7 @@ class World:
             self.counts.update(rank.io.counts)
             self.counts.update(rank.copy.counts)
             self.counts.update(rank.peers.counts if rank.peers else ())
+            self.counts.update(rank.serving.counts if rank.serving else ())
             self.counts.update(rank.opener.counts if rank.opener else ())
         self.counts.update(self._follower.counts if self._follower else ())
         self.counts["unequal_groups"] += len(self.core.unequal_groups)
@@ -339,6 +343,7 @@ def play(
     sets: int | None = None,
     owners: int | None = None,
     peers: int = 0,
+    serve: bool = False,
 ) -> Counter[str]:
     """Run one seed. The message of a violation or a failed assertion gives the replay command.
 
@@ -346,11 +351,11 @@ def play(
     policy: a value of `eviction_policy`. shape: of `shapes.SHAPES`, or "full"; None: the seed
     chooses. sets: of ranks with equal KV, with two ranks each; 0: none; None: the seed chooses, if
     it chooses the number of ranks. owners: other engines on our targets; None: the same. peers:
-    that read for each rank.
+    that read for each rank. serve: others ask each rank for chunks.
     """
     world: World | None = None
     try:
-        world = World(seed, profile, ranks, policy, shape, sets, owners, peers)
+        world = World(seed, profile, ranks, policy, shape, sets, owners, peers, serve)
         world.run()
     except AssertionError as error:
         trace = world.trace if world else "  (at the start)"
@@ -361,6 +366,7 @@ def play(
         replay += f" --sets {sets}" if sets is not None else ""
         replay += f" --owners {owners}" if owners is not None else ""
         replay += f" --peers {peers}" if peers else ""
+        replay += " --serve" if serve else ""
         raise AssertionError(
             f"{error or type(error).__name__}\nseed {seed}: {world.knobs if world else ''}\n"
             f"last events:\n{trace}\nreplay: python -m tests.sim {replay}"

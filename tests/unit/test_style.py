@@ -35,8 +35,8 @@ FUNCTION_LINES_MAX = 70
 COLUMNS_MAX = 100
 #: Files and lines of Python and C++. They may fall (lower the number then), and a commit that
 #: raises one gives the reason.
-PRODUCT_FILES_MAX = 194
-PRODUCT_LINES_MAX = 42_600
+PRODUCT_FILES_MAX = 195
+PRODUCT_LINES_MAX = 43_050
 BENCH_FILES_MAX = 90
 BENCH_LINES_MAX = 18_173
 #: A count below its maximum by more than this share means that the maximum has to be lowered.

@@ -108,13 +108,14 @@ void make(Machine* self, size_t cache_slots, size_t stream_slots, uint64_t pool_
           size_t saturating_writes, std::vector<bool> retryable, size_t read_bytes_max,
           size_t write_bytes_max, size_t write_bytes_beside_reads_max, const PyStamp& stamp,
           uintptr_t lanes, double now_s, const std::optional<Set>& set, size_t peers_max,
-          size_t peer_chunks_min) {
+          size_t peer_chunks_min, size_t serve_slots, double serve_share) {
   MachineOptions options;
   options.cache_slots = cache_slots;
   options.stream_slots = stream_slots;
   options.pool_slots = pool_slots;
   options.peers_max = peers_max;
   options.peer_chunks_min = peer_chunks_min;
+  options.serve_slots = serve_slots;
   options.io = {targets,
                 reads_max,
                 writes_max,
@@ -131,7 +132,8 @@ void make(Machine* self, size_t cache_slots, size_t stream_slots, uint64_t pool_
                 read_bytes_max,
                 write_bytes_max,
                 write_bytes_beside_reads_max,
-                stamp_of(stamp)};
+                stamp_of(stamp),
+                serve_share};
   if (set) {
     const auto& [memory, member, addresses, sizes] = *set;
     options.set = {reinterpret_cast<void*>(memory), addresses.size(), member, addresses, sizes};
@@ -530,8 +532,28 @@ void bind_parts(nb::module_& m) {
   m.def("set_words_bytes", &set_words_bytes, "members"_a, "cache_slots"_a, "stream_slots"_a);
 }
 
+void serve(Machine& machine, const std::vector<uint64_t>& tokens, const nb::tuple& batch,
+           const std::vector<double>& within_s) {
+  machine.serve(tokens, columns_of(batch), within_s);
+}
+
+// (token, code, errno) of each.
+nb::list take_served(Machine& machine) {
+  nb::list all;
+  for (const Machine::Served& one : machine.take_served())
+    all.append(nb::make_tuple(one.token, static_cast<uint8_t>(one.code), one.error));
+  return all;
+}
+
 void bind_peers(nb::class_<Machine>& machine) {
   machine
+      .def("serve", &serve)
+      .def("end_serving",
+           [](Machine& machine, const std::vector<uint64_t>& tokens) {
+             machine.end_serving(tokens);
+           })
+      .def("take_served", &take_served)
+      .def("serve_levels", &Machine::serve_levels)
       .def("set_peer", &set_peer, "lane"_a, "usable"_a, "reads_max"_a, "bytes_max"_a,
            "bytes_per_s"_a, "queued_bytes"_a)
       .def("offer_peer", &offer_peer)
@@ -550,12 +572,12 @@ void bind_machine(nb::module_& m) {
   bind_peers(machine);
   machine
       .def("__init__", &make, nb::kw_only(), "cache_slots"_a, "stream_slots"_a, "pool_slots"_a = 0,
-           "base_address"_a, "slot_bytes"_a, "header_bytes"_a, "group_bytes"_a,
-           "targets"_a, "reads_max"_a,
-           "writes_max"_a, "read_deadline_s"_a, "write_deadline_s"_a, "saturating_reads"_a,
-           "saturating_writes"_a, "retryable"_a, "read_bytes_max"_a, "write_bytes_max"_a,
-           "write_bytes_beside_reads_max"_a, "stamp"_a, "lanes"_a = 0, "now_s"_a = 0.0,
-           "members"_a = nb::none(), "peers_max"_a = 0, "peer_chunks_min"_a = 4)
+           "base_address"_a, "slot_bytes"_a, "header_bytes"_a, "group_bytes"_a, "targets"_a,
+           "reads_max"_a, "writes_max"_a, "read_deadline_s"_a, "write_deadline_s"_a,
+           "saturating_reads"_a, "saturating_writes"_a, "retryable"_a, "read_bytes_max"_a,
+           "write_bytes_max"_a, "write_bytes_beside_reads_max"_a, "stamp"_a, "lanes"_a = 0,
+           "now_s"_a = 0.0, "members"_a = nb::none(), "peers_max"_a = 0, "peer_chunks_min"_a = 4,
+           "serve_slots"_a = 0, "serve_share"_a = 1.0)
       .def("begin", &begin, "op"_a, "kind"_a, "urgency"_a, "batch"_a, "rows"_a = nb::none(),
            "first"_a = nb::none(), "fence"_a = 0)
       .def("begin_transfers", &begin_transfers)

@@ -7,7 +7,7 @@
 namespace nvmeof {
 namespace {
 
-constexpr Urgency kReads[] = {Urgency::DEMAND, Urgency::URGENT, Urgency::PREFETCH};
+constexpr Urgency kReads[] = {Urgency::DEMAND, Urgency::URGENT, Urgency::SERVE, Urgency::PREFETCH};
 constexpr int64_t kRatePeriodNs = 250'000'000;
 constexpr int64_t kFoldPeriodNs = 50'000'000;
 constexpr double kRateChangeMin = 0.1;
@@ -38,7 +38,7 @@ bool TargetQueue::has_room(Urgency urgency, size_t bytes) const {
   if (mutant("bytes_of_the_next_operation_do_not_count")) bytes = 0;
   const size_t fetches = held(Urgency::URGENT) + held(Urgency::PREFETCH);
   const size_t fetched = bytes_held(Urgency::URGENT) + bytes_held(Urgency::PREFETCH);
-  const size_t reads = held(Urgency::DEMAND) + fetches;
+  const size_t reads = held(Urgency::DEMAND) + held(Urgency::SERVE) + fetches;
   if (urgency == Urgency::WRITE) {
     size_t bytes_max = options_.write_bytes_max;
     if (reads || waiting(false))
@@ -47,11 +47,23 @@ bool TargetQueue::has_room(Urgency urgency, size_t bytes) const {
     const size_t writes = held(urgency);
     return !writes || (writes < options_.writes_max && bytes_held(urgency) + bytes <= bytes_max);
   }
-  if (urgency != Urgency::DEMAND && fetches && !mutant("fetches_take_every_place") &&
+  if (urgency == Urgency::SERVE && !has_serve_room(bytes)) return false;
+  const bool is_fetch = urgency == Urgency::URGENT || urgency == Urgency::PREFETCH;
+  if (is_fetch && fetches && !mutant("fetches_take_every_place") &&
       (fetches >= options_.reads_max / 2 || fetched + bytes > options_.read_bytes_max / 2))
     return false;
-  const size_t read = bytes_held(Urgency::DEMAND) + fetched;
+  const size_t read = read_bytes_held();
   return !reads || (reads < options_.reads_max && read + bytes <= options_.read_bytes_max);
+}
+
+// One may always go. The bound holds while no load waits here too, so that one finds places free.
+bool TargetQueue::has_serve_room(size_t bytes) const {
+  if (!held(Urgency::SERVE) || mutant("serves_take_every_place")) return true;
+  const auto fits = [this](size_t wanted, size_t all) {
+    return static_cast<double>(wanted) <= options_.serve_share * static_cast<double>(all);
+  };
+  return fits(held(Urgency::SERVE) + 1, options_.reads_max) &&
+         fits(bytes_held(Urgency::SERVE) + bytes, options_.read_bytes_max);
 }
 
 void TargetQueue::take(Urgency urgency, size_t bytes) {
@@ -73,7 +85,8 @@ size_t TargetQueue::waiting(bool is_write) const {
 }
 
 size_t TargetQueue::read_bytes_held() const {
-  return bytes_held(Urgency::DEMAND) + bytes_held(Urgency::URGENT) + bytes_held(Urgency::PREFETCH);
+  return bytes_held(Urgency::DEMAND) + bytes_held(Urgency::URGENT) + bytes_held(Urgency::SERVE) +
+         bytes_held(Urgency::PREFETCH);
 }
 
 std::vector<Task*> TargetQueue::take_stalled(int64_t now_ns, int64_t patience_ns, bool is_write) {
@@ -119,7 +132,7 @@ void IoQueue::enqueue(Task& task) {
   if (task.job->kind == OpKind::RESET)
     targets_[task.target].resets.push_back(&task);
   else if (!sums_first(task))
-    queue_of(task).queue(task.urgency).push(task, task.deadline_ns != 0);
+    queue_of(task).queue(task.urgency).push(task, task.deadline_ns && !task.job->serves());
   if (task.deadline_ns) retry_deadline_ns_ = std::min(retry_deadline_ns_, task.deadline_ns);
 }
 
@@ -644,6 +657,10 @@ uint64_t IoQueue::bytes_before(size_t target) {
   const size_t waiting =
       queue.queue(Urgency::DEMAND).size() + queue.queue(Urgency::URGENT).size();
   return queue.read_bytes_held() + waiting * options_.slot_bytes;
+}
+
+uint64_t IoQueue::bytes_to_serve(size_t target) {
+  return queues_[target].queue(Urgency::SERVE).size() * options_.slot_bytes;
 }
 
 }  // namespace nvmeof

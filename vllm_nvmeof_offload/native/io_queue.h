@@ -6,8 +6,9 @@
 // ended all that it had must not wait for checksums.
 //
 // Reads go before writes; among reads those that a load waits for go first, then urgent fetches,
-// then other fetches. Each target has bounds of its own, on operations and on bytes, so that a slow
-// one cannot take what the others need; while a target reads, few bytes are written there.
+// then what peers ask for, then other fetches. Each target has bounds of its own, on operations and
+// on bytes, so that a slow one cannot take what the others need; while a target reads, few bytes
+// are written there.
 //
 // A deadline runs from the first hand-over, and a retry keeps it. At the deadline the outcome is
 // DEADLINE, by this clock, whether the lane answers or not; the release follows when it comes.
@@ -59,6 +60,7 @@ struct IoOptions {
   size_t write_bytes_max = SIZE_MAX;
   size_t write_bytes_beside_reads_max = SIZE_MAX;  // while reads wait or run there
   Stamp stamp;  // of every target, until a reset
+  double serve_share = 1;  // of a target's reads and their bytes, for those of peers at most
 };
 
 // An event of a task. code RELEASED: the late release of one whose outcome came before.
@@ -98,7 +100,8 @@ class TargetQueue {
 
   FairQueue& queue(Urgency urgency) { return queues_[static_cast<size_t>(urgency)]; }
   // Whether one more of this urgency and size may be with the engine. Fetches hold at most half of
-  // the places of reads and of their bytes, so that a load always finds some.
+  // the places of reads and of their bytes, and peers' reads their share, so that a load always
+  // finds some.
   bool has_room(Urgency urgency, size_t bytes) const;
   // Give the next task of this urgency a place, and take it back at its outcome.
   void take(Urgency urgency, size_t bytes);
@@ -115,6 +118,7 @@ class TargetQueue {
   int64_t stalls_at_ns(int64_t patience_ns, bool is_write) const;
 
  private:
+  bool has_serve_room(size_t bytes) const;
   size_t held(Urgency urgency) const { return queues_[static_cast<size_t>(urgency)].held(); }
   size_t bytes_held(Urgency urgency) const { return bytes_held_[static_cast<size_t>(urgency)]; }
 
@@ -122,7 +126,8 @@ class TargetQueue {
   std::array<size_t, kUrgencies> bytes_held_{};
   std::array<FairQueue, kUrgencies> queues_{
       FairQueue(FairQueue::Share::CHARGED), FairQueue(FairQueue::Share::NONE),
-      FairQueue(FairQueue::Share::NONE), FairQueue(FairQueue::Share::NONE)};
+      FairQueue(FairQueue::Share::NONE), FairQueue(FairQueue::Share::NONE),
+      FairQueue(FairQueue::Share::NONE)};
   // Since when the engine has taken nothing of this kind while something waited here.
   std::array<std::optional<int64_t>, 2> stalled_since_ns_;
 };
@@ -188,7 +193,8 @@ class IoQueue {
   // native: its lanes take reads and writes at once; null: Python submits what is offered.
   IoQueue(const IoOptions& options, NativeLanes* native, int64_t now_ns);
 
-  // One with a deadline, of which a peer has used up a part, goes before those that have none.
+  // One with a deadline, of which a peer has used up a part, goes before those that have none. What
+  // peers ask for has deadlines from its beginning, and goes in the order in which it came.
   void enqueue(Task& task);
   // A load waits for this fetch, which therefore goes with the load's reads, on their share. One
   // that the engine has stays as it is there; its retry, if any, is promoted.
@@ -255,6 +261,8 @@ class IoQueue {
   // What a load's next read of this target waits for: reads that run, and loads and urgent fetches
   // that wait, as if each were as large as a slot.
   uint64_t bytes_before(size_t target);
+  // What waits there for peers.
+  uint64_t bytes_to_serve(size_t target);
 
   bool busy() const;
   const Stamp& stamp(size_t target) const { return targets_[target].stamp; }

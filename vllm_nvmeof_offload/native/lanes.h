@@ -11,8 +11,8 @@
 namespace nvmeof {
 
 // `protocol.Urgency`: the most urgent first. All but WRITE are reads.
-enum class Urgency : uint8_t { DEMAND, URGENT, PREFETCH, WRITE };
-inline constexpr size_t kUrgencies = 4;
+enum class Urgency : uint8_t { DEMAND, URGENT, SERVE, PREFETCH, WRITE };
+inline constexpr size_t kUrgencies = 5;
 
 inline constexpr size_t kTagBytes = 16;
 

@@ -8,6 +8,9 @@
 namespace nvmeof {
 namespace {
 
+// Bit of the numbers of jobs that no manager gives.
+constexpr uint64_t kServeJobs = uint64_t{1} << 63;
+
 bool names_member(int32_t cache, int64_t place) {
   return (cache >= 0 && cache_member(cache) != kEveryMember) ||
          (place >= 0 && member_of(place) != kEveryMember);
@@ -76,18 +79,7 @@ void Machine::add_tasks(Job& job, Urgency urgency, const Columns& columns) {
     require(task.group < options_.io.group_bytes.size(), "a row names an unknown group");
     const int64_t place = columns.places[row];
     if (names_member(cache, place)) name_holder(task, cache, place);
-    if (place >= 0) {
-      task.target = static_cast<uint8_t>(target_of(place));
-      require(task.target < options_.io.targets, "a place names an unknown target");
-      // Format 1 numbers the slots of a rank over all its targets.
-      const auto targets = static_cast<int64_t>(options_.io.targets);
-      task.pool_slot = slot_of(place) * targets + task.target;
-      task.owner = static_cast<uint16_t>(owner_of(place));
-      require(!task.owner || job.kind != OpKind::WRITE, "a write to another engine's region");
-      require(task.owner || !options_.pool_slots ||
-                  static_cast<uint64_t>(task.pool_slot) < options_.pool_slots,
-              "a place is outside of the pool");
-    }
+    if (place >= 0) place_row(task, place);
     const bool is_load = job.kind == OpKind::LOAD, is_store = job.kind == OpKind::STORE;
     require(is_load || (task.cache >= 0 && is_store == (place < 0)),
             "a row lacks a slot or a place");
@@ -95,6 +87,19 @@ void Machine::add_tasks(Job& job, Urgency urgency, const Columns& columns) {
     task.fills = (is_store || lands) && !is_elsewhere(task);
     if ((is_store || lands) && task.holder != kEveryMember) set_->give_fill(task);
   }
+}
+
+void Machine::place_row(Task& task, int64_t place) {
+  task.target = static_cast<uint8_t>(target_of(place));
+  require(task.target < options_.io.targets, "a place names an unknown target");
+  // Format 1 numbers the slots of a rank over all its targets.
+  const auto targets = static_cast<int64_t>(options_.io.targets);
+  task.pool_slot = slot_of(place) * targets + task.target;
+  task.owner = static_cast<uint16_t>(owner_of(place));
+  require(!task.owner || task.job->kind != OpKind::WRITE, "a write to another engine's region");
+  require(task.owner || !options_.pool_slots ||
+              static_cast<uint64_t>(task.pool_slot) < options_.pool_slots,
+          "a place is outside of the pool");
 }
 
 void Machine::start(Task& task) {
@@ -130,6 +135,11 @@ void Machine::reset(uint64_t op, const Stamp& stamp, const Stamp& unnamed) {
   for (Task* task : io.take_queued_writes()) {
     leave_slot(*task);
     decide(*task, Outcome::CANCELLED);
+  }
+  if (!mutant("serve_reads_survive_a_reset")) {
+    std::vector<Task*> serving;
+    for (const auto& [token, task] : serving_) serving.push_back(task);
+    for (Task* task : serving) stop_serving(*task);
   }
   io.begin_reset(op, stamp, unnamed);
   Job& job = open(op, OpKind::RESET);
@@ -273,6 +283,10 @@ void Machine::io_event(const IoEvent& event) {
   Task& task = *event.task;
   if (task.job->kind == OpKind::RESET) {
     superblock_event(event);
+    return;
+  }
+  if (task.job->serves()) {
+    serve_event(event);
     return;
   }
   if (task.step == Step::ZOMBIE) {
@@ -781,6 +795,91 @@ bool Machine::expire_peers() {
     decide(*task, Outcome::DEADLINE);
   }
   return moved;
+}
+
+// ---- what peers ask for -----------------------------------------------------------------
+
+void Machine::serve(std::span<const uint64_t> tokens, const Columns& columns,
+                    std::span<const double> within_s) {
+  const size_t count = tokens.size();
+  require(count && columns.generations.size() == count && within_s.size() == count,
+          "the rows to serve differ in length");
+  Job& job = open(kServeJobs | ++serve_jobs_, OpKind::FETCH);
+  job.keys = columns.keys;
+  job.key_bytes = columns.keys.size() / count;
+  job.tasks.resize(count);
+  job.served.assign(tokens.begin(), tokens.end());
+  job.alive = count;
+  const std::hash<std::string_view> hash;
+  for (size_t row = 0; row < count; ++row) {
+    Task& task = job.tasks[row];
+    task.job = &job;
+    task.index = static_cast<uint32_t>(row);
+    task.content = {hash(task.key()), columns.generations[row]};
+    task.urgency = mutant("serve_before_demand") ? Urgency::DEMAND : Urgency::SERVE;
+    task.charged_to = job.op;
+    task.group = columns.groups[row];
+    const auto slot = static_cast<size_t>(columns.cache[row]);
+    require(task.group < options_.io.group_bytes.size() && slot < options_.serve_slots,
+            "a row to serve names an unknown group or slot");
+    task.stream = static_cast<int32_t>(options_.stream_slots + slot);
+    require(columns.places[row] >= 0, "a row to serve has no place");
+    place_row(task, columns.places[row]);
+    const auto most_ns = static_cast<double>(options_.io.read_deadline_ns);
+    task.deadline_ns = io.now_ns() + std::llround(std::clamp(within_s[row] * 1e9, 1.0, most_ns));
+    if (mutant("serve_reads_wait_for_ever")) task.deadline_ns = 0;
+    task.step = Step::IO;
+    require(serving_.emplace(tokens[row], &task).second, "a peer's token is given twice");
+    io.enqueue(task);
+  }
+}
+
+// Its outcome means nothing to the peer before the release, at which the slot is free.
+void Machine::serve_event(const IoEvent& event) {
+  Task& task = *event.task;
+  const bool at_outcome = mutant("a_hung_serve_slot_is_free_at_the_outcome");
+  const bool is_late = task.step == Step::ZOMBIE;
+  if (!event.released) task.step = Step::ZOMBIE;
+  if (is_late ? !at_outcome : event.released || at_outcome)
+    answer(task, is_late ? Outcome::DEADLINE : event.code, event.error);
+  if (event.released) forget_served(task);
+}
+
+void Machine::answer(const Task& task, Outcome code, int error) {
+  if (task.cancelled && !mutant("a_cancelled_serve_is_answered")) code = Outcome::CANCELLED;
+  served_.push_back({task.job->served[task.index], code, error});
+}
+
+void Machine::forget_served(Task& task) {
+  Job& job = *task.job;
+  serving_.erase(job.served[task.index]);
+  task.step = Step::DONE;
+  if (--job.alive == 0) jobs_.erase(job.op);
+}
+
+void Machine::stop_serving(Task& task) {
+  if (task.cancelled) return;
+  task.cancelled = true;
+  if (task.step == Step::ZOMBIE || !io.cancel(task)) return;
+  answer(task, Outcome::CANCELLED, 0);
+  forget_served(task);
+}
+
+void Machine::end_serving(std::span<const uint64_t> tokens) {
+  for (const uint64_t token : tokens)
+    if (const auto found = serving_.find(token); found != serving_.end())
+      stop_serving(*found->second);
+}
+
+std::pair<uint64_t, double> Machine::serve_levels() {
+  uint64_t bytes = 0;
+  double rate = 0;
+  for (size_t target = 0; target < options_.io.targets; ++target) {
+    bytes += io.bytes_before(target) + io.bytes_to_serve(target) +
+             streams_.waiting(target) * options_.io.slot_bytes;
+    rate += io.read_rate(target);
+  }
+  return {bytes, rate};
 }
 
 std::vector<std::pair<uint64_t, double>> Machine::read_queues() {

@@ -28,6 +28,10 @@
 // is chosen as the chunk gets its stream slot, by the rule of lane_choice.h. Whatever a peer says
 // or fails to say, the chunk goes home once, with the deadline and the retry that it had; if a
 // pull may still write into its slot, it takes another one.
+//
+// In return this rank reads for peers, from its own targets into serve slots, which lie behind the
+// stream slots. These reads go behind those that a load here waits for, are in no report, and end
+// once nothing touches their slots any more.
 #pragma once
 
 #include <map>
@@ -35,6 +39,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -53,6 +58,7 @@ struct MachineOptions {
   size_t stream_slots = 1;
   uint64_t pool_slots = 0;    // 0: not checked
   SetOptions set;
+  size_t serve_slots = 0;
   size_t peers_max = 0;
   size_t peer_chunks_min = 4;  // a load of fewer chunks goes to no peer
 };
@@ -157,7 +163,7 @@ class Machine {
 
   bool idle() const {
     return jobs_.empty() && gates_.idle() && !io.busy() && streams_.idle() &&
-           (!set_ || set_->idle()) && (!peers_ || !peers_->in_flight());
+           (!set_ || set_->idle()) && served_.empty() && (!peers_ || !peers_->in_flight());
   }
   // As `IoQueue::next_deadline_ns`, also of what waits for other members or peers.
   int64_t next_deadline_ns();
@@ -182,6 +188,24 @@ class Machine {
   std::vector<uint64_t> take_cancels_peer(size_t lane);
   // What a read waits for, by lane: bytes, and seconds (0: not known).
   std::vector<std::pair<uint64_t, double>> read_queues();
+
+  // -- what we read for peers. A row of the columns goes into the serve slot that `cache` names,
+  // which nothing else uses until the row's end; `tokens` and `within_s` have a number for each. A
+  // reset ends what has not started, and makes what has CANCELLED.
+  void serve(std::span<const uint64_t> tokens, const Columns& columns,
+             std::span<const double> within_s);
+  // They are not wanted any more; their ends still come.
+  void end_serving(std::span<const uint64_t> tokens);
+  struct Served {
+    uint64_t token;
+    Outcome code;
+    int error;
+  };
+  // Those whose slots nothing touches any more, each once.
+  std::vector<Served> take_served() { return std::exchange(served_, {}); }
+  // What all our targets have to read before they read what a peer asks for now, in bytes, and how
+  // many of these they read in a second; 0: not known.
+  std::pair<uint64_t, double> serve_levels();
 
   size_t streams_used() const { return streams_.used(); }
   size_t streams_waiting() const { return streams_.waiting(); }
@@ -228,6 +252,11 @@ class Machine {
   void peer_ended(const LaneEnd& end);
   void peer_failed(uint64_t token);
   void go_home(Task& task);
+  void place_row(Task& task, int64_t place);
+  void serve_event(const IoEvent& event);
+  void answer(const Task& task, Outcome code, int error);
+  void forget_served(Task& task);
+  void stop_serving(Task& task);
   void io_event(const IoEvent& event);
   void superblock_event(const IoEvent& event);
   void read_ended(Task& task);
@@ -243,6 +272,9 @@ class Machine {
   SlotGates gates_;
   StreamSlots streams_;
   std::optional<SetMember> set_;
+  std::unordered_map<uint64_t, Task*> serving_;  // by the peers' token
+  std::vector<Served> served_;
+  uint64_t serve_jobs_ = 0;
   std::optional<PeerLanes> peers_;
   std::vector<LaneEstimate> estimates_;  // of the peers, for one choice
   std::map<uint64_t, std::unique_ptr<Job>> jobs_;

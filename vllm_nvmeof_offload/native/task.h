@@ -102,6 +102,7 @@ struct Job {
   uint64_t copied_bytes = 0;
   size_t superblocks_left = 0;  // of a reset: lanes on which it has no outcome
   bool listed = false;    // it has rows to report
+  std::vector<uint64_t> served;  // of what is read for peers: their tokens, by row
   uint64_t fence = 0;     // of a store or load, as in `Machine::begin`
   // Pieces of a store or load: (KV cache address, offset in the payload, bytes), and by row the
   // first of its pieces.
@@ -116,6 +117,7 @@ struct Job {
 
   // From the command to the last outcome in the next report.
   double seconds() const { return static_cast<double>(ended_ns - started_ns) / 1e9; }
+  bool serves() const { return !served.empty(); }
   bool moves_blocks() const { return kind == OpKind::STORE || kind == OpKind::LOAD; }
 };
 

@@ -51,6 +51,7 @@ class SetLayout:
     slot_bytes: int
     cache_slots: int
     stream_slots: int
+    serve_slots: int = 0
 
     @property
     def words_bytes(self) -> int:
@@ -60,7 +61,7 @@ class SetLayout:
     @property
     def staging_bytes(self) -> int:
         """Of one member."""
-        return self.slot_bytes * (self.cache_slots + self.stream_slots)
+        return self.slot_bytes * (self.cache_slots + self.stream_slots + self.serve_slots)
 
     @property
     def digest(self) -> str:

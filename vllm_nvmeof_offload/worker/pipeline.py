@@ -32,6 +32,7 @@ from vllm_nvmeof_offload.errors import CANCELLED, ERRORS, EngineError, Outcome, 
 from vllm_nvmeof_offload.io.base import IoEngine, IoOp, Lanes, Waker
 from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.native import Machine
+from vllm_nvmeof_offload.peers.base import SlotMemory
 from vllm_nvmeof_offload.pool.format import SlotPlace, Stamp
 from vllm_nvmeof_offload.protocol import (
     AttachCommand,
@@ -60,6 +61,7 @@ from vllm_nvmeof_offload.targets.health import TargetHealth, Verdict
 from vllm_nvmeof_offload.units import HEADER_BYTES, MIB
 from vllm_nvmeof_offload.worker.peering import Peering, Peers
 from vllm_nvmeof_offload.worker.regions import RegionOpener, Regions
+from vllm_nvmeof_offload.worker.serving import Serve, Serving
 
 if TYPE_CHECKING:
     from vllm_nvmeof_offload.native._tiers import Transfer
@@ -97,6 +99,8 @@ class TransferLimits:
     write_bytes_in_flight_max: int = _KEYS["write_bytes_in_flight_max"].default
     #: While reads wait or run on the target.
     write_bytes_beside_reads_max: int = _KEYS["write_bytes_beside_reads_max"].default
+    #: Of a target's reads and their bytes, how many may be for peers.
+    serve_share: float = 0.9
 
 
 class FinishedJob(NamedTuple):
@@ -134,9 +138,10 @@ class TransferPipeline:
         *,
         opener: RegionOpener | None = None,
         peers: Peers | None = None,
+        serve: Serve | None = None,
     ) -> None:
         """opener: of other engines' regions; None: no command names any. peers: that read for us;
-        None: nobody does."""
+        None: nobody does. serve: what we read for peers; None: nothing."""
         self._counters = Counts()
         self._copy, self._io, self._clock = copy, io, clock
         self._limits = limits
@@ -152,12 +157,20 @@ class TransferPipeline:
         self._peering = (
             Peering(self._machine, peers, targets, self._foreign_place, clock) if peers else None
         )
+        self._tag = io.stamp.tag
+        self._serving = self._serving_of(serve, staging) if serve else None
         self._in_set = staging.members is not None
         self._newest: tuple[int, object] = (0, None)  # fence, which the machine knows by its number
         self._passed = 0  # number of the newest fence that was seen to have passed
         self._open: dict[int, object] = {}  # those after it, the oldest first
         self._tickets: dict[int, _Ticket] = {}
         self._levels: tuple[int, ...] = (0,) * 7
+
+    def _serving_of(self, serve: Serve, staging: StagingMap) -> Serving:
+        memory = SlotMemory(staging.serve_address, staging.slot_bytes, staging.serve_slots)
+        return Serving(
+            self._machine, serve, memory, self._limits.group_bytes, self._clock, self._find_region
+        )
 
     # -- commands ---------------------------------------------------------------------
 
@@ -187,6 +200,8 @@ class TransferPipeline:
                 stamp, unnamed = self._io.begin_reset(command.tag, command.named)
                 self._machine.set_time(self._clock())
                 self._machine.reset(command.op, astuple(stamp), astuple(unnamed))
+                self._tag = stamp.tag
+                self._cancel_at_engine()
             case CancelCommand():
                 self.cancel(command.target_op, command.indexes)
             case AttachCommand() | DetachCommand():
@@ -207,6 +222,9 @@ class TransferPipeline:
         """
         self._machine.set_time(self._clock())
         self._machine.cancel(op, rows)
+        self._cancel_at_engine()
+
+    def _cancel_at_engine(self) -> None:
         if tokens := self._machine.take_cancels():
             withdrawn = self._io.cancel(tokens)
             self._machine.ended([(token, _CANCELLED, 0, 0.0) for token in withdrawn])
@@ -243,6 +261,9 @@ class TransferPipeline:
     def step(self) -> None:
         """Move everything that can move now."""
         self._machine.set_time(self._clock())
+        if self._serving is not None:  # before anything ends: what has ended cannot be cancelled
+            self._serving.take_in(self._tag)
+            self._cancel_at_engine()
         for ticket, outcome in self._copy.poll():
             self._copied(self._tickets.pop(ticket), outcome)
         self._take_ends()
@@ -256,6 +277,8 @@ class TransferPipeline:
             self._drive_lanes()
         if self._peering is not None:
             self._peering.hand_over()
+        if self._serving is not None:
+            self._serving.hand_over()
         self._submit_copies()
 
     def take_reports(self) -> list[Report]:
@@ -328,6 +351,9 @@ class TransferPipeline:
 
     def _foreign_place(self, owner: int, pool_slot: int) -> SlotPlace | None:
         return None if self._regions is None else self._regions.place(owner, pool_slot)
+
+    def _find_region(self, uuid: bytes) -> tuple[int, int] | None:
+        return None if self._regions is None else self._regions.find(uuid)
 
     # -- I/O --------------------------------------------------------------------------
 
@@ -553,6 +579,8 @@ def _make_machine(
         members=astuple(staging.members) if staging.members else None,
         peers_max=peers.lanes if peers else 0,
         peer_chunks_min=peers.chunks_min if peers else 0,
+        serve_slots=staging.serve_slots,
+        serve_share=limits.serve_share,
     )
 
 

@@ -95,6 +95,10 @@ class Regions:
         region = self._used.get((owner, pool_slot % targets))
         return None if region is None else region.place(pool_slot // targets)
 
+    def find(self, uuid: bytes) -> tuple[int, int] | None:
+        """Return the owner and the target of a region; None: it is not open."""
+        return next((key for key, region in self._used.items() if region.uuid == uuid), None)
+
     def hint(self, command: HintCommand) -> None:
         """Log which chunks of others are used, on our first target; advice, which may be lost."""
         columns = command.owners, command.places, command.generations, command.counts

@@ -14,7 +14,7 @@ from tests.chunks import Reported, batch_of, place_in, rows_of
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction, Payloads, Pieces
 from vllm_nvmeof_offload.errors import OK, Outcome
 from vllm_nvmeof_offload.io.base import Completion, ForeignSlab, IoOp, Room
-from vllm_nvmeof_offload.peers.base import PeerEnd, PeerRead, PeerState
+from vllm_nvmeof_offload.peers.base import PeerEnd, PeerRead, PeerState, ServeRead
 from vllm_nvmeof_offload.pool.format import SlotPlace, Stamp
 from vllm_nvmeof_offload.protocol import (
     CancelCommand,
@@ -37,12 +37,14 @@ from vllm_nvmeof_offload.units import HEADER_BYTES
 from vllm_nvmeof_offload.worker.peering import Peers
 from vllm_nvmeof_offload.worker.pipeline import TransferLimits, TransferPipeline
 from vllm_nvmeof_offload.worker.regions import RegionOpener
+from vllm_nvmeof_offload.worker.serving import OwnRegion, Serve, ServeQueue
 
 STRIDE = HEADER_BYTES + 4096
 PIECES = [np.array([[1 << 30, 0, 4096]], np.uint64)]
 READ_S, WRITE_S = 5.0, 30.0
 TAG = bytes(range(16))
 NO_EPOCH = 1 << 32
+REGION_SLOTS = 1000  # of each of our regions
 
 #: Number of a chunk, cache slot, pool slot as format 1 numbers it; None: the row has none.
 Chunk = tuple[int, int | None, int | None]
@@ -50,6 +52,11 @@ Chunk = tuple[int, int | None, int | None]
 
 def identity(number: int) -> SlotIdentity:
     return SlotIdentity(b"%08d" % number, 1000 + number)
+
+
+def region_of(target: int) -> bytes:
+    """The uuid of ours on this target."""
+    return bytes([target]) * 16
 
 
 class FakeCopy:
@@ -209,9 +216,10 @@ class Bench:
         members: SetMap | None = None,
         opener: RegionOpener | None = None,
         peers: Sequence[PeerState] = (),
+        serve_slots: int = 0,
         **config: float,
     ) -> None:
-        """peers: the lanes of these."""
+        """peers: the lanes of these. serve_slots: of what peers may ask for; 0: for nothing."""
         self.now_s = 0.0
         self.peers = FakePeers(peers)
         #: Queue lengths are sent along with the other reports.
@@ -219,14 +227,18 @@ class Bench:
         self.copy, self.io = FakeCopy(), FakeIo()
         self._targets = target_count
         self._sizes: dict[int, int] = {}  # op → its rows
+        self.queue = ServeQueue(lambda: None)
+        own = {region_of(target): OwnRegion(target, REGION_SLOTS) for target in range(target_count)}
+        self.staging = StagingMap(
+            members.addresses[members.member] if members else 0,
+            STRIDE,
+            cache_slots,
+            stream_slots,
+            members,
+            serve_slots,
+        )
         self.pipeline = TransferPipeline(
-            StagingMap(
-                members.addresses[members.member] if members else 0,
-                STRIDE,
-                cache_slots,
-                stream_slots,
-                members,
-            ),
+            self.staging,
             self.copy,
             self.io,
             TransferLimits(  # type: ignore[arg-type]
@@ -239,6 +251,7 @@ class Bench:
             lambda: self.now_s,
             opener=opener,
             peers=Peers(self.peers, len(peers), self._place) if peers else None,
+            serve=Serve(self.queue, own) if serve_slots else None,
         )
 
     def _place(self, pool_slot: int) -> SlotPlace:
@@ -286,6 +299,27 @@ class Bench:
     def stream(self, op: int, pool_slots: Sequence[int]) -> None:
         """Load chunks through stream slots. Nothing moves yet."""
         self.load_chunks(op, [(slot, None, slot) for slot in pool_slots])
+
+    def asked(self, token: int, pool: int, slot: int | None = None) -> ServeRead:
+        """What a peer asks for: a chunk of ours, which has the number of its pool slot.
+
+        slot: the serve slot; None: as the token.
+        """
+        number, target = divmod(pool, self._targets)
+        return ServeRead(
+            token,
+            self.staging.serve_address + STRIDE * (token if slot is None else slot),
+            STRIDE - HEADER_BYTES,
+            identity(pool),
+            SlotPlace(region_of(target), 0, number),
+            TAG,
+            self.now_s + READ_S,
+        )
+
+    def serve(self, *pools: int) -> None:
+        """Let peers ask for these pool slots; each token is the slot's place in the list. Nothing
+        moves yet."""
+        self.queue.serve([self.asked(token, pool) for token, pool in enumerate(pools)])
 
     def fetch(self, op: int, number: int, pool: int, cache: int, *, urgent: bool = False) -> None:
         self.fetch_chunks(op, [(number, cache, pool)], urgent=urgent)

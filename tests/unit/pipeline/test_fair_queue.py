@@ -18,12 +18,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.chunks import place_in
 from vllm_nvmeof_offload.native import Machine
-from vllm_nvmeof_offload.protocol import ChunkBatch
+from vllm_nvmeof_offload.protocol import ChunkBatch, Urgency
 
 Item = tuple[int, int]  # a load's op, and a row of it or of the fetch that it waits for
 
 _LOAD, _FETCH = 1, 3
-_DEMAND, _PREFETCH = 0, 2
+_DEMAND, _PREFETCH = int(Urgency.DEMAND), int(Urgency.PREFETCH)
 _OK, _IO_ERROR, _DEADLINE = 0, 1, 4
 DEADLINE_S = 5.0
 

@@ -48,10 +48,12 @@ class Opener:
     def close(self, regions: Iterable[ForeignSlab]) -> None:
         self.closed += [region.fd for region in regions]
 
-    def answer(self, number: int = -1, *, fds: int = 100, error: int = 0) -> None:
+    def answer(
+        self, number: int = -1, *, fds: int = 100, error: int = 0, uuid: bytes = bytes(16)
+    ) -> None:
         """Answer one of `asked`. Descriptors: `fds` and what follows, by target."""
         command, targets = self.asked[number]
-        found = {at: ForeignSlab(fds + at, bytes(16), 0) for at in targets if not error}
+        found = {at: ForeignSlab(fds + at, uuid, 0) for at in targets if not error}
         self._answers.append(OpenRegions(command, found, error))
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.chunks import place_in
 from vllm_nvmeof_offload.native import Machine
-from vllm_nvmeof_offload.protocol import NOWHERE, ChunkBatch, OpKind
+from vllm_nvmeof_offload.protocol import NOWHERE, ChunkBatch, OpKind, Urgency
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.units import MIB
 from vllm_nvmeof_offload.worker import pipeline
@@ -106,7 +106,7 @@ class Meter:
         self.machine.begin(
             self._op,
             _KINDS.index(kind),
-            3 if kind is OpKind.WRITE else 0,
+            int(Urgency.WRITE if kind is OpKind.WRITE else Urgency.DEMAND),
             ChunkBatch.of(
                 b"key",
                 np.array([1], np.uint64),
