@@ -29,7 +29,9 @@ from vllm_nvmeof_offload.errors import (
     Outcome,
     io_error,
 )
+from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.pool.format import read_superblock
+from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.slab import Slab
 from vllm_nvmeof_offload.protocol import (
     OURS,
@@ -49,6 +51,7 @@ from vllm_nvmeof_offload.protocol import (
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.worker.pipeline import TransferLimits, TransferPipeline
 from vllm_nvmeof_offload.worker.regions import RegionFiles
+from vllm_nvmeof_offload.worker.serving import OwnRegion, Serve, ServeQueue
 
 from .rig import ENGINES, PAYLOAD_BYTES, STAGING_SLOTS, WAIT_S, content, name
 from .test_io_engine_place import put_whole_slot, whole_slot
@@ -59,24 +62,35 @@ TARGETS, POOL_SLOTS, CACHE_SLOTS = 2, 24, 20
 Chunk = tuple[SlotIdentity, int | None, int | None]
 
 
+def own_regions(pool: Pool) -> dict[bytes, OwnRegion]:
+    targets = range(pool.target_count)
+    return {
+        pool.place(target).region_uuid: OwnRegion(target, pool.superblocks[target].slots)
+        for target in targets
+    }
+
+
 class Rank:
     """One rank's pipeline over a real pool, stepped by the test. The KV cache is one page per
     pool slot.
     """
 
-    def __init__(self, engine: str, path: Path, **limits: float) -> None:
+    def __init__(self, engine: str, path: Path, serve_slots: int = 0, **limits: float) -> None:
         self.rig = ENGINES[engine](path, targets=TARGETS, slots=POOL_SLOTS, threads=4)
         self.pages = np.zeros((POOL_SLOTS, PAYLOAD_BYTES), np.uint8)
         self.copy = HostCopyEngine()
-        staging = StagingMap(
+        self.staging = StagingMap(
             self.rig.base_address,
             self.rig.pool.slot_bytes,
             CACHE_SLOTS,
-            STAGING_SLOTS - CACHE_SLOTS,
+            STAGING_SLOTS - CACHE_SLOTS - serve_slots,
+            serve_slots=serve_slots,
         )
+        self.waker = Waker()
+        self.queue = ServeQueue(self.waker.wake)
         self.regions = RegionFiles(self.rig.pool, lambda: None)
         self.pipeline = TransferPipeline(
-            staging,
+            self.staging,
             self.copy,
             self.rig.engine,
             TransferLimits(
@@ -86,6 +100,7 @@ class Rank:
                 **limits,  # type: ignore[arg-type]
             ),
             opener=self.regions,
+            serve=Serve(self.queue, own_regions(self.rig.pool)) if serve_slots else None,
         )
         self.is_native = bool(self.pipeline._lanes)
         self._ops = itertools.count(1)
