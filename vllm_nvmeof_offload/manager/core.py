@@ -58,6 +58,7 @@ from vllm_nvmeof_offload.protocol import (
     OpKind,
     OpReport,
     OpReports,
+    PeerReport,
     RateReport,
     Report,
     ResetCommand,
@@ -158,7 +159,7 @@ class ManagerCore:
         self.reload = ReloadScheduler(config, capacity, self._holds, clock)
         #: The targets, for their verdicts and rates.
         self.targets = Targets(tiers, len(capacity.pool_slots))
-        self.admission = Admission(config, self.targets.read_rates)
+        self.admission = Admission(config, self.targets.read_rates, max(self._lane_bytes))
         self._load_times = LoadTimes(self._ledger, self.admission, clock, capacity, config)
         slots = capacity.cache_slots + capacity.pool_slots_total
         self._threshold = StoreThreshold(config.store_threshold, max(_SIGHTINGS_MIN, slots))
@@ -453,6 +454,8 @@ class ManagerCore:
                 self.targets.rate(report)
             elif isinstance(report, LevelReport):
                 self.levels[report.rank] = report
+            elif isinstance(report, PeerReport):
+                self.admission.heard(report)
             else:
                 self._counters["verdict_changes"] += self.targets.verdict(report)
         self._tiers.drain()

@@ -7,9 +7,11 @@ The rule:
     computing time = tokens / prefill rate
 
 A lane is what reads queue for: a target. Its bytes include those that other loads have yet to read
-there. The pool is read while reading is faster than computing. Once it is slower, the pool is
-declined until reading is faster by the factor `_HYSTERESIS`. While a rate is unknown, everything
-is loaded. The workers and the `StepMeter` measure the rates, unless the operator pins them.
+there. Peers that read for us take from all lanes until everything has come, each behind what it has
+to read for others: the reading time is then when lanes and peers are through together. The pool is
+read while reading is faster than computing. Once it is slower, the pool is declined until reading
+is faster by the factor `_HYSTERESIS`. While a rate is unknown, everything is loaded. The workers
+and the `StepMeter` measure the rates, unless the operator pins them.
 
 The overhead is learned: the time that recent loads and probes took beyond their bytes. A load
 disappoints if it was cut off or took longer than computing would have. It raises the overhead to
@@ -33,6 +35,7 @@ import numpy as np
 
 from vllm_nvmeof_offload.manager.handshake import Capacity, CoreConfig
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op
+from vllm_nvmeof_offload.protocol import PeerReport
 
 #: Keeps noise from changing the decision with each request.
 _HYSTERESIS = 1.25
@@ -99,7 +102,10 @@ class Admission:
     updates it.
     """
 
-    def __init__(self, config: CoreConfig, read_rates: Sequence[float]) -> None:
+    def __init__(
+        self, config: CoreConfig, read_rates: Sequence[float], chunk_bytes: int = 0
+    ) -> None:
+        """chunk_bytes: of the largest chunk, on one rank."""
         self.automatic = config.admission
         self.read_rates = read_rates
         #: Tokens per second of prefill, as measured; 0: unknown.
@@ -112,6 +118,11 @@ class Admission:
         self.reading = True
         self._config = config
         self._trust = 1.0
+        self._split_bytes_min = config.peer_chunks_min * chunk_bytes
+        self._of_peers: dict[int, dict[int, PeerReport]] = {}  # by peer and rank
+        #: Of each peer that reads for every rank: bytes per second; 0: unknown; and bytes that it
+        #: has to read before ours. Those of the slowest rank.
+        self._peers: list[tuple[float, int]] = []
 
     @property
     def tokens_per_s(self) -> float:
@@ -122,6 +133,19 @@ class Admission:
     def bytes_per_s(self) -> float:
         """The read rate that counts, all lanes together; 0: unknown."""
         return self._config.read_bytes_per_s or sum(self.read_rates)
+
+    def heard(self, report: PeerReport) -> None:
+        """A rank says what it knows of a peer."""
+        self._of_peers.setdefault(report.peer, {})[report.rank] = report
+        helping = [
+            ranks.values()
+            for ranks in self._of_peers.values()
+            if len(ranks) == self._config.world_size and all(one.usable for one in ranks.values())
+        ]
+        self._peers = [
+            (min(one.bytes_per_s for one in ranks), max(one.queued_bytes for one in ranks))
+            for ranks in helping
+        ]
 
     def decide(
         self, read_bytes: Sequence[int], queued_bytes: Sequence[int], tokens: int
@@ -186,11 +210,32 @@ class Admission:
         """Seconds to read these bytes, behind the queued ones, at the rates that are known."""
         if self._config.read_bytes_per_s:  # of all lanes together
             return (sum(read_bytes) + sum(queued_bytes)) / self._config.read_bytes_per_s
-        slowest_s = 0.0
-        for own, more, rate in zip(read_bytes, queued_bytes, self.read_rates, strict=True):
-            if own and rate:
-                slowest_s = max(slowest_s, (own + more) / rate)
-        return slowest_s
+        lanes = [
+            (rate, own + more)
+            for own, more, rate in zip(read_bytes, queued_bytes, self.read_rates, strict=True)
+            if own and rate
+        ]
+        if not lanes or not self._peers or sum(read_bytes) < self._split_bytes_min:
+            return max((left / rate for rate, left in lanes), default=0.0)
+        # As the worker does: a peer whose rate is unknown is tried as if it were one of ours.
+        slowest = min(rate for rate, _ in lanes)
+        return _together_s(lanes, [(rate or slowest, left) for rate, left in self._peers])
+
+
+def _together_s(lanes: Sequence[tuple[float, int]], peers: Sequence[tuple[float, int]]) -> float:
+    """Seconds until the lanes' bytes are read, if each peer helps once it has read its own.
+
+    Of each: its rate, and its bytes.
+    """
+    left, rate, now_s = float(sum(size for _, size in lanes)), sum(one for one, _ in lanes), 0.0
+    changes = [(size / one, -one) for one, size in lanes]
+    changes += [(size / one, one) for one, size in peers]
+    for at_s, change in sorted(changes):
+        if rate > 0 and left <= rate * (at_s - now_s):
+            break
+        left -= rate * (at_s - now_s)
+        now_s, rate = at_s, rate + change
+    return now_s + (left / rate if rate > 0 else 0.0)
 
 
 class LoadTimes:

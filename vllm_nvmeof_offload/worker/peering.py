@@ -16,7 +16,7 @@ from vllm_nvmeof_offload.errors import STALE, code_of
 from vllm_nvmeof_offload.native import Machine
 from vllm_nvmeof_offload.peers.base import NO_PEER, PeerEnd, PeerRead, PeerState
 from vllm_nvmeof_offload.pool.format import SlotPlace
-from vllm_nvmeof_offload.protocol import OURS, SlotIdentity
+from vllm_nvmeof_offload.protocol import OURS, PeerReport, SlotIdentity
 
 if TYPE_CHECKING:
     from vllm_nvmeof_offload.native._tiers import Offered
@@ -69,6 +69,7 @@ class Peering:
         self._foreign_place = foreign_place
         self._clock = clock
         self._known = [NO_PEER] * peers.lanes
+        self._reported = [NO_PEER] * peers.lanes
 
     def take_in(self) -> None:
         """Let the machine know what has ended, and what each peer can take now."""
@@ -84,6 +85,19 @@ class Peering:
             usable, reads_max, bytes_per_s, queued_bytes = state
             number = self._targets + lane
             self._machine.set_peer(number, usable, reads_max, _BYTES_MAX, bytes_per_s, queued_bytes)
+
+    def take_reports(self, rank: int) -> list[PeerReport]:
+        """Return what has changed since the last call, for the manager of this rank."""
+        if self._reported == self._known:
+            return []
+        reported, self._reported = self._reported, list(self._known)
+        return [
+            PeerReport(
+                rank, lane, one.usable and one.credits > 0, one.bytes_per_s, one.queued_bytes
+            )
+            for lane, one in enumerate(self._known)
+            if one != reported[lane]
+        ]
 
     def hand_over(self) -> None:
         """Ask for what the machine has decided to ask for, and for no more than that."""

@@ -292,6 +292,8 @@ class TransferPipeline:
             if levels != self._levels:
                 reports.append(LevelReport(rank, *levels))
                 self._levels = levels
+            if self._peering is not None:
+                reports += self._peering.take_reports(rank)
         return reports
 
     def _report_of(self, columns: tuple[Any, ...]) -> Report:

@@ -10,6 +10,7 @@ import pytest
 
 from vllm_nvmeof_offload.manager.handshake import CoreConfig
 from vllm_nvmeof_offload.manager.load_or_recompute import Admission, Decision
+from vllm_nvmeof_offload.protocol import PeerReport
 
 SLOT_BYTES = 1_000_000
 TOKENS_PER_CHUNK = 100
@@ -29,8 +30,22 @@ class AdmissionRig:
         self.admission = Admission(
             CoreConfig(**config),  # type: ignore[arg-type]
             [rate * 1e6 for rate in mb_per_s],
+            SLOT_BYTES,
         )
         self.admission.prefill_rate = tokens_per_s
+
+    def peer(
+        self,
+        mb_per_s: float,
+        queued: float = 0.0,
+        *,
+        usable: bool = True,
+        rank: int = 0,
+        peer: int = 0,
+    ) -> None:
+        """A rank says this of a peer. queued: chunks before ours."""
+        size = int(queued * SLOT_BYTES)
+        self.admission.heard(PeerReport(rank, peer, usable, mb_per_s * 1e6, size))
 
     def rates(self, *mb_per_s: float) -> None:
         self.admission.read_rates = [rate * 1e6 for rate in mb_per_s]
@@ -337,3 +352,68 @@ def test_a_small_load_that_lost_little_time_does_not_disappoint(
     rig = AdmissionRig(mb_per_s=[100.0])
     rig.took(seconds, [1])
     assert rig.admission.reading is reading
+
+
+def test_a_peer_reads_beside_our_lane() -> None:
+    rig = AdmissionRig(mb_per_s=[9.0])
+    assert rig.decide(8).reading_s == pytest.approx(8 / 9)
+    rig.peer(27.0)
+    assert rig.decide(8).reading_s == pytest.approx(8 / 36)
+
+
+def test_a_busy_engine_loads_what_a_peer_can_bring() -> None:
+    rig = AdmissionRig(mb_per_s=[20.0])
+    assert not rig.loads(8, queued=[100])
+    rig.peer(20.0)
+    assert not rig.loads(8, queued=[100]), "108 chunks at 40 MB/s take longer than computing 8"
+    rig.peer(400.0)
+    assert rig.loads(8, queued=[100])
+
+
+def test_a_peer_helps_once_it_has_read_for_others() -> None:
+    rig = AdmissionRig(mb_per_s=[10.0])
+    rig.peer(10.0, queued=4)
+    assert rig.decide(10).reading_s == pytest.approx(0.4 + 6 / 20)
+    rig.peer(10.0, queued=10)
+    assert rig.decide(10).reading_s == pytest.approx(1.0), "it comes too late"
+    rig.peer(10.0, queued=1000)
+    assert rig.decide(10).reading_s == pytest.approx(1.0)
+
+
+def test_peers_even_out_several_lanes() -> None:
+    rig = AdmissionRig(mb_per_s=[10.0, 10.0])
+    rig.peer(10.0)
+    assert rig.decide(8, 2).reading_s == pytest.approx(0.4), "all of it on the longer lane"
+    assert rig.decide(8, 7).reading_s == pytest.approx(0.5)
+    rig.peer(10.0, peer=1, queued=3)
+    assert rig.decide(8, 7).reading_s == pytest.approx(0.45)
+    assert rig.decide(8, 0).reading_s == pytest.approx(11 / 30)
+
+
+def test_small_loads_go_to_no_peer() -> None:
+    rig = AdmissionRig(mb_per_s=[10.0], peer_chunks_min=4)
+    rig.peer(1000.0)
+    assert rig.decide(3).reading_s == pytest.approx(0.3)
+    assert rig.decide(4).reading_s == pytest.approx(4 / 1010)
+
+
+def test_a_peer_counts_if_all_ranks_have_it_and_as_their_slowest() -> None:
+    rig = AdmissionRig(mb_per_s=[10.0], world_size=2)
+    rig.peer(30.0, rank=0)
+    assert rig.decide(8).reading_s == pytest.approx(0.8)
+    rig.peer(10.0, rank=1)
+    assert rig.decide(8).reading_s == pytest.approx(0.4)
+    rig.peer(30.0, rank=0, usable=False)
+    assert rig.decide(8).reading_s == pytest.approx(0.8)
+
+
+def test_a_peer_of_unknown_rate_counts_as_one_of_our_lanes() -> None:
+    rig = AdmissionRig(mb_per_s=[10.0])
+    rig.peer(0.0)
+    assert rig.decide(8).reading_s == pytest.approx(0.4)
+
+
+def test_a_pinned_rate_is_that_of_everything() -> None:
+    rig = AdmissionRig(mb_per_s=[10.0], read_bytes_per_s=40e6)
+    rig.peer(1000.0)
+    assert rig.decide(8).reading_s == pytest.approx(0.2)

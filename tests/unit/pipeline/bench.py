@@ -24,6 +24,7 @@ from vllm_nvmeof_offload.protocol import (
     LoadCommand,
     OpKind,
     OpReport,
+    PeerReport,
     Report,
     SlotIdentity,
     StoreCommand,
@@ -224,6 +225,7 @@ class Bench:
         self.peers = FakePeers(peers)
         #: Queue lengths are sent along with the other reports.
         self.levels: list[LevelReport] = []
+        self.of_peers: list[PeerReport] = []  # likewise
         self.copy, self.io = FakeCopy(), FakeIo()
         self._targets = target_count
         self._sizes: dict[int, int] = {}  # op → its rows
@@ -383,10 +385,11 @@ class Bench:
         return [(op.pool_slot, op.stamp.epoch) for op in started if op.stamp is not None]
 
     def take(self) -> list[Report]:
-        """The reports, one per op, except queue lengths."""
+        """The reports, one per op, except those that ride along."""
         taken = list(unpacked(self.pipeline.take_reports()))
         self.levels += [one for one in taken if isinstance(one, LevelReport)]
-        return [one for one in taken if not isinstance(one, LevelReport)]
+        self.of_peers += [one for one in taken if isinstance(one, PeerReport)]
+        return [one for one in taken if not isinstance(one, LevelReport | PeerReport)]
 
     def reports(self) -> list[Reported | Report]:
         """The reports, those on ops by row."""
