@@ -147,6 +147,7 @@ class Knobs:
     peer_never: float = 0.0  # share of lost or cancelled pulls that are never released
     serve_slots: int = 0  # this and what follows: see `serving.with_serving`
     serve_share: float = 1.0
+    serve_slots_max: float = math.inf  # bytes in flight at a target for peers, in whole slots
     serves: float = 0.0  # share of turns in which peers ask for chunks
     serve_lies: float = 0.0  # share of what they ask for that cannot be there
     serve_cancels: float = 0.0
@@ -169,6 +170,10 @@ class Knobs:
     @property
     def read_bytes_max(self) -> int:
         return self._bytes(self.read_slots_max)
+
+    @property
+    def serve_bytes_max(self) -> int:
+        return self._bytes(self.serve_slots_max)
 
     @property
     def write_bytes_max(self) -> int:

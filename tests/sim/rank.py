@@ -181,6 +181,7 @@ class SimRank:
             write_bytes_in_flight_max=knobs.write_bytes_max,
             write_bytes_beside_reads_max=knobs.write_bytes_beside_reads_max,
             serve_share=knobs.serve_share,
+            serve_bytes_in_flight_max=knobs.serve_bytes_max,
             health=self.opener and tuple(SimHealth() for _ in range(knobs.targets)),
         )
 

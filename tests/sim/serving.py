@@ -4,6 +4,7 @@ of which are not there."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ def with_serving(knobs: Knobs, seed: int, serve: bool) -> Knobs:
         knobs,
         serve_slots=rng.randint(1, 8),
         serve_share=rng.choice((0.5, 0.9, 1.0)),
+        serve_slots_max=rng.choice((math.inf, 1, 2.5)),
         serves=rng.choice((0.1, 0.5, 1.0)),
         serve_lies=rng.choice((0.0, 0.2)),
         serve_cancels=rng.choice((0.0, 0.1)),

@@ -437,7 +437,8 @@ class SimIo:
             self._check_bound(flight, fetches, most // 2, size_max // 2)
         if self._is_serve(op):
             serves, share = [other for other in same if self._is_serve(other)], knobs.serve_share
-            self._check_bound(flight, serves, int(share * most), int(share * size_max))
+            size_max = min(int(share * size_max), knobs.serve_bytes_max)
+            self._check_bound(flight, serves, int(share * most), size_max)
 
     def _check_bound(
         self, flight: _Flight, others: Sequence[IoOp], most: int, size_max: int

@@ -378,6 +378,7 @@ class Machine:
         peer_chunks_min: int = 4,
         serve_slots: int = 0,
         serve_share: float = 1.0,
+        serve_bytes_max: int = ...,
     ) -> None: ...
     def begin(
         self,

@@ -108,7 +108,8 @@ void make(Machine* self, size_t cache_slots, size_t stream_slots, uint64_t pool_
           size_t saturating_writes, std::vector<bool> retryable, size_t read_bytes_max,
           size_t write_bytes_max, size_t write_bytes_beside_reads_max, const PyStamp& stamp,
           uintptr_t lanes, double now_s, const std::optional<Set>& set, size_t peers_max,
-          size_t peer_chunks_min, size_t serve_slots, double serve_share) {
+          size_t peer_chunks_min, size_t serve_slots, double serve_share,
+          size_t serve_bytes_max) {
   MachineOptions options;
   options.cache_slots = cache_slots;
   options.stream_slots = stream_slots;
@@ -133,7 +134,8 @@ void make(Machine* self, size_t cache_slots, size_t stream_slots, uint64_t pool_
                 write_bytes_max,
                 write_bytes_beside_reads_max,
                 stamp_of(stamp),
-                serve_share};
+                serve_share,
+                serve_bytes_max};
   if (set) {
     const auto& [memory, member, addresses, sizes] = *set;
     options.set = {reinterpret_cast<void*>(memory), addresses.size(), member, addresses, sizes};
@@ -577,7 +579,7 @@ void bind_machine(nb::module_& m) {
            "saturating_reads"_a, "saturating_writes"_a, "retryable"_a, "read_bytes_max"_a,
            "write_bytes_max"_a, "write_bytes_beside_reads_max"_a, "stamp"_a, "lanes"_a = 0,
            "now_s"_a = 0.0, "members"_a = nb::none(), "peers_max"_a = 0, "peer_chunks_min"_a = 4,
-           "serve_slots"_a = 0, "serve_share"_a = 1.0)
+           "serve_slots"_a = 0, "serve_share"_a = 1.0, "serve_bytes_max"_a = SIZE_MAX)
       .def("begin", &begin, "op"_a, "kind"_a, "urgency"_a, "batch"_a, "rows"_a = nb::none(),
            "first"_a = nb::none(), "fence"_a = 0)
       .def("begin_transfers", &begin_transfers)

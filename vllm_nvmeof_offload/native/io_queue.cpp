@@ -56,9 +56,11 @@ bool TargetQueue::has_room(Urgency urgency, size_t bytes) const {
   return !reads || (reads < options_.reads_max && read + bytes <= options_.read_bytes_max);
 }
 
-// One may always go. The bound holds while no load waits here too, so that one finds places free.
+// One may always go. The bounds hold while no load waits here too, so that one finds places free,
+// and few bytes ahead of it in the device's own queue, in which nothing is urgent.
 bool TargetQueue::has_serve_room(size_t bytes) const {
   if (!held(Urgency::SERVE) || mutant("serves_take_every_place")) return true;
+  if (bytes_held(Urgency::SERVE) + bytes > options_.serve_bytes_max) return false;
   const auto fits = [this](size_t wanted, size_t all) {
     return static_cast<double>(wanted) <= options_.serve_share * static_cast<double>(all);
   };

@@ -61,6 +61,7 @@ struct IoOptions {
   size_t write_bytes_beside_reads_max = SIZE_MAX;  // while reads wait or run there
   Stamp stamp;  // of every target, until a reset
   double serve_share = 1;  // of a target's reads and their bytes, for those of peers at most
+  size_t serve_bytes_max = SIZE_MAX;  // likewise
 };
 
 // An event of a task. code RELEASED: the late release of one whose outcome came before.

@@ -101,6 +101,8 @@ class TransferLimits:
     write_bytes_beside_reads_max: int = _KEYS["write_bytes_beside_reads_max"].default
     #: Of a target's reads and their bytes, how many may be for peers.
     serve_share: float = 0.9
+    #: Likewise; None: what saturates a target, and no less than an eighth of all.
+    serve_bytes_in_flight_max: int | None = None
 
 
 class FinishedJob(NamedTuple):
@@ -583,6 +585,8 @@ def _make_machine(
         peer_chunks_min=peers.chunks_min if peers else 0,
         serve_slots=staging.serve_slots,
         serve_share=limits.serve_share,
+        serve_bytes_max=limits.serve_bytes_in_flight_max
+        or max(_SATURATING_BYTES, limits.read_bytes_in_flight_max // 8),
     )
 
 

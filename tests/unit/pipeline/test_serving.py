@@ -102,6 +102,21 @@ def test_the_share_is_of_bytes_too_and_one_may_always_go() -> None:
     assert _started(bench) == [0]
 
 
+def test_few_bytes_are_in_a_device_ahead_of_a_load() -> None:
+    bench = Bench(stream_slots=4, serve_slots=8, serve_bytes_in_flight_max=3 * STRIDE)
+    bench.serve(*range(8))
+    bench.pipeline.step()
+    assert _started(bench) == [0, 1, 2]
+    bench.stream(1, [20])
+    bench.pipeline.step()
+    bench.io_done()
+    assert _started(bench)[3:] == [20, 3]
+    bench = Bench(serve_slots=8, serve_bytes_in_flight_max=STRIDE // 2)
+    bench.serve(*range(8))
+    bench.pipeline.step()
+    assert _started(bench) == [0], "one may always go"
+
+
 def test_what_waits_ends_at_its_deadline() -> None:
     bench = Bench(serve_slots=2)
     bench.io.busy = True
