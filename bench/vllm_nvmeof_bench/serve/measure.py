@@ -51,6 +51,9 @@ _SEQUENCES = 16
 _TTFT_ANSWER_TOKENS = 4
 #: Conversations that the GPU cache of a server started here holds.
 _GPU_CONVERSATIONS = 4
+#: Before each measurement: vLLM's worker looks for its next step without sleeping for a second
+#: after each one, on a core that the next arm needs.
+_PAUSE_S = 1.2
 
 
 def measure(
@@ -75,6 +78,7 @@ def _interleaved(
     for number, level in itertools.product(range(settings.rounds), levels):
         for arm in run.fleet.shuffled(f"{settings.seed} {number} {level}"):
             run.on_progress(next(done), total, f"round {number + 1} · {level} {unit} · {arm}")
+            time.sleep(_PAUSE_S)
             yield number, level, arm, run.fleet.clients[arm]
             run.fleet.run(run.fleet.clients[arm].settle())
 
@@ -119,6 +123,7 @@ class TtftSettings(ServerSettings):
                     client = fleet.clients[arm]
                     if phase == "back":
                         emptied[arm] = fleet.run(client.forget_gpu())
+                    time.sleep(_PAUSE_S)
                     reply, hits = fleet.run(_ask(client, prompts[place]))
                     failed = reply.failure is not None
                     samples.append(
