@@ -45,8 +45,11 @@ _POOL_BYTES_DEFAULT_MAX = 100 * GIB
 _CHUNK_TOKENS_MAX = 256
 #: One slot is read into while the other is copied from.
 _STREAM_SLOTS_MIN = 2
+#: As many reads as a peer may have open.
+_SERVE_SLOTS_MAX = 1024
 #: No machine has an EiB; a larger number is a slip, and would overflow 64-bit arithmetic.
 _SIZE_BYTES_MAX = 1 << 60
+PORT_MAX = (1 << 16) - 1
 
 #: vLLM's own keys, which may be given beside ours.
 _VLLM_KEYS = {
@@ -95,7 +98,7 @@ def _parse_size(value: object) -> object:
 
 _Size = Annotated[int, BeforeValidator(_parse_size), Field(le=_SIZE_BYTES_MAX)]
 _Tokens = Annotated[int, Field(ge=0, le=1 << 30)]
-_Targets = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
+_Strings = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 _SIZE = 'a size such as 1073741824 or "1GiB"'
 _SIZE_FROM_PAGE = f"{_SIZE} of at least 4KiB"
 _SIZE_TO_GIB = f"{_SIZE} from 4KiB to 1GiB"
@@ -130,7 +133,7 @@ class OffloadConfig(BaseModel):
         default_staging_bytes, "bytes", f"{_SIZE} above 0",
         "Pinned CPU memory over all ranks and replicas: the CPU tier and the slots that loads "
         "stream through. Default: a quarter of physical memory, at most 8 GiB.", gt=0)
-    targets: _Targets = _key(
+    targets: _Strings = _key(
         lambda: [default_target(os.environ)], "directories", "one path or a list of paths",
         "Directories that hold the pool, each preferably on a file system of its own (xfs or "
         "ext4, noatime) on an NVMe namespace. Default: $XDG_CACHE_HOME/vllm-nvmeof/pool.",
@@ -148,7 +151,8 @@ class OffloadConfig(BaseModel):
         "Pinned slots per rank that loads from the pool stream through, at most a quarter of "
         "the rank's staging memory.")
     land_cache_share: float = _share(
-        0.5, "Share of the cache slots that one load may fill with what it reads from the pool.")
+        0.5, "Share of the cache slots that one load may fill with what it reads from the pool. "
+        "With peers the default is 0: what they read goes through stream slots alone.")
     reload_cache_share: float = _share(
         0.25, "Share of the cache slots that may hold chunks of preempted requests until these "
         "requests run again; missing chunks are fetched from the pool.")
@@ -257,6 +261,25 @@ class OffloadConfig(BaseModel):
         100, "ms", 10, 60_000,
         "Time between two looks into other servers' tables where chunks are shared; at least 50 "
         "times the time that a look takes of a core.")
+    peers: _Strings = _key(
+        list, "addresses", '"HOST:PORT" or a list of them, where servers have peer_listen',
+        "Servers on the same targets that read for this one too: a load's chunks come over "
+        "whichever link is free. Rank r connects to PORT + r. Whatever they deliver is checked "
+        "before it is used. Default: none.", max_length=64)
+    peer_listen: str = _key(
+        "", "", '"HOST:PORT" with an address of this machine, or leave it out',
+        "Address at which this server reads for others that name it in peers; rank r uses "
+        "PORT + r. Whoever can connect there can read KV of this model. Default: none.")
+    serve_bytes: _Size = _key(
+        64 * MIB, "bytes", _SIZE_FROM_PAGE,
+        "Pinned memory per rank, of staging_bytes, into which this server reads for peers, if "
+        "peer_listen is set.", ge=PAGE_BYTES)
+    serve_share: float = _share(
+        0.9, "Share of the reads that a target has in flight which may be for peers while this "
+        "server's own loads wait; one may always be.")
+    peer_chunks_min: int = _integer(
+        4, "chunks", 1, 1_000_000,
+        "Chunks that a load must have for peers to read some of them.")
     adopt: bool = _flag(True, "Use chunks that an earlier run left in the pool.")
     weights_never_change: bool = _flag(
         False, "Promise that weights are never updated in a running engine; chunks stored after "
@@ -333,6 +356,36 @@ class OffloadConfig(BaseModel):
             raise ConfigError("o_direct", self.o_direct, remedy)
         return self
 
+    @field_validator("peers")
+    @classmethod
+    def _of_peers(cls, peers: list[str]) -> list[str]:
+        for one in peers:
+            _check_address(one)
+        if len(set(peers)) != len(peers):
+            raise ValueError("the same address twice")
+        return peers
+
+    @field_validator("peer_listen")
+    @classmethod
+    def _of_this_server(cls, address: str) -> str:
+        if address:
+            _check_address(address)
+        return address
+
+    @model_validator(mode="after")
+    def _a_pool_for_peers(self) -> OffloadConfig:
+        for key in ("peers", "peer_listen"):
+            if self.pool_bytes == 0 and (value := getattr(self, key)):
+                remedy = "peers read pools, and pool_bytes=0 means none; leave one of them out"
+                raise ConfigError(key, value, remedy)
+        return self
+
+    @property
+    def land_share(self) -> float:
+        """`land_cache_share`, or its default with peers."""
+        is_set = "land_cache_share" in self.model_fields_set
+        return self.land_cache_share if is_set or not self.peers else 0.0
+
     @property
     def share_group(self) -> str:
         """The group of servers, on any hosts, with which chunks are shared; empty: none."""
@@ -344,6 +397,17 @@ class OffloadConfig(BaseModel):
             remedy = f"blocks_per_chunk={self.blocks_per_chunk} says it already; give only one"
             raise ConfigError("block_size", self.block_size, remedy)
         return self
+
+
+def _check_address(address: str) -> None:
+    """ValueError: it is not HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or any(map(str.isspace, host)):
+        raise ValueError("no host before a port")
+    if ":" in host and not (host[0] == "[" and host[-1] == "]"):
+        raise ValueError("an IPv6 address needs brackets")
+    if not (port.isascii() and port.isdigit() and 0 < int(port) <= PORT_MAX):
+        raise ValueError(f"no port from 1 to {PORT_MAX}")
 
 
 def describe_keys(env: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
@@ -435,6 +499,8 @@ def _typed(name: str, text: str) -> Any:
     """The value of a variable's text; validated later like any other."""
     if name == "targets" and not text.startswith("["):
         return text.split(os.pathsep)
+    if name == "peers" and not text.startswith("["):
+        return [one.strip() for one in text.split(",")]
     if OffloadConfig.model_fields[name].annotation is str:
         return text
     try:
@@ -607,6 +673,17 @@ def resolve_pool_bytes(config: OffloadConfig, held_bytes: int) -> int:
     return min(_POOL_BYTES_DEFAULT_MAX, (sum(free.values()) + held_bytes) // 2)
 
 
+def serve_slots(config: OffloadConfig, slot_bytes: int) -> int:
+    """Slots of a rank into which it reads for peers. ConfigError: too few bytes for one."""
+    if not config.peer_listen:
+        return 0
+    slots = config.serve_bytes // slot_bytes
+    if not slots:
+        remedy = f"smaller than one slot; give at least {_at_least(slot_bytes)}, or no peer_listen"
+        raise ConfigError("serve_bytes", format_bytes(config.serve_bytes), remedy)
+    return min(slots, _SERVE_SLOTS_MAX)
+
+
 def check_fits(
     config: OffloadConfig,
     slot_bytes: int,
@@ -619,7 +696,7 @@ def check_fits(
     The refusal names the size that would be enough. slot_bytes: header page and padded payload of
     one rank's part of a chunk. held_bytes: see `resolve_pool_bytes`.
     """
-    slots = _STREAM_SLOTS_MIN + 1
+    slots = _STREAM_SLOTS_MIN + 1 + serve_slots(config, slot_bytes)
     ranks = world_size * replicas
     if config.staging_bytes // ranks < slots * slot_bytes:
         raise ConfigError(
@@ -627,7 +704,7 @@ def check_fits(
             format_bytes(config.staging_bytes),
             f"too small for {slots} slots of {format_bytes(slot_bytes)} on each of {ranks} "
             f"rank(s); give at least {_at_least(slots * slot_bytes * ranks)}, or a smaller "
-            "chunk_bytes_min",
+            f"{'serve_bytes or ' if config.peer_listen else ''}chunk_bytes_min",
         )
     pool_bytes = resolve_pool_bytes(config, held_bytes)
     if pool_bytes and pool_bytes // ranks < slot_bytes:

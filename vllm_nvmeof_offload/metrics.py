@@ -51,6 +51,7 @@ class Metric:
 
 #: A target's number: its position in the list of targets, from 0.
 _TARGET = Label("target", source="number of a configured target")
+_LANE = Label("lane", source="number of a configured target, or peer and the number of one")
 _DIRECTION = Label("direction", ("store", "load"))
 _TRANSFER = (_DIRECTION, Label("stage", ("gpu", "pool")))
 _OUTCOMES = ("io_error", "checksum_mismatch", "stale", "deadline", "cancelled")
@@ -135,6 +136,18 @@ COUNTERS = _table(
     _row("shared_log_overruns", "scans", (),
          "Other engines' logs that were written over, or damaged, before they were read: their "
          "tables were read whole instead."),
+    # -- reads through peers
+    _row("peer_pulled_bytes", "bytes", (),
+         "Bytes of chunks that peers read for loads here, all ranks; those of chunks that were not "
+         "what was asked for are left out."),
+    _row("peer_served_bytes", "bytes", (),
+         "Bytes of chunks that were read here for peers, all ranks; brought up to date when the "
+         "engine steps, which one that only serves does not."),
+    _row("peer_pulls_failed", "chunks", _one("reason", *_OUTCOMES),
+         "Chunks that a peer was asked for in vain, by reason; each is read here then. io_error "
+         "includes a peer that was lost, and one that has not opened the pool yet."),
+    _row("peer_sessions_lost", "sessions", (),
+         "Sessions with peers that ended because the peer erred or fell silent."),
     # -- ahead of need
     _row("prefetches", "chunks", _one("reason", "reload", "queue", "probe"),
          "Chunks fetched from the pool into the CPU tier ahead of need, by reason."),
@@ -241,6 +254,11 @@ GAUGES = _table(
          "for a stream slot, for the read of a load, for the read of a prefetch, for a write."),
     _row("operations_in_flight", "operations", (_DIRECTION,),
          "Reads (load) and writes (store) submitted to the I/O engine at the ranks' last reports."),
+    _row("read_queue_bytes", "bytes", (_LANE,),
+         "Bytes that a read would wait for at the ranks' last reports, all ranks, by lane."),
+    _row("read_queue_seconds", "seconds", (_LANE,),
+         "Time that a read would wait for them on the slowest rank, by lane; 0: no wait, or the "
+         "rate is not known."),
     _row("requests_waiting", "requests", (),
          "Requests, preempted or in vLLM's queue, whose chunks are kept or prefetched."),
     _row("stores_suspended", "requests", (),

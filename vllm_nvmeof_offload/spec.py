@@ -78,13 +78,14 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
             credit_share=credit_share(settings.eviction_policy, write_policy),
             write_policy=write_policy,
             weights_never_change=settings.weights_never_change,
-            land_cache_share=settings.land_cache_share,
+            land_cache_share=settings.land_share,
             reload_cache_share=settings.reload_cache_share,
             prefetch_cache_share=settings.prefetch_cache_share,
             admission=settings.admission == "auto",
             prefill_tokens_per_s=settings.prefill_tokens_per_s,
             read_bytes_per_s=settings.read_bytes_per_s,
             report_deadline_s=deadline_ms / 1000 + _REPORT_GRACE_S,
+            peer_chunks_min=settings.peer_chunks_min,
             kv_events=self.kv_events_config.enable_kv_cache_events,
         )
         policy, prompts_only = choose_policy(settings.eviction_policy), settings.offload_prompt_only

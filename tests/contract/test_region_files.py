@@ -18,7 +18,7 @@ from vllm_nvmeof_offload.errors import OK, STALE, io_error
 from vllm_nvmeof_offload.pool.format import Superblock, read_superblock, write_superblock
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import AttachCommand, DetachCommand
-from vllm_nvmeof_offload.worker.regions import OpenRegions, RegionFiles
+from vllm_nvmeof_offload.worker.regions import FoundPool, OpenRegions, RegionFiles
 
 from .rig import WAIT_S, content, name
 from .test_native_lanes import NATIVE, POOL_SLOTS, PYTHON, TARGETS, Rank
@@ -191,3 +191,18 @@ def test_an_owner_may_have_fewer_targets(neighbours: Neighbours) -> None:
     neighbours.ours.load((name(0), None, 0), (name(1), None, 1), owner=OWNER)
     assert neighbours.ours.done() == [OK, OK, io_error(errno.EBADF)]
     assert not np.any(neighbours.ours.pages[1])
+
+
+def test_a_region_is_found_by_its_uuid(neighbours: Neighbours) -> None:
+    files, theirs = neighbours.ours.regions, neighbours.superblock
+    files.look_for(bytes(16))
+    files.look_for(theirs.place(0).region_uuid)
+    found: list[FoundPool] = []
+
+    def is_found() -> bool:
+        files.look_for(theirs.place(0).region_uuid)
+        found.extend(files.take_found())
+        return bool(found)
+
+    wait_until("the region", is_found)
+    assert set(found) == {FoundPool(neighbours.theirs.rig.pool.engine_index, theirs.uuid)}

@@ -12,7 +12,7 @@ from vllm_nvmeof_offload.errors import Outcome, OutcomeKind
 from vllm_nvmeof_offload.io.base import ForeignSlab
 from vllm_nvmeof_offload.protocol import AttachCommand
 from vllm_nvmeof_offload.targets.health import TargetHealth
-from vllm_nvmeof_offload.worker.regions import OpenRegions
+from vllm_nvmeof_offload.worker.regions import FoundPool, OpenRegions
 
 from .base import Clock, Knobs, Violation
 from .owners import Owner, Owners
@@ -67,6 +67,12 @@ class SimOpener:
         for region in regions:
             del self._files[region.fd]
             self.counts["closed_regions"] += 1
+
+    def look_for(self, region_uuid: bytes) -> None:
+        """Peers name only what is open here, or nowhere."""
+
+    def take_found(self) -> list[FoundPool]:
+        return []
 
     def files(self, region: ForeignSlab) -> Owner:
         """What a descriptor leads to, also after the directory was removed."""

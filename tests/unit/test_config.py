@@ -25,6 +25,7 @@ from vllm_nvmeof_offload.config import (
     describe_keys,
     parse_config,
     resolve_pool_bytes,
+    serve_slots,
 )
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.units import GIB, KIB, MIB
@@ -120,6 +121,16 @@ REFUSED: list[tuple[str, Any, str]] = [
     *(("share", value, "too much like another value") for value in ("Host", "OFF", "on", "all")),
     *(("server_name", value, "1 to 64 letters") for value in ("a b", "x" * 65, 7)),
     *(("follow_ms", value, "10 to 60000") for value in (9, 1 << 20, "100")),
+    *(("peers", value, '"HOST:PORT" or a list') for value in (7, [1], None)),
+    *(("peers", value, "no host before a port") for value in ("d0", ":7000", ["d0:1", "a b:1"])),
+    *(("peers", value, "no port from 1") for value in ("d0:", "d0:0", "d0:65536", "d0:x")),
+    ("peers", ["d0:1", "d0:1"], "twice"),
+    ("peer_listen", 7000, "an address of this machine"),
+    ("peer_listen", "::1:7000", "needs brackets"),
+    ("peer_listen", "tcp://d0:7000", "no host before a port"),
+    ("serve_bytes", "1KiB", "at least 4KiB"),
+    ("serve_share", 1.5, "0 to 1"),
+    ("peer_chunks_min", 0, "1 to 1000000"),
     ("adopt", "yes", "true or false"),
     ("weights_never_change", 1, "true or false"),
     ("trust_weight_version", "yes", "true or false"),
@@ -158,6 +169,20 @@ def test_a_group_refuses_to_do_without_o_direct() -> None:
         parse({"share": "team", "o_direct": "off"})
     parse({"share": "team", "o_direct": "off", "pool_bytes": 0})
     parse({"share": "host", "o_direct": "off"})
+
+
+def test_peers_have_an_address_each() -> None:
+    assert parse({}).peers == []
+    assert parse({}).peer_listen == ""
+    assert parse({"peers": "d0:7000"}).peers == ["d0:7000"]
+    listed = parse({}, VLLM_NVMEOF_PEERS="d0:7000, [fe80::1]:7000").peers
+    assert listed == ["d0:7000", "[fe80::1]:7000"]
+
+
+@pytest.mark.parametrize("key", ["peers", "peer_listen"])
+def test_peers_refuse_to_do_without_a_pool(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}=.*pool_bytes=0 means none"):
+        parse({key: "d0:7000", "pool_bytes": 0})
 
 
 def test_every_key_has_a_refusal_in_the_table_above() -> None:
@@ -276,6 +301,18 @@ def test_staging_too_small_for_its_slots_names_what_is_enough() -> None:
     with pytest.raises(ConfigError, match=r'staging_bytes=.*at least "3096KiB"'):
         check_fits(parse({"staging_bytes": 6 * slot_bytes - 1, "pool_bytes": 0}), slot_bytes, 2)
     check_fits(parse({"staging_bytes": "3096KiB", "pool_bytes": 0}), slot_bytes, 2)
+
+
+def test_serve_slots_are_a_part_of_staging() -> None:
+    peers = {"peer_listen": "127.0.0.1:7000", "serve_bytes": "4MiB"}
+    assert serve_slots(parse({}), 516 * KIB) == 0
+    assert serve_slots(parse({**peers, "serve_bytes": "8TiB"}), 516 * KIB) == 1024
+    assert serve_slots(parse(peers), 516 * KIB) == 7
+    check_fits(parse({**peers, "staging_bytes": 10 * 516 * KIB}), 516 * KIB, 1)
+    with pytest.raises(ConfigError, match=r"10 slots .*5160KiB.*serve_bytes or chunk_bytes_min"):
+        check_fits(parse({**peers, "staging_bytes": 10 * 516 * KIB - 1}), 516 * KIB, 1)
+    with pytest.raises(ConfigError, match=r"serve_bytes='256.0 KiB': smaller than one.*516KiB"):
+        check_fits(parse({**peers, "serve_bytes": "256KiB"}), 516 * KIB, 1)
 
 
 def test_a_pool_smaller_than_one_slot_names_what_is_enough() -> None:

@@ -261,3 +261,12 @@ def test_a_rate_counts_the_time_in_which_something_moves() -> None:
     rate.moves(now_s + 100)
     rate.moved(200, now_s + 100.02, more=False)
     assert rate.bytes_per_s == pytest.approx(10_000)
+
+
+def test_a_rate_is_forgotten_when_nothing_has_moved_for_long() -> None:
+    rate = BusyRate()
+    rate.moves(10.0)
+    rate.moved(300, 10.03, more=False)
+    assert rate.recent(15.0) == pytest.approx(10_000)
+    assert rate.recent(15.1) == 0.0
+    assert rate.bytes_per_s == pytest.approx(10_000)

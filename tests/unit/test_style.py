@@ -35,8 +35,8 @@ FUNCTION_LINES_MAX = 70
 COLUMNS_MAX = 100
 #: Files and lines of Python and C++. They may fall (lower the number then), and a commit that
 #: raises one gives the reason.
-PRODUCT_FILES_MAX = 195
-PRODUCT_LINES_MAX = 43_050
+PRODUCT_FILES_MAX = 196
+PRODUCT_LINES_MAX = 43_450
 BENCH_FILES_MAX = 90
 BENCH_LINES_MAX = 18_178
 #: A count below its maximum by more than this share means that the maximum has to be lowered.
@@ -55,16 +55,14 @@ SMALL_FILES: dict[str, str] = {
 
 #: Declarations that only tests use, or whose name something outside Python looks up.
 USED_ELSEWHERE: dict[str, str] = {
+    "_a_pool_for_peers": "pydantic calls this validator",
     "_absolute": "pydantic calls this validator",
     "_no_slip": "pydantic calls this validator",
+    "_of_this_server": "pydantic calls this validator",
     "_o_direct_for_groups": "pydantic calls this validator",
     "_one_chunk_size": "pydantic calls this validator",
     "EnginePort": "a benchmark will use it",
-    "PeerClients": "a worker will use it",
-    "PeerServer": "a worker will use it",
-    "host_and_port": "a worker will use it",
     "render": "rich calls it for each row of a progress display",
-    "why_no_nixl": "a worker will use it",
 }
 
 #: Each package or module, from the lowest layer to the highest. Imports go down or sideways.

@@ -9,13 +9,13 @@ requests.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from vllm_nvmeof_offload import __version__
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.requests import Suspension
 from vllm_nvmeof_offload.metrics import CONFIG_LABELS, GAUGES, Counts, Series, first_counts
-from vllm_nvmeof_offload.protocol import RankHello
+from vllm_nvmeof_offload.protocol import LevelReport, RankHello
 
 #: What a fallback's line begins with → the part that runs slower, where the two differ.
 _PARTS = {"io_uring registered": "registration"}
@@ -89,10 +89,23 @@ class MetricsCollector:
         for queue in _QUEUES:
             waiting = sum(getattr(one, f"{queue}_waiting") for one in levels)
             gauges["queued_operations", queue] = waiting
+        gauges.update(_read_queues(levels, len(core.targets.read_rates)))
         gauges["operations_in_flight", "load"] = sum(one.reads_in_flight for one in levels)
         gauges["operations_in_flight", "store"] = sum(one.writes_in_flight for one in levels)
         gauges.update(self._constant)
         return gauges
+
+
+def _read_queues(levels: Iterable[LevelReport], targets: int) -> Counts:
+    """By lane, of all ranks: the targets by their numbers, and then the peers."""
+    gauges = Counts()
+    for level in levels:
+        for number, (size, seconds) in enumerate(level.read_queues):
+            lane = str(number) if number < targets else f"peer{number - targets}"
+            gauges["read_queue_bytes", lane] += size
+            slowest = max(gauges["read_queue_seconds", lane], seconds)
+            gauges["read_queue_seconds", lane] = slowest
+    return gauges
 
 
 def config_labels(hellos: Sequence[RankHello], policies: CoreConfig) -> dict[str, str]:

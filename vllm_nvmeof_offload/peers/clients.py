@@ -606,7 +606,8 @@ class PeerClients:
         if session is None or not session.is_up:
             lane.state = NO_PEER
             return
-        rates = [one for one in (lane.bytes_per_s, lane.pull_rate.bytes_per_s) if one]
+        pull_rate = lane.pull_rate.recent(time.monotonic())
+        rates = [one for one in (lane.bytes_per_s, pull_rate) if one]
         lane.state = PeerState(
             time.monotonic() >= lane.unusable_until_s,
             session.credits - session.dropped,

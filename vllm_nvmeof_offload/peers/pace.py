@@ -12,6 +12,7 @@ _LONG_S, _LONG_MAX_S = 30.0, 600.0
 #: Bytes that moved in less time than this say little.
 _WINDOW_S = 0.02
 _NEW_SHARE = 0.3
+_RECENT_S = 5.0
 
 
 class Rest:
@@ -54,7 +55,7 @@ class BusyRate:
     """How fast transfers bring bytes, over the time in which any is under way."""
 
     def __init__(self) -> None:
-        self.bytes_per_s = 0.0
+        self.bytes_per_s = self._moved_s = 0.0
         self._since_s: float | None = None
         self._bytes = 0
         self._seconds = 0.0
@@ -67,6 +68,7 @@ class BusyRate:
     def moved(self, size_bytes: int, now_s: float, *, more: bool) -> None:
         """A transfer has ended. more: others are under way."""
         assert self._since_s is not None
+        self._moved_s = now_s
         self._bytes += size_bytes
         self._seconds += now_s - self._since_s
         self._since_s = now_s if more else None
@@ -75,6 +77,11 @@ class BusyRate:
             old = self.bytes_per_s
             self.bytes_per_s = old + _NEW_SHARE * (rate - old) if old else rate
             self._bytes, self._seconds = 0, 0.0
+
+    def recent(self, now_s: float) -> float:
+        """Return the rate; 0: nothing has moved for long. Whoever was slow may be so no more, and
+        nobody finds out who asks for nothing."""
+        return self.bytes_per_s if now_s - self._moved_s <= _RECENT_S else 0.0
 
     def stop(self) -> None:
         """What was under way is given up."""

@@ -29,7 +29,7 @@ from vllm_nvmeof_offload.copy.geometry import JobBlocks
 from vllm_nvmeof_offload.errors import OutcomeKind
 from vllm_nvmeof_offload.groups import GroupKind
 from vllm_nvmeof_offload.metrics import Counts
-from vllm_nvmeof_offload.protocol import Command, LoadCommand, Report, StoreCommand
+from vllm_nvmeof_offload.protocol import Command, LoadCommand, Report, ResetCommand, StoreCommand
 from vllm_nvmeof_offload.vllm_adapter.manager import CommandSpec
 from vllm_nvmeof_offload.worker.build import RankWorker
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
@@ -129,7 +129,8 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         if parts.watcher is not None:
             parts.watcher.stop()
         parts.runner.stop()
-        released = parts.io.close()
+        released = parts.links is None or parts.links.close()
+        released &= parts.io.close()
         parts.copy.close()
         parts.runner.leave_set()
         if parts.regions is not None:
@@ -153,10 +154,12 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
 
     def apply(self, commands: Iterable[Command]) -> None:
         """Start commands that move no GPU blocks, in their order."""
-        given = tuple(commands)
+        given, links = tuple(commands), self._parts.links
 
         def command_all(pipeline: TransferPipeline) -> None:
             for command in given:
+                if links is not None and isinstance(command, ResetCommand):
+                    links.set_tag(command.tag)
                 pipeline.command(command)
 
         if given:  # in one hand-over, because a long prompt gives hundreds

@@ -18,6 +18,7 @@ from vllm_nvmeof_offload.config import (
     check_fits,
     check_targets,
     resolve_pool_bytes,
+    serve_slots,
 )
 from vllm_nvmeof_offload.copy.base import CopyEngine
 from vllm_nvmeof_offload.copy.choose import open_device
@@ -27,6 +28,7 @@ from vllm_nvmeof_offload.groups import RankGroup
 from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, NoIoEngine, Waker
 from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.io.faults import FaultPlan, FaultyIoEngine
+from vllm_nvmeof_offload.peers.base import Common
 from vllm_nvmeof_offload.pool.format import Keyspace, share_tag
 from vllm_nvmeof_offload.pool.lease import Leasing
 from vllm_nvmeof_offload.pool.ownership import bytes_of_others, bytes_of_pools
@@ -37,8 +39,11 @@ from vllm_nvmeof_offload.targets.health import TargetHealth
 from vllm_nvmeof_offload.targets.reattach import Attachments, TargetWatcher
 from vllm_nvmeof_offload.units import slot_stride_bytes
 from vllm_nvmeof_offload.worker.membership import NoSetError, SetLayout, join_set
+from vllm_nvmeof_offload.worker.peer_links import LinkSettings, PeerLinks, open_links
+from vllm_nvmeof_offload.worker.peering import Peers
 from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, TransferPipeline
 from vllm_nvmeof_offload.worker.regions import RegionFiles
+from vllm_nvmeof_offload.worker.serving import OwnRegion, Serve, ServeQueue
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,8 @@ class RankWorker:
     watcher: TargetWatcher | None = None
     #: Other engines'; None: without a pool.
     regions: RegionFiles | None = None
+    #: None: this rank has no peers.
+    links: PeerLinks | None = None
 
 
 def build_worker(
@@ -93,13 +100,11 @@ def build_worker(
     slot_bytes = slot_stride_bytes(geometry.payload_bytes)
     check_targets(settings)
     pool_bytes = _pool_bytes(settings, identity, slot_bytes)
-    staging_bytes = settings.staging_bytes // identity.ranks
-    cache_slots, stream_slots = split_slots(staging_bytes, slot_bytes, settings.stream_slots)
-    slots = slot_bytes, cache_slots, stream_slots
+    slots = _, cache_slots, stream_slots, served = _slots(settings, identity, slot_bytes)
     membership, groups, alone = _join_set(geometry.groups, identity, slots)
     pool = _open_pool(settings, geometry.payload_bytes, groups, identity, pool_bytes)
     progress = _log_progress("pinned memory")
-    staging = Staging(*slots, progress, kv_device.numa_node, membership)
+    staging = Staging(*slots[:3], progress, kv_device.numa_node, membership, served)
     waker = Waker()
     copy, copy_fallbacks = kv_device.copy_engine(
         settings.copy_backend, staging.map, geometry.starts, waker.wake
@@ -110,13 +115,17 @@ def build_worker(
         began_s = time.monotonic()
         adopted = pool.adopt() if pool else AdoptedEntries()
         adoption_s = time.monotonic() - began_s
+        serve = Serve(ServeQueue(waker.wake), _own(pool)) if pool and served else None
+        links = _links(settings, identity, pool, staging, serve)
         undo.pop_all()
     target_count = pool.target_count if pool else 1
     health = tuple(TargetHealth() for _ in range(target_count)) if pool else None
     config = _scheduler_config(settings, identity.rank, pool, io, geometry, health)
     regions = RegionFiles(pool, waker.wake) if pool else None
-    pipeline = TransferPipeline(staging.map, copy, io, config, opener=regions)
-    runner = PipelineRunner(pipeline, waker, io.fileno())
+    peers = _peers(settings, pool, links)
+    parts = staging.map, copy, io, config
+    pipeline = TransferPipeline(*parts, opener=regions, peers=peers, serve=serve)
+    runner = PipelineRunner(pipeline, waker, io.fileno(), links)
     watcher = _watcher(pool, io, health, runner) if pool and health else None
     hello = RankHello(
         rank=identity.rank,
@@ -132,9 +141,7 @@ def build_worker(
         fallbacks=(*copy_fallbacks, *(pool.fallbacks if pool else ()), *io_fallbacks, *alone),
         stream_slots=stream_slots,
         targets=tuple(str(t) for t in settings.targets) if pool else (),
-        remote=tuple(discover(os.path.realpath(t)).is_remote for t in settings.targets)
-        if pool
-        else (),
+        remote=_remote(settings) if pool else (),
         io_engine=io.name,
         copy_engine=kv_device.engine_name(settings.copy_backend)
         + (", memory on its NUMA node" if staging.on_node else ""),
@@ -145,8 +152,8 @@ def build_worker(
     )
     for line in kv_device.warnings:
         logger.warning("%s", line)
-    parts = RankWorker(runner, geometry, copy, io, staging, pool, watcher, regions)
-    return parts, hello
+    worker = RankWorker(runner, geometry, copy, io, staging, pool, watcher, regions, links)
+    return worker, hello
 
 
 def _scheduler_config(
@@ -178,7 +185,41 @@ def _scheduler_config(
         read_deadline_s=settings.read_deadline_ms / 1000,
         write_deadline_s=settings.write_deadline_ms / 1000,
         health=health,
+        serve_share=settings.serve_share,
     )
+
+
+def _remote(settings: OffloadConfig) -> tuple[bool | None, ...]:
+    return tuple(discover(os.path.realpath(one)).is_remote for one in settings.targets)
+
+
+def _own(pool: Pool) -> dict[bytes, OwnRegion]:
+    """Our regions by their uuids."""
+    return {
+        one.place(0).region_uuid: OwnRegion(target, one.slots)
+        for target, one in enumerate(pool.superblocks)
+    }
+
+
+def _links(
+    settings: OffloadConfig,
+    identity: RankIdentity,
+    pool: Pool | None,
+    staging: Staging,
+    serve: Serve | None,
+) -> PeerLinks | None:
+    if pool is None:
+        return None
+    digest, world_size = identity.keyspace.digest, identity.world_size
+    common = Common(digest, identity.rank, world_size, staging.map.slot_bytes)
+    port = None if serve is None else serve.queue
+    return open_links(LinkSettings(settings, common, pool.stamp.tag, port), staging)
+
+
+def _peers(settings: OffloadConfig, pool: Pool | None, links: PeerLinks | None) -> Peers | None:
+    if pool is None or links is None or links.clients is None:
+        return None
+    return Peers(links.clients, len(settings.peers), pool.place, settings.peer_chunks_min)
 
 
 def _watcher(
@@ -189,6 +230,15 @@ def _watcher(
     targets = [os.path.realpath(directory) for directory in pool.directories]
     attachments = Attachments(pool, io, health)
     return TargetWatcher(attachments, targets, lambda call: runner.hand_over(lambda _: call()))
+
+
+def _slots(
+    settings: OffloadConfig, identity: RankIdentity, slot_bytes: int
+) -> tuple[int, int, int, int]:
+    """Return the bytes of a slot, and how many are for the cache, for loads, and for peers."""
+    served = serve_slots(settings, slot_bytes)
+    staging_bytes = settings.staging_bytes // identity.ranks - served * slot_bytes
+    return slot_bytes, *split_slots(staging_bytes, slot_bytes, settings.stream_slots), served
 
 
 def _pool_bytes(settings: OffloadConfig, identity: RankIdentity, slot_bytes: int) -> int:
@@ -203,12 +253,12 @@ def _pool_bytes(settings: OffloadConfig, identity: RankIdentity, slot_bytes: int
 
 
 def _join_set(
-    groups: tuple[RankGroup, ...], identity: RankIdentity, slots: tuple[int, int, int]
+    groups: tuple[RankGroup, ...], identity: RankIdentity, slots: tuple[int, int, int, int]
 ) -> tuple[Membership | None, tuple[RankGroup, ...], tuple[str, ...]]:
     """Meet the ranks with equal KV.
 
-    slots: bytes of one, cache slots, stream slots. Returns the groups too, and why not, where the
-    ranks cannot share memory: then each is a set by itself.
+    slots: bytes of one, cache slots, stream slots, serve slots. Returns the groups too, and why
+    not, where the ranks cannot share memory: then each is a set by itself.
     """
     sizes = tuple(group.set_size for group in groups)
     members = max(sizes, default=1)

@@ -59,6 +59,7 @@ from vllm_nvmeof_offload.protocol import (
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.targets.health import TargetHealth, Verdict
 from vllm_nvmeof_offload.units import HEADER_BYTES, MIB
+from vllm_nvmeof_offload.worker.peer_links import PeerLinks
 from vllm_nvmeof_offload.worker.peering import Peering, Peers
 from vllm_nvmeof_offload.worker.regions import RegionOpener, Regions
 from vllm_nvmeof_offload.worker.serving import Serve, Serving
@@ -290,13 +291,15 @@ class TransferPipeline:
         if reports:  # rates and levels ride along: they never make the engine step
             rank = self._limits.rank
             reports += [RateReport(rank, *rate) for rate in machine.take_rates()]
-            levels = machine.levels()
-            if levels != self._levels:
-                reports.append(LevelReport(rank, *levels))
-                self._levels = levels
+            if machine.levels() != self._levels:
+                reports.append(self.level_report())
             if self._peering is not None:
                 reports += self._peering.take_reports(rank)
         return reports
+
+    def level_report(self) -> LevelReport:
+        self._levels = self._machine.levels()
+        return LevelReport(self._limits.rank, *self._levels, tuple(self.read_queues()))
 
     def _report_of(self, columns: tuple[Any, ...]) -> Report:
         if len(columns) == 2:
@@ -555,8 +558,9 @@ def _make_machine(
     targets = limits.target_count
     reads_max = max(1, limits.reads_in_flight_max // targets)
     writes_max = max(1, limits.writes_in_flight_max // targets)
-    # Reads of loads that a target has at a time while all targets are busy.
-    streamed_max = max(1, min(reads_max, staging.stream_slots // targets))
+    # Reads of loads that a target has at a time while all targets, and all peers, are busy.
+    readers = targets + (peers.lanes if peers else 0)
+    streamed_max = max(1, min(reads_max, staging.stream_slots // readers))
     enough = max(_SATURATING_OPS_MIN, -(-_SATURATING_BYTES // staging.slot_bytes))
     return Machine(
         cache_slots=staging.cache_slots,
@@ -601,10 +605,18 @@ class PipelineRunner:
     up results. It waits only in `wait`, for copies that vLLM must see finished.
     """
 
-    def __init__(self, pipeline: TransferPipeline, waker: Waker, io_fd: int) -> None:
+    def __init__(
+        self,
+        pipeline: TransferPipeline,
+        waker: Waker,
+        io_fd: int,
+        links: PeerLinks | None = None,
+    ) -> None:
+        """io_fd: readable while I/O may have ended."""
         self._pipeline = pipeline
         self._waker = waker
-        self._io_fd = io_fd
+        self._links = links
+        self._fds = (waker.fd, io_fd, *(links.fds if links else ()))
         self._inbox: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._finished: list[FinishedJob] = []
@@ -658,8 +670,7 @@ class PipelineRunner:
 
     def _run(self) -> None:
         poller = select.poll()
-        fds = (self._waker.fd, self._io_fd)
-        for fd in fds:
+        for fd in self._fds:
             poller.register(fd, select.POLLIN)
         woken, ready = (self._waker.fd, select.POLLIN), []
         try:
@@ -670,7 +681,7 @@ class PipelineRunner:
                     self._inbox.popleft()()
                 self._pipeline.step()
                 self._publish()
-                if self._pipeline.await_set(fds, self._wait_ms() / 1000):
+                if self._pipeline.await_set(self._fds, self._wait_ms() / 1000):
                     ready = [woken]  # perhaps
                 else:
                     ready = poller.poll(self._wait_ms())
@@ -687,6 +698,8 @@ class PipelineRunner:
     def _publish(self) -> None:
         finished = self._pipeline.take_finished()
         reports = self._pipeline.take_reports()
+        if self._links is not None:
+            self._publish_links(self._links)
         if not finished and not reports:
             return
         counters = self._pipeline.counters  # they ride along
@@ -697,3 +710,13 @@ class PipelineRunner:
             counters.clear()
             self._open.difference_update(job.op for job in finished)
             self._changed.notify_all()
+
+    def _publish_links(self, links: PeerLinks) -> None:
+        """What is read for peers makes no report that the counters could ride along with."""
+        grown = links.take_counts()
+        if not grown:
+            return
+        with self._changed:
+            self._counters.add(grown)
+            if not self._reports:
+                self._reports.append(self._pipeline.level_report())

@@ -20,12 +20,14 @@ import contextlib
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import PoolFormatError
+from vllm_nvmeof_offload.follow.owners import OWNERS_MAX
 from vllm_nvmeof_offload.io.base import ForeignSlab, HintRecord, IoEngine
 from vllm_nvmeof_offload.native import Machine
 from vllm_nvmeof_offload.pool.format import SLAB_FILE, SlotPlace, Superblock, read_superblock
@@ -41,6 +43,12 @@ from vllm_nvmeof_offload.targets.health import Verdict
 
 #: Threads that may hang in a path at a time. One more attach fails with EAGAIN.
 _OPENING_MAX = 64
+#: Owners of regions that only peers have named; the follower numbers fewer.
+_UNNAMED_OWNERS = range(OWNERS_MAX + 1, 1 << 15)
+#: Their files are closed when nobody has asked for so long.
+_UNUSED_S = 60.0
+#: A region that was not found is looked for again after this time.
+_AGAIN_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,13 @@ class OpenRegions:
     command: AttachCommand
     by_target: dict[int, ForeignSlab] = field(default_factory=dict)
     error: int = 0
+
+
+class FoundPool(NamedTuple):
+    """Where a region was found that nobody has named: `engine-K`, and the uuid of its rank."""
+
+    engine_index: int
+    pool_uuid: bytes
 
 
 class RegionOpener(Protocol):
@@ -64,6 +79,12 @@ class RegionOpener(Protocol):
     def close(self, regions: Iterable[ForeignSlab]) -> None:
         """Close their files."""
 
+    def look_for(self, region_uuid: bytes) -> None:
+        """Look for a region on our targets, unless others are being looked for."""
+
+    def take_found(self) -> list[FoundPool]:
+        """Return the pools of the regions that were found since the last call."""
+
 
 class Regions:
     """The owners that the manager has named. All calls come from the pipeline's thread."""
@@ -77,6 +98,8 @@ class Regions:
         self._leaving: list[tuple[int, int, ForeignSlab]] = []
         self._usable = [True] * target_count
         self._attachments = [0] * target_count
+        self._unnamed: dict[int, int] = {}  # by engine, the owner that only peers have named
+        self._asked_s: dict[int, float] = {}  # by such an owner, when it was last asked for
         #: Targets whose regions are not those that are there now, or were never looked for.
         self._missed: set[int] = set()
 
@@ -96,8 +119,16 @@ class Regions:
         return None if region is None else region.place(pool_slot // targets)
 
     def find(self, uuid: bytes) -> tuple[int, int] | None:
-        """Return the owner and the target of a region; None: it is not open."""
-        return next((key for key, region in self._used.items() if region.uuid == uuid), None)
+        """Return the owner and the target of a region that a peer names; None: it is not open yet.
+
+        It is looked for meanwhile: an engine that loads nothing itself has opened none.
+        """
+        found = next((key for key, region in self._used.items() if region.uuid == uuid), None)
+        if found is None:
+            self._opener.look_for(uuid)
+        elif found[0] in self._asked_s:
+            self._asked_s[found[0]] = time.monotonic()
+        return found
 
     def hint(self, command: HintCommand) -> None:
         """Log which chunks of others are used, on our first target; advice, which may be lost."""
@@ -128,10 +159,26 @@ class Regions:
                 self._take_in(opened)
             else:
                 self._opener.close(opened.by_target.values())
+        self._open_found()
         if self._leaving:
             busy = [one for one in self._leaving if self._machine.foreign_reads(*one[:2])]
             self._opener.close(one[2] for one in self._leaving if one not in busy)
             self._leaving = busy
+
+    def _open_found(self) -> None:
+        """Open what only peers have named, and close what they do not ask for any more."""
+        now_s = time.monotonic()
+        for found in self._opener.take_found():
+            index = found.engine_index
+            if index not in self._unnamed and len(self._unnamed) == len(_UNNAMED_OWNERS):
+                continue
+            owner = self._unnamed.setdefault(index, _UNNAMED_OWNERS[len(self._unnamed)])
+            self._asked_s[owner] = now_s
+            self._machine.await_files(owner)
+            self._open(AttachCommand(0, owner, *found))
+        for owner in [one for one, asked_s in self._asked_s.items() if now_s - asked_s > _UNUSED_S]:
+            del self._asked_s[owner]
+            self.detach(owner)
 
     def _open(self, command: AttachCommand) -> None:
         self._wanted[command.owner] = command
@@ -170,6 +217,9 @@ class RegionFiles:
         self._lock = threading.Lock()
         self._answers: list[OpenRegions] = []
         self._opening = 0
+        self._sought: set[bytes] = set()  # regions that peers name
+        self._found: list[FoundPool] = []
+        self._is_looking, self._look_again_s = False, 0.0
         self._open_fds: set[int] = set()
         self._ended = False
 
@@ -201,6 +251,25 @@ class RegionFiles:
             run = self._close
             threading.Thread(target=run, args=(fds,), name="nvmeof-close", daemon=True).start()
 
+    def look_for(self, region_uuid: bytes) -> None:
+        with self._lock:
+            if len(self._sought) < _OPENING_MAX:
+                self._sought.add(region_uuid)
+            if self._is_looking or self._ended or time.monotonic() < self._look_again_s:
+                return
+            self._is_looking = True
+        with contextlib.suppress(RuntimeError):  # no thread can be started
+            threading.Thread(target=self._look, name="nvmeof-look", daemon=True).start()
+            return
+        self._looked([])
+
+    def take_found(self) -> list[FoundPool]:
+        if not self._found:
+            return []
+        with self._lock:
+            found, self._found = self._found, []
+            return found
+
     def end(self, abandon: bool = False) -> None:
         """Close all files, and those that are still being opened. abandon: as in `Pool.close`."""
         with self._lock:
@@ -208,6 +277,33 @@ class RegionFiles:
             fds = set() if abandon else self._open_fds
             self._open_fds = set()
         self._close(fds, known=True)
+
+    def _look(self) -> None:
+        """Look through the pools beside ours for what is sought."""
+        found: list[FoundPool] = []
+        try:
+            for ours, directory in zip(self._pool.superblocks, self._pool.directories, strict=True):
+                pools = directory.parents[1]
+                for name in os.listdir(pools):
+                    index = name.removeprefix("engine-")
+                    if index == name or not index.isdigit():
+                        continue
+                    with contextlib.suppress(OSError, PoolFormatError):
+                        theirs = read_superblock(pools / name / f"rank-{ours.rank}")
+                        if theirs is not None and theirs.place(0).region_uuid in self._sought:
+                            found.append(FoundPool(int(index), theirs.uuid))
+        except OSError as failure:
+            logger.warning("no region can be looked for: %s", failure)
+        finally:
+            self._looked(found)
+
+    def _looked(self, found: list[FoundPool]) -> None:
+        with self._lock:
+            self._found += dict.fromkeys(found)
+            self._sought.clear()
+            self._is_looking, self._look_again_s = False, time.monotonic() + _AGAIN_S
+        if found:
+            self._wake()
 
     def _run(self, command: AttachCommand, targets: Sequence[int]) -> None:
         # An exception that is not expected is a bug; the op must end even then.

@@ -21,7 +21,7 @@ from vllm_nvmeof_offload.errors import (
 from vllm_nvmeof_offload.io.base import ForeignSlab
 from vllm_nvmeof_offload.protocol import AttachCommand, DetachCommand, WriteCommand, owned_by
 from vllm_nvmeof_offload.targets.health import FAILED_SLOTS_MAX, FAILURES_MAX, TargetHealth, Verdict
-from vllm_nvmeof_offload.worker.regions import OpenRegions
+from vllm_nvmeof_offload.worker.regions import FoundPool, OpenRegions
 
 from .bench import READ_S, Bench, identity
 
@@ -36,6 +36,8 @@ class Opener:
     def __init__(self) -> None:
         self.asked: list[tuple[AttachCommand, list[int]]] = []
         self.closed: list[int] = []
+        self.sought: list[bytes] = []
+        self.found: list[FoundPool] = []
         self._answers: list[OpenRegions] = []
 
     def open(self, command: AttachCommand, targets: Sequence[int]) -> None:
@@ -47,6 +49,13 @@ class Opener:
 
     def close(self, regions: Iterable[ForeignSlab]) -> None:
         self.closed += [region.fd for region in regions]
+
+    def look_for(self, region_uuid: bytes) -> None:
+        self.sought.append(region_uuid)
+
+    def take_found(self) -> list[FoundPool]:
+        found, self.found = self.found, []
+        return found
 
     def answer(
         self, number: int = -1, *, fds: int = 100, error: int = 0, uuid: bytes = bytes(16)

@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, OK, STALE, io_error
+from vllm_nvmeof_offload.follow.owners import OWNERS_MAX
 from vllm_nvmeof_offload.peers.base import Levels, Served
 from vllm_nvmeof_offload.pool.format import SlotPlace
 from vllm_nvmeof_offload.protocol import (
@@ -19,6 +20,7 @@ from vllm_nvmeof_offload.protocol import (
     Urgency,
 )
 from vllm_nvmeof_offload.targets.health import TargetHealth, Verdict
+from vllm_nvmeof_offload.worker.regions import FoundPool
 
 from .bench import READ_S, REGION_SLOTS, STRIDE, TAG, Bench, identity
 from .test_foreign_regions import Opener
@@ -243,6 +245,28 @@ def test_other_engines_regions_are_read_while_they_are_open() -> None:
     assert opener.closed == [101, 100]
     bench.queue.serve([foreign])
     assert _answers(bench) == [Served(0, None)]
+
+
+def test_a_region_that_nobody_here_has_named_is_looked_for_and_opened() -> None:
+    opener, uuid = Opener(), bytes(15) + b"f"
+    bench = Bench(target_count=2, serve_slots=2, opener=opener)
+    foreign = replace(bench.asked(0, 5), place=SlotPlace(uuid, 0, 7))
+    bench.queue.serve([foreign])
+    assert _answers(bench) == [Served(0, None)]
+    assert opener.sought == [uuid]
+    opener.found.append(FoundPool(4, bytes(16)))
+    bench.pipeline.step()
+    (command, targets), owner = opener.asked[0], OWNERS_MAX + 1
+    assert (command.owner, command.engine_index, targets) == (owner, 4, [0, 1])
+    opener.answer(uuid=uuid)
+    bench.pipeline.step()
+    bench.queue.serve([foreign])
+    bench.pipeline.step()
+    (op,) = bench.io.started
+    assert (op.owner, op.pool_slot % 2, op.pool_slot // 2) == (owner, 0, 7)
+    bench.io_done()
+    assert _answers(bench) == [Served(0, OK)]
+    assert not bench.reports(), "the manager has not asked for it"
 
 
 def test_a_target_that_is_away_is_not_tried() -> None:

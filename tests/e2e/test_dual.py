@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server that loads through another one's storage link too: the same tokens, whoever dies.
+
+P computes, stores and loads again; D reads for it. Each has a slow storage link of its own. The
+tests go on from one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from vllm_nvmeof_bench.servers.server import ReservedPort, ServerSpec
+
+from tests.e2e import faults_rig as rig
+from tests.e2e.parallel_rig import FAILED
+from vllm_nvmeof_offload.units import GIB
+
+PULLED = "vllm:nvmeof_peer_pulled_bytes_total"
+SERVED = "vllm:nvmeof_peer_served_bytes_total"
+LOST = "vllm:nvmeof_peer_sessions_lost_total"
+READ = "vllm:nvmeof_read_bytes_total"
+#: A prompt takes a quarter of a second by one link.
+LINK_BYTES_PER_S = 8_000_000
+#: Of P: a quarter streams, and the others hold three prompts of twelve. D has as many, or serves.
+SLOTS, SERVE_SLOTS = 64, 24
+ROUNDS_MAX = 5
+
+
+@pytest.fixture(scope="module")
+def reference() -> rig.Reference:
+    return rig.reference()
+
+
+def spec(pool: Path, faults: rig.Faults, **extra: object) -> ServerSpec:
+    more = {"fault_injection": str(faults.path), **extra}
+    made = rig.spec(pool, **more)
+    assert made.offload is not None
+    return replace(made, offload=replace(made.offload, size_gib=SLOTS * rig.SLOT_BYTES / GIB))
+
+
+class Rig:
+    """P, and D, which may be killed and started again."""
+
+    def __init__(self, directory: Path, address: str) -> None:
+        pool = directory / "pool"
+        self._faults = [rig.Faults(directory / f"{name}.json") for name in "pd"]
+        p, d = self._faults
+        serves = {"peer_listen": address, "serve_bytes": SERVE_SLOTS * rig.SLOT_BYTES}
+        self._spec = spec(pool, d, **serves)
+        self.p = rig.start(spec(pool, p, peers=address), "dual-p")
+        self.start_d()
+
+    def start_d(self) -> None:
+        self.d = rig.start(self._spec, "dual-d")
+
+    def throttle(self) -> None:
+        for one in self._faults:
+            one.set(bytes_per_s=LINK_BYTES_PER_S)
+
+    def stop(self) -> None:
+        self.d.stop()
+        self.p.stop()
+
+
+@pytest.fixture(scope="module")
+def dual(tmp_path_factory: pytest.TempPathFactory, reference: rig.Reference) -> Iterator[Rig]:
+    with ReservedPort() as port:
+        one = Rig(tmp_path_factory.mktemp("dual"), f"127.0.0.1:{port.number}")
+        rig.store_all(one.p, reference)
+        one.throttle()
+        yield one
+        one.stop()
+
+
+def load_all(dual: Rig, reference: rig.Reference) -> tuple[float, float]:
+    """Ask for all again; return the bytes that came through D and those that P read itself."""
+    rig.forget_gpu(dual.p)
+    before = rig.metrics(dual.p)
+    assert rig.same(rig.ask(dual.p, reference.prompts), reference.answers)
+    return rig.grown(dual.p, before, PULLED), rig.grown(dual.p, before, READ)
+
+
+def load_until_pulled(dual: Rig, reference: rig.Reference) -> None:
+    """P greets a peer that is new, or was lost, within seconds; each round takes some."""
+    for _ in range(ROUNDS_MAX):
+        pulled, _ = load_all(dual, reference)
+        if pulled:
+            return
+    raise AssertionError("nothing comes through D")
+
+
+def failed_loads(dual: Rig) -> float:
+    """Fetches ahead of need are cancelled when a load comes first."""
+    return rig.metrics(dual.p).value(FAILED, operation="load")
+
+
+def test_chunks_come_through_the_peer_too(dual: Rig, reference: rig.Reference) -> None:
+    load_until_pulled(dual, reference)
+    before = rig.metrics(dual.d)
+    pulled, read = load_all(dual, reference)
+    assert pulled > 0.2 * (pulled + read), "D takes its part of what is loaded"
+    assert read > 0.2 * (pulled + read), "and P keeps its own"
+    rig.wait_for(dual.d, "what it served", lambda m: m.value(SERVED) > before.value(SERVED))
+    assert failed_loads(dual) == 0
+
+
+def test_a_peer_that_is_killed_costs_no_request_and_no_token(
+    dual: Rig, reference: rig.Reference
+) -> None:
+    """It is killed while P loads, comes again, and reads for P again."""
+    for _ in range(2):
+        rig.forget_gpu(dual.p)
+        loads = ThreadPoolExecutor(1)
+        before = rig.metrics(dual.p).value(PULLED)
+        answers = loads.submit(rig.ask_at_once, dual.p, reference.prompts)
+        rig.wait_for(dual.p, "a load through D", lambda m, x=before: m.value(PULLED) > x)
+        dual.d.kill()
+        assert rig.same(answers.result(), reference.answers)
+        pulled, read = load_all(dual, reference)
+        assert pulled == 0
+        assert read > 0
+        dual.start_d()
+        load_until_pulled(dual, reference)
+    assert rig.metrics(dual.p).value(LOST) >= 1
+    assert failed_loads(dual) == 0
+
+
+def test_after_new_weights_nothing_comes_from_a_peer_of_the_old_ones(
+    dual: Rig, reference: rig.Reference
+) -> None:
+    """A reset draws a name for the weights that D does not have."""
+    rig.forget_all(dual.p)
+    rig.store_all(dual.p, reference)
+    pulled, read = load_all(dual, reference)
+    assert pulled == 0
+    assert read > 0

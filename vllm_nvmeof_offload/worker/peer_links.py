@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's connections with peers: sessions with servers that read for it, and the server of
+those that it reads for.
+
+Nothing waits for a peer, and none has to be there. Without NIXL chunks come in messages; without
+the libraries for messages there are no peers, and the log says so once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_nvmeof_offload import logger
+from vllm_nvmeof_offload.config import PORT_MAX, OffloadConfig
+from vllm_nvmeof_offload.errors import ConfigError, EngineError
+from vllm_nvmeof_offload.metrics import Counts
+from vllm_nvmeof_offload.peers.base import Common, ServePort, SlotMemory
+from vllm_nvmeof_offload.staging import Staging
+
+if TYPE_CHECKING:
+    from vllm_nvmeof_offload.peers.clients import PeerClients
+    from vllm_nvmeof_offload.peers.server import PeerServer
+
+
+class PeerLinks:
+    """clients: None: no peer reads for us. server: None: we read for none."""
+
+    def __init__(self, clients: PeerClients | None, server: PeerServer | None) -> None:
+        self.clients, self._server = clients, server
+        #: Readable while a read through a peer may have ended.
+        self.fds: Sequence[int] = () if clients is None else (clients.fileno(),)
+        self._taken = Counts()
+
+    def set_tag(self, tag: bytes) -> None:
+        """End the sessions about chunks with another share tag. Call before a reset begins."""
+        for one in (self.clients, self._server):
+            if one is not None:
+                one.set_tag(tag)
+
+    def take_counts(self) -> Counts:
+        """What has come and gone since the last call, under the names of `metrics.COUNTERS`."""
+        now = Counts()
+        if self.clients is not None:
+            counts = self.clients.counts
+            now["peer_pulled_bytes"] = counts.pulled_bytes
+            now["peer_sessions_lost"] = counts.lost
+            for reason, failed in counts.failed.copy().items():
+                now["peer_pulls_failed", reason] = failed
+        if self._server is not None:
+            now["peer_served_bytes"] = self._server.counts.served_bytes
+        grown = Counts()
+        for series, count in now.items():
+            if count != self._taken[series]:
+                grown[series] = count - self._taken[series]
+        self._taken = now
+        return grown
+
+    def close(self) -> bool:
+        """End all sessions; True: no peer and no pull touches our memory any more."""
+        ended = [one.close() for one in (self._server, self.clients) if one is not None]
+        return all(ended)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSettings:
+    """What `open_links` opens. tag: the share tag of our chunks now."""
+
+    settings: OffloadConfig
+    common: Common
+    tag: bytes
+    serve_port: ServePort | None
+
+
+def open_links(wanted: LinkSettings, staging: Staging) -> PeerLinks | None:
+    """Start the threads for peers; None: there are no peers.
+
+    Raises: ConfigError: `peer_listen` is no address that this process may listen at.
+    """
+    settings, rank = wanted.settings, wanted.common.rank
+    if not settings.peers and wanted.serve_port is None:
+        return None
+    try:
+        from vllm_nvmeof_offload.peers.clients import PeerClients
+        from vllm_nvmeof_offload.peers.server import host_and_port
+        from vllm_nvmeof_offload.peers.transport import why_no_nixl
+    except ImportError as error:
+        logger.warning("no peers: %s; install vllm-nvmeof-offload[peers]", error)
+        return None
+    if why_not := why_no_nixl():
+        logger.warning("chunks of peers come in messages: %s", why_not)
+    server = _serve(wanted, staging, by_nixl=not why_not)
+    clients = None
+    if settings.peers:
+        slots = staging.map
+        memory = SlotMemory(slots.stream_address(0), slots.slot_bytes, slots.stream_slots)
+        for one in settings.peers:
+            _check_port(one, "peers", rank)
+        addresses = [host_and_port(one, rank) for one in settings.peers]
+        view = _part(staging, memory)
+        clients = PeerClients(
+            addresses, wanted.common, wanted.tag, memory, view, by_nixl=not why_not
+        )
+    return PeerLinks(clients, server)
+
+
+def _serve(wanted: LinkSettings, staging: Staging, *, by_nixl: bool) -> PeerServer | None:
+    from vllm_nvmeof_offload.peers.server import PeerServer, host_and_port
+
+    if wanted.serve_port is None:
+        return None
+    listen, slots = wanted.settings.peer_listen, staging.map
+    memory = SlotMemory(slots.serve_address, slots.slot_bytes, slots.serve_slots)
+    _check_port(listen, "peer_listen", wanted.common.rank)
+    address = host_and_port(listen, wanted.common.rank)
+    parts = wanted.common, wanted.tag, memory, _part(staging, memory), wanted.serve_port
+    try:
+        server = PeerServer(address, *parts, by_nixl=by_nixl)
+    except EngineError as error:
+        remedy = f"{error}; name an address of this machine and a port that is free"
+        raise ConfigError("peer_listen", listen, remedy) from None
+    logger.info("reads for peers at %s, into %d slots", server.address, slots.serve_slots)
+    return server
+
+
+def _check_port(base: str, key: str, rank: int) -> None:
+    """Each rank has a port of its own, counted from that of the first one."""
+    if int(base.rpartition(":")[2]) + rank > PORT_MAX:
+        raise ConfigError(key, base, f"rank {rank} has no port; give one up to {PORT_MAX - rank}")
+
+
+def _part(staging: Staging, memory: SlotMemory) -> memoryview:
+    start = memory.address - staging.map.base_address
+    return staging.view[start : start + memory.slot_bytes * memory.slots]
