@@ -35,7 +35,7 @@ FUNCTION_LINES_MAX = 70
 COLUMNS_MAX = 100
 #: Files and lines of Python and C++. They may fall (lower the number then), and a commit that
 #: raises one gives the reason.
-PRODUCT_FILES_MAX = 196
+PRODUCT_FILES_MAX = 195
 PRODUCT_LINES_MAX = 43_450
 BENCH_FILES_MAX = 90
 BENCH_LINES_MAX = 18_178
@@ -61,7 +61,6 @@ USED_ELSEWHERE: dict[str, str] = {
     "_of_this_server": "pydantic calls this validator",
     "_o_direct_for_groups": "pydantic calls this validator",
     "_one_chunk_size": "pydantic calls this validator",
-    "EnginePort": "a benchmark will use it",
     "render": "rich calls it for each row of a progress display",
 }
 

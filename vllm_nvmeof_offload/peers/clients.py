@@ -190,7 +190,8 @@ class PeerClients:
         view: the same memory. by_nixl: NIXL pulls where it can; else chunks come in messages.
         """
         self.counts = ClientCounts()
-        self._common, self._tag, self._memory, self._view = common, tag, memory, view
+        self._common, self._tag, self._memory = common, tag, memory
+        self._view = memoryview(view)
         self._by_nixl = by_nixl
         self._lanes = [_Lane(number, address, Rest()) for number, address in enumerate(addresses)]
         self._commands: collections.deque[tuple[int, list[PeerRead], list[int]]] = (
@@ -254,6 +255,7 @@ class PeerClients:
             self._look_at_leaving()
             self._heard.wake()
             self._context.destroy(_BYE_MS)
+            self._view.release()
 
     def _work(self) -> None:
         while not self._closed.is_set():
@@ -273,10 +275,8 @@ class PeerClients:
                 self._heard.wake()
 
     def _sleep_ms(self) -> int:
-        sessions = [one.session for one in self._lanes]
-        busy = self._leaving or any(
-            one is not None and (one.open or not one.is_up) for one in sessions
-        )
+        sessions = (one.session for one in self._lanes)
+        busy = self._leaving or any(one is not None and one.open for one in sessions)
         return int(1000 * (BEAT_OPEN_S if busy else BEAT_IDLE_S) / 2)
 
     def _step_safely(self, lane: _Lane) -> None:

@@ -16,6 +16,7 @@ import enum
 import os
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import zmq
@@ -71,7 +72,7 @@ _DONE_MORE_S = 1.0
 _MOVING_TICK_S = 0.0002
 _PROBE_BYTES = 16
 _FRAMES_MAX = 256  # taken in before anything else is done
-#: Messages to a peer that wait for the connection, beside one per credit.
+#: Messages that wait for the connection, either way; to a peer, beside one per credit.
 _WAITING_MAX = 64
 #: A connection whose other end does not answer for so long is closed, with what waits for it.
 _PING_MS, _PONG_MS = 1000, 3000
@@ -157,7 +158,7 @@ class PeerServer:
         assert 0 < memory.slots <= TOKENS_MAX
         self.counts = ServerCounts(free=memory.slots)
         self._common, self._tag, self._memory, self._port = common, tag, memory, port
-        self._view, self._by_nixl = view, by_nixl
+        self._view, self._by_nixl = memoryview(view), by_nixl
         self._metadata = b""
         self._probe = ctypes.create_string_buffer(os.urandom(_PROBE_BYTES), _PROBE_BYTES)
         self._free = collections.deque(range(memory.slots))
@@ -167,23 +168,14 @@ class PeerServer:
         self._turns: collections.deque[_Session] = collections.deque()
         self._waker, self._closed = Waker(), threading.Event()
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
-        self._socket.setsockopt(zmq.IPV6, 1)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else it drops what has no room
-        self._socket.setsockopt(zmq.SNDHWM, memory.slots + _WAITING_MAX)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _PING_MS)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _PONG_MS)
-        try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
-            self._context.destroy(0)
-            raise EngineError(f"cannot serve peers at {address}: {error}") from error
-        #: Where peers connect, with the port that was chosen for port 0.
-        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._thread = threading.Thread(target=self._run, name="peer-server", daemon=True)
+        bound: Future[str] = Future()
+        run = self._run
+        self._thread = threading.Thread(
+            target=run, args=(address, bound), name="peer-server", daemon=True
+        )
         self._thread.start()
+        #: Where peers connect, with the port that was chosen for port 0.
+        self.address = bound.result()
 
     def set_tag(self, tag: bytes) -> None:
         """End the sessions with another tag before anything more is read for anybody."""
@@ -197,8 +189,16 @@ class PeerServer:
         self._thread.join(timeout_s)
         return not self._thread.is_alive() and not self._by_number
 
-    def _run(self) -> None:
+    def _run(self, address: str, bound: Future[str]) -> None:
+        # First, because the library's own thread, which starts with a socket, is bound likewise.
         unbind_this_thread()
+        try:
+            self._socket = self._bind(address)
+        except zmq.ZMQError as error:
+            self._context.destroy(0)
+            bound.set_exception(EngineError(f"cannot serve peers at {address}: {error}"))
+            return
+        bound.set_result(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         transport = self._make_transport() if self._by_nixl else None
         try:
             self._serve(transport)
@@ -206,6 +206,20 @@ class PeerServer:
             if transport is not None:
                 transport.close()
             self._context.destroy(0)
+            self._view.release()
+
+    def _bind(self, address: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else it drops what has no room
+        socket.setsockopt(zmq.SNDHWM, self._memory.slots + _WAITING_MAX)
+        socket.setsockopt(zmq.RCVHWM, _WAITING_MAX)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _PING_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _PONG_MS)
+        socket.bind(address)
+        return socket
 
     def _make_transport(self) -> NixlTransport | None:
         try:

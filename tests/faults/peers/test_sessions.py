@@ -5,13 +5,24 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.contract.rig import PAYLOAD_BYTES, Rig, name
-from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, OK, STALE, io_error
+from vllm_nvmeof_offload.errors import (
+    CANCELLED,
+    CHECKSUM_MISMATCH,
+    OK,
+    STALE,
+    EngineError,
+    io_error,
+)
+from vllm_nvmeof_offload.io.base import ALLOWED_CPUS
 from vllm_nvmeof_offload.peers.base import SILENT_OPEN_S
 from vllm_nvmeof_offload.peers.messages import (
     AnyMessage,
@@ -318,3 +329,33 @@ def test_an_asker_has_its_own_numbers(desk: Desk) -> None:
     second.read(3)
     desk.until(lambda: desk.port.started == [3, 3])
     assert desk.server.counts.malformed == 0
+
+
+def test_an_address_that_cannot_be_had_says_so(desk: Desk) -> None:
+    with pytest.raises(EngineError, match="cannot serve peers at tcp"):
+        Desk(address=desk.server.address)
+
+
+@pytest.mark.skipif(len(ALLOWED_CPUS) < 2, reason="one CPU")
+def test_no_thread_of_either_side_is_bound_as_its_maker(store: Rig) -> None:
+    """vLLM binds the thread of the model to CPUs that its own work keeps busy."""
+    before = set(os.listdir("/proc/self/task"))
+
+    def affinities() -> list[set[int]]:
+        new = set(os.listdir("/proc/self/task")) - before - {str(threading.get_native_id())}
+        return [os.sched_getaffinity(int(thread)) for thread in new]
+
+    def make() -> list[set[int]]:
+        os.sched_setaffinity(0, {min(ALLOWED_CPUS)})
+        desk = Desk()
+        puller = Puller(store, desk.server.address, by_nixl=False)
+        puller.until(lambda: len(affinities()) >= 6)  # both, and the library's two of each
+        found = affinities()
+        puller.close()
+        desk.close()
+        return found
+
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(make).result()
+    assert found
+    assert all(one == set(ALLOWED_CPUS) for one in found)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves peers with an I/O engine that nothing else uses."""
+"""D's storage: an I/O engine that nothing else uses."""
 
 from __future__ import annotations
 
