@@ -38,6 +38,7 @@ PACKAGES = {
     "alone": "alone",
     "borrow": "borrow",
     "cluster": "cluster",
+    "peers": "peers",
 }
 
 #: Earlier names of commands, and of the benchmarks in their files → the present ones.

@@ -37,8 +37,8 @@ COLUMNS_MAX = 100
 #: raises one gives the reason.
 PRODUCT_FILES_MAX = 195
 PRODUCT_LINES_MAX = 43_450
-BENCH_FILES_MAX = 90
-BENCH_LINES_MAX = 18_178
+BENCH_FILES_MAX = 94
+BENCH_LINES_MAX = 18_860
 #: A count below its maximum by more than this share means that the maximum has to be lowered.
 SLACK = 0.02
 
@@ -50,6 +50,7 @@ SMALL_FILES: dict[str, str] = {
     "vllm_nvmeof_offload/manager/prefill_rate.py": "a newcomer looks for it by this name",
     "vllm_nvmeof_offload/manager/store_threshold.py": "a newcomer looks for it by this name",
     "vllm_nvmeof_offload/manager/target_choice.py": "a newcomer looks for it by this name",
+    "vllm_nvmeof_offload/peers/pace.py": "rests and rates, which tests drive by made-up times",
     "vllm_nvmeof_offload/vllm_adapter/retention.py": "a newcomer looks for it by this name",
 }
 

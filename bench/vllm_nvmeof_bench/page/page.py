@@ -42,6 +42,7 @@ KINDS: dict[str, tuple[str, Published | None]] = {
     "moving": ("Conversations whose turns go to two servers in turn", None),
     "alone": ("What sharing costs where nobody else is there", None),
     "borrow": ("A prompt that another server has stored", None),
+    "peers": ("A load over two servers' storage links", None),
     "cost": ("What offloading costs where it cannot help", published.COST),
     "copy": ("Copies between a GPU and pinned memory", published.COPY),
 }

@@ -186,8 +186,9 @@ class PacedCopyEngine(HostCopyEngine):
 class Rig:
     """Make it, `write_all`, then load; `close` at the end."""
 
-    def __init__(self, directory: Path, settings: Settings) -> None:
+    def __init__(self, directory: Path, settings: Settings, serve_slots: int = 0) -> None:
         self.settings = settings
+        self._serve_slots = serve_slots
         self._op = itertools.count(1).__next__
         self._rows_left: dict[int, int] = {}  # by op
         self._stack = contextlib.ExitStack()
@@ -215,32 +216,26 @@ class Rig:
             payload_bytes=settings.chunk_bytes,
             keyspace=Keyspace.of({"bench": "tier"}),
         )
-        pool = Pool.open(spec)
+        self.pool = pool = Pool.open(spec)
         self._stack.callback(pool.close)
         if pool.slots < count:
             raise BenchError(f"no space for a pool of {count} chunks in {directory}")
         slots = settings.cache_slots, settings.stream_slots
-        staging = Staging(settings.slot_bytes, *slots, numa_node=self._numa_node())
-        self._stack.callback(staging.close)
-        self.staging = staging.map
-        waker = Waker()
-        self.copy = self._copy_engine(waker)
-        self._stack.callback(self.copy.close)
+        self.memory = Staging(
+            settings.slot_bytes,
+            *slots,
+            numa_node=self._numa_node(),
+            serve_slots=self._serve_slots,
+        )
+        self._stack.callback(self.memory.close)
+        self.staging = self.memory.map
         self._bare_copied = threading.Event()
         self.bare_copy = PacedCopyEngine(on_done=self._bare_copied.set)
         self._stack.callback(self.bare_copy.close)
-        io, self._bare_io = (self._engine(pool, staging) for _ in range(2))
+        io, self._bare_io = (self.open_engine(self._stack) for _ in range(2))
         self.engine = io.name
         self._reads_max = self._handed_over_max(io)
-        pump = TransferLimits(
-            group_bytes=(settings.chunk_bytes,),
-            reads_in_flight_max=self._reads_max,
-            read_deadline_s=_STALL_S,
-            write_deadline_s=_STALL_S,
-        )
-        pipeline = TransferPipeline(staging.map, self.copy, io, pump)
-        self.runner = PipelineRunner(pipeline, waker, io.fileno())
-        self._stack.callback(self.runner.stop)
+        self.copy, self.runner = self.open_worker(self._stack, Waker(), io, io.fileno())
 
     # -- "GPU memory" and its copies: a subclass has them on a GPU ---------------------------
 
@@ -260,12 +255,33 @@ class Rig:
 
     # -- the pool ---------------------------------------------------------------------
 
-    def _engine(self, pool: Pool, staging: Staging) -> IoEngine:
-        """An engine with the product's limits, closed before the pool and staging are."""
+    def open_engine(self, stack: contextlib.ExitStack) -> IoEngine:
+        """An engine with the product's limits. stack: closes it before the pool and staging are."""
         name, limits = self.settings.io_engine, IoLimits.of(_PRODUCT)
-        engine, _ = choose_io_engine(name, pool, staging.view, staging.map.base_address, limits)
-        self._stack.callback(engine.close)
+        place = self.pool, self.memory.view, self.staging.base_address
+        engine, _ = choose_io_engine(name, *place, limits)
+        stack.callback(engine.close)
         return engine
+
+    def open_worker(
+        self, stack: contextlib.ExitStack, waker: Waker, io: IoEngine, io_fd: int, **more: Any
+    ) -> tuple[Any, PipelineRunner]:
+        """A pipeline with its copy engine. more: as in `TransferPipeline`.
+
+        waker: of its thread. io_fd: is readable while there is something to poll.
+        """
+        copy = self._copy_engine(waker)
+        stack.callback(copy.close)
+        limits = TransferLimits(
+            group_bytes=(self.settings.chunk_bytes,),
+            reads_in_flight_max=self._reads_max,
+            read_deadline_s=_STALL_S,
+            write_deadline_s=_STALL_S,
+        )
+        pipeline = TransferPipeline(self.staging, copy, io, limits, **more)
+        runner = PipelineRunner(pipeline, waker, io_fd)
+        stack.callback(runner.stop)
+        return copy, runner
 
     def _handed_over_max(self, engine: IoEngine) -> int:
         """As `worker.build` sets it: twice the engine's depth."""

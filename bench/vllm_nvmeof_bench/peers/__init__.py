@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bench peers`: a load that two servers' storage links share."""

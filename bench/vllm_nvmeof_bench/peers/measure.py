@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bench peers`: one load over a server's own storage link, and over that of a second server too.
+
+This process is the server that loads: the product's pipeline and native machine over a pool on the
+disk. `helper` is the second one, a process with the same pool's region open. The reads of each
+share a link of so many bytes per second, which stands in for an NVMe-oF target's.
+
+    without   there is no peer
+    absent    a peer is configured, and nobody answers there
+    both      the helper is the peer
+
+All arms load the same chunks in each round, in an order drawn from the seed. "GPU memory" is zeroed
+before each load, and compared with what was written after it: no figure is of wrong bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import random
+import select
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vllm_nvmeof_bench.benchmark import Command
+from vllm_nvmeof_bench.conditions import at_start, load_average
+from vllm_nvmeof_bench.home import home_in, quiet_interpreter, sync_file_system
+from vllm_nvmeof_bench.peers.helper import BLOCK_BYTES, Helper, Plan, helper, linked_engine
+from vllm_nvmeof_bench.peers.report import (
+    ABSENT,
+    ARMS,
+    BOTH,
+    IDLE,
+    LOAD,
+    MB,
+    NO_LINKS,
+    TRANSPORTS,
+    WITHOUT,
+    Sample,
+    link_rates,
+)
+from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
+from vllm_nvmeof_bench.results import BenchError, dump
+from vllm_nvmeof_bench.settings import check_names, check_positive, option, recorded, size_option
+from vllm_nvmeof_bench.stream.load import Rig
+from vllm_nvmeof_bench.stream.load import Settings as RigSettings
+from vllm_nvmeof_offload.io.base import Waker
+from vllm_nvmeof_offload.peers.base import Common, SlotMemory
+from vllm_nvmeof_offload.peers.clients import PeerClients
+from vllm_nvmeof_offload.peers.transport import why_no_nixl
+from vllm_nvmeof_offload.pool.format import read_superblock
+from vllm_nvmeof_offload.units import KIB, MIB, slot_stride_bytes
+from vllm_nvmeof_offload.worker.peering import Peers
+from vllm_nvmeof_offload.worker.pipeline import PipelineRunner
+
+_KEYSPACE = "bench peers"
+_POOL = "pool"
+_SERVE_SLOTS = 32  # the product's serve slots of 64 MiB
+_CONNECT_S_MAX = 20.0
+_CLOSE_S_MAX = 10.0
+_SETTLE_S = 2.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """tier_chunks: of the staging memory, a quarter of which loads pass through."""
+
+    rates: tuple[str, ...] = option(
+        ("400:400", "200:600", "600:200"), "MB/s of the own link and of the peer's."
+    )
+    transports: tuple[str, ...] = option(tuple(TRANSPORTS), "How chunks come: cma, messages.")
+    rounds: int = option(5, "Rounds of all arms.", min=1)
+    chunks: int = option(256, "Chunks of a load.", min=4)
+    chunk_bytes: int = size_option(2 * MIB, "Payload of a chunk.", flag="--chunk")
+    idle_s: float = option(30.0, "Seconds for which idle servers are watched; 0: not.", min=0)
+    seed: int = option(1, "Seed of contents and orders.")
+    directory: Path = option(Path("build/bench/disk"), "Directory of the pool.", flag="--dir")
+    tier_chunks: int = 128
+
+    def __post_init__(self) -> None:
+        check_names("transport", self.transports, tuple(TRANSPORTS))
+        check_positive(self, "rounds", "chunks")
+        if self.chunk_bytes % BLOCK_BYTES:
+            raise BenchError(f"a chunk is a multiple of {BLOCK_BYTES} bytes")
+        for rates in self.rates:
+            if min(link_rates(rates)) <= 0:
+                raise BenchError(f"{rates}: a link has more than 0 MB/s")
+
+    @property
+    def rig(self) -> RigSettings:
+        return RigSettings(
+            parts=("load",),
+            throttle_mb_per_s=0,
+            seed=self.seed,
+            tier_bytes=self.tier_chunks * self.chunk_bytes,
+            chunk_bytes=self.chunk_bytes,
+            block_bytes=BLOCK_BYTES,
+            sizes=(self.chunks / self.tier_chunks,),
+        )
+
+    @property
+    def disk_bytes(self) -> int:
+        return (self.chunks + 8) * (slot_stride_bytes(self.chunk_bytes) + 4 * KIB) + 64 * MIB
+
+
+class _Worker(NamedTuple):
+    """The load's side of an arm."""
+
+    copy: Any
+    runner: PipelineRunner
+    clients: PeerClients | None
+
+
+@dataclass
+class _Pair:
+    """Both servers, at one pair of rates and with one transport."""
+
+    rig: Rig
+    settings: Settings
+    rates: str
+    transport: str
+    stack: contextlib.ExitStack
+
+    def open(self, home: Path, *arms: str) -> tuple[dict[str, _Worker], Helper]:
+        """Raises: BenchError: the two do not connect."""
+        rig = self.rig
+        (region,) = rig.pool.directories
+        plan = Plan(
+            directory=str(home),
+            pool_uuid=read_superblock(region).uuid.hex(),
+            keyspace=_KEYSPACE,
+            chunk_bytes=self.settings.chunk_bytes,
+            slots=_SERVE_SLOTS,
+            bytes_per_s=link_rates(self.rates)[1] * MB,
+            by_nixl=self.transport != "messages",
+        )
+        second = self.stack.enter_context(helper(plan))
+        addresses = {WITHOUT: None, ABSENT: _nowhere(), BOTH: second.address}
+        workers = {arm: self._worker(addresses[arm]) for arm in arms}
+        clients = workers[BOTH].clients if BOTH in workers else None
+        end_s = time.monotonic() + _CONNECT_S_MAX
+        while clients is not None and not clients.state(0).usable:
+            if time.monotonic() > end_s:
+                raise BenchError("the two servers do not connect")
+            time.sleep(0.01)
+        return workers, second
+
+    def _worker(self, address: str | None) -> _Worker:
+        rig, stack = self.rig, self.stack
+        io = linked_engine(rig, stack, link_rates(self.rates)[0] * MB)
+        if address is None:
+            return _Worker(*rig.open_worker(stack, Waker(), io, io.fileno()), None)
+        staging = rig.staging
+        slots = staging.cache_slots + staging.stream_slots
+        clients = PeerClients(
+            [address],
+            Common(_KEYSPACE, rig.pool.place(0).rank, 1, staging.slot_bytes),
+            rig.pool.stamp.tag,
+            SlotMemory(staging.base_address, staging.slot_bytes, slots),
+            rig.memory.view,
+            by_nixl=self.transport != "messages",
+        )
+        stack.callback(clients.close, _CLOSE_S_MAX)
+        ready = stack.enter_context(select.epoll())
+        for fd in (io.fileno(), clients.fileno()):
+            ready.register(fd, select.EPOLLIN)
+        peers = Peers(clients, 1, rig.pool.place)
+        worker = rig.open_worker(stack, Waker(), io, ready.fileno(), peers=peers)
+        return _Worker(*worker, clients)
+
+    def load(self, worker: _Worker, second: Helper, arm: str, number: int) -> Sample:
+        """Raises: BenchError: a chunk failed, or other bytes came."""
+        rig, count, clients = self.rig, self.settings.chunks, worker.clients
+        rig.copy, rig.runner = worker.copy, worker.runner
+        pieces = [rig.pieces(chunk) for chunk in range(count)]
+        batch = rig.batch(range(count), np.full(count, -1, np.int32))
+        rig.zero(count)
+        gc.collect()
+        pulled = clients.counts.pulled_bytes if clients else 0
+        cpu_s, helper_s, begin_s = time.process_time(), second.cpu_s(), time.perf_counter()
+        rig.runner.wait([rig.start(batch, pieces)])
+        seconds = time.perf_counter() - begin_s
+        cpu_s, helper_s = time.process_time() - cpu_s, second.cpu_s() - helper_s
+        rig.check()
+        if not rig.same(count):
+            raise BenchError(f"{arm}: the blocks do not hold what was written")
+        pulled = clients.counts.pulled_bytes - pulled if clients else 0
+        size = count * self.settings.chunk_bytes
+        where = LOAD, self.rates, self.transport, arm, number
+        return Sample(*where, seconds, size, pulled, cpu_s, helper_s)
+
+    def idle(self, home: Path, arm: str) -> Sample:
+        """Both servers after a load, connected if the arm says so."""
+        workers, second = self.open(home, arm)
+        self.load(workers[arm], second, arm, 0)
+        time.sleep(_SETTLE_S)
+        cpu_s, helper_s, begin_s = time.process_time(), second.cpu_s(), time.perf_counter()
+        time.sleep(self.settings.idle_s)
+        seconds = time.perf_counter() - begin_s
+        cpu_s, helper_s = time.process_time() - cpu_s, second.cpu_s() - helper_s
+        return Sample(IDLE, self.rates, self.transport, arm, 0, seconds, 0, 0, cpu_s, helper_s)
+
+
+def _nowhere() -> str:
+    """An address where nobody listens."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{found.getsockname()[1]}"
+
+
+def _loads(pair: _Pair, home: Path, on_step: OnProgress) -> Iterator[Sample]:
+    settings = pair.settings
+    workers, second = pair.open(home, *ARMS)
+    for arm, worker in workers.items():
+        pair.load(worker, second, arm, -1)  # the rates of both links are not known before
+    done = itertools.count()
+    for number in range(settings.rounds):
+        dice = random.Random(f"{settings.seed} {pair.rates} {pair.transport} {number}")
+        for arm in dice.sample(list(ARMS), len(ARMS)):
+            what = f"{pair.rates} MB/s · {pair.transport} · round {number + 1} · {arm}"
+            on_step(next(done), settings.rounds * len(ARMS), what)
+            yield pair.load(workers[arm], second, arm, number)
+
+
+@contextlib.contextmanager
+def _pair(rig: Rig, settings: Settings, rates: str, transport: str) -> Iterator[_Pair]:
+    with contextlib.ExitStack() as stack:
+        yield _Pair(rig, settings, rates, transport, stack)
+
+
+def run(
+    settings: Settings, home: Path, on_progress: OnProgress = unheard
+) -> tuple[list[Sample], dict[str, Any]]:
+    """Return samples and conditions. home: an empty directory.
+
+    Raises: BenchError: a load failed, brought wrong bytes, or a transport cannot be had here.
+    """
+    if "cma" in settings.transports and (why := why_no_nixl()):
+        raise BenchError(f"{why}: give --transports messages")
+    found = {**at_start(home), "settings": recorded(settings)}
+    samples: list[Sample] = []
+    with contextlib.ExitStack() as stack:
+        on_progress(0, 0, "writing the pool once")
+        rig = stack.enter_context(contextlib.closing(Rig(home / _POOL, settings.rig)))
+        rig.write_all()
+        sync_file_system(home)
+        found |= {"engine": rig.engine, "stream_slots": rig.staging.stream_slots}
+        gc.collect()
+        with quiet_interpreter():
+            for transport in settings.transports:
+                for rates in settings.rates:
+                    with _pair(rig, settings, rates, transport) as pair:
+                        samples += _loads(pair, home / _POOL, on_progress)
+                for arm in (ABSENT, BOTH) if settings.idle_s else ():
+                    on_progress(0, 0, f"idle · {transport} · {arm}")
+                    with _pair(rig, settings, NO_LINKS, transport) as pair:
+                        samples.append(pair.idle(home / _POOL, arm))
+    found["load_average_at_end"] = load_average()
+    return samples, found
+
+
+def _measure(settings: Settings, json_path: Path) -> None:
+    with progress() as on_progress, home_in(settings.directory, settings.disk_bytes) as home:
+        dump(json_path, "peers", *run(settings, home, on_progress))
+
+
+COMMANDS = (
+    Command(
+        "peers",
+        """Measure a load over a server's own storage link, and over a second server's too.
+
+        Two processes with the product's worker and peers, whose reads are limited to so many MB/s
+        each. Takes five minutes and 0.6 GiB of the disk. Nothing else should run meanwhile.
+        """,
+        Settings,
+        _measure,
+    ),
+)

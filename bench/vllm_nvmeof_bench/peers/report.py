@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The samples of `bench peers`: both links beside one, and beside the sum of their rates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_nvmeof_bench import plots, results
+from vllm_nvmeof_bench.benchmark import Benchmark
+from vllm_nvmeof_bench.plots import Style, finish
+from vllm_nvmeof_bench.results import (
+    METHOD,
+    BenchError,
+    Figure,
+    Goal,
+    Paired,
+    bound,
+    distinct,
+    median_of,
+    select,
+    values_of,
+    worst,
+)
+from vllm_nvmeof_bench.tables import Column, Table, disk_in, load_in, machine_in
+
+#: Links are in MB/s, as storage is described.
+MB = 1_000_000
+#: Links that are as fast as they are, of idle servers.
+NO_LINKS = "0:0"
+LOAD, IDLE = "load", "idle"
+WITHOUT, ABSENT, BOTH = "without", "absent", "both"
+ARMS = {
+    WITHOUT: "the own link, no peer",
+    ABSENT: "the own link, the peer is not there",
+    BOTH: "both links",
+}
+TRANSPORTS = {"cma": "NIXL pulls, by the kernel's cma", "messages": "messages over TCP"}
+BOTH_MIN, SUM_MIN, ABSENT_MIN, IDLE_MAX = 1.9, 0.93, 0.98, 0.5
+
+
+def link_rates(rates: str) -> tuple[float, float]:
+    """MB/s of the own link and of the peer's, of `400:400`.
+
+    Raises: BenchError: it is nothing like that.
+    """
+    try:
+        own, peer = map(float, rates.split(":"))
+    except ValueError:
+        raise BenchError(f"{rates!r} is no pair of rates such as 400:400") from None
+    return own, peer
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One load of one arm, or one stretch of idleness.
+
+    rates: MB/s of the own link and of the peer's. size_bytes: payload of the load, of which
+    pulled_bytes came from the peer. cpu_s: of the process that loads; helper_cpu_s: of the peer.
+    """
+
+    stage: str
+    rates: str
+    transport: str
+    arm: str
+    round: int
+    seconds: float
+    size_bytes: int
+    pulled_bytes: int
+    cpu_s: float
+    helper_cpu_s: float
+
+    @property
+    def mb_per_s(self) -> float:
+        return self.size_bytes / MB / self.seconds
+
+    @property
+    def of_sum(self) -> float:
+        """Of what both links have together."""
+        return self.mb_per_s / sum(link_rates(self.rates))
+
+    @property
+    def pulled_share(self) -> float:
+        return self.pulled_bytes / self.size_bytes
+
+    @property
+    def cpu_ms_per_gb(self) -> float:
+        return 1e12 * self.cpu_s / self.size_bytes
+
+    @property
+    def helper_ms_per_gb(self) -> float | None:
+        """Of what it has brought."""
+        return 1e12 * self.helper_cpu_s / self.pulled_bytes if self.pulled_bytes else None
+
+    @property
+    def idle_percent(self) -> float:
+        """Of a core, the process that takes more."""
+        return 100 * max(self.cpu_s, self.helper_cpu_s) / self.seconds
+
+
+Samples = Sequence[Sample]
+Place = tuple[str, str]  # rates and transport
+
+
+def places_of(samples: Samples) -> list[Place]:
+    loads = select(samples, stage=LOAD)
+    return list(dict.fromkeys((one.rates, one.transport) for one in loads))
+
+
+def ratio(samples: Samples, place: Place, arm: str) -> Paired | None:
+    """The rate of an arm over that without a peer, round by round."""
+    where = {"stage": LOAD, "rates": place[0], "transport": place[1]}
+    above, below = {**where, "arm": arm}, {**where, "arm": WITHOUT}
+    pairs = results.paired(samples, "mb_per_s", above, below)
+    return results.median_ratio([a / b for a, b in pairs]) if pairs else None
+
+
+def _is_equal(rates: str) -> bool:
+    own, peer = link_rates(rates)
+    return own == peer
+
+
+def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
+    """Each is that of the worst rates and transport."""
+    places = places_of(samples)
+
+    def worst_ratio(arm: str, chosen: Sequence[Place]) -> Figure | None:
+        found = {place: ratio(samples, place, arm) for place in chosen}
+        return worst(
+            Figure(one.middle, one.n, " ".join(place)) if one else None
+            for place, one in found.items()
+        )
+
+    def of_sum(place: Place) -> Figure | None:
+        where = {"stage": LOAD, "rates": place[0], "transport": place[1], "arm": BOTH}
+        values = values_of(samples, "of_sum", **where)
+        middle = results.median(values)
+        return None if middle is None else Figure(middle, len(values), " ".join(place))
+
+    equal = [place for place in places if _is_equal(place[0])]
+    unequal = [place for place in places if not _is_equal(place[0])]
+    idle = values_of(samples, "idle_percent", stage=IDLE)
+    return [
+        bound("equal links: both / one", "≥", BOTH_MIN, worst_ratio(BOTH, equal)),
+        bound("unequal links: both / the sum of their rates", "≥", SUM_MIN,
+              worst(map(of_sum, unequal))),
+        bound("a peer that is not there / no peer", "≥", ABSENT_MIN, worst_ratio(ABSENT, places)),
+        bound("idle, of a core", "≤", IDLE_MAX,
+              Figure(max(idle), len(idle)) if idle else None, " %"),
+    ]  # fmt: skip
+
+
+def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
+    settings = conditions.get("settings", {})
+    yield f"{machine_in(conditions)}; {disk_in(conditions)}; {load_in(conditions)}"
+    size = results.size_name(settings.get("chunk_bytes", 0))
+    yield (
+        f"loads of {settings.get('chunks', '?')} chunks of {size} by two processes on one machine, "
+        "whose reads share a link of the given rate each: it stands in for the bandwidth of "
+        "an NVMe-oF target, not for a network's latency"
+    )
+
+
+def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table | str]:
+    rows = [(*place, arm) for place in places_of(samples) for arm in ARMS]
+
+    def middle(row: tuple[str, str, str], measure: str) -> float | None:
+        rates, transport, arm = row
+        where = {"stage": LOAD, "rates": rates, "transport": transport, "arm": arm}
+        return median_of(samples, measure, **where)
+
+    def beside(row: tuple[str, str, str]) -> str:
+        found = None if row[2] == WITHOUT else ratio(samples, row[:2], row[2])
+        return found.text() if found else ""
+
+    columns = [
+        Column("links, MB/s", lambda row: row[0]),
+        Column("chunks come by", lambda row: row[1]),
+        Column("", lambda row: ARMS[row[2]]),
+        Column("MB/s", lambda row: middle(row, "mb_per_s"), "{:,.0f}"),
+        Column("/ no peer", beside),
+        Column("/ sum", lambda row: middle(row, "of_sum"), "{:.3f}"),
+        Column("by the peer", lambda row: middle(row, "pulled_share"), "{:.0%}"),
+        Column("CPU ms/GB", lambda row: middle(row, "cpu_ms_per_gb"), "{:,.0f}"),
+        Column("peer's", lambda row: middle(row, "helper_ms_per_gb"), "{:,.0f}"),
+    ]
+    if rows:
+        yield Table("One load, medians over rounds", columns, rows)
+        rounds = len(distinct(select(samples, stage=LOAD), "round"))
+        yield f"ratios over {rounds} rounds: {METHOD}"
+    for name in distinct(samples, "transport"):
+        yield f"{name}: {TRANSPORTS[name]}"
+    for one in select(samples, stage=IDLE):
+        loads, helps = (100 * cpu / one.seconds for cpu in (one.cpu_s, one.helper_cpu_s))
+        state = "connected" if one.arm == BOTH else "not connected"
+        yield (
+            f"idle, {state} ({one.transport}), over {one.seconds:.0f} s: {loads:.2f} % of a core "
+            f"where chunks are loaded, {helps:.2f} % at the peer"
+        )
+
+
+_STYLES = {
+    WITHOUT: Style(plots.GREY, label=ARMS[WITHOUT]),
+    ABSENT: Style(plots.SKY, label=ARMS[ABSENT]),
+    BOTH: Style(plots.BLUE, label=ARMS[BOTH]),
+}
+
+
+def _plot(path: Path, samples: Samples, conditions: Mapping[str, Any]) -> None:
+    """The rate of each arm, by the links' rates and the transport."""
+
+    def spread(arm: str, place: Place) -> results.Spread | None:
+        where = {"stage": LOAD, "rates": place[0], "transport": place[1], "arm": arm}
+        return results.spread_of(values_of(samples, "mb_per_s", **where))
+
+    title = f"A load over two servers' links: {plots.where_measured(conditions)}"
+    with plots.picture(path, title, "A", (10, 5)) as (_, (panel,)):
+        places = {f"{rates}\n{transport}": (rates, transport)
+                  for rates, transport in places_of(samples)}  # fmt: skip
+        plots.bars(panel, _STYLES, places, spread)
+        finish(panel, "own link : peer's link, MB/s", True, ylabel="MB/s")
+
+
+BENCHES = (Benchmark("peers", Sample, _lines, _tables, _plot, goals, columns=150),)

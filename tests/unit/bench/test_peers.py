@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bench peers`: its arithmetic on made-up samples, and one small run of two real processes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+from vllm_nvmeof_bench.benchmark import benchmark
+from vllm_nvmeof_bench.peers.report import (
+    ABSENT,
+    BOTH,
+    IDLE,
+    LOAD,
+    MB,
+    NO_LINKS,
+    TRANSPORTS,
+    WITHOUT,
+    Sample,
+    goals,
+)
+
+from tests.unit.bench import printing
+from vllm_nvmeof_offload.cli import app
+
+GOALS = 4
+
+
+def everything(
+    both: float = 780.0, unequal: float = 760.0, absent: float = 397.0, idle: float = 0.1
+) -> list[Sample]:
+    """Three rounds of 400 MB; rates in MB/s, idleness in % of a core."""
+    found = []
+    for transport in TRANSPORTS:
+        for number in range(3):
+            rates = {
+                "400:400": {WITHOUT: 400.0, ABSENT: absent, BOTH: both},
+                "200:600": {WITHOUT: 200.0, ABSENT: 199.0, BOTH: unequal},
+            }
+            for links, arms in rates.items():
+                for arm, rate in arms.items():
+                    pulled = 200 * MB if arm == BOTH else 0
+                    where = LOAD, links, transport, arm, number
+                    found.append(Sample(*where, 400 / rate, 400 * MB, pulled, 0.4, 0.1))
+        cpu_s = 0.1 * idle
+        found.append(Sample(IDLE, NO_LINKS, transport, BOTH, 0, 10.0, 0, 0, cpu_s / 2, cpu_s))
+    return found
+
+
+def test_goals_are_ratios_of_rates() -> None:
+    found = goals(everything(), {})
+    assert [goal.reached for goal in found] == [True] * GOALS
+    measured = [goal.measured for goal in found]
+    assert measured == pytest.approx([1.95, 0.95, 397 / 400, 0.1])
+
+
+@pytest.mark.parametrize(
+    ("number", "slow"),
+    [(0, {"both": 750.0}), (1, {"unequal": 730.0}), (2, {"absent": 390.0}), (3, {"idle": 0.6})],
+)
+def test_each_goal_can_be_missed(number: int, slow: dict[str, float]) -> None:
+    missed = [goal.reached for goal in goals(everything(**slow), {})]
+    assert missed == [at != number for at in range(GOALS)]
+
+
+def test_what_was_not_measured_is_neither_reached_nor_missed(tmp_path: Path) -> None:
+    assert [goal.reached for goal in goals([], {})] == [None] * GOALS
+    assert "not measured" in printing.printed("peers", [], {})
+    pytest.importorskip("matplotlib")
+    for at, samples in enumerate((everything(), everything()[:1])):
+        path = tmp_path / f"{at}.png"
+        benchmark("peers").draw(path, samples, {})
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_tables_have_medians_and_shares() -> None:
+    text = printing.printed("peers", everything(), {"settings": {"chunks": 200}})
+    for needed in ("780", "1.950", "0.975", "50%", "1,000", "0.10 % at the peer", "cma"):
+        assert needed in text, needed
+
+
+@pytest.mark.parametrize("rates", ["400", "400:x", "400:0", "1:2:3"])
+def test_rates_are_two_numbers(rates: str) -> None:
+    done = CliRunner().invoke(app, ["bench", "peers", "--rates", rates])
+    assert done.exit_code == 1
+    assert rates in done.output
+
+
+def test_a_small_run_loads_over_both_links(tmp_path: Path) -> None:
+    """Of rates that this machine has beside all its tests, so that only shares are looked at."""
+    sizes = ["--chunks", "24", "--chunk", "512KiB", "--rates", "40:40", "--rounds", "2"]
+    rest = ["--idle-s", "0.2", "--transports", "messages"]
+    files = ["--dir", str(tmp_path / "disk"), "--json", str(tmp_path / "p.json")]
+    done = CliRunner().invoke(app, ["bench", "peers", *sizes, *rest, *files])
+    assert done.exit_code in (0, 1), done.output
+    assert not (tmp_path / "disk").exists(), "the run cleans up"
+    rows = json.loads((tmp_path / "p.json").read_text())["samples"]
+    counts = Counter((one["stage"], one["arm"]) for one in rows)
+    loads = dict.fromkeys([(LOAD, WITHOUT), (LOAD, ABSENT), (LOAD, BOTH)], 2)
+    assert counts == loads | {(IDLE, ABSENT): 1, (IDLE, BOTH): 1}
+    for one in rows:
+        share = one["pulled_bytes"] / max(1, one["size_bytes"])
+        if one["stage"] == LOAD:
+            assert 0.2 < share < 0.8 if one["arm"] == BOTH else share == 0
