@@ -107,13 +107,13 @@ def kill_rounds(store: Rig, path: Path, transport: str, count: int, seed: int) -
 def test_every_read_ends_in_time_while_the_peer_is_stopped(
     store: Rig, tmp_path: Path, transport: str
 ) -> None:
-    stop_rounds(store, tmp_path, transport, 4, seed=20261125)
+    stop_rounds(store, tmp_path, transport, 3, seed=20261125)
 
 
 def test_every_read_ends_in_time_when_the_peer_is_killed(
     store: Rig, tmp_path: Path, transport: str
 ) -> None:
-    kill_rounds(store, tmp_path, transport, 3, seed=20261125)
+    kill_rounds(store, tmp_path, transport, 2, seed=20261125)
 
 
 @pytest.mark.soak

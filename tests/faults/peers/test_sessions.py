@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import zmq
 
 from tests.contract.rig import PAYLOAD_BYTES, Rig, name
 from vllm_nvmeof_offload.errors import (
@@ -26,8 +27,10 @@ from vllm_nvmeof_offload.io.base import ALLOWED_CPUS
 from vllm_nvmeof_offload.peers.base import SILENT_OPEN_S
 from vllm_nvmeof_offload.peers.messages import (
     AnyMessage,
+    Beat,
     Bye,
     Cancel,
+    Channel,
     Done,
     Failed,
     FailedRead,
@@ -176,7 +179,44 @@ def test_a_peer_that_loses_three_sessions_rests(peer: FakePeer, puller: Puller) 
     assert puller.run(puller.read(0)) == [LOST]
 
 
+def test_a_peer_that_talks_nonsense_has_no_session(store: Rig, peer: FakePeer) -> None:
+    puller = Puller(store, peer.address, by_nixl=False)
+    peer.take_hello()
+    peer.send_raw(b"nonsense")
+    puller.until(lambda: puller.clients.counts.malformed == 1)
+    peer.take_hello()
+    peer.send(Beat())  # before any Welcome
+    puller.until(lambda: puller.clients.counts.malformed == 2)
+    assert not puller.clients.state(0).usable
+    puller.close()
+
+
 # D
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"nonsense"],
+        [b""],
+        [b"\x81\xa4type\xa4bye\x00"],
+        [Channel().encode(Beat()), b"another frame"],
+        [b"\x93" * 100_000],
+    ],
+    ids=["no message", "empty", "not whole", "two frames", "deep"],
+)
+def test_what_is_malformed_is_counted_and_hurts_nobody_else(
+    desk: Desk, frames: list[bytes]
+) -> None:
+    asker = desk.asker()
+    desk.until(lambda: desk.server.counts.sessions == 1)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.connect(desk.server.address)
+        stranger.send_multipart(frames)
+        desk.until(lambda: desk.server.counts.malformed == 1)
+    asker.read(0)
+    desk.until(lambda: desk.port.started == [0])
+    assert desk.server.counts.sessions == 1
 
 
 def test_more_reads_than_slots_are_busy_and_counted(desk: Desk) -> None:
