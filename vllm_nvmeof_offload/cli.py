@@ -134,6 +134,13 @@ def doctor(
         ),
     ] = None,
     kv_dtype: KvType = "auto",
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="HOST:PORT of a server that reads for others; repeatable. Checks also what "
+            "connections with peers would use."
+        ),
+    ] = None,
     **given: Any,
 ) -> None:
     """Check the I/O path of this machine and its targets, through NVMe-oF down to each path.
@@ -151,7 +158,7 @@ def doctor(
             code = examine_model(model, kv_dtype, as_json, **given)
         raise typer.Exit(code)
     from vllm_nvmeof_offload.commands.doctor.examine import examine
-    from vllm_nvmeof_offload.config import default_staging_bytes, default_target
+    from vllm_nvmeof_offload.config import default_staging_bytes, default_target, parse_config
     from vllm_nvmeof_offload.units import parse_bytes
 
     try:
@@ -160,7 +167,30 @@ def doctor(
         typer.echo(f"vllm-nvmeof: --staging: {error}", err=True)
         raise typer.Exit(2) from None
     targets = target or [default_target(os.environ)]
-    raise typer.Exit(examine(targets, staging_bytes, as_json, measure, calibrate))
+    with plain_errors(2):
+        peers = parse_config({"peers": peer or []}).peers
+    raise typer.Exit(examine(targets, staging_bytes, as_json, measure, calibrate, peers))
+
+
+@app.command()
+def peers(
+    address: Annotated[
+        list[str] | None,
+        typer.Argument(help="HOST:PORT of servers. Default: those of VLLM_NVMEOF_PEERS."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List servers that read for others, as they answer now. Exit code 1: one does not answer."""
+    from vllm_nvmeof_offload.config import parse_config
+
+    try:
+        from vllm_nvmeof_offload.commands.peers import show
+    except ImportError as error:
+        typer.echo(f"vllm-nvmeof: {error}: install vllm-nvmeof-offload[peers]", err=True)
+        raise typer.Exit(2) from None
+    with plain_errors(2):
+        named = parse_config({"peers": address} if address else {}).peers
+        raise typer.Exit(show(named, as_json))
 
 
 @app.command()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -62,15 +62,21 @@ class Examined:
 
 
 def examine(
-    targets: list[str], staging_bytes: int, as_json: bool, measured: bool, calibrated: bool
+    targets: list[str],
+    staging_bytes: int,
+    as_json: bool,
+    measured: bool,
+    calibrated: bool,
+    peers: Sequence[str] = (),
 ) -> int:
-    """Examine this machine and `targets`, print the findings; return the exit code."""
+    """Examine this machine, `targets` and `peers`, print the findings; return the exit code."""
     machine, places, console = read_machine(), Places(), Console(stderr=True)
     own = [
         *host.check_host(staging_bytes),
         judge.judge_kernel(machine, len(targets)),
         *judge_gpus(machine),
         *(host.calibrate_gpus() if calibrated else ()),
+        *(_check_peers(peers) if peers else ()),
     ]
     examined = []
     for path in targets:
@@ -95,6 +101,14 @@ def examine(
         _add_findings(branch, one.findings)
     wide_console(_FILE_COLUMNS).print(tree, highlight=False)
     return int(verdict)
+
+
+def _check_peers(addresses: Sequence[str]) -> list[Finding]:
+    try:
+        from vllm_nvmeof_offload.commands.peers import check
+    except ImportError as failure:
+        return [error("peers", str(failure), "pip install 'vllm-nvmeof-offload[peers]'")]
+    return check(addresses)
 
 
 def _show_progress(console: Console, path: str, phase: str) -> None:

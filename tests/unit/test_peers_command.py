@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllm-nvmeof peers` and the doctor's findings about peers, against a server that runs here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+from vllm_nvmeof_bench.servers.server import ReservedPort
+
+from vllm_nvmeof_offload.cli import app
+from vllm_nvmeof_offload.commands.peers import ask, check
+from vllm_nvmeof_offload.fabric.findings import Severity
+from vllm_nvmeof_offload.io.base import Waker
+from vllm_nvmeof_offload.peers.base import Common, Levels, Served, ServeRead, SlotMemory
+from vllm_nvmeof_offload.peers.server import PeerServer
+
+KEYSPACE = "0123456789abcdef" * 2
+SLOT_BYTES, SLOTS = 8192, 2
+runner = CliRunner()
+
+
+class Idle:
+    """A `ServePort` that nobody asks for anything."""
+
+    def __init__(self) -> None:
+        self._waker = Waker()
+
+    def serve(self, reads: Sequence[ServeRead]) -> None:
+        raise AssertionError
+
+    def cancel(self, tokens: Sequence[int]) -> None:
+        assert not tokens
+
+    def poll(self) -> list[Served]:
+        return []
+
+    def levels(self) -> Levels:
+        return Levels(0, 0.0)
+
+    def fileno(self) -> int:
+        return self._waker.fd
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """Of a server with two ranks, of which the first one runs."""
+    memory = np.zeros(SLOTS * SLOT_BYTES, np.uint8)
+    slots = SlotMemory(memory.ctypes.data, SLOT_BYTES, SLOTS)
+    with ReservedPort() as port:
+        place = f"127.0.0.1:{port.number}"
+        common = Common(KEYSPACE, 0, 2, SLOT_BYTES)
+        parts = common, b"t" * 16, slots, memoryview(memory), Idle()
+        server = PeerServer(f"tcp://{place}", *parts, by_nixl=False)
+        yield place
+        assert server.counts.sessions == 0
+        assert server.counts.malformed == 0
+        assert server.close()
+
+
+def test_a_server_says_what_it_serves(address: str) -> None:
+    answer = ask(address)
+    facts = {"keyspace": KEYSPACE, "world_size": "2", "slot_bytes": str(SLOT_BYTES)}
+    assert (answer.error, answer.facts) == ("", facts)
+    assert answer.ranks == 2
+    assert answer.answers_ms > 0
+    host, _, port = address.rpartition(":")
+    wrong = ask(f"{host}:{int(port) - 1}", rank=1)
+    assert wrong.facts["rank"] == "0", "this port is another rank's"
+
+
+def test_the_command_lists_every_rank_and_fails_for_one_that_is_silent(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = runner.invoke(app, ["peers", address, "--json"])
+    first, second = json.loads(done.stdout)
+    assert done.exit_code == 1
+    assert first["facts"]["keyspace"] == KEYSPACE
+    assert (second["rank"], second["error"]) == (1, "no answer within 2 s")
+    monkeypatch.setenv("VLLM_NVMEOF_PEERS", address)
+    shown = runner.invoke(app, ["peers"])
+    assert KEYSPACE in shown.stdout
+    assert "8 KiB" in shown.stdout
+
+
+def test_nobody_to_ask_and_no_address_are_plain_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_NVMEOF_PEERS", raising=False)
+    for arguments, message in ((["peers"], "VLLM_NVMEOF_PEERS"), (["peers", "d0"], "no host")):
+        done = runner.invoke(app, arguments)
+        assert done.exit_code == 2
+        assert message in done.stderr
+
+
+def test_the_doctor_says_who_answers_and_how_bytes_come(address: str) -> None:
+    findings = {(one.check, one.severity): one.evidence for one in check([address])}
+    assert KEYSPACE in findings["peer", Severity.OK]
+    assert "rank 1: no answer" in findings["peer", Severity.WARNING]
+    assert {name for name, _ in findings} == {"nixl", "peer_transport", "peer"}

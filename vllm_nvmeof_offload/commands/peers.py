@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which servers read for others: `vllm-nvmeof peers`, and the doctor's findings about peers.
+
+A server that is greeted by somebody who has nothing in common with it says what it has, one thing
+at a time, and keeps no session. So nothing is asked of it but what it is.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import zmq
+
+from vllm_nvmeof_offload.commands import print_json, table, wide_console
+from vllm_nvmeof_offload.errors import OffloadError
+from vllm_nvmeof_offload.fabric.findings import Finding, ok, warning
+from vllm_nvmeof_offload.peers.messages import VERSION, Channel, Hello, MalformedError, Refused
+from vllm_nvmeof_offload.peers.server import host_and_port
+from vllm_nvmeof_offload.peers.transport import has_rdma, why_no_nixl
+from vllm_nvmeof_offload.units import human_bytes
+
+_ANSWER_MS = 2000
+_COLUMNS = 160
+_CAP_SYS_PTRACE = 19
+_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+#: A server's answer to what is not in common.
+_FACTS_MAX = 5
+_DIFFERS = re.compile(r"(version|keyspace|world_size|rank|slot_bytes) (\w+) here, not ")
+
+
+@dataclass
+class Answer:
+    """What one rank of a server says. error: why it says nothing."""
+
+    address: str
+    rank: int = 0
+    answers_ms: float = 0.0
+    error: str = ""
+    facts: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        return int(self.facts.get("world_size", 1))
+
+
+def ask(address: str, rank: int = 0) -> Answer:
+    """Greet one rank of a server until it has said all that it has."""
+    answer, began_s = Answer(address, rank), time.monotonic()
+    with zmq.Context() as context:
+        for _ in range(_FACTS_MAX + 1):
+            try:
+                text = _greet(context, address, answer)
+            except (MalformedError, zmq.ZMQError, ValueError) as error:
+                answer.error = str(error)
+                break
+            answer.answers_ms = answer.answers_ms or 1000 * (time.monotonic() - began_s)
+            found = _DIFFERS.match(text)
+            if found is None or found[1] in answer.facts:
+                break
+            answer.facts[found[1]] = found[2]
+    return answer
+
+
+def _greet(context: zmq.Context[zmq.Socket[bytes]], address: str, known: Answer) -> str:
+    """Return the refusal. Nobody has our tag, so that there is one."""
+    facts = known.facts
+    hello = Hello(
+        version=int(facts.get("version", VERSION)),
+        keyspace=facts.get("keyspace", ""),
+        tag=bytes(16),
+        rank=int(facts.get("rank", known.rank)),
+        world_size=int(facts.get("world_size", 0)),
+        slot_bytes=int(facts.get("slot_bytes", 0)),
+    )
+    channel = Channel()
+    with context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, 1)
+        socket.connect(host_and_port(address, known.rank))
+        socket.send(channel.encode(hello))
+        if not socket.poll(_ANSWER_MS):
+            raise ValueError(f"no answer within {_ANSWER_MS / 1000:.0f} s")
+        refused = channel.decode(socket.recv())
+    return refused.text if isinstance(refused, Refused) else ""
+
+
+def ask_all(addresses: Sequence[str]) -> Iterator[Answer]:
+    """Ask every rank of every server."""
+    for address in addresses:
+        first = ask(address)
+        yield first
+        for rank in range(1, 1 if first.error else first.ranks):
+            yield ask(address, rank)
+
+
+def show(addresses: Sequence[str], as_json: bool) -> int:
+    """Print who answers; return 0 if all do, else 1. OffloadError: nobody is named."""
+    if not addresses:
+        raise OffloadError("name servers as HOST:PORT, or set VLLM_NVMEOF_PEERS")
+    answers = list(ask_all(addresses))
+    if as_json:
+        print_json([asdict(one) for one in answers])
+    else:
+        headings = ("peer", "rank", "answers", "ranks", "slot", "keyspace")
+        wide_console(_COLUMNS).print(table(headings, map(_row, answers)))
+    return int(any(one.error for one in answers))
+
+
+def _row(one: Answer) -> tuple[str, ...]:
+    if one.error:
+        return one.address, str(one.rank), one.error, "", "", ""
+    slot = one.facts.get("slot_bytes", "")
+    return (
+        one.address,
+        str(one.rank),
+        f"{one.answers_ms:.0f} ms",
+        str(one.ranks),
+        human_bytes(int(slot)) if slot else "",
+        one.facts.get("keyspace", ""),
+    )
+
+
+def check(addresses: Sequence[str]) -> list[Finding]:
+    """Find out what connections with peers would use here, and which of these peers answer."""
+    findings = [_check_nixl(), _check_ways()]
+    for one in ask_all(addresses):
+        subject = f"{one.address} rank {one.rank}"
+        if one.error:
+            remedy = "start it with peer_listen, and let this host reach the port"
+            findings.append(warning("peer", f"{subject}: {one.error}", remedy))
+        else:
+            evidence = f"{subject} answers in {one.answers_ms:.0f} ms: keyspace "
+            findings.append(ok("peer", evidence + one.facts.get("keyspace", "unknown")))
+    return findings
+
+
+def _check_nixl() -> Finding:
+    if why_not := why_no_nixl():
+        remedy = "pip install 'vllm-nvmeof-offload[peers]' on both sides"
+        return warning("nixl", f"{why_not}; chunks of peers come in messages", remedy)
+    return ok("nixl", "loads")
+
+
+def _check_ways() -> Finding:
+    """What moves a peer's bytes here."""
+    if has_rdma():
+        return ok("peer_transport", "RDMA, to peers that have it too; else as without it")
+    scope = _YAMA.read_text().strip() if _YAMA.exists() else "0"
+    if scope in ("0", "") or (scope != "3" and _may_trace()):
+        evidence = "no RDMA device: NIXL reads the memory of peers of this user on this host (cma)"
+        return ok("peer_transport", f"{evidence}; from others chunks come in messages")
+    evidence = f"no RDMA device, and ptrace_scope={scope} denies other processes' memory"
+    remedy = f"on one host: echo 0 > {_YAMA}, or give the servers CAP_SYS_PTRACE"
+    return warning("peer_transport", f"{evidence}: chunks of peers come in messages", remedy)
+
+
+def _may_trace() -> bool:
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return bool(found and int(found[1], 16) >> _CAP_SYS_PTRACE & 1)
