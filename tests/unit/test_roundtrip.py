@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from vllm_nvmeof_offload.copy.base import Pieces
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
@@ -186,3 +188,16 @@ def test_a_damaged_slot_fails_only_its_chunk(tmp_path: Path) -> None:
         good = np.array([i for i in range(60) if i // PER_CHUNK != victim], np.int32)
         for layer, expected in zip(rank.cache, original, strict=True):
             assert (layer[good + 100] == expected[good]).all()
+
+
+@pytest.mark.parametrize(("before_s", "after_s"), [(0.005, 0.0005), (0.0001, 0.0001)])
+def test_a_busy_engine_lets_the_pipeline_in_soon(
+    tmp_path: Path, before_s: float, after_s: float
+) -> None:
+    found_s = sys.getswitchinterval()
+    sys.setswitchinterval(before_s)
+    try:
+        with rank_on(tmp_path):
+            assert sys.getswitchinterval() == pytest.approx(after_s)
+    finally:
+        sys.setswitchinterval(found_s)

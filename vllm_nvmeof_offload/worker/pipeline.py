@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import math
 import select
+import sys
 import threading
 import time
 from collections import deque
@@ -597,6 +598,10 @@ def _make_machine(
 #: The longest wait for an event or a deadline.
 _WAIT_S_MAX = 1.0
 
+#: The longest time for which Python lets a busy thread keep the interpreter lock. A load wakes the
+#: pipeline's thread a few times, and each time it waits so long where the engine steps meanwhile.
+_SWITCH_S_MAX = 0.0005
+
 
 class PipelineRunner:
     """Runs the pipeline on its own thread, so that transfers go on while the model computes.
@@ -625,6 +630,7 @@ class PipelineRunner:
         self._open: set[int] = set()  # stores and loads handed over and not finished
         self._failure: BaseException | None = None
         self._stopping = False
+        sys.setswitchinterval(min(_SWITCH_S_MAX, sys.getswitchinterval()))
         self._thread = threading.Thread(target=self._run, name="nvmeof-pipeline", daemon=True)
         self._thread.start()
 
