@@ -81,6 +81,9 @@ def open_links(wanted: LinkSettings, staging: Staging) -> PeerLinks | None:
     settings, rank = wanted.settings, wanted.common.rank
     if not settings.peers and wanted.serve_port is None:
         return None
+    for key, named in (("peers", settings.peers), ("peer_listen", [settings.peer_listen])):
+        for one in filter(None, named):
+            _check_port(one, key, rank)
     try:
         from vllm_nvmeof_offload.peers.clients import PeerClients
         from vllm_nvmeof_offload.peers.server import host_and_port
@@ -95,8 +98,6 @@ def open_links(wanted: LinkSettings, staging: Staging) -> PeerLinks | None:
     if settings.peers:
         slots = staging.map
         memory = SlotMemory(slots.stream_address(0), slots.slot_bytes, slots.stream_slots)
-        for one in settings.peers:
-            _check_port(one, "peers", rank)
         addresses = [host_and_port(one, rank) for one in settings.peers]
         view = _part(staging, memory)
         clients = PeerClients(
@@ -112,7 +113,6 @@ def _serve(wanted: LinkSettings, staging: Staging, *, by_nixl: bool) -> PeerServ
         return None
     listen, slots = wanted.settings.peer_listen, staging.map
     memory = SlotMemory(slots.serve_address, slots.slot_bytes, slots.serve_slots)
-    _check_port(listen, "peer_listen", wanted.common.rank)
     address = host_and_port(listen, wanted.common.rank)
     parts = wanted.common, wanted.tag, memory, _part(staging, memory), wanted.serve_port
     try:

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What starts and ends a rank's connections with peers: here it is a peer of its own."""
+
+from __future__ import annotations
+
+import pytest
+from vllm_nvmeof_bench.servers.server import ReservedPort
+
+from tests.unit.test_peers_command import Idle
+from tests.wait import wait_until
+from vllm_nvmeof_offload.config import parse_config
+from vllm_nvmeof_offload.errors import ConfigError
+from vllm_nvmeof_offload.peers.base import Common
+from vllm_nvmeof_offload.staging import Staging
+from vllm_nvmeof_offload.worker.peer_links import LinkSettings, PeerLinks, open_links
+
+SLOT_BYTES = 8192
+COMMON = Common("k" * 32, 0, 1, SLOT_BYTES)
+TAG, OTHER_TAG = b"t" * 16, b"o" * 16
+
+
+@pytest.fixture(autouse=True)
+def _no_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    why_no_nixl = "vllm_nvmeof_offload.peers.transport.why_no_nixl"
+    monkeypatch.setattr(why_no_nixl, lambda: "this test has none")
+
+
+@pytest.fixture
+def staging() -> Staging:
+    return Staging(SLOT_BYTES, 4, 4, serve_slots=2)
+
+
+def wanted(common: Common = COMMON, **extra: object) -> LinkSettings:
+    settings = parse_config(extra, {})
+    return LinkSettings(settings, common, TAG, Idle() if settings.peer_listen else None)
+
+
+def is_usable(links: PeerLinks) -> bool:
+    assert links.clients is not None
+    return links.clients.state(0).usable
+
+
+def test_a_session_begins_ends_with_other_weights_and_begins_again(staging: Staging) -> None:
+    with ReservedPort() as port:
+        address = f"127.0.0.1:{port.number}"
+        links = open_links(wanted(peers=address, peer_listen=address), staging)
+        assert links is not None
+        assert len(links.fds) == 1
+        wait_until("a session", lambda: is_usable(links))
+        links.set_tag(OTHER_TAG)
+        assert not is_usable(links), "at once"
+        wait_until("another session", lambda: is_usable(links))
+        assert not links.take_counts(), "nothing was loaded, and nobody was lost"
+        assert links.close()
+        staging.close()  # fails while anything refers to the memory
+
+
+def test_without_addresses_there_is_nothing_to_start(staging: Staging) -> None:
+    assert open_links(wanted(), staging) is None
+
+
+def test_addresses_that_cannot_be_used_are_refused_by_key(staging: Staging) -> None:
+    with ReservedPort() as port:
+        port.listen()
+        address = f"127.0.0.1:{port.number}"
+        with pytest.raises(ConfigError, match=r"peer_listen=.*in use.*; name an address"):
+            open_links(wanted(peer_listen=address), staging)
+    third = Common("k" * 32, 3, 4, SLOT_BYTES)
+    for key in ("peers", "peer_listen"):
+        with pytest.raises(ConfigError, match="rank 3 has no port; give one up to 65532"):
+            open_links(wanted(third, **{key: "127.0.0.1:65533"}), staging)
