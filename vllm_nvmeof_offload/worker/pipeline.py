@@ -607,7 +607,8 @@ class PipelineRunner:
     """Runs the pipeline on its own thread, so that transfers go on while the model computes.
 
     The model's thread calls all methods: it hands over calls, which run in their order, and picks
-    up results. It waits only in `wait`, for copies that vLLM must see finished.
+    up results. It waits only in `wait`, for copies that vLLM must see finished. Other threads may
+    call `hand_over` too.
     """
 
     def __init__(
@@ -623,6 +624,7 @@ class PipelineRunner:
         self._links = links
         self._fds = (waker.fd, io_fd, *(links.fds if links else ()))
         self._inbox: deque[Callable[[], None]] = deque()
+        self._handing_over = threading.Lock()  # a target's watcher hands over calls too
         self._changed = threading.Condition()
         self._finished: list[FinishedJob] = []
         self._reports: list[Report] = []
@@ -639,9 +641,11 @@ class PipelineRunner:
         if ops:
             with self._changed:
                 self._open.update(ops)
-        self._inbox.append(lambda: call(self._pipeline))
-        # Otherwise a call before this one is still to be taken, and this one with it.
-        if len(self._inbox) == 1:
+        with self._handing_over:
+            self._inbox.append(lambda: call(self._pipeline))
+            # Otherwise a call before this one is still to be taken, and this one with it.
+            is_first = len(self._inbox) == 1
+        if is_first:
             self._waker.wake()
 
     def wait(self, ops: Iterable[int]) -> None:
