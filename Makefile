@@ -29,7 +29,7 @@ export HF_HUB_OFFLINE := 1
 export TRANSFORMERS_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup demo test test-fast test-fabric test-e2e suite-fast suite-alone suite-fabric \
+.PHONY: help setup demo demo-dual test test-fast test-fabric test-e2e suite-fast suite-alone suite-fabric \
 	suite-e2e soak vllm-next bench results gpu wheel check format lock clean distclean
 .DEFAULT_GOAL := help
 # Set-up comes before everything, and suites run one after the other, under `make -j` too.
@@ -37,6 +37,7 @@ export TOKENIZERS_PARALLELISM := false
 
 help:
 	@echo "make demo       the main job on this machine: model, server, cache, restart, preemption"
+	@echo "make demo-dual  two servers behind slow links: a crowd returns over one of them, and over both"
 	@echo "make test       unit, contract, simulator, fault and fabric tests, then end to end on real vLLM;"
 	@echo "                goes on after a suite that fails, and names those that did at the end"
 	@echo "make test-fast  the same without end to end and without the emulated fabric"
@@ -67,6 +68,10 @@ demo: setup
 # All suites run, also behind one that fails; the last lines name those that failed.
 # `exec`: a signal that make passes on reaches the suite, not a shell around it.
 SUITES = $(BIN)/python tools/suites.py "$(MAKE)"
+
+# Takes five minutes: two servers on one pool, the second of which is killed again and again.
+demo-dual: setup
+	@$(BIN)/python -m vllm_nvmeof_bench.demo.dual --json build/demo-dual.json
 
 test: setup
 	+@exec $(SUITES) fast alone fabric e2e
