@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -192,16 +193,15 @@ def _killing(pair: Pair, crowd: Crowd, phase: Phase) -> None:
                 pair.start_d()
             ended.wait(KILL_AFTER_S)
             pair.kill_d()
-        ended.set()
 
-    killer = threading.Thread(target=kill)
-    killer.start()
-    try:
-        while not ended.is_set():
-            crowd.come(phase)
-    finally:
-        ended.set()
-        killer.join()
+    with ThreadPoolExecutor(1) as killer:
+        kills = killer.submit(kill)
+        try:
+            while not kills.done():
+                crowd.come(phase)
+        finally:
+            ended.set()
+        kills.result()
 
 
 def measure(console: Console, build: Path, target: Path) -> tuple[list[Phase], list[float]]:
