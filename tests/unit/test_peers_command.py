@@ -81,7 +81,7 @@ def test_the_command_lists_every_rank_and_fails_for_one_that_is_silent(
     assert first["facts"]["keyspace"] == KEYSPACE
     assert (second["rank"], second["error"]) == (1, "no answer within 2 s")
     monkeypatch.setenv("VLLM_NVMEOF_PEERS", address)
-    shown = runner.invoke(app, ["peers"])
+    shown = runner.invoke(app, ["peers"], env={"COLUMNS": "200"})
     assert KEYSPACE in shown.stdout
     assert "8 KiB" in shown.stdout
 

@@ -99,6 +99,8 @@ class MetricsCollector:
 def _read_queues(levels: Iterable[LevelReport], targets: int) -> Counts:
     """By lane, of all ranks: the targets by their numbers, and then the peers."""
     gauges = Counts()
+    for number in range(targets):
+        gauges["read_queue_bytes", str(number)] = gauges["read_queue_seconds", str(number)] = 0
     for level in levels:
         for number, (size, seconds) in enumerate(level.read_queues):
             lane = str(number) if number < targets else f"peer{number - targets}"

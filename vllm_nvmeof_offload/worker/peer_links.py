@@ -41,20 +41,20 @@ class PeerLinks:
 
     def take_counts(self) -> Counts:
         """What has come and gone since the last call, under the names of `metrics.COUNTERS`."""
-        now = Counts()
+        counters = Counts()
         if self.clients is not None:
             counts = self.clients.counts
-            now["peer_pulled_bytes"] = counts.pulled_bytes
-            now["peer_sessions_lost"] = counts.lost
+            counters["peer_pulled_bytes"] += counts.pulled_bytes
+            counters["peer_sessions_lost"] += counts.lost
             for reason, failed in counts.failed.copy().items():
-                now["peer_pulls_failed", reason] = failed
+                counters["peer_pulls_failed", reason] += failed
         if self._server is not None:
-            now["peer_served_bytes"] = self._server.counts.served_bytes
+            counters["peer_served_bytes"] += self._server.counts.served_bytes
         grown = Counts()
-        for series, count in now.items():
+        for series, count in counters.items():
             if count != self._taken[series]:
                 grown[series] = count - self._taken[series]
-        self._taken = now
+        self._taken = counters
         return grown
 
     def close(self) -> bool:
