@@ -275,8 +275,8 @@ class OffloadConfig(BaseModel):
         "Pinned memory per rank, of staging_bytes, into which this server reads for peers, if "
         "peer_listen is set.", ge=PAGE_BYTES)
     serve_share: float = _share(
-        0.9, "Share of the reads that a target has in flight which may be for peers while this "
-        "server's own loads wait; one may always be.")
+        0.9, "Share of the reads that a target has in flight, and of their bytes, that peers may "
+        "have, so that this server's own loads find places; one read may always be theirs.")
     peer_chunks_min: int = _integer(
         4, "chunks", 1, 1_000_000,
         "Chunks that a load must have for peers to read some of them.")

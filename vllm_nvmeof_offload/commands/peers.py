@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which servers read for others: `vllm-nvmeof peers`, and the doctor's findings about peers.
 
-A server that is greeted by somebody who has nothing in common with it says what it has, one thing
-at a time, and keeps no session. So nothing is asked of it but what it is.
+A server refuses whoever does not match it, names one value that differs, and keeps no session.
+Greeted again with that value, it names the next one. So it tells what it is without serving.
 """
 
 from __future__ import annotations
