@@ -33,7 +33,9 @@ GROUPS = {
         "write_bytes_beside_reads_max"
     ),
     "Chunks of other servers": "share server_name follow_ms trust_weight_version",
-    "Reads through other servers": ("peers peer_listen serve_bytes serve_share peer_chunks_min"),
+    "Reads through other servers": (
+        "peers peer_listen share_secret_file serve_bytes serve_share peer_chunks_min"
+    ),
     "Releases of vLLM": "allow_unknown_vllm",
     "Keys of vLLM": (
         "offload_prompt_only blocks_per_chunk block_size self_describing_kv_events "

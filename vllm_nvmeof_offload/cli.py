@@ -74,6 +74,14 @@ MaybeWhich = Annotated[
     ),
 ]
 
+SecretFile = Annotated[
+    str | None,
+    typer.Option(
+        "--share-secret-file",
+        help="The share_secret_file of the servers. Default: VLLM_NVMEOF_SHARE_SECRET_FILE.",
+    ),
+]
+
 #: The exit code of fsck and scrub when they could not check.
 _NOT_CHECKED = 8
 
@@ -141,6 +149,7 @@ def doctor(
             "connections with peers would use."
         ),
     ] = None,
+    share_secret_file: SecretFile = None,
     **given: Any,
 ) -> None:
     """Check the I/O path of this machine and its targets, through NVMe-oF down to each path.
@@ -158,7 +167,7 @@ def doctor(
             code = examine_model(model, kv_dtype, as_json, **given)
         raise typer.Exit(code)
     from vllm_nvmeof_offload.commands.doctor.examine import examine
-    from vllm_nvmeof_offload.config import default_staging_bytes, default_target, parse_config
+    from vllm_nvmeof_offload.config import default_staging_bytes, default_target
     from vllm_nvmeof_offload.units import parse_bytes
 
     try:
@@ -168,8 +177,17 @@ def doctor(
         raise typer.Exit(2) from None
     targets = target or [default_target(os.environ)]
     with plain_errors(2):
-        peers = parse_config({"peers": peer or []}).peers
-    raise typer.Exit(examine(targets, staging_bytes, as_json, measure, calibrate, peers))
+        peers, secret = _peers(peer or [], share_secret_file)
+    raise typer.Exit(examine(targets, staging_bytes, as_json, measure, calibrate, peers, secret))
+
+
+def _peers(addresses: list[str] | None, secret_file: str | None) -> tuple[list[str], bytes]:
+    """Return the peers and their share secret; None: as in the environment."""
+    from vllm_nvmeof_offload.config import parse_config, share_secret
+
+    given = {"peers": addresses, "share_secret_file": secret_file}
+    settings = parse_config({key: value for key, value in given.items() if value is not None})
+    return settings.peers, share_secret(settings)
 
 
 @app.command()
@@ -178,19 +196,18 @@ def peers(
         list[str] | None,
         typer.Argument(help="HOST:PORT of servers. Default: those of VLLM_NVMEOF_PEERS."),
     ] = None,
+    share_secret_file: SecretFile = None,
     as_json: AsJson = False,
 ) -> None:
     """List servers that read for others, as they answer now. Exit code 1: one does not answer."""
-    from vllm_nvmeof_offload.config import parse_config
-
     try:
         from vllm_nvmeof_offload.commands.peers import show
     except ImportError as error:
         typer.echo(f"vllm-nvmeof: {error}: install vllm-nvmeof-offload[peers]", err=True)
         raise typer.Exit(2) from None
     with plain_errors(2):
-        named = parse_config({"peers": address} if address else {}).peers
-        raise typer.Exit(show(named, as_json))
+        named, secret = _peers(address or None, share_secret_file)
+        raise typer.Exit(show(named, secret, as_json))
 
 
 @app.command()

@@ -47,6 +47,8 @@ _CHUNK_TOKENS_MAX = 256
 _STREAM_SLOTS_MIN = 2
 #: As many reads as a peer may have open.
 _SERVE_SLOTS_MAX = 1024
+_SECRET_BYTES_MIN, _SECRET_BYTES_MAX = 16, 4096
+_MAKE_SECRET = "make one by `(umask 077; openssl rand -hex 32 > FILE)`, and copy it to each server"
 #: No machine has an EiB; a larger number is a slip, and would overflow 64-bit arithmetic.
 _SIZE_BYTES_MAX = 1 << 60
 PORT_MAX = (1 << 16) - 1
@@ -269,7 +271,8 @@ class OffloadConfig(BaseModel):
     peer_listen: str = _key(
         "", "", '"HOST:PORT" with an address of this machine, or leave it out',
         "Address at which this server reads for others that name it in peers; rank r uses "
-        "PORT + r. Whoever can connect there can read KV of this model. Default: none.")
+        "PORT + r. Whoever can connect there can read KV of this model, unless share_secret_file "
+        "is set. Default: none.")
     serve_bytes: _Size = _key(
         64 * MIB, "bytes", _SIZE_FROM_PAGE,
         "Pinned memory per rank, of staging_bytes, into which this server reads for peers, if "
@@ -280,6 +283,12 @@ class OffloadConfig(BaseModel):
     peer_chunks_min: int = _integer(
         4, "chunks", 1, 1_000_000,
         "Chunks that a load must have for peers to read some of them.")
+    share_secret_file: str = _key(
+        "", "file", "the path of a file with a secret, or leave it out",
+        "File with a secret of 16 to 4096 bytes, which other users may not read, equal on all "
+        "servers that name one another in peers: a server that has it reads for none that lacks "
+        "it, and asks none. Ignored without peers and peer_listen. Default: none, and whoever "
+        "reaches peer_listen is served.")
     adopt: bool = _flag(True, "Use chunks that an earlier run left in the pool.")
     weights_never_change: bool = _flag(
         False, "Promise that weights are never updated in a running engine; chunks stored after "
@@ -622,6 +631,38 @@ def _file_system(path: str) -> str:
     except OSError:
         return kind
     return kind
+
+
+def share_secret(config: OffloadConfig) -> bytes:
+    """Return the content of `share_secret_file` without white space around it; empty: no file is
+    named. ConfigError: it cannot be used."""
+    path = config.share_secret_file
+    if not path:
+        return b""
+    try:
+        with open(path, "rb", opener=_open_at_once) as file:
+            status = os.fstat(file.fileno())
+            secret = file.read(_SECRET_BYTES_MAX + 1) if stat.S_ISREG(status.st_mode) else b""
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror}); {_MAKE_SECRET}"
+        raise ConfigError("share_secret_file", path, problem) from None
+    mode = stat.S_IMODE(status.st_mode)
+    if not stat.S_ISREG(status.st_mode):
+        problem = f"not a file; {_MAKE_SECRET}"
+    elif mode & (stat.S_IRWXO | stat.S_IWGRP):
+        problem = f"open to other users (mode {mode:04o}); chmod 0600 {shlex.quote(path)}"
+    elif len(secret) > _SECRET_BYTES_MAX:
+        problem = f"longer than {_SECRET_BYTES_MAX} bytes; {_MAKE_SECRET}"
+    elif len(secret := secret.strip()) < _SECRET_BYTES_MIN:
+        problem = f"shorter than {_SECRET_BYTES_MIN} bytes; {_MAKE_SECRET}"
+    else:
+        return secret
+    raise ConfigError("share_secret_file", path, problem)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Never wait for the other end of a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def check_memory(config: OffloadConfig, node_count: int = 1, key: str = "staging_bytes") -> None:

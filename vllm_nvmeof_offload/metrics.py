@@ -148,6 +148,9 @@ COUNTERS = _table(
          "includes a peer that was lost, and one that has not opened the pool yet."),
     _row("peer_sessions_lost", "sessions", (),
          "Sessions with peers that ended because the peer erred or fell silent."),
+    _row("peer_secrets_refused", "greetings", (),
+         "Greetings between this server and another that were refused because one of them had no "
+         "share secret, or another one; each peer greets again every few seconds."),
     # -- ahead of need
     _row("prefetches", "chunks", _one("reason", "reload", "queue", "probe"),
          "Chunks fetched from the pool into the CPU tier ahead of need, by reason."),

@@ -26,6 +26,7 @@ from vllm_nvmeof_offload.config import (
     parse_config,
     resolve_pool_bytes,
     serve_slots,
+    share_secret,
 )
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.units import GIB, KIB, MIB
@@ -126,6 +127,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     *(("peers", value, "no port from 1") for value in ("d0:", "d0:0", "d0:65536", "d0:x")),
     ("peers", ["d0:1", "d0:1"], "twice"),
     ("peer_listen", 7000, "an address of this machine"),
+    ("share_secret_file", ["secret"], "the path of a file"),
     ("peer_listen", "::1:7000", "needs brackets"),
     ("peer_listen", "tcp://d0:7000", "no host before a port"),
     ("serve_bytes", "1KiB", "at least 4KiB"),
@@ -313,6 +315,40 @@ def test_serve_slots_are_a_part_of_staging() -> None:
         check_fits(parse({**peers, "staging_bytes": 10 * 516 * KIB - 1}), 516 * KIB, 1)
     with pytest.raises(ConfigError, match=r"serve_bytes='256.0 KiB': smaller than one.*516KiB"):
         check_fits(parse({**peers, "serve_bytes": "256KiB"}), 516 * KIB, 1)
+
+
+def test_a_secret_is_what_its_file_has_and_nobody_else_may_read(tmp_path: Path) -> None:
+    file = tmp_path / "a secret"
+    file.write_bytes(b"\n 0123456789abcdef\n")
+    file.chmod(0o440)
+    config = parse({"share_secret_file": str(file)})
+    assert share_secret(config) == b"0123456789abcdef"
+    assert share_secret(parse({})) == b""
+    for mode in (0o604, 0o602, 0o620):
+        file.chmod(mode)
+        with pytest.raises(ConfigError, match=rf"share_secret_file=.*mode 0{mode:o}.*chmod 0600 '"):
+            share_secret(config)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [(b" " * 99 + b"0123456789abcde", "shorter than 16"), (b"x" * 4097, "longer than 4096")],
+)
+def test_a_secret_of_another_size_is_refused(tmp_path: Path, content: bytes, why: str) -> None:
+    file = tmp_path / "secret"
+    file.write_bytes(content)
+    file.chmod(0o600)
+    with pytest.raises(ConfigError, match=f"{why} bytes; make one by .*openssl rand") as refused:
+        share_secret(parse({"share_secret_file": str(file)}))
+    assert content.decode().strip() not in str(refused.value)
+
+
+def test_what_is_no_file_holds_no_secret(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe, 0o600)
+    for path, why in ((tmp_path, "Is a dir"), (pipe, "not a file"), (tmp_path / "x", "No such")):
+        with pytest.raises(ConfigError, match=why):
+            share_secret(parse({"share_secret_file": str(path)}))
 
 
 def test_a_pool_smaller_than_one_slot_names_what_is_enough() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -45,14 +46,17 @@ class Idle:
         return self._waker.fd
 
 
+SECRET = b"a secret of this test"
+
+
 @pytest.fixture
-def address() -> Iterator[str]:
-    """Of a server with two ranks, of which the first one runs."""
+def address(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Of a server with two ranks, of which the first one runs. Its parameter is its secret."""
     memory = np.zeros(SLOTS * SLOT_BYTES, np.uint8)
     slots = SlotMemory(memory.ctypes.data, SLOT_BYTES, SLOTS)
     with ReservedPort() as port:
         place = f"127.0.0.1:{port.number}"
-        common = Common(KEYSPACE, 0, 2, SLOT_BYTES)
+        common = Common(KEYSPACE, 0, 2, SLOT_BYTES, getattr(request, "param", b""))
         parts = common, b"t" * 16, slots, memoryview(memory), Idle()
         server = PeerServer(f"tcp://{place}", *parts, by_nixl=False)
         yield place
@@ -99,3 +103,30 @@ def test_the_doctor_says_who_answers_and_how_bytes_come(address: str) -> None:
     assert KEYSPACE in findings["peer", Severity.OK]
     assert "rank 1: no answer" in findings["peer", Severity.WARNING]
     assert {name for name, _ in findings} == {"nixl", "peer_transport", "peer"}
+
+
+@pytest.mark.parametrize("address", [SECRET], indirect=True)
+def test_a_server_with_a_secret_answers_those_who_have_it(address: str, tmp_path: Path) -> None:
+    for wrong, why in ((b"", "has no share secret"), (b"x" * 20, "has another share secret")):
+        answer = ask(address, secret=wrong)
+        assert why in answer.error
+        assert not answer.facts, "nothing is said of what it serves"
+    (warned,) = [one for one in check([address]) if one.check == "peer"]
+    assert warned.severity is Severity.WARNING
+    assert "share_secret_file" in warned.remedy
+    assert ask(address, secret=SECRET).facts["keyspace"] == KEYSPACE
+
+    file = tmp_path / "secret"
+    file.write_bytes(SECRET + b"\n")
+    arguments = ["peers", address, "--share-secret-file", str(file)]
+    file.chmod(0o644)
+    done = runner.invoke(app, arguments)
+    assert done.exit_code == 2
+    assert "chmod 0600" in done.stderr
+    file.chmod(0o600)
+    assert KEYSPACE in runner.invoke(app, arguments, env={"COLUMNS": "200"}).stdout
+
+
+@pytest.mark.parametrize("address", [b""], indirect=True)
+def test_a_server_without_a_secret_says_so_to_those_who_have_one(address: str) -> None:
+    assert "the server that it greets has none" in ask(address, secret=SECRET).error

@@ -2,7 +2,8 @@
 """Which servers read for others: `vllm-nvmeof peers`, and the doctor's findings about peers.
 
 A server refuses whoever does not match it, names one value that differs, and keeps no session.
-Greeted again with that value, it names the next one. So it tells what it is without serving.
+Greeted again with that value, it names the next one. So it tells what it is without serving. One
+that has a share secret tells only those who have it too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,18 @@ import zmq
 from vllm_nvmeof_offload.commands import print_json, table, wide_console
 from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.fabric.findings import Finding, ok, warning
-from vllm_nvmeof_offload.peers.messages import VERSION, Channel, Hello, MalformedError, Refused
+from vllm_nvmeof_offload.peers.messages import (
+    VERSION,
+    AnyMessage,
+    Challenge,
+    Channel,
+    Greeting,
+    Hello,
+    MalformedError,
+    Proof,
+    Refused,
+    new_nonce,
+)
 from vllm_nvmeof_offload.peers.server import host_and_port
 from vllm_nvmeof_offload.peers.transport import has_rdma, why_no_nixl
 from vllm_nvmeof_offload.units import human_bytes
@@ -40,6 +52,7 @@ class Answer:
     rank: int = 0
     answers_ms: float = 0.0
     error: str = ""
+    is_stranger: bool = False  # it and we have not the same share secret
     facts: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -47,13 +60,20 @@ class Answer:
         return int(self.facts.get("world_size", 1))
 
 
-def ask(address: str, rank: int = 0) -> Answer:
+class _StrangerError(Exception):
+    """The server and we have not the same share secret; str: how they differ."""
+
+
+def ask(address: str, rank: int = 0, secret: bytes = b"") -> Answer:
     """Greet one rank of a server until it has said all that it has."""
     answer, began_s = Answer(address, rank), time.monotonic()
     with zmq.Context() as context:
         for _ in range(_FACTS_MAX + 1):
             try:
-                text = _greet(context, address, answer)
+                text = _greet(context, address, answer, secret)
+            except _StrangerError as error:
+                answer.error, answer.is_stranger = f"refuses this command: {error}", True
+                break
             except (MalformedError, zmq.ZMQError, ValueError) as error:
                 answer.error = str(error)
                 break
@@ -65,7 +85,9 @@ def ask(address: str, rank: int = 0) -> Answer:
     return answer
 
 
-def _greet(context: zmq.Context[zmq.Socket[bytes]], address: str, known: Answer) -> str:
+def _greet(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, known: Answer, secret: bytes
+) -> str:
     """Return the refusal. Nobody has our tag, so that there is one."""
     facts = known.facts
     hello = Hello(
@@ -75,33 +97,43 @@ def _greet(context: zmq.Context[zmq.Socket[bytes]], address: str, known: Answer)
         rank=int(facts.get("rank", known.rank)),
         world_size=int(facts.get("world_size", 0)),
         slot_bytes=int(facts.get("slot_bytes", 0)),
+        nonce=new_nonce(secret),
     )
     channel = Channel()
     with context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)
         socket.connect(host_and_port(address, known.rank))
-        socket.send(channel.encode(hello))
-        if not socket.poll(_ANSWER_MS):
-            raise ValueError(f"no answer within {_ANSWER_MS / 1000:.0f} s")
-        refused = channel.decode(socket.recv())
-    return refused.text if isinstance(refused, Refused) else ""
+        socket.send(raw := channel.encode(hello))
+        answer = _answer(socket, channel)
+        if isinstance(answer, Challenge) and secret:
+            socket.send(channel.encode(Proof(proof=Greeting(secret, raw, answer.nonce).of_p())))
+            answer = _answer(socket, channel)
+    if isinstance(answer, Refused) and answer.about_secret:
+        raise _StrangerError(answer.text)
+    return answer.text if isinstance(answer, Refused) else ""
 
 
-def ask_all(addresses: Sequence[str]) -> Iterator[Answer]:
+def _answer(socket: zmq.Socket[bytes], channel: Channel) -> AnyMessage:
+    if not socket.poll(_ANSWER_MS):
+        raise ValueError(f"no answer within {_ANSWER_MS / 1000:.0f} s")
+    return channel.decode(socket.recv())
+
+
+def ask_all(addresses: Sequence[str], secret: bytes = b"") -> Iterator[Answer]:
     """Ask every rank of every server."""
     for address in addresses:
-        first = ask(address)
+        first = ask(address, secret=secret)
         yield first
         for rank in range(1, 1 if first.error else first.ranks):
-            yield ask(address, rank)
+            yield ask(address, rank, secret)
 
 
-def show(addresses: Sequence[str], as_json: bool) -> int:
+def show(addresses: Sequence[str], secret: bytes, as_json: bool) -> int:
     """Print who answers; return 0 if all do, else 1. OffloadError: nobody is named."""
     if not addresses:
         raise OffloadError("name servers as HOST:PORT, or set VLLM_NVMEOF_PEERS")
-    answers = list(ask_all(addresses))
+    answers = list(ask_all(addresses, secret))
     if as_json:
         print_json([asdict(one) for one in answers])
     else:
@@ -124,12 +156,15 @@ def _row(one: Answer) -> tuple[str, ...]:
     )
 
 
-def check(addresses: Sequence[str]) -> list[Finding]:
+def check(addresses: Sequence[str], secret: bytes = b"") -> list[Finding]:
     """Find out what connections with peers would use here, and which of these peers answer."""
     findings = [_check_nixl(), _check_ways()]
-    for one in ask_all(addresses):
+    for one in ask_all(addresses, secret):
         subject = f"{one.address} rank {one.rank}"
-        if one.error:
+        if one.is_stranger:
+            remedy = "name the servers' share_secret_file"
+            findings.append(warning("peer", f"{subject} {one.error}", remedy))
+        elif one.error:
             remedy = "start it with peer_listen, and let this host reach the port"
             findings.append(warning("peer", f"{subject}: {one.error}", remedy))
         else:

@@ -9,7 +9,7 @@ a peer says decides how soon a chunk comes, never whether it is right.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from vllm_nvmeof_offload.errors import Outcome
@@ -44,12 +44,14 @@ class SlotMemory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """What two peers must have in common, beside the share tag."""
+    """What two peers must have in common, beside the share tag. secret: the share secret; empty:
+    there is none."""
 
     keyspace: str
     rank: int
     world_size: int
     slot_bytes: int
+    secret: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,13 +44,16 @@ from vllm_nvmeof_offload.peers.messages import (
     Beat,
     Bye,
     Cancel,
+    Challenge,
     Channel,
     Done,
     Failed,
     FailedRead,
+    Greeting,
     Hello,
     Lent,
     MalformedError,
+    Proof,
     Read,
     Ready,
     Reason,
@@ -58,6 +61,7 @@ from vllm_nvmeof_offload.peers.messages import (
     Sent,
     WantedRead,
     Welcome,
+    new_nonce,
     outcome_of_failed,
 )
 from vllm_nvmeof_offload.peers.pace import BusyRate, Rest
@@ -109,10 +113,15 @@ class ClientCounts:
     failed: collections.Counter[str] = field(default_factory=collections.Counter)
     malformed: int = 0
     lost: int = 0  # sessions
+    other_secret: int = 0  # greetings between two of which one has no share secret, or another
 
 
 class _SessionLostError(Exception):
     """Ends the session; str: why."""
+
+
+class _OtherSecretError(_SessionLostError):
+    """One side has no share secret, or they differ."""
 
 
 class _Session:
@@ -129,6 +138,8 @@ class _Session:
         self.socket.connect(address)
         self.channel = Channel()
         self.is_up = False
+        self.hello = b""  # as it was sent
+        self.greeting: Greeting | None = None  # None: D has not asked for a proof
         self.has_pulled = False  # the first pull makes the connection, which takes milliseconds
         self.transport: NixlTransport | None = None  # None: chunks come in messages
         self.began_s = self.heard_s = time.monotonic()
@@ -147,12 +158,15 @@ class _Session:
             return now_s - max(self.heard_s, self.opened_s) > SILENT_OPEN_S
         return now_s - self.heard_s > SILENT_IDLE_S
 
-    def send(self, message: AnyMessage) -> None:
+    def send(self, message: AnyMessage) -> bytes:
+        """Return what was sent."""
         self.told_s = time.monotonic()
+        raw = self.channel.encode(message)
         try:
-            self.socket.send(self.channel.encode(message), zmq.NOBLOCK)
+            self.socket.send(raw, zmq.NOBLOCK)
         except zmq.ZMQError as error:
             self.broken = f"it takes no messages: {error}"
+        return raw
 
 
 @dataclass(slots=True, eq=False)
@@ -287,6 +301,7 @@ class PeerClients:
             self.counts.malformed += 1
             why = f"malformed: {error}"
         except (_SessionLostError, TransportError, zmq.ZMQError, ImportError) as error:
+            self.counts.other_secret += isinstance(error, _OtherSecretError)
             why = str(error)
         # Not in the handlers: what is raised refers to the agent, which has to go.
         if why:
@@ -329,8 +344,9 @@ class PeerClients:
             rank=common.rank,
             world_size=common.world_size,
             slot_bytes=common.slot_bytes,
+            nonce=new_nonce(common.secret),
         )
-        session.send(hello)
+        session.hello = session.send(hello)
 
     # What we ask
 
@@ -411,12 +427,8 @@ class PeerClients:
 
     def _take(self, lane: _Lane, session: _Session, message: AnyMessage) -> None:
         if not session.is_up:
-            if isinstance(message, Welcome):
-                self._welcomed(lane, session, message)
-                return
-            if isinstance(message, Refused | Bye):
-                raise _SessionLostError(f"refused: {message.text}")
-            raise MalformedError(f"{type(message).__name__} before Welcome")
+            self._take_answer(lane, session, message)
+            return
         match message:
             case Ready() | Beat():
                 lane.queued_bytes = message.queued_bytes
@@ -430,6 +442,27 @@ class PeerClients:
                 raise _SessionLostError(f"it says: {message.text}")
             case _:
                 raise MalformedError(f"{type(message).__name__} from D")
+
+    def _take_answer(self, lane: _Lane, session: _Session, message: AnyMessage) -> None:
+        """Of a peer that was greeted."""
+        secret = self._common.secret
+        match message:
+            case Challenge() if secret and session.greeting is None:
+                session.greeting = Greeting(secret, session.hello, message.nonce)
+                session.send(Proof(proof=session.greeting.of_p()))
+            case Welcome():
+                if secret and not (session.greeting and session.greeting.is_of_d(message)):
+                    raise _OtherSecretError(
+                        "refused: this server has a share secret, and has seen no proof that the "
+                        "peer has it too; give both the same share_secret_file"
+                    )
+                self._welcomed(lane, session, message)
+            case Refused() if message.about_secret:
+                raise _OtherSecretError(f"refused: {message.text}")
+            case Refused() | Bye():
+                raise _SessionLostError(f"refused: {message.text}")
+            case _:
+                raise MalformedError(f"{type(message).__name__} before Welcome")
 
     def _welcomed(self, lane: _Lane, session: _Session, welcome: Welcome) -> None:
         why_not = "not wanted" if not self._by_nixl else _why_no_pulls(welcome)

@@ -9,7 +9,9 @@ it and closes the session.
 | message | sender | meaning |
 |---|---|---|
 | `Hello` | P | asks for a session: what P must have in common with D |
-| `Welcome` | D | D's serve slots, and the credits |
+| `Challenge` | D | asks for a proof, where both have a share secret |
+| `Proof` | P | that P has the secret |
+| `Welcome` | D | D's serve slots, and the credits; and the proof that D has the secret |
 | `Refused` | D | there is no session, and why |
 | `Read` | P | chunks that D is asked to read into its serve slots |
 | `Ready` | D | serve slots that are lent to P |
@@ -21,12 +23,17 @@ it and closes the session.
 | `Bye` | both | the session is over |
 
 D answers each token of a `Read` once, by `Ready`, `Sent` or `Failed`, however late.
+
+A proof is a keyed hash over P's `Hello` and D's `Challenge`. Both have random bytes of their
+sender, so that neither side's part of an earlier session proves anything in another one.
 """
 
 from __future__ import annotations
 
 import enum
 import errno
+import hmac
+import os
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -47,6 +54,8 @@ VERSION = 1
 MESSAGE_BYTES_MAX = 1 << 18
 READS_MAX = 64  # in one message
 TOKENS_MAX = 1024  # in one message, and credits of a session
+NONCE_BYTES = 16
+PROOF_BYTES = 32
 
 _Sixteen = Annotated[bytes, Meta(min_length=16, max_length=16)]
 _Key = Annotated[bytes, Meta(min_length=1, max_length=46)]
@@ -55,6 +64,7 @@ _U32 = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 _Rate = Annotated[float, Meta(ge=0, le=1e15)]
 _Metadata = Annotated[bytes, Meta(max_length=1 << 17)]
 _Text = Annotated[str, Meta(max_length=256)]
+_Proof = Annotated[bytes, Meta(max_length=PROOF_BYTES)]
 _Tokens = Annotated[list[_U64], Meta(max_length=TOKENS_MAX)]
 
 
@@ -111,7 +121,8 @@ class Message(Struct, kw_only=True, tag_field="type"):
 
 
 class Hello(Message, tag="hello"):
-    """keyspace: 32 hex digits. tag: the share tag. slot_bytes: of a staging slot."""
+    """keyspace: 32 hex digits. tag: the share tag. slot_bytes: of a staging slot. nonce: random;
+    empty: P has no share secret."""
 
     version: _U32
     keyspace: Annotated[str, Meta(max_length=64)]
@@ -119,13 +130,23 @@ class Hello(Message, tag="hello"):
     rank: _U32
     world_size: _U32
     slot_bytes: _U64
+    nonce: Annotated[bytes, Meta(max_length=NONCE_BYTES)] = b""
+
+
+class Challenge(Message, tag="challenge"):
+    nonce: _Sixteen
+
+
+class Proof(Message, tag="proof"):
+    proof: _Proof
 
 
 class Welcome(Message, tag="welcome"):
     """credits: reads that P may have open. metadata: of D's agent; empty: it has none.
 
     address, slots: of D's serve slots. probe: what is at `probe_address` of D's process `pid`, for
-    a P that can read it. has_rdma: D's machine has an RDMA device.
+    a P that can read it. has_rdma: D's machine has an RDMA device. proof: empty: there is no
+    secret.
     """
 
     metadata: _Metadata
@@ -136,10 +157,20 @@ class Welcome(Message, tag="welcome"):
     address: _U64
     slots: Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
     credits: Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
+    proof: _Proof = b""
+
+    @property
+    def proven(self) -> bytes:
+        """What `proof` is about, beside the greeting."""
+        memory = self.probe_address, self.probe, self.address, self.slots, self.credits
+        return _encoder.encode((self.metadata, self.pid, self.has_rdma, *memory))
 
 
 class Refused(Message, tag="refused"):
+    """about_secret: one side has no share secret, or they differ."""
+
     text: _Text
+    about_secret: bool = False
 
 
 class Read(Message, tag="read"):
@@ -187,7 +218,19 @@ class Bye(Message, tag="bye"):
 
 
 AnyMessage: TypeAlias = (
-    Hello | Welcome | Refused | Read | Ready | Sent | Failed | Done | Cancel | Beat | Bye
+    Hello
+    | Challenge
+    | Proof
+    | Welcome
+    | Refused
+    | Read
+    | Ready
+    | Sent
+    | Failed
+    | Done
+    | Cancel
+    | Beat
+    | Bye
 )
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 _encoder = msgspec.msgpack.Encoder()
@@ -202,6 +245,35 @@ def decode(raw: bytes) -> AnyMessage:
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise MalformedError(str(error)) from None
     return message
+
+
+class Greeting:
+    """Proofs of one secret about one `Hello` and one `Challenge`. hello: as it was sent."""
+
+    def __init__(self, secret: bytes, hello: bytes, nonce: bytes) -> None:
+        self._secret, self._hello, self._nonce = secret, hello, nonce
+
+    def of_p(self) -> bytes:
+        return self._proof(b"P")
+
+    def of_d(self, welcome: Welcome) -> bytes:
+        return self._proof(b"D", welcome.proven)
+
+    def is_of_p(self, proof: Proof) -> bool:
+        return hmac.compare_digest(self.of_p(), proof.proof)
+
+    def is_of_d(self, welcome: Welcome) -> bool:
+        return hmac.compare_digest(self.of_d(welcome), welcome.proof)
+
+    def _proof(self, side: bytes, more: bytes = b"") -> bytes:
+        parts = (side, self._hello, self._nonce, more)
+        about = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+        return hmac.digest(self._secret, about, "sha256")
+
+
+def new_nonce(secret: bytes) -> bytes:
+    """For a `Hello`; empty without a secret."""
+    return os.urandom(NONCE_BYTES) if secret else b""
 
 
 class Channel:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import enum
+import itertools
 import os
 import threading
 import time
@@ -38,19 +39,23 @@ from vllm_nvmeof_offload.peers.base import (
 )
 from vllm_nvmeof_offload.peers.messages import (
     MESSAGE_BYTES_MAX,
+    NONCE_BYTES,
     TOKENS_MAX,
     VERSION,
     AnyMessage,
     Beat,
     Bye,
     Cancel,
+    Challenge,
     Channel,
     Done,
     Failed,
     FailedRead,
+    Greeting,
     Hello,
     Lent,
     MalformedError,
+    Proof,
     Read,
     Ready,
     Reason,
@@ -74,6 +79,13 @@ _PROBE_BYTES = 16
 _FRAMES_MAX = 256  # taken in before anything else is done
 #: Messages that wait for the connection, either way; to a peer, beside one per credit.
 _WAITING_MAX = 64
+#: A peer has so long to prove that it has the share secret.
+_GREETED_S = 5.0
+#: What a peer whose secret does not fit is told, and the log once.
+_SAME_FILE = "give both the same share_secret_file"
+_NO_SECRET_THERE = f"it has no share secret, and the server that it greets has one; {_SAME_FILE}"
+_NO_SECRET_HERE = f"it has a share secret, and the server that it greets has none; {_SAME_FILE}"
+_OTHER_SECRET = f"it has another share secret than the server that it greets; {_SAME_FILE}"
 #: A connection whose other end does not answer for so long is closed, with what waits for it.
 _PING_MS, _PONG_MS = 1000, 3000
 
@@ -124,6 +136,15 @@ class _Session:
         return now_s - self.heard_s > SILENT_IDLE_S
 
 
+@dataclass(frozen=True, slots=True)
+class _Greeted:
+    """A peer that has been asked for its proof."""
+
+    session: _Session
+    hello: Hello
+    greeting: Greeting
+
+
 @dataclass(slots=True)
 class ServerCounts:
     """What a server has done."""
@@ -135,6 +156,7 @@ class ServerCounts:
     malformed: int = 0
     busy: int = 0
     lost: int = 0  # sessions of peers that fell silent
+    other_secret: int = 0  # greetings between two of which one has no share secret, or another
 
 
 class PeerServer:
@@ -163,6 +185,8 @@ class PeerServer:
         self._probe = ctypes.create_string_buffer(os.urandom(_PROBE_BYTES), _PROBE_BYTES)
         self._free = collections.deque(range(memory.slots))
         self._sessions: dict[bytes, _Session] = {}
+        self._greeted: dict[bytes, _Greeted] = {}  # in the order of their coming
+        self._told: set[str] = set()
         self._by_number: dict[int, _Serving] = {}
         self._numbers = 0
         self._turns: collections.deque[_Session] = collections.deque()
@@ -261,6 +285,7 @@ class PeerServer:
         now_s = time.monotonic()
         self._expire(now_s)
         self._begin(now_s)
+        self._forget_greeted(now_s)
         for session in list(self._sessions.values()):
             if drained and session.is_silent(now_s):
                 self.counts.lost += 1
@@ -315,6 +340,9 @@ class PeerServer:
                 raise MalformedError(f"{type(message).__name__} from P")
 
     def _greet(self, route: bytes, raw: bytes) -> None:
+        if greeted := self._greeted.pop(route, None):
+            self._take_proof(greeted, raw)
+            return
         if decode(raw).n:
             return  # of a session that has ended here
         channel = Channel()
@@ -322,10 +350,46 @@ class PeerServer:
         if not isinstance(hello, Hello):
             raise MalformedError(f"{type(hello).__name__} without a session")
         session = _Session(route, hello.tag, time.monotonic(), channel)
+        secret = self._common.secret
+        if hello.version != VERSION:
+            self._send(session, Refused(text=f"version {VERSION} here, not {hello.version}"))
+        elif bool(hello.nonce) != bool(secret):
+            self._refuse_stranger(session, _NO_SECRET_THERE if secret else _NO_SECRET_HERE)
+        elif secret:  # nothing else is said before the proof
+            nonce = os.urandom(NONCE_BYTES)
+            self._greeted[route] = _Greeted(session, hello, Greeting(secret, raw, nonce))
+            self._send(session, Challenge(nonce=nonce))
+        else:
+            self._admit(session, hello, None)
+
+    def _take_proof(self, greeted: _Greeted, raw: bytes) -> None:
+        proof = greeted.session.channel.decode(raw)
+        if not isinstance(proof, Proof):
+            raise MalformedError(f"{type(proof).__name__} in place of a proof")
+        if greeted.greeting.is_of_p(proof):
+            self._admit(greeted.session, greeted.hello, greeted.greeting)
+        else:
+            self._refuse_stranger(greeted.session, _OTHER_SECRET)
+
+    def _refuse_stranger(self, session: _Session, text: str) -> None:
+        self.counts.other_secret += 1
+        self._send(session, Refused(text=text, about_secret=True))
+        if text not in self._told:
+            self._told.add(text)
+            logger.warning("a peer is refused: %s", text)
+
+    def _forget_greeted(self, now_s: float) -> None:
+        """Whoever has not proved anything within a greeting's time greets again."""
+        old = (one for one in self._greeted.values() if now_s - one.session.heard_s > _GREETED_S)
+        excess = itertools.islice(self._greeted.values(), max(0, len(self._greeted) - SESSIONS_MAX))
+        for one in [*old, *excess]:
+            self._greeted.pop(one.session.route, None)
+
+    def _admit(self, session: _Session, hello: Hello, greeting: Greeting | None) -> None:
         if text := self._refusal(hello):
             self._send(session, Refused(text=text))
             return
-        self._sessions[route] = session
+        self._sessions[session.route] = session
         self._turns.append(session)
         address, _, slots = self._memory
         welcome = Welcome(
@@ -338,13 +402,13 @@ class PeerServer:
             slots=slots,
             credits=slots,
         )
+        if greeting is not None:
+            welcome.proof = greeting.of_d(welcome)
         self._send(session, welcome)
 
     def _refusal(self, hello: Hello) -> str:
         ours = self._common
         theirs = Common(hello.keyspace, hello.rank, hello.world_size, hello.slot_bytes)
-        if hello.version != VERSION:
-            return f"version {VERSION} here, not {hello.version}"
         for name in ("keyspace", "world_size", "rank", "slot_bytes"):
             if getattr(ours, name) != getattr(theirs, name):
                 return f"{name} {getattr(ours, name)} here, not {getattr(theirs, name)}"

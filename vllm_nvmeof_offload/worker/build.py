@@ -19,6 +19,7 @@ from vllm_nvmeof_offload.config import (
     check_targets,
     resolve_pool_bytes,
     serve_slots,
+    share_secret,
 )
 from vllm_nvmeof_offload.copy.base import CopyEngine
 from vllm_nvmeof_offload.copy.choose import open_device
@@ -208,10 +209,10 @@ def _links(
     staging: Staging,
     serve: Serve | None,
 ) -> PeerLinks | None:
-    if pool is None:
+    if pool is None or not (settings.peers or serve):
         return None
-    digest, world_size = identity.keyspace.digest, identity.world_size
-    common = Common(digest, identity.rank, world_size, staging.map.slot_bytes)
+    parts = identity.keyspace.digest, identity.rank, identity.world_size, staging.map.slot_bytes
+    common = Common(*parts, share_secret(settings))
     port = None if serve is None else serve.queue
     return open_links(LinkSettings(settings, common, pool.stamp.tag, port), staging)
 

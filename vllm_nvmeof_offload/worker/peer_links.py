@@ -46,10 +46,12 @@ class PeerLinks:
             counts = self.clients.counts
             counters["peer_pulled_bytes"] += counts.pulled_bytes
             counters["peer_sessions_lost"] += counts.lost
+            counters["peer_secrets_refused"] += counts.other_secret
             for reason, failed in counts.failed.copy().items():
                 counters["peer_pulls_failed", reason] += failed
         if self._server is not None:
             counters["peer_served_bytes"] += self._server.counts.served_bytes
+            counters["peer_secrets_refused"] += self._server.counts.other_secret
         grown = Counts()
         for series, count in counters.items():
             if count != self._taken[series]:

@@ -130,12 +130,14 @@ class FakePort:
 class Desk:
     """D: a real `PeerServer` over a `FakePort`."""
 
-    def __init__(self, slots: int = 4, address: str = "tcp://127.0.0.1:0") -> None:
+    def __init__(
+        self, slots: int = 4, address: str = "tcp://127.0.0.1:0", secret: bytes = b""
+    ) -> None:
         self._memory = mmap.mmap(-1, slots * SLOT_BYTES)
         memory = SlotMemory(np.frombuffer(self._memory, np.uint8).ctypes.data, SLOT_BYTES, slots)
         self.port = FakePort()
         view = memoryview(self._memory)
-        common = Common("k", 0, 1, SLOT_BYTES)
+        common = Common("k", 0, 1, SLOT_BYTES, secret)
         place = address, common, TAG, memory, view, self.port
         self.server = PeerServer(*place, by_nixl=False)
         self._askers: list[Asker] = []

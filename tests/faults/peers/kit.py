@@ -70,6 +70,7 @@ class Serving:
             "address": "tcp://127.0.0.1:0",
             "how": "",
             "knobs": {},
+            "secret": "",
             "by_nixl": TRANSPORTS[transport],
         } | more
         command = [sys.executable, "-m", "tests.faults.peers.serving", json.dumps(asked)]
@@ -131,13 +132,15 @@ class Puller:
         keyspace: str = "k",
         rank: int | None = None,
         by_nixl: bool = True,
+        secret: bytes = b"",
     ) -> None:
         self.rig = rig
         self._mapping = mmap.mmap(-1, P_SLOTS * rig.pool.slot_bytes)
         self.memory = np.frombuffer(self._mapping, np.uint8)
         self.slots = SlotMemory(self.memory.ctypes.data, rig.pool.slot_bytes, P_SLOTS)
         place = rig.pool.place(0)
-        common = Common(keyspace, place.rank if rank is None else rank, 2, rig.pool.slot_bytes)
+        known = place.rank if rank is None else rank, 2, rig.pool.slot_bytes, secret
+        common = Common(keyspace, *known)
         view = memoryview(self._mapping)
         tag = rig.engine.stamp.tag
         self.clients = PeerClients(addresses, common, tag, self.slots, view, by_nixl=by_nixl)

@@ -115,7 +115,8 @@ def main() -> None:
     port: EnginePort | BadPort = EnginePort(rig.engine, attach(rig, regions), len(regions))
     if asked["how"]:
         port = BadPort(port, asked["how"], rig, slots)
-    common = Common(asked["keyspace"], asked["rank"], 2, rig.pool.slot_bytes)
+    secret = bytes.fromhex(asked["secret"])
+    common = Common(asked["keyspace"], asked["rank"], 2, rig.pool.slot_bytes, secret)
     memory = SlotMemory(rig.base_address, rig.pool.slot_bytes, asked["slots"])
     tag = bytes.fromhex(asked["tag"])
     view = memoryview(rig.memory)

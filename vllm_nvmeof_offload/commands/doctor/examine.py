@@ -68,15 +68,19 @@ def examine(
     measured: bool,
     calibrated: bool,
     peers: Sequence[str] = (),
+    secret: bytes = b"",
 ) -> int:
-    """Examine this machine, `targets` and `peers`, print the findings; return the exit code."""
+    """Examine this machine, `targets` and `peers`, print the findings; return the exit code.
+
+    secret: the peers' share secret; empty: we have none.
+    """
     machine, places, console = read_machine(), Places(), Console(stderr=True)
     own = [
         *host.check_host(staging_bytes),
         judge.judge_kernel(machine, len(targets)),
         *judge_gpus(machine),
         *(host.calibrate_gpus() if calibrated else ()),
-        *(_check_peers(peers) if peers else ()),
+        *(_check_peers(peers, secret) if peers else ()),
     ]
     examined = []
     for path in targets:
@@ -103,12 +107,12 @@ def examine(
     return int(verdict)
 
 
-def _check_peers(addresses: Sequence[str]) -> list[Finding]:
+def _check_peers(addresses: Sequence[str], secret: bytes) -> list[Finding]:
     try:
         from vllm_nvmeof_offload.commands.peers import check
     except ImportError as failure:
         return [error("peers", str(failure), "pip install 'vllm-nvmeof-offload[peers]'")]
-    return check(addresses)
+    return check(addresses, secret)
 
 
 def _show_progress(console: Console, path: str, phase: str) -> None:
