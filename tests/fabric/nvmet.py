@@ -126,6 +126,27 @@ class Fabric:
         """state: optimized, non-optimized, inaccessible, persistent-loss or change."""
         _put(NVMET / "ports" / str(path) / "ana_groups" / "1" / "ana_state", state)
 
+    def part_paths(self) -> None:
+        """Give each namespace the path of its number alone: each is in an ANA group of its own."""
+        for path in PATHS:
+            groups = NVMET / "ports" / str(path) / "ana_groups"
+            (groups / "2").mkdir()
+            for group in (1, 2):
+                state = "optimized" if group == path else "inaccessible"
+                _put(groups / str(group) / "ana_state", state)
+        _put(SUBSYSTEM / "namespaces" / "2" / "ana_grpid", "2")
+
+    def join_paths(self) -> None:
+        """Let both namespaces have both paths, and the links their speed, as at the start."""
+        _put(SUBSYSTEM / "namespaces" / "2" / "ana_grpid", "1")
+        for path in PATHS:
+            self.set_ana(path, "optimized")
+            group = NVMET / "ports" / str(path) / "ana_groups" / "2"
+            if group.exists():
+                group.rmdir()
+                with suppress(AssertionError):  # it has no limit
+                    run("tc", "-n", "target", "qdisc", "del", "dev", f"far{path}", "root")
+
     def slow_disk(self, number: int, delay_ms: int, *, create: bool = False) -> None:
         """Make every operation on a disk take at least `delay_ms`."""
         below = f"/dev/ram{number - 1}"
@@ -158,6 +179,16 @@ class Fabric:
     def mend(self, *paths: int) -> None:
         for path in paths:
             set_link(f"near{path}", up=True)
+
+    def limit(self, path: int, bytes_per_s: int) -> None:
+        """Let a link move so much towards the initiator, and lose nothing of what waits."""
+        waits = ("burst", "64kb", "limit", "8mb")
+        tbf = ("root", "tbf", "rate", f"{8 * bytes_per_s}bit", *waits)
+        run("tc", "-n", "target", "qdisc", "add", "dev", f"far{path}", *tbf)
+
+    def received_bytes(self, path: int) -> int:
+        """What a link has moved towards the initiator, with all headers."""
+        return int(_get(Path(f"/sys/class/net/near{path}/statistics/rx_bytes")))
 
     # -- the initiator's side -----------------------------------------------------------
 

@@ -287,8 +287,8 @@ class Stage:
         end_s = time.monotonic() + 30.0
         while self.fabric.controllers() and time.monotonic() < end_s:
             time.sleep(LOOK_S)
+        self.fabric.join_paths()
         for path in (1, 2):
-            self.fabric.set_ana(path, "optimized")
             with suppress(AssertionError):
                 self.fabric.add_port(path)
         for number in (1, 2):

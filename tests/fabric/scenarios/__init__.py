@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.fabric.scenarios import clients, devices, leases, outages, paths, pools
+from tests.fabric.scenarios import clients, devices, leases, outages, paths, peers, pools
 from tests.fabric.stage import Stage
 
 __all__ = ["BOOTS", "SCENARIOS"]
@@ -32,6 +32,7 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
     "leased-region-of-killed-owner": leases.leased_region_of_killed_owner,
     "leased-region-of-stopped-owner": leases.leased_region_of_stopped_owner,
     "leased-region-taken-over": leases.leased_region_taken_over,
+    "dual-path": peers.dual_path,
     "disconnected-while-mounted": devices.disconnected_while_mounted,
 }
 
@@ -50,6 +51,7 @@ BOOTS: tuple[tuple[str, ...], ...] = (
         "one-of-two-hangs:uring",
         "one-of-two-hangs:threads",
         "killed-while-lost:uring",
+        "dual-path:uring",
     ),
     (
         "all-lost-past-ctrl-loss:uring",
