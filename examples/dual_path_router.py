@@ -5,9 +5,10 @@
         --prefill http://a:8100 --prefill http://b:8100 \
         --decode http://c:8200,c:7300 --decode http://d:8200,d:7300
 
-The part behind the comma of --decode is the address under which that server reads for others; it
-goes to the prefill server as a hint, which chunk by chunk decides itself who reads. Servers that
-know no hint ignore it.
+The part behind a comma is the address under which that server reads for others, as the servers'
+`peers` have it. It goes to the server that computes a prompt as a hint; chunk by chunk that server
+decides itself who reads. Without --decode the prefill servers answer too, and a request counts
+until its answer has ended.
 
 A prompt goes to the prefill server with the fewest outstanding tokens of those whose read queue is
 short, its answer to the decode server with the fewest requests of those that stay near the mean
@@ -48,14 +49,9 @@ HELPERS = 3
 BYTES_PER_TOKEN = 4
 ANSWER_TOKENS = 256  # of a request that names no maximum
 #: What vLLM's NixlConnector wants of a prompt that is computed for another server.
-FOR_ANOTHER = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
+FOR_ANOTHER = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
+    ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+)
 
 
 class RefusedError(Exception):
@@ -142,13 +138,15 @@ class Router:
         """The servers of a request; None: it waits. RefusedError: no server is there."""
         prefill = [one for one in self.prefill if one.up]
         decode = [one for one in self.decode if one.up]
-        if not prefill or not decode:
+        if not prefill or (self.decode and not decode):
             raise RefusedError(503, f"no {'decode' if prefill else 'prefill'} server answers")
         first = choose_prefill(
             [one.tokens for one in prefill],
             [one.queue_s for one in prefill],
             self._limits.prefill_tokens_max,
         )
+        if not self.decode:
+            return None if first is None else (prefill[first], prefill[first])
         tokens, requests = [one.tokens for one in decode], [one.requests for one in decode]
         room, need = self._limits.decode_tokens_max, prompt + answer
         second = choose_decode(tokens, requests, need, room)
@@ -156,13 +154,14 @@ class Router:
             second = 0  # it fits nowhere: the server may refuse it
         return None if first is None or second is None else (prefill[first], decode[second])
 
-    def helpers(self, decode: Engine) -> list[str]:
-        """Addresses of the servers that may read for a prompt: first the one of its answer."""
-        able = [one for one in self.decode if one.up and one.helper]
-        if decode not in able:
-            return []
+    def hint(self, prefill: Engine, decode: Engine) -> dict[str, Any]:
+        """Who may read for a prompt: first the server of its answer. Nothing if none is known."""
+        servers = self.decode or self.prefill
+        able = [one for one in servers if one is decode or (one.up and one.helper)]
         queues_s = [one.queue_s for one in able]
-        return [able[one].helper for one in choose_helpers(able.index(decode), queues_s, HELPERS)]
+        chosen = choose_helpers(able.index(decode), queues_s, HELPERS + (decode is prefill))
+        names = [able[n].helper for n in chosen if able[n].helper and able[n] is not prefill]
+        return {"nvmeof": {"helpers": names}} if names else {}
 
     async def place(self, prompt: int, answer: int) -> tuple[Engine, Engine]:
         """Wait for room in the order of arrival and take it.
@@ -178,7 +177,8 @@ class Router:
                     self._room.clear()
                     await self._room.wait()
                 chosen[0].take(prompt)
-                chosen[1].take(prompt + answer)
+                if chosen[1] is not chosen[0]:
+                    chosen[1].take(prompt + answer)
                 return chosen
         finally:
             self.waiting -= 1
@@ -190,13 +190,17 @@ class Router:
     # -- requests -----------------------------------------------------------------------
 
     async def complete(self, path: str, body: dict[str, Any]) -> Response:
-        """Compute the prompt on one server and stream the answer from another one."""
+        """Compute the prompt on one server and stream the answer from it or from another one."""
         prompt, answer = prompt_tokens(body), answer_tokens(body)
         prefill, decode = await self.place(prompt, answer)
-        done = functools.partial(self.free, decode, prompt + answer)
+        hint, alone = self.hint(prefill, decode), decode is prefill
+        done = functools.partial(self.free, decode, prompt + answer * (not alone))
         try:
+            if alone:
+                hinted = (body.get("kv_transfer_params") or {}) | hint
+                passed = body | ({"kv_transfer_params": hinted} if hinted else {})
+                return Relayed(await self._send(decode, path, passed), done)
             try:
-                hint = {"nvmeof": {"helpers": self.helpers(decode)}}
                 computed = await self._send(prefill, path, for_prefill(body, hint))
                 await computed.aread()
             finally:
@@ -277,13 +281,11 @@ def application(router: Router) -> Starlette:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Route by DualPath's scheduling.")
-    parser.add_argument("--prefill", action="append", required=True, metavar="URL")
-    parser.add_argument("--decode", action="append", required=True, metavar="URL[,HELPER]")
+    parser.add_argument("--prefill", action="append", required=True, metavar="URL[,HELPER]")
+    parser.add_argument("--decode", action="append", default=[], metavar="URL[,HELPER]")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument(
-        "--decode-tokens", type=int, default=0, help="KV that a decode server holds"
-    )
+    parser.add_argument("--decode-tokens", type=int, default=0, help="that a server holds")
     parser.add_argument("--waiting", type=int, default=1000, help="requests that may wait")
     given = parser.parse_args()
     engines = [list(map(Engine.of, texts)) for texts in (given.prefill, given.decode)]

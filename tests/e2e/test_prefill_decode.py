@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from vllm_nvmeof_bench.servers.client import Answer
 from vllm_nvmeof_bench.servers.model import make_model
+from vllm_nvmeof_bench.servers.router import RunningRouter, dual_path_router
 from vllm_nvmeof_bench.servers.server import (
     MODEL_NAME,
     OffloadSpec,
@@ -83,7 +84,10 @@ class Pair:
 
 
 def post(
-    server: Server, prompt: Sequence[int], tokens: int, transfer: Mapping[str, Any] | None
+    server: Server | RunningRouter,
+    prompt: Sequence[int],
+    tokens: int,
+    transfer: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     body = {
         "model": MODEL_NAME,
@@ -101,7 +105,7 @@ def post(
 
 
 def complete(
-    server: Server,
+    server: Server | RunningRouter,
     prompt: Sequence[int],
     tokens: int,
     transfer: Mapping[str, Any] | None = None,
@@ -182,6 +186,19 @@ def test_each_has_stored_what_it_had(pair: Pair, reference: rig.Reference) -> No
                 again.logprobs, answer.logprobs[tokens:], rtol=0, atol=rig.LOGPROB_TOLERANCE
             )
             assert rig.grown(server, before, LOADED) == whole(len(asked) - 1)
+
+
+def test_the_router_example_stands_before_them(pair: Pair, reference: rig.Reference) -> None:
+    servers = (pair.prefill, pair.decode)
+    command = dual_path_router([pair.prefill], [pair.decode])
+    with RunningRouter(command, rig.BUILD / "logs" / "prefill-decode-router.log") as router:
+        for prompt, answer in zip(reference.prompts, reference.answers, strict=True):
+            for one in servers:
+                rig.forget_gpu(one)
+            before = [rig.metrics(one) for one in servers]
+            assert rig.same([complete(router, prompt, ANSWER_TOKENS)], [answer])
+            assert rig.grown(pair.prefill, before[0], LOADED) == whole(len(prompt) - 1)
+            assert rig.grown(pair.decode, before[1], HITS) >= len(prompt) - 1, "NIXL brought it"
 
 
 def test_what_a_dead_peer_does_not_bring_is_computed_and_stored_right(

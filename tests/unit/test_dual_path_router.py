@@ -76,13 +76,14 @@ class Rig:
     """A router over two prefill and two decode servers. A server whose host is not known cannot be
     reached."""
 
-    def __init__(self, **limits: int) -> None:
+    def __init__(self, decode: bool = True, **limits: int) -> None:
         self.servers = {name: FakeServer(name) for name in ("p0", "p1", "d0", "d1")}
         self.lost: set[str] = set()
-        prefill = [example.Engine.of(f"http://{name}") for name in ("p0", "p1")]
-        decode = [example.Engine.of(f"http://{name},{name}:7300") for name in ("d0", "d1")]
+        first = [f"http://{name}" + ("" if decode else f",{name}:7300") for name in ("p0", "p1")]
+        second = [f"http://{name},{name}:7300" for name in ("d0", "d1")] if decode else []
+        engines = [list(map(example.Engine.of, texts)) for texts in (first, second)]
         client = httpx.AsyncClient(transport=httpx.MockTransport(self._pass))
-        self.router = example.Router(prefill, decode, client, example.Limits(**limits))
+        self.router = example.Router(*engines, client, example.Limits(**limits))
         transport = httpx.ASGITransport(example.application(self.router))
         self.client = httpx.AsyncClient(transport=transport, base_url="http://router")
 
@@ -109,9 +110,9 @@ class Rig:
         return {name: len(server.bodies) for name, server in self.servers.items()}
 
 
-def play(scenario: Callable[[Rig], Awaitable[None]], **limits: int) -> None:
+def play(scenario: Callable[[Rig], Awaitable[None]], decode: bool = True, **limits: int) -> None:
     async def whole() -> None:
-        await asyncio.wait_for(scenario(Rig(**limits)), timeout=20)
+        await asyncio.wait_for(scenario(Rig(decode, **limits)), timeout=20)
 
     asyncio.run(whole())
 
@@ -170,6 +171,29 @@ def test_without_gauges_the_routers_own_counts_decide() -> None:
         assert {(await task).json()["server"] for task in tasks} == {"d0", "d1"}
 
     play(scenario)
+
+
+def test_without_decode_servers_the_one_that_computes_answers_and_others_may_read() -> None:
+    async def scenario(rig: Rig) -> None:
+        server = rig.servers["p0"]
+        server.gate.clear()
+        first = asyncio.create_task(rig.ask(stream_options={"include_usage": True}))
+        await server.arrived.wait()
+        assert rig.held() == [(100, 1), (0, 0)]
+        assert (await rig.ask()).json()["server"] == "p1", "the first still counts"
+        server.gate.set()
+        assert (await first).json()["server"] == "p0"
+        assert rig.held() == [(0, 0)] * 2
+        (body,) = server.bodies
+        assert body["max_tokens"] == 10
+        assert "stream_options" in body
+        assert body["kv_transfer_params"] == {"nvmeof": {"helpers": ["p1:7300"]}}
+        rig.lost = {"p1"}
+        await rig.scrape()
+        await rig.ask()
+        assert "kv_transfer_params" not in server.bodies[1], "nobody else reads"
+
+    play(scenario, decode=False)
 
 
 def test_a_server_that_is_gone_gets_nothing_until_it_answers_again() -> None:

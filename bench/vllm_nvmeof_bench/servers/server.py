@@ -86,7 +86,7 @@ def on_blocks(tokens: int) -> int:
 
 #: Asks the kernel for SIGTERM (15) at the parent's death, PR_SET_PDEATHSIG being 1, checks that
 #: it is not dead already, and becomes the server. A `preexec_fn` is unsafe beside threads.
-_LAUNCHER = """
+LAUNCHER = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 15)
 if os.getppid() == int(sys.argv[1]):
@@ -216,7 +216,7 @@ class Server:
 
     def _launch(self) -> subprocess.Popen[bytes]:
         """Start it in a process group of its own, with its output in `log_path`."""
-        command = [sys.executable, "-c", _LAUNCHER, str(os.getpid()), *self.spec.command(self.port)]
+        command = [sys.executable, "-c", LAUNCHER, str(os.getpid()), *self.spec.command(self.port)]
         with self.log_path.open("wb") as log:
             return subprocess.Popen(
                 command,
