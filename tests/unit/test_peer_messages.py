@@ -46,7 +46,7 @@ from vllm_nvmeof_offload.peers.messages import (
     failed_read,
     outcome_of_failed,
 )
-from vllm_nvmeof_offload.peers.pace import BusyRate, Rest
+from vllm_nvmeof_offload.peers.pace import BusyRate, Listening, Rest
 
 u64 = st.integers(0, (1 << 64) - 1)
 u32 = st.integers(0, (1 << 32) - 1)
@@ -239,6 +239,17 @@ def test_a_peer_that_is_lost_thrice_rests_and_longer_each_time() -> None:
     assert rest.is_over(now_s + 0.3), "one loss is followed by a short rest"
 
 
+def test_a_peer_that_is_killed_every_six_seconds_does_not_rest() -> None:
+    """It stalls first, and its session is lost three seconds later."""
+    rest = Rest()
+    for killed_s in range(0, 60, 6):
+        assert not rest.is_once_too_often(killed_s + 0.5)
+        rest.begin(killed_s + 3.5, was_up=True, was_stalled=True)
+        assert rest.is_over(killed_s + 4.0)
+    assert not rest.is_once_too_often(60.0)
+    assert rest.is_once_too_often(61.0)
+
+
 def test_a_peer_that_is_not_there_is_greeted_every_few_seconds() -> None:
     rest, now_s = Rest(), 0.0
     greeted = []
@@ -250,6 +261,19 @@ def test_a_peer_that_is_not_there_is_greeted_every_few_seconds() -> None:
     gaps = [later - sooner for sooner, later in itertools.pairwise(greeted)]
     assert gaps[0] < 0.5
     assert max(gaps) == pytest.approx(5.0, abs=0.2)
+
+
+def test_time_in_which_a_thread_was_kept_from_running_is_not_listened() -> None:
+    listening = Listening(10.0)
+    for now_s in (10.025, 10.06, 10.085):  # one turn is a little late
+        listening.turn(now_s, 0.025)
+    assert listening.now_s == pytest.approx(10.085)
+    listening.turn(13.0, 0.025)
+    assert listening.now_s == pytest.approx(10.085, abs=0.08)
+    before_s = listening.now_s
+    for now_s in (13.001, 13.002):
+        listening.turn(now_s, 0.0)
+    assert listening.now_s == pytest.approx(before_s + 0.002)
 
 
 def test_a_rate_counts_the_time_in_which_something_moves() -> None:

@@ -36,7 +36,7 @@ COLUMNS_MAX = 100
 #: Files and lines of Python and C++. They may fall (lower the number then), and a commit that
 #: raises one gives the reason.
 PRODUCT_FILES_MAX = 196
-PRODUCT_LINES_MAX = 43_850
+PRODUCT_LINES_MAX = 43_900
 BENCH_FILES_MAX = 96
 BENCH_LINES_MAX = 19_220
 #: A count below its maximum by more than this share means that the maximum has to be lowered.
@@ -50,7 +50,6 @@ SMALL_FILES: dict[str, str] = {
     "vllm_nvmeof_offload/manager/prefill_rate.py": "a newcomer looks for it by this name",
     "vllm_nvmeof_offload/manager/store_threshold.py": "a newcomer looks for it by this name",
     "vllm_nvmeof_offload/manager/target_choice.py": "a newcomer looks for it by this name",
-    "vllm_nvmeof_offload/peers/pace.py": "rests and rates, which tests drive by made-up times",
     "vllm_nvmeof_offload/vllm_adapter/retention.py": "a newcomer looks for it by this name",
 }
 

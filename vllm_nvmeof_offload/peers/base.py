@@ -19,9 +19,11 @@ from vllm_nvmeof_offload.protocol import SlotIdentity
 #: Both say "I live" so often while a read is open, and else.
 BEAT_OPEN_S = 0.05
 BEAT_IDLE_S = 1.0
+#: Reads that are open are made elsewhere when the peer has said nothing for so long, and nothing
+#: more is asked of it until it is heard again.
+STALLED_S = 0.5
 #: Who has said nothing for so long is lost.
-SILENT_OPEN_S = 0.5
-SILENT_IDLE_S = 3.5
+SILENT_S = 3.5
 
 
 class SlotMemory(NamedTuple):

@@ -4,8 +4,9 @@
 A read is ASKED, then PULLING where NIXL moves its bytes; then it has its end. A read that is
 cancelled, or whose deadline has passed, has its outcome at once. If D still owes an answer it is
 DROPPED and costs a credit; if its pull has not ended it is a ZOMBIE, whose buffer is released
-later. Nothing waits for a peer: one that errs, falls silent, or holds a zombie for a second loses
-its session, all its reads end, and it is greeted again after a rest.
+later. Nothing waits for a peer: the reads of one that says nothing for half a second end, and it is
+asked for nothing until it is heard again. One that errs, stays silent, or holds a zombie for a
+second loses its session, and is greeted again after a rest.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from vllm_nvmeof_offload.peers.base import (
     BEAT_IDLE_S,
     BEAT_OPEN_S,
     NO_PEER,
-    SILENT_IDLE_S,
-    SILENT_OPEN_S,
+    SILENT_S,
+    STALLED_S,
     Common,
     PeerEnd,
     PeerRead,
@@ -64,7 +65,7 @@ from vllm_nvmeof_offload.peers.messages import (
     new_nonce,
     outcome_of_failed,
 )
-from vllm_nvmeof_offload.peers.pace import BusyRate, Rest
+from vllm_nvmeof_offload.peers.pace import BusyRate, Listening, Rest
 from vllm_nvmeof_offload.peers.transport import (
     NixlTransport,
     Pull,
@@ -128,7 +129,11 @@ class _Session:
     """One session with one peer."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], address: str, slot_bytes: int
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        slot_bytes: int,
+        listening: Listening,
     ) -> None:
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -142,8 +147,10 @@ class _Session:
         self.greeting: Greeting | None = None  # None: D has not asked for a proof
         self.has_pulled = False  # the first pull makes the connection, which takes milliseconds
         self.transport: NixlTransport | None = None  # None: chunks come in messages
-        self.began_s = self.heard_s = time.monotonic()
-        self.told_s = self.opened_s = 0.0
+        self._listening = listening
+        self.told_s = 0.0
+        self.heard_s = self.opened_s = listening.now_s  # by that clock, as the silence is
+        self.is_stalled = False
         self.broken = ""  # why nothing can be sent
         self.credits = self.slots = 0
         self.open: dict[int, _Reading] = {}
@@ -151,12 +158,21 @@ class _Session:
         self.dropped = 0
         self.done: list[int] = []
 
-    def is_silent(self, now_s: float) -> bool:
-        if not self.is_up:
-            return now_s - self.began_s > _GREETING_S
-        if self.open:
-            return now_s - max(self.heard_s, self.opened_s) > SILENT_OPEN_S
-        return now_s - self.heard_s > SILENT_IDLE_S
+    def hear(self) -> None:
+        self.heard_s = self._listening.now_s
+        self.is_stalled = False
+
+    def opens(self) -> None:
+        """The first read is asked for: from now on it has to say something often."""
+        self.opened_s = self._listening.now_s
+
+    def is_silent(self) -> bool:
+        return self._listening.now_s - self.heard_s > (SILENT_S if self.is_up else _GREETING_S)
+
+    def stalls(self) -> bool:
+        """Whether it has said nothing for too long since it was last asked."""
+        heard_s = max(self.heard_s, self.opened_s)
+        return bool(self.open) and self._listening.now_s - heard_s > STALLED_S
 
     def send(self, message: AnyMessage) -> bytes:
         """Return what was sent."""
@@ -216,6 +232,7 @@ class PeerClients:
         self._leaving: list[tuple[NixlTransport, list[_Reading]]] = []
         self._waker, self._heard = Waker(), Waker()
         self._closed = threading.Event()
+        self._listening = Listening(time.monotonic())
         self._context = zmq.Context()
         self._poller = zmq.Poller()
         self._poller.register(self._waker.fd, zmq.POLLIN)
@@ -276,7 +293,9 @@ class PeerClients:
             moving = any(one.session and one.session.moving for one in self._lanes)
             if moving:
                 time.sleep(_MOVING_TICK_S)
-            self._poller.poll(0 if moving else self._sleep_ms())
+            sleep_ms = 0 if moving else self._sleep_ms()
+            self._poller.poll(sleep_ms)
+            self._listening.turn(time.monotonic(), sleep_ms / 1000)
             self._waker.clear()
             for lane in self._lanes:
                 if lane.tag != self._tag:
@@ -318,8 +337,10 @@ class PeerClients:
         self._pull_on(lane, lane.session)
         now_s = time.monotonic()
         self._expire(lane.session, now_s)
-        if drained and lane.session.is_silent(now_s):
+        if drained and lane.session.is_silent():
             raise _SessionLostError("silence")
+        if drained and lane.session.stalls() and not lane.session.is_stalled:
+            self._stall(lane, lane.session)
         if lane.session.broken:
             raise _SessionLostError(lane.session.broken)
         self._tell(lane.session, now_s)
@@ -333,7 +354,8 @@ class PeerClients:
                 self._drop(token, CANCELLED)
 
     def _greet(self, lane: _Lane) -> None:
-        lane.session = session = _Session(self._context, lane.address, self._memory.slot_bytes)
+        slot_bytes, listening = self._memory.slot_bytes, self._listening
+        lane.session = session = _Session(self._context, lane.address, slot_bytes, listening)
         lane.tag = tag = self._tag
         self._poller.register(session.socket, zmq.POLLIN)
         common = self._common
@@ -353,12 +375,12 @@ class PeerClients:
     def _ask(self, lane: _Lane, reads: list[PeerRead]) -> None:
         session = lane.session
         now_s = time.monotonic()
-        if session is None or not session.is_up:
+        if session is None or not session.is_up or session.is_stalled:
             for read in reads:
                 self._end(read, LOST)
             return
         if not session.open:
-            session.opened_s = now_s
+            session.opens()
         wanted = []
         for read in reads:
             if len(session.open) >= session.credits:
@@ -389,6 +411,17 @@ class PeerClients:
                     self._end(reading.read, outcome, released=False)
                 return
 
+    def _stall(self, lane: _Lane, session: _Session) -> None:
+        """It says nothing, and may live: what it was asked for is read elsewhere."""
+        session.is_stalled = True
+        for token, reading in list(session.open.items()):
+            if reading.stage in (_Stage.ASKED, _Stage.PULLING):
+                self._drop(token, LOST)
+        if lane.rest.is_once_too_often(now_s := time.monotonic()):
+            lane.rest.begin_long(now_s)
+            raise _SessionLostError("it stalls again and again")
+        self._say(lane, f"says nothing for {STALLED_S} s while it should read")
+
     def _expire(self, session: _Session, now_s: float) -> None:
         for token, reading in list(session.open.items()):
             if reading.stage is _Stage.ZOMBIE:
@@ -416,7 +449,7 @@ class PeerClients:
             except zmq.Again:
                 return True
             message = session.channel.decode(frames[0])
-            session.heard_s = time.monotonic()
+            session.hear()
             if len(frames) != 1 + isinstance(message, Sent):
                 raise MalformedError(f"{len(frames)} frames")
             if isinstance(message, Sent):
@@ -603,7 +636,7 @@ class PeerClients:
         was_up = session.is_up
         self.counts.lost += was_up and counts
         if counts:
-            lane.rest.begin(now_s, was_up=was_up)
+            lane.rest.begin(now_s, was_up=was_up, was_stalled=session.is_stalled)
         self._say(lane, why)
         if was_up:
             session.send(Bye(text=why[:256]))
@@ -642,7 +675,7 @@ class PeerClients:
         pull_rate = lane.pull_rate.recent(time.monotonic())
         rates = [one for one in (lane.bytes_per_s, pull_rate) if one]
         lane.state = PeerState(
-            time.monotonic() >= lane.unusable_until_s,
+            time.monotonic() >= lane.unusable_until_s and not session.is_stalled,
             session.credits - session.dropped,
             min(rates, default=0.0),
             lane.queued_bytes,

@@ -28,8 +28,7 @@ from vllm_nvmeof_offload.io.base import Waker, unbind_this_thread
 from vllm_nvmeof_offload.peers.base import (
     BEAT_IDLE_S,
     BEAT_OPEN_S,
-    SILENT_IDLE_S,
-    SILENT_OPEN_S,
+    SILENT_S,
     Common,
     Levels,
     Served,
@@ -66,6 +65,7 @@ from vllm_nvmeof_offload.peers.messages import (
     decode,
     failed_read,
 )
+from vllm_nvmeof_offload.peers.pace import Listening
 from vllm_nvmeof_offload.peers.transport import NixlTransport, TransportError, has_rdma
 from vllm_nvmeof_offload.pool.format import SlotPlace
 from vllm_nvmeof_offload.protocol import SlotIdentity
@@ -117,11 +117,10 @@ class _Serving:
 class _Session:
     route: bytes
     tag: bytes
-    heard_s: float
+    heard_s: float  # by the clock of `Listening`
     channel: Channel
     told_s: float = 0.0  # when it was last told the levels
     told_bytes: int = 0  # what is read before what it asks for next, as it was told
-    opened_s: float = 0.0  # when a read came and none was open
     lent: int = 0  # of those that are open
     queued_bytes: int = 0  # likewise, which wait for a slot
     reading_bytes: int = 0  # that the port has to read for it
@@ -129,11 +128,7 @@ class _Session:
     open: dict[int, _Serving] = field(default_factory=dict)
     ready: list[Lent] = field(default_factory=list)
     failed: list[FailedRead] = field(default_factory=list)
-
-    def is_silent(self, now_s: float) -> bool:
-        if self.open:
-            return now_s - max(self.heard_s, self.opened_s) > SILENT_OPEN_S
-        return now_s - self.heard_s > SILENT_IDLE_S
+    is_gone: bool = False  # it takes no messages any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +182,7 @@ class PeerServer:
         self._sessions: dict[bytes, _Session] = {}
         self._greeted: dict[bytes, _Greeted] = {}  # in the order of their coming
         self._told: set[str] = set()
+        self._listening = Listening(time.monotonic())
         self._by_number: dict[int, _Serving] = {}
         self._numbers = 0
         self._turns: collections.deque[_Session] = collections.deque()
@@ -263,7 +259,9 @@ class PeerServer:
             moving = any(one.lent for one in self._sessions.values())
             if moving:
                 time.sleep(_MOVING_TICK_S)
-            poller.poll(0 if moving else self._sleep_ms())
+            sleep_ms = 0 if moving else self._sleep_ms()
+            poller.poll(sleep_ms)
+            self._listening.turn(time.monotonic(), sleep_ms / 1000)
             self._waker.clear()
             if transport is not None:
                 transport.progress()
@@ -285,9 +283,10 @@ class PeerServer:
         now_s = time.monotonic()
         self._expire(now_s)
         self._begin(now_s)
-        self._forget_greeted(now_s)
+        self._forget_greeted()
         for session in list(self._sessions.values()):
-            if drained and session.is_silent(now_s):
+            is_silent = self._listening.now_s - session.heard_s > SILENT_S
+            if session.is_gone or (drained and is_silent):
                 self.counts.lost += 1
                 self._end(session, "silence")
             else:
@@ -321,7 +320,7 @@ class PeerServer:
             self._greet(route, raw)
             return
         message = session.channel.decode(raw)
-        session.heard_s = time.monotonic()
+        session.heard_s = self._listening.now_s
         match message:
             case Read():
                 self._take_reads(session, message)
@@ -349,7 +348,7 @@ class PeerServer:
         hello = channel.decode(raw)
         if not isinstance(hello, Hello):
             raise MalformedError(f"{type(hello).__name__} without a session")
-        session = _Session(route, hello.tag, time.monotonic(), channel)
+        session = _Session(route, hello.tag, self._listening.now_s, channel)
         secret = self._common.secret
         if hello.version != VERSION:
             self._send(session, Refused(text=f"version {VERSION} here, not {hello.version}"))
@@ -378,9 +377,10 @@ class PeerServer:
             self._told.add(text)
             logger.warning("a peer is refused: %s", text)
 
-    def _forget_greeted(self, now_s: float) -> None:
+    def _forget_greeted(self) -> None:
         """Whoever has not proved anything within a greeting's time greets again."""
-        old = (one for one in self._greeted.values() if now_s - one.session.heard_s > _GREETED_S)
+        since_s = self._listening.now_s - _GREETED_S
+        old = (one for one in self._greeted.values() if one.session.heard_s < since_s)
         excess = itertools.islice(self._greeted.values(), max(0, len(self._greeted) - SESSIONS_MAX))
         for one in [*old, *excess]:
             self._greeted.pop(one.session.route, None)
@@ -418,8 +418,6 @@ class PeerServer:
 
     def _take_reads(self, session: _Session, message: Read) -> None:
         now_s = time.monotonic()
-        if not session.open:
-            session.opened_s = now_s
         for wanted in message.reads:
             if wanted.token in session.open:
                 raise MalformedError(f"token {wanted.token} twice")
@@ -564,7 +562,7 @@ class PeerServer:
             raw = session.channel.encode(message)
             self._socket.send_multipart([session.route, raw, *more], zmq.NOBLOCK)
         except zmq.ZMQError:
-            session.heard_s = 0.0  # it takes nothing any more: it is as good as silent
+            session.is_gone = True
 
     def _end(self, session: _Session, why: str) -> None:
         if self._sessions.pop(session.route, None) is None:

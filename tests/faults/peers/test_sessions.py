@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import itertools
 import os
@@ -24,7 +25,7 @@ from vllm_nvmeof_offload.errors import (
     io_error,
 )
 from vllm_nvmeof_offload.io.base import ALLOWED_CPUS
-from vllm_nvmeof_offload.peers.base import SILENT_OPEN_S
+from vllm_nvmeof_offload.peers.base import SILENT_S, STALLED_S
 from vllm_nvmeof_offload.peers.messages import (
     AnyMessage,
     Beat,
@@ -118,7 +119,7 @@ def test_an_answer_that_cannot_be_ends_the_session_and_its_reads(
     begun_s = time.monotonic()
     puller.until(lambda: puller.outcomes)
     assert puller.outcomes == {token: LOST}
-    assert time.monotonic() - begun_s < SILENT_OPEN_S, "because of the answer"
+    assert time.monotonic() - begun_s < STALLED_S, "because of the answer"
     assert puller.clients.counts.malformed == 1
     assert not puller.clients.state(0).usable
 
@@ -157,12 +158,62 @@ def test_what_comes_for_a_read_that_was_given_up_is_not_written(
     assert not puller.memory[start : start + SIZE_BYTES].any()
 
 
-def test_a_peer_that_falls_silent_loses_its_reads(peer: FakePeer, puller: Puller) -> None:
+def test_a_peer_that_stalls_loses_its_reads_and_keeps_its_session(
+    store: Rig, peer: FakePeer, puller: Puller
+) -> None:
     tokens = [puller.read(number) for number in range(8)]
     begun_s = time.monotonic()
     assert puller.run(*tokens) == [LOST] * 8
-    assert SILENT_OPEN_S <= time.monotonic() - begun_s <= SILENT_OPEN_S + LATE_S
-    assert puller.clients.counts.lost == 1
+    assert STALLED_S <= time.monotonic() - begun_s <= STALLED_S + LATE_S
+    puller.until(lambda: not puller.clients.state(0).usable)
+    assert puller.run(puller.read(0)) == [LOST], "it is asked for nothing more"
+    for token in tokens:
+        peer.send(Sent(token=token), _slot(store, 0))  # what it still owes
+    puller.until(lambda: puller.clients.state(0).credits == 8)
+    assert puller.clients.state(0).usable
+    token = puller.read(1)
+    puller.ask(token)
+    peer.send(Sent(token=token), _slot(store, 1))
+    puller.until(lambda: token in puller.outcomes)
+    assert puller.outcomes[token] == OK
+    assert puller.clients.counts.lost == 0
+
+
+def test_a_peer_that_stays_silent_loses_its_session(peer: FakePeer, puller: Puller) -> None:
+    begun_s = time.monotonic()
+    assert puller.run(puller.read(0)) == [LOST]
+    puller.until(lambda: puller.clients.counts.lost == 1)
+    assert SILENT_S - LATE_S <= time.monotonic() - begun_s <= SILENT_S + 2 * LATE_S
+
+
+def test_a_peer_that_stalls_three_times_rests(peer: FakePeer, puller: Puller) -> None:
+    for stalls in range(1, 4):
+        assert puller.run(puller.read(0)) == [LOST]
+        if stalls < 3:
+            peer.send(Beat())
+            puller.wait_usable()
+    puller.until(lambda: puller.clients.counts.lost == 1)
+
+
+def test_time_in_which_this_side_does_not_run_says_nothing_of_the_peer(
+    store: Rig, peer: FakePeer, puller: Puller
+) -> None:
+    token = puller.read(0)
+    puller.ask(token)
+    peer.take(Read)
+    _hold_the_interpreter(2 * STALLED_S)
+    end_s = time.monotonic() + STALLED_S / 2
+    while time.monotonic() < end_s:
+        puller.pause()
+    assert not puller.outcomes
+    peer.send(Sent(token=token), _slot(store, 0))
+    puller.until(lambda: puller.outcomes)
+    assert puller.outcomes == {token: OK}
+
+
+def _hold_the_interpreter(seconds: float) -> None:
+    """No other thread of this process runs Python meanwhile."""
+    ctypes.PyDLL(None).usleep(int(1e6 * seconds))
 
 
 def test_a_peer_that_loses_three_sessions_rests(peer: FakePeer, puller: Puller) -> None:
@@ -266,7 +317,7 @@ def test_a_peer_that_is_gone_leaves_its_slots(desk: Desk) -> None:
     desk.until(lambda: asker.lent == [0])
     asker.lives = False
     took_s = desk.until(lambda: desk.server.counts.sessions == 0)
-    assert took_s < SILENT_OPEN_S + LATE_S
+    assert took_s < SILENT_S + LATE_S
     assert desk.server.counts.lost == 1
     assert desk.port.cancelled == [1]
     assert desk.server.counts.free == 3
