@@ -69,7 +69,7 @@ demo: setup
 # `exec`: a signal that make passes on reaches the suite, not a shell around it.
 SUITES = $(BIN)/python tools/suites.py "$(MAKE)"
 
-# Takes five minutes: two servers on one pool, the second of which is killed again and again.
+# Takes some four minutes: two servers on one pool, the second of which is killed again and again.
 demo-dual: setup
 	@$(BIN)/python -m vllm_nvmeof_bench.demo.dual --json build/demo-dual.json
 

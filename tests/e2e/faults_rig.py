@@ -16,12 +16,13 @@ from typing import Any
 
 import httpx
 import numpy as np
+from vllm_nvmeof_bench import servers
 from vllm_nvmeof_bench.servers.client import Answer, Client, Metrics
 from vllm_nvmeof_bench.servers.engine import engine_memory, has_cpu_engine
+from vllm_nvmeof_bench.servers.forked import ForkedServer, can_be_forked
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model, random_tokens
 from vllm_nvmeof_bench.servers.server import OffloadSpec, Server, ServerSpec
 
-from tests.e2e.forked_server import ForkedServer, can_be_forked
 from tests.wait import wait_until
 from vllm_nvmeof_offload.units import GIB, KIB, slot_stride_bytes
 
@@ -44,7 +45,8 @@ _UNDER_WAY = (
 )
 _REFUSED = ("vllm:nvmeof_refused_stores_total", "vllm:nvmeof_refused_writes_total")
 _ROUNDS_MAX = 8
-_FORKING = Path(__file__).with_name("forking_vllm.py")
+#: A script: importing it imports vLLM.
+_FORKING = Path(servers.__file__).with_name("forking.py")
 
 
 @dataclass(frozen=True)

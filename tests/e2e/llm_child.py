@@ -9,10 +9,11 @@ from pathlib import Path
 
 
 def main(target: str) -> None:
-    from tests.e2e import faults_rig as rig
-    from tests.e2e import forking_vllm
+    from vllm_nvmeof_bench.servers import forking
 
-    forking_vllm.fork_engines()
+    from tests.e2e import faults_rig as rig
+
+    forking.fork_engines()
     from vllm import LLM, SamplingParams
 
     spec = rig.spec(Path(target))

@@ -21,11 +21,12 @@ from typing import Any
 
 
 def main(pool: str, model: str) -> None:
+    from vllm_nvmeof_bench.servers import forking
+
     from tests.e2e import faults_rig as rig
-    from tests.e2e import forking_vllm
     from tests.e2e import life_rig as life
 
-    forking_vllm.fork_engines()
+    forking.fork_engines()
     faults = rig.Faults(Path(pool).parent / "notebook-faults.json")
     runs = []
     for number in range(4):
@@ -119,6 +120,7 @@ def _generate(llm: Any, prompt: list[int], count: int) -> list[int]:
 
 
 def _ask(llm: Any) -> list[list[int]]:
+
     from tests.e2e import faults_rig as rig
     from tests.e2e import life_rig as life
 
@@ -132,6 +134,7 @@ def _value(llm: Any, name: str, **labels: str) -> float:
 
 def _with_writes_in_flight(llm: Any, faults: Any) -> float:
     """Start writes that outlast every wait; return the number of pending writes."""
+
     from tests.e2e import faults_rig as rig
     from tests.e2e import life_rig as life
 

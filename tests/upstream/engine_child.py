@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from vllm_nvmeof_bench.servers import forking
+
 from tests.e2e import faults_rig as rig
-from tests.e2e import forking_vllm
 
 
 def build(target: str) -> Any:
@@ -60,7 +61,7 @@ def known_as(llm: Any) -> str:
 def main(target: str) -> None:
     import vllm
 
-    forking_vllm.fork_engines()
+    forking.fork_engines()
     prompts = rig.prompts()
     llm = build(target)
     result = {"version": vllm.__version__, "cold": ask(llm, prompts), "back": ask(llm, prompts)}

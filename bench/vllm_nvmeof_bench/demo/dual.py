@@ -2,8 +2,10 @@
 """Two servers on one pool, each behind a slow storage link: a crowd returns over one, and both.
 
 P answers. D, a server of the same model, reads for it. The crowd's prompts are computed and stored
-once, and their answers are what is right. Then the crowd returns, round after round: while D runs,
-while it does not, and while it is killed five seconds after each of its starts.
+once, and their answers are what is right. Then the crowd returns, round after round, while D runs
+and while it does not. At last it returns while D is killed with SIGKILL, all its processes at once:
+every five seconds or, where it takes longer to come back, within a second of its first chunk for P.
+Without a GPU both are forked from a process that has imported vLLM, so that D is back in seconds.
 
     python -m vllm_nvmeof_bench.demo.dual [--json FILE]
 """
@@ -13,14 +15,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import shutil
 import statistics
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -30,6 +35,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vllm_nvmeof_bench.servers.client import Answer, Client, Metrics
+from vllm_nvmeof_bench.servers.forked import ForkedServer, can_be_forked
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model, random_tokens
 from vllm_nvmeof_bench.servers.server import OffloadSpec, ReservedPort, Server, ServerSpec
 from vllm_nvmeof_offload.config import ALLOW_FAULTS
@@ -38,53 +44,65 @@ from vllm_nvmeof_offload.units import GIB, slot_stride_bytes
 
 LINK_BYTES_PER_S = 60_000_000
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 5, 4096, 8
-ROUNDS = 3
+#: In each round the crowd comes so often over both paths, and over one.
+ROUNDS, TIMES = 4, 2
 #: Of one path's median time to first token.
 RATIO_MAX = 0.6
-KILLS, KILL_AFTER_S = 3, 5.0
+KILLS, KILL_EVERY_S = 8, 5.0
 _SHAPE = ModelShape(layers=8, hidden=256, intermediate=512, heads=4, kv_heads=4)
 _CHUNK_BYTES = 1 << 20  # 64 tokens
 _SLOTS, _SERVE_SLOTS = 96, 24
 _PULLED = "vllm:nvmeof_peer_pulled_bytes_total"
 _READ = "vllm:nvmeof_read_bytes_total"
 _WAIT_ROUNDS_MAX = 8
+#: D is killed so much later than it reads again for P, at most; or without having read so long.
+_SERVING_S, _WAIT_S, _LOOK_S = 1.0, 60.0, 0.1
+#: D is found when it brings so much of what is loaded.
+_FOUND_SHARE = 0.4
+#: Never asked again: they take the crowd's place in the CPU tier.
+_OTHERS = 2
 
 
 @dataclass
 class Phase:
-    """What the crowd saw in one state of D."""
+    """What the crowd saw in one state of D. medians_s: of each time that it came.
+
+    read_bytes: also through D.
+    """
 
     name: str
     ttft_s: list[float] = field(default_factory=list)
+    medians_s: list[float] = field(default_factory=list)
+    failed: int = 0
     different: int = 0
     pulled_bytes: float = 0.0
     read_bytes: float = 0.0
 
     @property
-    def median_s(self) -> float:
-        return statistics.median(self.ttft_s)
-
-    @property
     def pulled_share(self) -> float:
-        return self.pulled_bytes / max(1.0, self.pulled_bytes + self.read_bytes)
+        return self.pulled_bytes / max(1.0, self.read_bytes)
 
 
 class Pair:
     """P and D. D may be killed and started again; P and the pool stay."""
 
     def __init__(self, console: Console, build: Path, target: Path, address: str) -> None:
-        self._console, self._logs = console, build / "demo-logs"
+        self._logs = build / "demo-logs"
         self._faults = [target / f"{name}.json" for name in "pd"]
         for control in self._faults:
             control.write_text("{}")
         model = make_model(build / "models", _SHAPE)
         serve = {"peer_listen": address, "serve_bytes": _SERVE_SLOTS * _slot_bytes()}
+        serve["pool_bytes"] = _SERVE_SLOTS * _slot_bytes()  # of its own, which stays empty
         self._d = _spec(model, target, self._faults[1], **serve)
-        self.p = self._start(_spec(model, target, self._faults[0], peers=address), "dual-p")
+        with console.status("starting P"):
+            p = _spec(model, target, self._faults[0], peers=address)
+            self.p = _server(p, self._logs / "dual-p.log").wait_ready()
         self.d: Server | None = None
 
     def start_d(self) -> None:
-        self.d = self._start(self._d, "dual-d")
+        """It may read for P before it answers requests of its own, or `wait_ready` returns."""
+        self.d = _server(self._d, self._logs / "dual-d.log")
 
     def kill_d(self) -> None:
         if self.d is not None:
@@ -99,9 +117,10 @@ class Pair:
         self.kill_d()
         self.p.stop()
 
-    def _start(self, spec: ServerSpec, name: str) -> Server:
-        with self._console.status(f"vllm serve, {name}"):
-            return Server(spec, self._logs / f"{name}.log").wait_ready()
+
+def _server(spec: ServerSpec, log: Path) -> Server:
+    """Start a server. One that is forked comes back within seconds."""
+    return (ForkedServer if can_be_forked(spec) else Server)(spec, log)
 
 
 def _slot_bytes() -> int:
@@ -110,7 +129,8 @@ def _slot_bytes() -> int:
 
 def _spec(model: Path, target: Path, control: Path, **more: object) -> ServerSpec:
     chunk_tokens = _CHUNK_BYTES // _SHAPE.kv_bytes_per_token
-    pool_bytes = 2 * PROMPTS * (PROMPT_TOKENS // chunk_tokens + 1) * _slot_bytes()
+    prompts = PROMPTS + _OTHERS
+    pool_bytes = 2 * prompts * (PROMPT_TOKENS // chunk_tokens + 1) * _slot_bytes()
     extra = {
         "targets": [str(target / "pool")],
         "pool_bytes": pool_bytes,
@@ -127,7 +147,13 @@ def _spec(model: Path, target: Path, control: Path, **more: object) -> ServerSpe
         gpu_blocks=3 * PROMPT_TOKENS // 32,
         max_num_seqs=4,
         offload=OffloadSpec(_SLOTS * _slot_bytes() / GIB, extra),
-        env={"VLLM_SERVER_DEV_MODE": "1", ALLOW_FAULTS: "1"},
+        env={
+            "VLLM_SERVER_DEV_MODE": "1",
+            ALLOW_FAULTS: "1",
+            # Else vLLM binds the one math thread to a core: to the same one in both servers.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+        },
     )
 
 
@@ -137,132 +163,215 @@ class Crowd:
     def __init__(self, server: Server) -> None:
         self._server = server
         rng = np.random.default_rng(5)
-        self._prompts = [random_tokens(rng, PROMPT_TOKENS, _SHAPE) for _ in range(PROMPTS)]
+        drawn = [random_tokens(rng, PROMPT_TOKENS, _SHAPE) for _ in range(PROMPTS + _OTHERS)]
+        self._prompts, self._others = drawn[:PROMPTS], drawn[PROMPTS:]
         self._right: list[Answer] = []
 
-    def compute(self) -> list[float]:
-        """Let the server compute and store all prompts; returns their times to first token."""
+    def compute(self) -> Phase:
+        """Let the server compute and store all prompts."""
+        phase = Phase("computed")
         self._right = asyncio.run(self._compute())
-        return [answer.ttft_s for answer in self._right]
+        _count(phase, self._right)
+        return phase
 
     def come(self, phase: Phase) -> None:
         """Return once, when nothing of it is in GPU memory any more."""
         answers, before, now = asyncio.run(self._return())
-        phase.ttft_s += [answer.ttft_s for answer in answers]
+        whole = _count(phase, answers)
         pairs = zip(answers, self._right, strict=True)
-        phase.different += sum(answer.tokens != right.tokens for answer, right in pairs)
+        differ = [answer.tokens != right.tokens for answer, right in pairs if answer in whole]
+        phase.different += sum(differ)
         phase.pulled_bytes += now.value(_PULLED) - before.value(_PULLED)
         phase.read_bytes += now.value(_READ) - before.value(_READ)
 
     async def _compute(self) -> list[Answer]:
         answers = []
         async with Client(self._server.url) as client:
-            for prompt in self._prompts:
+            for prompt in [*self._prompts, *self._others]:
                 answers.append(await client.complete(prompt, ANSWER_TOKENS))
                 await client.settle()
-        return answers
+        return answers[:PROMPTS]
 
     async def _return(self) -> tuple[list[Answer], Metrics, Metrics]:
         async with Client(self._server.url) as client:
             if not await client.forget_gpu():
                 raise OffloadError("the prefix cache cannot be reset")
             before = await client.counted()
-            asked = (client.complete(prompt, ANSWER_TOKENS) for prompt in self._prompts)
-            answers = [await one for one in asked]
+            answers = [await client.attempt(prompt, ANSWER_TOKENS) for prompt in self._prompts]
             return answers, before, await client.counted()
 
 
-def _with_d(pair: Pair, crowd: Crowd) -> None:
-    """Start D, and let the crowd come until P has found it."""
+def _count(phase: Phase, answers: Sequence[Answer]) -> list[Answer]:
+    """Add what a crowd saw; returns the whole answers."""
+    whole = [answer for answer in answers if answer.failure is None]
+    times = [answer.ttft_s for answer in whole]
+    phase.failed += len(answers) - len(whole)
+    phase.ttft_s += times
+    phase.medians_s += [statistics.median(times)] if times else []
+    return whole
+
+
+def _with_d(pair: Pair, crowd: Crowd, all_phases: Phase) -> None:
+    """Start D, and let the crowd come until half of what it loads comes through D."""
     pair.start_d()
+    assert pair.d is not None
+    pair.d.wait_ready()
     for _ in range(_WAIT_ROUNDS_MAX):
         phase = Phase("")
         crowd.come(phase)
-        if phase.pulled_share > 0.2:
+        all_phases.failed += phase.failed
+        all_phases.different += phase.different
+        if phase.pulled_share > _FOUND_SHARE:
             return
-    raise OffloadError("nothing comes through D; see demo-logs/dual-p.log")
+    raise OffloadError("little or nothing comes through D; see demo-logs/dual-p.log")
 
 
-def _killing(pair: Pair, crowd: Crowd, phase: Phase) -> None:
-    """Let the crowd come while D is killed again and again."""
-    ended = threading.Event()
+class Killer:
+    """Starts and kills D while the crowd comes. killed_s: when; serving: kills of one that read."""
 
-    def kill() -> None:
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+        self._ended = threading.Event()
+        self._dice = random.Random(7)
+        self.killed_s: list[float] = []
+        self.serving = 0
+
+    def run(self) -> None:
+        last_s = time.monotonic()
         for _ in range(KILLS):
-            if pair.d is None:
-                pair.start_d()
-            ended.wait(KILL_AFTER_S)
-            pair.kill_d()
+            if self._pair.d is None:
+                self._pair.start_d()
+            self.serving += self._wait_for_service()
+            later_s = self._dice.uniform(0, _SERVING_S)
+            self._ended.wait(max(later_s, last_s + KILL_EVERY_S - time.monotonic()))
+            if self._ended.is_set():
+                return
+            last_s = time.monotonic()
+            self.killed_s.append(last_s)
+            self._pair.kill_d()
 
-    with ThreadPoolExecutor(1) as killer:
-        kills = killer.submit(kill)
+    def end(self) -> None:
+        self._ended.set()
+
+    def _wait_for_service(self) -> bool:
+        """Return whether D reads for P."""
+        before, end_s = self._pulled_bytes(), time.monotonic() + _WAIT_S
+        while time.monotonic() < end_s and not self._ended.wait(_LOOK_S):
+            if self._pulled_bytes() > before:
+                return True
+        return False
+
+    def _pulled_bytes(self) -> float:
+        text = httpx.get(f"{self._pair.p.url}/metrics", timeout=30, trust_env=False).text
+        return Metrics(text).value(_PULLED)
+
+
+def _killing(killer: Killer, crowd: Crowd, phase: Phase) -> None:
+    """Let the crowd come while D is killed again and again."""
+    with ThreadPoolExecutor(1) as thread:
+        kills = thread.submit(killer.run)
         try:
             while not kills.done():
                 crowd.come(phase)
         finally:
-            ended.set()
+            killer.end()
         kills.result()
 
 
-def measure(console: Console, build: Path, target: Path) -> tuple[list[Phase], list[float]]:
-    """Return the phases, and the times to first token of prompts that are computed."""
-    both, one, killed = Phase("both paths"), Phase("one path"), Phase("D killed again and again")
+@dataclass(frozen=True)
+class Outcome:
+    """phases: computed, over one path, over both, while D is killed, and while D starts."""
+
+    phases: Sequence[Phase]
+    kills: int
+    kills_serving: int
+    kill_gaps_s: Sequence[float]
+
+    @property
+    def ratio(self) -> float:
+        _, one, both, *_ = self.phases
+        return statistics.median(both.ttft_s) / statistics.median(one.ttft_s)
+
+    @property
+    def failed(self) -> int:
+        return sum(phase.failed for phase in self.phases)
+
+    @property
+    def different(self) -> int:
+        return sum(phase.different for phase in self.phases)
+
+    @property
+    def is_good(self) -> bool:
+        return not self.failed and not self.different and self.ratio <= RATIO_MAX
+
+
+def measure(console: Console, build: Path, target: Path) -> Outcome:
+    one, both = Phase("one path"), Phase("both paths")
+    killed, starting = Phase("D is killed"), Phase("D starts")
     with ReservedPort() as port:
         pair = Pair(console, build, target, f"127.0.0.1:{port.number}")
         try:
             crowd = Crowd(pair.p)
-            with console.status(f"computing {PROMPTS} prompts of {PROMPT_TOKENS} tokens"):
+            with console.status(f"computing {PROMPTS + _OTHERS} prompts"):
                 computed = crowd.compute()
             pair.throttle()
             for number in range(ROUNDS):
                 console.print(f"round {number + 1} of {ROUNDS}")
-                _with_d(pair, crowd)
-                crowd.come(both)
+                _with_d(pair, crowd, starting)
+                for _ in range(TIMES):
+                    crowd.come(both)
                 pair.kill_d()
-                crowd.come(one)
+                for _ in range(TIMES):
+                    crowd.come(one)
             console.print(f"killing D {KILLS} times")
-            _with_d(pair, crowd)
-            _killing(pair, crowd, killed)
+            _with_d(pair, crowd, starting)
+            killer = Killer(pair)
+            _killing(killer, crowd, killed)
         finally:
             pair.stop()
-    return [one, both, killed], computed
+    gaps_s = [after - before for before, after in pairwise(killer.killed_s)]
+    phases = [computed, one, both, killed, starting]
+    return Outcome(phases, len(killer.killed_s), killer.serving, gaps_s)
 
 
-def _show(console: Console, phases: Sequence[Phase], computed: Sequence[float]) -> None:
-    table = Table("", "requests", "TTFT median", "slowest", "through D", "other tokens")
-    slowest, median = max(computed), statistics.median(computed)
-    table.add_row("computed", str(len(computed)), f"{median:.2f} s", f"{slowest:.2f} s", "", "")
-    for one in phases:
-        share, times = f"{one.pulled_share:.0%}", (one.median_s, max(one.ttft_s))
-        shown = [f"{time_s:.2f} s" for time_s in times]
-        table.add_row(one.name, str(len(one.ttft_s)), *shown, share, str(one.different))
+def show(console: Console, outcome: Outcome) -> None:
+    table = Table("", "requests", "failed", "other tokens", "TTFT median", "slowest", "through D")
+    for one in outcome.phases[:-1]:
+        counts = len(one.ttft_s) + one.failed, one.failed, one.different
+        times_s = (statistics.median(one.ttft_s), max(one.ttft_s)) if one.ttft_s else ()
+        share = f"{one.pulled_share:.0%}"
+        table.add_row(one.name, *map(str, counts), *(f"{t:.2f} s" for t in times_s), share)
     console.print(table)
+    gaps_s = [round(gap_s, 1) for gap_s in outcome.kill_gaps_s]
+    console.print(
+        f"D was killed {outcome.kills} times, {outcome.kills_serving} times while it read for P; "
+        f"seconds from one to the next: {', '.join(map(str, gaps_s))}"
+    )
+    console.print(
+        f"both paths take {outcome.ratio:.2f} of one at {LINK_BYTES_PER_S / 1e6:.0f} MB/s each (at "
+        f"most {RATIO_MAX} is wanted); {outcome.failed} failed requests; {outcome.different} "
+        f"answers with other tokens; {os.cpu_count()} cores, "
+        f"{_SHAPE.kv_bytes_per_token / 1024:.0f} KiB of KV a token"
+    )
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return 0 if all tokens were right and both paths fast enough, else 1."""
+    """Return 0 if no request failed, all tokens were right and both paths fast enough, else 1."""
     console, build = Console(highlight=False), Path("build").resolve()
     build.mkdir(exist_ok=True)
     target = Path(tempfile.mkdtemp(prefix="demo-dual-", dir=build))
     try:
-        phases, computed = measure(console, build, target)
+        outcome = measure(console, build, target)
     except (OffloadError, httpx.HTTPError) as error:
         console.print("[red]demo failed:[/]", type(error).__name__, escape(str(error)))
         return 1
     finally:
         shutil.rmtree(target, ignore_errors=True)
-    _show(console, phases, computed)
-    ratio = phases[1].median_s / phases[0].median_s
-    different = sum(phase.different for phase in phases)
-    console.print(
-        f"both paths take {ratio:.2f} of one at {LINK_BYTES_PER_S / 1e6:.0f} MB/s each (at most "
-        f"{RATIO_MAX} is wanted); 0 failed requests; {different} answers with other tokens; "
-        f"{os.cpu_count()} cores, {_SHAPE.kv_bytes_per_token / 1024:.0f} KiB of KV a token"
-    )
+    show(console, outcome)
     if arguments[:1] == ["--json"]:
-        facts = {"ratio": ratio, "phases": [vars(one) for one in phases], "computed_s": computed}
+        facts = asdict(outcome) | {"ratio": outcome.ratio}
         Path(arguments[1]).write_text(json.dumps(facts, indent=1))
-    return int(bool(different) or ratio > RATIO_MAX)
+    return 0 if outcome.is_good else 1
 
 
 if __name__ == "__main__":

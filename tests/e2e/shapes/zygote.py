@@ -22,18 +22,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from vllm_nvmeof_bench.servers.engine import has_cpu_engine
+from vllm_nvmeof_bench.servers.zygote import IMPORTED_ONCE
 
 _PR_SET_PDEATHSIG = 1
-#: Modules that every engine imports.
-IMPORTED_ONCE = (
-    "vllm",
-    "vllm.entrypoints.llm",
-    "vllm.v1.engine.core",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.model_executor.models.llama",
-    "vllm_nvmeof_offload.connector",
-    "transformers",
-)
 
 
 def main() -> None:
@@ -42,7 +33,7 @@ def main() -> None:
         _be_an_engine(json.loads(Path(sys.argv[1]).read_text()))
     start = _fork if has_cpu_engine() else _spawn
     if start is _fork:
-        from tests.e2e.forking_vllm import fork_engines
+        from vllm_nvmeof_bench.servers.forking import fork_engines
 
         _stand_in_for_xxhash()
         fork_engines()  # the stages of a pipeline

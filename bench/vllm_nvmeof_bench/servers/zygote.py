@@ -2,7 +2,7 @@
 """Starts servers. Each is a separate process, forked from one that has imported vLLM.
 
 Importing vLLM takes 12 s of one core; the engine of a tiny model starts in 3 s. All servers have
-the environment of this process (`forked_server.py`), and variables of their own that nothing reads
+the environment of this process (`forked.py`), and variables of their own that nothing reads
 before a server starts.
 
 Reads one server per line (JSON: arguments, log, variables) from standard input. Writes one line per
@@ -19,26 +19,33 @@ import select
 import signal
 import sys
 
-from tests.e2e.shapes.zygote import IMPORTED_ONCE
-
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.05
-#: Modules that the API server imports in addition to those of every engine.
-_IMPORTED_ONCE = (
+#: Modules that every engine imports.
+IMPORTED_ONCE = (
+    "vllm",
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.llama",
+    "vllm_nvmeof_offload.connector",
+    "transformers",
+)
+#: Modules that the API server imports as well.
+_SERVER_TOO = (
     "vllm.entrypoints.cli.main",
     "vllm.entrypoints.cli.serve",
     "vllm.entrypoints.openai.api_server",
     "vllm.v1.engine.async_llm",
-    *IMPORTED_ONCE,
 )
 
 
 def main() -> None:
     _die_with_the_parent(signal.SIGKILL)
-    from tests.e2e.forking_vllm import fork_engines
+    from vllm_nvmeof_bench.servers.forking import fork_engines
 
     fork_engines()
-    for module in _IMPORTED_ONCE:
+    for module in (*IMPORTED_ONCE, *_SERVER_TOO):
         importlib.import_module(module)
     arguments = _serve_forks()
     if arguments is not None:

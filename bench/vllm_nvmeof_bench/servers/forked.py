@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A `vllm serve` that is forked from a process which has imported vLLM (`server_zygote.py`).
+"""A `vllm serve` that is forked from a process which has imported vLLM (`zygote.py`).
 
 It is a separate process in a separate session, with a log, as every `Server` is. All servers of
 one zygote share the seed of string hashes; a test of a restart with another seed starts its
@@ -26,7 +26,6 @@ from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 
 #: Beginnings of variables that nothing reads before a server starts: any zygote does.
 _READ_LATE = ("VLLM_SERVER_DEV_MODE", "VLLM_NIXL_", "UCX_")
-_ROOT = Path(__file__).resolve().parents[2]
 _START_S = 120.0
 #: vLLM may start several API server processes; their metrics library reads this variable when it
 #: is imported.
@@ -87,9 +86,8 @@ class _Forked:
 class _Zygote:
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tests.e2e.server_zygote"],
-            cwd=_ROOT,
-            env={**environment, "PYTHONPATH": str(_ROOT)},
+            [sys.executable, "-P", "-m", "vllm_nvmeof_bench.servers.zygote"],
+            env=dict(environment),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -2,7 +2,8 @@
 """`vllm` with forked engines and workers, which is vLLM's default for a GPU.
 
 On the CPU vLLM spawns engine and worker, and each of them imports vLLM again: 12 s of one core,
-twice per server. `make demo`, the examples and the tests of the wheel start vLLM unchanged.
+twice per server. `make demo-dual` and the end-to-end tests start many servers. `make demo`, the
+examples and the tests of the wheel start vLLM unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def _forked() -> BaseContext:
 def fork_engines() -> None:
     """Replace vLLM's choice of a start method; call this before another module imports it.
 
-    Forking is safe because there are no math threads: OMP_NUM_THREADS is 1 in all these tests.
+    Forking is safe without math threads: the environment has to say OMP_NUM_THREADS=1.
     """
     system_utils.get_mp_context = _forked
     # Engine and worker wait for each other by busy polling until no message has come for a second.
