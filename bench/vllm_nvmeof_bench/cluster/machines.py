@@ -24,13 +24,13 @@ class Machines:
 
     decode 0: prefill nodes decode too, and nothing is handed on. storage: the node's link to
     the pool. compute: its links to other nodes together. flop_per_pair: attention's, per pair of
-    a new token and one before it. weight_bytes: what a step of decoding reads of the model;
-    memory_bytes_per_s: a node's GPUs together; step_s_min: no step is shorter. step_kv_share: of
-    the KV in a decode node's memory, what a step reads. *_tokens_max: of KV in a node's GPU memory,
-    0: no bound.
-    batch_tokens_max: outstanding at a prefill node, before it gets no more. drives: of an
-    enclosure that all nodes share; 0: none in the way. local: only the node that stored a chunk
-    can read it. report_s: how old a peer's report of its queue becomes.
+    a new token and one before it. request_s: what a prompt takes besides, however short it is.
+    weight_bytes: what a step of decoding reads of the model; memory_bytes_per_s: a node's GPUs
+    together; step_s_min: no step is shorter. step_kv_share: of the KV in a decode node's memory,
+    what a step reads. *_tokens_max: of KV in a node's GPU memory, 0: no bound. batch_tokens_max:
+    outstanding at a prefill node, before it gets no more. drives: of an enclosure that all nodes
+    share; 0: none in the way. local: only the node that stored a chunk can read it. report_s: how
+    old a peer's report of its queue becomes.
     """
 
     name: str
@@ -45,6 +45,7 @@ class Machines:
     memory_bytes_per_s: float
     step_s_min: float = 0.0
     flop_per_pair: float = 0.0
+    request_s: float = 0.0
     step_kv_share: float = 0.0
     prefill_tokens_max: float = 0.0
     decode_tokens_max: float = 0.0
@@ -83,7 +84,8 @@ class Machines:
     def compute_s(self, before: float, new: float) -> float:
         """Seconds in which a prefill node computes `new` tokens behind `before` others."""
         pairs = new * (before + new / 2)
-        return (new * self.flop_per_token + pairs * self.flop_per_pair) / self.flop_per_s
+        flop = new * self.flop_per_token + pairs * self.flop_per_pair
+        return self.request_s + flop / self.flop_per_s
 
 
 def read_machines(path: Path, name: str) -> Machines:

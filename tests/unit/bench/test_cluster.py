@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from typer.testing import CliRunner
-from vllm_nvmeof_bench.cluster import events, measure
+from vllm_nvmeof_bench.cluster import events, measure, real
 from vllm_nvmeof_bench.cluster.agents import (
     Agent,
     Means,
@@ -23,7 +23,7 @@ from vllm_nvmeof_bench.cluster.events import PATHS, Cluster, Given, Rules
 from vllm_nvmeof_bench.cluster.lanes import Lane, balance
 from vllm_nvmeof_bench.cluster.machines import KNOWN, Machines, read_machines
 from vllm_nvmeof_bench.cluster.measure import Settings, carried, run
-from vllm_nvmeof_bench.cluster.paper import gains, goals, rows
+from vllm_nvmeof_bench.cluster.paper import capacity, gains, goals, rows
 from vllm_nvmeof_bench.cluster.report import Sample
 from vllm_nvmeof_bench.cluster.router import choose_decode, choose_helpers, choose_prefill
 from vllm_nvmeof_bench.cluster.tiers import Sizes, Tiers
@@ -333,6 +333,36 @@ def test_a_cluster_that_cannot_be_used_is_refused(tmp_path: Path, text: str, nee
         read_machines(path, "a")
 
 
+def test_measured_numbers_give_the_machine_that_they_come_from(tmp_path: Path) -> None:
+    """And the simulator plays a lone request in just that time."""
+    new, link = real.NEW_TOKENS, 3e7
+    lengths = [512, 3840]
+
+    def compute_s(before: int, count: int) -> float:
+        return 0.03 + count / 2e4 + count * (before + count / 2) * 1e-8
+
+    hit_s = [compute_s(before, new) for before in lengths]
+    read_s = [before * 16384 / link for before in lengths]
+    loaded_s = [0.01 + read + hit for read, hit in zip(read_s, hit_s, strict=True)]
+    numbers = real.Numbers(
+        (hit_s[0], hit_s[1]), (loaded_s[0], loaded_s[1]), compute_s(0, 2048), 0.02
+    )
+    machines = real.machine_file(tmp_path / "machines.toml", numbers)
+    assert machines.storage_bytes_per_s == pytest.approx(link)
+    assert machines.flop_per_s / machines.flop_per_token == pytest.approx(2048 / compute_s(0, 2048))
+    for before in (512, 1000, 3840):
+        assert machines.compute_s(before, new) == pytest.approx(compute_s(before, new))
+    alone = [real.Asked(100.0 * number, number) for number in range(2)]
+    for router in ("least", "round_robin"):
+        found = real.simulated(machines, lengths, alone, router)
+        assert found == pytest.approx([one + two for one, two in zip(read_s, hit_s, strict=True)])
+    both = [real.Asked(0.0, 1), real.Asked(0.1, 0), real.Asked(0.2, 0)]
+    third_s = [
+        real.simulated(machines, lengths, both, router)[-1] for router in ("least", "round_robin")
+    ]
+    assert third_s[0] < third_s[1], "in turn it waits behind the long one"
+
+
 def test_unknown_keys_and_impossible_values_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "machines.toml"
     known = KNOWN.read_text()
@@ -425,6 +455,26 @@ def test_equal_seeds_give_equal_files(tmp_path: Path, monkeypatch: pytest.Monkey
     found = json.loads(texts[0])
     assert {row["part"] for row in found["samples"]} == set(settings.parts)
     assert {row["seed"] for row in found["samples"] if row["part"] == "offline"} == {1, 2}
+
+
+@pytest.mark.parametrize("times", [0.7, 1.0, 4.0])
+def test_the_search_finds_the_most_agents_also_far_above_the_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: float
+) -> None:
+    """In a short window the objectives are kept at rates that links cannot carry for long."""
+    bounds: dict[str, float] = {}
+
+    def online(study: measure.Study, base: Sample, machines: Machines) -> Sample:
+        bound = carried(machines, described(study.population()), helped=base.arm != "own")
+        bounds[base.arm] = times * bound
+        return replace(base, cluster=machines.name, kept=base.rate <= bounds[base.arm])
+
+    monkeypatch.setattr(measure.Study, "online", online)
+    samples, _ = run(tiny(agentic(tmp_path / "traces"), parts=("online",)))
+    for arm, most in bounds.items():
+        best = capacity(samples, "27b-1p1d", arm, 4)
+        assert best is not None
+        assert 0.93 * most < best.rate <= most, arm
 
 
 def test_the_command_writes_a_file_a_table_and_a_picture(tmp_path: Path) -> None:
