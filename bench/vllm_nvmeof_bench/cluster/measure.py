@@ -11,6 +11,7 @@ machine, and equal seeds give equal files.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,7 +52,7 @@ ARMS = {
 _START_S = 0.5
 #: Share of an online run that is not counted, because the cluster is still filling.
 _WARM = 0.4
-_SEARCH_STEPS = 6
+_SEARCH_STEPS = 8
 _BALANCE_POINTS = 100
 
 
@@ -232,15 +233,16 @@ def _agents(study: Study) -> Iterator[Sample]:
 
 
 def _online(study: Study) -> Iterator[Sample]:
-    """A search by halves, between half and 1.25 times what links and compute bound."""
+    """A search from half of what links and compute bound: up while the objectives are kept, which
+    in a short window they are far above that bound, and then by halves."""
     for name in study.settings.clusters:
         machines = study.machines(name)
         for arm in ("own", "request", "chunk"):
             bound = carried(machines, described(study.population()), helped=arm != "own")
             for window_s in study.settings.windows_s:
-                low, high = 0.5 * bound, 1.25 * bound
+                low, high = 0.5 * bound, math.inf
                 for _ in range(_SEARCH_STEPS):
-                    rate = (low * high) ** 0.5
+                    rate = min(1.5 * low, (low * high) ** 0.5)
                     base = Sample("online", name, arm, 0, rate=rate, window_s=float(window_s))
                     sample = study.online(base, machines)
                     yield sample
