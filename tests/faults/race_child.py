@@ -3,9 +3,9 @@
 
 The owner writes slots of its pool again and again, as fast as it can, until its stdin ends. A
 reader reads them as the table named them a few milliseconds ago, or as a follower of the log knew
-them then, through its own pipeline, and compares every word of what it was given as right with
-what that key and generation wrote. Beside it run controls, each of which leaves out one check and
-so must be given wrong bytes.
+them then, through its own pipeline, until it has read enough and its stdin has ended. It compares
+every word of what it was given as right with what that key and generation wrote. Beside it run
+controls, each of which leaves out one check and so must be given wrong bytes.
 
 A key comes back to its slot under other generations, so that nothing but the generation tells
 its chunks apart. Half of the writes and reads are of a few slots.
@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -90,10 +90,15 @@ def words_of(key: bytes, generation: int) -> npt.NDArray[np.uint64]:
     return _RAMP + np.uint64(first & (1 << 64) - 1)
 
 
-def open_pool(target: Path, slots: int) -> Pool:
+def open_pool(target: Path, slots: int, engine: int) -> Pool:
     spec = PoolSpec((target,), 1, PAYLOAD_BYTES, Keyspace.of({"race": 1}), log_pages=LOG_PAGES)
     pool_bytes = slots * (spec.slot_bytes + ENTRY_BYTES) + LOG_PAGES * PAGE_BYTES
-    return Pool.open(replace(spec, pool_bytes=pool_bytes))
+    return Pool.open(replace(spec, pool_bytes=pool_bytes, engine_index=engine))
+
+
+def has_ended(pipe: TextIO) -> bool:
+    """Nothing is ever sent through it."""
+    return pipe in select.select([pipe], [], [], 0)[0]
 
 
 def pick(dice: np.random.Generator) -> int:
@@ -116,8 +121,8 @@ class Staging:
 
 
 def own(target: Path, seed: int) -> dict[str, int]:
-    """Fill the pool, print where it is, and write until stdin ends."""
-    pool = open_pool(target, SLOTS)
+    """Fill the pool of the first engine, print where it is, and write until stdin ends."""
+    pool = open_pool(target, SLOTS, engine=0)
     staging = Staging(WRITES, pool.slot_bytes)
     engine, _ = choose_io_engine("auto", pool, staging.view, staging.address, LIMITS)
     dice = np.random.default_rng(seed)
@@ -148,7 +153,7 @@ def own(target: Path, seed: int) -> dict[str, int]:
             ready = True
             where = {"directory": str(pool.directories[0]), "engine": pool.engine_index}
             print(json.dumps(where), flush=True)
-        if ready and sys.stdin in select.select([sys.stdin], [], [], 0)[0]:
+        if ready and has_ended(sys.stdin):
             break
     assert engine.close(WAIT_S)
     pool.close()
@@ -223,11 +228,15 @@ def choose(snapshot: Snapshot, dice: np.random.Generator, count: int) -> npt.NDA
 class Reader:
     """Fetches batches through a pipeline of its own."""
 
-    def __init__(self, target: Path, owner: dict[str, Any], seed: int, by: str) -> None:
-        """by: "table" or "log", from which it knows what is in the owner's slots."""
+    def __init__(
+        self, target: Path, owner: dict[str, Any], engine: int, seed: int, by: str
+    ) -> None:
+        """engine: its own number. by: "table" or "log", from which it knows what is in the owner's
+        slots.
+        """
         self.dice = np.random.default_rng(seed)
         self.counts: Counter[str] = Counter()
-        self._pool = open_pool(target, slots=8)  # theirs is larger
+        self._pool = open_pool(target, slots=8, engine=engine)  # theirs is larger
         rows = BATCH * BATCHES
         self._staging = Staging(rows + 1, self._pool.slot_bytes)
         memory = self._staging.view, self._staging.address
@@ -275,7 +284,7 @@ class Reader:
         snapshot, next_s, batches = self._look(), 0.0, 0
         controls = Controls(self._directory, snapshot, self)
         free = list(range(BATCHES))
-        while self.counts["reads"] < reads:
+        while self.counts["reads"] < reads or not has_ended(sys.stdin):
             if time.monotonic() >= next_s:
                 snapshot, next_s = self._look(), time.monotonic() + REFRESH_S
             while free:
@@ -411,7 +420,8 @@ def main() -> None:
     if job["role"] == "owner":
         print(json.dumps(own(target, job["seed"])))
         return
-    reader = Reader(target, job["owner"], job["seed"], job["by"])
+    reader = Reader(target, job["owner"], job["engine"], job["seed"], job["by"])
+    print(json.dumps("reads"), flush=True)
     began_s = time.monotonic()
     reader.run(job["reads"])
     reader.counts["ms"] = round(1000 * (time.monotonic() - began_s))
