@@ -90,9 +90,9 @@ class Bench:
         self.view[start : start + self.pool.slot_bytes] = bytes(self.pool.slot_bytes)
         return self._op(OpKind.FETCH, Urgency.DEMAND, pool_slot, place, identity)
 
-    def reset(self, named: bool = True) -> list[Outcome]:
-        """Reset; return the outcomes by target."""
-        self.engine.begin_reset(self.engine.stamp.tag, named)
+    def reset(self, named: bool = True, tag: bytes | None = None) -> list[Outcome]:
+        """Reset, to the same weights if there is no `tag`; return the outcomes by target."""
+        self.engine.begin_reset(tag or self.engine.stamp.tag, named)
         first, self.tokens = self.tokens + 1, self.tokens + self.pool.target_count
         ops = [
             IoOp(first + target, OpKind.RESET, Urgency.WRITE, target, 0, None, 0)
