@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`bench borrow`: time to first token of a prompt that is in another server's pool.
 
-Two of our servers have one directory. Each of them gets prompts that only it has, of one length.
-Then the second one gets them in pairs, one of its own and one of the other's, in a drawn order. Its
-CPU tier has room for two, so that its own come from its pool. GPU memory is emptied before each.
+Our servers have one directory. Each of them gets prompts that only it has, of one length. Then
+those that borrow get them in pairs, one of their own and one of the owner's, in a drawn order.
+Their CPU tiers have room for two, so that their own come from their pools. GPU memory is emptied
+before each.
 
-With `--idle-s` the server has no request for so long before each of them, while a made-up server in
-the same directory stores `--puts` chunks.
+With `--idle-s` the servers have no request for so long before each of them, while a made-up server
+in the same directory stores `--puts` chunks. Several that borrow are idle together, and then asked
+one after the other.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve.arms import Arm, ServerSettings, Sizes
 from vllm_nvmeof_bench.serve.fleet import Part, Run
 from vllm_nvmeof_bench.serve.fleet import run as run_parts
-from vllm_nvmeof_bench.servers.client import Answer, Client
+from vllm_nvmeof_bench.servers.client import Answer, Client, Hits
 from vllm_nvmeof_bench.servers.server import BLOCK_TOKENS
 from vllm_nvmeof_bench.servers.stranger import stranger
 from vllm_nvmeof_bench.settings import check_positive, option
@@ -35,11 +37,23 @@ from vllm_nvmeof_bench.settings import check_positive, option
 _ANSWER_TOKENS = 4
 _OWNER, _BORROWER = "owner", "borrower"
 _PLACE = "shared"
-_SERVER_OF = {OWN: _BORROWER, BORROWED: _OWNER}
 _TIER_PROMPTS = 2
 _KNOWS_S_MAX = 60.0
 _PAUSE_S = 0.1
 _SHARED = "vllm:nvmeof_shared_entries"
+#: After an answer vLLM's worker spins for a second.
+_REST_S = 1.2
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A prompt for a server. right: the answer when the prompt was stored."""
+
+    kind: str
+    pair: int
+    server: str
+    prompt: Sequence[int]
+    right: Answer
 
 
 @dataclass(frozen=True)
@@ -49,23 +63,35 @@ class Settings(ServerSettings):
     arms: tuple[str, ...] = (_OWNER, _BORROWER)
     base_urls: tuple[str, ...] = ()
     tokens: int = option(2048, "Tokens of each prompt.", min=BLOCK_TOKENS)
-    pairs: int = option(24, "Pairs of prompts; one more warms up.", min=1)
+    pairs: int = option(24, "Pairs of prompts; one more of each server warms up.", min=1)
+    borrowers: int = option(1, "Servers that borrow, and ask for the pairs in turns.", min=1)
     idle_s: float = option(0.0, "Seconds without a request before each prompt.", min=0)
     puts: int = option(1_000_000, "Chunks that a made-up server stores meanwhile.", min=1)
     seed: int = option(1, "Seed of the prompts and of the order.")
 
     def __post_init__(self) -> None:
-        check_positive(self, "tokens", "pairs", "puts")
+        check_positive(self, "tokens", "pairs", "borrowers", "puts")
+
+    @property
+    def all_pairs(self) -> int:
+        """With those that warm up, one of each server, which come first."""
+        return self.pairs + self.borrowers
+
+    def borrower(self, pair: int) -> str:
+        """The server that is asked for a pair."""
+        at = pair % self.borrowers
+        return f"{_BORROWER}-{1 + at}" if at else _BORROWER
 
     def servers(self) -> list[Arm]:
         """The servers to start."""
-        about = "our CPU tier, holds two prompts, and pool, in one directory with the other one"
-        return [Arm(name, about, "third", pool=True, place=_PLACE) for name in self.arms]
+        about = "our CPU tier, holds two prompts, and pool, in one directory with the others"
+        names = [_OWNER, *map(self.borrower, range(self.borrowers))]
+        return [Arm(name, about, "third", pool=True, place=_PLACE) for name in names]
 
     def sizes(self) -> Sizes:
         """Sizes of the servers. GPU memory holds one request."""
         one = self.tokens + _ANSWER_TOKENS
-        every = (self.pairs + 1) * one
+        every = self.all_pairs * one
         tier = _TIER_PROMPTS * one
         return self.sizes_of(every, one, one + 2 * BLOCK_TOKENS, third_tokens=tier)
 
@@ -73,50 +99,76 @@ class Settings(ServerSettings):
         """Raises: BenchError, ClientError: a server fails to store, to follow or to settle."""
         rng = np.random.default_rng([self.seed, 41])
         prompts = {
-            kind: [run.tokens.draw(rng, self.tokens) for _ in range(self.pairs + 1)]
+            kind: [run.tokens.draw(rng, self.tokens) for _ in range(self.all_pairs)]
             for kind in KINDS
         }
-        stored = {
-            kind: run.fleet.run(_store(run.fleet.clients[_SERVER_OF[kind]], prompts[kind]))
-            for kind in KINDS
-        }
-        chunks = (self.pairs + 1) * (self.tokens // BLOCK_TOKENS)
-        run.fleet.run(_wait_known(run.fleet.clients[_BORROWER], chunks))
-        for number in range(self.pairs + 1):
-            dice = random.Random(f"{self.seed} {number}")
-            for kind in dice.sample(list(KINDS), len(KINDS)):
-                words = f"pair {number} · {kind}" if number else f"warming up · {kind}"
-                run.on_progress(number, self.pairs + 1, words)
-                asked = prompts[kind][number], stored[kind][number]
-                sample = run.fleet.run(self._ask(run, (kind, number), *asked))
-                run.samples.extend([sample] if number else [])
+        stored = {kind: self._store(run, kind, prompts[kind]) for kind in KINDS}
+        for first in range(0, self.all_pairs, self.borrowers):
+            pairs = range(first, min(first + self.borrowers, self.all_pairs))
+            orders = [
+                random.Random(f"{self.seed} {pair}").sample(list(KINDS), len(KINDS))
+                for pair in pairs
+            ]
+            for kinds in zip(*orders, strict=True):
+                asked = [
+                    _Asked(kind, pair, self.borrower(pair), prompts[kind][pair], stored[kind][pair])
+                    for kind, pair in zip(kinds, pairs, strict=True)
+                ]
+                words = f"pair {first + 1 - self.borrowers}" if first else "warming up"
+                run.on_progress(first, self.all_pairs, words)
+                samples = run.fleet.run(self._ask_all(run, asked, idle=first > 0))
+                run.samples.extend(samples if first else [])
 
-    async def _ask(
-        self, run: Run, which: tuple[str, int], prompt: Sequence[int], right: Answer
-    ) -> Sample:
-        """which: kind and number of the pair. right: the answer when the prompt was stored."""
-        client = run.fleet.clients[_BORROWER]
-        if not await client.forget_gpu():
-            raise BenchError("the server does not empty its GPU memory")
-        before = await client.hits()
+    def _store(self, run: Run, kind: str, prompts: Sequence[Sequence[int]]) -> list[Answer]:
+        """Have each prompt stored by its server, and seen by those that borrow."""
+        answers: dict[int, Answer] = {}
+        servers = [self.borrower(pair) if kind == OWN else _OWNER for pair in range(len(prompts))]
+        for name in dict.fromkeys(servers):
+            pairs = [pair for pair, one in enumerate(servers) if one == name]
+            mine = [prompts[pair] for pair in pairs]
+            found = run.fleet.run(_store(run.fleet.clients[name], mine))
+            answers.update(zip(pairs, found, strict=True))
+        if kind == BORROWED:
+            for at in range(self.borrowers):
+                others = 2 * self.all_pairs - len(range(at, self.all_pairs, self.borrowers))
+                chunks = others * (self.tokens // BLOCK_TOKENS)
+                run.fleet.run(_wait_known(run.fleet.clients[self.borrower(at)], chunks))
+        return [answers[pair] for pair in range(len(prompts))]
+
+    async def _ask_all(self, run: Run, asked: Sequence[_Asked], idle: bool) -> list[Sample]:
+        """Ask servers one after the other, after they were idle together."""
+        clients = [run.fleet.clients[one.server] for one in asked]
+        before = []
+        for client in clients:
+            if not await client.forget_gpu():
+                raise BenchError("the server does not empty its GPU memory")
+            before.append(await client.hits())
+        samples = []
         with ExitStack() as meanwhile:
-            if self.idle_s:
+            if self.idle_s and idle:
                 directory = _directory_of(run)
                 others = meanwhile.enter_context(stranger(directory, self.puts, self.idle_s))
                 assert others.stdout is not None
                 await asyncio.to_thread(others.stdout.readline)  # when all is written
-            answer = await client.attempt(prompt, _ANSWER_TOKENS)
+            for number, (client, one) in enumerate(zip(clients, asked, strict=True)):
+                await asyncio.sleep(_REST_S if number else 0)
+                samples.append(await self._ask(client, one, before[number]))
+        return samples
+
+    async def _ask(self, client: Client, asked: _Asked, before: Hits) -> Sample:
+        answer = await client.attempt(asked.prompt, _ANSWER_TOKENS)
         hits = await client.hits() - before
         return Sample(
-            *which,
+            asked.kind,
+            asked.pair + 1 - self.borrowers,
             ttft_s=answer.ttft_s if answer.failure is None else None,
-            prompt_tokens=len(prompt),
+            prompt_tokens=len(asked.prompt),
             gpu=hits.gpu,
             cpu=hits.cpu,
             pool=hits.pool,
             shared=hits.shared,
             other=hits.other - hits.shared,
-            same=answer.failure is None and answer.same(right),
+            same=answer.failure is None and answer.same(asked.right),
             failure=answer.failure,
         )
 
@@ -139,11 +191,11 @@ async def _store(client: Client, prompts: Sequence[Sequence[int]]) -> list[Answe
 
 
 async def _wait_known(client: Client, chunks: int) -> None:
-    """Raises: BenchError: the server does not see that the other one has so many chunks."""
+    """Raises: BenchError: the server does not see that the others have so many chunks."""
     end_s = time.monotonic() + _KNOWS_S_MAX
     while (known := (await client.counted()).value(_SHARED)) < chunks:
         if time.monotonic() > end_s:
-            raise BenchError(f"the server knows {known:.0f} of the other one's {chunks} chunks")
+            raise BenchError(f"the server knows {known:.0f} of the others' {chunks} chunks")
         await asyncio.sleep(_PAUSE_S)
 
 
@@ -158,7 +210,8 @@ COMMANDS = (
         "borrow",
         """Measure TTFT of a prompt in another server's pool, beside one in the own pool.
 
-        Starts two of our servers on one directory, half a minute in all, and takes a minute more.
+        Starts two of our servers on one directory, half a minute in all, and takes a minute more;
+        with --idle-s, two such pauses for each server's pair.
         """,
         Settings,
         _measure,

@@ -21,6 +21,8 @@ from vllm_nvmeof_bench.tables import Column, Table, load_in, machine_in, number,
 OWN, BORROWED = "own", "borrowed"
 KINDS = {OWN: "in its own pool", BORROWED: "in the other server's pool"}
 RATIO_MAX = 1.3
+#: Of what is found in the own pool.
+HITS_MIN = 0.95
 #: Of a prompt's tokens, at least so many are found where they were stored, or it is no such load.
 FOUND_MIN = 0.9
 
@@ -71,9 +73,13 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
     wrong = sum(not one.same for one in samples)
     elsewhere = len(samples) - len(found_there(samples))
     count = len(samples)
+    own = sum(one.pool for one in samples if one.kind == OWN)
+    borrowed = sum(one.shared for one in samples if one.kind == BORROWED)
     return [
         bound("TTFT, borrowed / own pool", "≤", RATIO_MAX,
               Figure(found.middle, found.n) if found else None),
+        bound("tokens found, borrowed / own pool", "≥", HITS_MIN,
+              Figure(borrowed / own, count) if own else None),
         bound("prompts found elsewhere, or not whole", "≤", 0,
               Figure(float(elsewhere), count) if count else None),
         bound("answers that fail or differ", "≤", 0,

@@ -48,13 +48,15 @@ def test_the_ratio_is_of_pairs_whose_prompts_came_from_where_they_were_stored() 
 
 
 def test_every_goal_can_be_missed() -> None:
-    assert [goal.reached for goal in goals(everything(), {})] == [True] * 3
-    assert [goal.reached for goal in goals(everything(1.4), {})] == [False, True, True]
+    assert [goal.reached for goal in goals(everything(), {})] == [True] * 4
+    assert [goal.reached for goal in goals(everything(1.4), {})] == [False, True, True, True]
     samples = everything()
     elsewhere = [replace(samples[0], pool=0, cpu=96), *samples[1:]]
-    assert [goal.reached for goal in goals(elsewhere, {})] == [True, False, True]
+    assert [goal.reached for goal in goals(elsewhere, {})] == [True, True, False, True]
+    fewer = [replace(one, shared=min(one.shared, 91)) for one in samples]
+    assert [goal.reached for goal in goals(fewer, {})] == [True, False, True, True]
     wrong = [replace(samples[0], same=False), *samples[1:]]
-    assert [goal.reached for goal in goals(wrong, {})] == [True, True, False]
+    assert [goal.reached for goal in goals(wrong, {})] == [True, True, True, False]
     assert {goal.reached for goal in goals([], {})} == {None}
 
 
@@ -127,10 +129,29 @@ def test_pairs_are_asked_in_a_drawn_order_of_the_server_that_borrows() -> None:
     }
 
 
+def test_servers_that_borrow_are_idle_together_and_asked_in_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measure, "_REST_S", 0.0)
+    names = ["owner", "borrower", "borrower-2", "borrower-3"]
+    servers = {name: MadeUp() for name in names}
+    for one in servers.values():
+        one.others = [other for other in servers.values() if other is not one]
+    settings = Settings(tokens=320, pairs=7, borrowers=3)
+    assert [arm.name for arm in settings.servers()] == names
+    samples = measured(settings, servers)
+    assert sorted(one.round for one in samples) == [n for n in range(1, 8) for _ in KINDS]
+    assert all(one.found_there == 1.0 and one.same for one in samples)
+    asked = [len(servers[name].asked) for name in names]
+    assert asked == [0, 2 * 4, 2 * 3, 2 * 3], "one pair of each warms up"
+    rounds = [one.round for one in samples]
+    assert rounds[:6] == [1, 2, 3, 1, 2, 3]
+
+
 def test_a_server_that_does_not_see_the_other_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_KNOWS_S_MAX", 0.0)
     servers: dict[str, Any] = {"owner": MadeUp(), "borrower": MadeUp()}
-    with pytest.raises(BenchError, match="knows 0 of the other one's 20 chunks"):
+    with pytest.raises(BenchError, match="knows 0 of the others' 20 chunks"):
         measured(Settings(tokens=320, pairs=1), servers)
 
 
