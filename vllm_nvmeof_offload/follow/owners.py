@@ -91,6 +91,8 @@ class Owners:
         self._clock = clock
         self._lock = threading.Lock()
         self._version = table.version_asked
+        #: Rises whenever `wanted` may have another answer.
+        self.changes = 0
         self._engines: dict[int, _Engine] = {}
         self._numbers: dict[tuple[int, tuple[bytes, ...]], int] = {}
         self._written: dict[int, tuple[object, ...]] = {}
@@ -106,6 +108,7 @@ class Owners:
         with self._lock:
             if version != self._version:
                 self._version = version
+                self.changes += 1
                 for engine in self._engines:
                     self._settle(engine)
 
@@ -152,6 +155,7 @@ class Owners:
         """Find the engine's owner, and write its record if it changes."""
         engine = self._engines[index]
         pool, why_not = _pool_of(engine.parts, self._ranks)
+        self.changes += pool != engine.pool
         if engine.pool is not None and (pool is None or pool.uuids != engine.pool.uuids):
             self._write(index, engine, engine.pool, NONE)
             engine.pool = None

@@ -3,6 +3,9 @@
 
 What is read is a hint, so nothing is locked and nothing is waited for: an entry that is being
 written fails its CRC and is read again in the next pass. All files are opened for reading only.
+
+Most regions rest most of the time. One call asks the logs of all that rest whether they have news,
+and only those that do are looked at before the next discovery.
 """
 
 from __future__ import annotations
@@ -33,6 +36,9 @@ from vllm_nvmeof_offload.pool.silence import Silence
 
 #: Interval at which a target is searched for engines, and their locks are probed.
 DISCOVERY_S = 1.0
+#: So many regions that rest are examined at each discovery, one after the other; files that were
+#: exchanged unannounced, and locks that were given up, are found only then.
+EXAMINED = 20
 #: With several ranks, an entry is offered so long after it was first seen: the other ranks may
 #: still write their parts.
 YOUNG_S = 0.05
@@ -74,6 +80,8 @@ class _Region:
         self.has_failed = False
         #: The superblock is to be looked at, also if the region has a log.
         self.is_due = True
+        #: All that it has is known; its log tells of anything new.
+        self.rests = False
         self._scope = scope
         self._silence = Silence()
         # Joined once: these are looked at many times per second.
@@ -150,7 +158,13 @@ class _Region:
         if source.poll(rows, table, now_s):
             self._superblock_seen = (0, 0)  # read it, whatever its file's time says
             self.is_due = True
+        self.rests = not begins and not self.is_due and source.log_fd() >= 0
         return rows.rows, begins
+
+    def log(self) -> tuple[ForeignRegion, int]:
+        """Of a region that rests: its rows, and the descriptor of the log that they follow."""
+        assert self._rows is not None and self._source is not None
+        return self._rows, self._source.log_fd()
 
     def _rows_of(self, table: ForeignWriter, owner: int) -> tuple[ForeignRegion, Source]:
         """Return the region's rows, of this owner and of a table of the present shape."""
@@ -179,6 +193,7 @@ class _Region:
 
     def close(self) -> None:
         """As `Source.close`."""
+        self.rests = False
         if self._source is not None:
             self._source.close()
 
@@ -202,6 +217,8 @@ class TargetScan:
         self._clock = clock
         self._regions: dict[RegionName, _Region] = {}
         self._discovered_s = float("-inf")
+        self._examined = 0  # of those that rest, in turns
+        self._changes = -1
         self._ours: OurRegions = []
         self._logged = ""
 
@@ -213,11 +230,30 @@ class TargetScan:
         if now_s - self._discovered_s >= DISCOVERY_S:
             self._discovered_s = now_s
             self._discover()
-        for region in list(self._regions.values()):
+        for region in self._restless():
             if not region.has_failed:
                 first_s += self._look_at(region, now_s)
         self._table.scanned(int(self._clock() * 1e9))
         return time.thread_time() - begun_s - first_s
+
+    def _restless(self) -> list[_Region]:
+        """Return the regions that may have something new."""
+        regions = list(self._regions.values())
+        if self._changes != self._owners.changes:
+            self._changes = self._owners.changes
+            return regions
+        rest = [region for region in regions if region.rests]
+        for at in ForeignRegion.with_news([region.log() for region in rest]):
+            rest[at].rests, rest[at].is_due = False, True
+        return [region for region in regions if not region.rests]
+
+    def _due(self) -> list[_Region]:
+        """Return the regions to examine now: all that do not rest, and some that do, in turns."""
+        regions = list(self._regions.values())
+        rest = [region for region in regions if region.rests]
+        begin, self._examined = self._examined, self._examined + EXAMINED
+        turn = {(begin + at) % len(rest) for at in range(EXAMINED)} if rest else ()
+        return [region for region in regions if not region.rests] + [rest[at] for at in turn]
 
     def _discover(self) -> None:
         """Find the regions on the target, and who holds them."""
@@ -234,7 +270,7 @@ class TargetScan:
                 name = RegionName(engine, rank, self._target)
                 if name not in self._regions:
                     self._regions[name] = _Region(self._scope, name)
-        for region in list(self._regions.values()):
+        for region in self._due():
             region.has_failed, region.is_due = False, True
             region.close()
             try:
@@ -279,7 +315,7 @@ class TargetScan:
             del self._regions[region.name]
             self._owners.lost(region.name)
         else:
-            region.has_failed = True
+            region.has_failed, region.rests = True, False
             self._log(f"{region.directory}: {error.strerror}")
 
     def _log(self, line: str) -> None:

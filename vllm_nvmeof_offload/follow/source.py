@@ -50,6 +50,11 @@ class Source(Protocol):
         OSError: a file cannot be read; what is offered of it stays.
         """
 
+    def log_fd(self) -> int:
+        """A log that may be asked whether it has news (`ForeignRegion.with_news`), instead of a
+        poll; -1: there is none.
+        """
+
     def close(self) -> None:
         """Close the files, which the next poll opens: the path may lead to others by now."""
 
@@ -94,6 +99,9 @@ class ScanSource:
         changed_ns = self._look()
         _check(rows.scan(table, self._fd, int(now_s * 1e9), log_is_ahead))
         self._read_s, self._changed_ns = now_s, changed_ns
+
+    def log_fd(self) -> int:
+        return -1
 
     def _look(self) -> int:
         """When the file was written, by its own clock."""
@@ -154,6 +162,9 @@ class LogSource:
         self._table.scan(rows, table, now_s, log_is_ahead)
         self._is_found = True
         self._rescan_s = now_s + (SYNCED_S if self._is_direct else RESCAN_S)
+
+    def log_fd(self) -> int:
+        return self._fd if self._is_found and not self._is_direct else -1
 
     def close(self) -> None:
         self._fd = _closed(self._fd)

@@ -123,6 +123,17 @@ void bind_region(nb::module_& m) {
       .def_prop_ro_static("RESET", [](nb::handle) { return ForeignRegion::kReset; })
       .def("seek_log", &ForeignRegion::seek_log, "fd"_a, "pages"_a, Unlocked())
       .def("follow_log", &ForeignRegion::follow_log, "table"_a, "fd"_a, "now_ns"_a, Unlocked())
+      .def_static("with_news",
+                  [](const std::vector<std::tuple<const ForeignRegion*, int>>& logs) {
+                    std::vector<size_t> found;
+                    const nb::gil_scoped_release unlocked;
+                    for (size_t at = 0; at < logs.size(); ++at) {
+                      const auto& [region, fd] = logs[at];
+                      if (region->may_have_news(fd)) found.push_back(at);
+                    }
+                    return found;
+                  },
+                  "logs"_a)
       .def("set_ours",
            [](ForeignRegion& region, const std::vector<std::tuple<nb::bytes, uint32_t>>& ours) {
              std::vector<ForeignRegion::Ours> all;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "foreign_region.h"
 
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -61,6 +62,11 @@ int read_whole(int fd, std::byte* into, size_t bytes, uint64_t offset) {
   }
   if (done < bytes) std::memset(into + done, 0, bytes - done);
   return 0;
+}
+
+bool is_zero(const std::byte* head) {
+  return std::all_of(head, head + kLogHeadBytes,
+                     [](std::byte byte) { return byte == std::byte{0}; });
 }
 
 }  // namespace
@@ -155,13 +161,27 @@ int ForeignRegion::follow_log(ForeignWriter& table, int fd, int64_t now_ns) {
   }
 }
 
+bool ForeignRegion::may_have_news(int fd) const {
+  struct stat status;
+  if (!young_.empty() || fstat(fd, &status) != 0 || status.st_nlink == 0) return true;
+  const bool is_full = log_index_ == kLogRecords;
+  const uint64_t sequence = log_sequence_ + (is_full ? 1 : 0);
+  const uint32_t taken = is_full ? 0 : log_index_;
+  std::array<std::byte, kLogHeadBytes> page;
+  const auto offset = static_cast<off_t>(sequence % log_pages_ * kLogPageBytes);
+  if (pread(fd, page.data(), page.size(), offset) != static_cast<ssize_t>(page.size())) return true;
+  LogHead head;
+  if (!decode_head(page.data(), head))
+    return !is_zero(page.data()) || sequence >= 2 * uint64_t{log_pages_};
+  if (head.sequence == sequence) return head.records > taken;
+  return head.sequence + log_pages_ != sequence;
+}
+
 // Take in the records of the page that comes next.
 int ForeignRegion::take_page(ForeignWriter& table, const std::byte* page, int64_t now_ns) {
   LogHead head;
   if (!decode_head(page, head)) {
-    const bool is_empty = std::all_of(page, page + kLogHeadBytes,
-                                      [](std::byte byte) { return byte == std::byte{0}; });
-    if (is_empty && log_sequence_ < 2 * uint64_t{log_pages_}) return 0;  // it was never written
+    if (is_zero(page) && log_sequence_ < 2 * uint64_t{log_pages_}) return 0;  // never written
     return ++log_reads_ < kLogReadsMax ? 0 : kOverrun;
   }
   if (head.sequence != log_sequence_)

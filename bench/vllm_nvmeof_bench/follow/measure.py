@@ -78,7 +78,8 @@ class Settings:
     repeats: int = option(5, "Rounds of all looks.", min=1)
     puts: int = option(500, "Writes of each server whose delay is measured.", min=1)
     puts_per_s: float = option(20.0, "Writes of each server per second.", min=1)
-    regions: tuple[int, ...] = option((1, 10), "Regions that an idle follower has.")
+    regions: tuple[int, ...] = option((1, 10, 100), "Regions that an idle follower has.")
+    idle_entries: int = option(100_000, "Entries of each of their tables.", min=1)
     idle_s: float = option(20.0, "Seconds for which an idle follower is watched.", min=0.1)
     follow_ms: float = option(100.0, "Interval of the follower's looks.", min=1)
     seed: int = option(1, "Seed of keys, of slots and of pauses.")
@@ -98,9 +99,12 @@ class Settings:
 
     @property
     def disk_bytes(self) -> int:
-        region = self.entries * ENTRY_BYTES + LOG_PAGES_MAX * PAGE_BYTES + MIB
+        large, idle = (
+            entries * ENTRY_BYTES + LOG_PAGES_MAX * PAGE_BYTES + MIB
+            for entries in (self.entries, min(self.entries, self.idle_entries))
+        )
         small = sum(self.plan(Path(), by).disk_bytes + MIB for by in _LOG_PAGES)
-        return (len(_LOG_PAGES) + sum(self.regions)) * region + small
+        return len(_LOG_PAGES) * large + sum(self.regions) * idle + small
 
     def plan(self, target: Path, by: str) -> Plan:
         """Of the server whose writes are seen by scans, or by its log."""
@@ -335,15 +339,16 @@ def run(
                 samples += _looks(settings, by, one, home / by, number)
         on_progress(settings.repeats, total, "delays of writes")
         samples += _delays(settings, home / "small")
+        few = entries[: settings.idle_entries]
         for at, regions in enumerate(settings.regions):
             on_progress(settings.repeats + 1 + at, total, f"idle, {regions} regions")
             target = home / f"idle-{at}-of-{regions}"
             for index in range(1, regions + 1):
-                server(target, index, _with_other_keys(entries, dice), LOG)
+                server(target, index, _with_other_keys(few, dice), LOG)
             with _following(target, settings.follow_ms) as live:
                 live.wait_complete(regions)
                 wall_s, cpu_s = live.idle(settings.idle_s)
-            samples.append(Sample(IDLE, 0, settings.entries, wall_s, cpu_s, LOG, regions))
+            samples.append(Sample(IDLE, 0, len(few), wall_s, cpu_s, LOG, regions))
     found["load_average_at_end"] = load_average()
     return samples, found
 
@@ -359,7 +364,7 @@ COMMANDS = (
         """Measure what following another server's index costs, and when its writes are seen.
 
         Reads table and log of a server with a million entries in this process, and watches a
-        follower of two servers that store chunks and of up to ten that are idle. Takes two minutes.
+        follower of two servers that store chunks and of up to 100 that are idle. Takes two minutes.
         """,
         Settings,
         _measure,

@@ -20,7 +20,7 @@ _WAYS = {SCAN: "scan", LOG: "log"}
 _LOOKS = {FIRST: "first look", SAME: "nothing changed", CHANGED: "some entries changed"}
 _MILLION = 1_000_000
 #: How many regions an idle follower has by default.
-_REGIONS = (1, 10)
+_REGIONS = (1, 10, 100)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import fcntl
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,9 +18,10 @@ import numpy as np
 import pytest
 
 from tests.resets import reset
-from tests.unit.follow.kit import COMPLETE, OURS, Following, row, stop_clock_of
+from tests.unit.follow.kit import COMPLETE, DEAD, NONE, OURS, Following, row, stop_clock_of
 from tests.unit.pool.kit import SLOT_BYTES, TAG, name, put
 from tests.wait import wait_until
+from vllm_nvmeof_offload.follow import scan
 from vllm_nvmeof_offload.follow.source import RESCAN_S, SYNCED_S
 from vllm_nvmeof_offload.native import ForeignReader, ForeignRegion, ForeignWriter
 from vllm_nvmeof_offload.pool.format import Stamp, decode_table, region_uuid
@@ -348,6 +350,36 @@ def test_a_log_that_is_removed_leaves_the_table(following: Following, owner: Own
     assert following.rows(name(3).key) == {row(1, 3, 9)}
 
 
+def test_of_many_regions_at_rest_only_some_are_examined_at_a_time(
+    following: Following, engine: OpenEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their logs are asked each time; files and locks in turns."""
+    monkeypatch.setattr(scan, "EXAMINED", 2)
+    owners = [Owner(engine(1 + at, tmp_path, log_pages=PAGES, **LOGGED)) for at in range(5)]
+    for _ in range(3):
+        following.scan()
+    numbers = {following.owner(number).engine_index: number for number in range(1, 6)}
+    assert [following.state(number) for number in numbers.values()] == [COMPLETE] * 5
+    for at, owner in enumerate(owners):
+        owner.put(at, name(at, 10))
+        following.scan(0.1)
+        assert following.rows(name(at).key) == {row(numbers[1 + at], at, 10)}
+    one, two, *_ = owners
+    reset(one.pool, TAG, named=True)  # nothing is logged of it
+    two.pool.close()
+    for _ in range(3):
+        following.scan()
+    assert following.rows(name(0).key) == set()
+    assert following.state(numbers[2]) == DEAD
+    assert following.reader.rows == 4
+    shutil.rmtree(two.directory.parent)
+    following.scan(0.1)
+    assert following.state(numbers[2]) == NONE, "its log says that it was removed"
+    assert following.reader.rows == 3
+    for owner in owners:
+        owner.log.close()
+
+
 def test_hints_for_our_regions_come_to_the_engine(
     following: Following, owner: Owner, engine: OpenEngine, tmp_path: Path
 ) -> None:
@@ -488,6 +520,44 @@ def test_a_region_reads_pages_of_a_lap_in_order(file: int, tmp_path: Path) -> No
         assert region.follow_log(table, log, 0) == 0, records
         assert region.rows == min(generation, SLOTS)
     writer.close()
+    os.close(log)
+
+
+def test_a_log_has_news_until_it_is_followed(file: int, tmp_path: Path) -> None:
+    """Directly on the native region: at every length of every page, over two laps."""
+    log = os.open(tmp_path / "log", os.O_RDWR | os.O_CREAT)
+    os.ftruncate(log, PAGES * PAGE_BYTES)
+    table, region = ForeignWriter(file, 10), ForeignRegion((1, 0, 0), SLOTS, [(0, 1)], 0)
+    region.begin(table, 5, False)
+    assert region.seek_log(log, PAGES) == 0
+    writer = LogWriter(LogFile(log, PAGES, PAGES))
+
+    def has_news() -> bool:
+        found = ForeignRegion.with_news([(region, log), (region, log)])
+        assert found in ([], [0, 1])
+        return bool(found)
+
+    for generation in range(2 * PAGES * RECORDS_PER_PAGE + 2):
+        assert not has_news(), generation
+        writer.add([LogRecord.put(generation % SLOTS, name(1, generation), 5)])
+        assert has_news(), generation
+        assert region.follow_log(table, log, 0) == 0
+    for _ in range(PAGES * RECORDS_PER_PAGE):
+        writer.add([LogRecord.put(1, name(1, 1), 5)])
+    assert has_news(), "a lap later"
+    assert region.follow_log(table, log, 0) == ForeignRegion.OVERRUN
+    assert region.seek_log(log, PAGES) == 0
+    assert not has_news()
+    writer.close()
+    for at in range(PAGES):
+        os.pwrite(log, b"damaged", at * PAGE_BYTES)
+    assert has_news()
+    assert region.seek_log(log, PAGES) == 0
+    os.ftruncate(log, 0)
+    os.ftruncate(log, PAGES * PAGE_BYTES)
+    assert not has_news(), "it is empty"
+    (tmp_path / "log").unlink()
+    assert has_news(), "nobody will write it again"
     os.close(log)
 
 
