@@ -13,9 +13,10 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from vllm_nvmeof_bench.results import BenchError
@@ -73,11 +74,13 @@ class Helper:
         if not line:
             raise BenchError("the server that was to help has ended")
         self.address: str = line.strip()
-        self._clock = ~process.pid << 3 | 2  # clock_getcpuclockid(3)
+        #: CPU seconds of the process so far.
+        self.cpu_s = cpu_clock(process.pid)
 
-    def cpu_s(self) -> float:
-        """CPU seconds of the process so far."""
-        return time.clock_gettime(self._clock)
+
+def cpu_clock(pid: int) -> Callable[[], float]:
+    """A function that returns the CPU seconds of a process so far."""
+    return partial(time.clock_gettime, ~pid << 3 | 2)  # clock_getcpuclockid(3)
 
 
 @contextmanager

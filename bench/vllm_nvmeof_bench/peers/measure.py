@@ -8,6 +8,7 @@ share a link of so many bytes per second, which stands in for an NVMe-oF target'
     without   there is no peer
     absent    a peer is configured, and nobody answers there
     both      the helper is the peer
+    vllm_p2p  two processes with vLLM's tiering instead (`vllm_tiers`), beside chunks by NIXL
 
 All arms load the same chunks in each round, in an order drawn from the seed. "GPU memory" is zeroed
 before each load, and compared with what was written after it: no figure is of wrong bytes.
@@ -42,10 +43,13 @@ from vllm_nvmeof_bench.peers.report import (
     MB,
     NO_LINKS,
     TRANSPORTS,
+    VLLM_P2P,
     WITHOUT,
     Sample,
     link_rates,
 )
+from vllm_nvmeof_bench.peers.vllm_tiers import Plan as VllmPlan
+from vllm_nvmeof_bench.peers.vllm_tiers import VllmPair, vllm_pair
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
 from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.settings import check_names, check_positive, option, recorded, size_option
@@ -61,7 +65,7 @@ from vllm_nvmeof_offload.worker.peering import Peers
 from vllm_nvmeof_offload.worker.pipeline import PipelineRunner
 
 _KEYSPACE = "bench peers"
-_POOL = "pool"
+_POOL, _VLLM = "pool", "vllm"
 _SERVE_SLOTS = 32  # the product's serve slots of 64 MiB
 _CONNECT_S_MAX = 20.0
 _CLOSE_S_MAX = 10.0
@@ -70,12 +74,16 @@ _SETTLE_S = 2.0
 
 @dataclass(frozen=True)
 class Settings:
-    """tier_chunks: of the staging memory, a quarter of which loads pass through."""
+    """tier_chunks: of the staging memory, a quarter of which loads pass through.
+
+    The arm vllm_p2p is measured with the transport cma alone.
+    """
 
     rates: tuple[str, ...] = option(
         ("400:400", "200:600", "600:200"), "MB/s of the own link and of the peer's."
     )
     transports: tuple[str, ...] = option(tuple(TRANSPORTS), "How chunks come: cma, messages.")
+    arms: tuple[str, ...] = option(tuple(ARMS), "Arms of a load.")
     rounds: int = option(5, "Rounds of all arms.", min=1)
     chunks: int = option(256, "Chunks of a load.", min=4)
     chunk_bytes: int = size_option(2 * MIB, "Payload of a chunk.", flag="--chunk")
@@ -86,6 +94,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_names("transport", self.transports, tuple(TRANSPORTS))
+        check_names("arm", self.arms, tuple(ARMS))
         check_positive(self, "rounds", "chunks")
         if self.chunk_bytes % BLOCK_BYTES:
             raise BenchError(f"a chunk is a multiple of {BLOCK_BYTES} bytes")
@@ -107,7 +116,8 @@ class Settings:
 
     @property
     def disk_bytes(self) -> int:
-        return (self.chunks + 8) * (slot_stride_bytes(self.chunk_bytes) + 4 * KIB) + 64 * MIB
+        pool = (self.chunks + 8) * (slot_stride_bytes(self.chunk_bytes) + 4 * KIB) + 64 * MIB
+        return pool + (VLLM_P2P in self.arms) * self.chunks * self.chunk_bytes
 
 
 class _Worker(NamedTuple):
@@ -196,6 +206,20 @@ class _Pair:
         where = LOAD, self.rates, self.transport, arm, number
         return Sample(*where, seconds, size, pulled, cpu_s, helper_s)
 
+    def open_vllm(self, home: Path) -> VllmPair:
+        settings = self.settings
+        own, peer = (MB * rate for rate in link_rates(self.rates))
+        place, sizes = str(home / _VLLM), (settings.chunks, settings.chunk_bytes)
+        plan = VllmPlan(place, (), *sizes, 0.0, (0, 0), settings.seed)
+        return self.stack.enter_context(vllm_pair(plan, (own, peer)))
+
+    def load_vllm(self, pair: VllmPair, number: int) -> Sample:
+        """Raises: BenchError: a chunk is missing, or other bytes came."""
+        count = self.settings.chunks
+        seconds, pulled, cpu_s, helper_s = pair.load(count)
+        where = LOAD, self.rates, self.transport, VLLM_P2P, number
+        return Sample(*where, seconds, count * self.settings.chunk_bytes, pulled, cpu_s, helper_s)
+
     def idle(self, home: Path, arm: str) -> Sample:
         """Both servers after a load, connected if the arm says so."""
         workers, second = self.open(home, arm)
@@ -217,16 +241,24 @@ def _nowhere() -> str:
 
 def _loads(pair: _Pair, home: Path, on_step: OnProgress) -> Iterator[Sample]:
     settings = pair.settings
-    workers, second = pair.open(home, *ARMS)
+    arms = [arm for arm in settings.arms if arm != VLLM_P2P or pair.transport == "cma"]
+    vllm = pair.open_vllm(home) if VLLM_P2P in arms else None
+    workers, second = pair.open(home / _POOL, *(arm for arm in arms if arm != VLLM_P2P))
     for arm, worker in workers.items():
         pair.load(worker, second, arm, -1)  # the rates of both links are not known before
     done = itertools.count()
+    if vllm is not None:
+        pair.load_vllm(vllm, -1)
     for number in range(settings.rounds):
         dice = random.Random(f"{settings.seed} {pair.rates} {pair.transport} {number}")
-        for arm in dice.sample(list(ARMS), len(ARMS)):
+        for arm in dice.sample(arms, len(arms)):
             what = f"{pair.rates} MB/s · {pair.transport} · round {number + 1} · {arm}"
-            on_step(next(done), settings.rounds * len(ARMS), what)
-            yield pair.load(workers[arm], second, arm, number)
+            on_step(next(done), settings.rounds * len(arms), what)
+            if arm == VLLM_P2P:
+                assert vllm is not None
+                yield pair.load_vllm(vllm, number)
+            else:
+                yield pair.load(workers[arm], second, arm, number)
 
 
 @contextlib.contextmanager
@@ -257,7 +289,7 @@ def run(
             for transport in settings.transports:
                 for rates in settings.rates:
                     with _pair(rig, settings, rates, transport) as pair:
-                        samples += _loads(pair, home / _POOL, on_progress)
+                        samples += _loads(pair, home, on_progress)
                 for arm in (ABSENT, BOTH) if settings.idle_s else ():
                     on_progress(0, 0, f"idle · {transport} · {arm}")
                     with _pair(rig, settings, NO_LINKS, transport) as pair:
@@ -277,7 +309,8 @@ COMMANDS = (
         """Measure a load over a server's own storage link, and over a second server's too.
 
         Two processes with the product's worker and peers, whose reads are limited to so many MB/s
-        each. Takes five minutes and 0.6 GiB of the disk. Nothing else should run meanwhile.
+        each; and two processes with vLLM's tiering and its p2p tier. Takes seven minutes and 1.1
+        GiB of the disk. Nothing else should run meanwhile.
         """,
         Settings,
         _measure,

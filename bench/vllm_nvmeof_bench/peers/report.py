@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `bench peers`: both links beside one, and beside the sum of their rates."""
+"""The samples of `bench peers`: both links beside one, the sum of their rates, and vLLM's p2p."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ MB = 1_000_000
 #: Links that are as fast as they are, of idle servers.
 NO_LINKS = "0:0"
 LOAD, IDLE = "load", "idle"
-WITHOUT, ABSENT, BOTH = "without", "absent", "both"
+WITHOUT, ABSENT, BOTH, VLLM_P2P = "without", "absent", "both", "vllm_p2p"
 ARMS = {
     WITHOUT: "the own link, no peer",
     ABSENT: "the own link, the peer is not there",
     BOTH: "both links",
+    VLLM_P2P: "both links, vLLM's fs and p2p tiers",
 }
 TRANSPORTS = {"cma": "NIXL pulls, by the kernel's cma", "messages": "messages over TCP"}
 BOTH_MIN, SUM_MIN, ABSENT_MIN, IDLE_MAX = 1.9, 0.93, 0.98, 0.5
+VLLM_P2P_MIN = 1.05
 
 
 def link_rates(rates: str) -> tuple[float, float]:
@@ -109,10 +111,10 @@ def places_of(samples: Samples) -> list[Place]:
     return list(dict.fromkeys((one.rates, one.transport) for one in loads))
 
 
-def ratio(samples: Samples, place: Place, arm: str) -> Paired | None:
-    """The rate of an arm over that without a peer, round by round."""
+def ratio(samples: Samples, place: Place, arm: str, beside: str = WITHOUT) -> Paired | None:
+    """The rate of an arm over that of another one, round by round."""
     where = {"stage": LOAD, "rates": place[0], "transport": place[1]}
-    above, below = {**where, "arm": arm}, {**where, "arm": WITHOUT}
+    above, below = {**where, "arm": arm}, {**where, "arm": beside}
     pairs = results.paired(samples, "mb_per_s", above, below)
     return results.median_ratio([a / b for a, b in pairs]) if pairs else None
 
@@ -126,8 +128,8 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
     """Each is that of the worst rates and transport."""
     places = places_of(samples)
 
-    def worst_ratio(arm: str, chosen: Sequence[Place]) -> Figure | None:
-        found = {place: ratio(samples, place, arm) for place in chosen}
+    def worst_ratio(arm: str, chosen: Sequence[Place], beside: str = WITHOUT) -> Figure | None:
+        found = {place: ratio(samples, place, arm, beside) for place in chosen}
         return worst(
             Figure(one.middle, one.n, " ".join(place)) if one else None
             for place, one in found.items()
@@ -141,12 +143,15 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
 
     equal = [place for place in places if _is_equal(place[0])]
     unequal = [place for place in places if not _is_equal(place[0])]
+    shown = [place for place in places if ratio(samples, place, BOTH, VLLM_P2P)]
     idle = values_of(samples, "idle_percent", stage=IDLE)
     return [
         bound("equal links: both / one", "≥", BOTH_MIN, worst_ratio(BOTH, equal)),
         bound("unequal links: both / the sum of their rates", "≥", SUM_MIN,
               worst(map(of_sum, unequal))),
         bound("a peer that is not there / no peer", "≥", ABSENT_MIN, worst_ratio(ABSENT, places)),
+        bound("both / vLLM's fs and p2p tiers", "≥", VLLM_P2P_MIN,
+              worst_ratio(BOTH, shown, VLLM_P2P)),
         bound("idle, of a core", "≤", IDLE_MAX,
               Figure(max(idle), len(idle)) if idle else None, " %"),
     ]  # fmt: skip
@@ -161,10 +166,18 @@ def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
         "whose reads share a link of the given rate each: it stands in for the bandwidth of "
         "an NVMe-oF target, not for a network's latency"
     )
+    if VLLM_P2P in settings.get("arms", ()):
+        yield (
+            f"{ARMS[VLLM_P2P]}: each chunk is in the file of one server alone, in the ratio of the "
+            "links; the second server's fs tier reads all its chunks into its CPU tier, and then "
+            "the p2p tier writes them into ours; the copy to the GPU is not counted"
+        )
 
 
 def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table | str]:
+    measured = {(one.rates, one.transport, one.arm) for one in select(samples, stage=LOAD)}
     rows = [(*place, arm) for place in places_of(samples) for arm in ARMS]
+    rows = [row for row in rows if row in measured]
 
     def middle(row: tuple[str, str, str], measure: str) -> float | None:
         rates, transport, arm = row
@@ -175,12 +188,17 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
         found = None if row[2] == WITHOUT else ratio(samples, row[:2], row[2])
         return found.text() if found else ""
 
+    def over_vllm(row: tuple[str, str, str]) -> str:
+        found = ratio(samples, row[:2], BOTH, VLLM_P2P) if row[2] == VLLM_P2P else None
+        return found.text() if found else ""
+
     columns = [
         Column("links, MB/s", lambda row: row[0]),
         Column("chunks come by", lambda row: row[1]),
         Column("", lambda row: ARMS[row[2]]),
         Column("MB/s", lambda row: middle(row, "mb_per_s"), "{:,.0f}"),
         Column("/ no peer", beside),
+        Column("ours / it", over_vllm),
         Column("/ sum", lambda row: middle(row, "of_sum"), "{:.3f}"),
         Column("by the peer", lambda row: middle(row, "pulled_share"), "{:.0%}"),
         Column("CPU ms/GB", lambda row: middle(row, "cpu_ms_per_gb"), "{:,.0f}"),
@@ -205,6 +223,7 @@ _STYLES = {
     WITHOUT: Style(plots.GREY, label=ARMS[WITHOUT]),
     ABSENT: Style(plots.SKY, label=ARMS[ABSENT]),
     BOTH: Style(plots.BLUE, label=ARMS[BOTH]),
+    VLLM_P2P: Style(plots.ORANGE, label=ARMS[VLLM_P2P]),
 }
 
 

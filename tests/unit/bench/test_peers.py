@@ -18,6 +18,7 @@ from vllm_nvmeof_bench.peers.report import (
     MB,
     NO_LINKS,
     TRANSPORTS,
+    VLLM_P2P,
     WITHOUT,
     Sample,
     goals,
@@ -26,11 +27,15 @@ from vllm_nvmeof_bench.peers.report import (
 from tests.unit.bench import printing
 from vllm_nvmeof_offload.cli import app
 
-GOALS = 4
+GOALS = 5
 
 
 def everything(
-    both: float = 780.0, unequal: float = 760.0, absent: float = 397.0, idle: float = 0.1
+    both: float = 780.0,
+    unequal: float = 760.0,
+    absent: float = 397.0,
+    vllm: float = 700.0,
+    idle: float = 0.1,
 ) -> list[Sample]:
     """Three rounds of 400 MB; rates in MB/s, idleness in % of a core."""
     found = []
@@ -40,6 +45,8 @@ def everything(
                 "400:400": {WITHOUT: 400.0, ABSENT: absent, BOTH: both},
                 "200:600": {WITHOUT: 200.0, ABSENT: 199.0, BOTH: unequal},
             }
+            if transport == "cma":
+                rates["400:400"][VLLM_P2P] = vllm
             for links, arms in rates.items():
                 for arm, rate in arms.items():
                     pulled = 200 * MB if arm == BOTH else 0
@@ -54,12 +61,18 @@ def test_goals_are_ratios_of_rates() -> None:
     found = goals(everything(), {})
     assert [goal.reached for goal in found] == [True] * GOALS
     measured = [goal.measured for goal in found]
-    assert measured == pytest.approx([1.95, 0.95, 397 / 400, 0.1])
+    assert measured == pytest.approx([1.95, 0.95, 397 / 400, 780 / 700, 0.1])
 
 
 @pytest.mark.parametrize(
     ("number", "slow"),
-    [(0, {"both": 750.0}), (1, {"unequal": 730.0}), (2, {"absent": 390.0}), (3, {"idle": 0.6})],
+    [
+        (0, {"both": 750.0}),
+        (1, {"unequal": 730.0}),
+        (2, {"absent": 390.0}),
+        (3, {"vllm": 750.0}),
+        (4, {"idle": 0.6}),
+    ],
 )
 def test_each_goal_can_be_missed(number: int, slow: dict[str, float]) -> None:
     missed = [goal.reached for goal in goals(everything(**slow), {})]
@@ -78,7 +91,7 @@ def test_what_was_not_measured_is_neither_reached_nor_missed(tmp_path: Path) -> 
 
 def test_tables_have_medians_and_shares() -> None:
     text = printing.printed("peers", everything(), {"settings": {"chunks": 200}})
-    for needed in ("780", "1.950", "0.975", "50%", "1,000", "0.10 % at the peer", "cma"):
+    for needed in ("780", "1.950", "0.975", "50%", "1,000", "0.10 % at the peer", "cma", "1.114"):
         assert needed in text, needed
 
 
