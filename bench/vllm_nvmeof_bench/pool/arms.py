@@ -7,7 +7,7 @@ threads, io_uring's kernel workers and the little that the loop itself takes. fi
 are processes of their own.
 
 Latencies: of a job for `single_*` (one job per round: its time is p50, and p99 is not known), of a
-demand read for `read_beside_writes`, of a block for fio and the ring. A batch is submitted at
+demand read for `read_beside_writes`, of a block for fio and the rings. A batch is submitted at
 once, so that a block's time in it would be its place in the queue, and is left out.
 """
 
@@ -685,13 +685,29 @@ def build_ring(directory: Path) -> Path:
 
 
 def measure_ring(
-    program: Path, path: Path, settings: Settings, block_bytes: int, kind: str
+    program: Path, path: Path, settings: Settings, block_bytes: int, kind: str, size_bytes: int = 0
 ) -> dict[str, Moved]:
-    """A batch by a bare io_uring loop on the same file, with registered buffers and file."""
-    numbers = block_bytes, settings.batch_blocks(block_bytes) * block_bytes, settings.depth
+    """A batch by a bare io_uring loop on the same file, with registered buffers and file.
+
+    size_bytes: of one operation, which moves one block; 0: the block's own size.
+    """
+    blocks, size_bytes = settings.batch_blocks(block_bytes), size_bytes or block_bytes
+    numbers = size_bytes, blocks * size_bytes, settings.depth
     command = [str(program), str(path), kind.removeprefix("batch_"), *map(str, numbers)]
     row = json.loads(_run(command, "ring"))
-    return {kind: Moved(*(row[key] for key in ("bytes", "seconds", "cpu_s", "p50_us", "p99_us")))}
+    took = (row[key] for key in ("seconds", "cpu_s", "p50_us", "p99_us"))
+    return {kind: Moved(row["bytes"] // size_bytes * block_bytes, *took)}
+
+
+def measure_ring_slots(
+    program: Path, path: Path, settings: Settings, block_bytes: int, kind: str
+) -> dict[str, Moved]:
+    """The ring with operations as long as our slots: a page of header before each block.
+
+    What a device loses on such sizes is lost by the format, and not by our engine.
+    """
+    size_bytes = slot_stride_bytes(block_bytes)
+    return measure_ring(program, path, settings, block_bytes, kind, size_bytes)
 
 
 # -- vLLM's fs tier -----------------------------------------------------------------------

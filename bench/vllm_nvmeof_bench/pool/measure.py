@@ -53,6 +53,7 @@ from vllm_nvmeof_bench.pool.arms import (
     measure_fio,
     measure_moves,
     measure_ring,
+    measure_ring_slots,
     write_flat,
 )
 from vllm_nvmeof_bench.pool.report import KINDS, Sample, Settings
@@ -65,6 +66,7 @@ from vllm_nvmeof_offload.units import slot_stride_bytes
 
 #: Arm → its engine.
 _OURS = {"ours": "uring", "ours_threads": "threads"}
+_FLAT = {"fio": measure_fio, "ring": measure_ring, "ring_slots": measure_ring_slots}
 #: Where the ring loop is compiled to, from the current directory.
 _BUILD_DIR = Path("build/bench")
 _REMEDY = "give another --dir, or fewer --bytes-per-round"
@@ -112,6 +114,7 @@ class _Run:
         needs: dict[str, Callable[[], Any]] = {
             "fio": Fio,
             "ring": partial(build_ring, _BUILD_DIR),
+            "ring_slots": partial(build_ring, _BUILD_DIR),
             "vllm_fs": import_fs,
         }
         self._needed: dict[str, Any] = {}
@@ -164,7 +167,7 @@ class _Run:
     ) -> dict[str, Callable[[str], dict[str, Moved]]]:
         """Each arm's measurement of a kind. `stack` stops the arms and deletes their files.
 
-        Ours and the fs tier share one staging memory; ours share one pool; fio and the ring share
+        Ours and the fs tier share one staging memory; ours share one pool; fio and the rings share
         one flat file. An arm that cannot run here is left out; one that fails while it runs ends
         the benchmark.
         """
@@ -196,9 +199,9 @@ class _Run:
             add("vllm_fs", tier)
             self._tidy = tier.tidy
         flat = directory / "flat"
-        if "fio" in wanted or "ring" in wanted:
-            write_flat(flat, blocks * block_bytes, self._settings.seed)
-        for name, measure_flat in (("fio", measure_fio), ("ring", measure_ring)):
+        if any(name in wanted for name in _FLAT):
+            write_flat(flat, blocks * slot_stride_bytes(block_bytes), self._settings.seed)
+        for name, measure_flat in _FLAT.items():
             if name in wanted:
                 arms[name] = partial(measure_flat, self._needed[name], flat, *given)
         return arms

@@ -20,7 +20,7 @@ from vllm_nvmeof_bench.settings import check_names, check_positive, option, size
 from vllm_nvmeof_bench.tables import Column, Table, arm_columns, disk_in, load_in
 from vllm_nvmeof_offload.units import GIB, KIB, MIB
 
-ARMS = ("ours", "ours_threads", "fio", "ring", "vllm_fs")
+ARMS = ("ours", "ours_threads", "fio", "ring", "ring_slots", "vllm_fs")
 #: One kind of measurement → the cases that it yields.
 KINDS: dict[str, tuple[str, ...]] = {
     "batch_write": ("batch_write",),
@@ -40,7 +40,7 @@ _LARGE = 512 * KIB
 #: Measured by every arm; the rest only by those that take jobs.
 FLAT_KINDS = frozenset({"batch_write", "batch_read", "mixed"})
 _BESIDE_KINDS = frozenset({"beside", "writes_alone"})
-_FLAT_ARMS = frozenset({"fio", "ring"})
+_FLAT_ARMS = frozenset({"fio", "ring", "ring_slots"})
 _BLOCKS = (64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB)
 
 
@@ -188,6 +188,9 @@ def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[resu
     def best(case: str) -> Figure | None:
         return worst(ratio(case, block, rival=rival) for block in large for rival in _RIVALS)
 
+    def like(case: str) -> Figure | None:
+        return worst(ratio(case, block, rival="ring_slots") for block in large)
+
     large = [block for block in _blocks(samples) if block >= _LARGE]
     large_reads = worst(ratio("batch_read", block) for block in large)
     kept = ratio("writes_beside_read", rival="ours", base="writes_alone")
@@ -200,6 +203,8 @@ def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[resu
     return [
         bound("batch read ≥ 512 KiB / best of fio, threads, ring", "≥", 0.94, best("batch_read")),
         bound("batch write ≥ 512 KiB / best of fio, threads, ring", "≥", 0.94, best("batch_write")),
+        bound("batch read ≥ 512 KiB / ring with our slots", "≥", 0.94, like("batch_read")),
+        bound("batch write ≥ 512 KiB / ring with our slots", "≥", 0.94, like("batch_write")),
         bound("batch write of 2 MiB / fs tier", "≥", 1.8, ratio("batch_write")),
         bound("batch write of 64 KiB / fs tier", "≥", 4.0, small),
         bound("batch read ≥ 512 KiB / fs tier", "≥", 1.0, large_reads),
@@ -224,6 +229,7 @@ _STYLES = {
     "ours_threads": plots.Style(plots.SKY, "s", "ours (threads)"),
     "fio": plots.Style(plots.GREY, "^", "fio"),
     "ring": plots.Style(plots.BLACK, "D", "bare ring loop"),
+    "ring_slots": plots.Style(plots.GREEN, "P", "bare ring loop, our slots' size"),
     "vllm_fs": plots.Style(plots.RED, "v", "vLLM fs tier"),
 }
 _LINES = (

@@ -35,6 +35,7 @@ def everything(blocks: Sequence[int], ours: float = 2000.0) -> list[Sample]:
                 ("ours_threads", 1900.0, 0.05),
                 ("fio", 2050.0, 0.02),
                 ("ring", 2100.0, 0.005),
+                ("ring_slots", 2080.0, 0.005),
                 ("vllm_fs", 450.0, 0.4),
             ):
                 found += rounds(arm, case, block, [value, value - 10, value + 10], cpu)

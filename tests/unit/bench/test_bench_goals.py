@@ -22,7 +22,7 @@ def row(rows: list[Goal], start: str) -> Goal:
 
 def test_every_goal_is_listed_and_reached_by_good_samples() -> None:
     rows = goals(everything(BLOCKS), GOOD)
-    assert len(rows) == 14
+    assert len(rows) == 16
     assert all(one.reached is True for one in rows), missed(rows)
     assert {one.n for one in rows} == {ROUNDS, 1}
 
@@ -40,6 +40,16 @@ def test_the_worst_block_against_the_best_rival_decides() -> None:
 def test_small_blocks_do_not_count_against_the_device() -> None:
     samples = everything((2 * MIB,)) + rounds("ours", "batch_read", 64 * KIB, [1.0])
     assert row(goals(samples, {}), "batch read ≥ 512 KiB / best").reached is True
+
+
+def test_a_ring_with_our_slots_is_a_goal_of_its_own() -> None:
+    samples = [one for one in everything(BLOCKS) if one.block_bytes != 512 * KIB]
+    for arm, value in (("ours", 900.0), ("ring", 1000.0), ("ring_slots", 950.0)):
+        samples += rounds(arm, "batch_write", 512 * KIB, [value] * 3)
+    found = row(goals(samples, {}), "batch write ≥ 512 KiB / ring with our slots")
+    assert found.measured == pytest.approx(900 / 950)
+    assert found.where == "512 KiB, ring_slots"
+    assert found.reached is True
 
 
 def test_medians_decide_not_single_rounds() -> None:
@@ -60,7 +70,7 @@ def test_without_a_rival_the_best_rival_is_unknown(arm: str) -> None:
 
 def test_an_unmeasured_goal_is_neither_reached_nor_missed() -> None:
     rows = goals([], {})
-    assert len(rows) == 14
+    assert len(rows) == 16
     assert all(one.reached is None and one.n == 0 for one in rows)
     assert missed(rows) == []
 

@@ -54,7 +54,7 @@ def test_every_available_arm_has_a_sample_of_each_of_its_cases(found: dict[str, 
         (name, case)
         for name, arm in arms.items()
         if arm["available"]
-        for case in (FLAT_CASES if name in ("fio", "ring") else ALL_CASES)
+        for case in (FLAT_CASES if name in ("fio", "ring", "ring_slots") else ALL_CASES)
     }
     assert set(counts) == expected
     assert set(counts.values()) == {2}
