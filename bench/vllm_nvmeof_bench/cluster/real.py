@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two real servers on this machine's CPU, each behind a slow link to its pool, and the simulator.
 
-    python -m vllm_nvmeof_bench.cluster.real [--rounds N] [--json FILE] [--vllm-router PROGRAM]
+    python -m vllm_nvmeof_bench.cluster.real [--seeds 1,2,3] [--json FILE] [--vllm-router PROGRAM]
 
 The machine's own numbers are measured first, one request at a time: what prompts cost whose KV is
 in memory, or nowhere, and how fast a link reads. They make a table of a machine file. Then prompts
@@ -312,7 +312,7 @@ def _spec(model: Path, pool: Path, control: Path) -> ServerSpec:
 
 
 def measure(
-    console: Console, place: Path, rounds: int, program: str
+    console: Console, place: Path, seeds: Sequence[int], program: str
 ) -> tuple[Numbers, Machines, list[Arm]]:
     """Start both servers, measure them, and play the rounds."""
     model = make_model(place.parent / "models", _SHAPE)
@@ -337,10 +337,9 @@ def measure(
         with console.status("measuring the machine"):
             numbers = crowd.numbers(dict(zip(servers, controls, strict=True)))
         machines = machine_file(place / "machines.toml", numbers)
-        for seed in range(1, rounds + 1):
+        for seed in seeds:
             asked = crowd.arrivals(machines, seed)
             for arm in arms:
-                console.print(f"round {seed} of {rounds}: {arm.name}")
                 crowd.forget_gpu()
                 before = crowd.hits()
                 with _way(arm.name, servers, program, logs) as urls:
@@ -348,6 +347,9 @@ def measure(
                 arm.hits = _sum(arm.hits, crowd.hits() - before)
                 if router := _ROUTERS.get(arm.name):
                     arm.simulated_s += simulated(machines, crowd.lengths, asked, router)
+                told = [("", arm.ttft_s), (", simulated", arm.simulated_s)]
+                means = (f"{_figure(one, 0):.2f} s{words}" for words, one in told if one)
+                console.print(f"seed {seed}, {arm.name}: mean so far", *means)
     return numbers, machines, arms
 
 
@@ -381,15 +383,16 @@ def _facts(numbers: Numbers, machines: Machines, arms: Sequence[Arm]) -> dict[st
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Two real servers beside the simulator.")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N")
+    parser.add_argument("--seeds", default="1,2,3", help="one round of arrivals each")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--vllm-router", default="", metavar="PROGRAM")
     given = parser.parse_args(arguments)
+    seeds = [int(seed) for seed in given.seeds.split(",")]
     console, build = Console(), Path("build").resolve()
     build.mkdir(exist_ok=True)
     place = Path(tempfile.mkdtemp(prefix="cluster-real-", dir=build))
     try:
-        numbers, machines, arms = measure(console, place, given.rounds, given.vllm_router)
+        numbers, machines, arms = measure(console, place, seeds, given.vllm_router)
     except (OffloadError, httpx.HTTPError) as error:
         console.print("[red]failed:[/]", type(error).__name__, escape(str(error)))
         return 1
