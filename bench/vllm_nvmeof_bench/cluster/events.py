@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cluster on a virtual clock: a turn is routed, read, computed, handed on and answered.
 
-Links, prefill nodes and the way to the decode nodes serve one after the other; decode is a delay.
+Links, prefill nodes and the way to the decode nodes serve one after the other, unless the machine
+says that loads share a link; decode is a delay.
 Which link reads a piece is the product's own rule (`choose_lane`), and whether to read at all is
 its `Admission`. A read is given to its link when it is decided, not when the link has room, so
 a wrong guess costs a whole load here and a few chunks in the product.
@@ -21,7 +22,7 @@ from math import inf
 from typing import Protocol
 
 from vllm_nvmeof_bench.cluster.agents import Agent
-from vllm_nvmeof_bench.cluster.lanes import Lane
+from vllm_nvmeof_bench.cluster.lanes import Lane, SharedLane
 from vllm_nvmeof_bench.cluster.machines import Machines
 from vllm_nvmeof_bench.cluster.router import choose_decode, choose_helpers, choose_prefill
 from vllm_nvmeof_offload.manager.core import CoreConfig
@@ -32,7 +33,7 @@ from vllm_nvmeof_offload.native import choose_lane
 #: rule; no reads at all, the bound.
 PATHS = ("own", "alternate", "request", "chunk", "none")
 ROUTERS = ("least", "round_robin", "sticky")
-_TURN, _LOADED, _PREFILLED, _DECODED, _LOST = range(5)
+_TURN, _LOADED, _PREFILLED, _DECODED, _LOST, _READ = range(6)
 _KINDS = 8
 #: A load in fewer chunks is not split, and into no more pieces.
 _SPLIT_CHUNKS_MIN, _PIECES_MAX = 4, 16
@@ -126,7 +127,8 @@ class Cluster:
         self._machines, self._rules, self._agents = machines, rules, agents
         self._finds, self._horizon_s = finds, horizon_s
         nodes = machines.prefill + machines.decode
-        self.lanes = [Lane(machines.storage_bytes_per_s, machines.report_s) for _ in range(nodes)]
+        assert not (machines.places and rules.lost), "shared links are not lost"
+        self.lanes = [_lane(machines) for _ in range(nodes)]
         shared = machines.shared_bytes_per_s
         self._enclosure = Lane(shared, machines.report_s) if shared else None
         self._prefill_free_s = [0.0] * machines.prefill
@@ -152,7 +154,10 @@ class Cluster:
         heapify(self._events)
 
     def run(self) -> Outcome:
-        handlers = (self._begin, self._loaded, self._prefilled, self._decoded, self._link_lost)
+        handlers = (
+            *(self._begin, self._loaded, self._prefilled, self._decoded),
+            *(self._link_lost, self._chunk_read),
+        )
         events, horizon_s, now_s = self._events, self._horizon_s, 0.0
         while events:
             now_s, code = heappop(events)
@@ -226,6 +231,10 @@ class Cluster:
         done_s = now_s
         if count and self._rules.path != "none":
             out.read_bytes += count
+            lane = self.lanes[prefill]
+            if isinstance(lane, SharedLane):
+                self._expect(lane.begin(now_s, agent, count))
+                return
             done_s = self._read(now_s, agent, count)
         self._due_s[agent] = done_s
         heappush(self._events, (done_s, _KINDS * agent + _LOADED))
@@ -298,6 +307,19 @@ class Cluster:
         if self._rules.lost:
             self._loads[agent] = loads
         return done_s
+
+    def _expect(self, reads: Sequence[tuple[float, int]]) -> None:
+        for come_s, agent in reads:
+            heappush(self._events, (come_s, _KINDS * agent + _READ))
+
+    def _chunk_read(self, now_s: float, agent: int) -> None:
+        lane = self.lanes[self._prefill[agent]]
+        assert isinstance(lane, SharedLane)
+        reads, ended = lane.came(now_s, agent)
+        self._expect(reads)
+        if ended:
+            self._due_s[agent] = now_s
+            self._loaded(now_s, agent)
 
     def _chosen(self, now_s: float, agent: int, count: float) -> dict[int, float]:
         """Bytes by lane, as the product's rule shares them out."""
@@ -397,6 +419,14 @@ class Cluster:
                 self._new[agent] += count
             self._due_s[agent] = max(end_s, *others, now_s)
             heappush(self._events, (self._due_s[agent], _KINDS * agent + _LOADED))
+
+
+def _lane(machines: Machines) -> Lane:
+    rate, report_s = machines.storage_bytes_per_s, machines.report_s
+    if not machines.places:
+        return Lane(rate, report_s)
+    chunk_bytes = machines.chunk_tokens * machines.bytes_per_token
+    return SharedLane(rate, report_s, machines.places, chunk_bytes)
 
 
 def _admission(machines: Machines, rules: Rules) -> Admission | None:

@@ -67,6 +67,53 @@ class Lane:
             self._given_s.clear()
 
 
+class SharedLane(Lane):
+    """A link that loads share as the product's queue does: whichever has the fewest reads in
+    flight gets the next place. What is in flight is read one after the other.
+
+    Reads are told by (when it has come, whose it is).
+    """
+
+    __slots__ = ("_chunk_bytes", "_in_flight", "_left", "_link_s", "_places")
+
+    def __init__(self, rate: float, report_s: float, places: int, chunk_bytes: float) -> None:
+        super().__init__(rate, report_s)
+        self._places, self._chunk_bytes, self._link_s = places, chunk_bytes, 0.0
+        #: By load, in the order of arrival: bytes that wait; reads in flight.
+        self._left: dict[int, float] = {}
+        self._in_flight: dict[int, int] = {}
+
+    def begin(self, now_s: float, load: int, count: float) -> list[tuple[float, int]]:
+        """Queue a load; return the reads that have got a place."""
+        self.read(now_s, count)  # all that waits is read at the same time as in any other order
+        self._left[load], self._in_flight[load] = count, 0
+        return self._hand_over(now_s)
+
+    def came(self, now_s: float, load: int) -> tuple[list[tuple[float, int]], bool]:
+        """A read has come; return those that have got a place, and whether the load has ended."""
+        self._places += 1
+        self._in_flight[load] -= 1
+        given = self._hand_over(now_s)
+        ended = load not in self._left and not self._in_flight[load]
+        if ended:
+            del self._in_flight[load]
+        return given, ended
+
+    def _hand_over(self, now_s: float) -> list[tuple[float, int]]:
+        given = []
+        while self._places and self._left:
+            load = min(self._left, key=self._in_flight.__getitem__)
+            count = min(self._chunk_bytes, self._left[load])
+            self._left[load] -= count
+            if not self._left[load]:
+                del self._left[load]
+            self._in_flight[load] += 1
+            self._places -= 1
+            self._link_s = max(now_s, self._link_s) + count / self.rate
+            given.append((self._link_s, load))
+        return given
+
+
 def balance(lanes: list[Lane], share: float = 0.6) -> list[float]:
     """The most over the mean of all lanes, by window, of the first `share` of all windows that
     read anything: in the last ones too few agents are left."""

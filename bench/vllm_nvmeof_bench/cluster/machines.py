@@ -30,7 +30,8 @@ class Machines:
     what a step reads. *_tokens_max: of KV in a node's GPU memory, 0: no bound. batch_tokens_max:
     outstanding at a prefill node, before it gets no more. drives: of an enclosure that all nodes
     share; 0: none in the way. local: only the node that stored a chunk can read it. report_s: how
-    old a peer's report of its queue becomes.
+    old a peer's report of its queue becomes. places: chunks in flight at a link that loads share;
+    0: loads are read one after the other.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Machines:
     local: bool = False
     report_s: float = 0.05
     chunk_tokens: int = 256
+    places: int = 0
 
     def __post_init__(self) -> None:
         positive = ("prefill", "storage_bytes_per_s", "compute_bytes_per_s", "bytes_per_token")
@@ -66,6 +68,9 @@ class Machines:
         for field in fields(self):
             if field.type in ("float", "int") and getattr(self, field.name) < 0:
                 raise BenchError(f"{self.name}: {field.name} is at least 0")
+
+        if self.places and (self.decode or self.drives):
+            raise BenchError(f"{self.name}: places are for nodes that decode, each with its drives")
 
     @property
     def shared_bytes_per_s(self) -> float:

@@ -133,6 +133,7 @@ def machine_file(path: Path, numbers: Numbers) -> Machines:
     fixed = {"prefill": 2, "decode": 0, "compute_bytes_per_s": 1e12}
     # What a step takes is measured as a whole.
     fixed |= {"weight_bytes": 1.0, "memory_bytes_per_s": 1e12}
+    fixed |= {"chunk_tokens": _CHUNK_TOKENS, "places": _STREAM_SLOTS}
     values = {**fixed, **machine_values(numbers)}
     lines = [f"[{_MEASURED}]", *(f"{name} = {value:.10g}" for name, value in values.items())]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -20,7 +20,7 @@ from vllm_nvmeof_bench.cluster.agents import (
     recorded_agents,
 )
 from vllm_nvmeof_bench.cluster.events import PATHS, Cluster, Given, Rules
-from vllm_nvmeof_bench.cluster.lanes import Lane, balance
+from vllm_nvmeof_bench.cluster.lanes import Lane, SharedLane, balance
 from vllm_nvmeof_bench.cluster.machines import KNOWN, Machines, read_machines
 from vllm_nvmeof_bench.cluster.measure import Settings, carried, run
 from vllm_nvmeof_bench.cluster.paper import capacity, gains, goals, rows
@@ -78,6 +78,25 @@ def test_a_link_serves_in_turn_and_a_peer_knows_what_was_reported_and_what_it_ha
     assert lane.seen_s(1.0, peer=3) == pytest.approx(0.7)
     assert lane.seen_s(1.0, peer=4) == 0.5, "what another peer gave is not reported yet"
     assert sum(lane.windows) == 170.0
+
+
+def test_loads_share_a_link_and_all_is_read_as_early_as_in_turn() -> None:
+    """A short load that comes behind a long one waits for what is in flight, and then for as many
+    reads of the long one as it has itself."""
+    lane = SharedLane(rate=10.0, report_s=1.0, places=2, chunk_bytes=10.0)
+    events = lane.begin(0.0, 7, 100.0)
+    assert events == [(1.0, 7), (2.0, 7)]
+    events += lane.begin(0.5, 8, 25.0)
+    assert lane.queue_s(0.5) == 12.0
+    ends = {}
+    while events:
+        now_s, load = min(events)
+        events.remove((now_s, load))
+        reads, ended = lane.came(now_s, load)
+        events += reads
+        if ended:
+            ends[load] = now_s
+    assert ends == {8: 6.5, 7: 12.5}
 
 
 def test_a_lost_link_reads_on_when_it_is_back() -> None:
@@ -357,10 +376,10 @@ def test_measured_numbers_give_the_machine_that_they_come_from(tmp_path: Path) -
         found = real.simulated(machines, lengths, alone, router)
         assert found == pytest.approx([one + two for one, two in zip(read_s, hit_s, strict=True)])
     both = [real.Asked(0.0, 1), real.Asked(0.1, 0), real.Asked(0.2, 0)]
-    third_s = [
-        real.simulated(machines, lengths, both, router)[-1] for router in ("least", "round_robin")
+    last_s = [
+        real.simulated(machines, lengths, both, router)[1] for router in ("least", "round_robin")
     ]
-    assert third_s[0] < third_s[1], "in turn it waits behind the long one"
+    assert last_s[0] < last_s[1], "in turn it shares the link with the long one"
 
 
 def test_unknown_keys_and_impossible_values_are_refused(tmp_path: Path) -> None:
