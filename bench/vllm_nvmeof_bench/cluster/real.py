@@ -38,6 +38,7 @@ from vllm_nvmeof_bench.cluster.events import Cluster, Given, Rules
 from vllm_nvmeof_bench.cluster.machines import Machines, read_machines
 from vllm_nvmeof_bench.results import BenchError, percentile
 from vllm_nvmeof_bench.servers.client import Client, Hits
+from vllm_nvmeof_bench.servers.forked import ForkedServer, can_be_forked
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model, random_tokens
 from vllm_nvmeof_bench.servers.router import RunningRouter, dual_path_router
 from vllm_nvmeof_bench.servers.server import OffloadSpec, ReservedPort, Server, ServerSpec
@@ -327,8 +328,8 @@ def measure(
         servers = []
         for control in controls:
             spec = _spec(model, place / f"pool-{control.stem}", control)
-            server = Server(spec, logs / f"{control.stem}.log")
-            servers.append(stack.enter_context(server))
+            kind = ForkedServer if can_be_forked(spec) else Server
+            servers.append(stack.enter_context(kind(spec, logs / f"{control.stem}.log")))
         with console.status("vllm serve, twice"):
             for server in servers:
                 server.wait_ready()
