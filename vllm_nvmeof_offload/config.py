@@ -266,13 +266,14 @@ class OffloadConfig(BaseModel):
     peers: _Strings = _key(
         list, "addresses", '"HOST:PORT" or a list of them, where servers have peer_listen',
         "Servers on the same targets that read for this one too: a load's chunks come over "
-        "whichever link is free. Rank r connects to PORT + r. Whatever they deliver is checked "
-        "before it is used. Default: none.", max_length=64)
+        "whichever link is free. Rank r connects to PORT + r; another port of a server names "
+        "another of its data-parallel replicas. Whatever they deliver is checked before it is "
+        "used. Default: none.", max_length=64)
     peer_listen: str = _key(
         "", "", '"HOST:PORT" with an address of this machine, or leave it out',
-        "Address at which this server reads for others that name it in peers; rank r uses "
-        "PORT + r. Whoever can connect there can read KV of this model, unless share_secret_file "
-        "is set. Default: none.")
+        "Address at which this server reads for others that name it in peers; rank r of data-"
+        "parallel replica d uses PORT + d * ranks + r. Whoever can connect there can read KV of "
+        "this model, unless share_secret_file is set. Default: none.")
     serve_bytes: _Size = _key(
         64 * MIB, "bytes", _SIZE_FROM_PAGE,
         "Pinned memory per rank, of staging_bytes, into which this server reads for peers, if "

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from vllm_nvmeof_bench.servers.server import ReservedPort
 
 from tests.unit.test_peers_command import Idle
 from tests.wait import wait_until
+from vllm_nvmeof_offload.commands.peers import ask
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.peers.base import Common
@@ -69,3 +72,22 @@ def test_addresses_that_cannot_be_used_are_refused_by_key(staging: Staging) -> N
     for key in ("peers", "peer_listen"):
         with pytest.raises(ConfigError, match="rank 3 has no port; give one up to 65532"):
             open_links(wanted(third, **{key: "127.0.0.1:65533"}), staging)
+    again = replace(third, replica=1, replicas=2)
+    with pytest.raises(ConfigError, match="replica 1, rank 3 has no port; give one up to 65528"):
+        open_links(wanted(again, peer_listen="127.0.0.1:65529"), staging)
+
+
+def test_each_rank_of_each_replica_listens_at_a_port_of_its_own() -> None:
+    ranks = [replace(COMMON, world_size=2, rank=r, replica=d) for d in range(3) for r in range(2)]
+    assert [one.port_offset for one in ranks] == [0, 1, 2, 3, 4, 5]
+    with ReservedPort() as port:
+        first = f"127.0.0.1:{port.number - 1}"
+        staging = Staging(SLOT_BYTES, 4, 4, serve_slots=2)
+        links = open_links(
+            wanted(replace(COMMON, replica=1, replicas=3), peer_listen=first), staging
+        )
+        assert links is not None
+        answer = ask(f"127.0.0.1:{port.number}")
+        assert (answer.error, answer.replica, answer.replicas) == ("", 1, 3)
+        assert links.close()
+        staging.close()

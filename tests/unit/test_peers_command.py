@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from vllm_nvmeof_bench.servers.server import ReservedPort
 
 from vllm_nvmeof_offload.cli import app
-from vllm_nvmeof_offload.commands.peers import ask, check
+from vllm_nvmeof_offload.commands.peers import ask, ask_all, check
 from vllm_nvmeof_offload.fabric.findings import Severity
 from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.peers.base import Common, Levels, Served, ServeRead, SlotMemory
@@ -51,12 +51,15 @@ SECRET = b"a secret of this test"
 
 @pytest.fixture
 def address(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Of a server with two ranks, of which the first one runs. Its parameter is its secret."""
+    """Of a server with two ranks, of which the first one runs. Its parameter may be its secret, or
+    the number of its replicas, of which it is the second one."""
     memory = np.zeros(SLOTS * SLOT_BYTES, np.uint8)
     slots = SlotMemory(memory.ctypes.data, SLOT_BYTES, SLOTS)
     with ReservedPort() as port:
         place = f"127.0.0.1:{port.number}"
-        common = Common(KEYSPACE, 0, 2, SLOT_BYTES, getattr(request, "param", b""))
+        given = getattr(request, "param", b"")
+        more = (given, 0, 1) if isinstance(given, bytes) else (b"", 1, given)
+        common = Common(KEYSPACE, 0, 2, SLOT_BYTES, *more)
         parts = common, b"t" * 16, slots, memoryview(memory), Idle()
         server = PeerServer(f"tcp://{place}", *parts, by_nixl=False)
         yield place
@@ -88,6 +91,17 @@ def test_the_command_lists_every_rank_and_fails_for_one_that_is_silent(
     shown = runner.invoke(app, ["peers"], env={"COLUMNS": "200"})
     assert KEYSPACE in shown.stdout
     assert "8 KiB" in shown.stdout
+
+
+@pytest.mark.parametrize("address", [3], indirect=True)
+def test_all_ranks_of_the_replicas_behind_an_address_are_asked(address: str) -> None:
+    """Of three replicas the address names the second one, whose first rank runs."""
+    answers = list(ask_all([address]))
+    shown = [(one.replica, one.rank, bool(one.error)) for one in answers]
+    assert shown == [(1, 0, False), (1, 1, True), (2, 0, True), (2, 1, True)]
+    evidence = [one.evidence for one in check([address]) if one.check == "peer"]
+    assert "replica 1, rank 0 answers" in evidence[0]
+    assert "replica 2, rank 1: no answer" in evidence[3]
 
 
 def test_nobody_to_ask_and_no_address_are_plain_errors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,8 @@ class Answer:
 
     address: str
     rank: int = 0
+    replica: int = 0
+    replicas: int = 1
     answers_ms: float = 0.0
     error: str = ""
     is_stranger: bool = False  # it and we have not the same share secret
@@ -64,13 +66,17 @@ class _StrangerError(Exception):
     """The server and we have not the same share secret; str: how they differ."""
 
 
-def ask(address: str, rank: int = 0, secret: bytes = b"") -> Answer:
-    """Greet one rank of a server until it has said all that it has."""
+def ask(address: str, rank: int = 0, secret: bytes = b"", *, before: int = 0) -> Answer:
+    """Greet one rank of a server until it has said all that it has.
+
+    before: the ports of its replicas that lie between the address and the rank's replica.
+    """
     answer, began_s = Answer(address, rank), time.monotonic()
+    place = host_and_port(address, before + rank)
     with zmq.Context() as context:
         for _ in range(_FACTS_MAX + 1):
             try:
-                text = _greet(context, address, answer, secret)
+                text = _greet(context, place, answer, secret)
             except _StrangerError as error:
                 answer.error, answer.is_stranger = f"refuses this command: {error}", True
                 break
@@ -86,7 +92,7 @@ def ask(address: str, rank: int = 0, secret: bytes = b"") -> Answer:
 
 
 def _greet(
-    context: zmq.Context[zmq.Socket[bytes]], address: str, known: Answer, secret: bytes
+    context: zmq.Context[zmq.Socket[bytes]], place: str, known: Answer, secret: bytes
 ) -> str:
     """Return the refusal. Nobody has our tag, so that there is one."""
     facts = known.facts
@@ -103,15 +109,18 @@ def _greet(
     with context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)
-        socket.connect(host_and_port(address, known.rank))
+        socket.connect(place)
         socket.send(raw := channel.encode(hello))
         answer = _answer(socket, channel)
         if isinstance(answer, Challenge) and secret:
             socket.send(channel.encode(Proof(proof=Greeting(secret, raw, answer.nonce).of_p())))
             answer = _answer(socket, channel)
-    if isinstance(answer, Refused) and answer.about_secret:
+    if not isinstance(answer, Refused):
+        return ""
+    if answer.about_secret:
         raise _StrangerError(answer.text)
-    return answer.text if isinstance(answer, Refused) else ""
+    known.replica, known.replicas = answer.replica, answer.replicas
+    return answer.text
 
 
 def _answer(socket: zmq.Socket[bytes], channel: Channel) -> AnyMessage:
@@ -121,12 +130,17 @@ def _answer(socket: zmq.Socket[bytes], channel: Channel) -> AnyMessage:
 
 
 def ask_all(addresses: Sequence[str], secret: bytes = b"") -> Iterator[Answer]:
-    """Ask every rank of every server."""
+    """Ask every rank of every server: of the replica at its address, and of those behind it."""
     for address in addresses:
         first = ask(address, secret=secret)
         yield first
-        for rank in range(1, 1 if first.error else first.ranks):
-            yield ask(address, rank, secret)
+        behind = 1 if first.error else max(1, first.replicas - first.replica)
+        for number in range(1, behind * first.ranks):
+            replica, rank = divmod(number, first.ranks)
+            answer = ask(address, rank, secret, before=replica * first.ranks)
+            if answer.error:
+                answer.replica, answer.replicas = first.replica + replica, first.replicas
+            yield answer
 
 
 def show(addresses: Sequence[str], secret: bytes, as_json: bool) -> int:
@@ -137,18 +151,18 @@ def show(addresses: Sequence[str], secret: bytes, as_json: bool) -> int:
     if as_json:
         print_json([asdict(one) for one in answers])
     else:
-        headings = ("peer", "rank", "answers", "ranks", "slot", "keyspace")
+        headings = ("peer", "replica", "rank", "answers", "ranks", "slot", "keyspace")
         wide_console(_COLUMNS).print(table(headings, map(_row, answers)))
     return int(any(one.error for one in answers))
 
 
 def _row(one: Answer) -> tuple[str, ...]:
+    who = one.address, f"{one.replica} of {one.replicas}", str(one.rank)
     if one.error:
-        return one.address, str(one.rank), one.error, "", "", ""
+        return *who, one.error, "", "", ""
     slot = one.facts.get("slot_bytes", "")
     return (
-        one.address,
-        str(one.rank),
+        *who,
         f"{one.answers_ms:.0f} ms",
         str(one.ranks),
         human_bytes(int(slot)) if slot else "",
@@ -160,7 +174,8 @@ def check(addresses: Sequence[str], secret: bytes = b"") -> list[Finding]:
     """Find out what connections with peers would use here, and which of these peers answer."""
     findings = [_check_nixl(), _check_ways()]
     for one in ask_all(addresses, secret):
-        subject = f"{one.address} rank {one.rank}"
+        replica = f"replica {one.replica}, " if one.replicas > 1 else ""
+        subject = f"{one.address} {replica}rank {one.rank}"
         if one.is_stranger:
             remedy = "name the servers' share_secret_file"
             findings.append(warning("peer", f"{subject} {one.error}", remedy))

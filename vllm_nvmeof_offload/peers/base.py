@@ -47,13 +47,21 @@ class SlotMemory(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Common:
     """What two peers must have in common, beside the share tag. secret: the share secret; empty:
-    there is none."""
+    there is none. replica: which of a server's `replicas` this is; they need not have it in common.
+    """
 
     keyspace: str
     rank: int
     world_size: int
     slot_bytes: int
     secret: bytes = field(default=b"", repr=False)
+    replica: int = 0
+    replicas: int = 1
+
+    @property
+    def port_offset(self) -> int:
+        """Of the port at which this rank listens, from the server's `peer_listen`."""
+        return self.replica * self.world_size + self.rank
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,10 +167,13 @@ class Welcome(Message, tag="welcome"):
 
 
 class Refused(Message, tag="refused"):
-    """about_secret: one side has no share secret, or they differ."""
+    """about_secret: one side has no share secret, or they differ. replica: which of the server's
+    `replicas` says this."""
 
     text: _Text
     about_secret: bool = False
+    replica: _U32 = 0
+    replicas: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
 
 
 class Read(Message, tag="read"):

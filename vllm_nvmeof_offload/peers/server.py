@@ -387,7 +387,9 @@ class PeerServer:
 
     def _admit(self, session: _Session, hello: Hello, greeting: Greeting | None) -> None:
         if text := self._refusal(hello):
-            self._send(session, Refused(text=text))
+            ours = self._common
+            refused = Refused(text=text, replica=ours.replica, replicas=ours.replicas)
+            self._send(session, refused)
             return
         self._sessions[session.route] = session
         self._turns.append(session)
@@ -580,7 +582,7 @@ class PeerServer:
         self._port.cancel(reading)
 
 
-def host_and_port(text: str, rank: int) -> str:
-    """`HOST:PORT` of a server's first rank as the address of another rank's."""
+def host_and_port(text: str, offset: int) -> str:
+    """The address of the port so far behind that of `HOST:PORT`."""
     host, _, port = text.rpartition(":")
-    return f"tcp://{host}:{int(port) + rank}"
+    return f"tcp://{host}:{int(port) + offset}"

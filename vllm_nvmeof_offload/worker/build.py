@@ -212,7 +212,8 @@ def _links(
     if pool is None or not (settings.peers or serve):
         return None
     parts = identity.keyspace.digest, identity.rank, identity.world_size, staging.map.slot_bytes
-    common = Common(*parts, share_secret(settings))
+    replica = identity.replica
+    common = Common(*parts, share_secret(settings), replica.index, replica.count)
     port = None if serve is None else serve.queue
     return open_links(LinkSettings(settings, common, pool.stamp.tag, port), staging)
 

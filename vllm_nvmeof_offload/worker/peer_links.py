@@ -83,9 +83,12 @@ def open_links(wanted: LinkSettings, staging: Staging) -> PeerLinks | None:
     settings, rank = wanted.settings, wanted.common.rank
     if not settings.peers and wanted.serve_port is None:
         return None
-    for key, named in (("peers", settings.peers), ("peer_listen", [settings.peer_listen])):
-        for one in filter(None, named):
-            _check_port(one, key, rank)
+    for one in settings.peers:
+        _check_port(one, "peers", rank, f"rank {rank}")
+    if settings.peer_listen:
+        ours = wanted.common
+        who = f"replica {ours.replica}, rank {rank}" if ours.replicas > 1 else f"rank {rank}"
+        _check_port(settings.peer_listen, "peer_listen", ours.port_offset, who)
     try:
         from vllm_nvmeof_offload.peers.clients import PeerClients
         from vllm_nvmeof_offload.peers.server import host_and_port
@@ -115,7 +118,7 @@ def _serve(wanted: LinkSettings, staging: Staging, *, by_nixl: bool) -> PeerServ
         return None
     listen, slots = wanted.settings.peer_listen, staging.map
     memory = SlotMemory(slots.serve_address, slots.slot_bytes, slots.serve_slots)
-    address = host_and_port(listen, wanted.common.rank)
+    address = host_and_port(listen, wanted.common.port_offset)
     parts = wanted.common, wanted.tag, memory, _part(staging, memory), wanted.serve_port
     try:
         server = PeerServer(address, *parts, by_nixl=by_nixl)
@@ -126,10 +129,10 @@ def _serve(wanted: LinkSettings, staging: Staging, *, by_nixl: bool) -> PeerServ
     return server
 
 
-def _check_port(base: str, key: str, rank: int) -> None:
+def _check_port(base: str, key: str, offset: int, who: str) -> None:
     """Each rank has a port of its own, counted from that of the first one."""
-    if int(base.rpartition(":")[2]) + rank > PORT_MAX:
-        raise ConfigError(key, base, f"rank {rank} has no port; give one up to {PORT_MAX - rank}")
+    if int(base.rpartition(":")[2]) + offset > PORT_MAX:
+        raise ConfigError(key, base, f"{who} has no port; give one up to {PORT_MAX - offset}")
 
 
 def _part(staging: Staging, memory: SlotMemory) -> memoryview:
