@@ -309,7 +309,12 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
     def on_new_request(self, request: Any, **more: Any) -> None:
         super().on_new_request(request, **more)
         advice = self._manager.advise(self._view.context(request.request_id), request)
-        self._waiting.added(request, prefetch=self._may_prefetch(request), first=advice.prefetch)
+        self._waiting.added(
+            request,
+            prefetch=self._may_prefetch(request),
+            first=advice.prefetch,
+            helpers=advice.helpers,
+        )
 
     @timed
     def get_num_new_matched_tokens(

@@ -151,6 +151,9 @@ COUNTERS = _table(
     _row("peer_secrets_refused", "greetings", (),
          "Greetings between this server and another that were refused because one of them had no "
          "share secret, or another one; each peer greets again every few seconds."),
+    _row("peer_hints", "helpers", _one("helper", "known", "unknown", "malformed"),
+         "Helpers that requests named in kv_transfer_params: known, those that are in peers; "
+         "unknown ones do not read. malformed: hints that were ignored."),
     # -- ahead of need
     _row("prefetches", "chunks", _one("reason", "reload", "queue", "probe"),
          "Chunks fetched from the pool into the CPU tier ahead of need, by reason."),

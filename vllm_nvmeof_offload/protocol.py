@@ -224,10 +224,13 @@ class LoadCommand(NamedTuple):
     A row without a place is copied from its cache slot. Otherwise the place is read: into the
     cache slot if there is one (the chunk then stays there), else through one of the worker's
     stream slots. A row with neither fails with STALE and touches nothing: its chunk is gone.
+
+    helpers: the peers that may read for it, a bit for each; None: all.
     """
 
     op: int
     batch: ChunkBatch
+    helpers: int | None = None
 
 
 class WriteCommand(NamedTuple):

@@ -86,6 +86,7 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
             read_bytes_per_s=settings.read_bytes_per_s,
             report_deadline_s=deadline_ms / 1000 + _REPORT_GRACE_S,
             peer_chunks_min=settings.peer_chunks_min,
+            peers=tuple(settings.peers),
             kv_events=self.kv_events_config.enable_kv_cache_events,
         )
         policy, prompts_only = choose_policy(settings.eviction_policy), settings.offload_prompt_only

@@ -161,13 +161,16 @@ def reference() -> Reference:
 
 
 def ask(
-    server: Server, asked: Sequence[Sequence[int]], tokens: int = ANSWER_TOKENS
+    server: Server,
+    asked: Sequence[Sequence[int]],
+    tokens: int = ANSWER_TOKENS,
+    helpers: Sequence[str] | None = None,
 ) -> list[Answer]:
-    """Ask the prompts one after the other."""
+    """Ask the prompts one after the other. helpers: as in `Client.complete`."""
 
     async def run() -> list[Answer]:
         async with Client(server.url) as client:
-            return [await client.complete(prompt, tokens) for prompt in asked]
+            return [await client.complete(prompt, tokens, helpers=helpers) for prompt in asked]
 
     return asyncio.run(run())
 

@@ -7,7 +7,7 @@ tests go on from one another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -43,15 +43,19 @@ def spec(pool: Path, faults: rig.Faults, **extra: object) -> ServerSpec:
 
 
 class Rig:
-    """P, and D, which may be killed and started again."""
+    """P, and D, which may be killed and started again. They have a share secret."""
 
     def __init__(self, directory: Path, address: str) -> None:
-        pool = directory / "pool"
+        pool, secret = directory / "pool", directory / "secret"
+        secret.touch(0o600)
+        secret.write_text("a secret of both servers\n")
         self._faults = [rig.Faults(directory / f"{name}.json") for name in "pd"]
         p, d = self._faults
+        both = {"share_secret_file": str(secret)}
         serves = {"peer_listen": address, "serve_bytes": SERVE_SLOTS * rig.SLOT_BYTES}
-        self._spec = spec(pool, d, **serves)
-        self.p = rig.start(spec(pool, p, peers=address), "dual-p")
+        self.address = address
+        self._spec = spec(pool, d, **serves, **both)
+        self.p = rig.start(spec(pool, p, peers=address, **both), "dual-p")
         self.start_d()
 
     def start_d(self) -> None:
@@ -76,18 +80,23 @@ def dual(tmp_path_factory: pytest.TempPathFactory, reference: rig.Reference) -> 
         one.stop()
 
 
-def load_all(dual: Rig, reference: rig.Reference) -> tuple[float, float]:
+def load_all(
+    dual: Rig, reference: rig.Reference, helpers: Sequence[str] | None = None
+) -> tuple[float, float]:
     """Ask for all again; return the bytes that came through D and those that P read itself."""
     rig.forget_gpu(dual.p)
     before = rig.metrics(dual.p)
-    assert rig.same(rig.ask(dual.p, reference.prompts), reference.answers)
+    answers = rig.ask(dual.p, reference.prompts, helpers=helpers)
+    assert rig.same(answers, reference.answers)
     return rig.grown(dual.p, before, PULLED), rig.grown(dual.p, before, READ)
 
 
-def load_until_pulled(dual: Rig, reference: rig.Reference) -> None:
+def load_until_pulled(
+    dual: Rig, reference: rig.Reference, helpers: Sequence[str] | None = None
+) -> None:
     """P greets a peer that is new, or was lost, within seconds; each round takes some."""
     for _ in range(ROUNDS_MAX):
-        pulled, _ = load_all(dual, reference)
+        pulled, _ = load_all(dual, reference, helpers)
         if pulled:
             return
     raise AssertionError("nothing comes through D")
@@ -106,6 +115,14 @@ def test_chunks_come_through_the_peer_too(dual: Rig, reference: rig.Reference) -
     assert read > 0.2 * (pulled + read), "and P keeps its own"
     rig.wait_for(dual.d, "what it served", lambda m: m.value(SERVED) > before.value(SERVED))
     assert failed_loads(dual) == 0
+
+
+def test_only_the_helpers_that_a_request_names_read_for_it(
+    dual: Rig, reference: rig.Reference
+) -> None:
+    pulled, read = load_all(dual, reference, helpers=["127.0.0.1:1"])
+    assert (pulled, read > 0) == (0, True)
+    load_until_pulled(dual, reference, helpers=[dual.address])
 
 
 def test_a_peer_that_is_killed_costs_no_request_and_no_token(

@@ -124,6 +124,7 @@ OWNERS = {
 #: Name → the number of peers with which the rule matters; otherwise there are none.
 PEERS = {
     "a_chunk_is_asked_of_two_peers": 2,
+    "a_hint_of_helpers_is_ignored": 2,
     "a_failed_pull_counts_as_pulled": 1,
     "a_peers_failure_is_the_chunks": 1,
     "a_peers_failure_uses_the_retry": 1,

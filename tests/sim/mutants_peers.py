@@ -7,6 +7,7 @@ from .mutants import native
 
 native(
     "a_chunk_is_asked_of_two_peers",
+    "a_hint_of_helpers_is_ignored",
     "a_failed_pull_counts_as_pulled",
     "a_peers_failure_is_the_chunks",
     "a_peers_failure_uses_the_retry",

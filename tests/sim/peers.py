@@ -78,17 +78,26 @@ class SimPeers:
         self._states = [NO_PEER] * knobs.peers
         self._pulls: dict[int, _Pull] = {}
         self._asked: Counter[SlotIdentity] = Counter()
+        self._dice = random.Random(f"helpers of {seed}")
+        #: Of rows that are in one load: the peers that its request named.
+        self._helpers: dict[SlotIdentity, int] = {}
         #: Rows of loads that may be asked for, as the rank began them.
         self.rows: Counter[SlotIdentity] = Counter()
         self.counts: Counter[str] = Counter()
         self.calm = False
 
-    def begun(self, batch: ChunkBatch) -> None:
-        """The rank begins a load of these rows."""
+    def begun(self, batch: ChunkBatch) -> int | None:
+        """The rank begins a load of these rows; return the peers that its request names."""
+        named = self._dice.random() < 0.3
+        helpers = self._dice.randrange(1 << self._knobs.peers) if named else None
         for identity in identities_of(batch):
             self.rows[identity] += 1
+            self._helpers.pop(identity, None)
             if self.rows[identity] > 1:
                 self._io.asked.pop(identity, None)
+            elif helpers is not None:
+                self._helpers[identity] = helpers
+        return helpers
 
     # -- PeerPort ---------------------------------------------------------------------
 
@@ -124,6 +133,8 @@ class SimPeers:
             raise Violation("P7", f"{read} of peer {lane}, which has {held} and {state}")
         if self._asked[read.identity] >= self.rows[read.identity]:
             raise Violation("P11", f"{read.identity} is asked of a second peer")
+        if not self._helpers.get(read.identity, -1) >> lane & 1:
+            raise Violation("C2", f"{read} is asked of peer {lane}, which nobody named")
         left_s = read.deadline_s - self._clock()
         if not 0 < left_s <= self._knobs.read_deadline_s / 2 + _ROUNDING_S:
             raise Violation("16", f"{read} has {left_s} s")

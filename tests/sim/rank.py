@@ -315,7 +315,7 @@ class SimRank:
                 for block in ids:
                     self.memory.pages_of[block] = pages
             if self.peers is not None:
-                self.peers.begun(command.batch)
+                command = command._replace(helpers=self.peers.begun(command.batch))
             loaded = self.geometry.loaded(blocks)
             self._hand_over(lambda: self.pipeline.load(command, loaded, fence))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_nvmeof_offload.vllm_adapter.kv_hints import Advice, advice_of
+from vllm_nvmeof_offload.vllm_adapter.kv_hints import Advice, advice_of, helpers_of
 
 REQUEST = SimpleNamespace(num_prompt_tokens=100, session_id="agent-1")
 
@@ -104,4 +104,34 @@ def test_an_envelope_is_read_up_to_a_bound() -> None:
     counted: Counter[str] = Counter()
     for envelope in (None, SimpleNamespace(actions=7), {"actions": []}):
         assert advice_of(envelope, REQUEST, lambda kind: counted.update([kind])) == Advice()
+    assert counted == Counter(malformed=1)
+
+
+PEERS = ("d0:7000", "d1:7000", "[fe80::1]:7000")
+
+
+def named(helpers: Any) -> tuple[int | None, Counter[str]]:
+    seen: Counter[str] = Counter()
+    params = {"nvmeof": {"helpers": helpers}, "do_remote_decode": True}
+    return helpers_of(params, PEERS, lambda how: seen.update([how])), seen
+
+
+def test_helpers_are_those_of_the_peers_that_are_named_by_their_letters() -> None:
+    assert named(["[fe80::1]:7000", "d0:7000"]) == (0b101, Counter(known=2))
+    assert named(["d1:7000", "d1:7000", "D0:7000", ""]) == (0b10, Counter(known=2, unknown=2))
+    assert named([]) == (0, Counter())
+    assert named(["d7:7000"]) == (0, Counter(unknown=1))
+
+
+@pytest.mark.parametrize("helpers", [None, "d0:7000", {"d0:7000": 1}, ["d0:7000", 7], ["x"] * 65])
+def test_a_malformed_hint_of_helpers_is_ignored(helpers: Any) -> None:
+    assert named(helpers) == (None, Counter(malformed=1))
+
+
+def test_what_is_no_hint_of_helpers_is_none() -> None:
+    counted: Counter[str] = Counter()
+    for params in (None, [], {}, {"nvmeof": {}}, {"nvmeof": {"helper": []}}, {"other": 1}):
+        assert helpers_of(params, PEERS, lambda how: counted.update([how])) is None
+    assert not counted
+    assert helpers_of({"nvmeof": 1}, PEERS, lambda how: counted.update([how])) is None
     assert counted == Counter(malformed=1)

@@ -312,17 +312,18 @@ class ManagerCore:
         *,
         tokens: range = range(0),
         ends: npt.NDArray[np.int64] | None = None,
+        helpers: int | None = None,
     ) -> LoadCommand:
         """Plan the load of `keys`; pins them. A key that is gone fails with STALE.
 
         limit_s: time without prompts after which the load is cut off; None: never. tokens: the
         request's tokens that the load brings, where there are several groups. ends: see
-        `prepare_store`.
+        `prepare_store`. helpers: as in `LoadCommand`.
         """
         in_order, order = self._in_prefix_order(keys, ends)
         batch = self._tiers.plan_load(in_order, self._land_max, order)
         op = self._ledger.open(OpKind.LOAD, batch)
-        op.tokens = len(tokens)
+        op.tokens, op.helpers = len(tokens), helpers
         self._load_times.planned(op, limit_s)
         if self._foreign is not None and op.reads and batch.borrows:
             op.borrows = True
@@ -330,7 +331,7 @@ class ManagerCore:
         self._holds.used(keys)
         self._count_loaded(op, batch, tokens, ends)
         self._tiers.drain()
-        return LoadCommand(op.number, columns_of(batch))
+        return LoadCommand(op.number, columns_of(batch), helpers)
 
     def _count_loaded(
         self, op: Op, batch: Batch, tokens: range, ends: npt.NDArray[np.int64] | None

@@ -60,7 +60,7 @@ class CoreConfig:
     read_bytes_per_s: of one rank, over all targets.
     equal_min: chunks of a group that the ranks of a set must have stored alike before they share
     one copy. sample_every: from then on, one chunk of so many is stored and compared again.
-    peer_chunks_min: of a load of fewer chunks peers read none.
+    peer_chunks_min: of a load of fewer chunks peers read none. peers: their addresses, by lane.
     """
 
     world_size: int = 1
@@ -84,6 +84,7 @@ class CoreConfig:
     equal_min: int = 8
     sample_every: int = 1024
     peer_chunks_min: int = 4
+    peers: tuple[str, ...] = ()
     #: One group, of full attention. Then every chunk brings its own tokens, and a load whose middle
     #: is missing still brings those before it. Every op asks it several times.
     full_attention_only: bool = field(init=False, repr=False, compare=False)

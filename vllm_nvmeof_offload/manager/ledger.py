@@ -39,6 +39,8 @@ class Op:
     queued: Sequence[int] = field(default=(), init=False)
     #: Of a load: rows that are read from the pool.
     reads: int = field(default=0, init=False)
+    #: Of a load: as in `LoadCommand`.
+    helpers: int | None = field(default=None, init=False)
     #: Of a load or fetch: whether some are read from another engine's pool.
     borrows: bool = field(default=False, init=False)
     #: For a load of several groups: the tokens that it brings, all or none; lost: none.

@@ -81,12 +81,14 @@ class Attempt:
     """The decision on a hit behind `local` tokens in GPU memory.
 
     tokens: to load; declined: found, and not to be loaded; limit_s: when to cut the load off.
+    helpers: as in `LoadCommand`.
     """
 
     local: int
     tokens: int
     declined: int
     limit_s: float | None
+    helpers: int | None = None
 
     @property
     def decision(self) -> str:
@@ -120,9 +122,9 @@ class Admission:
         self._trust = 1.0
         self._split_bytes_min = config.peer_chunks_min * chunk_bytes
         self._of_peers: dict[int, dict[int, PeerReport]] = {}  # by peer and rank
-        #: Of each peer that reads for every rank: bytes per second; 0: unknown; and bytes that it
-        #: has to read before ours. Those of the slowest rank.
-        self._peers: list[tuple[float, int]] = []
+        #: Of each peer that reads for every rank: its number; bytes per second; 0: unknown; and
+        #: bytes that it has to read before ours. Those of the slowest rank.
+        self._peers: list[tuple[int, float, int]] = []
 
     @property
     def tokens_per_s(self) -> float:
@@ -138,23 +140,30 @@ class Admission:
         """A rank says what it knows of a peer."""
         self._of_peers.setdefault(report.peer, {})[report.rank] = report
         helping = [
-            ranks.values()
-            for ranks in self._of_peers.values()
+            (number, ranks.values())
+            for number, ranks in self._of_peers.items()
             if len(ranks) == self._config.world_size and all(one.usable for one in ranks.values())
         ]
         self._peers = [
-            (min(one.bytes_per_s for one in ranks), max(one.queued_bytes for one in ranks))
-            for ranks in helping
+            (number, min(one.bytes_per_s for one in ranks), max(one.queued_bytes for one in ranks))
+            for number, ranks in helping
         ]
 
     def decide(
-        self, read_bytes: Sequence[int], queued_bytes: Sequence[int], tokens: int
+        self,
+        read_bytes: Sequence[int],
+        queued_bytes: Sequence[int],
+        tokens: int,
+        helpers: int | None = None,
     ) -> Decision:
-        """Decide whether to read these bytes, behind the queued ones, or to compute the tokens."""
+        """Decide whether to read these bytes, behind the queued ones, or to compute the tokens.
+
+        helpers: as in `LoadCommand`.
+        """
         if not self.automatic or not self.tokens_per_s or not any(read_bytes):
             return Decision(load=True)
         compute_s = tokens / self.tokens_per_s
-        reading_s = self.overhead_s + self._bytes_s(read_bytes, queued_bytes)
+        reading_s = self.overhead_s + self._bytes_s(read_bytes, queued_bytes, helpers)
         self.reading = reading_s < (compute_s if self.reading else compute_s / _HYSTERESIS)
         if not self.reading:
             return Decision(False, reading_s)
@@ -170,21 +179,22 @@ class Admission:
         *,
         tokens: int | None,
         missed: bool = False,
+        helpers: int | None = None,
     ) -> None:
         """Learn from a load, or a probe, that read these bytes behind the queued ones.
 
         tokens: the ones loaded; None: a probe, for which no request waited. missed: some chunks
-        had not come by then.
+        had not come by then. helpers: as in `LoadCommand`.
         """
         rated = self._rated(read_bytes)
         per_s = 0.0 if tokens is None else self.tokens_per_s
         if not (missed or rated or per_s):
             return
-        bytes_s = self._bytes_s(read_bytes, queued_bytes)
+        bytes_s = self._bytes_s(read_bytes, queued_bytes, helpers)
         sample_s = max(0.0, seconds - bytes_s)
         if tokens is not None and per_s:
             # The reads of others that were queued before are not held against the load.
-            waited_s = bytes_s - self._bytes_s(read_bytes, [0] * len(read_bytes))
+            waited_s = bytes_s - self._bytes_s(read_bytes, [0] * len(read_bytes), helpers)
             missed |= seconds - waited_s - tokens / per_s > _LOSS_S_MAX
         if missed:
             self.overhead_s = max(self.overhead_s, sample_s)
@@ -206,7 +216,9 @@ class Admission:
                 return False
         return True
 
-    def _bytes_s(self, read_bytes: Sequence[int], queued_bytes: Sequence[int]) -> float:
+    def _bytes_s(
+        self, read_bytes: Sequence[int], queued_bytes: Sequence[int], helpers: int | None
+    ) -> float:
         """Seconds to read these bytes, behind the queued ones, at the rates that are known."""
         if self._config.read_bytes_per_s:  # of all lanes together
             return (sum(read_bytes) + sum(queued_bytes)) / self._config.read_bytes_per_s
@@ -215,11 +227,16 @@ class Admission:
             for own, more, rate in zip(read_bytes, queued_bytes, self.read_rates, strict=True)
             if own and rate
         ]
-        if not lanes or not self._peers or sum(read_bytes) < self._split_bytes_min:
+        peers = [
+            (rate, left)
+            for number, rate, left in self._peers
+            if helpers is None or helpers >> number & 1
+        ]
+        if not lanes or not peers or sum(read_bytes) < self._split_bytes_min:
             return max((left / rate for rate, left in lanes), default=0.0)
         # As the worker does: a peer whose rate is unknown is tried as if it were one of ours.
         slowest = min(rate for rate, _ in lanes)
-        return _together_s(lanes, [(rate or slowest, left) for rate, left in self._peers])
+        return _together_s(lanes, [(rate or slowest, left) for rate, left in peers])
 
 
 def _together_s(lanes: Sequence[tuple[float, int]], peers: Sequence[tuple[float, int]]) -> float:
@@ -303,6 +320,7 @@ class LoadTimes:
             op.queued or [0] * len(self.reading),
             tokens=None if op.probe else tokens,
             missed=missed,
+            helpers=op.helpers,
         )
 
     def _waited_s(self, op: Op, seconds: float) -> float:

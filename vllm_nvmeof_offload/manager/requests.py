@@ -146,6 +146,7 @@ class WaitingRequests:
         self._requests: dict[str, Any] = {}
         self._ended: set[str] = set()  # in the last step
         self._attempts: dict[str, Attempt] = {}
+        self._helpers: dict[str, int] = {}  # of requests that have named any
         kinds = {group.kind for group in queue.groups}
         self._limited = GroupKind.FULL in kinds and not kinds.isdisjoint(boundary.SPARSE)
         self._boundaries: dict[str, int] = {}  # tokens that the last look-up found, and the local
@@ -153,10 +154,20 @@ class WaitingRequests:
         self._declined: Sequence[bytes] = ()  # by the last attempt of this step
         self._logged: tuple[bool, float] = (True, -_LOG_PERIOD_S)
 
-    def added(self, request: Any, *, prefetch: bool = True, first: bool = False) -> None:
+    def added(
+        self,
+        request: Any,
+        *,
+        prefetch: bool = True,
+        first: bool = False,
+        helpers: int | None = None,
+    ) -> None:
         """A request has arrived. prefetch: whether its chunks may be prefetched. first: before
-        those of others."""
+        those of others. helpers: as in `LoadCommand`."""
         self._requests[request.request_id] = request
+        self._helpers.pop(request.request_id, None)
+        if helpers is not None:
+            self._helpers[request.request_id] = helpers
         self._ended.discard(request.request_id)
         self.answers.forget(request.request_id)
         if prefetch:
@@ -174,13 +185,14 @@ class WaitingRequests:
         """
         in_gpu = local // self._tokens_per_chunk if self._full else 0
         self._core.reload.looked_up(request_id, in_gpu)
-        attempt = Attempt(local, found, 0, None)
+        helpers = self._helpers.get(request_id)
+        attempt = Attempt(local, found, 0, None, helpers)
         if found and self._core.admission.automatic:
             decision = self._decide(request_id, local, found)
             if decision.load:
                 attempt = replace(attempt, limit_s=decision.limit_s)
             else:
-                attempt = Attempt(local, 0, found, None)
+                attempt = Attempt(local, 0, found, None, helpers)
             self._log_change()
         if found:
             self._attempts[request_id] = attempt
@@ -210,7 +222,8 @@ class WaitingRequests:
             find = replace(answer.find, queued_bytes=self._core.queued_bytes())
         else:
             find = self._core.find(self._wanted(request_id, local, found), found)
-        decision = admission.decide(find.read_bytes, find.queued_bytes, find.tokens)
+        helpers = self._helpers.get(request_id)
+        decision = admission.decide(find.read_bytes, find.queued_bytes, find.tokens, helpers)
         declined: Sequence[bytes] = ()
         if not decision.load:
             declined = self._wanted(request_id, local, found)[find.leading_cpu :]
@@ -272,6 +285,7 @@ class WaitingRequests:
         self.resumes.step(scheduler_output)
         for request_id in self._ended:
             self._requests.pop(request_id, None)
+            self._helpers.pop(request_id, None)
         # Their last chunks are stored in this step.
         self._ended = set(scheduler_output.finished_req_ids or ())
         # Before the running ones: a reset may preempt, between two steps, a request that this step

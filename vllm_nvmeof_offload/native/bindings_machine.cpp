@@ -560,6 +560,7 @@ void bind_peers(nb::class_<Machine>& machine) {
            "bytes_per_s"_a, "queued_bytes"_a)
       .def("offer_peer", &offer_peer)
       .def("failed_unreleased", &failed_unreleased)
+      .def("let_help", &Machine::let_help)
       .def("take_overdue_peer", &Machine::take_overdue_peer)
       .def("take_cancels_peer", &Machine::take_cancels_peer)
       .def("read_queues", &Machine::read_queues);

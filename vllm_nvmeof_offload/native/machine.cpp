@@ -24,7 +24,8 @@ Machine::Machine(const MachineOptions& options, NativeLanes* native, int64_t now
       options_(options),
       gates_(options.cache_slots),
       streams_(options.stream_slots, options.io.targets, options.peers_max) {
-  require(options.io.targets + options.peers_max < Task::kCameHome, "too many lanes");
+  require(options.io.targets + options.peers_max < Task::kCameHome && options.peers_max <= 64,
+          "too many lanes");
   if (options.peers_max) peers_.emplace(options.peers_max);
   if (!options.set.memory) return;
   require(options.set.set_sizes.size() == options.io.group_bytes.size(),
@@ -642,8 +643,10 @@ bool Machine::choose_next() {
 }
 
 bool Machine::may_go_to_peer(const Task& task) const {
-  return task.job->kind == OpKind::LOAD && task.holder == kEveryMember &&
-         task.job->tasks.size() >= options_.peer_chunks_min;
+  const Job& job = *task.job;
+  return job.kind == OpKind::LOAD && task.holder == kEveryMember &&
+         (job.peers || mutant("a_hint_of_helpers_is_ignored")) &&
+         job.tasks.size() >= options_.peer_chunks_min;
 }
 
 // As `choose_lane`.
@@ -659,10 +662,16 @@ int Machine::choose(const Task& task) {
   for (size_t peer = 0; peer < peers_->size(); ++peer) {
     LaneEstimate& estimate = estimates_.emplace_back(peers_->estimate(peer, bytes, rate));
     // What has room for none, and ends nothing that would make room, is not waited for.
-    if (!peers_->is_awaited(peer)) estimate = {INFINITY, false};
+    const bool may_help = task.job->lets_help(peer) || mutant("a_hint_of_helpers_is_ignored");
+    if (!may_help || !peers_->is_awaited(peer)) estimate = {INFINITY, false};
     if (!streams_.peer_has_room(peer)) estimate.has_room = false;
   }
   return choose_lane({before / rate, own_room}, estimates_);
+}
+
+void Machine::let_help(uint64_t op, uint64_t peers) {
+  const auto found = jobs_.find(op);
+  if (found != jobs_.end()) found->second->peers = peers;
 }
 
 void Machine::give_to_peer(Task& task, size_t peer) {

@@ -182,6 +182,8 @@ class Machine {
   };
   std::vector<PeerOffer> offer_peer(size_t lane);
   void failed_unreleased(uint64_t token);
+  // Of a load that has just begun: only these peers may read for it, a bit for each.
+  void let_help(uint64_t op, uint64_t peers);
   // Tokens that this peer still has although no load waits for them: the time of its try is over,
   // or the load was cancelled. Their ends must still come.
   std::vector<uint64_t> take_overdue_peer(size_t lane);

@@ -104,6 +104,7 @@ struct Job {
   bool listed = false;    // it has rows to report
   std::vector<uint64_t> served;  // of what is read for peers: their tokens, by row
   uint64_t fence = 0;     // of a store or load, as in `Machine::begin`
+  uint64_t peers = UINT64_MAX;  // of a load: that may read for it, a bit for each
   // Pieces of a store or load: (KV cache address, offset in the payload, bytes), and by row the
   // first of its pieces.
   std::vector<uint64_t> pieces;
@@ -118,6 +119,7 @@ struct Job {
   // From the command to the last outcome in the next report.
   double seconds() const { return static_cast<double>(ended_ns - started_ns) / 1e9; }
   bool serves() const { return !served.empty(); }
+  bool lets_help(size_t peer) const { return peers >> peer & 1; }
   bool moves_blocks() const { return kind == OpKind::STORE || kind == OpKind::LOAD; }
 };
 

@@ -14,11 +14,14 @@ request that brings it, and never comes before what the request or the operator 
   above are not told apart.
 * `kv.demote` 1.x, `{}` or `{"session_id"}` of the request's own session: when the request ends, its
   chunks are the next to leave pinned memory for the pool.
+
+A router names helpers in another place, `kv_transfer_params: {"nvmeof": {"helpers": [...]}}`, which
+other connectors ignore: of the configured peers only these may read for the request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,15 +30,20 @@ _ACTIONS_MAX = 16
 _DIRECTIVES_MAX = 128
 _DIRECTIVE_KEYS = {"start", "end", "priority", "duration", "covers_output"}
 _PRIORITY_MAX = 100
+_HELPERS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """retain: ranges of tokens, each up to the one before its second number; None: to the end."""
+    """retain: ranges of tokens, each up to the one before its second number; None: to the end.
+
+    helpers: as in `LoadCommand`.
+    """
 
     prefetch: bool = False
     retain: tuple[tuple[int, int | None], ...] = ()
     demote: bool = False
+    helpers: int | None = None
 
     def retained(self, ends: Iterable[int]) -> list[int]:
         """Which of the chunks with these last tokens + 1 are to be retained: their positions."""
@@ -71,6 +79,25 @@ def advice_of(envelope: Any, request: Any, count: Callable[[str], None]) -> Advi
             prefetch, demote = prefetch or kind == "prefetch", demote or kind == "demote"
             count(kind)
     return Advice(prefetch, tuple(retain), demote)
+
+
+def helpers_of(params: Any, peers: Sequence[str], count: Callable[[str], None]) -> int | None:
+    """Read a request's `kv_transfer_params`: as `LoadCommand.helpers`.
+
+    peers: the configured ones, which are named by the same letters. count: called for each helper
+    with `known` or `unknown`, or once with `malformed`: such a hint is ignored.
+    """
+    ours = params.get("nvmeof") if isinstance(params, dict) else None
+    if ours is None or (isinstance(ours, dict) and "helpers" not in ours):
+        return None
+    named: Any = ours["helpers"] if isinstance(ours, dict) else None
+    is_short = isinstance(named, list | tuple) and len(named) <= _HELPERS_MAX
+    if not is_short or not all(isinstance(one, str) for one in named):
+        count("malformed")
+        return None
+    for one in named:
+        count("known" if one in peers else "unknown")
+    return sum(1 << number for number, peer in enumerate(peers) if peer in named)
 
 
 def _kind(action: Any) -> str | None:

@@ -56,12 +56,15 @@ from vllm_nvmeof_offload.protocol import (
     StoreCommand,
 )
 from vllm_nvmeof_offload.vllm_adapter import capabilities, known_vllm
-from vllm_nvmeof_offload.vllm_adapter.kv_hints import Advice, advice_of
+from vllm_nvmeof_offload.vllm_adapter.kv_hints import Advice, advice_of, helpers_of
 from vllm_nvmeof_offload.vllm_adapter.sharing import NAMELESS, ShareSettings, Sharing, why_not
 
 _HIT_SOURCES = capabilities.HIT_SOURCES.take()
 _MEDIUM = {Source.CPU: Medium.CPU, Source.POOL: Medium.STORAGE}
 _EVERYWHERE = FROM_CPU | FROM_POOL
+
+#: In a pickled command, in place of a load's helpers.
+_IS_STORE = -1
 
 #: Longest time between two exports of all gauges, and of time counters while nothing happens.
 _EXPORT_PERIOD_S = 1.0
@@ -76,13 +79,14 @@ class CommandSpec(LoadStoreSpec):
     def __reduce__(self) -> tuple[Any, ...]:
         """As one call with plain fields. Otherwise pickle goes through three objects, each of
         which costs as much as the rest, and a step may carry hundreds of jobs."""
-        op, batch = self.command
-        return _unpickled, (isinstance(self.command, StoreCommand), op, *batch)
+        op, batch, *helpers = self.command
+        return _unpickled, (helpers[0] if helpers else _IS_STORE, op, *batch)
 
 
-def _unpickled(is_store: bool, op: int, *columns: bytes) -> CommandSpec:
+def _unpickled(helpers: int | None, op: int, *columns: bytes) -> CommandSpec:
     batch = ChunkBatch(columns)
-    return CommandSpec(StoreCommand(op, batch) if is_store else LoadCommand(op, batch))
+    is_store = helpers == _IS_STORE
+    return CommandSpec(StoreCommand(op, batch) if is_store else LoadCommand(op, batch, helpers))
 
 
 class LookUp:
@@ -204,7 +208,9 @@ class NVMeoFOffloadingManager(OffloadingManager):
             command = self.core.prepare_load(wanted, ends=ends)
         else:
             tokens = range(attempt.local, attempt.local + attempt.tokens)
-            command = self.core.prepare_load(wanted, attempt.limit_s, tokens=tokens, ends=ends)
+            command = self.core.prepare_load(
+                wanted, attempt.limit_s, tokens=tokens, ends=ends, helpers=attempt.helpers
+            )
         state = self._state(req_context)
         state.loaded, state.ends = command.batch, ends
         state.used.append(keys)
@@ -256,15 +262,21 @@ class NVMeoFOffloadingManager(OffloadingManager):
 
     def advise(self, req_context: ReqContext, request: Any) -> Advice:
         """Read what an orchestrator advises on the KV of a request that has arrived."""
-        hints = getattr(req_context, "kv_hints", None)
-        if hints is None:
-            return Advice()
         counters = self.core.counters
 
         def count(kind: str) -> None:
             counters["kv_hints", kind] += 1
 
-        advice = self._state(req_context).advice = advice_of(hints, request, count)
+        def count_helper(how: str) -> None:
+            counters["peer_hints", how] += 1
+
+        params = getattr(request, "kv_transfer_params", None)
+        helpers = helpers_of(params, self.config.peers, count_helper) if params else None
+        hints = getattr(req_context, "kv_hints", None)
+        if hints is None:
+            return Advice(helpers=helpers)
+        advice = replace(advice_of(hints, request, count), helpers=helpers)
+        self._state(req_context).advice = advice
         return advice
 
     def _follow(self, advice: Advice, req_context: ReqContext) -> None:

@@ -62,6 +62,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         # By op, in case a chunk fails.
         self._loads: dict[int, tuple[LoadCommand, BlockColumns]] = {}
         self._transfers: list[Transfer] = []  # submitted, and not handed over yet
+        self._helpers: dict[int, int] = {}  # of loads among them that only some peers may help
         self._gathers = False
         kinds = [one.group.kind for one in parts.geometry.groups]
         self._reports_blocks = kinds == [GroupKind.FULL]
@@ -213,9 +214,12 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
     def _submit(
         self, job_id: int, command: StoreCommand | LoadCommand, blocks: BlockColumns
     ) -> None:
-        op, batch = command
+        op, batch, *helpers = command
+        is_store = isinstance(command, StoreCommand)
         self._ops[job_id], self._jobs[op] = op, job_id
-        self._transfers.append((op, isinstance(command, StoreCommand), batch, *blocks))
+        self._transfers.append((op, is_store, batch, *blocks))
+        if not is_store and helpers[0] is not None:
+            self._helpers[op] = helpers[0]
         if not self._gathers:
             self._hand_over()
 
@@ -223,10 +227,11 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         """Hand over what was submitted, behind the fence after which it may touch GPU blocks. The
         pieces are made on the pipeline's thread."""
         transfers, self._transfers = self._transfers, []
+        helpers, self._helpers = self._helpers, {}
         if transfers:
             geometry, fence = self._geometry, self._parts.copy.record_fence()
             ops = [one[0] for one in transfers]
-            self._runner.hand_over(lambda p: p.transfer(geometry, transfers, fence), *ops)
+            self._runner.hand_over(lambda p: p.transfer(geometry, transfers, fence, helpers), *ops)
 
     def _load_failed(
         self, command: LoadCommand, blocks: BlockColumns, rows: list[int], request: str | None

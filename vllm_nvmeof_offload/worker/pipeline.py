@@ -17,8 +17,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -188,12 +189,25 @@ class TransferPipeline:
     def load(self, command: LoadCommand, pieces: Pieces, fence: object) -> None:
         """Copy cache slots or places → KV cache, after `fence`."""
         self._begin_copied(OpKind.LOAD, command, pieces, fence)
+        if command.helpers is not None:
+            self._machine.let_help(command.op, command.helpers)
 
-    def transfer(self, geometry: CacheGeometry, transfers: list[Transfer], fence: object) -> None:
-        """Begin stores and loads, all after `fence`, in one call of the machine."""
+    def transfer(
+        self,
+        geometry: CacheGeometry,
+        transfers: list[Transfer],
+        fence: object,
+        helpers: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
+        """Begin stores and loads, all after `fence`, in one call of the machine.
+
+        helpers: of some loads by their ops, `LoadCommand.helpers`.
+        """
         number = self._number_of(fence)
         self._machine.set_time(self._clock())
         self._machine.begin_transfers(geometry.native, transfers, number)
+        for op, peers in helpers.items():
+            self._machine.let_help(op, peers)
 
     def command(self, command: Command) -> None:
         """Execute a command that moves no GPU blocks."""
@@ -243,7 +257,7 @@ class TransferPipeline:
     def _begin_copied(
         self, kind: OpKind, command: StoreCommand | LoadCommand, pieces: Pieces, fence: object
     ) -> None:
-        op, batch = command
+        op, batch = command[:2]
         number = self._number_of(fence)
         self._machine.set_time(self._clock())
         moved = pieces.rows, pieces.first, number

@@ -224,10 +224,12 @@ class Client:
         *,
         cache_salt: str | None = None,
         replica: int | None = None,
+        helpers: Sequence[str] | None = None,
     ) -> Answer:
         """Stream a greedy answer of exactly `max_tokens` tokens to `prompt`.
 
         cache_salt: requests of one salt share KV. replica: the data-parallel one that answers.
+        helpers: the peers that may read for it; None: all.
 
         Raises:
             ClientError: the server refused the request, or the answer is not whole.
@@ -235,6 +237,8 @@ class Client:
         more: dict[str, Any] = {"logprobs": 2, "return_tokens_as_token_ids": True}
         if cache_salt is not None:
             more["cache_salt"] = cache_salt
+        if helpers is not None:
+            more["kv_transfer_params"] = {"nvmeof": {"helpers": list(helpers)}}
         headers = {} if replica is None else {"X-data-parallel-rank": str(replica)}
         answer = Answer(sent=0.0)
         await self._stream(answer, prompt, max_tokens, more, headers)

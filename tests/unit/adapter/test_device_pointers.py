@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -48,12 +49,20 @@ class _Runner:
 
     def __init__(self) -> None:
         self.transfers: list[Transfer] = []
+        self.helpers: list[dict[int, int]] = []
 
     def hand_over(self, call: Any, *ops: int) -> None:
         call(self)
 
-    def transfer(self, geometry: object, transfers: list[Transfer], fence: object) -> None:
+    def transfer(
+        self,
+        geometry: object,
+        transfers: list[Transfer],
+        fence: object,
+        helpers: dict[int, int],
+    ) -> None:
         self.transfers += transfers
+        self.helpers.append(helpers)
 
 
 def rank_of(groups: int) -> tuple[RankWorker, _Runner]:
@@ -116,6 +125,26 @@ def test_pointers_give_the_same_columns_as_block_ids(
         assert found.dtype == np.int32 and found.tolist() == wanted.tolist()
         assert [*sizes] == [*expected_sizes] and [*transfer_firsts] == [*expected_firsts]
         assert rows == batch(chunks)
+
+
+def test_the_helpers_of_a_load_reach_the_pipeline_through_a_pickle() -> None:
+    caches = kv_caches([[0]])
+    parts, runner = rank_of(1)
+    worker = ours.PointersWorker(parts, caches)
+    pointers = resolved([[1, 2]], [0], caches)
+    commands: list[StoreCommand | LoadCommand] = [
+        StoreCommand(1, batch([0])),
+        LoadCommand(2, batch([0]), 0b101),
+        LoadCommand(3, batch([0])),
+        LoadCommand(4, batch([0]), 0),
+    ]
+    specs = [pickle.loads(pickle.dumps(CommandSpec(command))) for command in commands]
+    assert [spec.command for spec in specs] == commands
+    assert [type(spec.command) for spec in specs] == [type(one) for one in commands]
+    worker.submit_store(1, pointers, specs[0])
+    for job, spec in enumerate(specs[1:], 2):
+        worker.submit_load(job, spec, pointers, urgent=True)
+    assert [one for one in runner.helpers if one] == [{2: 0b101}, {4: 0}]
 
 
 def test_pointers_that_are_no_blocks_of_the_cache_are_refused() -> None:

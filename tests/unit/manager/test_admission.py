@@ -50,11 +50,14 @@ class AdmissionRig:
     def rates(self, *mb_per_s: float) -> None:
         self.admission.read_rates = [rate * 1e6 for rate in mb_per_s]
 
-    def decide(self, *read: int, queued: Sequence[int] | None = None) -> Decision:
+    def decide(
+        self, *read: int, queued: Sequence[int] | None = None, helpers: int | None = None
+    ) -> Decision:
         """The cost of reading so many chunks per lane, behind those of other loads."""
         queued_bytes = [count * SLOT_BYTES for count in queued or [0] * len(read)]
         tokens = sum(read) * TOKENS_PER_CHUNK
-        return self.admission.decide([count * SLOT_BYTES for count in read], queued_bytes, tokens)
+        read_bytes = [count * SLOT_BYTES for count in read]
+        return self.admission.decide(read_bytes, queued_bytes, tokens, helpers)
 
     def loads(self, *read: int, queued: Sequence[int] | None = None) -> bool:
         return self.decide(*read, queued=queued).load
@@ -405,6 +408,16 @@ def test_a_peer_counts_if_all_ranks_have_it_and_as_their_slowest() -> None:
     assert rig.decide(8).reading_s == pytest.approx(0.4)
     rig.peer(30.0, rank=0, usable=False)
     assert rig.decide(8).reading_s == pytest.approx(0.8)
+
+
+def test_peers_that_a_request_has_not_named_do_not_count() -> None:
+    rig = AdmissionRig(mb_per_s=[10.0])
+    rig.peer(10.0, peer=0)
+    rig.peer(30.0, peer=2)
+    assert rig.decide(10).reading_s == pytest.approx(0.2)
+    assert rig.decide(10, helpers=0b001).reading_s == pytest.approx(0.5)
+    assert rig.decide(10, helpers=0b110).reading_s == pytest.approx(0.25)
+    assert rig.decide(10, helpers=0).reading_s == pytest.approx(1.0)
 
 
 def test_a_peer_of_unknown_rate_counts_as_one_of_our_lanes() -> None:

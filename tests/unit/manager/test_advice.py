@@ -35,7 +35,8 @@ class Server:
 
     def __init__(self) -> None:
         self.numbers: dict[str, tuple[int, ...]] = {}
-        self.manager = NVMeoFOffloadingManager(CoreConfig(credit_share=2.0))
+        config = CoreConfig(credit_share=2.0, peers=("d0:7000", "d1:7000"))
+        self.manager = NVMeoFOffloadingManager(config)
         self.bench = Bench()
         queue = Queue(lambda request: [keys_of(*self.numbers[request])], lambda *_: False, GROUPS)
         with pytest.MonkeyPatch.context() as patch:
@@ -44,7 +45,9 @@ class Server:
         assert isinstance(self.manager.core, Core)
         self.bench.core = self.manager.core
 
-    def arrives(self, name: str, *numbers: int, kv_hints: Any = None) -> ReqContext:
+    def arrives(
+        self, name: str, *numbers: int, kv_hints: Any = None, params: Any = None
+    ) -> ReqContext:
         """As the connector does it."""
         self.numbers[name] = numbers
         context = ReqContext(name, kv_hints=kv_hints)
@@ -52,11 +55,15 @@ class Server:
             context.set_offload_key_position(OffloadKey(key(number)), (at + 1) * CHUNK)
         tokens = len(numbers) * CHUNK + 1
         request = SimpleNamespace(
-            request_id=name, num_tokens=tokens, num_prompt_tokens=tokens, session_id="s"
+            request_id=name,
+            num_tokens=tokens,
+            num_prompt_tokens=tokens,
+            session_id="s",
+            kv_transfer_params=params,
         )
         advice = self.manager.advise(context, request)
         assert self.manager.waiting is not None
-        self.manager.waiting.added(request, first=advice.prefetch)
+        self.manager.waiting.added(request, first=advice.prefetch, helpers=advice.helpers)
         return context
 
     def serves(self, name: str, *numbers: int, kv_hints: Any = None) -> None:
@@ -130,3 +137,32 @@ def test_what_is_unknown_is_counted_and_the_request_is_served() -> None:
     server.serves("b", 3, kv_hints=hints("retain", directives="all"))
     assert server.in_cpu(1, 2, 3) == [1, 2, 3]
     assert server.counted == {"unknown": 1, "malformed": 1}
+
+
+@pytest.mark.parametrize(
+    ("params", "helpers", "counted"),
+    [
+        (None, None, {}),
+        ({"do_remote_decode": True}, None, {}),
+        ({"nvmeof": {"helpers": ["d1:7000"]}}, 0b10, {"known": 1}),
+        ({"nvmeof": {"helpers": ["d9:1", "d0:7000"]}}, 0b01, {"known": 1, "unknown": 1}),
+        ({"nvmeof": {"helpers": []}}, 0, {}),
+        ({"nvmeof": {"helpers": "d0:7000"}}, None, {"malformed": 1}),
+    ],
+)
+def test_a_load_has_the_helpers_that_its_request_named(
+    params: Any, helpers: int | None, counted: dict[str, int]
+) -> None:
+    server = Server()
+    server.serves("a", 1, 2)
+    context = server.arrives("b", 1, 2, params=params)
+    waiting = server.manager.waiting
+    assert waiting is not None
+    assert waiting.decide("b", 0, 2 * CHUNK).helpers == helpers
+    spec = server.manager.prepare_load([OffloadKey(k) for k in keys_of(1, 2)], context)
+    assert spec.command.helpers == helpers
+    counters = server.manager.core.counters
+    kinds = ("known", "unknown", "malformed")
+    assert {one: counters["peer_hints", one] for one in kinds if counters["peer_hints", one]} == (
+        counted
+    )

@@ -286,10 +286,11 @@ class Bench:
         self.load_chunks(op, [(number, cache, pool)])
         self.pipeline.step()
 
-    def load_chunks(self, op: int, chunks: Sequence[Chunk]) -> None:
+    def load_chunks(self, op: int, chunks: Sequence[Chunk], helpers: int | None = None) -> None:
         """Nothing moves yet."""
         batch = self._batch(op, chunks)
-        self.pipeline.load(LoadCommand(op, batch), Pieces.of(PIECES * len(batch)), "fence")
+        command = LoadCommand(op, batch, helpers)
+        self.pipeline.load(command, Pieces.of(PIECES * len(batch)), "fence")
 
     def borrow(self, op: int, owner: int, number: int, pool: int, cache: int | None = None) -> None:
         """Load a chunk from another engine's region. Nothing moves yet."""
@@ -298,9 +299,9 @@ class Bench:
         batch = batch_of((identity(number), cache, place))
         self.pipeline.load(LoadCommand(op, batch), Pieces.of(PIECES), "fence")
 
-    def stream(self, op: int, pool_slots: Sequence[int]) -> None:
+    def stream(self, op: int, pool_slots: Sequence[int], helpers: int | None = None) -> None:
         """Load chunks through stream slots. Nothing moves yet."""
-        self.load_chunks(op, [(slot, None, slot) for slot in pool_slots])
+        self.load_chunks(op, [(slot, None, slot) for slot in pool_slots], helpers)
 
     def asked(self, token: int, pool: int, slot: int | None = None) -> ServeRead:
         """What a peer asks for: a chunk of ours, which has the number of its pool slot.

@@ -78,6 +78,19 @@ def test_a_small_load_is_not_split() -> None:
     assert _own(bench) == [0, 1, 2]
 
 
+def test_only_the_helpers_that_a_request_named_read_for_it() -> None:
+    bench = Bench(stream_slots=12, peers=[FAST, FAST])
+    bench.stream(1, range(4), helpers=0b10)
+    bench.stream(2, range(4, 8), helpers=0)
+    bench.pipeline.step()
+    assert {lane for lane, _ in bench.peers.asked} == {1}
+    assert max(_asked(bench)) < 4, "nobody reads for the second load"
+    bench.stream(3, range(8, 12))
+    _finish(bench)
+    assert {lane for lane, read in bench.peers.asked if read.place.slot >= 8} == {0, 1}
+    assert sorted(bench.finished()) == [(1, ()), (2, ()), (3, ())]
+
+
 def test_fetches_and_landing_loads_go_to_no_peer() -> None:
     bench = Bench(stream_slots=8, cache_slots=8, peers=[FAST])
     bench.fetch_chunks(1, [(n, n, n) for n in range(4)])
