@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two data-parallel replicas behind one API server: separate directories, and no mixing.
 
-They do not share: tests/e2e/test_share.py is about servers that do.
+They do not share, but in one test; tests/e2e/test_share.py is about servers that do.
 """
 
 from __future__ import annotations
@@ -102,6 +102,33 @@ def test_each_finds_only_its_own_chunks(server: Server, reference: rig.Reference
         settle(server)
         rig.forget_gpu(server)
     assert rig.metrics(server).value(FAILED) == 0
+
+
+def test_with_sharing_one_loads_what_the_other_has_stored(
+    tmp_path: Path, reference: rig.Reference
+) -> None:
+    spec = par.spec(tmp_path / "pool", OPTION, share="host", weights_never_change=True)
+    spec = replace(spec, extra_args=(*spec.extra_args, "--api-server-count", "1"))
+    with rig.start(spec, "replicas-share") as server:
+        assert rig.same(par.ask(server, reference.prompts, replica=0), reference.answers)
+        settle(server)
+        before = rig.metrics(server)
+        stored = before.value("vllm:nvmeof_pool_slots_used", engine="0")
+        assert stored > 0
+
+        def knows(now: Metrics) -> bool:
+            par.ask(server, [[5, 6, 7]], replica=1)  # figures come with a step
+            return now.value("vllm:nvmeof_shared_entries", engine="1") >= stored
+
+        rig.wait_for(server, "what the other replica has", knows)
+        assert rig.same(par.ask(server, reference.prompts, replica=1), reference.answers)
+        found = rig.grown(server, before, LOADED, source="shared", engine="1")
+        assert found >= 0.95 * stored * rig.CHUNK_TOKENS
+        settle(server)
+        now = rig.metrics(server)
+        assert now.value("vllm:nvmeof_borrowed_chunks_total", engine="0") == 0
+        assert now.value("vllm:nvmeof_pool_slots_used", engine="1") <= 0.05 * stored
+        assert now.value(FAILED) == 0
 
 
 @pytest.mark.soak
