@@ -220,14 +220,15 @@ def is_leased(directory: Path, silence: Silence) -> bool:
 
 
 def is_abandoned(directory: Path, silence: Silence) -> bool:
-    """Return whether a region's lease names an owner that is dead, as far as `silence` has seen.
+    """Return whether nobody renews or claims a region's lease, as far as `silence` has seen.
 
-    False where the region has no lease, or nobody owns it. UnsettledError: it is not known yet.
-    OSError: the page cannot be read.
+    False where the region has no lease. A lease that is free is watched, too: whoever has only
+    locked the region may be about to claim it, or has lost it to one that has ended since.
+    UnsettledError: it is not known yet. OSError: the page cannot be read.
     """
     io = lease_of(directory)
     page = read_lease(io)
-    return page is not None and not page.is_free and silence.is_dead(io.path, page, page)
+    return page is not None and silence.is_dead(io.path, page, page)
 
 
 def is_silent(directory: Path, silence: Silence) -> bool | None:
