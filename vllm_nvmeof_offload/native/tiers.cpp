@@ -430,7 +430,11 @@ Batch Tiers::plan_load(Keys keys, size_t land_max, std::span<const uint32_t> ord
   batch.reserve(rows.size(), index.key_bytes());
   // Pin everything first: landing below evicts, and must not evict a chunk of this load.
   const std::vector<ForeignRow>& foreign = foreign_rows(keys, rows);
+  const auto row_at = [&rows](size_t at) { return at < rows.size() ? rows[at] : kNoRow; };
   for (size_t at = 0; at < rows.size(); ++at) {
+    // What `touch` fetched is no longer near where a load is long.
+    if (const Row later = row_at(at + 2 * kAhead); later != kNoRow) index.warm(later);
+    if (const Row next = row_at(at + kAhead); next != kNoRow) warm_slots(index[next]);
     const Row row = rows[at];
     if (row == kNoRow) {
       if (!foreign.empty() && foreign[at].place != kNoPlace)
@@ -452,6 +456,7 @@ Batch Tiers::plan_load(Keys keys, size_t land_max, std::span<const uint32_t> ord
     settle(row);
   }
   for (size_t at = 0; at < batch.size() && land_max > 0; ++at) {
+    if (at + kAhead < batch.size()) warm(batch, at + kAhead);
     if (batch.places[at] == kNoPlace) continue;
     const bool borrows = is_foreign(batch.places[at]);
     if (borrows && index.find(keys[at]) != kNoRow) continue;  // named twice
