@@ -111,14 +111,17 @@ def test_with_sharing_one_loads_what_the_other_has_stored(
     spec = replace(spec, extra_args=(*spec.extra_args, "--api-server-count", "1"))
     with rig.start(spec, "replicas-share") as server:
         assert rig.same(par.ask(server, reference.prompts, replica=0), reference.answers)
-        settle(server)
+        for _ in range(2):  # the gauges of the last writes come with a step after their reports
+            settle(server)
         before = rig.metrics(server)
         stored = before.value("vllm:nvmeof_pool_slots_used", engine="0")
         assert stored > 0
 
         def knows(now: Metrics) -> bool:
-            par.ask(server, [[5, 6, 7]], replica=1)  # figures come with a step
-            return now.value("vllm:nvmeof_shared_entries", engine="1") >= stored
+            for replica in (0, 1):
+                par.ask(server, [[5, 6, 7]], replica=replica)  # figures come with a step
+            written = now.value("vllm:nvmeof_pool_slots_used", engine="0")
+            return now.value("vllm:nvmeof_shared_entries", engine="1") >= written >= stored
 
         rig.wait_for(server, "what the other replica has", knows)
         assert rig.same(par.ask(server, reference.prompts, replica=1), reference.answers)
