@@ -124,7 +124,7 @@ def test_a_server_with_a_secret_answers_those_who_have_it(address: str, tmp_path
     for wrong, why in ((b"", "has no share secret"), (b"x" * 20, "has another share secret")):
         answer = ask(address, secret=wrong)
         assert why in answer.error
-        assert not answer.facts, "nothing is said of what it serves"
+        assert not answer.facts, "it does not say what it serves"
     (warned,) = [one for one in check([address]) if one.check == "peer"]
     assert warned.severity is Severity.WARNING
     assert "share_secret_file" in warned.remedy

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ import pytest
 from vllm_nvmeof_bench.pool.measure import run
 from vllm_nvmeof_bench.pool.report import FLAT_KINDS, KINDS, Settings
 from vllm_nvmeof_bench.results import BenchError
+
+from tests.wait import wait_until
 
 PROBE = Path(__file__).with_name("smoke_probe.py")
 ROOT = Path(__file__).parents[3]
@@ -91,12 +92,13 @@ def test_an_interrupted_run_deletes_what_it_wrote(tmp_path: Path) -> None:
     child = subprocess.Popen(
         command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True
     )
+
+    def writes() -> bool:
+        assert child.poll() is None
+        return any(tmp_path.glob("disk/*/block-65536/pool/*"))
+
     try:
-        end_s = time.monotonic() + 120
-        while not list(tmp_path.glob("disk/*/block-65536/pool/*")):
-            assert time.monotonic() < end_s
-            assert child.poll() is None
-            time.sleep(0.01)
+        wait_until("a file of the pool", writes)
         child.send_signal(signal.SIGTERM)
         _, errors = child.communicate(timeout=120)
     finally:

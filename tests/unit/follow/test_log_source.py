@@ -503,14 +503,19 @@ def test_a_killed_writer_leaves_a_log_that_leads_to_its_table(
     assert following.reader.rows == SLOTS
 
 
-def test_a_region_reads_pages_of_a_lap_in_order(file: int, tmp_path: Path) -> None:
-    """Directly on the native region: a log that is read to the end of the ring and over it."""
-    log = os.open(tmp_path / "log", os.O_RDWR | os.O_CREAT)
+def followed(log: int, file: int) -> tuple[ForeignWriter, ForeignRegion, LogWriter]:
+    """Make the log empty; return who follows it and who writes it. file: of the foreign table."""
     os.ftruncate(log, PAGES * PAGE_BYTES)
     table, region = ForeignWriter(file, 10), ForeignRegion((1, 0, 0), SLOTS, [(0, 1)], 0)
     region.begin(table, 5, False)
     assert region.seek_log(log, PAGES) == 0
-    writer = LogWriter(LogFile(log, PAGES, PAGES))
+    return table, region, LogWriter(LogFile(log, PAGES, PAGES))
+
+
+def test_a_region_reads_pages_of_a_lap_in_order(file: int, tmp_path: Path) -> None:
+    """Directly on the native region: a log that is read to the end of the ring and over it."""
+    log = os.open(tmp_path / "log", os.O_RDWR | os.O_CREAT)
+    table, region, writer = followed(log, file)
     generation = 0
     for records in [1, 62, 1, 63, 126, 100, 5, 189, 1]:
         for _ in range(records):
@@ -526,11 +531,7 @@ def test_a_region_reads_pages_of_a_lap_in_order(file: int, tmp_path: Path) -> No
 def test_a_log_has_news_until_it_is_followed(file: int, tmp_path: Path) -> None:
     """Directly on the native region: at every length of every page, over two laps."""
     log = os.open(tmp_path / "log", os.O_RDWR | os.O_CREAT)
-    os.ftruncate(log, PAGES * PAGE_BYTES)
-    table, region = ForeignWriter(file, 10), ForeignRegion((1, 0, 0), SLOTS, [(0, 1)], 0)
-    region.begin(table, 5, False)
-    assert region.seek_log(log, PAGES) == 0
-    writer = LogWriter(LogFile(log, PAGES, PAGES))
+    table, region, writer = followed(log, file)
 
     def has_news() -> bool:
         found = ForeignRegion.with_news([(region, log), (region, log)])
