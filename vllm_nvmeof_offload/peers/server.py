@@ -81,7 +81,7 @@ _FRAMES_MAX = 256  # taken in before anything else is done
 _WAITING_MAX = 64
 #: A peer has so long to prove that it has the share secret.
 _GREETED_S = 5.0
-#: What a peer whose secret does not fit is told, and the log once.
+#: The answers to a peer without our secret; the log gets each of them once.
 _SAME_FILE = "give both the same share_secret_file"
 _NO_SECRET_THERE = f"it has no share secret, and the server that it greets has one; {_SAME_FILE}"
 _NO_SECRET_HERE = f"it has a share secret, and the server that it greets has none; {_SAME_FILE}"

@@ -71,7 +71,7 @@ class SharedLane(Lane):
     """A link that loads share as the product's queue does: whichever has the fewest reads in
     flight gets the next place. What is in flight is read one after the other.
 
-    Reads are told by (when it has come, whose it is).
+    A read is a pair: the time at which it has come, and the load that it belongs to.
     """
 
     __slots__ = ("_chunk_bytes", "_in_flight", "_left", "_link_s", "_places")
