@@ -141,6 +141,7 @@ SERVING = {
     "serve_before_demand",
     "serve_reads_survive_a_reset",
     "serve_reads_wait_for_ever",
+    "serves_forget_that_loads_read",
     "serves_take_every_place",
 }
 

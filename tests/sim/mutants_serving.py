@@ -11,5 +11,6 @@ native(
     "serve_before_demand",
     "serve_reads_survive_a_reset",
     "serve_reads_wait_for_ever",
+    "serves_forget_that_loads_read",
     "serves_take_every_place",
 )

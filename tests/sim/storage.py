@@ -42,6 +42,9 @@ from .store import Claim, RankStore, Record, Superblock
 
 _ANSWERS = (OutcomeKind.IO_ERROR, OutcomeKind.CHECKSUM_MISMATCH, OutcomeKind.STALE)
 _FETCHES = (Urgency.URGENT, Urgency.PREFETCH)
+#: A target from which a load has read so lately reads half as much for peers at a time.
+_LOADS_AGAIN_S = 2.0
+_ROUNDING_S = 1e-6  # the machine counts nanoseconds
 
 
 @dataclass(eq=False)
@@ -136,6 +139,8 @@ class SimIo:
         self.asked: dict[SlotIdentity, float] = {}
         #: By staging slot of what is read for peers: until when.
         self.serve_until_s: dict[int, float] = {}
+        #: By target: when a read that a load waits for was last submitted.
+        self._loaded_s = [-math.inf] * knobs.targets
         #: How often a read of our pool has failed for a reason of its own.
         self._failures: Counter[tuple[SlotIdentity, OutcomeKind]] = Counter()
         self.counts: Counter[str] = Counter()
@@ -437,8 +442,18 @@ class SimIo:
             self._check_bound(flight, fetches, most // 2, size_max // 2)
         if self._is_serve(op):
             serves, share = [other for other in same if self._is_serve(other)], knobs.serve_share
-            size_max = min(int(share * size_max), knobs.serve_bytes_max)
+            has_loaded = self._has_loaded(self._target(op), same)
+            serve_max = knobs.serve_bytes_max // (2 if has_loaded else 1)
+            size_max = min(int(share * size_max), serve_max)
             self._check_bound(flight, serves, int(share * most), size_max)
+        elif op.is_read and op.urgency is Urgency.DEMAND:
+            self._loaded_s[self._target(op)] = self._clock()
+
+    def _has_loaded(self, target: int, reads: Sequence[IoOp]) -> bool:
+        """Whether a load reads there, or did so a moment ago. reads: under way there."""
+        since_s = self._clock() - self._loaded_s[target]
+        loads = (op.urgency is Urgency.DEMAND and not self._is_serve(op) for op in reads)
+        return any(loads) or since_s < _LOADS_AGAIN_S - _ROUNDING_S
 
     def _check_bound(
         self, flight: _Flight, others: Sequence[IoOp], most: int, size_max: int

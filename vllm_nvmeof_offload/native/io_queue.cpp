@@ -11,6 +11,8 @@ constexpr Urgency kReads[] = {Urgency::DEMAND, Urgency::URGENT, Urgency::SERVE, 
 constexpr int64_t kRatePeriodNs = 250'000'000;
 constexpr int64_t kFoldPeriodNs = 50'000'000;
 constexpr double kRateChangeMin = 0.1;
+// A target from which a load has read within this time will soon be read by another one.
+constexpr int64_t kLoadsAgainNs = 2'000'000'000;
 
 double seconds(int64_t ns) { return static_cast<double>(ns) / 1e9; }
 
@@ -34,7 +36,7 @@ bool differs(double reported, double now) {
 
 // ---- the queues of one target -----------------------------------------------------------
 
-bool TargetQueue::has_room(Urgency urgency, size_t bytes) const {
+bool TargetQueue::has_room(Urgency urgency, size_t bytes, int64_t now_ns) const {
   if (mutant("bytes_of_the_next_operation_do_not_count")) bytes = 0;
   const size_t fetches = held(Urgency::URGENT) + held(Urgency::PREFETCH);
   const size_t fetched = bytes_held(Urgency::URGENT) + bytes_held(Urgency::PREFETCH);
@@ -47,7 +49,7 @@ bool TargetQueue::has_room(Urgency urgency, size_t bytes) const {
     const size_t writes = held(urgency);
     return !writes || (writes < options_.writes_max && bytes_held(urgency) + bytes <= bytes_max);
   }
-  if (urgency == Urgency::SERVE && !has_serve_room(bytes)) return false;
+  if (urgency == Urgency::SERVE && !has_serve_room(bytes, now_ns)) return false;
   const bool is_fetch = urgency == Urgency::URGENT || urgency == Urgency::PREFETCH;
   if (is_fetch && fetches && !mutant("fetches_take_every_place") &&
       (fetches >= options_.reads_max / 2 || fetched + bytes > options_.read_bytes_max / 2))
@@ -57,10 +59,13 @@ bool TargetQueue::has_room(Urgency urgency, size_t bytes) const {
 }
 
 // One may always go. The bounds hold while no load waits here too, so that one finds places free,
-// and few bytes ahead of it in the device's own queue, in which nothing is urgent.
-bool TargetQueue::has_serve_room(size_t bytes) const {
+// and few bytes ahead of it in the device's own queue, in which nothing is urgent. A short load
+// feels even these, so that they are halved where loads are to be expected. They are not halved
+// elsewhere, because the target is idle from the end of one read to the begin of the next.
+bool TargetQueue::has_serve_room(size_t bytes, int64_t now_ns) const {
   if (!held(Urgency::SERVE) || mutant("serves_take_every_place")) return true;
-  if (bytes_held(Urgency::SERVE) + bytes > options_.serve_bytes_max) return false;
+  const size_t bytes_max = options_.serve_bytes_max / (has_loaded(now_ns) ? 2 : 1);
+  if (bytes_held(Urgency::SERVE) + bytes > bytes_max) return false;
   const auto fits = [this](size_t wanted, size_t all) {
     return static_cast<double>(wanted) <= options_.serve_share * static_cast<double>(all);
   };
@@ -68,14 +73,22 @@ bool TargetQueue::has_serve_room(size_t bytes) const {
          fits(bytes_held(Urgency::SERVE) + bytes, options_.read_bytes_max);
 }
 
-void TargetQueue::take(Urgency urgency, size_t bytes) {
-  queue(urgency).take();
-  bytes_held_[static_cast<size_t>(urgency)] += bytes;
+// Whether loads read here, or did so a moment ago.
+bool TargetQueue::has_loaded(int64_t now_ns) const {
+  if (mutant("serves_forget_that_loads_read")) return false;
+  return held(Urgency::DEMAND) || (loaded_ns_ && now_ns - *loaded_ns_ < kLoadsAgainNs);
 }
 
-void TargetQueue::give_back(Task& task, Urgency urgency, size_t bytes) {
+void TargetQueue::take(Urgency urgency, size_t bytes, int64_t now_ns) {
+  queue(urgency).take();
+  bytes_held_[static_cast<size_t>(urgency)] += bytes;
+  if (urgency == Urgency::DEMAND) loaded_ns_ = now_ns;
+}
+
+void TargetQueue::give_back(Task& task, Urgency urgency, size_t bytes, int64_t now_ns) {
   queue(urgency).give_back(task);
   bytes_held_[static_cast<size_t>(urgency)] -= bytes;
+  if (urgency == Urgency::DEMAND) loaded_ns_ = now_ns;
 }
 
 size_t TargetQueue::waiting(bool is_write) const {
@@ -164,7 +177,8 @@ void IoQueue::free_landed() {
     Flights::One* const one = in_flight_.find(token);
     if (!one || one->late) continue;  // it has ended, or holds no place
     one->landed = true;
-    queue_of(*one->task).give_back(*one->task, one->urgency, transfer_bytes(*one->task));
+    const size_t bytes = transfer_bytes(*one->task);
+    queue_of(*one->task).give_back(*one->task, one->urgency, bytes, now_ns_);
   }
 }
 
@@ -339,7 +353,7 @@ bool IoQueue::offer_one(size_t target, Urgency urgency) {
     await_files(*task);
     return true;
   }
-  if (!room_ || !queues_[target].has_room(urgency, transfer_bytes(*task))) return false;
+  if (!room_ || !queues_[target].has_room(urgency, transfer_bytes(*task), now_ns_)) return false;
   hand_over(*task, urgency);
   return true;
 }
@@ -348,7 +362,7 @@ void IoQueue::hand_over(Task& task, Urgency urgency) {
   const bool is_write = urgency == Urgency::WRITE;
   const uint32_t attachment = targets_[task.target].attachment;
   TargetQueue& queue = queue_of(task);
-  queue.take(urgency, transfer_bytes(task));
+  queue.take(urgency, transfer_bytes(task), now_ns_);
   queue.progressed(is_write);
   --room_;
   task.token = in_flight_.add({0, &task, urgency, false, false, attachment, now_ns_});
@@ -573,7 +587,7 @@ void IoQueue::ended(const LaneEnd& end) {
 void IoQueue::count_outcome(const Flights::One& one, const LaneEnd& end) {
   Task& task = *one.task;
   const bool is_write = one.is_write();
-  if (!one.landed) queue_of(task).give_back(task, one.urgency, transfer_bytes(task));
+  if (!one.landed) queue_of(task).give_back(task, one.urgency, transfer_bytes(task), now_ns_);
   const bool ok = static_cast<Outcome>(end.code) == Outcome::OK;
   const uint64_t bytes = ok ? transfer_bytes(task) : 0;
   // The engine's own time if it knows it: this thread may learn of the end late.

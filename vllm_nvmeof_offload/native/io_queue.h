@@ -61,7 +61,7 @@ struct IoOptions {
   size_t write_bytes_beside_reads_max = SIZE_MAX;  // while reads wait or run there
   Stamp stamp;  // of every target, until a reset
   double serve_share = 1;  // of a target's reads and their bytes, for those of peers at most
-  size_t serve_bytes_max = SIZE_MAX;  // likewise
+  size_t serve_bytes_max = SIZE_MAX;  // likewise; half of it while loads read there
 };
 
 // An event of a task. code RELEASED: the late release of one whose outcome came before.
@@ -103,10 +103,10 @@ class TargetQueue {
   // Whether one more of this urgency and size may be with the engine. Fetches hold at most half of
   // the places of reads and of their bytes, and peers' reads their share, so that a load always
   // finds some.
-  bool has_room(Urgency urgency, size_t bytes) const;
+  bool has_room(Urgency urgency, size_t bytes, int64_t now_ns) const;
   // Give the next task of this urgency a place, and take it back at its outcome.
-  void take(Urgency urgency, size_t bytes);
-  void give_back(Task& task, Urgency urgency, size_t bytes);
+  void take(Urgency urgency, size_t bytes, int64_t now_ns);
+  void give_back(Task& task, Urgency urgency, size_t bytes, int64_t now_ns);
   size_t waiting(bool is_write) const;
   size_t read_bytes_held() const;
   // The engine has taken something of this kind.
@@ -119,11 +119,13 @@ class TargetQueue {
   int64_t stalls_at_ns(int64_t patience_ns, bool is_write) const;
 
  private:
-  bool has_serve_room(size_t bytes) const;
+  bool has_serve_room(size_t bytes, int64_t now_ns) const;
+  bool has_loaded(int64_t now_ns) const;
   size_t held(Urgency urgency) const { return queues_[static_cast<size_t>(urgency)].held(); }
   size_t bytes_held(Urgency urgency) const { return bytes_held_[static_cast<size_t>(urgency)]; }
 
   const IoOptions& options_;
+  std::optional<int64_t> loaded_ns_;  // when a read that a load waits for last began or ended here
   std::array<size_t, kUrgencies> bytes_held_{};
   std::array<FairQueue, kUrgencies> queues_{
       FairQueue(FairQueue::Share::CHARGED), FairQueue(FairQueue::Share::NONE),

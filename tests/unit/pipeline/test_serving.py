@@ -112,11 +112,34 @@ def test_few_bytes_are_in_a_device_ahead_of_a_load() -> None:
     bench.stream(1, [20])
     bench.pipeline.step()
     bench.io_done()
-    assert _started(bench)[3:] == [20, 3]
+    assert _started(bench)[3:] == [20]
     bench = Bench(serve_slots=8, serve_bytes_in_flight_max=STRIDE // 2)
     bench.serve(*range(8))
     bench.pipeline.step()
     assert _started(bench) == [0], "one may always go"
+
+
+def test_half_as_many_bytes_are_read_for_peers_where_loads_have_just_read() -> None:
+    bench = Bench(
+        stream_slots=4, target_count=2, serve_slots=8, serve_bytes_in_flight_max=3 * STRIDE
+    )
+    bench.stream(1, [20])
+    bench.pipeline.step()
+    bench.serve(*range(8))
+    bench.pipeline.step()
+    assert _started(bench) == [20, 0, 1, 3, 5], "the other target reads as ever"
+    bench.now_s = 2.9
+    bench.io.complete(bench.io_of(20))
+    bench.io.complete(bench.io_of(0))
+    bench.pipeline.step()
+    assert _started(bench)[5:] == [2]
+    bench.now_s = 4.8
+    bench.io.complete(bench.io_of(2))
+    bench.pipeline.step()
+    assert _started(bench)[6:] == [4], "less than 2 s after the load"
+    bench.now_s = 4.95
+    bench.pipeline.step()
+    assert _started(bench)[7:] == [6]
 
 
 def test_what_waits_ends_at_its_deadline() -> None:
