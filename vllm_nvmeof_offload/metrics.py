@@ -148,6 +148,9 @@ COUNTERS = _table(
          "includes a peer that was lost, and one that has not opened the pool yet."),
     _row("peer_sessions_lost", "sessions", (),
          "Sessions with peers that ended because the peer erred or fell silent."),
+    _row("peer_rests", "rests", (),
+         "Rests of 10 s in which a peer was asked for nothing because it had made eight loads in a "
+         "row slower than they would have been without it."),
     _row("peer_secrets_refused", "greetings", (),
          "Greetings between this server and another that were refused because one of them had no "
          "share secret, or another one; each peer greets again every few seconds."),

@@ -558,6 +558,7 @@ void bind_peers(nb::class_<Machine>& machine) {
       .def("serve_levels", &Machine::serve_levels)
       .def("set_peer", &set_peer, "lane"_a, "usable"_a, "reads_max"_a, "bytes_max"_a,
            "bytes_per_s"_a, "queued_bytes"_a)
+      .def("peer_rests", &Machine::peer_rests)
       .def("offer_peer", &offer_peer)
       .def("failed_unreleased", &failed_unreleased)
       .def("let_help", &Machine::let_help)

@@ -595,6 +595,7 @@ void IoQueue::count_outcome(const Flights::One& one, const LaneEnd& end) {
   const double ended_s = seconds(end.ended_ns ? end.ended_ns : now_ns_);
   (is_write ? write_meters_ : read_meters_)[task.target].ended(static_cast<double>(bytes), began_s,
                                                                ended_s);
+  if (!is_write) targets_[task.target].read_bytes += bytes;
   TransferCounts& counts = is_write ? writes : reads;
   counts.operations += 1;
   counts.bytes += bytes;

@@ -261,6 +261,9 @@ class IoQueue {
   std::vector<Rate> take_rates();
   // In bytes per second; 0: not known.
   double read_rate(size_t target);
+  size_t targets() const { return targets_.size(); }
+  // Since the begin, of all kinds.
+  uint64_t bytes_read(size_t target) const { return targets_[target].read_bytes; }
   // What a load's next read of this target waits for: reads that run, and loads and urgent fetches
   // that wait, as if each were as large as a slot.
   uint64_t bytes_before(size_t target);
@@ -289,6 +292,7 @@ class IoQueue {
     std::deque<Task*> resets;   // not handed over
     bool resetting = false;     // the outcome of one is waited for
     size_t writes_running = 0;  // not past their deadline
+    uint64_t read_bytes = 0;
   };
 
   // Another engine's on our targets.

@@ -26,7 +26,10 @@ Machine::Machine(const MachineOptions& options, NativeLanes* native, int64_t now
       streams_(options.stream_slots, options.io.targets, options.peers_max) {
   require(options.io.targets + options.peers_max < Task::kCameHome && options.peers_max <= 64,
           "too many lanes");
-  if (options.peers_max) peers_.emplace(options.peers_max);
+  if (options.peers_max) {
+    peers_.emplace(options.peers_max);
+    judge_.emplace(options.peers_max);
+  }
   if (!options.set.memory) return;
   require(options.set.set_sizes.size() == options.io.group_bytes.size(),
           "the set sizes are not those of the groups");
@@ -320,6 +323,7 @@ void Machine::io_event(const IoEvent& event) {
 
 // A load's read was good.
 void Machine::read_ended(Task& task) {
+  if (judge_) judge_->read(task, io);
   if (is_shared_read(task)) set_->lend(task);
   if (task.fills) {  // landed: others may read the slot from now on
     note_fill(task, FillState::HELD);
@@ -361,6 +365,7 @@ void Machine::decide(Task& task, Outcome code, int error, bool released, int64_t
 }
 
 void Machine::finish(Job& job) {
+  if (judge_) judge_->ended(job, io.now_ns());
   Finished& finished = finished_.emplace_back();
   finished.op = job.op;
   std::sort(job.failed.begin(), job.failed.end());
@@ -682,6 +687,7 @@ void Machine::give_to_peer(Task& task, size_t peer) {
   if (!task.deadline_ns) task.deadline_ns = now_ns + options_.io.read_deadline_ns;
   const int64_t until_ns = now_ns + (task.deadline_ns - now_ns) / 2;
   task.token = peers_->add(task, peer, io.transfer_bytes(task), until_ns);
+  judge_->given(task, peer, io);
 }
 
 size_t Machine::peer_of(size_t lane) const {
@@ -765,6 +771,7 @@ void Machine::peer_failed(uint64_t token) {
 
 // Rule 16: once, with the deadline and the retry that it had.
 void Machine::go_home(Task& task) {
+  judge_->failed(task);
   task.peer = mutant("a_chunk_is_asked_of_two_peers") ? Task::kAtNoPeer : Task::kCameHome;
   task.token = 0;
   if (mutant("a_second_try_gets_a_new_deadline"))

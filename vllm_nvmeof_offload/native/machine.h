@@ -45,6 +45,7 @@
 
 #include "gates.h"
 #include "io_queue.h"
+#include "peer_judge.h"
 #include "peer_lanes.h"
 #include "set_member.h"
 #include "stream_slots.h"
@@ -174,6 +175,8 @@ class Machine {
   // if the slot has the chunk by our own check; else the peer has failed. If it fails and the pull
   // goes on, `failed_unreleased` comes before.
   void set_peer(size_t lane, const PeerState& state);
+  // Whether it has made loads slower (peer_judge.h), and is to get none for now.
+  bool peer_rests(size_t lane) const { return judge_->rests(peer_of(lane), io.now_ns()); }
   // A read that this peer is asked for; each is offered once.
   struct PeerOffer {
     Task* task;
@@ -278,6 +281,7 @@ class Machine {
   std::vector<Served> served_;
   uint64_t serve_jobs_ = 0;
   std::optional<PeerLanes> peers_;
+  std::optional<PeerJudge> judge_;  // of these
   std::vector<LaneEstimate> estimates_;  // of the peers, for one choice
   std::map<uint64_t, std::unique_ptr<Job>> jobs_;
   std::map<uint64_t, std::vector<Task*>> to_copy_;  // by op

@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import STALE, code_of
+from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.native import Machine
 from vllm_nvmeof_offload.peers.base import NO_PEER, PeerEnd, PeerRead, PeerState
 from vllm_nvmeof_offload.pool.format import SlotPlace
@@ -62,12 +64,15 @@ class Peering:
         targets: int,
         foreign_place: Callable[[int, int], SlotPlace | None],
         clock: Callable[[], float],
+        counters: Counts,
     ) -> None:
-        """foreign_place: of an owner's slot; None: its files are not open here."""
+        """foreign_place: of an owner's slot; None: its files are not open here. counters: the
+        pipeline's."""
         self._machine, self._peers, self._port = machine, peers, peers.port
         self._targets = targets  # their lanes come first
         self._foreign_place = foreign_place
-        self._clock = clock
+        self._clock, self._counters = clock, counters
+        self._rests = [False] * peers.lanes
         self._known = [NO_PEER] * peers.lanes
         self._reported = [NO_PEER] * peers.lanes
 
@@ -78,13 +83,21 @@ class Peering:
             self._machine.failed_unreleased(held)
         self._end([(token, code_of(end.kind), end.errno) for token, end, done in ends if done])
         for lane, known in enumerate(self._known):
-            state = self._port.state(lane)
+            state = NO_PEER if self._is_resting(lane) else self._port.state(lane)
             if state == known:
                 continue
             self._known[lane] = state
             usable, reads_max, bytes_per_s, queued_bytes = state
             number = self._targets + lane
             self._machine.set_peer(number, usable, reads_max, _BYTES_MAX, bytes_per_s, queued_bytes)
+
+    def _is_resting(self, lane: int) -> bool:
+        rests = self._machine.peer_rests(self._targets + lane)
+        if rests and not self._rests[lane]:
+            self._counters["peer_rests"] += 1
+            logger.info("peer%d has made the loads that it helped with slower, and rests", lane)
+        self._rests[lane] = rests
+        return rests
 
     def take_reports(self, rank: int) -> list[PeerReport]:
         """Return what has changed since the last call, for the manager of this rank."""

@@ -163,7 +163,9 @@ class TransferPipeline:
         self._machine = _make_machine(staging, self._lanes, limits, io.stamp, clock(), peers)
         self._regions = Regions(self._machine, io, opener, targets) if opener else None
         self._peering = (
-            Peering(self._machine, peers, targets, self._foreign_place, clock) if peers else None
+            Peering(self._machine, peers, targets, self._foreign_place, clock, self._counters)
+            if peers
+            else None
         )
         self._tag = io.stamp.tag
         self._serving = self._serving_of(serve, staging) if serve else None

@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+// Judges whether a peer makes loads slower than they would be without it. One that did so eight
+// times in a row rests.
+//
+// A load is judged when it has ended, not by what was expected at its start: loads that come
+// meanwhile take longer than expected, and no peer is to blame. A peer is late if a chunk of its
+// own came last, later than the targets here would have read what the peers brought after they had
+// read the rest. A target that was busy until then could not have, so that nobody is late while it
+// is. A chunk that came home, because the peer failed at it, is still the peer's.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "io_queue.h"
+#include "mutants.h"
+#include "task.h"
+
+namespace nvmeof {
+
+class PeerJudge {
+ public:
+  explicit PeerJudge(size_t peers) : peers_(peers) {}
+
+  bool rests(size_t peer, int64_t now_ns) const { return now_ns < peers_[peer].rests_until_ns; }
+
+  // This peer is to read a chunk of a load.
+  void given(const Task& task, size_t peer, IoQueue& io) {
+    Load& load = loads_[task.job->op];
+    load.peers |= uint64_t{1} << peer;
+    for (size_t number = load.targets.size(); number < io.targets(); ++number)
+      load.targets.push_back({io.now_ns(), io.bytes_read(number)});
+    load.targets[task.target].is_helped = true;
+  }
+
+  // The peer that has the task has failed, and the chunk comes home.
+  void failed(const Task& task) {
+    if (mutant("a_chunk_that_comes_home_is_nobodys")) return;
+    if (Load* const load = find(task)) load->failed = task.peer;
+  }
+
+  // A chunk of a load has been read, by a peer if the task is at one.
+  void read(const Task& task, IoQueue& io) {
+    Load* const load = find(task);
+    if (!load) return;
+    Target& target = load->targets[task.target];
+    load->late = Task::kAtNoPeer;
+    if (task.is_at_peer()) {
+      target.peers_bytes += io.transfer_bytes(task);
+      if (is_late(task, *load, io)) load->late = task.peer;
+    } else if (!task.came_home()) {
+      target.own_ns = io.now_ns();
+      target.own_bytes = io.bytes_read(task.target);
+    } else if (is_late(task, *load, io)) {
+      load->late = load->failed;
+    }
+  }
+
+  // All chunks of a load have come, or some never will.
+  void ended(const Job& job, int64_t now_ns) {
+    const auto found = loads_.find(job.op);
+    if (found == loads_.end()) return;
+    const Load load = std::move(found->second);
+    loads_.erase(found);
+    if (!job.failed.empty()) return;
+    for (size_t peer = 0; peer < peers_.size(); ++peer) {
+      if (!(load.peers >> peer & 1)) continue;
+      Peer& one = peers_[peer];
+      const bool is_late = load.late == peer + 1;
+      if (is_late && ++one.late == kLateMax) one = {0, now_ns + kRestNs};
+      if (!is_late && !mutant("a_late_peer_is_never_forgiven")) one.late = 0;
+    }
+  }
+
+ private:
+  static constexpr unsigned kLateMax = 8;  // in a row
+  static constexpr int64_t kRestNs = 10'000'000'000;
+  static constexpr double kTolerance = 1.05;
+
+  struct Peer {
+    unsigned late = 0;
+    int64_t rests_until_ns = 0;
+  };
+  // What one of the targets here has done for a load, and need not do.
+  struct Target {
+    int64_t own_ns;      // when it last read a chunk that no peer had, or the first one got one
+    uint64_t own_bytes;  // that it had read by then, for whomever
+    uint64_t peers_bytes = 0;
+    bool is_helped = false;
+  };
+  struct Load {
+    std::vector<Target> targets;
+    uint64_t peers = 0;  // a bit for each that has got a chunk
+    uint8_t failed = Task::kAtNoPeer;  // as `Task::peer`: the last one to fail
+    uint8_t late = Task::kAtNoPeer;    // likewise: whose is the chunk that came last, too late
+  };
+
+  Load* find(const Task& task) {
+    const auto found = loads_.find(task.job->op);
+    return found == loads_.end() ? nullptr : &found->second;
+  }
+
+  // Whether the load would have all its chunks by now without peers. What a target has read, and is
+  // to read, since it last read for this load, it would have to read all the same.
+  static bool is_late(const Task& task, const Load& load, IoQueue& io) {
+    if (mutant("a_slow_peer_is_never_late")) return false;
+    const int64_t started_ns = task.job->started_ns;
+    double alone_ns = 0;
+    for (size_t number = 0; number < load.targets.size(); ++number) {
+      const Target& target = load.targets[number];
+      auto read_ns = static_cast<double>(target.own_ns - started_ns);
+      if (target.is_helped) {
+        const double rate = io.read_rate(number);
+        if (rate <= 0) return false;
+        uint64_t bytes = io.bytes_read(number) - target.own_bytes + io.bytes_before(number);
+        if (mutant("peers_are_late_while_a_target_is_busy")) bytes = 0;
+        if (!mutant("what_peers_bring_takes_no_time_here")) bytes += target.peers_bytes;
+        read_ns += static_cast<double>(bytes) / rate * 1e9;
+      }
+      alone_ns = std::max(alone_ns, read_ns);
+    }
+    return static_cast<double>(io.now_ns() - started_ns) > kTolerance * alone_ns;
+  }
+
+  std::vector<Peer> peers_;
+  std::unordered_map<uint64_t, Load> loads_;  // that peers help with, by op
+};
+
+}  // namespace nvmeof
