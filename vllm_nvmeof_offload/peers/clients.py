@@ -6,7 +6,8 @@ cancelled, or whose deadline has passed, has its outcome at once. If D still owe
 DROPPED and costs a credit; if its pull has not ended it is a ZOMBIE, whose buffer is released
 later. Nothing waits for a peer: the reads of one that says nothing for half a second end, and it is
 asked for nothing until it is heard again. One that errs, stays silent, or holds a zombie for a
-second loses its session, and is greeted again after a rest.
+second, or whose connection ends, as when its process is killed, loses its session, and is greeted
+again after a rest.
 """
 
 from __future__ import annotations
@@ -140,6 +141,8 @@ class _Session:
         self.socket.setsockopt(zmq.MAXMSGSIZE, max(MESSAGE_BYTES_MAX, slot_bytes))
         self.socket.setsockopt(zmq.RECONNECT_IVL, -1)  # what was sent meanwhile would be lost
         self.socket.setsockopt(zmq.IPV6, 1)
+        #: Readable once the connection has ended, or nobody listens there.
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         self.socket.connect(address)
         self.channel = Channel()
         self.is_up = False
@@ -157,6 +160,14 @@ class _Session:
         self.moving: dict[int, _Reading] = {}  # of these, PULLING and ZOMBIE
         self.dropped = 0
         self.done: list[int] = []
+
+    def close(self, linger_ms: int) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(linger_ms)
+
+    def is_cut_off(self) -> bool:
+        return self.monitor.poll(0) != 0
 
     def hear(self) -> None:
         self.heard_s = self._listening.now_s
@@ -333,10 +344,13 @@ class PeerClients:
             if lane.rest.is_over(now_s):
                 self._greet(lane)
             return
+        is_cut_off = lane.session.is_cut_off()  # before, so that nothing else comes
         drained = self._take_messages(lane, lane.session)
         self._pull_on(lane, lane.session)
         now_s = time.monotonic()
         self._expire(lane.session, now_s)
+        if drained and is_cut_off:
+            raise _SessionLostError("no connection")
         if drained and lane.session.is_silent():
             raise _SessionLostError("silence")
         if drained and lane.session.stalls() and not lane.session.is_stalled:
@@ -357,7 +371,8 @@ class PeerClients:
         slot_bytes, listening = self._memory.slot_bytes, self._listening
         lane.session = session = _Session(self._context, lane.address, slot_bytes, listening)
         lane.tag = tag = self._tag
-        self._poller.register(session.socket, zmq.POLLIN)
+        for one in (session.socket, session.monitor):
+            self._poller.register(one, zmq.POLLIN)
         common = self._common
         hello = Hello(
             version=VERSION,
@@ -640,8 +655,9 @@ class PeerClients:
         self._say(lane, why)
         if was_up:
             session.send(Bye(text=why[:256]))
-        self._poller.unregister(session.socket)
-        session.socket.close(_BYE_MS if was_up else 0)
+        for one in (session.socket, session.monitor):
+            self._poller.unregister(one)
+        session.close(_BYE_MS if was_up else 0)
         touched = []
         for reading in session.open.values():
             if reading.stage is _Stage.ASKED:

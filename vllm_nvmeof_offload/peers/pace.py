@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections
 
 _SOON_S = 0.2
-_AGAIN_MAX_S = 5.0
+_AGAIN_MAX_S = 2.0
 _LOST_MAX, _LOST_WITHIN_S = 3, 10.0
 _LONG_S, _LONG_MAX_S = 30.0, 600.0
 #: A turn of a thread that listens takes less, unless it is kept from running.

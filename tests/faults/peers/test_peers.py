@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import zmq
 
 from tests.contract.rig import Rig, name
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, OK, STALE, io_error
+from vllm_nvmeof_offload.peers.base import STALLED_S
 from vllm_nvmeof_offload.peers.messages import Channel, Hello, Refused
 from vllm_nvmeof_offload.peers.server import host_and_port
 from vllm_nvmeof_offload.protocol import SlotIdentity
@@ -179,6 +181,27 @@ def nowhere() -> str:
 
 
 @pytest.mark.parametrize("transport", ["messages"], indirect=True)
+def test_a_peer_that_is_killed_is_missed_at_once_and_its_next_process_is_found(
+    store: Rig, transport: str, tmp_path: Path
+) -> None:
+    serving = Serving(store, tmp_path / "d", transport)
+    puller = Puller(store, serving.address, by_nixl=TRANSPORTS[transport])
+    puller.wait_usable()
+    assert puller.run(puller.read(0)) == [OK]
+    killed_s = time.monotonic()
+    serving.kill()
+    puller.until(lambda: puller.clients.counts.lost == 1)
+    assert time.monotonic() - killed_s < STALLED_S, "it was asked for nothing"
+    assert not puller.clients.state(0).usable
+    again = Serving(store, tmp_path / "again", transport, address=serving.address)
+    puller.wait_usable()
+    assert puller.run(puller.read(1)) == [OK]
+    assert puller.clients.counts.lost == 1
+    puller.close()
+    puller.at_rest()
+    assert again.close()["closed"]
+
+
 def test_a_peer_that_comes_later_is_found(store: Rig, transport: str, tmp_path: Path) -> None:
     address = nowhere()
     puller = Puller(store, address)
