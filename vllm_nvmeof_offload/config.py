@@ -153,8 +153,7 @@ class OffloadConfig(BaseModel):
         "Pinned slots per rank that loads from the pool stream through, at most a quarter of "
         "the rank's staging memory.")
     land_cache_share: float = _share(
-        0.5, "Share of the cache slots that one load may fill with what it reads from the pool. "
-        "With peers the default is 0: what they read goes through stream slots alone.")
+        0.5, "Share of the cache slots that one load may fill with what it reads from the pool.")
     reload_cache_share: float = _share(
         0.25, "Share of the cache slots that may hold chunks of preempted requests until these "
         "requests run again; missing chunks are fetched from the pool.")
@@ -389,12 +388,6 @@ class OffloadConfig(BaseModel):
                 remedy = "peers read pools, and pool_bytes=0 means none; leave one of them out"
                 raise ConfigError(key, value, remedy)
         return self
-
-    @property
-    def land_share(self) -> float:
-        """`land_cache_share`, or its default with peers."""
-        is_set = "land_cache_share" in self.model_fields_set
-        return self.land_cache_share if is_set or not self.peers else 0.0
 
     @property
     def share_group(self) -> str:

@@ -78,7 +78,7 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
             credit_share=credit_share(settings.eviction_policy, write_policy),
             write_policy=write_policy,
             weights_never_change=settings.weights_never_change,
-            land_cache_share=settings.land_share,
+            land_cache_share=settings.land_cache_share,
             reload_cache_share=settings.reload_cache_share,
             prefetch_cache_share=settings.prefetch_cache_share,
             admission=settings.admission == "auto",

@@ -125,6 +125,21 @@ def test_only_the_helpers_that_a_request_names_read_for_it(
     load_until_pulled(dual, reference, helpers=[dual.address])
 
 
+def test_what_a_peer_has_brought_stays_in_the_cpu_tier(dual: Rig, reference: rig.Reference) -> None:
+    """The second load is of the same bytes, without a read."""
+    load_until_pulled(dual, reference)  # whose last prompts the tier holds now, and not the first
+    prompts, wanted = reference.prompts[:1], reference.answers[:1]
+    came = []
+    for _ in range(2):
+        rig.forget_gpu(dual.p)
+        before = rig.metrics(dual.p)
+        assert rig.same(rig.ask(dual.p, prompts), wanted)
+        came.append((rig.grown(dual.p, before, PULLED), rig.grown(dual.p, before, READ)))
+    (pulled, _), again = came
+    assert pulled > 0
+    assert sum(again) < pulled, "what the peer brought is there"
+
+
 def test_a_peer_that_is_killed_costs_no_request_and_no_token(
     dual: Rig, reference: rig.Reference
 ) -> None:

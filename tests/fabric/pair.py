@@ -177,7 +177,7 @@ class _Loading:
         self._ready = select.epoll()
         for fd in (engine.fileno(), self._clients.fileno()):
             self._ready.register(fd, select.EPOLLIN)
-        seams = {"peers": Peers(self._clients, 1, pool.place)}
+        seams = {"peers": Peers(self._clients, 1, pool.place, HostCopyEngine())}
         self._both = _run_pipeline(staging, Waker(), engine, self._ready.fileno(), **seams)
 
     def is_connected(self) -> bool:

@@ -123,6 +123,7 @@ OWNERS = {
 
 #: Name → the number of peers with which the rule matters; otherwise there are none.
 PEERS = {
+    "a_chunk_has_landed_before_it_is_copied": 1,
     "a_chunk_is_asked_of_two_peers": 2,
     "a_hint_of_helpers_is_ignored": 2,
     "a_failed_pull_counts_as_pulled": 1,
@@ -130,8 +131,10 @@ PEERS = {
     "a_peers_failure_uses_the_retry": 1,
     "a_second_try_gets_a_new_deadline": 1,
     "a_silent_peer_is_waited_for": 1,
+    "a_pull_writes_into_its_cache_slot": 1,
     "a_zombies_buffer_is_reused": 1,
     "credits_are_ignored": 1,
+    "what_lands_stays_on_the_targets_share": 1,
 }
 
 #: Those that matter where peers ask this rank for chunks; otherwise nobody asks.

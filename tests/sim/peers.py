@@ -43,7 +43,7 @@ def with_peers(knobs: Knobs, seed: int, peers: int) -> Knobs:
         knobs,
         peers=peers,
         stream_slots=knobs.targets + rng.randint(1, 6),
-        land_share=rng.choice((0.0, 0.0, 0.3)),
+        land_share=rng.choice((0.0, 0.3, 1.0)),
         peer_lies=rate(0.4),
         peer_slow=rate(0.4),
         peer_silent=rate(0.2),
@@ -139,7 +139,7 @@ class SimPeers:
         if not 0 < left_s <= self._knobs.read_deadline_s / 2 + _ROUNDING_S:
             raise Violation("16", f"{read} has {left_s} s")
         if (read.address - STAGING_BASE) % APART < self._knobs.cache_slots * self._knobs.slot_bytes:
-            raise Violation("16", f"{read} lands")
+            raise Violation("16", f"{read} is pulled into a cache slot")
 
     def _draw(self, pull: _Pull) -> _Pull:
         rng, knobs = self._rng, self._knobs

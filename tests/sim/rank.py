@@ -30,6 +30,7 @@ from vllm_nvmeof_offload.worker.pipeline import FinishedJob, TransferLimits, Tra
 
 from .base import BLOCK_BYTES, GPU_BASE, Clock, Knobs, Trace, Violation
 from .copying import SimCopy
+from .landing import SimLanding
 from .memory import Memory, Tag
 from .owners import Owners, is_foreign
 from .peers import SimPeers, place_of
@@ -138,8 +139,7 @@ class SimRank:
         self.adopted = store.adopt(member)
         self.io = SimIo(store, self.memory, knobs, clock, rng, expected, rank, self.opener)
         self.peers: SimPeers | None = None
-        if knobs.peers:
-            self.peers = SimPeers(self.io, self.memory, knobs, clock, rng.random())
+        seams = self._open_peers()
         base = RankSet.base_address(member)
         self.serving: SimServing | None = None
         if knobs.serve_slots:
@@ -152,7 +152,7 @@ class SimRank:
             self._limits(),
             clock,
             opener=self.opener,
-            peers=self.peers and Peers(self.peers, knobs.peers, place_of, chunks_min=1),
+            peers=seams,
             serve=self.serving and self.serving.serve,
         )
         self._sizes = [block_tokens(group) for group in knobs.groups]
@@ -166,6 +166,15 @@ class SimRank:
         self._writes: set[int] = set()
         #: By op of a reset: it voids every generation up to this one.
         self.void_limits: dict[int, int] = {}
+
+    def _open_peers(self) -> Peers | None:
+        knobs = self._knobs
+        if not knobs.peers:
+            return None
+        seed = self._rng.random()
+        self.peers = SimPeers(self.io, self.memory, knobs, self._clock, seed)
+        self.landing = SimLanding(self.memory, knobs, self._clock, seed)
+        return Peers(self.peers, knobs.peers, place_of, self.landing, chunks_min=1)
 
     def _limits(self) -> TransferLimits:
         knobs = self._knobs

@@ -411,8 +411,7 @@ class SimIo:
         knobs = self._knobs
         patience_s = knobs.read_deadline_s if op.is_read else knobs.write_deadline_s
         deadline_s = self._clock() + patience_s
-        slot = self._slot_of(op)
-        if op.kind is OpKind.LOAD and slot >= knobs.cache_slots and op.identity in self.asked:
+        if op.kind is OpKind.LOAD and op.identity in self.asked:
             self.counts["second_tries"] += 1
             deadline_s = self.asked[op.identity]
         return self._retries.pop(_row(op), deadline_s)

@@ -328,6 +328,7 @@ class World:
             self.counts.update(rank.io.counts)
             self.counts.update(rank.copy.counts)
             self.counts.update(rank.peers.counts if rank.peers else ())
+            self.counts.update(rank.landing.counts if rank.peers else ())
             self.counts.update(rank.serving.counts if rank.serving else ())
             self.counts.update(rank.opener.counts if rank.opener else ())
         self.counts.update(self._follower.counts if self._follower else ())

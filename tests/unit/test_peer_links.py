@@ -35,7 +35,8 @@ def staging() -> Staging:
 
 def wanted(common: Common = COMMON, **extra: object) -> LinkSettings:
     settings = parse_config(extra, {})
-    return LinkSettings(settings, common, TAG, Idle() if settings.peer_listen else None)
+    port = Idle() if settings.peer_listen else None
+    return LinkSettings(settings, common, TAG, port, lambda: None)
 
 
 def is_usable(links: PeerLinks) -> bool:

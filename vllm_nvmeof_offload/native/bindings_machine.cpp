@@ -409,6 +409,13 @@ nb::list take_copies(Machine& machine, uint64_t passed) {
   return all;
 }
 
+// (number, rows); None: nothing lands.
+nb::object take_landings(Machine& machine) {
+  LandingBatch batch = machine.take_landings();
+  if (batch.rows.empty()) return nb::none();
+  return nb::make_tuple(batch.number, array(std::move(batch.rows), 3));
+}
+
 template <typename T>
 nb::bytes bytes_of(const std::vector<T>& items) {
   return nb::bytes(items.data(), items.size() * sizeof(T));
@@ -562,6 +569,8 @@ void bind_peers(nb::class_<Machine>& machine) {
       .def("offer_peer", &offer_peer)
       .def("failed_unreleased", &failed_unreleased)
       .def("let_help", &Machine::let_help)
+      .def("take_landings", &take_landings)
+      .def("landed", &Machine::landed)
       .def("take_overdue_peer", &Machine::take_overdue_peer)
       .def("take_cancels_peer", &Machine::take_cancels_peer)
       .def("read_queues", &Machine::read_queues);

@@ -285,10 +285,14 @@ void IoQueue::begin_reset(uint64_t op, const Stamp& stamp, const Stamp& unnamed)
 }
 
 uint64_t IoQueue::address(const Task& task) const {
-  const size_t bytes = options_.slot_bytes;
-  if (task.stream >= 0) return options_.stream_address + static_cast<size_t>(task.stream) * bytes;
+  const bool lands = task.fills && mutant("a_pull_writes_into_its_cache_slot");
+  if (task.stream < 0 || lands) return cache_address(task);
+  return options_.stream_address + static_cast<size_t>(task.stream) * options_.slot_bytes;
+}
+
+uint64_t IoQueue::cache_address(const Task& task) const {
   require(task.cache >= 0, "a task has no slot");
-  return options_.cache_address + static_cast<size_t>(task.cache) * bytes;
+  return options_.cache_address + static_cast<size_t>(task.cache) * options_.slot_bytes;
 }
 
 bool IoQueue::busy() const {

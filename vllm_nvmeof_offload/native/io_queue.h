@@ -275,7 +275,9 @@ class IoQueue {
   size_t waiting(Urgency urgency);
   size_t reads_in_flight() const { return in_flight_.size() - writes_in_flight_; }
   size_t writes_in_flight() const { return writes_in_flight_; }
+  // Of its stream slot, if it has one, or else of its cache slot.
   uint64_t address(const Task& task) const;
+  uint64_t cache_address(const Task& task) const;
   size_t payload_bytes(const Task& task) const { return options_.group_bytes[task.group]; }
   // What a read or write of the task's slot moves: its header and payload, in whole pages.
   size_t transfer_bytes(const Task& task) const {

@@ -183,7 +183,8 @@ void Machine::cancel(uint64_t op, const std::vector<uint32_t>* rows) {
   if (job.kind == OpKind::STORE || job.kind == OpKind::RESET || job.kind == OpKind::ATTACH) return;
   if (set_) take_set_events();
   const auto cancel_one = [this](Task& task) {
-    if (task.step == Step::COPY || task.step == Step::ZOMBIE || task.step == Step::DONE) return;
+    if (task.step == Step::LAND || task.step == Step::COPY) return;
+    if (task.step == Step::ZOMBIE || task.step == Step::DONE) return;
     task.cancelled = true;
     cancel_task(task);
   };
@@ -203,7 +204,13 @@ void Machine::cancel_task(Task& task) {
     follow(grants);
   } else if (task.step == Step::STREAM) {
     streams_.withdraw(task);
-    decide(task, Outcome::CANCELLED);
+    if (read_for_others(task)) {
+      read_here(task);
+      decide(task, Outcome::CANCELLED, 0, false);
+    } else {
+      leave_slot(task);
+      decide(task, Outcome::CANCELLED);
+    }
   } else if (task.step == Step::MEMBER) {
     set_->give_up(task);
     decide(task, Outcome::CANCELLED);
@@ -259,7 +266,12 @@ void Machine::hand_out_stream_slots() {
     task->step = Step::IO;
     io.enqueue(*task);
   }
-  for (Task* task : streams_.take_unservable()) decide(*task, Outcome::DEADLINE);
+  for (Task* task : streams_.take_unservable()) {
+    if (task->fills)
+      read_here(*task);
+    else
+      decide(*task, Outcome::DEADLINE);
+  }
 }
 
 void Machine::superblock_event(const IoEvent& event) {
@@ -293,6 +305,7 @@ void Machine::io_event(const IoEvent& event) {
     serve_event(event);
     return;
   }
+  streams_.leave(task);
   if (task.step == Step::ZOMBIE) {
     // Cancelled or past its deadline: only the buffer matters any more.
     if (event.released)
@@ -387,7 +400,7 @@ void Machine::list(Job& job) {
 // Count a decided task's buffer that the engine keeps, for an unknown time.
 void Machine::hold_buffer(Task& task) {
   if (task.stream >= 0 && mutant("stream_slot_is_free_at_the_outcome")) streams_.give_back(task);
-  if (task.stream >= 0 || task.cache < 0) return;
+  if (task.cache < 0) return;
   task.holds_buffer = true;
   ++task.job->unreleased;
   if (!task.fills || read_for_others(task)) return;
@@ -505,8 +518,7 @@ void Machine::follow_one(const Grant& grant) {
     leave_slot(task);
     decide(task, Outcome::STALE);
   } else if (task.pool_slot >= 0) {
-    task.step = Step::IO;
-    io.enqueue(task);
+    go_to_lane(task);
   } else {
     ready_to_copy(task);
   }
@@ -522,9 +534,11 @@ bool Machine::lacks_blocks(const Task& task) const {
 // Give back the slot that the task holds, if any.
 void Machine::leave_slot(Task& task, bool filled, int64_t crc) {
   Grants grants;
-  if (task.stream >= 0) {
+  if (task.stream >= 0)
     streams_.give_back(task);
-  } else if (task.cache >= 0 && task.reads) {
+  else
+    streams_.leave(task);
+  if (task.cache >= 0 && task.reads) {
     task.reads = false;
     gates_.read(task.cache, grants);
   } else if (task.cache >= 0 && task.fills) {
@@ -656,8 +670,9 @@ bool Machine::may_go_to_peer(const Task& task) const {
 
 // As `choose_lane`.
 int Machine::choose(const Task& task) {
-  const bool own_room = streams_.target_has_room(task.target);
-  if (!may_go_to_peer(task) || !peers_->usable()) return own_room ? kOwnLane : kWait;
+  const bool own_room = streams_.target_has_room(task);
+  if (!may_go_to_peer(task) || !peers_->usable())
+    return own_room || task.fills ? kOwnLane : kWait;  // what lands here needs no stream slot
   const size_t bytes = io.transfer_bytes(task);
   double rate = io.read_rate(task.target);
   for (size_t peer = 0; rate <= 0 && peer < peers_->size(); ++peer) rate = peers_->rate(peer);
@@ -737,7 +752,10 @@ void Machine::peer_ended(const LaneEnd& end) {
   Task& task = *read.task;
   const bool ok = static_cast<Outcome>(end.code) == Outcome::OK ||
                   mutant("a_failed_pull_counts_as_pulled");
-  if (task.step == Step::ZOMBIE) {  // cancelled
+  if (ok && task.fills) {
+    read_bytes += io.transfer_bytes(task);
+    land(task);
+  } else if (task.step == Step::ZOMBIE && !task.fills) {  // cancelled
     released_late(task, false);
   } else if (ok) {
     read_bytes += io.transfer_bytes(task);
@@ -746,7 +764,7 @@ void Machine::peer_ended(const LaneEnd& end) {
     leave_slot(task);
     decide(task, static_cast<Outcome>(end.code), end.error);
   } else {
-    leave_slot(task);
+    streams_.give_back(task);
     go_home(task);
   }
 }
@@ -761,7 +779,7 @@ void Machine::failed_unreleased(uint64_t token) {
 void Machine::peer_failed(uint64_t token) {
   PeerRead& read = *peers_->find(token);
   Task& task = *read.task;
-  if (task.step == Step::ZOMBIE) {
+  if (task.step == Step::ZOMBIE && !task.fills) {
     if (!task.hung) streams_.mark_hung(task);
     return;
   }
@@ -777,11 +795,80 @@ void Machine::go_home(Task& task) {
   if (mutant("a_second_try_gets_a_new_deadline"))
     task.deadline_ns = io.now_ns() + options_.io.read_deadline_ns;
   if (mutant("a_peers_failure_uses_the_retry")) task.retries_left = 0;
+  if (!task.fills) {
+    task.step = Step::STREAM;
+    streams_.wait(task);
+    return;
+  }
+  const bool is_past = task.deadline_ns <= io.now_ns();
+  if (task.step == Step::ZOMBIE && (is_past || !gates_.awaited(task.cache))) {
+    released_late(task, false);
+  } else if (is_past) {
+    leave_slot(task);
+    decide(task, Outcome::DEADLINE);
+  } else {
+    read_here(task);
+  }
+}
+
+// The own lane reads it into its cache slot.
+void Machine::read_here(Task& task) {
+  if (task.step != Step::ZOMBIE) task.step = Step::IO;
+  io.enqueue(task);
+}
+
+// What uses its cache slot now. A load's chunk that a peer may bring waits for its lane.
+void Machine::go_to_lane(Task& task) {
+  if (!task.fills || !peers_ || !peers_->usable() || !may_go_to_peer(task)) {
+    read_here(task);
+    return;
+  }
   task.step = Step::STREAM;
   streams_.wait(task);
 }
 
+// Its stream slot has what a peer has brought, and that is proven.
+void Machine::land(Task& task) {
+  if (task.step != Step::ZOMBIE) task.step = Step::LAND;
+  to_land_.push_back(&task);
+}
+
+LandingBatch Machine::take_landings() {
+  LandingBatch batch;
+  if (to_land_.empty()) return batch;
+  batch.number = next_batch_++;
+  for (const Task* task : to_land_) {
+    const uint64_t to = io.cache_address(*task);
+    batch.rows.insert(batch.rows.end(), {to, io.address(*task), io.transfer_bytes(*task)});
+  }
+  if (mutant("a_chunk_has_landed_before_it_is_copied")) {
+    landing_[batch.number] = to_land_;
+    landed(batch.number);
+    to_land_.clear();
+  }
+  landing_[batch.number] = std::exchange(to_land_, {});
+  return batch;
+}
+
+void Machine::landed(uint64_t number) {
+  const auto found = landing_.find(number);
+  require(found != landing_.end(), "chunks land twice");
+  const std::vector<Task*> tasks = std::move(found->second);
+  landing_.erase(found);
+  for (Task* task : tasks) {
+    streams_.give_back(*task);
+    if (task->step == Step::ZOMBIE)  // cancelled, and others wait for it
+      released_late(*task, true);
+    else
+      read_ended(*task);
+  }
+}
+
 void Machine::cancel_at_peer(Task& task) {
+  if (read_for_others(task)) {
+    decide(task, Outcome::CANCELLED, 0, false);
+    return;
+  }
   const PeerRead read = *peers_->find(task.token);
   if (!read.offered) {
     peers_->take(task.token);
@@ -790,7 +877,13 @@ void Machine::cancel_at_peer(Task& task) {
     return;
   }
   peers_->cancels[read.peer].push_back(task.token);
-  decide(task, Outcome::CANCELLED, 0, false);
+  if (!task.fills) {
+    decide(task, Outcome::CANCELLED, 0, false);
+    return;
+  }
+  peers_->abandon(*peers_->find(task.token), streams_.abandon(task));
+  leave_slot(task);
+  decide(task, Outcome::CANCELLED);
 }
 
 // Whether something moved.

@@ -9,6 +9,7 @@
 //     load    gate(read) → copy                         from a cache slot
 //             stream slot → read → copy                 from the pool
 //             gate(fill) → read → copy                  from the pool, landing in a cache slot
+//             gate(fill) → stream slot → pull → land → copy    likewise, brought by a peer
 //     write   gate(read) → write → table entry
 //     fetch   gate(fill) → read
 //
@@ -27,7 +28,9 @@
 // A load's read from the pool may go to a peer instead, which reads for us (peer_lanes.h): the lane
 // is chosen as the chunk gets its stream slot, by the rule of lane_choice.h. Whatever a peer says
 // or fails to say, the chunk goes home once, with the deadline and the retry that it had; if a
-// pull may still write into its slot, it takes another one.
+// pull may still write into its slot, it takes another one. What lands in a cache slot is pulled
+// into a stream slot, too, and copied once it is proven: no pull can then write into a cache slot,
+// however late, and a chunk whose peer fails is read into its cache slot at once.
 //
 // In return this rank reads for peers, from its own targets into serve slots, which lie behind the
 // stream slots. These reads go behind those that a load here waits for, are in no report, and end
@@ -95,6 +98,13 @@ struct CopyBatch {
   // By chunk: whether `copied` must have its CRC, because the members of the set compare it. Empty:
   // this rank is in no set.
   std::vector<uint8_t> sampled;
+};
+
+// Chunks that peers have brought, to be copied into their cache slots: (address of the cache slot,
+// of the stream slot, bytes) of each.
+struct LandingBatch {
+  uint64_t number = 0;
+  std::vector<uint64_t> rows;
 };
 
 // Some rows of one op, as `protocol.OpReport`; an empty column is an absent one.
@@ -191,6 +201,9 @@ class Machine {
   // or the load was cancelled. Their ends must still come.
   std::vector<uint64_t> take_overdue_peer(size_t lane);
   std::vector<uint64_t> take_cancels_peer(size_t lane);
+  // Chunks to copy; no rows: there are none. `landed` ends a batch.
+  LandingBatch take_landings();
+  void landed(uint64_t number);
   // What a read waits for, by lane: bytes, and seconds (0: not known).
   std::vector<std::pair<uint64_t, double>> read_queues();
 
@@ -257,6 +270,9 @@ class Machine {
   void peer_ended(const LaneEnd& end);
   void peer_failed(uint64_t token);
   void go_home(Task& task);
+  void go_to_lane(Task& task);
+  void read_here(Task& task);
+  void land(Task& task);
   void place_row(Task& task, int64_t place);
   void serve_event(const IoEvent& event);
   void answer(const Task& task, Outcome code, int error);
@@ -286,6 +302,8 @@ class Machine {
   std::map<uint64_t, std::unique_ptr<Job>> jobs_;
   std::map<uint64_t, std::vector<Task*>> to_copy_;  // by op
   std::unordered_map<uint64_t, std::vector<Task*>> copying_;
+  std::vector<Task*> to_land_;
+  std::unordered_map<uint64_t, std::vector<Task*>> landing_;
   uint64_t next_batch_ = 1;
   std::vector<uint64_t> news_;  // ops with rows to report
   std::vector<Finished> finished_;

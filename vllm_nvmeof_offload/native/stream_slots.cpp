@@ -78,8 +78,8 @@ void StreamSlots::hand_out(std::vector<Task*>& served) {
   }
 }
 
-bool StreamSlots::target_has_room(size_t target) const {
-  return !free_.empty() && held(target) < share();
+bool StreamSlots::target_has_room(const Task& task) const {
+  return (task.fills || !free_.empty()) && has_share(target_of(task));
 }
 
 // What all peers hold leaves the targets their shares.
@@ -89,7 +89,7 @@ bool StreamSlots::peer_has_room(size_t peer) const {
 }
 
 Task* StreamSlots::take_returned(size_t target) {
-  if (!target_has_room(target)) return nullptr;
+  if (free_.empty() || !has_share(target)) return nullptr;
   Task* const task = returned_[target].take();
   if (task) give_slot(*task);
   return task;
@@ -97,6 +97,10 @@ Task* StreamSlots::take_returned(size_t target) {
 
 void StreamSlots::take(Task& task) {
   require(queue_of(task).take() == &task, "another task's turn has come");
+  if (task.fills && !task.is_at_peer()) {
+    task.stream = Task::kLands;
+    return;
+  }
   give_slot(task);
   if (!task.is_at_peer()) return;
   ++at_peers_[target_of(task)];
@@ -119,6 +123,13 @@ void StreamSlots::give_back(Task& task) {
     --hung_[lane_of(task)];
     --hung_in_all_;
   }
+}
+
+void StreamSlots::leave(Task& task) {
+  if (task.stream != Task::kLands) return;
+  task.stream = -1;
+  if (mutant("what_lands_stays_on_the_targets_share")) return;
+  queue_of(task).give_back(task);
 }
 
 int32_t StreamSlots::abandon(Task& task) {

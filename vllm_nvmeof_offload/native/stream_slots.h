@@ -4,7 +4,9 @@
 // Each target, and each peer that is usable, may hold at most its share of the slots, so that those
 // that hang cannot take the slots of the others. Within a target jobs share fairly. What waits for
 // a target's slot may be given one of a peer's instead, and what came back from a peer waits before
-// all that was at none.
+// all that was at none. A load's chunk that lands in a cache slot waits here, too, if a peer may
+// bring it: to have a slot for the pull, or to be read by its target, which takes it when it has
+// room for one more chunk, and not before, so that the lane is chosen as late as for the others.
 #pragma once
 
 #include <deque>
@@ -42,12 +44,14 @@ class StreamSlots {
   size_t turn() { return std::exchange(next_, (next_ + 1) % queues_.size()); }
   // The next task of this target that was at no peer yet. Null: none waits.
   Task* peek(size_t target) { return queues_[target].peek(); }
-  bool target_has_room(size_t target) const;
+  bool target_has_room(const Task& task) const;
   bool peer_has_room(size_t peer) const;
   // The next task that came back from a peer, with a slot; null: none, or there is no room.
   Task* take_returned(size_t target);
   // Give the task of `peek` a slot, on the share of the target or of the peer that it names.
   void take(Task& task);
+  // The target has read the task into its cache slot, or does not any more. Otherwise no effect.
+  void leave(Task& task);
   // The peer goes on with the task's slot, which this returns, and the task does without it.
   int32_t abandon(Task& task);
   void release(size_t peer, int32_t slot);
@@ -62,6 +66,7 @@ class StreamSlots {
   FairQueue& queue_of(const Task& task);
   size_t share() const;
   size_t held(size_t target) const;
+  bool has_share(size_t target) const { return held(target) < share(); }
   void give_slot(Task& task);
 
   const size_t slots_;

@@ -25,6 +25,7 @@ enum class Step : uint8_t {
   STREAM,  // waits for a stream slot
   MEMBER,  // waits for another member of the set
   IO,      // queued for, or in, the I/O engine
+  LAND,    // a peer has brought it; it is copied into its cache slot
   COPY,    // queued for, or in, the copy engine
   ZOMBIE,  // decided; the kernel still has its buffer
   DONE,
@@ -45,7 +46,7 @@ struct SlotContent {
 struct Task {
   Job* job = nullptr;
   uint32_t index = 0;
-  int32_t stream = -1;
+  int32_t stream = -1;     // -1: none; or as below
   SlotContent content;
   int32_t cache = -1;      // -1: through a stream slot
   // Of a row that another member of the set has. Through a cache slot: its number among those that
@@ -76,6 +77,9 @@ struct Task {
   Task* behind = nullptr;
   int64_t sequence = 0;
   FairQueue* waits_in = nullptr;
+
+  // It is read into its cache slot, and needs no stream slot, but counts as if it had one.
+  static constexpr int32_t kLands = -2;
 
   static constexpr uint8_t kAtNoPeer = 0;    // it was at none, and
   static constexpr uint8_t kCameHome = 255;  // one has failed: it goes to no other

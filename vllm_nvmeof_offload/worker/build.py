@@ -117,7 +117,7 @@ def build_worker(
         adopted = pool.adopt() if pool else AdoptedEntries()
         adoption_s = time.monotonic() - began_s
         serve = Serve(ServeQueue(waker.wake), _own(pool)) if pool and served else None
-        links = _links(settings, identity, pool, staging, serve)
+        links = _links(settings, identity, pool, staging, serve, waker)
         undo.pop_all()
     target_count = pool.target_count if pool else 1
     health = tuple(TargetHealth() for _ in range(target_count)) if pool else None
@@ -208,6 +208,7 @@ def _links(
     pool: Pool | None,
     staging: Staging,
     serve: Serve | None,
+    waker: Waker,
 ) -> PeerLinks | None:
     if pool is None or not (settings.peers or serve):
         return None
@@ -215,13 +216,15 @@ def _links(
     replica = identity.replica
     common = Common(*parts, share_secret(settings), replica.index, replica.count)
     port = None if serve is None else serve.queue
-    return open_links(LinkSettings(settings, common, pool.stamp.tag, port), staging)
+    wanted = LinkSettings(settings, common, pool.stamp.tag, port, waker.wake)
+    return open_links(wanted, staging)
 
 
 def _peers(settings: OffloadConfig, pool: Pool | None, links: PeerLinks | None) -> Peers | None:
     if pool is None or links is None or links.clients is None:
         return None
-    return Peers(links.clients, len(settings.peers), pool.place, settings.peer_chunks_min)
+    count, least = len(settings.peers), settings.peer_chunks_min
+    return Peers(links.clients, count, pool.place, links.landing, least)
 
 
 def _watcher(

@@ -8,12 +8,14 @@ the libraries for messages there are no peers, and the log says so once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.config import PORT_MAX, OffloadConfig
+from vllm_nvmeof_offload.copy.base import CopyEngine
+from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import ConfigError, EngineError
 from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.peers.base import Common, ServePort, SlotMemory
@@ -25,10 +27,13 @@ if TYPE_CHECKING:
 
 
 class PeerLinks:
-    """clients: None: no peer reads for us. server: None: we read for none."""
+    """clients: None: no peer reads for us. server: None: we read for none. landing: copies what
+    peers bring into cache slots."""
 
-    def __init__(self, clients: PeerClients | None, server: PeerServer | None) -> None:
-        self.clients, self._server = clients, server
+    def __init__(
+        self, clients: PeerClients | None, server: PeerServer | None, landing: CopyEngine
+    ) -> None:
+        self.clients, self._server, self.landing = clients, server, landing
         #: Readable while a read through a peer may have ended.
         self.fds: Sequence[int] = () if clients is None else (clients.fileno(),)
         self._taken = Counts()
@@ -62,17 +67,20 @@ class PeerLinks:
     def close(self) -> bool:
         """End all sessions; True: no peer and no pull touches our memory any more."""
         ended = [one.close() for one in (self._server, self.clients) if one is not None]
+        self.landing.close()
         return all(ended)
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
-    """What `open_links` opens. tag: the share tag of our chunks now."""
+    """What `open_links` opens. tag: the share tag of our chunks now. wake: called once chunks of
+    peers have been copied into their cache slots."""
 
     settings: OffloadConfig
     common: Common
     tag: bytes
     serve_port: ServePort | None
+    wake: Callable[[], None]
 
 
 def open_links(wanted: LinkSettings, staging: Staging) -> PeerLinks | None:
@@ -108,7 +116,7 @@ def open_links(wanted: LinkSettings, staging: Staging) -> PeerLinks | None:
         clients = PeerClients(
             addresses, wanted.common, wanted.tag, memory, view, by_nixl=not why_not
         )
-    return PeerLinks(clients, server)
+    return PeerLinks(clients, server, HostCopyEngine(wanted.wake))
 
 
 def _serve(wanted: LinkSettings, staging: Staging, *, by_nixl: bool) -> PeerServer | None:

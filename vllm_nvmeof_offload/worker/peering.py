@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from vllm_nvmeof_offload import logger
+from vllm_nvmeof_offload.copy.base import CopyEngine, Direction
 from vllm_nvmeof_offload.errors import STALE, code_of
 from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.native import Machine
@@ -46,11 +47,13 @@ class PeerPort(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """place: where a slot of ours lies, as its header says. chunks_min: of a load that is split."""
+    """place: where a slot of ours lies, as its header says. landing: copies within staging.
+    chunks_min: of a load that is split."""
 
     port: PeerPort
     lanes: int
     place: Callable[[int], SlotPlace]
+    landing: CopyEngine
     chunks_min: int = 4
 
 
@@ -73,11 +76,14 @@ class Peering:
         self._foreign_place = foreign_place
         self._clock, self._counters = clock, counters
         self._rests = [False] * peers.lanes
+        self._landing: dict[int, int] = {}  # ticket → the machine's number
         self._known = [NO_PEER] * peers.lanes
         self._reported = [NO_PEER] * peers.lanes
 
     def take_in(self) -> None:
         """Let the machine know what has ended, and what each peer can take now."""
+        for ticket, _ in self._peers.landing.poll():
+            self._machine.landed(self._landing.pop(ticket))
         ends = self._port.poll()
         if held := [token for token, _, released in ends if not released]:
             self._machine.failed_unreleased(held)
@@ -115,6 +121,10 @@ class Peering:
     def hand_over(self) -> None:
         """Ask for what the machine has decided to ask for, and for no more than that."""
         machine = self._machine
+        if (landing := machine.take_landings()) is not None:
+            number, rows = landing
+            ticket = self._peers.landing.submit(Direction.LOAD, rows, None)
+            self._landing[ticket] = number
         for lane in range(self._peers.lanes):
             number = self._targets + lane
             unwanted = machine.take_overdue_peer(number) + machine.take_cancels_peer(number)

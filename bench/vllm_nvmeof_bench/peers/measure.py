@@ -8,6 +8,7 @@ share a link of so many bytes per second, which stands in for an NVMe-oF target'
     without   there is no peer
     absent    a peer is configured, and nobody answers there
     both      the helper is the peer
+    landing   likewise, and every other chunk stays in the CPU tier
     vllm_p2p  two processes with vLLM's tiering instead (`vllm_tiers`), beside chunks by NIXL
 
 All arms load the same chunks in each round, in an order drawn from the seed. "GPU memory" is zeroed
@@ -39,6 +40,7 @@ from vllm_nvmeof_bench.peers.report import (
     ARMS,
     BOTH,
     IDLE,
+    LANDING,
     LOAD,
     MB,
     NO_LINKS,
@@ -55,6 +57,7 @@ from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.settings import check_names, check_positive, option, recorded, size_option
 from vllm_nvmeof_bench.stream.load import Rig
 from vllm_nvmeof_bench.stream.load import Settings as RigSettings
+from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.peers.base import Common, SlotMemory
 from vllm_nvmeof_offload.peers.clients import PeerClients
@@ -152,11 +155,12 @@ class _Pair:
             by_nixl=self.transport != "messages",
         )
         second = self.stack.enter_context(helper(plan))
-        addresses = {WITHOUT: None, ABSENT: _nowhere(), BOTH: second.address}
+        peer = second.address
+        addresses = {WITHOUT: None, ABSENT: _nowhere(), BOTH: peer, LANDING: peer}
         workers = {arm: self._worker(addresses[arm]) for arm in arms}
-        clients = workers[BOTH].clients if BOTH in workers else None
         end_s = time.monotonic() + _CONNECT_S_MAX
-        while clients is not None and not clients.state(0).usable:
+        connecting = [workers[arm].clients for arm in (BOTH, LANDING) if arm in workers]
+        while any(one is not None and not one.state(0).usable for one in connecting):
             if time.monotonic() > end_s:
                 raise BenchError("the two servers do not connect")
             time.sleep(0.01)
@@ -181,8 +185,11 @@ class _Pair:
         ready = stack.enter_context(select.epoll())
         for fd in (io.fileno(), clients.fileno()):
             ready.register(fd, select.EPOLLIN)
-        peers = Peers(clients, 1, rig.pool.place)
-        worker = rig.open_worker(stack, Waker(), io, ready.fileno(), peers=peers)
+        waker = Waker()
+        landing = HostCopyEngine(waker.wake)
+        stack.callback(landing.close)
+        peers = Peers(clients, 1, rig.pool.place, landing)
+        worker = rig.open_worker(stack, waker, io, ready.fileno(), peers=peers)
         return _Worker(*worker, clients)
 
     def load(self, worker: _Worker, second: Helper, arm: str, number: int) -> Sample:
@@ -190,7 +197,11 @@ class _Pair:
         rig, count, clients = self.rig, self.settings.chunks, worker.clients
         rig.copy, rig.runner = worker.copy, worker.runner
         pieces = [rig.pieces(chunk) for chunk in range(count)]
-        batch = rig.batch(range(count), np.full(count, -1, np.int32))
+        cache = np.full(count, -1, np.int32)
+        if arm == LANDING:
+            landing = min(count // 2, rig.staging.cache_slots)
+            cache[: 2 * landing : 2] = np.arange(landing)
+        batch = rig.batch(range(count), cache)
         rig.zero(count)
         gc.collect()
         pulled = clients.counts.pulled_bytes if clients else 0

@@ -31,11 +31,13 @@ MB = 1_000_000
 #: Links that are as fast as they are, of idle servers.
 NO_LINKS = "0:0"
 LOAD, IDLE = "load", "idle"
-WITHOUT, ABSENT, BOTH, VLLM_P2P = "without", "absent", "both", "vllm_p2p"
+WITHOUT, ABSENT, BOTH, LANDING = "without", "absent", "both", "landing"
+VLLM_P2P = "vllm_p2p"
 ARMS = {
     WITHOUT: "the own link, no peer",
     ABSENT: "the own link, the peer is not there",
     BOTH: "both links",
+    LANDING: "both links, every other chunk lands",
     VLLM_P2P: "both links, vLLM's fs and p2p tiers",
 }
 TRANSPORTS = {"cma": "NIXL pulls, by the kernel's cma", "messages": "messages over TCP"}
@@ -147,6 +149,8 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
     idle = values_of(samples, "idle_percent", stage=IDLE)
     return [
         bound("equal links: both / one", "≥", BOTH_MIN, worst_ratio(BOTH, equal)),
+        bound("equal links: both, every other chunk lands / one", "≥", BOTH_MIN,
+              worst_ratio(LANDING, [one for one in equal if ratio(samples, one, LANDING)])),
         bound("unequal links: both / the sum of their rates", "≥", SUM_MIN,
               worst(map(of_sum, unequal))),
         bound("a peer that is not there / no peer", "≥", ABSENT_MIN, worst_ratio(ABSENT, places)),
@@ -223,6 +227,7 @@ _STYLES = {
     WITHOUT: Style(plots.GREY, label=ARMS[WITHOUT]),
     ABSENT: Style(plots.SKY, label=ARMS[ABSENT]),
     BOTH: Style(plots.BLUE, label=ARMS[BOTH]),
+    LANDING: Style(plots.GREEN, label=ARMS[LANDING]),
     VLLM_P2P: Style(plots.ORANGE, label=ARMS[VLLM_P2P]),
 }
 

@@ -227,6 +227,7 @@ class Bench:
         self.levels: list[LevelReport] = []
         self.of_peers: list[PeerReport] = []  # likewise
         self.copy, self.io = FakeCopy(), FakeIo()
+        self.landing = FakeCopy()  # of what peers bring, into cache slots
         self._targets = target_count
         self._sizes: dict[int, int] = {}  # op → its rows
         self.queue = ServeQueue(lambda: None)
@@ -252,7 +253,7 @@ class Bench:
             ),
             lambda: self.now_s,
             opener=opener,
-            peers=Peers(self.peers, len(peers), self._place) if peers else None,
+            peers=Peers(self.peers, len(peers), self._place, self.landing) if peers else None,
             serve=Serve(self.queue, own) if serve_slots else None,
         )
 
@@ -353,9 +354,9 @@ class Bench:
         for token in tokens:
             self.io.complete(token)
         self.pipeline.step()
-        tickets = list(self.copy.open)
-        for ticket in tickets:
-            self.copy.finish(ticket)
+        tickets = [(engine, one) for engine in (self.landing, self.copy) for one in engine.open]
+        for engine, ticket in tickets:
+            engine.finish(ticket)
         self.pipeline.step()
         return bool(tokens or tickets)
 

@@ -91,10 +91,9 @@ def test_only_the_helpers_that_a_request_named_read_for_it() -> None:
     assert sorted(bench.finished()) == [(1, ()), (2, ()), (3, ())]
 
 
-def test_fetches_and_landing_loads_go_to_no_peer() -> None:
+def test_fetches_go_to_no_peer() -> None:
     bench = Bench(stream_slots=8, cache_slots=8, peers=[FAST])
     bench.fetch_chunks(1, [(n, n, n) for n in range(4)])
-    bench.load_chunks(2, [(n, n, n) for n in range(4, 8)])
     bench.pipeline.step()
     assert not bench.peers.asked
 
