@@ -167,9 +167,9 @@ class _Run:
     ) -> dict[str, Callable[[str], dict[str, Moved]]]:
         """Each arm's measurement of a kind. `stack` stops the arms and deletes their files.
 
-        Ours and the fs tier share one staging memory; ours share one pool; fio and the rings share
-        one flat file. An arm that cannot run here is left out; one that fails while it runs ends
-        the benchmark.
+        Ours and the fs tier share one staging memory; ours, fio and the rings share one pool's
+        slab, or fio and the rings a flat file where none of ours runs. An arm that cannot run here
+        is left out; one that fails while it runs ends the benchmark.
         """
         directory, given = self._home / f"block-{block_bytes}", (self._settings, block_bytes)
         directory.mkdir()
@@ -179,6 +179,7 @@ class _Run:
         stack.callback(staging.close)
         fill(staging, self._settings.seed)
         arms: dict[str, Callable[[str], dict[str, Moved]]] = {}
+        flat, owner = directory / "flat", None
 
         def add(name: str, mover: PipelineMover | FsMover) -> None:
             stack.callback(mover.close)
@@ -191,19 +192,22 @@ class _Run:
             stack.callback(ground.pool.close)
             for name in ours:
                 try:
-                    add(name, PipelineMover(_OURS[name], ground))
+                    mover = PipelineMover(_OURS[name], ground)
                 except EngineError as error:
                     self._leave_out(name, error)
+                else:
+                    add(name, mover)
+                    flat, owner = ground.slab, owner or mover
         if "vllm_fs" in wanted:
             tier = FsMover(directory / "fs", block_bytes, blocks, staging)
             add("vllm_fs", tier)
             self._tidy = tier.tidy
-        flat = directory / "flat"
-        if any(name in wanted for name in _FLAT):
+        if owner is None and any(name in wanted for name in _FLAT):
             write_flat(flat, blocks * slot_stride_bytes(block_bytes), self._settings.seed)
         for name, measure_flat in _FLAT.items():
             if name in wanted:
-                arms[name] = partial(measure_flat, self._needed[name], flat, *given)
+                measure = partial(measure_flat, self._needed[name], flat, *given)
+                arms[name] = partial(owner.lend, measure) if owner else measure
         return arms
 
     def _report(self, what: str) -> None:

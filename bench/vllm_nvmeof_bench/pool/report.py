@@ -112,12 +112,12 @@ class Settings:
 
     @property
     def disk_bytes_max(self) -> int:
-        """The most bytes on the disk at any time: pool, flat file, the fs tier's files."""
+        """The most bytes on the disk at any time: pool or flat file, and the fs tier's files."""
         data = max(self.blocks_needed(block) * (block + 8 * KIB) for block in self.blocks)
         fs_writes = max(self.bytes_per_round, self.single_bytes)
         if set(self.cases) & {"read_beside_writes", "writes_beside_read", "writes_alone"}:
             fs_writes = max(fs_writes, self.episode_bytes + 2 * self.queued_bytes)
-        return 2 * data + (data + fs_writes if "vllm_fs" in self.arms else 0)
+        return data + (data + fs_writes if "vllm_fs" in self.arms else 0)
 
 
 @dataclass(frozen=True)

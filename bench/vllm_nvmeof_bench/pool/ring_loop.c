@@ -2,7 +2,9 @@
 //
 // The least that io_uring can be asked to do: one thread, one ring, registered buffers and a
 // registered file, O_DIRECT, a fixed number of blocks in flight, block after block through one
-// file that was written before. Prints one line of JSON. What an engine can be measured against.
+// file that was written before. Each block has a place of its own in memory, as in a server: a few
+// buffers that are used again and again would stay in cache. Prints one line of JSON. What an
+// engine can be measured against.
 //
 //   ring_loop FILE write|read|mixed BLOCK_BYTES TOTAL_BYTES DEPTH
 
@@ -19,12 +21,17 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { HUGE_BYTES = 2 << 20 };
+enum { HUGE_BYTES = 2 << 20, REGIONS_MAX = 64 };
+// The kernel's bound on one registered buffer.
+static const size_t REGION_BYTES = (size_t)1 << 30;
+// Content that no device can take for zeros, made once and copied.
+static const size_t NOISE_BYTES = (size_t)8 << 20;
 
 struct plan {
 	size_t block, blocks;
+	size_t per_region; // blocks of one registered buffer
 	unsigned depth;
-	int mixed, write;
+	int mixed, write, registered;
 };
 
 static double seconds_of(clockid_t clock)
@@ -57,13 +64,31 @@ static char *buffers_of(size_t bytes)
 		die("mmap", errno);
 	memory += HUGE_BYTES - (uintptr_t)memory % HUGE_BYTES;
 	madvise(memory, bytes, MADV_HUGEPAGE);
-	// Content that no device can take for zeros.
+	size_t noise = bytes < NOISE_BYTES ? bytes : NOISE_BYTES;
 	uint64_t state = 88172645463325252ull;
-	for (size_t i = 0; i < bytes / 8; i++) {
+	for (size_t i = 0; i < noise / 8; i++) {
 		state ^= state << 13, state ^= state >> 7, state ^= state << 17;
 		((uint64_t *)memory)[i] = state;
 	}
+	for (size_t done = noise; done < bytes; done += noise)
+		memcpy(memory + done, memory, bytes - done < noise ? bytes - done : noise);
 	return memory;
+}
+
+static int register_buffers(struct io_uring *ring, const struct plan *plan, char *memory)
+{
+	struct iovec regions[REGIONS_MAX];
+	unsigned count = 0;
+
+	for (size_t begin = 0; begin < plan->blocks; begin += plan->per_region) {
+		size_t left = plan->blocks - begin;
+		size_t blocks = left < plan->per_region ? left : plan->per_region;
+
+		if (count == REGIONS_MAX)
+			return 0;
+		regions[count++] = (struct iovec){memory + begin * plan->block, blocks * plan->block};
+	}
+	return io_uring_register_buffers(ring, regions, count) == 0;
 }
 
 static void open_ring(struct io_uring *ring, unsigned depth)
@@ -84,20 +109,21 @@ static void open_ring(struct io_uring *ring, unsigned depth)
 }
 
 static void submit_block(struct io_uring *ring, const struct plan *plan, char *memory,
-			 size_t number, unsigned slot, int registered, double *started)
+			 size_t number, unsigned slot, double *started)
 {
 	struct io_uring_sqe *sqe = io_uring_get_sqe(ring);
-	char *buffer = memory + (size_t)slot * plan->block;
+	char *buffer = memory + number * plan->block;
+	int region = (int)(number / plan->per_region);
 	// Mixed: even blocks are read and odd ones written.
 	int write = plan->mixed ? (int)(number & 1) : plan->write;
 	uint64_t offset = (uint64_t)number * plan->block;
 
-	if (write && registered)
-		io_uring_prep_write_fixed(sqe, 0, buffer, plan->block, offset, 0);
+	if (write && plan->registered)
+		io_uring_prep_write_fixed(sqe, 0, buffer, plan->block, offset, region);
 	else if (write)
 		io_uring_prep_write(sqe, 0, buffer, plan->block, offset);
-	else if (registered)
-		io_uring_prep_read_fixed(sqe, 0, buffer, plan->block, offset, 0);
+	else if (plan->registered)
+		io_uring_prep_read_fixed(sqe, 0, buffer, plan->block, offset, region);
 	else
 		io_uring_prep_read(sqe, 0, buffer, plan->block, offset);
 	sqe->flags |= IOSQE_FIXED_FILE;
@@ -105,14 +131,13 @@ static void submit_block(struct io_uring *ring, const struct plan *plan, char *m
 	started[slot] = seconds_of(CLOCK_MONOTONIC);
 }
 
-static void run(struct io_uring *ring, const struct plan *plan, char *memory, int registered,
-		double *latencies)
+static void run(struct io_uring *ring, const struct plan *plan, char *memory, double *latencies)
 {
 	double *started = calloc(plan->depth, sizeof *started);
 	size_t next = 0, done = 0;
 
 	while (next < plan->blocks && next < plan->depth) {
-		submit_block(ring, plan, memory, next, next, registered, started);
+		submit_block(ring, plan, memory, next, next, started);
 		next++;
 	}
 	while (done < plan->blocks) {
@@ -131,7 +156,7 @@ static void run(struct io_uring *ring, const struct plan *plan, char *memory, in
 			latencies[done++] = end - started[slot];
 			count++;
 			if (next < plan->blocks)
-				submit_block(ring, plan, memory, next++, slot, registered, started);
+				submit_block(ring, plan, memory, next++, slot, started);
 		}
 		io_uring_cq_advance(ring, count);
 	}
@@ -149,21 +174,21 @@ int main(int argc, char **argv)
 	plan.mixed = !strcmp(argv[2], "mixed");
 	plan.write = !strcmp(argv[2], "write");
 	plan.blocks = strtoull(argv[4], NULL, 10) / plan.block;
+	plan.per_region = plan.block < REGION_BYTES ? REGION_BYTES / plan.block : 1;
 	int fd = open(argv[1], O_RDWR | O_DIRECT | O_CLOEXEC);
 	if (fd < 0)
 		die("open", errno);
-	char *memory = buffers_of(plan.block * plan.depth);
+	char *memory = buffers_of(plan.block * plan.blocks);
 	double *latencies = calloc(plan.blocks, sizeof *latencies);
 	struct io_uring ring;
 
 	open_ring(&ring, plan.depth);
-	struct iovec whole = {memory, plan.block * plan.depth};
-	int registered = io_uring_register_buffers(&ring, &whole, 1) == 0;
+	plan.registered = register_buffers(&ring, &plan, memory);
 	int error = io_uring_register_files(&ring, &fd, 1);
 	if (error)
 		die("io_uring_register_files", -error);
 	double cpu = seconds_of(CLOCK_PROCESS_CPUTIME_ID), start = seconds_of(CLOCK_MONOTONIC);
-	run(&ring, &plan, memory, registered, latencies);
+	run(&ring, &plan, memory, latencies);
 	double seconds = seconds_of(CLOCK_MONOTONIC) - start;
 	cpu = seconds_of(CLOCK_PROCESS_CPUTIME_ID) - cpu;
 	qsort(latencies, plan.blocks, sizeof *latencies, by_value);
@@ -171,7 +196,7 @@ int main(int argc, char **argv)
 	       "\"p99_us\": %.1f, \"registered\": %s}\n",
 	       plan.blocks * plan.block, seconds, cpu,
 	       1e6 * latencies[(plan.blocks - 1) / 2],
-	       1e6 * latencies[(size_t)((plan.blocks - 1) * 0.99)], registered ? "true" : "false");
+	       1e6 * latencies[(size_t)((plan.blocks - 1) * 0.99)], plan.registered ? "true" : "false");
 	io_uring_queue_exit(&ring);
 	return 0;
 }
