@@ -11,6 +11,8 @@ share a link of so many bytes per second, which stands in for an NVMe-oF target'
     landing   likewise, and every other chunk stays in the CPU tier
     vllm_p2p  two processes with vLLM's tiering instead (`vllm_tiers`), beside chunks by NIXL
 
+What serving costs the helper's own loads is measured in this process alone (`serving`).
+
 All arms load the same chunks in each round, in an order drawn from the seed. "GPU memory" is zeroed
 before each load, and compared with what was written after it: no figure is of wrong bytes.
 """
@@ -50,6 +52,7 @@ from vllm_nvmeof_bench.peers.report import (
     Sample,
     link_rates,
 )
+from vllm_nvmeof_bench.peers.serving import serving
 from vllm_nvmeof_bench.peers.vllm_tiers import Plan as VllmPlan
 from vllm_nvmeof_bench.peers.vllm_tiers import VllmPair, vllm_pair
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
@@ -91,6 +94,11 @@ class Settings:
     chunks: int = option(256, "Chunks of a load.", min=4)
     chunk_bytes: int = size_option(2 * MIB, "Payload of a chunk.", flag="--chunk")
     idle_s: float = option(30.0, "Seconds for which idle servers are watched; 0: not.", min=0)
+    serving_loads: int = option(
+        20,
+        "Loads of the helper per round, size and arm, alone and while it serves; 0: none.",
+        min=0,
+    )
     seed: int = option(1, "Seed of contents and orders.")
     directory: Path = option(Path("build/bench/disk"), "Directory of the pool.", flag="--dir")
     tier_chunks: int = 128
@@ -291,12 +299,16 @@ def run(
     samples: list[Sample] = []
     with contextlib.ExitStack() as stack:
         on_progress(0, 0, "writing the pool once")
-        rig = stack.enter_context(contextlib.closing(Rig(home / _POOL, settings.rig)))
+        slots = _SERVE_SLOTS if settings.serving_loads else 0
+        rig = stack.enter_context(contextlib.closing(Rig(home / _POOL, settings.rig, slots)))
         rig.write_all()
         sync_file_system(home)
         found |= {"engine": rig.engine, "stream_slots": rig.staging.stream_slots}
         gc.collect()
         with quiet_interpreter():
+            if (loads := settings.serving_loads) and settings.rates:
+                sizes = settings.rounds, loads
+                samples += serving(rig, settings.rates[0], *sizes, settings.seed, on_progress)
             for transport in settings.transports:
                 for rates in settings.rates:
                     with _pair(rig, settings, rates, transport) as pair:
@@ -320,8 +332,9 @@ COMMANDS = (
         """Measure a load over a server's own storage link, and over a second server's too.
 
         Two processes with the product's worker and peers, whose reads are limited to so many MB/s
-        each; and two processes with vLLM's tiering and its p2p tier. Takes seven minutes and 1.1
-        GiB of the disk. Nothing else should run meanwhile.
+        each; and two processes with vLLM's tiering and its p2p tier. Before them, loads of a server
+        that serves a peer meanwhile. Takes eight minutes and 1.1 GiB of the disk. Nothing else
+        should run meanwhile.
         """,
         Settings,
         _measure,

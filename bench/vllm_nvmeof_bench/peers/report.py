@@ -20,6 +20,7 @@ from vllm_nvmeof_bench.results import (
     bound,
     distinct,
     median_of,
+    percentile,
     select,
     values_of,
     worst,
@@ -30,7 +31,9 @@ from vllm_nvmeof_bench.tables import Column, Table, disk_in, load_in, machine_in
 MB = 1_000_000
 #: Links that are as fast as they are, of idle servers.
 NO_LINKS = "0:0"
-LOAD, IDLE = "load", "idle"
+LOAD, IDLE, SERVING = "load", "idle", "serving"
+#: Of the stage SERVING: the helper's own loads, without and beside peers, and peers without loads.
+ALONE, BESIDE, PEERS_ALONE = "alone", "beside", "peers"
 WITHOUT, ABSENT, BOTH, LANDING = "without", "absent", "both", "landing"
 VLLM_P2P = "vllm_p2p"
 ARMS = {
@@ -43,6 +46,7 @@ ARMS = {
 TRANSPORTS = {"cma": "NIXL pulls, by the kernel's cma", "messages": "messages over TCP"}
 BOTH_MIN, SUM_MIN, ABSENT_MIN, IDLE_MAX = 1.9, 0.93, 0.98, 0.5
 VLLM_P2P_MIN = 1.05
+SERVING_P99_MAX = 1.3
 
 
 def link_rates(rates: str) -> tuple[float, float]:
@@ -59,10 +63,11 @@ def link_rates(rates: str) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Sample:
-    """One load of one arm, or one stretch of idleness.
+    """One load of one arm, or one stretch of idleness, or of nothing but reads for peers.
 
     rates: MB/s of the own link and of the peer's. size_bytes: payload of the load, of which
-    pulled_bytes came from the peer. cpu_s: of the process that loads; helper_cpu_s: of the peer.
+    pulled_bytes came from the peer; of a helper's load: beside which so many were read for peers.
+    cpu_s: of the process that loads; helper_cpu_s: of the peer.
     """
 
     stage: str
@@ -121,6 +126,20 @@ def ratio(samples: Samples, place: Place, arm: str, beside: str = WITHOUT) -> Pa
     return results.median_ratio([a / b for a, b in pairs]) if pairs else None
 
 
+def beside_serving(samples: Samples, size_bytes: int, share: float) -> Figure | None:
+    """A helper's own loads: this percentile beside serving over that without."""
+    where = {"stage": SERVING, "size_bytes": size_bytes}
+    alone, beside = (values_of(samples, "seconds", **where, arm=arm) for arm in (ALONE, BESIDE))
+    if not alone or not beside:
+        return None
+    ratio = percentile(beside, share) / percentile(alone, share)
+    return Figure(ratio, len(beside), results.size_name(size_bytes))
+
+
+def _sizes_of_serving(samples: Samples) -> list[int]:
+    return distinct(select(samples, stage=SERVING, arm=BESIDE), "size_bytes")
+
+
 def _is_equal(rates: str) -> bool:
     own, peer = link_rates(rates)
     return own == peer
@@ -158,6 +177,9 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
               worst_ratio(BOTH, shown, VLLM_P2P)),
         bound("idle, of a core", "≤", IDLE_MAX,
               Figure(max(idle), len(idle)) if idle else None, " %"),
+        bound("a helper's own loads, P99: beside serving / without", "≤", SERVING_P99_MAX,
+              worst((beside_serving(samples, size, 0.99)
+                     for size in _sizes_of_serving(samples)), max)),
     ]  # fmt: skip
 
 
@@ -212,7 +234,8 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
         yield Table("One load, medians over rounds", columns, rows)
         rounds = len(distinct(select(samples, stage=LOAD), "round"))
         yield f"ratios over {rounds} rounds: {METHOD}"
-    for name in distinct(samples, "transport"):
+    yield from _tables_of_serving(samples)
+    for name in distinct(select(samples, stage=LOAD), "transport"):
         yield f"{name}: {TRANSPORTS[name]}"
     for one in select(samples, stage=IDLE):
         loads, helps = (100 * cpu / one.seconds for cpu in (one.cpu_s, one.helper_cpu_s))
@@ -221,6 +244,36 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
             f"idle, {state} ({one.transport}), over {one.seconds:.0f} s: {loads:.2f} % of a core "
             f"where chunks are loaded, {helps:.2f} % at the peer"
         )
+
+
+def _tables_of_serving(samples: Samples) -> Iterator[Table | str]:
+    own = select(samples, stage=SERVING)
+    rows = [(size, arm) for size in _sizes_of_serving(samples) for arm in (ALONE, BESIDE)]
+
+    def ms(row: tuple[int, str], share: float) -> float:
+        values = values_of(own, "seconds", size_bytes=row[0], arm=row[1])
+        return 1000 * percentile(values, share)
+
+    def over(row: tuple[int, str], share: float) -> float | None:
+        found = beside_serving(samples, row[0], share) if row[1] == BESIDE else None
+        return found.value if found else None
+
+    columns = [
+        Column("load", lambda row: results.size_name(row[0])),
+        Column("", lambda row: "while it serves" if row[1] == BESIDE else "alone"),
+        Column("median, ms", lambda row: ms(row, 0.5), "{:.1f}"),
+        Column("/ alone", lambda row: over(row, 0.5), "{:.3f}"),
+        Column("P99, ms", lambda row: ms(row, 0.99), "{:.1f}"),
+        Column("/ alone", lambda row: over(row, 0.99), "{:.3f}"),
+    ]
+    if not rows:
+        return
+    rates, loads = own[0].rates.split(":")[0], len(select(own, size_bytes=rows[0][0], arm=BESIDE))
+    yield Table(f"A helper's own loads, by a link of {rates} MB/s", columns, rows)
+    peers = [one.pulled_bytes / MB / one.seconds for one in select(own, arm=PEERS_ALONE)]
+    yield f"{loads} loads of each kind; without loads peers get " + ", ".join(
+        f"{rate:.0f} MB/s" for rate in peers
+    )
 
 
 _STYLES = {

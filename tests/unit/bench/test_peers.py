@@ -12,11 +12,16 @@ from typer.testing import CliRunner
 from vllm_nvmeof_bench.benchmark import benchmark
 from vllm_nvmeof_bench.peers.report import (
     ABSENT,
+    ALONE,
+    BESIDE,
     BOTH,
     IDLE,
+    LANDING,
     LOAD,
     MB,
     NO_LINKS,
+    PEERS_ALONE,
+    SERVING,
     TRANSPORTS,
     VLLM_P2P,
     WITHOUT,
@@ -26,18 +31,22 @@ from vllm_nvmeof_bench.peers.report import (
 
 from tests.unit.bench import printing
 from vllm_nvmeof_offload.cli import app
+from vllm_nvmeof_offload.units import MIB
 
-GOALS = 5
+GOALS = 7
 
 
 def everything(
     both: float = 780.0,
+    landing: float = 770.0,
     unequal: float = 760.0,
     absent: float = 397.0,
     vllm: float = 700.0,
     idle: float = 0.1,
+    slowest: float = 0.12,
 ) -> list[Sample]:
-    """Three rounds of 400 MB; rates in MB/s, idleness in % of a core."""
+    """Three rounds of 400 MB; rates in MB/s, idleness in % of a core. slowest: of the helper's
+    own loads while it serves, in seconds; alone each takes 0.1."""
     found = []
     for transport in TRANSPORTS:
         for number in range(3):
@@ -45,15 +54,23 @@ def everything(
                 "400:400": {WITHOUT: 400.0, ABSENT: absent, BOTH: both},
                 "200:600": {WITHOUT: 200.0, ABSENT: 199.0, BOTH: unequal},
             }
+            rates["400:400"][LANDING] = landing
             if transport == "cma":
                 rates["400:400"][VLLM_P2P] = vllm
             for links, arms in rates.items():
                 for arm, rate in arms.items():
-                    pulled = 200 * MB if arm == BOTH else 0
+                    pulled = 200 * MB if arm in (BOTH, LANDING) else 0
                     where = LOAD, links, transport, arm, number
                     found.append(Sample(*where, 400 / rate, 400 * MB, pulled, 0.4, 0.1))
         cpu_s = 0.1 * idle
         found.append(Sample(IDLE, NO_LINKS, transport, BOTH, 0, 10.0, 0, 0, cpu_s / 2, cpu_s))
+    for size in (8 * MIB, 32 * MIB):
+        for number in range(3):
+            for arm, seconds in {ALONE: 0.1, BESIDE: 0.11 if number else slowest}.items():
+                own = SERVING, "400:400", "", arm, number
+                found.append(Sample(*own, seconds, size, 0, 0.1, 0.0))
+    rest = SERVING, "400:400", "", PEERS_ALONE, 0
+    found.append(Sample(*rest, 2.0, 0, 780 * MB, 0.1, 0.0))
     return found
 
 
@@ -61,17 +78,19 @@ def test_goals_are_ratios_of_rates() -> None:
     found = goals(everything(), {})
     assert [goal.reached for goal in found] == [True] * GOALS
     measured = [goal.measured for goal in found]
-    assert measured == pytest.approx([1.95, 0.95, 397 / 400, 780 / 700, 0.1])
+    assert measured == pytest.approx([1.95, 1.925, 0.95, 397 / 400, 780 / 700, 0.1, 1.2], abs=0.01)
 
 
 @pytest.mark.parametrize(
     ("number", "slow"),
     [
         (0, {"both": 750.0}),
-        (1, {"unequal": 730.0}),
-        (2, {"absent": 390.0}),
-        (3, {"vllm": 750.0}),
-        (4, {"idle": 0.6}),
+        (1, {"landing": 750.0}),
+        (2, {"unequal": 730.0}),
+        (3, {"absent": 390.0}),
+        (4, {"vllm": 750.0}),
+        (5, {"idle": 0.6}),
+        (6, {"slowest": 0.14}),
     ],
 )
 def test_each_goal_can_be_missed(number: int, slow: dict[str, float]) -> None:
@@ -93,6 +112,8 @@ def test_tables_have_medians_and_shares() -> None:
     text = printing.printed("peers", everything(), {"settings": {"chunks": 200}})
     for needed in ("780", "1.950", "0.975", "50%", "1,000", "0.10 % at the peer", "cma", "1.114"):
         assert needed in text, needed
+    for needed in ("8 MiB", "while it serves", "100.0", "1.100", "peers get 390 MB/s"):
+        assert needed in text, needed
 
 
 @pytest.mark.parametrize("rates", ["400", "400:x", "400:0", "1:2:3"])
@@ -105,16 +126,17 @@ def test_rates_are_two_numbers(rates: str) -> None:
 def test_a_small_run_loads_over_both_links(tmp_path: Path) -> None:
     """Of rates that this machine has beside all its tests, so that only shares are looked at."""
     sizes = ["--chunks", "24", "--chunk", "512KiB", "--rates", "40:40", "--rounds", "2"]
-    rest = ["--idle-s", "0.2", "--transports", "messages"]
+    rest = ["--idle-s", "0.2", "--transports", "messages", "--serving-loads", "1"]
     files = ["--dir", str(tmp_path / "disk"), "--json", str(tmp_path / "p.json")]
     done = CliRunner().invoke(app, ["bench", "peers", *sizes, *rest, *files])
     assert done.exit_code in (0, 1), done.output
     assert not (tmp_path / "disk").exists(), "the run cleans up"
     rows = json.loads((tmp_path / "p.json").read_text())["samples"]
     counts = Counter((one["stage"], one["arm"]) for one in rows)
-    loads = dict.fromkeys([(LOAD, WITHOUT), (LOAD, ABSENT), (LOAD, BOTH)], 2)
-    assert counts == loads | {(IDLE, ABSENT): 1, (IDLE, BOTH): 1}
+    loads = dict.fromkeys([(LOAD, arm) for arm in (WITHOUT, ABSENT, BOTH, LANDING)], 2)
+    own = {(SERVING, ALONE): 4, (SERVING, BESIDE): 4, (SERVING, PEERS_ALONE): 1}
+    assert counts == loads | own | {(IDLE, ABSENT): 1, (IDLE, BOTH): 1}
     for one in rows:
         share = one["pulled_bytes"] / max(1, one["size_bytes"])
         if one["stage"] == LOAD:
-            assert 0.2 < share < 0.8 if one["arm"] == BOTH else share == 0
+            assert 0.2 < share < 0.8 if one["arm"] in (BOTH, LANDING) else share == 0
