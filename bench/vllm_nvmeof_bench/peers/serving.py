@@ -144,7 +144,8 @@ def serving(
     """
     with contextlib.ExitStack() as stack:
         helper = _Helper(rig, rates, stack, seed)
-        arms = [(arm, size) for arm in (ALONE, BESIDE) for size in _SIZES]
+        sizes = sorted({min(size, len(rig.identities)) for size in _SIZES})
+        arms = [(arm, size) for arm in (ALONE, BESIDE) for size in sizes]
         dice = random.Random(f"{seed} order")
         for number in range(rounds):
             for arm, chunks in dice.sample(arms, len(arms)):
