@@ -3,9 +3,10 @@
 
 P answers. D, a server of the same model, reads for it. The crowd's prompts are computed and stored
 once, and their answers are what is right. Then the crowd returns, round after round, while D runs
-and while it does not. At last it returns while D is killed with SIGKILL, all its processes at once:
-every five seconds or, where it takes longer to come back, within a second of its first chunk for P.
-Without a GPU both are forked from a process that has imported vLLM, so that D is back in seconds.
+and while it does not. At last it returns while D is killed with SIGKILL, all its processes at once,
+every five seconds. The next D, at another address that P knows, begins to start at the kill of the
+one before, and one that has read nothing for P yet is killed once it has.
+Without a GPU all are forked from a process that has imported vLLM, so that D is back in seconds.
 
     python -m vllm_nvmeof_bench.demo.dual [--json FILE]
 """
@@ -15,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import shutil
 import statistics
 import sys
@@ -55,8 +55,8 @@ _SLOTS, _SERVE_SLOTS = 96, 24
 _PULLED = "vllm:nvmeof_peer_pulled_bytes_total"
 _READ = "vllm:nvmeof_read_bytes_total"
 _WAIT_ROUNDS_MAX = 8
-#: D is killed so much later than it reads again for P, at most; or without having read so long.
-_SERVING_S, _WAIT_S, _LOOK_S = 1.0, 60.0, 0.1
+#: A D that reads nothing for P so long is killed all the same.
+_WAIT_S, _LOOK_S = 60.0, 0.1
 #: D is found when it brings so much of what is loaded.
 _FOUND_SHARE = 0.4
 #: Never asked again: they take the crowd's place in the CPU tier.
@@ -84,37 +84,44 @@ class Phase:
 
 
 class Pair:
-    """P and D. D may be killed and started again; P and the pool stay."""
+    """P, and D at one or both of two addresses. D may be killed and started again; P and the pool
+    stay."""
 
-    def __init__(self, console: Console, build: Path, target: Path, address: str) -> None:
+    def __init__(
+        self, console: Console, build: Path, target: Path, addresses: tuple[str, str]
+    ) -> None:
         self._logs = build / "demo-logs"
-        self._faults = [target / f"{name}.json" for name in "pd"]
+        self._faults = [target / f"{name}.json" for name in ("p", "d0", "d1")]
         for control in self._faults:
             control.write_text("{}")
         model = make_model(build / "models", _SHAPE)
-        serve = {"peer_listen": address, "serve_bytes": _SERVE_SLOTS * _slot_bytes()}
+        serve = {"serve_bytes": _SERVE_SLOTS * _slot_bytes()}
         serve["pool_bytes"] = _SERVE_SLOTS * _slot_bytes()  # of its own, which stays empty
-        self._d = _spec(model, target, self._faults[1], **serve)
+        self._specs = [
+            _spec(model, target, control, peer_listen=address, **serve)
+            for control, address in zip(self._faults[1:], addresses, strict=True)
+        ]
         with console.status("starting P"):
-            p = _spec(model, target, self._faults[0], peers=address)
+            p = _spec(model, target, self._faults[0], peers=list(addresses))
             self.p = _server(p, self._logs / "dual-p.log").wait_ready()
-        self.d: Server | None = None
+        self._ds: dict[int, Server] = {}
 
-    def start_d(self) -> None:
+    def start_d(self, number: int = 0) -> Server:
         """It may read for P before it answers requests of its own, or `wait_ready` returns."""
-        self.d = _server(self._d, self._logs / "dual-d.log")
+        self._ds[number] = _server(self._specs[number], self._logs / f"dual-d{number}.log")
+        return self._ds[number]
 
-    def kill_d(self) -> None:
-        if self.d is not None:
-            self.d.kill()
-            self.d = None
+    def kill_d(self, number: int = 0) -> None:
+        if number in self._ds:
+            self._ds.pop(number).kill()
 
     def throttle(self) -> None:
         for control in self._faults:
             control.write_text(json.dumps({"bytes_per_s": LINK_BYTES_PER_S}))
 
     def stop(self) -> None:
-        self.kill_d()
+        for number in list(self._ds):
+            self.kill_d(number)
         self.p.stop()
 
 
@@ -213,9 +220,7 @@ def _count(phase: Phase, answers: Sequence[Answer]) -> list[Answer]:
 
 def _with_d(pair: Pair, crowd: Crowd, all_phases: Phase) -> None:
     """Start D, and let the crowd come until half of what it loads comes through D."""
-    pair.start_d()
-    assert pair.d is not None
-    pair.d.wait_ready()
+    pair.start_d().wait_ready()
     for _ in range(_WAIT_ROUNDS_MAX):
         phase = Phase("")
         crowd.come(phase)
@@ -227,28 +232,26 @@ def _with_d(pair: Pair, crowd: Crowd, all_phases: Phase) -> None:
 
 
 class Killer:
-    """Starts and kills D while the crowd comes. killed_s: when; serving: kills of one that read."""
+    """Starts and kills D while the crowd comes. killed_s: when. serving: kills since the one before
+    which D has read for P."""
 
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
         self._ended = threading.Event()
-        self._dice = random.Random(7)
         self.killed_s: list[float] = []
         self.serving = 0
 
     def run(self) -> None:
         last_s = time.monotonic()
-        for _ in range(KILLS):
-            if self._pair.d is None:
-                self._pair.start_d()
+        for number in range(KILLS):
+            self._pair.start_d((number + 1) % 2)
             self.serving += self._wait_for_service()
-            later_s = self._dice.uniform(0, _SERVING_S)
-            self._ended.wait(max(later_s, last_s + KILL_EVERY_S - time.monotonic()))
+            self._ended.wait(max(0.0, last_s + KILL_EVERY_S - time.monotonic()))
             if self._ended.is_set():
                 return
             last_s = time.monotonic()
             self.killed_s.append(last_s)
-            self._pair.kill_d()
+            self._pair.kill_d(number % 2)
 
     def end(self) -> None:
         self._ended.set()
@@ -308,8 +311,9 @@ class Outcome:
 def measure(console: Console, build: Path, target: Path) -> Outcome:
     one, both = Phase("one path"), Phase("both paths")
     killed, starting = Phase("D is killed"), Phase("D starts")
-    with ReservedPort() as port:
-        pair = Pair(console, build, target, f"127.0.0.1:{port.number}")
+    with ReservedPort() as first, ReservedPort() as second:
+        addresses = f"127.0.0.1:{first.number}", f"127.0.0.1:{second.number}"
+        pair = Pair(console, build, target, addresses)
         try:
             crowd = Crowd(pair.p)
             with console.status(f"computing {PROMPTS + _OTHERS} prompts"):
@@ -344,8 +348,8 @@ def show(console: Console, outcome: Outcome) -> None:
     console.print(table)
     gaps_s = [round(gap_s, 1) for gap_s in outcome.kill_gaps_s]
     console.print(
-        f"D was killed {outcome.kills} times, {outcome.kills_serving} times while it read for P; "
-        f"seconds from one to the next: {', '.join(map(str, gaps_s))}"
+        f"D was killed {outcome.kills} times, {outcome.kills_serving} times after chunks had come "
+        f"since the time before; seconds from one to the next: {', '.join(map(str, gaps_s))}"
     )
     console.print(
         f"both paths take {outcome.ratio:.2f} of one at {LINK_BYTES_PER_S / 1e6:.0f} MB/s each (at "
