@@ -16,6 +16,7 @@
 #include <random>
 #include <set>
 #include <string>
+#include <thread>
 
 #include <cerrno>
 
@@ -471,6 +472,54 @@ void test_errors(const std::string& directory) {
   }
 }
 
+// Reads beyond the bound wait for those before them, and not for one that was given up.
+void test_reads_that_wait(const std::string& directory) {
+  Place place(directory);
+  auto gate = std::make_shared<StartGate>();
+  EngineSetup setup = place.setup(true, gate);
+  setup.limits.read_bytes_started_max = 2 * kSlot;
+  Engine engine(setup);
+  Request request;
+  request.payload_bytes = kPayload;
+  request.identity = identity(1, 1);
+  const auto submit = [&](uint64_t number, Urgency urgency) {
+    request.token = number + 1;
+    request.urgency = urgency;
+    request.pool_slot = number * kTargets;
+    request.address = place.slot(static_cast<unsigned>(number));
+    engine.submit(request);
+  };
+  constexpr size_t kReads = 6;
+  for (uint64_t number = 0; number < kReads; ++number) {
+    fill(place.slot(static_cast<unsigned>(number)), {1, 1});
+    submit(number, Urgency::WRITE);
+  }
+  engine.kick();
+  size_t ended = 0;
+  while (ended < kReads) ended += wait(engine).size();
+  gate->shut({0, kTargets});
+  for (uint64_t number = 0; number < kReads; ++number) submit(number, Urgency::DEMAND);
+  engine.kick();
+  const auto starts = [&] { return gate->starts().size() - kReads; };
+  while (starts() < 2) std::this_thread::yield();
+  CHECK(engine.cancel(kReads));  // the last one, which has not started
+  CHECK(starts() == 2);
+  CHECK(!engine.cancel(1));
+  std::set<uint64_t> right;
+  while (right.size() < 3)
+    for (const Completion& one : wait(engine))
+      CHECK(one.code == Code::kOk && right.insert(one.token).second);
+  CHECK((right == std::set<uint64_t>{3, 4, 5}));
+  CHECK(starts() == 5);
+  gate->shut({});
+  engine.kick();
+  while (right.size() < 5)
+    for (const Completion& one : wait(engine))
+      CHECK(one.code == (one.token == 1 ? Code::kCancelled : Code::kOk) &&
+            right.insert(one.token).second);
+  CHECK(engine.close(std::chrono::seconds(20)));
+}
+
 // Payloads whose checksums are made ahead, some of which are forgotten meanwhile.
 void test_checksums(uint64_t seed) {
   std::mt19937_64 dice(seed);
@@ -518,6 +567,7 @@ int main(int count, char** words) {
   test_crc_of_parts(first);
   test_errors(directory);
   test_wrong_crc(directory);
+  test_reads_that_wait(directory);
   test_checksums(first);
   for (uint64_t seed = first; seed < first + seeds; ++seed) {
     test_mix(directory, seed % 2 == 0, seed, 2'000);

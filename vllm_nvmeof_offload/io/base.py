@@ -119,6 +119,11 @@ NO_REGION = ForeignSlab(-1, bytes(16), 0)
 _KEYS = OffloadConfig.model_fields
 
 
+def _started(bytes_in_flight_max: int) -> int:
+    """Three quarters: the rest keeps a device busy for longer than the pipeline takes to wake."""
+    return bytes_in_flight_max * 3 // 4
+
+
 @dataclass(frozen=True, slots=True)
 class IoLimits:
     """The size of an engine; see the keys in `config`."""
@@ -128,11 +133,18 @@ class IoLimits:
     split_bytes: int = _KEYS["io_split_bytes"].default
     #: Operations that an engine with rings has, over all targets.
     operations_max: int = 4096
+    #: Of reads that a target's ring has, what its device has; the rest follows at once.
+    read_bytes_started_max: int = _started(_KEYS["read_bytes_in_flight_max"].default)
 
     @staticmethod
     def of(settings: OffloadConfig) -> IoLimits:
         """Return what `settings` asks for."""
-        return IoLimits(settings.io_threads, settings.io_depth, settings.io_split_bytes)
+        return IoLimits(
+            settings.io_threads,
+            settings.io_depth,
+            settings.io_split_bytes,
+            read_bytes_started_max=_started(settings.read_bytes_in_flight_max),
+        )
 
 
 class Room(NamedTuple):

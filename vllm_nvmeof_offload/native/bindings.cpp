@@ -50,7 +50,8 @@ void make_engine(Engine* at, const std::vector<std::tuple<int, int, int>>& targe
   for (const uintptr_t word : permits)
     setup.permits.emplace_back(reinterpret_cast<const uint64_t*>(word));
   setup.groups = groups;
-  setup.limits = {slot_bytes, limit("split_bytes"), static_cast<unsigned>(limit("depth"))};
+  setup.limits = {slot_bytes, limit("split_bytes"), static_cast<unsigned>(limit("depth")),
+                  limit("read_bytes_started_max")};
   setup.memory = {pointer(base), bytes};
   setup.registered = registered;
   setup.operations_max = limit("operations_max");

@@ -138,6 +138,8 @@ bool TargetRing::cancel(uint64_t token) {
   Op& op = *found->second;
   if (op.started) {
     op.wanted = false;
+    uncount(op);
+    kick();  // reads that wait for it need wait no longer
     return false;
   }
   std::erase(queue_of(op), &op);
@@ -181,12 +183,23 @@ void TargetRing::close_new_files() {
 
 void TargetRing::start(Op& op, std::vector<Piece*>& pieces) {
   op.started = true;
+  if (op.request.is_read()) read_bytes_started_ += op.counted_bytes = op.bytes;
   if (setup_.gate) setup_.gate->started(op.request.pool_slot);
   for (size_t begin = 0; begin < op.bytes; begin += op.piece_bytes) {
     pieces.push_back(new_piece(op, begin, std::min(op.piece_bytes, op.bytes - begin)));
     ++op.pieces_in_flight;
   }
 }
+
+// Whether the next one that waits may.
+bool TargetRing::read_may_start() const {
+  return !reads_.empty() &&
+         (read_bytes_started_ == 0 ||
+          read_bytes_started_ + reads_.front()->bytes <= limits_.read_bytes_started_max);
+}
+
+// The device is done with it, or may hang with it for ever: it holds no other read back.
+void TargetRing::uncount(Op& op) { read_bytes_started_ -= std::exchange(op.counted_bytes, 0); }
 
 // Wait, without the mutex, until the region may be written. False: it may not, or the operation was
 // given up.
@@ -200,7 +213,7 @@ bool TargetRing::await_permit(std::unique_lock<std::mutex>& lock, const Op& op) 
 // can cancel them. Only one write that needs a checksum is taken at a time, so that reads that come
 // meanwhile do not wait for a row of checksums.
 bool TargetRing::start_waiting(std::vector<Piece*>& pieces) {
-  for (Op* op : std::exchange(reads_, {})) start(*op, pieces);
+  for (; read_may_start(); reads_.pop_front()) start(*reads_.front(), pieces);
   if (permit_.lost())
     for (Op* op : std::exchange(writes_, {})) finish(*op, Code::kCancelled);
   for (bool slow = false; !writes_.empty() && permit_.open(); writes_.pop_front()) {
@@ -251,6 +264,7 @@ void TargetRing::land(Piece* piece, int result) {
   }
   Op& op = *piece->op;
   op.pieces_in_flight -= 1;
+  if (op.pieces_in_flight == 0) uncount(op);
   if (op.pieces_in_flight == 0 && !op.failed && op.wanted) landed_.push_back(op.request.token);
   if (op.request.is_read() && !op.failed && op.wanted) {
     ++op.unchecked;
@@ -263,6 +277,7 @@ void TargetRing::land(Piece* piece, int result) {
 // Devices that complete in bursts would wait for the checks of all that has come. The completion of
 // one or a few follows so soon that nobody needs to be woken for them.
 void TargetRing::report_landed() {
+  std::lock_guard lock(mutex_);
   if (landed_.size() >= kBurst) completions_->landed(landed_);
   landed_.clear();
 }
@@ -353,17 +368,20 @@ void TargetRing::loop(Ring& ring) {
         waking_.store(false);  // before the queues are looked at: later kicks wake again
       }
     });
+    bool next_read;
     {
       std::lock_guard lock(mutex_);
       for (const auto& [piece, result] : landed) land(piece, result);
-      report_landed();
+      next_read = read_may_start();
     }
-    // After a burst of completions, or a kick, the device comes first; but not twice in a row.
-    if ((!landed.empty() || !armed) && !deferred) {
+    // After a burst of completions, or a kick, the device comes first, and the caller's wake-up,
+    // which takes time, later; but not twice in a row, unless reads have waited for the burst.
+    if ((!landed.empty() || !armed) && (!deferred || next_read)) {
       deferred = busy = true;
       continue;
     }
     deferred = false;
+    report_landed();
     busy = check_one();
   }
 }

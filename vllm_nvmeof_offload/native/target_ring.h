@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // One target: the thread that drives its ring, and the thread that writes its table.
 //
-// What is submitted starts at once: the caller keeps the bounds and the order. An operation is cut
-// into pieces. The ring's thread seals writes before their first piece, and checks each piece of a
-// read when it has arrived and may still be in cache, while the kernel has enough to do: devices
-// complete in bursts, and after a burst nothing may delay their next pieces. A second thread writes
-// table entries, because a buffered `pwrite` may wait for a journal, and reads must not wait with
-// it. The same thread writes the log, after the entries that wait: no operation waits for that; nor
-// for the sync of a table that other hosts read.
+// What is submitted starts at once and in its order: the caller keeps the bounds. But the last
+// reads wait here until earlier ones have landed: a device that completes all that it has in one
+// burst then gets more before the caller is even awake. An operation is cut into pieces. The
+// ring's thread seals writes before their first piece, and checks each piece of a read when it has
+// arrived and may still be in cache, while the kernel has enough to do: after a burst nothing may
+// delay the next pieces. A second thread writes table entries, because a buffered `pwrite` may wait
+// for a journal, and reads must not wait with it. The same thread writes the log, after the entries
+// that wait: no operation waits for that; nor for the sync of a table that other hosts read.
 #pragma once
 
 #include <sched.h>
@@ -88,6 +89,7 @@ class TargetRing {
     uint64_t offset = 0;
     size_t bytes = 0;  // header page and payload, in whole pages
     size_t piece_bytes = 0;
+    size_t counted_bytes = 0;  // in `read_bytes_started_`
     bool started = false;
     bool wanted = true;  // false: it was given up after its start
     unsigned pieces_in_flight = 0;
@@ -124,17 +126,19 @@ class TargetRing {
   bool await_permit(std::unique_lock<std::mutex>& lock, const Op& op);
   bool start_waiting(std::vector<Piece*>& pieces);
   void start(Op& op, std::vector<Piece*>& pieces);
+  bool read_may_start() const;
+  void uncount(Op& op);
   void close_new_files();
   Piece* new_piece(Op& op, size_t begin, size_t bytes);
   std::deque<Op*>& queue_of(const Op& op) { return op.request.is_read() ? reads_ : writes_; }
   void land(Piece* piece, int result);
-  void report_landed();
   void release(Piece* piece);
   bool goes_on(Piece* piece, int result);
   void settle(Op& op);
   void finish(Op& op, Code code, int error = 0);
 
   // On the ring's thread.
+  void report_landed();
   void issue(Ring& ring, const std::vector<Piece*>& pieces);
   bool check_one();
   void check(const Piece& piece);
@@ -156,6 +160,7 @@ class TargetRing {
   std::condition_variable ended_;
   std::unordered_map<uint64_t, std::unique_ptr<Op>> ops_;
   std::deque<Op*> reads_, writes_;  // not started
+  size_t read_bytes_started_ = 0;   // and not landed
   std::deque<Piece*> to_check_;
   std::deque<Op*> to_enter_;  // writes whose table entry comes next
   std::vector<uint64_t> landed_;  // tokens of what the device is done with, since the last look

@@ -118,6 +118,7 @@ struct Limits {
   size_t slot_bytes = 0;  // the distance of slots, in staging and in a slab
   size_t split_bytes = 0;
   unsigned depth = 0;  // for so many operations in flight, reads and writes each
+  size_t read_bytes_started_max = SIZE_MAX;  // and not landed; one read may always start
 };
 
 // Descriptors; -1: none, and what is submitted fails with EBADF.
