@@ -147,7 +147,7 @@ COUNTERS = _table(
          "Chunks that a peer was asked for in vain, by reason; each is read here then. io_error "
          "includes a peer that was lost, and one that has not opened the pool yet."),
     _row("peer_sessions_lost", "sessions", (),
-         "Sessions with peers that ended because the peer erred or fell silent."),
+         "Sessions with peers that ended because the peer erred, fell silent or was cut off."),
     _row("peer_rests", "rests", (),
          "Rests of 10 s in which a peer was asked for nothing because it had made eight loads in a "
          "row slower than they would have been without it."),
