@@ -290,7 +290,9 @@ def main() -> None:
     given = parser.parse_args()
     engines = [list(map(Engine.of, texts)) for texts in (given.prefill, given.decode)]
     limits = Limits(decode_tokens_max=given.decode_tokens, waiting_max=given.waiting)
-    client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+    # vLLM's server closes a connection that was idle for 5 s: the router's must be gone by then.
+    connections = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
+    client = httpx.AsyncClient(timeout=None, limits=connections)
     router = Router(*engines, client, limits)
     uvicorn.run(application(router), host=given.host, port=given.port, log_level="warning")
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve.arms import ARMS, Sizes, arms_of, offload_of, server_spec
+from vllm_nvmeof_bench.servers import client as client_module
 from vllm_nvmeof_bench.servers.client import Client, Hits, Metrics, Tokens
 
 from tests.unit.bench.made_up_server import SEPARATOR, MadeUpServer
@@ -61,6 +63,35 @@ def test_a_stopped_server_is_a_failure_too() -> None:
             await client.close()
 
     assert "ConnectError" in str(asyncio.run(gone()).failure)
+
+
+def test_an_idle_connection_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's server closes it after five seconds, which may be just when a request is sent."""
+    assert client_module._IDLE_S_MAX < 5 / 2
+    monkeypatch.setattr(client_module, "_IDLE_S_MAX", 0.2)
+    served: list[asyncio.Task[None] | None] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served.append(asyncio.current_task())
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        writer.close()
+        await writer.wait_closed()
+
+    async def connections() -> list[int]:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        host, port = server.sockets[0].getsockname()[:2]
+        found = []
+        async with server, Client(f"http://{host}:{port}") as client:
+            for pause_s in (0, 0, 0.5):
+                await asyncio.sleep(pause_s)
+                await client.metrics()
+                found.append(len(served))
+        await asyncio.gather(*filter(None, served))
+        return found
+
+    assert asyncio.run(connections()) == [1, 1, 2]
 
 
 def test_hits_are_counted_by_source() -> None:
