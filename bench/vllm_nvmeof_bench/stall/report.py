@@ -26,6 +26,9 @@ PHASES = {ALONE: "alone", IN_GPU: "prompt in GPU memory", BACK: "prompt lost the
 #: Ours, and vLLM's tiering with the same bytes of CPU memory, which both hold the prompt.
 _OURS, _THEIRS = "full", "peer_full"
 _CHUNKS_MIN = 3000
+#: The arms of ours that have to keep within `_STEPS_MAX`, and where the prompt then lies.
+_LOADED = {"full": "the CPU tier", "pool": "the pool"}
+_STEPS_MAX = 2
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,11 @@ class Sample:
         return max(self.gaps_ms)
 
     @property
+    def step_ms(self) -> float:
+        """Time of one step: each gives every request that decodes one token."""
+        return 1000 * self.seconds * len(self.gaps_ms) / max(1, self.tokens)
+
+    @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds
 
@@ -75,10 +83,36 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
     chunks = conditions.get("prompt_chunks")
     size = Figure(float(chunks), len(distinct(samples, "round"))) if chunks else None
     return [
+        *(
+            bound(
+                f"steps that a load from {place} adds to the longest gap",
+                "≤",
+                _STEPS_MAX,
+                _added_steps(samples, arm),
+            )
+            for arm, place in _LOADED.items()
+        ),
         bound("longest gap beside a load, ours / vLLM's tiering", "≤", 1, ratio),
         bound("chunks of the prompt that returns", "≥", _CHUNKS_MIN, size),
         bound("answers that differ between arms", "≤", 0, different),
     ]
+
+
+def _added_ms(samples: Samples, arm: str) -> float | None:
+    """What the load adds to the longest gap beside a prompt that needs none."""
+    with_load, without = (
+        median_of(samples, "gap_ms", arm=arm, phase=phase) for phase in (BACK, IN_GPU)
+    )
+    return None if with_load is None or without is None else with_load - without
+
+
+def _added_steps(samples: Samples, arm: str) -> Figure | None:
+    """The same in steps of the requests that decode alone."""
+    added_ms = _added_ms(samples, arm)
+    step_ms = median_of(samples, "step_ms", arm=arm, phase=ALONE)
+    if added_ms is None or not step_ms:
+        return None
+    return Figure(added_ms / step_ms, len(select(samples, arm=arm, phase=BACK)))
 
 
 def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
@@ -105,17 +139,15 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
             return tables.NOTHING
         return f"{spread.median:,.1f} [dim]{spread.low:,.1f}–{spread.high:,.1f}[/]"
 
-    def added(arm: str) -> float | None:
-        """What the load adds to the longest gap beside a prompt that needs none."""
-        with_load, without = (
-            median_of(samples, "gap_ms", arm=arm, phase=phase) for phase in (BACK, IN_GPU)
-        )
-        return None if with_load is None or without is None else with_load - without
+    def steps(arm: str) -> float | None:
+        found = _added_steps(samples, arm)
+        return None if found is None else found.value
 
     columns = [
         Column("longest gap, ms", str),
         *(Column(words, partial(gap, phase=phase)) for phase, words in PHASES.items()),
-        Column("the load adds", added, "{:,.1f}"),
+        Column("the load adds", partial(_added_ms, samples), "{:,.1f}"),
+        Column("in steps", steps, "{:,.1f}"),
         Column("n", lambda arm: len(select(samples, arm=arm, phase=BACK)) or None),
     ]
     if samples:
