@@ -27,6 +27,7 @@ from vllm_nvmeof_offload.native._tiers import (
     meter_unlocked,
     set_words_bytes,
     unlocked_s,
+    wait_readable,
 )
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "meter_unlocked",
     "set_words_bytes",
     "unlocked_s",
+    "wait_readable",
 ]
 
 core: ModuleType | None
