@@ -27,7 +27,6 @@ from vllm_nvmeof_offload.native._tiers import (
     meter_unlocked,
     set_words_bytes,
     unlocked_s,
-    wait_readable,
 )
 
 __all__ = [
@@ -49,7 +48,6 @@ __all__ = [
     "meter_unlocked",
     "set_words_bytes",
     "unlocked_s",
-    "wait_readable",
 ]
 
 core: ModuleType | None

@@ -9,7 +9,6 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <poll.h>
 #include <time.h>
 
 #include <algorithm>
@@ -511,24 +510,6 @@ bool await_set(Machine& machine, const std::vector<int>& fds, double seconds) {
   return true;
 }
 
-void leave_set(Machine& machine) {
-  if (machine.set()) machine.set()->leave();
-}
-
-double coalesce_s(Machine& machine) {
-  return static_cast<double>(machine.io.coalesce_ns()) / 1e9;
-}
-
-// Block until a file is readable or the time is over. `select.poll` counts whole milliseconds.
-void wait_readable(const std::vector<int>& fds, double seconds) {
-  const nb::gil_scoped_release unlocked;
-  std::vector<pollfd> files;
-  for (const int fd : fds) files.push_back({fd, POLLIN, 0});
-  const int64_t time_ns = nanoseconds(seconds);
-  const timespec wait{time_ns / 1'000'000'000, time_ns % 1'000'000'000};
-  ppoll(files.data(), files.size(), &wait, nullptr);
-}
-
 nb::tuple levels(Machine& machine) {
   IoQueue& io = machine.io;
   return nb::make_tuple(machine.streams_used(), machine.streams_waiting(),
@@ -558,7 +539,6 @@ void bind_parts(nb::module_& m) {
         return reinterpret_cast<uintptr_t>(static_cast<NativeLanes*>(&lanes));
       });
   m.def("set_words_bytes", &set_words_bytes, "members"_a, "cache_slots"_a, "stream_slots"_a);
-  m.def("wait_readable", &wait_readable, "fds"_a, "seconds"_a);
 }
 
 void serve(Machine& machine, const std::vector<uint64_t>& tokens, const nb::tuple& batch,
@@ -636,7 +616,6 @@ void bind_machine(nb::module_& m) {
       .def("take_overdue", [](Machine& machine) { return std::exchange(machine.io.overdue, {}); })
       .def("give_up", &give_up)
       .def("next_deadline_s", &next_deadline)
-      .def("coalesce_s", &coalesce_s)
       .def("offer_reads",
            [](Machine& machine, size_t room) { machine.io.offer_reads(room); }, unlocked)
       .def("offer_writes",
@@ -663,6 +642,9 @@ void bind_machine(nb::module_& m) {
       .def("take_rates", &take_rates)
       .def("levels", &levels)
       .def("await_set", &await_set, "fds"_a, "seconds"_a)
-      .def("leave_set", &leave_set)
+      .def("leave_set",
+           [](Machine& machine) {
+             if (machine.set()) machine.set()->leave();
+           })
       .def_prop_ro("idle", &Machine::idle);
 }

@@ -10,9 +10,6 @@ namespace {
 constexpr Urgency kReads[] = {Urgency::DEMAND, Urgency::URGENT, Urgency::SERVE, Urgency::PREFETCH};
 constexpr int64_t kRatePeriodNs = 250'000'000;
 constexpr int64_t kFoldPeriodNs = 50'000'000;
-// What is read comes so much later at most: little beside a round trip through the model.
-constexpr int64_t kCoalesceNsMax = 1'000'000;
-constexpr double kCoalesceShare = 0.25;
 constexpr double kRateChangeMin = 0.1;
 // A target from which a load has read within this time will soon be read by another one.
 constexpr int64_t kLoadsAgainNs = 2'000'000'000;
@@ -668,36 +665,12 @@ std::vector<IoQueue::Rate> IoQueue::take_rates() {
   return changed;
 }
 
-void IoQueue::fold_rates() {
-  if (now_ns_ - rates_folded_ns_ < kFoldPeriodNs) return;
-  rates_folded_ns_ = now_ns_;
-  for (auto* meters : {&read_meters_, &write_meters_})
-    for (Meter& meter : *meters) meter.fold(seconds(now_ns_));
-}
-
 double IoQueue::read_rate(size_t target) {
-  fold_rates();
-  return read_meters_[target].rate();
-}
-
-// A share of the time in which the first target would be idle. Somebody waits for reads, so that
-// writes, of which there may be many, count only while nothing is read.
-int64_t IoQueue::coalesce_ns() {
-  fold_rates();
-  const bool reading = reads_in_flight() > 0;
-  const std::vector<Meter>& meters = reading ? read_meters_ : write_meters_;
-  double least_s = seconds(kCoalesceNsMax);
-  bool busy = false;
-  for (size_t target = 0; target < queues_.size(); ++target) {
-    const TargetQueue& queue = queues_[target];
-    const size_t bytes = reading ? queue.read_bytes_held() : queue.write_bytes_held();
-    if (!bytes) continue;
-    const double rate = meters[target].rate();
-    if (rate <= 0) return 0;
-    busy = true;
-    least_s = std::min(least_s, static_cast<double>(bytes) / rate * kCoalesceShare);
+  if (now_ns_ - rates_folded_ns_ >= kFoldPeriodNs) {
+    rates_folded_ns_ = now_ns_;
+    for (Meter& meter : read_meters_) meter.fold(seconds(now_ns_));
   }
-  return busy ? static_cast<int64_t>(1e9 * least_s) : 0;
+  return read_meters_[target].rate();
 }
 
 uint64_t IoQueue::bytes_before(size_t target) {

@@ -109,7 +109,6 @@ class TargetQueue {
   void give_back(Task& task, Urgency urgency, size_t bytes, int64_t now_ns);
   size_t waiting(bool is_write) const;
   size_t read_bytes_held() const;
-  size_t write_bytes_held() const { return bytes_held(Urgency::WRITE); }
   // The engine has taken something of this kind.
   void progressed(bool is_write) { stalled_since_ns_[is_write].reset(); }
   // Take out what waits if the engine has taken nothing of this kind for `patience_ns`. While the
@@ -262,9 +261,6 @@ class IoQueue {
   std::vector<Rate> take_rates();
   // In bytes per second; 0: not known.
   double read_rate(size_t target);
-  // For how long completions may be coalesced, since the targets have enough to do meanwhile. 0:
-  // look at each at once.
-  int64_t coalesce_ns();
   size_t targets() const { return targets_.size(); }
   // Since the begin, of all kinds.
   uint64_t bytes_read(size_t target) const { return targets_[target].read_bytes; }
@@ -332,7 +328,6 @@ class IoQueue {
   void note_outcome(const Flights::One& one, const LaneEnd& end);
   bool retries(const Flights::One& one, const LaneEnd& end);
   void expire_retries();
-  void fold_rates();
   HealthCounts& health_of(size_t target, uint32_t attachment);
 
   const IoOptions options_;
@@ -343,7 +338,7 @@ class IoQueue {
   std::vector<Meter> write_meters_, read_meters_;
   std::vector<std::pair<double, double>> reported_;
   int64_t rates_taken_ns_;
-  int64_t rates_folded_ns_ = 0;  // between these looks, by `fold_rates`
+  int64_t rates_folded_ns_ = 0;  // between these looks, by `read_rate`
   size_t first_ = 0;  // the target that is asked first: each in its turn
   size_t room_ = 0;  // what the lane still takes of the kind that is offered
   std::unordered_map<uint16_t, Owner> owners_;

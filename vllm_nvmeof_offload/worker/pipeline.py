@@ -33,7 +33,7 @@ from vllm_nvmeof_offload.copy.geometry import CacheGeometry
 from vllm_nvmeof_offload.errors import CANCELLED, ERRORS, EngineError, Outcome, code_of, outcome_of
 from vllm_nvmeof_offload.io.base import IoEngine, IoOp, Lanes, Waker
 from vllm_nvmeof_offload.metrics import Counts
-from vllm_nvmeof_offload.native import Machine, wait_readable
+from vllm_nvmeof_offload.native import Machine
 from vllm_nvmeof_offload.peers.base import SlotMemory
 from vllm_nvmeof_offload.pool.format import SlotPlace, Stamp
 from vllm_nvmeof_offload.protocol import (
@@ -354,13 +354,6 @@ class TransferPipeline:
         """Return in how many seconds `step` must be called if nothing happens; may be infinite."""
         return max(0.0, self._machine.next_deadline_s() - self._clock())
 
-    def coalesce_s(self) -> float:
-        """Return for how many seconds completions may be coalesced, 1 ms at most.
-
-        The targets have enough to do for four times as long. 0: look at each at once.
-        """
-        return self._machine.coalesce_s()
-
     def await_set(self, fds: Sequence[int], seconds: float) -> bool:
         """Wait until another member of the set has moved, `fds` are readable, or the time is over.
 
@@ -649,7 +642,6 @@ class PipelineRunner:
         self._waker = waker
         self._links = links
         self._fds = (waker.fd, io_fd, *(links.fds if links else ()))
-        self._urgent_fds = tuple(fd for fd in self._fds if fd != io_fd)
         self._inbox: deque[Callable[[], None]] = deque()
         self._handing_over = threading.Lock()  # a target's watcher hands over calls too
         self._changed = threading.Condition()
@@ -718,8 +710,6 @@ class PipelineRunner:
                     self._inbox.popleft()()
                 self._pipeline.step()
                 self._publish()
-                if coalesce_s := self._pipeline.coalesce_s():
-                    wait_readable(self._urgent_fds, coalesce_s)
                 if self._pipeline.await_set(self._fds, self._wait_ms() / 1000):
                     ready = [woken]  # perhaps
                 else:

@@ -42,7 +42,6 @@ from vllm_nvmeof_offload.copy.base import Pieces
 from vllm_nvmeof_offload.errors import OK, Outcome
 from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, IoOp
 from vllm_nvmeof_offload.io.choose import choose_io_engine
-from vllm_nvmeof_offload.native import wait_readable
 from vllm_nvmeof_offload.pool.format import SLAB_FILE, Keyspace
 from vllm_nvmeof_offload.pool.log import with_log
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
@@ -497,7 +496,6 @@ class PipelineMover(EngineMover):
         self._hand_over()
         tokens = self._step()
         if not tokens:
-            wait_readable((), min(self._pipeline.coalesce_s(), timeout_s))
             self._ready.poll(timeout_s * 1000)
             tokens = self._step()
         return tokens

@@ -94,11 +94,6 @@ class Meter:
         rates = self.machine.take_rates()
         return round(rates[-1][2], 3) if rates else None
 
-    def coalesce_ms(self) -> float:
-        """For how long completions may be coalesced now."""
-        self.machine.set_time(self.now_s)
-        return round(1000 * self.machine.coalesce_s(), 3)
-
     def rates(self) -> list[tuple[int, int, int]]:
         """Target, write rate, read rate."""
         self.machine.set_time(self.now_s)
@@ -303,49 +298,3 @@ def test_time_until_a_completion_is_polled_does_not_count() -> None:
     bench.read(0.5, at_once=4)
     bench.now_s += 1.0
     assert bench.read_rate() is None, "the same again; counted bytes stay counted"
-
-
-def test_completions_are_coalesced_for_a_quarter_of_the_time_that_a_target_is_busy() -> None:
-    bench = Meter()
-    bench.now_s = 10.0
-    tokens = [bench.began() for _ in range(32)]
-    assert bench.coalesce_ms() == 0, "its rate is not known"
-    bench.now_s += 0.064  # 2 ms of each
-    bench.ended(*tokens)
-    assert bench.coalesce_ms() == 0, "it has nothing"
-    one = bench.began()
-    assert bench.coalesce_ms() == 0.5
-    more = [bench.began() for _ in range(2)]
-    assert bench.coalesce_ms() == 1, "more would be felt"
-    bench.ended(*more)
-    assert bench.coalesce_ms() == 0.5
-    bench.ended(one)
-    assert bench.coalesce_ms() == 0
-
-
-def test_writes_are_coalesced_where_nothing_is_read() -> None:
-    bench = Meter()
-    bench.now_s = 10.0
-    bench.read(0.064, at_once=32)
-    bench.write(0.064, count=32)
-    bench.began(is_write=True)
-    bench.now_s += 0.06
-    assert bench.coalesce_ms() == 0.5
-    reads = [bench.began() for _ in range(4)]
-    assert bench.coalesce_ms() == 1, "a read is waited for: the write does not count"
-    bench.ended(*reads)
-    assert bench.coalesce_ms() == 0.5
-
-
-def test_the_target_that_is_idle_first_decides_how_long_completions_are_coalesced() -> None:
-    bench = Meter(targets=2)
-    bench.now_s = 10.0
-    tokens = [bench.began(target) for _ in range(16) for target in range(2)]
-    bench.now_s += 0.032
-    bench.ended(*tokens)
-    bench.now_s += 0.06
-    for _ in range(4):
-        bench.began(0)
-    assert bench.coalesce_ms() == 1
-    bench.began(1)
-    assert bench.coalesce_ms() == 0.5
