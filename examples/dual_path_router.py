@@ -291,8 +291,7 @@ def main() -> None:
     engines = [list(map(Engine.of, texts)) for texts in (given.prefill, given.decode)]
     limits = Limits(decode_tokens_max=given.decode_tokens, waiting_max=given.waiting)
     # vLLM's server closes a connection that was idle for 5 s: the router's must be gone by then.
-    connections = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
-    client = httpx.AsyncClient(timeout=None, limits=connections)
+    client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(keepalive_expiry=2.0))
     router = Router(*engines, client, limits)
     uvicorn.run(application(router), host=given.host, port=given.port, log_level="warning")
 
