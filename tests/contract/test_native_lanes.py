@@ -11,7 +11,7 @@ import errno
 import itertools
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -134,11 +134,13 @@ class Rank:
         self.pipeline.store(StoreCommand(op, batch), self._pieces(s for _, s in chunks), None)
         return op
 
-    def load(self, *chunks: Chunk, owner: int = OURS) -> int:
-        """Load chunks to the pages 0, 1, 2, …, which are wiped. owner: of the pool slots."""
+    def load(self, *chunks: Chunk, owner: int = OURS, pages: Sequence[int] = ()) -> int:
+        """Load chunks to these pages, which are wiped; none: to 0, 1, 2, …, and all are wiped.
+        owner: of the pool slots.
+        """
         op = next(self._ops)
-        self.pages[:] = 0
-        pieces = self._pieces(range(len(chunks)))
+        self.pages[list(pages) or slice(None)] = 0
+        pieces = self._pieces(pages or range(len(chunks)))
         self.pipeline.load(LoadCommand(op, self._batch(op, chunks, owner)), pieces, None)
         return op
 
@@ -332,7 +334,7 @@ def test_random_commands_end_alike(seed: int, tmp_path: Path) -> None:
         found = []
         for rank in ranks:
             dice.setstate(state)
-            # No two of a round's commands use one slot: which goes first would be chance.
+            # No two of a round's commands use one slot or page: which goes first would be chance.
             slots = dice.sample(range(CACHE_SLOTS), 4 * len(steps))
             for at, step in enumerate(steps):
                 _random_command(rank, step, slots[4 * at :][:4], dice)
@@ -372,6 +374,6 @@ def _random_command(rank: Rank, step: str, slots: list[int], dice: random.Random
                     chunks.append((names[slot], slot if cache else None, slot))
                     rank.given |= {slot: names[slot]} if cache else {}
             if chunks:
-                rank.load(*chunks)
+                rank.load(*chunks, pages=slots[: len(chunks)])
         case "reset":
             rank.reset()
