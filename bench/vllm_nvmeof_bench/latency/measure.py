@@ -230,6 +230,7 @@ def _opened(
         mover = EngineMover("uring", Ground(directory, payload_bytes, slots, staging))
     except OffloadError as error:  # as one that the parent can read
         raise BenchError(f"a job of ours cannot start: {error}") from None
+    mover.fill()
     return mover, random.Random(seed)
 
 

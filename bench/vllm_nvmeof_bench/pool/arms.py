@@ -290,8 +290,6 @@ def _cut(blocks: Sequence[int], step: int) -> list[Sequence[int]]:
 
 _TABLE_ENTRY_BYTES = 64
 _KEY_BYTES = 36
-#: With the engine at a time while a pool is written for the first time.
-_FILLED_AT_ONCE = 16
 
 
 #: Of the product's configuration, what the measurements depend on.
@@ -382,22 +380,18 @@ class EngineMover(Mover):
         self._ground = ground
         self._ready = select.poll()
         self._ready.register(self._engine.fileno(), select.POLLIN)
-        if not ground.written:
-            self._fill()
-            ground.written = True
 
     def about(self) -> dict[str, Any]:
         return {"runs": self.name}
 
-    def _fill(self) -> None:
-        """Write every block: space that was never written takes writes at half the speed."""
-        blocks = len(self._ground.identities)
-        started = ended = 0
-        while ended < blocks:
-            while started < min(blocks, ended + _FILLED_AT_ONCE) and self._engine.room().writes:
-                self._engine.submit([self._ground.op(started, False, started)])
-                started += 1
-            ended += len(self._ended(_POLL_S_MAX))
+    def fill(self) -> None:
+        """Write every block once: space that was never written takes writes at half the speed."""
+        if not self._ground.written:
+            self.run([self._everything()])
+            self._ground.written = True
+
+    def _everything(self) -> Job:
+        return Job(False, range(len(self._ground.identities)))
 
     def run(self, jobs: Sequence[Job]) -> None:
         moves = [(job.is_read, block) for job in jobs for block in job.blocks]
@@ -486,7 +480,7 @@ class PipelineMover(EngineMover):
         """Let another arm measure on our slab; write again what it has written over."""
         found = measure(kind)
         if kind != "batch_read":
-            self.run([Job(False, range(len(self._ground.identities)))])
+            self.run([self._everything()])
         return found
 
     def submit(self, token: int, is_read: bool, block: int) -> None:

@@ -197,6 +197,7 @@ class _Run:
                     self._leave_out(name, error)
                 else:
                     add(name, mover)
+                    mover.fill()
                     flat, owner = ground.slab, owner or mover
         if "vllm_fs" in wanted:
             tier = FsMover(directory / "fs", block_bytes, blocks, staging)

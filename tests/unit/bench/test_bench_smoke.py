@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_nvmeof_bench.pool.arms import PipelineMover
 from vllm_nvmeof_bench.pool.measure import run
 from vllm_nvmeof_bench.pool.report import FLAT_KINDS, KINDS, Settings
 from vllm_nvmeof_bench.results import BenchError
@@ -107,6 +108,20 @@ def test_an_interrupted_run_deletes_what_it_wrote(tmp_path: Path) -> None:
     assert "interrupted" in errors
     assert not (tmp_path / "disk").exists()
     assert not (tmp_path / "out.json").exists()
+
+
+def test_the_first_writes_can_be_interrupted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(mover: PipelineMover) -> None:
+        mover.submit(0, False, 0)
+        mover.poll(0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PipelineMover, "fill", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(Settings(directory=tmp_path, arms=("ours_threads",), blocks=(64 << 10,)))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_too_little_space_is_reported_before_anything_is_written(tmp_path: Path) -> None:
