@@ -26,7 +26,7 @@ PHASES = {ALONE: "alone", IN_GPU: "prompt in GPU memory", BACK: "prompt lost the
 #: Ours, and vLLM's tiering with the same bytes of CPU memory, which both hold the prompt.
 _OURS, _THEIRS = "full", "peer_full"
 _CHUNKS_MIN = 3000
-#: The arms of ours that have to keep within `_STEPS_MAX`, and where the prompt then lies.
+#: Our arms that have to keep within `_STEPS_MAX`, and where each finds the prompt.
 _LOADED = {"full": "the CPU tier", "pool": "the pool"}
 _STEPS_MAX = 2
 
