@@ -152,6 +152,7 @@ def test_a_process_of_which_only_the_first_thread_has_ended_is_alive() -> None:
 def test_a_server_that_never_answers_is_ended(tmp_path: Path) -> None:
     spec = FakeSpec(tmp_path, 64, 8, script="import time; time.sleep(600)")
     with Server(spec, tmp_path / "log") as server:
+        assert (os.getpgid(server.pid), os.getsid(server.pid)) == (server.pid, os.getsid(0))
         with pytest.raises(ServerError, match="did not answer within 1 s"):
             server.wait_ready(1)
         assert not server.running

@@ -47,7 +47,7 @@ class RunningRouter:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "PYTHONPATH": str(_ROOT / "bench"), "NO_COLOR": "1"},
-                start_new_session=True,
+                process_group=0,
             )
 
     def __enter__(self) -> Self:

@@ -215,7 +215,11 @@ class Server:
         _alive.add(self)
 
     def _launch(self) -> subprocess.Popen[bytes]:
-        """Start it in a process group of its own, with its output in `log_path`."""
+        """Start it in a process group of its own, with its output in `log_path`.
+
+        It stays in this session: Linux schedules sessions as groups (`sched_autogroup_enabled`),
+        and with several of them on 2 cores threads that were ready had to wait for up to 18 s.
+        """
         command = [sys.executable, "-c", LAUNCHER, str(os.getpid()), *self.spec.command(self.port)]
         with self.log_path.open("wb") as log:
             return subprocess.Popen(
@@ -224,7 +228,7 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self.spec.environment(),
-                start_new_session=True,
+                process_group=0,
             )
 
     @property

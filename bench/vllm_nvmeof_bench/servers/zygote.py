@@ -90,7 +90,7 @@ def _report_ended() -> None:
 
 
 def _be_a_server(log: str) -> None:
-    os.setsid()
+    os.setpgid(0, 0)
     _die_with_the_parent(signal.SIGTERM)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     for stream in (0, 1, 2):

@@ -224,7 +224,7 @@ class Zygote:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            start_new_session=True,
+            process_group=0,
         )
         assert self._answer(RUN_S_MAX) == "READY"
 
