@@ -228,9 +228,9 @@ def _opened(
     fill(staging, seed)
     try:
         mover = EngineMover("uring", Ground(directory, payload_bytes, slots, staging))
+        mover.fill()
     except OffloadError as error:  # as one that the parent can read
         raise BenchError(f"a job of ours cannot start: {error}") from None
-    mover.fill()
     return mover, random.Random(seed)
 
 
