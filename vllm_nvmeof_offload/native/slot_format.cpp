@@ -173,18 +173,30 @@ void end_stream() {
 #endif
 }
 
+// The processor reads ahead within a page of 4 KiB only, so at the start of each the checksum of
+// bytes that are not in cache would wait for memory.
+constexpr size_t kCrcStepBytes = 4 << 10;
+constexpr size_t kCrcAheadBytes = 8 << 10;
+
+// Let the second level of cache fetch these bytes, of which the checksum is made next.
+void prefetch(const unsigned char* from, size_t bytes) {
+  constexpr size_t kLine = 64;
+  constexpr int kRead = 0, kSecondLevel = 2;
+  for (size_t at = 0; at < bytes; at += kLine) __builtin_prefetch(from + at, kRead, kSecondLevel);
+}
+
 }  // namespace
 
 uint32_t crc32c(const void* data, size_t bytes) {
-  // ISA-L counts in int, and neither inverts at the start nor at the end.
-  constexpr size_t kStep = size_t{1} << 30;
+  // ISA-L neither inverts at the start nor at the end.
   auto* at = static_cast<const unsigned char*>(data);
   uint32_t crc = ~uint32_t{0};
-  while (bytes > 0) {
-    const size_t step = std::min(bytes, kStep);
-    crc = crc32_iscsi(const_cast<unsigned char*>(at), static_cast<int>(step), crc);
-    at += step;
-    bytes -= step;
+  for (size_t done = 0; done < bytes;) {
+    const size_t step = std::min(bytes - done, kCrcStepBytes);
+    const size_t ahead = std::min(done + kCrcAheadBytes, bytes);
+    prefetch(at + ahead, std::min(bytes - ahead, kCrcStepBytes));
+    crc = crc32_iscsi(const_cast<unsigned char*>(at + done), static_cast<int>(step), crc);
+    done += step;
   }
   return ~crc;
 }
