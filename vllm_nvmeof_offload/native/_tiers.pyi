@@ -202,19 +202,16 @@ _Report: TypeAlias = tuple[
     npt.NDArray[np.uint32] | None,
 ]
 
-#: Number, fence (0: passed), whether it is a store, bytes, pieces; of a store, by chunk: pieces,
-#: payload addresses, payload bytes, and whether its CRC must be reported (None: of none).
-_Copies: TypeAlias = tuple[
-    int,
-    int,
-    bool,
-    int,
-    npt.NDArray[np.uint64],
+#: Of a store, by chunk: pieces, payload addresses, payload bytes, and whether its CRC must be
+#: reported (None: of none).
+_StoredCopies: TypeAlias = tuple[
     npt.NDArray[np.uint32],
     npt.NDArray[np.uint64],
     npt.NDArray[np.uint64],
     npt.NDArray[np.uint8] | None,
 ]
+#: Number, fence (0: passed), bytes, pieces; None: it is a load.
+_Copies: TypeAlias = tuple[int, int, int, npt.NDArray[np.uint64], _StoredCopies | None]
 
 class InstantLanes:  # ends operations at once, for `bench hotpath`
     def __init__(self, wake_fd: int) -> None: ...
@@ -457,8 +454,8 @@ class Machine:
     def serve_levels(self) -> tuple[int, float]: ...
     # Bytes, and seconds (0: not known), by lane.
     def read_queues(self) -> list[tuple[int, float]]: ...
-    def offer_resets(self) -> list[tuple[int, int]]: ...
-    def take_unwritten(self) -> list[tuple[int, int, int]]: ...
+    # To hand over: token, target. Failed or late: target, code, errno.
+    def offer_resets(self) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]] | None: ...
     def take_cancels(self) -> list[int]: ...
     # passed: the number of the newest fence that has passed.
     def take_copies(self, passed: int, /) -> list[_Copies]: ...
@@ -469,9 +466,10 @@ class Machine:
     def take_finished(self) -> list[tuple[int, list[tuple[int, int, int]], int, float]]: ...
     def take_health(
         self,
-    ) -> tuple[
-        list[tuple[int, int, int, int, int, int]], list[tuple[int, int, bool, int, int, int]]
-    ]: ...
+    ) -> (
+        tuple[list[tuple[int, int, int, int, int, int]], list[tuple[int, int, bool, int, int, int]]]
+        | None
+    ): ...
     def take_counts(
         self,
     ) -> tuple[tuple[int, int, float], tuple[int, int, float], int, list[int]]: ...

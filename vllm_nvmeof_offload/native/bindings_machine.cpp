@@ -377,23 +377,20 @@ bool advance(Machine& machine, double ahead_s) {
   return health_has_news(io);
 }
 
-// (token, target) of each superblock to write.
-nb::list offer_resets(Machine& machine) {
+// (token, target) of each superblock to write, and (target, code, errno) of each that failed or is
+// late. None: there are none.
+nb::object offer_resets(Machine& machine) {
   machine.io.offer_resets();
-  nb::list all;
+  if (machine.io.offered.empty() && machine.io.unwritten.empty()) return nb::none();
+  nb::list offered, unwritten;
   for (const IoQueue::Offer& offer : machine.io.offered)
-    all.append(nb::make_tuple(offer.token, offer.task->target));
-  return all;
-}
-
-// (target, code, errno) of each superblock that failed or is late.
-nb::list take_unwritten(Machine& machine) {
-  nb::list all;
+    offered.append(nb::make_tuple(offer.token, offer.task->target));
   for (const HealthOutcome& one : std::exchange(machine.io.unwritten, {}))
-    all.append(nb::make_tuple(one.target, static_cast<uint8_t>(one.code), one.error));
-  return all;
+    unwritten.append(nb::make_tuple(one.target, static_cast<uint8_t>(one.code), one.error));
+  return nb::make_tuple(offered, unwritten);
 }
 
+// (number, fence, bytes, pieces, (counts, payloads, sizes, sampled) of a store) of each batch.
 nb::list take_copies(Machine& machine, uint64_t passed) {
   std::vector<CopyBatch> batches;
   {
@@ -401,11 +398,14 @@ nb::list take_copies(Machine& machine, uint64_t passed) {
     batches = machine.take_copies(passed);
   }
   nb::list all;
-  for (CopyBatch& batch : batches)
-    all.append(nb::make_tuple(batch.number, batch.fence, batch.is_store, batch.bytes,
-                              array(std::move(batch.pieces), 3), array(std::move(batch.counts)),
-                              array(std::move(batch.payloads)), array(std::move(batch.sizes)),
-                              column(std::move(batch.sampled))));
+  for (CopyBatch& batch : batches) {
+    nb::object stored = nb::none();
+    if (batch.is_store)
+      stored = nb::make_tuple(array(std::move(batch.counts)), array(std::move(batch.payloads)),
+                              array(std::move(batch.sizes)), column(std::move(batch.sampled)));
+    all.append(nb::make_tuple(batch.number, batch.fence, batch.bytes,
+                              array(std::move(batch.pieces), 3), stored));
+  }
   return all;
 }
 
@@ -463,7 +463,9 @@ nb::list take_finished(Machine& machine) {
   return all;
 }
 
-nb::tuple take_health(Machine& machine) {
+// Counts and outcomes of targets since the last call; None: there are none.
+nb::object take_health(Machine& machine) {
+  if (machine.io.health_counts.empty() && machine.io.health_outcomes.empty()) return nb::none();
   nb::list counts, outcomes;
   for (const HealthCounts& one : std::exchange(machine.io.health_counts, {}))
     counts.append(nb::make_tuple(one.target, one.attachment, one.began, one.late, one.released,
@@ -624,7 +626,6 @@ void bind_machine(nb::module_& m) {
       .def("run", &Machine::run, unlocked)
       .def("offered", &offered)
       .def("offer_resets", &offer_resets)
-      .def("take_unwritten", &take_unwritten)
       .def("take_cancels", [](Machine& machine) { return std::exchange(machine.io.cancels, {}); })
       .def("take_copies", &take_copies)
       .def("copied",

@@ -120,17 +120,24 @@ class FinishedJob(NamedTuple):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Ticket:
-    """A batch of copies that the copy engine has."""
+class _Ticket(NamedTuple):
+    """A batch of copies that the copy engine has. payloads: of a store; None: it is a load."""
 
     batch: int
-    direction: Direction
     size_bytes: int
     began_s: float
     payloads: Payloads | None
     #: uint8[n]: whether the members of the set compare the payload's CRC; None: of none.
-    sampled: npt.NDArray[np.uint8] | None = None
+    sampled: npt.NDArray[np.uint8] | None
+
+
+@dataclass(slots=True)
+class _Moved:
+    """Copies of one direction since the counters were read."""
+
+    operations: int = 0
+    size_bytes: int = 0
+    seconds: float = 0.0
 
 
 class TransferPipeline:
@@ -174,6 +181,7 @@ class TransferPipeline:
         self._passed = 0  # number of the newest fence that was seen to have passed
         self._open: dict[int, object] = {}  # those after it, the oldest first
         self._tickets: dict[int, _Ticket] = {}
+        self._loaded, self._stored = _Moved(), _Moved()
         self._levels: tuple[int, ...] = (0,) * 7
 
     def _serving_of(self, serve: Serve, staging: StagingMap) -> Serving:
@@ -339,9 +347,15 @@ class TransferPipeline:
     def counters(self) -> Counts:
         """What happened since it was cleared, under the names of `metrics.COUNTERS`."""
         reads, writes, read_bytes, written = self._machine.take_counts()
-        for direction, (operations, size, seconds) in (("load", reads), ("store", writes)):
-            if operations:
-                self._count_transfer(direction, "pool", operations, size, seconds)
+        if reads[0]:
+            self._count_transfer("load", "pool", *reads)
+        if writes[0]:
+            self._count_transfer("store", "pool", *writes)
+        for direction, moved in (("load", self._loaded), ("store", self._stored)):
+            if moved.operations:
+                counts = moved.operations, moved.size_bytes, moved.seconds
+                self._count_transfer(direction, "gpu", *counts)
+        self._loaded, self._stored = _Moved(), _Moved()
         if read_bytes:
             self._counters["read_bytes"] += read_bytes
         for target, size in enumerate(written):
@@ -420,6 +434,7 @@ class TransferPipeline:
         """Hand over what fits."""
         machine = self._machine
         self._look_at_targets()
+        self._set_targets()
         machine.offer_reads(self._io.room().reads)
         self._submit_offered()
         self._offer_resets()
@@ -429,11 +444,15 @@ class TransferPipeline:
 
     def _offer_resets(self) -> None:
         """Hand over the superblocks whose turn it is."""
-        if resets := self._machine.offer_resets():
+        found = self._machine.offer_resets()
+        if found is None:
+            return
+        resets, unwritten = found
+        if resets:
             # Slot `target` is the first one of that target.
             what = OpKind.RESET, Urgency.WRITE
             self._io.submit([IoOp(token, *what, target, 0, None, 0) for token, target in resets])
-        for target, code, number in self._machine.take_unwritten():
+        for target, code, number in unwritten:
             logger.warning(
                 "target %d does not take its superblock (%s): a reset goes on without it, and no "
                 "later start finds what is stored there from now on, until the target takes it or "
@@ -444,7 +463,10 @@ class TransferPipeline:
 
     def _look_at_targets(self) -> None:
         """Let each target's health follow from what its operations did, and act on its verdict."""
-        counts, outcomes = self._machine.take_health()
+        found = self._machine.take_health()
+        if found is None:
+            return
+        counts, outcomes = found
         for target, attachment, began, late, released, released_late in counts:
             health = self._health[target]
             health.began(attachment, began)
@@ -502,29 +524,28 @@ class TransferPipeline:
 
     def _take_verdicts(self) -> list[Report]:
         """Return the verdicts that changed since the last call; every target begins as ok."""
-        verdicts = [one.verdict for one in self._health]
-        if verdicts == self._verdicts:
-            return []
-        reported, self._verdicts = self._verdicts, verdicts
-        return [
-            VerdictReport(self._limits.rank, target, verdict.value)
-            for target, verdict in enumerate(verdicts)
-            if verdict is not reported[target]
-        ]
+        changed: list[Report] = []
+        for target, health in enumerate(self._health):
+            verdict = health.verdict
+            if verdict is not self._verdicts[target]:
+                self._verdicts[target] = verdict
+                changed.append(VerdictReport(self._limits.rank, target, verdict.value))
+        return changed
 
     # -- copies -----------------------------------------------------------------------
 
     def _submit_copies(self) -> None:
         copies = self._machine.take_copies(self._newest_passed())
-        for batch, fence, is_store, size_bytes, pieces, counts, addresses, sizes, sampled in copies:
-            direction = Direction.STORE if is_store else Direction.LOAD
-            payloads = Payloads.of(counts, addresses, sizes) if is_store else None
+        for batch, fence, size_bytes, pieces, stored in copies:
             after = self._open[fence] if fence else None
-            ticket = self._copy.submit(direction, pieces, after, payloads)
-            began_s = self._clock()
-            self._tickets[ticket] = _Ticket(
-                batch, direction, size_bytes, began_s, payloads, sampled
-            )
+            payloads = sampled = None
+            if stored is None:
+                ticket = self._copy.submit(Direction.LOAD, pieces, after)
+            else:
+                counts, addresses, sizes, sampled = stored
+                payloads = Payloads.of(counts, addresses, sizes)
+                ticket = self._copy.submit(Direction.STORE, pieces, after, payloads)
+            self._tickets[ticket] = _Ticket(batch, size_bytes, self._clock(), payloads, sampled)
 
     def _newest_passed(self) -> int:
         """Return the number of the newest fence that has passed. Fences pass in their order."""
@@ -537,12 +558,16 @@ class TransferPipeline:
         return self._passed
 
     def _copied(self, ticket: _Ticket, outcome: Outcome) -> None:
-        size, seconds = ticket.size_bytes if outcome.ok else 0, self._clock() - ticket.began_s
-        self._count_transfer(ticket.direction.value, "gpu", 1, size, seconds)
-        crcs = None if ticket.payloads is None else ticket.payloads.crcs
-        if outcome.ok and ticket.payloads is not None and ticket.sampled is not None:
-            self._add_crcs(ticket.payloads, ticket.sampled)
-        self._machine.copied(ticket.batch, code_of(outcome.kind), outcome.errno, crcs)
+        batch, size_bytes, began_s, payloads, sampled = ticket
+        moved = self._loaded if payloads is None else self._stored
+        moved.operations += 1
+        moved.seconds += max(0.0, self._clock() - began_s)
+        if outcome.ok:
+            moved.size_bytes += size_bytes
+            if payloads is not None and sampled is not None:
+                self._add_crcs(payloads, sampled)
+        crcs = None if payloads is None else payloads.crcs
+        self._machine.copied(batch, code_of(outcome.kind), outcome.errno, crcs)
 
     def _add_crcs(self, payloads: Payloads, sampled: npt.NDArray[np.uint8]) -> None:
         """Make the CRCs that the copy engine has not made, of chunks that the set compares."""
@@ -710,10 +735,11 @@ class PipelineRunner:
                     self._inbox.popleft()()
                 self._pipeline.step()
                 self._publish()
-                if self._pipeline.await_set(self._fds, self._wait_ms() / 1000):
+                wait_ms = self._wait_ms()
+                if self._pipeline.await_set(self._fds, wait_ms / 1000):
                     ready = [woken]  # perhaps
                 else:
-                    ready = poller.poll(self._wait_ms())
+                    ready = poller.poll(wait_ms)
         except BaseException as error:  # noqa: BLE001 - handed to the model's thread, which raises
             # A broken invariant: the model's thread must fail too instead of waiting for ever.
             with self._changed:
