@@ -10,6 +10,7 @@ calls come from one thread: that of a `PipelineRunner`, or the simulator's.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import math
 import select
@@ -679,6 +680,9 @@ class PipelineRunner:
         sys.setswitchinterval(min(_SWITCH_S_MAX, sys.getswitchinterval()))
         self._thread = threading.Thread(target=self._run, name="nvmeof-pipeline", daemon=True)
         self._thread.start()
+        # Python ends a daemon thread where it takes the interpreter lock again. Inside a native
+        # call that aborts the process.
+        atexit.register(self.stop)
 
     def hand_over(self, call: Callable[[TransferPipeline], None], *ops: int) -> None:
         """Run `call` on the pipeline's thread. `ops`: the stores and loads that it starts."""
@@ -710,6 +714,7 @@ class PipelineRunner:
 
     def stop(self) -> None:
         """End the thread. The engines' `close` ends what is under way."""
+        atexit.unregister(self.stop)
         self._stopping = True
         self._waker.wake()
         self._thread.join(timeout=5.0)

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process may end while the pipeline's thread works, as after an exception that nobody caught.
+
+A real pipeline in a child; its engines answer at once.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+_STATUS = 7
+_CHUNKS = 65_536  # they keep the thread busy for 20 ms
+_CHILD = f"""
+import time
+from vllm_nvmeof_bench.hotpath import managers, worker
+
+def leave(seconds):
+    raise SystemExit({_STATUS})
+
+one = worker.Worker({_CHUNKS})
+time.sleep = leave  # `measure` has handed over everything and waits
+keys = managers.random_keys([1], {_CHUNKS})
+one.measure(managers.Recorder("ours", {_CHUNKS}, 0), managers.batches_of(keys, {_CHUNKS}))
+"""
+
+
+def test_a_process_can_end_while_transfers_run() -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", _CHILD], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert child.returncode == _STATUS, child.stderr
+    assert "terminate called" not in child.stderr
