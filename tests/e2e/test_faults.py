@@ -22,6 +22,8 @@ SUSPECT = "vllm:nvmeof_suspect_targets"
 HANG_S_MAX = 60
 #: Which requests meet is a matter of timing: a test that needs a preemption asks again, so often.
 ROUNDS_MAX = 5
+#: vLLM preempts all running requests, then fails a reset if another one waits for its load.
+RESET_REFUSED = "running requests waiting for remote KV transfer, which is not supported yet"
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +208,7 @@ def test_reset_while_requests_run(server: Server, reference: rig.Reference) -> N
         name = "vllm:num_preemptions_total"
         return now.value(name) > before.value(name)
 
-    async def run() -> list[Answer]:
+    async def run() -> tuple[list[Answer], int]:
         async with Client(server.url) as client, httpx.AsyncClient(trust_env=False) as http:
             asked = [client.complete(p, 150) for p in reference.prompts[:3]]
             answers = asyncio.gather(*asked)
@@ -215,19 +217,26 @@ def test_reset_while_requests_run(server: Server, reference: rig.Reference) -> N
             while not answers.done() and resets < 3:
                 await asyncio.wait([answers], timeout=0.02)
                 if (await client.metrics()).value("vllm:num_requests_running"):
-                    url = f"{server.url}/reset_prefix_cache"
-                    response = await http.post(url, params={"reset_running_requests": "true"})
-                    response.raise_for_status()
-                    resets += 1
-            return list(await answers)
+                    resets += await _reset(http, server)
+            return list(await answers), resets
 
     for _ in range(ROUNDS_MAX):
-        answers = asyncio.run(run())
+        answers, resets = asyncio.run(run())
         for answer, expected in zip(answers, reference.answers, strict=False):
             assert answer.tokens[: rig.ANSWER_TOKENS] == expected.tokens
-        if preempted(rig.metrics(server)):
+        if resets and preempted(rig.metrics(server)):
             return
-    raise AssertionError("no request was running in any round")
+    raise AssertionError("no request was running in any round, or one was always loading")
+
+
+async def _reset(http: httpx.AsyncClient, server: Server) -> bool:
+    """Reset vLLM's prefix cache while requests run; whether vLLM has done so."""
+    url = f"{server.url}/reset_prefix_cache"
+    response = await http.post(url, params={"reset_running_requests": "true"})
+    if response.status_code == httpx.codes.INTERNAL_SERVER_ERROR and RESET_REFUSED in response.text:
+        return False
+    response.raise_for_status()
+    return True
 
 
 @pytest.mark.parametrize("knob", ["flip_with_valid_crc", "swap_slots"])
