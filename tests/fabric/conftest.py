@@ -81,9 +81,9 @@ def play(guest: Guest, scenarios: list[str], number: int) -> Results:
     )
     result = job / "result.json"
     result.unlink(missing_ok=True)
-    failure = "the guest did not reach this scenario"
     try:
-        guest.run(job, script, BOOT_S_MAX, virtual=True)
+        ended = guest.run(job, script, BOOT_S_MAX, virtual=True)
+        failure = f"the guest did not reach this scenario; the end of its console:\n{ended.tail}"
     except GuestFailedError as error:
         failure = str(error)
     found: Results = json.loads(result.read_text()) if result.exists() else {}

@@ -8,12 +8,17 @@ import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tests.fabric.nvmet import Fabric
 from tests.fabric.scenarios import SCENARIOS
 from tests.fabric.stage import Stage
+
+#: What Linux writes to its log when a part of it has died.
+KERNEL_DIED = ("kernel BUG at ", "BUG: unable to handle ", "Oops: ")
+KERNEL_LOG_LINE_BYTES_MAX = 8192
 
 
 def main() -> None:
@@ -40,7 +45,14 @@ def play(fabric: Fabric, each: str) -> dict[str, Any]:
         print(failure, flush=True)
     seconds = stage.now_s
     began_s = time.monotonic()
-    stage.strike()
+    try:
+        if died := _kernel_died():
+            raise AssertionError(f"the guest's kernel: {died}")
+        stage.strike()
+    except Exception:  # noqa: BLE001 - whatever it was, nothing can be played here any more
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # without waiting for a process whose I/O never ends
     child = stage.child
     kinds = ("store", "write", "load") if child else ()
     return {
@@ -59,6 +71,19 @@ def play(fabric: Fabric, each: str) -> dict[str, Any]:
         "counters": child.counters if child else None,
         "kernel": os.uname().release,
     }
+
+
+def _kernel_died() -> str:
+    """The first such line of the kernel's log; empty if there is none."""
+    fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with suppress(BlockingIOError):
+            while line := os.read(fd, KERNEL_LOG_LINE_BYTES_MAX).decode(errors="replace"):
+                if any(each in line for each in KERNEL_DIED):
+                    return line.partition(";")[2].strip()
+    finally:
+        os.close(fd)
+    return ""
 
 
 if __name__ == "__main__":

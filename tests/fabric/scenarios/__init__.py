@@ -23,6 +23,7 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
     "all-lost-past-ctrl-loss": outages.all_lost_past_ctrl_loss,
     "killed-while-lost": outages.killed_while_lost,
     "default-timeouts": outages.default_timeouts,
+    "huge-pages-written": devices.huge_pages_written,
     "namespace-disabled": devices.namespace_disabled,
     "medium-hangs": devices.medium_hangs,
     "medium-hangs-past-io-timeout": devices.medium_hangs_past_io_timeout,
@@ -40,6 +41,7 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
 BOOTS: tuple[tuple[str, ...], ...] = (
     (
         "fabric-discovered:none",
+        "huge-pages-written:none",
         "work-follows-speed:uring",
         "path-lost:uring",
         "port-removed:uring",

@@ -3,10 +3,44 @@
 
 from __future__ import annotations
 
+import mmap
+import multiprocessing
+import os
 import time
+from pathlib import Path
+
+import numpy as np
 
 from tests.fabric.nvmet import Timeouts
 from tests.fabric.stage import Stage
+from vllm_nvmeof_offload.units import KIB, MIB
+
+_FORK = multiprocessing.get_context("fork")
+_HUGE_PAGE_BYTES = 2 * MIB
+
+
+def huge_pages_written(stage: Stage) -> None:
+    """The target takes writes whose pieces reach from one huge page into the next."""
+    (target,) = stage.connect(Timeouts())
+    # In a process of its own: a write that the target never answers cannot be interrupted.
+    writer = _FORK.Process(target=_write_across_huge_pages, args=(target / "file",), daemon=True)
+    writer.start()
+    stage.until(lambda: writer.exitcode is not None, 60, "the writes end")
+    stage.equal("status of the writes", writer.exitcode, 0)
+
+
+def _write_across_huge_pages(path: Path) -> None:
+    """Write 256 KiB around every border of 32 huge pages, some of which lie side by side."""
+    memory = mmap.mmap(-1, 33 * _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    octets = np.frombuffer(memory, np.uint8)
+    octets[:] = 1
+    first = -octets.ctypes.data % _HUGE_PAGE_BYTES
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    for border in range(first + _HUGE_PAGE_BYTES, len(octets) - 128 * KIB, _HUGE_PAGE_BYTES):
+        piece = memoryview(memory)[border - 128 * KIB : border + 128 * KIB]
+        assert os.pwrite(fd, piece, 0) == len(piece)
+    os._exit(0)
 
 
 def namespace_disabled(stage: Stage) -> None:
