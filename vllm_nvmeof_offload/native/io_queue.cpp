@@ -11,6 +11,9 @@ constexpr Urgency kReads[] = {Urgency::DEMAND, Urgency::URGENT, Urgency::SERVE, 
 constexpr int64_t kRatePeriodNs = 250'000'000;
 constexpr int64_t kFoldPeriodNs = 50'000'000;
 constexpr double kRateChangeMin = 0.1;
+// What a target writes in this time may be with the engine, and so much whatever its rate.
+constexpr double kWriteAheadS = 0.0125;
+constexpr size_t kWriteAheadBytes = size_t{32} << 20;
 // A target from which a load has read within this time will soon be read by another one.
 constexpr int64_t kLoadsAgainNs = 2'000'000'000;
 
@@ -42,7 +45,7 @@ bool TargetQueue::has_room(Urgency urgency, size_t bytes, int64_t now_ns) const 
   const size_t fetched = bytes_held(Urgency::URGENT) + bytes_held(Urgency::PREFETCH);
   const size_t reads = held(Urgency::DEMAND) + held(Urgency::SERVE) + fetches;
   if (urgency == Urgency::WRITE) {
-    size_t bytes_max = options_.write_bytes_max;
+    size_t bytes_max = write_bytes_max_;
     if (reads || waiting(false))
       bytes_max = std::min(bytes_max, options_.write_bytes_beside_reads_max);
     if (mutant("writes_keep_no_cap_beside_reads")) bytes_max = options_.write_bytes_max;
@@ -56,6 +59,11 @@ bool TargetQueue::has_room(Urgency urgency, size_t bytes, int64_t now_ns) const 
     return false;
   const size_t read = read_bytes_held();
   return !reads || (reads < options_.reads_max && read + bytes <= options_.read_bytes_max);
+}
+
+void TargetQueue::writes_at(double rate) {
+  const auto ahead = static_cast<size_t>(kWriteAheadS * rate);
+  write_bytes_max_ = std::min(options_.write_bytes_max, std::max(kWriteAheadBytes, ahead));
 }
 
 // One may always go. The bounds hold while no load waits here too, so that one finds places free,
@@ -657,6 +665,7 @@ std::vector<IoQueue::Rate> IoQueue::take_rates() {
   for (size_t target = 0; target < targets_.size(); ++target) {
     const double write = write_meters_[target].fold(seconds(now_ns_));
     const double read = read_meters_[target].fold(seconds(now_ns_));
+    queues_[target].writes_at(write);
     auto& reported = reported_[target];
     if (!differs(reported.first, write) && !differs(reported.second, read)) continue;
     reported = {write, read};

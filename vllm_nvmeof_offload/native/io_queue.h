@@ -57,7 +57,7 @@ struct IoOptions {
   // Of one target with the engine, without operations past their deadline: a path that hangs must
   // not stop the others. One operation of each kind may always go.
   size_t read_bytes_max = SIZE_MAX;
-  size_t write_bytes_max = SIZE_MAX;
+  size_t write_bytes_max = SIZE_MAX;  // at most, see `TargetQueue::writes_at`
   size_t write_bytes_beside_reads_max = SIZE_MAX;  // while reads wait or run there
   Stamp stamp;  // of every target, until a reset
   double serve_share = 1;  // of a target's reads and their bytes, for those of peers at most
@@ -97,7 +97,7 @@ struct TransferCounts {
 // knows that the device is done with it.
 class TargetQueue {
  public:
-  explicit TargetQueue(const IoOptions& options) : options_(options) {}
+  explicit TargetQueue(const IoOptions& options) : options_(options) { writes_at(0); }
 
   FairQueue& queue(Urgency urgency) { return queues_[static_cast<size_t>(urgency)]; }
   // Whether one more of this urgency and size may be with the engine. Fetches hold at most half of
@@ -109,6 +109,9 @@ class TargetQueue {
   void give_back(Task& task, Urgency urgency, size_t bytes, int64_t now_ns);
   size_t waiting(bool is_write) const;
   size_t read_bytes_held() const;
+  // The target's rate, in bytes per second; 0: not known. A fast device needs more bytes ahead of
+  // it to be kept busy, and a read that comes meanwhile waits for no longer behind them.
+  void writes_at(double rate);
   // The engine has taken something of this kind.
   void progressed(bool is_write) { stalled_since_ns_[is_write].reset(); }
   // Take out what waits if the engine has taken nothing of this kind for `patience_ns`. While the
@@ -125,6 +128,7 @@ class TargetQueue {
   size_t bytes_held(Urgency urgency) const { return bytes_held_[static_cast<size_t>(urgency)]; }
 
   const IoOptions& options_;
+  size_t write_bytes_max_;  // as of the last known rate
   std::optional<int64_t> loaded_ns_;  // when a read that a load waits for last began or ended here
   std::array<size_t, kUrgencies> bytes_held_{};
   std::array<FairQueue, kUrgencies> queues_{

@@ -10,8 +10,12 @@ from tests.chunks import Reported
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, OK, STALE, io_error
 from vllm_nvmeof_offload.protocol import OpKind, Urgency
 from vllm_nvmeof_offload.targets.health import TargetHealth
+from vllm_nvmeof_offload.units import MIB
 
 from .bench import READ_S, STRIDE, WRITE_S, Bench
+
+#: As many operations with the engine as there are bytes for.
+UNBOUNDED = {"writes_in_flight_max": 1 << 20}
 
 
 def _started(bench: Bench) -> list[int]:
@@ -119,6 +123,38 @@ def test_bytes_in_flight_are_capped_per_target_and_direction() -> None:
     bench.write_chunks(20, [(slot, slot, 100 + 2 * slot) for slot in range(5)])
     bench.pipeline.step()
     assert len(bench.io.ops) == 3
+
+
+def test_more_bytes_are_ahead_of_a_target_that_writes_faster() -> None:
+    bound = 60 * MIB
+    bench = Bench(cache_slots=bound // STRIDE + 1, **UNBOUNDED, write_bytes_in_flight_max=bound)
+    slots = range(bench.staging.cache_slots)
+    bench.store_chunks(1, [(slot, slot) for slot in slots])
+    bench.pipeline.step()
+    bench.copy.finish(bench.copy.submitted[-1][0])
+    bench.pipeline.step()
+
+    def written(op: int, bytes_per_s: float) -> int:
+        """Write every chunk at this rate; the bytes that were with the engine at a time."""
+        bench.write_chunks(op, [(slot, slot, slot) for slot in slots])
+        bench.pipeline.step()
+        most = len(bench.io.ops) * STRIDE
+        while bench.io.ops:
+            bench.now_s += len(bench.io.ops) * STRIDE / bytes_per_s
+            for token in list(bench.io.ops):
+                bench.io.complete(token)
+            bench.pipeline.step()
+        bench.now_s += 1
+        bench.pipeline.step()
+        bench.reports()
+        return most
+
+    assert written(2, 4e9) == 32 * MIB, "not known yet"
+    assert 50e6 - STRIDE < written(3, 8e9) <= 50e6, "12.5 ms"
+    assert written(4, 8e9) == bound, "less than 75 MB"
+    for op in range(5, 9):
+        written(op, 1e9)
+    assert written(9, 1e9) == 32 * MIB
 
 
 def test_few_bytes_are_written_while_reads_wait_or_run() -> None:
