@@ -110,7 +110,7 @@ class TargetQueue {
   size_t waiting(bool is_write) const;
   size_t read_bytes_held() const;
   // The target's rate, in bytes per second; 0: not known. A fast device needs more bytes ahead of
-  // it to be kept busy, and a read that comes meanwhile waits for no longer behind them.
+  // it to be kept busy, and a read that comes then waits behind them no longer than on a slow one.
   void writes_at(double rate);
   // The engine has taken something of this kind.
   void progressed(bool is_write) { stalled_since_ns_[is_write].reset(); }

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.fabric.nvmet import Timeouts
-from tests.fabric.stage import Stage
+from tests.fabric.stage import READY_S_MAX, Stage
 from vllm_nvmeof_offload.units import KIB, MIB
 
 _FORK = multiprocessing.get_context("fork")
@@ -25,7 +25,7 @@ def huge_pages_written(stage: Stage) -> None:
     # In a process of its own: a write that the target never answers cannot be interrupted.
     writer = _FORK.Process(target=_write_across_huge_pages, args=(target / "file",), daemon=True)
     writer.start()
-    stage.until(lambda: writer.exitcode is not None, 60, "the writes end")
+    stage.until(lambda: writer.exitcode is not None, READY_S_MAX, "the writes end")
     stage.equal("status of the writes", writer.exitcode, 0)
 
 

@@ -14,9 +14,6 @@ from vllm_nvmeof_offload.units import MIB
 
 from .bench import READ_S, STRIDE, WRITE_S, Bench
 
-#: As many operations with the engine as there are bytes for.
-UNBOUNDED = {"writes_in_flight_max": 1 << 20}
-
 
 def _started(bench: Bench) -> list[int]:
     return [op.pool_slot for op in bench.io.started]
@@ -127,8 +124,9 @@ def test_bytes_in_flight_are_capped_per_target_and_direction() -> None:
 
 def test_more_bytes_are_ahead_of_a_target_that_writes_faster() -> None:
     bound = 60 * MIB
-    bench = Bench(cache_slots=bound // STRIDE + 1, **UNBOUNDED, write_bytes_in_flight_max=bound)
-    slots = range(bench.staging.cache_slots)
+    count = bound // STRIDE + 1
+    bench = Bench(cache_slots=count, writes_in_flight_max=count, write_bytes_in_flight_max=bound)
+    slots = range(count)
     bench.store_chunks(1, [(slot, slot) for slot in slots])
     bench.pipeline.step()
     bench.copy.finish(bench.copy.submitted[-1][0])
