@@ -556,6 +556,32 @@ void test_checksums(uint64_t seed) {
   checksums.stop();
 }
 
+// A caller that sleeps is woken once for completions that come one after the other.
+void test_completions_that_follow() {
+  CompletionQueue completions;
+  const auto is_told = [&] {
+    pollfd ready{completions.fd(), POLLIN, 0};
+    return poll(&ready, 1, 0) == 1;
+  };
+  completions.push({1, Code::kOk, 0}, true);
+  CHECK(!is_told());
+  completions.tell(false);
+  CHECK(is_told());
+  CHECK(completions.take().size() == 1 && !is_told());
+  completions.push({2, Code::kOk, 0}, true);
+  std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  completions.tell(true);  // more follow, but this one has waited long enough
+  CHECK(is_told());
+  CHECK(completions.take().size() == 1);
+  completions.push({3, Code::kOk, 0}, true);
+  completions.push({4, Code::kOk, 0});  // nothing follows this one
+  CHECK(is_told());
+  CHECK(completions.take().size() == 2 && !is_told());
+  completions.push({5, Code::kOk, 0}, true);
+  completions.landed({6});
+  CHECK(is_told());
+}
+
 }  // namespace
 
 int main(int count, char** words) {
@@ -569,6 +595,7 @@ int main(int count, char** words) {
   test_wrong_crc(directory);
   test_reads_that_wait(directory);
   test_checksums(first);
+  test_completions_that_follow();
   for (uint64_t seed = first; seed < first + seeds; ++seed) {
     test_mix(directory, seed % 2 == 0, seed, 2'000);
     test_close_under_load(directory, seed);

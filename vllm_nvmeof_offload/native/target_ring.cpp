@@ -224,11 +224,13 @@ bool TargetRing::start_waiting(std::vector<Piece*>& pieces) {
   return false;
 }
 
+// The caller is not woken for each read of a burst: `check_one` tells it of all.
 void TargetRing::finish(Op& op, Code code, int error) {
   const Completion completion{op.request.token, code, error};
+  const bool more_follow = op.request.is_read() && !to_check_.empty();
   ops_.erase(op.request.token);
   --held_;
-  completions_->push(completion);
+  completions_->push(completion, more_follow);
   if (closing_ && ops_.empty()) {
     kick();
     table_work_.notify_all();
@@ -420,6 +422,7 @@ bool TargetRing::check_one() {
   std::lock_guard lock(mutex_);
   --op.unchecked;
   release(piece);
+  completions_->tell(!to_check_.empty());
   return true;
 }
 
