@@ -224,7 +224,7 @@ bool TargetRing::start_waiting(std::vector<Piece*>& pieces) {
   return false;
 }
 
-// The caller is not woken for each read of a burst: `check_one` tells it of all.
+// A read that ends while pieces wait for their check does not wake the caller; `check_one` does.
 void TargetRing::finish(Op& op, Code code, int error) {
   const Completion completion{op.request.token, code, error};
   const bool more_follow = op.request.is_read() && !to_check_.empty();

