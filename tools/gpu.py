@@ -71,11 +71,9 @@ def bench(name: str, json: str, *arguments: str) -> Callable[[str], list[str]]:
     return command
 
 
-def ttft(name: str) -> list[str]:
-    arms = "none,full:dma,full:kernel,pool:dma,peer_full"
-    sizes = ("--lengths", "4096,16384,32768", "--rounds", "2", "--arms", arms)
-    servers = ("--server-args", os.environ.get("GPU_SERVER_ARGS", ""))
-    return bench("ttft", "ttft-gpu", *sizes, *servers)(name)
+def servers(name: str, *arguments: str) -> Callable[[str], list[str]]:
+    given = ("--server-args", os.environ.get("GPU_SERVER_ARGS", ""))
+    return bench(name, f"{name}-gpu", *arguments, *given)
 
 
 def sanitizer(name: str) -> list[str]:
@@ -102,6 +100,7 @@ STAGES: dict[str, Stage] = {
     "ongpu": Stage(
         420, engine(f"{_SHAPES}/test_on_gpu.py", f"{_SHAPES}/test_failing_reads.py"), engine=True
     ),
+    "groups": Stage(240, engine(f"{_SHAPES}/test_groups.py"), engine=True),
     "tokens": Stage(240, engine("tests/e2e/test_tokens.py"), engine=True),
     "preempt": Stage(240, engine("tests/e2e/test_preempt.py"), engine=True),
     "faults": Stage(240, engine("tests/e2e/test_faults.py"), engine=True),
@@ -112,7 +111,20 @@ STAGES: dict[str, Stage] = {
     "benchmodel": Stage(240, bench("copy", "copy-model", "--rounds", "3", "--parts", "model,disk")),
     "sweep": Stage(240, bench("copy", "copy-sweep", "--rounds", "3", "--parts", "sweep")),
     "crc": Stage(150, bench("copy", "crc", "--rounds", "3", "--parts", "crc")),
-    "ttft": Stage(560, ttft, engine=True),
+    "hotpath": Stage(240, bench("hotpath", "hotpath-gpu", "--repeats", "3")),
+    "ttft": Stage(
+        560,
+        servers(
+            *("ttft", "--lengths", "4096,16384,32768", "--rounds", "2"),
+            *("--arms", "none,full:dma,full:kernel,pool:dma,peer_full"),
+        ),
+        engine=True,
+    ),
+    "stall": Stage(
+        400,
+        servers("stall", "--rounds", "3", "--arms", "none,full,pool,peer_full"),
+        engine=True,
+    ),
     "shapes": Stage(560, engine(f"{_SHAPES}/test_answers.py"), engine=True),
     "weights": Stage(
         560, engine(f"{_SHAPES}/test_weights.py", f"{_SHAPES}/test_hash_seeds.py"), engine=True
@@ -171,18 +183,22 @@ def unpacked(bundle: Path, place: Path) -> Path:
 def take_native_core(path: list[str], package: Path = ROOT / "vllm_nvmeof_offload") -> str:
     """Copy the native core of an installed wheel into a checkout that has none; return its origin.
 
-    The checkout comes first on the path, so that its changes are what runs.
+    The checkout comes first on the path, so that its changes are what runs. The stubs in it name
+    the modules of the core.
     """
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    inside = Path("native") / f"_native{suffix}"
+    modules = [f"{stub.stem}{suffix}" for stub in sorted((package / "native").glob("*.pyi"))]
     for place in map(Path, path):
-        core = place / package.name / inside
-        if (package / inside).exists() or not core.exists():
+        core = place / package.name / "native"
+        if package / "native" == core or not all((core / name).exists() for name in modules):
             continue
+        if not (missing := [name for name in modules if not (package / "native" / name).exists()]):
+            return ""
         libraries = place / f"{package.name}.libs"
         if libraries.is_dir():
             shutil.copytree(libraries, package.parent / libraries.name, dirs_exist_ok=True)
-        shutil.copy2(core, package / inside)
+        for name in missing:
+            shutil.copy2(core / name, package / "native" / name)
         return str(place)
     return ""
 

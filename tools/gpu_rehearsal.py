@@ -16,6 +16,12 @@ import importlib
 import os
 import pkgutil
 import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from gpu import take_native_core  # noqa: E402 - a script's neighbour
 
 #: Modules that an engine of our models and an API server import, late imports included.
 ENGINE = (
@@ -58,6 +64,9 @@ def modules() -> list[str]:
 
 def main() -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    site = ROOT.parent / "site"
+    if site.is_dir():  # a bundle's own source
+        take_native_core([str(site)])
     activate_triton()
     names, failed = modules(), 0
     for name in names:

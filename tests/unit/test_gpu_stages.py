@@ -199,16 +199,22 @@ def test_the_tests_of_a_stage_are_found(name: str) -> None:
 
 
 def test_a_checkout_takes_the_native_core_of_a_wheel_once(tmp_path: Path) -> None:
+    """All of its modules: the stages import each of them."""
     suffix = gpu.sysconfig.get_config_var("EXT_SUFFIX")
     wheel, checkout = tmp_path / "site", tmp_path / "main" / "vllm_nvmeof_offload"
     (checkout / "native").mkdir(parents=True)
     (wheel / "vllm_nvmeof_offload" / "native").mkdir(parents=True)
-    (wheel / "vllm_nvmeof_offload" / "native" / f"_native{suffix}").write_text("core")
+    modules = sorted(stub.stem for stub in (ROOT / "vllm_nvmeof_offload/native").glob("*.pyi"))
+    assert len(modules) > 1
+    for name in modules:
+        (checkout / "native" / f"{name}.pyi").touch()
+        (wheel / "vllm_nvmeof_offload" / "native" / f"{name}{suffix}").write_text(name)
     (wheel / "vllm_nvmeof_offload.libs").mkdir()
     (wheel / "vllm_nvmeof_offload.libs" / "libisal.so.2").write_text("isal")
     nowhere = str(tmp_path / "nowhere")
     assert gpu.take_native_core([nowhere, str(wheel)], checkout) == str(wheel)
-    assert (checkout / "native" / f"_native{suffix}").read_text() == "core"
+    for name in modules:
+        assert (checkout / "native" / f"{name}{suffix}").read_text() == name
     assert (tmp_path / "main" / "vllm_nvmeof_offload.libs" / "libisal.so.2").exists()
     assert gpu.take_native_core([str(wheel)], checkout) == "", "its own stays"
 

@@ -35,7 +35,7 @@ from vllm_nvmeof_offload.units import MIB, slot_stride_bytes
 _READ_DEADLINE_MS = 60_000
 _SMALL = ModelShape(layers=4, hidden=256, intermediate=1024, heads=2, kv_heads=2)
 _LARGE = ModelShape(
-    layers=8, hidden=2048, intermediate=7168, heads=16, kv_heads=4, positions_max=65_536
+    layers=8, hidden=2048, intermediate=7168, heads=16, kv_heads=4, positions_max=131_072
 )
 _BYTES = {"float32": 4, "bfloat16": 2}
 

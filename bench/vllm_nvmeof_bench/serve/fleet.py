@@ -35,7 +35,8 @@ from vllm_nvmeof_bench.throttle import Throttle
 from vllm_nvmeof_offload.fabric.machine import read_gpus
 from vllm_nvmeof_offload.units import MIB
 
-_AT_ONCE = 2
+#: Servers that start at once: each keeps about four cores busy.
+_AT_ONCE = max(2, (os.cpu_count() or 1) // 4)
 _MB = 1_000_000
 #: Ids that nearly every model's vocabulary has, none of them special.
 _REMOTE_TOKENS = Tokens(1000, 30000)
@@ -70,7 +71,7 @@ def serving(
     on_step: Callable[[str], None],
     throttles: Mapping[str, Throttle],
 ) -> Iterator[Fleet]:
-    """Start servers, two at a time, and stop them at the end; a text is the URL of one that runs.
+    """Start servers, some at a time, and stop them at the end; a text is the URL of one that runs.
 
     throttles: of the disk, by the server's name; they hold for every process that it starts.
 

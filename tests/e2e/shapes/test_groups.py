@@ -129,7 +129,6 @@ class Same:
         return sum(self.kind.whole(len(request.prompt)) for request in requests)
 
 
-@only_cpu_engine
 class TestGemma(Same):
     kind = Kind("gemma", 64, 16 * KIB, 54, 90)
 
@@ -159,7 +158,6 @@ class TestMistral(Same):
     kind = Kind("mistral", 64, 32 * KIB, 24, 26)
 
 
-@only_cpu_engine
 class TestLfm2(Same):
     kind = Kind(
         *("lfm2", 32, 8 * KIB, 30, 90),
