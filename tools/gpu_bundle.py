@@ -56,7 +56,8 @@ STAND_IN = "vllm/vllm_flash_attn/_vllm_fa2_C.py"
 #: Packages that vLLM 0.33's engine and server import, found by importing them, and our own.
 REQUIRED = (
     *("annotated-types", "apache-tvm-ffi==0.1.11", "cachetools", "cbor2", "crc32c"),
-    *("fastapi<0.137.0", "httpx2", "jmespath", "llguidance<1.8.0", "msgspec", "openai"),
+    *("compressed-tensors==0.17.0", "fastapi<0.137.0", "httpx2", "ijson", "jmespath"),
+    *("llguidance<1.8.0", "loguru", "msgspec", "openai"),
     *("model-hosting-container-standards<1.0.0", "openai-harmony", "orjson"),
     *("partial-json-parser", "prometheus-fastapi-instrumentator", "pybase64", "pydantic"),
     *("pydantic-core", "pyzmq", "sniffio", "starlette", "typing-inspection", "uvicorn"),

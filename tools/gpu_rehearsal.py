@@ -31,6 +31,8 @@ ENGINE = (
     *("vllm.v1.attention.backends.triton_attn", "vllm.v1.spec_decode.utils"),
     *("vllm.v1.sample.ops.topk_topp_triton", "vllm.v1.kv_offload.cpu.swap_blocks_triton"),
     *("vllm.v1.kv_offload.cpu.gpu_worker", "vllm.v1.kv_offload.tiering.spec"),
+    # Imported when any model is loaded.
+    "vllm.model_executor.layers.quantization.online.base",
 )
 #: Every module inside is imported as well.
 PACKAGES = ("vllm.v1.worker.gpu", "vllm_nvmeof_offload", "vllm_nvmeof_bench")

@@ -161,9 +161,11 @@ def report_world(smoke: Smoke, cuda: Cuda, kernel: int, size: int, sizes: tuple[
         host_pointers_work_in_kernels=cuda.host_pointers_work_in_kernels,
     )
     theirs, about = load_theirs()
-    with contextlib.closing(
-        World(cuda, kernel, size, {"vllm": theirs.copy} if theirs else {})
-    ) as world:
+    others = {"vllm": theirs.copy} if theirs else {}
+    with (
+        contextlib.closing(World(cuda, kernel, size, others)) as world,
+        contextlib.closing(theirs) if theirs else contextlib.nullcontext(),
+    ):
         smoke.report(vllm_arm=about, bytes=size, seconds=world.seconds, on_node=world.numa_bound)
         report_copies(smoke, world, sizes, size // 2)
 

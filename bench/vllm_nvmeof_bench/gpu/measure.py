@@ -521,6 +521,7 @@ def measure(settings: Settings, json_path: Path) -> None:
     with (
         progress() as on_progress,
         contextlib.closing(World(cuda, kernel, settings.bytes_max, others)) as world,
+        contextlib.closing(theirs) if theirs else contextlib.nullcontext(),
     ):
         bench = Bench(world, settings, torch, on_progress)
         more = {"sweep": bench.sweep, "crc": bench.crc, "loops": bench.loops, "disk": bench.disk}

@@ -283,6 +283,11 @@ class VllmCopier:
         with self._torch.cuda.stream(outer):
             swap(*tables, is_src_access_order_any=load, **more)
 
+    def close(self) -> None:
+        """Call before the streams are destroyed: freed pinned memory is noted on each of them."""
+        self._tables = ()
+        self._streams.clear()
+
     def _filled(self, direction: Direction, pieces: Descriptors) -> tuple[Any, ...]:
         """Sources, destinations and sizes, in pinned memory."""
         if not self._tables or self._tables[0].numel() < len(pieces):
