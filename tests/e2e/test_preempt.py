@@ -115,7 +115,8 @@ def test_few_tokens_are_computed_twice(outcome: Outcome) -> None:
     gone = outcome.ours("resumed_chunk_tokens")
     assert gone > 1000
     reasons = {name: outcome.ours(name) for name in REASONS}
-    assert outcome.ours("resumed_chunk_tokens_lost") <= 0.05 * gone, reasons
+    # As a text: pytest cuts a dict.
+    assert outcome.ours("resumed_chunk_tokens_lost") <= 0.05 * gone, str(reasons)
     assert outcome.ours("failed_chunks") == 0
 
 

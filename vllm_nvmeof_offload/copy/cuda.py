@@ -43,6 +43,10 @@ from vllm_nvmeof_offload.copy.pinning import Readiness, StagingPinning
 from vllm_nvmeof_offload.errors import OK, Outcome, OutcomeKind
 from vllm_nvmeof_offload.units import KIB, MIB
 
+#: Copies of one driver call. The driver takes 0.4 µs for each, and the GPU begins when the call
+#: ends, so the host makes the next call's meanwhile. On an H200 64 reached 0.99 of one contiguous
+#: copy at 512 KiB, where a call of 1000 reached 0.92 to 0.93; fewer copies cost the host more.
+_CALL_COPIES_MAX = 64
 _THREADS = 512
 _LANES = 32
 #: One warp copies this much at once; a multiple of 16, so that parts are aligned as their piece.
@@ -60,7 +64,7 @@ _FAILED = Outcome(OutcomeKind.IO_ERROR, errno.EIO)
 
 
 class DmaCopier:
-    """Copies by the GPU's copy engines: one driver call for many pieces, if the driver has it."""
+    """Copies by the GPU's copy engines: few driver calls for many pieces, if the driver has it."""
 
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
@@ -84,8 +88,8 @@ class DmaCopier:
             return
         order = ORDER_STREAM if direction is Direction.STORE else ORDER_ANY
         tables = [address_of(column) for column in (destinations, sources, sizes)]
-        for start in range(0, len(sizes), DESCRIPTORS_MAX):
-            count = min(DESCRIPTORS_MAX, len(sizes) - start)
+        for start in range(0, len(sizes), _CALL_COPIES_MAX):
+            count = min(_CALL_COPIES_MAX, len(sizes) - start)
             first, second, third = (table + start * sizes.itemsize for table in tables)
             self._cuda.copy_batch((first, second, third), count, stream, order, overlap)
 
@@ -373,6 +377,11 @@ class CudaCopyEngine:
         self._held: list[_Ticket] = []  # in the order of their submission
         self._events: list[int] = []  # all that were created for tickets
         self._logged: set[str] = set()
+
+    @property
+    def streams(self) -> dict[Direction, int]:
+        """Each direction's stream, for who waits for all copies of one."""
+        return {direction: stream.handle for direction, stream in self._streams.items()}
 
     def record_fence(self) -> object:
         """Call on the model's thread. Raises CudaError: then the model cannot go on either."""

@@ -26,6 +26,7 @@ import itertools
 import os
 import platform
 import random
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -202,6 +203,8 @@ class GpuRig(Rig):
 ARMS = ("dma", "dma_overlap", "kernel", "auto")
 _CHECKED = ((4 * KIB, 100), (24 * KIB + 16, 50), (512 * KIB, 8))
 _LOOP_ARMS = ("alone", "dma", "dma_overlap", "kernel")
+#: One sample of a transfer of up to so many bytes is the median of some: each takes tens of µs.
+_SHORT_BYTES, _SHORT_REPEATS = 16 * MIB, 9
 _LOOP_STEPS = 10
 _LOOP_BLOCK_BYTES = 2 * MIB
 _Shapes = tuple[tuple[int, int], ...]  # bytes of a block, blocks
@@ -315,10 +318,14 @@ class Bench:
     ) -> Iterator[Sample]:
         """GB/s of each of the arms that does not fail."""
         _, size, count, _ = where
+        repeats = _SHORT_REPEATS if size * count <= _SHORT_BYTES else 1
         for arm in tuple(arms):  # one that fails is removed from the world's
-            took_s = self._world.attempt(arm, self._world.seconds_of, arm, work)
+            took_s = self._world.attempt(arm, self._median_s, arm, work, repeats)
             if took_s is not None:
                 yield Sample(case, arm, *where, _gb_per_s(size * count, took_s))
+
+    def _median_s(self, arm: str, work: dict[Direction, Descriptors], repeats: int) -> float:
+        return statistics.median(self._world.seconds_of(arm, work) for _ in range(repeats))
 
     # -- loops of compute beside copies --------------------------------------------------
 

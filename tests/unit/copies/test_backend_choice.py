@@ -176,8 +176,9 @@ def test_calibration_measures_sizes_that_fit_and_leaves_nothing() -> None:
     assert len(cells) == 2 * len(fits)
     hinted = [cell for cell in cells if cell.fragment_bytes <= 128 * KIB]
     assert cuda.calls["launch"] == 4 * len(cells)
-    assert cuda.calls["copy_batch"] == 4 * (len(cells) + len(hinted))
-    assert sum(cuda.hints) == 4 * len(hinted)
+    batches = sum(-(-cell.count // 64) for cell in (*cells, *hinted))
+    assert cuda.calls["copy_batch"] == 4 * batches
+    assert sum(cuda.hints) == 4 * sum(-(-cell.count // 64) for cell in hinted)
     assert [cell for cell in cells if cell.overlap_us is not None] == hinted
     assert all(cell.spread >= 0 for cell in cells)
 

@@ -121,18 +121,18 @@ def test_two_tensors_side_by_side_are_not_one_descriptor() -> None:
     rig.engine.close()
 
 
-def test_many_pieces_are_submitted_in_calls_of_at_most_4096() -> None:
+def test_many_pieces_are_submitted_in_calls_of_at_most_64() -> None:
     rig = Rig(FakeCuda(), 1)
     rig.cuda.regions = None
     cache, staging = np.arange(20_000, dtype=np.uint16), np.zeros(20_000, np.uint16)
-    count = 10_000  # every second word: nothing to merge
+    count = 10_000  # every second word: nothing to merge; 156 calls and 16 pieces
     pieces = np.empty((count, 3), np.uint64)
     pieces[:, 0] = cache.ctypes.data + 4 * np.arange(count)
     pieces[:, 1] = staging.ctypes.data + 4 * np.arange(count)
     pieces[:, 2] = 2
     rig.engine.submit(Direction.STORE, pieces, rig.engine.record_fence())
     assert rig.finish() == [(1, True)]
-    assert rig.cuda.batches == [4096, 4096, 1808]
+    assert rig.cuda.batches == [64] * 156 + [16]
     assert (staging[::2] == cache[::2]).all()
     assert not staging[1::2].any()
     rig.engine.close()
@@ -196,9 +196,9 @@ def test_a_ticket_that_failed_half_way_ends_after_its_other_half() -> None:
     pieces[:, 2] = 2
     rig.cuda.fail["copy_batch"] = 1
     ticket = rig.engine.submit(Direction.STORE, pieces, rig.passed_fence())
-    assert rig.engine.poll() == [], "the first 4096 are under way"
+    assert rig.engine.poll() == [], "the first 64 are under way"
     assert rig.finish() == [(ticket, False)]
-    assert staging.sum() == 4096
+    assert staging.sum() == 64
     rig.engine.close()
 
 
