@@ -87,11 +87,11 @@ class DmaCopier:
                 self._cuda.copy(*one, stream)
             return
         order = ORDER_STREAM if direction is Direction.STORE else ORDER_ANY
-        tables = [address_of(column) for column in (destinations, sources, sizes)]
+        to, source, size = map(address_of, (destinations, sources, sizes))
         for start in range(0, len(sizes), _CALL_COPIES_MAX):
             count = min(_CALL_COPIES_MAX, len(sizes) - start)
-            first, second, third = (table + start * sizes.itemsize for table in tables)
-            self._cuda.copy_batch((first, second, third), count, stream, order, overlap)
+            at = start * sizes.itemsize
+            self._cuda.copy_batch((to + at, source + at, size + at), count, stream, order, overlap)
 
 
 class Table:

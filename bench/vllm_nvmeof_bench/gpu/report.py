@@ -174,6 +174,12 @@ def arms_of(samples: Iterable[Sample]) -> list[str]:
     return [arm for arm in _ORDER if arm in found] + [arm for arm in found if arm not in _ORDER]
 
 
+def _cuda(conditions: Mapping[str, Any]) -> str:
+    """The driver states 13.0 as 13000."""
+    number = conditions.get("driver")
+    return "?" if number is None else f"{number // 1000}.{number % 1000 // 10}"
+
+
 def tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterator[Table | str]:
     """One table per case that has samples."""
     rounds = max((one.round for one in samples), default=-1) + 1
@@ -251,8 +257,8 @@ def lines(conditions: Mapping[str, Any]) -> Iterator[str]:
     gpu, link = conditions.get("gpu", {}), conditions.get("pcie") or {}
     pcie = f", PCIe {link.get('speed')} GT/s x{link.get('width')}" if link else ""
     yield (
-        f"{gpu.get('name', '?')} ({gpu.get('arch', '?')}){pcie}, driver "
-        f"{conditions.get('driver', '?')}, NUMA node {gpu.get('numa_node')}"
+        f"{gpu.get('name', '?')} ({gpu.get('arch', '?')}){pcie}, driver for CUDA "
+        f"{_cuda(conditions)}, NUMA node {gpu.get('numa_node')}"
     )
     yield f"vLLM's own code: {conditions.get('vllm_arm', '?')}"
     for arm, error in conditions.get("failed_arms", {}).items():
@@ -278,7 +284,7 @@ def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -
     """Lines are medians over rounds, bands reach from the smallest to the largest sample."""
     title = (
         f"Copies between {conditions.get('gpu', {}).get('name', '?')} and pinned memory, driver "
-        f"{conditions.get('driver', '?')}; vLLM {vllm_in(conditions, 'none')}"
+        f"for CUDA {_cuda(conditions)}; vLLM {vllm_in(conditions, 'none')}"
     )
     with plots.picture(path, title, "AB;CD", (6.8, 5)) as (_, panels):
         for panel, direction in zip(panels, ("store", "load"), strict=False):
