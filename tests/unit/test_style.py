@@ -36,7 +36,7 @@ COLUMNS_MAX = 100
 #: Files and lines of Python and C++. They may fall (lower the number then), and a commit that
 #: raises one gives the reason.
 PRODUCT_FILES_MAX = 197
-PRODUCT_LINES_MAX = 44_645
+PRODUCT_LINES_MAX = 44_760
 BENCH_FILES_MAX = 102
 BENCH_LINES_MAX = 20_960
 #: A count below its maximum by more than this share means that the maximum has to be lowered.
@@ -47,7 +47,6 @@ SLACK = 0.02
 SMALL_FILE_LINES = 100
 SMALL_FILES: dict[str, str] = {
     "vllm_nvmeof_offload/manager/kv_events.py": "a newcomer looks for it by this name",
-    "vllm_nvmeof_offload/manager/prefill_rate.py": "a newcomer looks for it by this name",
     "vllm_nvmeof_offload/manager/store_threshold.py": "a newcomer looks for it by this name",
     "vllm_nvmeof_offload/manager/target_choice.py": "a newcomer looks for it by this name",
     "vllm_nvmeof_offload/vllm_adapter/retention.py": "a newcomer looks for it by this name",

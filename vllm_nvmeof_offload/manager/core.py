@@ -313,17 +313,18 @@ class ManagerCore:
         tokens: range = range(0),
         ends: npt.NDArray[np.int64] | None = None,
         helpers: int | None = None,
+        token_s: float = 0.0,
     ) -> LoadCommand:
         """Plan the load of `keys`; pins them. A key that is gone fails with STALE.
 
         limit_s: time without prompts after which the load is cut off; None: never. tokens: the
         request's tokens that the load brings, where there are several groups. ends: see
-        `prepare_store`. helpers: as in `LoadCommand`.
+        `prepare_store`. helpers: as in `LoadCommand`. token_s: as in `Decision`.
         """
         in_order, order = self._in_prefix_order(keys, ends)
         batch = self._tiers.plan_load(in_order, self._land_max, order)
         op = self._ledger.open(OpKind.LOAD, batch)
-        op.tokens, op.helpers = len(tokens), helpers
+        op.tokens, op.helpers, op.token_s = len(tokens), helpers, token_s
         self._load_times.planned(op, limit_s)
         if self._foreign is not None and op.reads and batch.borrows:
             op.borrows = True

@@ -46,6 +46,8 @@ class Op:
     #: For a load of several groups: the tokens that it brings, all or none; lost: none.
     tokens: int = field(default=0, init=False)
     lost: bool = field(default=False, init=False)
+    #: Of a load: as in `Decision`.
+    token_s: float = field(default=0.0, init=False)
     #: A fetch that is there to be timed.
     probe: bool = field(default=False, init=False)
     #: Its duration on the slowest of the ranks that have reported.

@@ -4,7 +4,10 @@
 The rule:
 
     reading time = overhead + bytes of the busiest lane / read rate of that lane
-    computing time = tokens / prefill rate
+    computing time = tokens / prefill rate at their depth
+
+The depth is the number of tokens before them, which attention reads for each: the rate was measured
+at some depth, and each token more before another one costs so many seconds, as measured.
 
 A lane is what reads queue for: a target. Its bytes include those that other loads have yet to read
 there. Peers that read for us take from all lanes until everything has come, each behind what it has
@@ -69,11 +72,13 @@ class Find:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """load: False recomputes. reading_s: the estimate. limit_s: when to cut the load off."""
+    """load: False recomputes. reading_s: the estimate. limit_s: when to cut the load off. token_s:
+    that computing one of the tokens would take; 0: unknown."""
 
     load: bool
     reading_s: float = 0.0
     limit_s: float | None = None
+    token_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,7 @@ class Attempt:
     """The decision on a hit behind `local` tokens in GPU memory.
 
     tokens: to load; declined: found, and not to be loaded; limit_s: when to cut the load off.
-    helpers: as in `LoadCommand`.
+    helpers: as in `LoadCommand`. token_s: as in `Decision`.
     """
 
     local: int
@@ -89,6 +94,7 @@ class Attempt:
     declined: int
     limit_s: float | None
     helpers: int | None = None
+    token_s: float = 0.0
 
     @property
     def decision(self) -> str:
@@ -110,8 +116,10 @@ class Admission:
         """chunk_bytes: of the largest chunk, on one rank."""
         self.automatic = config.admission
         self.read_rates = read_rates
-        #: Tokens per second of prefill, as measured; 0: unknown.
-        self.prefill_rate = 0.0
+        #: Tokens per second of prefill, as measured behind so many tokens; 0: unknown.
+        self.prefill_rate, self.prefill_depth = 0.0, 0.0
+        #: Seconds that a token takes longer for each token before it, as measured.
+        self.depth_s = 0.0
         #: Seconds that a step takes without prompts, as measured.
         self.step_s = 0.0
         #: Seconds that a load takes beyond its bytes.
@@ -149,26 +157,37 @@ class Admission:
             for number, ranks in helping
         ]
 
+    def token_s(self, tokens: int, before: int) -> float:
+        """Seconds per token of computing so many behind others; the rate is known."""
+        if self._config.prefill_tokens_per_s:
+            return 1 / self._config.prefill_tokens_per_s
+        return 1 / self.prefill_rate + self.depth_s * (before + tokens / 2 - self.prefill_depth)
+
     def decide(
         self,
         read_bytes: Sequence[int],
         queued_bytes: Sequence[int],
         tokens: int,
         helpers: int | None = None,
+        before: int = 0,
     ) -> Decision:
         """Decide whether to read these bytes, behind the queued ones, or to compute the tokens.
 
-        helpers: as in `LoadCommand`.
+        helpers: as in `LoadCommand`. before: tokens before these.
         """
         if not self.automatic or not self.tokens_per_s or not any(read_bytes):
             return Decision(load=True)
-        compute_s = tokens / self.tokens_per_s
+        token_s = self.token_s(tokens, before)
+        compute_s = tokens * token_s
         reading_s = self.overhead_s + self._bytes_s(read_bytes, queued_bytes, helpers)
         self.reading = reading_s < (compute_s if self.reading else compute_s / _HYSTERESIS)
         if not self.reading:
             return Decision(False, reading_s)
         return Decision(
-            True, reading_s, max(_LIMIT_S_MIN, _LIMIT_FACTOR * (compute_s + self.step_s))
+            True,
+            reading_s,
+            max(_LIMIT_S_MIN, _LIMIT_FACTOR * (compute_s + self.step_s)),
+            token_s,
         )
 
     def took(
@@ -180,22 +199,25 @@ class Admission:
         tokens: int | None,
         missed: bool = False,
         helpers: int | None = None,
+        token_s: float = 0.0,
     ) -> None:
         """Learn from a load, or a probe, that read these bytes behind the queued ones.
 
         tokens: the ones loaded; None: a probe, for which no request waited. missed: some chunks
-        had not come by then. helpers: as in `LoadCommand`.
+        had not come by then. helpers: as in `LoadCommand`. token_s: of the decision; 0: there was
+        none, and the measured rate counts.
         """
         rated = self._rated(read_bytes)
-        per_s = 0.0 if tokens is None else self.tokens_per_s
-        if not (missed or rated or per_s):
+        if not token_s and self.tokens_per_s:
+            token_s = 1 / self.tokens_per_s
+        if not (missed or rated or (token_s and tokens is not None)):
             return
         bytes_s = self._bytes_s(read_bytes, queued_bytes, helpers)
         sample_s = max(0.0, seconds - bytes_s)
-        if tokens is not None and per_s:
+        if tokens is not None and token_s:
             # The reads of others that were queued before are not held against the load.
             waited_s = bytes_s - self._bytes_s(read_bytes, [0] * len(read_bytes), helpers)
-            missed |= seconds - waited_s - tokens / per_s > _LOSS_S_MAX
+            missed |= seconds - waited_s - tokens * token_s > _LOSS_S_MAX
         if missed:
             self.overhead_s = max(self.overhead_s, sample_s)
             if self.reading:  # otherwise it was decided on before an earlier one disappointed
@@ -321,6 +343,7 @@ class LoadTimes:
             tokens=None if op.probe else tokens,
             missed=missed,
             helpers=op.helpers,
+            token_s=op.token_s,
         )
 
     def _waited_s(self, op: Op, seconds: float) -> float:

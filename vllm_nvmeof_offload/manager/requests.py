@@ -190,7 +190,7 @@ class WaitingRequests:
         if found and self._core.admission.automatic:
             decision = self._decide(request_id, local, found)
             if decision.load:
-                attempt = replace(attempt, limit_s=decision.limit_s)
+                attempt = replace(attempt, limit_s=decision.limit_s, token_s=decision.token_s)
             else:
                 attempt = Attempt(local, 0, found, None, helpers)
             self._log_change()
@@ -223,7 +223,13 @@ class WaitingRequests:
         else:
             find = self._core.find(self._wanted(request_id, local, found), found)
         helpers = self._helpers.get(request_id)
-        decision = admission.decide(find.read_bytes, find.queued_bytes, find.tokens, helpers)
+        decision = admission.decide(
+            find.read_bytes,
+            find.queued_bytes,
+            find.tokens,
+            helpers,
+            before=local + found - find.tokens,
+        )
         declined: Sequence[bytes] = ()
         if not decision.load:
             declined = self._wanted(request_id, local, found)[find.leading_cpu :]

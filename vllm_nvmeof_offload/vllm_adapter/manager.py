@@ -209,7 +209,12 @@ class NVMeoFOffloadingManager(OffloadingManager):
         else:
             tokens = range(attempt.local, attempt.local + attempt.tokens)
             command = self.core.prepare_load(
-                wanted, attempt.limit_s, tokens=tokens, ends=ends, helpers=attempt.helpers
+                wanted,
+                attempt.limit_s,
+                tokens=tokens,
+                ends=ends,
+                helpers=attempt.helpers,
+                token_s=attempt.token_s,
             )
         state = self._state(req_context)
         state.loaded, state.ends = command.batch, ends
@@ -295,7 +300,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         tokens = scheduler_output.num_scheduled_tokens
         if tokens:
             self._worked_s = self._clock()
-        self._steps.scheduled(tokens)
+        self._steps.scheduled(tokens, lambda: _computed_before(scheduler_output))
         self.core.counters["preemptions"] += len(scheduler_output.preempted_req_ids or ())
         self.waiting.step(scheduler_output)
         if self._tails is not None:
@@ -307,8 +312,9 @@ class NVMeoFOffloadingManager(OffloadingManager):
         """A step's output has come and is applied. scheduler_s: time spent in our scheduler side
         since the last call."""
         self._steps.ended()
-        self.core.admission.prefill_rate = self._steps.prefill_rate
-        self.core.admission.step_s = self._steps.decode_s
+        admission, steps = self.core.admission, self._steps
+        admission.prefill_rate, admission.prefill_depth = steps.prefill_rate, steps.depth
+        admission.depth_s, admission.step_s = steps.depth_s, steps.decode_s
         self._scheduler_s += scheduler_s
 
     def has_pending_work(self) -> bool:
@@ -530,3 +536,10 @@ def _locality(hellos: Sequence[RankHello]) -> Locality | None:
 
 def _offload_keys(keys: list[bytes]) -> list[OffloadKey]:
     return cast(list[OffloadKey], keys)  # vLLM's name for bytes
+
+
+def _computed_before(scheduler_output: Any) -> dict[str, int]:
+    """Each scheduled request's tokens that were computed before the step."""
+    found = {one.req_id: one.num_computed_tokens for one in scheduler_output.scheduled_new_reqs}
+    cached = scheduler_output.scheduled_cached_reqs
+    return found | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

@@ -99,6 +99,34 @@ def test_with_a_rate_unknown_everything_is_loaded(tokens_per_s: float, mb_per_s:
     assert rig.admission.reading
 
 
+def test_what_is_behind_many_tokens_is_loaded_and_what_is_behind_few_computed() -> None:
+    """0.1 s to compute a chunk behind 10,000 tokens, 5 µs more or less for each token more or less
+    before one of its tokens; 0.1 s to read it."""
+    rig = AdmissionRig()
+    admission = rig.admission
+    admission.prefill_depth, admission.depth_s = 10_000.0, 5e-8
+
+    def decide(before: int) -> Decision:
+        admission.reading = True
+        return admission.decide([SLOT_BYTES], [0], TOKENS_PER_CHUNK, before=before)
+
+    assert not decide(0).load and not decide(9_900).load
+    assert decide(10_000).load and decide(50_000).load
+    assert decide(50_000).token_s == pytest.approx(1e-3 + 5e-8 * 40_050)
+    rig = AdmissionRig(prefill_tokens_per_s=1000.0)
+    rig.admission.depth_s = 1.0
+    assert rig.admission.token_s(100, 10_000) == 1e-3, "the operator's rate holds at any depth"
+
+
+def test_a_load_is_judged_by_the_time_of_computing_at_its_depth() -> None:
+    rig = AdmissionRig()
+    load = {"tokens": TOKENS_PER_CHUNK, "token_s": 1e-2}
+    rig.admission.took(0.9, [SLOT_BYTES], [0], **load)
+    assert rig.admission.reading, "computing would have taken 1 s"
+    rig.admission.took(0.9, [SLOT_BYTES], [0], tokens=TOKENS_PER_CHUNK)
+    assert not rig.admission.reading, "0.1 s by the measured rate"
+
+
 def test_without_a_prefill_rate_nothing_is_cut_off() -> None:
     assert AdmissionRig(0.0).decide(8) == Decision(load=True)
 

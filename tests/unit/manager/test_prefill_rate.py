@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import pytest
 
+from vllm_nvmeof_offload.manager.handshake import CoreConfig
+from vllm_nvmeof_offload.manager.load_or_recompute import Admission
 from vllm_nvmeof_offload.manager.prefill_rate import StepMeter
 
 
@@ -16,6 +18,20 @@ class Engine:
     def scheduled(self, now_s: float, *tokens: int) -> None:
         self.now_s = now_s
         self.meter.scheduled({f"r{number}": count for number, count in enumerate(tokens)})
+
+    def prompt(self, tokens: int, *, step_tokens: int, token_s: float, pair_s: float) -> None:
+        """Compute a prompt in steps: a token takes `token_s`, and `pair_s` for each before it."""
+        for before in range(0, tokens, step_tokens):
+            count = min(step_tokens, tokens - before)
+            self.meter.scheduled({"a": count}, lambda before=before: {"a": before})
+            self.ended(self.now_s + count * (token_s + pair_s * (before + count / 2)))
+
+    def token_s(self, tokens: int, before: int) -> float:
+        """What admission makes of the measurements."""
+        admission = Admission(CoreConfig(), [1.0])
+        admission.prefill_rate, admission.prefill_depth = self.meter.prefill_rate, self.meter.depth
+        admission.depth_s = self.meter.depth_s
+        return admission.token_s(tokens, before)
 
     def ended(self, now_s: float) -> None:
         self.now_s = now_s
@@ -177,3 +193,69 @@ def test_a_step_of_zero_time_does_not_change_the_rate() -> None:
     engine.scheduled(0.0, 500)
     engine.ended(0.0)
     assert (engine.meter.prefill_rate, engine.meter.steps) == (0.0, 1)
+
+
+def test_tokens_behind_many_others_take_longer() -> None:
+    """As attention makes them: the end of a long prompt takes several times its beginning."""
+    engine = Engine()
+    for _ in range(3):
+        engine.prompt(32_768, step_tokens=8192, token_s=5e-6, pair_s=7e-10)
+    assert engine.meter.depth_s == pytest.approx(7e-10)
+    for tokens, before in ((8192, 0), (8192, 24_576), (1000, 100_000)):
+        expected = 5e-6 + 7e-10 * (before + tokens / 2)
+        assert engine.token_s(tokens, before) == pytest.approx(expected)
+    assert 8192 / engine.meter.prefill_rate > 1.5 * 8192 * engine.token_s(8192, 0)
+
+
+def test_short_prompts_in_between_leave_the_slope() -> None:
+    """Their steps are at one depth; the rate follows them, and what is deep still takes longer."""
+    engine = Engine()
+    engine.prompt(32_768, step_tokens=8192, token_s=5e-6, pair_s=7e-10)
+    for _ in range(500):
+        engine.prompt(8192, step_tokens=8192, token_s=5e-6, pair_s=7e-10)
+    assert engine.token_s(8192, 0) == pytest.approx(5e-6 + 7e-10 * 4096, rel=0.02)
+    assert engine.token_s(8192, 24_576) == pytest.approx(5e-6 + 7e-10 * 28_672, rel=0.02)
+
+
+def test_a_slower_model_is_followed_at_the_slope_that_is_known() -> None:
+    engine = Engine()
+    engine.prompt(32_768, step_tokens=8192, token_s=5e-6, pair_s=7e-10)
+    for _ in range(30):
+        engine.prompt(8192, step_tokens=8192, token_s=9e-6, pair_s=7e-10)
+    assert engine.token_s(8192, 0) == pytest.approx(9e-6 + 7e-10 * 4096, rel=0.05)
+
+
+@pytest.mark.parametrize("pair_s", [0.0, -1e-12])
+def test_a_rate_that_no_depth_lowers_has_no_slope(pair_s: float) -> None:
+    """Windows and states do not read what is far behind; a slope below 0 is noise."""
+    engine = Engine()
+    engine.prompt(32_768, step_tokens=8192, token_s=5e-6, pair_s=pair_s)
+    assert engine.meter.depth_s == pytest.approx(0.0, abs=1e-18)
+    assert engine.token_s(8192, 100_000) == pytest.approx(1 / engine.meter.prefill_rate)
+
+
+def test_depths_too_near_to_each_other_give_no_slope() -> None:
+    engine = Engine()
+    for number in range(20):
+        engine.meter.scheduled({"a": 1000}, lambda number=number: {"a": number % 2 * 400})
+        engine.ended(engine.now_s + 1.0 + number % 2)
+    assert engine.meter.depth_s == 0.0
+
+
+def test_a_steep_slope_leaves_the_first_tokens_a_time() -> None:
+    """Two slow steps at a depth, by chance: nothing is ever computed in no time."""
+    engine = Engine()
+    for before, seconds in ((0, 0.1), (9000, 5.0), (18_000, 20.0)) * 3:
+        engine.meter.scheduled({"a": 1000}, lambda before=before: {"a": before})
+        engine.ended(engine.now_s + seconds)
+    assert engine.token_s(1, 0) > 0
+
+
+def test_depths_are_asked_for_only_where_a_step_counts() -> None:
+    meter = StepMeter(lambda: 0.0)
+
+    def asked() -> dict[str, int]:
+        raise AssertionError("a step of decodes needs no depths")
+
+    meter.scheduled(dict.fromkeys("abcd", 1), asked)
+    meter.scheduled({"a": 17, **dict.fromkeys("bcdefgh", 1)}, asked)
