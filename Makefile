@@ -121,7 +121,8 @@ results: setup
 
 # No set-up of vLLM's CPU build: GPU_PYTHON is a Python with torch and the extra [cuda], and, for
 # the stages with an engine, with a vLLM for GPUs. GPU_STAGES: names, each with its limit if wanted
-# (smoke:60 copies); all stages by default. GPU_SERVER_ARGS: more arguments of the servers of ttft.
+# (smoke:60 copies+tokens: two side by side); all stages by default. GPU_SERVER_ARGS: more
+# arguments of the servers of ttft and stall.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 GPU_STAGES ?=
 gpu:

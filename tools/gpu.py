@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the checks and benchmarks that need an NVIDIA GPU, stage by stage. `make gpu` calls it.
 
-    python3 tools/gpu.py [--bundle gpu-bundle.tar.xz] [STAGE[:SECONDS] ...]
+    python3 tools/gpu.py [--bundle gpu-bundle.tar.xz] [STAGE[:SECONDS][+STAGE…] ...]
 
-Each stage ends within its own limit, which is below ten minutes. After each stage everything
+Each stage ends within its own limit, which is below ten minutes. Stages joined by + run side by
+side: tests may, benchmarks may not. After each stage everything
 found so far is packed into gpu.tgz in the directory that the variable OUT names; gpu.log there
 grows while a stage runs. Needs only this Python: no network, make, tar or xz.
 
@@ -16,6 +17,7 @@ import argparse
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -35,6 +37,8 @@ LOGS = ROOT / "build" / "logs"
 #: Below ten minutes, the most that some lent machines give a command, packing included.
 LIMIT_S_MAX = 560
 BUNDLE = "gpu-bundle"
+#: The command that runs one stage with the path that this process has set up.
+ITSELF = (sys.executable, str(Path(__file__).resolve()), "--inside")
 NEEDED = ("numpy", "pytest", "torch", "cuda.bindings", "cuda.core", "pydantic", "rich", "typer")
 _SHAPES = "tests/e2e/shapes"
 
@@ -97,10 +101,11 @@ STAGES: dict[str, Stage] = {
     ),
     "copies": Stage(180, run_pytest("tests/gpu", "-m", "gpu")),
     "sanitizer": Stage(240, sanitizer),
-    "ongpu": Stage(
-        420, engine(f"{_SHAPES}/test_on_gpu.py", f"{_SHAPES}/test_failing_reads.py"), engine=True
-    ),
-    "groups": Stage(240, engine(f"{_SHAPES}/test_groups.py"), engine=True),
+    "kernel": Stage(240, run_pytest(f"{_SHAPES}/test_on_gpu.py", "-k", "kernel"), engine=True),
+    "auto": Stage(190, run_pytest(f"{_SHAPES}/test_on_gpu.py", "-k", "auto"), engine=True),
+    "graphs": Stage(190, run_pytest(f"{_SHAPES}/test_on_gpu.py", "-k", "graphs"), engine=True),
+    "failing": Stage(190, engine(f"{_SHAPES}/test_failing_reads.py"), engine=True),
+    "groups": Stage(300, engine(f"{_SHAPES}/test_groups.py"), engine=True),
     "tokens": Stage(240, engine("tests/e2e/test_tokens.py"), engine=True),
     "preempt": Stage(240, engine("tests/e2e/test_preempt.py"), engine=True),
     "faults": Stage(240, engine("tests/e2e/test_faults.py"), engine=True),
@@ -151,20 +156,22 @@ def why_no_engine() -> str:
     return "" if "nvmeof" in plugins else "vLLM does not see our plugin: install our wheel"
 
 
-def chosen(words: list[str]) -> list[tuple[str, int]]:
-    """Names and limits of the stages that `words` name; all stages if there are no words.
+def chosen(words: list[str]) -> list[list[tuple[str, int]]]:
+    """Names and limits of the stages that `words` name, those of one word together; all stages,
+    one after the other, if there are no words.
 
     Raises: SystemExit: a word names no stage, or a limit that no machine grants.
     """
-    found = []
-    for word in words or STAGES:
-        name, _, limit = word.partition(":")
-        if name not in STAGES:
-            raise SystemExit(f"gpu: no stage {name}; the stages are {', '.join(STAGES)}")
-        if limit and not (limit.isdecimal() and 0 < int(limit) <= LIMIT_S_MAX):
-            raise SystemExit(f"gpu: {word}: a limit is 1 to {LIMIT_S_MAX} seconds")
-        found.append((name, int(limit or STAGES[name].limit_s)))
-    return found
+    return [[_stage(one) for one in word.split("+")] for word in words or STAGES]
+
+
+def _stage(word: str) -> tuple[str, int]:
+    name, _, limit = word.partition(":")
+    if name not in STAGES:
+        raise SystemExit(f"gpu: no stage {name}; the stages are {', '.join(STAGES)}")
+    if limit and not (limit.isdecimal() and 0 < int(limit) <= LIMIT_S_MAX):
+        raise SystemExit(f"gpu: {word}: a limit is 1 to {LIMIT_S_MAX} seconds")
+    return name, int(limit or STAGES[name].limit_s)
 
 
 def unpacked(bundle: Path, place: Path) -> Path:
@@ -210,6 +217,9 @@ def environment(path: list[str]) -> dict[str, str]:
     from vllm_nvmeof_bench.servers.engine import engine_environment
 
     return engine_environment() | {
+        # A machine without a network may have no other address.
+        "VLLM_HOST_IP": "127.0.0.1",
+        **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"),
         "PYTHONPATH": os.pathsep.join(path),
         "PYTHONUNBUFFERED": "1",
         "PIP_NO_INDEX": "1",
@@ -225,25 +235,51 @@ def left_out(name: str) -> str:
     return ""
 
 
-def run(stages: list[tuple[str, int]], env: dict[str, str]) -> list[str]:
-    """Run the stages one after the other; return the names of those that failed."""
+def run(groups: list[list[tuple[str, int]]], env: dict[str, str]) -> list[str]:
+    """Run the groups one after the other; return the names of the stages that failed."""
     out = Path(os.environ["OUT"]) if os.environ.get("OUT") else None
     failed = []
-    for name, limit_s in stages:
-        if why := left_out(name):
-            print(f"gpu: {name}: left out: {why}", flush=True)
-            continue
-        print(f"gpu: {name}: at most {limit_s} s", flush=True)
-        log, live = LOGS / f"gpu-{name}.log", out / "gpu.log" if out else None
+    for group in groups:
         try:
-            ended = run_stage(STAGES[name].command(name), limit_s, env, log, live, ROOT)
+            if len(group) > 1:
+                failed += run_together(group, env)
+            elif not run_one(*group[0], env, out / "gpu.log" if out else None):
+                failed.append(group[0][0])
         finally:  # also if this process gets a signal
             if out:
                 pack([RESULTS, LOGS], out / "gpu.tgz")
-        print(f"{ended.tail}gpu: {name}: {describe(ended)}, {ended.seconds:.0f} s", flush=True)
-        if ended.code != 0 or ended.timed_out:
-            failed.append(name)
     return failed
+
+
+def run_one(name: str, limit_s: int, env: dict[str, str], live: Path | None) -> bool:
+    """Run a stage; False if it failed. live: also gets its output, while it runs."""
+    if why := left_out(name):
+        print(f"gpu: {name}: left out: {why}", flush=True)
+        return True
+    print(f"gpu: {name}: at most {limit_s} s", flush=True)
+    log = LOGS / f"gpu-{name}.log"
+    ended = run_stage(STAGES[name].command(name), limit_s, env, log, live, ROOT)
+    print(f"{ended.tail}gpu: {name}: {describe(ended)}, {ended.seconds:.0f} s", flush=True)
+    return ended.code == 0 and not ended.timed_out
+
+
+def run_together(group: list[tuple[str, int]], env: dict[str, str]) -> list[str]:
+    """Run stages side by side, each by a process of its own, because a stage's end kills all
+    processes that it has left behind. Return the names of those that failed."""
+    # Engines of tiny models gain nothing from more threads than this.
+    env = {"OMP_NUM_THREADS": "4", **{key: value for key, value in env.items() if key != "OUT"}}
+    processes = {}
+    try:
+        for name, limit_s in group:
+            command = [*ITSELF, f"{name}:{limit_s}"]
+            processes[name] = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+        for process in processes.values():
+            print(process.communicate()[0], end="", flush=True)
+    finally:
+        for process in processes.values():
+            process.terminate()
+            process.wait()
+    return [name for name, process in processes.items() if process.returncode]
 
 
 def describe(ended: Ended) -> str:
@@ -255,13 +291,21 @@ def describe(ended: Ended) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("stages", nargs="*", metavar="STAGE[:SECONDS]", help=", ".join(STAGES))
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--bundle", type=Path, help="the archive that gpu_bundle.py made")
     parser.add_argument("--at", type=Path, default=Path("/tmp") / BUNDLE, help="unpack it there")
     given = parser.parse_args()
     stages = chosen(given.stages)
     if not Path("/dev/nvidiactl").exists():
-        plan = ", ".join(f"{name} (at most {limit_s} s)" for name, limit_s in stages)
+        plan = ", ".join(
+            " beside ".join(f"{name} (at most {limit_s} s)" for name, limit_s in group)
+            for group in stages
+        )
         raise SystemExit(f"gpu: there is no NVIDIA GPU with its driver here to run: {plan}")
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    if given.inside:
+        ((name, limit_s),) = stages[0]
+        raise SystemExit(0 if run_one(name, limit_s, dict(os.environ), None) else 1)
     site = ROOT.parent / "site"  # where a bundle's own source runs
     if given.bundle:
         site = unpacked(given.bundle, given.at)
@@ -276,7 +320,6 @@ def main() -> None:
         )
     if place := take_native_core([*installed, *sys.path]):
         print(f"gpu: the native core comes from {place}")
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     if failed := run(stages, environment(path)):
         raise SystemExit(f"gpu: failed: {', '.join(failed)}")
 

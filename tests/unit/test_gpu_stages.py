@@ -96,19 +96,30 @@ from pathlib import Path
 import gpu
 place = Path(sys.argv[1])
 gpu.RESULTS, gpu.LOGS = place / "bench", place / "logs"
+WAITS = (
+    "import pathlib, time; place = pathlib.Path('{}'); (place / '{}').touch()\\n"
+    "while not (place / '{}').exists(): time.sleep(0.01)"
+)
 def stage(program, **more):
     return gpu.Stage(60, lambda name: [sys.executable, "-u", "-c", program], **more)
 gpu.STAGES = {
     "bad": stage("print('not so'); raise SystemExit(3)"),
     "engine": stage("print('never')", engine=True),
     "good": stage("print('fine')"),
-    "long": stage("import time; print('begun'); time.sleep(600)"),
+    "long": stage("import os, time; print('begun', os.getpid()); time.sleep(600)"),
+    "here": stage(WAITS.format(place, "here", "there")),
+    "there": stage(WAITS.format(place, "there", "here")),
 }
 gpu.why_no_engine = lambda: "no vLLM is installed"
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-os.environ["OUT"] = str(place / "out")
-print(gpu.run([(name, 60) for name in sys.argv[2:]], dict(os.environ)))
+gpu.ITSELF = (sys.executable, "-u", "-c", os.environ["PROGRAM"], str(place), "--inside")
+os.environ.setdefault("OUT", str(place / "out"))
+if sys.argv[2] == "--inside":
+    ((name, limit_s),) = gpu.chosen(sys.argv[3:])[0]
+    sys.exit(not gpu.run_one(name, limit_s, dict(os.environ), None))
+print(gpu.run(gpu.chosen(sys.argv[2:]), dict(os.environ)))
 """
+ENV = {**os.environ, "PROGRAM": RUN}
 
 
 def packed(place: Path) -> set[str]:
@@ -118,7 +129,7 @@ def packed(place: Path) -> set[str]:
 
 def test_a_stage_that_fails_does_not_stop_the_next_ones(tmp_path: Path) -> None:
     command = [sys.executable, "-u", "-c", RUN, str(tmp_path), "bad", "engine", "good"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=120)
     lines = [line.rsplit(", ", 1)[0] for line in done.stdout.splitlines()]
     assert lines == [
         "gpu: bad: at most 60 s",
@@ -132,14 +143,29 @@ def test_a_stage_that_fails_does_not_stop_the_next_ones(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "gpu.log").read_text() == "not so\nfine\n"
 
 
-def test_a_run_that_is_terminated_packs_its_results(tmp_path: Path) -> None:
-    command = [sys.executable, "-u", "-c", RUN, str(tmp_path), "long"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
-        live = tmp_path / "out" / "gpu.log"
-        wait_until("the stage's output", lambda: live.exists() and "begun" in live.read_text())
+def test_stages_side_by_side_are_a_process_each(tmp_path: Path) -> None:
+    """The two that wait for each other's file end only because both run."""
+    command = [sys.executable, "-u", "-c", RUN, str(tmp_path), "here+there+bad+engine", "good"]
+    done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=120)
+    lines = [line.rsplit(", ", 1)[0] for line in done.stdout.splitlines()]
+    assert lines[-1] == "['bad']", done.stderr
+    assert {"gpu: here: ok", "gpu: there: ok", "gpu: bad: FAILED (exit 3)"} <= set(lines)
+    assert "gpu: engine: left out: no vLLM is installed" in lines
+    assert lines.index("gpu: good: at most 60 s") > lines.index("gpu: bad: FAILED (exit 3)")
+    assert packed(tmp_path) >= {"gpu-here.log", "gpu-there.log", "gpu-bad.log", "gpu-good.log"}
+
+
+@pytest.mark.parametrize("words", ["long", "long+good"])
+def test_a_run_that_is_terminated_packs_its_results(tmp_path: Path, words: str) -> None:
+    command = [sys.executable, "-u", "-c", RUN, str(tmp_path), words]
+    with subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL) as process:
+        live = tmp_path / "logs" / "gpu-long.log"
+        wait_until("the stage's output", lambda: live.exists() and "\n" in live.read_text())
+        number = int(live.read_text().split()[1])
         process.terminate()
         assert process.wait(60) == 143
     assert "gpu-long.log" in packed(tmp_path)
+    wait_until("the stage's end", lambda: not Path(f"/proc/{number}").exists())
 
 
 def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
