@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many requests that are preempted often: the same tokens, and computed chunks are reloaded."""
+"""Many requests that are preempted often: the same tokens, and computed chunks are reloaded.
+
+With asynchronous scheduling, which vLLM's CPU engine does not have, vLLM knows a chunk's last token
+one step later, and stores the chunk then. A request that is preempted in between loses that chunk.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from vllm_nvmeof_bench.servers.client import Answer, Metrics
+from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 from vllm_nvmeof_bench.servers.model import random_tokens
 from vllm_nvmeof_bench.servers.server import ServerSpec
 
@@ -32,8 +37,9 @@ ROUNDS_MAX, PREEMPTIONS_MIN = 4, 20
 
 @dataclass(frozen=True)
 class Outcome:
-    """Answers per round, and the metrics before and after."""
+    """Answers per round, and the metrics before and after. ahead: scheduled asynchronously."""
 
+    ahead: bool
     expected: list[list[Answer]]
     got: list[list[Answer]]
     before: Metrics
@@ -84,7 +90,19 @@ def expected() -> list[list[Answer]]:
     return answers
 
 
-@pytest.fixture(scope="module", params=["fcfs", pytest.param("priority", marks=pytest.mark.soak)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "fcfs",
+        pytest.param("priority", marks=pytest.mark.soak),
+        pytest.param(
+            "fcfs, ahead",
+            marks=pytest.mark.skipif(
+                has_cpu_engine(), reason="vLLM's CPU engine does not schedule ahead"
+            ),
+        ),
+    ],
+)
 def outcome(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
@@ -95,9 +113,11 @@ def outcome(
         # The CPU tier holds a third of all chunks: chunks that a stalling disk refuses are lost.
         with suppress(pytest.skip.Exception):  # if mounting is not permitted, use that disk
             mounts.enter_context(tmpfs(place, 1 * GIB))
-        spec = _spec(place / "pool", "--scheduling-policy", request.param)
-        got, before, after = _rounds(spec, f"preempt-{request.param}")
-    return Outcome(expected, got, before, after)
+        policy, _, ahead = request.param.partition(", ")
+        scheduling = "--async-scheduling" if ahead else "--no-async-scheduling"
+        spec = _spec(place / "pool", "--scheduling-policy", policy, scheduling)
+        got, before, after = _rounds(spec, f"preempt-{policy}{ahead}")
+    return Outcome(bool(ahead), expected, got, before, after)
 
 
 def test_many_were_preempted(outcome: Outcome) -> None:
@@ -115,8 +135,11 @@ def test_few_tokens_are_computed_twice(outcome: Outcome) -> None:
     gone = outcome.ours("resumed_chunk_tokens")
     assert gone > 1000
     reasons = {name: outcome.ours(name) for name in REASONS}
+    allowed = 0.05 * gone
+    if outcome.ahead:
+        allowed += outcome.ours("preemptions") * rig.CHUNK_TOKENS
     # As a text: pytest cuts a dict.
-    assert outcome.ours("resumed_chunk_tokens_lost") <= 0.05 * gone, str(reasons)
+    assert outcome.ours("resumed_chunk_tokens_lost") <= allowed, str(reasons)
     assert outcome.ours("failed_chunks") == 0
 
 
