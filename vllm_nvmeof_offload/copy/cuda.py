@@ -43,9 +43,9 @@ from vllm_nvmeof_offload.copy.pinning import Readiness, StagingPinning
 from vllm_nvmeof_offload.errors import OK, Outcome, OutcomeKind
 from vllm_nvmeof_offload.units import KIB, MIB
 
-#: Copies of one driver call. The driver takes 0.4 µs for each, and the GPU begins when the call
-#: ends, so the host makes the next call's meanwhile. On an H200 64 reached 0.99 of one contiguous
-#: copy at 512 KiB, where a call of 1000 reached 0.92 to 0.93; fewer copies cost the host more.
+#: Copies of one driver call. The driver takes 0.4 µs for each, and the GPU seems to begin when the
+#: call ends: the host makes the next one meanwhile. On an H200 calls of 64 reached 0.99 of one
+#: contiguous copy at 512 KiB, a call of 1000 0.92 to 0.93; fewer copies cost the host more.
 _CALL_COPIES_MAX = 64
 _THREADS = 512
 _LANES = 32
