@@ -107,7 +107,7 @@ def test_the_models_are_those_of_the_table() -> None:
 def test_every_case_has_its_table() -> None:
     text = printed(everything())
     for needed in (
-        "Made-up GPU (sm_90), PCIe 32.0 GT/s x16, driver 13010",
+        "Made-up GPU (sm_90), PCIe 32.0 GT/s x16, driver for CUDA 13.1",
         "vLLM's own code: 0.0.0 (made up)",
         "One transfer of many blocks",
         "load 25%",
