@@ -4,9 +4,9 @@
     python3 tools/gpu.py [--bundle gpu-bundle.tar.xz] [STAGE[:SECONDS][+STAGE…] ...]
 
 Each stage ends within its own limit, which is below ten minutes. Stages joined by + run side by
-side: tests may, benchmarks may not. After each stage everything
-found so far is packed into gpu.tgz in the directory that the variable OUT names; gpu.log there
-grows while a stage runs. Needs only this Python: no network, make, tar or xz.
+side, which suits tests and spoils benchmarks. After each stage everything found so far is packed
+into gpu.tgz in the directory that the variable OUT names; gpu.log there grows while a stage runs
+alone. Needs only this Python: no network, make, tar or xz.
 
 This file names the stages and decides which ones run; gpu_stage.py runs one.
 """
@@ -239,15 +239,19 @@ def run(groups: list[list[tuple[str, int]]], env: dict[str, str]) -> list[str]:
     """Run the groups one after the other; return the names of the stages that failed."""
     out = Path(os.environ["OUT"]) if os.environ.get("OUT") else None
     failed = []
+
+    def keep() -> None:
+        if out:
+            pack([RESULTS, LOGS], out / "gpu.tgz")
+
     for group in groups:
         try:
             if len(group) > 1:
-                failed += run_together(group, env)
+                failed += run_together(group, env, keep)
             elif not run_one(*group[0], env, out / "gpu.log" if out else None):
                 failed.append(group[0][0])
         finally:  # also if this process gets a signal
-            if out:
-                pack([RESULTS, LOGS], out / "gpu.tgz")
+            keep()
     return failed
 
 
@@ -263,10 +267,15 @@ def run_one(name: str, limit_s: int, env: dict[str, str], live: Path | None) -> 
     return ended.code == 0 and not ended.timed_out
 
 
-def run_together(group: list[tuple[str, int]], env: dict[str, str]) -> list[str]:
-    """Run stages side by side, each by a process of its own, because a stage's end kills all
-    processes that it has left behind. Return the names of those that failed."""
-    # Engines of tiny models gain nothing from more threads than this.
+def run_together(
+    group: list[tuple[str, int]], env: dict[str, str], keep: Callable[[], None]
+) -> list[str]:
+    """Run stages side by side; return the names of those that failed.
+
+    Each has a process of its own, because a stage's end kills all processes that it has left
+    behind. keep: called as they end.
+    """
+    # They share the cores.
     env = {"OMP_NUM_THREADS": "4", **{key: value for key, value in env.items() if key != "OUT"}}
     processes = {}
     try:
@@ -275,6 +284,7 @@ def run_together(group: list[tuple[str, int]], env: dict[str, str]) -> list[str]
             processes[name] = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
         for process in processes.values():
             print(process.communicate()[0], end="", flush=True)
+            keep()
     finally:
         for process in processes.values():
             process.terminate()

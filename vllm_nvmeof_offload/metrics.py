@@ -275,7 +275,7 @@ GAUGES = _table(
          "their KV was computed. A request leaves when it ends or starts again."),
     # -- learned
     _row("prefill_tokens_per_second", "tokens/s", (),
-         "Learned rate at which the model computed the last prompts; 0: unknown."),
+         "Learned rate at which the model computes prompts in its last large steps; 0: unknown."),
     _row("pool_read_bytes_per_second", "bytes/s", (),
          "Learned rate at which the slowest rank reads the pool; 0: unknown."),
     _row("load_overhead_seconds", "seconds", (),

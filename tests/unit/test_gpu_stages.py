@@ -207,7 +207,7 @@ def test_every_stage_fits_in_one_command_and_names_existing_files() -> None:
                 assert (ROOT / word).exists(), f"{name}: {word}"
 
 
-@pytest.mark.parametrize("name", ["sanitizer", "one"])
+@pytest.mark.parametrize("name", ["sanitizer", "one", "kernel", "auto", "graphs"])
 def test_the_tests_of_a_stage_are_found(name: str) -> None:
     """A test in `-k` may be renamed unnoticed: a stage without tests would pass."""
     command = gpu.STAGES[name].command(name)

@@ -380,7 +380,7 @@ class CudaCopyEngine:
 
     @property
     def streams(self) -> dict[Direction, int]:
-        """Each direction's stream, for who waits for all copies of one."""
+        """The CUDA stream of each direction. `bench copy` waits for one to be empty."""
         return {direction: stream.handle for direction, stream in self._streams.items()}
 
     def record_fence(self) -> object:

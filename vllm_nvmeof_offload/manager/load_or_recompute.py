@@ -6,8 +6,8 @@ The rule:
     reading time = overhead + bytes of the busiest lane / read rate of that lane
     computing time = tokens / prefill rate at their depth
 
-The depth is the number of tokens before them, which attention reads for each: the rate was measured
-at some depth, and each token more before another one costs so many seconds, as measured.
+The depth of a token is the number of tokens that precede it. Attention reads all of them, so the
+rate falls with the depth. The `StepMeter` measures the rate, its depth, and the slope.
 
 A lane is what reads queue for: a target. Its bytes include those that other loads have yet to read
 there. Peers that read for us take from all lanes until everything has come, each behind what it has
@@ -73,7 +73,7 @@ class Find:
 @dataclass(frozen=True, slots=True)
 class Decision:
     """load: False recomputes. reading_s: the estimate. limit_s: when to cut the load off. token_s:
-    that computing one of the tokens would take; 0: unknown."""
+    the seconds that computing one of the tokens would take; 0: unknown."""
 
     load: bool
     reading_s: float = 0.0
@@ -116,9 +116,9 @@ class Admission:
         """chunk_bytes: of the largest chunk, on one rank."""
         self.automatic = config.admission
         self.read_rates = read_rates
-        #: Tokens per second of prefill, as measured behind so many tokens; 0: unknown.
+        #: Tokens per second of prefill, as measured, 0: unknown; and the depth of these tokens.
         self.prefill_rate, self.prefill_depth = 0.0, 0.0
-        #: Seconds that a token takes longer for each token before it, as measured.
+        #: Seconds by which each preceding token lengthens the computation of one, as measured.
         self.depth_s = 0.0
         #: Seconds that a step takes without prompts, as measured.
         self.step_s = 0.0
@@ -158,7 +158,10 @@ class Admission:
         ]
 
     def token_s(self, tokens: int, before: int) -> float:
-        """Seconds per token of computing so many behind others; the rate is known."""
+        """Seconds per token of computing `tokens` that follow `before` others.
+
+        Call only if the prefill rate is known.
+        """
         if self._config.prefill_tokens_per_s:
             return 1 / self._config.prefill_tokens_per_s
         return 1 / self.prefill_rate + self.depth_s * (before + tokens / 2 - self.prefill_depth)
@@ -173,7 +176,7 @@ class Admission:
     ) -> Decision:
         """Decide whether to read these bytes, behind the queued ones, or to compute the tokens.
 
-        helpers: as in `LoadCommand`. before: tokens before these.
+        helpers: as in `LoadCommand`. before: tokens that precede these.
         """
         if not self.automatic or not self.tokens_per_s or not any(read_bytes):
             return Decision(load=True)
@@ -204,8 +207,8 @@ class Admission:
         """Learn from a load, or a probe, that read these bytes behind the queued ones.
 
         tokens: the ones loaded; None: a probe, for which no request waited. missed: some chunks
-        had not come by then. helpers: as in `LoadCommand`. token_s: of the decision; 0: there was
-        none, and the measured rate counts.
+        had not come by then. helpers: as in `LoadCommand`. token_s: as in the decision; 0: there
+        was none, so the mean rate counts.
         """
         rated = self._rated(read_bytes)
         if not token_s and self.tokens_per_s:

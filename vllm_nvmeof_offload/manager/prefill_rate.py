@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures how long the model takes for its steps: the prefill rate, and how it falls behind
-other tokens. Pure."""
+"""Measures how long the model takes for its steps: the prefill rate, and how much longer a token
+takes when more tokens precede it. Pure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from dataclasses import dataclass
 _DECODE_TOKENS_MAX = 16
 #: Weight of the earlier samples against a new one.
 _KEPT = 0.8
-#: The same for what each token before a computed one costs, which only a model has, and no load.
+#: The same for the slope over the depth, which changes less than the rate: it is the model's own.
 _SLOPE_KEPT = 0.98
-#: That is known only from depths that differ: by this share of the largest step's tokens.
+#: The slope is fitted only if the depths' standard deviation is at least this share of the largest
+#: step's tokens.
 _DEPTHS_APART = 0.25
 #: Of the measured time of a token, at most so much is attributed to the tokens before it.
 _SLOPE_SHARE_MAX = 0.9
@@ -32,7 +33,7 @@ class _Step:
     tokens: int  # of prompts and decodes
     share: float  # of the tokens that belong to prompts
     counts: bool  # for the prefill rate
-    depth: float  # tokens before one of a prompt, on average
+    depth: float  # tokens that precede one of a prompt, on average
 
 
 class StepMeter:
@@ -43,8 +44,8 @@ class StepMeter:
     largest steps, because each step has a fixed cost beside its tokens: the rest of a prompt that
     was loaded is computed in a small step, at a fraction of the rate of the whole prompt.
 
-    Attention reads all tokens before a token, so that the end of a long prompt takes several times
-    as long as its beginning. `depth_s` is the slope of a line through the largest steps' times per
+    Attention reads all tokens before a token, so the end of a long prompt can take several times as
+    long as its beginning. `depth_s` is the slope of a line through the largest steps' times per
     token over their depths, fitted by least squares.
     """
 
@@ -71,12 +72,12 @@ class StepMeter:
 
     @property
     def depth(self) -> float:
-        """Tokens before one, on average, at which the model has the `prefill_rate`."""
+        """Tokens that precede one, on average, in the steps that give the `prefill_rate`."""
         return self._prefill_depths / self._prefill_tokens if self._prefill_tokens else 0.0
 
     @property
     def depth_s(self) -> float:
-        """Seconds that a token takes longer for each token before it; 0: unknown."""
+        """Seconds by which each preceding token lengthens the computation of one; 0: unknown."""
         if not self.depth:
             return 0.0
         token_s = self._prefill_s / self._prefill_tokens
@@ -97,8 +98,8 @@ class StepMeter:
     def scheduled(
         self, tokens: Mapping[str, int], computed: Callable[[], Mapping[str, int]] = dict
     ) -> None:
-        """A step was scheduled. tokens: by request. computed: its tokens before these, asked only
-        where it matters; 0 for requests that are not in there."""
+        """A step was scheduled. tokens: by request. computed: returns the tokens that precede
+        these, by request; called only if the step counts for the prefill rate."""
         prefill = {one: count for one, count in tokens.items() if count > _DECODE_TOKENS_MAX}
         total, prompts = sum(tokens.values()), sum(prefill.values())
         decodes, depth = len(tokens) - len(prefill), 0.0
@@ -140,7 +141,7 @@ class _Line:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def add(self, weight: float, x: float, y: float) -> None:
-        """y: for the whole weight."""
+        """Add a point. y: times the weight."""
         sample = weight, weight * x, y, weight * x * x, x * y
         known = self._weight, self._x, self._y, self._xx, self._xy
         kept = [_SLOPE_KEPT * old + new for old, new in zip(known, sample, strict=True)]

@@ -203,7 +203,7 @@ class GpuRig(Rig):
 ARMS = ("dma", "dma_overlap", "kernel", "auto")
 _CHECKED = ((4 * KIB, 100), (24 * KIB + 16, 50), (512 * KIB, 8))
 _LOOP_ARMS = ("alone", "dma", "dma_overlap", "kernel")
-#: One sample of a transfer of up to so many bytes is the median of some: each takes tens of µs.
+#: Transfers of at most so many bytes are too short to be timed once: a sample is a median.
 _SHORT_BYTES, _SHORT_REPEATS = 16 * MIB, 9
 _LOOP_STEPS = 10
 _LOOP_BLOCK_BYTES = 2 * MIB

@@ -35,7 +35,7 @@ from vllm_nvmeof_bench.throttle import Throttle
 from vllm_nvmeof_offload.fabric.machine import read_gpus
 from vllm_nvmeof_offload.units import MIB
 
-#: Servers that start at once: each keeps about four cores busy.
+#: Servers that start at once: one for every four cores, and at least two.
 _AT_ONCE = max(2, (os.cpu_count() or 1) // 4)
 _MB = 1_000_000
 #: Ids that nearly every model's vocabulary has, none of them special.
