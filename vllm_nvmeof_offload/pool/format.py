@@ -590,23 +590,38 @@ def _read_start(path: Path, size: int) -> bytes | None:
 
 
 def write_superblock(directory: Path, superblock: Superblock) -> None:
-    """Replace the directory's superblock durably; after an OSError the old one is still there."""
+    """Replace the directory's superblock durably; after an OSError the old one is still there.
+
+    A writer that was stopped or hung while another one wrote fails with ESTALE: what it still
+    writes goes into a file that nobody reads.
+    """
     temporary = directory / SUPERBLOCK_TEMPORARY
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    temporary.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     fd = os.open(temporary, flags, 0o600)
     try:
         page = superblock.encode()
         if os.write(fd, page) != len(page):
             raise OSError(errno.ENOSPC, "short write", str(temporary))
         os.fsync(fd)
+        if not _is_open_at(fd, temporary):
+            raise OSError(errno.ESTALE, "another one has written it meanwhile", str(temporary))
     except OSError:
         with contextlib.suppress(OSError):
-            temporary.unlink()
+            if _is_open_at(fd, temporary):
+                temporary.unlink()
         raise
     finally:
         os.close(fd)
     temporary.rename(directory / SUPERBLOCK_FILE)
     sync_directory(directory)
+
+
+def _is_open_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False
 
 
 def sync_directory(directory: Path) -> None:

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -121,6 +123,30 @@ def test_a_target_that_fails_beside_one_that_hangs(open_pool: OpenPool, hang: Ha
     hang.end()
     superblocks.wait(0)
     assert epochs(pool) == [named, old.epoch]
+
+
+def test_a_writer_that_hung_while_another_wrote_changes_nothing(
+    open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one may be a prober, or the region's next owner."""
+    directory = open_pool(1).directories[0]
+    found = read_superblock(directory)
+    assert found is not None
+    older, newer = (replace(found, sequence=found.sequence + n) for n in (1, 2))
+    write = os.write
+
+    def hang(fd: int, page: bytes) -> int:
+        monkeypatch.setattr(os, "write", write)
+        write_superblock(directory, newer)
+        return write(fd, page)
+
+    monkeypatch.setattr(os, "write", hang)
+    with pytest.raises(OSError, match="meanwhile") as refused:
+        write_superblock(directory, older)
+    assert refused.value.errno == errno.ESTALE
+    assert read_superblock(directory) == newer
+    write_superblock(directory, found)
+    assert read_superblock(directory) == found, "the next one writes again"
 
 
 def test_files_that_are_replaced_get_no_superblock_that_waits_for_the_old_ones(
