@@ -29,7 +29,7 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -233,11 +233,14 @@ class Bench:
         settings: Settings,
         torch: Any = None,
         on_progress: OnProgress = unheard,
+        keep: Callable[[Sequence[Sample]], None] = lambda _: None,
     ) -> None:
+        """keep: called during a long part, with what it has measured so far."""
         self._world = world
         self._settings = settings
         self._torch = torch
         self._on_progress = on_progress
+        self._keep = keep
 
     def _rounds(self, what: str, warm_up: bool = False) -> Iterator[int]:
         """The numbers of the rounds; a first one, -1, only warms up."""
@@ -453,6 +456,7 @@ class Bench:
                     samples.append(Sample("crc_join", "host", *where, join_us))
                     if self._torch is not None and step == 0:
                         samples += self._crc_beside(chunks, content.size, where)
+            self._keep(samples)
         return samples
 
     def _crc_beside(self, chunks: CrcKernel, count: int, where: _Where) -> Iterator[Sample]:
@@ -498,6 +502,7 @@ class Bench:
                         rate = _gb_per_s(count * plan.chunk_bytes, seconds)
                         where = plan.chunk_bytes, count, number
                         samples.append(Sample("disk", arm, "load", *where, rate))
+                self._keep(samples)
         return samples
 
 
@@ -505,7 +510,7 @@ class Bench:
 
 
 def measure(settings: Settings, json_path: Path) -> None:
-    """Run on the first GPU, and write the JSON file after each part.
+    """Run on the first GPU, and write the JSON file after each part; in long ones after each round.
 
     Raises: BenchError, OffloadError: no GPU, or an arm moved wrong bytes.
     """
@@ -530,12 +535,17 @@ def measure(settings: Settings, json_path: Path) -> None:
         contextlib.closing(World(cuda, kernel, settings.bytes_max, others)) as world,
         contextlib.closing(theirs) if theirs else contextlib.nullcontext(),
     ):
-        bench = Bench(world, settings, torch, on_progress)
+
+        def keep(newest: Sequence[Sample]) -> None:
+            about_run = conditions_of(world, settings, about)
+            dump(json_path, "copy", [*samples, *newest], about_run)
+
+        bench = Bench(world, settings, torch, on_progress, keep)
         more = {"sweep": bench.sweep, "crc": bench.crc, "loops": bench.loops, "disk": bench.disk}
         wanted = [part for name, part in more.items() if name in settings.parts]
         for part in (bench.copies, *wanted):
             samples += part()
-            dump(json_path, "copy", samples, conditions_of(world, settings, about))
+            keep(())
 
 
 COMMANDS = (

@@ -242,6 +242,22 @@ _LINES = (
     ("batch_read", _CPU, "CPU time, batch read"),
 )
 _MIB_PER_GIB = 1024
+#: Name, unit, scale; name of a group of bars → case and measure.
+_BARS = (
+    (
+        "one 2 MiB read beside 64 MiB of queued writes",
+        "ms",
+        1000.0,
+        {"p50": (_BESIDE, "p50_us"), "p99": (_BESIDE, "p99_us")},
+    ),
+    (
+        "those writes",
+        "GiB/s",
+        _MIB_PER_GIB,
+        {"alone": ("writes_alone", _RATE), "beside reads": ("writes_beside_read", _RATE)},
+    ),
+)
+_PANELS_PER_ROW = 3
 
 
 def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -> None:
@@ -251,16 +267,25 @@ def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -
         f"Pool I/O, median and range of {rounds} rounds, interleaved on one directory\n"
         f"{disk_in(conditions)}, {plots.where_measured(conditions)}"
     )
-    with plots.picture(path, title, "ABC;DEF;GHI", (5.3, 4.2)) as (figure, panels):
-        for panel, (case, measure, name) in zip(panels, _LINES, strict=False):
+    measured = {one.case for one in samples}
+    lines = [one for one in _LINES if one[0] in measured]
+    bars = [one for one in _BARS if any(case in measured for case, _ in one[-1].values())]
+    mosaic = _mosaic(len(lines) + len(bars))
+    with plots.picture(path, title, mosaic, (5.3, 4.2)) as (figure, panels):
+        for panel, (case, measure, name) in zip(panels, lines, strict=False):
             _lines(panel, samples, case, measure)
             plots.finish(panel, name, ylabel="CPU seconds per GiB" if measure == _CPU else "GiB/s")
-        _bars(panels[7], samples, {"p50": (_BESIDE, "p50_us"), "p99": (_BESIDE, "p99_us")}, 1000.0)
-        plots.finish(panels[7], "one 2 MiB read beside 64 MiB of queued writes", ylabel="ms")
-        writes = {"alone": ("writes_alone", _RATE), "beside reads": ("writes_beside_read", _RATE)}
-        _bars(panels[8], samples, writes, _MIB_PER_GIB)
-        plots.finish(panels[8], "those writes", ylabel="GiB/s")
-        plots.legend_below(figure, panels[:7])
+        for panel, (name, unit, scale, groups) in zip(panels[len(lines) :], bars, strict=True):
+            _bars(panel, samples, groups, scale)
+            plots.finish(panel, name, ylabel=unit)
+        plots.legend_below(figure, panels[: len(lines)])
+
+
+def _mosaic(count: int) -> list[list[str]]:
+    """Names of so many panels in rows; what stays empty is a dot, as matplotlib takes it."""
+    columns = min(count, _PANELS_PER_ROW)
+    names = [str(number) for number in range(count)] + ["."] * (-count % columns)
+    return [names[start : start + columns] for start in range(0, len(names), columns)]
 
 
 def _lines(panel: Any, samples: Sequence[Sample], case: str, measure: str) -> None:
@@ -279,7 +304,7 @@ def _lines(panel: Any, samples: Sequence[Sample], case: str, measure: str) -> No
 def _bars(
     panel: Any, samples: Sequence[Sample], groups: Mapping[str, tuple[str, str]], scale: float
 ) -> None:
-    """At the largest block size of each arm. groups: name → case and measure."""
+    """At the largest block size of each arm."""
 
     def spread(arm: str, group: tuple[str, str]) -> results.Spread | None:
         case, measure = group

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
+from vllm_nvmeof_bench import plots
 from vllm_nvmeof_bench.benchmark import benchmark, command
 from vllm_nvmeof_bench.pool.report import goals
 from vllm_nvmeof_bench.results import dump
@@ -57,6 +58,34 @@ def test_the_picture_is_a_png(tmp_path: Path) -> None:
     path = tmp_path / "pictures" / "pool.png"
     benchmark("pool").draw(path, everything((64 * KIB, 512 * KIB, 2 * MIB)), CONDITIONS)
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("cases", "panels"),
+    [
+        ({"batch_read"}, ["batch read", "CPU time, batch read"]),
+        ({"single_read", "writes_alone"}, ["one 128 MiB job, read", "those writes"]),
+        ({"batch_read", "mixed", "read_beside_writes"}, [
+            "batch read", "half reads, half writes", "CPU time, batch read",
+            "one 2 MiB read beside 64 MiB of queued writes",
+        ]),
+    ],
+)  # fmt: skip
+def test_a_picture_shows_only_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cases: set[str], panels: list[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    drawn: list[str] = []
+    finish = plots.finish
+
+    def noted(panel: object, name: str, **rest: object) -> None:
+        drawn.append(name)
+        finish(panel, name, **rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(plots, "finish", noted)
+    samples = [one for one in everything((512 * KIB, 2 * MIB)) if one.case in cases]
+    benchmark("pool").draw(tmp_path / "pool.png", samples, CONDITIONS)
+    assert drawn == panels
 
 
 def test_a_file_of_samples_is_printed_and_checked(tmp_path: Path) -> None:

@@ -295,10 +295,14 @@ def test_wrong_bytes_stop_the_benchmark() -> None:
 
 
 def test_loads_from_disk_are_streamed_and_in_two_phases(working: FakeCuda, tmp_path: Path) -> None:
-    samples = Bench(SimpleNamespace(cuda=working), replace(SETTINGS, directory=tmp_path)).disk()
+    kept: list[int] = []
+    settings = replace(SETTINGS, directory=tmp_path, rounds=2)
+    world = SimpleNamespace(cuda=working)
+    samples = Bench(world, settings, keep=lambda newest: kept.append(len(newest))).disk()
     assert {(one.arm, one.count) for one in samples} == {
         (arm, count) for arm in ("streamed", "two_phase", "read") for count in (4, 16)
     }
+    assert kept == [6, 12], "none is lost"
     assert all(one.value > 0 for one in samples)
     assert not working.registered and not working.allocated
     assert list(tmp_path.iterdir()) == [], "the disk is left as it was"
