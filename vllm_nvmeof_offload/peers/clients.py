@@ -646,6 +646,7 @@ class PeerClients:
         session, lane.session = lane.session, None
         if session is None:
             return
+        self._show(lane)  # first: nobody asks it again when a read ends below
         now_s = time.monotonic()
         lane.pull_rate.stop()
         was_up = session.is_up
@@ -667,7 +668,6 @@ class PeerClients:
         if session.transport is not None:
             self._leaving.append((session.transport, touched))
         self._look_at_leaving()
-        self._show(lane)
 
     def _look_at_leaving(self) -> None:
         """End the agents of lost sessions, and with them whatever they may still write."""
