@@ -646,7 +646,7 @@ class PeerClients:
         session, lane.session = lane.session, None
         if session is None:
             return
-        self._show(lane)  # first: nobody asks it again when a read ends below
+        self._show(lane)  # before its reads end: they must not be sent to it again
         now_s = time.monotonic()
         lane.pull_rate.stop()
         was_up = session.is_up

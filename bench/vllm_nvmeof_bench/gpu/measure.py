@@ -235,7 +235,7 @@ class Bench:
         on_progress: OnProgress = unheard,
         keep: Callable[[Sequence[Sample]], None] = lambda _: None,
     ) -> None:
-        """keep: called during a long part, with what it has measured so far."""
+        """keep: called within crc and disk, with all that the part has measured so far."""
         self._world = world
         self._settings = settings
         self._torch = torch
@@ -510,7 +510,7 @@ class Bench:
 
 
 def measure(settings: Settings, json_path: Path) -> None:
-    """Run on the first GPU, and write the JSON file after each part; in long ones after each round.
+    """Run on the first GPU; write the JSON file after each part, and within the parts crc and disk.
 
     Raises: BenchError, OffloadError: no GPU, or an arm moved wrong bytes.
     """
