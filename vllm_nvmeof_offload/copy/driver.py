@@ -149,14 +149,14 @@ class Cuda:
 
     # -- streams and events -----------------------------------------------------------
 
-    def create_stream(self) -> int:
-        """Create a stream of the lowest priority that does not wait for the default stream.
+    def create_stream(self, urgent: bool = False) -> int:
+        """Create a stream that does not wait for the default stream; urgent: its kernels go first.
 
-        On NVIDIA GPUs that is also the default stream's priority, so copies do not yield to the
-        model; few thread blocks and short launches keep them out of its way.
+        Otherwise of the lowest priority, which on NVIDIA GPUs the default stream has too: copies do
+        not yield to the model; few thread blocks and short launches keep them out of its way.
         """
-        least, _ = self._enter("cuCtxGetStreamPriorityRange")
-        return int(self._enter("cuStreamCreateWithPriority", _STREAM_NON_BLOCKING, least))
+        priority = self._enter("cuCtxGetStreamPriorityRange")[1 if urgent else 0]
+        return int(self._enter("cuStreamCreateWithPriority", _STREAM_NON_BLOCKING, priority))
 
     def destroy_stream(self, stream: int) -> None:
         self._enter("cuStreamDestroy", stream)

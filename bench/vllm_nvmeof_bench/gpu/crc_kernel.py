@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +27,6 @@ STRIPE_BYTES = 512
 _ALIGNMENT = 16
 #: Bytes of one part, which one warp takes; a multiple of a stripe.
 _PART_BYTES_MAX = 64 * KIB
-#: Bytes of one launch, as for copies: its blocks keep their multiprocessors until it ends.
-_LAUNCH_BYTES_MAX = 8 * MIB
-_THREADS = 256
 _LANES = 32
 _ROW_BYTES = 2 * 8
 _WORD_ROW_BYTES = _LANES * 4
@@ -119,18 +117,35 @@ def join(words: _Words, sizes: npt.NDArray[np.uint64], counts: Sequence[int]) ->
     return found
 
 
+class Launch(NamedTuple):
+    """How the kernel is started.
+
+    blocks_max: thread blocks of one launch; they keep their multiprocessors until it ends. threads:
+    of a block, at most 1024. bytes_max: of one launch. urgent: before other kernels that wait.
+    """
+
+    blocks_max: int = 4
+    threads: int = 256
+    bytes_max: int = 8 * MIB
+    urgent: bool = False
+
+    def __str__(self) -> str:
+        size = f"{self.blocks_max}x{self.threads}, {self.bytes_max // MIB} MiB"
+        return size + (", urgent" if self.urgent else "")
+
+
 class CrcKernel:
     """CRCs of the same chunks, as often as wanted, on a stream of its own.
 
-    chunks: as `cut_chunks` takes them. blocks_max: thread blocks of one launch.
+    chunks: as `cut_chunks` takes them.
     """
 
     def __init__(
-        self, cuda: Cuda, kernel: int, chunks: Sequence[_Rows], blocks_max: int = 4
+        self, cuda: Cuda, kernel: int, chunks: Sequence[_Rows], launch: Launch | None = None
     ) -> None:
         self._cuda = cuda
         self._kernel = kernel
-        self._blocks_max = blocks_max
+        self._launch = launch or Launch()
         self._parts, self._counts = cut_chunks(chunks)
         tables = kernel_tables()
         sizes = [self._parts.nbytes, len(self._parts) * _WORD_ROW_BYTES, tables.nbytes]
@@ -142,19 +157,20 @@ class CrcKernel:
         self._words = words.view(np.uint32).reshape(-1, _LANES)
         self._words_at = self._memory + sizes[0]
         self._tables_at = self._words_at + sizes[1]
-        self._stream = cuda.create_stream()
+        self._stream = cuda.create_stream(self._launch.urgent)
 
     def run(self) -> None:
         """Return when all parts are done; then `join`."""
+        blocks_max, threads, bytes_max, _ = self._launch
         ends = np.cumsum(self._parts[:, 1])
         first, done = 0, 0
         while first < len(self._parts):
-            last = int(np.searchsorted(ends, np.uint64(done + _LAUNCH_BYTES_MAX), side="right"))
-            blocks = min(self._blocks_max, -(-(last - first) * _LANES // _THREADS))
+            last = int(np.searchsorted(ends, np.uint64(done + bytes_max), side="right"))
+            blocks = min(blocks_max, -(-(last - first) * _LANES // threads))
             rows_at = self._memory + first * _ROW_BYTES
             words_at = self._words_at + first * _WORD_ROW_BYTES
             arguments = rows_at, last - first, self._tables_at, words_at
-            self._cuda.launch(self._kernel, blocks, _THREADS, self._stream, arguments)
+            self._cuda.launch(self._kernel, blocks, threads, self._stream, arguments)
             first, done = last, int(ends[last - 1])
         self._cuda.synchronize_stream(self._stream)
 

@@ -12,9 +12,10 @@ Cases; a value is GB/s (1e9 bytes of payload) unless it says otherwise:
     loop_…    steps/s of a loop of compute beside copies
     sweep     the kernel by its thread blocks: arms kernel_2 … kernel_32
     sweep_matrix  steps/s of a bf16 matrix product beside each of them, copying both ways
-    crc       CRC-32C of chunks in GPU memory, by the GPU: alone, and beside the product below
+    crc       CRC-32C of chunks in GPU memory, by the GPU; an arm is a way to launch it
     crc_join  host time to join the parts of one chunk, µs
-    crc_matrix  steps/s of a bf16 matrix product, alone and beside the CRC
+    crc_beside  the same as crc, at most `crc_gb_per_s` of it, beside the product below
+    crc_matrix  steps/s of a bf16 matrix product, alone and beside that
     disk      a load from disk to the GPU: streamed, in two phases, and each half alone
 """
 
@@ -40,7 +41,7 @@ from crc32c import crc32c
 
 from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.conditions import packages
-from vllm_nvmeof_bench.gpu.crc_kernel import CRC_BLOCKS, KERNEL_NAME, CrcKernel
+from vllm_nvmeof_bench.gpu.crc_kernel import CRC_BLOCKS, KERNEL_NAME, CrcKernel, Launch
 from vllm_nvmeof_bench.gpu.report import Sample, model_blocks
 from vllm_nvmeof_bench.gpu.world import World, load_theirs
 from vllm_nvmeof_bench.home import home_in
@@ -73,8 +74,9 @@ class Settings:
     `bytes_max`. counts: for `small_sizes`, where `auto` has to choose. loop_s: of each loop of
     compute, alone and beside copies. sweep_blocks: thread blocks of the kernel. mix_percent:
     shares of loads beside those of `both`. crc_chunks: bytes of a piece, and pieces of a chunk;
-    crc_bytes: of all chunks of one run. disk_bytes: of one load; disk_chunk_bytes: of one slot
-    of the pool; disk_tier_slots: cache slots that the two phases go through.
+    crc_bytes: of all chunks of one run; crc_gb_per_s: beside the product, of a fast link;
+    crc_launches: blocks, threads, bytes, whether urgent. disk_bytes: of one load; disk_chunk_bytes:
+    of one slot of the pool; disk_tier_slots: cache slots that the two phases go through.
     """
 
     directory: Path = option(
@@ -102,6 +104,15 @@ class Settings:
     sweep_sizes: tuple[int, ...] = (8 * KIB, 32 * KIB, 128 * KIB, 2 * MIB)
     crc_chunks: tuple[tuple[int, int], ...] = ((2 * MIB, 1), (64 * KIB, 8), (72 * KIB, 5))
     crc_bytes: int = 256 * MIB
+    crc_gb_per_s: float = 12.5
+    crc_launches: tuple[tuple[int, int, int, bool], ...] = (
+        (4, 256, 8 * MIB, False),
+        (4, 256, 8 * MIB, True),
+        (1, 1024, 8 * MIB, True),
+        (2, 1024, 8 * MIB, True),
+        (1, 1024, 32 * MIB, False),
+        (2, 1024, 32 * MIB, False),
+    )
     disk_bytes: int = 4 * GIB
     disk_chunk_bytes: int = 2 * MIB
     disk_tier_slots: int = 512
@@ -219,6 +230,14 @@ def _seconds(call: Callable[[], object]) -> float:
     start_s = time.perf_counter()
     call()
     return time.perf_counter() - start_s
+
+
+def _at_pace(call: Callable[[], object], each_s: float, ended_s: list[float]) -> bool:
+    """Call it, at most once in `each_s` since the first of `ended_s`; adds when that was."""
+    call()
+    time.sleep(max(0.0, ended_s[0] + each_s * len(ended_s) - time.perf_counter()))
+    ended_s.append(time.perf_counter())
+    return True
 
 
 class Bench:
@@ -436,6 +455,7 @@ class Bench:
         if kernel is None:
             code = compile_kernels(world.cuda.facts.arch, CRC_BLOCKS)
             kernel = world.cuda.load_kernel(code, KERNEL_NAME)
+        launches = [Launch(*one) for one in settings.crc_launches]
         samples: list[Sample] = []
         for step, (size, per_chunk) in enumerate(settings.crc_chunks):
             what = f"CRC of {per_chunk} pieces of {size}"
@@ -444,30 +464,49 @@ class Bench:
             pieces = world.pieces(size, count * per_chunk)
             content = world.fill(pieces)
             rows = np.split(np.ascontiguousarray(pieces[:, (0, 2)]), count)
-            with contextlib.closing(CrcKernel(world.cuda, kernel, rows)) as chunks:
-                chunks.run()
-                if chunks.join() != [crc32c(chunk) for chunk in np.split(content, count)]:
-                    raise BenchError(f"crc: a wrong CRC of a chunk of {per_chunk} × {size} bytes")
+            expected = [crc32c(chunk) for chunk in np.split(content, count)]
+            with contextlib.ExitStack() as stack:
+                arms = {
+                    str(one): stack.enter_context(
+                        contextlib.closing(CrcKernel(world.cuda, kernel, rows, one))
+                    )
+                    for one in launches
+                }
+                for arm, chunks in arms.items():
+                    chunks.run()
+                    if chunks.join() != expected:
+                        what = f"a wrong CRC of a chunk of {per_chunk} × {size} bytes"
+                        raise BenchError(f"crc: {what}, {arm}")
                 for number in range(settings.rounds):
                     where = "load", size, per_chunk, number
-                    rate = _gb_per_s(content.size, _seconds(chunks.run))
-                    samples.append(Sample("crc", "gpu", *where, rate))
-                    join_us = round(1e6 * _seconds(chunks.join) / count, 2)
-                    samples.append(Sample("crc_join", "host", *where, join_us))
+                    samples += self._crc_alone(arms, content.size, where)
                     if self._torch is not None and step == 0:
-                        samples += self._crc_beside(chunks, content.size, where)
+                        samples += self._crc_beside(arms, content.size, where)
             self._keep(samples)
         return samples
 
-    def _crc_beside(self, chunks: CrcKernel, count: int, where: _Where) -> Iterator[Sample]:
-        """Steps/s of a product alone and beside CRCs, and what those reach. count: bytes a run."""
-        step, took_s = self._matrix_step(), list[float]()
-        yield self._steps("crc_matrix", "alone", where[-1], step)
-        with self._repeated(lambda: took_s.append(_seconds(chunks.run)) is None):
-            yield self._steps("crc_matrix", "crc", where[-1], step)
-        if took_s:
-            rate = _gb_per_s(len(took_s) * count, sum(took_s))
-            yield Sample("crc", "gpu_beside_matrix", *where, rate)
+    def _crc_alone(self, arms: dict[str, CrcKernel], count: int, where: _Where) -> Iterator[Sample]:
+        """GB/s of each, and what the host adds. count: bytes of a run."""
+        for arm, chunks in arms.items():
+            yield Sample("crc", arm, *where, _gb_per_s(count, _seconds(chunks.run)))
+        joined = next(iter(arms.values()))
+        took_s = _seconds(joined.join) / len(joined.join())
+        yield Sample("crc_join", "host", *where, round(1e6 * took_s, 2))
+
+    def _crc_beside(
+        self, arms: dict[str, CrcKernel], count: int, where: _Where
+    ) -> Iterator[Sample]:
+        """Steps/s of a product alone and beside each, and what those reach. count: as above."""
+        step, number = self._matrix_step(), where[-1]
+        yield self._steps("crc_matrix", "alone", number, step)
+        each_s = count / (1e9 * self._settings.crc_gb_per_s)
+        for arm, chunks in arms.items():
+            ended_s = [time.perf_counter()]
+            with self._repeated(partial(_at_pace, chunks.run, each_s, ended_s)):
+                yield self._steps("crc_matrix", arm, number, step)
+            took_s = time.perf_counter() - ended_s[0]
+            rate = _gb_per_s((len(ended_s) - 1) * count, took_s)
+            yield Sample("crc_beside", arm, *where, rate)
 
     # -- from disk -----------------------------------------------------------------------
 

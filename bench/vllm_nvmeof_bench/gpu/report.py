@@ -164,7 +164,8 @@ _TITLES = {
     "sweep_matrix": "bf16 matrix products beside the kernel by its thread blocks, steps/s",
     "crc": "CRC-32C by the GPU, GB/s; blocks: the pieces of a chunk",
     "crc_join": "Host time to join the parts of one chunk's CRC, µs",
-    "crc_matrix": "bf16 matrix products beside the CRC, steps/s",
+    "crc_beside": "CRC-32C by the GPU at the rate of a fast link, beside a product, GB/s",
+    "crc_matrix": "bf16 matrix products beside that, steps/s",
 }
 
 

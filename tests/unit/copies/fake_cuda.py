@@ -128,7 +128,7 @@ class FakeCuda(Cuda):
         if self._called("enter_own_thread"):
             self._relaxed.add(threading.get_ident())
 
-    def create_stream(self) -> int:
+    def create_stream(self, urgent: bool = False) -> int:
         with self._changed:
             stream = next(self._handles)
             self.streams[stream] = deque()

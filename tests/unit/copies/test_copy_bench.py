@@ -260,7 +260,12 @@ def test_the_sweep_goes_on_without_torch() -> None:
 
 
 CRC_SETTINGS = replace(
-    SETTINGS, crc_chunks=((MIB, 1), (8 * KIB, 3)), crc_bytes=2 * MIB, loop_s=0.01, rounds=2
+    SETTINGS,
+    crc_chunks=((MIB, 1), (8 * KIB, 3)),
+    crc_bytes=2 * MIB,
+    crc_launches=((4, 256, 8 * MIB, False), (1, 1024, 32 * MIB, True)),
+    loop_s=0.01,
+    rounds=2,
 )
 
 
@@ -268,11 +273,13 @@ def test_crcs_are_measured_without_and_beside_compute(working: FakeCuda) -> None
     world = World(working, 1, SETTINGS.bytes_max)
     kernel = working.load_kernel(b"", KERNEL_NAME)
     samples = Bench(world, CRC_SETTINGS, _Compute()).crc(kernel)
+    ways = "4x256, 8 MiB", "1x1024, 32 MiB, urgent"
     found = {(s.case, s.arm, s.block_bytes, s.count) for s in samples}
     assert found >= {
-        *((case, arm, MIB, 1) for case, arm in (("crc", "gpu"), ("crc_join", "host"))),
-        *((case, arm, 8 * KIB, 3) for case, arm in (("crc", "gpu"), ("crc_join", "host"))),
-        *(("crc_matrix", arm, 0, 0) for arm in ("alone", "crc")),
+        *(("crc", arm, *chunk) for arm in ways for chunk in ((MIB, 1), (8 * KIB, 3))),
+        *(("crc_join", "host", *chunk) for chunk in ((MIB, 1), (8 * KIB, 3))),
+        *(("crc_beside", arm, MIB, 1) for arm in ways),
+        *(("crc_matrix", arm, 0, 0) for arm in ("alone", *ways)),
     }
     assert all(one.value > 0 for one in samples)
     world.close()
