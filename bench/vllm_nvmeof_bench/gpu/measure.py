@@ -107,11 +107,13 @@ class Settings:
     crc_gb_per_s: float = 12.5
     crc_launches: tuple[tuple[int, int, int, bool], ...] = (
         (4, 256, 8 * MIB, False),
-        (4, 256, 8 * MIB, True),
-        (1, 1024, 8 * MIB, True),
-        (2, 1024, 8 * MIB, True),
-        (1, 1024, 32 * MIB, False),
-        (2, 1024, 32 * MIB, False),
+        (4, 1024, 8 * MIB, False),
+        # Beside long kernels about one launch runs per kernel, so that its bytes bound the rate.
+        (4, 1024, 24 * MIB, False),
+        (8, 1024, 24 * MIB, False),
+        (16, 1024, 24 * MIB, False),
+        (8, 1024, 24 * MIB, True),
+        (16, 256, 24 * MIB, False),
     )
     disk_bytes: int = 4 * GIB
     disk_chunk_bytes: int = 2 * MIB

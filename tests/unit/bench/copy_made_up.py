@@ -50,6 +50,10 @@ def everything() -> list[Sample]:
     for arm, rate in (("alone", 100.0), ("dma", 98.0), ("dma_overlap", 98.5), ("kernel", 90.0)):
         found += one("loop_matrix", arm, "both", 0, 0, rate)
         found += one("loop_memory", arm, "both", 0, 0, 0.9 * rate)
+    for arm, steps, rate in (("few", 99.5, 5.1), ("many", 98.0, 12.5), ("best", 99.2, 12.5)):
+        found += one("crc_matrix", arm, "both", 0, 0, steps)
+        found += one("crc_beside", arm, "load", 2 * MIB, 1, rate)
+    found += one("crc_matrix", "alone", "both", 0, 0, 100.0)
     for arm, rate in (("streamed", 6.0), ("two_phase", 4.0), ("read", 6.2)):
         found += one("disk", arm, "load", 2 * MIB, 2048, rate)
     return found

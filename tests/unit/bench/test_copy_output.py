@@ -45,7 +45,7 @@ def printed(samples: list[Sample]) -> str:
 
 def test_every_goal_is_reached_by_samples_made_up_for_it() -> None:
     found = goals(everything(), CONDITIONS)
-    assert len(found) == 6
+    assert len(found) == 7
     assert [row.name for row in found if row.reached is not True] == []
 
 
@@ -81,6 +81,16 @@ def test_auto_may_choose_dma_where_the_kernel_is_not_clearly_faster() -> None:
     small = {"case": "few", "arm": "kernel", "direction": "load"}
     assert rows(slower(everything(), 1.4, **small))[target].reached is True
     assert rows(slower(everything(), 2.0, **small))[target].measured == pytest.approx(0.75)
+
+
+def test_the_cheapest_launch_that_makes_checksums_fast_enough_decides() -> None:
+    target = "bf16 matrix products beside CRC-32C at 12.5 GB/s / alone"
+    row = rows(everything())[target]
+    assert row.measured == pytest.approx(0.992) and (row.n, row.where) == (3, "best")
+    too_slow = slower(everything(), 0.9, case="crc_beside", arm="best")
+    row = rows(too_slow)[target]
+    assert row.measured == pytest.approx(0.98) and (row.reached, row.where) == (False, "many")
+    assert rows(slower(everything(), 0.9, case="crc_beside"))[target].reached is None
 
 
 def test_goals_are_ratios_of_medians() -> None:
