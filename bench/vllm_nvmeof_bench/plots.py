@@ -65,6 +65,13 @@ def picture(
         plt.close(figure)
 
 
+def mosaic(count: int, columns: int) -> list[list[str]]:
+    """Names of so many panels in rows; what stays empty is a dot, as matplotlib takes it."""
+    columns = min(count, columns)
+    names = [str(number) for number in range(count)] + ["."] * (-count % columns)
+    return [names[start : start + columns] for start in range(0, len(names), columns)]
+
+
 def _save(figure: Any, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -300,26 +301,53 @@ _STYLES = {
 _LOOP_ARMS = ("dma", "dma_overlap", "kernel")
 
 
+_OTHERS = (plots.BLUE, plots.SKY, plots.GREEN, plots.ORANGE, plots.RED, plots.PINK, plots.GREY)
+_BY_SIZE = {
+    "transfer": "one transfer of many blocks",
+    "model": "block sizes of models",
+    "sweep": "the kernel by its thread blocks",
+}
+
+
 def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -> None:
-    """Lines are medians over rounds, bands reach from the smallest to the largest sample."""
+    """Lines are medians over rounds, bands reach from the smallest to the largest sample. Only what
+    was measured has a panel.
+
+    Raises: BenchError: nothing of it was.
+    """
     title = (
-        f"Copies between {conditions.get('gpu', {}).get('name', '?')} and pinned memory, driver "
-        f"for CUDA {_cuda(conditions)}; vLLM {vllm_in(conditions, 'none')}"
+        f"Copies between {conditions.get('gpu', {}).get('name', '?')} and pinned memory,\n"
+        f"driver for CUDA {_cuda(conditions)}; vLLM {vllm_in(conditions, 'none')}"
     )
-    with plots.picture(path, title, "AB;CD", (6.8, 5)) as (_, panels):
-        for panel, direction in zip(panels, ("store", "load"), strict=False):
-            chosen = select(samples, case="transfer", direction=direction)
-            _lines(panel, chosen, lambda one: one.block_bytes)
-            plots.size_axis(panel, sorted({one.block_bytes for one in chosen}))
-            way = "GPU to CPU" if direction == "store" else "CPU to GPU"
-            name = f"{direction} ({way}): one transfer of many blocks"
-            _finish(panel, chosen, name, xlabel="bytes of a block", ylabel="GB/s")
-        chosen = [s for s in samples if _loads_percent(s) is not None]
-        _lines(panels[2], chosen, _loads_percent)
-        shares = "share of loads, per cent of the blocks"
-        name = "both directions at once"
-        _finish(panels[2], chosen, name, xlabel=shares, ylabel="GB/s, both together")
-        _loops(panels[3], samples)
+    by_size = [
+        (select(samples, case=case, direction=direction), partial(_sizes, direction, name))
+        for case, name in _BY_SIZE.items()
+        for direction in ("store", "load")
+    ]
+    panels_of: list[tuple[list[Sample], Callable[[Any, list[Sample]], None]]] = [
+        *by_size,
+        ([one for one in samples if _loads_percent(one) is not None], _shares),
+        ([one for one in samples if one.case.startswith("loop_")], _loops),
+        ([one for one in samples if one.case in ("crc_matrix", "crc_beside")], _crcs),
+        (select(samples, case="disk"), _disk),
+    ]
+    measured = [(chosen, draw) for chosen, draw in panels_of if chosen]
+    if not measured:
+        raise results.BenchError("there is nothing to draw: these parts have tables only")
+    mosaic = plots.mosaic(len(measured), 2)
+    with plots.picture(path, title, mosaic, (6.8, 5)) as (_, panels):
+        for panel, (chosen, draw) in zip(panels, measured, strict=True):
+            draw(panel, chosen)
+
+
+def _sizes(direction: str, name: str, panel: Any, chosen: list[Sample]) -> None:
+    _lines(panel, chosen, lambda one: one.block_bytes)
+    ends = [end(one.block_bytes for one in chosen).bit_length() for end in (min, max)]
+    plots.size_axis(panel, [1 << power - 1 for power in range(ends[0], ends[1] + 1)])
+    way = "GPU to CPU" if direction == "store" else "CPU to GPU"
+    labels = {"xlabel": "bytes of a block", "ylabel": "GB/s"}
+    plots.finish(panel, f"{direction} ({way}): {name}", legend=True, **labels)
+    panel.set_ylim(bottom=0)
 
 
 def _loads_percent(one: Sample) -> int | None:
@@ -329,28 +357,70 @@ def _loads_percent(one: Sample) -> int | None:
     return {"store": 0, "both": 50, "load": 100}[one.direction] if one.case == "both" else None
 
 
-def _loops(panel: Any, samples: Sequence[Sample]) -> None:
+def _shares(panel: Any, chosen: list[Sample]) -> None:
+    _lines(panel, chosen, _loads_percent)
+    labels = {
+        "xlabel": "share of loads, per cent of the blocks",
+        "ylabel": "GB/s, both together",
+    }
+    plots.finish(panel, "both directions at once", legend=True, **labels)
+    panel.set_ylim(bottom=0)
+
+
+def _loops(panel: Any, chosen: list[Sample]) -> None:
     """Steps/s beside copies, relative to the loop alone."""
-    loops = sorted({one.case for one in samples if one.case.startswith("loop_")})
-
-    def spread(arm: str, case: str) -> results.Spread | None:
-        alone = median_of(samples, "value", case=case, arm="alone")
-        rates = results.values_of(samples, "value", case=case, arm=arm) if alone else []
-        return results.spread_of([rate / alone for rate in rates])
-
     names = {"loop_matrix": "bf16 matrix product", "loop_memory": "adding arrays"}
     styles = {arm: _STYLES[arm] for arm in _LOOP_ARMS}
-    groups = {names.get(case, case): case for case in loops}
-    plots.bars(panel, styles, groups, spread, form="{:.3f}")
+    groups = {names.get(case, case): case for case in distinct(chosen, "case")}
+    plots.bars(panel, styles, groups, partial(_of_alone, chosen), form="{:.3f}")
+    _finish_steps(panel, "compute beside full-rate copies both ways", legend=True)
+
+
+def _crcs(panel: Any, chosen: list[Sample]) -> None:
+    """Steps/s of the product beside each launch, relative to it alone."""
+    groups = {}
+    for arm in distinct(select(chosen, case="crc_beside"), "arm"):
+        rate = median_of(chosen, "value", case="crc_beside", arm=arm)
+        groups[f"{arm.replace(', ', chr(10))}\n{number(rate, '{:.1f}')} GB/s"] = arm
+    styles = {"crc_matrix": plots.Style(plots.BLUE)}
+    plots.bars(panel, styles, groups, lambda case, arm: _of_alone(chosen, arm, case), form="{:.3f}")
+    panel.tick_params("x", labelsize=plots.FONT - 4)
+    _finish_steps(panel, "bf16 matrix product beside CRC-32C by the GPU, by its launches")
+
+
+def _of_alone(chosen: Sequence[Sample], arm: str, case: str) -> results.Spread | None:
+    alone = median_of(chosen, "value", case=case, arm="alone")
+    rates = results.values_of(chosen, "value", case=case, arm=arm) if alone else []
+    return results.spread_of([rate / alone for rate in rates])
+
+
+def _finish_steps(panel: Any, title: str, legend: bool = False) -> None:
     panel.axhline(1, color=plots.BLACK, linewidth=1, linestyle=":")
-    title = "compute beside full-rate copies both ways"
     labels = {"ylabel": "steps/s, of those alone", "ylim": (0, 1.3)}
-    plots.finish(panel, title, legend=bool(loops), **labels)
+    plots.finish(panel, title, legend=legend, **labels)
+
+
+def _disk(panel: Any, chosen: list[Sample]) -> None:
+    styles = {
+        "read": plots.Style(plots.GREY, label="reads alone"),
+        "streamed": plots.Style(plots.BLUE, label="streamed"),
+        "two_phase": plots.Style(plots.SKY, label="in two phases"),
+    }
+    groups = {
+        f"{one.count} × {format_bytes(one.block_bytes)}": one.count
+        for one in sorted(chosen, key=lambda one: one.count)
+    }
+    spread = results.spreads_by(chosen, "value", "arm", "count")
+    plots.bars(panel, styles, groups, spread, form="{:.2f}")
+    plots.finish(panel, "loads from disk to the GPU", legend=True, ylabel="GB/s")
+    panel.set_ylim(top=1.25 * panel.get_ylim()[1])  # room for the legend
 
 
 def _lines(panel: Any, samples: Sequence[Sample], where: Callable[[Sample], Any]) -> None:
-    arms = arms_of(samples)
-    styles = {arm: _STYLES.get(arm, plots.Style(plots.PINK, "x", arm)) for arm in arms}
+    styles = {
+        arm: _STYLES.get(arm, plots.Style(_OTHERS[index % len(_OTHERS)], "x", arm))
+        for index, arm in enumerate(arms_of(samples))
+    }
     places = sorted({where(one) for one in samples})
     here = {place: [one for one in samples if where(one) == place] for place in places}
     plots.lines(
@@ -360,13 +430,6 @@ def _lines(panel: Any, samples: Sequence[Sample], where: Callable[[Sample], Any]
         lambda arm, at: results.spreads_by(here[at], "value", "arm")(arm),
         band=True,
     )
-
-
-def _finish(panel: Any, measured: Sequence[Any], title: str, **labels: Any) -> None:
-    plots.finish(panel, title, legend=bool(measured), **labels)
-    panel.set_ylim(bottom=0)
-    if not measured:
-        panel.text(0.5, 0.5, "not measured", ha="center", transform=panel.transAxes)
 
 
 def published(samples: Sequence[Sample]) -> dict[str, str]:

@@ -270,7 +270,7 @@ def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -
     measured = {one.case for one in samples}
     lines = [one for one in _LINES if one[0] in measured]
     bars = [one for one in _BARS if any(case in measured for case, _ in one[-1].values())]
-    mosaic = _mosaic(len(lines) + len(bars))
+    mosaic = plots.mosaic(len(lines) + len(bars), _PANELS_PER_ROW)
     with plots.picture(path, title, mosaic, (5.3, 4.2)) as (figure, panels):
         for panel, (case, measure, name) in zip(panels, lines, strict=False):
             _lines(panel, samples, case, measure)
@@ -279,13 +279,6 @@ def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -
             _bars(panel, samples, groups, scale)
             plots.finish(panel, name, ylabel=unit)
         plots.legend_below(figure, panels[: len(lines)])
-
-
-def _mosaic(count: int) -> list[list[str]]:
-    """Names of so many panels in rows; what stays empty is a dot, as matplotlib takes it."""
-    columns = min(count, _PANELS_PER_ROW)
-    names = [str(number) for number in range(count)] + ["."] * (-count % columns)
-    return [names[start : start + columns] for start in range(0, len(names), columns)]
 
 
 def _lines(panel: Any, samples: Sequence[Sample], case: str, measure: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
+from vllm_nvmeof_bench import plots
 from vllm_nvmeof_bench.benchmark import benchmark
 from vllm_nvmeof_bench.gpu.report import Sample, goals, model_blocks
 from vllm_nvmeof_bench.results import BenchError, Goal, dump, load, missed
@@ -163,6 +164,37 @@ def test_the_picture_is_drawn_from_incomplete_samples_too(tmp_path: Path) -> Non
         assert (tmp_path / f"{number}.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(BenchError, match="nothing to draw"):
         benchmark("copy").draw(tmp_path / "none.png", [], CONDITIONS)
+
+
+@pytest.mark.parametrize(
+    ("cases", "panels"),
+    [
+        ({"transfer", "few"}, ["store (GPU to CPU): one transfer of many blocks",
+                               "load (CPU to GPU): one transfer of many blocks"]),
+        ({"both", "mix", "disk"}, ["both directions at once", "loads from disk to the GPU"]),
+        ({"crc_matrix", "crc_beside"},
+         ["bf16 matrix product beside CRC-32C by the GPU, by its launches"]),
+        ({"loop_memory"}, ["compute beside full-rate copies both ways"]),
+    ],
+)  # fmt: skip
+def test_a_picture_shows_only_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cases: set[str], panels: list[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    drawn: list[str] = []
+    finish = plots.finish
+    monkeypatch.setattr(
+        plots, "finish", lambda panel, title, **more: (drawn.append(title), finish(panel, **more))
+    )
+    samples = [one for one in everything() if one.case in cases]
+    benchmark("copy").draw(tmp_path / "one.png", samples, CONDITIONS)
+    assert drawn == panels
+
+
+def test_no_picture_is_drawn_of_what_only_tables_show(tmp_path: Path) -> None:
+    few = [one for one in everything() if one.case in ("few", "submit")]
+    with pytest.raises(BenchError, match="nothing to draw"):
+        benchmark("copy").draw(tmp_path / "none.png", few, CONDITIONS)
 
 
 def test_the_report_judges_a_file(tmp_path: Path) -> None:
