@@ -93,32 +93,50 @@ class Selector:
 
     def __init__(self, cells: Iterable[Cell] = ()) -> None:
         known = {(c.direction, c.fragment_bytes, c.count): best_of(c) for c in cells}
-        self._table: dict[tuple[Direction, int, int], Backend] = {}
-        for direction, size in itertools.product(Direction, FRAGMENT_BYTES):
-            best = Backend.DMA
-            for count in COUNTS:
-                best = known.get((direction, size, count), best)
-                if best is not Backend.DMA:
-                    self._table[direction, size, count] = best
+        #: By count, the best for each size; empty: DMA for all. Of loads, and of stores.
+        self._loads, self._stores = (
+            _by_count(direction, known) for direction in (Direction.LOAD, Direction.STORE)
+        )
 
     def choose(self, direction: Direction, pieces: Descriptors) -> Backend:
-        """Choose for pieces as they are submitted: coalesced."""
-        if not self._table:
-            return Backend.DMA
+        """Choose for pieces as they are submitted: coalesced.
+
+        Every transfer waits for it, so it looks at the pieces only where something may be better
+        than DMA.
+        """
         count = len(pieces)
-        log2 = round(math.log2(max(1, int(pieces[:, 2].sum()) // count)))
+        table = self._loads if direction is Direction.LOAD else self._stores
+        nearest = ((count * count).bit_length() + 1) // 4  # the logarithm to base 4, rounded
+        sizes = table[min(max(nearest, 1), len(COUNTS)) - 1]
+        if not sizes:
+            return Backend.DMA
+        log2 = _log2(int(np.add.reduce(pieces[:, 2])) // count)
         if log2 > _SIZE_LOG2_MAX:
             return Backend.DMA
-        nearest = 4 ** round(math.log(count, 4))
-        nearest = min(max(nearest, COUNTS[0]), COUNTS[-1])
-        cell = (direction, 1 << max(log2, _SIZE_LOG2_MIN), nearest)
-        best = self._table.get(cell, Backend.DMA)
+        best = sizes[max(log2 - _SIZE_LOG2_MIN, 0)]
         # The kernel copies unaligned pieces by words or bytes, which was not measured.
         if best is Backend.KERNEL and int(np.bitwise_or.reduce(pieces, axis=None)) % _WORD_BYTES:
             return Backend.DMA
         if best is Backend.OVERLAP and int(pieces[:, 2].max()) > OVERLAP_BYTES_MAX:
             return Backend.DMA
         return best
+
+
+def _by_count(
+    direction: Direction, known: dict[tuple[Direction, int, int], Backend]
+) -> list[list[Backend]]:
+    best = dict.fromkeys(FRAGMENT_BYTES, Backend.DMA)
+    table = []
+    for count in COUNTS:
+        best = {size: known.get((direction, size, count), best[size]) for size in FRAGMENT_BYTES}
+        all_dma = set(best.values()) == {Backend.DMA}
+        table.append([] if all_dma else list(best.values()))
+    return table
+
+
+def _log2(number: int) -> int:
+    """Return the logarithm, rounded to the nearest whole number."""
+    return (number * number).bit_length() // 2
 
 
 def grid(size: int) -> list[tuple[int, int]]:
