@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // CRC-32C of parts of GPU memory, one warp per part. NVRTC compiles this at run time; nothing is
-// included. The host cuts pieces into parts and joins their CRCs (crc_kernel.py of the benchmarks).
+// included. The host cuts pieces into parts and joins their CRCs (copy/gpu_checksums.py).
 //
 // A CRC without its first and last inversion is linear: the CRC of what several lanes read is the
 // xor of the CRCs of what each read with the zero bytes that come behind. So each lane writes
@@ -55,9 +55,9 @@ __device__ unsigned by_columns(const unsigned* columns, unsigned crc) {
   return found;
 }
 
-// tables: uint32, as `crc_kernel.kernel_tables` makes them: [8][16] for 512 zero bytes, [32] for 4,
-// and [32 lanes][32] for what comes behind a lane's word in a stripe. At most 1024 threads
-// per block.
+// tables: uint32, as `gpu_checksums.kernel_tables` makes them: [8][16] for 512 zero bytes, [32] for
+// 4, and [32 lanes][32] for what comes behind a lane's word in a stripe. At most 1024 threads per
+// block.
 extern "C" __global__ void crc_blocks(const Part* parts, u64 count, const unsigned* tables,
                                       unsigned* out) {
   __shared__ unsigned table[kNibbles * kValues * kLanes];

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from tests.unit.copies.fake_cuda import MODEL_STREAM, FakeCuda
-from vllm_nvmeof_offload.copy.driver import Cuda, compile_kernels
+from vllm_nvmeof_offload.copy.driver import COPY_BLOCKS, Cuda, compile_kernels
+from vllm_nvmeof_offload.copy.gpu_checksums import CRC_BLOCKS, KERNEL_NAME
 
 #: About 0.2 s on a GPU of 2 GHz.
 _SLOW_CYCLES = 400_000_000
@@ -47,6 +48,9 @@ class Device(Protocol):
 
     def kernel(self) -> int:
         """The fast copy kernel."""
+
+    def crc_kernel(self) -> int:
+        """The kernel of checksums."""
 
     def model_stream(self) -> int: ...
 
@@ -90,6 +94,9 @@ class TorchDevice:
 
     def kernel(self) -> int:
         return self.cuda.load_kernel(_compiled(self.cuda.facts.arch), "copy_blocks")
+
+    def crc_kernel(self) -> int:
+        return self.cuda.load_kernel(_compiled(self.cuda.facts.arch, CRC_BLOCKS), KERNEL_NAME)
 
     def model_stream(self) -> int:
         return int(self._torch.cuda.current_stream().cuda_stream)
@@ -141,6 +148,9 @@ class StubDevice:
     def kernel(self) -> int:
         return self.cuda.load_kernel(b"", "copy_blocks")
 
+    def crc_kernel(self) -> int:
+        return self.cuda.load_kernel(b"", KERNEL_NAME)
+
     def model_stream(self) -> int:
         return MODEL_STREAM
 
@@ -169,6 +179,9 @@ class HostDevice:
     def kernel(self) -> int:
         raise AssertionError("the host has no kernel")
 
+    def crc_kernel(self) -> int:
+        raise AssertionError("the host has no kernel")
+
     def model_stream(self) -> int:
         raise AssertionError("the host has no streams")
 
@@ -183,5 +196,5 @@ class HostDevice:
 
 
 @functools.cache
-def _compiled(arch: str) -> bytes:
-    return compile_kernels(arch)
+def _compiled(arch: str, name: str = COPY_BLOCKS) -> bytes:
+    return compile_kernels(arch, name)

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from tests.gpu.device import Device
-from vllm_nvmeof_offload.copy.base import Backend, CopyEngine, Direction
+from vllm_nvmeof_offload.copy.base import Backend, CopyEngine, Direction, Payloads
 from vllm_nvmeof_offload.copy.cuda import Copiers, CudaCopyEngine, DmaCopier, KernelCopier
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
+from vllm_nvmeof_offload.copy.gpu_checksums import GpuChecksums
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.copy.pinning import StagingPinning
 from vllm_nvmeof_offload.staging import StagingMap
@@ -68,6 +69,7 @@ class Rig:
         blocks: int = 48,
         per_chunk: int = 3,
         on_done: Callable[[], None] | None = None,
+        checksums: bool = False,
     ) -> None:
         self.device = device
         shape = _layout(layout, layers, page, blocks)
@@ -88,17 +90,27 @@ class Rig:
         self._done: dict[int, bool] = {}
         on_done = on_done or self._rung.release
         starts = np.array([t.address for t in self.tensors], np.uint64)
-        self.engine = _engine(device, backend, self.map, starts, on_done)
+        self.engine = _engine(device, backend, self.map, starts, on_done, checksums)
 
     def submit(
         self,
         direction: Direction,
         chunks: list[tuple[list[int], int]],
         fence: object | None = None,
+        payloads: Payloads | None = None,
     ) -> int:
         """Copy chunks of (blocks, slot). fence: a fence that was recorded earlier."""
         fence = fence or self.engine.record_fence()
-        return self.engine.submit(direction, self.pieces(chunks), fence)
+        return self.engine.submit(direction, self.pieces(chunks), fence, payloads)
+
+    def payloads(self, chunks: list[tuple[list[int], int]]) -> Payloads:
+        """Those of chunks of (blocks, slot)."""
+        count = len(chunks)
+        return Payloads.of(
+            np.full(count, self.per_chunk * len(self.tensors), np.uint32),
+            np.array([self.payload(slot).ctypes.data for _, slot in chunks], np.uint64),
+            np.full(count, self.geometry.payload_bytes, np.uint64),
+        )
 
     def pieces(self, chunks: list[tuple[list[int], int]]) -> np.ndarray:
         """The pieces of chunks of (blocks, slot)."""
@@ -150,14 +162,19 @@ def _engine(
     staging: StagingMap,
     starts: np.ndarray,
     on_done: Callable[[], None],
+    checksums: bool,
 ) -> CopyEngine:
-    """An engine over a GPU with registrations of five slots and one backend for all copies."""
+    """An engine over a GPU with registrations of five slots and one backend for all copies.
+
+    checksums: the GPU makes them; the host always does.
+    """
     cuda = device.cuda
     if cuda is None:
         return HostCopyEngine(on_done)
     pins = StagingPinning(cuda, staging, on_done, 5 * staging.slot_bytes)
     kernel = KernelCopier(cuda, device.kernel()) if backend is Backend.KERNEL else None
-    copiers = Copiers(DmaCopier(cuda), kernel, lambda _, __: backend)
+    crcs = GpuChecksums(cuda, device.crc_kernel()) if checksums else None
+    copiers = Copiers(DmaCopier(cuda), kernel, lambda _, __: backend, crcs)
     engine = CudaCopyEngine(cuda, device.model_stream, copiers, pins, starts, on_done)
     pins.start()
     return engine

@@ -171,6 +171,43 @@ void test_crc_of_parts(uint64_t seed) {
     CHECK(crc == whole);
     CHECK(std::equal(message.begin(), message.end(), copied.data() + apart));
     CHECK(copied.back() == std::byte{0x5A});
+    std::fill(copied.begin(), copied.end(), std::byte{0x5A});
+    crc = 0;
+    for (size_t i = 0; i + 1 < cuts.size(); ++i)
+      crc = copy_crc32c_at_target(copied.data() + apart + cuts[i], message.data() + cuts[i],
+                                  cuts[i + 1] - cuts[i], crc);
+    CHECK(crc == whole);
+    CHECK(std::equal(message.begin(), message.end(), copied.data() + apart));
+    CHECK(copied.back() == std::byte{0x5A});
+  }
+}
+
+// Of parts whose CRC is the exclusive or of 32 words, without the inversions, as the GPU makes it.
+void test_join_crcs(uint64_t seed) {
+  std::mt19937_64 dice(seed);
+  for (int round = 0; round < 100; ++round) {
+    std::vector<std::byte> message;
+    std::vector<uint32_t> words;
+    std::vector<uint64_t> sizes;
+    for (uint64_t part = dice() % 6; part > 0; --part) {
+      sizes.push_back(512 * (1 + dice() % 130));
+      const size_t begin = message.size();
+      for (uint64_t i = 0; i < sizes.back(); ++i) message.push_back(static_cast<std::byte>(dice()));
+      const std::vector<std::byte> zeros(sizes.back());
+      uint32_t crc = crc32c(message.data() + begin, sizes.back()) ^
+                     crc32c(zeros.data(), zeros.size());  // the inversions cancel
+      for (int lane = 1; lane < 32; ++lane) {
+        words.push_back(static_cast<uint32_t>(dice()));
+        crc ^= words.back();
+      }
+      words.push_back(crc);
+    }
+    const uint32_t whole = crc32c(message.data(), message.size());
+    CHECK(join_crcs(words.data(), sizes.data(), sizes.size()) == whole);
+    if (!words.empty()) {
+      words[dice() % words.size()] ^= 1;
+      CHECK(join_crcs(words.data(), sizes.data(), sizes.size()) != whole);
+    }
   }
 }
 
@@ -591,6 +628,7 @@ int main(int count, char** words) {
   const uint64_t seeds = std::strtoull(words[3], nullptr, 10);
   test_format();
   test_crc_of_parts(first);
+  test_join_crcs(first);
   test_errors(directory);
   test_wrong_crc(directory);
   test_reads_that_wait(directory);

@@ -43,6 +43,8 @@ class SimCopy:
     """CopyEngine over `Memory`. memories: of the members of the rank's set, as far as they are
     there; its own is number `member`."""
 
+    makes_checksums = False
+
     def __init__(
         self,
         memories: Sequence[Memory],

@@ -109,7 +109,7 @@ def test_files_of_another_user_are_refused_by_name(tmp_path: Path, name: str) ->
 def test_machine_code_that_another_user_could_write_is_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, uid: int
 ) -> None:
-    monkeypatch.setattr(driver, "compile_kernels", lambda arch: b"compiled here")
+    monkeypatch.setattr(driver, "compile_kernels", lambda arch, name: b"compiled here")
     assert driver.load_or_compile("sm_90", tmp_path) == b"compiled here"
     (file,) = tmp_path.iterdir()
     file.write_bytes(b"planted")

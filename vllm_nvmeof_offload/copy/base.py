@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -69,11 +69,13 @@ class Backend(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Payloads:
-    """The payloads in staging that a store fills, in the order of its pieces.
+    """The payloads in staging that a store fills or a load copies, in the order of its pieces.
 
     counts: uint32[n], pieces of each. addresses: uint64[n]. sizes: uint64[n], bytes of each.
-    crcs: int64[n], written by an engine that makes checksums while it copies, before `poll` returns
-    the ticket: the CRC-32C of a payload that the pieces fill in order and without a gap, else -1.
+    crcs: int64[n], written by an engine that `makes_checksums`, before `poll` returns the ticket:
+    the CRC-32C of a payload that the pieces cover in order and without a gap, else -1, as where the
+    engine could not make it. It is made from the KV cache's bytes: of a load from those that
+    arrived there, of a store from those that it copies.
     """
 
     counts: npt.NDArray[np.uint32]
@@ -108,6 +110,8 @@ class CopyEngine(Protocol):
 
     #: Set while no ticket is in flight: the KV cache's memory is gone, and every ticket fails.
     asleep: bool
+    #: Whether it makes the checksums of payloads, of loads as well; it may leave some out.
+    makes_checksums: bool
 
     def record_fence(self) -> object:
         """Record, on the model's thread, the point that a later copy must come after.
@@ -132,7 +136,8 @@ class CopyEngine(Protocol):
     ) -> int:
         """Start copying; return the ticket.
 
-        fence: None if there is nothing to come after. payloads: those of a store's pieces.
+        fence: None if there is nothing to come after. payloads: those of the pieces; None: no
+        checksum is wanted.
         """
 
     def poll(self) -> list[tuple[int, Outcome]]:
@@ -142,7 +147,7 @@ class CopyEngine(Protocol):
         """Wait for what is in flight and free everything."""
 
 
-#: Descriptors of one call. Batches of about 50,000 have crashed drivers.
+#: Descriptors of one call, and parts of one launch. Batches of about 50,000 have crashed drivers.
 DESCRIPTORS_MAX = 4096
 
 _Words = npt.NDArray[np.uint64]
@@ -172,6 +177,32 @@ def coalesce(pieces: Descriptors, starts: _Words) -> Descriptors:
     merged = columns.take(first, axis=1)
     merged[2] = np.add.reduceat(sizes, first)
     return merged.T
+
+
+def cut_sizes(sizes: _Words, bytes_max: int) -> tuple[npt.NDArray[np.intp], _Words, _Words]:
+    """Cut pieces into parts of at most `bytes_max`.
+
+    Returns the number of parts of each piece; of each part its offset in the piece, and its bytes.
+    """
+    repeats = ((sizes + np.uint64(bytes_max - 1)) // np.uint64(bytes_max)).astype(np.intp)
+    before = np.cumsum(repeats) - repeats
+    numbers = np.arange(int(repeats.sum())) - np.repeat(before, repeats)
+    offsets = numbers.astype(np.uint64) * np.uint64(bytes_max)
+    return repeats, offsets, np.minimum(np.repeat(sizes, repeats) - offsets, np.uint64(bytes_max))
+
+
+def spans(sizes: _Words, bytes_max: int) -> Iterator[tuple[int, int]]:
+    """Divide parts into launches of at most `bytes_max`: yield (first, count) of each.
+
+    No part may be larger than that.
+    """
+    ends = np.cumsum(sizes)
+    first, done = 0, 0
+    while first < len(ends):
+        last = int(np.searchsorted(ends, np.uint64(done + bytes_max), side="right"))
+        last = min(last, first + DESCRIPTORS_MAX)
+        yield first, last - first
+        first, done = last, int(ends[last - 1])
 
 
 #: (destinations, sources, sizes), each uint64[n] and contiguous.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from vllm_nvmeof_offload.copy.base import Backend, CopyEngine
 from vllm_nvmeof_offload.copy.calibration import Selector, best_of, kept_or_measured, load_kernel
 from vllm_nvmeof_offload.copy.cuda import Copiers, CudaCopyEngine, DmaCopier
 from vllm_nvmeof_offload.copy.driver import Cuda
+from vllm_nvmeof_offload.copy.gpu_checksums import GpuChecksums, load_checksums
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.copy.pinning import StagingPinning
 from vllm_nvmeof_offload.errors import EngineError
@@ -46,11 +47,14 @@ class KvDevice:
         staging: StagingMap,
         cache_starts: npt.NDArray[np.uint64],
         on_done: Callable[[], None],
+        checksum_at: str = "cpu",
     ) -> tuple[CopyEngine, tuple[str, ...]]:
         """Build the copy engine; return it and its fallbacks: lines on what it lacks, and why.
 
         backend: auto, or the value of a `Backend`; ignored in CPU memory. cache_starts: addresses
         of KV cache tensors. `staging` must be empty: with auto a part of it is overwritten.
+        checksum_at: "gpu": the GPU makes the checksums of payloads, where it can; in CPU memory the
+        copies make them anyway.
 
         Raises: EngineError: staging cannot be registered, or `kernel` is required and unavailable.
         """
@@ -62,6 +66,7 @@ class KvDevice:
         pins = StagingPinning(self.cuda, staging, on_done)
         try:
             copiers = _copiers(self.cuda, backend, pins.first, fallbacks)
+            copiers = replace(copiers, checksums=_checksums(self.cuda, checksum_at, fallbacks))
             engine = CudaCopyEngine(
                 self.cuda, self.model_stream, copiers, pins, cache_starts, on_done
             )
@@ -76,6 +81,16 @@ class KvDevice:
     def engine_name(self, backend: str) -> str:
         """The copy engine's name for logs and metrics."""
         return f"{backend} on {self.cuda.facts.name}" if self.cuda else "host memcpy"
+
+
+def _checksums(cuda: Cuda, checksum_at: str, fallbacks: list[str]) -> GpuChecksums | None:
+    if checksum_at != "gpu":
+        return None
+    try:
+        return load_checksums(cuda)
+    except EngineError as error:
+        fallbacks.append(f"checksums: on the CPU ({error})")
+        return None
 
 
 def _copiers(cuda: Cuda, backend: str, scratch: tuple[int, int], fallbacks: list[str]) -> Copiers:

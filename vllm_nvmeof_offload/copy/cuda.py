@@ -9,6 +9,11 @@ A ticket is, in stream order: copy, record an event; `poll` queries the events. 
 waits for the GPU except `close`, and the model's thread makes two: create (at first) and record
 the fence's event.
 
+Where the GPU makes checksums, each direction has a second stream for them, and a ticket with
+payloads ends there. Of a store they are made beside the copy, whose source is complete: its fence
+has passed. Of a load they are made behind the copy, from what arrived. That stream waits for the
+copies; copies never wait for checksums, so DMA goes on meanwhile.
+
 The caller (the pipeline's gates) guarantees: when a load is submitted, its staging bytes are
 complete in the host's eyes, and nothing else uses the staging bytes of a ticket in flight.
 """
@@ -22,7 +27,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -36,9 +41,12 @@ from vllm_nvmeof_offload.copy.base import (
     Payloads,
     address_of,
     coalesce,
+    cut_sizes,
     sides,
+    spans,
 )
 from vllm_nvmeof_offload.copy.driver import ORDER_ANY, ORDER_STREAM, Cuda, CudaError
+from vllm_nvmeof_offload.copy.gpu_checksums import Checksums, GpuChecksums
 from vllm_nvmeof_offload.copy.pinning import Readiness, StagingPinning
 from vllm_nvmeof_offload.errors import OK, Outcome, OutcomeKind
 from vllm_nvmeof_offload.units import KIB, MIB
@@ -151,15 +159,10 @@ class KernelCopier:
         self._cuda.free_host(self._memory)
 
     def _launch(self, table: int, sizes: npt.NDArray[np.uint64], stream: int) -> None:
-        ends = np.cumsum(sizes)
-        first, done = 0, 0
-        while first < len(ends):
-            last = int(np.searchsorted(ends, np.uint64(done + LAUNCH_BYTES_MAX), side="right"))
-            count = last - first
+        for first, count in spans(sizes, LAUNCH_BYTES_MAX):
             blocks = min(self._blocks_max, -(-count * _LANES // _THREADS))
             row = table + first * _ROW_BYTES
             self._cuda.launch(self._kernel, blocks, _THREADS, stream, (row, count))
-            first, done = last, int(ends[last - 1])
 
 
 def cut(
@@ -172,15 +175,11 @@ def cut(
         rows = np.empty((len(sizes), 3), np.uint64)
         rows[:, 0], rows[:, 1], rows[:, 2] = destinations, sources, sizes
         return rows
-    counts = (sizes + np.uint64(PART_BYTES_MAX - 1)) // np.uint64(PART_BYTES_MAX)
-    repeats = counts.astype(np.intp)
-    ends = np.cumsum(repeats)
-    numbers = np.arange(ends[-1]) - np.repeat(ends - repeats, repeats)
-    offsets = numbers.astype(np.uint64) * np.uint64(PART_BYTES_MAX)
-    rows = np.empty((len(offsets), 3), np.uint64)
+    repeats, offsets, parts = cut_sizes(sizes, PART_BYTES_MAX)
+    rows = np.empty((len(parts), 3), np.uint64)
     rows[:, 0] = np.repeat(destinations, repeats) + offsets
     rows[:, 1] = np.repeat(sources, repeats) + offsets
-    rows[:, 2] = np.minimum(np.repeat(sizes, repeats) - offsets, np.uint64(PART_BYTES_MAX))
+    rows[:, 2] = parts
     return rows
 
 
@@ -200,12 +199,16 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class _Ticket:
-    """A submitted copy, its pieces coalesced."""
+    """A submitted copy, its pieces coalesced.
+
+    summed: its pieces as submitted, and their payloads; None: no checksum is made.
+    """
 
     number: int
     direction: Direction
     pieces: Descriptors
     fence: Fence | None  # None: it has passed
+    summed: tuple[Descriptors, Payloads] | None = None
 
 
 @dataclass(slots=True)
@@ -218,6 +221,8 @@ class _Launched:
     watched: bool = False
     outcome: Outcome = OK
     tables: list[Table] = field(default_factory=list)
+    checksums: Checksums | None = None  # made, or to be given back unmade
+    checksums_failed: bool = False  # `event` does not mark the end of what was launched of them
 
 
 class CopyWaiter:
@@ -235,9 +240,10 @@ class CopyWaiter:
         self._thread.start()
 
     def watch(self, one: Fence | _Launched) -> None:
-        """Call `on_done` when its event is done. Events must be given in stream order.
+        """Call `on_done` when its event is done.
 
-        `watched` is set until the event is not needed here any more.
+        Events must be given in the order in which `poll` reports them: the thread waits for one
+        after the other. `watched` is set until the event is not needed here any more.
         """
         one.watched = True
         self._queue.put(one)
@@ -323,22 +329,33 @@ class Fences:
 
 @dataclass(slots=True)
 class _Stream:
-    """The stream of one direction."""
+    """The streams of one direction."""
 
     handle: int
+    #: The stream of its checksums, and the event behind the copies that they wait for; 0: none.
+    checksums: int
+    copied: int
     waiter: CopyWaiter | None
     launched: deque[_Launched] = field(default_factory=deque)
     #: Polled as finished; their events may be reused when they are not watched any more.
     finished: deque[_Launched] = field(default_factory=deque)
 
+    @property
+    def handles(self) -> list[int]:
+        return [self.handle, self.checksums] if self.checksums else [self.handle]
+
 
 @dataclass(frozen=True)
 class Copiers:
-    """The ways to move bytes, and the function that chooses. kernel: None if unavailable."""
+    """The ways to move bytes, and the function that chooses.
+
+    kernel: None if unavailable. checksums: None: the GPU makes none.
+    """
 
     dma: DmaCopier
     kernel: KernelCopier | None
     choose: Callable[[Direction, Descriptors], Backend]
+    checksums: GpuChecksums | None = None
 
 
 class CudaCopyEngine:
@@ -364,9 +381,13 @@ class CudaCopyEngine:
         self._copiers = copiers
         self._pins = pins
         self._starts = np.unique(np.concatenate([pins.starts, cache_starts.astype(np.uint64)]))
+        self._checksums = copiers.checksums
+        self.makes_checksums = self._checksums is not None
         self._streams = {
             direction: _Stream(
                 cuda.create_stream(),
+                cuda.create_stream() if self.makes_checksums else 0,
+                cuda.create_event() if self.makes_checksums else 0,
                 CopyWaiter(cuda, on_done, f"nvmeof-{direction.value}") if on_done else None,
             )
             for direction in Direction
@@ -376,11 +397,11 @@ class CudaCopyEngine:
         self._fences = Fences(cuda, model_stream, on_done)
         self._held: list[_Ticket] = []  # in the order of their submission
         self._events: list[int] = []  # all that were created for tickets
-        self._logged: set[str] = set()
+        self._logged: set[tuple[str, str]] = set()
 
     @property
     def streams(self) -> dict[Direction, int]:
-        """The CUDA stream of each direction. `bench copy` waits for one to be empty."""
+        """The CUDA stream of each direction's copies. `bench copy` waits for one to be empty."""
         return {direction: stream.handle for direction, stream in self._streams.items()}
 
     def record_fence(self) -> object:
@@ -406,7 +427,8 @@ class CudaCopyEngine:
     ) -> int:
         assert fence is None or isinstance(fence, Fence)
         self._cuda.enter_own_thread()
-        ticket = _Ticket(self._next, direction, coalesce(pieces, self._starts), fence)
+        summed = (pieces, payloads) if self.makes_checksums and payloads is not None else None
+        ticket = _Ticket(self._next, direction, coalesce(pieces, self._starts), fence, summed)
         self._next += 1
         self._start([ticket])
         return ticket.number
@@ -419,6 +441,7 @@ class CudaCopyEngine:
         for stream in self._streams.values():
             while stream.launched and self._has_ended(stream, stream.launched[0]):
                 one = stream.launched.popleft()
+                self._finish_checksums(one)
                 self._done.append((one.ticket, one.outcome))
                 stream.finished.append(one)
                 for table in one.tables:
@@ -431,20 +454,25 @@ class CudaCopyEngine:
             self._cuda.make_current()
         self._launch_held()
         for stream in self._streams.values():
-            with self._logging_errors():
-                self._cuda.synchronize_stream(stream.handle)
+            for handle in stream.handles:
+                with self._logging_errors():
+                    self._cuda.synchronize_stream(handle)
             if stream.waiter is not None:
                 stream.waiter.close()
         fences = self._fences.close()
         self._pins.close()
         if self._copiers.kernel is not None:
             self._copiers.kernel.close()
-        for event in (*self._events, *fences):
+        if self._checksums is not None:
+            self._checksums.close()
+        copied = [stream.copied for stream in self._streams.values() if stream.copied]
+        for event in (*self._events, *copied, *fences):
             with self._logging_errors():
                 self._cuda.destroy_event(event)
         for stream in self._streams.values():
-            with self._logging_errors():
-                self._cuda.destroy_stream(stream.handle)
+            for handle in stream.handles:
+                with self._logging_errors():
+                    self._cuda.destroy_stream(handle)
 
     # -- inside -----------------------------------------------------------------------
 
@@ -483,7 +511,8 @@ class CudaCopyEngine:
                     stream = self._streams[ticket.direction].handle
                     if ticket.fence is not None:
                         self._cuda.wait_event(stream, ticket.fence.event)
-                    self._launch(ticket)
+                    # Nobody reads checksums any more, and their stream does not wait for the fence.
+                    self._launch(replace(ticket, summed=None))
 
     def _must_queue(self, ticket: _Ticket) -> bool:
         """A ticket of no pieces ends behind those before it, so it starts behind them."""
@@ -495,16 +524,19 @@ class CudaCopyEngine:
         stream = self._streams[ticket.direction]
         one = _Launched(ticket.number)
         stream.launched.append(one)
+        end = stream.handle
         try:
             one.event = self._take_event(stream)
             self._copy(ticket.direction, ticket.pieces, stream.handle, one.tables)
         except CudaError as error:
             self._log(error)
             one.outcome = _FAILED
+        else:
+            end = self._make_checksums(ticket, stream, one)
         # Calls that succeeded before an error are under way: the ticket ends after them.
         with self._logging_errors():
             if one.event:
-                self._cuda.record_event(one.event, stream.handle)
+                self._cuda.record_event(one.event, end)
                 one.recorded = True
         if one.recorded and stream.waiter is not None:
             stream.waiter.watch(one)
@@ -524,6 +556,42 @@ class CudaCopyEngine:
         overlap = backend is Backend.OVERLAP
         self._copiers.dma.copy(direction, pieces, stream, overlap=overlap)
 
+    def _make_checksums(self, ticket: _Ticket, stream: _Stream, one: _Launched) -> int:
+        """Launch the checksums of a ticket whose copy was submitted.
+
+        Returns the stream on which the ticket ends: behind its copy and its checksums.
+        """
+        if self._checksums is None or ticket.summed is None:
+            return stream.handle
+        one.checksums = self._checksums.prepare(*ticket.summed)
+        if one.checksums is None:
+            return stream.handle
+        try:
+            if ticket.direction is Direction.LOAD:
+                self._wait_for_copies(stream)
+            self._checksums.launch(one.checksums, stream.checksums)
+            if ticket.direction is Direction.STORE:
+                self._wait_for_copies(stream)
+        except CudaError as error:
+            self._log(error, "the GPU makes no checksums of a copy, the CPU does")
+            one.checksums_failed = True
+            return stream.handle
+        return stream.checksums
+
+    def _wait_for_copies(self, stream: _Stream) -> None:
+        """Order what comes on the stream of checksums after the copies so far."""
+        self._cuda.record_event(stream.copied, stream.handle)
+        self._cuda.wait_event(stream.checksums, stream.copied)
+
+    def _finish_checksums(self, one: _Launched) -> None:
+        """Call when the GPU is done with the ticket."""
+        if self._checksums is None or one.checksums is None:
+            return
+        if one.outcome.ok and not one.checksums_failed:
+            self._checksums.write(one.checksums)
+        self._checksums.give_back(one.checksums)
+        one.checksums = None
+
     def _take_event(self, stream: _Stream) -> int:
         while stream.finished and not stream.finished[0].watched:
             event = stream.finished.popleft().event
@@ -535,9 +603,13 @@ class CudaCopyEngine:
 
     def _has_ended(self, stream: _Stream, one: _Launched) -> bool:
         try:
+            if one.recorded and not self._cuda.event_is_done(one.event):
+                return False
+            if one.checksums_failed and not self._cuda.stream_is_done(stream.checksums):
+                return False  # some may have been launched, and they use their table
             if one.recorded:
-                return self._cuda.event_is_done(one.event)
-            ended = self._cuda.stream_is_done(stream.handle)
+                return True
+            ended = all(self._cuda.stream_is_done(handle) for handle in stream.handles)
         except CudaError as error:  # the context is lost, and with it all that was under way
             self._log(error)
             ended = True
@@ -545,10 +617,10 @@ class CudaCopyEngine:
             one.outcome = _FAILED
         return ended
 
-    def _log(self, error: CudaError) -> None:
-        if error.name not in self._logged:  # a lost context fails every call after it
-            self._logged.add(error.name)
-            logger.error("a copy to or from the GPU failed: %s", error)
+    def _log(self, error: CudaError, what: str = "a copy to or from the GPU failed") -> None:
+        if (what, error.name) not in self._logged:  # a lost context fails every call after it
+            self._logged.add((what, error.name))
+            logger.error("%s: %s", what, error)
 
     @contextlib.contextmanager
     def _logging_errors(self) -> Iterator[None]:

@@ -299,7 +299,7 @@ class Cuda:
         return _BATCH(int(address)) if address else None
 
 
-#: File name of the kernel.
+#: File name of the copy kernel.
 COPY_BLOCKS = "copy_blocks.cu"
 
 
@@ -338,14 +338,17 @@ def compile_kernels(arch: str, name: str = COPY_BLOCKS, log: TextIO | None = Non
     return code
 
 
-def load_or_compile(arch: str, directory: Path) -> bytes:
-    """Return the copy kernel, from `directory` if this user has compiled it for `arch` before."""
-    digest = hashlib.sha256(kernel_source().encode()).hexdigest()[:16]
-    path = directory / f"copy_blocks-{digest}-{arch}.cubin"
+def load_or_compile(arch: str, directory: Path, name: str = COPY_BLOCKS) -> bytes:
+    """Return the kernels of a source, from `directory` if this user has compiled them for `arch`.
+
+    Raises: EngineError: as `compile_kernels`.
+    """
+    digest = hashlib.sha256(kernel_source(name).encode()).hexdigest()[:16]
+    path = directory / f"{Path(name).stem}-{digest}-{arch}.cubin"
     try:
         return _read_own(path)
     except OSError:
-        code = compile_kernels(arch)
+        code = compile_kernels(arch, name)
         replace_file(path, code)
         return code
 

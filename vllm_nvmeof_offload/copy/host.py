@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies between a KV cache in CPU memory and staging, on one background thread.
 
-With the native core a ticket is one call, and a store's copy makes the payloads' checksums while
-their bytes are in cache, so that sealing a slot need not read it from memory again.
+With the native core a ticket is one call, and a copy makes the payloads' checksums while their
+bytes are in cache, so that sealing or checking a slot need not read it from memory again.
 
 vLLM's CPU engine uses it, and tests without a GPU. The forward pass on a CPU has run when vLLM
 calls the worker, so no fence is needed.
@@ -37,6 +37,7 @@ class HostCopyEngine:
 
     def __init__(self, on_done: Callable[[], None] = lambda: None) -> None:
         self.asleep = False
+        self.makes_checksums = core is not None
         self._on_done = on_done
         self._done: deque[int] = deque()
         self._failure: Exception | None = None
@@ -73,7 +74,7 @@ class HostCopyEngine:
         self, ticket: int, direction: Direction, pieces: Descriptors, payloads: Payloads | None
     ) -> None:
         try:
-            _copy(sides(direction, pieces), payloads)
+            _copy(direction, sides(direction, pieces), payloads)
         except Exception as error:  # noqa: BLE001 - a broken invariant, which `poll` raises
             self._failure = error
         else:
@@ -81,14 +82,14 @@ class HostCopyEngine:
         self._on_done()
 
 
-def _copy(columns: Columns, payloads: Payloads | None) -> None:
+def _copy(direction: Direction, columns: Columns, payloads: Payloads | None) -> None:
     if core is None:
         _copy_in_python(columns)
     elif payloads is None:
         core.copy(*columns)
     else:
         which = payloads.counts, payloads.addresses, payloads.sizes
-        core.copy_payloads(*columns, *which, payloads.crcs)
+        core.copy_payloads(*columns, *which, payloads.crcs, direction is Direction.LOAD)
 
 
 def _copy_in_python(columns: Columns) -> None:

@@ -82,6 +82,14 @@ def copy_payloads(
     payloads: npt.NDArray[np.uint64],
     payload_sizes: npt.NDArray[np.uint64],
     crcs: npt.NDArray[np.int64],
+    loads: bool,
+    /,
+) -> None: ...
+def join_crcs(
+    words: npt.NDArray[np.uint32],
+    sizes: npt.NDArray[np.uint64],
+    counts: npt.NDArray[np.uint32],
+    crcs: npt.NDArray[np.uint32],
     /,
 ) -> None: ...
 def entry_crcs(

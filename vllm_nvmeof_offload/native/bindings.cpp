@@ -115,15 +115,18 @@ void copy(Words to, Words from, Words sizes) {
 }
 
 // Copy pieces of payloads, and write each payload's CRC, or kNoCrc unless its pieces fill its
-// bytes in order and without a gap. counts: pieces of each payload.
+// bytes in order and without a gap. counts: pieces of each payload. loads: the payloads are copied
+// from, and each CRC is that of what arrived; otherwise they are copied to.
 void copy_payloads(Words to, Words from, Words sizes, Counts counts, Words payloads,
-                   Words payload_sizes, Signed crcs) {
+                   Words payload_sizes, Signed crcs, bool loads) {
   const size_t pieces = std::accumulate(counts.data(), counts.data() + counts.size(), size_t{0});
   if (to.size() != pieces || from.size() != pieces || sizes.size() != pieces ||
       payloads.size() != counts.size() || payload_sizes.size() != counts.size() ||
       crcs.size() != counts.size())
     throw nb::value_error("pieces and payloads do not fit together");
   nb::gil_scoped_release release;
+  const auto copy_one = loads ? &copy_crc32c_at_target : &copy_crc32c;
+  const uint64_t* const places = loads ? from.data() : to.data();
   size_t at = 0;
   for (size_t payload = 0; payload < counts.size(); ++payload) {
     const uint64_t end = payloads.data()[payload] + payload_sizes.data()[payload];
@@ -132,11 +135,27 @@ void copy_payloads(Words to, Words from, Words sizes, Counts counts, Words paylo
     bool gapless = true;
     for (const size_t last = at + counts.data()[payload]; at < last; ++at) {
       const size_t bytes = sizes.data()[at];
-      gapless = gapless && to.data()[at] == next;
-      crc = copy_crc32c(pointer(to.data()[at]), pointer(from.data()[at]), bytes, crc);
+      gapless = gapless && places[at] == next;
+      crc = copy_one(pointer(to.data()[at]), pointer(from.data()[at]), bytes, crc);
       next += bytes;
     }
     crcs.data()[payload] = gapless && next == end ? static_cast<int64_t>(crc) : kNoCrc;
+  }
+}
+
+using Lanes32 = nb::ndarray<const uint32_t, nb::shape<-1, 32>, nb::c_contig, nb::device::cpu>;
+
+// Write the CRC of each message. words, sizes: as `nvmeof::join_crcs` takes them, of the parts of
+// all messages. counts: parts of each.
+void join_crcs_of(Lanes32 words, Words sizes, Counts counts, Crcs crcs) {
+  const size_t parts = std::accumulate(counts.data(), counts.data() + counts.size(), size_t{0});
+  if (words.shape(0) != parts || sizes.size() != parts || crcs.size() != counts.size())
+    throw nb::value_error("parts and messages do not fit together");
+  nb::gil_scoped_release release;
+  size_t at = 0;
+  for (size_t i = 0; i < counts.size(); ++i) {
+    crcs.data()[i] = join_crcs(words.data() + 32 * at, sizes.data() + at, counts.data()[i]);
+    at += counts.data()[i];
   }
 }
 
@@ -235,6 +254,7 @@ NB_MODULE(_native, m) {
   });
   m.def("copy", &copy);
   m.def("copy_payloads", &copy_payloads);
+  m.def("join_crcs", &join_crcs_of);
   m.def("entry_crcs", &entry_crcs, nb::arg("entries"), nb::arg("slots"), nb::arg("crcs"));
   m.def("seal", [](Bytes slot, const nb::bytes& key, uint64_t generation, size_t payload_bytes,
                    uint32_t epoch, const nb::bytes& tag, const nb::bytes& region_uuid,

@@ -214,6 +214,16 @@ uint32_t crc_share(uint32_t crc, size_t bytes_after) {
   return zeros.append(crc, bytes_after);
 }
 
+uint32_t join_crcs(const uint32_t* words, const uint64_t* sizes, size_t parts) {
+  constexpr size_t kWords = 32;
+  uint32_t crc = ~uint32_t{0};
+  for (size_t part = 0; part < parts; ++part) {
+    crc = crc_share(crc, sizes[part]);
+    for (size_t word = 0; word < kWords; ++word) crc ^= words[part * kWords + word];
+  }
+  return ~crc;
+}
+
 uint32_t copy_crc32c(void* to, const void* from, size_t bytes, uint32_t crc) {
   auto* target = static_cast<std::byte*>(to);
   const auto* source = static_cast<const std::byte*>(from);
@@ -226,6 +236,19 @@ uint32_t copy_crc32c(void* to, const void* from, size_t bytes, uint32_t crc) {
     done += step;
   }
   end_stream();
+  return ~crc;
+}
+
+uint32_t copy_crc32c_at_target(void* to, const void* from, size_t bytes, uint32_t crc) {
+  auto* target = static_cast<unsigned char*>(to);
+  const auto* source = static_cast<const unsigned char*>(from);
+  crc = ~crc;
+  for (size_t done = 0; done < bytes;) {
+    const size_t step = std::min(bytes - done, kCopyStepBytes);
+    std::memcpy(target + done, source + done, step);  // not streamed: it is read next
+    crc = crc32_iscsi(target + done, static_cast<int>(step), crc);
+    done += step;
+  }
   return ~crc;
 }
 

@@ -165,8 +165,15 @@ uint32_t crc32c(const void* data, size_t bytes);
 // The message's CRC is the exclusive or of its parts' shares, in any order.
 uint32_t crc_share(uint32_t crc, size_t bytes_after);
 
+// The CRC of a message from its parts in their order. words: 32 of each part; their exclusive or is
+// the part's CRC without its inversions. sizes: bytes of each part.
+uint32_t join_crcs(const uint32_t* words, const uint64_t* sizes, size_t parts);
+
 // As `memcpy`; continues `crc`, that of what comes before, over the bytes while they are in cache.
 uint32_t copy_crc32c(void* to, const void* from, size_t bytes, uint32_t crc);
+
+// The same, with the CRC of what arrived at `to`.
+uint32_t copy_crc32c_at_target(void* to, const void* from, size_t bytes, uint32_t crc);
 
 // Fill the header page in front of a complete payload, which has this CRC.
 // kind: of the key's group, `groups.GroupKind`.

@@ -41,7 +41,7 @@ from crc32c import crc32c
 
 from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.conditions import packages
-from vllm_nvmeof_bench.gpu.crc_kernel import CRC_BLOCKS, KERNEL_NAME, CrcKernel, Launch
+from vllm_nvmeof_bench.gpu.crc_kernel import CrcKernel
 from vllm_nvmeof_bench.gpu.report import Sample, model_blocks
 from vllm_nvmeof_bench.gpu.world import World, load_theirs
 from vllm_nvmeof_bench.home import home_in
@@ -53,6 +53,7 @@ from vllm_nvmeof_bench.stream.load import Rig, measure_arm
 from vllm_nvmeof_offload.copy.base import Backend, Descriptors, Direction
 from vllm_nvmeof_offload.copy.choose import KvDevice
 from vllm_nvmeof_offload.copy.driver import Cuda, compile_kernels
+from vllm_nvmeof_offload.copy.gpu_checksums import CRC_BLOCKS, KERNEL_NAME, Launch
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.fabric.machine import read_gpus
 from vllm_nvmeof_offload.io.base import Waker

@@ -547,6 +547,7 @@ class _NoCopy:
     """A copy engine whose copies have ended as soon as they begin: nothing is to be copied."""
 
     asleep = False
+    makes_checksums = False
 
     def __init__(self) -> None:
         self.ended: list[tuple[int, Outcome]] = []

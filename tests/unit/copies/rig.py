@@ -12,6 +12,7 @@ from tests.unit.copies.fake_cuda import MODEL_STREAM, FakeCuda
 from vllm_nvmeof_offload.copy.base import Backend, Direction
 from vllm_nvmeof_offload.copy.cuda import Copiers, CudaCopyEngine, DmaCopier, KernelCopier
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
+from vllm_nvmeof_offload.copy.gpu_checksums import GpuChecksums
 from vllm_nvmeof_offload.copy.pinning import Readiness
 
 BLOCKS = 8
@@ -46,11 +47,13 @@ class Rig:
         layers: int,
         backend: Backend = Backend.DMA,
         on_done: Callable[[], None] | None = None,
+        page: int = PAGE_BYTES,
+        checksums: GpuChecksums | None = None,
     ) -> None:
         self.cuda = cuda
-        self.cache = np.zeros((layers, BLOCKS, PAGE_BYTES), np.uint8)
-        self.staging = np.zeros((BLOCKS, 2 * layers * PAGE_BYTES), np.uint8)
-        tensors = [CacheTensor(t.ctypes.data, PAGE_BYTES, PAGE_BYTES, BLOCKS) for t in self.cache]
+        self.cache = np.zeros((layers, BLOCKS, page), np.uint8)
+        self.staging = np.zeros((BLOCKS, 2 * layers * page), np.uint8)
+        tensors = [CacheTensor(t.ctypes.data, page, page, BLOCKS) for t in self.cache]
         self.geometry = ChunkGeometry(tensors, 2)
         # Two registrations: the first half of the slots, and the others.
         halves = [self.staging[: BLOCKS // 2], self.staging[BLOCKS // 2 :]]
@@ -62,7 +65,7 @@ class Rig:
         self.engine = CudaCopyEngine(
             cuda,
             lambda: MODEL_STREAM,
-            Copiers(DmaCopier(cuda), kernel, lambda _, __: backend),
+            Copiers(DmaCopier(cuda), kernel, lambda _, __: backend, checksums),
             self.pins,
             np.array([t.address for t in tensors], np.uint64),
             on_done,
@@ -83,7 +86,7 @@ class Rig:
         return np.random.default_rng(next(self._values)).integers(1, 256, shape, np.uint8)
 
     def in_slot_order(self, blocks: list[int], content: np.ndarray) -> np.ndarray:
-        """The contents of the slots as uint8[layers, BLOCKS, PAGE_BYTES]."""
+        """The contents of the slots as uint8[layers, BLOCKS, bytes of a page]."""
         return content[:, blocks].transpose(1, 0, 2).reshape(len(blocks) // 2, -1)
 
     def finish(self) -> list[tuple[int, bool]]:

@@ -15,7 +15,6 @@ import pytest
 
 pytest.importorskip("vllm_nvmeof_bench")
 
-from vllm_nvmeof_bench.gpu.crc_kernel import KERNEL_NAME
 from vllm_nvmeof_bench.gpu.measure import (
     ARMS,
     Bench,
@@ -30,6 +29,7 @@ from vllm_nvmeof_bench.results import BenchError, dump, load
 from tests.unit.copies.fake_cuda import FakeCuda
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction
 from vllm_nvmeof_offload.copy.cuda import DmaCopier
+from vllm_nvmeof_offload.copy.gpu_checksums import KERNEL_NAME
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.units import KIB, MIB
 

@@ -7,16 +7,19 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from tests.unit.copies.fake_cuda import FakeCuda
 from vllm_nvmeof_offload import staging as staging_module
+from vllm_nvmeof_offload.copy import driver, gpu_checksums
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.choose import KvDevice, open_device
 from vllm_nvmeof_offload.copy.driver import CudaFacts
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
+from vllm_nvmeof_offload.copy.gpu_checksums import CRC_BLOCKS
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.staging import Staging
@@ -86,6 +89,55 @@ def test_staging_is_on_the_node_of_the_gpu_before_its_first_page(
     assert asked == [("node", 1), ("pages", 4 * PAGE_BYTES)] and staging.on_node
     staging.close()
     assert KvDevice(FakeCuda()).numa_node is None, "-1 means that the node is unknown"
+
+
+@pytest.mark.parametrize("asked", ["cpu", "gpu"])
+def test_the_gpu_makes_checksums_only_if_it_is_asked_to(
+    asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiled: list[str] = []
+
+    def compile_one(arch: str, name: str) -> bytes:
+        compiled.append(name)
+        return b"code"
+
+    monkeypatch.setattr(driver, "compile_kernels", compile_one)
+    starts = np.array([], np.uint64)
+    staging = Staging(PAGE_BYTES, 3, 1)
+    for _ in range(2):
+        cuda = FakeCuda()
+        engine, fallbacks = KvDevice(cuda).copy_engine(
+            "dma", staging.map, starts, lambda: None, asked
+        )
+        assert engine.makes_checksums == (asked == "gpu") and fallbacks == ()
+        engine.close()
+        assert not cuda.allocated and not cuda.events and list(cuda.streams) == [0]
+    assert compiled == ([CRC_BLOCKS] if asked == "gpu" else []), "the cache has it the second time"
+    staging.close()
+
+
+@pytest.mark.parametrize("cause", ["no compiler", "no native core", "no host pointers"])
+def test_a_gpu_that_cannot_make_checksums_leaves_them_to_the_cpu(
+    cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cuda, reason = FakeCuda(), cause
+    if cause == "no compiler":
+        monkeypatch.setattr(driver, "compile_kernels", Mock(side_effect=EngineError(cause)))
+    elif cause == "no native core":
+        monkeypatch.setattr(gpu_checksums, "core", None)
+        monkeypatch.setattr(gpu_checksums, "WHY_NOT", cause)
+    else:
+        cuda.host_pointers_work_in_kernels = False
+        reason = "kernels cannot reach host memory at its own address here"
+    staging = Staging(PAGE_BYTES, 3, 1)
+    starts = np.array([], np.uint64)
+    engine, fallbacks = KvDevice(cuda).copy_engine("dma", staging.map, starts, lambda: None, "gpu")
+    assert fallbacks == (f"checksums: on the CPU ({reason})",) and fallbacks[0] in caplog.text
+    assert not engine.makes_checksums
+    engine.close()
+    staging.close()
 
 
 def test_copies_of_a_gpu_run_between_its_tensors_and_staging(

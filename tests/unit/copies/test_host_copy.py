@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 import select
 import threading
 from collections.abc import Iterator, Sequence
@@ -41,15 +42,21 @@ CHUNKS = BLOCKS // PER_CHUNK
 WAIT_S = 30.0
 
 
-def copied(parts: Sequence[Descriptors], addresses: Sequence[int], size: int) -> list[int | None]:
-    """Store these pieces, whose second column is offsets; return the checksums."""
+def copied(
+    parts: Sequence[Descriptors],
+    addresses: Sequence[int],
+    size: int,
+    direction: Direction = Direction.STORE,
+) -> list[int | None]:
+    """Copy these pieces, whose second column is offsets; return the checksums."""
     done = threading.Event()
     engine = HostCopyEngine(on_done=done.set)
     counts = np.array([len(part) for part in parts], np.uint32)
     payloads = Payloads.of(
         counts, np.array(addresses, np.uint64), np.full(len(counts), size, np.uint64)
     )
-    ticket = engine.submit(Direction.STORE, Pieces.of(parts).at(addresses), None, payloads)
+    assert engine.makes_checksums == (core is not None)
+    ticket = engine.submit(direction, Pieces.of(parts).at(addresses), None, payloads)
     assert done.wait(WAIT_S)
     assert engine.poll() == [(ticket, OK)]
     engine.close()
@@ -69,22 +76,44 @@ def test_a_payload_of_any_pieces_has_its_checksum(sizes: list[int], shift: int) 
     assert target[-1] == 0xEE
 
 
+@given(st.lists(st.integers(1, 40_000), min_size=1, max_size=8), st.randoms())
+def test_a_loaded_payload_has_its_checksum_wherever_its_pieces_go(
+    sizes: list[int], dice: random.Random
+) -> None:
+    total = sum(sizes)
+    payload = np.random.default_rng(total).integers(0, 256, total, np.uint8)
+    cache = [np.zeros(size, np.uint8) for size in sizes]
+    dice.shuffle(cache)  # so that neighbours in the payload are none in the KV cache
+    sizes = [len(page) for page in cache]
+    at = np.cumsum([0, *sizes[:-1]])
+    pieces = np.array([[page.ctypes.data for page in cache], at, sizes], np.uint64).T
+    (crc,) = copied([pieces], [payload.ctypes.data], total, Direction.LOAD)
+    assert crc == (None if core is None else crc32c(payload.tobytes()))
+    assert (np.concatenate(cache) == payload).all()
+
+
+@pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize(
     "rows",
     [[(0, 0, 2000), (2000, 2001, 2000)], [(2000, 2000, 2000), (0, 0, 2000)], [(0, 0, 3999)], []],
     ids=["gap", "order", "short", "none"],
 )
-def test_only_a_payload_that_is_filled_in_order_has_a_checksum(
-    rows: list[tuple[int, int, int]],
+def test_only_a_payload_that_is_covered_in_order_has_a_checksum(
+    rows: list[tuple[int, int, int]], direction: Direction
 ) -> None:
-    source, target = np.arange(9000, dtype=np.uint8), np.zeros(9000, np.uint8)
+    cache, staging = np.zeros(9000, np.uint8), np.zeros(9000, np.uint8)
+    source, target = (cache, staging) if direction is Direction.STORE else (staging, cache)
+    source[:] = np.arange(9000) % 251
     parts = [np.array(part, np.uint64).reshape(-1, 3) for part in (rows, [(5000, 0, 4000)])]
     for part in parts:
-        part[:, 0] += np.uint64(source.ctypes.data)
-    crcs = copied(parts, [target.ctypes.data, target.ctypes.data + 5000], 4000)
+        part[:, 0] += np.uint64(cache.ctypes.data)
+    places = [staging.ctypes.data, staging.ctypes.data + 5000]
+    crcs = copied(parts, places, 4000, direction)
     assert crcs == [None, None if core is None else crc32c(source[5000:].tobytes())]
-    for start, offset, count in rows:
-        assert (target[offset : offset + count] == source[start : start + count]).all()
+    for in_cache, offset, count in rows:
+        of_cache, of_staging = slice(in_cache, in_cache + count), slice(offset, offset + count)
+        assert (cache[of_cache] == staging[of_staging]).all()
+        assert source[of_cache].any() and target[of_cache].any()
 
 
 class SpyEngine(ThreadsIoEngine):
