@@ -113,6 +113,7 @@ STAGES: dict[str, Stage] = {
     "tokens": Stage(240, engine("tests/e2e/test_tokens.py"), engine=True),
     "preempt": Stage(240, engine("tests/e2e/test_preempt.py"), engine=True),
     "faults": Stage(240, engine("tests/e2e/test_faults.py"), engine=True),
+    "checksums": Stage(240, engine("tests/e2e/test_checksum_at.py"), engine=True),
     "bench": Stage(
         300,
         bench("copy", "copy", "--rounds", "3", "--parts", "transfer,few,both,submit,loops"),

@@ -177,6 +177,12 @@ class OffloadConfig(BaseModel):
         "Engine that copies between a GPU and pinned memory. auto: dma, or kernel if it was "
         "measured to be at least 1.5 times as fast; dma: only the GPU's copy engines; kernel: "
         "only a kernel on a few multiprocessors, for comparisons. Ignored without a GPU.")
+    checksum_at: Literal["cpu", "gpu"] = _key(
+        "cpu", "", '"cpu" or "gpu"',
+        "Processor that makes and compares the checksums of chunks. cpu: as slots are written and "
+        "read; gpu: as chunks are copied from and to GPU memory, which spares the CPU a pass over "
+        "all bytes. What no copy checks as a whole, the CPU checks as before. Without a GPU the "
+        "thread that copies does it.")
     io_engine: Literal["auto", "uring", "threads"] = _key(
         "auto", "", '"auto", "uring" or "threads"',
         "Engine that reads and writes the pool. auto: io_uring, or threads if the kernel denies "

@@ -130,6 +130,7 @@ class Rig:
         payload_crc: int | None = None,
         single_copy: bool = False,
         owner: int = OURS,
+        header_only: bool = False,
     ) -> IoOp:
         self.tokens += 1
         default = Urgency.WRITE if kind is OpKind.WRITE else Urgency.DEMAND
@@ -146,6 +147,7 @@ class Rig:
             payload_crc=payload_crc,
             single_copy=single_copy,
             owner=owner,
+            header_only=header_only,
         )
 
     def write(self, pool_slot: int, staging_slot: int, name: SlotIdentity, **kw: object) -> IoOp:

@@ -244,6 +244,26 @@ def test_a_damaged_slot_and_one_of_another_chunk_fail_their_rows_only(rank: Rank
     assert not rank.pages[1:].any(), "nothing is copied"
 
 
+@pytest.mark.parametrize("engine", [NATIVE, PYTHON])
+def test_a_copy_finds_the_damage_that_its_read_has_left_to_it(engine: str, tmp_path: Path) -> None:
+    waits = {"read_deadline_s": WAIT_S, "write_deadline_s": WAIT_S}
+    rank = Rank(engine, tmp_path, copies_check=True, **waits)
+    _stored(rank, 0, 1, 2)
+    slot = bytearray(whole_slot(rank.rig.pool, 1))
+    slot[-PAYLOAD_BYTES // 2] ^= 1
+    put_whole_slot(rank.rig.pool, 1, bytes(slot))
+    rank.load((name(0), None, 0), (name(1), None, 1), (name(7), None, 2))
+    assert rank.done() == [OK, CHECKSUM_MISMATCH, STALE]
+    assert rank.pages[0].tobytes() == content(name(0))
+    assert rank.pages[1].any() == rank.is_native, "its read does not look at the payload"
+    rank.load((name(0), 10, 0), (name(1), 11, 1))
+    assert rank.done() == [OK, CHECKSUM_MISMATCH]
+    rank.load((name(0), 10, None), (name(1), 11, None))
+    assert rank.done() == [OK, STALE], "the cache slot of the damaged one is empty"
+    assert rank.pages[0].tobytes() == content(name(0))
+    rank.close()
+
+
 def test_a_target_without_files_fails_its_rows_only(rank: Rank) -> None:
     _stored(rank, 0, 1)
     path = rank.rig.pool.directories[0]
@@ -319,11 +339,13 @@ def test_a_key_that_the_format_cannot_hold_is_refused(rank: Rank, key_bytes: int
         rank.pipeline.step()
 
 
+@pytest.mark.parametrize("copies_check", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_random_commands_end_alike(seed: int, tmp_path: Path) -> None:
+def test_random_commands_end_alike(seed: int, copies_check: bool, tmp_path: Path) -> None:
     """Rounds of commands in any order: the same outcomes, bytes and counters over both."""
+    waits = {"read_deadline_s": WAIT_S, "write_deadline_s": WAIT_S}
     ranks = [
-        Rank(engine, tmp_path / engine, read_deadline_s=WAIT_S, write_deadline_s=WAIT_S)
+        Rank(engine, tmp_path / engine, copies_check=copies_check, **waits)
         for engine in (NATIVE, PYTHON)
     ]
     dice = random.Random(seed)

@@ -104,6 +104,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("io_split_bytes", "1KiB", "4KiB to 1GiB"),
     ("write_bytes_beside_reads_max", 512, "at least 4KiB"),
     ("copy_backend", "sm", '"kernel"'),
+    ("checksum_at", "auto", '"cpu" or "gpu"'),
     ("io_engine", "aio", '"threads"'),
     *(("io_threads", value, "2 to 256") for value in ("8", 8.5, 1)),
     *(("replicas", value, "--data-parallel-size") for value in (0, "2")),

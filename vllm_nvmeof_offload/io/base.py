@@ -16,6 +16,7 @@ errno 0 if no byte was moved.
   After that the entry is logged (`pool.log`); the operation does not wait for it.
 * A slot read reads as much and verifies it against `identity`, length, place and share tag:
   damaged bytes are CHECKSUM_MISMATCH, and intact bytes that differ in one of these are STALE.
+  With `header_only` an engine may leave the payload to whoever copies it.
 * A read of another engine's region does the same with that region's files and place. Nothing is
   ever written there.
 * Each operation has its own payload length. What the slot has behind it is not touched.
@@ -66,6 +67,9 @@ class IoOp:
     #: Reads only: the engine in whose region the slot is (`attach_region`). `pool_slot` counts over
     #: our targets, as for our own.
     owner: int = OURS
+    #: Reads only: the copy of the payload checks it, so the engine need only check the header, if
+    #: its completion then says what CRC the payload must have.
+    header_only: bool = False
 
     @property
     def is_read(self) -> bool:
@@ -77,11 +81,14 @@ class Completion:
     """The end of an operation: nothing touches its buffer any more.
 
     ended_s: the time by `time.monotonic`, which may be long before `poll`; None: not known.
+    payload_crc: of a good read with `header_only`: the CRC-32C that the header names; None: the
+    payload was checked.
     """
 
     token: int
     outcome: Outcome
     ended_s: float | None = field(default=None, compare=False)
+    payload_crc: int | None = None
 
 
 class ForeignSlab(NamedTuple):

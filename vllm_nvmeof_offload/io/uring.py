@@ -164,6 +164,7 @@ class UringIoEngine:
             _NO_CRC if op.payload_crc is None else op.payload_crc,
             op.single_copy,
             op.owner,
+            op.header_only,
         )
 
     def cancel(self, tokens: Sequence[int]) -> list[int]:
@@ -185,9 +186,12 @@ class UringIoEngine:
         found = [] if self._attached else self._core.poll()
         completions = [
             Completion(
-                token, io_error(number) if code == _IO_ERROR else _OUTCOMES[code], ended_ns / 1e9
+                token,
+                io_error(number) if code == _IO_ERROR else _OUTCOMES[code],
+                ended_ns / 1e9,
+                None if payload_crc == _NO_CRC else payload_crc,
             )
-            for token, code, number, ended_ns in found
+            for token, code, number, ended_ns, payload_crc in found
         ]
         while self._superblocks:
             completions.append(self._superblocks.popleft())

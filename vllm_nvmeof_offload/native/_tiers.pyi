@@ -202,16 +202,17 @@ _Report: TypeAlias = tuple[
     npt.NDArray[np.uint32] | None,
 ]
 
-#: Of a store, by chunk: pieces, payload addresses, payload bytes, and whether its CRC must be
-#: reported (None: of none).
-_StoredCopies: TypeAlias = tuple[
+#: By chunk: pieces, payload addresses, payload bytes, and whether its CRC is needed (None: no one's
+#: is).
+_Summed: TypeAlias = tuple[
     npt.NDArray[np.uint32],
     npt.NDArray[np.uint64],
     npt.NDArray[np.uint64],
     npt.NDArray[np.uint8] | None,
 ]
-#: Number, fence (0: passed), bytes, pieces; None: it is a load.
-_Copies: TypeAlias = tuple[int, int, int, npt.NDArray[np.uint64], _StoredCopies | None]
+#: Number, whether it is a store, fence (0: passed), bytes, pieces; None: of a load whose payloads
+#: were checked.
+_Copies: TypeAlias = tuple[int, bool, int, int, npt.NDArray[np.uint64], _Summed | None]
 
 class InstantLanes:  # ends operations at once, for `bench hotpath`
     def __init__(self, wake_fd: int) -> None: ...
@@ -345,8 +346,10 @@ def choose_lane(own_end_s: float, own_room: bool, peers: Sequence[tuple[float, b
 def set_words_bytes(members: int, cache_slots: int, stream_slots: int) -> int: ...
 
 #: Token, kind, urgency, pool slot, address, key, generation, payload bytes, CRC, whether it is the
-#: only copy in the set, owner, epoch and tag.
-Offered: TypeAlias = tuple[int, int, int, int, int, bytes, int, int, int, bool, int, int, bytes]
+#: only copy in the set, owner, whether it is a read that checks the header alone, epoch and tag.
+Offered: TypeAlias = tuple[
+    int, int, int, int, int, bytes, int, int, int, bool, int, bool, int, bytes
+]
 
 class Machine:
     def __init__(
@@ -379,6 +382,7 @@ class Machine:
         serve_slots: int = 0,
         serve_share: float = 1.0,
         serve_bytes_max: int = ...,
+        copies_check: bool = False,
     ) -> None: ...
     def begin(
         self,
@@ -406,7 +410,7 @@ class Machine:
     def foreign_reads(self, owner: int, target: int, /) -> int: ...
     def set_time(self, now_s: float, /) -> None: ...
     def set_target(self, target: int, usable: bool, attachment: int, /) -> None: ...
-    def ended(self, ends: Sequence[tuple[int, int, int, float]], /) -> None: ...
+    def ended(self, ends: Sequence[tuple[int, int, int, float, int]], /) -> None: ...
     def advance(self, ahead_s: float, /) -> bool: ...
     def expire(self) -> None: ...
     def take_overdue(self) -> list[int]: ...

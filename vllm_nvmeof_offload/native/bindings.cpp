@@ -63,7 +63,8 @@ void make_engine(Engine* at, const std::vector<std::tuple<int, int, int>>& targe
 
 void submit(Engine& engine, uint64_t token, unsigned urgency, uint64_t pool_slot, uintptr_t address,
             size_t payload_bytes, const nb::bytes& key, uint64_t generation, uint32_t epoch,
-            const nb::bytes& tag, int64_t payload_crc, bool single_copy, uint16_t owner) {
+            const nb::bytes& tag, int64_t payload_crc, bool single_copy, uint16_t owner,
+            bool header_only) {
   Request request;
   request.token = token;
   request.urgency = static_cast<Urgency>(urgency);
@@ -75,6 +76,7 @@ void submit(Engine& engine, uint64_t token, unsigned urgency, uint64_t pool_slot
   request.payload_crc = payload_crc;
   request.single_copy = single_copy;
   request.owner = owner;
+  request.header_only = header_only;
   engine.submit(request);
 }
 
@@ -82,7 +84,8 @@ nb::list poll(Engine& engine) {
   nb::list found;
   for (const Completion& one : engine.poll())
     found.append(
-        nb::make_tuple(one.token, static_cast<unsigned>(one.code), one.error, one.ended_ns));
+        nb::make_tuple(one.token, static_cast<unsigned>(one.code), one.error, one.ended_ns,
+                       one.payload_crc));
   return found;
 }
 

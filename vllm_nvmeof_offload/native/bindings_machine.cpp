@@ -109,7 +109,7 @@ void make(Machine* self, size_t cache_slots, size_t stream_slots, uint64_t pool_
           size_t write_bytes_max, size_t write_bytes_beside_reads_max, const PyStamp& stamp,
           uintptr_t lanes, double now_s, const std::optional<Set>& set, size_t peers_max,
           size_t peer_chunks_min, size_t serve_slots, double serve_share,
-          size_t serve_bytes_max) {
+          size_t serve_bytes_max, bool copies_check) {
   MachineOptions options;
   options.cache_slots = cache_slots;
   options.stream_slots = stream_slots;
@@ -117,6 +117,7 @@ void make(Machine* self, size_t cache_slots, size_t stream_slots, uint64_t pool_
   options.peers_max = peers_max;
   options.peer_chunks_min = peer_chunks_min;
   options.serve_slots = serve_slots;
+  options.copies_check = copies_check;
   options.io = {targets,
                 reads_max,
                 writes_max,
@@ -293,11 +294,11 @@ void cancel(Machine& machine, uint64_t op, const std::optional<Column<uint32_t>>
   machine.cancel(op, &some);
 }
 
-using End = std::tuple<uint64_t, uint8_t, int, double>;  // a `LaneEnd`
+using End = std::tuple<uint64_t, uint8_t, int, double, int64_t>;  // a `LaneEnd`
 
 void ended(Machine& machine, const std::vector<End>& ends) {
-  for (const auto& [token, code, error, ended_s] : ends)
-    machine.ended({token, code, error, nanoseconds(ended_s)});
+  for (const auto& [token, code, error, ended_s, payload_crc] : ends)
+    machine.ended({token, code, error, nanoseconds(ended_s), payload_crc});
 }
 
 // Peers' failures, of which the releases follow.
@@ -319,7 +320,8 @@ double next_deadline(Machine& machine) {
 }
 
 // (token, kind, urgency, pool slot, address, key, generation, payload bytes, CRC, whether it is the
-// only copy in the set, owner, epoch and tag) of each.
+// only copy in the set, owner, whether it is a read of which the header is checked, epoch and tag)
+// of each.
 nb::tuple columns_of(const Machine& machine, const Task& task, uint64_t token) {
   const std::string_view key = task.key();
   const Stamp& stamp = machine.io.stamp(task.target);
@@ -327,7 +329,8 @@ nb::tuple columns_of(const Machine& machine, const Task& task, uint64_t token) {
                         static_cast<uint8_t>(task.urgency), task.pool_slot,
                         machine.io.address(task), nb::bytes(key.data(), key.size()),
                         task.content.generation, machine.io.payload_bytes(task),
-                        task.payload_crc, task.holder != kEveryMember, task.owner, stamp.epoch,
+                        task.payload_crc, task.holder != kEveryMember, task.owner,
+                        task.header_only, stamp.epoch,
                         nb::bytes(stamp.tag.data(), stamp.tag.size()));
 }
 
@@ -390,7 +393,8 @@ nb::object offer_resets(Machine& machine) {
   return nb::make_tuple(offered, unwritten);
 }
 
-// (number, fence, bytes, pieces, (counts, payloads, sizes, sampled) of a store) of each batch.
+// (number, whether it is a store, fence, bytes, pieces, (counts, payloads, sizes, sampled) where
+// checksums matter) of each batch.
 nb::list take_copies(Machine& machine, uint64_t passed) {
   std::vector<CopyBatch> batches;
   {
@@ -399,12 +403,12 @@ nb::list take_copies(Machine& machine, uint64_t passed) {
   }
   nb::list all;
   for (CopyBatch& batch : batches) {
-    nb::object stored = nb::none();
-    if (batch.is_store)
-      stored = nb::make_tuple(array(std::move(batch.counts)), array(std::move(batch.payloads)),
+    nb::object summed = nb::none();
+    if (batch.is_store || batch.checks)
+      summed = nb::make_tuple(array(std::move(batch.counts)), array(std::move(batch.payloads)),
                               array(std::move(batch.sizes)), column(std::move(batch.sampled)));
-    all.append(nb::make_tuple(batch.number, batch.fence, batch.bytes,
-                              array(std::move(batch.pieces), 3), stored));
+    all.append(nb::make_tuple(batch.number, batch.is_store, batch.fence, batch.bytes,
+                              array(std::move(batch.pieces), 3), summed));
   }
   return all;
 }
@@ -592,7 +596,8 @@ void bind_machine(nb::module_& m) {
            "saturating_reads"_a, "saturating_writes"_a, "retryable"_a, "read_bytes_max"_a,
            "write_bytes_max"_a, "write_bytes_beside_reads_max"_a, "stamp"_a, "lanes"_a = 0,
            "now_s"_a = 0.0, "members"_a = nb::none(), "peers_max"_a = 0, "peer_chunks_min"_a = 4,
-           "serve_slots"_a = 0, "serve_share"_a = 1.0, "serve_bytes_max"_a = SIZE_MAX)
+           "serve_slots"_a = 0, "serve_share"_a = 1.0, "serve_bytes_max"_a = SIZE_MAX,
+           "copies_check"_a = false)
       .def("begin", &begin, "op"_a, "kind"_a, "urgency"_a, "batch"_a, "rows"_a = nb::none(),
            "first"_a = nb::none(), "fence"_a = 0)
       .def("begin_transfers", &begin_transfers)

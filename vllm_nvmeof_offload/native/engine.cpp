@@ -74,6 +74,7 @@ void Engine::take(const LaneOp& op) {
   request.stamp = op.stamp;
   request.single_copy = op.single_copy;
   request.owner = op.owner;
+  request.header_only = op.header_only;
   submit(request);
 }
 
@@ -85,7 +86,8 @@ bool Engine::sum(uint64_t number, uint64_t address, size_t bytes) {
 
 void Engine::ended(std::vector<LaneEnd>& ends) {
   for (const Completion& one : poll())
-    ends.push_back({one.token, static_cast<uint8_t>(one.code), one.error, one.ended_ns});
+    ends.push_back({one.token, static_cast<uint8_t>(one.code), one.error, one.ended_ns,
+                    one.payload_crc});
 }
 
 bool Engine::close(std::chrono::nanoseconds timeout) {

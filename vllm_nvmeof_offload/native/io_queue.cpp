@@ -396,7 +396,8 @@ void IoQueue::hand_over(Task& task, Urgency urgency) {
                    task.content.generation,
                    targets_[task.target].stamp,
                    task.holder != kEveryMember,
-                   task.owner});
+                   task.owner,
+                   !is_write && task.header_only});
   } else {
     offered.push_back({&task, task.token});
   }
@@ -590,10 +591,15 @@ void IoQueue::ended(const LaneEnd& end) {
   }
   if (!one.late && retries(one, end)) return;
   if (one.is_reset) superblock_decided(one, end);
-  if (one.late)
+  if (one.late) {
     events.push_back({one.task, Outcome::RELEASED});
-  else
-    events.push_back({one.task, code, end.error, true, end.ended_ns});
+    return;
+  }
+  if (end.payload_crc >= 0) {
+    one.task->is_proven = false;
+    one.task->payload_crc = end.payload_crc;
+  }
+  events.push_back({one.task, code, end.error, true, end.ended_ns});
 }
 
 void IoQueue::count_outcome(const Flights::One& one, const LaneEnd& end) {

@@ -37,6 +37,9 @@ struct LaneOp {
   Stamp stamp;  // a write carries it; a read's chunk has its tag
   bool single_copy = false;  // a write: no other member of the set has the chunk
   uint16_t owner = 0;        // of the region; 0: ours
+  // A read: its header is to be checked, and what it names as its payload's CRC is to be returned.
+  // The payload is checked where it is copied to. Lanes may check it all the same.
+  bool header_only = false;
 };
 
 // The end of one, however late: nothing touches its buffer any more.
@@ -45,6 +48,8 @@ struct LaneEnd {
   uint8_t code = 0;      // `Outcome`
   int error = 0;         // errno of an I/O error
   int64_t ended_ns = 0;  // CLOCK_MONOTONIC; 0: not known
+  // Of a good read of which the header alone was checked: what its payload must have. -1: all was.
+  int64_t payload_crc = -1;
 };
 
 // The operations of each kind that a lane takes now.

@@ -90,7 +90,21 @@ void Machine::add_tasks(Job& job, Urgency urgency, const Columns& columns) {
     const bool lands = task.cache >= 0 && place >= 0 && job.kind != OpKind::WRITE;
     task.fills = (is_store || lands) && !is_elsewhere(task);
     if ((is_store || lands) && task.holder != kEveryMember) set_->give_fill(task);
+    task.header_only = options_.copies_check && is_load && place >= 0 &&
+                       task.holder == kEveryMember &&
+                       (is_whole(task) || mutant("a_part_is_copied_unproven"));
   }
+}
+
+// Whether a load's pieces are all of the payload, in its order.
+bool Machine::is_whole(const Task& task) const {
+  const Job& job = *task.job;
+  uint64_t next = 0;
+  for (size_t at = job.first_piece[task.index]; at < job.first_piece[task.index + 1]; ++at) {
+    if (job.pieces[3 * at + 1] != next) return false;
+    next += job.pieces[3 * at + 2];
+  }
+  return next && next == io.payload_bytes(task);
 }
 
 void Machine::place_row(Task& task, int64_t place) {
@@ -196,6 +210,7 @@ void Machine::cancel(uint64_t op, const std::vector<uint32_t>* rows) {
 }
 
 void Machine::cancel_task(Task& task) {
+  task.header_only = false;  // no copy will check what is read from now on
   if (task.step == Step::GATE) {
     Grants grants;
     require(gates_.withdraw(task, grants), "a task waits at no gate");
@@ -308,10 +323,11 @@ void Machine::io_event(const IoEvent& event) {
   streams_.leave(task);
   if (task.step == Step::ZOMBIE) {
     // Cancelled or past its deadline: only the buffer matters any more.
-    if (event.released)
-      released_late(task, event.code == Outcome::OK);
-    else
+    if (!event.released)
       mark_hung(task);
+    else if (!read_again(task))
+      released_late(task, event.code == Outcome::OK &&
+                              (task.is_proven || mutant("a_cancelled_read_counts_as_proven")));
     return;
   }
   require(event.code != Outcome::RELEASED, "a release comes before its outcome");
@@ -338,7 +354,8 @@ void Machine::io_event(const IoEvent& event) {
 void Machine::read_ended(Task& task) {
   if (judge_) judge_->read(task, io);
   if (is_shared_read(task)) set_->lend(task);
-  if (task.fills) {  // landed: others may read the slot from now on
+  const bool is_lent = task.is_proven || mutant("an_unproven_slot_is_lent");
+  if (task.fills && is_lent) {  // landed: others may read the slot from now on
     note_fill(task, FillState::HELD);
     task.fills = false;
     task.reads = true;
@@ -347,6 +364,17 @@ void Machine::read_ended(Task& task) {
     follow(grants);
   }
   ready_to_copy(task);
+}
+
+// Others wait for what a cancelled load has read, and no copy will check it: this time the read
+// does. False: it need not, or there is no time.
+bool Machine::read_again(Task& task) {
+  if (task.is_proven || mutant("a_cancelled_read_counts_as_proven")) return false;
+  if (!task.fills || !gates_.awaited(task.cache) || task.deadline_ns <= io.now_ns()) return false;
+  task.header_only = false;
+  task.is_proven = true;
+  read_here(task);
+  return true;
 }
 
 // ---- jobs -------------------------------------------------------------------------------
@@ -558,11 +586,14 @@ void Machine::ready_to_copy(Task& task) {
 
 std::vector<CopyBatch> Machine::take_copies(uint64_t passed) {
   std::vector<CopyBatch> batches;
-  for (const auto& [op, tasks] : std::exchange(to_copy_, {})) {
-    CopyBatch& batch = batch_for(*tasks.front()->job, passed, batches);
-    add_copies(tasks, batch);
-    auto& copying = copying_[batch.number];
-    copying.insert(copying.end(), tasks.begin(), tasks.end());
+  for (auto& [op, tasks] : std::exchange(to_copy_, {})) {
+    if (options_.copies_check) {
+      const auto proven = [](const Task* task) { return task->is_proven; };
+      const auto unproven = std::ranges::stable_partition(tasks, proven);
+      batch({unproven.begin(), unproven.end()}, passed, batches);
+      tasks.erase(unproven.begin(), unproven.end());
+    }
+    batch(tasks, passed, batches);
   }
   if (mutant("job_finishes_while_dma_runs"))
     for (const CopyBatch& batch : batches) {
@@ -572,15 +603,28 @@ std::vector<CopyBatch> Machine::take_copies(uint64_t passed) {
   return batches;
 }
 
+// tasks: of one job, all or none of them proven.
+void Machine::batch(const std::vector<Task*>& tasks, uint64_t passed,
+                    std::vector<CopyBatch>& batches) {
+  if (tasks.empty()) return;
+  const Task& first = *tasks.front();
+  CopyBatch& batch = batch_for(*first.job, !first.is_proven, passed, batches);
+  add_copies(tasks, batch);
+  auto& copying = copying_[batch.number];
+  copying.insert(copying.end(), tasks.begin(), tasks.end());
+}
+
 // The batch of the job's direction and fence, perhaps a new one. Fences that have passed are one.
-CopyBatch& Machine::batch_for(const Job& job, uint64_t passed, std::vector<CopyBatch>& batches) {
+CopyBatch& Machine::batch_for(const Job& job, bool checks, uint64_t passed,
+                              std::vector<CopyBatch>& batches) {
   const bool is_store = job.kind == OpKind::STORE;
   const bool may_start =
       job.fence <= passed || mutant("an_open_fences_chunks_go_with_the_passed_ones");
   const uint64_t fence = may_start ? 0 : job.fence;
   const auto joins = [&](const CopyBatch& batch) {
     const bool same = batch.fence == fence;
-    return batch.is_store == is_store && !mutant("each_job_is_a_copy_of_its_own") &&
+    return batch.is_store == is_store && batch.checks == checks &&
+           !mutant("each_job_is_a_copy_of_its_own") &&
            (same || (batch.fence && fence && mutant("copies_of_several_fences_are_one")));
   };
   const auto found = std::find_if(batches.begin(), batches.end(), joins);
@@ -589,6 +633,7 @@ CopyBatch& Machine::batch_for(const Job& job, uint64_t passed, std::vector<CopyB
   batch.number = next_batch_++;
   batch.fence = fence;
   batch.is_store = is_store;
+  batch.checks = checks;
   return batch;
 }
 
@@ -599,11 +644,11 @@ void Machine::add_copies(const std::vector<Task*>& tasks, CopyBatch& batch) {
     const uint64_t payload =
         set_ ? payload_address(*task) : io.address(*task) + options_.io.header_bytes;
     const uint32_t count = job.first_piece.at(task->index + 1) - job.first_piece[task->index];
-    if (batch.is_store) {
+    if (batch.is_store || batch.checks) {
       batch.counts.push_back(count);
       batch.payloads.push_back(payload);
       batch.sizes.push_back(io.payload_bytes(*task));
-      if (set_) batch.sampled.push_back(is_sampled(*task));
+      if (set_ || batch.checks) batch.sampled.push_back(batch.checks || is_sampled(*task));
     }
     for (size_t at = job.first_piece[task->index]; at < job.first_piece[task->index + 1]; ++at) {
       const uint64_t* piece = &job.pieces.at(3 * at);
@@ -631,10 +676,20 @@ void Machine::copied(uint64_t number, Outcome code, int error, std::span<const i
       continue;
     }
     if (set_ && is_elsewhere(task)) set_->release(task);
-    leave_slot(task, code == Outcome::OK, crc);
-    decide(task, code, error);
+    const size_t of = mutant("a_failed_check_reports_other_blocks") ? (at + 1) % tasks.size() : at;
+    const Outcome outcome =
+        code == Outcome::OK ? checked(*tasks[of], crcs.empty() ? -1 : crcs[of]) : code;
+    leave_slot(task, outcome == Outcome::OK, crc);
+    decide(task, outcome, error);
   }
   if (set_) set_->count_progress();
+}
+
+// What a good copy is worth. crc: of what has arrived.
+Outcome Machine::checked(const Task& task, int64_t crc) const {
+  if (task.is_proven || mutant("a_job_finishes_before_its_checks")) return Outcome::OK;
+  require(crc >= 0, "a chunk is copied that nobody has checked");
+  return crc == task.payload_crc ? Outcome::OK : Outcome::CHECKSUM_MISMATCH;
 }
 
 // ---- peers ------------------------------------------------------------------------------

@@ -13,6 +13,12 @@
 //     write   gate(read) → write → table entry
 //     fetch   gate(fill) → read
 //
+// Where the copy engine makes checksums (`MachineOptions::copies_check`), a load's read of a whole
+// chunk of ours or another engine's region checks the header alone, and the copy the payload: the
+// chunk is OK only if the CRC of what has arrived is the one that its header names. Until then its
+// slot is not proven, and nobody else gets it: a stream slot is the load's own, and a cache slot
+// stays with its filler. If others wait for it when the load is cancelled, it is read again.
+//
 // A row of a load that names neither slot nor place is STALE: its chunk went after the look-up. So
 // is a row of a store without pieces whose group has bytes, because a part of its chunk is missing;
 // it empties its slot.
@@ -65,6 +71,7 @@ struct MachineOptions {
   size_t serve_slots = 0;
   size_t peers_max = 0;
   size_t peer_chunks_min = 4;  // a load of fewer chunks goes to no peer
+  bool copies_check = false;   // the copies of loads check payloads
 };
 
 // The columns of a command; `protocol.ChunkBatch`.
@@ -89,9 +96,10 @@ struct CopyBatch {
   uint64_t number = 0;
   uint64_t fence = 0;  // of all of them, as in `begin`; 0: theirs have passed
   bool is_store = false;
+  bool checks = false;  // a load of which `copied` must have every chunk's CRC
   uint64_t bytes = 0;
   std::vector<uint64_t> pieces;
-  // Of a store, by chunk: how many of the pieces are its own, and where its payload is.
+  // Of a store, or where it checks, by chunk: its number of pieces, and where its payload is.
   std::vector<uint32_t> counts;
   std::vector<uint64_t> payloads;
   std::vector<uint64_t> sizes;  // bytes of each payload
@@ -154,7 +162,8 @@ class Machine {
   void attach(uint64_t op, uint16_t owner);
 
   // -- progress. `copied` ends a batch of `take_copies`; `run` takes in what the lanes have ended.
-  // crcs: by chunk of a store, the CRC of the payload, -1: not known; empty: none is.
+  // crcs: by chunk, the CRC of the payload, of a load as it has arrived; -1: not known; empty: none
+  // is.
   void copied(uint64_t number, Outcome code, int error, std::span<const int64_t> crcs = {});
   // The chunks of a batch of copies.
   size_t copying(uint64_t number) const {
@@ -281,9 +290,14 @@ class Machine {
   void io_event(const IoEvent& event);
   void superblock_event(const IoEvent& event);
   void read_ended(Task& task);
+  bool is_whole(const Task& task) const;
+  bool read_again(Task& task);
+  Outcome checked(const Task& task, int64_t crc) const;
   void cancel_task(Task& task);
   void ready_to_copy(Task& task);
-  CopyBatch& batch_for(const Job& job, uint64_t passed, std::vector<CopyBatch>& batches);
+  void batch(const std::vector<Task*>& tasks, uint64_t passed, std::vector<CopyBatch>& batches);
+  CopyBatch& batch_for(const Job& job, bool checks, uint64_t passed,
+                       std::vector<CopyBatch>& batches);
   void add_copies(const std::vector<Task*>& tasks, CopyBatch& batch);
   void list(Job& job);
   void report_rows(Job& job, std::vector<RowReport>& reports);

@@ -226,7 +226,8 @@ bool TargetRing::start_waiting(std::vector<Piece*>& pieces) {
 
 // A read that ends while pieces wait for their check does not wake the caller; `check_one` does.
 void TargetRing::finish(Op& op, Code code, int error) {
-  const Completion completion{op.request.token, code, error};
+  Completion completion{op.request.token, code, error};
+  if (op.request.header_only && code == Code::kOk) completion.payload_crc = op.header.payload_crc;
   const bool more_follow = op.request.is_read() && !to_check_.empty();
   ops_.erase(op.request.token);
   --held_;
@@ -297,7 +298,8 @@ void TargetRing::settle(Op& op) {
   } else if (!op.wanted) {
     finish(op, Code::kCancelled);
   } else if (op.request.is_read()) {
-    const bool right = op.header.code != Code::kOk || op.crc == op.header.payload_crc;
+    const bool right = op.header.code != Code::kOk || op.request.header_only ||
+                       op.crc == op.header.payload_crc;
     finish(op, right ? op.header.code : Code::kChecksumMismatch);
   } else {
     to_enter_.push_back(&op);
@@ -433,6 +435,7 @@ void TargetRing::check(const Piece& piece) {
   if (piece.begin == 0)
     op.header = prove_header(request.address, request.identity, request.payload_bytes,
                              place_of(op), request.stamp.tag);
+  if (request.header_only) return;
   const size_t all = kHeaderBytes + request.payload_bytes;
   const size_t begin = std::max(piece.begin, kHeaderBytes);
   const size_t end = std::min(piece.begin + piece.bytes, all);

@@ -62,14 +62,17 @@ struct Task {
   bool hung = false;       // the kernel holds its stream slot past the deadline
   bool cancelled = false;
   bool holds_buffer = false;  // it is decided, and the kernel still has its cache slot
-  bool reported = false;      // its outcome is
-  bool announced = false;     // of a read through a stream slot, to the other members of the set
+  bool reported : 1 = false;     // its outcome is
+  bool announced : 1 = false;    // of a read through a stream slot, to the other members of the set
+  bool header_only : 1 = false;  // of a load: its read checks the header, and its copy the payload
+  bool is_proven : 1 = true;     // its payload is checked; false: it must have `payload_crc`
   bool fills = false;      // the gate of `cache` counts it as its filler,
   bool reads = false;      // or as a reader
   uint8_t retries_left = 1;
   uint8_t peer = 0;        // 1 + the peer that reads it; or one of the two below
   uint16_t owner = 0;        // whose region the place is in; 0: ours
-  int64_t payload_crc = -1;  // of what it reads from its cache slot, if the fill made it
+  // Of what it reads from its cache slot, if the fill made it; or what its read has found named.
+  int64_t payload_crc = -1;
   int64_t deadline_ns = 0;   // fixed when a lane first has it; 0: none had
   uint64_t token = 0;      // with the engine; 0: never
   uint64_t charged_to = 0;  // number of the job on whose share of the reads it goes

@@ -58,6 +58,7 @@ struct Completion {
   Code code;
   int error;  // where code is kIoError: errno, positive; 0: no bytes were moved, and no errno given
   int64_t ended_ns = 0;  // CLOCK_MONOTONIC; set where it is queued for the caller
+  int64_t payload_crc = kNoCrc;  // as in `LaneEnd`
 };
 
 struct Identity {
@@ -109,6 +110,7 @@ struct Request {
   int64_t payload_crc = kNoCrc;
   bool single_copy = false;  // write only: as in `SlotPlace`
   uint16_t owner = 0;        // of the region; 0: ours. Others' are only read
+  bool header_only = false;  // a read: as in `LaneOp`
 
   bool is_read() const { return urgency != Urgency::WRITE; }
 };

@@ -24,6 +24,7 @@ from vllm_nvmeof_offload.config import (
 from vllm_nvmeof_offload.copy.base import CopyEngine
 from vllm_nvmeof_offload.copy.choose import open_device
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry
+from vllm_nvmeof_offload.copy.gpu_checksums import STRIPE_BYTES
 from vllm_nvmeof_offload.fabric.topology import discover
 from vllm_nvmeof_offload.groups import RankGroup
 from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, NoIoEngine, Waker
@@ -98,6 +99,7 @@ def build_worker(
         EngineError: no copy engine for `device`, or CUDA refuses staging.
     """
     kv_device = open_device(device)  # first, so that nothing else is built on a bad device
+    settings, odd = _with_checksums(settings, geometry)
     slot_bytes = slot_stride_bytes(geometry.payload_bytes)
     check_targets(settings)
     pool_bytes = _pool_bytes(settings, identity, slot_bytes)
@@ -108,7 +110,7 @@ def build_worker(
     staging = Staging(*slots[:3], progress, kv_device.numa_node, membership, served)
     waker = Waker()
     copy, copy_fallbacks = kv_device.copy_engine(
-        settings.copy_backend, staging.map, geometry.starts, waker.wake
+        settings.copy_backend, staging.map, geometry.starts, waker.wake, settings.checksum_at
     )
     with contextlib.ExitStack() as undo:
         undo.callback(copy.close)  # else pages without an owner stay pinned
@@ -139,13 +141,12 @@ def build_worker(
         groups=groups,
         adopted=adopted,
         tag=b"" if identity.volatile else share_tag(identity.keyspace.digest),
-        fallbacks=(*copy_fallbacks, *(pool.fallbacks if pool else ()), *io_fallbacks, *alone),
+        fallbacks=(*odd, *copy_fallbacks, *(pool.fallbacks if pool else ()), *io_fallbacks, *alone),
         stream_slots=stream_slots,
         targets=tuple(str(t) for t in settings.targets) if pool else (),
         remote=_remote(settings) if pool else (),
         io_engine=io.name,
-        copy_engine=kv_device.engine_name(settings.copy_backend)
-        + (", memory on its NUMA node" if staging.on_node else ""),
+        copy_engine=_name_of(copy, kv_device.engine_name(settings.copy_backend), staging, config),
         adoption_s=adoption_s,
         volatile=identity.volatile,
         replica=identity.replica.index if identity.replica.count > 1 else None,
@@ -155,6 +156,24 @@ def build_worker(
         logger.warning("%s", line)
     worker = RankWorker(runner, geometry, copy, io, staging, pool, watcher, regions, links)
     return worker, hello
+
+
+def _with_checksums(
+    settings: OffloadConfig, geometry: CacheGeometry
+) -> tuple[OffloadConfig, tuple[str, ...]]:
+    """Leave checksums to the CPU where the GPU could make none; and a fallback that says so."""
+    pages = [page for group in geometry.by_group for _, _, page, _ in group.columns[0]]
+    odd = [page for page in pages if page % STRIPE_BYTES]
+    if settings.checksum_at != "gpu" or not odd:
+        return settings, ()
+    why = f"{odd[0]} bytes of a block in a row; the GPU takes multiples of {STRIPE_BYTES}"
+    return settings.model_copy(update={"checksum_at": "cpu"}), (f"checksums: on the CPU ({why})",)
+
+
+def _name_of(copy: CopyEngine, name: str, staging: Staging, limits: TransferLimits) -> str:
+    if staging.on_node:
+        name += ", memory on its NUMA node"
+    return name + (", checksums there" if limits.copies_check and copy.makes_checksums else "")
 
 
 def _scheduler_config(
@@ -187,6 +206,7 @@ def _scheduler_config(
         write_deadline_s=settings.write_deadline_ms / 1000,
         health=health,
         serve_share=settings.serve_share,
+        copies_check=settings.checksum_at == "gpu",
     )
 
 

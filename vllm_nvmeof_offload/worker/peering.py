@@ -137,7 +137,7 @@ class Peering:
         now_s = self._clock()
         reads, nowhere = [], []
         for within_s, offered in offers:
-            token, _, _, slot, address, key, generation, size, _, _, owner, _, tag = offered
+            token, _, _, slot, address, key, generation, size, _, _, owner, _, _, tag = offered
             place = self._place(owner, slot)
             if place is None:
                 nowhere.append(token)
@@ -155,4 +155,4 @@ class Peering:
 
     def _end(self, ends: list[tuple[int, int, int]]) -> None:
         if ends:
-            self._machine.ended([(*end, 0.0) for end in ends])
+            self._machine.ended([(*end, 0.0, -1) for end in ends])

@@ -110,6 +110,8 @@ class TransferLimits:
     serve_share: float = 0.9
     #: Likewise; None: as many as keep a target busy, and no less than two slots.
     serve_bytes_in_flight_max: int | None = None
+    #: Copies of loads check payloads, if the copy engine makes checksums; see native/machine.h.
+    copies_check: bool = False
 
 
 class FinishedJob(NamedTuple):
@@ -122,13 +124,16 @@ class FinishedJob(NamedTuple):
 
 
 class _Ticket(NamedTuple):
-    """A batch of copies that the copy engine has. payloads: of a store; None: it is a load."""
+    """A batch of copies that the copy engine has. payloads: of a store, or of a load that checks
+    them; None: their checksums do not matter."""
 
     batch: int
+    direction: Direction
     size_bytes: int
     began_s: float
     payloads: Payloads | None
-    #: uint8[n]: whether the members of the set compare the payload's CRC; None: of none.
+    #: uint8[n]: whether the payload's CRC is needed, because the members of the set compare it, or
+    #: because nobody has checked a load's; None: of none.
     sampled: npt.NDArray[np.uint8] | None
 
 
@@ -168,7 +173,10 @@ class TransferPipeline:
         self._verdicts = [Verdict.OK] * targets  # as reported
         self._known: list[tuple[Verdict, int] | None] = [None] * targets  # by the machine
         self._lanes = io.attach()
-        self._machine = _make_machine(staging, self._lanes, limits, io.stamp, clock(), peers)
+        checks = limits.copies_check and copy.makes_checksums
+        self._machine = _make_machine(
+            staging, self._lanes, limits, io.stamp, clock(), peers, checks
+        )
         self._regions = Regions(self._machine, io, opener, targets) if opener else None
         self._peering = (
             Peering(self._machine, peers, targets, self._foreign_place, clock, self._counters)
@@ -259,7 +267,7 @@ class TransferPipeline:
     def _cancel_at_engine(self) -> None:
         if tokens := self._machine.take_cancels():
             withdrawn = self._io.cancel(tokens)
-            self._machine.ended([(token, _CANCELLED, 0, 0.0) for token in withdrawn])
+            self._machine.ended([(token, _CANCELLED, 0, 0.0, -1) for token in withdrawn])
 
     def _begin(self, op: int, kind: OpKind, urgency: Urgency, batch: ChunkBatch) -> None:
         self._machine.set_time(self._clock())
@@ -404,7 +412,10 @@ class TransferPipeline:
         if completions := self._io.poll():  # of native lanes, only superblocks come to Python
             self._machine.ended(
                 [
-                    (one.token, code_of(one.outcome.kind), one.outcome.errno, one.ended_s or 0.0)
+                    (
+                        *(one.token, code_of(one.outcome.kind), one.outcome.errno),
+                        *(one.ended_s or 0.0, -1 if one.payload_crc is None else one.payload_crc),
+                    )
                     for one in completions
                 ]
             )
@@ -502,6 +513,7 @@ class TransferPipeline:
                 payload_crc=payload_crc if payload_crc >= 0 else None,
                 single_copy=single_copy,
                 owner=owner,
+                header_only=header_only,
                 stamp=Stamp(epoch, tag),
             )
             for (
@@ -516,6 +528,7 @@ class TransferPipeline:
                 payload_crc,
                 single_copy,
                 owner,
+                header_only,
                 epoch,
                 tag,
             ) in self._machine.offered()
@@ -537,16 +550,18 @@ class TransferPipeline:
 
     def _submit_copies(self) -> None:
         copies = self._machine.take_copies(self._newest_passed())
-        for batch, fence, size_bytes, pieces, stored in copies:
+        for batch, is_store, fence, size_bytes, pieces, summed in copies:
+            direction = Direction.STORE if is_store else Direction.LOAD
             after = self._open[fence] if fence else None
             payloads = sampled = None
-            if stored is None:
-                ticket = self._copy.submit(Direction.LOAD, pieces, after)
-            else:
-                counts, addresses, sizes, sampled = stored
+            if summed is not None:
+                counts, addresses, sizes, sampled = summed
                 payloads = Payloads.of(counts, addresses, sizes)
-                ticket = self._copy.submit(Direction.STORE, pieces, after, payloads)
-            self._tickets[ticket] = _Ticket(batch, size_bytes, self._clock(), payloads, sampled)
+            ticket = self._copy.submit(direction, pieces, after, payloads)
+            began_s = self._clock()
+            self._tickets[ticket] = _Ticket(
+                batch, direction, size_bytes, began_s, payloads, sampled
+            )
 
     def _newest_passed(self) -> int:
         """Return the number of the newest fence that has passed. Fences pass in their order."""
@@ -559,8 +574,8 @@ class TransferPipeline:
         return self._passed
 
     def _copied(self, ticket: _Ticket, outcome: Outcome) -> None:
-        batch, size_bytes, began_s, payloads, sampled = ticket
-        moved = self._loaded if payloads is None else self._stored
+        batch, direction, size_bytes, began_s, payloads, sampled = ticket
+        moved = self._loaded if direction is Direction.LOAD else self._stored
         moved.operations += 1
         moved.seconds += max(0.0, self._clock() - began_s)
         if outcome.ok:
@@ -571,7 +586,7 @@ class TransferPipeline:
         self._machine.copied(batch, code_of(outcome.kind), outcome.errno, crcs)
 
     def _add_crcs(self, payloads: Payloads, sampled: npt.NDArray[np.uint8]) -> None:
-        """Make the CRCs that the copy engine has not made, of chunks that the set compares."""
+        """Make the CRCs that are needed and that the copy engine has not made."""
         for at in ((payloads.crcs < 0) & (sampled > 0)).nonzero()[0].tolist():
             payloads.crcs[at] = self._crc_of(int(payloads.addresses[at]), int(payloads.sizes[at]))
 
@@ -600,6 +615,7 @@ def _make_machine(
     stamp: Stamp,
     now_s: float,
     peers: Peers | None,
+    copies_check: bool,
 ) -> Machine:
     targets = limits.target_count
     reads_max = max(1, limits.reads_in_flight_max // targets)
@@ -637,6 +653,7 @@ def _make_machine(
         serve_share=limits.serve_share,
         serve_bytes_max=limits.serve_bytes_in_flight_max
         or max(_SERVED_BYTES, 2 * staging.slot_bytes),
+        copies_check=copies_check,
     )
 
 

@@ -61,7 +61,7 @@ def region_of(target: int) -> bytes:
 
 
 class FakeCopy:
-    makes_checksums = False
+    makes_checksums = True
 
     def __init__(self) -> None:
         self.submitted: list[tuple[int, Direction, list[int], object]] = []
@@ -91,8 +91,11 @@ class FakeCopy:
         self.submitted.append((ticket, direction, pieces[:, 1].tolist(), fence))
         return ticket
 
+    def payloads_of(self, ticket: int) -> Payloads | None:
+        return self._payloads[ticket]
+
     def finish(self, ticket: int, outcome: Outcome = OK, crc: int | None = None) -> None:
-        """crc: of each payload that a store has copied; None: the copy made none."""
+        """crc: of each payload that was copied; None: the copy made none."""
         payloads = self._payloads.pop(ticket)
         if crc is not None:
             assert payloads is not None
@@ -157,9 +160,17 @@ class FakeIo:
             del self.ops[token]
         return withdrawn
 
-    def complete(self, token: int, outcome: Outcome = OK, *, ended_s: float | None = None) -> None:
+    def complete(
+        self,
+        token: int,
+        outcome: Outcome = OK,
+        *,
+        ended_s: float | None = None,
+        crc: int | None = None,
+    ) -> None:
+        """crc: of a good read whose payload was not checked."""
         del self.ops[token]
-        self._completions.append(Completion(token, outcome, ended_s))
+        self._completions.append(Completion(token, outcome, ended_s, crc))
 
     def attach_region(self, owner: int, target: int, region: ForeignSlab) -> None:
         self.regions[owner, target] = region
@@ -294,6 +305,13 @@ class Bench:
         batch = self._batch(op, chunks)
         command = LoadCommand(op, batch, helpers)
         self.pipeline.load(command, Pieces.of(PIECES * len(batch)), "fence")
+
+    def load_pieces(self, op: int, number: int, pool: int, rows: Sequence[Sequence[int]]) -> None:
+        """Load these pieces of a chunk through a stream slot."""
+        pieces = Pieces.of([np.array(rows, np.uint64)])
+        batch = self._batch(op, [(number, None, pool)])
+        self.pipeline.load(LoadCommand(op, batch), pieces, "fence")
+        self.pipeline.step()
 
     def borrow(self, op: int, owner: int, number: int, pool: int, cache: int | None = None) -> None:
         """Load a chunk from another engine's region. Nothing moves yet."""
