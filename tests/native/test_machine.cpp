@@ -6,7 +6,9 @@
 // nothing is waited for beyond its deadline, even if it is tried again; a read is alone in its
 // buffer; a target's superblock waits for its writes and its later writes for the superblock, whose
 // epoch they have only if it was written; no slot leaks; loads do not wait for slots that hang;
-// another engine's region is read only with its files; everything ends. Exits with 1 on a failure.
+// another engine's region is read only with its files; what a load's copy has to check is whole,
+// nobody else gets it before, and a row fails if the CRC is not the one that was named; everything
+// ends. Exits with 1 on a failure.
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -80,6 +82,7 @@ class Lanes final : public NativeLanes {
   void take(const LaneOp& op) override {
     CHECK(!full && ops.size() < depth && !ops.contains(op.token));
     check(op);
+    if (op.urgency != Urgency::WRITE) unproven.erase(op.address);
     const auto retried = retries_.find(row_of(op));
     const bool is_write = op.urgency == Urgency::WRITE;
     int64_t deadline_ns = now_ns + (is_write ? kWriteNs : kReadNs);
@@ -148,9 +151,17 @@ class Lanes final : public NativeLanes {
                                        Outcome::CHECKSUM_MISMATCH};
       const Outcome failure = kFailures[dice() % 3];
       end.code = static_cast<uint8_t>(failure);
+      const bool is_read = at->second.op.urgency != Urgency::WRITE;
+      if (is_read && failure == Outcome::CHECKSUM_MISMATCH)
+        damaged.insert(at->second.op.generation);
       if (failure == Outcome::IO_ERROR) end.error = dice() % 2 ? EIO : ENOSPC;
       const bool again = end.error == EIO && at->second.op.urgency != Urgency::WRITE;
       if (again) retries_[row_of(at->second.op)] = at->second.deadline_ns;
+    }
+    const LaneOp& op = at->second.op;
+    if (op.header_only && end.code == static_cast<uint8_t>(Outcome::OK) && chance(dice, 80)) {
+      end.payload_crc = crc_of(op.address + kHeader);
+      unproven[op.address] = op.generation;
     }
     ops.erase(at);
     ends_.push_back(end);
@@ -166,12 +177,18 @@ class Lanes final : public NativeLanes {
   };
   std::array<Lane, kTargets> lanes;
   std::set<uint16_t> files;  // owners whose files the lanes have
+  std::set<uint64_t> whole;  // generations of what loads copy whole
+  std::map<uint64_t, uint64_t> unproven;  // address of a slot whose payload was not checked → g
+  std::set<uint64_t> damaged;             // generations of which somebody has found damage
+  static uint32_t crc_of(uint64_t address) { return static_cast<uint32_t>(address * 0x9e3779b1); }
 
  private:
   // The bounds of a target, its buffers for itself, and no write before the target's superblock.
   void check(const LaneOp& op) const {
     CHECK(op.owner ? files.contains(op.owner) : op.pool_slot < kPoolSlots);
     CHECK((op.address - kBase) % kSlotBytes == 0);
+    CHECK(!op.header_only || (op.urgency != Urgency::WRITE && whole.contains(op.generation)));
+    CHECK(op.urgency != Urgency::WRITE || !unproven.contains(op.address));
     CHECK(op.address >= kBase && op.address < kBase + (kCacheSlots + kStreamSlots) * kSlotBytes);
     const bool is_write = op.urgency == Urgency::WRITE;
     size_t same = 0;
@@ -185,7 +202,9 @@ class Lanes final : public NativeLanes {
     CHECK(same < (is_write ? kWritesMax : kReadsMax));
     CHECK(op.payload_bytes == kGroupBytes[group_of(op.generation - 1)]);
     const bool summed = is_write && op.payload_bytes == kGroupBytes[0];
-    CHECK(op.payload_crc == (summed ? int64_t{crc_of(op.address + kHeader)} : -1));
+    // Or the copy of the load that filled the slot has made it.
+    const bool has_crc = is_write && op.payload_crc == int64_t{crc_of(op.address + kHeader)};
+    CHECK(has_crc || (!summed && op.payload_crc == -1));
     size_t bytes = bytes_of(op);
     for (const auto& [token, other] : ops)
       if (other.holds_place() && (other.op.urgency == Urgency::WRITE) == is_write &&
@@ -202,7 +221,6 @@ class Lanes final : public NativeLanes {
     if (is_write) CHECK(!lane.superblocks && op.stamp == lane.stamp && !op.owner);
     CHECK(op.stamp.tag == lane.stamp.tag);
   }
-  static uint32_t crc_of(uint64_t address) { return static_cast<uint32_t>(address * 0x9e3779b1); }
   static bool is_stream(const LaneOp& op) { return op.address >= kBase + kCacheSlots * kSlotBytes; }
   static size_t bytes_of(const LaneOp& op) {
     return kHeader + (op.payload_bytes + 4095) / 4096 * 4096;
@@ -234,13 +252,15 @@ struct Command {
 
 class World {
  public:
-  explicit World(uint64_t seed) : dice_(seed), machine_(options(), &lanes_, 0) {}
+  explicit World(uint64_t seed)
+      : dice_(seed), checks_(seed % 2), machine_(options(checks_), &lanes_, 0) {}
 
   void run(size_t steps) {
     for (size_t step = 0; step < steps; ++step) {
       now_ns_ += static_cast<int64_t>(dice_() % 3) * kTickNs / 2;
       if (chance(dice_, 40) && commands_.size() < 30) command();
       if (chance(dice_, 10)) cancel();
+      if (chance(dice_, 10)) cancel_awaited();
       if (chance(dice_, 5)) lanes_.full = !lanes_.full;
       if (chance(dice_, 10)) change_files();
       if (chance(dice_, 3)) usable_[dice_() % kTargets] ^= true;
@@ -252,8 +272,9 @@ class World {
   }
 
  private:
-  static MachineOptions options() {
+  static MachineOptions options(bool checks) {
     MachineOptions made;
+    made.copies_check = checks;
     made.cache_slots = kCacheSlots;
     made.stream_slots = kStreamSlots;
     made.pool_slots = kPoolSlots;
@@ -333,8 +354,9 @@ class World {
       cache.push_back(has_cache ? slot : -1);
       places.push_back(has_place ? place(dice_() % kPoolSlots) : -1);
       if (has_place && kind != OpKind::WRITE && chance(dice_, 30)) places.back() = foreign_place();
-      for (size_t piece = dice_() % 3; piece > 0; --piece)
-        pieces.insert(pieces.end(), {op, piece * 64, 64});  // the KV cache's address names the op
+      const bool is_whole = kind == OpKind::LOAD && chance(dice_, 60);
+      add_pieces(op, is_whole ? kGroupBytes[groups.back()] : 0, pieces);
+      if (is_whole && has_place && checks_) lanes_.whole.insert(number + 1);
       first.push_back(static_cast<uint32_t>(pieces.size() / 3));
     }
     Command& command = commands_[op];
@@ -350,6 +372,16 @@ class World {
     const bool moves = kind == OpKind::STORE || kind == OpKind::LOAD;
     machine_.begin(op, kind, urgency, {keys, generations, cache, places, groups},
                    moves ? Pieces{pieces, first} : Pieces{}, moves ? fence_of(op) : 0);
+  }
+
+  // Of all of a payload with so many bytes, or, if 0, of any parts. The KV cache's address names
+  // the op.
+  void add_pieces(uint64_t op, size_t whole_bytes, std::vector<uint64_t>& pieces) {
+    const size_t cut = dice_() % 2 ? whole_bytes : whole_bytes / 2;
+    if (whole_bytes) pieces.insert(pieces.end(), {op, 0, cut});
+    if (cut < whole_bytes) pieces.insert(pieces.end(), {op, cut, whole_bytes - cut});
+    for (size_t piece = whole_bytes ? 0 : dice_() % 3; piece > 0; --piece)
+      pieces.insert(pieces.end(), {op, piece * 64, 64});
   }
 
   // The model's thread records fences in their order, and jobs of a step have the same one.
@@ -404,6 +436,33 @@ class World {
     machine_.cancel(at->first, chance(dice_, 50) ? nullptr : &some);
   }
 
+  // A load whose read has checked, or will check, only the header, and for which another one waits.
+  void cancel_awaited() {
+    for (const auto& [token, one] : lanes_.ops) {
+      const auto slot = static_cast<int32_t>((one.op.address - kBase) / kSlotBytes);
+      if (!one.op.header_only || slot >= static_cast<int32_t>(kCacheSlots)) continue;
+      const uint64_t number = one.op.generation - 1;
+      if (!given_.contains(slot) || given_[slot] != number) continue;
+      const Signature row{false, slot, static_cast<int64_t>(one.op.pool_slot), number + 1};
+      const auto filler = std::ranges::find_if(commands_, [&](const auto& command) {
+        return std::ranges::count(command.second.rows, row) > 0;
+      });
+      if (filler == commands_.end()) continue;
+      const uint64_t cancelled = filler->first, op = ++last_op_;
+      const std::vector<uint64_t> generations{number + 1}, pieces{op, 0, 64};
+      const std::vector<uint32_t> first{0, 1};
+      const std::vector<int32_t> cache{slot};
+      const std::vector<int64_t> places{-1};
+      const std::vector<uint8_t> groups{group_of(number)};
+      commands_[op] = {OpKind::LOAD, {0}, {0}, false, {{false, slot, -1, number + 1}}};
+      machine_.begin(op, OpKind::LOAD, Urgency::DEMAND,
+                     {one.key, generations, cache, places, groups}, {pieces, first},
+                     fence_of(op));
+      machine_.cancel(cancelled, nullptr);
+      return;
+    }
+  }
+
   // ---- progress, as worker/pipeline.py makes it
 
   void step(unsigned failing) {
@@ -413,7 +472,9 @@ class World {
       const uint64_t number = at->first;
       copies_.erase(at);
       const bool ok = !chance(dice_, failing);
-      machine_.copied(number, ok ? Outcome::OK : Outcome::IO_ERROR, ok ? 0 : EIO);
+      const std::vector<int64_t> crcs = ok ? found_by(number) : std::vector<int64_t>{};
+      checking_.erase(number);
+      machine_.copied(number, ok ? Outcome::OK : Outcome::IO_ERROR, ok ? 0 : EIO, crcs);
     }
     for (size_t left = dice_() % 3 + (failing ? 0 : 8); left > 0; --left) lanes_.make_sum(dice_);
     if (chance(dice_, 30)) lanes_.land(dice_);
@@ -436,12 +497,55 @@ class World {
     check_buffers();
   }
 
-  // One batch for all fences that have passed, and one for each that has not, in each direction.
+  // The CRCs of what a batch of copies has brought, of which some are wrong.
+  std::vector<int64_t> found_by(uint64_t number) {
+    std::vector<int64_t> crcs;
+    for (const uint64_t payload : checking_[number]) {
+      const auto slot = lanes_.unproven.find(payload - kHeader);
+      const bool right = !chance(dice_, 20);
+      crcs.push_back(int64_t{Lanes::crc_of(payload)} ^ !right);
+      if (right)
+        lanes_.unproven.erase(slot);
+      else
+        lanes_.damaged.insert(slot->second);
+    }
+    return crcs;
+  }
+
+  // A copy that checks is of whole payloads that nobody has checked, and no other is of these.
+  void check_proof(const CopyBatch& batch) {
+    if (batch.is_store) {
+      for (const uint64_t payload : batch.payloads) lanes_.unproven.erase(payload - kHeader);
+      return;
+    }
+    size_t at = 0;
+    for (size_t chunk = 0; batch.checks && chunk < batch.counts.size(); ++chunk) {
+      uint64_t next = batch.payloads[chunk];
+      CHECK(lanes_.unproven.contains(next - kHeader));
+      for (size_t piece = 0; piece < batch.counts[chunk]; ++piece, at += 3) {
+        CHECK(batch.pieces[at + 1] == next);
+        next += batch.pieces[at + 2];
+      }
+      CHECK(next == batch.payloads[chunk] + batch.sizes[chunk]);
+    }
+    if (batch.checks) {
+      CHECK(checks_ && at == batch.pieces.size());
+      checking_[batch.number] = batch.payloads;
+    }
+    for (; at < batch.pieces.size(); at += 3) {
+      const uint64_t inside = (batch.pieces[at + 1] - kBase) % kSlotBytes;
+      CHECK(!lanes_.unproven.contains(batch.pieces[at + 1] - inside));
+    }
+  }
+
+  // One batch for all fences that have passed, and one for each that has not, in each direction; of
+  // loads another one for what is to be checked.
   void take_copies() {
-    std::set<std::pair<bool, uint64_t>> seen;
+    std::set<std::tuple<bool, bool, uint64_t>> seen;
     for (const CopyBatch& batch : machine_.take_copies(passed_fence_)) {
       CHECK(batch.pieces.size() % 3 == 0);
-      CHECK(seen.emplace(batch.is_store, batch.fence).second);
+      CHECK(seen.emplace(batch.is_store, batch.checks, batch.fence).second);
+      check_proof(batch);
       CHECK(!batch.fence || batch.fence > passed_fence_);
       auto& ops = copies_[batch.number];
       for (size_t at = 0; at < batch.pieces.size(); at += 3) ops.insert(batch.pieces[at]);
@@ -563,6 +667,10 @@ class World {
       CHECK(!command.released[row] && (code == Outcome::RELEASED) == (command.decided[row] != 0));
       CHECK(code != Outcome::OK || released);
       CHECK(!command.lacks.contains(row) || code == Outcome::STALE);
+      if (command.kind == OpKind::LOAD) {
+        const bool is_damaged = lanes_.damaged.contains(std::get<3>(command.rows[row]));
+        CHECK(is_damaged ? code != Outcome::OK : code != Outcome::CHECKSUM_MISMATCH);
+      }
       CHECK(command.kind != OpKind::ATTACH || released);
       command.decided[row] = true;
       command.released[row] = released;
@@ -573,6 +681,7 @@ class World {
   }
 
   Dice dice_;
+  const bool checks_;  // copies of loads check payloads
   Lanes lanes_;
   Machine machine_;
   int64_t now_ns_ = 0, hung_until_ns_ = 0;
@@ -580,6 +689,7 @@ class World {
   std::map<int32_t, uint64_t> given_;  // cache slot → number of the chunk of its last fill
   std::map<uint64_t, Command> commands_;
   std::map<uint64_t, std::set<uint64_t>> copies_;  // number → ops
+  std::map<uint64_t, std::vector<uint64_t>> checking_;  // number → payloads
   uint64_t newest_fence_ = 0, passed_fence_ = 0;
   std::map<uint64_t, uint64_t> fences_;  // by op, of stores and loads that have one
   // A superblock that is being written.

@@ -25,7 +25,7 @@ from .shapes import FULL, SHAPES
 from .world import play
 
 
-def main() -> int:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
     parser.add_argument("--seed", type=int, help="replay this one seed")
     parser.add_argument(
@@ -46,13 +46,22 @@ def main() -> int:
     parser.add_argument(
         "--serve", action="store_true", help="peers ask for chunks; a soak: in every fourth seed"
     )
+    parser.add_argument(
+        "--checks",
+        action="store_true",
+        help="copies of loads check payloads; a soak: in every third seed",
+    )
     parser.add_argument("--first", type=int, help="soak: the first seed (default: random)")
     parser.add_argument("--count", type=int, default=10**9, help="soak: how many seeds")
     parser.add_argument("--seconds", type=float, help="soak: how long (default: 60, or --steps)")
     parser.add_argument("--steps", type=float, help="soak: until so many steps were simulated")
     parser.add_argument("--sanitize", action="store_true", help="over a build with sanitizers")
     parser.add_argument("--keep-going", action="store_true", help="soak: list every failing seed")
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    arguments = _parser().parse_args()
     logger.setLevel(logging.CRITICAL)  # faults are what is wanted here
     if arguments.seed is not None:
         print(
@@ -67,6 +76,7 @@ def main() -> int:
                     arguments.owners,
                     arguments.peers,
                     arguments.serve,
+                    arguments.checks,
                 )
             )
         )
@@ -86,8 +96,9 @@ def main() -> int:
             ranks = arguments.ranks or (1 + seed // 8 % 8 if seed % 8 == 0 else None)
             peers = arguments.peers or (1 + seed // 4 % 3 if seed % 4 == 1 else 0)
             serve = arguments.serve or seed % 4 == 2
+            checks = arguments.checks or seed % 3 == 0
             rest = arguments.policy, arguments.shape, arguments.sets, arguments.owners, peers, serve
-            total.update(play(seed, arguments.profile, ranks, *rest))
+            total.update(play(seed, arguments.profile, ranks, *rest, checks))
         except AssertionError as error:
             failed += 1
             print(f"seed {seed}: {str(error).splitlines()[0]}", flush=True)

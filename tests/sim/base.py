@@ -151,6 +151,9 @@ class Knobs:
     serves: float = 0.0  # share of turns in which peers ask for chunks
     serve_lies: float = 0.0  # share of what they ask for that cannot be there
     serve_cancels: float = 0.0
+    copies_check: bool = False  # this and what follows: see `copying.with_checks`
+    full_checks: float = 0.0  # share of reads that are checked whole, although copies would do it
+    flushed_loads: float = 0.0  # share of ticks in which vLLM waits for one of its loads
     names: float = 0.0  # share of resets at which weights change noticed, or get a name
 
     @property

@@ -5,20 +5,37 @@ from __future__ import annotations
 
 import errno
 import random
-import zlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction, Payloads
 from vllm_nvmeof_offload.errors import OK, Outcome, io_error
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
 from .base import BLOCK_BYTES, GPU_BASE, STAGING_BASE, Clock, Knobs, Violation
-from .memory import Memory
+from .memory import Memory, crc_of
 from .sets import APART
 
 COPY_ERRNO = errno.EFAULT
+
+
+def with_checks(knobs: Knobs, seed: int, checks: bool) -> Knobs:
+    """`knobs` with copies of loads that check payloads, if `checks`."""
+    if not checks:
+        return knobs
+    rng = random.Random(f"checks of {seed}")
+    return replace(
+        knobs,
+        copies_check=True,
+        full_checks=rng.choice((0.0, 0.2, 0.5)),
+        read_corrupts=rng.choice((0.0, 0.1, 0.3)) if knobs.profile != "calm" else 0.0,
+        flushed_loads=rng.choice((0.0, 0.02, 0.1)),
+        land_share=rng.choice((knobs.land_share, 1.0)),
+        defer_shared_loads=knobs.defer_shared_loads and rng.random() < 0.5,
+    )
+
 
 #: GPU block, member and staging slot; and by page: the page's number in each.
 Piece = tuple[int, tuple[int, int], list[tuple[int, int]]]
@@ -35,6 +52,16 @@ class _Ticket:
     executed: bool = False
     payloads: Payloads | None = None
 
+    @property
+    def checks(self) -> bool:
+        """Whether it is a load that checks what it brings."""
+        return self.direction is Direction.LOAD and self.payloads is not None
+
+    def by_chunk(self) -> list[list[Piece]]:
+        assert self.payloads is not None
+        left = iter(self.pieces)
+        return [list(islice(left, count)) for count in self.payloads.counts.tolist()]
+
     def __str__(self) -> str:
         return f"{self.direction.value} ticket {self.number}"
 
@@ -43,7 +70,7 @@ class SimCopy:
     """CopyEngine over `Memory`. memories: of the members of the rank's set, as far as they are
     there; its own is number `member`."""
 
-    makes_checksums = False
+    makes_checksums = True
 
     def __init__(
         self,
@@ -65,7 +92,8 @@ class SimCopy:
         self.counts: Counter[str] = Counter()
         #: GPU block → the fences of the jobs that have named it.
         self._fences: dict[int, set[float]] = {}
-        self._called: set[tuple[Direction, object]] = set()  # with these fences, since `poll`
+        #: With these fences, and with or without payloads, since `poll`.
+        self._called: set[tuple[Direction, object, bool]] = set()
 
     def record_fence(self) -> float:
         return self.stream_end_s
@@ -87,9 +115,10 @@ class SimCopy:
         fence: object,
         payloads: Payloads | None = None,
     ) -> int:
-        if (direction, fence) in self._called:
+        call = direction, fence, payloads is None
+        if call in self._called:
             raise Violation("copies", f"a second call to {direction.value} after fence {fence}")
-        self._called.add((direction, fence))
+        self._called.add(call)
         assert fence is None or isinstance(fence, float)
         start_s = self._clock() if fence is None else max(self._clock(), fence)
         done_s = start_s + self._knobs.copy_s * self._rng.uniform(0.1, 2.0)
@@ -115,8 +144,18 @@ class SimCopy:
             if fence is None and min(of_its_jobs) > start_s:
                 raise Violation("3", f"{ticket} does not wait for the fence of its job")
         self._watch(ticket)
+        if ticket.checks:
+            self._check_whole(ticket)
         self._tickets.append(ticket)
         return ticket.number
+
+    def _check_whole(self, ticket: _Ticket) -> None:
+        """Rule 6: what is checked by its copy is all of a payload."""
+        assert ticket.payloads is not None
+        for pieces, size in zip(ticket.by_chunk(), ticket.payloads.sizes.tolist(), strict=True):
+            found = [position for _, _, pages in pieces for _, position in pages]
+            if found != list(range(size // self._knobs.page_bytes)):
+                raise Violation("6", f"{ticket} checks pages {found} of {size} bytes")
 
     def _watch(self, ticket: _Ticket) -> None:
         blocks = [("gpu", block) for block, _, _ in ticket.pieces]
@@ -124,7 +163,7 @@ class SimCopy:
             slots = [("slot", slot) for _, (of, slot), _ in ticket.pieces if of == member]
             mine = blocks if memory is self._memory else []
             if ticket.direction is Direction.LOAD:
-                memory.watches.begin(ticket, slots, mine)
+                memory.watches.begin(ticket, slots, mine, checks=ticket.checks)
                 self.counts["copies_from_a_member"] += bool(slots) and memory is not self._memory
             elif slots and memory is not self._memory:
                 raise Violation("17", f"{ticket} stores into member {member}'s slots")
@@ -139,9 +178,19 @@ class SimCopy:
         seen = [t for t in seen if t.pieces or self._is_last(t, seen)]
         for ticket in seen:
             self._tickets.remove(ticket)
+            if ticket.checks and ticket.outcome.ok:
+                self._judge(ticket)
             for memory in self._memories:
                 memory.watches.end(ticket)
         return [(t.number, t.outcome) for t in seen]
+
+    def _judge(self, ticket: _Ticket) -> None:
+        """Count what was checked. What is damaged stays unproven until it is overwritten."""
+        assert ticket.payloads is not None
+        for at, crc in enumerate(ticket.payloads.crcs.tolist()):
+            cell = "slot", self._slot_of(ticket.payloads, at)
+            right = self._memory.watches.prove(cell, crc)
+            self.counts["checked_by_copies" if right else "damage_found_by_copies"] += 1
 
     def _is_last(self, ticket: _Ticket, seen: Sequence[_Ticket]) -> bool:
         """Whether every ticket of its direction that was submitted before it has been seen."""
@@ -179,15 +228,29 @@ class SimCopy:
                     staged[position] = memory.gpu[block][page]
                 else:
                     memory.gpu[block][page] = staged[position]
-        if self._knobs.set_size > 1 and ticket.payloads is not None and ticket.outcome.ok:
+        if ticket.payloads is None or not ticket.outcome.ok:
+            return
+        if ticket.checks:
+            self._sum_loaded(ticket)
+        elif self._knobs.set_size > 1:
             self._sum(ticket.payloads)
 
     def _sum(self, payloads: Payloads) -> None:
-        """Make the checksums of what was stored: of the pages' tags."""
-        for at, address in enumerate(payloads.addresses.tolist()):
-            slot = (address - STAGING_BASE) % APART // self._slot_bytes
-            pages = int(payloads.sizes[at]) // self._knobs.page_bytes
-            payloads.crcs[at] = zlib.crc32(repr(self._memory.slots[slot][:pages]).encode())
+        """Make the checksums of what was stored."""
+        for at, size in enumerate(payloads.sizes.tolist()):
+            slot = self._memory.slots[self._slot_of(payloads, at)]
+            payloads.crcs[at] = crc_of(slot[: size // self._knobs.page_bytes])
+
+    def _sum_loaded(self, ticket: _Ticket) -> None:
+        """Make the checksums of what has arrived in GPU memory."""
+        assert ticket.payloads is not None
+        gpu = self._memory.gpu
+        for at, pieces in enumerate(ticket.by_chunk()):
+            arrived = [gpu[block][page] for block, _, pages in pieces for page, _ in pages]
+            ticket.payloads.crcs[at] = crc_of(arrived)
+
+    def _slot_of(self, payloads: Payloads, at: int) -> int:
+        return (int(payloads.addresses[at]) - STAGING_BASE) % APART // self._slot_bytes
 
     def _decode(self, address: int, staging: int, size: int) -> Piece:
         page_bytes = self._knobs.page_bytes

@@ -9,8 +9,9 @@ polled; any other access to the cell during that time breaks a rule.
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from .base import Knobs, Violation
 
@@ -18,6 +19,11 @@ Tag = tuple[int, int, int]
 Cell = tuple[str, int]  # ("gpu", block), ("slot", staging slot), ("head", staging slot)
 
 _RULE = {"gpu": "4", "slot": "1", "head": "1"}
+
+
+def crc_of(pages: Sequence[Tag | None]) -> int:
+    """The checksum of a payload: of its pages' tags."""
+    return zlib.crc32(repr(list(pages)).encode())
 
 
 class Watches:
@@ -28,11 +34,20 @@ class Watches:
         self._readers: Counter[Cell] = Counter()
         self._writers: dict[Cell, object] = {}
         self._held: dict[object, tuple[tuple[Cell, ...], tuple[Cell, ...]]] = {}
+        #: Slots with bytes that nobody has checked → the CRC that their header names.
+        self.unproven: dict[Cell, int] = {}
 
-    def begin(self, owner: object, reads: Iterable[Cell], writes: Iterable[Cell]) -> None:
+    def begin(
+        self, owner: object, reads: Iterable[Cell], writes: Iterable[Cell], *, checks: bool = False
+    ) -> None:
+        """checks: the owner checks what it reads."""
         reads, writes = tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(writes))
         for cell in reads:
             self.check(cell, owner, writing=False)
+            if cell in self.unproven and not (checks and cell not in self._readers):
+                raise Violation("6", f"rank {self._rank}: {cell} is unproven and read by {owner}")
+        for cell in writes:
+            self.unproven.pop(cell, None)
         for cell in writes:
             self.check(cell, owner, writing=True)
         self._readers.update(reads)
@@ -47,6 +62,13 @@ class Watches:
                 del self._readers[cell]
         for cell in writes:
             del self._writers[cell]
+
+    def prove(self, cell: Cell, crc: int) -> bool:
+        """Note the CRC that whoever checks the slot has found; return whether it is right."""
+        right = self.unproven.get(cell, crc) == crc
+        if right:
+            self.unproven.pop(cell, None)
+        return right
 
     def check(self, cell: Cell, who: object, *, writing: bool) -> None:
         """Check that `who` may access `cell`."""

@@ -148,6 +148,15 @@ SERVING = {
     "serves_take_every_place",
 }
 
+#: Those that matter where copies of loads check payloads; otherwise the reads do.
+CHECKS = {
+    "a_cancelled_read_counts_as_proven",
+    "a_failed_check_reports_other_blocks",
+    "a_job_finishes_before_its_checks",
+    "a_part_is_copied_unproven",
+    "an_unproven_slot_is_lent",
+}
+
 #: Broken rules that cannot be mutants here → the file and the text of what is there instead.
 REPLACED = {
     # No group leads the look-up: full attention comes first wherever it stands.

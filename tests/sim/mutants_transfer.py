@@ -147,7 +147,14 @@ def adoption_is_the_union() -> list[Patch]:
 # -- rule 6: nothing wrong is accepted ----------------------------------------------------
 
 
-native("pipeline_ignores_failed_reads")
+native(
+    "pipeline_ignores_failed_reads",
+    "a_cancelled_read_counts_as_proven",
+    "a_failed_check_reports_other_blocks",
+    "a_job_finishes_before_its_checks",
+    "a_part_is_copied_unproven",
+    "an_unproven_slot_is_lent",
+)
 
 
 @mutant

@@ -318,9 +318,7 @@ class Owners:
             self.counts["truncated_regions"] += 1
             return
         number = self._rng.choice(sorted(data))
-        data[number] = replace(
-            data[number], payload=(None,) * len(data[number].payload), intact=False
-        )
+        data[number] = data[number].damaged(header=number % 2 == 0)
 
     def _leave(self, owner: Owner) -> None:
         if self._rng.random() < 0.5:

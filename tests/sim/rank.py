@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from vllm_nvmeof_offload.copy.base import Pieces
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor, JobBlocks
 from vllm_nvmeof_offload.groups import GroupKind
 from vllm_nvmeof_offload.protocol import (
@@ -191,6 +192,7 @@ class SimRank:
             write_bytes_beside_reads_max=knobs.write_bytes_beside_reads_max,
             serve_share=knobs.serve_share,
             serve_bytes_in_flight_max=knobs.serve_bytes_max,
+            copies_check=knobs.copies_check,
             health=self.opener and tuple(SimHealth() for _ in range(knobs.targets)),
         )
 
@@ -326,7 +328,11 @@ class SimRank:
             if self.peers is not None:
                 command = command._replace(helpers=self.peers.begun(command.batch))
             loaded = self.geometry.loaded(blocks)
-            self._hand_over(lambda: self.pipeline.load(command, loaded, fence))
+            self._hand_over(lambda: self._load(command, loaded, fence))
+
+    def _load(self, command: LoadCommand, loaded: Pieces, fence: object) -> None:
+        self.io.begins(command.batch)
+        self.pipeline.load(command, loaded, fence)
 
     def _blocks(self, job: TransferJob) -> JobBlocks:
         sizes = [len(blocks) for blocks in job.blocks]

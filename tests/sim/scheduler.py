@@ -8,6 +8,7 @@ them, fences of freed blocks, aborts during a load, recovery from failed blocks,
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Sequence
 from typing import cast
@@ -170,6 +171,13 @@ class SimScheduler:
         self._store_blocks.clear()
         self._fences.clear()
         self._loading_keys.clear()
+
+    def flush_a_load(self, rng: random.Random) -> None:
+        """vLLM may wait for any of its jobs; the others of the same chunks go on."""
+        loads = [op for op, (_, is_store, _) in self._jobs.items() if not is_store]
+        if loads:
+            self._flush.add(rng.choice(loads))
+            self.counts["flushed_loads"] += 1
 
     def busy(self) -> bool:
         """Whether vLLM's engine would step."""

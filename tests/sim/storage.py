@@ -33,10 +33,10 @@ from vllm_nvmeof_offload.units import slot_stride_bytes
 
 from .base import BLOCK_BYTES, STAGING_BASE, Clock, Knobs, Violation
 from .copying import COPY_ERRNO
-from .memory import Memory, Tag
+from .memory import Memory, Tag, crc_of
 from .regions import REGION_ERRNOS, SimOpener
 from .reset_rule import ResetRule
-from .sets import APART, own
+from .sets import APART, own, split_cache
 from .shapes import spread
 from .store import Claim, RankStore, Record, Superblock
 
@@ -67,6 +67,8 @@ class _Flight:
     superblock: Superblock | None = None  # which is this,
     void_limit: int = 0  # and voids every generation up to this one
     region: ForeignSlab | None = None  # another engine's, at submission
+    payload_crc: int | None = None  # of a read that has checked the header only: as that names it
+    damaged: bool = False  # and the payload has another one
     #: It waits for a permit; the times of its events after its start. Empty: it does not.
     held: tuple[float, ...] = ()
 
@@ -125,6 +127,9 @@ class SimIo:
         self._room = Room(0, 0)
         #: Reads that failed and may be tried again: what they name → their deadline.
         self._retries: dict[tuple[object, ...], float] = {}
+        #: By cache slot: what a load has read without a check of the payload, and its deadline. If
+        #: others wait for it when the load is cancelled, it is read again.
+        self._again: dict[int, tuple[tuple[object, ...], float]] = {}
         self._superblock_retries: dict[int, float] = {}  # the same of superblocks, by target
         self._retried: dict[int, int] = {}  # and the number of the last such reset
         #: The next reset voids every generation up to this one.
@@ -132,6 +137,7 @@ class SimIo:
         #: By target: when the region may be written again; infinite: its lease is lost.
         self._permitted_s = [0.0] * knobs.targets
         self._leases = random.Random(f"leases of {rng.random()}") if knobs.permit_gaps else None
+        self._checks = random.Random(f"checks of {rng.random()}") if knobs.copies_check else None
         self._lanes = [ResetRule(target, store.stamp) for target in range(knobs.targets)]
         #: Identities of writes submitted before a reset: they may not start after it.
         self.overtaken: set[int] = set()
@@ -225,7 +231,8 @@ class SimIo:
                 flight.outcome = CANCELLED
             else:
                 self._finish(flight)
-            completions.append(Completion(token, flight.outcome))
+            crc = flight.payload_crc if flight.outcome.ok else None
+            completions.append(Completion(token, flight.outcome, payload_crc=crc))
         return completions
 
     def attach_region(self, owner: int, target: int, region: ForeignSlab) -> None:
@@ -323,6 +330,12 @@ class SimIo:
         """The rank received a cancel: a read that was to be tried again may be gone."""
         self._retries.clear()
 
+    def begins(self, batch: ChunkBatch) -> None:
+        """A load begins: no read from before goes on into the slots that it fills."""
+        for slot, place in zip(batch.cache.tolist(), batch.places.tolist(), strict=True):
+            if slot >= 0 <= place:
+                self._again.pop(split_cache(slot)[0], None)
+
     def check(self) -> None:
         """Check after a turn of the pipeline's thread."""
         for flight in self._flights.values():
@@ -364,6 +377,8 @@ class SimIo:
         slow = 4.0 if op.pool_slot % knobs.targets == knobs.slow_target else 1.0
         done_s = start_s + slow * knobs.io_s * rng.uniform(0.2, 2.0)
         region = self._region_of(op)
+        if op.header_only and (op.kind is not OpKind.LOAD or not knobs.copies_check):
+            raise Violation("6", f"nobody checks the payload of {op}")
         flight = _Flight(op, slot, start_s, 0.0, 0.0, done_s, region=region)
         # A try that was past its deadline is not made: this is another load of the same chunk.
         self._retries = {row: end_s for row, end_s in self._retries.items() if end_s > now}
@@ -395,6 +410,8 @@ class SimIo:
         if reading:
             self._memory.watches.begin(flight, (), cells)
             return
+        if not op.payload_bytes:  # the chunk has no bytes here: the slot still has another's
+            self._memory.watches.unproven.pop(("slot", slot), None)
         self._memory.watches.begin(flight, cells[1:], cells[:1])
         self._check_write(flight)
 
@@ -414,6 +431,10 @@ class SimIo:
         if op.kind is OpKind.LOAD and op.identity in self.asked:
             self.counts["second_tries"] += 1
             deadline_s = self.asked[op.identity]
+        again = self._again.pop(self._slot_of(op), None) if op.is_read else None
+        if again is not None and again[0] == _row(op) and not op.header_only:
+            self.counts["reads_again"] += 1
+            deadline_s = again[1]
         return self._retries.pop(_row(op), deadline_s)
 
     def _check_bounds(self, flight: _Flight) -> None:
@@ -511,6 +532,8 @@ class SimIo:
         payload = self._payload(flight)
         if payload != self.payload_of(identity.generation):
             raise Violation("1", f"{flight} signs {payload}, not the payload of {identity}")
+        if flight.op.payload_crc not in (None, crc_of(payload)):
+            raise Violation("1", f"{flight} is given the CRC of another payload")
         if identity.generation in self.overtaken:
             raise Violation("reset", f"{flight} was submitted before a reset but starts after it")
         self._lane(flight.op).check_write(flight, flight.op.stamp)
@@ -574,6 +597,8 @@ class SimIo:
         length = op.payload_bytes + (BLOCK_BYTES if flight.fault == "length" else 0)
         claim = Claim(op.identity, op.stamp.tag, length)
         record = Record(claim, payload, flight.fault not in ("torn", "flip", "error"))
+        if flight.fault in ("torn", "flip") and self._spares_header():
+            record = replace(record, signed=payload)
         if flight.fault == "lost":
             return
         if flight.fault == "torn":
@@ -581,6 +606,8 @@ class SimIo:
             rest = (old.payload if old else ()) + (None,) * len(payload)
             cut = rng.randrange(max(1, len(payload)))
             record = replace(record, payload=payload[:cut] + rest[cut : len(payload)])
+        elif record.signed is not None:
+            record = record.damaged(header=False)
         place = op.pool_slot
         if flight.fault == "misdirected":
             place = rng.randrange(self._knobs.pool_slots)
@@ -600,7 +627,8 @@ class SimIo:
         assert op.identity is not None
         record = self._record_at(flight)
         if record is not None and flight.fault in ("flip", "error", "region"):
-            record = replace(record, payload=(None,) * len(record.payload), intact=False)
+            header = flight.fault != "flip" or not self._spares_header()
+            record = record.damaged(header=header)
         pages = op.payload_bytes // self._knobs.page_bytes
         found = (record.payload if record else ()) + (None,) * pages
         self._memory.slots[flight.slot][:pages] = found[:pages]
@@ -609,11 +637,27 @@ class SimIo:
         assert op.stamp is not None
         wanted = Claim(op.identity, op.stamp.tag, op.payload_bytes)
         checked = wanted._replace(tag=self.tag_of(flight, record))
-        flight.outcome = self.verify(record, checked)
-        if flight.outcome.ok and (
-            record is None or record != replace(record, claim=wanted, intact=True)
-        ):
-            raise Violation("6", f"{flight} accepted {record} as {wanted}")
+        header_only = op.header_only and not self._checks_all()
+        seen = record.as_signed if header_only and record is not None else record
+        flight.outcome = self.verify(seen, checked)
+        if not flight.outcome.ok:
+            return
+        if seen is None or seen != replace(seen, claim=wanted, intact=True):
+            raise Violation("6", f"{flight} accepted {seen} as {wanted}")
+        if header_only:
+            flight.payload_crc = crc_of(seen.payload)
+            flight.damaged = seen.payload != found[:pages]
+            self._memory.watches.unproven["slot", flight.slot] = flight.payload_crc
+            self.counts["unproven_reads"] += 1
+            self.counts["damaged_unproven_reads"] += flight.damaged
+
+    def _spares_header(self) -> bool:
+        """Draw whether damage spares the header."""
+        return self._checks is not None and self._checks.random() < 0.7
+
+    def _checks_all(self) -> bool:
+        """Draw whether the engine checks a payload of which the copy would do it."""
+        return self._checks is None or self._checks.random() < self._knobs.full_checks
 
     def _record_at(self, flight: _Flight) -> Record | None:
         number = flight.op.pool_slot
@@ -669,6 +713,10 @@ class SimIo:
             return
         if op.is_read and op.identity is not None and not flight.outcome.ok:
             self._failures[op.identity, flight.outcome.kind] += 1
+        if op.identity is not None and flight.damaged:  # its copy fails
+            self._failures[op.identity, OutcomeKind.CHECKSUM_MISMATCH] += 1
+        if flight.payload_crc is not None and flight.slot < self._knobs.cache_slots:
+            self._again[flight.slot] = _row(op), flight.deadline_s
         if op.is_read and flight.outcome.retryable and not (flight.unwanted or flight.retried):
             self._retries[_row(op)] = flight.deadline_s
         if op.kind is not OpKind.WRITE or not flight.outcome.ok:

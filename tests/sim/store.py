@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -46,11 +46,32 @@ class Claim(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """A pool slot's bytes. `intact`: the CRCs of header and payload match."""
+    """A pool slot's bytes. `intact`: the CRCs of header and payload match.
+
+    signed: where only the payload is damaged, that whose CRC the header names.
+    """
 
     claim: Claim
     payload: tuple[Tag | None, ...]
     intact: bool = True
+    signed: tuple[Tag | None, ...] | None = None
+
+    def damaged(self, *, header: bool) -> Record:
+        """With other bytes in place of its payload. header: and of its header."""
+        signed = self.payload if self.intact else self.signed
+        return replace(
+            self,
+            payload=(None,) * len(self.payload),
+            intact=False,
+            signed=None if header else signed,
+        )
+
+    @property
+    def as_signed(self) -> Record:
+        """What whoever reads only its header takes it for."""
+        if self.signed is None:
+            return self
+        return replace(self, payload=self.signed, intact=True, signed=None)
 
 
 @dataclass(frozen=True)

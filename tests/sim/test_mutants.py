@@ -24,7 +24,18 @@ from . import (
     mutants_transfer,
     mutants_world,
 )
-from .mutants import MUTANTS, OWNERS, PEERS, PROFILE, REPLACED, SERVING, SETS, SHAPE, broken
+from .mutants import (
+    CHECKS,
+    MUTANTS,
+    OWNERS,
+    PEERS,
+    PROFILE,
+    REPLACED,
+    SERVING,
+    SETS,
+    SHAPE,
+    broken,
+)
 from .shapes import FULL
 from .world import play
 
@@ -49,16 +60,21 @@ SEEDS_MAX = 500
 #: Name → the first seed to try. A seed that is known to catch the mutant keeps the test short.
 #: After a change to the simulator the search continues from this seed and wraps around.
 FIRST: dict[str, int] = {
+    "a_cancelled_read_counts_as_proven": 39,
+    "a_failed_check_reports_other_blocks": 47,
     "a_foreign_entry_survives_a_reset": 16,
     "a_foreign_entry_survives_its_acceptance": 33,
     "a_foreign_entry_survives_new_weights": 8,
     "a_regions_error_marks_its_target": 2,
     "a_peers_failure_uses_the_retry": 1154,
+    "a_job_finishes_before_its_checks": 4,
+    "a_part_is_copied_unproven": 4,
     "a_retry_gets_a_new_deadline": 275,
     "a_second_try_gets_a_new_deadline": 6,
     "a_silent_peer_is_waited_for": 114,
     "a_zombies_buffer_is_reused": 136,
     "admission_trims": 24,
+    "an_unproven_slot_is_lent": 4,
     "an_attach_failure_is_ignored_on_one_rank": 5,
     "doom_ignores_the_generation": 71,
     "failed_copy_counts_as_copied": 14,
@@ -100,16 +116,17 @@ def test_what_replaces_a_mutant_is_still_there(name: str) -> None:
 def test_a_broken_rule_is_caught(name: str) -> None:
     profile, shape = PROFILE.get(name), SHAPE.get(name, FULL)
     rest = SETS.get(name, 0), OWNERS.get(name, 0), PEERS.get(name, 0), name in SERVING
+    checks = name in CHECKS
     for offset in range(SEEDS_MAX):
         first = FIRST.get(name, 0)  # may be one of a soak, beyond the others
         seed = (first + offset) % SEEDS_MAX if offset else first
         try:
             with broken(name):
-                play(seed, profile, None, CREDITED, shape, *rest)
+                play(seed, profile, None, CREDITED, shape, *rest, checks)
         except AssertionError as error:
             print(f"caught by seed {seed}: {str(error).splitlines()[0]}")
             break
     else:
         pytest.fail(f"{name} survived {SEEDS_MAX} seeds: the simulator is too weak")
     # The same seed passes unbroken: the seed caught the broken rule.
-    play(seed, profile, None, CREDITED, shape, *rest)
+    play(seed, profile, None, CREDITED, shape, *rest, checks)

@@ -28,6 +28,7 @@ _SEEDS_OF_SETS = 30
 _SEEDS_OF_OWNERS = 30
 _SEEDS_OF_PEERS = 30
 _SEEDS_OF_SERVING = 25
+_SEEDS_OF_CHECKS = 40
 _FIRST = int(os.environ.get("NVMEOF_SIM_FIRST", secrets.randbits(40) if _SOAK else 0))
 
 #: Counts over all batches. Every kind of event must have happened, or the batches prove nothing.
@@ -84,6 +85,16 @@ def test_no_rule_breaks_while_we_read_for_peers(owners: int) -> None:
     first = _FIRST + 6000 + 100 * owners
     for seed in range(first, first + _SEEDS_OF_SERVING):
         _seen.update(play(seed, owners=owners, peers=seed % 2, serve=True))
+
+
+@pytest.mark.parametrize("owners", [0, 1, 2])
+def test_no_rule_breaks_where_copies_check_payloads(owners: int) -> None:
+    """With any groups and sets, and while peers read for us and we for them."""
+    first = _FIRST + 7000 + 100 * owners
+    for seed in range(first, first + _SEEDS_OF_CHECKS):
+        serve = seed % 4 == 0
+        _seen.update(play(seed, owners=owners, peers=seed % 2, serve=serve, checks=True))
+        _seen.update(play(seed, "pool", shape=FULL, sets=0, owners=0, checks=True))
 
 
 def test_no_rule_breaks_when_vllm_waits_for_loads_that_hang() -> None:
@@ -203,6 +214,12 @@ def test_no_rule_breaks_with_each_eviction_policy(
         "served_ok",
         "served_regions",
         "served_stale",
+        "unproven_reads",
+        "damaged_unproven_reads",
+        "checked_by_copies",
+        "damage_found_by_copies",
+        "flushed_loads",
+        "reads_again",
         *(f"steps_in_flight:{steps}" for steps in range(1, 5)),
         *(f"loads:{shape}" for shape in (FULL, *SHAPES)),
     ],

@@ -15,6 +15,7 @@ from vllm_nvmeof_offload.manager.handshake import CREDITED, WritePolicy, agree
 from vllm_nvmeof_offload.protocol import EVERY_MEMBER, member_of
 
 from .base import Clock, Knobs, Trace, Violation
+from .copying import with_checks
 from .follower import SimFollower
 from .memory import Tag
 from .owners import Owners, with_owners
@@ -48,6 +49,7 @@ class World:
         owners: int | None = None,
         peers: int = 0,
         serve: bool = False,
+        checks: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
         self._policy_name = policy
@@ -60,12 +62,14 @@ class World:
         self.knobs = with_owners(self.knobs, seed, 0 if ranks is not None else owners)
         self.knobs = with_peers(self.knobs, seed, peers)
         self.knobs = with_serving(self.knobs, seed, serve)
+        self.knobs = with_checks(self.knobs, seed, checks)
         if self.knobs.profile == "leases":
             self.knobs = replace(
                 self.knobs,
                 permit_gaps=self.rng.choice((0.002, 0.02)),
                 permit_lost=self.rng.choice((0.0, 0.0, 0.05)),
             )
+        self._flushes = random.Random(f"flushes of {seed}")
         self.clock = Clock()
         self.trace = Trace(self.clock)
         self.clients = Clients(self.knobs, self.rng)
@@ -178,6 +182,7 @@ class World:
     def _event(self) -> None:
         self.counts["steps"] += 1
         self._elsewhere()
+        self._flush_a_load()
         rng, knobs = self.rng, self.knobs
         draw = rng.random()
         if draw < 0.4:
@@ -236,6 +241,11 @@ class World:
         request = self.clients.ask(self.clock())
         self.trace("ask", request, "prompt", request.prompt, "until", request.length)
         self.scheduler.add(request)
+
+    def _flush_a_load(self) -> None:
+        rng, share = self._flushes, self.knobs.flushed_loads
+        if rng.random() < share:
+            self.scheduler.flush_a_load(rng)
 
     def _abort(self) -> None:
         live = self.scheduler.waiting + self.scheduler.running
@@ -345,6 +355,7 @@ def play(
     owners: int | None = None,
     peers: int = 0,
     serve: bool = False,
+    checks: bool = False,
 ) -> Counter[str]:
     """Run one seed. The message of a violation or a failed assertion gives the replay command.
 
@@ -352,11 +363,12 @@ def play(
     policy: a value of `eviction_policy`. shape: of `shapes.SHAPES`, or "full"; None: the seed
     chooses. sets: of ranks with equal KV, with two ranks each; 0: none; None: the seed chooses, if
     it chooses the number of ranks. owners: other engines on our targets; None: the same. peers:
-    that read for each rank. serve: others ask each rank for chunks.
+    that read for each rank. serve: others ask each rank for chunks. checks: copies of loads check
+    payloads.
     """
     world: World | None = None
     try:
-        world = World(seed, profile, ranks, policy, shape, sets, owners, peers, serve)
+        world = World(seed, profile, ranks, policy, shape, sets, owners, peers, serve, checks)
         world.run()
     except AssertionError as error:
         trace = world.trace if world else "  (at the start)"
@@ -368,6 +380,7 @@ def play(
         replay += f" --owners {owners}" if owners is not None else ""
         replay += f" --peers {peers}" if peers else ""
         replay += " --serve" if serve else ""
+        replay += " --checks" if checks else ""
         raise AssertionError(
             f"{error or type(error).__name__}\nseed {seed}: {world.knobs if world else ''}\n"
             f"last events:\n{trace}\nreplay: python -m tests.sim {replay}"
