@@ -310,10 +310,26 @@ class World {
   uint64_t generation_ = 1;
 };
 
+// A chunk that was made the coldest of the CPU tier is the coldest of the pool too, however often
+// it was used before.
+void test_the_coldest_goes_on_as_such() {
+  const Recency cache(100), pool(0);
+  SlotRecord cached{}, pooled{};
+  for (int requests = 0; requests < 3; ++requests) cache.use(cached, 50, true);
+  pool.take_over(pooled, cache, cached);
+  CHECK(pooled.used == 50);
+  cached.used = 0;
+  pool.take_over(pooled, cache, cached);
+  CHECK(pooled.used == 0);
+  cache.take_over(cached, pool, pooled);
+  CHECK(cached.used == 200);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   if (argc != 3) return 2;
+  test_the_coldest_goes_on_as_such();
   const uint64_t seed = std::strtoull(argv[1], nullptr, 10);
   const int seeds = std::atoi(argv[2]);
   for (int number = 0; number < seeds; ++number) {

@@ -237,7 +237,9 @@ class Recency {
   // `slot` gets the chunk that is in `other_slot` of another tier.
   void take_over(SlotRecord& slot, const Recency& other, const SlotRecord& other_slot) const {
     slot.requests = other_slot.requests;
-    slot.used = other_slot.used + (credit_ - other.credit_) * beyond(slot.requests);
+    // The coldest of all has no credit to lose: a use below 0 would be the latest of all.
+    const uint64_t used = other_slot.used + credit_ * beyond(slot.requests);
+    slot.used = used - std::min(used, other.credit_ * beyond(slot.requests));
   }
 
  private:
