@@ -179,10 +179,10 @@ class OffloadConfig(BaseModel):
         "only a kernel on a few multiprocessors, for comparisons. Ignored without a GPU.")
     checksum_at: Literal["cpu", "gpu"] = _key(
         "cpu", "", '"cpu" or "gpu"',
-        "Processor that makes and compares the checksums of chunks. cpu: as slots are written and "
-        "read; gpu: as chunks are copied from and to GPU memory, which spares the CPU a pass over "
-        "all bytes. What no copy checks as a whole, the CPU checks as before. Without a GPU the "
-        "thread that copies does it.")
+        "Processor that computes and compares the checksums of chunks. cpu: when slots are written "
+        "and read; gpu: when chunks are copied from and to GPU memory, which saves the CPU a pass "
+        "over all bytes. The CPU still checks loads of parts of chunks. On vLLM's CPU engine, gpu "
+        "means the thread that copies.")
     io_engine: Literal["auto", "uring", "threads"] = _key(
         "auto", "", '"auto", "uring" or "threads"',
         "Engine that reads and writes the pool. auto: io_uring, or threads if the kernel denies "

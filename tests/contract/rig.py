@@ -173,6 +173,17 @@ class Rig:
         start = staging_slot * self.pool.slot_bytes + HEADER_BYTES
         return memoryview(self.memory)[start : start + PAYLOAD_BYTES]
 
+    def damage(self, pool_slot: int, at: int) -> None:
+        """Flip a bit of one byte of a slot on the disk."""
+        slot, target = divmod(pool_slot, self.pool.target_count)
+        with (self.pool.directories[target] / "slab").open("r+b") as slab:
+            slab.seek(slot * self.pool.slot_bytes + at)
+            byte = slab.read(1)[0]
+            slab.seek(-1, os.SEEK_CUR)
+            slab.write(bytes([byte ^ 0x40]))
+            slab.flush()
+            os.fsync(slab.fileno())
+
     def fill(self, staging_slot: int, identity: SlotIdentity) -> None:
         self.payload(staging_slot)[:] = content(identity)
 

@@ -61,13 +61,7 @@ def test_a_slot_that_was_never_written_proves_nothing(make_rig: MakeRig) -> None
 def test_a_damaged_byte_is_detected(make_rig: MakeRig, at: int) -> None:
     rig = make_rig()
     rig.store(3, name(1))
-    with (rig.pool.directories[0] / "slab").open("r+b") as slab:
-        slab.seek(3 * rig.pool.slot_bytes + at)
-        byte = slab.read(1)[0]
-        slab.seek(-1, os.SEEK_CUR)
-        slab.write(bytes([byte ^ 0x40]))
-        slab.flush()
-        os.fsync(slab.fileno())
+    rig.damage(3, at)
     assert rig.run(rig.read(3, 1, name(1))) == [Completion(rig.tokens, CHECKSUM_MISMATCH)]
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import pytest
@@ -16,16 +15,6 @@ from vllm_nvmeof_offload.units import HEADER_BYTES
 from .rig import PAYLOAD_BYTES, Rig, content, name
 
 MakeRig = Callable[..., Rig]
-
-
-def _damage(rig: Rig, slot: int, at: int) -> None:
-    with (rig.pool.directories[0] / "slab").open("r+b") as slab:
-        slab.seek(slot * rig.pool.slot_bytes + at)
-        byte = slab.read(1)[0]
-        slab.seek(-1, os.SEEK_CUR)
-        slab.write(bytes([byte ^ 0x40]))
-        slab.flush()
-        os.fsync(slab.fileno())
 
 
 def _crc(number: int) -> int:
@@ -50,7 +39,7 @@ def test_an_intact_slot_names_the_checksum_of_its_payload(make_rig: MakeRig) -> 
 def test_a_damaged_payload_is_left_to_its_copy(make_rig: MakeRig, at: int) -> None:
     rig = make_rig()
     rig.store(3, name(1))
-    _damage(rig, 3, at)
+    rig.damage(3, at)
     (found,) = rig.run(rig.read(3, 1, name(1), header_only=True))
     if _checks_all(rig):
         assert found == Completion(rig.tokens, CHECKSUM_MISMATCH)
@@ -63,7 +52,7 @@ def test_a_damaged_payload_is_left_to_its_copy(make_rig: MakeRig, at: int) -> No
 def test_a_damaged_header_is_detected(make_rig: MakeRig, at: int) -> None:
     rig = make_rig()
     rig.store(3, name(1))
-    _damage(rig, 3, at)
+    rig.damage(3, at)
     found = rig.run(rig.read(3, 1, name(1), header_only=True))
     assert found == [Completion(rig.tokens, CHECKSUM_MISMATCH)]
 
@@ -89,7 +78,7 @@ def test_other_reads_check_the_payload(make_rig: MakeRig) -> None:
     """Beside one of the same slot that does not."""
     rig = make_rig()
     rig.store(3, name(1))
-    _damage(rig, 3, HEADER_BYTES + 100)
+    rig.damage(3, HEADER_BYTES + 100)
     alone, whole = rig.run(rig.read(3, 1, name(1), header_only=True), rig.read(3, 2, name(1)))
     assert whole.outcome == CHECKSUM_MISMATCH
     assert alone.outcome == (CHECKSUM_MISMATCH if _checks_all(rig) else OK)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import itertools
 import random
+import select
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -49,12 +50,12 @@ from vllm_nvmeof_offload.protocol import (
     unpacked,
 )
 from vllm_nvmeof_offload.staging import StagingMap
+from vllm_nvmeof_offload.units import HEADER_BYTES
 from vllm_nvmeof_offload.worker.pipeline import TransferLimits, TransferPipeline
 from vllm_nvmeof_offload.worker.regions import RegionFiles
 from vllm_nvmeof_offload.worker.serving import OwnRegion, Serve, ServeQueue
 
 from .rig import ENGINES, PAYLOAD_BYTES, STAGING_SLOTS, WAIT_S, content, name
-from .test_io_engine_place import put_whole_slot, whole_slot
 
 NATIVE, PYTHON = "uring-buffered", "threads-buffered"
 TARGETS, POOL_SLOTS, CACHE_SLOTS = 2, 24, 20
@@ -78,7 +79,8 @@ class Rank:
     def __init__(self, engine: str, path: Path, serve_slots: int = 0, **limits: float) -> None:
         self.rig = ENGINES[engine](path, targets=TARGETS, slots=POOL_SLOTS, threads=4)
         self.pages = np.zeros((POOL_SLOTS, PAYLOAD_BYTES), np.uint8)
-        self.copy = HostCopyEngine()
+        self.waker = Waker()
+        self.copy = HostCopyEngine(self.waker.wake)
         self.staging = StagingMap(
             self.rig.base_address,
             self.rig.pool.slot_bytes,
@@ -86,7 +88,6 @@ class Rank:
             STAGING_SLOTS - CACHE_SLOTS - serve_slots,
             serve_slots=serve_slots,
         )
-        self.waker = Waker()
         self.queue = ServeQueue(self.waker.wake)
         self.regions = RegionFiles(self.rig.pool, lambda: None)
         self.pipeline = TransferPipeline(
@@ -180,7 +181,8 @@ class Rank:
                     self.rows += rows_of(report, self._sizes[report.op])
             self.pipeline.take_finished()
             assert time.monotonic() < end_s, f"the pipeline does not come to rest: {self.rows}"
-            time.sleep(0.0005)
+            select.select([self.rig.engine.fileno(), self.waker.fd], [], [], 0.05)
+            self.waker.clear()
         rows, self.rows = self.rows, []
         return sorted(rows, key=lambda row: (row.op, row.row))
 
@@ -235,9 +237,7 @@ def test_bytes_go_to_the_pool_and_come_back(rank: Rank) -> None:
 
 def test_a_damaged_slot_and_one_of_another_chunk_fail_their_rows_only(rank: Rank) -> None:
     _stored(rank, 0, 1, 2)
-    slot = bytearray(whole_slot(rank.rig.pool, 1))
-    slot[-PAYLOAD_BYTES // 2] ^= 1
-    put_whole_slot(rank.rig.pool, 1, bytes(slot))
+    rank.rig.damage(1, HEADER_BYTES + PAYLOAD_BYTES // 2)
     rank.load((name(0), None, 0), (name(1), None, 1), (name(7), None, 2))
     assert rank.done() == [OK, CHECKSUM_MISMATCH, STALE]
     assert rank.pages[0].tobytes() == content(name(0))
@@ -249,9 +249,7 @@ def test_a_copy_finds_the_damage_that_its_read_has_left_to_it(engine: str, tmp_p
     waits = {"read_deadline_s": WAIT_S, "write_deadline_s": WAIT_S}
     rank = Rank(engine, tmp_path, copies_check=True, **waits)
     _stored(rank, 0, 1, 2)
-    slot = bytearray(whole_slot(rank.rig.pool, 1))
-    slot[-PAYLOAD_BYTES // 2] ^= 1
-    put_whole_slot(rank.rig.pool, 1, bytes(slot))
+    rank.rig.damage(1, HEADER_BYTES + PAYLOAD_BYTES // 2)
     rank.load((name(0), None, 0), (name(1), None, 1), (name(7), None, 2))
     assert rank.done() == [OK, CHECKSUM_MISMATCH, STALE]
     assert rank.pages[0].tobytes() == content(name(0))

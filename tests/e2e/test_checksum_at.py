@@ -40,7 +40,8 @@ def server(
     options: dict[str, object] = {"checksum_at": "gpu"}
     if request.param == "faulty":
         options["fault_injection"] = str(faults.path)
-    with rig.start(rig.spec(directory / request.param, **options), request.param) as server:
+    name = f"checksum-at-{request.param}"
+    with rig.start(rig.spec(directory / request.param, **options), name) as server:
         rig.store_all(server, reference)
         yield server
         assert server.running
