@@ -92,6 +92,7 @@ SETS = {
     "a_shared_stream_slot_returns_at_the_first_reader": 1,
     "intersection_over_all_ranks": 2,
     "unequal_ranks_are_believed": 1,
+    "unequal_ranks_keep_their_pool": 1,
 }
 
 #: Name → the number of other engines with which the rule matters; otherwise there are none.

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_nvmeof_offload.groups import Group
 from vllm_nvmeof_offload.manager import handshake
+from vllm_nvmeof_offload.manager.core import ManagerCore
 from vllm_nvmeof_offload.protocol import RankHello
 
 from .mutants import Patch, mutant, native
@@ -18,6 +19,22 @@ native(
     "a_shared_stream_slot_returns_at_the_first_reader",
     "unequal_ranks_are_believed",
 )
+
+
+@mutant
+def unequal_ranks_keep_their_pool() -> list[Patch]:
+    """What they shared is dropped in memory only, so the next start adopts it."""
+    real = ManagerCore.reset
+
+    def reset(core: ManagerCore, *, same_weights: bool = False) -> bool:
+        if not same_weights:
+            return real(core)
+        core._tiers.reset()
+        core._holds.reset()
+        core.reload.reset()
+        return True
+
+    return [(ManagerCore, "reset", reset)]
 
 
 @mutant

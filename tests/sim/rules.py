@@ -45,6 +45,7 @@ from .owners import is_foreign
 from .policy_rules import PolicyRules
 from .rank import SimRank
 from .sets import holds, overlap, split_cache, split_place
+from .store import START_TAG
 
 _FILLED = {State.FETCHING, State.BORROWING}
 _HAS_CACHE = {State.STORING, State.CACHED, State.WRITING, State.BOTH, *_FILLED}
@@ -92,6 +93,7 @@ class Rules:
         self._provisional: set[int] = set()
         self._in_pool: set[int] = set()  # in no cache slot before these reports
         self._resets_sent = 0
+        self._tag: bytes | None = START_TAG  # of the weights; None: they have no name
         self._waiting_since_s: float | None = None  # issue time of the oldest command not sent yet
 
     # -- calls ------------------------------------------------------------------------
@@ -286,8 +288,14 @@ class Rules:
         for report in unpacked(reports):
             if isinstance(report, OpReport):
                 self._apply(report)
+        unequal, resets = len(self._core.unequal_groups), self._core.counters["resets"]
         self._core.report(reports)
         self._commands_wait()
+        if len(self._core.unequal_groups) > unequal:
+            if self._core.counters["resets"] == self._resets_sent:
+                raise Violation("17", "ranks are unequal, and the pool keeps what they shared")
+            self.reset(self._tag, again=self._core.counters["resets"] == resets)
+            return
         after = {e.generation for e in self._core.entries()}
         for generation in before.keys() - after - self._failing:
             entry, state = before[generation]
@@ -299,6 +307,7 @@ class Rules:
 
     def reset(self, tag: bytes | None, *, again: bool) -> None:
         """tag: of the weights; None: they have no name. again: one was queued already."""
+        self._tag = tag
         self._void.update(g for g in self._expected if not is_foreign(g))
         if self._foreign is not None:
             self._foreign.reset(tag, again=again)

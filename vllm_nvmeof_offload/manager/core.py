@@ -480,11 +480,12 @@ class ManagerCore:
                 report.crcs,
                 report.rank,
             )
-            if report.crcs is not None:
-                self._compared()
             self._follow(op, batch, *effect)
         if op.over:
             self._ledger.close(op)
+        if report.crcs is not None and (unequal := self._tiers.take_unequal()):
+            self.unequal_groups += unequal
+            self.reset(same_weights=True)  # on disk too, for later starts and for other engines
 
     def _reported_whole(self, report: OpReports) -> None:
         """All rows of several ops are OK and released on a rank: take them in with one call."""
@@ -529,13 +530,6 @@ class ManagerCore:
             self._load_times.loaded(op)
         elif ended and op.probe:
             self._load_times.learn(op, was_cut=False)
-
-    def _compared(self) -> None:
-        """Ranks have said which bytes they stored of the same chunks."""
-        unequal = self._tiers.take_unequal()
-        if unequal:
-            self.unequal_groups += unequal
-            self._holds.doomed()
 
     def _reset_reported(self, op: Op, report: OpReport) -> None:
         op.ranks_left -= 1
@@ -623,12 +617,13 @@ class ManagerCore:
         self._tag, self._is_named = tag, True
         return True
 
-    def reset(self) -> bool:
+    def reset(self, *, same_weights: bool = False) -> bool:
         """Drop every entry, on disk too; slots come back as they are released.
 
-        Returns False if nothing was left to drop and a reset is queued already.
+        same_weights: what is stored from now on keeps the share tag of what is dropped. Returns
+        False if nothing was left to drop and a reset is queued already.
         """
-        tag = self._tag if self._is_named else b""
+        tag = self._shared_tag if same_weights else self._tag if self._is_named else b""
         last = self._unsent[-1] if self._unsent else None
         if isinstance(last, ResetCommand) and _tag_of(last) == tag and not self._tiers:
             if self._foreign is not None and last is not self._began:

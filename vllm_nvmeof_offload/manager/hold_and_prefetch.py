@@ -154,12 +154,6 @@ class Holds:
             if held is not None and held.generation == op.batch.generation(index):
                 self._release(key, held, "used" if held.used and not held.fetching else "failed")
 
-    def doomed(self) -> None:
-        """Entries were doomed that no report names."""
-        for key, held in list(self.held.items()):
-            if not self._tiers.is_entry(held.row, held.generation):
-                self._release(key, held, "used" if held.used and not held.fetching else "failed")
-
     def reset(self) -> None:
         """Every entry was doomed, and no fetch that was not sent will be."""
         for key, held in list(self.held.items()):

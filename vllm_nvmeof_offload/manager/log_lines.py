@@ -143,7 +143,7 @@ class FailureLog:
         for group in self._core.unequal_groups[self._unequal :]:
             logger.warning(
                 "ranks that should hold equal KV stored different bytes of KV cache group %d: "
-                "each of them stores its own again, and the copies that they shared are dropped; "
+                "both tiers are emptied, and each rank stores its own copies from now on; "
                 "please report this model and its parallel configuration, and leave out one_copy",
                 self._core.config.groups[group].group_id,
             )

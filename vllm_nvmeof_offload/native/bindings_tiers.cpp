@@ -421,7 +421,6 @@ void bind_calls(nb::class_<Tiers>& type) {
            "crcs"_a = nb::none(), "rank"_a = 0)
       .def("report_whole", &report_whole)
       .def("take_unequal", &Tiers::take_unequal)
-      .def("is_entry", &Tiers::is_entry)
       .def("reset", &Tiers::reset)
       .def("entries", &entries);
 }

@@ -160,7 +160,8 @@ Row Tiers::pooled_at(Place place) const {
   const uint32_t member = member_of(place), number = slot_of(place);
   if (number >= slots.capacity()) return kNoRow;
   if (member != kEveryMember && member >= slots.parts.set_size(number)) return kNoRow;
-  const Row row = slots[target(place).slot(place)].row;
+  const SlotRecord& record = slots[target(place).slot(place)];
+  const Row row = record.kind == SlotRecord::TAKEN ? record.row : kNoRow;
   return row != kNoRow && index[row].place == place ? row : kNoRow;
 }
 

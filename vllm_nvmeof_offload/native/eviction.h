@@ -21,12 +21,12 @@
 namespace nvmeof {
 
 // What is known of one slot of a tier or target. A quarter of a line of the cache, because the
-// slots of a batch are reached in random order.
+// slots of a batch are reached in random order. All zero: it is free.
 struct SlotRecord {
   enum Kind : uint32_t { FREE, TAKEN, ORPHAN, RETIRED };
 
   uint64_t used = 0;  // when its chunk counts as last used: `Recency`
-  Row row = kNoRow;   // the entry that names it
+  Row row = 0;        // the entry that names it; kNoRow: none. Of a free slot it says nothing
   uint32_t users : 26 = 0;
   uint32_t kind : 2 = FREE;
   uint32_t requests : 3 = 0;  // that used its chunk and have ended; counted to kCreditedMax + 1
@@ -35,7 +35,7 @@ struct SlotRecord {
 static_assert(sizeof(SlotRecord) == 16);
 inline constexpr uint32_t kUsersMax = (1U << 26) - 1;
 
-using SlotRecords = HugeVector<SlotRecord>;
+using SlotRecords = HugeColumn<SlotRecord>;
 
 class Order {
  public:
@@ -164,7 +164,7 @@ class Lru final : public Order {
   }
 
   const SlotRecords& slots_;
-  HugeVector<uint64_t> filed_;  // by slot; 0: it has no record, and is not evictable
+  HugeColumn<uint64_t> filed_;  // by slot; 0: it has no record, and is not evictable
   std::map<uint64_t, std::vector<Packed>> buckets_;
   std::vector<Packed>* last_ = nullptr;  // the bucket that was filed in last
   uint64_t last_number_ = 0;
@@ -205,7 +205,7 @@ class Arrivals final : public Order {
   size_t size() const override { return count_; }
 
  private:
-  HugeVector<uint64_t> arrived_;  // by slot; 0: it is not here
+  HugeColumn<uint64_t> arrived_;  // by slot; 0: it is not here
   std::deque<std::pair<uint64_t, Slot>> queue_;  // some of them have left
   uint64_t last_ = 0;
   size_t count_ = 0;
@@ -281,7 +281,7 @@ class Slots {
       slot = again_.back();
       again_.pop_back();
     }
-    records_[slot].kind = SlotRecord::TAKEN;
+    mark_taken(slot);
     --free_;
     return slot;
   }
@@ -295,7 +295,7 @@ class Slots {
       parts.divide(row, wanted.set_size);
       slot = parts.take(wanted);
     }
-    records_[slot].kind = SlotRecord::TAKEN;
+    mark_taken(slot);
     return slot;
   }
 
@@ -304,7 +304,7 @@ class Slots {
     if (slot >= capacity() || records_[slot].kind != SlotRecord::FREE || next_ > 0 ||
         !again_.empty())
       return false;
-    records_[slot].kind = SlotRecord::TAKEN;
+    mark_taken(slot);
     --free_;
     return true;
   }
@@ -326,7 +326,7 @@ class Slots {
     const Slot slot = parts.part(row, part.member);
     if (records_[slot].kind != SlotRecord::FREE || next_ > 0 || !again_.empty()) return false;
     parts.take(slot);
-    records_[slot].kind = SlotRecord::TAKEN;
+    mark_taken(slot);
     return true;
   }
 
@@ -398,6 +398,11 @@ class Slots {
   Slot retired = 0;  // slots of which a part at least is
 
  private:
+  void mark_taken(Slot slot) {
+    records_[slot].kind = SlotRecord::TAKEN;
+    records_[slot].row = kNoRow;
+  }
+
   void free_again(Slot slot) {
     records_[slot].kind = SlotRecord::FREE;
     if (parts.is_part(slot)) {

@@ -104,8 +104,8 @@ class ForeignRegion {
   bool from_now_ = false;
   uint64_t rows_ = 0;
   // By slot. A fingerprint is not 0 while the chunk is offered.
-  HugeVector<Head> heads_;
-  HugeVector<uint64_t> fingerprints_;
+  HugeColumn<Head> heads_;
+  HugeColumn<uint64_t> fingerprints_;
   std::vector<uint8_t> marks_;
   std::vector<Ours> ours_;
   uint32_t log_pages_ = 0;

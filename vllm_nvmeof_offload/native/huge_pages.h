@@ -7,42 +7,66 @@
 #include <sys/mman.h>
 
 #include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
 #include <new>
+#include <stdexcept>
+#include <type_traits>
 #include <vector>
 
 namespace nvmeof {
 
 inline constexpr size_t kHugePage = size_t{2} << 20;
 
-// Allocations of a huge page or more are aligned to one, and huge where the kernel allows it.
+// A fixed number of items, each of which is all zero bytes until it is written. A column of a huge
+// page or more takes memory only where it was written, because most of what is reserved for the
+// parts of divided slots is never used.
 template <typename T>
-struct HugePages {
-  using value_type = T;
+class HugeColumn {
+ public:
+  static_assert(std::is_trivially_copyable_v<T> && std::is_trivially_destructible_v<T>);
 
-  HugePages() = default;
-  template <typename Other>
-  HugePages(const HugePages<Other>&) {}
+  explicit HugeColumn(size_t count) : items_(allocate(count), Release{count}) {}
 
-  T* allocate(size_t count) {
-    const size_t bytes = count * sizeof(T);
-    if (bytes < kHugePage) return static_cast<T*>(::operator new(bytes));
-    void* const memory = ::operator new(bytes, std::align_val_t(kHugePage));
-    ::madvise(memory, bytes, MADV_HUGEPAGE);  // a hint: without it everything works, but slower
-    return static_cast<T*>(memory);
+  size_t size() const { return items_.get_deleter().count; }
+  T* data() { return items_.get(); }
+  const T* data() const { return items_.get(); }
+  T& operator[](size_t at) { return items_.get()[at]; }
+  const T& at(size_t at) const {  // std::out_of_range: there is no such item
+    return at < size() ? (*this)[at] : throw std::out_of_range("beyond the column's end");
+  }
+  const T& operator[](size_t at) const { return items_.get()[at]; }
+
+ private:
+  static bool is_huge(size_t count) { return count * sizeof(T) >= kHugePage; }
+
+  struct Release {
+    size_t count;
+    void operator()(T* items) const {
+      if (is_huge(count))
+        ::munmap(items, count * sizeof(T));
+      else
+        std::free(items);
+    }
+  };
+
+  static T* allocate(size_t count) {
+    if (count > SIZE_MAX / sizeof(T)) throw std::bad_alloc();
+    if (!is_huge(count)) {
+      void* const items = std::calloc(count + 1, sizeof(T));  // never none: `data` is not null
+      if (!items) throw std::bad_alloc();
+      return static_cast<T*>(items);
+    }
+    void* const items = ::mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE,
+                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (items == MAP_FAILED) throw std::bad_alloc();
+    ::madvise(items, count * sizeof(T), MADV_HUGEPAGE);  // a hint: without it all works, slower
+    return static_cast<T*>(items);
   }
 
-  void deallocate(T* memory, size_t count) {
-    if (count * sizeof(T) < kHugePage)
-      ::operator delete(memory);
-    else
-      ::operator delete(memory, std::align_val_t(kHugePage));
-  }
-
-  bool operator==(const HugePages&) const = default;
+  std::unique_ptr<T[], Release> items_;
 };
-
-template <typename T>
-using HugeVector = std::vector<T, HugePages<T>>;
 
 // Every allocation is aligned to a page, as O_DIRECT requires.
 template <typename T>

@@ -59,7 +59,7 @@ Index::Index(Row rows, size_t key_bytes)
       // A line of the cache each; longer keys take more, because memory counts as well.
       row_bytes_(std::max(kLine, (kKeyAt + key_bytes + kAlign - 1) / kAlign * kAlign)),
       capacity_(rows),
-      rows_(rows * row_bytes_),
+      rows_(size_t{rows} * row_bytes_),
       // At most two thirds full, and never larger: it does not grow while requests wait for it.
       buckets_(std::bit_ceil(size_t{rows} * 3 / 2 + 1)),
       mask_(buckets_.size() - 1) {}
@@ -163,7 +163,7 @@ void Index::remove(Row row) {
 }
 
 void Index::clear() {
-  std::fill(buckets_.begin(), buckets_.end(), uint64_t{0});
+  buckets_ = HugeColumn<uint64_t>(buckets_.size());
   size_ = 0;
   for (Row row = 0; row < next_; ++row) (*this)[row].state = State::ABSENT;
   free_.clear();

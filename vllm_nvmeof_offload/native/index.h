@@ -134,13 +134,13 @@ class Index {
 
   size_t key_bytes_, row_bytes_;
   Row capacity_;
-  HugeVector<char> rows_;
+  HugeColumn<char> rows_;
   std::vector<Row> free_;  // rows that were used before
   Row next_ = 0;
   // Open addressing with linear probing: a key's hash above its row + 1; 0: empty. The standard
   // library's map, and tsl::robin_map, give no way to fetch the memory of many keys at once, and
   // memory's latency is most of a look-up among millions.
-  HugeVector<uint64_t> buckets_;
+  HugeColumn<uint64_t> buckets_;
   size_t mask_;
   size_t size_ = 0;
 };

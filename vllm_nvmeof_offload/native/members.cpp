@@ -18,11 +18,6 @@ Part Tiers::part_to_store(size_t group) {
   return {trust.set_size, Part::kAnyMember};
 }
 
-bool Tiers::is_single(const Entry& entry) const {
-  if (entry.place != kNoPlace && member_of(entry.place) != kEveryMember) return true;
-  return entry.cache != kNoSlot && cache.parts.is_part(static_cast<Slot>(entry.cache));
-}
-
 void Tiers::compare(Batch& batch, const Report& report) {
   const size_t count = report.indexes.empty() ? batch.size() : report.indexes.size();
   size_t next = 0;  // of the CRCs
@@ -36,7 +31,9 @@ void Tiers::compare(Batch& batch, const Report& report) {
                                            options_.ranks);
     if (mutant("unequal_ranks_are_believed")) seen = Samples::Seen::ALL_EQUAL;
     if (seen == Samples::Seen::ALL_EQUAL) ++trust.equal;
-    if (seen == Samples::Seen::DIFFERENT && !trust.ended) end_members(batch.groups[at]);
+    if (seen != Samples::Seen::DIFFERENT || trust.ended) continue;
+    trust.ended = true;
+    unequal_.push_back(batch.groups[at]);
   }
   require(next == report.crcs.size(), "more checksums than samples");
 }
@@ -44,17 +41,6 @@ void Tiers::compare(Batch& batch, const Report& report) {
 bool Tiers::is_single(const Batch& batch, size_t at) const {
   if (batch.places[at] != kNoPlace) return member_of(batch.places[at]) != kEveryMember;
   return batch.cache[at] != kNoSlot && cache_member(batch.cache[at]) != kEveryMember;
-}
-
-// Two ranks of a set have different bytes: what one of them has is nothing to the others.
-void Tiers::end_members(size_t group) {
-  trust_[group].ended = true;
-  unequal_.push_back(group);
-  for (Row row = 0; row < index.end(); ++row) {
-    const Entry& entry = index[row];
-    if (entry.state == State::ABSENT || entry.group != group || !is_single(entry)) continue;
-    doom(row, false);
-  }
 }
 
 // Evict chunks until a cache slot like this is free, and take it; kNone: there are none to evict.

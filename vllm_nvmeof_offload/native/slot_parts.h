@@ -105,7 +105,7 @@ class SlotParts {
     bool retired = false;  // one of its parts
   };
   struct Link {
-    Slot next = kNone, previous = kNone;
+    Slot next, previous;
   };
 
   uint64_t bit(Slot part) const { return uint64_t{1} << member(part); }
@@ -129,8 +129,8 @@ class SlotParts {
 
   Slot rows_;
   uint32_t stride_;
-  HugeVector<Divided> divided_;           // by row
-  HugeVector<Link> links_;                // by part: its neighbours among the free ones like it
+  HugeColumn<Divided> divided_;           // by row
+  HugeColumn<Link> links_;                // by part: its neighbours among the free ones like it
   std::vector<std::vector<Slot>> first_;  // free part, by set size and member
   Slot free_ = 0;
   uint32_t turn_ = 0;  // the member that is next

@@ -53,9 +53,11 @@ Target::Target(Slot count, uint32_t set_size) : slots(count, set_size) {}
 Tiers::Tiers(Options options)
     : index(
           [&options] {
-            Row rows = options.cache_slots;
+            uint64_t rows = options.cache_slots;
             for (const Slot slots : options.pool_slots) rows += slots;
-            return rows * largest(options.set_sizes);
+            rows *= largest(options.set_sizes);
+            require(rows < kNoRow, "more slots, or parts of slots, than an index has rows");
+            return static_cast<Row>(rows);
           }(),
           options.key_bytes),
       cache(options.cache_slots, largest(options.set_sizes)),
@@ -73,7 +75,7 @@ Tiers::Tiers(Options options)
 // Nothing is evictable, and nothing waits to be written.
 void Tiers::make_orders() {
   backlog = passed_over_ = 0;
-  std::fill(stays_.begin(), stays_.end(), Stay::KEPT);
+  stays_ = HugeColumn<Stay>(stays_.size());  // all are KEPT
   unkept_ = 0;
   clean = make(options_.make_order, cache);
   // Written through, chunks are written in the order in which they came, under any policy.
@@ -1027,6 +1029,8 @@ void Tiers::reset() {
   for (Target& one : targets) one.slots.orphan_all();
   failed_reads_.clear();
   failed_writes_.clear();
+  // The weights may be others, whose bytes the ranks have not compared yet.
+  for (Trust& trust : trust_) trust.equal = trust.stored = 0;
   if (options_.foreign) options_.foreign->reset();
 }
 

@@ -228,10 +228,9 @@ class Tiers {
   void report(OpKind kind, Batch& batch, const Report& report, Effect& effect);
   // Fetch the memory of what a report on this row changes.
   void warm(const Batch& batch, size_t at) const;
-  // The groups whose members have turned out to differ since the last call.
+  // The groups whose members have turned out to differ since the last call. What one of them stored
+  // for all is then nothing to the others: the caller resets.
   std::vector<size_t> take_unequal() { return std::exchange(unequal_, {}); }
-  // Whether the row still is the entry of this generation.
-  bool is_entry(Row row, uint64_t generation) const { return index.holds(row, generation); }
   void reset();
 
   // -- counts -----------------------------------------------------------------------
@@ -333,10 +332,8 @@ class Tiers {
   // -- members: members.cpp
   Part part_of(size_t group, uint32_t member) const;
   Part part_to_store(size_t group);
-  bool is_single(const Entry& entry) const;
   bool is_single(const Batch& batch, size_t at) const;
   void compare(Batch& batch, const Report& report);
-  void end_members(size_t group);
   Target* choose();
   bool write_due() const;
   void keep(Row row);
@@ -359,7 +356,7 @@ class Tiers {
   mutable std::vector<Row> found_;
   mutable std::vector<ForeignRow> foreign_found_;
   Recency recency_;         // of the cache slots
-  HugeVector<Stay> stays_;  // by cache slot
+  HugeColumn<Stay> stays_;  // by cache slot
   size_t unkept_ = 0;       // of these, others than KEPT
   uint64_t uses_ = 0;
   size_t passed_over_ = 0;  // evictions of clean slots while a colder one waited to be written

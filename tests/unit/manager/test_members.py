@@ -15,10 +15,12 @@ from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.manager.log_lines import FailureLog
 from vllm_nvmeof_offload.protocol import (
     EVERY_MEMBER,
+    TAG_BYTES,
     AdoptedEntries,
     ChunkBatch,
     OpReport,
     RankHello,
+    ResetCommand,
     StoreCommand,
     WriteCommand,
     cache_member,
@@ -29,6 +31,7 @@ from vllm_nvmeof_offload.protocol import (
 
 GROUPS = (Group(0, GroupKind.FULL, 16), Group(3, GroupKind.WINDOW, 16, reach_chunks=2))
 EQUAL_MIN, SAMPLE_EVERY = 2, 5
+TAG = b"t" * TAG_BYTES
 
 
 def key(number: int, group: int = 0) -> bytes:
@@ -49,6 +52,7 @@ def hello(
         slot_bytes=8192,
         groups=tuple(RankGroup(group, 4096, set_size) for group, set_size in groups),
         adopted=adopted or AdoptedEntries(),
+        tag=TAG,
     )
 
 
@@ -139,7 +143,7 @@ def test_ranks_are_compared_within_their_sets(crcs: tuple[int, ...], equal: bool
     assert (members(later) != [EVERY_MEMBER]) == equal
 
 
-def test_a_difference_dooms_single_copies_and_ends_members(
+def test_a_difference_voids_the_pool_and_ends_members(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ranks = Ranks([hello(rank) for rank in range(2)])
@@ -155,13 +159,15 @@ def test_a_difference_dooms_single_copies_and_ends_members(
     assert isinstance(command, StoreCommand)
     assert members(command.batch) == [EVERY_MEMBER], "it is a sample"
     ranks.report_store(command, crcs=(1, 2))
-    assert {entry.key for entry in core.entries()} == {key(1), key(2), key(1, 3), key(15)}
-    assert core.lookup(key(11)) is None
+    assert not core.entries(), "what two ranks share is nothing to one of them"
+    reset = core.take_commands()[-1]
+    assert isinstance(reset, ResetCommand), "later starts and other engines have to know, too"
+    assert (reset.tag, reset.named) == (TAG, True), "the weights are what they were"
+    ranks.core.report([OpReport(reset.op)] * 2)
     with caplog.at_level(logging.WARNING):
         failures.log_new()
         failures.log_new()
     assert caplog.text.count("stored different bytes of KV cache group 0") == 1
-    ranks.write()  # what was doomed while its write was under way
     assert members(ranks.store(*map(key, range(20, 24)))) == [EVERY_MEMBER] * 4
     ranks.write()
     assert core.gauges()["ops"] == 0
@@ -180,6 +186,15 @@ def test_a_held_single_copy_that_is_doomed_is_released() -> None:
     ranks.store(key(15), crcs=(1, 2))
     assert not list(core.held())
     core.reload.left("request")
+
+
+def test_ranks_are_compared_again_after_a_reset() -> None:
+    ranks = Ranks([hello(rank) for rank in range(2)])
+    ranks.store(key(1), key(2))
+    assert members(ranks.store(key(3))) == [0]
+    ranks.core.reset()
+    assert members(ranks.store(key(1), key(2))) == [EVERY_MEMBER] * 2, "of other weights, perhaps"
+    assert members(ranks.store(key(3))) != [EVERY_MEMBER]
 
 
 def test_a_sample_that_failed_on_a_rank_proves_nothing() -> None:

@@ -59,6 +59,10 @@ class MembersModel(Model):
 
     # -- hooks of the model -----------------------------------------------------------
 
+    def reset(self) -> None:
+        super().reset()
+        self.stored.clear()
+
     def rows_taken(self, slots: list[Slot]) -> int:
         return len({slot.row for slot in slots if not slot.free})
 
