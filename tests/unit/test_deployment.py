@@ -9,11 +9,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import make_dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from vllm_nvmeof_offload.vllm_adapter.deployment import describe, process_began_s
 
@@ -27,37 +28,61 @@ class _HfConfig:
         return self._values
 
 
+def made(name: str, **values: Any) -> Any:
+    """A stand-in of one of vLLM's configuration classes."""
+    return make_dataclass(name, list(values))(**values)
+
+
 def _config(model: str, commit: str | None = None, **rope: Any) -> Any:
     values = {"hidden_size": 64, "_name_or_path": model, "rope_parameters": rope}
-    return SimpleNamespace(
-        model_config=SimpleNamespace(
-            model=model,
-            hf_config=_HfConfig(values, commit),
-            dtype="torch.bfloat16",
-            quantization=None,
-            max_model_len=4096,
-            model_weights="",
-            multimodal_config=None,
-            revision=None,
-            code_revision=None,
-            hf_config_path=None,
-            trust_remote_code=False,
-            architecture="LlamaForCausalLM",
+    model_config = made(
+        "ModelConfig",
+        model=model,
+        hf_config=_HfConfig(values, commit),
+        dtype="torch.bfloat16",
+        quantization=None,
+        quantization_config=None,
+        model_class_overrides={},
+        max_model_len=4096,
+        model_weights="",
+        multimodal_config=None,
+        revision=None,
+        code_revision=None,
+        hf_config_path=None,
+        trust_remote_code=False,
+        hf_token=None,
+        served_model_name=None,
+    )
+    model_config.architecture = "LlamaForCausalLM"  # a property of vLLM's
+    return made(
+        "VllmConfig",
+        model_config=model_config,
+        cache_config=made(
+            "CacheConfig",
+            cache_dtype="auto",
+            prefix_caching_hash_algo="sha256",
+            enable_prefix_caching=True,
+            gpu_memory_utilization=0.9,
+            num_gpu_blocks=None,
         ),
-        cache_config=SimpleNamespace(
-            cache_dtype="auto", prefix_caching_hash_algo="sha256", enable_prefix_caching=True
-        ),
-        parallel_config=SimpleNamespace(
+        parallel_config=made(
+            "ParallelConfig",
             tensor_parallel_size=1,
             pipeline_parallel_size=1,
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
             cp_kv_cache_interleave_size=1,
+            rank=0,
+            data_parallel_rank=0,
         ),
-        load_config=SimpleNamespace(load_format="auto", model_loader_extra_config={}),
-        attention_config=SimpleNamespace(backend=None),
+        load_config=made("LoadConfig", load_format="auto", model_loader_extra_config={}),
+        attention_config=made("AttentionConfig", backend=None),
+        device_config=made("DeviceConfig", device=torch.device("cpu"), device_type="cpu"),
         lora_config=None,
         speculative_config=None,
+        scheduler_config=None,
+        compilation_config=None,
+        instance_id="one",
     )
 
 
@@ -112,8 +137,11 @@ def _set(path: str, value: Any) -> Callable[[Any], None]:
         _set("attention_config.backend", "OTHER"),
         _set(
             "model_config.multimodal_config",
-            SimpleNamespace(mm_processor_kwargs={"n": 2}, media_io_kwargs={}),
+            made("MultiModalConfig", mm_processor_kwargs={"n": 2}, media_io_kwargs={}),
         ),
+        _set("model_config.quantization_config", {"linear": "fp8", "ignore": ["layers.0"]}),
+        _set("model_config.model_class_overrides", {"Llama": "vllm.models.llama:Other"}),
+        _set("device_config.device_type", "cuda"),
     ],
 )
 def test_a_setting_that_changes_the_kv_changes_the_keyspace(
@@ -122,6 +150,39 @@ def test_a_setting_that_changes_the_kv_changes_the_keyspace(
     before, after = _config(str(model)), _config(str(model))
     change(after)
     assert _digest(before) != _digest(after)
+
+
+def test_a_field_that_nobody_has_seen_counts(model: Path) -> None:
+    def digest(**fields: Any) -> str:
+        config = _config(str(model))
+        config.cache_config = made("CacheConfig", **vars(config.cache_config), **fields)
+        return _digest(config)
+
+    assert len({digest(), digest(new=1), digest(new=2), digest(new=[{"a": Path("x")}])}) == 4
+    assert digest(new={"a": 1, "b": torch.float16}) == digest(new={"b": torch.float16, "a": 1})
+    assert digest(new=Path) != digest(new=subprocess.run)
+    assert digest(new=made("NewConfig", a=1)) != digest(new=made("NewConfig", a=2))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _set("model_config.hf_token", "secret"),
+        _set("model_config.served_model_name", "other"),
+        _set("cache_config.gpu_memory_utilization", 0.5),
+        _set("cache_config.num_gpu_blocks", 77),
+        _set("parallel_config.rank", 1),
+        _set("parallel_config.data_parallel_rank", 1),
+        _set("scheduler_config", object()),
+        _set("compilation_config", object()),
+        _set("instance_id", "two"),
+    ],
+)
+def test_a_harmless_setting_changes_nothing(model: Path, change: Callable[[Any], None]) -> None:
+    before, after = _config(str(model)), _config(str(model))
+    change(after)
+    assert _digest(before) == _digest(after)
+    assert describe(after, "0.32.0").volatile == ()
 
 
 def test_weights_geometry_version_and_seed_count(
@@ -167,6 +228,9 @@ def test_served_length_counts_only_where_rope_follows_it(model: Path) -> None:
         (_set("lora_config", object()), "adapters"),
         (_set("model_config.model", "org/name"), "no known revision"),
         (_set("model_config.model_weights", "s3://bucket/name"), "remote place"),
+        (_set("model_config.model_class_overrides", {"A": "mine:A"}), "not vLLM's own"),
+        (_set("attention_config.backend", object()), "attention_config.backend is a object"),
+        (_set("attention_config.backend", lambda: None), "backend is a function"),
     ],
 )
 def test_indistinguishable_deployments_adopt_nothing(
@@ -186,10 +250,13 @@ def test_a_hub_model_is_its_commit() -> None:
 
 def test_multimodal_items_without_content_hashes(model: Path) -> None:
     config = _config(str(model))
-    config.model_config.multimodal_config = SimpleNamespace(mm_processor_cache_gb=0)
+    multimodal = made("MultiModalConfig", mm_processor_cache_gb=0, mm_encoder_fp8_scale_path=None)
+    config.model_config.multimodal_config = multimodal
     assert describe(config, "0.32.0").volatile == ()
     config.cache_config.enable_prefix_caching = False
     assert "multimodal" in " ".join(describe(config, "0.32.0").volatile)
+    multimodal.mm_encoder_fp8_scale_path = "/scales.json"
+    assert "scales" in " ".join(describe(config, "0.32.0").volatile)
 
 
 def test_the_start_time_of_a_process() -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.unit.test_deployment import _config, _digest
+from tests.unit.test_deployment import _config, _digest, made
 from vllm_nvmeof_offload.vllm_adapter.deployment import describe
 
 ONE, TWO = "1" * 40, "2" * 40
@@ -44,7 +43,9 @@ def _volatile(config: Any, **more: Any) -> str:
 
 def _loaded(model: Path, load_format: str, extra: Mapping[str, Any] = {}) -> Any:
     config = _config(str(model))
-    config.load_config = SimpleNamespace(load_format=load_format, model_loader_extra_config=extra)
+    config.load_config = made(
+        "LoadConfig", load_format=load_format, model_loader_extra_config=extra
+    )
     return config
 
 
@@ -165,7 +166,8 @@ def test_code_of_another_repository(
 
 def _with_drafter(model: Path, drafter: Path | str) -> Any:
     config = _config(str(model))
-    config.speculative_config = SimpleNamespace(
+    config.speculative_config = made(
+        "SpeculativeConfig",
         method="draft_model",
         target_model_config=config.model_config,
         draft_model_config=_config(str(drafter)).model_config,

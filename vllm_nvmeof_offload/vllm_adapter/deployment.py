@@ -8,6 +8,10 @@ be adopted by a later start; `Deployment.volatile` has the reasons.
 vLLM reads the weights long before a worker makes its keyspace. Therefore the check before model
 load stamps their files (`note_weights`), and each worker compares (`Deployment.replaced`).
 
+The keyspace is closed: every field of vLLM's configuration is a fact, in releases that nobody has
+seen too, unless `HARMLESS` names it with its reason. A value that cannot be compared with another
+server's is such a reason, not a fact.
+
 Configuration objects are read by attribute, so that tests need no vLLM.
 """
 
@@ -18,9 +22,13 @@ import json
 import os
 import time
 from collections.abc import Collection, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
 from pathlib import Path
+from types import FunctionType
 from typing import Any
+
+import torch
 
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.vllm_adapter.weights import (
@@ -37,6 +45,116 @@ _SEEDED_HASHES = frozenset({"xxhash", "xxhash_cbor"})
 _INCIDENTAL_KEYS = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
 #: RoPE types whose factors for *all* positions depend on the maximum length served.
 _LENGTH_DEPENDENT_ROPE = ('"longrope"', '"su"')
+#: Variables that change weights, media or the bytes of a block, and that no field has.
+_VARIABLES = (
+    *("PYTHONHASHSEED", "VLLM_PP_LAYER_PARTITION", "VLLM_SSM_CONV_STATE_LAYOUT"),
+    *("VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG"),
+    *("VLLM_MARLIN_INPUT_DTYPE", "VLLM_CPU_INT4_W4A8", "VLLM_VIDEO_LOADER_BACKEND"),
+)
+#: Class of vLLM's configuration → reason → its fields that are no facts.
+HARMLESS: Mapping[str, Mapping[str, str]] = {
+    "VllmConfig": {
+        "numerics only": "compilation_config kernel_config optimization_level performance_mode",
+        "which tokens are computed when": "scheduler_config",
+        "what becomes of the last layer's output": "structured_outputs_config reasoning_config "
+        "watermark_config aux_output_config",
+        "where weights are kept": "offload_config engram_config",
+        "replaced weights have another share tag": "weight_transfer_config",
+        "model_config and load_config decide it": "quant_config",
+        "running and observing a server": "observability_config logging_config profiler_config "
+        "kv_events_config instance_id shutdown_timeout watchdog_config",
+    },
+    "ModelConfig": {
+        "the content of the files is a fact": "model model_weights revision trust_remote_code "
+        "word_embeddings_untied_by_checkpoint",
+        "hf_config is a fact": "hf_text_config hf_config_path hf_overrides config_format "
+        "is_submodel_config",
+        "architecture is a fact": "model_impl",
+        "a fact where RoPE depends on it": "max_model_len",
+        "prompts are known by their tokens": "tokenizer tokenizer_mode tokenizer_revision "
+        "skip_tokenizer_init renderer_num_workers io_processor_plugin",
+        "vLLM's block hashes have it": "enable_prompt_embeds",
+        "what becomes of the last layer's output": "seed return_sampling_mask max_logprobs "
+        "logprobs_mode use_fp64_gumbel enable_trace_replay generation_config "
+        "override_generation_config logits_processors pooler_config",
+        "numerics only": "enforce_eager disable_cascade_attn",
+        "access and names": "allowed_local_media_path allowed_media_domains hf_token "
+        "served_model_name allow_deprecated_quantization spec_target_max_model_len",
+        "memory of a sleeping server": "enable_sleep_mode sleep_preserve_parameter_names "
+        "sleep_mode_backend sleep_mode_offload_cudagraph enable_nccl_comm_suspend "
+        "enable_cumem_allocator",
+    },
+    "CacheConfig": {
+        "the geometry is a fact": "block_size user_specified_block_size _block_size_resolved "
+        "kv_cache_layout prefix_match_unit is_attention_free sliding_window hash_block_size "
+        "mamba_page_size_padded skip_page_size_padded mamba_block_size mamba_cache_mode "
+        "effective_attention_block_size cache_hit_alignment_tokens",
+        "sizes": "gpu_memory_utilization num_gpu_blocks_override num_gpu_blocks num_cpu_blocks "
+        "kv_cache_size_tokens kv_cache_max_concurrency kv_cache_memory_bytes kv_offloading_size "
+        "simple_cpu_offload_num_blocks",
+        "which KV is kept": "enable_prefix_caching prefix_cache_retention_interval "
+        "enable_mamba_shared_prefix_checkpoint kv_offloading_backend",
+    },
+    "ParallelConfig": {
+        "every replica has the whole model": "data_parallel_size data_parallel_size_local "
+        "data_parallel_rank data_parallel_rank_local data_parallel_index data_parallel_backend "
+        "data_parallel_external_lb data_parallel_hybrid_lb dp_sync_interval _api_process_count "
+        "_api_process_rank disable_nccl_for_dp_synchronization",
+        "places and times": "data_parallel_master_ip data_parallel_rpc_port "
+        "data_parallel_master_port _data_parallel_master_port_list _coord_store_port master_addr "
+        "master_port node_rank nnodes rank numa_bind numa_bind_nodes numa_bind_cpus "
+        "assigned_physical_gpu_ids distributed_timeout_seconds cpu_distributed_timeout_seconds "
+        "distributed_executor_backend placement_group ray_runtime_env ray_workers_use_nsight "
+        "max_parallel_loading_workers enable_ep_weight_filter enable_shm_tensor_arena "
+        "enable_fault_tolerance fault_tolerance_config",
+        "other facts have it": "world_size is_moe_model _allow_auto_resolve_cp_interleave_size",
+        "numerics only": "enable_hc_sp enable_expert_parallel enable_batch_sharded_sampling "
+        "enable_eplb eplb_config expert_placement_strategy all2all_backend enable_elastic_ep "
+        "elastic_ep_max_dp_size disable_custom_all_reduce enable_dbo ubatch_size "
+        "dbo_decode_token_threshold dbo_prefill_token_threshold dcp_comm_backend dcp_q_replicate",
+    },
+    "LoadConfig": {
+        "how files are read": "download_dir safetensors_load_strategy device use_tqdm_on_load "
+        "safetensors_prefetch_num_threads safetensors_prefetch_block_size pt_load_map_location",
+    },
+    "DeviceConfig": {"device_type is a fact": "device"},
+    "AttentionConfig": {
+        "numerics only": "minimax_m3_msa_decode_backend flash_attn_version use_trtllm_attention "
+        "flash_attn_max_num_splits_for_cuda_graph tokenspeed_mla_min_split_kv mla_prefill_backend "
+        "tq_max_kv_splits_for_cuda_graph sparse_mla_force_mqa sparse_mla_prefill_workspace_factor "
+        "flex_attn_block_m flex_attn_block_n flex_attn_q_block_size flex_attn_kv_block_size "
+        "trtllm_ragged_backend indexer_tp_shard_min_rows minimax_m3_indexer_cp",
+    },
+    "MambaConfig": {"numerics only": "ssu_algorithm"},
+    "LoRAConfig": {
+        "sizes and numerics": "max_lora_rank max_loras max_cpu_loras max_lora_cls_labels "
+        "fully_sharded_loras specialize_active_lora",
+    },
+    "MultiModalConfig": {
+        "what is accepted": "language_model_only limit_per_prompt enable_mm_embeds mm_encoder_only "
+        "allow_missing_mm_embeddings",
+        "prompts are known by their tokens": "interleave_mm_strings",
+        "memory and transport": "mm_processor_cache_gb mm_processor_cache_type mm_tensor_ipc "
+        "mm_shm_cache_max_object_size_mb mm_ipc_gpu_memory_gb skip_mm_profiling "
+        "mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin",
+        "numerics only": "mm_device_do_normalize mm_encoder_tp_mode mm_encoder_attn_backend",
+    },
+    "SpeculativeConfig": {
+        "draft_model_config and its files are facts": "model quantization max_model_len revision "
+        "target_model_config target_parallel_config tensor_parallel_size",
+        "which drafts are made and accepted": "num_speculative_tokens draft_sample_method "
+        "num_speculative_tokens_per_batch_size disable_padded_drafter_batch dspark_draft_topk "
+        "use_local_argmax_reduction rejection_sample_method enable_adaptive_verification "
+        "draft_lm_head_quantization xpress_topc fly_window_size fly_entropy_threshold "
+        "fly_entropy_top_k",
+        "numerics only": "enforce_eager moe_backend",
+    },
+    "KVTransferConfig": {
+        "where KV is kept and sent": "kv_connector engine_id kv_buffer_device kv_role kv_port "
+        "kv_connector_extra_config kv_connector_module_path kv_load_failure_policy",
+    },
+    "ECTransferConfig": {"places": "engine_id ec_buffer_device ec_buffer_size ec_ip ec_port"},
+}
 
 
 @dataclass(frozen=True)
@@ -121,76 +239,82 @@ def describe(
     foreign_formats: Collection[str] = (),
 ) -> Deployment:
     """Collect the facts from a `VllmConfig`. stamps, began_s: see `Deployment`."""
-    model = vllm_config.model_config
-    cache = vllm_config.cache_config
-    parallel = vllm_config.parallel_config
-    resolved = _resolved(model)
+    model, load = vllm_config.model_config, vllm_config.load_config
+    drafter = drafter_of(vllm_config)
+    why = why_unknown(model, load, foreign_formats)
+    why += _volatile(vllm_config)
+    configuration = _fields_facts(vllm_config, "", why)
+    if drafter is None:
+        configuration["speculative_config"] = None  # drafts without KV: only their number differs
+    else:
+        load = vllm_config.speculative_config.draft_load_config or load
+        why += [f"drafter: {one}" for one in why_unknown(drafter, load, foreign_formats)]
     facts = {
         "vllm": vllm_version,
-        **_model_facts(model, vllm_config.load_config),
-        "cache_dtype": str(cache.cache_dtype),
-        "hash_algorithm": str(cache.prefix_caching_hash_algo),
-        "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
-        "attention": str(getattr(vllm_config.attention_config, "backend", None)),
+        "configuration": configuration,
+        "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
         # vLLM's CPU attention packs keys differently if the processor has AMX.
         "amx": _has_amx(),
-        "tensor_parallel": parallel.tensor_parallel_size,
-        "multimodal": _multimodal_facts(model),
-        "drafter": None,
     }
-    facts |= _parallel_facts(parallel)
-    if any(kind in resolved for kind in _LENGTH_DEPENDENT_ROPE):
-        facts["max_model_len"] = model.max_model_len
-    why = why_unknown(model, vllm_config.load_config, foreign_formats)
-    why += _volatile(vllm_config)
-    drafter = drafter_of(vllm_config)
-    if drafter is not None:
-        speculative = vllm_config.speculative_config
-        load = speculative.draft_load_config or vllm_config.load_config
-        facts["drafter"] = {"method": str(speculative.method), **_model_facts(drafter, load)}
-        why += [f"drafter: {one}" for one in why_unknown(drafter, load, foreign_formats)]
     return Deployment(
         facts,
         ModelSource.of(model),
         ModelSource.of(drafter) if drafter is not None else None,
-        tuple(why),
+        tuple(dict.fromkeys(why)),
         stamps or {},
         began_s,
     )
 
 
-def _parallel_facts(parallel: Any) -> dict[str, Any]:
-    """Facts of shapes in which a rank has only some layers, or only some tokens of a block."""
-    facts: dict[str, Any] = {}
-    if parallel.pipeline_parallel_size > 1:
-        partition = os.environ.get("VLLM_PP_LAYER_PARTITION", "")
-        facts["pipeline_parallel"] = [parallel.pipeline_parallel_size, partition]
-    sizes = [parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size]
-    if max(sizes) > 1:
-        facts["context_parallel"] = [*sizes, parallel.cp_kv_cache_interleave_size]
+def _fields_facts(config: Any, where: str, unknown: list[str]) -> dict[str, Any]:
+    """The facts of a configuration object. where, unknown: see `_fact`."""
+    name = type(config).__name__
+    harmless = " ".join(HARMLESS.get(name, {}).values()).split()
+    facts = {
+        one.name: _fact(getattr(config, one.name, None), f"{where}{one.name}", unknown)
+        for one in fields(config)
+        if one.name not in harmless
+    }
+    if name == "ModelConfig":
+        # A class of vLLM or of Transformers: they may order a head's values differently.
+        facts["architecture"] = str(getattr(config, "architecture", ""))
+        resolved = json.dumps(config.hf_config.to_dict(), default=str)
+        if any(kind in resolved for kind in _LENGTH_DEPENDENT_ROPE):
+            facts["max_model_len"] = config.max_model_len
     return facts
 
 
-def _model_facts(model: Any, load: Any) -> dict[str, Any]:
-    return {
-        "hf_config": hashlib.sha256(_resolved(model).encode()).hexdigest(),
-        # A class of vLLM or of Transformers: they may order a head's values differently.
-        "architecture": str(getattr(model, "architecture", "")),
-        "dtype": str(model.dtype),
-        "quantization": str(model.quantization),
-        "load_format": str(load.load_format),
-        "load_options": _canonical(load.model_loader_extra_config),
-        "code_revision": str(model.code_revision or ""),
-    }
+def _fact(value: Any, where: str, unknown: list[str]) -> Any:
+    """Encode a value as JSON that is equal in all processes.
 
-
-def _resolved(model: Any) -> str:
-    """The model's configuration including the command line's overrides (RoPE scaling, …)."""
-    return _canonical(_without_incidentals(model.hf_config.to_dict()))
-
-
-def _canonical(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
+    Mappings become a digest, because facts are on disk in plain text. A value without such an
+    encoding adds a reason to `unknown`. where: the name of the field.
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, float | torch.dtype | torch.device | Path):
+        return str(value)
+    if isinstance(value, type | FunctionType):
+        qualified = f"{value.__module__}.{value.__qualname__}"
+        if "<" not in qualified:  # not a lambda, nor local to a function
+            return qualified
+    elif isinstance(value, Mapping) or hasattr(value, "to_dict"):
+        # Not by its fields: the model's own configuration has what no class of it declares.
+        items = value if isinstance(value, Mapping) else value.to_dict()
+        plain = {
+            str(key): _fact(item, where, unknown)
+            for key, item in items.items()
+            if key not in _INCIDENTAL_KEYS
+        }
+        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+    elif is_dataclass(value):
+        return _fields_facts(value, f"{where}.", unknown)
+    elif isinstance(value, list | tuple):
+        return [_fact(item, where, unknown) for item in value]
+    unknown.append(f"{where} is a {type(value).__name__} that other servers cannot compare")
+    return None
 
 
 def _volatile(vllm_config: Any) -> list[str]:
@@ -206,28 +330,12 @@ def _volatile(vllm_config: Any) -> list[str]:
     if multimodal is not None and not hashed:
         # vLLM then numbers the items of each process, from 1 again after a restart.
         why.append("multimodal items have no content hash with both of vLLM's caches off")
+    if getattr(multimodal, "mm_encoder_fp8_scale_path", None):
+        why.append("the encoder's scales (mm_encoder_fp8_scale_path) are known by path only")
+    classes = getattr(model, "model_class_overrides", None) or {}
+    if not all(name.startswith("vllm.") for name in classes.values()):
+        why.append("model_class_overrides names code that is not vLLM's own")
     return why
-
-
-def _multimodal_facts(model: Any) -> str:
-    """The server's own processing of images and sounds, which is not in the block hashes."""
-    multimodal = getattr(model, "multimodal_config", None)
-    if multimodal is None:
-        return ""
-    names = ("mm_processor_kwargs", "media_io_kwargs")
-    return _canonical({name: getattr(multimodal, name, None) for name in names})
-
-
-def _without_incidentals(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {
-            str(key): _without_incidentals(item)
-            for key, item in value.items()
-            if key not in _INCIDENTAL_KEYS
-        }
-    if isinstance(value, list | tuple):
-        return [_without_incidentals(item) for item in value]
-    return value
 
 
 def _has_amx() -> bool:
