@@ -8,11 +8,14 @@ import importlib
 import inspect
 import json
 import re
+from pathlib import Path
 from typing import Any
 
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload import base
 
+from tests.upstream.config_fields import read_fields
 from vllm_nvmeof_offload.errors import IntegrationError
 from vllm_nvmeof_offload.vllm_adapter import capabilities, known_vllm
 
@@ -22,7 +25,7 @@ _GONE = "is gone"
 
 
 def describe() -> dict[str, str]:
-    """Everything that we use: forms of capabilities, signatures, fields."""
+    """Everything that we use: forms of capabilities, signatures, fields of configurations."""
     found: dict[str, str] = {}
     for capability in capabilities.ALL:
         form = capability.form or ("absent" if capability.optional else "NOT IN A KNOWN FORM")
@@ -34,6 +37,8 @@ def describe() -> dict[str, str]:
         for name, method in inspect.getmembers(cls, inspect.isfunction):
             if not name.startswith("_"):
                 found[f"{cls.__name__}.{name}"] = str(inspect.signature(method))
+    for config, names in read_fields(Path(vllm.__file__).parent).items():
+        found |= {f"field {config}.{name}": "is there" for name in names.split()}
     return found
 
 

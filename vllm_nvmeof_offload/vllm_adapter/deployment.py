@@ -58,7 +58,7 @@ HARMLESS: Mapping[str, Mapping[str, str]] = {
         "which tokens are computed when": "scheduler_config",
         "what becomes of the last layer's output": "structured_outputs_config reasoning_config "
         "watermark_config aux_output_config",
-        "where weights are kept": "offload_config engram_config",
+        "where weights and KV are kept": "offload_config engram_config kv_transfer_config",
         "replaced weights have another share tag": "weight_transfer_config",
         "model_config and load_config decide it": "quant_config",
         "running and observing a server": "observability_config logging_config profiler_config "
@@ -125,7 +125,6 @@ HARMLESS: Mapping[str, Mapping[str, str]] = {
         "flex_attn_block_m flex_attn_block_n flex_attn_q_block_size flex_attn_kv_block_size "
         "trtllm_ragged_backend indexer_tp_shard_min_rows minimax_m3_indexer_cp",
     },
-    "MambaConfig": {"numerics only": "ssu_algorithm"},
     "LoRAConfig": {
         "sizes and numerics": "max_lora_rank max_loras max_cpu_loras max_lora_cls_labels "
         "fully_sharded_loras specialize_active_lora",
@@ -148,10 +147,6 @@ HARMLESS: Mapping[str, Mapping[str, str]] = {
         "draft_lm_head_quantization xpress_topc fly_window_size fly_entropy_threshold "
         "fly_entropy_top_k",
         "numerics only": "enforce_eager moe_backend",
-    },
-    "KVTransferConfig": {
-        "where KV is kept and sent": "kv_connector engine_id kv_buffer_device kv_role kv_port "
-        "kv_connector_extra_config kv_connector_module_path kv_load_failure_policy",
     },
     "ECTransferConfig": {"places": "engine_id ec_buffer_device ec_buffer_size ec_ip ec_port"},
 }

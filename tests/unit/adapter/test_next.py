@@ -32,6 +32,7 @@ def test_what_is_used_of_the_imported_vllm_is_described() -> None:
     assert lines["OffloadingWorker.submit_store"].startswith("(self, job_id: int, src_spec")
     assert lines["TransferJob.req_id"] != "is gone"
     assert lines["DevicePointers"] == "is gone"
+    assert lines["field ModelConfig.quantization_config"] == "is there"
 
 
 @pytest.mark.parametrize(

@@ -84,11 +84,12 @@ class Engine:
     def left_the_gpu(self) -> None:
         self._publish([BlockRemoved(block_hashes=list(HASHES), medium="GPU", group_idx=0)])
 
-    def store(self, keys: list[OffloadKey]) -> None:
+    def store(self, keys: list[OffloadKey], request: Any = REQUEST) -> None:
+        """keys: of the request's first chunks."""
         plan = self.manager.core.prepare_store(keys)
         assert plan.command is not None
-        for key in keys:
-            self.tracker.record_store(REQUEST, GROUP, KEYS.index(key), key)
+        for number, key in enumerate(keys):
+            self.tracker.record_store(request, GROUP, number, key)
         self.bench.done(plan.command.op)
         self.published()
 
@@ -150,3 +151,25 @@ def test_the_pool_is_where_its_targets_are(
     engine.bench.write_all()
     engine.published()
     assert engine.router.localities == {("cpu", "LOCAL"), ("storage", locality)}
+
+
+def test_a_block_of_two_chunks_is_in_a_tier_until_both_have_left() -> None:
+    """Chunks that part in their second block both announce the first: a consumer must count."""
+    engine = Engine(self_describing=True, cache_slots=2)
+    parting = SimpleNamespace(
+        block_hashes=[HASHES[0], BlockHash(b"%032d" % 900)],
+        all_token_ids=[*TOKENS[:BLOCK], *range(900, 900 + BLOCK)],
+        lora_request=None,
+    )
+    engine.store(KEYS[:1])
+    engine.store([make_offload_key(parting.block_hashes[-1], 0)], parting)
+    left = []
+    for number in (1000, 1001):
+        engine.bench.write_all()
+        other = make_offload_key(b"%032d" % number, 0)
+        plan = engine.manager.core.prepare_store([other])  # evicts the coldest chunk
+        assert plan.command is not None
+        engine.bench.done(plan.command.op)
+        engine.published()
+        left.append(engine.score(WITHOUT_STORAGE))
+    assert left == [0.8, 0.0], "the first block is there until the second chunk has left too"
