@@ -228,7 +228,6 @@ def test_served_length_counts_only_where_rope_follows_it(model: Path) -> None:
         (_set("lora_config", object()), "adapters"),
         (_set("model_config.model", "org/name"), "no known revision"),
         (_set("model_config.model_weights", "s3://bucket/name"), "remote place"),
-        (_set("model_config.model_class_overrides", {"A": "mine:A"}), "not vLLM's own"),
         (_set("attention_config.backend", object()), "attention_config.backend is a object"),
         (_set("attention_config.backend", lambda: None), "backend is a function"),
     ],
@@ -240,6 +239,13 @@ def test_indistinguishable_deployments_adopt_nothing(
     config = _config(str(model))
     change(config)
     assert reason in " ".join(describe(config, "0.32.0").volatile)
+
+
+def test_a_class_of_a_plugin_adopts_nothing(model: Path) -> None:
+    config = _config(str(model))
+    assert describe(config, "0.32.0", foreign_code={"OtherForCausalLM"}).volatile == ()
+    (why,) = describe(config, "0.32.0", foreign_code={"LlamaForCausalLM"}).volatile
+    assert why == "the model's class is not vLLM's own"
 
 
 def test_a_hub_model_is_its_commit() -> None:

@@ -87,8 +87,8 @@ def test_two_places_of_weights_are_two_keyspaces(model: Path) -> None:
 
 def test_a_plugins_loader_that_replaces_vllms_is_not_trusted(model: Path) -> None:
     config = _config(str(model))
-    assert "not vLLM's own" in _volatile(config, foreign_formats={"auto", "mine"})
-    assert _volatile(config, foreign_formats={"mine"}) == ""
+    assert "not vLLM's own" in _volatile(config, foreign_code={"auto", "mine"})
+    assert _volatile(config, foreign_code={"mine"}) == ""
 
 
 @pytest.mark.parametrize("place", ["other/weights", "s3://bucket/weights"])

@@ -231,19 +231,19 @@ def describe(
     *,
     stamps: Mapping[str, str] | None = None,
     began_s: float = float("inf"),
-    foreign_formats: Collection[str] = (),
+    foreign_code: Collection[str] = (),
 ) -> Deployment:
     """Collect the facts from a `VllmConfig`. stamps, began_s: see `Deployment`."""
     model, load = vllm_config.model_config, vllm_config.load_config
     drafter = drafter_of(vllm_config)
-    why = why_unknown(model, load, foreign_formats)
+    why = why_unknown(model, load, foreign_code)
     why += _volatile(vllm_config)
     configuration = _fields_facts(vllm_config, "", why)
     if drafter is None:
         configuration["speculative_config"] = None  # drafts without KV: only their number differs
     else:
         load = vllm_config.speculative_config.draft_load_config or load
-        why += [f"drafter: {one}" for one in why_unknown(drafter, load, foreign_formats)]
+        why += [f"drafter: {one}" for one in why_unknown(drafter, load, foreign_code)]
     facts = {
         "vllm": vllm_version,
         "configuration": configuration,
@@ -327,9 +327,6 @@ def _volatile(vllm_config: Any) -> list[str]:
         why.append("multimodal items have no content hash with both of vLLM's caches off")
     if getattr(multimodal, "mm_encoder_fp8_scale_path", None):
         why.append("the encoder's scales (mm_encoder_fp8_scale_path) are known by path only")
-    classes = getattr(model, "model_class_overrides", None) or {}
-    if not all(name.startswith("vllm.") for name in classes.values()):
-        why.append("model_class_overrides names code that is not vLLM's own")
     return why
 
 
@@ -349,16 +346,17 @@ def deployed(vllm_config: Any, stamps: Mapping[str, str]) -> Deployment:
         __version__,
         stamps=stamps,
         began_s=process_began_s(),
-        foreign_formats=foreign_formats(),
+        foreign_code=foreign_code(),
     )
 
 
-def foreign_formats() -> frozenset[str]:
-    """Load formats whose loader a plugin has added or replaced."""
-    from vllm.model_executor import model_loader
+def foreign_code() -> frozenset[str]:
+    """Load formats and architectures whose loader or class is not vLLM's own."""
+    from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
+    from vllm.model_executor.models import ModelRegistry
 
-    return frozenset(
-        name
-        for name, loader in model_loader._LOAD_FORMAT_TO_MODEL_LOADER.items()
-        if not loader.__module__.startswith(f"{model_loader.__name__}.")
-    )
+    modules = {name: loader.__module__ for name, loader in _LOAD_FORMAT_TO_MODEL_LOADER.items()}
+    for name, model in ModelRegistry.models.items():
+        known = getattr(model, "module_name", None)  # of a class that is not imported yet
+        modules[name] = known or model.model_cls.__module__
+    return frozenset(name for name, module in modules.items() if not module.startswith("vllm."))

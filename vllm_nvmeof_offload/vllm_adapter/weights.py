@@ -290,8 +290,11 @@ def drafter_of(vllm_config: Any) -> Any:
     return None if draft is speculative.target_model_config else draft
 
 
-def why_unknown(model: Any, load: Any, foreign_formats: Collection[str]) -> list[str]:
-    """Reasons why weights or code may change without a change of the facts; empty: they cannot."""
+def why_unknown(model: Any, load: Any, foreign_code: Collection[str]) -> list[str]:
+    """Reasons why weights or code may change without a change of the facts; empty: they cannot.
+
+    foreign_code: load formats and architectures that a plugin has added or replaced.
+    """
     source = ModelSource.of(model)
     weights = str(getattr(model, "model_weights", "") or "")
     why = []
@@ -301,19 +304,21 @@ def why_unknown(model: Any, load: Any, foreign_formats: Collection[str]) -> list
         why.append(f"the weights are those of {weights}, not of {source.model}")
     elif not source.local and not source.commit:
         why.append("the model is no local directory and has no known revision")
-    why.append(_unknown_format(load, foreign_formats))
+    why.append(_unknown_format(load, foreign_code))
+    if getattr(model, "architecture", "") in foreign_code:
+        why.append("the model's class is not vLLM's own")
     if source.code and _code_may_change(model, local=source.local):
         why.append("the model's code is of no fixed commit (give --code-revision one)")
     return [reason for reason in why if reason]
 
 
-def _unknown_format(load: Any, foreign_formats: Collection[str]) -> str:
+def _unknown_format(load: Any, foreign_code: Collection[str]) -> str:
     name = str(load.load_format)
     if name == "dummy":
         return "the weights are dummies"
     if name not in FILE_FORMATS:
         return f"load format {name} takes weights from elsewhere than the model's files"
-    if name in foreign_formats:
+    if name in foreign_code:
         return f"load format {name} has a loader that is not vLLM's own"
     options = load.model_loader_extra_config
     pattern = options.get("pattern") if isinstance(options, Mapping) else None
