@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from typing import Any
 
@@ -15,6 +16,9 @@ with suppress(ImportError):
     # How long an example takes says how busy the machine is.
     settings.register_profile("any-machine", deadline=None)
     settings.load_profile("any-machine")
+
+# Most machines have their temporary directories on the root file system.
+os.environ.setdefault("VLLM_NVMEOF_ALLOW_ROOT_FILE_SYSTEM", "true")
 
 #: What shares something that a process makes once and takes long; else each file is alone.
 TOGETHER = {

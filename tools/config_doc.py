@@ -28,9 +28,9 @@ GROUPS = {
         "read_bytes_per_s"
     ),
     "I/O and copies": (
-        "io_engine io_depth io_split_bytes io_threads o_direct copy_backend checksum_at "
-        "read_deadline_ms write_deadline_ms read_bytes_in_flight_max write_bytes_in_flight_max "
-        "write_bytes_beside_reads_max"
+        "allow_root_file_system io_engine io_depth io_split_bytes io_threads o_direct copy_backend "
+        "checksum_at read_deadline_ms write_deadline_ms read_bytes_in_flight_max "
+        "write_bytes_in_flight_max write_bytes_beside_reads_max"
     ),
     "Chunks of other servers": "share server_name follow_ms trust_weight_version",
     "Reads through other servers": (

@@ -288,21 +288,23 @@ def config_check(
 ) -> None:
     """Check a configuration on this machine: keys, values, memory, targets.
 
-    Takes a whole --kv-transfer-config, or only its kv_connector_extra_config. Creates missing
-    target directories, as a server's start would.
+    Takes a whole --kv-transfer-config, or only its kv_connector_extra_config. Creates nothing.
     """
     from vllm_nvmeof_offload import config as keys
     from vllm_nvmeof_offload.manager.eviction import choose_policy
-    from vllm_nvmeof_offload.pool.ownership import bytes_of_pools
+    from vllm_nvmeof_offload.pool.ownership import usable_bytes
     from vllm_nvmeof_offload.units import format_bytes
 
     with plain_errors():
         settings = keys.parse_config(_read_json(source))
         choose_policy(settings.eviction_policy)
         keys.check_memory(settings)
-        targets = keys.check_targets(settings)
-        held = bytes_of_pools([Path(target) for target in settings.targets])
-        pool_bytes = keys.resolve_pool_bytes(settings, held)
+        keys.share_secret(settings)
+        targets = keys.check_targets(settings, create=False)
+        held = [usable_bytes([Path(target.path)]) for target in targets]
+        if settings.pool_bytes:
+            keys.check_space(settings, held)
+        pool_bytes = keys.resolve_pool_bytes(settings, sum(held))
     if as_json:
         print_json({"config": settings.model_dump(), "pool_bytes_resolved": pool_bytes})
         return
@@ -311,6 +313,20 @@ def config_check(
     for target in targets:
         free = format_bytes(target.free_bytes)
         typer.echo(f"target   {target.path} ({target.file_system}, {free} free)")
+        if not os.path.isdir(target.path):
+            warning = f"warning: {target.path} does not exist; a start would make it"
+            typer.echo(f"{warning}. Is its file system mounted?", err=True)
+
+
+def _refuse_other_backend(value: object) -> None:
+    """Refuse a --kv-transfer-config that would not start this backend."""
+    from vllm_nvmeof_offload import CONNECTOR_NAME, STOCK_CONNECTOR_NAME
+    from vllm_nvmeof_offload.errors import ConfigError
+
+    name = value.get("kv_connector") if isinstance(value, dict) else None
+    if name not in (None, CONNECTOR_NAME, STOCK_CONNECTOR_NAME, "MultiConnector"):
+        remedy = f"another backend, or a slip; did you mean {CONNECTOR_NAME}?"
+        raise ConfigError("kv_connector", name, remedy)
 
 
 def _read_json(source: str) -> dict[str, Any]:
@@ -328,6 +344,7 @@ def _read_json(source: str) -> dict[str, Any]:
         value = json.loads(text)
     except ValueError as error:
         raise ConfigError("JSON", source, f"does not parse: {error}") from None
+    _refuse_other_backend(value)
     if isinstance(value, dict) and isinstance(value.get(_EXTRA), dict):
         value = value[_EXTRA]
     if not isinstance(value, dict):

@@ -10,13 +10,14 @@ keys.
 from __future__ import annotations
 
 import difflib
+import errno
 import json
 import os
 import shlex
 import shutil
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -33,6 +34,13 @@ from pydantic import (
 
 from vllm_nvmeof_offload import SPEC_MODULE, SPEC_NAME
 from vllm_nvmeof_offload.errors import ConfigError
+from vllm_nvmeof_offload.limits import (
+    existing,
+    is_on_root,
+    memory_bytes,
+    memory_left_bytes,
+    space_bytes,
+)
 from vllm_nvmeof_offload.units import GIB, KIB, MIB, PAGE_BYTES, format_bytes, parse_bytes
 
 ENV_PREFIX = "VLLM_NVMEOF_"
@@ -42,6 +50,7 @@ ALLOW_FAULTS = "VLLM_NVMEOF_ALLOW_FAULT_INJECTION"
 
 _STAGING_BYTES_DEFAULT_MAX = 8 * GIB
 _POOL_BYTES_DEFAULT_MAX = 100 * GIB
+_POOL_BYTES_DEFAULT_MAX_LAYER = GIB
 _CHUNK_TOKENS_MAX = 256
 #: One slot is read into while the other is copied from.
 _STREAM_SLOTS_MIN = 2
@@ -73,8 +82,8 @@ _NO_GROUPS = frozenset({"off", "host"})
 
 
 def default_staging_bytes() -> int:
-    """Pinned memory by default: a quarter of physical memory, at most 8 GiB."""
-    return min(_STAGING_BYTES_DEFAULT_MAX, _physical_bytes() // 4)
+    """Pinned memory by default: a quarter of the memory that we may use, at most 8 GiB."""
+    return min(_STAGING_BYTES_DEFAULT_MAX, memory_bytes() // 4)
 
 
 def default_target(env: Mapping[str, str]) -> str:
@@ -83,10 +92,6 @@ def default_target(env: Mapping[str, str]) -> str:
     if not os.path.isabs(cache):  # the XDG specification ignores relative values
         cache = os.path.join(env.get("HOME") or os.path.expanduser("~"), ".cache")
     return os.path.join(cache, "vllm-nvmeof", "pool")
-
-
-def _physical_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _parse_size(value: object) -> object:
@@ -134,7 +139,8 @@ class OffloadConfig(BaseModel):
     staging_bytes: _Size = _key(
         default_staging_bytes, "bytes", f"{_SIZE} above 0",
         "Pinned CPU memory over all ranks and replicas: the CPU tier and the slots that loads "
-        "stream through. Default: a quarter of physical memory, at most 8 GiB.", gt=0)
+        "stream through. Default: a quarter of the machine's memory, or of the container's "
+        "limit, at most 8 GiB.", gt=0)
     targets: _Strings = _key(
         lambda: [default_target(os.environ)], "directories", "one path or a list of paths",
         "Directories that hold the pool, each preferably on a file system of its own (xfs or "
@@ -143,7 +149,11 @@ class OffloadConfig(BaseModel):
     pool_bytes: _Size | None = _key(
         None, "bytes", f"{_SIZE}, 0 for none, or null for the default",
         "Size of the pool over all ranks, replicas and targets; 0: no pool, only the CPU tier. "
-        "Default: the smaller of 100 GiB and half of the free space on the targets.", ge=0)
+        "Default: the smaller of 100 GiB and half of the free space on the targets; at most 1 GiB "
+        "in a container's own layer.", ge=0)
+    allow_root_file_system: bool = _flag(
+        False, "Accept targets on the root file system, where a target lies whose file system is "
+        "not mounted. The default target needs no permission.")
     chunk_bytes_min: _Size = _key(
         512 * KIB, "bytes", _SIZE_TO_GIB,
         "Smallest size of a chunk on one rank: so many blocks are grouped into a chunk, unless "
@@ -520,7 +530,8 @@ def _typed(name: str, text: str) -> Any:
 
 
 def _unknown(name: str, value: object, kind: str, valid: list[str]) -> ConfigError:
-    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.0)[0]
+    lower = {one.lower(): one for one in valid}
+    near = lower[difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.0)[0]]
     hint = _FOREIGN_KEYS.get(name, near)
     remedy = f"unknown {kind}; did you mean {hint}? `vllm-nvmeof config` lists them all"
     return ConfigError(name, value, remedy)
@@ -566,26 +577,39 @@ class TargetInfo:
     free_bytes: int
 
 
-def check_targets(config: OffloadConfig) -> list[TargetInfo]:
+def check_targets(config: OffloadConfig, *, create: bool = True) -> list[TargetInfo]:
     """Create missing targets with mode 0700 and write a byte to each; nothing without a pool.
 
-    Refuses a target that is no directory, or cannot be created or written.
+    Refuses a target that is no directory, cannot be created or written, or is on the root file
+    system without permission. create: False changes nothing on disk.
     """
     if config.pool_bytes == 0:
         return []
-    return [_check_target(path) for path in config.targets]
+    return [_check_target(path, config, create) for path in config.targets]
 
 
-def _check_target(path: str) -> TargetInfo:
+def _check_target(path: str, config: OffloadConfig, create: bool) -> TargetInfo:
     if os.path.lexists(path) and not os.path.isdir(path):
         raise ConfigError(
             "targets", path, "not a directory; give a directory on a mounted file system"
         )
+    named = path != default_target(os.environ) and not config.allow_root_file_system
+    if named and is_on_root(Path(path)):
+        missing = "is on" if os.path.isdir(path) else "does not exist and would be made on"
+        raise ConfigError(
+            "targets",
+            path,
+            f"{missing} the root file system; mount the target's own, or, if the pool may fill the "
+            "root file system, set allow_root_file_system to true",
+        )
     try:
-        os.makedirs(path, mode=0o700, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path) as probe:
-            probe.write(b"\0")
-            probe.flush()
+        if create:
+            os.makedirs(path, mode=0o700, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path) as probe:
+                probe.write(b"\0")
+                probe.flush()
+        elif not os.access(existing(Path(path)), os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise ConfigError(
             "targets",
@@ -593,7 +617,8 @@ def _check_target(path: str) -> TargetInfo:
             f"cannot be written ({error.strerror}); mount it, give uid {os.geteuid()} write "
             "access, or name another directory (pool_bytes=0 runs without a pool)",
         ) from None
-    return TargetInfo(path, _file_system(path), shutil.disk_usage(path).free)
+    place = existing(Path(path))
+    return TargetInfo(path, _file_system(str(place)), shutil.disk_usage(place).free)
 
 
 def judge_access(path: str) -> tuple[str, str]:
@@ -667,18 +692,57 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def check_memory(config: OffloadConfig, node_count: int = 1, key: str = "staging_bytes") -> None:
-    """Refuse staging of which one of `node_count` machines cannot hold its share.
+    """Refuse staging of which one of `node_count` machines, or containers, cannot hold its share.
 
     key: the option, key or variable that the user set.
     """
-    physical = _physical_bytes()
-    if config.staging_bytes // node_count > physical:
+    most = memory_bytes()
+    if config.staging_bytes // node_count > most:
         raise ConfigError(
             key,
             format_bytes(config.staging_bytes),
-            f"this machine has {format_bytes(physical)} of memory; give less than that, and "
+            f"this machine has {format_bytes(most)} of memory for it; give less than that, and "
             "leave room for the engine",
         )
+
+
+def check_memory_left(staging_bytes: int) -> None:
+    """Refuse one rank's staging that its container cannot hold besides what it uses already: the
+    kernel would end the process without a word."""
+    left = memory_left_bytes()
+    if staging_bytes > left:
+        raise ConfigError(
+            "staging_bytes",
+            format_bytes(staging_bytes),
+            f"for this rank, but its container has {format_bytes(max(0, left))} of memory left; "
+            "give less, or raise the container's limit",
+        )
+
+
+def check_space(config: OffloadConfig, held: Sequence[int]) -> None:
+    """Refuse a configured pool for which a target has no space, less what stays free there.
+
+    held: by target, the bytes of the pools there that this server may use. A pool that was made
+    before is kept at its size, however full the file system has become.
+    """
+    by_device: dict[int, list[int]] = {}  # positions of targets
+    for at, target in enumerate(config.targets):
+        by_device.setdefault(existing(Path(target)).stat().st_dev, []).append(at)
+    each = (config.pool_bytes or 0) // len(config.targets)
+    for targets in by_device.values():
+        path = config.targets[targets[0]]
+        free, kept = space_bytes(Path(path))
+        ours = sum(held[at] for at in targets)
+        room = max(ours, ours + free - kept)
+        if each * len(targets) > room:
+            most = format_bytes(room // len(targets) * len(config.targets))
+            raise ConfigError(
+                "pool_bytes",
+                format_bytes(config.pool_bytes or 0),
+                f"takes {format_bytes(each * len(targets))} of the file system of {path}, which "
+                f"has {format_bytes(free + ours)} for it, {format_bytes(kept)} of which stay free; "
+                f"give at most {most} over all targets, or name larger ones",
+            )
 
 
 # -- resolved sizes -----------------------------------------------------------------------
@@ -709,10 +773,18 @@ def resolve_pool_bytes(config: OffloadConfig, held_bytes: int) -> int:
     if config.pool_bytes is not None:
         return config.pool_bytes
     free: dict[int, int] = {}
+    most = _POOL_BYTES_DEFAULT_MAX
     for target in config.targets:
-        existing = next(place for place in (Path(target), *Path(target).parents) if place.is_dir())
-        free[existing.stat().st_dev] = shutil.disk_usage(existing).free
-    return min(_POOL_BYTES_DEFAULT_MAX, (sum(free.values()) + held_bytes) // 2)
+        place = existing(Path(target))
+        free[place.stat().st_dev] = shutil.disk_usage(place).free
+        if is_container_layer(target):
+            most = _POOL_BYTES_DEFAULT_MAX_LAYER
+    return min(most, (sum(free.values()) + held_bytes) // 2)
+
+
+def is_container_layer(target: str) -> bool:
+    """Whether what is written there takes the node's disk, and ends with the container."""
+    return _file_system(str(existing(Path(target)))) == "overlay"
 
 
 def serve_slots(config: OffloadConfig, slot_bytes: int) -> int:

@@ -117,11 +117,21 @@ def populate(address: int, size_bytes: int, on_progress: _Progress) -> None:
 def _populate_part(address: int, size_bytes: int) -> int:
     arguments = ctypes.c_void_p(address), ctypes.c_size_t(size_bytes)
     while _libc.madvise(*arguments, _MADV_POPULATE_WRITE):
-        if ctypes.get_errno() in (errno.EINTR, errno.EAGAIN):
-            continue
-        ctypes.memset(address, 0, size_bytes)  # before Linux 5.14: write the pages by hand
-        break
+        number = ctypes.get_errno()
+        if number == errno.EINVAL:  # before Linux 5.14: write the pages by hand
+            ctypes.memset(address, 0, size_bytes)
+            break
+        if number not in (errno.EINTR, errno.EAGAIN):  # a write would end the process
+            raise OSError(number, f"pinned memory cannot be had: {os.strerror(number)}")
     return size_bytes
+
+
+def _keep_private(memory: mmap.mmap) -> None:
+    """Keep the memory out of forks, and prompts' KV out of core dumps; ask for huge pages."""
+    memory.madvise(mmap.MADV_DONTFORK)
+    memory.madvise(mmap.MADV_DONTDUMP)
+    with contextlib.suppress(OSError):  # no transparent huge pages here: only slower
+        memory.madvise(mmap.MADV_HUGEPAGE)
 
 
 def split_slots(staging_bytes: int, slot_bytes: int, stream_slots: int) -> tuple[int, int]:
@@ -142,9 +152,7 @@ class SetMemory:
         """Map the file. words_bytes: a multiple of pages. staging_bytes: of one member."""
         size = words_bytes + members * staging_bytes
         self._memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
-        self._memory.madvise(mmap.MADV_DONTFORK)
-        with contextlib.suppress(OSError):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        _keep_private(self._memory)
         self._view = memoryview(self._memory)
         self._staging_bytes = staging_bytes
         self._words_bytes = words_bytes
@@ -198,9 +206,7 @@ class Staging:
         self._memory: mmap.mmap | SetMemory
         if membership is None:
             self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self._memory.madvise(mmap.MADV_DONTFORK)
-            with contextlib.suppress(OSError):  # no transparent huge pages here: only slower
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
+            _keep_private(self._memory)
             self.view = memoryview(self._memory)
         else:
             self._memory = membership.memory

@@ -37,7 +37,8 @@ def test_config_lists_every_key_for_people_and_for_programs() -> None:
 @pytest.mark.parametrize("whole", [True, False])
 def test_config_check_accepts_the_whole_json_or_our_part_of_it(tmp_path: Path, whole: bool) -> None:
     extra = {"targets": str(tmp_path / "pool"), "pool_bytes": "1GiB", "staging_bytes": "1GiB"}
-    value = {"kv_connector": "X", "kv_connector_extra_config": extra} if whole else extra
+    named = {"kv_connector": "NVMeoFOffloadingConnector", "kv_connector_extra_config": extra}
+    value = named if whole else extra
     file = tmp_path / "config.json"
     file.write_text(json.dumps(value))
     for source in (json.dumps(value), str(file)):
@@ -53,6 +54,10 @@ def test_config_check_accepts_the_whole_json_or_our_part_of_it(tmp_path: Path, w
         ("{", "does not parse"),
         ("/no/such/file", "cannot be read (No such file or directory)"),
         ('{"staging_bytes": "1000TiB"}', "this machine has"),
+        ('{"POOL_BYTES": 1}', "did you mean pool_bytes?"),
+        ('{"kv_connector": "NVMeOFOffloadingConnector"}', "did you mean NVMeoFOffloadingConn"),
+        ('{"pool_bytes": "100TiB", "targets": "/dev/shm/pool"}', "stay free; give at most"),
+        ('{"share_secret_file": "/no such/file"}', "cannot be read"),
     ],
 )
 def test_config_check_refuses_in_one_plain_line(source: str, message: str) -> None:
@@ -60,6 +65,17 @@ def test_config_check_refuses_in_one_plain_line(source: str, message: str) -> No
     assert result.exit_code == 1
     assert result.stderr.count("\n") == 1
     assert message in result.stderr
+
+
+def test_config_check_and_doctor_create_no_target_that_is_missing(tmp_path: Path) -> None:
+    target = tmp_path / "mnt" / "kv"
+    checked = runner.invoke(app, ["config", "check", json.dumps({"targets": str(target)})])
+    assert checked.exit_code == 0
+    assert f"{target} does not exist" in checked.stderr
+    examined = runner.invoke(app, ["doctor", "--target", str(target), "--json"])
+    assert examined.exit_code == 1
+    assert "does not exist; a start would make it on" in examined.stdout
+    assert not target.parent.exists()
 
 
 def test_config_check_takes_foreign_files_on_a_target_for_no_part_of_the_default_pool(

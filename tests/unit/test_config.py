@@ -115,6 +115,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     *(("store_threshold", value, "1 to 1000000") for value in (0, True, "2")),
     *(("eviction_policy", value, "module:Class") for value in ("", 3, None)),
     ("one_copy", 1, "true or false"),
+    ("allow_root_file_system", 1, "true or false"),
     ("read_deadline_ms", 0, "1 to 3600000"),
     ("write_deadline_ms", 1 << 40, "1 to 3600000"),
     ("read_bytes_in_flight_max", 1, "at least 4KiB"),
@@ -250,7 +251,7 @@ def test_any_size_gives_a_valid_config_or_a_config_error(value: Any) -> None:
 
 def test_a_target_is_created_private_and_described(tmp_path: Path) -> None:
     target = tmp_path / "a" / "pool"
-    (info,) = check_targets(parse({"targets": str(target)}))
+    (info,) = check_targets(parse({"targets": str(target), "allow_root_file_system": True}))
     assert stat.S_IMODE(target.stat().st_mode) == 0o700
     assert info.path == str(target)
     assert info.free_bytes > 0

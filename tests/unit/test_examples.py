@@ -151,7 +151,7 @@ def test_the_units_agree_with_each_other() -> None:
     vllm, mount = units["vllm.service"], units["mnt-kv-0.mount"]
     assert vllm["Service"]["LimitMEMLOCK"] == "infinity"
     assert vllm["Service"]["UMask"] == "0077"
-    assert vllm["Unit"]["Wants"] == "mnt-kv-0.mount"
+    assert vllm["Unit"]["Requires"] == "mnt-kv-0.mount"
     assert "noatime" in mount["Mount"]["Options"].split(",")
     where = mount["Mount"]["Where"]
     assert vllm["Service"]["ReadWritePaths"] == where

@@ -562,6 +562,11 @@ def give_to_owner(path: Path) -> None:
             os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
 
 
+def usable_bytes(targets: Sequence[Path], server: str = "") -> int:
+    """Return the bytes of the pools on `targets` that this server may use again."""
+    return max(0, bytes_of_pools(targets) - bytes_of_others(targets, server))
+
+
 def bytes_of_pools(targets: Sequence[Path]) -> int:
     """Return the bytes of all rank directories on `targets`; looks at no other file there."""
     return sum(disk_bytes(one.path) for one in find(filter(Path.is_dir, targets)))

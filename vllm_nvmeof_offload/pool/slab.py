@@ -16,6 +16,7 @@ from pathlib import Path
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import PoolError
+from vllm_nvmeof_offload.limits import space_bytes
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     LOG_FILE,
@@ -24,12 +25,10 @@ from vllm_nvmeof_offload.pool.format import (
     SUPERBLOCK_TEMPORARY,
     TABLE_FILE,
 )
-from vllm_nvmeof_offload.units import KIB, PAGE_BYTES
+from vllm_nvmeof_offload.units import PAGE_BYTES
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NO_FALLOCATE = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
-#: Left free on a full file system for superblocks and directories.
-_SPARE_BYTES = 64 * KIB
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong)
@@ -134,17 +133,20 @@ class Slab:
         return pages
 
     def allocate(self, slots: int, slot_bytes: int) -> int:
-        """Reserve space for `slots` slots, cutting none; return the number that fits."""
+        """Reserve space for `slots` slots, cutting none; return the number that fits, less what a
+        pool leaves free."""
         slab_bytes = os.fstat(self.buffered_fd).st_size
         table_bytes = os.fstat(self.table_fd).st_size
         # Slots that an earlier process reserved are kept although the disk is full now.
         present = min(slab_bytes // slot_bytes, table_bytes // ENTRY_BYTES)
-        count = slots
+        kept = space_bytes(self.directory)[1]
+        # Before the first byte: another service must not find its disk full, not for a moment.
+        count = min(slots, max(present, self._fitting(slot_bytes, kept)))
         while count > 0:
             try:
                 reserve(self.table_fd, count * ENTRY_BYTES)
                 reserve(self.buffered_fd, count * slot_bytes)
-                if self._free_bytes() >= _SPARE_BYTES or count <= present:
+                if self._free_bytes() >= kept or count <= present:
                     return count
             except OSError as error:
                 if error.errno not in NO_SPACE:
@@ -154,10 +156,14 @@ class Slab:
             # Return what the failed reservation took before the free space is read.
             os.ftruncate(self.buffered_fd, slab_bytes)
             os.ftruncate(self.table_fd, table_bytes)
-            held = os.fstat(self.buffered_fd).st_blocks * 512
-            fits = (held + self._free_bytes() - _SPARE_BYTES) // (slot_bytes + ENTRY_BYTES)
+            fits = self._fitting(slot_bytes, kept)
             count = max(min(fits, count - max(1, count // 16)), min(present, count - 1))
         return 0
+
+    def _fitting(self, slot_bytes: int, kept: int) -> int:
+        """Return how many slots fit, with those that are there, if `kept` bytes stay free."""
+        held = os.fstat(self.buffered_fd).st_blocks * 512
+        return max(0, held + self._free_bytes() - kept) // (slot_bytes + ENTRY_BYTES)
 
     def _free_bytes(self) -> int:
         status = os.fstatvfs(self.buffered_fd)

@@ -29,14 +29,16 @@ from vllm_nvmeof_offload.config import (
     Replica,
     check_fits,
     check_memory,
+    check_space,
     check_targets,
     chunk_blocks,
+    is_container_layer,
     judge_access,
     parse_config,
 )
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.manager.eviction import choose_policy
-from vllm_nvmeof_offload.pool.ownership import bytes_of_pools
+from vllm_nvmeof_offload.pool.ownership import usable_bytes
 from vllm_nvmeof_offload.units import format_bytes, slot_stride_bytes
 from vllm_nvmeof_offload.vllm_adapter import known_vllm
 from vllm_nvmeof_offload.vllm_adapter.deployment import note_weights
@@ -57,20 +59,28 @@ def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
     refuse_platform(config, current_platform)
     choose_policy(config.eviction_policy)
     check_memory(config, count_nodes(parallel), staging_key)
-    for target in check_targets(config):
+    targets = check_targets(config)
+    for target in targets:
         problem, remedy = judge_access(target.path)
         if problem:
             logger.warning("nvmeof: target %s %s; %s", target.path, problem, remedy)
+        if config.pool_bytes is None and is_container_layer(target.path):
+            logger.warning(
+                "nvmeof: target %s is in this container's own layer, on the node's disk: the pool "
+                "has 1 GiB at most; mount a volume and name it in targets, or set pool_bytes",
+                target.path,
+            )
     if config.fault_injection:
         logger.warning(
             "FAULT INJECTION is on: I/O fails and answers may be wrong on purpose, as %s says",
             config.fault_injection,
         )
+    held = [usable_bytes([Path(target.path)]) for target in targets]
+    if config.pool_bytes:
+        check_space(config, held)
     slot_bytes = slot_bytes_estimate(vllm_config, config)
     if slot_bytes is not None:
-        default = config.pool_bytes is None
-        held = bytes_of_pools([Path(target) for target in config.targets]) if default else 0
-        check_fits(config, slot_bytes, parallel.world_size, config.replicas, held)
+        check_fits(config, slot_bytes, parallel.world_size, config.replicas, sum(held))
     if config.replicas > 1:
         logger.info(
             "nvmeof: %d data-parallel replicas share %s of pinned memory and the pool, each with "

@@ -16,6 +16,7 @@ from vllm_nvmeof_offload.config import (
     OffloadConfig,
     Replica,
     check_fits,
+    check_memory_left,
     check_targets,
     resolve_pool_bytes,
     serve_slots,
@@ -33,7 +34,7 @@ from vllm_nvmeof_offload.io.faults import FaultPlan, FaultyIoEngine
 from vllm_nvmeof_offload.peers.base import Common
 from vllm_nvmeof_offload.pool.format import Keyspace, share_tag
 from vllm_nvmeof_offload.pool.lease import Leasing
-from vllm_nvmeof_offload.pool.ownership import bytes_of_others, bytes_of_pools
+from vllm_nvmeof_offload.pool.ownership import usable_bytes
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import AdoptedEntries, RankHello
 from vllm_nvmeof_offload.staging import Membership, Staging, split_slots
@@ -260,7 +261,11 @@ def _watcher(
 def _slots(
     settings: OffloadConfig, identity: RankIdentity, slot_bytes: int
 ) -> tuple[int, int, int, int]:
-    """Return the bytes of a slot, and how many are for the cache, for loads, and for peers."""
+    """Return the bytes of a slot, and how many are for the cache, for loads, and for peers.
+
+    Raises: ConfigError: this rank's container has no memory for them.
+    """
+    check_memory_left(settings.staging_bytes // identity.ranks)
     served = serve_slots(settings, slot_bytes)
     staging_bytes = settings.staging_bytes // identity.ranks - served * slot_bytes
     return slot_bytes, *split_slots(staging_bytes, slot_bytes, settings.stream_slots), served
@@ -271,8 +276,7 @@ def _pool_bytes(settings: OffloadConfig, identity: RankIdentity, slot_bytes: int
     held = 0
     if settings.pool_bytes is None:
         targets = [Path(target) for target in settings.targets]
-        others = bytes_of_others(targets, identity.replica.server)
-        held = max(0, bytes_of_pools(targets) - others)
+        held = usable_bytes(targets, identity.replica.server)
     check_fits(settings, slot_bytes, identity.world_size, identity.replica.count, held)
     return resolve_pool_bytes(settings, held)
 

@@ -67,14 +67,13 @@ def test_a_target_without_a_live_path_is_not_touched(
 
 
 def test_a_link_is_followed_once_it_is_safe(tree: Tree, tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "pool").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "real")
     local_nvme(tree)
     tree.mount(str(tmp_path / "real"), "259:1")
     found = look_at(tree, tmp_path / "link/pool")
     assert found.fabric.target == str(tmp_path / "link/pool")
     assert [one.device for one in found.fabric.namespaces] == ["nvme0n1"]
-    assert (tmp_path / "real/pool").is_dir()
     assert {one.subject for one in found.findings} == {str(tmp_path / "link/pool")}
 
 

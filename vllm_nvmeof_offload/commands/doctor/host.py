@@ -24,7 +24,13 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_nvmeof_offload.config import TargetInfo, check_targets, judge_access, parse_config
+from vllm_nvmeof_offload.config import (
+    TargetInfo,
+    check_targets,
+    default_target,
+    judge_access,
+    parse_config,
+)
 from vllm_nvmeof_offload.copy.base import Backend
 from vllm_nvmeof_offload.copy.calibration import Cell, best_of, calibrate_again
 from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
@@ -41,6 +47,12 @@ from vllm_nvmeof_offload.fabric.topology import (
 )
 from vllm_nvmeof_offload.io.choose import explain_denial
 from vllm_nvmeof_offload.io.uring import UringDeniedError
+from vllm_nvmeof_offload.limits import (
+    is_on_root,
+    memory_bytes,
+    memory_left_bytes,
+    space_bytes,
+)
 from vllm_nvmeof_offload.native import WHY_NOT, core
 from vllm_nvmeof_offload.pool.slab import probe_o_direct
 from vllm_nvmeof_offload.pool.survey import Surveyed, find, survey
@@ -62,11 +74,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check_host(staging_bytes: int) -> list[Finding]:
-    """Check the native core, huge pages and io_uring for a server with so much staging."""
+    """Check the native core, memory, huge pages and io_uring for a server with so much staging."""
     if core is None:
         remedy = "install g++, liburing-dev and libisal-dev, and this package again"
         return [warning("native_core", WHY_NOT, remedy)]
-    findings = [ok("native_core", "loads"), check_huge_pages()]
+    findings = [ok("native_core", "loads"), check_memory(staging_bytes), check_huge_pages()]
     denied = _try_ring(registered=False)
     if denied is not None:
         effect = "the threads engine runs instead"
@@ -81,6 +93,19 @@ def check_host(staging_bytes: int) -> list[Finding]:
     denied = denied or UringDeniedError("io_uring_register_buffers", errno.ENOMEM)
     effect = "io_uring runs unregistered, at several times the CPU cost"
     return [*findings, _denied(check, denied, staging_bytes, effect)]
+
+
+def check_memory(staging_bytes: int) -> Finding:
+    """Check staging against the memory of this machine, or of the container."""
+    most = memory_bytes()
+    evidence = f"staging of {format_bytes(staging_bytes)}, and {format_bytes(most)} of memory"
+    if staging_bytes > most:
+        return error("memory", evidence, "give less staging, or raise the container's limit")
+    if staging_bytes > memory_left_bytes():
+        left = format_bytes(max(0, memory_left_bytes()))
+        remedy = "give less staging, raise the container's limit, or stop what runs beside"
+        return warning("memory", f"{evidence}, {left} of which is left", remedy)
+    return ok("memory", evidence)
 
 
 def _denied(check: str, denied: UringDeniedError, staging_bytes: int, effect: str) -> Finding:
@@ -125,20 +150,29 @@ def _may_lock_anything() -> bool:
 
 
 def check_target(target: str) -> list[Finding]:
-    """Check one directory for a pool; create it if it is missing, as a server's start would."""
+    """Check one directory for a pool. Nothing is created but a probe's file that is removed."""
+    settings = parse_config({"targets": [target], "allow_root_file_system": True}, {})
     try:
-        (info,) = check_targets(parse_config({"targets": [target]}, {}))
+        (info,) = check_targets(settings, create=False)
     except ConfigError as refusal:
         evidence, _, remedy = refusal.remedy.partition("; ")
         return [error("target", evidence, remedy)]
+    if not os.path.isdir(info.path):
+        evidence = f"{info.path} does not exist; a start would make it on {info.file_system}"
+        return [warning("target", evidence, "mount its file system, or correct the path")]
     access = ok("target_access", "no other user can remove or rename the pool")
     problem, remedy = judge_access(info.path)
     if problem:
         access = warning("target_access", problem, remedy)
-    evidence = f"{format_bytes(info.free_bytes)} free on {info.file_system}"
+    free, kept = space_bytes(Path(info.path))
+    left = f"{format_bytes(kept)} of which a pool leaves free"
+    evidence = f"{format_bytes(free)} free on {info.file_system}, {left}"
     space = ok("free_space", evidence)
-    if info.free_bytes < GIB:
+    if free < GIB + kept:
         space = warning("free_space", evidence, "free some space, or name another target")
+    elif target != default_target(os.environ) and is_on_root(Path(info.path)):
+        remedy = "mount the target's file system, or set allow_root_file_system for a pool there"
+        space = warning("free_space", f"{evidence}; it is the root file system", remedy)
     try:
         probe_o_direct(Path(info.path))
         direct = judge_alignment(info, _direct_alignment(info.path))

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much memory and disk space this process may take of the machine that it runs on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from vllm_nvmeof_offload.units import GIB, KIB
+
+#: What a pool leaves free of a file system: a twentieth of it. A larger share of a small one
+#: would leave no pool, and a namespace of many TiB needs no more than the most.
+_FREE_BYTES_MIN, _FREE_BYTES_MAX = GIB, 64 * GIB
+#: The root file system has logs, package caches and other services on it.
+_FREE_BYTES_MIN_ROOT = 4 * GIB
+_FREE_SHARE, _FREE_SHARE_MAX = 20, 10
+#: For superblocks and directories, on the smallest file system.
+_FREE_BYTES_LEAST = 64 * KIB
+
+_CGROUP_MEMORY = (
+    # Limit, use, and its reclaimable part in memory.stat: version 2, then version 1.
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
+def memory_bytes() -> int:
+    """Return the bytes of memory that this process may use: the machine's, or the least limit of
+    its control groups."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([physical, *(limit for limit, _ in _cgroup_limits())])
+
+
+def memory_left_bytes() -> int:
+    """Return the bytes that this process may still take before its control groups are full.
+
+    The page cache counts as free, because the kernel gives it up. Without a limit: all memory.
+    """
+    return min([memory_bytes(), *(limit - used for limit, used in _cgroup_limits())])
+
+
+def _cgroup_limits() -> Iterator[tuple[int, int]]:
+    """Yield limit and use, in bytes, of each control group of this process that limits memory."""
+    for folder in _cgroup_folders():
+        for limit_file, use_file, reclaimable in _CGROUP_MEMORY:
+            try:
+                limit = int((folder / limit_file).read_text())  # ValueError: "max"
+                used = int((folder / use_file).read_text())
+                lines = (folder / "memory.stat").read_text().splitlines()
+            except (OSError, ValueError):
+                continue
+            cached = dict(line.split(" ", 1) for line in lines).get(reclaimable, "0")
+            yield limit, max(0, used - int(cached))
+
+
+def _cgroup_folders() -> Iterator[Path]:
+    """Yield the folders of this process's memory control groups: each one's, and its parents'."""
+    try:
+        own = Path("/proc/self/cgroup").read_text().splitlines()
+        mounts = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return
+    paths = {}  # by version
+    for line in own:
+        _, controllers, path = line.split(":", 2)
+        if not controllers or "memory" in controllers.split(","):
+            paths["cgroup2" if not controllers else "cgroup"] = path
+    for line in mounts:
+        before, _, after = line.partition(" - ")
+        root, point = before.split(" ")[3:5]
+        kind, _, options = after.split(" ", 2)
+        if kind not in paths or (kind == "cgroup" and "memory" not in options.split(",")):
+            continue
+        # In a container the mount may show the group itself as its root.
+        inside = Path(os.path.relpath(paths[kind], root))
+        folder = Path(point) if ".." in inside.parts else Path(point) / inside
+        while True:
+            yield folder
+            if folder == Path(point):
+                break
+            folder = folder.parent
+
+
+def is_on_root(path: Path) -> bool:
+    """Whether what is made at `path` takes space of the root file system."""
+    return existing(path).stat().st_dev == os.stat("/").st_dev
+
+
+def existing(path: Path) -> Path:
+    """Return the nearest of `path` and its parents that is a directory."""
+    return next(place for place in (path, *path.parents) if place.is_dir())
+
+
+def space_bytes(path: Path) -> tuple[int, int]:
+    """Return the bytes free for us on the file system of `path`, and how many a pool leaves."""
+    place = existing(path)
+    status = os.statvfs(place)
+    size = status.f_blocks * status.f_frsize
+    least = _FREE_BYTES_MIN_ROOT if is_on_root(place) else _FREE_BYTES_MIN
+    kept = min(max(size // _FREE_SHARE, least), _FREE_BYTES_MAX, size // _FREE_SHARE_MAX)
+    return status.f_bavail * status.f_frsize, max(kept, _FREE_BYTES_LEAST)
