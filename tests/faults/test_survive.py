@@ -107,13 +107,24 @@ def test_an_errno_that_means_gone_gives_the_verdict_earlier(
 def test_writes_that_fail_while_reads_succeed_lose_the_target(
     survivor: Survivor, faulty_mount: FaultyMount
 ) -> None:
-    faulty_mount.rules({"op": "write", "do": "errno", "value": errno.EROFS})
+    faulty_mount.rules({"op": "write", "do": "errno", "value": errno.ENODEV})
     for _ in range(FAILURES_MAX):
-        assert survivor.write(1, 0, name(1)) == io_error(errno.EROFS)
+        assert survivor.write(1, 0, name(1)) == io_error(errno.ENODEV)
         assert survivor.read(2, name(2)) == (
             OK if survivor.health[0].verdict is Verdict.OK else DEADLINE
         )
     survivor.wait_verdict(0, Verdict.GONE)
+
+
+def test_a_read_only_file_system_is_read(survivor: Survivor, faulty_mount: FaultyMount) -> None:
+    faulty_mount.rules({"op": "write", "do": "errno", "value": errno.EROFS})
+    for _ in range(2 * FAILURES_MAX):
+        assert survivor.write(1, 0, name(1)) == io_error(errno.EROFS)
+        assert survivor.read(2, name(2)) == OK
+    survivor.wait_verdict(0, Verdict.DEGRADED)
+    faulty_mount.rules()
+    assert survivor.write(1, 0, name(1)) == OK
+    survivor.wait_verdict(0, Verdict.OK)
 
 
 def test_a_mount_over_one_that_hangs(survivor: Survivor, faulty_mount: FaultyMount) -> None:

@@ -4,13 +4,15 @@
 verdict    condition                                                 I/O on the target
 ========   =======================================================   =========================
 ok         none of the conditions below                              all
-degraded   a controller is not live, or a path not optimized         all
+degraded   a controller is not live, or a path not optimized; or     all
+           nothing can be written: the file system is read-only,
+           or the region's lease waits to be renewed
 suspect    an operation is past its deadline and the kernel still    none: it fails at once
            has its buffer; or no controller of it carries I/O        with DEADLINE
 gone       `FAILURES_MAX` of its reads, or of its writes, in a row   none, as above, until it
            fail with an error of target scope (`errors.ERRORS`),     is attached again
-           or `FAILED_SLOTS_MAX` slots in a row fail with EIO; or
-           its block device has disappeared
+           EROFS apart; or `FAILED_SLOTS_MAX` slots in a row fail
+           with EIO; or its block device has disappeared
 
 ok and degraded are *usable*; the manager only looks at that. Suspect ends by itself, when the
 kernel has returned every buffer and a controller carries I/O. Gone ends only with `attached`,
@@ -33,6 +35,7 @@ from vllm_nvmeof_offload.errors import Outcome, OutcomeKind, Scope
 FAILURES_MAX = 3
 #: EIO may be one bad place; on this many slots, with no success between, the target is gone.
 FAILED_SLOTS_MAX = 8
+_READ_ONLY = "its file system is read-only"
 
 
 class Verdict(enum.Enum):
@@ -88,6 +91,7 @@ class TargetHealth:
         self._under_way: Counter[int] = Counter()  # attachment → operations, their buffers too
         self._late: Counter[int] = Counter()  # attachment → those past their deadline
         self._lost = ""  # the reason why it is gone; empty: it is not
+        self._unwritable: set[str] = set()  # the reasons why nothing can be written
         self._paths = PathStates()
         self._runs = {False: _Run(), True: _Run()}  # by is_write
 
@@ -120,6 +124,11 @@ class TargetHealth:
             if outcome.kind not in (OutcomeKind.DEADLINE, OutcomeKind.CANCELLED):
                 run.of_target = 0  # the target returned bytes, right or wrong
                 run.slots.clear()
+                if is_write:
+                    self.writes(True, _READ_ONLY)
+            return
+        if outcome.errno == errno.EROFS:
+            self.writes(False, _READ_ONLY)  # reads go on
             return
         if outcome.scope is Scope.TARGET:
             run.of_target += 1
@@ -137,6 +146,11 @@ class TargetHealth:
             self.lost("its block device has disappeared")
         self._judge()
 
+    def writes(self, may: bool, reason: str) -> None:
+        """Nothing can be written for this reason, or it does not hold (any more)."""
+        (self._unwritable.discard if may else self._unwritable.add)(reason)
+        self._judge()
+
     def lost(self, reason: str) -> None:
         """Mark the target gone until `attached`."""
         if self._can_return:
@@ -148,6 +162,7 @@ class TargetHealth:
         self.attachment += 1
         self._lost = ""
         self._paths = PathStates()
+        self._unwritable.clear()
         self._runs = {False: _Run(), True: _Run()}
         self._judge()
 
@@ -161,6 +176,8 @@ class TargetHealth:
             found = Verdict.SUSPECT, f"none of its {paths.known} controllers carries I/O"
         elif paths.best < paths.known:
             found = Verdict.DEGRADED, f"{paths.best} of {paths.known} controllers at their best"
+        elif self._unwritable:
+            found = Verdict.DEGRADED, f"nothing is written: {min(self._unwritable)}"
         else:
             found = Verdict.OK, ""
         self.verdict, self.reason = found

@@ -66,6 +66,15 @@ def test_a_few_failures_in_a_row_make_a_target_gone(number: int) -> None:
     assert str(io_error(number)) in bench.health.reason
 
 
+def test_a_read_only_file_system_stops_writes_and_no_reads() -> None:
+    bench = Bench()
+    for slot in range(5 * FAILURES_MAX):
+        assert bench.end(io_error(errno.EROFS), slot, is_write=True) is Verdict.DEGRADED
+        assert bench.end(OK) is Verdict.DEGRADED
+    assert bench.health.reason == "nothing is written: its file system is read-only"
+    assert bench.end(OK, is_write=True) is Verdict.OK
+
+
 def test_eio_on_one_slot_blames_the_slot_and_on_many_the_target() -> None:
     bench = Bench()
     for _ in range(5 * FAILED_SLOTS_MAX):
