@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,30 @@ def test_the_servers_name_is_renewed(lock: DirectoryLock) -> None:
     assert holder is not None
     assert holder.pid == os.getpid(), "not the child's"
     beating.stop()
+
+
+def test_a_record_that_names_another_process_is_left_alone(lock: DirectoryLock) -> None:
+    """Another host's server, which flock does not reach, has taken the directory over."""
+    write_record(lock.file, os.getpid())
+    ours = read_holder(lock.path)
+    assert ours is not None
+    for theirs in (replace(ours, boot_id="another-kernel"), replace(ours, pid=ours.pid + 1)):
+        lock.path.write_bytes(theirs.record())
+        with pytest.raises(OSError, match=f"{theirs} has taken it over") as refusal:
+            write_record(lock.file, os.getpid())
+        assert refusal.value.errno == errno.EBUSY
+        assert read_holder(lock.path) == theirs
+    lock.path.write_bytes(b"\0" * 512)  # a write was torn: nobody is named
+    write_record(lock.file, os.getpid())
+    holder = read_holder(lock.path)
+    assert holder is not None and holder.pid == ours.pid
+
+
+def test_a_release_leaves_another_hosts_name(lock: DirectoryLock) -> None:
+    theirs = Holder("elsewhere", 1, "another-kernel", 0.0)
+    lock.path.write_bytes(theirs.record())
+    lock.release()
+    assert read_holder(lock.path) == theirs
 
 
 def beating_for(pid: int) -> list[int]:

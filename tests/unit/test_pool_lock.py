@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +24,13 @@ from vllm_nvmeof_offload import LOGGER_NAME
 from vllm_nvmeof_offload.errors import PoolLockedError
 from vllm_nvmeof_offload.pool import ownership
 from vllm_nvmeof_offload.pool.format import Keyspace
-from vllm_nvmeof_offload.pool.lock import DirectoryLock, Heartbeat, Holder, read_holder
+from vllm_nvmeof_offload.pool.lock import (
+    DirectoryLock,
+    Heartbeat,
+    Holder,
+    probe_lock,
+    read_holder,
+)
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.pool.silence import Silence
 
@@ -161,6 +168,20 @@ def test_a_dead_owner_is_taken_over(
     pool = Pool.open(make_spec(tmp_path, engine_index=0))
     assert pool.engine_index == 0
     pool.close()
+
+
+def test_a_live_holder_with_a_boot_id_of_its_own_is_no_other_host(
+    tmp_path: Path, other_process: subprocess.Popen[str]
+) -> None:
+    """A container may have one. Its flock is refused, so it lives here."""
+    directory = tmp_path / Keyspace.of({"m": 1}).digest / "engine-0" / "rank-0"
+    holder = read_holder(directory / "lock")
+    assert holder is not None
+    (directory / "lock").write_bytes(replace(holder, boot_id="the container's").record())
+    assert probe_lock(directory).kind == "live"
+    other_process.kill()
+    other_process.wait()
+    assert probe_lock(directory).kind == "foreign"
 
 
 def test_a_repair_renews_its_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

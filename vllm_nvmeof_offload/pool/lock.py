@@ -117,13 +117,20 @@ class LockFile(NamedTuple):
 
 
 def write_record(file: LockFile, pid: int) -> None:
-    """Renew the record of process `pid` durably. OSError ESTALE: another file is there now."""
+    """Renew the record of process `pid` durably.
+
+    OSError: ESTALE: another file is there now; EBUSY: the record names another process, which has
+    taken the directory over.
+    """
     fd = os.open(file.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         status = os.fstat(fd)
         if (status.st_dev, status.st_ino) != (file.device, file.inode):
             raise OSError(errno.ESTALE, "another lock file is there now", file.path)
-        _write(fd, Holder.myself(pid).record())
+        found, ours = read_holder(Path(file.path)), Holder.myself(pid)
+        if found is not None and (found.boot_id, found.pid) != (ours.boot_id, ours.pid):
+            raise OSError(errno.EBUSY, f"{found} has taken it over from {ours}", file.path)
+        _write(fd, ours.record())
     finally:
         os.close(fd)
 
@@ -200,11 +207,16 @@ class DirectoryLock:
             os.close(fd)
 
     def release(self) -> None:
-        """Remove the holder's name and unlock. An error is only logged: the flock ends anyway."""
+        """Remove the holder's name, unless another host's took it over, and unlock.
+
+        An error is only logged: the flock ends anyway.
+        """
         if self.fd < 0:
             return
         try:
-            _write(self.fd, b" " * _RECORD_BYTES)
+            holder = read_holder(self.path)
+            if holder is None or not holder.is_foreign:
+                _write(self.fd, b" " * _RECORD_BYTES)
         except OSError as error:
             reason = errno.errorcode.get(error.errno or 0, error)
             # A target that does not answer: nothing is lost, the flock ends with this process.
@@ -299,13 +311,15 @@ def probe_lock(directory: Path) -> LockState:
         if not os.pread(fd, 4096, 0).strip(b"\0 \n"):
             return LockState("none")
         holder = read_holder(path)
-        if holder is not None and holder.is_foreign:
-            return LockState("foreign", holder)
         # A shared flock, released at once. A server that starts in these microseconds would see
         # the directory as taken. The record is read first, so that this can only happen where a
-        # killed server left its name.
-        stale = try_flock(fd, fcntl.LOCK_SH)
-        return LockState("stale" if stale else "live", holder, _age_s(holder))
+        # killed server or another host's left its name. A flock that is refused shows a holder that
+        # lives, whatever boot id it has: a container may have one of its own.
+        if not try_flock(fd, fcntl.LOCK_SH):
+            return LockState("live", holder, _age_s(holder))
+        if holder is not None and holder.is_foreign:
+            return LockState("foreign", holder)
+        return LockState("stale", holder, _age_s(holder))
     finally:
         os.close(fd)
 
