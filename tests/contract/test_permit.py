@@ -6,6 +6,8 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -20,11 +22,12 @@ from vllm_nvmeof_offload.pool.format import (
     decode_table,
     read_superblock,
 )
-from vllm_nvmeof_offload.pool.lease import Permit
+from vllm_nvmeof_offload.pool.lease import Permit, boot_ns
 
 from .rig import WAIT_S, Rig, content, name
 from .test_io_engine_place import whole_slot
 
+ASLEEP_S = 86_400
 MakeRig = Callable[..., Rig]
 
 
@@ -35,7 +38,7 @@ def permit_of(rig: Rig, target: int = 0) -> Permit:
 
 
 def renew(permit: Permit) -> None:
-    permit.grant(time.monotonic_ns() + int(1e9 * WAIT_S))
+    permit.grant(boot_ns() + int(1e9 * WAIT_S))
 
 
 def run_out(permit: Permit) -> None:
@@ -75,6 +78,30 @@ def test_a_write_is_held_back_until_the_permit_is_renewed(rig: Rig) -> None:
     rig.zero(0)
     assert rig.run(rig.read(5, 0, name(2)))[0].outcome == OK
     assert rig.payload(0) == content(name(2))
+
+
+def test_a_permit_does_not_outlive_a_sleep(
+    make_rig: MakeRig, request: pytest.FixtureRequest
+) -> None:
+    """In a time namespace whose machine has slept for a day."""
+    slept_s = (boot_ns() - time.monotonic_ns()) / 1e9
+    if slept_s < ASLEEP_S - 60:
+        unshare = ["unshare", "--user", "--map-root-user", "--time", "--fork"]
+        unshare += ["--boottime", str(ASLEEP_S)]
+        if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode:
+            pytest.skip("this machine allows no time namespace")
+        command = [*unshare, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0"]
+        subprocess.run([*command, request.node.nodeid], cwd=request.config.rootpath, check=True)
+        return
+    rig = make_rig(leased=True)
+    renew(permit_of(rig))
+    rig.store(1, name(1))
+    permit_of(rig).grant(time.monotonic_ns() + int(1e9 * WAIT_S))  # of before the sleep
+    rig.fill(2, name(2))
+    write = rig.write(5, 2, name(2))
+    rig.submit(write)
+    assert rig.run(rig.read(1, 0, name(1)))[0].outcome == OK
+    assert rig.engine.cancel([write.token]) == [write.token]
 
 
 def test_a_write_that_is_held_back_can_be_taken_back_at_its_deadline(rig: Rig) -> None:

@@ -2,7 +2,7 @@
 """A claimant of one lease page: `python -m tests.faults.lease_child DIRECTORY SEED STALL`.
 
 It claims, keeps and gives up the lease again and again, with late reads and writes. A line for each
-time that it could write: begin and end by CLOCK_MONOTONIC, which all processes of a machine share.
+time that it could write: begin and end by CLOCK_BOOTTIME, which all processes of a machine share.
 STALL: the longest time for which one write in ten stalls, in seconds; 0: none does.
 """
 
@@ -20,6 +20,7 @@ from vllm_nvmeof_offload.pool.lease import (
     Leasing,
     PageFile,
     Permits,
+    boot_ns,
     lease_of,
     read_lease,
 )
@@ -66,12 +67,12 @@ def keep(lease: Lease, rng: random.Random) -> None:
     keeper = Keeper(lease.io, lease.page.owner, LEASING.takeover_s, permit)
     end_s = time.monotonic() + 2 * rng.random()
     while not permit.is_lost:
-        grants.append((time.monotonic_ns(), permit.until_ns))
+        grants.append((boot_ns(), permit.until_ns))
         if time.monotonic() >= end_s:
             break
         time.sleep(LEASING.beat_s)
         keeper.renew(epoch=1)
-    ended_ns = time.monotonic_ns()
+    ended_ns = boot_ns()
     if rng.random() < 0.5:
         lease.release()
     permit.lose()
@@ -88,7 +89,7 @@ def main(directory: Path, seed: int, stall_s: float) -> None:
     end_s = time.monotonic() + RUN_S
     while time.monotonic() < end_s:
         lease = Lease.claim(io, LEASING, permit, wait_free(io, file.path))
-        while time.monotonic_ns() < lease.settles_ns:
+        while boot_ns() < lease.settles_ns:
             time.sleep(0.01)
         if lease.is_ours():
             keep(lease, rng)

@@ -12,6 +12,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <ctime>
 #include <mutex>
 #include <stdexcept>
 #include <string_view>
@@ -36,6 +37,13 @@ using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC
 
 inline int64_t now_ns() {
   return std::chrono::nanoseconds(Clock::now().time_since_epoch()).count();
+}
+
+// CLOCK_BOOTTIME, which goes on while the machine sleeps, as `pool/lease.py` reads it for permits.
+inline uint64_t boot_ns() {
+  timespec now;
+  clock_gettime(CLOCK_BOOTTIME, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(now.tv_nsec);
 }
 
 inline int make_eventfd(int flags) {
@@ -136,13 +144,13 @@ struct ForeignSlab {
   Region region;
 };
 
-// The write permit of a region with a lease: the CLOCK_MONOTONIC time, in ns, before which writes
-// may start. The lease's keeper advances it in shared memory; 0: the lease is lost, for good.
+// The write permit of a region with a lease: the time by `boot_ns` before which writes may start.
+// The lease's keeper advances it in shared memory; 0: the lease is lost, for good.
 class Permit {
  public:
   // word: null, if the region has no lease: it may be written at any time.
   explicit Permit(const uint64_t* word = nullptr) : word_(word) {}
-  bool open() const { return word_ == nullptr || static_cast<uint64_t>(now_ns()) < until(); }
+  bool open() const { return word_ == nullptr || boot_ns() < until(); }
   bool lost() const { return word_ != nullptr && until() == 0; }
   // Whether the region has a lease, because other hosts read it.
   bool leased() const { return word_ != nullptr; }

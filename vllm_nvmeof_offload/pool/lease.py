@@ -18,7 +18,8 @@ The owner's *keeper*, in the process that writes heartbeats, reads the page befo
 another owner is there, the lease is lost for as long as the process lives. With each renewal the
 keeper advances the write permit, a word of shared memory that everything reads that writes to the
 region: it is the time before the renewal began, plus a third of `takeover_s`. A server whose
-renewals do not complete thus stops writing long before anybody takes its region.
+renewals do not complete thus stops writing long before anybody takes its region. It goes on once
+they do, if nobody has taken it (`Keeper`). Permits count the time for which a machine sleeps.
 
 A lease is not a fence. What the kernel has queued may land after another owner came; see
 docs/sharing.md for what that costs.
@@ -59,6 +60,11 @@ _WORD_BYTES = 8
 _READS = 3
 #: Within the permit, a keeper renews so many times.
 _BEATS_PER_PERMIT = 3
+
+
+def boot_ns() -> int:
+    """Return the time by the clock of permits: it counts sleep, and the native core reads it."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 def _text(value: str) -> bytes:
@@ -305,7 +311,7 @@ def watch_leases(silence: Silence, directories: Iterable[Path]) -> None:
 
 
 class Permit:
-    """The word of one region: the CLOCK_MONOTONIC ns before which a write may start; 0: never."""
+    """The word of one region: the time by `boot_ns` before which a write may start; 0: never."""
 
     def __init__(self, word: ctypes.c_uint64) -> None:
         self._word = word
@@ -320,7 +326,7 @@ class Permit:
 
     @property
     def is_open(self) -> bool:
-        return time.monotonic_ns() < self._word.value
+        return boot_ns() < self._word.value
 
     @property
     def is_lost(self) -> bool:
@@ -379,7 +385,7 @@ class Permits:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A claim to a region, and then its lease. clock: CLOCK_MONOTONIC, in ns.
+    """A claim to a region, and then its lease. clock: as `boot_ns`.
 
     page: what the claim wrote; whoever knows the region's epoch sets it there. previous: the page
     that was found, which names the last owner; None: there was none. path: of the page, for
@@ -393,7 +399,7 @@ class Lease:
     page: LeasePage
     path: Path = Path()
     number: int = 0
-    clock: Callable[[], int] = time.monotonic_ns
+    clock: Callable[[], int] = boot_ns
     _written_ns: int = 0
     _took_ns: int = 0
 
@@ -404,7 +410,7 @@ class Lease:
         leasing: Leasing,
         permit: Permit,
         previous: LeasePage | None,
-        clock: Callable[[], int] = time.monotonic_ns,
+        clock: Callable[[], int] = boot_ns,
     ) -> Lease:
         """Write our name. previous: the page as it was just read, whose owner is dead or gone.
 
@@ -479,7 +485,23 @@ class Lease:
 
 
 class Keeper:
-    """Renews one lease and advances its permit. One thread; every call may wait for the disk."""
+    """Renews one lease and advances its permit. One thread; every call may wait for the disk.
+
+    A permit is open for a third of the takeover after a renewal began that has found our name.
+    Whoever finds a page silent for the whole takeover may claim it, so a keeper without a renewal
+    for that long is *late*: it opens no permit, and obeys any other owner. If it finds its own name
+    then, nobody has claimed the region, or a write of its own was under way for long and has
+    replaced the claim. So it claims again, in two steps of half a takeover (`_wait_ns`) each:
+
+    1. It only reads. An owner that lives finds a page of a lower generation than its own, which it
+       replaces, because no claim writes one while that owner renews.
+    2. It writes the next generation, which every other owner obeys, and waits. If the page has its
+       name at the end, nobody else has found another one there for longer than a permit lasts.
+
+    The second wait follows each write that has ended half a takeover after the last renewal began,
+    because it may have replaced such a claim. So no two permits are open at once, unless a claimant
+    stalls between its read and its write for longer than it lets its claim settle.
+    """
 
     def __init__(
         self,
@@ -487,35 +509,63 @@ class Keeper:
         owner: bytes,
         takeover_s: float,
         permit: Permit,
-        clock: Callable[[], int] = time.monotonic_ns,
+        clock: Callable[[], int] = boot_ns,
     ) -> None:
         self._io = io
         self._owner = owner
         self._takeover_ns = round(1e9 * takeover_s)
         self._permit_ns = self._takeover_ns // 3
+        self._wait_ns = self._takeover_ns // 2
         self._permit = permit
         self._clock = clock
+        #: The newest page of ours that was seen or written.
+        self._page: LeasePage | None = None
+        #: When the last renewal began that found our name, and ended before it was late.
+        self._renewed_ns = permit.until_ns - self._permit_ns
+        #: When our name was first found late, and no other since; 0: it was not.
+        self._watched_ns = 0
+        #: Renewals that begin earlier permit nothing.
+        self._opens_ns = 0
 
     def renew(self, epoch: int) -> None:
-        """Renew once; nothing if the lease is lost. OSError: the page cannot be read or written."""
-        begun_ns = self._clock()
-        if self._permit.is_lost or self._is_late(begun_ns):
-            return
-        page = read_lease(self._io)
-        if page is None:
-            raise FileNotFoundError(errno.ENOENT, "no owner is named")
-        if not page.is_intact:
-            raise OSError(errno.EIO, "the page is damaged")
-        if page.owner != self._owner:
-            self._permit.lose()
-            return
-        self._io.write(replace(page, beat=page.beat + 1, epoch=epoch).encode())
-        if not self._is_late(self._clock()):
-            self._permit.grant(begun_ns + self._permit_ns)
+        """Renew once, put the page back or claim it again; nothing if the lease is lost.
 
-    def _is_late(self, now_ns: int) -> bool:
-        """Lose the lease if the last renewal that has completed began too long ago."""
-        renewed_ns = self._permit.until_ns - self._permit_ns
-        if now_ns - renewed_ns >= self._takeover_ns:
+        OSError: the page cannot be read or written.
+        """
+        begun_ns = self._clock()
+        if self._permit.is_lost:
+            return
+        found = read_lease(self._io)
+        is_late = self._is_late()
+        newest = 0 if self._page is None else self._page.generation
+        # Generation 0: the page is missing or damaged.
+        owner, generation = (NOBODY, 0) if found is None else (found.owner, found.generation)
+        if generation and owner != self._owner and (is_late or generation >= newest):
             self._permit.lose()
-        return self._permit.is_lost
+            return
+        is_ours = owner == self._owner and generation >= newest
+        if is_ours:
+            self._page = found
+        if self._page is None:
+            raise OSError(errno.EIO, "no owner is named, or the page is damaged")
+        claims = is_late and is_ours
+        self._watched_ns = (self._watched_ns or self._clock()) if claims else 0
+        if claims and begun_ns < self._watched_ns + self._wait_ns:
+            return
+        page = self._page = replace(
+            self._page,
+            generation=self._page.generation + claims,
+            beat=self._page.beat + 1,
+            epoch=epoch,
+        )
+        self._io.write(page.encode())
+        written_ns = self._clock()
+        if written_ns >= self._renewed_ns + self._wait_ns:
+            self._opens_ns = written_ns + self._wait_ns
+        if claims or (is_ours and not self._is_late()):
+            self._renewed_ns = begun_ns
+            if begun_ns >= self._opens_ns:
+                self._permit.grant(begun_ns + self._permit_ns)
+
+    def _is_late(self) -> bool:
+        return self._clock() - self._renewed_ns >= self._takeover_ns

@@ -187,7 +187,7 @@ class Claim:
             if not lease.permit.wait(lambda: True):
                 raise PoolError(
                     f"the lease {lease.path} was lost during the start: another server has taken "
-                    "it, or its file system did not answer in time; start again"
+                    "it; start again"
                 )
 
     @property
@@ -312,7 +312,7 @@ def _busy_error(busy: Path) -> PoolLockedError:
 
 def _have_settled(leases: Sequence[Lease]) -> bool:
     """Wait until the pages show which claim was the last; return whether ours was, in all."""
-    while any(time.monotonic_ns() < lease.settles_ns for lease in leases):
+    while any(lease.clock() < lease.settles_ns for lease in leases):
         time.sleep(POLL_S)
     return all(lease.is_ours() for lease in leases)
 
@@ -506,7 +506,7 @@ def hold(directories: Sequence[Path]) -> Iterator[Callable[[], None]]:
 
     A lease is claimed in the name of its last owner, who then still adopts what is there. Call what
     is yielded before each change: it waits until every lease permits writes, and raises
-    PoolLockedError once one is lost, because this process was stopped for too long.
+    PoolLockedError once another process has one, because this one was stopped for too long.
 
     PoolLockedError: a live process holds one; it is named. None is held then. PoolError: a lock
     file cannot be opened or written.
@@ -542,9 +542,9 @@ def _wait_for_permits(leases: Sequence[Lease]) -> None:
     for lease in leases:
         if not lease.permit.wait(lambda: True):
             raise PoolLockedError(
-                f"{lease.path.parent} may be another process's by now: for "
-                f"{lease.leasing.takeover_s:.0f} s this one could not renew its lease; nothing "
-                f"more was changed there, so run the command again"
+                f"{lease.path.parent} is another process's now: this one did not renew its lease "
+                f"for {lease.leasing.takeover_s:.0f} s; nothing more was changed there, so run the "
+                f"command again"
             )
 
 

@@ -134,8 +134,11 @@ class Attachments:
         requests: list[ProbeRequest | None] = []
         for target, (health, paths) in enumerate(zip(self._health, states, strict=True)):
             health.watched(paths)
+            permit = self._pool.permits[target]
+            if permit is not None:
+                health.writes(permit.is_open, "its lease could not be renewed in time")
             if self._has_lost(target):
-                health.lost("another server has its lease, or it could not be renewed in time")
+                health.lost("another server has its lease")
             is_gone = health.verdict is Verdict.GONE
             is_open = self._pool.device(target) is not None
             if is_gone and is_open and not health.busy(health.attachment):

@@ -46,6 +46,7 @@ from vllm_nvmeof_offload.targets.prober import ProbeRequest, probe
 from .kit import STORED, fill, make_spec
 
 PAGE = LeasePage(bytes(range(16)), 7, 9, 1000, 5, "höst", 4711, "server a")
+OTHER = replace(PAGE, owner=bytes(15) + b"\1", name="server b")
 #: `impatient` claims wait so long for a sign of life.
 SHORT_S = 0.3
 #: It renews often, and a start waits longer than a busy machine delays that.
@@ -132,6 +133,20 @@ class Kept:
     def until_s(self) -> float:
         return self.permit.until_ns / 1e9
 
+    @property
+    def page(self) -> LeasePage:
+        page = LeasePage.decode(self.content)
+        assert page is not None
+        return page
+
+    def run(self, seconds: float) -> float:
+        """Renew each second; return the end of the permit."""
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.now_s += 1.0
+            self.keeper.renew(epoch=6)
+        return self.until_s
+
 
 def test_a_renewal_permits_writes_for_a_third_of_the_takeover_from_its_begin() -> None:
     kept = Kept()
@@ -142,43 +157,95 @@ def test_a_renewal_permits_writes_for_a_third_of_the_takeover_from_its_begin() -
     assert page == replace(PAGE, beat=PAGE.beat + 1, epoch=6)
 
 
-def test_a_renewal_that_comes_late_permits_nothing_yet() -> None:
+def test_a_renewal_that_ends_late_permits_nothing_for_half_a_takeover() -> None:
     kept = Kept()
     kept.delay_s = 25.0
     kept.keeper.renew(epoch=6)
     assert kept.until_s == 110 < kept.now_s, "it began 25 s ago"
     kept.delay_s = 0.0
-    kept.keeper.renew(epoch=6)
-    assert kept.until_s == 135
+    assert kept.run(14.0) == 110, "the page that it wrote may have replaced another one"
+    assert kept.run(3.0) > kept.now_s
+    assert kept.page.generation == PAGE.generation
 
 
-def test_a_lease_that_was_not_renewed_for_the_takeover_is_lost() -> None:
+def test_an_outage_suspends_writes_and_the_lease_is_claimed_again() -> None:
+    """The page's storage gives no answer for longer than the takeover."""
     kept = Kept()
-    kept.delay_s = 30.0
+    kept.delay_s = 40.0
     kept.keeper.renew(epoch=6)
+    assert (kept.until_s, kept.permit.is_lost) == (110, False)
+    before, kept.delay_s = kept.page, 0.0
+    kept.run(14.0)
+    assert kept.page == before, "an owner that lives may put its page back"
+    kept.run(4.0)
+    assert kept.page.generation == before.generation + 1
+    assert kept.run(12.0) == 110, "the other one's permit may be open"
+    assert kept.run(5.0) > kept.now_s
+    assert (kept.page.owner, kept.page.epoch) == (PAGE.owner, 6)
+
+
+def test_a_late_owner_that_finds_another_one_has_lost_whatever_its_generation() -> None:
+    for generation in (1, PAGE.generation, 9):
+        kept = Kept()
+        kept.delay_s = 40.0
+        kept.keeper.renew(epoch=6)
+        kept.content = theirs = replace(OTHER, generation=generation).encode()
+        kept.keeper.renew(epoch=6)
+        assert kept.permit.is_lost
+        assert kept.content == theirs
+
+
+def test_a_claim_that_another_one_replaces_permits_nothing() -> None:
+    kept = Kept()
+    kept.delay_s = 40.0
+    kept.keeper.renew(epoch=6)
+    kept.delay_s = 0.0
+    kept.run(18.0)
+    assert kept.page.generation == PAGE.generation + 1
+    kept.content = replace(OTHER, generation=PAGE.generation + 1).encode()
+    assert kept.run(3.4) == 0
     assert kept.permit.is_lost
-    before, kept.delay_s = kept.content, 0.0
-    kept.keeper.renew(epoch=6)
-    assert kept.permit.is_lost, "for good"
-    assert kept.content == before, "and nothing is written any more"
 
 
 def test_another_owner_in_the_page_ends_the_lease_for_good() -> None:
+    for generation in (PAGE.generation, PAGE.generation + 1):
+        kept = Kept()
+        kept.keeper.renew(epoch=6)
+        kept.content = theirs = replace(OTHER, generation=generation).encode()
+        kept.keeper.renew(epoch=6)
+        assert kept.permit.is_lost
+        assert kept.content == theirs
+        kept.content = PAGE.encode()
+        kept.keeper.renew(epoch=6)
+        assert kept.permit.is_lost
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        PAGE.encode()[:512].ljust(4096, b"\0"),
+        bytes(4096),
+        replace(OTHER, generation=PAGE.generation - 1).encode(),
+        replace(PAGE, generation=PAGE.generation - 1).encode(),
+    ],
+    ids=["torn", "zeros", "late write of a former owner", "late write of our own"],
+)
+def test_a_wrong_page_is_replaced_and_nothing_is_lost(wrong: bytes) -> None:
     kept = Kept()
-    kept.content = theirs = replace(PAGE, owner=bytes(15) + b"\1").encode()
     kept.keeper.renew(epoch=6)
-    assert kept.permit.is_lost
-    assert kept.content == theirs
-    kept.content = PAGE.encode()
+    kept.content, until_s = wrong, kept.until_s
+    kept.now_s += 3.0
     kept.keeper.renew(epoch=6)
-    assert kept.permit.is_lost
+    assert (kept.page.owner, kept.page.generation) == (PAGE.owner, PAGE.generation)
+    assert kept.until_s == until_s, "only a page with our name permits anything"
+    assert kept.run(3.0) == kept.now_s + 10.0
 
 
 def test_a_page_that_cannot_be_read_leaves_the_permit_to_run_out() -> None:
     kept = Kept()
     for content in (b"", b"\1" * 4096):
         kept.content = content
-        with pytest.raises(OSError, match=r"no owner|damaged"):
+        with pytest.raises(OSError, match=r"no owner.*damaged"):
             kept.keeper.renew(epoch=6)
         assert kept.until_s == 110
 
@@ -383,7 +450,7 @@ def test_a_repair_that_has_lost_its_lease_changes_nothing_more(
     monkeypatch.setattr(Permits, "new", staticmethod(remembered))
     monkeypatch.setattr(offline, "disk_bytes", taken_over)
     before = {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "lock"}
-    with pytest.raises(PoolLockedError, match="could not renew its lease"):
+    with pytest.raises(PoolLockedError, match="another process's now"):
         offline.remove([found])
     after = {path.name: path.read_bytes() for path in directory.iterdir() if path.name != "lock"}
     assert after == before | {"lease": PAGE.encode()}
