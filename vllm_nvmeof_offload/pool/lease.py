@@ -487,20 +487,20 @@ class Lease:
 class Keeper:
     """Renews one lease and advances its permit. One thread; every call may wait for the disk.
 
-    A permit is open for a third of the takeover after a renewal began that has found our name.
-    Whoever finds a page silent for the whole takeover may claim it, so a keeper without a renewal
-    for that long is *late*: it opens no permit, and obeys any other owner. If it finds its own name
-    then, nobody has claimed the region, or a write of its own was under way for long and has
-    replaced the claim. So it claims again, in two steps of half a takeover (`_wait_ns`) each:
+    A permit is open for a third of the takeover after a renewal began that found our name. A page
+    that is silent for the whole takeover may be claimed. A keeper without a renewal for that long
+    is *late*: it opens no permit, and obeys any other owner. Its own name there is either unclaimed
+    or a slow write of its own that has replaced a claim. So it claims again, in two steps of half a
+    takeover (`_wait_ns`):
 
-    1. It only reads. An owner that lives finds a page of a lower generation than its own, which it
-       replaces, because no claim writes one while that owner renews.
-    2. It writes the next generation, which every other owner obeys, and waits. If the page has its
-       name at the end, nobody else has found another one there for longer than a permit lasts.
+    1. It only reads. An owner that lives replaces a page of a lower generation than its own,
+       because no claim writes one while that owner renews.
+    2. It writes the next generation, which every other owner obeys, and waits. If its name is there
+       at the end, nobody else has found theirs for longer than a permit lasts.
 
-    The second wait follows each write that has ended half a takeover after the last renewal began,
-    because it may have replaced such a claim. So no two permits are open at once, unless a claimant
-    stalls between its read and its write for longer than it lets its claim settle.
+    The second wait follows each write that ends half a takeover after the last renewal began, which
+    may have replaced such a claim. So no two permits are open at once, unless a claimant stalls
+    between its read and its write for longer than it lets its claim settle.
     """
 
     def __init__(
@@ -552,13 +552,9 @@ class Keeper:
         self._watched_ns = (self._watched_ns or self._clock()) if claims else 0
         if claims and begun_ns < self._watched_ns + self._wait_ns:
             return
-        page = self._page = replace(
-            self._page,
-            generation=self._page.generation + claims,
-            beat=self._page.beat + 1,
-            epoch=epoch,
-        )
-        self._io.write(page.encode())
+        newest, beat = self._page.generation + claims, self._page.beat + 1
+        self._page = replace(self._page, generation=newest, beat=beat, epoch=epoch)
+        self._io.write(self._page.encode())
         written_ns = self._clock()
         if written_ns >= self._renewed_ns + self._wait_ns:
             self._opens_ns = written_ns + self._wait_ns

@@ -117,11 +117,8 @@ class LockFile(NamedTuple):
 
 
 def write_record(file: LockFile, pid: int) -> None:
-    """Renew the record of process `pid` durably.
-
-    OSError: ESTALE: another file is there now; EBUSY: the record names another process, which has
-    taken the directory over.
-    """
+    """Renew the record of process `pid` durably. OSError: ESTALE: another file is there now;
+    EBUSY: another process has taken the directory over."""
     fd = os.open(file.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         status = os.fstat(fd)
@@ -207,10 +204,8 @@ class DirectoryLock:
             os.close(fd)
 
     def release(self) -> None:
-        """Remove the holder's name, unless another host's took it over, and unlock.
-
-        An error is only logged: the flock ends anyway.
-        """
+        """Remove the holder's name, if no other host has taken the file over, and unlock. An error
+        is only logged: the flock ends anyway."""
         if self.fd < 0:
             return
         try:
@@ -313,8 +308,7 @@ def probe_lock(directory: Path) -> LockState:
         holder = read_holder(path)
         # A shared flock, released at once. A server that starts in these microseconds would see
         # the directory as taken. The record is read first, so that this can only happen where a
-        # killed server or another host's left its name. A flock that is refused shows a holder that
-        # lives, whatever boot id it has: a container may have one of its own.
+        # name was left. A refused flock shows a live holder, whatever boot id its container has.
         if not try_flock(fd, fcntl.LOCK_SH):
             return LockState("live", holder, _age_s(holder))
         if holder is not None and holder.is_foreign:
