@@ -538,12 +538,12 @@ class Keeper:
         found = read_lease(self._io)
         is_late = self._is_late()
         newest = 0 if self._page is None else self._page.generation
-        # Generation 0: the page is missing or damaged.
-        owner, generation = (NOBODY, 0) if found is None else (found.owner, found.generation)
-        if generation and owner != self._owner and (is_late or generation >= newest):
-            self._permit.lose()
-            return
-        is_ours = owner == self._owner and generation >= newest
+        is_ours = False
+        if found is not None and found.is_intact:
+            is_ours = found.owner == self._owner and found.generation >= newest
+            if found.owner != self._owner and (is_late or found.generation >= newest):
+                self._permit.lose()
+                return
         if is_ours:
             self._page = found
         if self._page is None:
