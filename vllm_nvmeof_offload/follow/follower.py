@@ -44,7 +44,7 @@ def main(settings: str) -> None:
     targets = tuple(map(Path, found["targets"]))
     scope = Scope(targets, found["keyspace"], found["engine_index"], found["ranks"])
     table = ForeignWriter(found["fd"], ROWS_MIN)
-    owners = Owners(table, scope.ranks, time.monotonic)
+    owners = Owners(table, scope.ranks, time.monotonic, found["slots_max"])
     for target in range(len(targets)):
         of_target = TargetScan(scope, target, table, owners)
         pace = found["follow_ms"] / 1000, _CPU_SHARE_MAX / len(targets)

@@ -3,8 +3,9 @@
 
 An owner is an `engine-K` directory together with the uuids of its pool. Its number is in the
 places of its chunks, and no other owner ever gets it; a pool that goes and comes back has its
-number again. Each target's thread adds what it finds there. An owner is complete when each of its
-regions has been scanned under the epoch that its rank's newest superblock names.
+number again, also from a later follower. Each target's thread adds what it finds there. An owner is
+complete when each of its regions has been scanned under the epoch that its rank's newest superblock
+names.
 """
 
 from __future__ import annotations
@@ -18,11 +19,17 @@ from typing import NamedTuple
 from vllm_nvmeof_offload.native import ForeignWriter, OwnerRecord
 from vllm_nvmeof_offload.pool.format import Superblock, newest_of
 from vllm_nvmeof_offload.protocol import TAG_BYTES
+from vllm_nvmeof_offload.units import format_bytes
 
 #: Rows that the table has room for at first.
 ROWS_MIN = 1 << 16
 #: Numbered from 1; the table has no room for more records.
 OWNERS_MAX = 8191
+#: Slots of all owners: the table has addresses for the chunks of so many, while it grows too.
+SLOTS_MAX = 1 << 28
+#: Memory for a slot that is followed: 25 bytes in the follower; in the table up to 96, which is
+#: three eighths full after it has grown, and whose former half stays for look-ups under way.
+BYTES_PER_SLOT = 128
 NONE, SCANNING, COMPLETE, DEAD = range(4)
 #: A server that starts makes its regions one after another: nothing is logged for so long.
 _PATIENCE_S = 5.0
@@ -77,17 +84,29 @@ class _Engine:
     left_out: tuple[str, float] = ("", 0.0)
     logged: str = ""
 
+    @property
+    def slots(self) -> int:
+        return sum(part.superblock.slots for part in self.parts.values())
+
 
 class Owners:
     """Thread-safe; no call waits for a target."""
 
-    def __init__(self, table: ForeignWriter, ranks: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        table: ForeignWriter,
+        ranks: int,
+        clock: Callable[[], float],
+        slots_max: int = SLOTS_MAX,
+    ) -> None:
         """ranks: of each engine, the first so many are followed. clock: monotonic, seconds.
 
-        Owners of an earlier follower of this table are gone, and their numbers are used up.
+        slots_max: of all owners; an engine with more than are left is not followed. Owners of an
+        earlier follower of this table are gone until they are found again.
         """
         self._table = table
         self._ranks = ranks
+        self._slots_max = slots_max
         self._clock = clock
         self._lock = threading.Lock()
         self._version = table.version_asked
@@ -95,11 +114,13 @@ class Owners:
         self.changes = 0
         self._engines: dict[int, _Engine] = {}
         self._numbers: dict[tuple[int, tuple[bytes, ...]], int] = {}
+        self._former: dict[tuple[int, bytes], int] = {}  # by engine and its first rank's uuid
         self._written: dict[int, tuple[object, ...]] = {}
         self._last = 0
         while self._last < OWNERS_MAX and any(table.owner(self._last + 1).pool_uuid):
             self._last += 1
             old = table.owner(self._last)
+            self._former[old.engine_index, old.pool_uuid] = self._last
             gone = OwnerRecord(old.version, old.tag, old.pool_uuid, old.engine_index, NONE, 0)
             table.set_owner(self._last, gone)
 
@@ -155,6 +176,13 @@ class Owners:
         """Find the engine's owner, and write its record if it changes."""
         engine = self._engines[index]
         pool, why_not = _pool_of(engine.parts, self._ranks)
+        others = (one for one in self._engines.values() if one is not engine and one.pool)
+        slots = engine.slots + sum(one.slots for one in others)
+        if pool is not None and slots > self._slots_max:
+            need, room = engine.slots * BYTES_PER_SLOT, self._slots_max * BYTES_PER_SLOT
+            why_not = f"following its slots may take {format_bytes(need)} of memory, "
+            why_not += f"and all that is followed may take {format_bytes(room)}"
+            pool = None
         self.changes += pool != engine.pool
         if engine.pool is not None and (pool is None or pool.uuids != engine.pool.uuids):
             self._write(index, engine, engine.pool, NONE)
@@ -176,7 +204,11 @@ class Owners:
 
     def _number(self, owner: tuple[int, tuple[bytes, ...]]) -> int:
         """Return the owner's number; 0: all are used up."""
-        if owner not in self._numbers and self._last < OWNERS_MAX:
+        index, uuids = owner
+        former = 0 if owner in self._numbers else self._former.pop((index, uuids[0]), 0)
+        if former:
+            self._numbers[owner] = former
+        elif owner not in self._numbers and self._last < OWNERS_MAX:
             self._last += 1
             self._numbers[owner] = self._last
         return self._numbers.get(owner, 0)

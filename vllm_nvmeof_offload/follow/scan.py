@@ -32,6 +32,7 @@ from vllm_nvmeof_offload.pool.format import (
 )
 from vllm_nvmeof_offload.pool.lease import is_silent
 from vllm_nvmeof_offload.pool.lock import probe_lock
+from vllm_nvmeof_offload.pool.log import LOG_PAGES_MAX
 from vllm_nvmeof_offload.pool.silence import Silence
 
 #: Interval at which a target is searched for engines, and their locks are probed.
@@ -112,7 +113,8 @@ class _Region:
             return False
         found = read_superblock(self.directory)
         ours = self._scope.keyspace, self.name.rank
-        if found is None or (found.keyspace, found.rank) != ours or found.slots >= 1 << 32:
+        is_ours = found is not None and (found.keyspace, found.rank) == ours
+        if found is None or not is_ours or found.log_pages > LOG_PAGES_MAX:
             raise PoolFormatError("of another region")
         self.superblock, self._superblock_seen = found, seen
         return True

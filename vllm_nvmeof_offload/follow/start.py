@@ -14,11 +14,14 @@ from typing import IO
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.child import child_command
-from vllm_nvmeof_offload.follow.owners import ROWS_MIN
+from vllm_nvmeof_offload.follow.owners import BYTES_PER_SLOT, ROWS_MIN, SLOTS_MAX
+from vllm_nvmeof_offload.limits import memory_bytes
 from vllm_nvmeof_offload.native import ForeignWriter
 
 #: A follower that was killed has a successor after this time.
 _RESTART_S = 5.0
+#: What is followed takes at most this part of memory: eight engines of a host, a quarter of it.
+_MEMORY_PART = 32
 #: A stop waits for the end at most so long; a follower whose targets all hang may take longer.
 _END_S_MAX = 0.5
 
@@ -111,5 +114,6 @@ def start_follower(
         "ranks": ranks_followed,
         "fd": own_fd,
         "follow_ms": follow_ms,
+        "slots_max": min(SLOTS_MAX, memory_bytes() // _MEMORY_PART // BYTES_PER_SLOT),
     }
     return Follower([*child_command("follow.follower"), json.dumps(settings)], own_fd)

@@ -155,8 +155,11 @@ ForeignWriter::ForeignWriter(int fd, size_t rows) : ForeignTable(fd, true), end_
   if (fstat(fd_, &file) != 0) fail("fstat of the foreign table");
   if (file.st_size != 0) {
     require(word(0).load(std::memory_order_acquire) == kMagic, "no foreign table");
-    end_ = static_cast<uint64_t>(file.st_size);
-    name_ = word(kAreaAt).load(std::memory_order_relaxed);
+    size_ = static_cast<uint64_t>(file.st_size);
+    // Its areas are this writer's now. A look-up that has begun there misses, as beside any change.
+    if (fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, kAreasAt,
+                  static_cast<off_t>(size_ - kAreasAt)) != 0)
+      fail("fallocate of the foreign table");
   }
   uint64_t name;
   make_area(rows, name);
@@ -171,7 +174,10 @@ ForeignTable::Area ForeignWriter::make_area(size_t rows, uint64_t& name) {
   const uint64_t at = end_;
   const uint64_t end = (at + bytes_of(log2_buckets) + kPage - 1) / kPage * kPage;
   require(end <= kMappedBytes, "the foreign table is full");
-  if (ftruncate(fd_, static_cast<off_t>(end)) != 0) fail("ftruncate of the foreign table");
+  if (end > size_) {  // it never shrinks under a reader
+    if (ftruncate(fd_, static_cast<off_t>(end)) != 0) fail("ftruncate of the foreign table");
+    size_ = end;
+  }
   end_ = end;
   name = at / kPage << 8 | log2_buckets;
   return {reinterpret_cast<Bucket*>(memory_ + at), (uint64_t{1} << log2_buckets) - 1};
@@ -220,7 +226,7 @@ void ForeignWriter::warm(uint64_t fingerprint) const {
 
 void ForeignWriter::put(uint64_t fingerprint, ForeignRow row) {
   const uint64_t count = rows();
-  if ((count + 1) * 4 > (area().mask + 1) * 3) grow(2 * (count + 1));
+  if ((count + 1) * 4 > (area().mask + 1) * 3) grow(count + 1);
   insert(area(), {fingerprint, static_cast<uint64_t>(row.place), row.generation});
   word(kRowsAt).store(count + 1, std::memory_order_relaxed);
 }

@@ -178,7 +178,8 @@ class ForeignWriter : public ForeignTable {
   void publish(uint64_t name);
 
   std::mutex changes_;
-  uint64_t end_;              // of the file
+  uint64_t end_;              // of the areas that were made
+  uint64_t size_ = 0;         // of the file
   uint64_t name_ = 0;         // as in the header: offset in pages << 8 | log2 of the buckets
   uint64_t name_before_ = 0;  // a look-up that has begun may still be there
 };

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.unit.pool.kit import make_spec
-from vllm_nvmeof_offload.follow.owners import Owners
+from vllm_nvmeof_offload.follow.owners import SLOTS_MAX, Owners
 from vllm_nvmeof_offload.follow.scan import DISCOVERY_S, Scope, TargetScan
 from vllm_nvmeof_offload.native import ForeignReader, ForeignWriter, OwnerRecord
 from vllm_nvmeof_offload.pool.format import Keyspace
@@ -23,11 +23,13 @@ OURS = 0
 class Following:
     """The engine with index `OURS` follows the others on `targets`. fd: an empty memfd."""
 
-    def __init__(self, fd: int, targets: Sequence[Path], ranks: int = 1) -> None:
+    def __init__(
+        self, fd: int, targets: Sequence[Path], ranks: int = 1, slots_max: int = SLOTS_MAX
+    ) -> None:
         self.now_s = 1000.0
         table = ForeignWriter(fd, 10)
         scope = Scope(tuple(targets), KEYSPACE, OURS, ranks)
-        owners = Owners(table, ranks, self.clock)
+        owners = Owners(table, ranks, self.clock, slots_max)
         self.reader = ForeignReader(fd)
         self.scans = [
             TargetScan(scope, target, table, owners, self.clock) for target in range(len(targets))

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,7 @@ from vllm_nvmeof_offload.errors import OK
 from vllm_nvmeof_offload.follow.scan import YOUNG_S
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.io.threads import Payload, SlotFiles, write_slot
+from vllm_nvmeof_offload.pool.format import write_superblock
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import SlotIdentity, owned_by, place_of
 
@@ -266,7 +270,7 @@ def test_all_is_offered_where_all_is_asked_for(
     assert (following.owner(1).version, following.reader.rows) == (version, 0)
 
 
-def test_a_successor_takes_over_the_table_and_no_number(
+def test_a_successor_takes_over_the_table_and_the_numbers(
     file: int, following: Following, engine: OpenEngine, tmp_path: Path
 ) -> None:
     pool = engine(1, tmp_path)
@@ -279,5 +283,66 @@ def test_a_successor_takes_over_the_table_and_no_number(
     assert reader.rows_of(name(1).key) == []
     pool.close()
     successor.scan()
-    assert (reader.owner(1).state, reader.owner(2).state) == (NONE, DEAD)
-    assert reader.rows_of(name(1).key) == [row(2, 1, 5)]
+    assert (reader.owner(1).state, reader.owner(2).state) == (DEAD, NONE)
+    assert reader.rows_of(name(1).key) == [row(1, 1, 5)]
+
+
+def test_a_successor_gives_another_pool_another_number(
+    file: int, following: Following, engine: OpenEngine, tmp_path: Path
+) -> None:
+    engine(1, tmp_path).close()
+    following.scan()
+    shutil.rmtree(next(tmp_path.glob("*/engine-1")))
+    pool = engine(1, tmp_path)
+    put(pool, 1, name(1, 5))
+    successor = Following(file, [tmp_path])
+    successor.scan()
+    assert successor.reader.rows_of(name(1).key) == [row(2, 1, 5)]
+
+
+def test_followers_that_end_again_and_again_take_no_more_of_the_table(
+    file: int, engine: OpenEngine, tmp_path: Path
+) -> None:
+    pool = engine(1, tmp_path)
+    put(pool, 1, name(1, 5))
+    sizes = set()
+    for _ in range(4):
+        follower = Following(file, [tmp_path])
+        follower.scan()
+        assert follower.reader.rows_of(name(1).key) == [row(1, 1, 5)]
+        sizes.add((os.fstat(file).st_size, os.fstat(file).st_blocks))
+    assert len(sizes) == 1
+
+
+def test_an_engine_with_more_slots_than_may_be_followed_is_left_out(
+    file: int, engine: OpenEngine, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    one, two = engine(1, tmp_path), engine(2, tmp_path)
+    put(one, 0, name(1))
+    put(two, 0, name(2))
+    following = Following(file, [tmp_path], slots_max=one.slots + two.slots - 1)
+    for _ in range(8):
+        following.scan()
+    assert {following.state(1), following.state(2)} == {COMPLETE, NONE}
+    assert following.reader.rows == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "is not read: following its slots may take" in line
+    first = following.owner(1).engine_index
+    shutil.rmtree((one, two)[first - 1].directories[0].parent)
+    following.scan()
+    following.scan()
+    assert following.owner(2).engine_index == 3 - first
+    assert following.state(2) == COMPLETE, "there is room now"
+
+
+def test_a_superblock_with_absurdly_many_slots_takes_no_memory(
+    file: int, engine: OpenEngine, tmp_path: Path
+) -> None:
+    pool = engine(1, tmp_path)
+    following = Following(file, [tmp_path])
+    directory = pool.directories[0]
+    write_superblock(directory, replace(pool.superblocks[0], slots=(1 << 32) - 1))
+    before = os.fstat(file).st_blocks
+    following.scan()
+    assert following.state(1) == NONE
+    assert os.fstat(file).st_blocks == before
