@@ -22,6 +22,7 @@ from tests.unit.pool.kit import SLOT_BYTES, make_spec, name
 from vllm_nvmeof_offload.errors import PoolLockedError
 from vllm_nvmeof_offload.pool import pool as superblock_writer
 from vllm_nvmeof_offload.pool import recovery
+from vllm_nvmeof_offload.pool.background import Background
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES
 from vllm_nvmeof_offload.pool.lease import Leasing
 from vllm_nvmeof_offload.pool.pool import Pool
@@ -61,15 +62,16 @@ def _draw_one_epoch() -> None:
 
 def _stop_at(where: str) -> None:
     """Stop this process there once; all of its threads stop."""
-    hook = {BEFORE: "start_thread", AFTER: "write_superblock"}[where]
-    real = getattr(superblock_writer, hook)
+    hooks = {BEFORE: (Background, "run"), AFTER: (superblock_writer, "write_superblock")}
+    owner, hook = hooks[where]
+    real = getattr(owner, hook)
 
     def stopping(*what: object) -> None:
-        setattr(superblock_writer, hook, real)
+        setattr(owner, hook, real)
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread stops first
         real(*what)
 
-    setattr(superblock_writer, hook, stopping)
+    setattr(owner, hook, stopping)
 
 
 def main() -> None:

@@ -8,12 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.pool.kit import SLOT_BYTES
 from vllm_nvmeof_offload.errors import PoolError
+from vllm_nvmeof_offload.io.base import HintRecord
 from vllm_nvmeof_offload.io.threads import SlotFiles, write_slot
+from vllm_nvmeof_offload.pool.format import ENTRY_BYTES
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
+from vllm_nvmeof_offload.protocol import EVERY_MEMBER
+from vllm_nvmeof_offload.units import PAGE_BYTES
 
 from .fuse_mount import FaultyMount
-from .kit import adopted, make_spec, name
+from .kit import Bench, adopted, make_spec, name
 
 SLOTS = 6
 STORED = {slot: name(slot) for slot in range(SLOTS)}
@@ -122,4 +127,27 @@ def test_without_fallocate_the_slab_is_sparse(tmp_path: Path, faulty_mount: Faul
     assert faulty_mount.fired("slab") + faulty_mount.fired("table") >= 1
     assert pool.slots == SLOTS
     assert (pool.directories[0] / "slab").stat().st_blocks == 0
+    pool.close()
+
+
+def test_a_log_that_hangs_holds_up_nothing_else(faulty_mount: FaultyMount, tmp_path: Path) -> None:
+    """With the threads engine, whose log is written by Python: hints and the exchange of a target
+    come from the pipeline's thread.
+    """
+    targets = faulty_mount.place / "t", tmp_path / "healthy"
+    pages = 16
+    pool_bytes = 2 * (SLOTS * (SLOT_BYTES + ENTRY_BYTES) + pages * PAGE_BYTES)
+    shape = {"o_direct": "off", "log_pages": pages, "pool_bytes": pool_bytes}
+    pool = Pool.open(make_spec(*targets, **shape))
+    bench = Bench("threads", pool)
+    faulty_mount.rules({"op": "write", "path": "log", "do": "hang"})
+    record = HintRecord(bytes(16), 1, EVERY_MEMBER, 1, 1)
+    bench.engine.hint(0, record)
+    faulty_mount.wait_hanging(1)
+    for _ in range(100):
+        bench.engine.hint(0, record)
+    bench.engine.replace_target(0)
+    bench.store((slot, name(slot)) for slot in range(SLOTS))  # on both
+    faulty_mount.rules()
+    assert bench.engine.close(60.0)
     pool.close()

@@ -2,9 +2,9 @@
 """The threads engine: blocking `preadv`/`pwritev` on a few threads. Runs everywhere.
 
 Seal, checksum and system calls run on the I/O threads and release the GIL. A thread whose
-operation was given up counts as lost, and a spare one takes its place (a bounded number of
-them), so that a hung target does not stop the others; when a lost one returns and there are
-enough without it, it ends.
+operation was given up counts as lost, and a spare one takes its place, so that a hung target does
+not stop the others. All of them, spare ones too, are started with the engine. Logs are written in
+the pool's background, where a target that hangs holds none of these threads.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _transfer(
         done += count
 
 
-#: Threads that may be lost in the kernel, as a multiple of those that work.
+#: Spare threads, for those that are lost in the kernel, as a multiple of those that work.
 _SPARE_FACTOR = 3
 
 
@@ -190,15 +190,16 @@ _ENDED = -2  # in place of a descriptor
 class TableSync:
     """Brings a table's entries to its file system, for readers on other hosts.
 
-    At most one fdatasync a second, and none while nothing is written, on a thread of its own. An
-    error is returned once by `take_error`: the entries that it lost were of writes that have
-    ended, so the next write fails in their place.
+    At most one fdatasync a second, and none while nothing is written, on a thread of its own, which
+    alone uses and closes the files. An error is returned once by `take_error`: the entries that it
+    lost were of writes that have ended, so the next write fails in their place.
     """
 
     def __init__(self, fd: int, permit: Permit) -> None:
         self._fd = os.dup(fd)  # nothing waits for a sync
         self._permit = permit
         self._changed = threading.Condition()
+        self._next: list[int] = []  # files to go on in
         self._waits = False
         self._error = 0
         threading.Thread(target=self._run, name="io-sync", daemon=True).start()
@@ -215,42 +216,48 @@ class TableSync:
             return error
 
     def replace(self, fd: int) -> None:
-        """Go on in another file; fd: -1: in none."""
+        """Go on in another file; fd: -1, or there are no more descriptors: in none."""
+        copy, failure = -1, 0
+        try:
+            copy = fd if fd < 0 else os.dup(fd)
+        except OSError as error:
+            failure = error.errno or errno.EMFILE
         with self._changed:
-            self._close()
-            self._fd = -1 if fd < 0 else os.dup(fd)
-            self._waits, self._error = False, 0
+            self._next.append(copy)
+            self._waits, self._error = False, failure
+            self._changed.notify()
 
     def end(self) -> None:
         with self._changed:
-            self._close()
-            self._fd = _ENDED
+            self._next.append(_ENDED)
             self._changed.notify()
 
-    def _close(self) -> None:
+    def _run(self) -> None:
+        while self._fd != _ENDED:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waits or self._next)
+                self._changed.wait_for(lambda: self._next, _SYNC_S)
+                files, self._next = self._next, []
+                syncs = not files and self._fd >= 0 and self._permit.is_open
+                self._waits = self._waits and not syncs
+            for fd in files:
+                self._go_on_in(fd)
+            if syncs:
+                self._sync()
+
+    def _go_on_in(self, fd: int) -> None:
         if self._fd >= 0:
             with contextlib.suppress(OSError):
                 os.close(self._fd)
+        self._fd = fd
 
-    def _run(self) -> None:
-        while self._await_period():
+    def _sync(self) -> None:
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
             with self._changed:
-                if self._fd < 0 or not self._permit.is_open:
-                    continue
-                fd, self._waits = os.dup(self._fd), False
-            try:
-                os.fdatasync(fd)
-            except OSError as error:
-                with self._changed:
+                if not self._next:
                     self._waits, self._error = True, error.errno or errno.EIO
-            finally:
-                os.close(fd)
-
-    def _await_period(self) -> bool:
-        """Wait for an entry, and then a second; False: it has ended."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waits or self._fd == _ENDED)
-            return not self._changed.wait_for(lambda: self._fd == _ENDED, _SYNC_S)
 
 
 class ThreadsIoEngine:
@@ -277,20 +284,21 @@ class ThreadsIoEngine:
         self._queue: deque[_Work] = deque()
         self._running: dict[int, _Work] = {}
         self._regions: dict[tuple[int, int], ForeignSlab] = {}  # by owner and target
-        self._logs = [LogWriter(pool.log(target)) for target in range(pool.target_count)]
+        self._logs = [
+            LogWriter(pool.log(target), functools.partial(pool.background[target].run, "log"))
+            for target in range(pool.target_count)
+        ]
         #: By target; None: no other host reads its table.
         self._syncs = [
             None if permit is None else TableSync(pool.table_fd(target)[0], permit)
             for target, permit in enumerate(pool.permits)
         ]
         self._completions: list[Completion] = []
-        self._threads_alive = 0
-        self._threads_working = 0  # those not lost in the kernel
+        self._threads_alive = limits.threads * (1 + _SPARE_FACTOR)
         self._closed = False
         self._waker = Waker()  # the threads keep it open until the last one has ended
-        with self._lock:
-            for _ in range(limits.threads):
-                self._start_thread()
+        for number in range(self._threads_alive):
+            threading.Thread(target=self._run, name=f"io-{number}", daemon=True).start()
 
     # ---- the caller's side ----------------------------------------------------------------
 
@@ -312,7 +320,8 @@ class ThreadsIoEngine:
             held = [*self._queue, *(work for work in self._running.values() if work.wanted)]
             reads = sum(work.op.is_read for work in held)
             writes = len(held) - reads
-            working = min(self._threads_working, self._limits.threads)
+            lost = sum(not work.wanted for work in self._running.values())
+            working = min(self._threads_alive - lost, self._limits.threads)
             return Room(max(0, 2 * working - reads), max(0, working - 1 - writes))
 
     def submit(self, ops: Sequence[IoOp]) -> None:
@@ -394,9 +403,8 @@ class ThreadsIoEngine:
             ended = self._idle.wait_for(lambda: self._threads_alive == 0, timeout_s)
         for sync in filter(None, self._syncs):
             sync.end()
-        if ended:  # else a thread may hang in one of them
-            for log in self._logs:
-                log.close()
+        for log in self._logs:
+            ended &= log.close(max(0.0, end_s - time.monotonic()))
         return self._pool.await_superblocks(max(0.0, end_s - time.monotonic())) and ended
 
     # ---- under the lock -------------------------------------------------------------------
@@ -409,30 +417,20 @@ class ThreadsIoEngine:
         if not work.wanted:
             return
         work.wanted = False
-        self._threads_working -= 1
-        if self._threads_alive < self._limits.threads * (1 + _SPARE_FACTOR):
-            self._start_thread()
-
-    def _start_thread(self) -> None:
-        self._threads_alive += 1
-        self._threads_working += 1
-        name = f"io-{self._threads_alive}"
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._work.notify()
 
     def _take(self) -> _Work | None:
         """Wait for work; None: this thread must end, and does not count any more."""
-        while True:
-            if self._closed or self._threads_working > self._limits.threads:
-                # Under the same lock: all threads that look before this one is gone would find
-                # the same surplus, and none would be left.
-                self._leave()
-                return None
-            if self._queue:
-                work = self._next()
-                if work is not None:
-                    self._running[work.op.token] = work
-                    return work
-            self._work.wait(PERMIT_POLL_S if self._queue else None)
+        while not self._closed:
+            is_free = sum(one.wanted for one in self._running.values()) < self._limits.threads
+            work = self._next() if is_free and self._queue else None
+            if work is not None:
+                self._running[work.op.token] = work
+                return work
+            # Whoever ends an operation looks for the next one itself.
+            self._work.wait(PERMIT_POLL_S if is_free and self._queue else None)
+        self._leave()
+        return None
 
     def _next(self) -> _Work | None:
         """Take the first that may start now; cancel what waits for a lease that is lost."""
@@ -449,7 +447,7 @@ class ThreadsIoEngine:
 
     def _leave(self) -> None:
         self._threads_alive -= 1
-        self._threads_working -= 1
+        self._work.notify()  # one that was spare takes its place
         self._idle.notify_all()
 
     # ---- the threads ----------------------------------------------------------------------
@@ -469,7 +467,6 @@ class ThreadsIoEngine:
             finally:
                 with self._lock:
                     del self._running[work.op.token]
-                    self._threads_working += not work.wanted  # it has returned
                     self._complete(Completion(work.op.token, outcome, time.monotonic()))
                     if ends:
                         self._leave()

@@ -15,13 +15,12 @@ constexpr size_t kTogether = 4;
 }  // namespace
 
 Checksums::Checksums(std::shared_ptr<CompletionQueue> completions, std::vector<int> cpus)
-    : completions_(std::move(completions)), cpus_(std::move(cpus)) {}
+    : completions_(std::move(completions)), cpus_(std::move(cpus)), thread_([this] { run(); }) {}
 
 void Checksums::add(uint64_t number, const std::byte* payload, size_t bytes) {
   std::lock_guard lock(mutex_);
   if (stopping_) return;
   waiting_.push_back({number, payload, bytes});
-  if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
   changed_.notify_all();
 }
 

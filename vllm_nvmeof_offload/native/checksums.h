@@ -48,7 +48,7 @@ class Checksums {
   uint64_t now_ = 0;  // the one that is being made; 0: none
   std::vector<Summed> made_;
   bool stopping_ = false;
-  std::thread thread_;  // from the first payload on
+  std::thread thread_;  // the last member: it uses the others
 };
 
 }  // namespace nvmeof

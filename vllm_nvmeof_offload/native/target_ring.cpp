@@ -16,6 +16,8 @@ namespace {
 constexpr unsigned kRetriesMax = 64;
 // So many operations that land together make a burst.
 constexpr size_t kBurst = 4;
+// Records for the log that wait for a target.
+constexpr size_t kNotesMax = 4096;
 // Nothing wakes a thread that holds writes back when the region's permit is renewed.
 constexpr std::chrono::milliseconds kPermitPoll{5};
 
@@ -59,7 +61,9 @@ TargetRing::TargetRing(const EngineSetup& setup, size_t index,
       target_(setup.targets[index]) {}
 
 TargetRing::~TargetRing() {
-  close_new_files();
+  for (const auto& [table_fd, log_fd] : new_files_)
+    for (const int fd : {table_fd, log_fd})
+      if (fd >= 0) ::close(fd);
   ::close(wake_fd_);
 }
 
@@ -73,7 +77,12 @@ std::shared_ptr<TargetRing> TargetRing::start(const EngineSetup& setup, size_t i
   }).detach();
   started->known.wait(false);
   if (started->failure) std::rethrow_exception(started->failure);
-  std::thread([self] { self->run_table(); }).detach();
+  try {
+    std::thread([self] { self->run_table(); }).detach();
+  } catch (...) {  // no more threads
+    self->close();
+    throw;
+  }
   return self;
 }
 
@@ -107,9 +116,8 @@ void TargetRing::replace(Target target) {
   {
     std::lock_guard lock(mutex_);
     target_ = target;
-    close_new_files();
     const int synced_fd = permit_.leased() ? copy_of_fd(target.table_fd) : -1;
-    new_files_ = {synced_fd, copy_of_fd(target.log_fd)};
+    new_files_.push_back({synced_fd, copy_of_fd(target.log_fd)});
   }
   kick();  // the ring releases the old slab
   table_work_.notify_one();
@@ -127,6 +135,7 @@ void TargetRing::detach(uint16_t owner) {
 
 void TargetRing::note(const LogRecord& record) {
   std::lock_guard lock(mutex_);
+  if (record.kind == LogKind::HINT && notes_.size() >= kNotesMax) return;  // the target hangs
   notes_.push_back(record);
   table_work_.notify_one();
 }
@@ -173,12 +182,6 @@ TargetRing::Piece* TargetRing::new_piece(Op& op, size_t begin, size_t bytes) {
   free_pieces_.pop_back();
   *piece = {&op, begin, bytes, 0, 0};
   return piece;
-}
-
-void TargetRing::close_new_files() {
-  const TableFiles files = std::exchange(new_files_, {}).value_or(TableFiles());
-  for (const int fd : {files.table_fd, files.log_fd})
-    if (fd >= 0) ::close(fd);
 }
 
 void TargetRing::start(Op& op, std::vector<Piece*>& pieces) {
@@ -492,7 +495,7 @@ void TargetRing::run_table() {
 }
 
 bool TargetRing::has_table_work() const {
-  return !to_enter_.empty() || !notes_.empty() || new_files_;
+  return !to_enter_.empty() || !notes_.empty() || !new_files_.empty();
 }
 
 void TargetRing::await_table_work(std::unique_lock<std::mutex>& lock) {
@@ -518,13 +521,13 @@ void TargetRing::sync_table(std::unique_lock<std::mutex>& lock) {
 
 // A reset is noted here before a write comes that carries its epoch.
 void TargetRing::log_notes(std::unique_lock<std::mutex>& lock) {
-  const std::optional<TableFiles> files = std::exchange(new_files_, {});
+  const std::vector<TableFiles> files = std::exchange(new_files_, {});
   const std::vector<LogRecord> notes = std::exchange(notes_, {});
-  if (!files && notes.empty()) return;
+  if (files.empty() && notes.empty()) return;
   lock.unlock();
-  if (files) {
-    log_.replace(files->log_fd);
-    table_sync_.replace(files->table_fd);
+  for (const auto& [table_fd, log_fd] : files) {
+    log_.replace(log_fd);
+    table_sync_.replace(table_fd);
   }
   for (const LogRecord& note : notes) log_.add(note);
   lock.lock();

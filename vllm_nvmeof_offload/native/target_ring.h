@@ -19,7 +19,6 @@
 #include <deque>
 #include <exception>
 #include <memory>
-#include <optional>
 #include <unordered_map>
 
 #include "log_writer.h"
@@ -128,7 +127,6 @@ class TargetRing {
   void start(Op& op, std::vector<Piece*>& pieces);
   bool read_may_start() const;
   void uncount(Op& op);
-  void close_new_files();
   Piece* new_piece(Op& op, size_t begin, size_t bytes);
   std::deque<Op*>& queue_of(const Op& op) { return op.request.is_read() ? reads_ : writes_; }
   void land(Piece* piece, int result);
@@ -169,7 +167,7 @@ class TargetRing {
   std::vector<Piece*> free_pieces_;
   std::vector<Piece*> gated_;
   std::vector<LogRecord> notes_;  // for the log, from other threads
-  std::optional<TableFiles> new_files_;
+  std::vector<TableFiles> new_files_;  // in their order; only the table's thread may block
   LogWriter log_;         // only the table's thread uses it
   TableSync table_sync_;  // the same
   Target target_;

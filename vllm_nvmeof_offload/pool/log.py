@@ -39,7 +39,7 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -57,6 +57,8 @@ LOG_PAGES_MAX = 1024
 #: A log takes at most this part of a pool on a target. One that would be shorter than
 #: `LOG_PAGES_MIN` is left out: the table of such a pool is as quickly read.
 LOG_PART, LOG_PAGES_MIN = 1 / 64, 16
+#: Records that wait for a target that hangs.
+_WAITING_MAX = 4096
 
 _HEAD = struct.Struct("<IIQQI")
 _CRC = struct.Struct("<I")
@@ -238,15 +240,23 @@ class LogFile(NamedTuple):
 
 
 class LogWriter:
-    """Writes a log from any thread; the native engine has its own (native/log_writer.h).
+    """Writes a log; the native engine has its own (native/log_writer.h).
 
-    It has a descriptor of its own, because nothing waits for a record: the last operation on a
-    target may have ended before. An error of the disk is not reported. Then records are lost, and
-    readers notice.
+    Any thread may call it, and no call waits for the disk: records and new files queue up for one
+    call at a time of `run`. It has a descriptor of its own, because nothing waits for a record: the
+    last operation on a target may have ended before. An error of the disk is not reported. Then
+    records are lost, as they are where too many wait, and readers notice.
     """
 
-    def __init__(self, file: LogFile) -> None:
-        self._lock = threading.Lock()
+    def __init__(
+        self, file: LogFile, run: Callable[[Callable[[], None]], None] = lambda call: call()
+    ) -> None:
+        """run: runs a call where it may block."""
+        self._run = run
+        self._changed = threading.Condition()
+        self._queue: list[LogRecord | int] = []  # a number: of the file to go on in
+        self._has_lost = False
+        self._is_busy = False  # a call of `run` has what follows
         self._pages = file.pages
         self._fd = _copy_of(file.fd)
         self._head = LogHead(file.next, 0, file.lease_generation)
@@ -255,34 +265,68 @@ class LogWriter:
 
     def add(self, records: Iterable[LogRecord]) -> None:
         """Append the records, in their order."""
-        with self._lock:
-            for record in records if self._pages and self._fd >= 0 else ():
-                if self._head.records == RECORDS_PER_PAGE:
-                    self._write()
-                    self._turn(1 if self._is_written else self._pages)
-                at = _HEAD_BYTES + self._head.records * _RECORD_BYTES
-                raw = record.encode(self._head.sequence, self._head.records)
-                self._page[at : at + _RECORD_BYTES] = raw
-                self._head = self._head._replace(records=self._head.records + 1, epoch=record.epoch)
-                self._is_written = False
-            self._write()
+        self._add(records)
 
     def replace(self, fd: int) -> None:
-        """Go on in another file, a lap later; fd: -1: in none."""
-        with self._lock:
-            self._close()
-            self._fd = _copy_of(fd)
-            self._turn(self._pages)
+        """Go on in another file, a lap later; fd: -1, or there are no more descriptors: in none."""
+        copy = -1
+        with contextlib.suppress(OSError):
+            copy = _copy_of(fd)
+        self._add([copy])
 
-    def close(self) -> None:
-        with self._lock:
-            self._close()
+    def close(self, timeout_s: float = 0.0) -> bool:
+        """Close the file when all has been written; False: it takes longer."""
+        if self._fd >= 0 or self._is_busy:  # else it is closed, and `run` may have ended
+            self._add([-1])
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._is_busy, timeout_s)
 
-    def _close(self) -> None:
+    def _add(self, items: Iterable[LogRecord | int]) -> None:
+        with self._changed:
+            for item in items:
+                if isinstance(item, int) or len(self._queue) < _WAITING_MAX:
+                    self._queue.append(item)
+                else:
+                    self._has_lost = True
+            was_busy, self._is_busy = self._is_busy, True
+        if not was_busy:
+            self._run(self._work)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                items, self._queue = self._queue, []
+                has_lost, self._has_lost = self._has_lost, False
+                if not items and not has_lost:
+                    self._is_busy = False
+                    self._changed.notify_all()
+                    return
+            for item in items:
+                if isinstance(item, int):
+                    self._go_on_in(item)
+                elif self._pages and self._fd >= 0:
+                    self._append(item)
+            self._write()
+            if has_lost:
+                self._turn(self._pages)
+
+    def _append(self, record: LogRecord) -> None:
+        if self._head.records == RECORDS_PER_PAGE:
+            self._write()
+            self._turn(1 if self._is_written else self._pages)
+        at = _HEAD_BYTES + self._head.records * _RECORD_BYTES
+        raw = record.encode(self._head.sequence, self._head.records)
+        self._page[at : at + _RECORD_BYTES] = raw
+        self._head = self._head._replace(records=self._head.records + 1, epoch=record.epoch)
+        self._is_written = False
+
+    def _go_on_in(self, fd: int) -> None:
+        self._write()
         if self._fd >= 0:
             with contextlib.suppress(OSError):
                 os.close(self._fd)
-        self._fd = -1
+        self._fd = fd
+        self._turn(self._pages)
 
     def _turn(self, pages: int) -> None:
         head = self._head

@@ -6,9 +6,9 @@ have the latter numbers only. All targets have equally many slots; the fullest t
 number.
 
 A reset must become durable on the targets that answer although another target hangs. So each
-superblock is written on a thread, one per directory at a time. While that thread hangs, the
-newest superblock waits for it and replaces one that has waited longer; an older superblock never
-follows a newer one. Nobody waits for that thread: `on_end` reports what became of a superblock.
+superblock is written in the background, one per directory at a time. While that hangs, the newest
+superblock waits for it and replaces one that has waited longer; an older superblock never follows a
+newer one. Nobody waits for that thread: `on_end` reports what became of a superblock.
 It also waits there for the write permit of a region with a lease (`lease`).
 """
 
@@ -22,6 +22,7 @@ from pathlib import Path
 
 from vllm_nvmeof_offload.errors import CANCELLED, OK, Outcome, PoolError, io_error
 from vllm_nvmeof_offload.groups import GroupKind, group_id_of
+from vllm_nvmeof_offload.pool.background import Background
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     SlotPlace,
@@ -46,11 +47,9 @@ from vllm_nvmeof_offload.units import format_bytes
 __all__ = ["Pool", "PoolSpec"]
 
 
-def start_thread(run: Callable[[], None]) -> None:
-    """Tests that need one order of events replace it by a plain call."""
-    threading.Thread(target=run, name="io-superblock", daemon=True).start()
-
-
+#: Of each target: one writes its superblock, one its log, one closes files, and one is left where a
+#: superblock of the target's last attachment hangs.
+_BACKGROUND_THREADS = 4
 #: Called once, with OK, CANCELLED or an I/O error; on any thread, the caller's too.
 OnEnd = Callable[[Outcome], None]
 
@@ -66,6 +65,7 @@ class _SuperblockWriter:
     changed: threading.Condition
     #: Waits until the region may be written; False: never, or it is not wanted any more.
     await_permit: Callable[[Callable[[], bool]], bool]
+    background: Background
     busy: bool = False
     _next: tuple[Superblock, OnEnd] | None = None
 
@@ -76,10 +76,7 @@ class _SuperblockWriter:
         if replaced is not None:
             replaced[1](CANCELLED)
         if idle:
-            try:
-                start_thread(self._run)
-            except RuntimeError:  # no thread can be started: this one waits for the disk instead
-                self._run()
+            self.background.run(self, self._run)
 
     def withdraw(self) -> None:
         """Cancel what waits for a thread that hangs."""
@@ -169,13 +166,18 @@ class Pool:
         self.is_direct = tuple(slab.direct for slab in slabs)
         #: True if every slab is (buffers and offsets are then 4 KiB aligned).
         self.direct = all(self.is_direct)
-        self._written = threading.Condition()
-        self._writers = [
-            _SuperblockWriter(slab.directory, self._written, self._await_permit(target))
-            for target, slab in enumerate(slabs)
-        ]
         self._closed = False
         claim.has_epoch(superblocks[0].epoch)
+        self._written = threading.Condition()
+        #: By target, where calls run that may hang with it.
+        self.background: list[Background] = []
+        try:
+            for target in range(self.target_count):
+                self.background.append(Background(f"pool-{target}", _BACKGROUND_THREADS))
+        except RuntimeError as error:
+            self._end_background()
+            raise PoolError(f"cannot start the threads of the pool: {error}") from error
+        self._writers = [self._superblock_writer(target) for target in range(self.target_count)]
 
     @classmethod
     def open(cls, spec: PoolSpec, on_progress: Progress | None = None) -> Pool:
@@ -283,6 +285,10 @@ class Pool:
         else:
             on_end(io_error(errno.ENODEV))
 
+    def _superblock_writer(self, target: int) -> _SuperblockWriter:
+        directory, await_permit = self._slabs[target].directory, self._await_permit(target)
+        return _SuperblockWriter(directory, self._written, await_permit, self.background[target])
+
     def _await_permit(self, target: int) -> Callable[[Callable[[], bool]], bool]:
         def wait(wanted: Callable[[], bool]) -> bool:
             permit = self.permits[target]
@@ -321,10 +327,8 @@ class Pool:
         # A thread that hangs in the old files is left behind, without what waits for it: the prober
         # brings the new files up to date.
         self._writers[target].withdraw()
-        self._writers[target] = _SuperblockWriter(
-            slab.directory, self._written, self._await_permit(target)
-        )
         old_slab, self._slabs[target] = self._slabs[target], slab
+        self._writers[target] = self._superblock_writer(target)
         old_lock, self._claim.locks[target] = self._claim.locks[target], lock
 
         def close() -> None:
@@ -345,7 +349,12 @@ class Pool:
             return
         abandon = abandon or any(writer.busy for writer in self._writers)
         self._closed = True
+        self._end_background()
         self._claim.release(keep_descriptors=abandon)
         if not abandon:
             for slab in self._slabs:
                 slab.close()
+
+    def _end_background(self) -> None:
+        for one in self.background:
+            one.end()

@@ -152,7 +152,7 @@ class Attachments:
             if self._health[target].busy(attachment):
                 kept.append((target, attachment, close))
             else:
-                _close_in_background(close)
+                self._pool.background[target].run("close", close)
         self._retired = kept
         return requests
 
@@ -167,8 +167,8 @@ class Attachments:
         lock = DirectoryLock(lock_fd, LockFile(path, answer.device, answer.inode))
         health = self._health[target]
         if request != self._request(target) or health.verdict.usable:
-            _close_in_background(slab.close)
-            _close_in_background(lock.abandon)
+            for close in (slab.close, lock.abandon):
+                self._pool.background[target].run("close", close)
             return "its state changed while it was probed"
         self._replace(target, slab, lock)
         health.attached()
@@ -209,10 +209,6 @@ class Attachments:
             logger.info("target %s is ok again", path)
         else:
             logger.warning("target %s is %s: %s", path, verdict.value, health.reason)
-
-
-def _close_in_background(close: Callable[[], None]) -> None:
-    threading.Thread(target=close, name="nvmeof-close", daemon=True).start()
 
 
 class _Probe:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other engines' regions on our targets: the files that reads of their places use.
 
-`RegionFiles` opens and closes files on threads of its own, because both may block; `Regions`, on
-the pipeline's thread, hands them to the I/O engine and has them closed when no read uses them any
-more. Everything is open for reading only.
+`RegionFiles` opens and closes files in the background, because both may block; `Regions`, on the
+pipeline's thread, hands them to the I/O engine and has them closed when no read uses them any more.
+Everything is open for reading only.
 
 A region is usable here if its superblock is ours but for uuid, slots, targets and what a reset
 changes, and on rank 0 if it has the uuid that the follower has seen there. Each read proves the
@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from vllm_nvmeof_offload import logger
@@ -30,6 +31,7 @@ from vllm_nvmeof_offload.errors import PoolFormatError
 from vllm_nvmeof_offload.follow.owners import OWNERS_MAX
 from vllm_nvmeof_offload.io.base import ForeignSlab, HintRecord, IoEngine
 from vllm_nvmeof_offload.native import Machine
+from vllm_nvmeof_offload.pool.background import Background
 from vllm_nvmeof_offload.pool.format import SLAB_FILE, SlotPlace, Superblock, read_superblock
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import (
@@ -41,8 +43,10 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.targets.health import Verdict
 
-#: Threads that may hang in a path at a time. One more attach fails with EAGAIN.
+#: Attaches that hang in a path, or wait for one that does. One more fails with EAGAIN.
 _OPENING_MAX = 64
+#: Threads that open files; as many may hang in a path at a time.
+_OPENERS = 8
 #: Owners of regions that only peers have named; the follower numbers fewer.
 _UNNAMED_OWNERS = range(OWNERS_MAX + 1, 1 << 15)
 #: Their files are closed when nobody has asked for so long.
@@ -131,13 +135,16 @@ class Regions:
         return found
 
     def hint(self, command: HintCommand) -> None:
-        """Log which chunks of others are used, on our first target; advice, which may be lost."""
+        """Log which chunks of others are used, on our first usable target; it may get lost."""
+        if True not in self._usable:
+            return
+        target = self._usable.index(True)
         columns = command.owners, command.places, command.generations, command.counts
         for owner, place, generation, count in zip(*(c.tolist() for c in columns), strict=True):
             region = self._used.get((owner, target_of(place)))
             if region is not None:
                 slot = slot_of(place), member_of(place)
-                self._io.hint(0, HintRecord(region.uuid, *slot, generation, count))
+                self._io.hint(target, HintRecord(region.uuid, *slot, generation, count))
 
     def target_changed(self, target: int, verdict: Verdict, attachment: int) -> None:
         if verdict is Verdict.GONE or attachment != self._attachments[target]:
@@ -214,13 +221,14 @@ class RegionFiles:
         """wake: called on any thread when `take` has something."""
         self._pool = pool
         self._wake = wake
+        self._background = Background("nvmeof-attach", _OPENERS)
         self._lock = threading.Lock()
         self._answers: list[OpenRegions] = []
         self._opening = 0
         self._sought: set[bytes] = set()  # regions that peers name
         self._found: list[FoundPool] = []
         self._is_looking, self._look_again_s = False, 0.0
-        self._open_fds: set[int] = set()
+        self._open_fds: dict[int, int] = {}  # and their targets
         self._ended = False
 
     def open(self, command: AttachCommand, targets: Sequence[int]) -> None:
@@ -230,13 +238,7 @@ class RegionFiles:
         if full:
             self._answer(OpenRegions(command, error=errno.EAGAIN))
             return
-        start = threading.Thread(
-            target=self._run, args=(command, targets), name="nvmeof-attach", daemon=True
-        ).start
-        try:
-            start()
-        except RuntimeError:  # no thread can be started
-            self._end(OpenRegions(command, error=errno.EAGAIN))
+        self._background.run(object(), partial(self._run, command, targets))
 
     def take(self) -> list[OpenRegions]:
         if not self._answers:
@@ -246,10 +248,12 @@ class RegionFiles:
             return answers
 
     def close(self, regions: Iterable[ForeignSlab]) -> None:
-        fds = [region.fd for region in regions]
-        if fds:
-            run = self._close
-            threading.Thread(target=run, args=(fds,), name="nvmeof-close", daemon=True).start()
+        with self._lock:
+            targets = self._open_fds.copy()
+        for fd in [region.fd for region in regions]:
+            if fd in targets:  # else `end` has closed it
+                background = self._pool.background[targets[fd]]
+                background.run("close", partial(self._close, [fd]))
 
     def look_for(self, region_uuid: bytes) -> None:
         with self._lock:
@@ -258,10 +262,7 @@ class RegionFiles:
             if self._is_looking or self._ended or time.monotonic() < self._look_again_s:
                 return
             self._is_looking = True
-        with contextlib.suppress(RuntimeError):  # no thread can be started
-            threading.Thread(target=self._look, name="nvmeof-look", daemon=True).start()
-            return
-        self._looked([])
+        self._background.run("look", self._look)
 
     def take_found(self) -> list[FoundPool]:
         if not self._found:
@@ -274,8 +275,9 @@ class RegionFiles:
         """Close all files, and those that are still being opened. abandon: as in `Pool.close`."""
         with self._lock:
             self._ended = True
-            fds = set() if abandon else self._open_fds
-            self._open_fds = set()
+            fds = () if abandon else tuple(self._open_fds)
+            self._open_fds = {}
+        self._background.end()
         self._close(fds, known=True)
 
     def _look(self) -> None:
@@ -318,7 +320,8 @@ class RegionFiles:
             self._opening -= 1
             ended = self._ended
             if not ended:
-                self._open_fds |= {region.fd for region in answer.by_target.values()}
+                found = answer.by_target.items()
+                self._open_fds.update({region.fd: target for target, region in found})
         if ended:
             self._close([one.fd for one in answer.by_target.values()], known=True)
         else:
@@ -381,7 +384,7 @@ class RegionFiles:
             with self._lock:
                 if not known and fd not in self._open_fds:
                     continue  # `end` has closed it
-                self._open_fds.discard(fd)
+                self._open_fds.pop(fd, None)
             with contextlib.suppress(OSError):
                 os.close(fd)
 

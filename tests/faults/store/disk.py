@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
-from vllm_nvmeof_offload.pool import pool as superblock_writer
 from vllm_nvmeof_offload.pool import slab
+from vllm_nvmeof_offload.pool.background import Background
 
 _WATCHED = frozenset({"slab", "table", "superblock", "superblock.new"})
 
@@ -135,8 +135,8 @@ class Disk:
         """Watch this process's system calls; one thread at a time changes watched files."""
         patches = [mock.patch.object(os, name, getattr(self, f"_{name}")) for name in _PATCHED]
         patches.append(mock.patch.object(slab, "reserve", self._reserve))
-        in_order = lambda run: run()  # noqa: E731
-        patches.append(mock.patch.object(superblock_writer, "start_thread", in_order))
+        in_order = lambda _background, _lane, call: call()  # noqa: E731
+        patches.append(mock.patch.object(Background, "run", in_order))
         for patch in patches:
             patch.start()
         try:

@@ -57,10 +57,10 @@ def test_a_reset_needs_no_new_thread(open_pool: OpenPool, monkeypatch: pytest.Mo
     pool = open_pool(2)
     old = pool.stamp.epoch
 
-    def refuse(run: object) -> None:
+    def refuse(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(superblock_writer, "start_thread", refuse)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
     assert reset(pool, TAG).outcomes == [OK, OK]
     assert epochs(pool) == [pool.stamp.epoch] * 2
     assert pool.stamp.epoch != old
@@ -90,8 +90,9 @@ def test_the_other_target_does_not_wait(open_pool: OpenPool, hang: Hang, target:
 def test_an_older_superblock_never_follows_a_newer_one(open_pool: OpenPool, hang: Hang) -> None:
     pool = open_pool(2)
     hang.where = {"t0"}
-    resets = [Superblocks(pool, TAG) for _ in range(5)]
+    resets = [Superblocks(pool, TAG)]
     wait_until("the write that hangs", lambda: hang.entered == 1)
+    resets += [Superblocks(pool, TAG) for _ in range(4)]
     for one in resets:
         one.wait(1)
     assert hang.entered == 1, "one thread for the target that hangs, whatever is asked of it"
@@ -155,8 +156,9 @@ def test_files_that_are_replaced_get_no_superblock_that_waits_for_the_old_ones(
     """The new files may have a newer one by the time when the old ones return."""
     pool = open_pool(2)
     hang.where = {"t0"}
-    hanging, waiting = Superblocks(pool, TAG), Superblocks(pool, TAG)
+    hanging = Superblocks(pool, TAG)
     wait_until("the write that hangs", lambda: hang.entered == 1)
+    waiting = Superblocks(pool, TAG)
     close = pool.exchange(0, None, None)
     waiting.wait(0)
     assert waiting.outcomes[0] == CANCELLED
