@@ -23,8 +23,10 @@ from vllm_nvmeof_offload.errors import PoolFormatError
 from vllm_nvmeof_offload.follow.owners import Owners, RegionName, Wanted
 from vllm_nvmeof_offload.follow.source import Source, source_of
 from vllm_nvmeof_offload.native import ForeignRegion, ForeignWriter
+from vllm_nvmeof_offload.pool.folder import Folder, open_private
 from vllm_nvmeof_offload.pool.format import (
     LOCK_FILE,
+    SLAB_FILE,
     SUPERBLOCK_FILE,
     Superblock,
     read_superblock,
@@ -71,10 +73,11 @@ OurRegions = list[tuple[bytes, int]]
 class _Region:
     """One region: its superblock, its lock, and its rows once it has an owner."""
 
-    def __init__(self, scope: Scope, name: RegionName) -> None:
-        place = f"{_PREFIX}{name.engine}", f"rank-{name.rank}"
+    def __init__(self, scope: Scope, name: RegionName, space: Folder) -> None:
+        part = f"{_PREFIX}{name.engine}/rank-{name.rank}"
         self.name = name
-        self.directory = scope.targets[name.target].joinpath(scope.keyspace, *place)
+        #: The first for people; the second leads there, through the keyspace's folder.
+        self.directory, self._place = space.path / part, space.place / part
         self.superblock: Superblock | None = None
         self.is_held = False
         #: Nothing is tried before the next discovery.
@@ -86,9 +89,8 @@ class _Region:
         self._scope = scope
         self._silence = Silence()
         # Joined once: these are looked at many times per second.
-        self._superblock_path, self._lock_path = (
-            str(self.directory / file) for file in (SUPERBLOCK_FILE, LOCK_FILE)
-        )
+        self._superblock_path = self._place / SUPERBLOCK_FILE
+        self._lock_path = self._place / LOCK_FILE
         self._superblock_seen = self._lock_seen = (0, 0)
         self._source: Source | None = None
         self._rows: ForeignRegion | None = None
@@ -111,13 +113,20 @@ class _Region:
         self.is_due = False
         if seen == self._superblock_seen:
             return False
-        found = read_superblock(self.directory)
+        found = read_superblock(self._place)
         ours = self._scope.keyspace, self.name.rank
         is_ours = found is not None and (found.keyspace, found.rank) == ours
         if found is None or not is_ours or found.log_pages > LOG_PAGES_MAX:
             raise PoolFormatError("of another region")
+        # What it says is allocated here.
+        if os.stat(self._place / SLAB_FILE).st_size < found.slots * found.slot_bytes:
+            raise PoolFormatError("its slab was cut short")
         self.superblock, self._superblock_seen = found, seen
         return True
+
+    def check(self) -> None:
+        """OSError: the directory is none of this user's, or others may write it."""
+        Folder.open(self.directory, self._place)
 
     def probe_lock(self) -> None:
         """Learn whether a process holds the region: by its lease, if it has one, else by its lock.
@@ -125,7 +134,7 @@ class _Region:
         A probe can keep a server that starts at that very moment out of its directory, so a lock
         that is free is not probed again before somebody has written it.
         """
-        silent = is_silent(self.directory, self._silence)
+        silent = is_silent(self._place, self._silence)
         if silent is not None:
             self.is_held = not silent
             return
@@ -135,7 +144,7 @@ class _Region:
             self.is_held = False
             return
         if self.is_held or seen != self._lock_seen:
-            self.is_held = probe_lock(self.directory).may_live
+            self.is_held = probe_lock(self._place).may_live
             self._lock_seen = seen
 
     def follow(
@@ -183,7 +192,7 @@ class _Region:
         home = owner, self.name.target, self.name.rank
         young_ns = int(YOUNG_S * 1e9) if now.world_size > 1 else 0
         self._rows, self._of = ForeignRegion(home, now.slots, groups, young_ns), now
-        self._source = source_of(self.directory, now)
+        self._source = source_of(self._place, now)
         return self._rows, self._source
 
     def leave(self, table: ForeignWriter) -> None:
@@ -214,6 +223,7 @@ class TargetScan:
         """clock: monotonic, seconds; the one of the table's readers."""
         self._scope = scope
         self._target = target
+        self._space = Folder.nowhere(scope.targets[target] / scope.keyspace)
         self._table = table
         self._owners = owners
         self._clock = clock
@@ -259,23 +269,31 @@ class TargetScan:
 
     def _discover(self) -> None:
         """Find the regions on the target, and who holds them."""
-        space = self._scope.targets[self._target] / self._scope.keyspace
+        engines: set[int] = set()
         try:
-            engines = _engines_in(space)
+            self._space.renew()
+            engines = _engines_in(self._space.place)
         except OSError as error:
-            self._log(f"{space}: {error.strerror}")
-            return  # what is known stays: a target that fails is not searched
+            self._space.leave()  # nothing keeps a lost file system from being unmounted
+            if error.errno != errno.ENOENT:
+                self._log(f"{self._space.path}: {error.strerror}")
+            for region in self._regions.values():
+                region.close()
+                region.has_failed = True
+            if error.errno not in _GONE:
+                return  # what is known stays: a target that fails is not searched
         if self._scope.engine_index in engines:
-            self._find_ours(space)
+            self._find_ours(self._space.place)
         for engine in engines - {self._scope.engine_index}:
             for rank in range(self._scope.ranks):
                 name = RegionName(engine, rank, self._target)
                 if name not in self._regions:
-                    self._regions[name] = _Region(self._scope, name)
+                    self._regions[name] = _Region(self._scope, name, self._space)
         for region in self._due():
             region.has_failed, region.is_due = False, True
             region.close()
             try:
+                region.check()
                 region.read_superblock()
                 region.probe_lock()
             except (OSError, PoolFormatError) as error:
@@ -328,15 +346,9 @@ class TargetScan:
 
 
 def _engines_in(space: Path) -> set[int]:
-    """Return the numbers of the engines' directories; empty if there is no keyspace.
-
-    OSError: it cannot be listed.
-    """
-    try:
-        names = os.listdir(space)
-    except FileNotFoundError:
-        return set()
-    numbers = (name.removeprefix(_PREFIX) for name in names if name.startswith(_PREFIX))
+    """Return the numbers of the engines' directories. OSError: they cannot be listed."""
+    names = (name for name in os.listdir(space) if name.startswith(_PREFIX))
+    numbers = (name.removeprefix(_PREFIX) for name in names)
     return {int(text) for text in numbers if text.isdecimal() and str(int(text)) == text}
 
 
@@ -344,13 +356,13 @@ def _shape_of(superblock: Superblock) -> tuple[object, ...]:
     return superblock.slots, superblock.groups, superblock.log_pages, superblock.is_leased
 
 
-def _stamp_of(path: str, reopen: bool = False) -> tuple[int, int]:
+def _stamp_of(path: Path, reopen: bool = False) -> tuple[int, int]:
     """Return what differs when a file was written, or replaced. Raises OSError.
 
     reopen: ask the file system's server, as each open does; else this host's cache may answer.
     """
     if reopen:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_private(path, os.O_RDONLY)
         try:
             status = os.fstat(fd)
         finally:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Protocol
 
 from vllm_nvmeof_offload.native import ForeignRegion, ForeignWriter
+from vllm_nvmeof_offload.pool.folder import open_private
 from vllm_nvmeof_offload.pool.format import LOG_FILE, TABLE_FILE, Superblock
 
 #: A table whose file has not changed for so long is read only at this interval.
@@ -64,7 +65,7 @@ class ScanSource:
 
     def __init__(self, directory: Path, is_direct: bool) -> None:
         """is_direct: another host may write the files."""
-        self._path = str(directory / TABLE_FILE)
+        self._path = directory / TABLE_FILE
         self._is_direct = is_direct
         self._fd = -1
         self._read_s, self._changed_ns = float("-inf"), 0
@@ -122,7 +123,7 @@ class LogSource:
         """pages: of the log. is_direct: as `ScanSource`."""
         self._table = ScanSource(directory, is_direct)
         self._is_direct = is_direct
-        self._path = str(directory / LOG_FILE)
+        self._path = directory / LOG_FILE
         self._pages = pages
         self._fd = -1
         self._is_found = False  # where the log goes on
@@ -179,9 +180,8 @@ def source_of(directory: Path, superblock: Superblock) -> Source:
     return ScanSource(directory, is_direct)
 
 
-def _open(path: str, is_direct: bool) -> int:
-    flags = os.O_DIRECT if is_direct else 0
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
+def _open(path: Path, is_direct: bool) -> int:
+    return open_private(path, os.O_RDONLY | (os.O_DIRECT if is_direct else 0))
 
 
 def _closed(fd: int) -> int:

@@ -93,6 +93,7 @@ from vllm_nvmeof_offload.errors import (
 )
 from vllm_nvmeof_offload.groups import GroupKind, RankGroup, group_id_of
 from vllm_nvmeof_offload.native import core
+from vllm_nvmeof_offload.pool.folder import open_private
 from vllm_nvmeof_offload.protocol import TAG_BYTES, SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES
 
@@ -580,7 +581,7 @@ def is_superblock(path: Path) -> bool:
 
 def _read_start(path: Path, size: int) -> bytes | None:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_private(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
     try:
@@ -597,8 +598,7 @@ def write_superblock(directory: Path, superblock: Superblock) -> None:
     """
     temporary = directory / SUPERBLOCK_TEMPORARY
     temporary.unlink(missing_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-    fd = os.open(temporary, flags, 0o600)
+    fd = open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         page = superblock.encode()
         if os.write(fd, page) != len(page):

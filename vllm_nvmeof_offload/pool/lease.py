@@ -45,6 +45,7 @@ from typing import Protocol
 from crc32c import crc32c
 
 from vllm_nvmeof_offload import logger
+from vllm_nvmeof_offload.pool.folder import open_private
 from vllm_nvmeof_offload.pool.format import LEASE_FILE, is_intact_page
 from vllm_nvmeof_offload.pool.silence import POLL_S, TAKEOVER_S, Silence
 from vllm_nvmeof_offload.units import PAGE_BYTES
@@ -184,17 +185,15 @@ class PageFile:
 
     def create(self) -> None:
         """Make the file if there is none; only a claim does that."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        os.close(os.open(self.path, flags, 0o600))
+        os.close(open_private(self.path, os.O_WRONLY | os.O_CREAT))
 
     def _open(self, flags: int) -> tuple[int, bool]:
-        flags |= os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            return os.open(self.path, flags | os.O_DIRECT), True
+            return open_private(self.path, flags | os.O_DIRECT), True
         except OSError as error:
             if error.errno != errno.EINVAL:  # the file system has no O_DIRECT
                 raise
-            return os.open(self.path, flags), False
+            return open_private(self.path, flags), False
 
 
 def read_lease(io: PageIo) -> LeasePage | None:

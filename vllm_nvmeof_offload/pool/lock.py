@@ -45,6 +45,7 @@ from typing import Any, NamedTuple
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.child import child_command
 from vllm_nvmeof_offload.errors import PoolLockedError
+from vllm_nvmeof_offload.pool.folder import open_private
 from vllm_nvmeof_offload.pool.format import LOCK_FILE
 from vllm_nvmeof_offload.pool.lease import Keeper, Lease, PageFile, Permits
 from vllm_nvmeof_offload.pool.silence import TAKEOVER_S, Silence
@@ -98,10 +99,10 @@ def _boot_id() -> str:
 def read_holder(path: Path) -> Holder | None:
     """Return the holder that a lock file names; None if it names none."""
     try:
-        with path.open("rb") as file:
+        with open(open_private(path, os.O_RDONLY), "rb") as file:
             # This kernel's page cache does not see what another host writes.
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            record = json.loads(file.read().rstrip(b"\0 \n") or b"null")
+            record = json.loads(file.read(_RECORD_BYTES).rstrip(b"\0 \n") or b"null")
         host, boot_id = str(record["host"]), str(record["boot_id"])
         return Holder(host, int(record["pid"]), boot_id, float(record["heartbeat"]))
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
@@ -119,7 +120,7 @@ class LockFile(NamedTuple):
 def write_record(file: LockFile, pid: int) -> None:
     """Renew the record of process `pid` durably. OSError: ESTALE: another file is there now;
     EBUSY: another process has taken the directory over."""
-    fd = os.open(file.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    fd = open_private(Path(file.path), os.O_WRONLY)
     try:
         status = os.fstat(fd)
         if (status.st_dev, status.st_ino) != (file.device, file.inode):
@@ -176,7 +177,7 @@ class DirectoryLock:
         PoolLockedError: a live process of another host holds it. UnsettledError: `silence` cannot
         decide yet. OSError: the file cannot be opened or written.
         """
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = open_private(path, os.O_RDWR | os.O_CREAT)
         try:
             if not try_flock(fd, fcntl.LOCK_EX) and not despite_flock:
                 os.close(fd)
@@ -299,7 +300,7 @@ def probe_lock(directory: Path) -> LockState:
     """Return the state of the lock of `directory`, writing nothing; OSError if unreadable."""
     path = directory / LOCK_FILE
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_private(path, os.O_RDONLY)
     except FileNotFoundError:
         return LockState("none")
     try:

@@ -28,6 +28,7 @@ from typing import NamedTuple
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
 from vllm_nvmeof_offload.groups import GroupKind, RankGroup
+from vllm_nvmeof_offload.pool.folder import make_directory, open_private
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     GROUPS_MAX,
@@ -61,7 +62,6 @@ from vllm_nvmeof_offload.pool.lock import (
 )
 from vllm_nvmeof_offload.pool.log import log_pages_of
 from vllm_nvmeof_offload.pool.silence import POLL_S, Silence, UnsettledError
-from vllm_nvmeof_offload.pool.slab import make_directory, open_private
 from vllm_nvmeof_offload.pool.survey import FACTS_FILE, disk_bytes, find
 from vllm_nvmeof_offload.units import PAGE_BYTES, slot_stride_bytes
 
@@ -372,7 +372,7 @@ def _make_keyspace(target: Path, keyspace: Keyspace) -> Path:
             # For people and for `pool du`; nothing relies on the file.
             with (
                 contextlib.suppress(OSError),
-                open(open_private(facts, os.O_WRONLY), "wb") as file,
+                open(open_private(facts, os.O_WRONLY | os.O_CREAT), "wb") as file,
             ):
                 file.write(keyspace.canonical.encode() + b"\n")
     return space
@@ -381,7 +381,7 @@ def _make_keyspace(target: Path, keyspace: Keyspace) -> Path:
 def read_owner(instance: Path) -> str:
     """Return the engine that was the last to claim `instance`; empty: none that has a name."""
     try:
-        with (instance / OWNER_FILE).open("rb") as file:
+        with open(open_private(instance / OWNER_FILE, os.O_RDONLY), "rb") as file:
             return file.read(_OWNER_BYTES).decode(errors="replace").strip("\0 ")
     except OSError:
         return ""
@@ -395,7 +395,8 @@ def _name_owner(
         for instance in instances if name else ():
             if read_owner(instance) != name:
                 owner = name.encode()[:_OWNER_BYTES].ljust(_OWNER_BYTES)
-                with open(open_private(instance / OWNER_FILE, os.O_WRONLY), "wb") as file:
+                fd = open_private(instance / OWNER_FILE, os.O_WRONLY | os.O_CREAT)
+                with open(fd, "wb") as file:
                     file.write(owner)
                     file.flush()
                     os.fsync(file.fileno())  # for claims on other hosts
@@ -568,19 +569,19 @@ def usable_bytes(targets: Sequence[Path], server: str = "") -> int:
 
 
 def bytes_of_pools(targets: Sequence[Path]) -> int:
-    """Return the bytes of all rank directories on `targets`; looks at no other file there."""
-    return sum(disk_bytes(one.path) for one in find(filter(Path.is_dir, targets)))
+    """Return the bytes of this user's rank directories on `targets`; looks at no other file."""
+    return sum(disk_bytes(one.path) for one in find(filter(Path.is_dir, targets), ours=True))
 
 
 def bytes_of_others(targets: Sequence[Path], server: str = "") -> int:
-    """Return the bytes on `targets` that belong to live engines, except those of `server`.
+    """Return the bytes on `targets` that belong to this user's live engines, but `server`'s.
 
     What another host has held counts: it may live. server: the part of its engines' names before
     the slash.
     """
     return sum(
         disk_bytes(one.path)
-        for one in find(filter(Path.is_dir, targets))
+        for one in find(filter(Path.is_dir, targets), ours=True)
         if probe_lock(one.path).may_live
         and not (server and read_owner(one.path.parent).partition("/")[0] == server)
     )

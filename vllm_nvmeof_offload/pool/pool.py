@@ -18,11 +18,11 @@ import errno
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from vllm_nvmeof_offload.errors import CANCELLED, OK, Outcome, PoolError, io_error
 from vllm_nvmeof_offload.groups import GroupKind, group_id_of
 from vllm_nvmeof_offload.pool.background import Background
+from vllm_nvmeof_offload.pool.folder import Folder
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     SlotPlace,
@@ -61,7 +61,7 @@ class _SuperblockWriter:
     changed: notified when it is not busy any more.
     """
 
-    directory: Path
+    folder: Folder | None  # None: the target is away, and nothing is written
     changed: threading.Condition
     #: Waits until the region may be written; False: never, or it is not wanted any more.
     await_permit: Callable[[Callable[[], bool]], bool]
@@ -93,7 +93,8 @@ class _SuperblockWriter:
                 outcome = io_error(errno.EIO)
                 try:
                     if self.await_permit(lambda: self._next is None):
-                        write_superblock(self.directory, superblock)
+                        assert self.folder is not None
+                        write_superblock(self.folder.place, superblock)
                         outcome = OK
                     else:
                         outcome = CANCELLED if self._next else io_error(errno.ENODEV)
@@ -228,6 +229,17 @@ class Pool:
         """Return the descriptor of the target's log; -1: it is away."""
         return self._slabs[target].log_fd
 
+    def keyspace(self, target: int) -> Folder:
+        """Return the directory that the target's engines are in; on any thread.
+
+        It is the one that our region lies in, whatever has its path now. OSError: the target is
+        away, or others can write the directory.
+        """
+        folder = self._slabs[target].folder
+        if folder is None:
+            raise OSError(errno.ENODEV, "the target is away", str(self.directories[target]))
+        return Folder.open(self.directories[target].parents[1], folder.place / "../..")
+
     def _find(self, pool_slot: int) -> tuple[Slab, int]:
         assert 0 <= pool_slot < self.slots
         index, target = divmod(pool_slot, self.target_count)
@@ -286,8 +298,8 @@ class Pool:
             on_end(io_error(errno.ENODEV))
 
     def _superblock_writer(self, target: int) -> _SuperblockWriter:
-        directory, await_permit = self._slabs[target].directory, self._await_permit(target)
-        return _SuperblockWriter(directory, self._written, await_permit, self.background[target])
+        folder, await_permit = self._slabs[target].folder, self._await_permit(target)
+        return _SuperblockWriter(folder, self._written, await_permit, self.background[target])
 
     def _await_permit(self, target: int) -> Callable[[Callable[[], bool]], bool]:
         def wait(wanted: Callable[[], bool]) -> bool:

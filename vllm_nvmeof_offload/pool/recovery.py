@@ -347,9 +347,9 @@ def prepare(spec: PoolSpec, slabs: Sequence[Slab], claim: Claim) -> Prepared:
         if superblock == found:
             # A full disk has no room for a second superblock. A kill may have kept this one from
             # becoming durable.
-            sync_directory(slab.directory)
+            sync_directory(slab.place)
         else:
-            write_superblock(slab.directory, superblock)
+            write_superblock(slab.place, superblock)
     written = epoch if spec.named else new_epoch([epoch, *(one.epoch for one in living)])
     return Prepared(superblocks, adopt_slots, Stamp(written, tag))
 
@@ -386,7 +386,7 @@ def _keep_or_wipe(spec: PoolSpec, slabs: Sequence[Slab]) -> list[Superblock | No
     for slab in slabs:
         found = None
         try:
-            found = read_superblock(slab.directory)
+            found = read_superblock(slab.place)
         except UnknownFormatError as error:
             raise PoolError(
                 f"{slab.directory}/superblock: {error}; `vllm-nvmeof pool rm` removes that pool"

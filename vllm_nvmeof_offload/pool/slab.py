@@ -11,12 +11,11 @@ import ctypes
 import errno
 import mmap
 import os
-import stat
 from pathlib import Path
 
-from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import PoolError
 from vllm_nvmeof_offload.limits import space_bytes
+from vllm_nvmeof_offload.pool.folder import Folder, open_private
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     LOG_FILE,
@@ -34,55 +33,23 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong)
 
 
-def make_directory(path: Path) -> None:
-    """Make `path` (0700) if it does not exist; narrow a wider mode, with a warning.
-
-    OSError: it cannot be made, is a link, or belongs to another user. Its owner could put chunks
-    into it, and checksums do not prove who wrote the bytes.
-    """
-    try:
-        path.mkdir(0o700)
-    except FileExistsError:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            _narrow_mode(fd, path, 0o700)
-        finally:
-            os.close(fd)
-
-
-def _narrow_mode(fd: int, path: Path, mode: int) -> None:
-    status = os.fstat(fd)
-    if status.st_uid != os.geteuid():
-        why = f"belongs to uid {status.st_uid}, this runs as uid {os.geteuid()}: chown or remove it"
-        raise PermissionError(errno.EPERM, why, str(path))
-    found = stat.S_IMODE(status.st_mode)
-    if found & ~mode:
-        logger.warning("%s has mode %o; KV cache is private: setting %o", path, found, mode)
-        os.fchmod(fd, found & mode)
-
-
-def open_private(path: Path, flags: int) -> int:
-    """Open a file, created with mode 0600 and narrowed to it; return the descriptor."""
-    fd = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        _narrow_mode(fd, path, 0o600)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
 class Slab:
     """Slab, table and log of one rank directory. Buffered descriptors until `use_direct`."""
 
     def __init__(
-        self, directory: Path, fds: tuple[int, int, int, int] | None = None, direct: bool = False
+        self,
+        directory: Path,
+        fds: tuple[int, int, int, int] | None = None,
+        direct: bool = False,
+        folder: Folder | None = None,
     ) -> None:
         """Open all files, creating them; or use `fds`: of slab, buffered slab, table and log.
 
-        A slab of a target that is away has no files: its `fds` are -1.
+        A slab of a target that is away has no files: its `fds` are -1, and it has no folder.
         """
         self.directory = directory
+        #: Of the directory: whatever is opened from now on is in this one.
+        self.folder = Folder.open(directory) if fds is None else folder
         self.direct = direct
         #: Whole entries that the table had when it was opened: fewer than there should be is
         #: damage, which preallocation would hide behind zeros.
@@ -94,7 +61,7 @@ class Slab:
         with contextlib.ExitStack() as undo:
 
             def open_file(name: str) -> int:
-                fd = open_private(directory / name, os.O_RDWR)
+                fd = open_private(self.place / name, os.O_RDWR | os.O_CREAT)
                 undo.callback(os.close, fd)
                 return fd
 
@@ -104,13 +71,19 @@ class Slab:
         self.table_slots_found = os.fstat(self.table_fd).st_size // ENTRY_BYTES
 
     @property
+    def place(self) -> Path:
+        """The directory's files are there."""
+        assert self.folder is not None
+        return self.folder.place
+
+    @property
     def is_open(self) -> bool:
         return self.fd >= 0
 
     def wipe(self) -> None:
         """Remove all content, so that no old header and no old entry can be read."""
         for name in (SUPERBLOCK_FILE, SUPERBLOCK_TEMPORARY):
-            (self.directory / name).unlink(missing_ok=True)
+            (self.place / name).unlink(missing_ok=True)
         for fd in (self.log_fd, self.table_fd, self.buffered_fd):
             os.ftruncate(fd, 0)
 
@@ -183,14 +156,13 @@ class Slab:
         Raises the errors of `probe_o_direct`.
         """
         try:
-            probe_o_direct(self.directory)
+            probe_o_direct(self.place)
             full = False
         except OSError as error:
             full = error.errno in NO_SPACE
             if not full:
                 raise
-        flags = os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(self.directory / SLAB_FILE, flags)
+        fd = open_private(self.place / SLAB_FILE, os.O_RDWR | os.O_DIRECT)
         try:
             if full:
                 read_page(fd)
@@ -201,8 +173,7 @@ class Slab:
 
     def use_direct_log(self) -> None:
         """Open the log for O_DIRECT, where the slab is. OSError: it does not work."""
-        flags = os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(self.directory / LOG_FILE, flags)
+        fd = open_private(self.place / LOG_FILE, os.O_RDWR | os.O_DIRECT)
         os.close(self.log_fd)
         self.log_fd = fd
 
@@ -211,6 +182,7 @@ class Slab:
         for fd in {self.fd, self.buffered_fd, self.table_fd, self.log_fd}:
             with contextlib.suppress(OSError):
                 os.close(fd)
+        self.folder = None
 
 
 def reserve(fd: int, size: int) -> None:
@@ -235,18 +207,18 @@ def probe_o_direct(directory: Path) -> None:
     OSError: it does not work there (most often EINVAL). PoolError: it returns other bytes.
     """
     path = directory / "probe"
-    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW
     written = os.urandom(PAGE_BYTES)
     with mmap.mmap(-1, PAGE_BYTES) as page:
         page[:] = written
         fd = -1
         try:
-            fd = os.open(path, flags, 0o600)
+            fd = open_private(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECT)
             _expect_page(os.pwritev(fd, [page], PAGE_BYTES))
             page[:] = bytes(PAGE_BYTES)
             _expect_page(os.preadv(fd, [page], PAGE_BYTES))
             if page[:] != written:
-                raise PoolError(f"{directory}: O_DIRECT reads back other bytes than were written")
+                where = os.path.realpath(directory)
+                raise PoolError(f"{where}: O_DIRECT reads back other bytes than were written")
         finally:
             if fd >= 0:
                 os.close(fd)

@@ -19,6 +19,7 @@ from typing import Any
 from vllm_nvmeof_offload.errors import PoolError, PoolFormatError
 from vllm_nvmeof_offload.groups import GroupKind
 from vllm_nvmeof_offload.pool import format1
+from vllm_nvmeof_offload.pool.folder import open_private
 from vllm_nvmeof_offload.pool.format import (
     DIGEST_HEX_DIGITS,
     LOCK_FILE,
@@ -91,30 +92,34 @@ class Surveyed:
         return self.directory.path
 
 
-def find(targets: Iterable[Path]) -> list[RankDirectory]:
+def find(targets: Iterable[Path], ours: bool = False) -> list[RankDirectory]:
     """Return every rank directory on `targets`, sorted by name. Links are not followed.
 
-    PoolError: a target is no directory, or something in it cannot be listed.
+    ours: leave out those of other users. PoolError: a target is no directory, or something in it
+    cannot be listed.
     """
+    uid = os.geteuid() if ours else None
     found: list[RankDirectory] = []
     for target in targets:
         if not target.is_dir():
             raise PoolError(f"target {target} is not a directory; name one with --target")
-        for keyspace in _folders(target, _KEYSPACE):
-            for engine in _folders(keyspace, _ENGINE):
-                for rank in _folders(engine, _RANK):
+        for keyspace in _folders(target, _KEYSPACE, uid):
+            for engine in _folders(keyspace, _ENGINE, uid):
+                for rank in _folders(engine, _RANK, uid):
                     numbers = (int(path.name.partition("-")[2]) for path in (engine, rank))
                     found.append(RankDirectory(target, keyspace.name, *numbers))
     return sorted(found)
 
 
-def _folders(parent: Path, pattern: re.Pattern[str]) -> list[Path]:
+def _folders(parent: Path, pattern: re.Pattern[str], uid: int | None) -> list[Path]:
     try:
         with os.scandir(parent) as entries:
             return [
                 parent / entry.name
                 for entry in entries
-                if pattern.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+                if pattern.fullmatch(entry.name)
+                and entry.is_dir(follow_symlinks=False)
+                and uid in (None, entry.stat(follow_symlinks=False).st_uid)
             ]
     except OSError as error:
         raise PoolError(
@@ -306,7 +311,7 @@ def disk_bytes(path: Path, counts: Callable[[str], bool] = lambda _: True) -> in
 def read_facts(space: Path) -> dict[str, Any] | None:
     """Read the facts in a keyspace's directory; None if they are lost or of another digest."""
     try:
-        with (space / FACTS_FILE).open("rb") as file:
+        with open(open_private(space / FACTS_FILE, os.O_RDONLY), "rb") as file:
             facts = json.loads(file.read(_FACTS_BYTES_MAX))
         same = isinstance(facts, dict) and Keyspace.exactly(facts).digest == space.name
     except (OSError, ValueError, RecursionError):

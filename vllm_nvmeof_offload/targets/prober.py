@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from vllm_nvmeof_offload.errors import PoolError
+from vllm_nvmeof_offload.pool.folder import Folder, open_private
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     LOCK_FILE,
@@ -33,9 +34,9 @@ from vllm_nvmeof_offload.pool.slab import read_page
 from vllm_nvmeof_offload.units import PAGE_BYTES
 
 MESSAGE_BYTES_MAX = 64 << 10
-#: Descriptors that a success carries: slab, buffered slab, table, log, lock. The first two are
-#: of one open file if the slab is not opened for O_DIRECT.
-DESCRIPTORS = 5
+#: Descriptors that a success carries: slab, buffered slab, table, log, lock, directory. The first
+#: two are of one open file if the slab is not opened for O_DIRECT.
+DESCRIPTORS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,26 +82,33 @@ class ProbeAnswer:
 
 
 def probe(request: ProbeRequest) -> tuple[ProbeAnswer, list[int]]:
-    """Open the requested pool. PoolError: it cannot be served. OSError: the file system fails."""
-    directory = Path(request.directory)
+    """Open the requested pool. PoolError: it cannot be served. OSError: the file system fails.
+
+    A server that runs follows the directory's path here and nowhere else; owner, mode and uuid
+    prove that it leads to the same pool.
+    """
+    folder = Folder.open(Path(request.directory))
+    directory = folder.place
     expected = Superblock.decode(bytes.fromhex(request.superblock))
-    if request.device is not None and os.stat(directory).st_dev == request.device:
+    if request.device is not None and os.fstat(folder.fd).st_dev == request.device:
         raise PoolError("the file system that hangs is still the one that is mounted")
     # Checked before the claim, which would create a lock file in a directory of others.
     _check_superblock(directory, expected)
-    path = directory / LOCK_FILE
+    path = folder.path / LOCK_FILE
     # Another host's holder counts as alive: a prober has no time to find out.
     lock = DirectoryLock.claim(path, request.pid, leased=request.leased)
     if lock is None:
         raise local_holder_error(path)
     # Creates no file, because a missing one was not this pool's.
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-    buffered = os.open(directory / SLAB_FILE, flags)
-    slab = os.open(directory / SLAB_FILE, flags | os.O_DIRECT) if request.direct else buffered
-    table = os.open(directory / TABLE_FILE, flags)
+    flags, direct = os.O_RDWR, os.O_RDWR | os.O_DIRECT
+    buffered = open_private(directory / SLAB_FILE, flags)
+    slab = open_private(directory / SLAB_FILE, direct) if request.direct else buffered
+    table = open_private(directory / TABLE_FILE, flags)
     log_is_direct = request.leased and request.direct
-    log = os.open(directory / LOG_FILE, flags | os.O_DIRECT if log_is_direct else flags)
+    log = open_private(directory / LOG_FILE, direct if log_is_direct else flags)
     try:
+        if not os.path.samestat(os.stat(directory / LOCK_FILE), os.fstat(lock.fd)):
+            raise PoolError("the pool was exchanged at this moment")
         _check_superblock(directory, expected)
         _check_size("slab", slab, expected.slots * expected.slot_bytes)
         _check_size("table", table, expected.slots * ENTRY_BYTES)
@@ -114,7 +122,7 @@ def probe(request: ProbeRequest) -> tuple[ProbeAnswer, list[int]]:
     if read_superblock(directory) != expected:
         write_superblock(directory, expected)  # the target missed a reset
     answer = ProbeAnswer("", lock.file.device, lock.file.inode)
-    return answer, [slab, buffered, table, log, lock.fd]
+    return answer, [slab, buffered, table, log, lock.fd, os.dup(folder.fd)]
 
 
 def _check_superblock(directory: Path, expected: Superblock) -> None:

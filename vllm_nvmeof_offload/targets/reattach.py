@@ -44,6 +44,7 @@ from vllm_nvmeof_offload.fabric.topology import (
     read_states,
 )
 from vllm_nvmeof_offload.io.base import IoEngine
+from vllm_nvmeof_offload.pool.folder import Folder
 from vllm_nvmeof_offload.pool.format import LOCK_FILE
 from vllm_nvmeof_offload.pool.lock import DirectoryLock, LockFile
 from vllm_nvmeof_offload.pool.pool import Pool
@@ -160,9 +161,9 @@ class Attachments:
         self, target: int, request: ProbeRequest, answer: ProbeAnswer, fds: list[int]
     ) -> str:
         """Serve `target` from these descriptors; else close them and return the reason."""
-        slab_fd, buffered_fd, table_fd, log_fd, lock_fd = fds
-        files = slab_fd, buffered_fd, table_fd, log_fd
-        slab = Slab(Path(request.directory), files, request.direct)
+        slab_fd, buffered_fd, table_fd, log_fd, lock_fd, folder_fd = fds
+        files, directory = (slab_fd, buffered_fd, table_fd, log_fd), Path(request.directory)
+        slab = Slab(directory, files, request.direct, Folder(folder_fd, directory))
         path = os.path.join(request.directory, LOCK_FILE)
         lock = DirectoryLock(lock_fd, LockFile(path, answer.device, answer.inode))
         health = self._health[target]

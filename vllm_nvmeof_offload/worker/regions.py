@@ -32,6 +32,7 @@ from vllm_nvmeof_offload.follow.owners import OWNERS_MAX
 from vllm_nvmeof_offload.io.base import ForeignSlab, HintRecord, IoEngine
 from vllm_nvmeof_offload.native import Machine
 from vllm_nvmeof_offload.pool.background import Background
+from vllm_nvmeof_offload.pool.folder import Folder, open_private
 from vllm_nvmeof_offload.pool.format import SLAB_FILE, SlotPlace, Superblock, read_superblock
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import (
@@ -284,14 +285,15 @@ class RegionFiles:
         """Look through the pools beside ours for what is sought."""
         found: list[FoundPool] = []
         try:
-            for ours, directory in zip(self._pool.superblocks, self._pool.directories, strict=True):
-                pools = directory.parents[1]
-                for name in os.listdir(pools):
+            for target, ours in enumerate(self._pool.superblocks):
+                pools = self._pool.keyspace(target)
+                for name in os.listdir(pools.place):
                     index = name.removeprefix("engine-")
                     if index == name or not index.isdigit():
                         continue
                     with contextlib.suppress(OSError, PoolFormatError):
-                        theirs = read_superblock(pools / name / f"rank-{ours.rank}")
+                        region = _open_folder(pools, name, ours.rank)
+                        theirs = read_superblock(region.place)
                         if theirs is not None and theirs.place(0).region_uuid in self._sought:
                             found.append(FoundPool(int(index), theirs.uuid))
         except OSError as failure:
@@ -356,26 +358,25 @@ class RegionFiles:
         PoolFormatError: its superblock is damaged, or of another shape. OSError: it cannot be read.
         """
         ours = self._pool.superblocks[target]
-        space = self._pool.directories[target].parents[1]
-        directory = space / f"engine-{command.engine_index}" / f"rank-{ours.rank}"
+        pools = self._pool.keyspace(target)
         try:
-            found = read_superblock(directory)
-        except NotADirectoryError:
+            region = _open_folder(pools, f"engine-{command.engine_index}", ours.rank)
+            found = read_superblock(region.place)
+        except (FileNotFoundError, NotADirectoryError):
             return None
         # Each rank has drawn a uuid of its own; the follower knows that of rank 0. Another rank's
         # slots prove themselves against the key and generation that rank 0's table names.
         if found is None or (ours.rank == 0 and found.uuid != command.pool_uuid):
             return None
         if not _is_readable(found, ours):
-            raise PoolFormatError(f"{directory} has slots of another shape")
+            raise PoolFormatError(f"{region.path} has slots of another shape")
         # What another host writes, this one's page cache may not have.
         is_direct = found.is_leased or self._pool.is_direct[target]
         direct = os.O_DIRECT if is_direct else 0
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | direct
-        fd = os.open(directory / SLAB_FILE, flags)
+        fd = open_private(region.place / SLAB_FILE, os.O_RDONLY | direct)
         if os.fstat(fd).st_size < found.slots * found.slot_bytes:
             os.close(fd)
-            raise PoolFormatError(f"the slab in {directory} was cut short")
+            raise PoolFormatError(f"the slab in {region.path} was cut short")
         return ForeignSlab(fd, found.place(0).region_uuid, found.rank)
 
     def _close(self, fds: Iterable[int], known: bool = False) -> None:
@@ -387,6 +388,12 @@ class RegionFiles:
                 self._open_fds.pop(fd, None)
             with contextlib.suppress(OSError):
                 os.close(fd)
+
+
+def _open_folder(pools: Folder, engine: str, rank: int) -> Folder:
+    """Open the directory of one region. OSError: as `Folder.open`."""
+    part = f"{engine}/rank-{rank}"
+    return Folder.open(pools.path / part, pools.place / part)
 
 
 def _is_readable(found: Superblock, ours: Superblock) -> bool:

@@ -40,6 +40,7 @@ from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     LOCK_FILE,
     LOG_FILE,
+    SLAB_FILE,
     TABLE_FILE,
     StoredGroup,
     Superblock,
@@ -148,6 +149,8 @@ class _Server:
             groups=(StoredGroup(0, GroupKind.FULL, size, 1, size),),
             log_pages=log_pages,
         )
+        with (directory / SLAB_FILE).open("wb") as slab:
+            slab.truncate(superblock.slots * superblock.slot_bytes)
         write_superblock(directory, superblock)
 
     def write_some(self, count: int) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     LOCK_FILE,
+    SLAB_FILE,
     TABLE_FILE,
     Superblock,
     encode_entry,
@@ -94,6 +95,8 @@ def main(target: str, puts: str, seconds: str) -> None:
         lock = DirectoryLock.claim(directory / LOCK_FILE)
         assert lock is not None, "the directory is new"
         (directory / TABLE_FILE).touch(0o600)
+        with (directory / SLAB_FILE).open("wb") as slab:
+            slab.truncate(superblock.slots * superblock.slot_bytes)
         write_superblock(directory, superblock)
         group_id = superblock.groups[0].group_id
         _write(directory / TABLE_FILE, int(puts), float(seconds), group_id)

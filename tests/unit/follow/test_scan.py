@@ -234,7 +234,7 @@ def test_what_cannot_be_read_holds_up_nothing_else(
     assert following.state(owners[2]) == COMPLETE
     assert following.reader.rows == 1
     following.scan()
-    assert capfd.readouterr().err == f"share: {one.directories[0]}: Is a directory\n"
+    assert capfd.readouterr().err == f"share: {one.directories[0]}: not a regular file\n"
     table.rmdir()
     (tmp_path / "table").rename(table)
     put(one, 3, name(3))

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, Outcome, PoolError, Scope, io_error
 from vllm_nvmeof_offload.pool import format1
+from vllm_nvmeof_offload.pool.folder import open_private
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     FLAG_SINGLE_COPY,
@@ -44,7 +45,6 @@ from vllm_nvmeof_offload.pool.format import (
 from vllm_nvmeof_offload.pool.lock import LockState
 from vllm_nvmeof_offload.pool.ownership import OWNER_FILE, give_to_owner, hold
 from vllm_nvmeof_offload.pool.recovery import has_known_group, read_table, written_slots
-from vllm_nvmeof_offload.pool.slab import open_private
 from vllm_nvmeof_offload.pool.survey import (
     FACTS_FILE,
     RankDirectory,
@@ -331,11 +331,10 @@ def open_rank(surveyed: Surveyed, before_write: BeforeWrite | None = None) -> It
     """
     if surveyed.superblock is None:
         raise PoolError(f"{surveyed.path / 'superblock'}: {surveyed.problem}")
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
     with contextlib.ExitStack() as stack:
         try:
             try:
-                slab_fd = os.open(surveyed.path / "slab", flags)
+                slab_fd = open_private(surveyed.path / "slab", os.O_RDONLY)
             except FileNotFoundError:
                 # Like a slab cut to nothing: no entry is proven by it.
                 slab_fd = os.memfd_create("lost-slab", os.MFD_CLOEXEC)
@@ -345,10 +344,10 @@ def open_rank(surveyed: Surveyed, before_write: BeforeWrite | None = None) -> It
             with contextlib.suppress(FileNotFoundError):
                 table = surveyed.path / "table"
                 if before_write is None:
-                    table_fd = os.open(table, flags)
+                    table_fd = open_private(table, os.O_RDONLY)
                 else:
                     before_write()
-                    table_fd = open_private(table, os.O_RDWR)
+                    table_fd = open_private(table, os.O_RDWR | os.O_CREAT)
                 stack.callback(os.close, table_fd)
                 if before_write is not None:
                     give_to_owner(table)
@@ -366,7 +365,7 @@ def open_log(surveyed: Surveyed) -> Iterator[int]:
     """Open the log for reading; an empty file if it is lost. PoolError if it cannot be opened."""
     path = surveyed.path / LOG_FILE
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_private(path, os.O_RDONLY)
     except FileNotFoundError:
         fd = os.memfd_create("lost-log", os.MFD_CLOEXEC)
     except OSError as error:
@@ -389,9 +388,8 @@ class SlotReader:
             self._buffers.put(mmap.mmap(-1, slot_bytes))
         self.direct = False
         self._fd = rank.slab_fd
-        flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW
         with contextlib.suppress(OSError):  # then reads are buffered, and `direct` is False
-            fd = os.open(rank.surveyed.path / "slab", flags)
+            fd = open_private(rank.surveyed.path / "slab", os.O_RDONLY | os.O_DIRECT)
             try:
                 os.preadv(fd, [mmap.mmap(-1, PAGE_BYTES)], 0)
                 self._fd, self.direct = fd, True
@@ -550,11 +548,11 @@ def _fill(
 ) -> None:
     slot_bytes = rank.superblock.slot_bytes
     zeros = memoryview(mmap.mmap(-1, min(slot_bytes, _WRITE_BYTES)))
-    path, flags = rank.surveyed.path / "slab", os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+    path = rank.surveyed.path / "slab"
     try:
-        fd = os.open(path, flags | os.O_DIRECT)
+        fd = open_private(path, os.O_WRONLY | os.O_DIRECT)
     except OSError:
-        fd = os.open(path, flags)
+        fd = open_private(path, os.O_WRONLY)
     try:
         for done, index in enumerate(holes, 1):
             position, end = index * slot_bytes, (index + 1) * slot_bytes

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Directories and files below a target that nobody but their owner can have written.
+
+Whoever owns a target, or may rename in it, can put files, links, pipes and whole keyspaces in the
+place of ours at any time, and checksums do not prove who wrote the bytes. So every file is opened
+by `open_private`, which proves the owner and never waits. What a running server opens it reaches
+through a `Folder`, a descriptor of the directory that was found and checked once; whatever has the
+directory's path by then does not matter. Paths are looked up at a start, by a prober
+(`targets.prober`), and by the follower at each discovery, which must not hold a file system that
+is to be unmounted.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import weakref
+from pathlib import Path
+
+from vllm_nvmeof_offload import logger
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Folder:
+    """A directory, held open for as long as the object is referenced.
+
+    path: for people. place: leads through the descriptor, as openat(2) does; it means nothing once
+    the object is gone.
+    """
+
+    def __init__(self, fd: int, path: Path) -> None:
+        self.fd, self.path = fd, path
+        self.place = Path(f"/proc/self/fd/{fd}")
+        weakref.finalize(self, os.close, fd).atexit = False
+
+    @classmethod
+    def nowhere(cls, path: Path) -> Folder:
+        """Return a folder that has nothing in it before `renew`."""
+        return cls(os.open("/dev/null", os.O_PATH | os.O_CLOEXEC), path)
+
+    @classmethod
+    def open(cls, path: Path, place: Path | None = None) -> Folder:
+        """Open the directory `path`, or, through another folder, `place`.
+
+        OSError: it is none, it belongs to another user, or others may write it.
+        """
+        folder = cls(os.open(place or path, _DIRECTORY), path)
+        status = os.fstat(folder.fd)
+        _check_owner(status, path)
+        _refuse_if_others_write(status, path)
+        return folder
+
+    def renew(self) -> None:
+        """Look the path up again, for the same `place`. OSError: as `open`."""
+        found = Folder.open(self.path)
+        os.dup2(found.fd, self.fd, inheritable=False)
+
+    def leave(self) -> None:
+        """Let go of the directory; `renew` finds it again."""
+        nowhere = Folder.nowhere(self.path)
+        os.dup2(nowhere.fd, self.fd, inheritable=False)
+
+
+def make_directory(path: Path) -> None:
+    """Make `path` (0700) if it does not exist; narrow a wider mode, with a warning.
+
+    OSError: it cannot be made, is a link, or belongs to another user.
+    """
+    try:
+        path.mkdir(0o700)
+    except FileExistsError:
+        fd = os.open(path, _DIRECTORY)
+        try:
+            status = os.fstat(fd)
+            _check_owner(status, path)
+            _narrow_mode(fd, status, path, 0o700)
+        finally:
+            os.close(fd)
+
+
+def open_private(path: Path, flags: int) -> int:
+    """Open a file that nobody but its owner can write; one that `O_CREAT` makes has mode 0600.
+
+    A wider mode is narrowed, with a warning, unless the file is opened for reading only. Its owner
+    is this user; root's tools also open files of the user who has the directory. OSError: it is no
+    such file, EPERM if it is a link's, a pipe's or another user's.
+    """
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            number = errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EPERM
+            raise OSError(number, "not a regular file", _shown(path))
+        if os.geteuid() or status.st_uid != os.stat(path.parent).st_uid:
+            _check_owner(status, path)
+        if flags & os.O_ACCMODE == os.O_RDONLY:
+            _refuse_if_others_write(status, path)
+        else:
+            _narrow_mode(fd, status, path, 0o600)
+        os.set_blocking(fd, True)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _check_owner(status: os.stat_result, path: Path) -> None:
+    if status.st_uid != os.geteuid():
+        why = f"belongs to uid {status.st_uid}, this runs as uid {os.geteuid()}: chown or remove it"
+        raise PermissionError(errno.EPERM, why, _shown(path))
+
+
+def _refuse_if_others_write(status: os.stat_result, path: Path) -> None:
+    if status.st_mode & _OTHERS_WRITE:
+        mode = stat.S_IMODE(status.st_mode)
+        raise PermissionError(
+            errno.EPERM, f"other users can write it (mode {mode:o})", _shown(path)
+        )
+
+
+def _narrow_mode(fd: int, status: os.stat_result, path: Path, mode: int) -> None:
+    found = stat.S_IMODE(status.st_mode)
+    if found & ~mode:
+        logger.warning("%s has mode %o; KV cache is private: setting %o", _shown(path), found, mode)
+        os.fchmod(fd, found & mode)
+
+
+def _shown(path: Path) -> str:
+    """Return the path for people, where it leads through a descriptor."""
+    return os.path.join(os.path.realpath(path.parent), path.name)
