@@ -360,6 +360,8 @@ class OffloadConfig(BaseModel):
     def _absolute(cls, targets: list[str]) -> list[str]:
         if not all(t.strip() for t in targets):
             raise ValueError("an empty path")
+        if any(os.path.expanduser(t).startswith("~") for t in targets):
+            raise ValueError("~ has no meaning: neither HOME nor the user database names a home")
         paths = [os.path.abspath(os.path.expanduser(t)) for t in targets]
         if len({os.path.realpath(p) for p in paths}) != len(paths):
             raise ValueError("the same directory twice")
@@ -675,8 +677,10 @@ def share_secret(config: OffloadConfig) -> bytes:
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISREG(status.st_mode):
         problem = f"not a file; {_MAKE_SECRET}"
-    elif mode & (stat.S_IRWXO | stat.S_IWGRP):
+    elif mode & (stat.S_IRWXG | stat.S_IRWXO):
         problem = f"open to other users (mode {mode:04o}); chmod 0600 {shlex.quote(path)}"
+    elif status.st_uid not in (os.geteuid(), 0):
+        problem = f"of another user (uid {status.st_uid}); chown {os.geteuid()} {shlex.quote(path)}"
     elif len(secret) > _SECRET_BYTES_MAX:
         problem = f"longer than {_SECRET_BYTES_MAX} bytes; {_MAKE_SECRET}"
     elif len(secret := secret.strip()) < _SECRET_BYTES_MIN:

@@ -52,6 +52,12 @@ def test_xdg_cache_home_moves_the_default_target_unless_it_is_relative() -> None
     assert default_target({"XDG_CACHE_HOME": "c", "HOME": "/h"}) == "/h/.cache/vllm-nvmeof/pool"
 
 
+def test_a_home_that_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as without a passwd entry
+    with pytest.raises(ConfigError, match="neither HOME nor the user database names a home"):
+        parse_config({}, {})
+
+
 def test_json_wins_over_the_environment_and_the_environment_over_defaults() -> None:
     env = {
         "VLLM_NVMEOF_IO_THREADS": "3",
@@ -322,14 +328,24 @@ def test_serve_slots_are_a_part_of_staging() -> None:
 def test_a_secret_is_what_its_file_has_and_nobody_else_may_read(tmp_path: Path) -> None:
     file = tmp_path / "a secret"
     file.write_bytes(b"\n 0123456789abcdef\n")
-    file.chmod(0o440)
+    file.chmod(0o400)
     config = parse({"share_secret_file": str(file)})
     assert share_secret(config) == b"0123456789abcdef"
     assert share_secret(parse({})) == b""
-    for mode in (0o604, 0o602, 0o620):
+    for mode in (0o604, 0o602, 0o620, 0o640, 0o440):
         file.chmod(mode)
         with pytest.raises(ConfigError, match=rf"share_secret_file=.*mode 0{mode:o}.*chmod 0600 '"):
             share_secret(config)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_secret_of_another_user_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_bytes(b"0123456789abcdef")
+    file.chmod(0o600)
+    os.chown(file, 54321, -1)
+    with pytest.raises(ConfigError, match=r"uid 54321.*chown 0 "):
+        share_secret(parse({"share_secret_file": str(file)}))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -161,29 +160,6 @@ def test_a_replaced_file_at_the_path_is_not_written(lock: DirectoryLock, tmp_pat
     with pytest.raises(OSError, match="another lock file"):
         write_record(lock.file, os.getpid())
     assert lock.path.read_bytes() == b"theirs"
-
-
-def test_a_hung_file_delays_no_other_file_and_no_server(
-    lock: DirectoryLock, tmp_path: Path
-) -> None:
-    # Opening a FIFO for writing waits for a reader, as a path that is lost makes it wait.
-    hung = tmp_path / "hung"
-    os.mkfifo(hung)
-    status = hung.stat()
-    other = DirectoryLock(-1, type(lock.file)(str(hung), status.st_dev, status.st_ino))
-    before_it = set(threading.enumerate())
-    beating = Heartbeat(lambda: [other, lock], period_s=0.05)
-    for _ in range(3):
-        before = grow_old(lock.path)
-        wait_until(
-            "a heartbeat",
-            lambda before=before: (read_holder(lock.path) or NOBODY).heartbeat > before,
-        )
-    begun_s = time.monotonic()
-    beating.stop()
-    assert time.monotonic() - begun_s < 5
-    # Threads of earlier tests in this process may still wait for I/O that hangs.
-    assert set(threading.enumerate()) <= before_it
 
 
 #: Continues after Ctrl-C, as vLLM does while it drains; stops on request.

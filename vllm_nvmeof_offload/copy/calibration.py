@@ -385,7 +385,7 @@ def _alone_on_this_host(wait_s: float) -> Iterator[bool]:
 
 def _open_lock(path: Path) -> int:
     """Open for reading: enough for a lock, so that servers of other users can take it as well."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         return os.open(path, flags)
     except FileNotFoundError:

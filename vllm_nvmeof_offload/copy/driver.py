@@ -355,7 +355,7 @@ def load_or_compile(arch: str, directory: Path, name: str = COPY_BLOCKS) -> byte
 
 def _read_own(path: Path) -> bytes:
     """Read code that only this user can have written. Raises OSError otherwise."""
-    with path.open("rb") as file:
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         status = os.fstat(file.fileno())
         if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PermissionError(errno.EPERM, "can be written by another user", str(path))
@@ -367,6 +367,8 @@ def cache_directory() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):  # the XDG specification ignores relative values
         base = os.path.join(os.path.expanduser("~"), ".cache")
+    if not os.path.isabs(base):  # there is no home: nothing is kept
+        base = os.devnull
     return Path(base) / "vllm-nvmeof" / "copy"
 
 

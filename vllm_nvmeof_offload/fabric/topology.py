@@ -30,7 +30,11 @@ ABSENT = "absent"
 OFF = -1
 
 
-_NETWORK_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "9p"})
+#: File systems of one host that show no block device's number: those in memory; those that span
+#: devices; and overlay, whose upper layer belongs to one mount.
+_LOCAL_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "rootfs", "btrfs", "bcachefs", "zfs", "overlay"})
+#: Several hosts mount one block device with these.
+_CLUSTER_FILE_SYSTEMS = frozenset({"gfs2", "ocfs2"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,14 +228,22 @@ class TargetFabric:
             return self.over_fabric
         if self.devices:
             return False
+        kind = self.mount.file_system if self.mount else ""
         if self.is_network_file_system:
-            return True
-        return False if self.mount and self.mount.file_system == "tmpfs" else None
+            return None if not kind or kind.startswith("fuse") else True
+        return False if kind == "tmpfs" else None
 
     @property
     def is_network_file_system(self) -> bool:
-        """Whether other hosts may have mounted it too, with page caches of their own."""
-        return self.mount is not None and self.mount.file_system in _NETWORK_FILE_SYSTEMS
+        """Whether other hosts may have mounted it too, with page caches of their own.
+
+        So it is unless a block device of this host, or its kind, shows that it is not.
+        """
+        if self.mount is None:
+            return True
+        if self.mount.device.startswith("0:"):
+            return self.mount.file_system not in _LOCAL_FILE_SYSTEMS
+        return self.mount.file_system in _CLUSTER_FILE_SYSTEMS
 
     @property
     def controllers(self) -> tuple[Controller, ...]:

@@ -87,11 +87,11 @@ def probe(request: ProbeRequest) -> tuple[ProbeAnswer, list[int]]:
     A server that runs follows the directory's path here and nowhere else; owner, mode and uuid
     prove that it leads to the same pool.
     """
+    expected = Superblock.decode(bytes.fromhex(request.superblock))
+    if request.device is not None and os.stat(request.directory).st_dev == request.device:
+        raise PoolError("the file system that hangs is still the one that is mounted")
     folder = Folder.open(Path(request.directory))
     directory = folder.place
-    expected = Superblock.decode(bytes.fromhex(request.superblock))
-    if request.device is not None and os.fstat(folder.fd).st_dev == request.device:
-        raise PoolError("the file system that hangs is still the one that is mounted")
     # Checked before the claim, which would create a lock file in a directory of others.
     _check_superblock(directory, expected)
     path = folder.path / LOCK_FILE

@@ -44,8 +44,8 @@ def why_not(hellos: Sequence[RankHello], agreement: Agreement, settings: ShareSe
         # The ranks have just opened their pools there, so no path hangs.
         if not settings.group and discover(os.path.realpath(target)).is_network_file_system:
             return (
-                f"{target} is on a network file system, which other hosts may use too: give the "
-                'servers that use it one name, as in share: "team-a"'
+                f"{target} is on a network file system, or on one that may be: other hosts may use "
+                'it too; give the servers that use it one name, as in share: "team-a"'
             )
     return ""
 

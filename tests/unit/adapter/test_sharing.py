@@ -23,7 +23,7 @@ from vllm_nvmeof_offload.vllm_adapter import sharing
 from vllm_nvmeof_offload.vllm_adapter.sharing import ShareSettings, Sharing, why_not
 
 SETTINGS = ShareSettings(follow_ms=100)
-MOUNTED = "1 0 0:1 / / rw - ext4 /dev/x rw\n2 1 0:40 / {point} rw - {kind} server:/export rw\n"
+MOUNTED = "1 0 0:1 / / rw - ext4 /dev/x rw\n2 1 {device} / {point} rw - {kind} server:/export rw\n"
 
 
 def hellos(target: Path, **changes: object) -> list[RankHello]:
@@ -49,13 +49,21 @@ def test_whoever_cannot_share_says_why(tmp_path: Path) -> None:
     assert "no name" in reason([one, replace(other, tag=TAG[::-1])]), "ranks of other weights"
 
 
-@pytest.mark.parametrize(("kind", "shares"), [("nfs4", False), ("xfs", True), ("overlay", True)])
+@pytest.mark.parametrize(
+    ("kind", "device", "shares"),
+    [
+        ("nfs4", "0:40", False),
+        ("fuse.juicefs", "0:40", False),
+        ("xfs", "259:1", True),
+        ("overlay", "0:40", True),
+    ],
+)
 def test_only_a_group_shares_over_a_network_file_system(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, shares: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, device: str, shares: bool
 ) -> None:
     """Its hosts do not see one another's writes at once."""
     table = tmp_path / "mountinfo"
-    table.write_text(MOUNTED.format(point=tmp_path, kind=kind))
+    table.write_text(MOUNTED.format(point=tmp_path, kind=kind, device=device))
 
     def discovered(target: str) -> TargetFabric:
         return discover(target, str(tmp_path / "no-sysfs"), str(table))

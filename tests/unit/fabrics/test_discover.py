@@ -242,10 +242,28 @@ def test_a_stack_that_lies_on_itself_ends(tree: Tree) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file_system", "remote"), [("tmpfs", False), ("nfs4", True), ("overlay", None)]
+    ("file_system", "remote"),
+    [("tmpfs", False), ("nfs4", True), ("wekafs", True), ("overlay", None), ("fuse.x", None)],
 )
 def test_without_a_device_the_file_system_shows_whether_it_is_remote(
     tree: Tree, file_system: str, remote: bool | None
 ) -> None:
     tree.mount("/mnt/kv", "0:9", file_system, file_system=file_system)
     assert tree.discover().is_remote is remote
+
+
+@pytest.mark.parametrize(
+    ("file_system", "device", "network"),
+    [
+        *((one, "0:9", False) for one in ("tmpfs", "overlay", "zfs", "btrfs")),
+        *((one, "259:1", False) for one in ("xfs", "ext4", "fuseblk")),
+        *((one, "259:1", True) for one in ("gfs2", "ocfs2")),
+        *((one, "0:9", True) for one in ("nfs4", "lustre", "wekafs", "beegfs", "virtiofs", "9p")),
+        *((one, "0:9", True) for one in ("fuse.hf3fs", "fuse.sshfs", "fuse", "a_new_one")),
+    ],
+)
+def test_what_has_no_block_device_of_this_host_may_be_mounted_by_others(
+    tree: Tree, file_system: str, device: str, network: bool
+) -> None:
+    tree.mount("/mnt/kv", device, file_system, file_system=file_system)
+    assert tree.discover().is_network_file_system is network

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import signal
 import subprocess
@@ -73,38 +72,6 @@ def test_a_table_can_be_read_before_the_follower_has_begun(file: int) -> None:
     reader = ForeignReader(file)
     assert (reader.rows, reader.owner(1).state) == (0, NONE)
     follower.stop()
-
-
-def test_a_target_that_hangs_delays_no_other_target_and_no_stop(
-    file: int, engine: OpenEngine, tmp_path: Path
-) -> None:
-    # Opening a FIFO waits for a writer, as a path that is lost makes it wait.
-    hung, answers = tmp_path / "hung", tmp_path / "answers"
-    ranks = [hung / KEYSPACE / f"engine-{number}" / "rank-0" for number in (5, 6)]
-    fifos = [rank / "superblock" for rank in ranks]
-    for rank, fifo in zip(ranks, fifos, strict=True):
-        rank.mkdir(parents=True)
-        os.mkfifo(fifo)
-    pool = engine(1, answers)
-    put(pool, 3, name(1, 5))
-    follower = start_follower([hung, answers], KEYSPACE, OURS, 1, file)
-    reader = ForeignReader(file)
-    wait_until("a row", lambda: reader.rows_of(name(1).key) == [row(1, 3, 5, target=1)])
-    put(pool, 3, name(2, 6))
-    wait_until("a row", lambda: reader.rows_of(name(2).key) == [row(1, 3, 6, target=1)])
-    # Finding it out lets the thread go on, to the other one.
-    wait_until("a thread that hangs", lambda: any(map(has_reader, fifos)))
-    follower.stop()
-    wait_until("its end", lambda: followers_of(hung) == [])
-
-
-def has_reader(fifo: Path) -> bool:
-    """Whether a process waits until there is a writer."""
-    try:
-        os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
-    except OSError as error:
-        return error.errno != errno.ENXIO
-    return True
 
 
 def test_a_killed_follower_has_a_successor(

@@ -31,7 +31,7 @@ class Hang:
         self._open = threading.Event()
 
     def write(self, directory: Path, superblock: Superblock) -> None:
-        if directory.parents[2].name in self.where:
+        if directory.resolve().parents[2].name in self.where:
             self.entered += 1
             self._open.wait()
         write_superblock(directory, superblock)
