@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -206,3 +207,30 @@ def test_a_region_is_found_by_its_uuid(neighbours: Neighbours) -> None:
 
     wait_until("the region", is_found)
     assert set(found) == {FoundPool(neighbours.theirs.rig.pool.engine_index, theirs.uuid)}
+
+
+def plant(directories: Iterable[Path], uid: int) -> None:
+    """Put a keyspace of that user, with an engine 7, in the place of each directory's."""
+    for directory in directories:
+        space = directory.parents[1]
+        space.rename(space.with_name("away"))
+        shutil.copytree(space.with_name("away"), space)
+        (space / directory.parent.name).rename(space / "engine-7")
+        for path in (space, *space.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+            os.chown(path, uid, uid)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("uid", [0, 54321])
+def test_a_keyspace_that_is_put_in_the_place_of_ours_is_not_read(
+    neighbours: Neighbours, uid: int
+) -> None:
+    ours, theirs = neighbours.ours, neighbours.theirs.rig.pool
+    plant(theirs.directories, uid)
+    neighbours.attach()
+    ours.load((name(0), None, 0), owner=OWNER)
+    assert ours.done() == [OK, OK], "the engine in the directory that we have"
+    assert ours.pages[0].tobytes() == content(name(0))
+    ours.attach(OWNER + 1, 7, neighbours.superblock.uuid)
+    assert ours.done() == [io_error(errno.ENOENT)]

@@ -28,7 +28,7 @@ from tests.unit.follow.kit import (
 )
 from tests.unit.pool.kit import OTHER_TAG, TAG, fill, name, put
 from vllm_nvmeof_offload.follow import scan
-from vllm_nvmeof_offload.pool.format import Stamp, encode_entry
+from vllm_nvmeof_offload.pool.format import Stamp, encode_entry, write_superblock
 from vllm_nvmeof_offload.pool.lease import NOBODY, LeasePage, lease_of
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.silence import TAKEOVER_S, Silence
@@ -241,6 +241,66 @@ def test_what_cannot_be_read_holds_up_nothing_else(
     following.scan()
     assert following.state(owners[1]) == COMPLETE
     assert following.reader.rows == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_another_users_keyspace_in_the_place_of_ours_is_not_followed(
+    following: Following, engine: OpenEngine, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pool = engine(1, tmp_path)
+    put(pool, 1, name(1))
+    following.scan()
+    assert following.rows(name(1).key)
+    space = tmp_path / KEYSPACE
+    shutil.copytree(space, tmp_path / "theirs")
+    space.rename(tmp_path / "ours")
+    (tmp_path / "theirs").rename(space)
+    for path in (space, *space.rglob("*")):
+        os.chown(path, 54321, 54321)
+    following.scan()
+    assert (following.state(1), following.reader.rows) == (NONE, 0)
+    assert f"share: {space}: belongs to uid 54321" in capfd.readouterr().err
+    shutil.rmtree(space)
+    (tmp_path / "ours").rename(space)
+    following.scan()
+    assert following.state(1) == COMPLETE
+    assert following.rows(name(1).key)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("what", ["rank-0", "superblock", "table", "lock"])
+def test_what_another_user_has_in_a_keyspace_is_not_followed(
+    following: Following, engine: OpenEngine, tmp_path: Path, what: str
+) -> None:
+    pool = engine(1, tmp_path)
+    put(pool, 1, name(1))
+    directory = pool.directories[0]
+    os.chown(directory if what == "rank-0" else directory / what, 54321, 54321)
+    following.scan()
+    assert following.reader.rows == 0
+
+
+def test_a_pipe_in_the_place_of_a_file_holds_up_nothing(
+    following: Following, engine: OpenEngine, tmp_path: Path
+) -> None:
+    for index, what in enumerate(("superblock", "table", "lock", "log", "lease"), 1):
+        directory = engine(index, tmp_path).directories[0]
+        (directory / what).unlink(missing_ok=True)
+        os.mkfifo(directory / what, 0o600)
+    pool = engine(6, tmp_path)
+    put(pool, 1, name(1))
+    following.scan()
+    assert following.rows(name(1).key)
+
+
+def test_a_superblock_that_says_more_than_there_is_takes_no_memory(
+    following: Following, engine: OpenEngine, tmp_path: Path
+) -> None:
+    pool = engine(1, tmp_path)
+    put(pool, 1, name(1))
+    write_superblock(pool.directories[0], replace(pool.superblocks[0], slots=(1 << 32) - 1))
+    following.scan()
+    assert following.reader.rows == 0
 
 
 def test_a_lease_that_is_not_renewed_names_a_dead_owner(
