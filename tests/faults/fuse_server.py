@@ -80,6 +80,7 @@ class Server:
             25: self.done,
             26: self.init,
             27: self.opendir,
+            28: self.readdir,
             29: self.release,
             30: self.done,
             35: self.create,
@@ -184,6 +185,16 @@ class Server:
 
     def opendir(self, node: int, body: bytes) -> bytes:
         return self._opened(self._nodes.path(node), os.O_RDONLY | os.O_DIRECTORY)
+
+    def readdir(self, node: int, body: bytes) -> bytes:
+        handle, offset, size, *_ = _RW_IN.unpack_from(body)
+        answer = b""
+        for number, name in enumerate(sorted(map(os.fsencode, os.listdir(handle))), 1):
+            entry = struct.pack("<QQII", number, number, len(name), 0) + name
+            entry += bytes(-len(entry) % 8)
+            if number > offset and len(answer) + len(entry) <= size:
+                answer += entry
+        return answer
 
     def create(self, node: int, body: bytes) -> bytes:
         flags, mode = struct.unpack_from("<II", body)

@@ -76,8 +76,7 @@ class _Region:
     def __init__(self, scope: Scope, name: RegionName, space: Folder) -> None:
         part = f"{_PREFIX}{name.engine}/rank-{name.rank}"
         self.name = name
-        #: The first for people; the second leads there, through the keyspace's folder.
-        self.directory, self._place = space.path / part, space.place / part
+        self.directory, self.place = space.path / part, space.place / part
         self.superblock: Superblock | None = None
         self.is_held = False
         #: Nothing is tried before the next discovery.
@@ -89,8 +88,8 @@ class _Region:
         self._scope = scope
         self._silence = Silence()
         # Joined once: these are looked at many times per second.
-        self._superblock_path = self._place / SUPERBLOCK_FILE
-        self._lock_path = self._place / LOCK_FILE
+        self._superblock_path = self.place / SUPERBLOCK_FILE
+        self._lock_path = self.place / LOCK_FILE
         self._superblock_seen = self._lock_seen = (0, 0)
         self._source: Source | None = None
         self._rows: ForeignRegion | None = None
@@ -113,20 +112,16 @@ class _Region:
         self.is_due = False
         if seen == self._superblock_seen:
             return False
-        found = read_superblock(self._place)
+        found = read_superblock(self.place)
         ours = self._scope.keyspace, self.name.rank
         is_ours = found is not None and (found.keyspace, found.rank) == ours
         if found is None or not is_ours or found.log_pages > LOG_PAGES_MAX:
             raise PoolFormatError("of another region")
         # What it says is allocated here.
-        if os.stat(self._place / SLAB_FILE).st_size < found.slots * found.slot_bytes:
+        if os.stat(self.place / SLAB_FILE).st_size < found.slots * found.slot_bytes:
             raise PoolFormatError("its slab was cut short")
         self.superblock, self._superblock_seen = found, seen
         return True
-
-    def check(self) -> None:
-        """OSError: the directory is none of this user's, or others may write it."""
-        Folder.open(self.directory, self._place)
 
     def probe_lock(self) -> None:
         """Learn whether a process holds the region: by its lease, if it has one, else by its lock.
@@ -134,7 +129,7 @@ class _Region:
         A probe can keep a server that starts at that very moment out of its directory, so a lock
         that is free is not probed again before somebody has written it.
         """
-        silent = is_silent(self._place, self._silence)
+        silent = is_silent(self.place, self._silence)
         if silent is not None:
             self.is_held = not silent
             return
@@ -144,7 +139,7 @@ class _Region:
             self.is_held = False
             return
         if self.is_held or seen != self._lock_seen:
-            self.is_held = probe_lock(self._place).may_live
+            self.is_held = probe_lock(self.place).may_live
             self._lock_seen = seen
 
     def follow(
@@ -192,7 +187,7 @@ class _Region:
         home = owner, self.name.target, self.name.rank
         young_ns = int(YOUNG_S * 1e9) if now.world_size > 1 else 0
         self._rows, self._of = ForeignRegion(home, now.slots, groups, young_ns), now
-        self._source = source_of(self._place, now)
+        self._source = source_of(self.place, now)
         return self._rows, self._source
 
     def leave(self, table: ForeignWriter) -> None:
@@ -293,7 +288,7 @@ class TargetScan:
             region.has_failed, region.is_due = False, True
             region.close()
             try:
-                region.check()
+                Folder.open(region.directory, region.place)  # it is ours
                 region.read_superblock()
                 region.probe_lock()
             except (OSError, PoolFormatError) as error:

@@ -20,7 +20,6 @@ from pathlib import Path
 
 from vllm_nvmeof_offload import logger
 
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -48,9 +47,7 @@ class Folder:
         OSError: it is none, it belongs to another user, or others may write it.
         """
         folder = cls(os.open(place or path, _DIRECTORY), path)
-        status = os.fstat(folder.fd)
-        _check_owner(status, path)
-        _refuse_if_others_write(status, path)
+        _check(folder.fd, os.fstat(folder.fd), path, None)
         return folder
 
     def renew(self) -> None:
@@ -74,9 +71,7 @@ def make_directory(path: Path) -> None:
     except FileExistsError:
         fd = os.open(path, _DIRECTORY)
         try:
-            status = os.fstat(fd)
-            _check_owner(status, path)
-            _narrow_mode(fd, status, path, 0o700)
+            _check(fd, os.fstat(fd), path, 0o700)
         finally:
             os.close(fd)
 
@@ -86,7 +81,7 @@ def open_private(path: Path, flags: int) -> int:
 
     A wider mode is narrowed, with a warning, unless the file is opened for reading only. Its owner
     is this user; root's tools also open files of the user who has the directory. OSError: it is no
-    such file, EPERM if it is a link's, a pipe's or another user's.
+    such file, EPERM if it is a pipe or another user's. Never waits for another process.
     """
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
@@ -94,12 +89,8 @@ def open_private(path: Path, flags: int) -> int:
         if not stat.S_ISREG(status.st_mode):
             number = errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EPERM
             raise OSError(number, "not a regular file", _shown(path))
-        if os.geteuid() or status.st_uid != os.stat(path.parent).st_uid:
-            _check_owner(status, path)
-        if flags & os.O_ACCMODE == os.O_RDONLY:
-            _refuse_if_others_write(status, path)
-        else:
-            _narrow_mode(fd, status, path, 0o600)
+        owner = os.stat(path.parent).st_uid if os.geteuid() == 0 else None
+        _check(fd, status, path, 0o600 if flags & os.O_ACCMODE else None, owner)
         os.set_blocking(fd, True)
     except BaseException:
         os.close(fd)
@@ -107,23 +98,19 @@ def open_private(path: Path, flags: int) -> int:
     return fd
 
 
-def _check_owner(status: os.stat_result, path: Path) -> None:
-    if status.st_uid != os.geteuid():
-        why = f"belongs to uid {status.st_uid}, this runs as uid {os.geteuid()}: chown or remove it"
+def _check(
+    fd: int, status: os.stat_result, path: Path, mode: int | None, owner: int | None = None
+) -> None:
+    """mode: to be narrowed to; None: nothing is changed, and what others can write is refused.
+    owner: who may have it besides this user."""
+    uid, found = status.st_uid, stat.S_IMODE(status.st_mode)
+    if uid not in (os.geteuid(), owner):
+        why = f"belongs to uid {uid}, this runs as uid {os.geteuid()}: chown or remove it"
         raise PermissionError(errno.EPERM, why, _shown(path))
-
-
-def _refuse_if_others_write(status: os.stat_result, path: Path) -> None:
-    if status.st_mode & _OTHERS_WRITE:
-        mode = stat.S_IMODE(status.st_mode)
-        raise PermissionError(
-            errno.EPERM, f"other users can write it (mode {mode:o})", _shown(path)
-        )
-
-
-def _narrow_mode(fd: int, status: os.stat_result, path: Path, mode: int) -> None:
-    found = stat.S_IMODE(status.st_mode)
-    if found & ~mode:
+    if mode is None and found & (stat.S_IWGRP | stat.S_IWOTH):
+        why = f"other users can write it (mode {found:o})"
+        raise PermissionError(errno.EPERM, why, _shown(path))
+    if mode is not None and found & ~mode:
         logger.warning("%s has mode %o; KV cache is private: setting %o", _shown(path), found, mode)
         os.fchmod(fd, found & mode)
 

@@ -230,10 +230,9 @@ class Pool:
         return self._slabs[target].log_fd
 
     def keyspace(self, target: int) -> Folder:
-        """Return the directory that the target's engines are in; on any thread.
+        """Return the directory that our region lies in, whatever has its path; on any thread.
 
-        It is the one that our region lies in, whatever has its path now. OSError: the target is
-        away, or others can write the directory.
+        OSError: the target is away, or others can write the directory.
         """
         folder = self._slabs[target].folder
         if folder is None:

@@ -95,8 +95,8 @@ class Surveyed:
 def find(targets: Iterable[Path], ours: bool = False) -> list[RankDirectory]:
     """Return every rank directory on `targets`, sorted by name. Links are not followed.
 
-    ours: leave out those of other users. PoolError: a target is no directory, or something in it
-    cannot be listed.
+    ours: those of other users are left out. PoolError: a target is no directory, or something in
+    it cannot be listed.
     """
     uid = os.geteuid() if ours else None
     found: list[RankDirectory] = []

@@ -286,6 +286,8 @@ class RegionFiles:
         found: list[FoundPool] = []
         try:
             for target, ours in enumerate(self._pool.superblocks):
+                if self._pool.device(target) is None:
+                    continue  # the target is away
                 pools = self._pool.keyspace(target)
                 for name in os.listdir(pools.place):
                     index = name.removeprefix("engine-")
