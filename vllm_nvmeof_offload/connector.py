@@ -38,7 +38,7 @@ from vllm.v1.engine.core import EngineCore
 
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL
-from vllm_nvmeof_offload.manager.remembered import Question
+from vllm_nvmeof_offload.manager.remembered import Answer, Question
 from vllm_nvmeof_offload.manager.requests import WaitingRequests
 from vllm_nvmeof_offload.metrics import COUNTERS, PREFIX, Counts
 from vllm_nvmeof_offload.protocol import Command, RankHello, Report
@@ -72,8 +72,8 @@ __all__ = [
 ]
 
 
-#: Tokens, and whether the load continues during later steps; None: the request is delayed.
-_Found: TypeAlias = tuple[int | None, bool]
+#: A look-up's answer, and whether the load continues during later steps.
+_Found: TypeAlias = tuple[Answer, bool]
 
 
 @dataclass
@@ -302,6 +302,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             self._groups,
             queue,
             boundary_tokens=self._boundary_tokens,
+            tail_tokens=self._view.tail_tokens,
             share=self._share,
         )
 
@@ -323,21 +324,21 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         request_id, local = request.request_id, num_computed_tokens
         cap, sources = self._max_loadable_tokens(request, local), self._sources_of(request)
         question = self._view.question(request, local, cap, sources)
-        found, later = self._look_up(request, question)
-        if found is None:
+        answer, later = self._look_up(request, question)
+        if answer.found is None:
             return None, False
         self._old_kv.looked_up(request_id, local)
-        if self._waiting.decide(request_id, local, found).declined:
+        if self._waiting.decide(request_id, answer).declined:
             question = replace(question, sources=question.sources & FROM_CPU)
-            found, later = self._look_up(request, question)
-            if found is None:
+            answer, later = self._look_up(request, question)
+            if answer.found is None:
                 return None, False
-            self._waiting.declined(request_id, found)
-        if found and not self._waiting.answers.was_last(request_id, question):
+            self._waiting.declined(request_id, answer.found)
+        if answer.found and not self._waiting.answers.was_last(request_id, question):
             # vLLM's state of the request is that of the look-up in the other sources.
-            found, later = self._really_look_up(request, question)
+            answer, later = self._really_look_up(request, question)
         # vLLM decides whether the load continues during later steps: since 0.33 it may not.
-        return found, later and bool(found)
+        return answer.found, later and bool(answer.found)
 
     def _sources_of(self, request: Any) -> int:
         """The sources that the request may be loaded from."""
@@ -350,10 +351,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
 
     def _look_up(self, request: Any, question: Question) -> _Found:
         """vLLM's look-up, or the answer that it would give again."""
-        # With KV events every look-up is real: vLLM notes in it what it reports in events.
-        if not self._manager.config.kv_events and self._view.is_as_looked_up(
-            request.request_id, question.local
-        ):
+        if self._view.is_as_looked_up(request.request_id, question.local):
             known = self._waiting.answers.recall(request.request_id, question)
             if known is not None:
                 return known, True
@@ -366,9 +364,9 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             found, later = super().get_num_new_matched_tokens(request, local)
             rest = self._view.rest_of_a_chunk(request, local, self._waiting) if found == 0 else 0
         answers.asked(request.request_id, question)
-        if not self._manager.config.kv_events:
-            answers.remember(request.request_id, question, found, look_up.hits, look_up.misses)
-        return (rest, True) if rest else (found, later)
+        hits, misses = look_up.hits, look_up.misses
+        answer = answers.remember(request.request_id, question, found, hits, misses)
+        return (replace(answer, found=rest), True) if rest else (answer, later)
 
     @timed
     def update_state_after_alloc(

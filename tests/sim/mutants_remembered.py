@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from vllm_nvmeof_offload.manager.remembered import RememberedAnswers
+from vllm_nvmeof_offload.manager.remembered import Answer, RememberedAnswers
 
 from .mutants import Patch, mutant, native
 
@@ -24,7 +24,7 @@ native(
 def remembered_answer_survives_another_source_set() -> list[Patch]:
     real = RememberedAnswers.recall
 
-    def recall(self: Any, request_id: str, question: Any) -> int | None:
+    def recall(self: Any, request_id: str, question: Any) -> Answer | None:
         others = self._answers.get(request_id, {question.sources: None})
         sources = next(iter(others))
         return real(self, request_id, replace(question, sources=sources))
@@ -36,8 +36,8 @@ def remembered_answer_survives_another_source_set() -> list[Patch]:
 def first_miss_is_not_asked_again() -> list[Patch]:
     real = RememberedAnswers.remember
 
-    def remember(self: Any, name: str, question: Any, found: Any, keys: Any, _: Any) -> None:
-        real(self, name, question, found, keys, [])
+    def remember(self: Any, name: str, question: Any, found: Any, keys: Any, _: Any) -> Answer:
+        return real(self, name, question, found, keys, [])
 
     return [(RememberedAnswers, "remember", remember)]
 
@@ -48,12 +48,14 @@ def delay_is_remembered() -> list[Patch]:
     remember, recall = RememberedAnswers.remember, RememberedAnswers.recall
     delayed: set[tuple[str, Any]] = set()
 
-    def remembers(self: Any, name: str, question: Any, found: Any, *more: Any) -> None:
+    def remembers(self: Any, name: str, question: Any, found: Any, *more: Any) -> Answer:
         if found is None:
             delayed.add((name, question))
-        remember(self, name, question, found, *more)
+        return remember(self, name, question, found, *more)
 
-    def recalls(self: Any, name: str, question: Any) -> int | None:
-        return 0 if (name, question) in delayed else recall(self, name, question)
+    def recalls(self: Any, name: str, question: Any) -> Answer | None:
+        if (name, question) in delayed:
+            return Answer(question, 0, (), (), 0)
+        return recall(self, name, question)
 
     return [(RememberedAnswers, "remember", remembers), (RememberedAnswers, "recall", recalls)]

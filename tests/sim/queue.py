@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 from vllm_nvmeof_offload.groups import GroupKind, group_id_of
 from vllm_nvmeof_offload.manager.core import ManagerCore
-from vllm_nvmeof_offload.manager.remembered import Question
+from vllm_nvmeof_offload.manager.remembered import Answer, Question
 from vllm_nvmeof_offload.manager.requests import Queue, WaitingRequests
 
 from .base import Clock, Knobs, Violation
@@ -24,13 +24,14 @@ _BELIEVED_S = 0.1
 @dataclass(frozen=True)
 class LookUp:
     """vLLM's look-up of a request. found: tokens; None: it delays the request. keys: what a load of
-    these tokens takes, in the order of groups."""
+    these tokens takes, in the order of groups. answer: that the connector takes for it."""
 
     sources: int
     found: int | None
     hits: Sequence[bytes]
     misses: Sequence[bytes]
     keys: Sequence[bytes]
+    answer: Answer | None = None
 
 
 class Face:
@@ -78,7 +79,8 @@ class SimQueue:
         self._seen: set[str] = set()  # scheduled before
         self._had: dict[Request, int] = {}  # preempted request → the most tokens it had computed
         self._drafted: set[str] = set()  # requests that the last step scheduled with drafts
-        queue = Queue(self._by_group, self._is_cached, knobs.groups, knobs.by_priority)
+        asked = (self._by_group, self._ends_of, self._is_cached)
+        queue = Queue(*asked, knobs.groups, knobs.by_priority)
         self.waiting = WaitingRequests(core, queue, clock)
         core.admission.prefill_rate = knobs.prefill_rate
 
@@ -86,28 +88,31 @@ class SimQueue:
         self._requests[str(request)] = request
         self.waiting.added(Face(request))
 
-    def looked_up(self, request: Request, local: int, look_up: LookUp) -> None:
-        """A look-up has ended. Rule 2: what is remembered says the same."""
+    def looked_up(self, request: Request, local: int, look_up: LookUp) -> Answer:
+        """A look-up has ended. Rule 2: what is remembered says the same, and admission weighs what
+        is loaded. Return what the connector would take for its answer."""
         name, found = str(request), look_up.found
         question = Question(len(request.tokens), request.hashes[-1], local, None, look_up.sources)
         answers = self.waiting.answers
-        remembered = answers.recall(name, question)
-        if remembered is None:
+        answer = answers.recall(name, question)
+        if answer is None:
             answers.asked(name, question)
-            answers.remember(name, question, found, look_up.hits, look_up.misses)
             self._answered[name, look_up.sources] = self._clock(), self._changes
-            return
+            return answers.remember(name, question, found, look_up.hits, look_up.misses)
         self._counts["remembered_answers"] += 1
+        remembered = answer.found
         if self._is_believed(name, look_up.sources):
             self._counts["believed_answers"] += remembered != (found or 0)
-            return
+            if remembered == found:
+                return answer
+            return Answer(question, found, look_up.hits, look_up.misses, 0)
         if remembered != (found or 0):
             raise Violation("2", f"{request}: remembered {remembered}, a look-up finds {found}")
-        answer = answers.given(name, local, remembered)
-        if answer is not None and answer.question == question and answer.find is not None:
+        if answer.find is not None:
             find = self._core.find(look_up.keys)
             if find.read_bytes != answer.find.read_bytes:
                 raise Violation("2", f"{request}: {answer.find} is remembered, it is {find}")
+        return answer
 
     @property
     def _changes(self) -> int:
@@ -120,9 +125,9 @@ class SimQueue:
         then_s, changes = self._answered[name, sources]
         return changes != self._changes and self._clock() - then_s <= _BELIEVED_S
 
-    def declines(self, request: Request, local: int, found: int) -> bool:
+    def declines(self, request: Request, answer: Answer) -> bool:
         """Whether only what the CPU tier has of the found tokens is to be loaded."""
-        return bool(self.waiting.decide(str(request), local, found).declined)
+        return bool(self.waiting.decide(str(request), answer).declined)
 
     def declined(self, request: Request, tokens: int) -> None:
         """The CPU tier has so many of them."""
@@ -186,6 +191,15 @@ class SimQueue:
     def _by_group(self, request_id: str) -> list[list[bytes]] | None:
         request = self._requests.get(request_id)
         return None if request is None else [request.keys(group) for group in self._knobs.groups]
+
+    def _ends_of(self, request_id: str, keys: Sequence[bytes]) -> list[int]:
+        by_group = [(group, self._requests[request_id].keys(group)) for group in self._knobs.groups]
+        ends = {
+            key: (chunk + 1) * group.tokens_per_chunk
+            for group, of_group in by_group
+            for chunk, key in enumerate(of_group)
+        }
+        return [ends[key] for key in keys]
 
     def _is_cached(self, face: Face, key: bytes) -> bool:
         """Windows and states count as not."""

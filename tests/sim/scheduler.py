@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -293,7 +294,8 @@ class SimScheduler:
         look_up = self._look_up(request, computed, FROM_CPU if cpu_only else FROM_CPU | FROM_POOL)
         if look_up.found is None:
             return False  # vLLM asks again in the next step
-        if self._queue.declines(request, computed, look_up.found):
+        assert look_up.answer is not None
+        if self._queue.declines(request, look_up.answer):
             self.counts["declined"] += 1
             look_up = self._second_look_up(request, computed, look_up)
             if look_up.found is None:
@@ -383,8 +385,7 @@ class SimScheduler:
         if self._knobs.defer_shared_loads and self._loading_keys.intersection(keys):
             found = None
         look_up = LookUp(sources, found, hits, misses, keys)
-        self._queue.looked_up(request, local, look_up)
-        return look_up
+        return replace(look_up, answer=self._queue.looked_up(request, local, look_up))
 
     def _second_look_up(self, request: Request, local: int, _: LookUp) -> LookUp:
         """Instead of the first one, which admission has declined."""

@@ -38,13 +38,13 @@ def _hash(number: int) -> BlockHash:
     return BlockHash(number.to_bytes(KEY_BYTES - 4, "big"))
 
 
-def _vllms(group: Group) -> Any:
+def _vllms(group: Group, hashes: int) -> Any:
     """vLLM's configuration of a group."""
     return SimpleNamespace(
         group_idx=group.group_id,
         tokens_per_block=BLOCK,
         tokens_per_chunk=BLOCK,
-        hashes_per_chunk=1,
+        hashes_per_chunk=hashes,
         sliding_window_size_in_chunks=group.reach_chunks,
         is_eagle_group=False,
         load_window_size_in_chunks=lambda tokens: group.reach_chunks,
@@ -55,6 +55,8 @@ class Engine:
     """A connector's scheduler side around a manager whose CPU tier has so many slots.
 
     windows: before the group of full attention, which is the last one, there is one of windows.
+    tails: instead, one of states; a block has two hashes, and vLLM finds half of one (partial
+    tails).
     """
 
     def __init__(
@@ -64,26 +66,32 @@ class Engine:
         kv_events: bool = False,
         pool_slots: int = 0,
         windows: bool = False,
+        tails: bool = False,
         remote: tuple[bool | None, ...] = (),
     ) -> None:
         self.now_s = 0.0
         self.manager = NVMeoFOffloadingManager(CoreConfig(kv_events=kv_events), lambda: self.now_s)
-        full = Group(int(windows), GroupKind.FULL, BLOCK)
-        window = Group(0, GroupKind.WINDOW, BLOCK, reach_chunks=REACH)
-        self.groups = groups = (window, full) if windows else (full,)
+        full = Group(int(windows or tails), GroupKind.FULL, BLOCK)
+        first = Group(0, GroupKind.WINDOW, BLOCK, reach_chunks=REACH)
+        if tails:
+            first = Group(0, GroupKind.STATE, BLOCK, reach_chunks=1)
+        self.groups = groups = (first, full) if windows or tails else (full,)
         side = self.side = object.__new__(theirs.OffloadingConnectorScheduler)
         side.config = SimpleNamespace(  # type: ignore[assignment]
-            kv_group_configs=tuple(map(_vllms, groups)),
-            tokens_per_hash=BLOCK,
-            supports_partial_tail=False,
+            kv_group_configs=tuple(_vllms(one, 2 if tails else 1) for one in groups),
+            tokens_per_hash=BLOCK // (2 if tails else 1),
+            supports_partial_tail=tails,
         )
+        side._partial_tail_block_size = BLOCK
         side.manager = self.manager
         side._req_status, side._chunks_being_loaded = {}, set()
-        side._lookup_groups = (1, 0) if windows else (0,)
-        side._sliding_window_groups = (0,) if windows else ()
-        side._mamba_align_size = None
+        side._lookup_groups = (1, 0) if len(groups) > 1 else (0,)
+        side._sliding_window_groups = (0,) if len(groups) > 1 else ()
+        side._mamba_align_size = BLOCK if tails else None
         side._connector_stats = theirs.OffloadingConnectorStats()
-        tracker: Any = SimpleNamespace(record_lookup=self._looked_up)
+        tracker: Any = SimpleNamespace(
+            record_lookup=self._looked_up, record_partial_lookup=self._looked_up
+        )
         side._events_tracker = tracker
         self.hits = 0  # of vLLM's own look-ups
         connector = self.connector = object.__new__(NVMeoFOffloadingConnector)
@@ -128,6 +136,7 @@ class Engine:
         request = SimpleNamespace(
             request_id=name,
             num_tokens=BLOCK * len(numbers) + 1,
+            num_prompt_tokens=BLOCK * len(numbers) + 1,
             block_hashes=[_hash(number) for number in numbers],
             kv_transfer_params=None,
             skip_reading_prefix_cache=False,
@@ -343,6 +352,29 @@ def test_that_no_boundary_was_found_is_remembered_until_a_window_comes() -> None
     assert engine.hits == hits
     engine.store(1, 2, group=0)
     assert engine.ask(request) == (3 * BLOCK, True)
+
+
+def test_what_vllm_finds_of_a_block_is_weighed_not_the_whole_block() -> None:
+    """Five half blocks are stored, and the request has six: the key of its third block is that of a
+    chunk that nobody has. Half a block is in the pool only, and too slow to be read."""
+    engine = Engine(5, pool_slots=16, tails=True)
+    tail, whole = 4, (1, 3)  # by their last half blocks
+    for group in (0, 1):
+        engine.store(tail, group=group)
+    engine.store(100, 101, 102)
+    engine.store(*whole, group=1)
+    engine.store(*whole[1:], group=0)
+    request = engine.arrive("a", *range(6))
+    request.num_tokens = request.num_prompt_tokens = 6 * BLOCK // 2 + 1
+    found, admissions = engine.ask(request), engine.manager.core.counters
+    assert found == (5 * BLOCK // 2, True)
+    assert engine.ask(request) == found
+    engine.slow()
+    engine.now_s += 1.0
+    assert engine.ask(request) == (2 * BLOCK, True), "what the CPU tier has"
+    engine.waiting.allocated("a")
+    assert admissions["admissions", "partial"] == 1
+    assert admissions["declined_tokens"] == BLOCK // 2
 
 
 def test_with_kv_events_every_look_up_is_real() -> None:

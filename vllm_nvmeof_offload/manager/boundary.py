@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
+from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup, group_id_of
 
 #: Which of these keys are present: one byte per key, 1 or 0.
 Has = Callable[[Sequence[bytes]], bytes]
@@ -55,6 +55,24 @@ def wanted(
         first = max(local, _needed_from(group, boundary)) // group.tokens_per_chunk
         keys += keys_by_group[at][first : -(-boundary // group.tokens_per_chunk)]
     return keys
+
+
+def taken(
+    groups: Sequence[Group], hits: Sequence[bytes], ends: Sequence[int], boundary: int
+) -> list[bytes]:
+    """The keys that a load up to `boundary` takes of those for which vLLM's look-up has hit.
+
+    ends: of each, the request's tokens up to its chunk's end. vLLM may have found the head of a
+    chunk (a partial tail) behind whole chunks; it then loads the head in place of the chunk.
+    """
+    by_id = {group.group_id: group for group in groups}
+    keys: dict[tuple[int, int], bytes] = {}  # by group and the chunk's first token
+    for key, end in zip(hits, ends, strict=True):
+        group = by_id[group_id_of(key)]
+        first = (end - 1) // group.tokens_per_chunk * group.tokens_per_chunk
+        if _needed_from(group, boundary) - group.tokens_per_chunk < first < boundary:
+            keys[group.group_id, first] = key
+    return list(keys.values())
 
 
 def full_prefix(

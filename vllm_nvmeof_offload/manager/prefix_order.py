@@ -41,7 +41,7 @@ def tokens_by_source(
     """
     sizes = np.array([group.tokens_per_chunk for group in groups], np.int64)[positions]
     is_state = np.array([group.kind is GroupKind.STATE for group in groups])[positions]
-    starts = np.maximum(np.where(is_state, 0, ends - sizes), tokens.start)
+    starts = np.maximum(np.where(is_state, 0, (ends - 1) // sizes * sizes), tokens.start)
     ends = np.minimum(ends, tokens.stop)
     pool = _covered(starts[from_pool], ends[from_pool])
     return _covered(starts, ends) - pool, pool

@@ -38,11 +38,13 @@ class Question:
 
 @dataclass(slots=True)
 class Answer:
-    """found: tokens. misses: the keys that missed. voided: the tiers' count when it was given. The
-    others are admission's."""
+    """A look-up's answer. found: tokens; None: vLLM delays the request. hits, misses: the keys for
+    which it hit and missed. voided: the tiers' count when it was given. The others are
+    admission's."""
 
     question: Question
-    found: int
+    found: int | None
+    hits: Sequence[bytes]
     misses: Sequence[bytes]
     voided: int
     find: Find | None = None
@@ -60,8 +62,8 @@ class RememberedAnswers:
         self._answers: dict[str, dict[int, Answer]] = {}
         self._last: dict[str, Question] = {}  # of the last real look-up
 
-    def recall(self, request_id: str, question: Question) -> int | None:
-        """The tokens that a look-up would find; None: only a look-up can tell."""
+    def recall(self, request_id: str, question: Question) -> Answer | None:
+        """The answer that a look-up would give again; None: only a look-up can tell."""
         answers = self._answers.get(request_id)
         answer = answers.get(question.sources) if answers is not None else None
         if answer is None:
@@ -71,7 +73,7 @@ class RememberedAnswers:
             and answer.voided == self._core.voided
             and 1 not in self._core.present(answer.misses, question.sources)
         ):
-            return answer.found
+            return answer
         self._drop(request_id, question.sources)
         return None
 
@@ -82,20 +84,21 @@ class RememberedAnswers:
         found: int | None,
         hits: Sequence[bytes],
         misses: Sequence[bytes],
-    ) -> None:
-        """A real look-up, for which these keys hit and missed, found so many tokens; None: vLLM
-        delays the request."""
+    ) -> Answer:
+        """A real look-up has given this answer, which is returned. It is remembered if it can
+        be."""
         self._drop(request_id, question.sources)
-        if found is None or (not found and self._core.config.full_attention_only):
-            return  # a delay; or a look-up that asked for one key
+        # Asked first: it voids what was believed for too long, with everything that is watched.
+        answer = Answer(question, found, hits, misses, self._core.voided)
+        config = self._core.config
+        # With KV events every look-up is real: vLLM notes in it what it reports in events.
+        if found is None or config.kv_events or (not found and config.full_attention_only):
+            return answer  # a delay; or a look-up that asked for one key
         # What vLLM found must be what the tiers have: all else is not remembered.
         rests_on = hits if found else [*hits, *misses]
-        # Asked first: it voids what was believed for too long, with everything that is watched.
-        voided = self._core.voided
-        if not rests_on or not self._core.watch(hits, question.sources):
-            return
-        answer = Answer(question, found, misses, voided)
-        self._answers.setdefault(request_id, {})[question.sources] = answer
+        if rests_on and self._core.watch(hits, question.sources):
+            self._answers.setdefault(request_id, {})[question.sources] = answer
+        return answer
 
     def asked(self, request_id: str, question: Question) -> None:
         """A real look-up asked this."""
@@ -105,14 +108,6 @@ class RememberedAnswers:
         """Whether the last real look-up of the request asked this: vLLM's state of the request is
         the one that it left."""
         return self._last.get(request_id) == question
-
-    def given(self, request_id: str, local: int, found: int) -> Answer | None:
-        """The answer from all sources that the request was just given, if it is remembered."""
-        answers = self._answers.get(request_id)
-        answer = answers[max(answers)] if answers else None
-        if answer is None or answer.voided != self._core.voided:
-            return None
-        return answer if (answer.question.local, answer.found) == (local, found) else None
 
     def forget(self, request_id: str) -> None:
         """The request has got or given back GPU blocks, or has ended."""

@@ -21,7 +21,7 @@ from vllm_nvmeof_offload.manager import boundary
 from vllm_nvmeof_offload.manager.core import ManagerCore
 from vllm_nvmeof_offload.manager.hold_and_prefetch import Order
 from vllm_nvmeof_offload.manager.load_or_recompute import Attempt, Decision
-from vllm_nvmeof_offload.manager.remembered import RememberedAnswers
+from vllm_nvmeof_offload.manager.remembered import Answer, RememberedAnswers
 from vllm_nvmeof_offload.metrics import Counts
 
 
@@ -118,11 +118,13 @@ class Queue:
     """vLLM's queue.
 
     keys_of: a request's keys so far, by group position and in prefix order; None: the request is
-    unknown. is_cached: whether the request's chunk of this key is in GPU memory; those of windows
-    and states count as not. by_priority: vLLM's policy.
+    unknown. ends_of: of keys of a request that a look-up asked for, the number of its tokens up to
+    each chunk's end. is_cached: whether the request's chunk of this key is in GPU memory; those of
+    windows and states count as not. by_priority: vLLM's policy.
     """
 
     keys_of: Callable[[str], Sequence[Sequence[bytes]] | None]
+    ends_of: Callable[[str, Sequence[bytes]], Sequence[int]]
     is_cached: Callable[[Any, bytes], bool]
     groups: tuple[Group, ...]
     by_priority: bool = False
@@ -177,18 +179,20 @@ class WaitingRequests:
             # vLLM computes at least the last token, so a load never has all chunks.
             self._follow(request, request.num_tokens - 1, order)
 
-    def decide(self, request_id: str, local: int, found: int) -> Attempt:
-        """Decide whether to load the `found` tokens that follow `local` tokens in GPU memory.
+    def decide(self, request_id: str, answer: Answer) -> Attempt:
+        """Decide whether to load what a look-up in all sources has found, behind the tokens that
+        are in GPU memory.
 
         If it is declined, the caller looks the request up in the CPU tier only, and reports to
         `declined`.
         """
+        local, found = answer.question.local, answer.found or 0
         in_gpu = local // self._tokens_per_chunk if self._full else 0
         self._core.reload.looked_up(request_id, in_gpu)
         helpers = self._helpers.get(request_id)
         attempt = Attempt(local, found, 0, None, helpers)
         if found and self._core.admission.automatic:
-            decision = self._decide(request_id, local, found)
+            decision = self._decide(request_id, answer, found)
             if decision.load:
                 attempt = replace(attempt, limit_s=decision.limit_s, token_s=decision.token_s)
             else:
@@ -210,44 +214,40 @@ class WaitingRequests:
         self._attempts[request_id] = replace(attempt, tokens=tokens, declined=left)
         self.resumes.offered(request_id, attempt.local, tokens)
 
-    def _decide(self, request_id: str, local: int, found: int) -> Decision:
+    def _decide(self, request_id: str, answer: Answer, found: int) -> Decision:
         admission, now_s = self._core.admission, self._clock()
-        answer = self.answers.given(request_id, local, found)
-        if answer is not None and answer.decision is not None:
+        if answer.decision is not None:
             recent = now_s - answer.decided_s < _DECIDE_AGAIN_S
             if recent and answer.reading is admission.reading:
                 self._declined = answer.declined
                 return answer.decision
-        if answer is not None and answer.find is not None:
+        if answer.find is not None:
             find = replace(answer.find, queued_bytes=self._core.queued_bytes())
         else:
-            find = self._core.find(self._wanted(request_id, local, found), found)
+            find = self._core.find(self._taken(request_id, answer), found)
         helpers = self._helpers.get(request_id)
         decision = admission.decide(
             find.read_bytes,
             find.queued_bytes,
             find.tokens,
             helpers,
-            before=local + found - find.tokens,
+            before=answer.question.local + found - find.tokens,
         )
         declined: Sequence[bytes] = ()
         if not decision.load:
-            declined = self._wanted(request_id, local, found)[find.leading_cpu :]
+            declined = self._taken(request_id, answer)[find.leading_cpu :]
             self._declined = declined
-        if answer is not None:
-            answer.find, answer.decision, answer.declined = find, decision, declined
-            answer.decided_s, answer.reading = now_s, admission.reading
+        answer.find, answer.decision, answer.declined = find, decision, declined
+        answer.decided_s, answer.reading = now_s, admission.reading
         return decision
 
-    def _keys(self, request_id: str) -> Sequence[Sequence[bytes]]:
-        """By group position."""
-        keys = self._queue.keys_of(request_id)
-        assert keys is not None
-        return keys
-
-    def _wanted(self, request_id: str, local: int, found: int) -> Sequence[bytes]:
-        """The keys of a load of `found` tokens behind `local`: full prefix first."""
-        return boundary.wanted(self._queue.groups, self._keys(request_id), local, local + found)
+    def _taken(self, request_id: str, answer: Answer) -> Sequence[bytes]:
+        """The keys of a load of what was found: those that vLLM's look-up has hit, no others."""
+        if self._core.config.full_attention_only:
+            return list(dict.fromkeys(answer.hits))
+        ends = self._queue.ends_of(request_id, answer.hits)
+        end = answer.question.local + (answer.found or 0)
+        return boundary.taken(self._queue.groups, answer.hits, ends, end)
 
     def allocated(self, request_id: str) -> Attempt | None:
         """The request got its GPU blocks: count what it gets back, and the decision on its hit."""

@@ -51,12 +51,16 @@ class _Request:
 
 class Tails:
     """By request. groups: among them one of windows or states. every_tokens: between two lasting
-    boundaries, a multiple of a chunk of every group."""
+    boundaries, a multiple of a chunk of every group. tail_tokens: a prompt, or a shared prefix, is
+    also stored up to the last multiple of it, within a chunk; 0: up to whole chunks only."""
 
-    def __init__(self, core: ManagerCore, groups: Sequence[Group], every_tokens: int) -> None:
+    def __init__(
+        self, core: ManagerCore, groups: Sequence[Group], every_tokens: int, tail_tokens: int = 0
+    ) -> None:
         self._core = core
         self._every_tokens = every_tokens
         self._unit_tokens = unit_tokens(groups)
+        self._tail_tokens = tail_tokens or self._unit_tokens
         assert every_tokens % self._unit_tokens == 0
         # A whole chunk of every token range is stored of the others, as vLLM does.
         self._sparse = [at for at, group in enumerate(groups) if group.kind in SPARSE]
@@ -85,7 +89,7 @@ class Tails:
         lasts = (reach == 0) | (-ends % self._every_tokens < reach)
         # vLLM finds a shared prefix when it looks up, again after a preemption.
         for tokens in (vllm_request.num_prompt_tokens - 1, vllm_request.shared_prefix_boundary):
-            boundary = tokens // unit * unit
+            boundary = tokens // self._tail_tokens * self._tail_tokens
             lasts |= (ends <= boundary) & (boundary - ends < reach)
         frontier = max(int(ends.max()) // unit * unit, request.boundary)
         chosen = lasts | (frontier - ends < reach)

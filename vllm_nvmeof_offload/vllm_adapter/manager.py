@@ -400,12 +400,14 @@ class NVMeoFOffloadingManager(OffloadingManager):
         queue: Queue | None = None,
         *,
         boundary_tokens: int = 0,
+        tail_tokens: int = 0,
         share: ShareSettings | None = None,
     ) -> None:
         """Make the core: the workers' handshake has come.
 
         key_bytes: of every offload key. groups: the offloaded ones, by position. queue: of the
-        requests that wait. boundary_tokens: see `keep_boundaries`. share: None: with nobody.
+        requests that wait. boundary_tokens: see `keep_boundaries`. tail_tokens: as in `Tails`.
+        share: None: with nobody.
         """
         assert self._core is None, "a second handshake"
         ordered = sorted(hellos, key=lambda hello: hello.rank)
@@ -442,7 +444,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         if queue is not None:
             self.waiting = WaitingRequests(core, queue, self._clock)
         if boundary_tokens:
-            self._tails = Tails(core, groups, boundary_tokens)
+            self._tails = Tails(core, groups, boundary_tokens, tail_tokens)
         self._export_due = True
 
     def take_commands(self) -> list[Command]:

@@ -66,7 +66,13 @@ class SchedulerView:
 
     def queue(self, *, by_priority: bool) -> Queue:
         """vLLM's queue, for the manager."""
-        return Queue(self.keys_of, self._is_cached, self._groups, by_priority)
+        return Queue(self.keys_of, self._ends_of, self._is_cached, self._groups, by_priority)
+
+    @property
+    def tail_tokens(self) -> int:
+        """vLLM stores and finds prompts up to a multiple of it within a block; 0: it does not."""
+        config = self._scheduler.config
+        return config.tokens_per_hash if config.supports_partial_tail else 0
 
     def keys_of(self, request_id: str) -> list[Sequence[bytes]] | None:
         """A request's offload keys so far, by group position."""
@@ -77,6 +83,10 @@ class SchedulerView:
         if len(keys) < len(state.req.block_hashes) // self._hashes_per_chunk:
             state.update_offload_keys()  # which walks over all hashes
         return [group.offload_keys for group in state.group_states]
+
+    def _ends_of(self, request_id: str, keys: Sequence[bytes]) -> list[int]:
+        position = self.context(request_id).get_offload_key_position
+        return [position(OffloadKey(key)) or 0 for key in keys]
 
     def key_lists(self, request_id: str) -> list[list[OffloadKey]]:
         """By group position, the lists of keys that vLLM's look-ups go along, once it has added

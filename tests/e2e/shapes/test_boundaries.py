@@ -102,3 +102,25 @@ def test_by_vllms_own_rule_it_finds_the_prompt_only(
     limited = got.grown(1, "nvmeof_boundary_limited_tokens")
     assert limited == tokens // per_chunk * per_chunk - found
     assert got.grown(0, "nvmeof_superseded_chunks") == 0
+
+
+def test_a_prompt_is_found_up_to_a_multiple_of_prefix_match_unit(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    """Of 216 tokens 192 are whole chunks, and vLLM stores the tail up to 208. Later prompts go on
+    behind it, so that they have a whole chunk there, which nobody has stored. Without a share group
+    no other server could have it either."""
+    (prompt,) = prompts(8, 216)
+    turns = [Request([*prompt, *more]) for more in prompts(9, 60, 70)]
+    options: dict[str, Any] = {"num_gpu_blocks_override": 400, "prefix_match_unit": 16}
+    extra = {"blocks_per_chunk": 1, "admission": "auto", "share": "off"}
+    # The answer is long enough to leave the prompt's end behind.
+    plan = Plan("lfm2", [[Request(prompt, 150)], turns], options, tmp_path, extra)
+    reference = zygote.run(plan.plain(), "partial-tail-plain")
+    got = zygote.run(plan, "partial-tail")
+    for outcome in (reference, got):
+        assert not outcome.error, outcome.error
+    for answers, expected in zip(got.answers, reference.answers, strict=True):
+        assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+    assert got.grown(1, FOUND) == 2 * 208
+    assert got.grown(1, "nvmeof_loaded_tokens:cpu") == 2 * 208

@@ -15,6 +15,7 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.manager.core import CoreConfig, Source
+from vllm_nvmeof_offload.manager.remembered import Answer, Question
 from vllm_nvmeof_offload.manager.requests import Queue
 from vllm_nvmeof_offload.vllm_adapter import manager as face
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
@@ -38,7 +39,12 @@ class Server:
         config = CoreConfig(credit_share=2.0, peers=("d0:7000", "d1:7000"))
         self.manager = NVMeoFOffloadingManager(config)
         self.bench = Bench()
-        queue = Queue(lambda request: [keys_of(*self.numbers[request])], lambda *_: False, GROUPS)
+        queue = Queue(
+            lambda request: [keys_of(*self.numbers[request])],
+            lambda *_: [],
+            lambda *_: False,
+            GROUPS,
+        )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(face, "ManagerCore", Core)
             self.manager.attach([hello(0, 4, 8, ())], KEY_BYTES, GROUPS, queue)
@@ -158,7 +164,8 @@ def test_a_load_has_the_helpers_that_its_request_named(
     context = server.arrives("b", 1, 2, params=params)
     waiting = server.manager.waiting
     assert waiting is not None
-    assert waiting.decide("b", 0, 2 * CHUNK).helpers == helpers
+    answer = Answer(Question(33, b"hash", 0, None, 3), 2 * CHUNK, keys_of(1, 2), (), 0)
+    assert waiting.decide("b", answer).helpers == helpers
     spec = server.manager.prepare_load([OffloadKey(k) for k in keys_of(1, 2)], context)
     assert spec.command.helpers == helpers
     counters = server.manager.core.counters

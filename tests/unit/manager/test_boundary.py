@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_nvmeof_offload.groups import Group, GroupKind
-from vllm_nvmeof_offload.manager.boundary import full_prefix, limit_of, plan, unit_tokens, wanted
+from vllm_nvmeof_offload.manager.boundary import (
+    full_prefix,
+    limit_of,
+    plan,
+    taken,
+    unit_tokens,
+    wanted,
+)
 
 FULL = Group(0, GroupKind.FULL, 16)
 WINDOW = Group(1, GroupKind.WINDOW, 16, reach_chunks=2, reach_tokens=31)
@@ -73,6 +80,21 @@ def test_what_is_in_gpu_memory_is_not_wanted() -> None:
     index = Index([FULL, WINDOW, STATE], 96, set())
     assert index.plan(48, 96) == (80, [b"0/64", b"0/80", b"1/64", b"1/80", b"3/80"])
     assert index.plan(80, 96) == (80, [])
+
+
+def test_a_load_takes_what_it_needs_of_what_was_hit() -> None:
+    def key(group: Group, end: int) -> bytes:
+        return b"%d" % end + group.group_id.to_bytes(4, "big")
+
+    hits = [(FULL, end) for end in (32, 48, 64, 80)]  # behind one chunk in GPU memory
+    hits += [(WINDOW, end) for end in (80, 32, 64, 48, 32)]  # asked twice
+    ends = [end for _, end in hits]
+    found = taken([WINDOW, FULL], [key(*one) for one in hits], ends, 64)
+    assert found == [key(FULL, 32), key(FULL, 48), key(FULL, 64), key(WINDOW, 64), key(WINDOW, 48)]
+    hits = [(FULL, 16), (FULL, 32), (STATE, 16), (STATE, 24), (FULL, 28), (FULL, 24)]
+    ends = [end for _, end in hits]
+    found = taken([STATE, FULL], [key(*one) for one in hits], ends, 24)
+    assert found == [key(FULL, 16), key(FULL, 24), key(STATE, 24)], "a partial tail"
 
 
 def test_the_index_is_asked_once_per_group() -> None:

@@ -28,11 +28,15 @@ class Server:
     stays; what is superseded counts as evicted."""
 
     def __init__(
-        self, groups: Sequence[Group], every_tokens: int = LONG, prompt: int = 160
+        self,
+        groups: Sequence[Group],
+        every_tokens: int = LONG,
+        prompt: int = 160,
+        tail_tokens: int = 0,
     ) -> None:
         self.groups = groups
         core: Any = self
-        self.tails = Tails(core, groups, every_tokens)
+        self.tails = Tails(core, groups, every_tokens, tail_tokens)
         self.prompt, self.computed = prompt, 0
         self.chunks: dict[bytes, str] = {}
         self.shared = 0
@@ -155,6 +159,19 @@ def test_a_preempted_request_keeps_what_it_resumes_from() -> None:
         server.run(1)
     assert server.kept(WINDOW) == [16, 32, 48, 64], "they last"
     assert server.provisional(WINDOW) == [128, 144, 160]
+
+
+def test_a_prompt_s_last_part_of_a_chunk_lasts_where_vllm_stores_and_finds_it() -> None:
+    server = Server([FULL, STATE], prompt=172, tail_tokens=4)
+    tails = [(FULL, 168), (STATE, 168)]
+    server.run(160)
+    server.computed = 172
+    server.offer(tails)
+    for _ in range(100):
+        server.run(1)
+    server.tails.ended("a")
+    assert [server.chunks[server.key(group, end)] for group, end in tails] == ["kept"] * 2
+    assert server.kept(STATE) == [160, 272]
 
 
 def test_windows_wait_for_the_state_of_their_boundary() -> None:

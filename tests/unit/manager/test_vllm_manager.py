@@ -200,7 +200,7 @@ def test_before_the_handshake_the_manager_does_and_exports_nothing() -> None:
     ):
         with pytest.raises(AssertionError):
             call()
-    queue = Queue({}.get, lambda *_: False, GROUPS)
+    queue = Queue({}.get, lambda *_: [], lambda *_: False, GROUPS)
     manager.attach([hello(0, 4, 8, ())], KEY_BYTES, GROUPS, queue)
     assert manager.waiting is not None
     assert manager.has_pending_work(), "one step exports every series"

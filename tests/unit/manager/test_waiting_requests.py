@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 
 from vllm_nvmeof_offload import LOGGER_NAME
 from vllm_nvmeof_offload.groups import Group, GroupKind
-from vllm_nvmeof_offload.manager.core import FROM_CPU
+from vllm_nvmeof_offload.manager.boundary import wanted
+from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL
 from vllm_nvmeof_offload.manager.load_or_recompute import Attempt
-from vllm_nvmeof_offload.manager.remembered import Question
+from vllm_nvmeof_offload.manager.remembered import Answer, Question
 from vllm_nvmeof_offload.manager.requests import Queue, WaitingRequests
 from vllm_nvmeof_offload.protocol import CancelCommand, FetchCommand, RateReport
 
@@ -32,15 +34,19 @@ class Lobby:
         self.bench = HoldsBench(cache, tokens_per_chunk=T, **config)  # type: ignore[arg-type]
         self.core = self.bench.core
         self.keys: dict[str, list[bytes]] = {}
+        self.answers: dict[str, Answer] = {}
         self.in_gpu: set[tuple[str, int]] = set()
         self.waiting = WaitingRequests(
             self.core,
-            Queue(self._keys_of, self._is_cached, GROUPS, by_priority),
+            Queue(self._keys_of, self._ends_of, self._is_cached, GROUPS, by_priority),
             lambda: self.bench.now_s,
         )
 
     def _keys_of(self, name: str) -> list[list[bytes]] | None:
         return [self.keys[name]] if name in self.keys else None
+
+    def _ends_of(self, name: str, keys: Sequence[bytes]) -> list[int]:
+        return [T * (self.keys[name].index(key) + 1) for key in keys]
 
     def _is_cached(self, request: Any, key: bytes) -> bool:
         name = request.request_id
@@ -68,12 +74,26 @@ class Lobby:
             hits.append(one)
         found = max(0, (question.local // T + len(hits)) * T - question.local)
         self.waiting.answers.asked(name, question)
-        self.waiting.answers.remember(name, question, found, hits, misses)
+        answers = self.waiting.answers
+        self.answers[name] = answers.remember(name, question, found, hits, misses)
         return found
+
+    def decide(self, name: str, local: int, found: int) -> Attempt:
+        """Decide on the last look-up's answer, or on another one, whose look-up the test leaves
+        out."""
+        answer = self.answers.get(name)
+        if answer is None or (answer.question.local, answer.found) != (local, found):
+            question = Question(local + found + 1, b"hash", local, None, FROM_CPU | FROM_POOL)
+            answer = Answer(question, found, self._taken(name, local, local + found), (), 0)
+        return self.waiting.decide(name, answer)
+
+    def _taken(self, name: str, local: int, end: int) -> list[bytes]:
+        """The keys that a load takes."""
+        return self.keys[name][local // T : end // T]
 
     def admit(self, name: str, local: int, found: int) -> Attempt:
         """The whole decision: if it is declined, the CPU tier is looked up."""
-        if self.waiting.decide(name, local, found).declined:
+        if self.decide(name, local, found).declined:
             question = Question(local + found + 1, b"hash", local, None, FROM_CPU)
             self.waiting.declined(name, self.look_up(name, question))
         attempt = self.waiting.attempt(name)
@@ -147,7 +167,7 @@ def test_a_hit_on_a_pool_whose_speed_is_unknown_is_loaded() -> None:
     lobby = Lobby()
     lobby.bench.in_the_pool(0, 1)
     lobby.add("a", 0, 1, prefetch=False)
-    assert lobby.waiting.decide("a", 0, 20) == Attempt(0, 20, 0, None)
+    assert lobby.decide("a", 0, 20) == Attempt(0, 20, 0, None)
     assert lobby.waiting.allocated("a") == Attempt(0, 20, 0, None)
     assert lobby.waiting.allocated("a") is None, "once"
 
@@ -157,7 +177,7 @@ def test_a_hit_on_a_fast_pool_has_a_limit_until_it_is_allocated() -> None:
     lobby.core.admission.prefill_rate = 10.0
     lobby.bench.in_the_pool(0, 1)
     lobby.add("a", 0, 1, prefetch=False)
-    attempt = lobby.waiting.decide("a", 0, 20)
+    attempt = lobby.decide("a", 0, 20)
     assert (attempt.tokens, attempt.decision) == (20, "load")
     assert attempt.limit_s == pytest.approx(4.0)
     assert lobby.waiting.attempt("a") == attempt
@@ -170,12 +190,12 @@ def test_a_slow_pool_is_declined_and_a_few_chunks_are_read_in_the_background() -
     lobby.bench.in_the_pool(*range(6))
     lobby.slow()
     lobby.add("a", *range(6), prefetch=False)
-    attempt = lobby.waiting.decide("a", 0, 60)
+    attempt = lobby.decide("a", 0, 60)
     assert (attempt.tokens, attempt.declined, attempt.decision) == (0, 60, "recompute")
     assert lobby.fetched() == [], "the found chunks are not pinned yet"
     lobby.run()
     assert lobby.fetched() == [0, 1, 2, 3]
-    lobby.waiting.decide("a", 0, 60)
+    lobby.decide("a", 0, 60)
     lobby.run()
     assert lobby.fetched() == [], "one probe at a time"
 
@@ -199,7 +219,7 @@ def test_automatic_admission_off_loads_everything() -> None:
     lobby.bench.in_the_pool(0)
     lobby.slow()
     lobby.add("a", 0, prefetch=False)
-    assert lobby.waiting.decide("a", 0, 10) == Attempt(0, 10, 0, None)
+    assert lobby.decide("a", 0, 10) == Attempt(0, 10, 0, None)
 
 
 def test_a_probe_does_not_evict_what_the_attempt_is_about_to_load() -> None:
@@ -219,8 +239,8 @@ def test_a_decision_on_a_hit_is_void_when_the_hit_is_gone() -> None:
     lobby = Lobby()
     lobby.bench.in_the_pool(0)
     lobby.add("a", 0, prefetch=False)
-    lobby.waiting.decide("a", 0, 10)  # and then there was no room for it
-    lobby.waiting.decide("a", 0, 0)
+    lobby.decide("a", 0, 10)  # and then there was no room for it
+    lobby.decide("a", 0, 0)
     assert lobby.waiting.allocated("a") is None
 
 
@@ -231,7 +251,7 @@ def test_a_victim_is_reloaded_and_released_when_its_load_is_planned() -> None:
     lobby.run(new={"a": 25})
     lobby.run(preempted=("a",))
     assert lobby.fetched() == [0, 1], "its last chunk was not full"
-    lobby.waiting.decide("a", 0, 20)
+    lobby.decide("a", 0, 20)
     lobby.core.prepare_load(keys_of(0, 1))
     assert lobby.waiting.resumes.resumed("a")
     lobby.waiting.allocated("a")
@@ -256,7 +276,7 @@ def test_ended_requests_leave_nothing_behind() -> None:
     for name in ("waits", "decided", "victim", "both"):
         lobby.add(name, 0, 1)
     lobby.run(new={"victim": 21, "both": 21})
-    lobby.waiting.decide("decided", 0, 20)
+    lobby.decide("decided", 0, 20)
     lobby.run(preempted=("victim", "both"), finished=("both",))
     lobby.fetched()
     lobby.run(finished=("waits", "decided", "victim", "unknown"))
@@ -297,7 +317,7 @@ def test_a_changed_decision_is_logged_at_most_once_per_minute(
     def decide(now_s: float, rate: float) -> int:
         lobby.bench.now_s = now_s
         lobby.core.admission.prefill_rate = rate
-        lobby.waiting.decide("a", 0, 10)
+        lobby.decide("a", 0, 10)
         return len(caplog.records)
 
     lobby.slow()
@@ -326,12 +346,15 @@ class GroupsLobby(Lobby):
 
     def __init__(self, cache: int = 8, **config: object) -> None:
         super().__init__(cache, **config)
-        queue = Queue(self._by_group, self._is_cached, FULL_AND_WINDOW)
+        queue = Queue(self._by_group, self._ends_of, self._is_cached, FULL_AND_WINDOW)
         self.waiting = WaitingRequests(self.core, queue, lambda: self.bench.now_s)
 
     def _by_group(self, name: str) -> list[list[bytes]]:
         window = [number + 50 for number in numbers_of(b"".join(self.keys[name]))]
         return [self.keys[name], keys_of(*window)]
+
+    def _taken(self, name: str, local: int, end: int) -> list[bytes]:
+        return wanted(FULL_AND_WINDOW, self._by_group(name), local, end)
 
     def _is_cached(self, request: Any, key: bytes) -> bool:
         return key in self.keys[request.request_id] and super()._is_cached(request, key)
@@ -366,7 +389,7 @@ def test_what_is_found_is_weighed_over_all_groups() -> None:
     lobby.bench.in_the_pool(*range(4), *range(50, 54))
     lobby.slow()
     lobby.add("a", *range(4), prefetch=False)
-    assert lobby.waiting.decide("a", 0, 40).decision == "recompute"
+    assert lobby.decide("a", 0, 40).decision == "recompute"
     lobby.run()
     assert lobby.fetched() == [0, 1, 2, 3]
 
@@ -376,7 +399,7 @@ def test_full_attention_behind_the_boundary_is_counted_once_per_admitted_request
     lobby.bench.in_the_pool(*range(3), 50, 51)
     lobby.add("a", *range(4), prefetch=False)
     for _ in range(2):  # each step looks the request up again
-        lobby.waiting.decide("a", 0, 2 * T)
+        lobby.decide("a", 0, 2 * T)
     lobby.waiting.allocated("a")
     assert lobby.core.counters["boundary_limited_tokens"] == T
     lobby.waiting.allocated("a")  # its load has ended
@@ -388,10 +411,10 @@ def test_what_was_found_ends_where_the_windows_end(found: int, limited: int) -> 
     lobby = GroupsLobby(16)
     lobby.bench.in_the_pool(*range(4), *range(50, 50 + found))
     lobby.add("a", *range(4), prefetch=False)
-    lobby.waiting.decide("a", 0, found * T)
+    lobby.decide("a", 0, found * T)
     lobby.waiting.allocated("a")
     assert lobby.core.counters["boundary_limited_tokens"] == limited * T
-    lobby.waiting.decide("a", 0, found * T)
+    lobby.decide("a", 0, found * T)
     lobby.run(finished=("a",))
     lobby.waiting.allocated("a")
     assert lobby.core.counters["boundary_limited_tokens"] == limited * T
@@ -401,6 +424,6 @@ def test_of_full_attention_only_nothing_limits_what_is_found() -> None:
     lobby = Lobby(8)
     lobby.bench.in_the_pool(*range(4))
     lobby.add("a", *range(4), prefetch=False)
-    lobby.waiting.decide("a", 0, T)
+    lobby.decide("a", 0, T)
     lobby.waiting.allocated("a")
     assert lobby.core.counters["boundary_limited_tokens"] == 0
