@@ -463,7 +463,6 @@ class ManagerCore:
         self._tiers.drain()
 
     def _reported(self, op: Op, report: OpReport) -> None:
-        op.seconds = max(op.seconds, report.seconds)
         batch = op.batch
         if batch is None and op.kind is OpKind.ATTACH:
             self._attach_reported(op, report)
@@ -489,14 +488,11 @@ class ManagerCore:
 
     def _reported_whole(self, report: OpReports) -> None:
         """All rows of several ops are OK and released on a rank: take them in with one call."""
-        numbers, seconds = report.columns()
         ops, batches = [], []
-        for op, took_s in zip(self._ledger.named(numbers), seconds, strict=True):
+        for op in self._ledger.named(report.columns()[0]):
             if op.batch is None:
-                self._reported(op, OpReport(op.number, seconds=took_s))
+                self._reported(op, OpReport(op.number))
                 continue
-            if took_s > op.seconds:
-                op.seconds = took_s
             ops.append(op)
             batches.append(op.batch)
         kinds = bytes([_NATIVE_KIND[op.kind] for op in ops])

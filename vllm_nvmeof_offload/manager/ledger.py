@@ -50,8 +50,6 @@ class Op:
     token_s: float = field(default=0.0, init=False)
     #: A fetch that is there to be timed.
     probe: bool = field(default=False, init=False)
-    #: Its duration on the slowest of the ranks that have reported.
-    seconds: float = field(default=0.0, init=False)
     #: For a load or fetch: how long the model had computed prompts when it was planned.
     prompts_s: float = field(default=0.0, init=False)
 

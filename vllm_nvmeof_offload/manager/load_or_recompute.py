@@ -20,8 +20,9 @@ The overhead is learned: the time that recent loads and probes took beyond their
 disappoints if it was cut off or took longer than computing would have. It raises the overhead to
 its own at once, so that the next request of its size is recomputed. Each load and probe that goes
 well lowers the overhead by a share of the distance: a half, or the trust in the pool if that is
-less. Trust begins at 1; a disappointment halves it and a good load doubles it. So a pool that hangs
-now and then, or that is fast only for the few chunks of a probe, is tried less and less.
+less. Trust begins at 1; a load that took longer than computing halves it, any other doubles it. So
+a pool that hangs now and then, or that is fast only for the few chunks of a probe, is tried less
+and less.
 
 A probe reads a few declined chunks in the background (`ReloadScheduler.probe`), so that a recovery
 is noticed and no request waits for it. Chunks of the CPU tier are always loaded, because pinned
@@ -216,11 +217,12 @@ class Admission:
         if not (missed or rated or (token_s and tokens is not None)):
             return
         bytes_s = self._bytes_s(read_bytes, queued_bytes, helpers)
-        sample_s = max(0.0, seconds - bytes_s)
+        sample_s, lost_s = max(0.0, seconds - bytes_s), 0.0
         if tokens is not None and token_s:
             # The reads of others that were queued before are not held against the load.
             waited_s = bytes_s - self._bytes_s(read_bytes, [0] * len(read_bytes), helpers)
-            missed |= seconds - waited_s - tokens * token_s > _LOSS_S_MAX
+            lost_s = seconds - waited_s - tokens * token_s
+            missed |= lost_s > _LOSS_S_MAX
         if missed:
             self.overhead_s = max(self.overhead_s, sample_s)
             if self.reading:  # otherwise it was decided on before an earlier one disappointed
@@ -230,7 +232,8 @@ class Admission:
             share = min(_NEWEST, self._trust) if sample_s < self.overhead_s else _NEWEST
             self.overhead_s += share * (sample_s - self.overhead_s)
             if tokens is not None:
-                self._trust = min(1.0, 2 * self._trust)
+                changed = self._trust / 2 if lost_s > 0 else self._trust * 2
+                self._trust = min(1.0, max(_TRUST_MIN, changed))
 
     def _rated(self, read_bytes: Sequence[int]) -> bool:
         """Whether the rate of each lane on which bytes are read is known."""
@@ -283,6 +286,11 @@ def _together_s(lanes: Sequence[tuple[float, int]], peers: Sequence[tuple[float,
 class LoadTimes:
     """Times the loads of one core: what they have yet to read, and which are overdue.
 
+    A load takes from its plan until its report is applied, by this clock: the report comes with a
+    step's output, and the request runs in the next step. Without the load it would have run in the
+    step for which it was planned, and the steps in between are what it waits for. Ranks' own times
+    would leave out the steps before and after the copy.
+
     The time in which the model computes prompts of other requests does not count. This request
     would not be computed then either, and a step that fills the processors slows the load itself.
     """
@@ -314,11 +322,10 @@ class LoadTimes:
 
     def take_overdue(self) -> list[int]:
         """Return the loads to cut off now, each of them once."""
-        now_s = self._clock()
         overdue = [
             op
             for op, limit_s in self._limits_s.items()
-            if self._waited_s(op, now_s - op.issued_s) > limit_s and self._is_worth_cutting(op)
+            if self._waited_s(op) > limit_s and self._is_worth_cutting(op)
         ]
         self._limits_s.update(dict.fromkeys(overdue, math.inf))
         return [op.number for op in overdue]
@@ -340,7 +347,7 @@ class LoadTimes:
         if self._config.full_attention_only:
             tokens = chunks * self._config.groups[0].tokens_per_chunk
         self._admission.took(
-            self._waited_s(op, op.seconds),
+            self._waited_s(op),
             lanes,
             op.queued or [0] * len(self.reading),
             tokens=None if op.probe else tokens,
@@ -349,8 +356,9 @@ class LoadTimes:
             token_s=op.token_s,
         )
 
-    def _waited_s(self, op: Op, seconds: float) -> float:
+    def _waited_s(self, op: Op) -> float:
         """The part of the seconds since the op's plan in which the model computed no prompts."""
+        seconds = self._clock() - op.issued_s
         return max(0.0, seconds - (self._ledger.prompts_s() - op.prompts_s))
 
     def _count(self, op: Op, sign: int) -> None:

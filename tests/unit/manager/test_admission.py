@@ -375,6 +375,17 @@ def test_a_probe_that_fails_makes_the_pool_look_slow_again() -> None:
     assert rig.probes_until(8) > 1
 
 
+def test_a_pool_that_always_loses_a_little_time_is_tried_less_and_less() -> None:
+    """A chunk is computed in 0.1 s. Loading one takes 0.03 s longer, and a probe much less."""
+    rig = AdmissionRig(mb_per_s=[100.0])
+    probes = []
+    for _ in range(4):
+        while rig.loads(1):
+            rig.took(0.13, [1])
+        probes.append(rig.probes_until(1))
+    assert all(later > earlier for earlier, later in pairwise(probes))
+
+
 @pytest.mark.parametrize(("seconds", "reading"), [(0.14, True), (0.16, False)])
 def test_a_small_load_that_lost_little_time_does_not_disappoint(
     seconds: float, reading: bool

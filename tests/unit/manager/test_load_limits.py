@@ -96,7 +96,7 @@ def test_a_load_that_takes_longer_than_its_limit_is_cut_off_and_teaches() -> Non
     assert isinstance(cancel, CancelCommand)
     assert (cancel.target_op, cancel.indexes) == (command.op, None), "all of it"
     assert core.counters["loads_cut"] == 1
-    bench.report(command.op, (0, CANCELLED), (1, CANCELLED), seconds=0.6)
+    bench.report(command.op, (0, CANCELLED), (1, CANCELLED))
     assert core.gauges()["load_overhead_seconds"] == pytest.approx(0.6)
     assert bench.hits([0, 1]) == [0, 1]
     assert bench.source(0) is Source.POOL
@@ -118,7 +118,7 @@ def test_queued_reads_are_counted_in_bytes_per_lane() -> None:
     assert bench.core.find(keys_of(2)).queued_bytes == [0, 0]
 
 
-@pytest.mark.parametrize(("computed_s", "sample_s"), [(0.0, 0.6), (0.25, 0.35), (9.0, 0.0)])
+@pytest.mark.parametrize(("computed_s", "sample_s"), [(0.0, 0.6), (0.25, 0.35), (0.6, 0.0)])
 def test_prefill_time_of_other_requests_does_not_count_against_a_load(
     computed_s: float, sample_s: float
 ) -> None:
@@ -135,8 +135,46 @@ def test_prefill_time_of_other_requests_does_not_count_against_a_load(
         else:
             op = core.prepare_load(keys_of(0), 10.0).op
         bench.prompts_s += computed_s
-        core.report([OpReport(op, seconds=0.6)])
+        bench.now_s += 0.6
+        core.report([OpReport(op)])
         assert core.gauges()["load_overhead_seconds"] == pytest.approx(SHARE * sample_s)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.5, 1.0])
+def test_prompts_computed_after_a_load_has_ended_do_not_make_it_look_fast(after_s: float) -> None:
+    """Its report waits for the step that computes them. The load takes 1 s, and computing 0.4 s."""
+    bench = HoldsBench(tokens_per_chunk=100)
+    core, bench.prompts_s = bench.core, 100.0
+    bench.in_the_pool(*range(4))
+    core.admission.read_rates, core.admission.prefill_rate = [1e15], 1000.0
+    load = core.prepare_load(keys_of(*range(4)), token_s=1e-3)
+    bench.now_s += 1.0
+    bench.now_s += after_s
+    bench.prompts_s += after_s
+    bench.report(load.op, seconds=1.0)
+    assert core.gauges()["load_overhead_seconds"] == pytest.approx(1.0)
+    assert not core.admission.reading
+
+
+def test_a_load_takes_until_the_step_in_which_its_request_can_run() -> None:
+    """The copy takes 20 ms. The step before it and the one that reports it take 30 ms each, so that
+    the load takes 25 ms longer than computing."""
+    bench = HoldsBench(tokens_per_chunk=100, land_cache_share=0.0)
+    core = bench.core
+    bench.in_the_pool(*range(4))
+    find, admission = core.find(keys_of(*range(4))), core.admission
+    admission.read_rates, admission.prefill_rate = [1e15], 400 / 0.055
+
+    def is_loaded() -> bool:
+        return admission.decide(find.read_bytes, find.queued_bytes, find.tokens).load
+
+    loads = 0
+    while is_loaded():
+        load = core.prepare_load(keys_of(*range(4)))
+        bench.now_s += 0.03 + 0.02 + 0.03
+        bench.report(load.op, seconds=0.02)
+        loads += 1
+    assert loads == 2, "the first one moved the estimate half of the way"
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -190,7 +228,8 @@ def test_a_failed_load_changes_the_overhead_by_its_outcome(
     bench.core.admission.read_rates = [1e15]
     bench.in_the_pool(0)
     command = bench.core.prepare_load(keys_of(0), limit_s=10.0)
-    bench.report(command.op, (0, outcome), seconds=seconds)
+    bench.now_s += seconds
+    bench.report(command.op, (0, outcome))
     assert bench.core.gauges()["load_overhead_seconds"] == pytest.approx(overhead_s)
 
 
@@ -199,7 +238,9 @@ def test_a_probe_that_met_its_deadline_teaches_that_the_pool_is_slow() -> None:
     bench.core.admission.read_rates = [1e15]
     bench.in_the_pool(0)
     bench.core.reload.probe(keys_of(0))
-    bench.report(bench.fetch().op, (0, DEADLINE), released=False, seconds=5.0)
+    fetch = bench.fetch()
+    bench.now_s += 5.0
+    bench.report(fetch.op, (0, DEADLINE), released=False)
     assert bench.core.gauges()["load_overhead_seconds"] == pytest.approx(5.0)
 
 
@@ -211,12 +252,16 @@ def test_a_probe_of_several_chunks_is_timed_as_one_read_of_their_bytes() -> None
     fetch = bench.fetch()
     slot_bytes = bench.core.capacity.slot_bytes
     bench.core.admission.read_rates = [slot_bytes / 0.5]
+    bench.now_s += 0.01
     for row in range(3):
         assert bench.core.gauges()["load_overhead_seconds"] == 0
-        bench.report(fetch.op, rows=[row], seconds=0.5 * (row + 1) + 0.01)
+        bench.now_s += 0.5
+        bench.report(fetch.op, rows=[row])
     overhead_s = SHARE * 0.01
     assert bench.core.gauges()["load_overhead_seconds"] == pytest.approx(overhead_s)
     bench.core.reload.probe(keys_of(3))
-    bench.report(bench.fetch().op, seconds=0.51)
+    fetch = bench.fetch()
+    bench.now_s += 0.51
+    bench.report(fetch.op)
     overhead_s += SHARE * (0.01 - overhead_s)
     assert bench.core.gauges()["load_overhead_seconds"] == pytest.approx(overhead_s)
