@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector: vLLM's OffloadingConnector, plus what a fallible, persistent backend needs.
 
-* failed loads are reported, so that vLLM recomputes exactly the failed tokens, or the whole request
-  where it cannot compute on from the first failed block;
+* failed loads are reported, so that vLLM recomputes from the first failed block on, or the whole
+  request where it cannot compute on from there;
 * our commands travel with each step's metadata, the workers' reports with each step's output;
 * each worker's capacity and adopted chunks reach the manager by the handshake at start;
 * the connector requires the layout in which all layers of a block are contiguous.
@@ -374,7 +374,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
     ) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens, **more)
         self._old_kv.admitted(request, blocks, num_external_tokens)
-        self._waiting.allocated(request.request_id)
+        self._waiting.allocated(request.request_id, num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int

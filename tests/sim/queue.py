@@ -137,10 +137,11 @@ class SimQueue:
         attempt = self.waiting.attempt(str(request))
         return None if attempt is None else attempt.limit_s
 
-    def allocated(self, request: Request) -> bool:
-        """The request got its blocks; return whether it was preempted before."""
-        resumed = self.waiting.resumes.resumed(str(request))
-        self.waiting.allocated(str(request))
+    def allocated(self, request: Request, loaded: int) -> bool:
+        """The request got its blocks, and loads so many tokens; return whether it was preempted
+        before."""
+        resumed = self.waiting.resumes.resumed(str(request), loaded)
+        self.waiting.allocated(str(request), loaded)
         if resumed:
             self._had.pop(request, None)
         return resumed

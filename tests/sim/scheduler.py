@@ -313,7 +313,7 @@ class SimScheduler:
         request.computed = computed
         if look_up.found:
             self._load(request, look_up)
-        self.counts["resumes"] += self._queue.allocated(request)
+        self.counts["resumes"] += self._queue.allocated(request, look_up.found)
         return True
 
     def _in_gpu(self, request: Request) -> int:

@@ -372,7 +372,7 @@ def test_what_vllm_finds_of_a_block_is_weighed_not_the_whole_block() -> None:
     engine.slow()
     engine.now_s += 1.0
     assert engine.ask(request) == (2 * BLOCK, True), "what the CPU tier has"
-    engine.waiting.allocated("a")
+    engine.waiting.allocated("a", 2 * BLOCK)
     assert admissions["admissions", "partial"] == 1
     assert admissions["declined_tokens"] == BLOCK // 2
 

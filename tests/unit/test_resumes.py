@@ -50,7 +50,7 @@ class Resumes(ResumeCounter):
         self, reloaded: int, recomputed: int, chunk_tokens: int, chunk_tokens_lost: int
     ) -> bool:
         """Whether the request "a" is resumed, with so many tokens of each kind."""
-        return self.resumed("a") and self.counts == {
+        return self.resumed("a", reloaded) and self.counts == {
             "reloaded_tokens": reloaded,
             "recomputed_tokens": recomputed,
             "resumed_chunk_tokens": chunk_tokens,
@@ -66,13 +66,22 @@ def test_reloaded_and_recomputed_tokens_of_a_resume() -> None:
     counter.offered("a", 16, 64)
     counter.offered("a", 32, 48)  # vLLM found no room at first and asked again
     assert counter.gets(48, 21, 69, 21)
-    assert not counter.resumed("a")
+    assert not counter.resumed("a", 0)
+
+
+def test_what_vllm_does_not_have_us_load_is_not_reloaded() -> None:
+    """Another connector has it, or GPU memory has as much."""
+    counter = Resumes()
+    counter.step(_step(new={"a": (0, 100)}))
+    counter.step(_step(preempted=("a",)))
+    counter.offered("a", 32, 48)
+    assert counter.gets(reloaded=0, recomputed=20, chunk_tokens=68, chunk_tokens_lost=20)
 
 
 def test_a_first_admission_is_no_resume() -> None:
     counter = Resumes()
     counter.offered("a", 0, 64)
-    assert not counter.resumed("a")
+    assert not counter.resumed("a", 0)
 
 
 def test_two_preemptions_before_a_run_count_once() -> None:
@@ -90,7 +99,7 @@ def test_a_request_that_ends_while_preempted_is_forgotten() -> None:
     counter.step(_step(preempted=("a",)))
     counter.step(_step(finished=("a",)))
     counter.offered("a", 0, 32)
-    assert not counter.resumed("a")
+    assert not counter.resumed("a", 0)
 
 
 def test_chunk_tokens_are_those_of_full_chunks_outside_gpu_memory() -> None:
@@ -126,7 +135,7 @@ def test_computed_tokens_of_a_victim_are_known_only_while_it_waits() -> None:
     counter.step(_step(preempted=("a", "b")))
     assert (counter.computed("a"), counter.computed("b")) == (40, 24)
     counter.offered("a", 0, 32)
-    counter.resumed("a")
+    counter.resumed("a", 0)
     counter.step(_step(cached={"a": (32, 9)}, finished=("b",)))
     assert (counter.computed("a"), counter.computed("b")) == (0, 0)
 

@@ -212,11 +212,12 @@ class ManagerCore:
     def find(self, keys: Sequence[bytes], tokens: int = 0) -> Find:
         """Where `keys`, all of which `lookup` has just found, would be loaded from.
 
-        tokens: that they bring, where there are several groups.
+        tokens: that they bring; 0: whole chunks of full attention.
         """
         leading, read_bytes = self._tiers.weigh(keys, self._lane_bytes)
         if self.config.full_attention_only:
-            tokens = (len(keys) - leading) * self.config.groups[0].tokens_per_chunk
+            missing = (len(keys) - leading) * self.config.groups[0].tokens_per_chunk
+            tokens = min(tokens, missing) if tokens else missing
         return Find(leading, read_bytes, self.queued_bytes(), tokens)
 
     def queued_bytes(self) -> list[int]:
@@ -318,51 +319,39 @@ class ManagerCore:
         """Plan the load of `keys`; pins them. A key that is gone fails with STALE.
 
         limit_s: time without prompts after which the load is cut off; None: never. tokens: the
-        request's tokens that the load brings, where there are several groups. ends: see
-        `prepare_store`. helpers: as in `LoadCommand`. token_s: as in `Decision`.
+        request's tokens that the load brings; empty: whole chunks of full attention, from the first
+        token. ends: see `prepare_store`. helpers: as in `LoadCommand`. token_s: as in `Decision`.
         """
         in_order, order = self._in_prefix_order(keys, ends)
         batch = self._tiers.plan_load(in_order, self._land_max, order)
         op = self._ledger.open(OpKind.LOAD, batch)
-        op.tokens, op.helpers, op.token_s = len(tokens), helpers, token_s
+        if ends is None:
+            per_chunk = self.config.groups[0].tokens_per_chunk
+            tokens = tokens or range(len(keys) * per_chunk)
+            ends = (tokens.start // per_chunk + 1 + np.arange(len(keys))) * per_chunk
+        op.tokens, op.helpers, op.token_s = tokens, helpers, token_s
         self._load_times.planned(op, limit_s)
         if self._foreign is not None and op.reads and batch.borrows:
             op.borrows = True
             self._attach()
         self._holds.used(keys)
-        self._count_loaded(op, batch, tokens, ends)
+        self._count_loaded(op, batch, ends)
         self._tiers.drain()
         return LoadCommand(op.number, columns_of(batch), helpers)
 
-    def _count_loaded(
-        self, op: Op, batch: Batch, tokens: range, ends: npt.NDArray[np.int64] | None
-    ) -> None:
-        per_chunk = self.config.groups[0].tokens_per_chunk
-        if ends is None:
-            cpu, pool = (len(batch) - op.reads) * per_chunk, op.reads * per_chunk
-        else:
-            from_pool = batch.places >= 0
-            cpu, pool = tokens_by_source(tokens, ends, from_pool, batch.groups, self.config.groups)
-        if cpu:
-            self._counters["loaded_tokens", "cpu"] += cpu
-        if op.borrows:
-            pool -= self._count_borrowed(batch, tokens, ends)
-        if pool:
-            self._counters["loaded_tokens", "pool"] += pool
+    def _count_loaded(self, op: Op, batch: Batch, ends: npt.NDArray[np.int64]) -> None:
+        """Count the tokens that a load brings, by source. A chunk that is gone brings none."""
+        here = (batch.cache >= 0) | (batch.places >= 0)
+        places, ends, positions = batch.places[here], ends[here], batch.groups[here]
 
-    def _count_borrowed(
-        self, batch: Batch, tokens: range, ends: npt.NDArray[np.int64] | None
-    ) -> int:
-        """Count, and return, the tokens that a load brings from other engines' pools."""
-        borrowed = owners_of(batch.places) > OURS
-        if ends is None:
-            per_chunk = self.config.groups[0].tokens_per_chunk
-            shared = int(np.count_nonzero(borrowed)) * per_chunk
-        else:
-            groups = self.config.groups
-            _, shared = tokens_by_source(tokens, ends, borrowed, batch.groups, groups)
-        self._counters["loaded_tokens", "shared"] += shared
-        return shared
+        def from_pools(chosen: npt.NDArray[np.bool_]) -> tuple[int, int]:
+            return tokens_by_source(op.tokens, ends, chosen, positions, self.config.groups)
+
+        cpu, pool = from_pools(places >= 0)
+        shared = from_pools(owners_of(places) > OURS)[1] if op.borrows else 0
+        for source, count in (("cpu", cpu), ("pool", pool - shared), ("shared", shared)):
+            if count:
+                self._counters["loaded_tokens", source] += count
 
     # -- other engines' chunks --------------------------------------------------------
 
@@ -520,6 +509,8 @@ class ManagerCore:
             self._count_failures(
                 op, batch.codes[failed], batch.errors[failed], batch.places[failed]
             )
+            if op.kind is OpKind.LOAD:
+                self._count_lost(op, min(failed))
         if ended and op.borrows:
             self._counters["borrowed_bytes"] += batch.borrowed(self._lane_bytes)
         if ended and op.kind is OpKind.LOAD:
@@ -562,7 +553,6 @@ class ManagerCore:
         places: npt.NDArray[np.int64],
     ) -> None:
         """Rows of an op failed on some rank, and all ranks have reported on them."""
-        count = len(codes)
         if self._foreign is not None:
             borrows = (owners_of(places) > OURS) & (codes != code_of(OutcomeKind.CANCELLED))
             for code in codes[borrows].tolist():
@@ -576,15 +566,18 @@ class ManagerCore:
             series = "failed_chunks", op.kind.value, outcome.kind.value, name
             self._counters[series] += len(same)
             self.last_failures[series] = outcome
-        if op.kind is OpKind.LOAD:
-            self._counters["failed_load_tokens"] += self._tokens_lost(op, count)
 
-    def _tokens_lost(self, op: Op, chunks: int) -> int:
-        """Tokens that are computed again because so many more chunks of a load have failed."""
+    def _count_lost(self, op: Op, row: int) -> None:
+        """Count the tokens that are computed again because this row of a load has failed: those
+        from there on, or all, over several groups."""
+        lost = len(op.tokens)
         if self.config.full_attention_only:
-            return chunks * self.config.groups[0].tokens_per_chunk
-        was_lost, op.lost = op.lost, True
-        return 0 if was_lost else op.tokens
+            per_chunk = self.config.groups[0].tokens_per_chunk
+            first = (op.tokens.start // per_chunk + row) * per_chunk
+            lost = op.tokens.stop - max(op.tokens.start, first)
+        if lost > op.lost:
+            self._counters["failed_load_tokens"] += lost - op.lost
+            op.lost = lost
 
     @property
     def counters(self) -> Counts:

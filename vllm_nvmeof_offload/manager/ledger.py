@@ -43,9 +43,9 @@ class Op:
     helpers: int | None = field(default=None, init=False)
     #: Of a load or fetch: whether some are read from another engine's pool.
     borrows: bool = field(default=False, init=False)
-    #: For a load of several groups: the tokens that it brings, all or none; lost: none.
-    tokens: int = field(default=0, init=False)
-    lost: bool = field(default=False, init=False)
+    #: Of a load: the request's tokens that it brings; and how many of them it has lost by now.
+    tokens: range = field(default=range(0), init=False)
+    lost: int = field(default=0, init=False)
     #: Of a load: as in `Decision`.
     token_s: float = field(default=0.0, init=False)
     #: A fetch that is there to be timed.

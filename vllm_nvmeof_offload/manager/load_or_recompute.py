@@ -343,7 +343,7 @@ class LoadTimes:
         lanes, chunks, missed = op.batch.timed(self._lane_bytes, len(self.reading), was_cut)
         if not missed and not chunks:
             return  # a load that failed at once has no meaningful time
-        tokens = op.tokens
+        tokens = len(op.tokens)
         if self._config.full_attention_only:
             tokens = chunks * self._config.groups[0].tokens_per_chunk
         self._admission.took(

@@ -91,8 +91,9 @@ class ResumeCounter:
         if request_id in self._preempted:
             self._offered[request_id] = (local, found)
 
-    def resumed(self, request_id: str) -> bool:
-        """Count what a preempted request gets back with its GPU blocks; False for any other."""
+    def resumed(self, request_id: str, loaded: int) -> bool:
+        """Count what a preempted request gets back with its GPU blocks, of which we load so many
+        tokens; False for any other."""
         offer = self._offered.pop(request_id, None)
         if offer is None:
             return False
@@ -100,7 +101,7 @@ class ResumeCounter:
         computed = self.computed(request_id)
         del self._preempted[request_id]
         chunked = computed - computed % self._unit_tokens
-        self._counters["reloaded_tokens"] += found
+        self._counters["reloaded_tokens"] += loaded
         self._counters["recomputed_tokens"] += max(0, computed - local - found)
         self._counters["resumed_chunk_tokens"] += max(0, chunked - local)
         self._counters["resumed_chunk_tokens_lost"] += max(0, chunked - local - found)
@@ -249,17 +250,23 @@ class WaitingRequests:
         end = answer.question.local + (answer.found or 0)
         return boundary.taken(self._queue.groups, answer.hits, ends, end)
 
-    def allocated(self, request_id: str) -> Attempt | None:
-        """The request got its GPU blocks: count what it gets back, and the decision on its hit."""
+    def allocated(self, request_id: str, loaded: int) -> Attempt | None:
+        """The request got its GPU blocks: count what it gets back, and the decision on its hit.
+
+        loaded: tokens that vLLM has us load. It may take none: another connector has them, or GPU
+        memory has as many.
+        """
         self.answers.forget(request_id)
         self._core.reload.left(request_id)
         self._going.add(request_id)
-        self.resumes.resumed(request_id)
+        self.resumes.resumed(request_id, loaded)
         attempt = self._attempts.pop(request_id, None)
+        found = self._boundaries.pop(request_id, None)
+        if attempt is not None and attempt.tokens and not loaded:
+            return attempt
         if attempt is not None:
             self._core.counters["admissions", attempt.decision] += 1
             self._core.counters["declined_tokens"] += attempt.declined
-        found = self._boundaries.pop(request_id, None)
         if found is not None:
             self._core.counters["boundary_limited_tokens"] += self._beyond(request_id, found)
         return attempt

@@ -216,7 +216,7 @@ class OurManager(_Manager):
             targets=tuple(map(str, targets)),
         )
         self._keys: dict[str, _Keys] = {}  # of requests that wait
-        queue = Queue(self._keys_of, lambda request, key: False, _GROUPS)
+        queue = Queue(self._keys_of, lambda *_: (), lambda request, key: False, _GROUPS)
         began_s = time.thread_time()
         self.manager.attach([hello], KEY_BYTES, _GROUPS, queue, share=share)
         self.attach_s = time.thread_time() - began_s
@@ -240,24 +240,24 @@ class OurManager(_Manager):
             tokens = len(batch) * _TOKENS_PER_CHUNK
             question = Question(tokens + 1, batch[-1], 0, None, FROM_CPU | FROM_POOL)
             waiting.answers.asked(context.req_id, question)
-            waiting.answers.remember(context.req_id, question, tokens, batch, [])
-            assert waiting.decide(context.req_id, 0, tokens).tokens == tokens
-            asked.append((context.req_id, question, tokens))
+            answer = waiting.answers.remember(context.req_id, question, tokens, batch, [])
+            assert waiting.decide(context.req_id, answer).tokens == tokens
+            asked.append((context.req_id, question, answer))
         self._others += 1
         self.fill(random_keys([_OTHERS_SEED, self._others], _DECODING))
 
         def ask_again() -> bool:
             return all(
-                waiting.answers.recall(name, question) == tokens
-                and waiting.decide(name, 0, tokens).tokens == tokens
+                waiting.answers.recall(name, question) is answer
+                and waiting.decide(name, answer).tokens == answer.found
                 and waiting.answers.was_last(name, question)
-                for name, question, tokens in asked
+                for name, question, answer in asked
             )
 
         count = sum(map(len, batches))
         assert recorder.time(case, "look_up_again", count, ask_again), "nothing has changed"
-        for context in contexts:
-            waiting.allocated(context.req_id)
+        for context, (_, _, answer) in zip(contexts, asked, strict=True):
+            waiting.allocated(context.req_id, answer.found or 0)
             del self._keys[context.req_id]
 
     def _keys_of(self, request_id: str) -> list[_Keys] | None:

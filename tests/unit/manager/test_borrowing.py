@@ -350,7 +350,7 @@ def test_what_is_borrowed_is_counted_when_every_rank_has_it() -> None:
     bench.report(load.op, (2, STALE), rows=[0, 1, 2, 3])
     assert bench.core.counters["borrowed_chunks"] == 2
     assert bench.core.counters["borrowed_bytes"] == 2 * 8192
-    assert bench.core.counters["failed_load_tokens"] == 16
+    assert bench.core.counters["failed_load_tokens"] == 32, "vLLM computes on from the third chunk"
     assert bench.failures() == {"stale": 1}
     assert [bench.source(number) for number in range(3)] == [
         *(Source.CPU, None, Source.SHARED),
@@ -550,8 +550,9 @@ class BorrowLobby(Lobby):
         self.add("a", 0, 1, 2, prefetch=False)
         self.look_up("a", QUESTION)
 
-    def recall(self) -> int | None:
-        return self.waiting.answers.recall("a", QUESTION)
+    def recall(self, name: str = "a") -> int | None:
+        answer = self.waiting.answers.recall(name, QUESTION)
+        return None if answer is None else answer.found
 
 
 def test_an_answer_behind_one_that_is_too_old_is_believed_no_longer_than_others() -> None:
@@ -560,9 +561,9 @@ def test_an_answer_behind_one_that_is_too_old_is_believed_no_longer_than_others(
     lobby.others.foreign.set_time(5.0)
     lobby.add("b", 0, 1, 2, prefetch=False)
     lobby.look_up("b", QUESTION)
-    assert lobby.waiting.answers.recall("b", QUESTION) == 2 * T
+    assert lobby.recall("b") == 2 * T
     lobby.others.foreign.set_time(5.11)
-    assert lobby.waiting.answers.recall("b", QUESTION) is None
+    assert lobby.recall("b") is None
 
 
 def test_an_answer_that_rests_on_others_is_given_for_a_tenth_of_a_second() -> None:

@@ -228,3 +228,29 @@ def test_a_report_on_several_ops_names_none_that_is_over() -> None:
     assert bench.hits([1, 2]) == [1, 2]
     with pytest.raises(AssertionError, match=f"op {ops[0]}, which is over"):
         bench.core.report([_several(*ops)])
+
+
+CHUNK_TOKENS = 256
+
+
+def test_tokens_of_a_load_are_those_that_vllm_loads() -> None:
+    """vLLM has 240 tokens in GPU memory, a part of the first chunk. The third chunk is gone."""
+    bench = Bench(cache=8, tokens_per_chunk=CHUNK_TOKENS)
+    bench.store(0, 1)
+    bench.core.prepare_load(keys_of(0, 1, 2), tokens=range(240, 3 * CHUNK_TOKENS))
+    counters = bench.core.counters
+    assert counters["loaded_tokens", "cpu"] == 2 * CHUNK_TOKENS - 240
+    assert counters["loaded_tokens", "pool"] == 0
+
+
+def test_tokens_are_lost_from_the_first_failed_chunk_on() -> None:
+    """vLLM computes on from there."""
+    bench = Bench(cache=8, tokens_per_chunk=CHUNK_TOKENS)
+    bench.store(0, 1, 2, 3)
+    tokens = range(240, 4 * CHUNK_TOKENS)
+    op = bench.core.prepare_load(keys_of(0, 1, 2, 3), tokens=tokens).op
+    lost = []
+    for row in (2, 3, 0, 1):
+        bench.report(op, (row, CHECKSUM_MISMATCH), rows=[row])
+        lost.append(bench.core.counters["failed_load_tokens"])
+    assert lost == [2 * CHUNK_TOKENS, 2 * CHUNK_TOKENS, len(tokens), len(tokens)]

@@ -144,7 +144,7 @@ def test_neither_delay_nor_a_miss_is_remembered(found: int | None) -> None:
 
 def test_a_request_that_got_blocks_ran_or_ended_is_looked_up_again() -> None:
     asked = Asked()
-    asked.waiting.allocated("a")
+    asked.allocated("a")
     assert asked.recall() is None
     for step in ({"new": {"a": 1}}, {"preempted": ("a",)}, {"finished": ("a",)}):
         asked.ask()
@@ -158,7 +158,7 @@ def test_a_request_that_got_blocks_ran_or_ended_is_looked_up_again() -> None:
 
 def test_nothing_is_watched_for_nobody() -> None:
     asked = Asked(cache=4)
-    asked.waiting.allocated("a")
+    asked.allocated("a")
     voided = asked.core.voided
     asked.bench.store(200, 201, 202, 203)
     assert asked.core.voided == voided

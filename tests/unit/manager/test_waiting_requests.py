@@ -91,6 +91,10 @@ class Lobby:
         """The keys that a load takes."""
         return self.keys[name][local // T : end // T]
 
+    def allocated(self, name: str) -> Attempt | None:
+        attempt = self.waiting.attempt(name)
+        return self.waiting.allocated(name, attempt.tokens if attempt else 0)
+
     def admit(self, name: str, local: int, found: int) -> Attempt:
         """The whole decision: if it is declined, the CPU tier is looked up."""
         if self.decide(name, local, found).declined:
@@ -168,8 +172,26 @@ def test_a_hit_on_a_pool_whose_speed_is_unknown_is_loaded() -> None:
     lobby.bench.in_the_pool(0, 1)
     lobby.add("a", 0, 1, prefetch=False)
     assert lobby.decide("a", 0, 20) == Attempt(0, 20, 0, None)
-    assert lobby.waiting.allocated("a") == Attempt(0, 20, 0, None)
-    assert lobby.waiting.allocated("a") is None, "once"
+    assert lobby.allocated("a") == Attempt(0, 20, 0, None)
+    assert lobby.allocated("a") is None, "once"
+
+
+def test_a_hit_that_vllm_does_not_have_us_load_is_no_admission() -> None:
+    """Another connector has it, or GPU memory has as much."""
+    lobby = GroupsLobby(16)
+    lobby.bench.in_the_pool(2, 3, 52, 53)
+    lobby.bench.in_both_tiers(0, 1, 50, 51)
+    lobby.slow()
+    lobby.add("a", 0, 1, 2, 3, prefetch=False)
+    lobby.decide("a", 0, 2 * T)
+    lobby.waiting.allocated("a", 0)
+    counts = lobby.core.counters
+    assert not any(counts["admissions", how] for how in ("load", "partial", "recompute"))
+    assert counts["boundary_limited_tokens"] == 0
+    lobby.decide("a", 0, 4 * T)  # declined, so that there is nothing to load
+    lobby.waiting.allocated("a", 0)
+    assert counts["admissions", "recompute"] == 1
+    assert counts["declined_tokens"] == 4 * T
 
 
 def test_a_hit_on_a_fast_pool_has_a_limit_until_it_is_allocated() -> None:
@@ -181,7 +203,7 @@ def test_a_hit_on_a_fast_pool_has_a_limit_until_it_is_allocated() -> None:
     assert (attempt.tokens, attempt.decision) == (20, "load")
     assert attempt.limit_s == pytest.approx(4.0)
     assert lobby.waiting.attempt("a") == attempt
-    lobby.waiting.allocated("a")
+    lobby.allocated("a")
     assert lobby.waiting.attempt("a") is None
 
 
@@ -241,7 +263,7 @@ def test_a_decision_on_a_hit_is_void_when_the_hit_is_gone() -> None:
     lobby.add("a", 0, prefetch=False)
     lobby.decide("a", 0, 10)  # and then there was no room for it
     lobby.decide("a", 0, 0)
-    assert lobby.waiting.allocated("a") is None
+    assert lobby.allocated("a") is None
 
 
 def test_a_victim_is_reloaded_and_released_when_its_load_is_planned() -> None:
@@ -253,8 +275,8 @@ def test_a_victim_is_reloaded_and_released_when_its_load_is_planned() -> None:
     assert lobby.fetched() == [0, 1], "its last chunk was not full"
     lobby.decide("a", 0, 20)
     lobby.core.prepare_load(keys_of(0, 1))
-    assert lobby.waiting.resumes.resumed("a")
-    lobby.waiting.allocated("a")
+    assert lobby.waiting.resumes.resumed("a", 20)
+    lobby.allocated("a")
     lobby.run(cached={"a": (20, 5)})
     assert lobby.bench.ended() == {"used": 2}
     assert lobby.core.gauges()["requests_waiting"] == 0
@@ -281,7 +303,7 @@ def test_ended_requests_leave_nothing_behind() -> None:
     lobby.fetched()
     lobby.run(finished=("waits", "decided", "victim", "unknown"))
     assert lobby.core.gauges()["requests_waiting"] == 0
-    assert (lobby.bench.held(), lobby.waiting.allocated("decided")) == ([], None)
+    assert (lobby.bench.held(), lobby.allocated("decided")) == ([], None)
     assert lobby.waiting.attempt("decided") is None
     lobby.run(preempted=("victim",))  # too late: the request is not known any more
     assert lobby.core.gauges()["requests_waiting"] == 0
@@ -292,7 +314,7 @@ def test_a_request_preempted_and_resumed_within_a_step_does_not_wait() -> None:
     lobby.bench.in_both_tiers(0, 1)
     lobby.add("a", 0, 1, prefetch=False)
     lobby.run(new={"a": 21})
-    lobby.waiting.allocated("a")
+    lobby.allocated("a")
     lobby.run(preempted=("a",), cached={"a": (0, 21)})
     assert lobby.core.gauges()["requests_waiting"] == 0
 
@@ -400,9 +422,9 @@ def test_full_attention_behind_the_boundary_is_counted_once_per_admitted_request
     lobby.add("a", *range(4), prefetch=False)
     for _ in range(2):  # each step looks the request up again
         lobby.decide("a", 0, 2 * T)
-    lobby.waiting.allocated("a")
+    lobby.allocated("a")
     assert lobby.core.counters["boundary_limited_tokens"] == T
-    lobby.waiting.allocated("a")  # its load has ended
+    lobby.allocated("a")  # its load has ended
     assert lobby.core.counters["boundary_limited_tokens"] == T
 
 
@@ -412,11 +434,11 @@ def test_what_was_found_ends_where_the_windows_end(found: int, limited: int) -> 
     lobby.bench.in_the_pool(*range(4), *range(50, 50 + found))
     lobby.add("a", *range(4), prefetch=False)
     lobby.decide("a", 0, found * T)
-    lobby.waiting.allocated("a")
+    lobby.allocated("a")
     assert lobby.core.counters["boundary_limited_tokens"] == limited * T
     lobby.decide("a", 0, found * T)
     lobby.run(finished=("a",))
-    lobby.waiting.allocated("a")
+    lobby.allocated("a")
     assert lobby.core.counters["boundary_limited_tokens"] == limited * T
 
 
@@ -425,5 +447,5 @@ def test_of_full_attention_only_nothing_limits_what_is_found() -> None:
     lobby.bench.in_the_pool(*range(4))
     lobby.add("a", *range(4), prefetch=False)
     lobby.decide("a", 0, T)
-    lobby.waiting.allocated("a")
+    lobby.allocated("a")
     assert lobby.core.counters["boundary_limited_tokens"] == 0
