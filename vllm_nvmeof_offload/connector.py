@@ -362,7 +362,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         keys = self._view.key_lists(request.request_id)
         with self._manager.looking_up(question.sources, keys) as look_up:
             found, later = super().get_num_new_matched_tokens(request, local)
-            rest = self._view.rest_of_a_chunk(request, local, self._waiting) if found == 0 else 0
+            rest = self._view.rest_of_a_chunk(request, question, self._waiting) if found == 0 else 0
         answers.asked(request.request_id, question)
         hits, misses = look_up.hits, look_up.misses
         answer = answers.remember(request.request_id, question, found, hits, misses)

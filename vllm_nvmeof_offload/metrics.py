@@ -86,8 +86,8 @@ COUNTERS = _table(
     # -- what requests find
     _row("lookups", "chunks", _one("source", "cpu", "pool", "shared", "miss"),
          "Chunks looked up, by the tier that had them; shared: another engine's pool; miss: the "
-         "chunk at which a look-up ended, one for a prompt of any length, so that no share of tokens "
-         "follows; a remembered answer counts once."),
+         "chunk at which a look-up ended, one for a prompt of any length, so that no share of "
+         "tokens follows; a remembered answer counts once."),
     _row("loaded_tokens", "tokens", _one("source", "cpu", "pool", "shared"),
          "Tokens whose KV a load was started for, by the tier it was loaded from; shared: another "
          "engine's pool."),

@@ -15,6 +15,8 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.kv_offload.base import LookupResult, make_offload_key
 
 from vllm_nvmeof_offload.groups import Group, GroupKind
+from vllm_nvmeof_offload.manager.core import FROM_CPU
+from vllm_nvmeof_offload.manager.remembered import Question
 from vllm_nvmeof_offload.vllm_adapter.scheduler_view import SchedulerView, key_bytes_of
 
 BLOCK, BLOCKS_PER_CHUNK = 16, 2
@@ -29,6 +31,7 @@ class State:
         self.req = request
         self.req_context = None
         self.transfer_jobs: set[int] = set()
+        self.max_load_tokens: int | None = None
         self.group_states = (SimpleNamespace(offload_keys=[]),)
 
     def update_offload_keys(self) -> None:
@@ -61,12 +64,34 @@ def _view(
     return SchedulerView(scheduler, groups, lambda: SimpleNamespace(block_pool=pool))
 
 
-def _rest(num_tokens: int, local: int, computed: int, hit: bool = True) -> int:
-    """Ask for a request's rest of a chunk; `computed` is the reported number of computed tokens."""
+def _question(local: int, cap: int | None = None) -> Question:
+    return Question(0, None, local, cap, FROM_CPU)
+
+
+def _rest(
+    num_tokens: int,
+    local: int,
+    computed: int,
+    hit: bool = True,
+    most: int | None = None,
+    cap: int | None = None,
+) -> int:
+    """Ask for a request's rest of a chunk; `computed` is the reported number of computed tokens.
+
+    most: the request's `max_load_tokens`.
+    """
     hashes = [b"%d" % i for i in range(num_tokens // BLOCK)]
     request = SimpleNamespace(request_id="a", num_tokens=num_tokens, block_hashes=hashes)
     waiting: Any = SimpleNamespace(resumes=SimpleNamespace(computed=lambda request_id: computed))
-    return _view(request, hit).rest_of_a_chunk(request, local, waiting)
+    state = State(request)
+    state.max_load_tokens = most
+    return _view(request, hit, state=state).rest_of_a_chunk(request, _question(local, cap), waiting)
+
+
+@pytest.mark.parametrize("limit", ["most", "cap"])
+def test_no_rest_is_offered_beyond_what_may_be_loaded(limit: str) -> None:
+    for tokens, rest in ((0, 0), (15, 0), (16, 16)):
+        assert _rest(num_tokens=40, local=16, computed=39, **{limit: tokens}) == rest
 
 
 def test_the_rest_of_a_chunk_that_was_computed_is_offered() -> None:
@@ -105,7 +130,9 @@ def test_of_several_groups_only_full_attention_counts_as_cached() -> None:
     assert [queue.is_cached(request, key) for key in keys] == [False, True]
     assert view.leading_id == 4
     waiting: Any = SimpleNamespace(resumes=SimpleNamespace(computed=lambda request_id: 39))
-    assert view.rest_of_a_chunk(request, BLOCK, waiting) == 0, "a window would have to be there"
+    assert view.rest_of_a_chunk(request, _question(BLOCK), waiting) == 0, (
+        "a window would have to be there"
+    )
 
 
 def test_after_a_failed_load_every_group_stores_what_is_computed_again() -> None:

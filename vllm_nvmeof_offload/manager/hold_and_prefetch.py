@@ -330,14 +330,21 @@ class ReloadScheduler:
                 break
             if finished:  # otherwise the next one may have chunks that only need to be held
                 want.done_s = now_s
+        if len(self._queue) > 2 * len(self._wants):  # a head that waits keeps those that have left
+            self._queue = [one for one in self._queue if self._waits(one[2])]
+            heapq.heapify(self._queue)
         while self._queue:
             want = self._queue[0][2]
-            if self._wants.get(want.request_id) is want:  # otherwise it has left
+            if self._waits(want):
                 looks, finished = self._advance(want, Reason.QUEUE, looks)
                 if not finished:
                     break
             heapq.heappop(self._queue)
             want.in_heap = False
+
+    def _waits(self, want: _Want) -> bool:
+        """Whether it has not left."""
+        return self._wants.get(want.request_id) is want
 
     def _queue_up(self, want: _Want) -> None:
         if want.order is None:

@@ -147,6 +147,7 @@ class WaitingRequests:
         self._full = queue.groups[leading(queue.groups)].kind is GroupKind.FULL
         self._clock = clock
         self._requests: dict[str, Any] = {}
+        self._followed: set[str] = set()  # whose chunks may be held and fetched
         self._ended: set[str] = set()  # in the last step
         self._attempts: dict[str, Attempt] = {}
         self._helpers: dict[str, int] = {}  # of requests that have named any
@@ -165,9 +166,10 @@ class WaitingRequests:
         first: bool = False,
         helpers: int | None = None,
     ) -> None:
-        """A request has arrived. prefetch: whether its chunks may be prefetched. first: before
-        those of others. helpers: as in `LoadCommand`."""
+        """A request has arrived. prefetch: whether its chunks may be held and fetched while it
+        waits. first: before those of others. helpers: as in `LoadCommand`."""
         self._requests[request.request_id] = request
+        (self._followed.add if prefetch else self._followed.discard)(request.request_id)
         self._helpers.pop(request.request_id, None)
         if helpers is not None:
             self._helpers[request.request_id] = helpers
@@ -298,6 +300,7 @@ class WaitingRequests:
         self.resumes.step(scheduler_output)
         for request_id in self._ended:
             self._requests.pop(request_id, None)
+            self._followed.discard(request_id)
             self._helpers.pop(request_id, None)
         # Their last chunks are stored in this step.
         self._ended = set(scheduler_output.finished_req_ids or ())
@@ -322,7 +325,7 @@ class WaitingRequests:
 
     def _preempted(self, request_id: str) -> None:
         request = self._requests.get(request_id)
-        if request is not None:
+        if request is not None and request_id in self._followed:
             self._follow(request, self.resumes.computed(request_id), None)
 
     def _follow(self, request: Any, tokens: int, order: Order | None) -> None:

@@ -120,7 +120,7 @@ class SchedulerView:
         context: ReqContext = self._scheduler._req_status[request_id].req_context
         return context
 
-    def rest_of_a_chunk(self, request: Any, local: int, waiting: WaitingRequests) -> int:
+    def rest_of_a_chunk(self, request: Any, question: Question, waiting: WaitingRequests) -> int:
         """Tokens that complete a chunk of a preempted request whose head is in GPU memory.
 
         vLLM loads whole chunks only, and skips this one; loading it is worth it because the
@@ -129,10 +129,14 @@ class SchedulerView:
         if len(self._groups) > 1 or self._groups[0].kind is not GroupKind.FULL:
             return 0
         request_id, per_chunk = request.request_id, self._tokens_per_chunk
-        missing = -local % per_chunk
+        local, missing = question.local, -question.local % per_chunk
         if not missing or local + missing > waiting.resumes.computed(request_id):
             return 0
         keys, state = self.keys_of(request_id), self._scheduler._req_status[request_id]
+        if any(
+            most is not None and missing > most for most in (question.cap, state.max_load_tokens)
+        ):
+            return 0
         chunk = local // per_chunk
         if keys is None or chunk >= len(keys[0]):  # the request has fewer tokens
             return 0

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import weakref
+
 from .bench import keys_of
-from .test_reload import CPU, POOL, ReloadRig
+from .test_reload import CPU, POOL, ReloadRig, not_in_gpu
 
 #: The scheduler's bounds: looks per turn, and seconds until no request overtakes another.
 LOOKS_MAX = 256
@@ -24,6 +26,27 @@ def test_ten_thousand_waiting_requests_cost_a_bounded_number_of_looks_per_turn()
         looks = rig.holds.looks
     assert rig.turn() == []
     assert rig.holds.looks == looks, "everybody was looked at once: nothing was there"
+
+
+class Keys(list[bytes]):
+    """A list that can be seen to be forgotten."""
+
+
+def test_requests_that_left_are_forgotten_behind_a_head_that_waits() -> None:
+    rig = ReloadRig(queue=1)
+    rig.holds.put(POOL, range(2))
+    rig.queued("head", [0, 1])
+    kept = []
+    for number in range(100):
+        keys = Keys(keys_of(100 + number))
+        kept.append(weakref.ref(keys))
+        rig.scheduler.follow(f"r{number}", keys, not_in_gpu, ())
+        del keys
+        rig.turn()
+        rig.left(f"r{number}")
+    rig.turn()
+    assert sum(one() is not None for one in kept) <= 2
+    assert len(rig.scheduler) == 1
 
 
 def test_a_turn_without_progress_looks_at_few_chunks() -> None:
