@@ -390,6 +390,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         self._old_kv.step(scheduler_output.preempted_req_ids or ())
         meta = super().build_connector_meta(self._without_resumed(scheduler_output), **more)
         assert isinstance(meta, OffloadingConnectorMetadata)
+        self._view.offer_again(self._manager.take_refused())
         return NVMeoFConnectorMetadata(
             load_jobs=meta.load_jobs,
             store_jobs=meta.store_jobs,

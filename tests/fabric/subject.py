@@ -179,7 +179,6 @@ class _Load:
         """Store a chunk that the manager's tiers have a cache slot for."""
         key = b"%012d" % self.generation + bytes(4)  # group 0
         batch, *_, self.generation = self.tiers.plan_store([key], None, self.generation)
-        self.tiers.take_evicted()
         if not len(batch):
             return
         identity, cache_slot = SlotIdentity(key, batch.generation(0)), int(batch.cache[0])

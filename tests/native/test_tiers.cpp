@@ -142,7 +142,6 @@ class World {
     const size_t what = dice_() % 20;
     if (what < 7) {
       begin(OpKind::STORE, tiers_.plan_store(keys, {}, generation_, order(keys.size())).batch);
-      tiers_.evicted.clear();
     } else if (what < 13) {
       const std::vector<const char*> loaded = chance(90) ? hits(keys) : keys;  // some may be gone
       begin(OpKind::LOAD, tiers_.plan_load(loaded, dice_() % 3, order(loaded.size())));

@@ -93,11 +93,11 @@ def only_rank_0_reports_failed_blocks() -> list[Patch]:
 def prepare_store_is_all_or_nothing() -> list[Patch]:
     real = core.ManagerCore.prepare_store
 
-    def prepare_store(self: Any, *offer: Any) -> Any:
-        plan = real(self, *offer)
+    def prepare_store(self: Any, *offer: Any, **more: Any) -> Any:
+        plan = real(self, *offer, **more)
         return None if plan.refused else plan
 
     return [(core.ManagerCore, "prepare_store", prepare_store)]
 
 
-native("settled_entries_are_not_admitted")
+native("settled_entries_are_not_admitted", "a_store_evicts_the_unwritten")

@@ -37,15 +37,19 @@ class PolicyRules:
         """Note what a turn has taken: a request that leaves in the same step may give it back."""
         self._note_room()
 
-    def planned(self, used_cache: Iterable[int], *, load: bool) -> None:
-        """Check after a store or a load was planned: the plan may have evicted entries."""
+    def planned(self, used_cache: Iterable[int], provisional: int, *, load: bool) -> None:
+        """Check after a store or a load was planned: the plan may have evicted entries, this many
+        provisional ones among them."""
         self._note_room()  # a slot that it has taken may be free again before the next command
         dropped = self._core.counters["refused_writes"] - self._dropped
         self._dropped += dropped
-        if not dropped or not self._demotes:
+        if dropped <= provisional:
             return
         if load:
-            raise Violation("demotion", "a load evicted a chunk that was never written")
+            raise Violation("hole", "a load evicted a chunk that was never written")
+        gauges = self._core.gauges()
+        if gauges["pool_slots"] and not gauges["suspect_targets"]:
+            raise Violation("hole", f"{dropped} chunks were evicted that could have been written")
         if self._knobs.set_size > 1:
             return  # the rows of those that are left may have other parts that cannot be evicted
         used, held = set(used_cache), set(self._core.held())
@@ -57,14 +61,18 @@ class PolicyRules:
     def refused(self, used_cache: Iterable[int]) -> None:
         """Check rule 9 after a store was refused because no cache slot could be had."""
         gauges = self._core.gauges()
-        used, held = set(used_cache), set(self._core.held())
+        used, held, unwritten = set(used_cache), set(self._core.held()), 0
         if gauges["cache_slots_used"] < gauges["cache_slots"]:
             raise Violation("9", "refused a store with a cache slot free")
         for entry in self._core.entries():
             free = entry.cache not in used and entry.key not in held
             whole = cache_member(entry.cache) == EVERY_MEMBER
-            if entry.state in (State.CACHED, State.BOTH) and free and whole:
+            if entry.state is State.BOTH and free and whole:
                 raise Violation("9", f"refused a store although {entry} could be evicted")
+            unwritten += entry.state is State.CACHED and free and whole
+        takes_writes = gauges["pool_slots"] and gauges["suspect_targets"] < self._knobs.targets
+        if unwritten > (gauges["write_backlog"] if takes_writes else 0):
+            raise Violation("9", f"refused a store although {unwritten} chunks could be evicted")
 
     def commanded(self, commands: Iterable[Command]) -> None:
         self._note_room()

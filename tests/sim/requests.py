@@ -68,6 +68,8 @@ class Request:
     signaled: bool = False
     load_attempts: int = 0
     had: int = 0  # tokens that were computed at the last preemption
+    refused: set[bytes] = field(default_factory=set)  # chunks that found no room so far
+    offered: set[bytes] = field(default_factory=set)  # while there are some: all that were offered
     priority: int = 0  # the lowest number runs first under the policy `priority`
 
     def __post_init__(self) -> None:
@@ -131,6 +133,16 @@ def store_again(requests: Iterable[Request], knobs: Knobs) -> None:
             min(stored, request.computed // group.tokens_per_chunk)
             for stored, group in zip(request.stored_chunks, knobs.groups, strict=True)
         ]
+
+
+def note_refused(
+    request: Request, refused: list[bytes], at_key: dict[bytes, tuple[int, int]]
+) -> None:
+    """The connector's part after an offer: vLLM offers again what was refused, and the rest."""
+    request.refused = request.refused.difference(at_key).union(refused)
+    request.offered = request.offered.union(at_key) if request.refused else set()
+    for group, chunk in map(at_key.__getitem__, refused):
+        request.stored_chunks[group] = min(request.stored_chunks[group], chunk)
 
 
 def take_victim(running: list[Request], *, by_priority: bool) -> Request:

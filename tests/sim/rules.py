@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -142,7 +142,7 @@ class Rules:
             if cache is not None and place is not None:
                 self._fresh(cache, identity)
         self.ops[command.op] = op
-        self._policies.planned(self._used(), load=True)
+        self._policies.planned(self._used(), self._provisional_gone(ours), load=True)
         self._used_here(keys)
         return command
 
@@ -155,18 +155,20 @@ class Rules:
         keys: Sequence[bytes],
         ends: npt.NDArray[np.int64] | None = None,
         provisional: npt.NDArray[np.bool_] | None = None,
+        again: Collection[bytes] = (),
     ) -> StorePlan:
-        self._policies.see(keys)
+        self._policies.see(set(keys).difference(again))
         known = self._entries()
         new = self._policies.due([key for key in dict.fromkeys(keys) if key not in known])
-        plan = self._core.prepare_store(keys, ends, provisional)
+        plan = self._core.prepare_store(keys, ends, provisional, again=again)
         if provisional is not None:  # a request for which a provisional chunk lasts keeps it
             self._kept(key for key, one in zip(keys, provisional.tolist(), strict=True) if not one)
         if plan is None:
             raise Violation("9", "prepare_store returned None")
         stored = [] if plan.command is None else list(plan.command.batch.key_list())
-        first = set(self._in_prefix_order(new, keys, ends)[: len(stored)])
-        if stored != [k for k in new if k in first] or plan.refused != len(new) - len(stored):
+        in_order = self._in_prefix_order(new, keys, ends)
+        first, rest = set(in_order[: len(stored)]), in_order[len(stored) :]
+        if stored != [k for k in new if k in first] or sorted(plan.refused) != sorted(rest):
             raise Violation("9", f"stored {stored}, refused {plan.refused} of {new}")
         if plan.refused:
             self._policies.refused(self._used())
@@ -178,7 +180,7 @@ class Rules:
             if provisional is not None:
                 later = {key for key, one in zip(keys, provisional.tolist(), strict=True) if one}
                 self._provisional.update(i.generation for i in op.identities if i.key in later)
-        self._policies.planned(self._used(), load=False)
+        self._policies.planned(self._used(), self._provisional_gone(known), load=False)
         self._used_here(keys)
         if self._foreign is not None and plan.command is not None:
             self._foreign.stored(self.ops[plan.command.op])
@@ -195,6 +197,20 @@ class Rules:
     def _used_here(self, keys: Sequence[bytes]) -> None:
         if self._foreign is not None:
             self._foreign.used(keys, self._entries(), self._provisional)
+
+    def _provisional_gone(self, before: Mapping[bytes, Entry]) -> int:
+        gone = before.keys() - self._entries().keys()
+        return sum(before[key].generation in self._provisional for key in gone)
+
+    def follows_what_is_there(
+        self, refused: Collection[bytes], prefix: Sequence[bytes], keys: Sequence[bytes]
+    ) -> None:
+        """Check before a store of `keys`, a part of the request's `prefix`: what was refused of it
+        is offered again, and before all that follows it."""
+        missing = set(refused).difference(self._entries(), keys)
+        behind = [key for key in prefix if key in missing or key in keys]
+        if behind and behind[0] in missing:
+            raise Violation("9", f"{keys} are stored behind {behind[0].hex()}, which was refused")
 
     def _in_prefix_order(
         self, new: list[bytes], keys: Sequence[bytes], ends: npt.NDArray[np.int64] | None

@@ -28,7 +28,15 @@ from .follower import SimFollower
 from .memory import Tag
 from .queue import Face, LookUp, SimQueue
 from .rank import Metadata, Output, TransferJob, Work
-from .requests import BlockPool, Request, Status, request_to_free, store_again, take_victim
+from .requests import (
+    BlockPool,
+    Request,
+    Status,
+    note_refused,
+    request_to_free,
+    store_again,
+    take_victim,
+)
 from .rules import Rules
 from .shapes import block_tokens, needed_from, unit_of_blocks
 from .store import NAMED_WEIGHTS, START_TAG, tag_of_version
@@ -426,6 +434,7 @@ class SimScheduler:
                 fresh and first % knobs.groups[group].blocks_per_chunk
             )
             request.stored_chunks[group] = end // tokens
+            request.refused.difference_update(request.keys(knobs.groups[group], end // tokens))
         request.status = Status.LOADING
         request.loaded = request.failed = False
         request.load_attempts += 1
@@ -473,7 +482,8 @@ class SimScheduler:
         by_group = [request.keys(group) for group in groups]
         at_key = {by_group[group][chunk]: (group, chunk) for group, chunk in offered}
         ends = [(chunk + 1) * groups[g].tokens_per_chunk for g, chunk in offered]
-        plan = self._plan_store(request, list(at_key), np.array(ends, np.int64))
+        plan, chosen = self._plan_store(request, list(at_key), np.array(ends, np.int64))
+        note_refused(request, plan.refused, {key: at_key[key] for key in chosen})
         if plan.command is None:
             return
         batch, op = plan.command.batch, plan.command.op
@@ -507,17 +517,21 @@ class SimScheduler:
 
     def _plan_store(
         self, request: Request, keys: list[bytes], ends: npt.NDArray[np.int64]
-    ) -> StorePlan:
-        """What `NVMeoFOffloadingManager.prepare_store` does."""
+    ) -> tuple[StorePlan, list[bytes]]:
+        """What `NVMeoFOffloadingManager.prepare_store` does. Returns the keys of the offer, too."""
         if self._knobs.full_only:
-            return self._rules.prepare_store(keys)
+            prefix = request.keys(self._knobs.groups[0])
+            self._rules.follows_what_is_there(request.refused, prefix, keys)
+            return self._rules.prepare_store(keys, again=request.offered), keys
         if self._tails is None:
-            return self._rules.prepare_store(keys, ends)
+            return self._rules.prepare_store(keys, ends, again=request.offered), keys
         offer = self._tails.offered(Face(request), keys, ends)
-        plan = self._rules.prepare_store(offer.keys, offer.ends, offer.provisional)
+        plan = self._rules.prepare_store(
+            offer.keys, offer.ends, offer.provisional, again=request.offered
+        )
         if not plan.refused:
             self._tails.stored(str(request), offer)
-        return plan
+        return plan, offer.keys
 
     def _offered(self, request: Request, tokens: int) -> list[tuple[int, int]]:
         """(group, chunk) of the new chunks whose last block vLLM still has."""
@@ -561,6 +575,7 @@ class SimScheduler:
         if request.blocks:
             self._store(metadata, request, tokens)
         request.tables = []
+        self.core.counters["refused_stores"] += self.core.present([*request.refused]).count(0)
         if self._tails is not None:
             self._tails.ended(str(request))
         if not request.jobs:

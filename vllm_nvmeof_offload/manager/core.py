@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,14 +98,13 @@ _HINTS_MAX = 256
 
 
 class StorePlan(NamedTuple):
-    """command None: nothing to store. evicted: keys that left both tiers.
+    """command None: nothing to store.
 
-    refused: new chunks that found no cache slot.
+    refused: the new chunks that found no cache slot, which are those at the end of the prefix.
     """
 
     command: StoreCommand | None
-    evicted: list[bytes]
-    refused: int
+    refused: list[bytes]
 
 
 class ManagerCore:
@@ -250,17 +249,20 @@ class ManagerCore:
         keys: Sequence[bytes],
         ends: npt.NDArray[np.int64] | None = None,
         provisional: npt.NDArray[np.bool_] | None = None,
+        *,
+        again: Collection[bytes] = (),
     ) -> StorePlan:
         """Plan the store of those `keys` that are new and reached the threshold: as many as fit,
         in prefix order. The command's rows have the order of `keys`.
 
         ends: of each key, the number of the request's tokens up to its chunk's end, where there are
         several groups; each key comes once then. None: the keys are in prefix order. provisional:
-        by key, whether its chunk is not written until `keep`; None: no chunk is.
+        by key, whether its chunk is not written until `keep`; None: no chunk is. again: keys that
+        the request has offered before.
         """
         once = list(dict.fromkeys(keys)) if ends is None and len(keys) > 1 else keys
         in_order, order = self._in_prefix_order(once, ends)
-        wanted = self._threshold.see(in_order)
+        wanted = self._threshold.see(in_order, again)
         if provisional is not None:
             how = np.where(
                 provisional if order is None else provisional[order], _PROVISIONAL, _KEPT
@@ -271,15 +273,14 @@ class ManagerCore:
         )
         stored = len(batch)
         if absent > stored:
-            self._counters["below_threshold_chunks"] += absent - stored - refused
-            self._counters["refused_stores"] += refused
+            self._counters["below_threshold_chunks"] += absent - stored - len(refused)
         command = None
         if stored:
             self._counters["stored_chunks"] += stored
             op = self._ledger.open(OpKind.STORE, batch)
             command = StoreCommand(op.number, columns_of(batch))
         self._tiers.drain()  # evictions here may have made demotions due
-        return StorePlan(command, self._tiers.take_evicted(), refused)
+        return StorePlan(command, [in_order[at] for at in refused])
 
     def _in_prefix_order(
         self, keys: Sequence[bytes], ends: npt.NDArray[np.int64] | None
@@ -300,7 +301,8 @@ class ManagerCore:
         self._tiers.drain()
 
     def cool(self, keys: Sequence[bytes]) -> None:
-        """These chunks are the next to leave the CPU tier for the pool."""
+        """Those of these chunks that one request at most has used are the next to leave the CPU
+        tier for the pool, the last one first."""
         self._tiers.cool(keys)
         self._tiers.drain()
 

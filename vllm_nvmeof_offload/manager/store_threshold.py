@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice
 
 import numpy as np
@@ -18,7 +18,7 @@ class StoreThreshold:
 
     A sighting is one offer for storage (`prepare_store`), which vLLM makes once per request for
     each of its chunks, whether it computed the chunk or found it in GPU memory; look-ups do not
-    count, and a reset forgets nothing. At most `keys_max` keys and 1023 more are counted; the
+    count, nor does what a request offers again, and a reset forgets nothing. At most `keys_max` keys and 1023 more are counted; the
     least recently seen are forgotten. Threshold 1 keeps no table.
     """
 
@@ -32,13 +32,18 @@ class StoreThreshold:
     def __len__(self) -> int:
         return len(self._counts)
 
-    def see(self, keys: Sequence[bytes]) -> npt.NDArray[np.uint8] | None:
-        """Each of `keys` was offered for storage; returns which are due. None: all of them."""
+    def see(
+        self, keys: Sequence[bytes], again: Collection[bytes] = ()
+    ) -> npt.NDArray[np.uint8] | None:
+        """Each of `keys` was offered for storage; returns which are due. None: all of them.
+
+        again: keys that the request has offered before.
+        """
         if self._threshold == 1:
             return None
         counts = self._counts
         for key in keys:
-            counts[key] = min(counts.pop(key, 0) + 1, self._threshold)
+            counts[key] = min(counts.pop(key, 0) + (key not in again), self._threshold)
         due = np.fromiter((counts[key] >= self._threshold for key in keys), np.uint8, len(keys))
         if len(counts) >= self._keys_max + _FORGET_BATCH:
             for key in list(islice(counts, len(counts) - self._keys_max)):

@@ -142,13 +142,13 @@ std::tuple<size_t, std::vector<uint64_t>> weigh(const Tiers& tiers, nb::handle k
   return {leading, by_target};
 }
 
-using Stored = std::tuple<Batch, size_t, size_t, uint64_t>;
+using Stored = std::tuple<Batch, size_t, std::vector<uint32_t>, uint64_t>;
 
 Stored plan_store(Tiers& tiers, nb::handle keys, std::optional<Column<uint8_t>> wanted,
                   uint64_t generation, std::optional<Column<uint32_t>> order) {
   StorePlan plan = tiers.plan_store(KeyList(keys, tiers.index.key_bytes()), span_of(wanted),
                                     generation, span_of(order));
-  return {std::move(plan.batch), plan.absent, plan.refused, generation};
+  return {std::move(plan.batch), plan.absent, std::move(plan.refused), generation};
 }
 
 using Indexes = std::vector<uint32_t>;
@@ -435,15 +435,6 @@ void bind_state(nb::class_<Tiers>& type) {
       .def("set_usable", &Tiers::set_usable)
       .def("set_speed",
            [](Tiers& self, size_t target, double speed) { self.targets.at(target).speed = speed; })
-      .def("take_evicted",
-           [](Tiers& tiers) {
-             nb::list keys;
-             const size_t bytes = tiers.index.key_bytes();
-             for (size_t at = 0; at < tiers.evicted.size(); at += bytes)
-               keys.append(nb::bytes(tiers.evicted.data() + at, bytes));
-             tiers.evicted.clear();
-             return keys;
-           })
       .def("take_moves", &take_moves)
       .def("take_counts",
            [](Tiers& tiers) {

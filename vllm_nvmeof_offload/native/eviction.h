@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <bit>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -173,42 +172,39 @@ class Lru final : public Order {
   size_t count_ = 0;
 };
 
-// First come, first served.
-class Arrivals final : public Order {
+// First come, first served: a circle of slots, which begins and ends at one that is none.
+class Arrivals final {
  public:
-  explicit Arrivals(size_t slots) : arrived_(slots) {}
-
-  void admit(Slot slot) override {
-    if (arrived_[slot] != 0) return;
-    arrived_[slot] = ++last_;
-    queue_.emplace_back(last_, slot);
-    ++count_;
+  explicit Arrivals(size_t slots) : links_(slots + 1), none_(static_cast<Slot>(slots)) {
+    links_[none_] = {none_ + 1, none_ + 1};
   }
 
-  void withdraw(Slot slot) override {
-    count_ -= arrived_[slot] != 0;
-    arrived_[slot] = 0;
+  void admit(Slot slot) {
+    if (links_[slot].next != 0) return;
+    const Slot last = links_[none_].previous - 1;
+    links_[slot] = {none_ + 1, last + 1};
+    links_[last].next = links_[none_].previous = slot + 1;
   }
 
-  void touch(Slot) override {}
-
-  Slot peek() override {
-    while (!queue_.empty()) {
-      const auto [arrived, slot] = queue_.front();
-      if (arrived_[slot] == arrived) return slot;
-      queue_.pop_front();
-    }
-    return kNone;
+  void withdraw(Slot slot) {
+    const Link link = std::exchange(links_[slot], {});
+    if (link.next == 0) return;
+    links_[link.previous - 1].next = link.next;
+    links_[link.next - 1].previous = link.previous;
   }
 
-  bool contains(Slot slot) const override { return arrived_[slot] != 0; }
-  size_t size() const override { return count_; }
+  Slot first() const {  // kNone: there is none
+    const Slot slot = links_[none_].next - 1;
+    return slot == none_ ? kNone : slot;
+  }
 
  private:
-  HugeColumn<uint64_t> arrived_;  // by slot; 0: it is not here
-  std::deque<std::pair<uint64_t, Slot>> queue_;  // some of them have left
-  uint64_t last_ = 0;
-  size_t count_ = 0;
+  struct Link {
+    Slot next = 0, previous = 0;  // counted from 1; 0: the slot is not here
+  };
+
+  HugeColumn<Link> links_;
+  Slot none_;
 };
 
 // When the chunk in each slot of one tier counts as last used.

@@ -33,7 +33,6 @@ enum class Event : uint8_t {
   STORE_BEGIN,
   ADOPT,
   COPIED,
-  COPY_FAILED,
   WRITE_BEGIN,
   WRITTEN,
   WRITE_FAILED,
@@ -46,7 +45,7 @@ enum class Event : uint8_t {
   FETCH_CANCELLED,
   DOOM,
 };
-inline constexpr size_t kStates = 9, kEvents = 15;
+inline constexpr size_t kStates = 9, kEvents = 14;
 
 // The state after `event`; throws BrokenRule where the table has none.
 State after(State state, Event event);

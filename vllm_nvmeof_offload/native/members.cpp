@@ -44,14 +44,14 @@ bool Tiers::is_single(const Batch& batch, size_t at) const {
 }
 
 // Evict chunks until a cache slot like this is free, and take it; kNone: there are none to evict.
-Slot Tiers::make_cache_room(bool spare_unwritten, const Part& part) {
+Slot Tiers::make_cache_room(bool is_read, const Part& part) {
   const auto may_clean = [this](Slot slot) { return clean->contains(slot); };
   const auto evict_clean = [this](Slot victim) { evict_cached(victim, true); };
   if (make_room(cache, *clean, part, may_clean, evict_clean)) return cache.take(part);
-  if (!options_.demotes || spare_unwritten) return kNone;
-  const auto may = [this](Slot slot) { return clean->contains(slot) || waiting->contains(slot); };
+  if (!may_lose(is_read)) return kNone;
+  const auto may = [this](Slot slot) { return home(slot).contains(slot); };
   const auto evict = [this](Slot victim) { evict_cached(victim, false); };
-  return make_room(cache, *waiting, part, may, evict) ? cache.take(part) : kNone;
+  return make_room(cache, *unwritten, part, may, evict) ? cache.take(part) : kNone;
 }
 
 }  // namespace nvmeof

@@ -63,6 +63,7 @@ Tiers::Tiers(Options options)
       cache(options.cache_slots, largest(options.set_sizes)),
       options_(std::move(options)),
       recency_(options_.credit),
+      arrivals_(cache.all().size()),
       stays_(cache.all().size()) {
   const uint32_t set_size = largest(options_.set_sizes);
   targets.reserve(options_.pool_slots.size());  // each one's order refers to its slots
@@ -78,9 +79,8 @@ void Tiers::make_orders() {
   stays_ = HugeColumn<Stay>(stays_.size());  // all are KEPT
   unkept_ = 0;
   clean = make(options_.make_order, cache);
-  // Written through, chunks are written in the order in which they came, under any policy.
-  waiting = options_.demotes ? make(options_.make_order, cache)
-                             : std::make_unique<Arrivals>(cache.all().size());
+  unwritten = make(options_.make_order, cache);
+  arrivals_ = Arrivals(cache.all().size());
   for (Target& one : targets) one.order = make(options_.make_order, one.slots);
 }
 
@@ -304,7 +304,7 @@ void Tiers::add_row(Batch& batch, Row row, const char* key, int32_t slot, Place 
 StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t& generation,
                             std::span<const uint32_t> order) {
   StorePlan plan;
-  std::vector<size_t> fresh;  // indexes of keys
+  std::vector<uint32_t> fresh;  // indexes of keys
   const std::vector<Row> before = rows_of(keys);
   const auto is_provisional = [&wanted](size_t at) {
     return !wanted.empty() && static_cast<Store>(wanted[at]) == Store::PROVISIONALLY;
@@ -314,7 +314,7 @@ StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t
     if (before[at] != kNoRow && !is_provisional(at)) keep(before[at]);
     if (before[at] != kNoRow || group_of(keys[at]) == groups) continue;
     ++plan.absent;
-    if (wanted.empty() || wanted[at]) fresh.push_back(at);
+    if (wanted.empty() || wanted[at]) fresh.push_back(static_cast<uint32_t>(at));
   }
   std::vector<Slot> held;
   if (fresh.size() > cache.free()) {
@@ -325,13 +325,13 @@ StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t
       const Row row = before[at];
       if (row == kNoRow || index[row].cache == kNoSlot) continue;
       const auto slot = static_cast<Slot>(index[row].cache);
-      if (!clean->contains(slot)) continue;
-      clean->withdraw(slot);
+      if (!home(slot).contains(slot)) continue;
+      home(slot).withdraw(slot);
       held.push_back(slot);
     }
   }
   const auto put_back = [&] {
-    for (const Slot slot : held) clean->admit(slot);
+    for (const Slot slot : held) home(slot).admit(slot);
     held.clear();
   };
   plan.batch.reserve(fresh.size(), index.key_bytes());
@@ -339,7 +339,7 @@ StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t
   const std::vector<ForeignRow>& elsewhere = foreign_rows(keys, before, From::LIVING);
   const bool may_leave = !elsewhere.empty() && !mutant("a_duplicate_is_written");
   std::vector<uint32_t> by;  // of the batch's rows
-  for (const size_t at : fresh) {
+  for (const uint32_t at : fresh) {
     const char* const key = keys[at];
     if (index.find(key) != kNoRow) continue;  // named twice
     const size_t group = group_of(key);
@@ -349,7 +349,10 @@ StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t
       put_back();
       slot = take_cache_slot(false, part);
     }
-    if (slot == kNone) break;
+    if (slot == kNone) {
+      plan.refused.assign(std::ranges::find(fresh, at), fresh.end());
+      break;
+    }
     const Row row = add_entry(key, group, ++generation);
     index[row].cache = static_cast<int32_t>(slot);
     cache[slot].row = row;
@@ -368,20 +371,17 @@ StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t
   void_stored(plan.batch);
   touch(keys, false);
   if (!order.empty()) plan.batch.sort(by, index.key_bytes());
-  plan.refused = fresh.size() - plan.batch.size();
   return plan;
 }
 
 void Tiers::supersede(Keys keys) {
-  for (const Row row : rows_of(keys)) {
-    if (row == kNoRow || index[row].cache == kNoSlot) continue;
-    const auto slot = static_cast<Slot>(index[row].cache);
+  const std::vector<Row>& rows = rows_of(keys);
+  for (size_t at = 0; at < rows.size(); ++at) {
+    if (rows[at] == kNoRow || index[rows[at]].cache == kNoSlot) continue;
+    const auto slot = static_cast<Slot>(index[rows[at]].cache);
     if (stays_[slot] != Stay::PROVISIONAL) continue;
     stay(slot, Stay::SUPERSEDED);
-    cache[slot].used = 0;
-    if (!clean->contains(slot)) continue;  // it is filed by its last use when it is admitted
-    clean->withdraw(slot);
-    clean->admit(slot);
+    cool(slot, rows.size() - at);
   }
 }
 
@@ -411,15 +411,21 @@ void Tiers::keep(Row row) {
 
 void Tiers::cool(Keys keys) {
   if (!options_.writes) return;
-  for (const Row row : rows_of(keys)) {
-    if (row == kNoRow || index[row].cache == kNoSlot) continue;
-    const auto slot = static_cast<Slot>(index[row].cache);
+  const std::vector<Row>& rows = rows_of(keys);
+  for (size_t at = 0; at < rows.size(); ++at) {
+    if (rows[at] == kNoRow || index[rows[at]].cache == kNoSlot) continue;
+    const auto slot = static_cast<Slot>(index[rows[at]].cache);
     if (cache[slot].wanted && !options_.demotes) continue;  // evicted now, it would be lost
-    cache[slot].used = 0;
-    if (!home(slot).contains(slot)) continue;  // it is filed by its last use when it is admitted
-    home(slot).withdraw(slot);
-    home(slot).admit(slot);
+    if (cache[slot].requests <= 1) cool(slot, rows.size() - at);  // others use the rest
   }
+}
+
+// This slot's chunk counts as last used then, before the first use.
+void Tiers::cool(Slot slot, uint64_t used) {
+  cache[slot].used = used;
+  if (!home(slot).contains(slot)) return;  // it is filed by its last use when it is admitted
+  home(slot).withdraw(slot);
+  home(slot).admit(slot);
 }
 
 Batch Tiers::plan_load(Keys keys, size_t land_max, std::span<const uint32_t> order) {
@@ -560,7 +566,7 @@ bool Tiers::write_due() const {
 
 void Tiers::drain() {
   while (pending < options_.writes_max && write_due()) {
-    const Slot slot = waiting->peek();
+    const Slot slot = next_to_write();
     if (slot == kNone) {
       passed_over_ = 0;
       return;
@@ -589,13 +595,14 @@ Batch Tiers::take_writes() { return std::exchange(writes_, {}); }
 void Tiers::want(Slot slot) {
   cache[slot].wanted = 1;
   ++backlog;
-  if (!options_.demotes) waiting->admit(slot);  // otherwise `settle` admits it
+  arrivals_.admit(slot);  // `settle` admits it to `unwritten`
 }
 
 void Tiers::unwant(Slot slot) {
   cache[slot].wanted = 0;
   --backlog;
-  waiting->withdraw(slot);
+  arrivals_.withdraw(slot);
+  unwritten->withdraw(slot);
 }
 
 // The target of the next write: see manager/target_choice.py.
@@ -645,35 +652,40 @@ void Tiers::warm_victims(const Order& order, const Slots& slots, bool leaves) co
     if (slots[slot].row != kNoRow) index.warm_bucket(slots[slot].row);
 }
 
-// A free cache slot, evicting if need be; kNone: everything is pinned.
-Slot Tiers::take_cache_slot(bool spare_unwritten, const Part& part) {
-  Slot slot = cache.take(part);
+bool Tiers::may_lose(bool is_read) const {
+  if (is_read) return mutant("read_evicts_the_unwritten");
+  if (mutant("a_store_evicts_the_unwritten")) return true;
+  const auto takes_writes = [](const Target& one) {
+    return one.usable && one.slots.retired < one.slots.capacity();
+  };
+  return std::ranges::none_of(targets, takes_writes);
+}
+
+// A free cache slot, evicting if need be; kNone: what there is is pinned, or unwritten.
+Slot Tiers::take_cache_slot(bool is_read, const Part& part) {
+  const Slot slot = cache.take(part);
   if (slot != kNone) return slot;
-  if (mutant("read_evicts_the_unwritten")) spare_unwritten = false;
-  if (cache.parts.end() > cache.capacity()) return make_cache_room(spare_unwritten, part);
+  if (cache.parts.end() > cache.capacity()) return make_cache_room(is_read, part);
   warm_victims(*clean, cache, false);
-  const bool unwritten_first =
-      options_.demotes && waiting->size() && mutant("unwritten_is_evicted_before_clean");
-  const Slot victim = unwritten_first ? waiting->victim() : clean->victim();
-  if (victim != kNone) {
-    evict_cached(victim, true);
-  } else {
-    const bool may = options_.demotes && !spare_unwritten;
-    slot = may ? waiting->victim() : kNone;
-    if (slot == kNone) return kNone;
-    evict_cached(slot, false);
-  }
+  const bool unwritten_first = unwritten->size() && mutant("unwritten_is_evicted_before_clean");
+  Slot victim = unwritten_first ? unwritten->victim() : clean->victim();
+  const bool is_clean = victim != kNone;
+  if (!is_clean && may_lose(is_read)) victim = unwritten->victim();
+  if (victim == kNone) return kNone;
+  evict_cached(victim, is_clean);
   return cache.take();
 }
 
 // This evictable slot's chunk leaves the CPU tier.
 void Tiers::evict_cached(Slot victim, bool is_clean) {
   if (is_clean && options_.demotes) {
-    const Slot coldest = waiting->peek();
+    const Slot coldest = unwritten->peek();
     passed_over_ += coldest != kNone && cache[coldest].used < cache[victim].used;
   }
   const Row row = cache[victim].row;
   ++counts.cache_evictions;
+  const bool unproven = options_.writes && stays_[victim] == Stay::PROVISIONAL;
+  counts.refused_writes += cache[victim].wanted || unproven;
   leave_cache(row);
   evict(row, Event::EVICT_CACHE);
 }
@@ -710,13 +722,9 @@ void Tiers::evict_pooled(Target& one, Slot victim) {
 void Tiers::leave_cache(Row row) {
   Entry& entry = index[row];
   const auto slot = static_cast<Slot>(entry.cache);
-  if (cache[slot].wanted) {
-    unwant(slot);
-    ++counts.refused_writes;
-  }
+  if (cache[slot].wanted) unwant(slot);
   clean->withdraw(slot);
   cache.orphan(slot, false);
-  counts.superseded += stays_[slot] == Stay::PROVISIONAL;  // nothing waits for it any more
   stay(slot, Stay::KEPT);
   entry.cache = kNoSlot;
 }
@@ -777,10 +785,8 @@ void Tiers::settle(Row row) {
 }
 
 void Tiers::evict(Row row, Event event) {
-  if (on(row, event) == State::ABSENT) {
-    evicted.append(index.key(row), index.key_bytes());
-    forget(row, false);
-  }  // otherwise its other copy stays as evictable as it was
+  if (on(row, event) == State::ABSENT) forget(row, false);
+  // otherwise its other copy stays as evictable as it was
 }
 
 // The key misses at once; its slots are freed at their last release.
@@ -950,7 +956,7 @@ bool Tiers::worn(std::unordered_map<Place, int>& failures, Place place, Outcome 
 
 size_t Tiers::evictable() const {
   return cache.free() + cache.parts.free() + clean->size() +
-         (options_.demotes ? waiting->size() : 0);
+         (may_lose(false) ? unwritten->size() : 0);
 }
 
 size_t Tiers::fetches_intended() const {

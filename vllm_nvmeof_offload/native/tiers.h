@@ -95,7 +95,7 @@ struct Effect {
 struct StorePlan {
   Batch batch;
   size_t absent = 0;   // keys without an entry
-  size_t refused = 0;  // of them, those that were wanted and found no cache slot
+  std::vector<uint32_t> refused;  // the keys that were wanted and found no cache slot
 };
 
 // Bytes that one rank reads of a chunk. lane_bytes: by group; then, where ranks share single
@@ -202,8 +202,9 @@ class Tiers {
   void supersede(Keys keys);
   // They are to be kept, and written like any other.
   void keep(Keys keys);
-  // They leave the CPU tier before all others, for the pool: what is still to be written through
-  // stays until it is, and without a pool nothing changes.
+  // Those that one request at most has used leave the CPU tier before all others, for the pool,
+  // the last key first: what is still to be written through stays until it is, and without a pool
+  // nothing changes.
   void cool(Keys keys);
   // Intend to read a key that is only in a pool into a cache slot; kNoRow: there is no slot, or
   // another engine has it no more.
@@ -243,8 +244,8 @@ class Tiers {
 
   Index index;
   Slots cache;
-  std::unique_ptr<Order> clean;    // cache slots that are evictable without a loss
-  std::unique_ptr<Order> waiting;  // cache slots that wait to be written, first to last
+  std::unique_ptr<Order> clean;      // cache slots that are evictable without a loss
+  std::unique_ptr<Order> unwritten;  // evictable ones whose chunks would be lost: see `may_lose`
   std::vector<Target> targets;
   // What the column `cache` of a batch says of a cache slot.
   int32_t column_of(Slot slot) const {
@@ -253,7 +254,6 @@ class Tiers {
     return cache_slot(parts.row(slot), parts.member(slot));
   }
 
-  std::string evicted;  // keys that left both tiers
   std::deque<Move> moves;
   size_t moved_bytes = 0;  // of keys in `moves`
   size_t backlog = 0;  // chunks that wait to be written
@@ -263,7 +263,12 @@ class Tiers {
  private:
   Target& target(Place place) { return targets[target_of(place)]; }
   const Target& target(Place place) const { return targets[target_of(place)]; }
-  Order& home(Slot slot) { return options_.demotes && cache[slot].wanted ? *waiting : *clean; }
+  Order& home(Slot slot) { return cache[slot].wanted ? *unwritten : *clean; }
+  // The chunk to write next. Written through, they are written as they came, under any policy.
+  Slot next_to_write() { return options_.demotes ? unwritten->peek() : arrivals_.first(); }
+  // Whether a chunk that waits to be written may be evicted: only where no target takes writes. A
+  // store is refused until then, because the middle of a prefix would be lost and its rest with it.
+  bool may_lose(bool is_read) const;
 
   // Valid until the next call.
   const std::vector<Row>& rows_of(Keys keys) const {
@@ -304,8 +309,8 @@ class Tiers {
     const uint32_t member = cache_member(cache_column), row = cache_row(cache_column);
     return member == kEveryMember ? row : cache.parts.part(row, member);
   }
-  Slot take_cache_slot(bool spare_unwritten, const Part& part);
-  Slot make_cache_room(bool spare_unwritten, const Part& part);
+  Slot take_cache_slot(bool is_read, const Part& part);
+  Slot make_cache_room(bool is_read, const Part& part);
   void evict_cached(Slot victim, bool is_clean);
   Place take_place(const Part& part);
   void evict_pooled(Target& one, Slot victim);
@@ -337,6 +342,7 @@ class Tiers {
   Target* choose();
   bool write_due() const;
   void keep(Row row);
+  void cool(Slot slot, uint64_t used);
   void stay(Slot slot, Stay next);
   void want(Slot slot);
   void unwant(Slot slot);
@@ -356,9 +362,10 @@ class Tiers {
   mutable std::vector<Row> found_;
   mutable std::vector<ForeignRow> foreign_found_;
   Recency recency_;         // of the cache slots
+  Arrivals arrivals_;       // cache slots that wait to be written, pinned or not
   HugeColumn<Stay> stays_;  // by cache slot
   size_t unkept_ = 0;       // of these, others than KEPT
-  uint64_t uses_ = 0;
+  uint64_t uses_ = uint64_t{1} << 32;  // before the first one: what is to go before all others
   size_t passed_over_ = 0;  // evictions of clean slots while a colder one waited to be written
   Batch writes_;            // intended
   std::array<Batch, kFetchReasons> fetches_;  // intended, by reason

@@ -110,9 +110,12 @@ class LookUp:
 @dataclass
 class _RequestState:
     """used: a request's chunks, by job. advice: of its kv_hints. loaded, ends: the chunks of its
-    last load, and where there are several groups the tokens up to each one's end."""
+    last load, and where there are several groups the tokens up to each one's end. refused: chunks
+    that have found no room so far. offered: while there are some, all that were offered."""
 
     used: list[Collection[bytes]]
+    refused: set[bytes] = field(default_factory=set, init=False)
+    offered: set[bytes] = field(default_factory=set, init=False)
     advice: Advice | None = field(default=None, init=False)
     loaded: ChunkBatch | None = field(default=None, init=False)
     ends: npt.NDArray[np.int64] | None = field(default=None, init=False)
@@ -158,6 +161,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._localities: dict[Source, Locality | None] = {Source.CPU: Locality.LOCAL}
         self._labels = dict.fromkeys(CONFIG_LABELS, "")
         self._sharing: Sharing | None = None
+        self._refused: dict[str, list[bytes]] = {}  # by request, of this step's stores
         self._labels["vllm"] = known_vllm.release()
         self._labels["prompts_only"] = "yes" if prompts_only else "no"
         self._activity_seen: tuple[float, ...] = ()
@@ -227,23 +231,40 @@ class NVMeoFOffloadingManager(OffloadingManager):
         if req_context.req_id in self.suspension.requests:
             return PrepareStoreOutput([], LoadStoreSpec(), [])
         wanted = list(keys)
-        ends = self._ends(wanted, req_context)
+        ends, again = self._ends(wanted, req_context), self._state(req_context).offered
         if self._tails is None or ends is None:
-            plan = self.core.prepare_store(wanted, ends)
+            plan = self.core.prepare_store(wanted, ends, again=again)
         else:
             assert self.waiting is not None
             offer = self._tails.offered(self.waiting.request(req_context.req_id), wanted, ends)
             wanted = _offload_keys(offer.keys)
-            plan = self.core.prepare_store(wanted, offer.ends, offer.provisional)
+            plan = self.core.prepare_store(wanted, offer.ends, offer.provisional, again=again)
             if not plan.refused:
                 self._tails.stored(req_context.req_id, offer)
-        self._state(req_context).used.append(wanted)
-        evicted = _offload_keys(plan.evicted)
+        self._note_refused(plan.refused, wanted, req_context)
         if plan.command is None:
-            return PrepareStoreOutput([], LoadStoreSpec(), evicted)
+            return PrepareStoreOutput([], LoadStoreSpec(), [])
         batch = plan.command.batch
         stored = wanted if len(batch) == len(wanted) else _offload_keys(batch.key_list())
-        return PrepareStoreOutput(stored, CommandSpec(plan.command), evicted)
+        return PrepareStoreOutput(stored, CommandSpec(plan.command), [])
+
+    def _note_refused(
+        self, refused: list[bytes], offered: list[OffloadKey], req_context: ReqContext
+    ) -> None:
+        """vLLM counts all that it offered as stored: have the connector change that."""
+        state = self._state(req_context)
+        if refused or state.refused:
+            state.refused = state.refused.difference(offered).union(refused)
+            state.offered = state.offered.union(offered) if state.refused else set()
+        if refused:
+            self._refused[req_context.req_id] = refused
+            offered = [key for key in offered if key not in state.refused]
+        state.used.append(offered)
+
+    def take_refused(self) -> dict[str, list[bytes]]:
+        """By request, what was refused of the chunks that it has offered since the last call."""
+        refused, self._refused = self._refused, {}
+        return refused
 
     # `complete_store` and `complete_load` are vLLM's own no-ops: the core takes outcomes from the
     # workers' reports, which also come for jobs that vLLM forgot at a reset.
@@ -260,6 +281,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
             self._tails.ended(req_context.req_id)
         state = req_context.get_state(_RequestState)
         if state is not None:
+            self.core.counters["refused_stores"] += len(state.refused)
             used = list(dict.fromkeys(itertools.chain.from_iterable(state.used)))
             self.core.ended(used, self._ends(used, req_context))
             if state.advice is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -157,6 +157,21 @@ class SchedulerView:
             for group, stored in zip(self._groups, state.group_states, strict=True):
                 computed = state.req.num_computed_tokens // group.tokens_per_chunk
                 stored.next_stored_chunk_idx = min(stored.next_stored_chunk_idx, computed)
+
+    def offer_again(self, refused: Mapping[str, Sequence[bytes]]) -> None:
+        """Have vLLM offer these requests' chunks again with their next step: it counts them as
+        stored, but nothing behind them could be found. While a request runs it has their blocks.
+        """
+        for request_id, keys in refused.items():
+            state = self._scheduler._req_status.get(request_id)
+            if state is None or state.req.is_finished():
+                continue
+            for group, stored in zip(self._groups, state.group_states, strict=True):
+                own = (key for key in keys if group_id_of(key) == group.group_id)
+                ends = filter(None, map(state.req_context.get_offload_key_position, own))
+                for end in ends:
+                    chunk = (end - 1) // group.tokens_per_chunk
+                    stored.next_stored_chunk_idx = min(stored.next_stored_chunk_idx, chunk)
 
     def store_from_the_first(self, request_id: str) -> None:
         """Store the request's chunks again, although vLLM has counted them as stored."""

@@ -108,8 +108,8 @@ class Core(ManagerCore):
         super().__init__(*args, **more)
         self.batches = {}
 
-    def prepare_store(self, keys: Sequence[bytes], *more: Any) -> StorePlan:
-        plan = super().prepare_store(keys, *more)
+    def prepare_store(self, keys: Sequence[bytes], *more: Any, **again: Any) -> StorePlan:
+        plan = super().prepare_store(keys, *more, **again)
         if plan.command is not None:
             self.batches[plan.command.op] = plan.command.batch
         return plan

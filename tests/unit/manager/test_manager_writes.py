@@ -306,7 +306,7 @@ def test_a_key_on_two_slots_is_adopted_once_and_ranks_of_other_pools_adopt_nothi
     assert agreement.notes
 
 
-@pytest.mark.parametrize(("pool", "made"), [(0, 1), (1, 2), (8, 4)])
+@pytest.mark.parametrize(("pool", "made"), [(0, 2), (1, 3), (8, 5)])
 def test_a_policy_is_never_made_without_slots(pool: int, made: int) -> None:
     """This holds without a pool, on a target without slots, and after a reset."""
     sizes: list[int] = []

@@ -86,8 +86,15 @@ class MembersModel(Model):
         assert group is not None
         return self.set_sizes[group]
 
-    def _take(self, slots: list[Slot], need: Need, spared: set[bytes]) -> Slot | None:
-        if not self._free(slots, need) and not self._make_room(slots, need, spared):
+    def _take(
+        self, slots: list[Slot], need: Need, spared: set[bytes], *, is_store: bool = False
+    ) -> Slot | None:
+        able: list[Slot] = []
+        for victims in self._victims(slots, spared, is_store=is_store):
+            able += victims
+            if self._free(slots, need) or self._make_room(slots, need, victims, able):
+                break
+        else:
             return None
         in_cache = slots is self.cache
         slot = (self._cached if in_cache else self._pooled)[self.given[in_cache, need.key]]
@@ -126,8 +133,10 @@ class MembersModel(Model):
         same = self.divided[slots is self.cache, victim.row] == need.set_size
         return same and need.set_size > 1 and self._fits(victim, need)
 
-    def _make_room(self, slots: list[Slot], need: Need, spared: set[bytes]) -> bool:
-        victims = self._victims(slots, spared)
+    def _make_room(
+        self, slots: list[Slot], need: Need, victims: list[Slot], able: list[Slot]
+    ) -> bool:
+        """Evict one of the victims, or all that is in a row of one of them, if it is `able`."""
         window = 1 if need.member == EVERY_MEMBER else VICTIMS_PER_MEMBER * need.set_size
         coming = iter(victims)
         passed: list[Slot] = []
@@ -141,7 +150,7 @@ class MembersModel(Model):
                 passed.append(victim)
             elif rows < len(passed):
                 taken = [s for s in self._in_row(slots, passed[rows].row) if not s.free]
-                if all(slot in victims for slot in taken):
+                if all(slot in able for slot in taken):
                     for slot in taken:
                         self._evict(slot)
                     return True

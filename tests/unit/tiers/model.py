@@ -39,6 +39,8 @@ STATES = (
 )
 OK, STALE, CANCELLED, RELEASED = 0, 3, 5, 6
 FAILURES_MAX = 3
+#: Before every use: what is to be evicted before everything else.
+COLD = -1000
 #: A chunk that others gave up is written if so many requests have used it here.
 USES_MIN = 2
 EIO, ENOSPC = 5, 28
@@ -130,8 +132,8 @@ class Model:
     wanted_later: int = 0
 
     def __post_init__(self) -> None:
-        self.cache = [Slot(number) for number in range(self.cache_slots)]
-        self.pool = [Slot(place_of(0, number)) for number in range(self.pool_slots)]
+        self.cache = [Slot(number, row=number) for number in range(self.cache_slots)]
+        self.pool = [Slot(place_of(0, row), row=row) for row in range(self.pool_slots)]
 
     def rows_taken(self, slots: list[Slot]) -> int:
         return sum(not slot.free for slot in slots)
@@ -188,8 +190,8 @@ class Model:
 
     def plan_store(
         self, keys: Sequence[bytes], generation: int, provisional: Collection[bytes] = ()
-    ) -> tuple[list[Row], int]:
-        """(rows in the order of the keys, how many were refused)."""
+    ) -> tuple[list[Row], list[bytes]]:
+        """(rows in the order of the keys, the keys that were refused)."""
         self.keep([key for key in keys if key not in provisional])
         new = [key for key in keys if key not in self.chunks and self.group(key) is not None]
         spared: set[bytes] = set()
@@ -199,10 +201,10 @@ class Model:
         rows: list[Row] = []
         for key in new:
             need = self._need_of_store(key)
-            slot = self._take(self.cache, need, spared)
+            slot = self._take(self.cache, need, spared, is_store=True)
             if slot is None and spared:
                 spared = set()
-                slot = self._take(self.cache, need, spared)
+                slot = self._take(self.cache, need, spared, is_store=True)
             if slot is None:
                 break
             generation += 1
@@ -212,7 +214,7 @@ class Model:
             slot.stay = "provisional" if key in provisional else ""
             rows.append(self._row(chunk, chunk.cache, None, True))
         self.touch(keys)
-        return rows, len(new) - len(rows)
+        return rows, new[len(rows) :]
 
     def group(self, key: bytes) -> int | None:
         """The position of the key's group."""
@@ -228,16 +230,17 @@ class Model:
                 self._want_or_dedupe(slot)
 
     def supersede(self, keys: Sequence[bytes]) -> None:
-        for slot in self._unkept(keys):
-            if slot.stay == "provisional":
-                slot.stay, slot.used = "superseded", 0
+        for at, key in enumerate(keys):
+            for slot in self._unkept([key]):
+                if slot.stay == "provisional":
+                    slot.stay, slot.used = "superseded", COLD + len(keys) - at
 
     def cool(self, keys: Sequence[bytes]) -> None:
-        for key in keys if self.pool_slots else ():
+        for at, key in enumerate(keys if self.pool_slots else ()):
             chunk = self.chunks.get(key)
             slot = next((one for one in self.cache if chunk and one.chunk is chunk), None)
-            if slot is not None and not slot.wanted:
-                slot.used = 0
+            if slot is not None and not slot.wanted and slot.requests <= 1:
+                slot.used = COLD + len(keys) - at
 
     def plan_load(
         self, keys: Sequence[bytes], land_max: int, borrowed: Mapping[bytes, Pair]
@@ -344,7 +347,7 @@ class Model:
             if pool_slot is None:
                 return
             slot.wanted = 0
-            pool_slot.used = slot.used
+            pool_slot.used, pool_slot.requests = slot.used, slot.requests
             self._give(chunk, None, pool_slot)
             chunk.on("WRITE_BEGIN")
             self.writes.append(self._row(chunk, chunk.cache, chunk.place, False))
@@ -514,7 +517,8 @@ class Model:
             chunk.place, pool.chunk = pool.number, chunk
 
     def _fill(self, chunk: Chunk, slot: Slot) -> None:
-        slot.used = self._pool_slot(chunk).used
+        pool_slot = self._pool_slot(chunk)
+        slot.used, slot.requests = pool_slot.used, pool_slot.requests
         self._give(chunk, slot, None)
         chunk.on("FETCH_BEGIN")
 
@@ -529,19 +533,29 @@ class Model:
         states = ("CACHED", "BOTH") if slot in self.cache else ("POOLED", "BOTH")
         return chunk.state in states
 
-    def _take(self, slots: list[Slot], need: Need, spared: set[bytes]) -> Slot | None:
+    def _take(
+        self, slots: list[Slot], need: Need, spared: set[bytes], *, is_store: bool = False
+    ) -> Slot | None:
         """Any free slot, or the one whose chunk was used longest ago."""
         if free := [slot for slot in slots if slot.free]:
             return free[0]
-        able = self._victims(slots, spared)
-        if not able:
-            return None
-        self._evict(able[0])
-        return able[0]
+        for able in self._victims(slots, spared, is_store=is_store):
+            if able:
+                self._evict(able[0])
+                return able[0]
+        return None
 
-    def _victims(self, slots: list[Slot], spared: set[bytes]) -> list[Slot]:
+    def _victims(
+        self, slots: list[Slot], spared: set[bytes], *, is_store: bool
+    ) -> list[list[Slot]]:
+        """Those that are evictable without a loss; then those that wait to be written, if they
+        would wait for ever."""
         able = [s for s in slots if self._evictable(s) and s.chunk and s.chunk.key not in spared]
-        return sorted(able, key=lambda one: (one.used, slots.index(one)))
+        able.sort(key=lambda one: (one.used, slots.index(one)))
+        clean = [slot for slot in able if not slot.wanted]
+        retired = {slot.row for slot in self.pool if slot.retired}
+        waits_for_ever = is_store and len(retired) == self.pool_slots
+        return [clean, [slot for slot in able if slot.wanted]] if waits_for_ever else [clean]
 
     def _evict(self, slot: Slot) -> None:
         chunk = slot.chunk
@@ -564,6 +578,7 @@ class Model:
     def _leave_pool(self, chunk: Chunk, *, retire: bool = False) -> None:
         slot = self._pool_slot(chunk)
         slot.chunk, slot.retired, chunk.place = None, slot.retired or retire, None
+        slot.requests = 0
 
     def _forget(self, chunk: Chunk, *, retire: bool = False) -> None:
         if chunk.cache is not None:

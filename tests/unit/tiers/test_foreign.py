@@ -534,6 +534,8 @@ def test_a_borrowed_chunk_lives_in_our_pool_as_any_other() -> None:
     assert streamed.places.tolist() == [ours]
     bench.report(streamed, OK)
     assert bench.source() == POOL
+    bench.tiers.drain()
+    bench.report(bench.tiers.take_writes(), OK, kind=WRITE)
     landing = bench.load(0)
     bench.report(landing, OK)
     assert bench.source(0, FROM_CPU) == CPU

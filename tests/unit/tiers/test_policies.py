@@ -17,6 +17,8 @@ from vllm_nvmeof_offload.native import Tiers
 from vllm_nvmeof_offload.protocol import place_of
 
 STORE, LOAD, WRITE = 0, 1, 2
+#: Uses count from here on: `uses_` in native/tiers.h.
+FIRST = 1 << 32
 #: Requests beyond the first that count: `kCreditedMax` in native/eviction.h.
 CREDITED_MAX = 3
 
@@ -52,12 +54,13 @@ class Server:
 
     def store(self, *numbers: int) -> list[int]:
         """Returns the chunks that left both tiers."""
+        before = {entry[4] for entry in self.tiers.entries()}
         plan = self.tiers.plan_store(keys_of(*numbers), None, self.generation)
         batch, self.generation = plan[0], plan[3]
         self.tiers.report(STORE, batch)
         self.write()
-        gone = self.tiers.take_evicted()
-        return [int(key[:4]) for key in gone]
+        gone = before - {entry[4] for entry in self.tiers.entries()}
+        return sorted(int(key[:4]) for key in gone)
 
     def load(self, *numbers: int, land_max: int = 0) -> None:
         self.tiers.report(LOAD, self.tiers.plan_load(keys_of(*numbers), land_max))
@@ -133,15 +136,15 @@ def test_a_users_policy_reads_integers_and_cannot_write_them() -> None:
         return LruPolicy(used)
 
     server = Server(2, [4, 0, 1], policy=make)
-    assert [len(used) for used in made] == [2, 4, 1], "none is made without slots"
+    assert [len(used) for used in made] == [2, 2, 4, 1], "none is made without slots"
     server.store(1)
     server.tiers.touch(keys_of(1))
-    assert sorted(made[0]) == [0, 2]
+    assert sorted(made[0]) == [0, FIRST + 2]
     assert {type(time) for used in made for time in used} == {int}
     with pytest.raises(TypeError):
         made[0][0] = 7  # type: ignore[index]
     server.tiers.reset()
-    assert [len(used) for used in made[3:]] == [2, 4, 1], "made again"
+    assert [len(used) for used in made[4:]] == [2, 2, 4, 1], "made again"
 
 
 def test_what_a_users_policy_raises_is_raised() -> None:
@@ -167,13 +170,13 @@ class Clock:
             return LruPolicy(used)
 
         self.server = Server(4, [40], policy=make, **options)
-        self.cache, self.pool = made
+        self.cache, _, self.pool = made
 
     def used(self, number: int) -> tuple[int | None, int | None]:
-        """When the chunk counts as last used in the CPU tier, and in the pool."""
+        """When the chunk counts as last used in the CPU tier, and in the pool, from `FIRST` on."""
         (entry,) = (e for e in self.server.tiers.entries() if e[4] == key(number))
-        cached = self.cache[entry[2]] if entry[2] >= 0 else None
-        pooled = self.pool[entry[3] - place_of(0, 0)] if entry[3] >= 0 else None
+        cached = self.cache[entry[2]] - FIRST if entry[2] >= 0 else None
+        pooled = self.pool[entry[3] - place_of(0, 0)] - FIRST if entry[3] >= 0 else None
         return cached, pooled
 
 

@@ -169,7 +169,7 @@ class Pair:
         self.see()
         rows, also_refused = self.model.plan_store(keys, self.generation, provisional)
         self.generation = after
-        assert refused == also_refused
+        assert [keys[at] for at in refused] == also_refused
         self._begin("store", batch, rows, keys, order)
 
     def keep(self, rng: random.Random) -> None:

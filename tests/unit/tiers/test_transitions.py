@@ -16,7 +16,7 @@ from vllm_nvmeof_offload.manager.index import State
 from .model import STATES, TABLE
 
 EVENTS = (
-    *("STORE_BEGIN", "ADOPT", "COPIED", "COPY_FAILED", "WRITE_BEGIN", "WRITTEN", "WRITE_FAILED"),
+    *("STORE_BEGIN", "ADOPT", "COPIED", "WRITE_BEGIN", "WRITTEN", "WRITE_FAILED"),
     *("EVICT_CACHE", "EVICT_POOL", "CACHE_LOST", "FETCH_BEGIN", "BORROW_BEGIN", "FETCHED"),
     *("FETCH_CANCELLED", "DOOM"),
 )
