@@ -172,13 +172,16 @@ COUNTERS = _table(
     _row("stored_chunks", "chunks", (),
          "Chunks whose store into the CPU tier was planned."),
     _row("refused_stores", "chunks", (),
-         "New chunks that were not stored because the CPU tier had no free slot."),
+         "Chunks that were never stored, because the CPU tier had no room for them until their "
+         "request ended. They are the end of what it had: what is stored before them is found."),
     _row("incomplete_chunks", "chunks", (),
          "Chunks not stored because vLLM handed over only some of their blocks, all ranks."),
     _row("below_threshold_chunks", "chunks", (),
          "New chunks not stored because they were seen less often than store_threshold."),
     _row("refused_writes", "chunks", (),
-         "Chunks dropped from the CPU tier before they were written to the pool."),
+         "Chunks dropped from the CPU tier before they were written to the pool: holes, behind which "
+         "nothing is found. This happens while no target takes writes, and to windows and states of "
+         "requests that run."),
     _row("written_chunks", "chunks", (),
          "Chunks written to the pool by every rank."),
     _row("superseded_chunks", "chunks", (),

@@ -43,7 +43,7 @@ _UNDER_WAY = (
     *("vllm:nvmeof_writes_pending", "vllm:nvmeof_write_backlog"),
     "vllm:kv_cache_usage_perc",
 )
-_REFUSED = ("vllm:nvmeof_refused_stores_total", "vllm:nvmeof_refused_writes_total")
+REFUSED = ("vllm:nvmeof_refused_stores_total", "vllm:nvmeof_refused_writes_total")
 _ROUNDS_MAX = 8
 #: A script: importing it imports vLLM.
 _FORKING = Path(servers.__file__).with_name("forking.py")
@@ -267,7 +267,7 @@ def store_all(
         before = metrics(server)
         assert same(ask(server, reference.prompts), reference.answers)
         settle(server)
-        if not any(grown(server, before, name) for name in _REFUSED):
+        if not any(grown(server, before, name) for name in REFUSED):
             return
     raise AssertionError(f"chunks are refused in each of {_ROUNDS_MAX} rounds")
 

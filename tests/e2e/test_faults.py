@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 from vllm_nvmeof_bench.servers.client import Answer, Client, Metrics
+from vllm_nvmeof_bench.servers.model import random_tokens
 from vllm_nvmeof_bench.servers.server import Server
 
 from tests.e2e import faults_rig as rig
@@ -99,6 +101,28 @@ def test_write_errors(server: Server, faults: rig.Faults, reference: rig.Referen
     rig.wait_for(server, "failed writes", lambda m: m.value(FAILED) > before.value(FAILED))
     faults.set()
     assert rig.same(rig.ask(server, reference.prompts), reference.answers)
+
+
+def test_prompts_that_are_stored_faster_than_written_have_no_holes(
+    server: Server, faults: rig.Faults
+) -> None:
+    """Six prompts of 15 chunks each, and a CPU tier of 40: whatever was stored of them is found by
+    the first request that returns."""
+    faults.set(write_delay_ms=1000)
+    rng = np.random.default_rng(3)
+    asked = [random_tokens(rng, rig.PROMPT_TOKENS, rig.SHAPE) for _ in range(6)]
+    before = rig.metrics(server)
+    answers = rig.ask(server, asked)
+    faults.set()
+    rig.settle(server)
+    stored = rig.grown(server, before, "vllm:nvmeof_stored_chunks_total")
+    assert stored > rig.STAGING_SLOTS
+    assert rig.grown(server, before, rig.REFUSED[0]) > 0, "the pool was not slower than the model"
+    assert rig.grown(server, before, rig.REFUSED[1]) == 0
+    rig.forget_gpu(server)
+    before = rig.metrics(server)
+    assert rig.same(rig.ask(server, asked), answers)
+    assert rig.grown(server, before, HITS) == stored * rig.CHUNK_TOKENS
 
 
 def test_a_full_device(server: Server, faults: rig.Faults, reference: rig.Reference) -> None:

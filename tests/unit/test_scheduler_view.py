@@ -151,6 +151,26 @@ def test_after_a_failed_load_every_group_stores_what_is_computed_again() -> None
     assert [state.next_stored_chunk_idx for state in states] == [0, 0]
 
 
+def test_what_was_refused_is_offered_again_from_its_first_chunk_on() -> None:
+    groups = (
+        Group(0, GroupKind.WINDOW, CHUNK, BLOCKS_PER_CHUNK, 4),
+        Group(1, GroupKind.FULL, 2 * CHUNK, BLOCKS_PER_CHUNK),
+    )
+    keys = {make_offload_key(BlockHash(b"%d" % n), 1): 2 * n * CHUNK for n in (3, 4)}
+    tail = make_offload_key(BlockHash(b"tail"), 0)
+    keys[tail] = 8 * CHUNK + 1  # of a partial tail, which is in the chunk after eight whole ones
+    states = [SimpleNamespace(next_stored_chunk_idx=stored) for stored in (8, 4)]
+    request = SimpleNamespace(is_finished=lambda: False)
+    context = SimpleNamespace(get_offload_key_position=keys.get)
+    state = SimpleNamespace(req=request, group_states=states, req_context=context)
+    view = _view(request, groups=groups, state=state)
+    view.offer_again({"a": list(keys), "gone": [tail]})
+    assert [state.next_stored_chunk_idx for state in states] == [8, 2]
+    request.is_finished = lambda: True
+    view.offer_again({"a": [make_offload_key(BlockHash(b"0"), 1)]})
+    assert [state.next_stored_chunk_idx for state in states] == [8, 2]
+
+
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"])
 def test_the_length_of_keys_follows_from_the_hash_algorithm(algorithm: str) -> None:
     if algorithm.startswith("xxhash"):

@@ -137,6 +137,7 @@ class FailureLog:
         self._logged = Counts()
         self._logged_s: dict[Series, float] = {}
         self._unequal = 0  # groups that were logged
+        self._has_lost = False  # chunks that were not written, as was logged
 
     def log_new(self) -> None:
         """Log what is new and due; call after every step's reports."""
@@ -148,6 +149,16 @@ class FailureLog:
                 self._core.config.groups[group].group_id,
             )
         self._unequal = len(self._core.unequal_groups)
+        lost = int(self._core.counters["refused_writes"])
+        if lost and not self._has_lost:
+            self._has_lost = True
+            logger.warning(
+                "chunks leave the CPU tier before they are written (%d so far), and what was stored "
+                "behind them is not found: no target takes writes, or the CPU tier is too small for "
+                "the windows and states of the requests that run; counted from now on by "
+                "vllm:nvmeof_refused_writes",
+                lost,
+            )
         for kind, outcome in self._core.last_failures.items():
             new = self._core.counters[kind] - self._logged[kind]
             if not new or outcome.kind is OutcomeKind.CANCELLED:

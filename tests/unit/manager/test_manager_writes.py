@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, io_error
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
 from vllm_nvmeof_offload.manager.eviction import LruPolicy
-from vllm_nvmeof_offload.manager.handshake import agree
+from vllm_nvmeof_offload.manager.handshake import WritePolicy, agree
+from vllm_nvmeof_offload.native import Tiers
 from vllm_nvmeof_offload.protocol import (
     VERDICTS,
     OpReport,
@@ -364,3 +367,60 @@ def test_weights_that_arrive_in_many_pieces_reset_once_per_step() -> None:
     bench.store(2)  # no step in between
     bench.core.reset()
     assert bench.hits([2]) == []
+
+
+@pytest.mark.parametrize("write_policy", [WritePolicy.THROUGH, WritePolicy.ON_EVICTION])
+def test_a_prompt_that_is_stored_faster_than_it_is_written_has_no_hole(
+    write_policy: WritePolicy,
+) -> None:
+    """Its end is refused until chunks are written, and nothing of its middle is lost."""
+    bench = Bench(cache=100, pool=400, write_policy=write_policy)
+    stored = 0
+    for step in range(60):
+        plan = bench.core.prepare_store(keys_of(*range(stored, 300)[:25]))
+        if plan.command is not None:
+            stored += len(plan.command.batch)
+            bench.done(plan.command.op)
+        assert bench.hits(range(300)) == list(range(stored))
+        if step == 5:
+            assert stored == 100, "the pool has written nothing yet"
+        for command in bench.writes() if step > 5 else ():
+            bench.done(command.op)
+    assert stored == 300
+    assert bench.core.counters["refused_writes"] == 0
+    assert bench.core.counters["evictions", "cpu"] > 0
+
+
+def test_what_no_target_takes_gives_way_the_coldest_first() -> None:
+    bench = Bench(cache=4)
+    bench.store(1, 2, 3, 4)
+    assert bench.core.prepare_store(keys_of(5)).refused == keys_of(5)
+    bench.core.report([VerdictReport(0, 0, "suspect")])
+    bench.core.ended(keys_of(1))
+    bench.store(5, 6)
+    assert bench.hits(range(1, 7)) == [1, 2, 5, 6]
+    assert bench.core.counters["refused_writes"] == 2
+
+
+def test_the_write_order_does_not_grow_with_what_has_left_it() -> None:
+    """While no target takes writes, and its first chunk stays in use."""
+    tiers = Tiers(8, [8], key_bytes=KEY_BYTES)
+    tiers.set_usable(0, False)
+
+    def store(first: int, count: int) -> None:
+        for number in range(first, first + count, 4):
+            batch, _, refused, _ = tiers.plan_store(keys_of(*range(number, number + 4)), None, 1)
+            assert not refused
+            tiers.report(0, batch)
+            tiers.touch(keys_of(1))
+
+    store(1, 40_000)
+    before = resident_bytes()
+    store(100_000, 400_000)
+    assert tiers.lookup(key(1)) == 1
+    assert tiers.backlog == len(tiers) == 8
+    assert resident_bytes() - before < 2 << 20, "16 bytes a chunk were 6 MiB"
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

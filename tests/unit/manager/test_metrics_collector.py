@@ -16,7 +16,7 @@ from vllm_nvmeof_offload.manager.log_lines import PERIOD_S, FailureLog, start_li
 from vllm_nvmeof_offload.manager.metrics_collector import MetricsCollector, config_labels
 from vllm_nvmeof_offload.manager.requests import Suspension
 from vllm_nvmeof_offload.metrics import COUNTERS, GAUGES, METRICS, PREFIX, Series, exported
-from vllm_nvmeof_offload.protocol import LevelReport, RankHello, RateReport, target_of
+from vllm_nvmeof_offload.protocol import LevelReport, RankHello, RateReport, VerdictReport, target_of
 
 from .bench import Bench, hello, keys_of
 
@@ -201,6 +201,21 @@ def test_a_failure_is_logged_at_once_and_then_once_per_minute(
     failure_log.log_new()
     follows = "could not be loaded: checksum_mismatch; their tokens are computed again"
     assert caplog.messages == [f"1 chunk {follows}", f"3 chunks {follows}"]
+
+
+def test_the_first_chunk_that_is_lost_before_its_write_is_logged(
+    caplog: pytest.LogCaptureFixture, logger: None
+) -> None:
+    bench = Bench(cache=2)
+    failure_log = FailureLog(bench.core, TARGETS, lambda: bench.now_s)
+    bench.core.report([VerdictReport(0, 0, "suspect")])
+    bench.store(1, 2)
+    failure_log.log_new()
+    for number in (3, 4):
+        bench.store(number)
+        failure_log.log_new()
+    (line,) = caplog.messages
+    assert "before they are written (1 so far)" in line
 
 
 def test_a_failed_write_names_its_target(caplog: pytest.LogCaptureFixture, logger: None) -> None:

@@ -74,6 +74,43 @@ def test_what_is_cooled_leaves_first_and_is_still_in_the_pool() -> None:
     assert [server.tiers.lookup(key) for key in keys_of(0, 1, 3)] == [1, 1, 2]
 
 
+def test_what_is_cooled_leaves_from_its_end_on() -> None:
+    server = Server(writes_max=8)
+    server.store(0, 1, 2, 3)
+    server.tiers.cool(keys_of(0, 1, 2, 3))
+    server.store(4, 5)
+    assert [server.tiers.lookup(key) for key in keys_of(0, 1, 2, 3)] == [1, 1, 2, 2]
+
+
+def test_what_is_superseded_leaves_from_its_end_on() -> None:
+    server = Server(writes_max=8)
+    server.store(0, 1, 2, how=PROVISIONALLY)
+    server.tiers.supersede(keys_of(0, 1, 2))
+    server.store(3, 4, 5)
+    assert server.has(0, 1, 2) == [0]
+
+
+def test_what_several_requests_have_used_is_not_cooled() -> None:
+    server = Server(writes_max=8)
+    server.store(0, 1)
+    server.tiers.touch(keys_of(0, 1), ended=True)
+    server.tiers.touch(keys_of(0), ended=True)
+    server.store(2, 3)
+    server.tiers.cool(keys_of(0, 1))
+    server.store(4)
+    assert [server.tiers.lookup(key) for key in keys_of(0, 1, 2, 3)] == [1, 2, 1, 1]
+
+
+def test_a_boundary_that_is_lost_before_it_is_written_is_a_refused_write() -> None:
+    server = Server(writes_max=8)
+    server.store(0, 1, how=PROVISIONALLY)
+    server.store(2, 3)
+    server.store(4)
+    counts = server.tiers.take_counts()
+    assert server.has(0, 1, 2, 3, 4) == [0, 2, 3, 4]
+    assert (counts[2], counts[5]) == (1, 0), "nothing has superseded it"
+
+
 def test_what_is_not_written_yet_is_not_cooled() -> None:
     waiting = Server(writes_max=0)
     waiting.store(0, 1, 2, 3)
