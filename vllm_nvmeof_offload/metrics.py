@@ -179,9 +179,9 @@ COUNTERS = _table(
     _row("below_threshold_chunks", "chunks", (),
          "New chunks not stored because they were seen less often than store_threshold."),
     _row("refused_writes", "chunks", (),
-         "Chunks dropped from the CPU tier before they were written to the pool: holes, behind which "
-         "nothing is found. This happens while no target takes writes, and to windows and states of "
-         "requests that run."),
+         "Chunks dropped from the CPU tier before they were written to the pool: holes, behind "
+         "which nothing is found. This happens while no target takes writes, and to windows and "
+         "states of requests that run."),
     _row("written_chunks", "chunks", (),
          "Chunks written to the pool by every rank."),
     _row("superseded_chunks", "chunks", (),

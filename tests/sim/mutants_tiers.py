@@ -10,6 +10,7 @@ from vllm_nvmeof_offload.manager import core
 from vllm_nvmeof_offload.protocol import RELEASED
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 
+from . import scheduler
 from .mutants import Patch, mutant, native
 from .rank import Output, SimRank
 
@@ -98,6 +99,14 @@ def prepare_store_is_all_or_nothing() -> list[Patch]:
         return None if plan.refused else plan
 
     return [(core.ManagerCore, "prepare_store", prepare_store)]
+
+
+@mutant
+def what_is_refused_is_not_offered_again() -> list[Patch]:
+    def noted(request: Any, refused: Any, _: Any) -> None:
+        request.refused.update(refused)
+
+    return [(scheduler, "note_refused", noted)]
 
 
 native("settled_entries_are_not_admitted", "a_store_evicts_the_unwritten")

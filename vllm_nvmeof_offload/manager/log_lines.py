@@ -153,10 +153,10 @@ class FailureLog:
         if lost and not self._has_lost:
             self._has_lost = True
             logger.warning(
-                "chunks leave the CPU tier before they are written (%d so far), and what was stored "
-                "behind them is not found: no target takes writes, or the CPU tier is too small for "
-                "the windows and states of the requests that run; counted from now on by "
-                "vllm:nvmeof_refused_writes",
+                "chunks leave the CPU tier before they are written (%d so far), and what was "
+                "stored behind them is not found: no target takes writes, or the CPU tier is too "
+                "small for the windows and states of the requests that run; from now on "
+                "vllm:nvmeof_refused_writes counts them",
                 lost,
             )
         for kind, outcome in self._core.last_failures.items():

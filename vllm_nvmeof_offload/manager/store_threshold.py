@@ -18,8 +18,9 @@ class StoreThreshold:
 
     A sighting is one offer for storage (`prepare_store`), which vLLM makes once per request for
     each of its chunks, whether it computed the chunk or found it in GPU memory; look-ups do not
-    count, nor does what a request offers again, and a reset forgets nothing. At most `keys_max` keys and 1023 more are counted; the
-    least recently seen are forgotten. Threshold 1 keeps no table.
+    count, nor does what a request offers again, and a reset forgets nothing. At most `keys_max`
+    keys and 1023 more are counted; the least recently seen are forgotten. Threshold 1 keeps no
+    table.
     """
 
     def __init__(self, threshold: int, keys_max: int) -> None:

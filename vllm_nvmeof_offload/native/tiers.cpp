@@ -309,10 +309,9 @@ StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t
   const auto is_provisional = [&wanted](size_t at) {
     return !wanted.empty() && static_cast<Store>(wanted[at]) == Store::PROVISIONALLY;
   };
-  const size_t groups = options_.group_ids.size();
   for (size_t at = 0; at < keys.size(); ++at) {
     if (before[at] != kNoRow && !is_provisional(at)) keep(before[at]);
-    if (before[at] != kNoRow || group_of(keys[at]) == groups) continue;
+    if (before[at] != kNoRow || group_of(keys[at]) == options_.group_ids.size()) continue;
     ++plan.absent;
     if (wanted.empty() || wanted[at]) fresh.push_back(static_cast<uint32_t>(at));
   }

@@ -281,7 +281,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
             self._tails.ended(req_context.req_id)
         state = req_context.get_state(_RequestState)
         if state is not None:
-            self.core.counters["refused_stores"] += len(state.refused)
+            still = self.core.present(list(state.refused)).count(0)  # others may have stored some
+            self.core.counters["refused_stores"] += still
             used = list(dict.fromkeys(itertools.chain.from_iterable(state.used)))
             self.core.ended(used, self._ends(used, req_context))
             if state.advice is not None:

@@ -91,6 +91,28 @@ class Server:
         return {s[1]: n for s, n in counters.items() if isinstance(s, tuple) and s[0] == "kv_hints"}
 
 
+def test_what_found_no_room_is_offered_again_and_counted_at_the_end() -> None:
+    server = Server()
+    manager, counters = server.manager, server.manager.core.counters
+    context = server.arrives("a", 1, 2, 3, 4, 5, 6)
+
+    def offer(*numbers: int) -> Any:
+        return manager.prepare_store([OffloadKey(one) for one in keys_of(*numbers)], context)
+
+    first = offer(1, 2, 3, 4, 5, 6)
+    assert list(first.keys_to_store) == keys_of(1, 2, 3, 4)
+    assert manager.take_refused() == {"a": keys_of(5, 6)}
+    assert not offer(5, 6).keys_to_store
+    assert manager.take_refused() == {"a": keys_of(5, 6)}
+    server.bench.done(first.store_spec.command.op)
+    assert server.bench.write_all() == [1, 2, 3, 4]
+    assert list(offer(5, 6, 7).keys_to_store) == keys_of(5, 6, 7)
+    assert manager.take_refused() == {}
+    assert not offer(8, 9, 10).keys_to_store[1:]
+    manager.on_request_finished(context)
+    assert counters["refused_stores"] == 2, "the end of the request, once"
+
+
 def test_without_advice_the_older_request_leaves_first() -> None:
     server = Server()
     server.serves("a", 1, 2)

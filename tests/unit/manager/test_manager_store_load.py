@@ -24,7 +24,9 @@ def test_prepare_store_gives_the_subset_that_fits_in_order() -> None:
     full = bench.core.prepare_store(keys_of(6))
     assert (full.command, full.refused) == (None, keys_of(6))
     again = bench.core.prepare_store(keys_of(1, 2))
-    assert (again.command, again.refused) == (None, []), "a present chunk is neither new nor refused"
+    assert (again.command, again.refused) == (None, []), (
+        "a present chunk is neither new nor refused"
+    )
 
 
 def test_a_store_in_flight_is_a_hit_and_its_failure_a_miss() -> None:

@@ -16,7 +16,13 @@ from vllm_nvmeof_offload.manager.log_lines import PERIOD_S, FailureLog, start_li
 from vllm_nvmeof_offload.manager.metrics_collector import MetricsCollector, config_labels
 from vllm_nvmeof_offload.manager.requests import Suspension
 from vllm_nvmeof_offload.metrics import COUNTERS, GAUGES, METRICS, PREFIX, Series, exported
-from vllm_nvmeof_offload.protocol import LevelReport, RankHello, RateReport, VerdictReport, target_of
+from vllm_nvmeof_offload.protocol import (
+    LevelReport,
+    RankHello,
+    RateReport,
+    VerdictReport,
+    target_of,
+)
 
 from .bench import Bench, hello, keys_of
 
