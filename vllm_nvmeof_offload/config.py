@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import ipaddress
 import json
 import os
 import shlex
@@ -288,8 +289,9 @@ class OffloadConfig(BaseModel):
     peer_listen: str = _key(
         "", "", '"HOST:PORT" with an address of this machine, or leave it out',
         "Address at which this server reads for others that name it in peers; rank r of data-"
-        "parallel replica d uses PORT + d * ranks + r. Whoever can connect there can read KV of "
-        "this model, unless share_secret_file is set. Default: none.")
+        "parallel replica d uses PORT + d * ranks + r. Without share_secret_file it must be a "
+        "loopback address: every user of this host can then read KV of this model there. "
+        "Default: none.")
     serve_bytes: _Size = _key(
         64 * MIB, "bytes", _SIZE_FROM_PAGE,
         "Pinned memory per rank, of staging_bytes, into which this server reads for peers, if "
@@ -304,8 +306,8 @@ class OffloadConfig(BaseModel):
         "", "file", "the path of a file with a secret, or leave it out",
         "File with a secret of 16 to 4096 bytes, which other users may not read, equal on all "
         "servers that name one another in peers: a server that has it reads for none that lacks "
-        "it, and asks none. Ignored without peers and peer_listen. Default: none, and whoever "
-        "reaches peer_listen is served.")
+        "it, asks none, and encrypts what it sends. Ignored without peers and peer_listen. "
+        "Default: none, and peers are those at loopback addresses.")
     adopt: bool = _flag(True, "Use chunks that an earlier run left in the pool.")
     weights_never_change: bool = _flag(
         False, "Promise that weights are never updated in a running engine; chunks stored after "
@@ -408,6 +410,18 @@ class OffloadConfig(BaseModel):
                 raise ConfigError(key, value, remedy)
         return self
 
+    @model_validator(mode="after")
+    def _no_strangers(self) -> OffloadConfig:
+        for key, addresses in (("peers", self.peers), ("peer_listen", [self.peer_listen])):
+            for one in addresses:
+                if one and not self.share_secret_file and not _is_loopback(one):
+                    remedy = (
+                        "whoever reaches this network could read or deliver KV; name a "
+                        "share_secret_file, or an address of 127.0.0.0/8 or [::1]"
+                    )
+                    raise ConfigError(key, one, remedy)
+        return self
+
     @property
     def share_group(self) -> str:
         """The group of servers, on any hosts, with which chunks are shared; empty: none."""
@@ -419,6 +433,14 @@ class OffloadConfig(BaseModel):
             remedy = f"blocks_per_chunk={self.blocks_per_chunk} says it already; give only one"
             raise ConfigError("block_size", self.block_size, remedy)
         return self
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _check_address(address: str) -> None:

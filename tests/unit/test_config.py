@@ -134,6 +134,18 @@ REFUSED: list[tuple[str, Any, str]] = [
     *(("peers", value, "no host before a port") for value in ("d0", ":7000", ["d0:1", "a b:1"])),
     *(("peers", value, "no port from 1") for value in ("d0:", "d0:0", "d0:65536", "d0:x")),
     ("peers", ["d0:1", "d0:1"], "twice"),
+    *(
+        (key, value, "name a share_secret_file")
+        for key in ("peers", "peer_listen")
+        for value in (
+            "10.0.0.7:7000",
+            "0.0.0.0:7000",
+            "*:7000",
+            "[::]:7000",
+            "[fe80::1]:7000",
+            "d0:7000",
+        )
+    ),
     ("peer_listen", 7000, "an address of this machine"),
     ("share_secret_file", ["secret"], "the path of a file"),
     ("peer_listen", "::1:7000", "needs brackets"),
@@ -184,15 +196,18 @@ def test_a_group_refuses_to_do_without_o_direct() -> None:
 def test_peers_have_an_address_each() -> None:
     assert parse({}).peers == []
     assert parse({}).peer_listen == ""
-    assert parse({"peers": "d0:7000"}).peers == ["d0:7000"]
-    listed = parse({}, VLLM_NVMEOF_PEERS="d0:7000, [fe80::1]:7000").peers
+    assert parse({"peers": "localhost:7000"}).peers == ["localhost:7000"]
+    assert parse({"peer_listen": "[::1]:7000"}).peer_listen == "[::1]:7000"
+    secret = {"VLLM_NVMEOF_SHARE_SECRET_FILE": "/s"}
+    listed = parse({}, VLLM_NVMEOF_PEERS="d0:7000, [fe80::1]:7000", **secret).peers
     assert listed == ["d0:7000", "[fe80::1]:7000"]
+    assert parse({"peer_listen": "10.0.0.7:7000"}, **secret).peer_listen == "10.0.0.7:7000"
 
 
 @pytest.mark.parametrize("key", ["peers", "peer_listen"])
 def test_peers_refuse_to_do_without_a_pool(key: str) -> None:
     with pytest.raises(ConfigError, match=f"{key}=.*pool_bytes=0 means none"):
-        parse({key: "d0:7000", "pool_bytes": 0})
+        parse({key: "127.0.0.1:7000", "pool_bytes": 0})
 
 
 def test_every_key_has_a_refusal_in_the_table_above() -> None:
