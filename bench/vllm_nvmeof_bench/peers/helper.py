@@ -51,7 +51,6 @@ class Plan:
     chunk_bytes: int
     slots: int
     bytes_per_s: float
-    by_nixl: bool
 
     @property
     def rig(self) -> Settings:
@@ -130,7 +129,7 @@ def main(plan: Plan) -> None:
             SlotMemory(staging.serve_address, size_bytes, plan.slots),
             view[first:],
             queue,
-            by_nixl=plan.by_nixl,
+            by_nixl=False,
         )
         stack.callback(server.close, _CLOSE_S_MAX)
         print(server.address, flush=True)

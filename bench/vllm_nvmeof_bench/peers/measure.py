@@ -9,7 +9,7 @@ share a link of so many bytes per second, which stands in for an NVMe-oF target'
     absent    a peer is configured, and nobody answers there
     both      the helper is the peer
     landing   likewise, and every other chunk stays in the CPU tier
-    vllm_p2p  two processes with vLLM's tiering instead (`vllm_tiers`), beside chunks by NIXL
+    vllm_p2p  two processes with vLLM's tiering instead (`vllm_tiers`), beside chunks in messages
 
 What serving costs the helper's own loads is measured in this process alone (`serving`).
 
@@ -45,8 +45,8 @@ from vllm_nvmeof_bench.peers.report import (
     LANDING,
     LOAD,
     MB,
+    MESSAGES,
     NO_LINKS,
-    TRANSPORTS,
     VLLM_P2P,
     WITHOUT,
     Sample,
@@ -64,7 +64,6 @@ from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.peers.base import Common, SlotMemory
 from vllm_nvmeof_offload.peers.clients import PeerClients
-from vllm_nvmeof_offload.peers.transport import why_no_nixl
 from vllm_nvmeof_offload.pool.format import read_superblock
 from vllm_nvmeof_offload.units import KIB, MIB, slot_stride_bytes
 from vllm_nvmeof_offload.worker.peering import Peers
@@ -80,15 +79,11 @@ _SETTLE_S = 2.0
 
 @dataclass(frozen=True)
 class Settings:
-    """tier_chunks: of the staging memory, a quarter of which loads pass through.
-
-    The arm vllm_p2p is measured with the transport cma alone.
-    """
+    """tier_chunks: of the staging memory, a quarter of which loads pass through."""
 
     rates: tuple[str, ...] = option(
         ("400:400", "200:600", "600:200"), "MB/s of the own link and of the peer's."
     )
-    transports: tuple[str, ...] = option(tuple(TRANSPORTS), "How chunks come: cma, messages.")
     arms: tuple[str, ...] = option(tuple(ARMS), "Arms of a load.")
     rounds: int = option(5, "Rounds of all arms.", min=1)
     chunks: int = option(256, "Chunks of a load.", min=4)
@@ -104,7 +99,6 @@ class Settings:
     tier_chunks: int = 128
 
     def __post_init__(self) -> None:
-        check_names("transport", self.transports, tuple(TRANSPORTS))
         check_names("arm", self.arms, tuple(ARMS))
         check_positive(self, "rounds", "chunks")
         if self.chunk_bytes % BLOCK_BYTES:
@@ -141,12 +135,11 @@ class _Worker(NamedTuple):
 
 @dataclass
 class _Pair:
-    """Both servers, at one pair of rates and with one transport."""
+    """Both servers, at one pair of rates."""
 
     rig: Rig
     settings: Settings
     rates: str
-    transport: str
     stack: contextlib.ExitStack
 
     def open(self, home: Path, *arms: str) -> tuple[dict[str, _Worker], Helper]:
@@ -160,7 +153,6 @@ class _Pair:
             chunk_bytes=self.settings.chunk_bytes,
             slots=_SERVE_SLOTS,
             bytes_per_s=link_rates(self.rates)[1] * MB,
-            by_nixl=self.transport != "messages",
         )
         second = self.stack.enter_context(helper(plan))
         peer = second.address
@@ -187,7 +179,7 @@ class _Pair:
             rig.pool.stamp.tag,
             SlotMemory(staging.base_address, staging.slot_bytes, slots),
             rig.memory.view,
-            by_nixl=self.transport != "messages",
+            by_nixl=False,
         )
         stack.callback(clients.close, _CLOSE_S_MAX)
         ready = stack.enter_context(select.epoll())
@@ -222,7 +214,7 @@ class _Pair:
             raise BenchError(f"{arm}: the blocks do not hold what was written")
         pulled = clients.counts.pulled_bytes - pulled if clients else 0
         size = count * self.settings.chunk_bytes
-        where = LOAD, self.rates, self.transport, arm, number
+        where = LOAD, self.rates, MESSAGES, arm, number
         return Sample(*where, seconds, size, pulled, cpu_s, helper_s)
 
     def open_vllm(self, home: Path) -> VllmPair:
@@ -236,7 +228,7 @@ class _Pair:
         """Raises: BenchError: a chunk is missing, or other bytes came."""
         count = self.settings.chunks
         seconds, pulled, cpu_s, helper_s = pair.load(count)
-        where = LOAD, self.rates, self.transport, VLLM_P2P, number
+        where = LOAD, self.rates, MESSAGES, VLLM_P2P, number
         return Sample(*where, seconds, count * self.settings.chunk_bytes, pulled, cpu_s, helper_s)
 
     def idle(self, home: Path, arm: str) -> Sample:
@@ -248,7 +240,7 @@ class _Pair:
         time.sleep(self.settings.idle_s)
         seconds = time.perf_counter() - begin_s
         cpu_s, helper_s = time.process_time() - cpu_s, second.cpu_s() - helper_s
-        return Sample(IDLE, self.rates, self.transport, arm, 0, seconds, 0, 0, cpu_s, helper_s)
+        return Sample(IDLE, self.rates, MESSAGES, arm, 0, seconds, 0, 0, cpu_s, helper_s)
 
 
 def _nowhere() -> str:
@@ -260,7 +252,7 @@ def _nowhere() -> str:
 
 def _loads(pair: _Pair, home: Path, on_step: OnProgress) -> Iterator[Sample]:
     settings = pair.settings
-    arms = [arm for arm in settings.arms if arm != VLLM_P2P or pair.transport == "cma"]
+    arms = settings.arms
     vllm = pair.open_vllm(home) if VLLM_P2P in arms else None
     workers, second = pair.open(home / _POOL, *(arm for arm in arms if arm != VLLM_P2P))
     for arm, worker in workers.items():
@@ -269,9 +261,9 @@ def _loads(pair: _Pair, home: Path, on_step: OnProgress) -> Iterator[Sample]:
     if vllm is not None:
         pair.load_vllm(vllm, -1)
     for number in range(settings.rounds):
-        dice = random.Random(f"{settings.seed} {pair.rates} {pair.transport} {number}")
+        dice = random.Random(f"{settings.seed} {pair.rates} {number}")
         for arm in dice.sample(arms, len(arms)):
-            what = f"{pair.rates} MB/s · {pair.transport} · round {number + 1} · {arm}"
+            what = f"{pair.rates} MB/s · round {number + 1} · {arm}"
             on_step(next(done), settings.rounds * len(arms), what)
             if arm == VLLM_P2P:
                 assert vllm is not None
@@ -281,9 +273,9 @@ def _loads(pair: _Pair, home: Path, on_step: OnProgress) -> Iterator[Sample]:
 
 
 @contextlib.contextmanager
-def _pair(rig: Rig, settings: Settings, rates: str, transport: str) -> Iterator[_Pair]:
+def _pair(rig: Rig, settings: Settings, rates: str) -> Iterator[_Pair]:
     with contextlib.ExitStack() as stack:
-        yield _Pair(rig, settings, rates, transport, stack)
+        yield _Pair(rig, settings, rates, stack)
 
 
 def run(
@@ -291,10 +283,8 @@ def run(
 ) -> tuple[list[Sample], dict[str, Any]]:
     """Return samples and conditions. home: an empty directory.
 
-    Raises: BenchError: a load failed, brought wrong bytes, or a transport cannot be had here.
+    Raises: BenchError: a load failed or brought wrong bytes.
     """
-    if "cma" in settings.transports and (why := why_no_nixl()):
-        raise BenchError(f"{why}: give --transports messages")
     found = {**at_start(home), "settings": recorded(settings)}
     samples: list[Sample] = []
     with contextlib.ExitStack() as stack:
@@ -309,14 +299,13 @@ def run(
             if (loads := settings.serving_loads) and settings.rates:
                 sizes = settings.rounds, loads
                 samples += serving(rig, settings.rates[0], *sizes, settings.seed, on_progress)
-            for transport in settings.transports:
-                for rates in settings.rates:
-                    with _pair(rig, settings, rates, transport) as pair:
-                        samples += _loads(pair, home, on_progress)
-                for arm in (ABSENT, BOTH) if settings.idle_s else ():
-                    on_progress(0, 0, f"idle · {transport} · {arm}")
-                    with _pair(rig, settings, NO_LINKS, transport) as pair:
-                        samples.append(pair.idle(home / _POOL, arm))
+            for rates in settings.rates:
+                with _pair(rig, settings, rates) as pair:
+                    samples += _loads(pair, home, on_progress)
+            for arm in (ABSENT, BOTH) if settings.idle_s else ():
+                on_progress(0, 0, f"idle · {arm}")
+                with _pair(rig, settings, NO_LINKS) as pair:
+                    samples.append(pair.idle(home / _POOL, arm))
     found["load_average_at_end"] = load_average()
     return samples, found
 

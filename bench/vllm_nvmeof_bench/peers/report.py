@@ -43,7 +43,9 @@ ARMS = {
     LANDING: "both links, every other chunk lands",
     VLLM_P2P: "both links, vLLM's fs and p2p tiers",
 }
-TRANSPORTS = {"cma": "NIXL pulls, by the kernel's cma", "messages": "messages over TCP"}
+MESSAGES = "messages"
+#: How chunks came. cma is of results of earlier versions.
+TRANSPORTS = {"cma": "NIXL pulls, by the kernel's cma", MESSAGES: "messages over TCP"}
 BOTH_MIN, SUM_MIN, ABSENT_MIN, IDLE_MAX = 1.9, 0.93, 0.98, 0.5
 VLLM_P2P_MIN = 1.05
 SERVING_P99_MAX = 1.3

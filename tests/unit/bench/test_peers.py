@@ -126,7 +126,8 @@ def test_rates_are_two_numbers(rates: str) -> None:
 def test_a_small_run_loads_over_both_links(tmp_path: Path) -> None:
     """Of rates that this machine has beside all its tests, so that only shares are looked at."""
     sizes = ["--chunks", "24", "--chunk", "512KiB", "--rates", "40:40", "--rounds", "2"]
-    rest = ["--idle-s", "0.2", "--transports", "messages", "--serving-loads", "1"]
+    arms = f"{WITHOUT},{ABSENT},{BOTH},{LANDING}"
+    rest = ["--idle-s", "0.2", "--serving-loads", "1", "--arms", arms]
     files = ["--dir", str(tmp_path / "disk"), "--json", str(tmp_path / "p.json")]
     done = CliRunner().invoke(app, ["bench", "peers", *sizes, *rest, *files])
     assert done.exit_code in (0, 1), done.output
