@@ -152,9 +152,9 @@ COUNTERS = _table(
     _row("peer_rests", "rests", (),
          "Rests of 10 s in which a peer was asked for nothing because it had made eight loads in a "
          "row slower than they would have been without it."),
-    _row("peer_secrets_refused", "greetings", (),
-         "Greetings between this server and another that were refused because one of them had no "
-         "share secret, or another one; each peer greets again every few seconds."),
+    _row("peer_secrets_refused", "connections", (),
+         "Connections between this server and another that were refused because one of them had no "
+         "share secret, or another one; each peer connects again every few seconds."),
     _row("peer_hints", "helpers", _one("helper", "known", "unknown", "malformed"),
          "Helpers that requests named in kv_transfer_params: known, those that are in peers; "
          "unknown ones do not read. malformed: hints that were ignored."),

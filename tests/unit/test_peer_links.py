@@ -6,8 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import zmq
 from vllm_nvmeof_bench.servers.server import ReservedPort
 
+from tests.listening import listening
 from tests.unit.test_peers_command import Idle
 from tests.wait import wait_until
 from vllm_nvmeof_offload.commands.peers import ask
@@ -20,12 +22,6 @@ from vllm_nvmeof_offload.worker.peer_links import LinkSettings, PeerLinks, open_
 SLOT_BYTES = 8192
 COMMON = Common("k" * 32, 0, 1, SLOT_BYTES)
 TAG, OTHER_TAG = b"t" * 16, b"o" * 16
-
-
-@pytest.fixture(autouse=True)
-def _no_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
-    why_no_nixl = "vllm_nvmeof_offload.peers.transport.why_no_nixl"
-    monkeypatch.setattr(why_no_nixl, lambda: "this test has none")
 
 
 @pytest.fixture
@@ -57,6 +53,28 @@ def test_a_session_begins_ends_with_other_weights_and_begins_again(staging: Stag
         assert not links.take_counts(), "nothing was loaded, and nobody was lost"
         assert links.close()
         staging.close()  # fails while anything refers to the memory
+
+
+def test_a_server_listens_at_its_address_and_nowhere_else(staging: Staging) -> None:
+    """Once it has a session, for which both sides have made whatever they make."""
+    before = listening()
+    with ReservedPort() as port:
+        address = f"127.0.0.1:{port.number}"
+        links = open_links(wanted(peers=address, peer_listen=address), staging)
+        assert links is not None
+        wait_until("a session", lambda: is_usable(links))
+        assert sorted(set(listening()) - set(before)) == [port.number]
+        assert links.close()
+    staging.close()
+
+
+def test_a_secret_refuses_a_library_that_cannot_use_it(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq, "has", lambda _: False)
+    common = replace(COMMON, secret=b"a secret of this test")
+    with pytest.raises(ConfigError, match=r"share_secret_file='/s': .*CURVE.*install pyzmq"):
+        open_links(wanted(common, peers="127.0.0.1:1", share_secret_file="/s"), staging)
 
 
 def test_without_addresses_there_is_nothing_to_start(staging: Staging) -> None:

@@ -8,6 +8,7 @@ import random
 
 import msgspec
 import pytest
+import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,7 +28,6 @@ from vllm_nvmeof_offload.peers.messages import (
     Beat,
     Bye,
     Cancel,
-    Challenge,
     Channel,
     Done,
     Failed,
@@ -35,7 +35,6 @@ from vllm_nvmeof_offload.peers.messages import (
     Hello,
     Lent,
     MalformedError,
-    Proof,
     Read,
     Ready,
     Reason,
@@ -44,6 +43,7 @@ from vllm_nvmeof_offload.peers.messages import (
     WantedRead,
     Welcome,
     failed_read,
+    key_pair,
     outcome_of_failed,
 )
 from vllm_nvmeof_offload.peers.pace import BusyRate, Listening, Rest
@@ -65,29 +65,23 @@ messages: st.SearchStrategy[AnyMessage] = st.one_of(
         rank=u32,
         world_size=u32,
         slot_bytes=u64,
-        nonce=st.binary(max_size=16),
+        pulls=st.booleans(),
     ),
-    st.builds(Challenge, nonce=sixteen),
-    st.builds(Proof, proof=st.binary(max_size=32)),
     st.builds(
         Welcome,
         metadata=st.binary(max_size=999),
-        pid=u32,
-        probe_address=u64,
-        probe=sixteen,
-        has_rdma=st.booleans(),
         address=u64,
         slots=st.integers(1, TOKENS_MAX),
         credits=st.integers(1, TOKENS_MAX),
-        proof=st.binary(max_size=32),
     ),
-    st.builds(Refused, text=st.text(max_size=256), about_secret=st.booleans()),
+    st.builds(Refused, text=st.text(max_size=256)),
     st.builds(Read, inline=st.booleans(), reads=reads),
     st.builds(
         Ready,
         lent=st.lists(st.builds(Lent, u64, u32), max_size=9),
         queued_bytes=u64,
         bytes_per_s=rate,
+        credits=st.integers(0, TOKENS_MAX),
     ),
     st.builds(Sent, token=u64),
     st.builds(Failed, failed=failed),
@@ -97,16 +91,7 @@ messages: st.SearchStrategy[AnyMessage] = st.one_of(
     st.builds(Bye, text=st.text(max_size=256)),
 )
 
-WELCOME = Welcome(
-    metadata=b"m" * 300,
-    pid=7,
-    probe_address=1 << 46,
-    probe=b"p" * 16,
-    has_rdma=False,
-    address=1 << 40,
-    slots=16,
-    credits=16,
-)
+WELCOME = Welcome(metadata=b"m" * 300, address=1 << 40, slots=16, credits=16)
 
 
 @given(st.lists(messages, max_size=5))
@@ -197,6 +182,27 @@ def test_a_field_of_a_later_release_is_ignored() -> None:
 def test_what_is_out_of_bounds_is_malformed(fields: dict[str, object]) -> None:
     with pytest.raises(MalformedError):
         Channel().decode(msgspec.msgpack.encode({"n": 0, **fields}))
+
+
+def test_a_damage_that_is_reported_is_one_short_line() -> None:
+    kind = "x" * 50_000 + "\n"
+    with pytest.raises(MalformedError) as found:
+        Channel().decode(msgspec.msgpack.encode({"n": 0, "type": kind}))
+    assert str(found.value).isprintable()
+    assert len(str(found.value)) < 500
+
+
+def test_keys_are_made_from_the_secret_and_the_side() -> None:
+    """All servers with one secret have the same, and they are of this release's protocol."""
+    public, secret = key_pair(b"a secret of this test", serves=True)
+    assert public == zmq.curve_public(secret)
+    pairs = {
+        key_pair(one, serves=side)
+        for one in (b"a secret of this test", b"a secret of another test")
+        for side in (True, False)
+    }
+    assert len(pairs) == 4
+    assert (public, secret) in pairs
 
 
 def test_a_message_that_is_too_large_is_not_looked_at() -> None:

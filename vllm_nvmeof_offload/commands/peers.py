@@ -12,7 +12,6 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import zmq
 
@@ -20,25 +19,21 @@ from vllm_nvmeof_offload.commands import print_json, table, wide_console
 from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.fabric.findings import Finding, ok, warning
 from vllm_nvmeof_offload.peers.messages import (
+    NOT_PROVEN,
+    STRANGER,
     VERSION,
-    AnyMessage,
-    Challenge,
     Channel,
-    Greeting,
     Hello,
     MalformedError,
-    Proof,
     Refused,
-    new_nonce,
+    lock,
 )
 from vllm_nvmeof_offload.peers.server import host_and_port
-from vllm_nvmeof_offload.peers.transport import has_rdma, why_no_nixl
+from vllm_nvmeof_offload.peers.transport import has_rdma, why_no_pulls
 from vllm_nvmeof_offload.units import human_bytes
 
 _ANSWER_MS = 2000
 _COLUMNS = 160
-_CAP_SYS_PTRACE = 19
-_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 #: A server's answer to what is not in common.
 _FACTS_MAX = 5
 _DIFFERS = re.compile(r"(version|keyspace|world_size|rank|slot_bytes) (\w+) here, not ")
@@ -63,7 +58,7 @@ class Answer:
 
 
 class _StrangerError(Exception):
-    """The server and we have not the same share secret; str: how they differ."""
+    """The server and we have not the same share secret."""
 
 
 def ask(address: str, rank: int = 0, secret: bytes = b"", *, before: int = 0) -> Answer:
@@ -78,7 +73,7 @@ def ask(address: str, rank: int = 0, secret: bytes = b"", *, before: int = 0) ->
             try:
                 text = _greet(context, place, answer, secret)
             except _StrangerError as error:
-                answer.error, answer.is_stranger = f"refuses this command: {error}", True
+                answer.error, answer.is_stranger = str(error), True
                 break
             except (MalformedError, zmq.ZMQError, ValueError) as error:
                 answer.error = str(error)
@@ -103,30 +98,29 @@ def _greet(
         rank=int(facts.get("rank", known.rank)),
         world_size=int(facts.get("world_size", 0)),
         slot_bytes=int(facts.get("slot_bytes", 0)),
-        nonce=new_nonce(secret),
     )
     channel = Channel()
     with context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)
+        lock(socket, secret, serves=False)
+        failed = socket.get_monitor_socket(NOT_PROVEN)
         socket.connect(place)
-        socket.send(raw := channel.encode(hello))
-        answer = _answer(socket, channel)
-        if isinstance(answer, Challenge) and secret:
-            socket.send(channel.encode(Proof(proof=Greeting(secret, raw, answer.nonce).of_p())))
-            answer = _answer(socket, channel)
+        socket.send(channel.encode(hello))
+        poller = zmq.Poller()
+        for one in (socket, failed):
+            poller.register(one, zmq.POLLIN)
+        ready = dict(poller.poll(_ANSWER_MS))
+        failed.close()
+        if failed in ready:
+            raise _StrangerError(STRANGER)
+        if not ready:
+            raise ValueError(f"no answer within {_ANSWER_MS / 1000:.0f} s")
+        answer = channel.decode(socket.recv())
     if not isinstance(answer, Refused):
         return ""
-    if answer.about_secret:
-        raise _StrangerError(answer.text)
     known.replica, known.replicas = answer.replica, answer.replicas
     return answer.text
-
-
-def _answer(socket: zmq.Socket[bytes], channel: Channel) -> AnyMessage:
-    if not socket.poll(_ANSWER_MS):
-        raise ValueError(f"no answer within {_ANSWER_MS / 1000:.0f} s")
-    return channel.decode(socket.recv())
 
 
 def ask_all(addresses: Sequence[str], secret: bytes = b"") -> Iterator[Answer]:
@@ -172,13 +166,13 @@ def _row(one: Answer) -> tuple[str, ...]:
 
 def check(addresses: Sequence[str], secret: bytes = b"") -> list[Finding]:
     """Find out what connections with peers would use here, and which of these peers answer."""
-    findings = [_check_nixl(), _check_ways()]
+    findings = [_check_transport()]
     for one in ask_all(addresses, secret):
         replica = f"replica {one.replica}, " if one.replicas > 1 else ""
         subject = f"{one.address} {replica}rank {one.rank}"
         if one.is_stranger:
             remedy = "name the servers' share_secret_file"
-            findings.append(warning("peer", f"{subject} {one.error}", remedy))
+            findings.append(warning("peer", f"{subject}: {one.error}", remedy))
         elif one.error:
             remedy = "start it with peer_listen, and let this host reach the port"
             findings.append(warning("peer", f"{subject}: {one.error}", remedy))
@@ -188,27 +182,12 @@ def check(addresses: Sequence[str], secret: bytes = b"") -> list[Finding]:
     return findings
 
 
-def _check_nixl() -> Finding:
-    if why_not := why_no_nixl():
-        remedy = "pip install 'vllm-nvmeof-offload[peers]' on both sides"
-        return warning("nixl", f"{why_not}; chunks of peers come in messages", remedy)
-    return ok("nixl", "loads")
-
-
-def _check_ways() -> Finding:
+def _check_transport() -> Finding:
     """What moves a peer's bytes here."""
+    why_not = why_no_pulls()
+    if not why_not:
+        return ok("peer_transport", "RDMA, to peers that have it too; from others in messages")
     if has_rdma():
-        return ok("peer_transport", "RDMA, to peers that have it too; else as without it")
-    scope = _YAMA.read_text().strip() if _YAMA.exists() else "0"
-    if scope in ("0", "") or (scope != "3" and _may_trace()):
-        evidence = "no RDMA device: NIXL reads the memory of peers of this user on this host (cma)"
-        return ok("peer_transport", f"{evidence}; from others chunks come in messages")
-    evidence = f"no RDMA device, and ptrace_scope={scope} denies other processes' memory"
-    remedy = f"on one host: echo 0 > {_YAMA}, or give the servers CAP_SYS_PTRACE"
-    return warning("peer_transport", f"{evidence}: chunks of peers come in messages", remedy)
-
-
-def _may_trace() -> bool:
-    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    found = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
-    return bool(found and int(found[1], 16) >> _CAP_SYS_PTRACE & 1)
+        remedy = "pip install 'vllm-nvmeof-offload[peers]' on both sides"
+        return warning("peer_transport", f"{why_not}; chunks of peers come in messages", remedy)
+    return ok("peer_transport", f"{why_not}; chunks of peers come in messages")

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, Outcome, io_error
@@ -39,23 +40,22 @@ from vllm_nvmeof_offload.peers.base import (
 )
 from vllm_nvmeof_offload.peers.messages import (
     MESSAGE_BYTES_MAX,
+    NOT_PROVEN,
     READS_MAX,
+    STRANGER,
     TOKENS_MAX,
     VERSION,
     AnyMessage,
     Beat,
     Bye,
     Cancel,
-    Challenge,
     Channel,
     Done,
     Failed,
     FailedRead,
-    Greeting,
     Hello,
     Lent,
     MalformedError,
-    Proof,
     Read,
     Ready,
     Reason,
@@ -63,7 +63,7 @@ from vllm_nvmeof_offload.peers.messages import (
     Sent,
     WantedRead,
     Welcome,
-    new_nonce,
+    lock,
     outcome_of_failed,
 )
 from vllm_nvmeof_offload.peers.pace import BusyRate, Listening, Rest
@@ -71,8 +71,6 @@ from vllm_nvmeof_offload.peers.transport import (
     NixlTransport,
     Pull,
     TransportError,
-    has_rdma,
-    memory_of,
 )
 from vllm_nvmeof_offload.pool.format import verify
 from vllm_nvmeof_offload.units import slot_stride_bytes
@@ -87,6 +85,7 @@ _MOVING_TICK_S = 0.0001
 _FRAMES_MAX = 256
 #: The library keeps a closed socket so long for what is still to be sent.
 _BYE_MS = 100
+_ENDED = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 LOST = io_error(errno.ENOTCONN)
 
 
@@ -115,7 +114,7 @@ class ClientCounts:
     failed: collections.Counter[str] = field(default_factory=collections.Counter)
     malformed: int = 0
     lost: int = 0  # sessions
-    other_secret: int = 0  # greetings between two of which one has no share secret, or another
+    other_secret: int = 0  # connections with those who have not the same share secret
 
 
 class _SessionLostError(Exception):
@@ -123,7 +122,7 @@ class _SessionLostError(Exception):
 
 
 class _OtherSecretError(_SessionLostError):
-    """One side has no share secret, or they differ."""
+    """It ended before a session, as where one side has no share secret, or they differ."""
 
 
 class _Session:
@@ -133,21 +132,21 @@ class _Session:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         address: str,
-        slot_bytes: int,
+        common: Common,
         listening: Listening,
     ) -> None:
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, max(MESSAGE_BYTES_MAX, slot_bytes))
+        self.socket.setsockopt(zmq.MAXMSGSIZE, max(MESSAGE_BYTES_MAX, common.slot_bytes))
         self.socket.setsockopt(zmq.RECONNECT_IVL, -1)  # what was sent meanwhile would be lost
         self.socket.setsockopt(zmq.IPV6, 1)
+        lock(self.socket, common.secret, serves=False)
         #: Readable once the connection has ended, or nobody listens there.
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        self.monitor = self.socket.get_monitor_socket(_ENDED | NOT_PROVEN)
         self.socket.connect(address)
         self.channel = Channel()
         self.is_up = False
-        self.hello = b""  # as it was sent
-        self.greeting: Greeting | None = None  # None: D has not asked for a proof
+        self._cut_off = ""
         self.has_pulled = False  # the first pull makes the connection, which takes milliseconds
         self.transport: NixlTransport | None = None  # None: chunks come in messages
         self._listening = listening
@@ -166,8 +165,12 @@ class _Session:
         self.monitor.close(0)
         self.socket.close(linger_ms)
 
-    def is_cut_off(self) -> bool:
-        return self.monitor.poll(0) != 0
+    def why_cut_off(self) -> str:
+        """Empty: it is not."""
+        while self.monitor.poll(0):
+            is_stranger = recv_monitor_message(self.monitor)["event"] & NOT_PROVEN
+            self._cut_off = self._cut_off or (STRANGER if is_stranger else "no connection")
+        return self._cut_off
 
     def hear(self) -> None:
         self.heard_s = self._listening.now_s
@@ -185,15 +188,12 @@ class _Session:
         heard_s = max(self.heard_s, self.opened_s)
         return bool(self.open) and self._listening.now_s - heard_s > STALLED_S
 
-    def send(self, message: AnyMessage) -> bytes:
-        """Return what was sent."""
+    def send(self, message: AnyMessage) -> None:
         self.told_s = time.monotonic()
-        raw = self.channel.encode(message)
         try:
-            self.socket.send(raw, zmq.NOBLOCK)
+            self.socket.send(self.channel.encode(message), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             self.broken = f"it takes no messages: {error}"
-        return raw
 
 
 @dataclass(slots=True, eq=False)
@@ -344,13 +344,13 @@ class PeerClients:
             if lane.rest.is_over(now_s):
                 self._greet(lane)
             return
-        is_cut_off = lane.session.is_cut_off()  # before, so that nothing else comes
+        cut_off = lane.session.why_cut_off()  # before, so that nothing else comes
         drained = self._take_messages(lane, lane.session)
         self._pull_on(lane, lane.session)
         now_s = time.monotonic()
         self._expire(lane.session, now_s)
-        if drained and is_cut_off:
-            raise _SessionLostError("no connection")
+        if drained and cut_off:
+            raise (_OtherSecretError if cut_off == STRANGER else _SessionLostError)(cut_off)
         if drained and lane.session.is_silent():
             raise _SessionLostError("silence")
         if drained and lane.session.stalls() and not lane.session.is_stalled:
@@ -368,12 +368,11 @@ class PeerClients:
                 self._drop(token, CANCELLED)
 
     def _greet(self, lane: _Lane) -> None:
-        slot_bytes, listening = self._memory.slot_bytes, self._listening
-        lane.session = session = _Session(self._context, lane.address, slot_bytes, listening)
+        common, listening = self._common, self._listening
+        lane.session = session = _Session(self._context, lane.address, common, listening)
         lane.tag = tag = self._tag
         for one in (session.socket, session.monitor):
             self._poller.register(one, zmq.POLLIN)
-        common = self._common
         hello = Hello(
             version=VERSION,
             keyspace=common.keyspace,
@@ -381,9 +380,9 @@ class PeerClients:
             rank=common.rank,
             world_size=common.world_size,
             slot_bytes=common.slot_bytes,
-            nonce=new_nonce(common.secret),
+            pulls=self._by_nixl,
         )
-        session.hello = session.send(hello)
+        session.send(hello)
 
     # What we ask
 
@@ -481,40 +480,30 @@ class PeerClients:
             case Ready() | Beat():
                 lane.queued_bytes = message.queued_bytes
                 lane.bytes_per_s = message.bytes_per_s
+                session.credits = message.credits or session.credits
                 for lent in message.lent if isinstance(message, Ready) else ():
                     self._take_ready(lane, session, lent)
             case Failed():
                 for one in message.failed:
                     self._take_failed(lane, session, one)
             case Bye():
-                raise _SessionLostError(f"it says: {message.text}")
+                raise _SessionLostError(f"it says: {message.text!r}")
             case _:
                 raise MalformedError(f"{type(message).__name__} from D")
 
     def _take_answer(self, lane: _Lane, session: _Session, message: AnyMessage) -> None:
         """Of a peer that was greeted."""
-        secret = self._common.secret
         match message:
-            case Challenge() if secret and session.greeting is None:
-                session.greeting = Greeting(secret, session.hello, message.nonce)
-                session.send(Proof(proof=session.greeting.of_p()))
             case Welcome():
-                if secret and not (session.greeting and session.greeting.is_of_d(message)):
-                    raise _OtherSecretError(
-                        "refused: this server has a share secret, and has seen no proof that the "
-                        "peer has it too; give both the same share_secret_file"
-                    )
                 self._welcomed(lane, session, message)
-            case Refused() if message.about_secret:
-                raise _OtherSecretError(f"refused: {message.text}")
             case Refused() | Bye():
-                raise _SessionLostError(f"refused: {message.text}")
+                raise _SessionLostError(f"refused: {message.text!r}")
             case _:
                 raise MalformedError(f"{type(message).__name__} before Welcome")
 
     def _welcomed(self, lane: _Lane, session: _Session, welcome: Welcome) -> None:
-        why_not = "not wanted" if not self._by_nixl else _why_no_pulls(welcome)
-        if not why_not:
+        why_not = "no RDMA on both sides"
+        if welcome.metadata and self._by_nixl:
             why_not = self._connect(session, welcome)
         session.is_up = True
         session.credits, session.slots = welcome.credits, welcome.slots
@@ -702,16 +691,6 @@ class PeerClients:
         if text != lane.told:
             lane.told = text
             logger.info("peer %s: %s", lane.address, text)
-
-
-def _why_no_pulls(welcome: Welcome) -> str:
-    """Return why neither a network card nor the kernel could move the bytes; empty: one can."""
-    if not welcome.metadata:
-        return "the peer has no NIXL"
-    if welcome.has_rdma and has_rdma():
-        return ""
-    there = memory_of(welcome.pid, welcome.probe_address, len(welcome.probe))
-    return "" if there == welcome.probe else "no RDMA, and not the memory of a process here"
 
 
 def _wanted(read: PeerRead, now_s: float) -> WantedRead:

@@ -9,9 +9,7 @@ it and closes the session.
 | message | sender | meaning |
 |---|---|---|
 | `Hello` | P | asks for a session: what P must have in common with D |
-| `Challenge` | D | asks for a proof, where both have a share secret |
-| `Proof` | P | that P has the secret |
-| `Welcome` | D | D's serve slots, and the credits; and the proof that D has the secret |
+| `Welcome` | D | D's serve slots, and the credits |
 | `Refused` | D | there is no session, and why |
 | `Read` | P | chunks that D is asked to read into its serve slots |
 | `Ready` | D | serve slots that are lent to P |
@@ -24,8 +22,10 @@ it and closes the session.
 
 D answers each token of a `Read` once, by `Ready`, `Sent` or `Failed`, however late.
 
-A proof is a keyed hash over P's `Hello` and D's `Challenge`. Both have random bytes of their
-sender, so that neither side's part of an earlier session proves anything in another one.
+With a share secret ZMQ's CURVE encrypts and authenticates every byte. All servers have two pairs of
+keys in common, one of those who serve and one of those who load, both derived from the secret: D
+takes in no message of a connection whose other end has not proved that it has P's key, and P of
+none that has not D's. CURVE draws new keys for each connection, so that nothing can be replayed.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from __future__ import annotations
 import enum
 import errno
 import hmac
-import os
 from typing import Annotated, TypeAlias
 
 import msgspec
+import zmq
 from msgspec import Meta, Struct
+from zmq.utils import z85
 
 from vllm_nvmeof_offload.errors import (
     CANCELLED,
@@ -50,12 +51,11 @@ from vllm_nvmeof_offload.errors import (
     io_error,
 )
 
-VERSION = 1
+VERSION = 2
 MESSAGE_BYTES_MAX = 1 << 18
 READS_MAX = 64  # in one message
 TOKENS_MAX = 1024  # in one message, and credits of a session
-NONCE_BYTES = 16
-PROOF_BYTES = 32
+_ERROR_MAX = 200  # of a text that names what was sent
 
 _Sixteen = Annotated[bytes, Meta(min_length=16, max_length=16)]
 _Key = Annotated[bytes, Meta(min_length=1, max_length=46)]
@@ -64,7 +64,7 @@ _U32 = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 _Rate = Annotated[float, Meta(ge=0, le=1e15)]
 _Metadata = Annotated[bytes, Meta(max_length=1 << 17)]
 _Text = Annotated[str, Meta(max_length=256)]
-_Proof = Annotated[bytes, Meta(max_length=PROOF_BYTES)]
+_Credits = Annotated[int, Meta(ge=0, le=TOKENS_MAX)]
 _Tokens = Annotated[list[_U64], Meta(max_length=TOKENS_MAX)]
 
 
@@ -121,8 +121,8 @@ class Message(Struct, kw_only=True, tag_field="type"):
 
 
 class Hello(Message, tag="hello"):
-    """keyspace: 32 hex digits. tag: the share tag. slot_bytes: of a staging slot. nonce: random;
-    empty: P has no share secret."""
+    """keyspace: 32 hex digits. tag: the share tag. slot_bytes: of a staging slot. pulls: P
+    can pull by RDMA, so that D's agent is of use."""
 
     version: _U32
     keyspace: Annotated[str, Meta(max_length=64)]
@@ -130,48 +130,24 @@ class Hello(Message, tag="hello"):
     rank: _U32
     world_size: _U32
     slot_bytes: _U64
-    nonce: Annotated[bytes, Meta(max_length=NONCE_BYTES)] = b""
-
-
-class Challenge(Message, tag="challenge"):
-    nonce: _Sixteen
-
-
-class Proof(Message, tag="proof"):
-    proof: _Proof
+    pulls: bool = False
 
 
 class Welcome(Message, tag="welcome"):
-    """credits: reads that P may have open. metadata: of D's agent; empty: it has none.
-
-    address, slots: of D's serve slots. probe: what is at `probe_address` of D's process `pid`, for
-    a P that can read it. has_rdma: D's machine has an RDMA device. proof: empty: there is no
-    secret.
+    """credits: reads that P may have open. metadata: of D's agent; empty: chunks come in messages.
+    address, slots: of D's serve slots, for P's pulls.
     """
 
     metadata: _Metadata
-    pid: _U32
-    probe_address: _U64
-    probe: _Sixteen
-    has_rdma: bool
     address: _U64
     slots: Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
     credits: Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
-    proof: _Proof = b""
-
-    @property
-    def proven(self) -> bytes:
-        """What `proof` is about, beside the greeting."""
-        memory = self.probe_address, self.probe, self.address, self.slots, self.credits
-        return _encoder.encode((self.metadata, self.pid, self.has_rdma, *memory))
 
 
 class Refused(Message, tag="refused"):
-    """about_secret: one side has no share secret, or they differ. replica: which of the server's
-    `replicas` says this."""
+    """replica: which of the server's `replicas` says this."""
 
     text: _Text
-    about_secret: bool = False
     replica: _U32 = 0
     replicas: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
 
@@ -184,11 +160,13 @@ class Read(Message, tag="read"):
 
 
 class Ready(Message, tag="ready"):
-    """queued_bytes, bytes_per_s: what D's storage has to read before P's next one, and its rate."""
+    """queued_bytes, bytes_per_s: what D's storage has to read before P's next one, and its rate.
+    credits: P's from now on; 0: as before."""
 
     lent: Annotated[list[Lent], Meta(max_length=TOKENS_MAX)]
     queued_bytes: _U64 = 0
     bytes_per_s: _Rate = 0.0
+    credits: _Credits = 0
 
 
 class Sent(Message, tag="sent"):
@@ -214,6 +192,7 @@ class Beat(Message, tag="beat"):
 
     queued_bytes: _U64 = 0
     bytes_per_s: _Rate = 0.0
+    credits: _Credits = 0
 
 
 class Bye(Message, tag="bye"):
@@ -221,19 +200,7 @@ class Bye(Message, tag="bye"):
 
 
 AnyMessage: TypeAlias = (
-    Hello
-    | Challenge
-    | Proof
-    | Welcome
-    | Refused
-    | Read
-    | Ready
-    | Sent
-    | Failed
-    | Done
-    | Cancel
-    | Beat
-    | Bye
+    Hello | Welcome | Refused | Read | Ready | Sent | Failed | Done | Cancel | Beat | Bye
 )
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 _encoder = msgspec.msgpack.Encoder()
@@ -246,37 +213,39 @@ def decode(raw: bytes) -> AnyMessage:
     try:
         message: AnyMessage = _decoder.decode(raw)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise MalformedError(str(error)) from None
+        raise MalformedError(repr(str(error)[:_ERROR_MAX])) from None
     return message
 
 
-class Greeting:
-    """Proofs of one secret about one `Hello` and one `Challenge`. hello: as it was sent."""
-
-    def __init__(self, secret: bytes, hello: bytes, nonce: bytes) -> None:
-        self._secret, self._hello, self._nonce = secret, hello, nonce
-
-    def of_p(self) -> bytes:
-        return self._proof(b"P")
-
-    def of_d(self, welcome: Welcome) -> bytes:
-        return self._proof(b"D", welcome.proven)
-
-    def is_of_p(self, proof: Proof) -> bool:
-        return hmac.compare_digest(self.of_p(), proof.proof)
-
-    def is_of_d(self, welcome: Welcome) -> bool:
-        return hmac.compare_digest(self.of_d(welcome), welcome.proof)
-
-    def _proof(self, side: bytes, more: bytes = b"") -> bytes:
-        parts = (side, self._hello, self._nonce, more)
-        about = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
-        return hmac.digest(self._secret, about, "sha256")
+#: What `recv_monitor_message` says of a connection whose other end has not the same secret.
+NOT_PROVEN = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+STRANGER = "it has not the same share secret, or is no peer; give all the same share_secret_file"
 
 
-def new_nonce(secret: bytes) -> bytes:
-    """For a `Hello`; empty without a secret."""
-    return os.urandom(NONCE_BYTES) if secret else b""
+def lock(socket: zmq.Socket[bytes], secret: bytes, *, serves: bool) -> None:
+    """Let a socket connect only with who has the same secret; empty: with anybody.
+
+    serves: it is D's. zmq.ZMQError: the library has no CURVE.
+    """
+    if not secret:
+        return
+    socket.curve_publickey, socket.curve_secretkey = key_pair(secret, serves=serves)
+    if serves:
+        socket.curve_server = True
+        socket.zap_domain = b"peers"  # else ZMQ asks nobody whose keys it admits
+    else:
+        socket.curve_serverkey, _ = key_pair(secret, serves=True)
+
+
+def key_pair(secret: bytes, *, serves: bool) -> tuple[bytes, bytes]:
+    """The public and the secret key, as Z85, of all who serve, or of all who load."""
+    about = b"vllm-nvmeof peers, key of " + (b"D" if serves else b"P")
+    key = z85.encode(hmac.digest(secret, about, "sha256"))
+    return zmq.curve_public(key), key
 
 
 class Channel:

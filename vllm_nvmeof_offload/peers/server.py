@@ -5,22 +5,28 @@ A read is QUEUED, then READING. Then its slot is LENT to a peer that can pull fr
 are SENT in a message, which takes a copy. Both end with the peer's `Done`, with the session, or a
 second after the read's deadline: whoever pulls from the slot then is refused by the peer's own
 proof. Until then the read costs the peer a credit, so that copies which it does not take in stay
-few. A slot into which the storage reads is free when the storage says so.
+few. A slot into which the storage reads is free when the storage says so. Sessions have equal
+shares of the slots.
+
+Who has connected and proved nothing yet has a frame of `MESSAGE_BYTES_MAX` and two seconds at most,
+and all that are connected are at most `CONNECTIONS_MAX`: one too many is cut off again.
 """
 
 from __future__ import annotations
 
 import collections
-import ctypes
+import contextlib
 import enum
-import itertools
-import os
+import hmac
+import socket
 import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, EngineError, Outcome
@@ -38,23 +44,20 @@ from vllm_nvmeof_offload.peers.base import (
 )
 from vllm_nvmeof_offload.peers.messages import (
     MESSAGE_BYTES_MAX,
-    NONCE_BYTES,
+    STRANGER,
     TOKENS_MAX,
     VERSION,
     AnyMessage,
     Beat,
     Bye,
     Cancel,
-    Challenge,
     Channel,
     Done,
     Failed,
     FailedRead,
-    Greeting,
     Hello,
     Lent,
     MalformedError,
-    Proof,
     Read,
     Ready,
     Reason,
@@ -64,30 +67,30 @@ from vllm_nvmeof_offload.peers.messages import (
     Welcome,
     decode,
     failed_read,
+    key_pair,
+    lock,
 )
 from vllm_nvmeof_offload.peers.pace import Listening
-from vllm_nvmeof_offload.peers.transport import NixlTransport, TransportError, has_rdma
+from vllm_nvmeof_offload.peers.transport import NixlTransport, TransportError
 from vllm_nvmeof_offload.pool.format import SlotPlace
 from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import slot_stride_bytes
 
 SESSIONS_MAX = 64
+CONNECTIONS_MAX = 2 * SESSIONS_MAX
 #: A slot is lent, or a copy on its way, so much longer than the read may take.
 _DONE_MORE_S = 1.0
 _MOVING_TICK_S = 0.0002
-_PROBE_BYTES = 16
+#: A peer that pulls makes both sides move within less; else the thread sleeps.
+_MOVING_S = 0.01
 _FRAMES_MAX = 256  # taken in before anything else is done
 #: Messages that wait for the connection, either way; to a peer, beside one per credit.
 _WAITING_MAX = 64
-#: A peer has so long to prove that it has the share secret.
-_GREETED_S = 5.0
-#: The answers to a peer without our secret; the log gets each of them once.
-_SAME_FILE = "give both the same share_secret_file"
-_NO_SECRET_THERE = f"it has no share secret, and the server that it greets has one; {_SAME_FILE}"
-_NO_SECRET_HERE = f"it has a share secret, and the server that it greets has none; {_SAME_FILE}"
-_OTHER_SECRET = f"it has another share secret than the server that it greets; {_SAME_FILE}"
 #: A connection whose other end does not answer for so long is closed, with what waits for it.
 _PING_MS, _PONG_MS = 1000, 3000
+_HANDSHAKE_MS = 2000
+#: For so long nobody can connect, and nobody is, after this process had no descriptor for one more.
+_SHUT_S = 2.0
 
 
 class _Stage(enum.Enum):
@@ -121,7 +124,9 @@ class _Session:
     channel: Channel
     told_s: float = 0.0  # when it was last told the levels
     told_bytes: int = 0  # what is read before what it asks for next, as it was told
+    told_credits: int = 0
     lent: int = 0  # of those that are open
+    held: int = 0  # serve slots
     queued_bytes: int = 0  # likewise, which wait for a slot
     reading_bytes: int = 0  # that the port has to read for it
     #: In order of arrival.
@@ -129,15 +134,6 @@ class _Session:
     ready: list[Lent] = field(default_factory=list)
     failed: list[FailedRead] = field(default_factory=list)
     is_gone: bool = False  # it takes no messages any more
-
-
-@dataclass(frozen=True, slots=True)
-class _Greeted:
-    """A peer that has been asked for its proof."""
-
-    session: _Session
-    hello: Hello
-    greeting: Greeting
 
 
 @dataclass(slots=True)
@@ -151,7 +147,78 @@ class ServerCounts:
     malformed: int = 0
     busy: int = 0
     lost: int = 0  # sessions of peers that fell silent
-    other_secret: int = 0  # greetings between two of which one has no share secret, or another
+    other_secret: int = 0  # connections of those who have not the same share secret
+
+
+class _Door:
+    """Where peers connect: a bounded number of those who have the share secret."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        router: zmq.Socket[bytes],
+        address: str,
+        secret: bytes,
+    ) -> None:
+        """zmq.ZMQError: the address cannot be used, or there is a secret and no CURVE."""
+        self._router = router
+        self._connected: set[int] = set()  # descriptors
+        self._opens_s = 0.0  # 0: it is open
+        self.refused = 0
+        events = zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DISCONNECTED
+        failed = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        self._monitor = router.get_monitor_socket(events | failed)
+        lock(router, secret, serves=True)
+        self._key = z85.decode(key_pair(secret, serves=False)[0]) if secret else b""
+        #: ZMQ asks here whose keys it admits.
+        self._asked = context.socket(zmq.REP)
+        self._asked.bind("inproc://zeromq.zap.01")
+        router.bind(address)
+        self.address = router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.sockets = self._monitor, self._asked
+
+    def turn(self, now_s: float) -> None:
+        for _ in range(_FRAMES_MAX):
+            if self._asked.poll(0):
+                self._answer(self._asked.recv_multipart())
+            elif self._monitor.poll(0):
+                event = recv_monitor_message(self._monitor)
+                self._take(event["event"], event["value"], now_s)
+            else:
+                break
+        if self._opens_s and now_s >= self._opens_s:
+            try:
+                self._router.bind(self.address)
+                self._opens_s = 0.0
+            except zmq.ZMQError:
+                self._opens_s = now_s + _SHUT_S
+
+    def _answer(self, request: list[bytes]) -> None:
+        version, number, _, _, _, _, *keys = request
+        is_ours = len(keys) == 1 and hmac.compare_digest(keys[0], self._key)
+        self._asked.send_multipart([version, number, b"200" if is_ours else b"400", b"", b"", b""])
+
+    def _take(self, event: int, descriptor: int, now_s: float) -> None:
+        if event == zmq.EVENT_ACCEPTED:
+            self._connected.add(descriptor)
+            if len(self._connected) > CONNECTIONS_MAX:
+                with contextlib.suppress(OSError):
+                    self._cut(descriptor)
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._connected.discard(descriptor)
+        elif event != zmq.EVENT_ACCEPT_FAILED:
+            self.refused += 1
+        elif not self._opens_s:  # else ZMQ tries all the time; all connections end with it
+            self._router.unbind(self.address)
+            self._connected.clear()
+            self._opens_s = now_s + _SHUT_S
+
+    def _cut(self, descriptor: int) -> None:
+        """End a connection. Its number may be another file's by now, which is left alone."""
+        ours = (int(self.address.rpartition(":")[2]),)
+        with socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as one:
+            if one.getsockname()[1:2] == ours:
+                one.shutdown(socket.SHUT_RDWR)
 
 
 class PeerServer:
@@ -167,21 +234,22 @@ class PeerServer:
         port: ServePort,
         *,
         by_nixl: bool = True,
+        read_deadline_s: float = 5.0,
     ) -> None:
         """address: where peers connect, as `tcp://10.0.0.7:7000`. memory, view: the serve slots.
 
-        by_nixl: slots are lent to peers that can pull. EngineError: the address cannot be used.
+        by_nixl: slots are lent to peers that can pull. read_deadline_s: our own, the longest that
+        a peer's read may take. EngineError: the address cannot be used.
         """
         assert 0 < memory.slots <= TOKENS_MAX
         self.counts = ServerCounts(free=memory.slots)
         self._common, self._tag, self._memory, self._port = common, tag, memory, port
         self._view, self._by_nixl = memoryview(view), by_nixl
-        self._metadata = b""
-        self._probe = ctypes.create_string_buffer(os.urandom(_PROBE_BYTES), _PROBE_BYTES)
+        self._read_deadline_s = read_deadline_s
+        self._transport: NixlTransport | None = None  # None: no peer has come that can pull
+        self._moved_s = 0.0
         self._free = collections.deque(range(memory.slots))
         self._sessions: dict[bytes, _Session] = {}
-        self._greeted: dict[bytes, _Greeted] = {}  # in the order of their coming
-        self._told: set[str] = set()
         self._listening = Listening(time.monotonic())
         self._by_number: dict[int, _Serving] = {}
         self._numbers = 0
@@ -203,72 +271,76 @@ class PeerServer:
         self._waker.wake()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Stop serving; True: nobody reads into the serve slots any more."""
+        """Stop serving; True: no peer pulls from the serve slots any more. What the port still
+        reads into them ends as all its reads do."""
         self._closed.set()
         self._waker.wake()
         self._thread.join(timeout_s)
-        return not self._thread.is_alive() and not self._by_number
+        return not self._thread.is_alive() and self._transport is None
 
     def _run(self, address: str, bound: Future[str]) -> None:
         # First, because the library's own thread, which starts with a socket, is bound likewise.
         unbind_this_thread()
         try:
-            self._socket = self._bind(address)
+            self._socket = self._make_socket()
+            self._door = _Door(self._context, self._socket, address, self._common.secret)
         except zmq.ZMQError as error:
             self._context.destroy(0)
             bound.set_exception(EngineError(f"cannot serve peers at {address}: {error}"))
             return
-        bound.set_result(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
-        transport = self._make_transport() if self._by_nixl else None
+        bound.set_result(self._door.address)
         try:
-            self._serve(transport)
+            self._serve()
         finally:
-            if transport is not None:
-                transport.close()
+            if self._transport is not None and self._transport.close():
+                self._transport = None
             self._context.destroy(0)
             self._view.release()
 
-    def _bind(self, address: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
-        socket.setsockopt(zmq.IPV6, 1)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else it drops what has no room
-        socket.setsockopt(zmq.SNDHWM, self._memory.slots + _WAITING_MAX)
-        socket.setsockopt(zmq.RCVHWM, _WAITING_MAX)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, _PING_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _PONG_MS)
-        socket.bind(address)
-        return socket
+    def _make_socket(self) -> zmq.Socket[bytes]:
+        made = self._context.socket(zmq.ROUTER)
+        made.setsockopt(zmq.LINGER, 0)
+        made.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+        made.setsockopt(zmq.IPV6, 1)
+        made.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else it drops what has no room
+        made.setsockopt(zmq.SNDHWM, self._memory.slots + _WAITING_MAX)
+        made.setsockopt(zmq.RCVHWM, _WAITING_MAX)
+        made.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        made.setsockopt(zmq.HEARTBEAT_IVL, _PING_MS)
+        made.setsockopt(zmq.HEARTBEAT_TIMEOUT, _PONG_MS)
+        return made
 
-    def _make_transport(self) -> NixlTransport | None:
-        try:
-            transport = NixlTransport(self._memory)
-        except (TransportError, ImportError) as error:
-            logger.warning("peers get chunks in messages: %s", error)
-            return None
-        self._metadata = transport.metadata
-        return transport
-
-    def _serve(self, transport: NixlTransport | None) -> None:
+    def _serve(self) -> None:
         poller = zmq.Poller()
-        for one in (self._socket, self._waker.fd, self._port.fileno()):
+        for one in (self._socket, *self._door.sockets, self._waker.fd, self._port.fileno()):
             poller.register(one, zmq.POLLIN)
         while not self._closed.is_set():
-            # A pull begins only when both sides let the connection progress.
-            moving = any(one.lent for one in self._sessions.values())
+            moving = self._is_moving()
             if moving:
                 time.sleep(_MOVING_TICK_S)
             sleep_ms = 0 if moving else self._sleep_ms()
             poller.poll(sleep_ms)
-            self._listening.turn(time.monotonic(), sleep_ms / 1000)
+            now_s = time.monotonic()
+            self._listening.turn(now_s, sleep_ms / 1000)
             self._waker.clear()
-            if transport is not None:
-                transport.progress()
+            self._look_at_door(now_s)
+            if self._transport is not None:
+                self._transport.progress()
             self._step()
         for session in list(self._sessions.values()):
             self._end(session, "the server stops")
         self._port.cancel(list(self._by_number))
+
+    def _is_moving(self) -> bool:
+        """A pull begins only when both sides let the connection progress."""
+        is_lent = self._transport is not None and any(one.lent for one in self._sessions.values())
+        return is_lent and time.monotonic() - self._moved_s < _MOVING_S
+
+    def _look_at_door(self, now_s: float) -> None:
+        self._door.turn(now_s)
+        if self._door.refused and not self.counts.other_secret:
+            logger.warning("a peer is refused: %s", STRANGER)
+        self.counts.other_secret = self._door.refused
 
     def _sleep_ms(self) -> int:
         busy = any(one.open or one.told_bytes for one in self._sessions.values())
@@ -283,7 +355,6 @@ class PeerServer:
         now_s = time.monotonic()
         self._expire(now_s)
         self._begin(now_s)
-        self._forget_greeted()
         for session in list(self._sessions.values()):
             is_silent = self._listening.now_s - session.heard_s > SILENT_S
             if session.is_gone or (drained and is_silent):
@@ -302,7 +373,7 @@ class PeerServer:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return True
-            route = frames[0]
+            route, self._moved_s = frames[0], time.monotonic()
             try:
                 if len(frames) != 2:
                     raise MalformedError(f"{len(frames)} frames")
@@ -339,9 +410,6 @@ class PeerServer:
                 raise MalformedError(f"{type(message).__name__} from P")
 
     def _greet(self, route: bytes, raw: bytes) -> None:
-        if greeted := self._greeted.pop(route, None):
-            self._take_proof(greeted, raw)
-            return
         if decode(raw).n:
             return  # of a session that has ended here
         channel = Channel()
@@ -349,43 +417,6 @@ class PeerServer:
         if not isinstance(hello, Hello):
             raise MalformedError(f"{type(hello).__name__} without a session")
         session = _Session(route, hello.tag, self._listening.now_s, channel)
-        secret = self._common.secret
-        if hello.version != VERSION:
-            self._send(session, Refused(text=f"version {VERSION} here, not {hello.version}"))
-        elif bool(hello.nonce) != bool(secret):
-            self._refuse_stranger(session, _NO_SECRET_THERE if secret else _NO_SECRET_HERE)
-        elif secret:  # nothing else is said before the proof
-            nonce = os.urandom(NONCE_BYTES)
-            self._greeted[route] = _Greeted(session, hello, Greeting(secret, raw, nonce))
-            self._send(session, Challenge(nonce=nonce))
-        else:
-            self._admit(session, hello, None)
-
-    def _take_proof(self, greeted: _Greeted, raw: bytes) -> None:
-        proof = greeted.session.channel.decode(raw)
-        if not isinstance(proof, Proof):
-            raise MalformedError(f"{type(proof).__name__} in place of a proof")
-        if greeted.greeting.is_of_p(proof):
-            self._admit(greeted.session, greeted.hello, greeted.greeting)
-        else:
-            self._refuse_stranger(greeted.session, _OTHER_SECRET)
-
-    def _refuse_stranger(self, session: _Session, text: str) -> None:
-        self.counts.other_secret += 1
-        self._send(session, Refused(text=text, about_secret=True))
-        if text not in self._told:
-            self._told.add(text)
-            logger.warning("a peer is refused: %s", text)
-
-    def _forget_greeted(self) -> None:
-        """Whoever has not proved anything within a greeting's time greets again."""
-        since_s = self._listening.now_s - _GREETED_S
-        old = (one for one in self._greeted.values() if one.session.heard_s < since_s)
-        excess = itertools.islice(self._greeted.values(), max(0, len(self._greeted) - SESSIONS_MAX))
-        for one in [*old, *excess]:
-            self._greeted.pop(one.session.route, None)
-
-    def _admit(self, session: _Session, hello: Hello, greeting: Greeting | None) -> None:
         if text := self._refusal(hello):
             ours = self._common
             refused = Refused(text=text, replica=ours.replica, replicas=ours.replicas)
@@ -394,21 +425,28 @@ class PeerServer:
         self._sessions[session.route] = session
         self._turns.append(session)
         address, _, slots = self._memory
-        welcome = Welcome(
-            metadata=self._metadata,
-            pid=os.getpid(),
-            probe_address=ctypes.addressof(self._probe),
-            probe=self._probe.raw,
-            has_rdma=has_rdma(),
-            address=address,
-            slots=slots,
-            credits=slots,
-        )
-        if greeting is not None:
-            welcome.proof = greeting.of_d(welcome)
+        metadata = self._metadata() if hello.pulls else b""
+        session.told_credits = share = self._share()
+        welcome = Welcome(metadata=metadata, address=address, slots=slots, credits=share)
         self._send(session, welcome)
 
+    def _metadata(self) -> bytes:
+        """Of an agent for peers that can pull; empty: there is none."""
+        if self._transport is None and self._by_nixl:
+            try:
+                self._transport = NixlTransport(self._memory)
+            except (TransportError, ImportError) as error:
+                self._by_nixl = False
+                logger.warning("peers get chunks in messages: %s", error)
+        return self._transport.metadata if self._transport is not None else b""
+
+    def _share(self) -> int:
+        """Slots that a session may have at a time."""
+        return max(1, self._memory.slots // len(self._sessions))
+
     def _refusal(self, hello: Hello) -> str:
+        if hello.version != VERSION:
+            return f"version {VERSION} here, not {hello.version}"
         ours = self._common
         theirs = Common(hello.keyspace, hello.rank, hello.world_size, hello.slot_bytes)
         for name in ("keyspace", "world_size", "rank", "slot_bytes"):
@@ -431,7 +469,7 @@ class PeerServer:
                     raise MalformedError("far more reads than credits")
                 session.failed.append(FailedRead(wanted.token, Reason.BUSY))
                 continue
-            deadline_s = now_s + wanted.within_ms / 1000
+            deadline_s = now_s + min(wanted.within_ms / 1000, self._read_deadline_s)
             serving = _Serving(session, wanted, deadline_s, inline=message.inline)
             session.open[wanted.token] = serving
             session.queued_bytes += serving.size_bytes
@@ -450,12 +488,13 @@ class PeerServer:
         """Give free slots to what waits, to each session in turn."""
         reads = []
         passed = 0
+        share = self._share() if self._sessions else 0
         while self._free and passed < len(self._turns):
             session = self._turns[0]
             self._turns.rotate(-1)
             queued = (one for one in session.open.values() if one.stage is _Stage.QUEUED)
             serving = next(queued, None)
-            if serving is None:
+            if serving is None or session.held >= share:
                 passed += 1
                 continue
             passed = 0
@@ -467,6 +506,7 @@ class PeerServer:
         self._numbers += 1
         serving.number, serving.slot = self._numbers, self._free.popleft()
         serving.stage = _Stage.READING
+        serving.session.held += 1
         serving.session.queued_bytes -= serving.size_bytes
         serving.session.reading_bytes += serving.size_bytes
         self._by_number[serving.number] = serving
@@ -484,11 +524,12 @@ class PeerServer:
     def _take_served(self, end: Served) -> None:
         serving = self._by_number.pop(end.token)
         session, token = serving.session, serving.wanted.token
+        self._moved_s = time.monotonic()
         session.reading_bytes -= serving.size_bytes
         outcome = serving.given_up or end.outcome
         is_over = session.open.get(token) is not serving
         if is_over or outcome is None or not outcome.ok:
-            self._free.append(serving.slot)
+            self._free_slot(serving)
             if not is_over:
                 del session.open[token]
                 self._fail(session, token, outcome)
@@ -499,7 +540,7 @@ class PeerServer:
             slot = self._view[start : start + serving.size_bytes]
             serving.stage = _Stage.SENT
             self._send(session, Sent(token=token), slot)
-            self._free.append(serving.slot)
+            self._free_slot(serving)
         else:
             serving.stage = _Stage.LENT
             session.lent += 1
@@ -532,25 +573,37 @@ class PeerServer:
         del serving.session.open[serving.wanted.token]
         if serving.stage is _Stage.LENT:
             serving.session.lent -= 1
-            self._free.append(serving.slot)
+            self._free_slot(serving)
+
+    def _free_slot(self, serving: _Serving) -> None:
+        serving.session.held -= 1
+        self._free.append(serving.slot)
 
     # What goes out
 
     def _tell(self, session: _Session, now_s: float) -> None:
         queued_bytes, bytes_per_s = self._levels(session)
-        has_news = session.open or queued_bytes != session.told_bytes
+        share = self._share()
+        told = session.told_bytes, session.told_credits
+        has_news = session.open or told != (queued_bytes, share)
         while session.failed:
             self._send(session, Failed(failed=session.failed[:TOKENS_MAX]))
             del session.failed[:TOKENS_MAX]
         if session.ready:
-            ready = Ready(lent=session.ready, queued_bytes=queued_bytes, bytes_per_s=bytes_per_s)
+            ready = Ready(
+                lent=session.ready,
+                queued_bytes=queued_bytes,
+                bytes_per_s=bytes_per_s,
+                credits=share,
+            )
             self._send(session, ready)
             session.ready = []
         elif now_s - session.told_s >= (BEAT_OPEN_S if has_news else BEAT_IDLE_S):
-            self._send(session, Beat(queued_bytes=queued_bytes, bytes_per_s=bytes_per_s))
+            beat = Beat(queued_bytes=queued_bytes, bytes_per_s=bytes_per_s, credits=share)
+            self._send(session, beat)
         else:
             return
-        session.told_s, session.told_bytes = now_s, queued_bytes
+        session.told_s, session.told_bytes, session.told_credits = now_s, queued_bytes, share
 
     def _levels(self, session: _Session) -> Levels:
         """What is read before what this peer asks for next. It counts its own reads itself."""
@@ -575,7 +628,7 @@ class PeerServer:
         reading = []
         for serving in session.open.values():
             if serving.stage is _Stage.LENT:
-                self._free.append(serving.slot)
+                self._free_slot(serving)
             elif serving.stage is _Stage.READING:
                 reading.append(serving.number)
         session.open.clear()

@@ -6,10 +6,10 @@ NIXL's own progress thread would keep a core busy while nothing moves, so there 
 progresses when somebody asks for its state, and a peer's in `progress`. All calls come from the
 thread that has made the agent.
 
-NIXL is used where one side's network card or kernel moves the bytes: RDMA, or the other process's
-memory on the same host (cma). Over TCP alone UCX lets the other process answer each pull, and ends
-that process when whoever pulled is gone (seen with 1.5.1: "Fatal: unexpected error: Endpoint
-timeout"). There the bytes come in messages instead (`messages.Sent`).
+NIXL is used where network cards move the bytes, by RDMA; elsewhere they come in messages
+(`messages.Sent`). Without an RDMA port nothing here is imported, and UCX is kept from TCP in any
+case: its TCP transport listens on each interface, at ports that nobody chose, and writes what
+anybody sends there to whatever address the sender names (seen with NIXL 1.5.1).
 
 A pull that has not ended cannot be taken back. NIXL lets go of its handle without an error, and of
 the peer, and still writes into the buffer when a peer that was stopped goes on (seen with 1.5.1
@@ -20,7 +20,6 @@ agent of its own, and the end of a session is the end of all its pulls.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import subprocess
 import uuid
@@ -40,30 +39,14 @@ from vllm_nvmeof_offload.peers.base import SlotMemory
 _ENVIRONMENT = {"UCX_RCACHE_MAX_UNRELEASED": "1024", "NIXL_LOG_LEVEL": "WARN"}
 _PROBE_S = 60.0
 _DRAM = "DRAM"
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-class _IoVec(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+#: For the UCX of our agents only: the environment is for vLLM's own ones too.
+_UCX_CONFIG = "TLS=^tcp"
 
 
 def has_rdma(devices: Path = Path("/sys/class/infiniband")) -> bool:
     """Whether this machine has an RDMA port that is in use: a device alone moves nothing."""
     states = devices.glob("*/ports/*/state")  # such as "4: ACTIVE"
     return any("ACTIVE" in (read_text(str(one)) or "") for one in states)
-
-
-def memory_of(pid: int, address: int, size_bytes: int) -> bytes:
-    """Read another process's memory; empty: it is on another host, or we may not."""
-    buffer = ctypes.create_string_buffer(size_bytes)
-    ours = _IoVec(ctypes.addressof(buffer), size_bytes)
-    theirs = _IoVec(address, size_bytes)
-    one = ctypes.c_ulong(1)
-    arguments = ctypes.byref(ours), one, ctypes.byref(theirs), one, ctypes.c_ulong(0)
-    read = _libc.process_vm_readv(ctypes.c_int(pid), *arguments)
-    return buffer.raw if read == size_bytes else b""
 
 
 class TransportError(EngineError):
@@ -74,19 +57,19 @@ def load_nixl() -> ModuleType:
     """Import NIXL: the only place that does. ImportError: it is not installed, or not usable."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if os.environ.get("UCX_TLS") == "":
-        del os.environ["UCX_TLS"]  # set and empty, it makes the first transfer fail
     import nixl
 
     module: ModuleType = nixl
     return module
 
 
-def why_no_nixl() -> str:
-    """Return why NIXL cannot be used here, in one line; empty: it can.
+def why_no_pulls() -> str:
+    """Return why no bytes can be pulled here, in one line; empty: they can.
 
-    It is imported in another process: a library that does not fit may abort.
+    NIXL is imported in another process: a library that does not fit may abort.
     """
+    if not has_rdma():
+        return "no RDMA port is in use here"
     command = child_command("peers.transport")
     try:
         done = subprocess.run(
@@ -190,8 +173,11 @@ class NixlTransport:
 
 def _new_agent() -> Any:
     nixl = load_nixl()
-    config = nixl.nixl_agent_config(enable_prog_thread=False, num_threads=0)
-    return nixl.nixl_agent(uuid.uuid4().hex, config)  # unique for the life of all peers
+    config = nixl.nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=[])
+    agent = nixl.nixl_agent(uuid.uuid4().hex, config)  # unique for the life of all peers
+    parameters = agent.get_plugin_params("UCX")
+    agent.create_backend("UCX", {**parameters, "engine_config": _UCX_CONFIG})
+    return agent
 
 
 def _checked(call: Callable[..., Any], *arguments: Any, **more: Any) -> Any:

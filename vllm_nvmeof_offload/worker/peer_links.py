@@ -2,8 +2,8 @@
 """One rank's connections with peers: sessions with servers that read for it, and the server of
 those that it reads for.
 
-Nothing waits for a peer, and none has to be there. Without NIXL chunks come in messages; without
-the libraries for messages there are no peers, and the log says so once.
+Nothing waits for a peer, and none has to be there. Without NIXL and RDMA chunks come in messages;
+without the libraries for messages there are no peers, and the log says so once.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class LinkSettings:
 def open_links(wanted: LinkSettings, staging: Staging) -> PeerLinks | None:
     """Start the threads for peers; None: there are no peers.
 
-    Raises: ConfigError: `peer_listen` is no address that this process may listen at.
+    Raises: ConfigError: `peer_listen` is no address that this process may listen at, or there is a
+    secret and the library for messages cannot use it.
     """
     settings, rank = wanted.settings, wanted.common.rank
     if not settings.peers and wanted.serve_port is None:
@@ -98,14 +99,19 @@ def open_links(wanted: LinkSettings, staging: Staging) -> PeerLinks | None:
         who = f"replica {ours.replica}, rank {rank}" if ours.replicas > 1 else f"rank {rank}"
         _check_port(settings.peer_listen, "peer_listen", ours.port_offset, who)
     try:
+        import zmq
+
         from vllm_nvmeof_offload.peers.clients import PeerClients
         from vllm_nvmeof_offload.peers.server import host_and_port
-        from vllm_nvmeof_offload.peers.transport import why_no_nixl
+        from vllm_nvmeof_offload.peers.transport import why_no_pulls
     except ImportError as error:
         logger.warning("no peers: %s; install vllm-nvmeof-offload[peers]", error)
         return None
-    if why_not := why_no_nixl():
-        logger.warning("chunks of peers come in messages: %s", why_not)
+    if wanted.common.secret and not zmq.has("curve"):
+        remedy = "this libzmq has no CURVE, which secrets need; install pyzmq from its wheel"
+        raise ConfigError("share_secret_file", settings.share_secret_file, remedy)
+    if why_not := why_no_pulls():
+        logger.info("chunks of peers come in messages: %s", why_not)
     server = _serve(wanted, staging, by_nixl=not why_not)
     clients = None
     if settings.peers:
@@ -129,7 +135,12 @@ def _serve(wanted: LinkSettings, staging: Staging, *, by_nixl: bool) -> PeerServ
     address = host_and_port(listen, wanted.common.port_offset)
     parts = wanted.common, wanted.tag, memory, _part(staging, memory), wanted.serve_port
     try:
-        server = PeerServer(address, *parts, by_nixl=by_nixl)
+        server = PeerServer(
+            address,
+            *parts,
+            by_nixl=by_nixl,
+            read_deadline_s=wanted.settings.read_deadline_ms / 1000,
+        )
     except EngineError as error:
         remedy = f"{error}; name an address of this machine and a port that is free"
         raise ConfigError("peer_listen", listen, remedy) from None

@@ -26,6 +26,7 @@ from vllm_nvmeof_offload.peers.messages import (
     Ready,
     WantedRead,
     Welcome,
+    lock,
 )
 from vllm_nvmeof_offload.peers.server import PeerServer
 
@@ -60,9 +61,7 @@ class FakePeer:
     def welcome(self) -> None:
         """Take P's hello, and give it 8 credits; chunks come in messages."""
         self.take_hello()
-        nothing = {"metadata": b"", "pid": 0, "probe_address": 0, "probe": bytes(16)}
-        welcome = Welcome(has_rdma=False, address=0, slots=8, credits=8, **nothing)  # type: ignore[arg-type]
-        self.send(welcome)
+        self.send(Welcome(metadata=b"", address=0, slots=8, credits=8))
 
     def take(self, kind: type[AnyMessage]) -> AnyMessage:
         """Await P's next message of this kind; beats go by."""
@@ -73,6 +72,9 @@ class FakePeer:
                 if isinstance(message, kind):
                     return message
                 assert isinstance(message, Beat), message
+
+    def has_heard(self) -> bool:
+        return bool(self._socket.poll(0))
 
     def send(self, message: AnyMessage, *more: bytes) -> None:
         self.send_raw(self._ours.encode(message), *more)
@@ -131,20 +133,26 @@ class Desk:
     """D: a real `PeerServer` over a `FakePort`."""
 
     def __init__(
-        self, slots: int = 4, address: str = "tcp://127.0.0.1:0", secret: bytes = b""
+        self,
+        slots: int = 4,
+        address: str = "tcp://127.0.0.1:0",
+        secret: bytes = b"",
+        *,
+        by_nixl: bool = False,
+        read_deadline_s: float = 60.0,
     ) -> None:
         self._memory = mmap.mmap(-1, slots * SLOT_BYTES)
         memory = SlotMemory(np.frombuffer(self._memory, np.uint8).ctypes.data, SLOT_BYTES, slots)
-        self.port = FakePort()
+        self.port, self._secret = FakePort(), secret
         view = memoryview(self._memory)
         common = Common("k", 0, 1, SLOT_BYTES, secret)
         place = address, common, TAG, memory, view, self.port
-        self.server = PeerServer(*place, by_nixl=False)
+        self.server = PeerServer(*place, by_nixl=by_nixl, read_deadline_s=read_deadline_s)
         self._askers: list[Asker] = []
 
     def asker(self) -> Asker:
         """A session."""
-        self._askers.append(Asker(self.server.address))
+        self._askers.append(Asker(self.server.address, self._secret))
         return self._askers[-1]
 
     def until(self, done: Callable[[], object], timeout_s: float = WAIT_MS / 1000) -> float:
@@ -166,16 +174,17 @@ class Desk:
 class Asker:
     """P: a socket with a session."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, secret: bytes = b"") -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        lock(self._socket, secret, serves=False)
         self._socket.connect(address)
         self._ours, self._theirs = Channel(), Channel()
         self.got: list[AnyMessage] = []
         self.lives = True
         common = {"keyspace": "k", "rank": 0, "world_size": 1, "slot_bytes": SLOT_BYTES}
-        self.send(Hello(version=VERSION, tag=TAG, **common))  # type: ignore[arg-type]
+        self.send(Hello(version=VERSION, tag=TAG, pulls=True, **common))  # type: ignore[arg-type]
 
     def send(self, message: AnyMessage) -> None:
         self._socket.send(self._ours.encode(message))

@@ -19,6 +19,7 @@ from typing import Any
 
 from tests.contract.rig import ENGINES, STAGING_SLOTS, Rig, content, name
 from tests.faults.peers.engine_port import EnginePort
+from tests.faults.peers.stand_in import install
 from vllm_nvmeof_offload.errors import STALE
 from vllm_nvmeof_offload.io.base import ForeignSlab
 from vllm_nvmeof_offload.io.faults import FaultyIoEngine
@@ -107,6 +108,7 @@ def valid_slots(rig: Rig) -> list[bytes]:
 
 def main() -> None:
     asked = json.loads(sys.argv[1])
+    install()
     regions = asked["regions"]
     rig = ENGINES[asked["engine"]](Path(asked["path"]), targets=len(regions), slots=16)
     slots = valid_slots(rig)

@@ -14,7 +14,7 @@ import zmq
 from tests.contract.rig import Rig, name
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, OK, STALE, io_error
 from vllm_nvmeof_offload.peers.base import SILENT_S
-from vllm_nvmeof_offload.peers.messages import Channel, Hello, Refused
+from vllm_nvmeof_offload.peers.messages import VERSION, Channel, Hello, Refused
 from vllm_nvmeof_offload.peers.server import host_and_port
 from vllm_nvmeof_offload.protocol import SlotIdentity
 
@@ -141,7 +141,9 @@ def test_who_has_something_else_is_refused(
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.connect(serving.address)
-    hello = Hello(version=1, keyspace="k", tag=b"x" * 16, rank=9, world_size=2, slot_bytes=28672)
+    hello = Hello(
+        version=VERSION, keyspace="k", tag=b"x" * 16, rank=9, world_size=2, slot_bytes=28672
+    )
     channel = Channel()
     dealer.send(channel.encode(hello))
     answer = channel.decode(dealer.recv())

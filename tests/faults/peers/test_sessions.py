@@ -6,7 +6,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import itertools
+import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ import pytest
 import zmq
 
 from tests.contract.rig import PAYLOAD_BYTES, Rig, name
+from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import (
     CANCELLED,
     CHECKSUM_MISMATCH,
@@ -48,6 +51,7 @@ from vllm_nvmeof_offload.units import slot_stride_bytes
 
 from .fakes import TAG, Desk, FakePeer
 from .kit import LATE_S, P_SLOTS, Puller
+from .stand_in import Agent, install
 
 LOST = io_error(errno.ENOTCONN)
 SIZE_BYTES = slot_stride_bytes(PAYLOAD_BYTES)
@@ -242,6 +246,20 @@ def test_a_peer_that_talks_nonsense_has_no_session(store: Rig, peer: FakePeer) -
     puller.close()
 
 
+@pytest.mark.parametrize("message", [Refused, Bye], ids=["refused", "bye"])
+def test_what_a_peer_says_is_one_line_of_the_log(
+    store: Rig, peer: FakePeer, message: type[Refused | Bye], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger.name)
+    puller = Puller(store, peer.address, by_nixl=False)
+    peer.take_hello()
+    peer.send(message(text="no\nCRITICAL [engine.py:1] the GPU is gone\x1b[2J"))
+    puller.until(lambda: "GPU is gone" in caplog.text)
+    (said,) = [one.getMessage() for one in caplog.records if "GPU" in one.getMessage()]
+    assert said.isprintable()
+    puller.close()
+
+
 # D
 
 
@@ -346,22 +364,78 @@ def test_a_cancelled_read_that_has_not_begun_never_does(desk: Desk) -> None:
     assert other.failed == [FailedRead(4, Reason.CANCELLED), FailedRead(5, Reason.CANCELLED)]
 
 
-def test_peers_take_turns_for_slots(desk: Desk) -> None:
-    first, second = desk.asker(), desk.asker()
-    desk.until(lambda: desk.server.counts.sessions == 2)
-    first.read(0, 1, 2, 3)
-    desk.until(lambda: len(desk.port.started) == 4)
+def test_peers_take_turns_for_slots() -> None:
+    desk = Desk(slots=6)
+    first = desk.asker()
+    first.read(*range(6))
+    desk.until(lambda: len(desk.port.started) == 6)
+    second = desk.asker()
     second.read(20, 21)
     third = desk.asker()
     third.read(30, 31)
     desk.until(lambda: third.got)
     desk.port.end()
-    desk.until(lambda: len(first.lent) == 4)
-    first.send(Done(tokens=[0, 1, 2, 3]))
-    desk.until(lambda: len(desk.port.started) == 8)
-    order = desk.port.started[4:]
+    desk.until(lambda: len(first.lent) == 6)
+    first.send(Done(tokens=list(range(6))))
+    desk.until(lambda: len(desk.port.started) == 10)
+    order = desk.port.started[6:]
     assert sorted(order) == [20, 21, 30, 31]
     assert all(a // 10 != b // 10 for a, b in itertools.pairwise(order))
+    desk.close()
+
+
+def test_sessions_have_equal_shares_of_the_slots(desk: Desk) -> None:
+    first, second = desk.asker(), desk.asker()
+    desk.until(lambda: first.got and second.got)
+    assert [one.got[0].credits for one in (first, second)] == [4, 2]  # type: ignore[union-attr]
+    first.read(0, 1, 2, 3)
+    desk.until(lambda: desk.port.started)
+    second.read(20, 21)
+    desk.until(lambda: len(desk.port.started) == 4)
+    assert sorted(desk.port.started) == [0, 1, 20, 21]
+    desk.port.end()
+    desk.until(lambda: first.lent)
+    ready = next(one for one in first.got if isinstance(one, Ready))
+    assert ready.credits == 2, "what it may ask for from now on"
+
+
+def test_a_peer_that_asks_for_an_eternity_gets_this_servers_own_deadline() -> None:
+    desk = Desk(read_deadline_s=0.3)
+    asker = desk.asker()
+    asker.read(0, 1, 2, 3, within_ms=(1 << 32) - 1)
+    desk.until(lambda: len(desk.port.started) == 4)
+    desk.port.end()
+    desk.until(lambda: len(asker.lent) == 4)
+    desk.until(lambda: desk.server.counts.free == 4)
+    desk.close()
+
+
+def test_the_thread_sleeps_while_slots_are_lent_and_nothing_moves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", sys)  # which is taken back
+    install()
+    turns = itertools.count()
+    monkeypatch.setattr(Agent, "get_new_notifs", lambda _: next(turns))
+    desk = Desk(by_nixl=True)
+    asker = desk.asker()
+    asker.read(0)
+    desk.until(lambda: desk.port.started)
+    desk.port.end()
+    desk.until(lambda: asker.lent)
+    asker.lives = False
+    before, end_s = next(turns), time.monotonic() + 1.0
+    desk.until(lambda: time.monotonic() > end_s)
+    assert next(turns) - before < 200, "5000 if it never slept"
+    desk.close()
+
+
+def test_a_server_that_stops_does_not_wait_for_what_its_storage_reads(desk: Desk) -> None:
+    asker = desk.asker()
+    asker.read(0)
+    desk.until(lambda: desk.port.started)
+    assert desk.server.close()
+    assert set(desk.port.cancelled) == {0}
 
 
 def test_new_weights_end_sessions_before_anything_more_is_read(desk: Desk) -> None:
