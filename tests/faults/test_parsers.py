@@ -23,7 +23,6 @@ from vllm_nvmeof_offload.errors import (
     OK,
     STALE,
     PoolFormatError,
-    UnknownFormatError,
 )
 from vllm_nvmeof_offload.groups import GroupKind
 from vllm_nvmeof_offload.pool.format import (
@@ -41,8 +40,6 @@ from vllm_nvmeof_offload.pool.format import (
     seal,
     verify,
 )
-from vllm_nvmeof_offload.pool.format1 import decode_superblock
-from vllm_nvmeof_offload.pool.format1 import parse_header as parse_header_1
 from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES, slot_stride_bytes
 
@@ -223,7 +220,7 @@ def test_a_mutated_superblock_is_refused(mutations: list[tuple[str, int, bytes]]
 @given(edits)
 @example([("put", 8, b"\1")])  # version
 @example([("put", 28, b"\xff")])  # keyspace
-@example([("put", 104, b"\1")])  # the flag of format 1
+@example([("put", 104, b"\1")])  # what is always zero
 @example([("put", 136, b"\1")])  # what later releases use
 @example([("put", 173, b"\1")])
 @example([("put", 174, b"\0")])  # number of groups
@@ -255,35 +252,6 @@ def test_a_damaged_byte_of_a_superblock_is_found(at: int, mask: int) -> None:
     page[at] ^= mask
     with pytest.raises(PoolFormatError):
         Superblock.decode(bytes(page))
-    with pytest.raises(PoolFormatError):
-        decode_superblock(bytes(page))
-
-
-@given(edits)
-@example([("put", 8, b"\1")])
-def test_a_signed_superblock_of_any_format_is_refused_or_read(
-    mutations: list[tuple[str, int, bytes]],
-) -> None:
-    page = signed(mutated(BLOCK.encode(), mutations))
-    try:
-        found = decode_superblock(page)
-    except UnknownFormatError:
-        assert page[8:12] not in (b"\1\0\0\0", b"\2\0\0\0")
-    except PoolFormatError:
-        assert page != BLOCK.encode()
-    else:
-        assert found.version == page[8]
-        assert found.length_of(ONE.key) in (None, 1000, 4096, found.payload_bytes)
-
-
-@given(edits)
-@example([("put", 8, b"\1")])
-def test_a_signed_header_of_format_1_is_refused_or_read(
-    mutations: list[tuple[str, int, bytes]],
-) -> None:
-    page = signed(mutated(SEALED[:HEADER_BYTES], mutations))
-    header = parse_header_1(page, TAG)
-    assert header is None or (page[8:10] == b"\1\0" and header.identity.key)
 
 
 @same_directory

@@ -12,7 +12,6 @@ users' classes, which the manager calls once per slot.
 
 from __future__ import annotations
 
-import heapq
 import importlib
 from array import array
 from collections.abc import Callable, Sequence
@@ -57,100 +56,38 @@ class EvictionPolicy(Protocol):
 #: Makes a policy from the array of each slot's last use.
 MakePolicy = Callable[[Sequence[int]], EvictionPolicy]
 
-_BUCKET_BITS = 12
-_SLOT_BITS = 32
-_SLOT_MASK = (1 << _SLOT_BITS) - 1
-
 
 class LruPolicy:
-    """Least recently used first; 13 bytes per slot, no objects, no work on a touch.
-
-    A slot has one record, filed by its last use, in buckets of 4096 uses each. A later use moves
-    nothing: the record is then only the earliest time at which the slot could be due, and is filed
-    again when it comes up. The oldest bucket is sorted, as a heap, when its turn comes.
-    """
+    """Least recently used first, ties by slot: the order of the manager's own, for users' classes
+    to begin with. `peek` looks at every slot."""
 
     def __init__(self, used: Sequence[int]) -> None:
         self._used = used
-        self._inside = bytearray(len(used))
-        self._filed = array("Q", bytes(8 * len(used)))  # by slot: its record's time + 1; 0: none
-        self._buckets: dict[int, array[int]] = {}
-        self._numbers: list[int] = []  # of buckets, a heap
-        self._open: list[int] = []  # the oldest records, a heap of (time, slot) as one number
-        self._opened = -1  # the last bucket that was opened
-        self._count = 0
+        self._inside: set[int] = set()
 
     def admit(self, slot: int) -> None:
-        if not self._inside[slot]:
-            self._inside[slot] = 1
-            self._count += 1
-        used, filed = self._used[slot], self._filed[slot]
-        if not filed or used < filed - 1:
-            self._file(slot, used)
+        self._inside.add(slot)
 
     def withdraw(self, slot: int) -> None:
-        # Its record is thrown away when it comes up, or serves again.
-        self._count -= self._inside[slot]
-        self._inside[slot] = 0
+        self._inside.discard(slot)
 
     def touch(self, slot: int) -> None:
-        """Nothing to do: see the class's docstring."""
+        """Nothing to do: `peek` reads when each slot was last used."""
 
     def peek(self) -> int | None:
-        while True:
-            while self._open:
-                used, slot = self._open[0] >> _SLOT_BITS, self._open[0] & _SLOT_MASK
-                current = self._filed[slot] == used + 1
-                if current and self._inside[slot] and self._used[slot] == used:
-                    return slot
-                heapq.heappop(self._open)
-                if current:
-                    self._filed[slot] = 0
-                    if self._inside[slot]:
-                        self._file(slot, self._used[slot])
-            if not self._numbers:
-                return None
-            self._open_bucket(heapq.heappop(self._numbers))
+        return min(self._inside, key=lambda slot: (self._used[slot], slot), default=None)
 
     def victim(self) -> int | None:
         slot = self.peek()
         if slot is not None:
-            heapq.heappop(self._open)
-            self._filed[slot] = 0
             self.withdraw(slot)
         return slot
 
-    @property
-    def records(self) -> int:
-        """Number of records, those of withdrawn slots included; at most about one per slot."""
-        return len(self._open) + sum(map(len, self._buckets.values()))
-
     def __contains__(self, slot: int) -> bool:
-        return bool(self._inside[slot])
+        return slot in self._inside
 
     def __len__(self) -> int:
-        return self._count
-
-    def _file(self, slot: int, used: int) -> None:
-        self._filed[slot] = used + 1
-        number = used >> _BUCKET_BITS
-        if number <= self._opened:
-            heapq.heappush(self._open, used << _SLOT_BITS | slot)
-            return
-        bucket = self._buckets.get(number)
-        if bucket is None:
-            bucket = self._buckets[number] = array("I")
-            heapq.heappush(self._numbers, number)
-        bucket.append(slot)
-
-    def _open_bucket(self, number: int) -> None:
-        filed = self._filed
-        for slot in self._buckets.pop(number):
-            time = filed[slot] - 1
-            if time >> _BUCKET_BITS == number:  # else: filed earlier since, or gone
-                self._open.append(time << _SLOT_BITS | slot)
-        heapq.heapify(self._open)
-        self._opened = number
+        return len(self._inside)
 
 
 _KEY = "eviction_policy"

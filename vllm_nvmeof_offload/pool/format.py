@@ -324,20 +324,15 @@ class DecodedTable:
     keys: npt.NDArray[np.uint8]
 
 
-def decode_table(
-    raw: npt.NDArray[np.uint8], slots: npt.NDArray[np.int64], known_flags: int = FLAG_SINGLE_COPY
-) -> DecodedTable:
-    """Decode `raw` (uint8[n * 64], C-contiguous); entry i belongs to `slots[i]`.
-
-    known_flags: an entry with others is damaged.
-    """
+def decode_table(raw: npt.NDArray[np.uint8], slots: npt.NDArray[np.int64]) -> DecodedTable:
+    """Decode `raw` (uint8[n * 64], C-contiguous); entry i belongs to `slots[i]`."""
     count = len(slots)
     assert raw.size == count * ENTRY_BYTES
     entries = raw.view(_ENTRY)
     key_bytes = entries["key_bytes"]
     flags = entries["flags"]
     valid = (key_bytes > 0) & (key_bytes <= KEY_BYTES_MAX)
-    valid &= (flags & ~np.uint8(known_flags)) == 0
+    valid &= (flags & ~np.uint8(FLAG_SINGLE_COPY)) == 0
     if core is None:
         rows = np.flatnonzero(valid)
         crcs = crcs_in_python(raw.reshape(count, ENTRY_BYTES)[rows], slots[rows])
@@ -373,7 +368,7 @@ SUPERBLOCK_MAGIC = b"vNVMeSB\0"
 GROUPS_MAX = 64
 _VERSION = struct.Struct("<8sI")
 _SUPERBLOCK_BODY = struct.Struct("<8sI16s32sQQQIIIIIB7x16sQQQQQIBxH16s")
-#: The superblock's fields behind magic and version, in their order on disk. flag: of format 1.
+#: The superblock's fields behind magic and version, in their order on disk. flag: unused.
 #: groups: their number.
 _FIELDS = (
     *("uuid", "keyspace", "slot_bytes", "payload_bytes", "slots", "target_index"),
@@ -433,8 +428,7 @@ class Superblock:
     the longest group. slots: on this target. epoch, tag: of the chunks that are not void.
     sequence: counts the resets of the rank. log_pages: of the log (`pool.log`); 0: there is none.
     shared: `LEASED`, or 0. lease_generation: of the lease under which it was written. Later
-    releases use the other fields from `table_offset` on. version: 1 in what `pool.format1` reads;
-    its `groups` is empty.
+    releases use the other fields from `table_offset` on.
     """
 
     uuid: bytes
@@ -458,7 +452,6 @@ class Superblock:
     shared: int = 0
     target_uuid: bytes = bytes(UUID_BYTES)
     mac: bytes = bytes(32)
-    version: int = FORMAT_VERSION
 
     def place(self, slot: int) -> SlotPlace:
         """Return the place that the header of a slot must name."""
@@ -471,8 +464,6 @@ class Superblock:
 
     def length_of(self, key: bytes) -> int | None:
         """Return the payload bytes of the key's chunk; None: as in `group_of`."""
-        if self.version != FORMAT_VERSION:
-            return self.payload_bytes
         group = self.group_of(key)
         return None if group is None else group.payload_bytes
 
@@ -495,7 +486,6 @@ class Superblock:
 
     def encode(self) -> bytes:
         """Return the 4 KiB page."""
-        assert self.version == FORMAT_VERSION
         assert len(self.uuid) == len(self.target_uuid) == UUID_BYTES
         assert len(self.keyspace) == 32
         assert len(self.tag) == TAG_BYTES
@@ -520,7 +510,11 @@ class Superblock:
         UnknownFormatError: it is of another format. PoolFormatError: it is no superblock, or
         damaged.
         """
-        version = version_of(page)
+        if len(page) != PAGE_BYTES or not page.startswith(SUPERBLOCK_MAGIC):
+            raise PoolFormatError("not a superblock of this program")
+        if not is_intact_page(memoryview(page), SUPERBLOCK_MAGIC):
+            raise PoolFormatError("damaged: its checksum does not match")
+        version = int(_VERSION.unpack_from(page)[1])
         if version != FORMAT_VERSION:
             raise UnknownFormatError(
                 f"format version {version}, this program writes {FORMAT_VERSION}"
@@ -540,15 +534,6 @@ class Superblock:
         if superblock.encode() != page:
             raise PoolFormatError("damaged: bytes that format 2 does not use are not zero")
         return superblock
-
-
-def version_of(page: bytes) -> int:
-    """Return the format's number; PoolFormatError: no superblock, or a damaged one."""
-    if len(page) != PAGE_BYTES or not page.startswith(SUPERBLOCK_MAGIC):
-        raise PoolFormatError("not a superblock of this program")
-    if not is_intact_page(memoryview(page), SUPERBLOCK_MAGIC):
-        raise PoolFormatError("damaged: its checksum does not match")
-    return int(_VERSION.unpack_from(page)[1])
 
 
 def newest_of(superblocks: Sequence[Superblock]) -> Superblock | None:

@@ -18,7 +18,6 @@ from typing import Any
 
 from vllm_nvmeof_offload.errors import PoolError, PoolFormatError
 from vllm_nvmeof_offload.groups import GroupKind
-from vllm_nvmeof_offload.pool import format1
 from vllm_nvmeof_offload.pool.folder import open_private
 from vllm_nvmeof_offload.pool.format import (
     DIGEST_HEX_DIGITS,
@@ -66,7 +65,7 @@ class RankDirectory:
 class Surveyed:
     """The state of one rank directory on disk.
 
-    superblock: None unless it is intact, of format 1 or 2 and of this place; `problem` is then the
+    superblock: None unless it is intact, and of this place; `problem` is then the
     reason, else empty. epoch: what another one has is void; the pool's, over all of its parts that
     were surveyed. tag: the share tag, as for the epoch; empty: unknown. adopts: False if a start
     with the weights that the keyspace names would adopt nothing. disk_bytes: allocated. last_use_s:
@@ -231,7 +230,7 @@ def _survey_one(directory: RankDirectory) -> Surveyed:
     try:
         try:
             page = read_superblock_page(path)
-            superblock = None if page is None else format1.decode_superblock(page)
+            superblock = None if page is None else Superblock.decode(page)
             problem = _misfit(directory, superblock)
         except PoolFormatError as error:
             problem = str(error)
@@ -265,7 +264,7 @@ def _misfit(directory: RankDirectory, superblock: Superblock | None) -> str:
         and superblock.payload_bytes > 0
         and superblock.slot_bytes == slot_stride_bytes(superblock.payload_bytes)
         and superblock.target_index < superblock.target_count
-        and (superblock.version == format1.VERSION or _fits_its_groups(superblock))
+        and _fits_its_groups(superblock)
     )
     return "" if sound else "its geometry is impossible"
 

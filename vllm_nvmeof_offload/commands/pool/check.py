@@ -32,7 +32,7 @@ from vllm_nvmeof_offload.commands.pool.offline import (
     open_rank,
 )
 from vllm_nvmeof_offload.errors import Outcome, PoolError
-from vllm_nvmeof_offload.pool.format import ENTRY_BYTES
+from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, parse_header
 from vllm_nvmeof_offload.pool.log import damaged_pages
 from vllm_nvmeof_offload.pool.recovery import scan_headers
 from vllm_nvmeof_offload.pool.survey import RankDirectory, Surveyed
@@ -265,7 +265,7 @@ def _suspects(rank: OfflineRank, table: Table, on_progress: Progress) -> list[in
     suspects: list[int] = []
     done = 0
     slot_bytes = rank.superblock.slot_bytes
-    for batch, headers in scan_headers(rank.slab_fd, indices, slot_bytes, rank.parse):
+    for batch, headers in scan_headers(rank.slab_fd, indices, slot_bytes, parse_header):
         for index, header in zip(batch, headers, strict=True):
             proven = (
                 header is not None

@@ -23,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, Outcome, PoolError, Scope, io_error
-from vllm_nvmeof_offload.pool import format1
 from vllm_nvmeof_offload.pool.folder import open_private
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
@@ -50,7 +49,6 @@ from vllm_nvmeof_offload.pool.survey import (
     RankDirectory,
     Surveyed,
     disk_bytes,
-    read_facts,
     survey,
 )
 from vllm_nvmeof_offload.protocol import SlotIdentity
@@ -142,42 +140,23 @@ class Judgement:
 class OfflineRank:
     """One opened rank directory; made by `open_rank`. Slots are numbered within it.
 
-    table_fd: -1 if there is no table. names_places: False in a pool of the first release, whose
-    headers did not name their place. before_write: None: opened for reading only.
+    table_fd: -1 if there is no table. before_write: None: opened for reading only.
     """
 
     surveyed: Surveyed
     superblock: Superblock
     slab_fd: int
     table_fd: int
-    names_places: bool
     before_write: BeforeWrite | None = None
-
-    @property
-    def _is_format_1(self) -> bool:
-        return self.superblock.version == format1.VERSION
 
     @property
     def tag(self) -> bytes:
         """The share tag of what a start adopts."""
         return share_tag(self.superblock.keyspace)
 
-    def _number(self, index: int) -> int:
-        """The number that the slot's entry and header have."""
-        block = self.superblock
-        return index * block.target_count + block.target_index if self._is_format_1 else index
-
     def place(self, index: int) -> SlotPlace:
         """The place that the header of the slot at `index` must name."""
-        if not self.names_places:
-            return format1.NOWHERE
-        if self._is_format_1:
-            return SlotPlace(self.superblock.uuid, self.superblock.rank, self._number(index))
         return self.superblock.place(index)
-
-    def parse(self, page: bytes | memoryview) -> SlotHeader | None:
-        """The header in `page`; None if it is not an intact one."""
-        return format1.parse_header(page, self.tag) if self._is_format_1 else parse_header(page)
 
     def wanted(self, index: int, identity: SlotIdentity, tag: bytes | None = None) -> Wanted:
         """What the slot must hold. tag: None: that of what a start adopts."""
@@ -219,7 +198,7 @@ class OfflineRank:
         state = next((name for name in STATES if getattr(table, name)[0]), "empty")
         if not table.entries.valid[0]:
             return Entry(state)
-        is_single = not self._is_format_1 and bool(table.entries.flags[0] & FLAG_SINGLE_COPY)
+        is_single = bool(table.entries.flags[0] & FLAG_SINGLE_COPY)
         return Entry(state, table.identity(0), int(table.entries.epochs[0]), is_single)
 
     def _decode(self, raw: npt.NDArray[np.uint8], first: int, count: int) -> Table:
@@ -228,14 +207,8 @@ class OfflineRank:
         missing = np.arange(count) >= whole
         raw = np.pad(raw[: whole * ENTRY_BYTES], (0, (count - whole) * ENTRY_BYTES))
         indices = np.arange(first, first + count, dtype=np.int64)
-        if self._is_format_1:
-            numbers = indices * self.superblock.target_count + self.superblock.target_index
-            decoded = decode_table(raw, numbers, format1.FLAG_ADOPTABLE)
-            live = decoded.valid & (decoded.flags == format1.FLAG_ADOPTABLE)
-            strange = np.zeros(count, np.bool_)
-        else:
-            decoded = decode_table(raw, indices)
-            live, strange = decoded.valid, self._strange(decoded)
+        decoded = decode_table(raw, indices)
+        live, strange = decoded.valid, self._strange(decoded)
         live = live & (decoded.epochs == self.surveyed.epoch) & ~strange
         live &= self.surveyed.adopts
         void = decoded.valid & ~live & ~strange
@@ -255,7 +228,7 @@ class OfflineRank:
             page = os.pread(self.slab_fd, HEADER_BYTES, index * self.superblock.slot_bytes)
         except OSError as error:
             return self.read_error(error)
-        return self.parse(page)
+        return parse_header(page)
 
     def read_error(self, error: OSError) -> Outcome:
         """Classify a failed read of a slot; PoolError if it reaches further than the slot."""
@@ -294,9 +267,7 @@ class OfflineRank:
     def _entry_of(self, index: int, header: SlotHeader) -> bytes:
         """The table entry of an intact slot."""
         flags = FLAG_SINGLE_COPY if header.single_copy else 0
-        if self._is_format_1 and header.stamp.tag != format1.NO_TAG:
-            flags = format1.FLAG_ADOPTABLE
-        return encode_entry(self._number(index), header.identity, header.stamp.epoch, flags)
+        return encode_entry(index, header.identity, header.stamp.epoch, flags)
 
     def _mismatch(self, index: int, entry: Entry, header: SlotHeader | Outcome | None) -> str:
         assert entry.identity is not None
@@ -353,11 +324,7 @@ def open_rank(surveyed: Surveyed, before_write: BeforeWrite | None = None) -> It
                     give_to_owner(table)
         except OSError as error:
             raise PoolError(f"cannot open the pool in {surveyed.path}: {error}") from error
-        # Without its facts a pool of the first release looks as if its slots were misdirected.
-        facts = read_facts(surveyed.path.parents[1]) or {"slot_layout": None}
-        is_first = surveyed.superblock.version == format1.VERSION and "slot_layout" not in facts
-        block = surveyed.superblock
-        yield OfflineRank(surveyed, block, slab_fd, table_fd, not is_first, before_write)
+        yield OfflineRank(surveyed, surveyed.superblock, slab_fd, table_fd, before_write)
 
 
 @contextlib.contextmanager
@@ -417,7 +384,7 @@ class SlotReader:
                         return CHECKSUM_MISMATCH
                 except OSError as error:
                     return self._rank.read_error(error)
-                header = self._rank.parse(view)
+                header = parse_header(view)
                 return compare(header, view, self._rank.wanted(index, identity, tag))
         finally:
             self._buffers.put(buffer)
