@@ -121,6 +121,13 @@ def doctor(
     staging: Annotated[
         str | None, typer.Option(help="Pinned memory of the planned server, such as 30GiB.")
     ] = None,
+    pool: Annotated[
+        str | None, typer.Option(help="Size of the planned pool over all targets, such as 2TiB.")
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="Address of a running server, whose metrics are checked for holes."),
+    ] = None,
     as_json: AsJson = False,
     measure: Annotated[
         bool,
@@ -178,7 +185,10 @@ def doctor(
     targets = target or [default_target(os.environ)]
     with plain_errors(2):
         peers, secret = _peers(peer or [], share_secret_file)
-    raise typer.Exit(examine(targets, staging_bytes, as_json, measure, calibrate, peers, secret))
+    code = examine(
+        targets, staging_bytes, as_json, measure, calibrate, peers, secret, pool=pool, url=url
+    )
+    raise typer.Exit(code)
 
 
 def _peers(addresses: list[str] | None, secret_file: str | None) -> tuple[list[str], bytes]:

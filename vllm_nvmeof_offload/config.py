@@ -42,6 +42,7 @@ from vllm_nvmeof_offload.limits import (
     memory_left_bytes,
     space_bytes,
 )
+from vllm_nvmeof_offload.mounts import mount_of, read_mounts
 from vllm_nvmeof_offload.units import GIB, KIB, MIB, PAGE_BYTES, format_bytes, parse_bytes
 
 ENV_PREFIX = "VLLM_NVMEOF_"
@@ -623,8 +624,8 @@ def _check_target(path: str, config: OffloadConfig, create: bool) -> TargetInfo:
         raise ConfigError(
             "targets",
             path,
-            f"{missing} the root file system; mount the target's own, or, if the pool may fill the "
-            "root file system, set allow_root_file_system to true",
+            f"{missing} the root file system, or in a directory of another one; mount the target's "
+            "own, or, if the pool may fill that file system, set allow_root_file_system to true",
         )
     try:
         if create:
@@ -668,19 +669,8 @@ def judge_access(path: str) -> tuple[str, str]:
 
 def _file_system(path: str) -> str:
     """Type of the file system that holds `path`, from the kernel's mount table."""
-    path = os.path.realpath(path)
-    best, kind = "", "unknown"
-    try:
-        with open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as mounts:
-            for line in mounts:
-                _, point, type_name, *_ = line.split(" ")
-                point = point.encode(errors="surrogateescape").decode("unicode_escape")
-                inside = path == point or path.startswith(point.rstrip("/") + "/")
-                if inside and len(point) >= len(best):
-                    best, kind = point, type_name
-    except OSError:
-        return kind
-    return kind
+    mount = mount_of(os.path.realpath(path), read_mounts())
+    return mount.file_system if mount else "unknown"
 
 
 def share_secret(config: OffloadConfig) -> bytes:
@@ -733,15 +723,15 @@ def check_memory(config: OffloadConfig, node_count: int = 1, key: str = "staging
 
 
 def check_memory_left(staging_bytes: int) -> None:
-    """Refuse one rank's staging that its container cannot hold besides what it uses already: the
-    kernel would end the process without a word."""
+    """Refuse staging that this container cannot hold besides what it uses already: the kernel would
+    end a process without a word. staging_bytes: of one rank, or of all on this machine."""
     left = memory_left_bytes()
     if staging_bytes > left:
         raise ConfigError(
             "staging_bytes",
             format_bytes(staging_bytes),
-            f"for this rank, but its container has {format_bytes(max(0, left))} of memory left; "
-            "give less, or raise the container's limit",
+            f"this container has {format_bytes(max(0, left))} of memory left; give less, or raise "
+            "the container's limit",
         )
 
 

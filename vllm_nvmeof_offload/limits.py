@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from vllm_nvmeof_offload.mounts import mount_of, read_mounts
 from vllm_nvmeof_offload.units import GIB, KIB
 
 #: What a pool leaves free of a file system: a twentieth of it. A larger share of a small one
@@ -17,6 +18,9 @@ _FREE_BYTES_MIN_ROOT = 4 * GIB
 _FREE_SHARE, _FREE_SHARE_MAX = 20, 10
 #: For superblocks and directories, on the smallest file system.
 _FREE_BYTES_LEAST = 64 * KIB
+
+#: A subvolume is mounted with a root of its own.
+_HAS_SUBVOLUMES = frozenset({"btrfs", "bcachefs"})
 
 _CGROUP_MEMORY = (
     # Limit, use, and its reclaimable part in memory.stat: version 2, then version 1.
@@ -58,7 +62,6 @@ def _cgroup_folders() -> Iterator[Path]:
     """Yield the folders of this process's memory control groups: each one's, and its parents'."""
     try:
         own = Path("/proc/self/cgroup").read_text().splitlines()
-        mounts = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
     except OSError:
         return
     paths = {}  # by version
@@ -66,25 +69,29 @@ def _cgroup_folders() -> Iterator[Path]:
         _, controllers, path = line.split(":", 2)
         if not controllers or "memory" in controllers.split(","):
             paths["cgroup2" if not controllers else "cgroup"] = path
-    for line in mounts:
-        before, _, after = line.partition(" - ")
-        root, point = before.split(" ")[3:5]
-        kind, _, options = after.split(" ", 2)
-        if kind not in paths or (kind == "cgroup" and "memory" not in options.split(",")):
+    for mount in read_mounts():
+        kind, point = mount.file_system, Path(mount.point)
+        if kind not in paths or (kind == "cgroup" and "memory" not in mount.super_options):
             continue
         # In a container the mount may show the group itself as its root.
-        inside = Path(os.path.relpath(paths[kind], root))
-        folder = Path(point) if ".." in inside.parts else Path(point) / inside
+        inside = Path(os.path.relpath(paths[kind], mount.root))
+        folder = point if ".." in inside.parts else point / inside
         while True:
             yield folder
-            if folder == Path(point):
+            if folder == point:
                 break
             folder = folder.parent
 
 
 def is_on_root(path: Path) -> bool:
-    """Whether what is made at `path` takes space of the root file system."""
-    return existing(path).stat().st_dev == os.stat("/").st_dev
+    """Whether what is made at `path` takes space of the root file system: this one's, or, seen from
+    a container, that of a directory of the host."""
+    place = existing(path)
+    if place.stat().st_dev == os.stat("/").st_dev:
+        return True
+    mount = mount_of(os.path.realpath(place), read_mounts())
+    # What was mounted of the host is a part of a file system: its mount point, perhaps.
+    return mount is not None and mount.root != "/" and mount.file_system not in _HAS_SUBVOLUMES
 
 
 def existing(path: Path) -> Path:

@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Self
 
 from vllm_nvmeof_offload.errors import OffloadError
-from vllm_nvmeof_offload.fabric.topology import Mount, device_of_mount, read_mounts
+from vllm_nvmeof_offload.fabric.topology import device_of_mount
+from vllm_nvmeof_offload.mounts import Mount, read_mounts
 
 #: Tests replace it: /proc, /sys and the cgroup file systems are found below it.
 ROOT = Path("/")

@@ -13,8 +13,8 @@ from pathlib import Path
 from tests.chunks import Reported, batch_of, place_in, rows_of
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import Outcome
-from vllm_nvmeof_offload.fabric.topology import mount_of, read_mounts
 from vllm_nvmeof_offload.io.base import Waker
+from vllm_nvmeof_offload.mounts import mount_of, read_mounts
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import (
     ChunkBatch,

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -76,6 +78,44 @@ def test_config_check_and_doctor_create_no_target_that_is_missing(tmp_path: Path
     assert examined.exit_code == 1
     assert "does not exist; a start would make it on" in examined.stdout
     assert not target.parent.exists()
+
+
+def test_doctor_says_whether_a_pool_fits(tmp_path: Path) -> None:
+    for size, code in (("1MiB", "ok"), ("100TiB", "error"), ("much", "error")):
+        arguments = ["doctor", "--target", str(tmp_path), "--pool", size, "--json"]
+        found = json.loads(runner.invoke(app, arguments).stdout)["findings"]
+        (finding,) = [one for one in found if one["check"] == "pool_space"]
+        assert finding["severity"] == code
+    assert "at most" not in finding["evidence"]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "severity"),
+    [
+        ('vllm:nvmeof_refused_writes_total{engine="0"} 0.0', "ok"),
+        ('vllm:nvmeof_refused_writes_total{engine="0"} 3.0', "warning"),
+        ("vllm:num_requests_running 1.0", "warning"),
+        (None, "error"),
+    ],
+)
+def test_doctor_shows_a_servers_holes(tmp_path: Path, metrics: str | None, severity: str) -> None:
+    class Metrics(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(404 if metrics is None else 200)
+            self.end_headers()
+            self.wfile.write((metrics or "").encode())
+
+        def log_message(self, *_: object) -> None:
+            """Nothing on stderr."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Metrics) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        arguments = ["doctor", "--target", str(tmp_path), "--url", url, "--json"]
+        found = json.loads(runner.invoke(app, arguments).stdout)["findings"]
+        server.shutdown()
+    (finding,) = [one for one in found if one["check"] == "holes"]
+    assert finding["severity"] == severity
 
 
 def test_config_check_takes_foreign_files_on_a_target_for_no_part_of_the_default_pool(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import pytest
 from vllm_nvmeof_offload.config import check_space, check_targets, parse_config
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.limits import memory_bytes, memory_left_bytes, space_bytes
-from vllm_nvmeof_offload.staging import Staging
+from vllm_nvmeof_offload.staging import Staging, populate
 from vllm_nvmeof_offload.units import GIB, MIB
 
 LIMIT_BYTES = 300 * MIB
@@ -133,6 +134,34 @@ def test_a_pool_that_does_not_fit_is_refused_with_both_numbers(
     check_space(larger, [GIB // 2, GIB // 2])
     status.f_bavail = 0
     check_space(larger, [13 * GIB, 13 * GIB])  # others have filled the disk since
+
+
+def test_memory_that_cannot_be_had_ends_no_process() -> None:
+    with pytest.raises(OSError, match="pinned memory cannot be had"):
+        populate(0x1000, 4096, lambda done, total: None)  # no page may be there
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+def test_a_mounted_directory_of_another_file_system_needs_permission(tmp_path: Path) -> None:
+    """In a container, a target whose own file system is not mounted lies in one."""
+    place = Path("/dev/shm") / f"nvmeof-test-{os.getpid()}"
+    (place / "0").mkdir(parents=True)
+    bound = tmp_path / "kv"
+    bound.mkdir()
+    try:
+        done = subprocess.run(["mount", "--bind", place, bound], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"no mount is possible here: {done.stderr}")
+        try:
+            config = parse_config({"targets": str(bound / "0")}, {})
+            with pytest.raises(ConfigError, match="in a directory of another one"):
+                check_targets(config)
+            allowed = config.model_copy(update={"allow_root_file_system": True})
+            assert len(check_targets(allowed)) == 1
+        finally:
+            subprocess.run(["umount", bound], check=True)
+    finally:
+        shutil.rmtree(place)
 
 
 def test_a_target_on_the_root_file_system_needs_permission(tmp_path: Path) -> None:

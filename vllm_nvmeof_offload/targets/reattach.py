@@ -38,12 +38,12 @@ from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.child import child_command
 from vllm_nvmeof_offload.fabric.topology import (
     ABSENT,
-    MOUNTINFO,
     TargetFabric,
     discover,
     read_states,
 )
 from vllm_nvmeof_offload.io.base import IoEngine
+from vllm_nvmeof_offload.mounts import MOUNTINFO
 from vllm_nvmeof_offload.pool.folder import Folder
 from vllm_nvmeof_offload.pool.format import LOCK_FILE
 from vllm_nvmeof_offload.pool.lock import DirectoryLock, LockFile

@@ -29,6 +29,7 @@ from vllm_nvmeof_offload.config import (
     Replica,
     check_fits,
     check_memory,
+    check_memory_left,
     check_space,
     check_targets,
     chunk_blocks,
@@ -59,6 +60,7 @@ def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
     refuse_platform(config, current_platform)
     choose_policy(config.eviction_policy)
     check_memory(config, count_nodes(parallel), staging_key)
+    check_memory_left(config.staging_bytes // count_nodes(parallel))
     targets = check_targets(config)
     for target in targets:
         problem, remedy = judge_access(target.path)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_nvmeof_offload.fabric.topology import Mount, mount_of, parse_mountinfo, read_mounts
+from vllm_nvmeof_offload.mounts import Mount, mount_of, parse_mountinfo, read_mounts
 
 ESCAPED = " \t\n\\#"
 words = st.text(

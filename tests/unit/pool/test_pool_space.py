@@ -15,6 +15,7 @@ import pytest
 from tests.resets import reset
 from vllm_nvmeof_offload.errors import PoolError, io_error
 from vllm_nvmeof_offload.io.threads import SlotFiles, write_slot
+from vllm_nvmeof_offload.limits import space_bytes
 from vllm_nvmeof_offload.pool import slab
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool
@@ -91,6 +92,8 @@ def test_a_full_target_shrinks_the_pool(small_disk: Path, caplog: pytest.LogCapt
         spec = make_spec(small_disk, slots=500)
         pool = Pool.open(spec)
     assert 50 < pool.slots < 86  # of 12 KiB in 1 MiB
+    free, kept = space_bytes(small_disk)
+    assert free >= kept >= 64 << 10, "something stays free for others"
     assert caplog.text.count(f"no space for {spec.slots_per_target} slots") == 1
     for slot in range(pool.slots):
         put(pool, slot, name(slot))

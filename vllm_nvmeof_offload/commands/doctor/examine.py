@@ -69,10 +69,13 @@ def examine(
     calibrated: bool,
     peers: Sequence[str] = (),
     secret: bytes = b"",
+    pool: str | None = None,
+    url: str | None = None,
 ) -> int:
     """Examine this machine, `targets` and `peers`, print the findings; return the exit code.
 
-    secret: the peers' share secret; empty: we have none.
+    secret: the peers' share secret; empty: we have none. pool: the planned `pool_bytes`. url: of a
+    running server, whose metrics are looked at.
     """
     machine, places, console = read_machine(), Places(), Console(stderr=True)
     own = [
@@ -81,11 +84,14 @@ def examine(
         *judge_gpus(machine),
         *(host.calibrate_gpus() if calibrated else ()),
         *(_check_peers(peers, secret) if peers else ()),
+        *([host.check_holes(url)] if url else ()),
     ]
     examined = []
     for path in targets:
         on_progress = functools.partial(_show_progress, console, path) if measured else None
         examined.append(examine_target(path, machine, places, on_progress))
+    if pool and all(worst(one.findings) is not Severity.ERROR for one in examined):
+        own.append(host.check_pool(targets, pool))
     findings = own + [finding for one in examined for finding in one.findings]
     verdict = worst(findings)
     if as_json:
@@ -122,10 +128,7 @@ def _show_progress(console: Console, path: str, phase: str) -> None:
 def examine_target(
     target: str, machine: Machine, places: Places, on_progress: Progress | None = None
 ) -> Examined:
-    """Examine `target`, and touch it if that cannot hang; measure it if `on_progress` is given.
-
-    A missing directory is created, as a server's start would.
-    """
+    """Examine `target`, and touch it if that cannot hang; measure it if `on_progress` is given."""
     fabric = discover(os.path.abspath(target), places.sysfs, places.mountinfo)
     touched: list[Finding] = []
     if _may_touch(fabric):

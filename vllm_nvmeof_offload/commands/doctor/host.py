@@ -17,6 +17,7 @@ import resource
 import struct
 import sys
 import tempfile
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,9 @@ from pathlib import Path
 import numpy as np
 
 from vllm_nvmeof_offload.config import (
+    ENV_PREFIX,
     TargetInfo,
+    check_space,
     check_targets,
     default_target,
     judge_access,
@@ -37,7 +40,6 @@ from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
 from vllm_nvmeof_offload.errors import ConfigError, EngineError, PoolError
 from vllm_nvmeof_offload.fabric.findings import HOST, Finding, error, ok, warning
 from vllm_nvmeof_offload.fabric.topology import (
-    MOUNTINFO,
     Controller,
     PcieLink,
     TargetFabric,
@@ -53,7 +55,10 @@ from vllm_nvmeof_offload.limits import (
     memory_left_bytes,
     space_bytes,
 )
+from vllm_nvmeof_offload.metrics import PREFIX
+from vllm_nvmeof_offload.mounts import MOUNTINFO
 from vllm_nvmeof_offload.native import WHY_NOT, core
+from vllm_nvmeof_offload.pool.ownership import usable_bytes
 from vllm_nvmeof_offload.pool.slab import probe_o_direct
 from vllm_nvmeof_offload.pool.survey import Surveyed, find, survey
 from vllm_nvmeof_offload.units import GIB, MIB, PAGE_BYTES, format_bytes
@@ -170,7 +175,7 @@ def check_target(target: str) -> list[Finding]:
     space = ok("free_space", evidence)
     if free < GIB + kept:
         space = warning("free_space", evidence, "free some space, or name another target")
-    elif target != default_target(os.environ) and is_on_root(Path(info.path)):
+    elif not _may_be_on_root(target) and is_on_root(Path(info.path)):
         remedy = "mount the target's file system, or set allow_root_file_system for a pool there"
         space = warning("free_space", f"{evidence}; it is the root file system", remedy)
     try:
@@ -180,6 +185,38 @@ def check_target(target: str) -> list[Finding]:
         evidence = f"does not work on {info.file_system}: {why}; buffered I/O runs instead"
         direct = warning("o_direct", evidence, "put the pool on xfs or ext4")
     return [access, direct, space]
+
+
+def _may_be_on_root(target: str) -> bool:
+    allowed = os.environ.get(f"{ENV_PREFIX}ALLOW_ROOT_FILE_SYSTEM", "")
+    return target == default_target(os.environ) or allowed.lower() == "true"
+
+
+def check_pool(targets: list[str], pool: str) -> Finding:
+    """Check that a pool of this size fits on the targets, less what it leaves free."""
+    try:
+        settings = parse_config({"targets": targets, "pool_bytes": pool}, {})
+        check_space(settings, [usable_bytes([Path(target)]) for target in targets])
+    except (ConfigError, PoolError) as refusal:
+        return error("pool_space", str(refusal))
+    return ok("pool_space", f"a pool of {pool} fits")
+
+
+def check_holes(url: str) -> Finding:
+    """Check a running server's metrics for holes: chunks lost before the pool had them."""
+    name = f"{PREFIX}refused_writes_total"
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/metrics", timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+    except (OSError, ValueError) as why:
+        return error("holes", f"no metrics from {url}: {why}", "give the server's address")
+    found = [float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)]
+    if not found:
+        return warning("holes", f"{url} exports no {name}", "docs/operations.md: Rust front end")
+    if lost := int(sum(found)):
+        evidence = f"{lost} chunks were lost before the pool had them: what follows is not found"
+        return warning("holes", evidence, "look at the targets' verdicts; see troubleshooting.md")
+    return ok("holes", "no chunk was lost before the pool had it")
 
 
 def check_regions(target: str) -> list[Finding]:
