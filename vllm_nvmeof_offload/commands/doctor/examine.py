@@ -133,7 +133,7 @@ def examine_target(
     touched: list[Finding] = []
     if _may_touch(fabric):
         touched = host.check_target(target)
-        if worst(touched) is not Severity.ERROR:
+        if os.path.isdir(target) and worst(touched) is not Severity.ERROR:
             touched += host.check_regions(target)
         # Only now may links in its path be followed: they may lead to another mount.
         real = discover(os.path.realpath(target), places.sysfs, places.mountinfo)

@@ -164,6 +164,8 @@ def check_target(target: str) -> list[Finding]:
         return [error("target", evidence, remedy)]
     if not os.path.isdir(info.path):
         evidence = f"{info.path} does not exist; a start would make it on {info.file_system}"
+        if target == default_target(os.environ):
+            return [ok("target", evidence)]
         return [warning("target", evidence, "mount its file system, or correct the path")]
     access = ok("target_access", "no other user can remove or rename the pool")
     problem, remedy = judge_access(info.path)
