@@ -36,6 +36,11 @@ def slot_stride_bytes(payload_bytes: int) -> int:
     return HEADER_BYTES + align_up(payload_bytes)
 
 
+def printable(text: str) -> str:
+    """Escape what is not printable in a text that another process wrote, for logs and terminals."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+
+
 def parse_bytes(value: float | str) -> int:
     """Parse a size such as `1073741824`, `"1GiB"` or `"1.5 GB"` into bytes, or raise ValueError."""
     if isinstance(value, bool):

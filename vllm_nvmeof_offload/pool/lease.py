@@ -48,7 +48,7 @@ from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.pool.folder import open_private
 from vllm_nvmeof_offload.pool.format import LEASE_FILE, is_intact_page
 from vllm_nvmeof_offload.pool.silence import POLL_S, TAKEOVER_S, Silence
-from vllm_nvmeof_offload.units import PAGE_BYTES
+from vllm_nvmeof_offload.units import PAGE_BYTES, printable
 
 MAGIC = b"vNVMeLS\0"
 OWNER_BYTES = 16
@@ -114,7 +114,7 @@ class LeasePage:
         return self.generation > 0
 
     def __str__(self) -> str:
-        return f"pid {self.pid} on host {self.host}"
+        return f"pid {self.pid} on host {printable(self.host)}"
 
     def encode(self) -> bytes:
         page = bytearray(PAGE_BYTES)
@@ -264,10 +264,10 @@ class LeaseState:
         page = self.page
         who = f"generation {page.generation}, epoch {page.epoch}"
         if self.kind == "free":
-            return f"free; {who}; last owner {page.name}"
+            return f"free; {who}; last owner {printable(page.name)}"
         seen = f"{'a beat was seen' if self.kind == 'live' else 'no beat'}"
         age = "" if self.kind == "live" else f" in {self.unchanged_s:.0f} s of watching"
-        return f"{self.kind}: {page.name}, {page} ({seen}{age}); {who}"
+        return f"{self.kind}: {printable(page.name)}, {page} ({seen}{age}); {who}"
 
 
 def observe_leases(

@@ -49,6 +49,7 @@ from vllm_nvmeof_offload.pool.folder import open_private
 from vllm_nvmeof_offload.pool.format import LOCK_FILE
 from vllm_nvmeof_offload.pool.lease import Keeper, Lease, PageFile, Permits
 from vllm_nvmeof_offload.pool.silence import TAKEOVER_S, Silence
+from vllm_nvmeof_offload.units import printable
 
 HEARTBEAT_PERIOD_S = 5.0
 #: How long a start waits for a killed process that is still blocked in the kernel.
@@ -72,7 +73,7 @@ class Holder:
         return Holder(socket.gethostname(), pid or os.getpid(), _boot_id(), time.time())
 
     def __str__(self) -> str:
-        return f"pid {self.pid} on host {self.host}"
+        return f"pid {self.pid} on host {printable(self.host)}"
 
     @property
     def is_foreign(self) -> bool:

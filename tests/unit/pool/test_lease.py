@@ -36,6 +36,7 @@ from vllm_nvmeof_offload.pool.lease import (
     lease_of,
     read_lease,
 )
+from vllm_nvmeof_offload.pool.lock import Holder
 from vllm_nvmeof_offload.pool.log import LogRecord, LogWriter, newest_head
 from vllm_nvmeof_offload.pool.ownership import Claim, PoolSpec
 from vllm_nvmeof_offload.pool.pool import Pool
@@ -495,3 +496,11 @@ def test_a_stopped_server_loses_its_region_to_another_one(tmp_path: Path, reache
     finally:
         child.kill()
         child.communicate()
+
+
+def test_what_another_host_calls_itself_is_one_line_of_a_log() -> None:
+    name = "a\n[ERROR] forged\x1b[2J ü"
+    shown = r"a\n[ERROR] forged\x1b[2J ü"
+    page = LeasePage(bytes(range(16)), 1, 1, 0, 7, name, 3, "")
+    assert str(page) == f"pid 3 on host {shown}"
+    assert str(Holder(name, 3, "", 0.0)) == f"pid 3 on host {shown}"
