@@ -74,6 +74,13 @@ MaybeWhich = Annotated[
     ),
 ]
 
+PlannedPool = Annotated[
+    str | None, typer.Option(help="Size of the planned pool over all targets, such as 2TiB.")
+]
+ServerUrl = Annotated[
+    str | None,
+    typer.Option(help="Address of a running server, whose metrics are checked for holes."),
+]
 SecretFile = Annotated[
     str | None,
     typer.Option(
@@ -121,13 +128,8 @@ def doctor(
     staging: Annotated[
         str | None, typer.Option(help="Pinned memory of the planned server, such as 30GiB.")
     ] = None,
-    pool: Annotated[
-        str | None, typer.Option(help="Size of the planned pool over all targets, such as 2TiB.")
-    ] = None,
-    url: Annotated[
-        str | None,
-        typer.Option(help="Address of a running server, whose metrics are checked for holes."),
-    ] = None,
+    pool: PlannedPool = None,
+    url: ServerUrl = None,
     as_json: AsJson = False,
     measure: Annotated[
         bool,
