@@ -365,7 +365,9 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             rest = self._view.rest_of_a_chunk(request, question, self._waiting) if found == 0 else 0
         answers.asked(request.request_id, question)
         hits, misses = look_up.hits, look_up.misses
-        answer = answers.remember(request.request_id, question, found, hits, misses)
+        # With KV events every look-up is real: vLLM notes in it what it reports in events.
+        keep = not self._manager.config.kv_events
+        answer = answers.remember(request.request_id, question, found, hits, misses, keep)
         return (replace(answer, found=rest), True) if rest else (answer, later)
 
     @timed

@@ -33,19 +33,28 @@ class PolicyRules:
         """The keys that were looked up often enough."""
         return [key for key in keys if self._sightings[key] >= self._knobs.store_threshold]
 
-    def turned(self) -> None:
-        """Note what a turn has taken: a request that leaves in the same step may give it back."""
+    def turned(self, provisional: int) -> None:
+        """Note what a turn has taken: a request that leaves in the same step may give it back. Its
+        fetches may have evicted entries, this many provisional ones among them."""
         self._note_room()
+        if self._take_dropped() > provisional:
+            raise Violation("hole", "a fetch evicted a chunk that was never written")
 
-    def planned(self, used_cache: Iterable[int], provisional: int, *, load: bool) -> None:
-        """Check after a store or a load was planned: the plan may have evicted entries, this many
-        provisional ones among them."""
-        self._note_room()  # a slot that it has taken may be free again before the next command
+    def _take_dropped(self) -> int:
         dropped = self._core.counters["refused_writes"] - self._dropped
         self._dropped += dropped
+        return int(dropped)
+
+    def planned(
+        self, used_cache: Iterable[int], provisional: int, offered: Sequence[bytes] | None
+    ) -> None:
+        """Check after a store or a load was planned: the plan may have evicted entries, this many
+        provisional ones among them. offered: the store's keys; None: it was a load."""
+        self._note_room()  # a slot that it has taken may be free again before the next command
+        dropped = self._take_dropped()
         if dropped <= provisional:
             return
-        if load:
+        if offered is None:
             raise Violation("hole", "a load evicted a chunk that was never written")
         gauges = self._core.gauges()
         if gauges["pool_slots"] and not gauges["suspect_targets"]:
@@ -53,6 +62,8 @@ class PolicyRules:
         if self._knobs.set_size > 1:
             return  # the rows of those that are left may have other parts that cannot be evicted
         used, held = set(used_cache), set(self._core.held())
+        if not self._demotes:
+            held.update(offered)  # without a prefix its continuation would be unreachable
         for entry in self._core.entries():
             free = entry.cache not in used and entry.key not in held
             if entry.state is State.BOTH and free:

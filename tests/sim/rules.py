@@ -142,13 +142,14 @@ class Rules:
             if cache is not None and place is not None:
                 self._fresh(cache, identity)
         self.ops[command.op] = op
-        self._policies.planned(self._used(), self._provisional_gone(ours), load=True)
+        self._policies.planned(self._used(), self._provisional_gone(ours), None)
         self._used_here(keys)
         return command
 
     def turn(self) -> None:
+        before = self._entries()
         self._core.turn()
-        self._policies.turned()
+        self._policies.turned(self._provisional_gone(before))
 
     def prepare_store(
         self,
@@ -180,7 +181,7 @@ class Rules:
             if provisional is not None:
                 later = {key for key, one in zip(keys, provisional.tolist(), strict=True) if one}
                 self._provisional.update(i.generation for i in op.identities if i.key in later)
-        self._policies.planned(self._used(), self._provisional_gone(known), load=False)
+        self._policies.planned(self._used(), self._provisional_gone(known), keys)
         self._used_here(keys)
         if self._foreign is not None and plan.command is not None:
             self._foreign.stored(self.ops[plan.command.op])

@@ -84,16 +84,18 @@ class RememberedAnswers:
         found: int | None,
         hits: Sequence[bytes],
         misses: Sequence[bytes],
+        keep: bool = True,
     ) -> Answer:
-        """A real look-up has given this answer, which is returned. It is remembered if it can
-        be."""
+        """A real look-up has given this answer, which is returned. It is remembered if it can be.
+
+        keep: False: it is not, because every look-up has to be real.
+        """
         self._drop(request_id, question.sources)
         # Asked first: it voids what was believed for too long, with everything that is watched.
         answer = Answer(question, found, hits, misses, self._core.voided)
-        config = self._core.config
-        # With KV events every look-up is real: vLLM notes in it what it reports in events.
-        if found is None or config.kv_events or (not found and config.full_attention_only):
-            return answer  # a delay; or a look-up that asked for one key
+        asked_one_key = not found and self._core.config.full_attention_only
+        if found is None or asked_one_key or not keep:  # None: a delay
+            return answer
         # What vLLM found must be what the tiers have: all else is not remembered.
         rests_on = hits if found else [*hits, *misses]
         if rests_on and self._core.watch(hits, question.sources):
