@@ -45,6 +45,7 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )
     env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_NVMEOF_")}
     env |= {
+        "VLLM_NVMEOF_ALLOW_ROOT_FILE_SYSTEM": "true",
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",

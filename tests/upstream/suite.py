@@ -41,6 +41,7 @@ def environment(release: Release, *first: Path) -> dict[str, str]:
     kept.pop("PYTHONDONTWRITEBYTECODE", None)
     return {
         **kept,
+        "VLLM_NVMEOF_ALLOW_ROOT_FILE_SYSTEM": "true",
         "PYTHONPATH": os.pathsep.join(map(str, places)),
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_NO_USAGE_STATS": "1",

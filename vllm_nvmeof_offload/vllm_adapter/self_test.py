@@ -176,6 +176,7 @@ def _settings(folder: str) -> dict[str, Any]:
     }
     settings |= {
         "targets": [folder],
+        "allow_root_file_system": True,
         "pool_bytes": 4 * MIB,
         "staging_bytes": _STAGING_BYTES,
         "blocks_per_chunk": _PER_CHUNK,

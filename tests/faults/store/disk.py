@@ -252,7 +252,8 @@ class Disk:
         if Path(old).name not in _WATCHED:
             _REAL["rename"](old, new, **more)
         elif self._change("superblock"):
-            event = Name(Path(new), self._stash(Path(new)), self._stash(Path(old)))
+            place = _lasting(Path(new))
+            event = Name(place, self._stash(place), self._stash(Path(old)))
             self.journal.append(event)
             _REAL["rename"](old, new)
 
@@ -261,7 +262,8 @@ class Disk:
         if Path(path).name not in _WATCHED - {"superblock.new"} or not os.path.lexists(path):
             _REAL["unlink"](path, **more)
         elif self._change("superblock"):
-            self.journal.append(Name(Path(path), self._stash(Path(path)), None))
+            place = _lasting(Path(path))
+            self.journal.append(Name(place, self._stash(place), None))
             _REAL["unlink"](path)
 
     def _stash(self, path: Path) -> Path | None:
@@ -271,3 +273,8 @@ class Disk:
         place = self.root / f"stash-{self._stashed}"
         os.link(path, place)
         return place
+
+
+def _lasting(path: Path) -> Path:
+    """The path, where it leads through a descriptor: a crash closes that."""
+    return path.parent.resolve() / path.name

@@ -78,16 +78,21 @@ def test_a_killed_follower_has_a_successor(
     file: int, engine: OpenEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm_nvmeof_offload.follow.start._RESTART_S", 0.05)
-    put(engine(1, tmp_path), 3, name(1, 5))
+    pool = engine(1, tmp_path)
+    put(pool, 3, name(1, 5))
     follower = start_follower([tmp_path], KEYSPACE, OURS, 1, file)
     reader = ForeignReader(file)
-    wait_until("a row", lambda: reader.rows_of(name(1).key) == [row(1, 3, 5)])
+    wait_until("its owner", lambda: reader.owner(1).state == COMPLETE)
     (first,) = followers_of(tmp_path)
     os.kill(first, signal.SIGKILL)
-    wait_until("its successor's row", lambda: reader.rows_of(name(1).key) == [row(2, 3, 5)])
+    put(pool, 4, name(2, 6))
+    wait_until("its successor", lambda: followers_of(tmp_path) not in ([], [first]))
+    # It goes on with the table and with the owner's number, and finds no chunk twice.
+    wait_until("its successor's row", lambda: reader.rows_of(name(2).key) == [row(1, 4, 6)])
     # An owner is complete after its rows are there.
-    wait_until("its record", lambda: reader.owner(2).state == COMPLETE)
-    assert reader.owner(1).state == NONE
+    wait_until("its record", lambda: reader.owner(1).state == COMPLETE)
+    assert reader.rows_of(name(1).key) == [row(1, 3, 5)]
+    assert reader.owner(2).state == NONE
     follower.stop()
     wait_until("its end", lambda: followers_of(tmp_path) == [])
 

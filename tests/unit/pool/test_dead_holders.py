@@ -41,6 +41,7 @@ class Elsewhere:
     def beat(self) -> None:
         heartbeat = time.time() + self.now_s - self._behind_s
         for path in self._paths:
+            path.touch(0o600)
             path.write_bytes(Holder("elsewhere", 4711, "another-kernel", heartbeat).record())
         self._beaten_s = self.now_s
 

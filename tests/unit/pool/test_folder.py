@@ -33,8 +33,10 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two
 
 
 def as_user(uid: int, call: Callable[[], object], limit_s: float = 60.0) -> str:
-    """Return `call`'s result, or its error, in a process of that user and of 4 GiB."""
+    """Return `call`'s result, or its error, in a process of that user, to which 4 GiB are left."""
     answer, theirs = os.pipe()
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    memory = held + (4 << 30)
     pid = os.fork()
     if pid == 0:
         try:
@@ -42,7 +44,7 @@ def as_user(uid: int, call: Callable[[], object], limit_s: float = 60.0) -> str:
             os.setgid(uid)
             os.setuid(uid)
             os.chdir("/")
-            resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+            resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
             text = repr(call())
         except BaseException as error:  # noqa: BLE001
             text = f"{type(error).__name__}: {error}"
