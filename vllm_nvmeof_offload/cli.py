@@ -187,10 +187,8 @@ def doctor(
     targets = target or [default_target(os.environ)]
     with plain_errors(2):
         peers, secret = _peers(peer or [], share_secret_file)
-    code = examine(
-        targets, staging_bytes, as_json, measure, calibrate, peers, secret, pool=pool, url=url
-    )
-    raise typer.Exit(code)
+    planned = (targets, staging_bytes, as_json, measure, calibrate, peers, secret, pool, url)
+    raise typer.Exit(examine(*planned))
 
 
 def _peers(addresses: list[str] | None, secret_file: str | None) -> tuple[list[str], bytes]:

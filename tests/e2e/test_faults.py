@@ -108,7 +108,7 @@ def test_prompts_that_are_stored_faster_than_written_have_no_holes(
 ) -> None:
     """Six prompts of 15 chunks each, and a CPU tier of 40: whatever was stored of them is found by
     the first request that returns."""
-    faults.set(write_delay_ms=1000)
+    faults.set(write_delay_ms=5000)
     rng = np.random.default_rng(3)
     asked = [random_tokens(rng, rig.PROMPT_TOKENS, rig.SHAPE) for _ in range(6)]
     before = rig.metrics(server)

@@ -72,6 +72,7 @@ class Rank:
                 "pool_bytes": options.ranks * 4 * MIB,
                 "io_engine": options.io_engine,
                 "read_deadline_ms": options.read_deadline_ms,
+                "allow_root_file_system": True,
             },
             {},
         )

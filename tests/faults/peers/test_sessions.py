@@ -385,8 +385,10 @@ def test_peers_take_turns_for_slots() -> None:
 
 
 def test_sessions_have_equal_shares_of_the_slots(desk: Desk) -> None:
-    first, second = desk.asker(), desk.asker()
-    desk.until(lambda: first.got and second.got)
+    first = desk.asker()
+    desk.until(lambda: first.got)
+    second = desk.asker()
+    desk.until(lambda: second.got)
     assert [one.got[0].credits for one in (first, second)] == [4, 2]  # type: ignore[union-attr]
     first.read(0, 1, 2, 3)
     desk.until(lambda: desk.port.started)

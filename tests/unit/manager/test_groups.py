@@ -162,6 +162,7 @@ def test_the_tokens_of_a_load_count_once_and_fail_together() -> None:
     bench.keep(*pooled)
     bench.write_all()
     bench.keep(*chunks(FULL, *range(50, 58)))
+    bench.write_all()
     cached = [key_of(STATE, 1), *chunks(FULL, 2, 3)]
     bench.keep(*cached)
     keys = [key_of(WINDOW, 3), key_of(STATE, 1), *chunks(FULL, 0, 1, 2, 3)]

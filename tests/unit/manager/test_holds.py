@@ -124,7 +124,7 @@ def test_an_eighth_of_the_slots_stays_evictable() -> None:
     bench.preempted("a", *range(16))
     bench.fetches()
     assert bench.held() == list(range(14))
-    assert bench.core.prepare_store(keys_of(200, 201, 202)).refused == 1
+    assert bench.core.prepare_store(keys_of(200, 201, 202)).refused == keys_of(202)
     bench.core.reload.left("a")
 
 

@@ -12,7 +12,7 @@ def test_a_chunk_is_stored_when_seen_the_nth_time() -> None:
     bench = Bench(cache=8, store_threshold=3)
     for _ in range(2):
         plan = bench.core.prepare_store(keys_of(1, 2))
-        assert (plan.command, plan.refused) == (None, 0)
+        assert (plan.command, plan.refused) == (None, [])
     assert bench.stored(1, 2, 3) == [1, 2]
     assert bench.core.counters["below_threshold_chunks"] == 5
     assert bench.hits([1, 2, 3]) == [1, 2]
