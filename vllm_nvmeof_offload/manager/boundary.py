@@ -58,21 +58,36 @@ def wanted(
 
 
 def taken(
-    groups: Sequence[Group], hits: Sequence[bytes], ends: Sequence[int], boundary: int
+    groups: Sequence[Group],
+    keys_by_group: Sequence[Sequence[bytes]],
+    hits: Sequence[bytes],
+    local: int,
+    boundary: int,
+    ends_of: Callable[[Sequence[bytes]], Sequence[int]],
 ) -> list[bytes]:
-    """The keys that a load up to `boundary` takes of those for which vLLM's look-up has hit.
+    """The keys that a load from `local` tokens to `boundary` takes: for all of them vLLM's look-up
+    has hit.
 
-    ends: of each, the request's tokens up to its chunk's end. vLLM may have found the head of a
-    chunk (a partial tail) behind whole chunks; it then loads the head in place of the chunk.
+    vLLM may have found the head of a chunk (a partial tail) behind whole chunks; it then loads the
+    head in place of the chunk. ends_of: the request's tokens up to the end of each key's chunk.
     """
-    by_id = {group.group_id: group for group in groups}
-    keys: dict[tuple[int, int], bytes] = {}  # by group and the chunk's first token
-    for key, end in zip(hits, ends, strict=True):
-        group = by_id[group_id_of(key)]
-        first = (end - 1) // group.tokens_per_chunk * group.tokens_per_chunk
-        if _needed_from(group, boundary) - group.tokens_per_chunk < first < boundary:
-            keys[group.group_id, first] = key
-    return list(keys.values())
+    keys = wanted(groups, keys_by_group, local, boundary)
+    if boundary % unit_tokens(groups) == 0:
+        return keys
+    heads = list(set(hits).difference(*keys_by_group))
+    ends = zip(heads, ends_of(heads), strict=True)
+    head_of = {group_id_of(key): key for key, end in ends if end == boundary}
+    hit = set(hits)
+    for group, own in zip(groups, keys_by_group, strict=True):
+        chunk = boundary // group.tokens_per_chunk
+        if boundary % group.tokens_per_chunk == 0:
+            continue
+        head = head_of.get(group.group_id)
+        if chunk < len(own) and own[chunk] in keys and (head or own[chunk] not in hit):
+            keys.remove(own[chunk])
+        if head:
+            keys.append(head)
+    return keys
 
 
 def full_prefix(

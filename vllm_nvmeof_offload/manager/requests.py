@@ -13,6 +13,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from vllm_nvmeof_offload import logger
@@ -246,11 +247,13 @@ class WaitingRequests:
 
     def _taken(self, request_id: str, answer: Answer) -> Sequence[bytes]:
         """The keys of a load of what was found: those that vLLM's look-up has hit, no others."""
-        if self._core.config.full_attention_only:
-            return list(dict.fromkeys(answer.hits))
-        ends = self._queue.ends_of(request_id, answer.hits)
-        end = answer.question.local + (answer.found or 0)
-        return boundary.taken(self._queue.groups, answer.hits, ends, end)
+        keys_by_group = self._queue.keys_of(request_id)
+        if self._core.config.full_attention_only or keys_by_group is None:
+            return answer.hits
+        local, ends_of = answer.question.local, partial(self._queue.ends_of, request_id)
+        end = local + (answer.found or 0)
+        groups = self._queue.groups
+        return boundary.taken(groups, keys_by_group, answer.hits, local, end, ends_of)
 
     def allocated(self, request_id: str, loaded: int) -> Attempt | None:
         """The request got its GPU blocks: count what it gets back, and the decision on its hit.

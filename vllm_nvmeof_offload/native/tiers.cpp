@@ -134,8 +134,7 @@ size_t Tiers::weigh(Keys keys, std::span<const uint64_t> lane_bytes,
   };
   for (size_t at = 0; at < rows.size(); ++at) {
     if (rows[at] == kNoRow) {
-      require(options_.foreign, "weighing a key that no tier has");
-      all_cached = false;  // another engine may have given the chunk up since
+      all_cached = false;  // it has left since, or another engine has given it up
       if (!foreign.empty() && foreign[at].place != kNoPlace)
         read(foreign[at].place, group_of(keys[at]));
       continue;

@@ -82,19 +82,52 @@ def test_what_is_in_gpu_memory_is_not_wanted() -> None:
     assert index.plan(80, 96) == (80, [])
 
 
-def test_a_load_takes_what_it_needs_of_what_was_hit() -> None:
-    def key(group: Group, end: int) -> bytes:
-        return b"%d" % end + group.group_id.to_bytes(4, "big")
+def key_of(group: Group, end: int) -> bytes:
+    return b"%d" % end + group.group_id.to_bytes(4, "big")
 
-    hits = [(FULL, end) for end in (32, 48, 64, 80)]  # behind one chunk in GPU memory
-    hits += [(WINDOW, end) for end in (80, 32, 64, 48, 32)]  # asked twice
-    ends = [end for _, end in hits]
-    found = taken([WINDOW, FULL], [key(*one) for one in hits], ends, 64)
-    assert found == [key(FULL, 32), key(FULL, 48), key(FULL, 64), key(WINDOW, 64), key(WINDOW, 48)]
-    hits = [(FULL, 16), (FULL, 32), (STATE, 16), (STATE, 24), (FULL, 28), (FULL, 24)]
-    ends = [end for _, end in hits]
-    found = taken([STATE, FULL], [key(*one) for one in hits], ends, 24)
-    assert found == [key(FULL, 16), key(FULL, 24), key(STATE, 24)], "a partial tail"
+
+@pytest.mark.parametrize(
+    ("groups", "hits", "local", "boundary", "expected"),
+    [
+        pytest.param(
+            [WINDOW, FULL],
+            [(FULL, 32), (FULL, 48), (FULL, 64), (FULL, 80), (WINDOW, 80), (WINDOW, 64)],
+            16,
+            64,
+            [(FULL, 32), (FULL, 48), (FULL, 64), (WINDOW, 48), (WINDOW, 64)],
+            id="whole chunks",
+        ),
+        pytest.param(
+            [STATE, FULL],
+            [(FULL, 16), (FULL, 32), (STATE, 16), (STATE, 24), (FULL, 28), (FULL, 24)],
+            0,
+            24,
+            [(FULL, 16), (STATE, 24), (FULL, 24)],
+            id="the head of a chunk that is there too",
+        ),
+        pytest.param(
+            [STATE, FULL],
+            [(FULL, 16), (STATE, 24), (FULL, 24)],
+            0,
+            24,
+            [(FULL, 16), (STATE, 24), (FULL, 24)],
+            id="the head of a chunk that nobody has stored",
+        ),
+    ],
+)
+def test_a_load_takes_what_was_hit(
+    groups: list[Group],
+    hits: list[tuple[Group, int]],
+    local: int,
+    boundary: int,
+    expected: list[tuple[Group, int]],
+) -> None:
+    ends = {key_of(*one): one[1] for one in hits}
+    by_group = [[key_of(group, end) for end in range(16, 97, 16)] for group in groups]
+    found = taken(
+        groups, by_group, list(ends), local, boundary, lambda keys: [ends[k] for k in keys]
+    )
+    assert found == [key_of(*one) for one in expected]
 
 
 def test_the_index_is_asked_once_per_group() -> None:
