@@ -52,7 +52,7 @@ ALLOW_FAULTS = "VLLM_NVMEOF_ALLOW_FAULT_INJECTION"
 
 _STAGING_BYTES_DEFAULT_MAX = 8 * GIB
 _POOL_BYTES_DEFAULT_MAX = 100 * GIB
-_POOL_BYTES_DEFAULT_MAX_LAYER = GIB
+POOL_BYTES_DEFAULT_MAX_LAYER = GIB
 _CHUNK_TOKENS_MAX = 256
 #: One slot is read into while the other is copied from.
 _STREAM_SLOTS_MIN = 2
@@ -618,8 +618,7 @@ def _check_target(path: str, config: OffloadConfig, create: bool) -> TargetInfo:
         raise ConfigError(
             "targets", path, "not a directory; give a directory on a mounted file system"
         )
-    named = path != default_target(os.environ) and not config.allow_root_file_system
-    if named and is_on_root(Path(path)):
+    if needs_permission(path) and not config.allow_root_file_system:
         missing = "is on" if os.path.isdir(path) else "does not exist and would be made on"
         raise ConfigError(
             "targets",
@@ -644,6 +643,11 @@ def _check_target(path: str, config: OffloadConfig, create: bool) -> TargetInfo:
         ) from None
     place = existing(Path(path))
     return TargetInfo(path, _file_system(str(place)), shutil.disk_usage(place).free)
+
+
+def needs_permission(path: str) -> bool:
+    """Whether a target takes space of the root file system, and is not the default one."""
+    return path != default_target(os.environ) and is_on_root(Path(path))
 
 
 def judge_access(path: str) -> tuple[str, str]:
@@ -794,7 +798,7 @@ def resolve_pool_bytes(config: OffloadConfig, held_bytes: int) -> int:
         place = existing(Path(target))
         free[place.stat().st_dev] = shutil.disk_usage(place).free
         if is_container_layer(target):
-            most = _POOL_BYTES_DEFAULT_MAX_LAYER
+            most = POOL_BYTES_DEFAULT_MAX_LAYER
     return min(most, (sum(free.values()) + held_bytes) // 2)
 
 

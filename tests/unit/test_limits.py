@@ -143,7 +143,7 @@ def test_memory_that_cannot_be_had_ends_no_process() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
 def test_a_mounted_directory_of_another_file_system_needs_permission(tmp_path: Path) -> None:
-    """In a container, a target whose own file system is not mounted lies in one."""
+    """In a container, an unmounted target is a directory that the host has mounted in."""
     place = Path("/dev/shm") / f"nvmeof-test-{os.getpid()}"
     (place / "0").mkdir(parents=True)
     bound = tmp_path / "kv"

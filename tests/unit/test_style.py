@@ -36,7 +36,7 @@ COLUMNS_MAX = 100
 #: Files and lines of Python and C++. They may fall (lower the number then), and a commit that
 #: raises one gives the reason.
 PRODUCT_FILES_MAX = 201
-PRODUCT_LINES_MAX = 46_150
+PRODUCT_LINES_MAX = 46_170
 BENCH_FILES_MAX = 102
 BENCH_LINES_MAX = 21_000
 #: A count below its maximum by more than this share means that the maximum has to be lowered.

@@ -202,9 +202,9 @@ class Tiers {
   void supersede(Keys keys);
   // They are to be kept, and written like any other.
   void keep(Keys keys);
-  // Those that one request at most has used leave the CPU tier before all others, for the pool,
-  // the last key first: what is still to be written through stays until it is, and without a pool
-  // nothing changes.
+  // Make these chunks the next to leave the CPU tier, the last key first, except chunks that more
+  // than one request has used. A chunk that waits to be written through keeps its turn, and without
+  // a pool nothing changes.
   void cool(Keys keys);
   // Intend to read a key that is only in a pool into a cache slot; kNoRow: there is no slot, or
   // another engine has it no more.

@@ -227,9 +227,9 @@ STRANGER = "it has not the same share secret, or is no peer; give all the same s
 
 
 def lock(socket: zmq.Socket[bytes], secret: bytes, *, serves: bool) -> None:
-    """Let a socket connect only with who has the same secret; empty: with anybody.
+    """Let a socket talk only to peers with the same share secret; to any peer if `secret` is empty.
 
-    serves: it is D's. zmq.ZMQError: the library has no CURVE.
+    serves: the socket is the serving side's. zmq.ZMQError: the library has no CURVE.
     """
     if not secret:
         return

@@ -51,7 +51,7 @@ class Folder:
         return folder
 
     def renew(self) -> None:
-        """Look the path up again, for the same `place`. OSError: as `open`."""
+        """Open the path again; `place` then names the directory found now. Raises as `open`."""
         found = Folder.open(self.path)
         os.dup2(found.fd, self.fd, inheritable=False)
 
@@ -79,9 +79,9 @@ def make_directory(path: Path) -> None:
 def open_private(path: Path, flags: int) -> int:
     """Open a file that nobody but its owner can write; one that `O_CREAT` makes has mode 0600.
 
-    A wider mode is narrowed, with a warning, unless the file is opened for reading only. Its owner
-    is this user; root's tools also open files of the user who has the directory. OSError: it is no
-    such file, EPERM if it is a pipe or another user's. Never waits for another process.
+    A wider mode is narrowed, with a warning, unless the file is opened for reading only. The file
+    must belong to this user; as root, it may belong to the directory's owner. Never waits for
+    another process. OSError: the file cannot be opened; EPERM: it is a pipe, or another user's.
     """
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:

@@ -230,9 +230,9 @@ class Pool:
         return self._slabs[target].log_fd
 
     def keyspace(self, target: int) -> Folder:
-        """Return the directory that our region lies in, whatever has its path; on any thread.
+        """Open the keyspace's directory from our region's, not by its path. For any thread.
 
-        OSError: the target is away, or others can write the directory.
+        OSError: the target is away, or other users can write the directory.
         """
         folder = self._slabs[target].folder
         if folder is None:

@@ -25,6 +25,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.config import (
+    POOL_BYTES_DEFAULT_MAX_LAYER,
     OffloadConfig,
     Replica,
     check_fits,
@@ -69,8 +70,9 @@ def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
         if config.pool_bytes is None and is_container_layer(target.path):
             logger.warning(
                 "nvmeof: target %s is in this container's own layer, on the node's disk: the pool "
-                "has 1 GiB at most; mount a volume and name it in targets, or set pool_bytes",
+                "has %s at most; mount a volume and name it in targets, or set pool_bytes",
                 target.path,
+                format_bytes(POOL_BYTES_DEFAULT_MAX_LAYER),
             )
     if config.fault_injection:
         logger.warning(

@@ -32,6 +32,7 @@ from vllm_nvmeof_offload.config import (
     check_targets,
     default_target,
     judge_access,
+    needs_permission,
     parse_config,
 )
 from vllm_nvmeof_offload.copy.base import Backend
@@ -50,7 +51,6 @@ from vllm_nvmeof_offload.fabric.topology import (
 from vllm_nvmeof_offload.io.choose import explain_denial
 from vllm_nvmeof_offload.io.uring import UringDeniedError
 from vllm_nvmeof_offload.limits import (
-    is_on_root,
     memory_bytes,
     memory_left_bytes,
     space_bytes,
@@ -156,7 +156,9 @@ def _may_lock_anything() -> bool:
 
 def check_target(target: str) -> list[Finding]:
     """Check one directory for a pool. Nothing is created but a probe's file that is removed."""
-    settings = parse_config({"targets": [target], "allow_root_file_system": True}, {})
+    key = f"{ENV_PREFIX}ALLOW_ROOT_FILE_SYSTEM"
+    given = parse_config({"targets": [target]}, {key: os.environ.get(key, "false")})
+    settings = given.model_copy(update={"allow_root_file_system": True})
     try:
         (info,) = check_targets(settings, create=False)
     except ConfigError as refusal:
@@ -177,7 +179,7 @@ def check_target(target: str) -> list[Finding]:
     space = ok("free_space", evidence)
     if free < GIB + kept:
         space = warning("free_space", evidence, "free some space, or name another target")
-    elif not _may_be_on_root(target) and is_on_root(Path(info.path)):
+    elif needs_permission(info.path) and not given.allow_root_file_system:
         remedy = "mount the target's file system, or set allow_root_file_system for a pool there"
         space = warning("free_space", f"{evidence}; it is the root file system", remedy)
     try:
@@ -187,11 +189,6 @@ def check_target(target: str) -> list[Finding]:
         evidence = f"does not work on {info.file_system}: {why}; buffered I/O runs instead"
         direct = warning("o_direct", evidence, "put the pool on xfs or ext4")
     return [access, direct, space]
-
-
-def _may_be_on_root(target: str) -> bool:
-    allowed = os.environ.get(f"{ENV_PREFIX}ALLOW_ROOT_FILE_SYSTEM", "")
-    return target == default_target(os.environ) or allowed.lower() == "true"
 
 
 def check_pool(targets: list[str], pool: str) -> Finding:
