@@ -19,7 +19,7 @@ def store_threshold_is_ignored() -> list[Patch]:
 
 @mutant
 def lookups_are_not_counted() -> list[Patch]:
-    def see(self: Any, keys: Any) -> Any:
+    def see(self: Any, keys: Any, _: Any = ()) -> Any:
         return None if self._threshold == 1 else np.zeros(len(keys), np.uint8)
 
     return [(StoreThreshold, "see", see)]
