@@ -755,13 +755,13 @@ def check_space(config: OffloadConfig, held: Sequence[int]) -> None:
         ours = sum(held[at] for at in targets)
         room = max(ours, ours + free - kept)
         if each * len(targets) > room:
-            most = format_bytes(room // len(targets) * len(config.targets))
+            most = room // len(targets) * len(config.targets) // MIB  # not rounded up
             raise ConfigError(
                 "pool_bytes",
                 format_bytes(config.pool_bytes or 0),
                 f"takes {format_bytes(each * len(targets))} of the file system of {path}, which "
                 f"has {format_bytes(free + ours)} for it, {format_bytes(kept)} of which stay free; "
-                f"give at most {most} over all targets, or name larger ones",
+                f"give at most {most} MiB over all targets, or name larger ones",
             )
 
 

@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import unknown_vllm
 
@@ -94,6 +95,28 @@ class Probe:
 
         return self.describe(lambda: EngineArgs(**self.base, **arguments).create_engine_config())
 
+    def on_a_full_machine(self) -> dict[str, Any]:
+        """A new configuration; and one that was made before, completed again as in an engine that
+        has started: its staging and its pool fill the machine."""
+        from vllm.engine.arg_utils import EngineArgs
+
+        from vllm_nvmeof_offload.errors import ConfigError
+        from vllm_nvmeof_offload.vllm_adapter import supported
+
+        def refuse(*_: object) -> None:
+            raise ConfigError("staging_bytes", "all", "the machine is full")
+
+        def build() -> Any:
+            return EngineArgs(**self.base, kv_offloading_backend="nvmeof").create_engine_config()
+
+        def again() -> Any:
+            made.__post_init__()
+            return made
+
+        made = build()
+        with mock.patch.object(supported, "check_memory_left", refuse):
+            return {"new": self.describe(build), "again": self.describe(again)}
+
     def transfer(self, extra: dict[str, Any] | None = None, **fields: Any) -> tuple[str, str]:
         """A --kv-transfer-config with `extra`; the pool goes to the test's directory."""
         extra = {"targets": self.pool, **(extra or {})}
@@ -145,6 +168,7 @@ def probe(run: Probe) -> dict[str, Any]:
         "flag_no_size": run.cli(*backend, *run.transfer()),
         "flag_no_json": run.cli(*backend, *size),
         "api": run.api(kv_offloading_backend="nvmeof", kv_offloading_size=1),
+        "full_machine": run.on_a_full_machine(),
         "api_early_json": run.api(kv_transfer_config=early),
         "json_wins": run.cli(*backend, *size, *run.transfer({"staging_bytes": "2GiB"})),
         "json_ours": run.cli(*run.transfer(**ours)),

@@ -123,14 +123,16 @@ def test_the_root_file_system_keeps_more(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_pool_that_does_not_fit_is_refused_with_both_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    status = SimpleNamespace(f_blocks=100 * GIB // 512, f_bavail=30 * GIB // 512, f_frsize=512)
+    free = 30 * GIB + 80 * MIB  # 25.08 GiB besides the reserve: what is named must fit
+    status = SimpleNamespace(f_blocks=100 * GIB // 512, f_bavail=free // 512, f_frsize=512)
     monkeypatch.setattr(os, "statvfs", lambda _: status)
     two = {"targets": ["/dev/shm/a", "/dev/shm/b"]}
     check_space(parse_config({**two, "pool_bytes": "25GiB"}, {}), [0, 0])
     larger = parse_config({**two, "pool_bytes": "26GiB"}, {})
-    why = r"pool_bytes='26.0 GiB'.*26.0 GiB.*/dev/shm/a.*30.0 GiB.*5.0 GiB.*at most 25.0 GiB"
+    why = r"pool_bytes='26.0 GiB'.*26.0 GiB.*/dev/shm/a.*30.1 GiB.*5.0 GiB.*at most 25680 MiB"
     with pytest.raises(ConfigError, match=why):
         check_space(larger, [0, 0])
+    check_space(parse_config({**two, "pool_bytes": "25680 MiB"}, {}), [0, 0])
     check_space(larger, [GIB // 2, GIB // 2])
     status.f_bavail = 0
     check_space(larger, [13 * GIB, 13 * GIB])  # others have filled the disk since

@@ -169,6 +169,13 @@ def test_unsupported_settings_are_refused_before_the_model_loads(
         assert part in error
 
 
+def test_a_configuration_is_checked_against_the_machine_once(probed: dict[str, Any]) -> None:
+    found = probed["full_machine"]
+    assert "the machine is full" in found["new"]["error"]
+    assert found["again"]["kv_connector"] == CONNECTOR
+    assert found["again"]["log"] == []
+
+
 def test_as_one_of_several_connectors_it_is_completed_the_same_way(probed: dict[str, Any]) -> None:
     others_by_case = {
         "combined": 1,

@@ -52,6 +52,7 @@ def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
 
     staging_key: the flag, key or variable that set the staging size, for a `ConfigError`.
     """
+    is_first = "weights_seen" not in extra
     parallel = vllm_config.parallel_config
     refuse_parallel(parallel)
     note_replicas(vllm_config, extra)
@@ -60,6 +61,8 @@ def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
     note_weights(vllm_config, config.weights_seen, extra)
     refuse_platform(config, current_platform)
     choose_policy(config.eviction_policy)
+    if not is_first:  # a copy, or of an engine that has started, whose memory and pool are its own
+        return
     check_memory(config, count_nodes(parallel), staging_key)
     check_memory_left(config.staging_bytes // count_nodes(parallel))
     targets = check_targets(config)
