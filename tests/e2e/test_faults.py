@@ -106,8 +106,8 @@ def test_write_errors(server: Server, faults: rig.Faults, reference: rig.Referen
 def test_prompts_that_are_stored_faster_than_written_have_no_holes(
     server: Server, faults: rig.Faults
 ) -> None:
-    """Six prompts of 15 chunks each, and a CPU tier of 40: whatever was stored of them is found by
-    the first request that returns."""
+    """Six prompts, of which the CPU tier takes two: whatever was stored of them is found by the
+    first request that returns."""
     faults.set(write_delay_ms=5000)
     rng = np.random.default_rng(3)
     asked = [random_tokens(rng, rig.PROMPT_TOKENS, rig.SHAPE) for _ in range(6)]
@@ -116,7 +116,7 @@ def test_prompts_that_are_stored_faster_than_written_have_no_holes(
     faults.set()
     rig.settle(server)
     stored = rig.grown(server, before, "vllm:nvmeof_stored_chunks_total")
-    assert stored > rig.STAGING_SLOTS
+    assert stored >= before.value("vllm:nvmeof_cache_slots")
     assert rig.grown(server, before, rig.REFUSED[0]) > 0, "the pool was not slower than the model"
     assert rig.grown(server, before, rig.REFUSED[1]) == 0
     rig.forget_gpu(server)
