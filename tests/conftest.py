@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -28,6 +29,16 @@ TOGETHER = {
 }
 #: What mostly waits, and has nothing that its tests share: those of one parameter stay together.
 APART = {"tests/faults/test_survive.py", "tests/faults/test_stop.py"}
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """What a test sets stays its own: vLLM's configuration, for one, sets LD_PRELOAD."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.hookimpl(optionalhook=True)

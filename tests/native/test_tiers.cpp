@@ -306,7 +306,7 @@ class World {
   std::vector<std::string> keys_;
   std::list<Op> ops_;
   std::vector<Hold> holds_;
-  uint64_t generation_ = 1;
+  uint64_t generation_ = 1000;  // no other engine has one of these: each begins at random
 };
 
 // A chunk that was made the coldest of the CPU tier is the coldest of the pool too, however often

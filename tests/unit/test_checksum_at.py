@@ -31,6 +31,7 @@ def _hello(directory: Path, checksum_at: str, *pages: int) -> RankHello:
         "staging_bytes": 2 * MIB,
         "stream_slots": 2,
         "targets": [str(directory / "target")],
+        "allow_root_file_system": True,
         "pool_bytes": 2 * MIB,
         "checksum_at": checksum_at,
     }

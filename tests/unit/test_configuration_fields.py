@@ -191,7 +191,7 @@ def online(**config: Any) -> dict[str, Any]:
         ({}, {"hf_overrides": {"rope_theta": 5e5}}),
         ({}, {"kv_cache_dtype": "fp8"}),
         ({}, {"attention_config": {"indexer_kv_dtype": "mxfp4"}}),
-        ({}, {"mamba_ssm_cache_dtype": "float32"}),
+        ({}, {"mamba_cache_dtype": "float32"}),
         ({}, {"model_impl": "transformers"}),
         ({}, {"additional_config": {"plugin": "of a platform"}}),
     ],
