@@ -56,7 +56,8 @@ def run_stage(
         if live is not None:
             copies.append(files.enter_context(live.open("a")))
         process = subprocess.Popen(
-            command,
+            # A job that a shell runs in the background ignores SIGINT, and so would its children.
+            ["env", "--default-signal=INT", *command],
             cwd=directory,
             env=dict(env),
             stdin=subprocess.DEVNULL,
