@@ -63,7 +63,6 @@ PROFILE = {
     "a_dropped_intent_leaves": "waiting",
     "first_miss_is_not_asked_again": "waiting",
     "remembered_answer_survives_a_move": "waiting",
-    "remembered_answer_survives_a_store": "pool",
     "remembered_answer_survives_an_eviction": "waiting",
     "remembered_answer_survives_a_verdict": "waiting",
     "fetch_that_a_load_waits_for_is_cancelled": "waiting",
@@ -116,7 +115,6 @@ OWNERS = {
     "loads_leave_before_the_attach": 2,
     "other_weights_are_accepted": 2,
     "reads_do_not_wait_for_their_files": 2,
-    "remembered_answer_survives_a_store": 3,
     "tag_is_not_compared_in_a_region": 3,
     "tag_is_taken_from_the_region": 3,
     "what_was_believed_is_believed_for_ever": 2,
@@ -169,6 +167,12 @@ REPLACED = {
     "a_fill_that_was_never_given_is_stale": (
         "vllm_nvmeof_offload/native/gates.cpp",
         "a slot is read for which no such fill was given",
+    ),
+    # No seed of 1,300 has an answer that another engine's chunk made, then a store of that chunk,
+    # and then something that only the stored copy can change.
+    "remembered_answer_survives_a_store": (
+        "tests/unit/tiers/test_foreign.py",
+        "def test_an_answer_is_void_when_we_store_a_chunk_that_it_has_of_others",
     ),
     # The simulator has no files. An engine that is wrong fails the contract of all engines.
     "files_are_taken_when_the_transfer_starts": (

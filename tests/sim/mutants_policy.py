@@ -14,7 +14,7 @@ from .mutants import Patch, mutant, native
 
 @mutant
 def store_threshold_is_ignored() -> list[Patch]:
-    return [(StoreThreshold, "see", lambda self, keys: None)]
+    return [(StoreThreshold, "see", lambda self, keys, again: None)]
 
 
 @mutant

@@ -68,7 +68,6 @@ void Tiers::void_foreign() {
 // now: it is in another tier, and no row of it was there to be watched.
 void Tiers::void_stored(const Batch& batch) {
   if (!options_.foreign || !options_.foreign->is_believed()) return;
-  if (mutant("remembered_answer_survives_a_store")) return;
   for (size_t at = 0; at < batch.size(); ++at) {
     if (foreign_row(batch.keys.data() + at * index.key_bytes()).place == kNoPlace) continue;
     void_answers();
