@@ -13,6 +13,7 @@ PYTEST_ARGS ?= --durations=15
 # So many test files run side by side; 0: one after the other, in one process.
 JOBS ?= 2
 SIDE_BY_SIDE = -n $(JOBS) --dist loadscope
+OF_PART = $(if $(PART),--part $(PART))
 SOAK_SECONDS ?= 14400
 # STEPS=10000000: so many simulator steps instead of half of the time. SANITIZE=1: over a build of
 # index and machine with sanitizers, which takes about three times as long.
@@ -29,7 +30,7 @@ export HF_HUB_OFFLINE := 1
 export TRANSFORMERS_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup demo demo-dual test test-fast test-fabric test-e2e suite-fast suite-alone suite-fabric \
+.PHONY: help setup demo demo-dual test test-all test-rest test-fast test-fabric test-e2e suite-fast suite-alone suite-fabric \
 	suite-e2e soak vllm-next bench results gpu wheel check format lock clean distclean
 .DEFAULT_GOAL := help
 # Set-up comes before everything, and suites run one after the other, under `make -j` too.
@@ -38,9 +39,11 @@ export TOKENIZERS_PARALLELISM := false
 help:
 	@echo "make demo       the main job on this machine: model, server, cache, restart, preemption"
 	@echo "make demo-dual  two servers behind slow links: a crowd returns over one of them, and over both"
-	@echo "make test       unit, contract, simulator, fault and fabric tests, then end to end on real vLLM;"
+	@echo "make test       the gate: what is quick of the unit, contract, simulator and fault tests, four"
+	@echo "                scenarios on the emulated fabric, wrong tokens end to end on real vLLM;"
 	@echo "                goes on after a suite that fails, and names those that did at the end"
-	@echo "make test-fast  the same without end to end and without the emulated fabric"
+	@echo "make test-all   every test; make test-rest: those that make test leaves out"
+	@echo "make test-fast  every test but end to end and the emulated fabric"
 	@echo "make test-fabric the pool on a real NVMe/TCP fabric in an emulated guest, whose paths fail"
 	@echo "make soak       the longest tests, then both simulators with fresh seeds for SOAK_SECONDS (4 hours)"
 	@echo "                or STEPS of the first; SANITIZE=1: over a build with sanitizers"
@@ -73,7 +76,10 @@ SUITES = $(BIN)/python tools/suites.py "$(MAKE)"
 demo-dual: setup
 	@$(BIN)/python -m vllm_nvmeof_bench.demo.dual --json build/demo-dual.json
 
-test: setup
+# tests/gate.py says what the gate has.
+test: export PART := gate
+test-rest: export PART := rest
+test test-rest test-all: setup
 	+@exec $(SUITES) fast alone fabric e2e
 
 test-fast: setup
@@ -86,18 +92,18 @@ test-e2e: setup suite-e2e
 
 suite-fast:
 	exec $(BIN)/python -m pytest tests/unit tests/contract tests/native tests/sim tests/faults tests/gpu \
-		-m "not soak and not alone" $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+		-m "not soak and not alone" $(SIDE_BY_SIDE) $(OF_PART) $(PYTEST_ARGS)
 
 suite-alone:
 	exec $(BIN)/python -m pytest tests/faults -m "alone and not soak" -n $(if $(filter 0,$(JOBS)),0,3) \
-		--dist loadscope $(PYTEST_ARGS)
+		--dist loadscope $(OF_PART) $(PYTEST_ARGS)
 
 # In one process: the guest emulates a machine whose clock its scenarios watch.
 suite-fabric:
-	exec $(BIN)/python -m pytest tests/fabric $(PYTEST_ARGS)
+	exec $(BIN)/python -m pytest tests/fabric $(OF_PART) $(PYTEST_ARGS)
 
 suite-e2e:
-	exec $(BIN)/python -m pytest tests/e2e $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+	exec $(BIN)/python -m pytest tests/e2e $(SIDE_BY_SIDE) $(OF_PART) $(PYTEST_ARGS)
 
 # Replay a failing seed with: .venv/bin/python -m tests.sim --seed N, or -m tests.faults.store
 soak: setup

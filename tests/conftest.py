@@ -41,6 +41,23 @@ def same_environment() -> Iterator[None]:
         os.environ.update(before)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", choices=["gate", "rest"], help="tests/gate.py; both if not given")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part = config.getoption("--part")
+    if part is None:
+        return
+    from tests import gate
+
+    parts: dict[str, list[pytest.Item]] = {"gate": [], "rest": []}
+    for item in items:
+        parts["gate" if gate.has(item) else "rest"].append(item)
+    items[:] = parts.pop(part)
+    config.hook.pytest_deselected(items=[*parts.popitem()[1]])
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Where tests run side by side, a file's tests stay together, and in their order."""

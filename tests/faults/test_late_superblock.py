@@ -207,6 +207,7 @@ def test_a_late_superblock_makes_nobody_believe_other_weights(
     assert start("heir", SECOND).adopted == 0
 
 
+@pytest.mark.slow  # a lease runs out in real time
 def test_an_owner_that_lost_its_lease_meanwhile_writes_no_superblock(
     start: StartServer, reader: Callable[[], Reader]
 ) -> None:

@@ -64,6 +64,7 @@ def joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.slow  # leases run out and are taken over in real time
 @pytest.mark.parametrize("stall_s", [0.0, 4.0])
 def test_one_owner_at_a_time(tmp_path: Path, stall_s: float) -> None:
     spans = play(tmp_path, stall_s)

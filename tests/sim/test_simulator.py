@@ -87,6 +87,7 @@ def test_no_rule_breaks_while_we_read_for_peers(owners: int) -> None:
         _seen.update(play(seed, owners=owners, peers=seed % 2, serve=True))
 
 
+@pytest.mark.slow  # every payload has its bytes, and each byte is checked
 @pytest.mark.parametrize("owners", [0, 1, 2])
 def test_no_rule_breaks_where_copies_check_payloads(owners: int) -> None:
     """With any groups and sets, and while peers read for us and we for them."""

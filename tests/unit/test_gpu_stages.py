@@ -52,6 +52,7 @@ def test_the_output_of_a_stage_is_kept_and_packed(tmp_path: Path) -> None:
     assert not (tmp_path / "all.tgz.part").exists()
 
 
+@pytest.mark.slow  # the limit leaves a busy machine the time to start the program
 def test_at_its_limit_a_stage_can_write_its_results(tmp_path: Path) -> None:
     program = """
 import sys, time

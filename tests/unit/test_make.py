@@ -110,6 +110,19 @@ def test_all_suites_run_when_some_fail_and_the_end_names_those(
     assert "jobserver" not in output
 
 
+@pytest.mark.parametrize(
+    ("goal", "part"), [("test", "--part gate"), ("test-rest", "--part rest"), ("test-all", "")]
+)
+def test_each_goal_runs_its_part_of_every_suite(make: Make, goal: str, part: str) -> None:
+    status, _ = make.run(goal)
+    assert status == 0
+    assert make.started() == list(SUITES)
+    for name in SUITES:
+        arguments = (make.here / f"{name}.args").read_text()
+        assert part in arguments
+        assert ("--part" in arguments) == bool(part)
+
+
 def test_all_suites_that_pass_make_it_pass(make: Make) -> None:
     status, output = make.run("test")
     assert status == 0

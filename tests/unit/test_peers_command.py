@@ -93,6 +93,7 @@ def test_the_command_lists_every_rank_and_fails_for_one_that_is_silent(
     assert "8 KiB" in shown.stdout
 
 
+@pytest.mark.slow  # starts three processes that serve
 @pytest.mark.parametrize("address", [3], indirect=True)
 def test_all_ranks_of_the_replicas_behind_an_address_are_asked(address: str) -> None:
     """Of three replicas the address names the second one, whose first rank runs."""

@@ -301,6 +301,7 @@ def test_wrong_bytes_stop_the_benchmark() -> None:
         Bench(world, SETTINGS).copies()
 
 
+@pytest.mark.slow  # every arm reads real files
 def test_loads_from_disk_are_streamed_and_in_two_phases(working: FakeCuda, tmp_path: Path) -> None:
     kept: list[int] = []
     settings = replace(SETTINGS, directory=tmp_path, rounds=2)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tests `make test` runs: the gate. `make test-all` runs the rest too.
+
+In the gate is what is quick. Of what is not, it has what stands between a fault and wrong tokens:
+one server of each kind that a fault would show in, one boot of the fabric, one build with
+sanitizers, and the simulator's mutants of the modules that differ from the main branch.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+NATIVE = "vllm_nvmeof_offload/native"
+
+#: Beginnings of the names of tests; each of them starts a server or an engine.
+END_TO_END = (
+    "tests/e2e/test_tokens.py",
+    "tests/e2e/test_restart.py",  # SIGKILL, and a full disk
+    "tests/e2e/test_faults.py",
+    "tests/e2e/test_preempt.py",
+    "tests/e2e/test_parallel.py",  # two ranks
+    "tests/e2e/test_share.py::test_what_one_has_stored_the_other_loads",
+    "tests/e2e/test_share_quantized.py",
+    # One model of each kind of KV cache group; full attention is in all of the above.
+    "tests/e2e/shapes/test_groups.py::TestGemma::",
+    "tests/e2e/shapes/test_groups.py::TestLfm2::",
+    "tests/e2e/shapes/test_latent_attention.py",
+)
+#: Slow, and in the gate nevertheless.
+SLOW = (
+    "tests/native/test_native.py::test_core[address,undefined]",
+    "tests/native/test_native.py::test_one_thread[test_tiers]",
+    "tests/faults/test_store_faults.py::test_a_load_gives_the_right_bytes_or_a_miss",
+    "tests/faults/test_kill.py::test_acknowledged_chunks_survive_sigkill[uring]",
+)
+#: Quick, and of tools that no server uses.
+NOT = ("tests/unit/bench/",)
+#: Played in one boot.
+SCENARIOS = {
+    "path-lost:uring",
+    "all-lost-past-fast-io-fail:uring",
+    "medium-hangs:uring",
+    "leased-region-taken-over:uring",
+}
+
+
+def has(item: Any) -> bool:
+    """Whether this item of pytest is in the gate."""
+    name: str = item.nodeid
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    if name.startswith("tests/e2e/"):
+        return name.startswith(END_TO_END)
+    if name.startswith("tests/fabric/") and "scenario" in parameters:
+        return parameters["scenario"] in SCENARIOS
+    if name.startswith("tests/sim/test_mutants.py::test_a_broken_rule_is_caught"):
+        return parameters["name"] in _mutants()
+    if name.startswith(NOT):
+        return False
+    return name.startswith(SLOW) or item.get_closest_marker("slow") is None
+
+
+_found: set[str] | None = None
+
+
+def _mutants() -> set[str]:
+    """The simulator's mutants of what differs from the main branch."""
+    global _found
+    if _found is None:
+        _found = mutants_of(changed())
+    return _found
+
+
+def changed() -> list[str]:
+    """The files that differ from where the main branch of `origin` is; none without it."""
+    base = _git("merge-base", "HEAD", "origin/HEAD") or _git("merge-base", "HEAD", "origin/main")
+    return _git("diff", "--name-only", base[0]) if base else []
+
+
+def mutants_of(files: Iterable[str]) -> set[str]:
+    """The mutants that break something in one of these files; all, where it is the simulator."""
+    from tests.sim.mutants import MUTANTS
+    from tests.sim.mutants import NATIVE as SWITCHES
+
+    files = set(files)
+    if any(file.startswith("tests/sim/") for file in files):
+        return set(MUTANTS)
+    found = set()
+    for name in MUTANTS:
+        if name not in SWITCHES and files & {_file_of(target) for target, *_ in MUTANTS[name]()}:
+            found.add(name)
+    for file in files:
+        if file.startswith(NATIVE) and (ROOT / file).exists():
+            found |= set(re.findall(r'mutant\("(\w+)"\)', (ROOT / file).read_text())) & SWITCHES
+    return found
+
+
+def _file_of(target: Any) -> str:
+    module = sys.modules.get(getattr(target, "__module__", getattr(target, "__name__", "")))
+    file = getattr(module, "__file__", None)
+    return str(Path(file).relative_to(ROOT)) if file and Path(file).is_relative_to(ROOT) else ""
+
+
+def _git(*arguments: str) -> list[str]:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.splitlines() if done.returncode == 0 else []
