@@ -54,7 +54,7 @@ def test_config_check_accepts_the_whole_json_or_our_part_of_it(tmp_path: Path, w
     [
         ('{"targts": 1}', "targts=1: unknown key; did you mean targets?"),
         ("{", "does not parse"),
-        ("/no/such/file", "cannot be read (No such file or directory)"),
+        ("/proc/no/such/file", "cannot be read (No such file or directory)"),
         ('{"staging_bytes": "1000TiB"}', "this machine has"),
         ('{"POOL_BYTES": 1}', "did you mean pool_bytes?"),
         ('{"kv_connector": "NVMeOFOffloadingConnector"}', "did you mean NVMeoFOffloadingConn"),

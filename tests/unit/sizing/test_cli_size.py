@@ -93,7 +93,7 @@ def test_kv_copies_on_several_ranks_are_reported() -> None:
     [
         ([], "--model=None: give one of --model and --preset; presets are"),
         (["--preset", "Qwen3-9B"], "--preset='Qwen3-9B': not known; did you mean Qwen/Qwen3-8B"),
-        (["--model", "/no/such"], "--model='/no/such': cannot be read (No such file"),
+        (["--model", "/proc/no/such"], "--model='/proc/no/such': cannot be read (No such file"),
         (["--ttft", "2 parsecs"], "--ttft='2 parsecs': is not a duration above 0; write 2s"),
         (["--ttft", "0s"], "--ttft='0s': is not a duration above 0"),
         (["--context", "lots"], "--context='lots': is not a number of tokens"),

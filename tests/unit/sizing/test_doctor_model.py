@@ -156,4 +156,7 @@ def test_errors_name_the_value_and_the_remedy(
 
 
 def test_a_missing_file_is_one_plain_line() -> None:
-    assert "--model='/no/such': cannot be read (No such file" in run("/no/such", code=2).stderr
+    assert (
+        "--model='/proc/no/such': cannot be read (No such file"
+        in run("/proc/no/such", code=2).stderr
+    )
