@@ -90,9 +90,10 @@ test-fabric: setup suite-fabric
 
 test-e2e: setup suite-e2e
 
+# The longest files come first, so that both processes end together.
 suite-fast:
-	exec $(BIN)/python -m pytest tests/unit tests/contract tests/native tests/sim tests/faults tests/gpu \
-		-m "not soak and not alone" $(SIDE_BY_SIDE) $(OF_PART) $(PYTEST_ARGS)
+	exec $(BIN)/python -m pytest tests/native tests/sim tests/faults tests/contract tests/gpu tests/unit \
+		-m "not soak and not alone" $(SIDE_BY_SIDE) --no-loadscope-reorder $(OF_PART) $(PYTEST_ARGS)
 
 suite-alone:
 	exec $(BIN)/python -m pytest tests/faults -m "alone and not soak" -n $(if $(filter 0,$(JOBS)),0,3) \
