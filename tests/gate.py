@@ -36,6 +36,8 @@ END_TO_END = (
 SLOW = (
     "tests/native/test_native.py::test_core[address,undefined]",
     "tests/native/test_native.py::test_one_thread[test_tiers]",
+    # What it plays, another test counts.
+    "tests/sim/test_simulator.py::test_no_rule_breaks_where_copies_check_payloads",
     "tests/faults/test_store_faults.py::test_a_load_gives_the_right_bytes_or_a_miss",
     "tests/faults/test_kill.py::test_acknowledged_chunks_survive_sigkill[uring]",
 )

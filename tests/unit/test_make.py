@@ -67,7 +67,7 @@ class Make:
         """Start it in a separate process group, as a shell does for Ctrl-C."""
         made_up = (f"BIN={self.here}", f"STAMP={self.here}/stamp", "SETUP_INPUTS=")
         # The suite that runs this test was started by make, too.
-        outer = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES")
+        outer = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "PART")
         return subprocess.Popen(
             ["make", *arguments, *made_up],
             cwd=ROOT,
