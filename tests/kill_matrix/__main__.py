@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which suite notices which mutant. `cover` first, then `run`, which goes on where it was ended.
 
-    python -m tests.kill_matrix cover        # which test runs which line: about 20 minutes
-    python -m tests.kill_matrix run          # hours; every mutant is written down when it is done
+    python -m tests.kill_matrix cover        # notes which test runs which line
+    python -m tests.kill_matrix run          # writes each mutant into matrix.json when it is done
     python -m tests.kill_matrix show
 
 Mutants are those of the simulator, each under its name, and those that `changes.py` makes. Each
@@ -26,6 +26,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.kill_matrix.changes import FOLDERS, PACKAGE, ROOT, Change, chosen
 
@@ -59,7 +61,8 @@ def cover(suites: Iterable[str]) -> None:
         old.unlink()
     places = [place for suite in suites for place in SUITES[suite]]
     command = ["-n", "2", "--dist", "loadscope", "-q", "-rfE", "--tb=no", "-m", _MARKS]
-    done = _pytest([*command, *places], {"NVMEOF_COVERAGE": str(SCRATCH / "coverage")}, None)
+    environment = {"NVMEOF_COVERAGE": str(SCRATCH / "coverage")}
+    _, done = _pytest([*command, *places], environment, None)
     failed = set(re.findall(r"^(?:FAILED|ERROR) (\S+)", done, re.MULTILINE))
     data = coverage.CoverageData(str(SCRATCH / "coverage"))
     for part in SCRATCH.glob("coverage.*"):
@@ -92,11 +95,11 @@ def run(count: int, jobs: int, only: str) -> None:
             found = _tests_of(covered, what.path, range(what.line, what.last_line + 1))
             environment, row = {"NVMEOF_CHANGE": name}, asdict(what)
         else:
-            found = sorted(
-                {test for path, lines in what for test in _tests_of(covered, path, lines)}
-            )
             environment, row = {"NVMEOF_MUTANT": name}, {"kind": "of the simulator"}
-            if not what:
+            found = sorted(
+                {test for path, lines in what or () for test in _tests_of(covered, path, lines)}
+            )
+            if what is None:
                 found = list(NATIVE_TESTS)
         row["suites"] = {}
         for suite, places in SUITES.items():
@@ -109,7 +112,7 @@ def run(count: int, jobs: int, only: str) -> None:
             matrix["mutants"][name] = row
             MATRIX.write_text(json.dumps(matrix, indent=1, sort_keys=True) + "\n")
             by = [suite for suite, one in row["suites"].items() if one.get("killed_by")]
-            print(f"{name}: {', '.join(by) or 'SURVIVES'}", flush=True)
+            print(f"{name}: {', '.join(by) or 'not killed'}", flush=True)
 
 
 def _tests_of(
@@ -121,22 +124,24 @@ def _tests_of(
     return sorted(found or {test for tests in by_line.values() for test in tests})
 
 
-def _of_the_simulator() -> dict[str, list[tuple[str, range]]]:
-    """By mutant: the files and lines of what it replaces; none for a switch of the native core."""
+def _of_the_simulator() -> dict[str, list[tuple[str, range]] | None]:
+    """By mutant: the files and lines of the package that it replaces, which may be none. None: it
+    is a switch of the native core."""
     from tests.sim import test_mutants
     from tests.sim.mutants import MUTANTS, NATIVE
 
     assert test_mutants  # importing it registers the mutants
-    found: dict[str, list[tuple[str, range]]] = {}
-    for name in sorted(MUTANTS):
-        found[name] = []
-        for target, attribute, _ in () if name in NATIVE else MUTANTS[name]():
+    found: dict[str, list[tuple[str, range]] | None] = dict.fromkeys(sorted(NATIVE))
+    for name in sorted(MUTANTS.keys() - NATIVE):
+        replaced: list[tuple[str, range]] = []
+        found[name] = replaced
+        for target, attribute, _ in MUTANTS[name]():
             real = getattr(target, attribute)
             code = getattr(getattr(real, "fget", real), "__code__", None)
             if code is not None and Path(code.co_filename).is_relative_to(PACKAGE):
                 last = max(line for *_, line in code.co_lines() if line)
                 path = str(Path(code.co_filename).relative_to(PACKAGE))
-                found[name].append((path, range(code.co_firstlineno, last + 1)))
+                replaced.append((path, range(code.co_firstlineno, last + 1)))
     return found
 
 
@@ -146,10 +151,11 @@ def _played(tests: list[str], environment: dict[str, str]) -> dict[str, Any]:
         arguments.write("\n".join(tests))
         arguments.flush()
         options = ["-x", "-q", "-rfE", "--tb=no", "--timeout=120", "-m", _MARKS]
-        text = _pytest([*options, f"@{arguments.name}"], environment, _LIMIT_S)
-    first = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
-    passed = re.search(r"^\d+ passed", text, re.MULTILINE)
-    killed_by = first[1] if first else None if passed else text.strip()[-200:]
+        status, text = _pytest([*options, f"@{arguments.name}"], environment, _LIMIT_S)
+    killed_by = None
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        first = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+        killed_by = first[1] if first else text.strip()[-200:]
     return {
         "tests": len(tests),
         "killed_by": killed_by,
@@ -157,7 +163,10 @@ def _played(tests: list[str], environment: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _pytest(arguments: list[str], environment: dict[str, str], limit_s: float | None) -> str:
+def _pytest(
+    arguments: list[str], environment: dict[str, str], limit_s: float | None
+) -> tuple[int, str]:
+    """Return the exit status and what was printed."""
     path = os.pathsep.join([str(ROOT / "tests" / "kill_matrix" / "site"), str(ROOT)])
     command = [sys.executable, "-m", "pytest", *_PLUGIN, *arguments]
     try:
@@ -170,12 +179,12 @@ def _pytest(arguments: list[str], environment: dict[str, str], limit_s: float | 
             timeout=limit_s,
         )
     except subprocess.TimeoutExpired:
-        return f"did not end within {limit_s:.0f} s"
-    return done.stdout + done.stderr
+        return pytest.ExitCode.INTERRUPTED, f"did not end within {limit_s:.0f} s"
+    return done.returncode, done.stdout + done.stderr
 
 
 def show() -> None:
-    """Print how many mutants each suite kills, and those that none does."""
+    """Print how many mutants each suite kills, and those that none does or that none reaches."""
     rows = json.loads(MATRIX.read_text())["mutants"]
     killed, alone = Counter[str](), Counter[str]()
     for row in rows.values():
@@ -187,7 +196,9 @@ def show() -> None:
         print(f"{suite:10} kills {killed[suite]:4}, of which no other does {alone[suite]:4}")
     for name, row in sorted(rows.items()):
         if not any(one.get("killed_by") for one in row["suites"].values()):
-            print(f"survives: {name}  {row.get('before', '')!r} -> {row.get('after', '')!r}")
+            is_run = any(one["tests"] for one in row["suites"].values())
+            word = "survives" if is_run else "not reached"
+            print(f"{word}: {name}  {row.get('before', '')!r} -> {row.get('after', '')!r}")
 
 
 def main() -> None:

@@ -82,7 +82,7 @@ def named(name: str) -> Change:
     for change in changes_of(path):
         if change.name == name:
             return change
-    raise LookupError(f"{name}: no such change of {path}; make the matrix anew")
+    raise LookupError(f"{name}: {path} has changed since; run the matrix again")
 
 
 def changes_of(path: Path) -> Iterator[Change]:

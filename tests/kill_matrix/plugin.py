@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+_NOTED = pytest.StashKey[Any]()
 _broken = ExitStack()
 
 
@@ -24,9 +25,6 @@ def pytest_configure(config: pytest.Config) -> None:
         )
         noted.start()
         config.stash[_NOTED] = noted
-
-
-_NOTED = pytest.StashKey[Any]()
 
 
 @pytest.hookimpl(wrapper=True)
