@@ -30,8 +30,8 @@ export HF_HUB_OFFLINE := 1
 export TRANSFORMERS_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help setup demo demo-dual test test-all test-rest test-fast test-fabric test-e2e suite-fast suite-alone suite-fabric \
-	suite-e2e soak vllm-next bench results gpu wheel check format lock clean distclean
+.PHONY: help setup demo demo-dual test test-all test-rest test-fast test-fabric test-e2e \
+	suite-fast suite-alone suite-fabric suite-e2e soak vllm-next bench results gpu wheel check format lock clean distclean
 .DEFAULT_GOAL := help
 # Set-up comes before everything, and suites run one after the other, under `make -j` too.
 .NOTPARALLEL:

@@ -31,6 +31,9 @@ TOGETHER = {
 APART = {"tests/faults/test_survive.py", "tests/faults/test_stop.py"}
 
 
+_PART = "run only what tests/gate.py has, or only the rest; all tests if not given"
+
+
 @pytest.fixture(autouse=True)
 def same_environment() -> Iterator[None]:
     """What a test sets stays its own: vLLM's configuration, for one, sets LD_PRELOAD."""
@@ -42,7 +45,7 @@ def same_environment() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", choices=["gate", "rest"], help="tests/gate.py; both if not given")
+    parser.addoption("--part", choices=["gate", "rest"], help=_PART)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

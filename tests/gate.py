@@ -8,6 +8,7 @@ sanitizers, and the simulator's mutants of the modules that differ from the main
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
@@ -67,15 +68,10 @@ def has(item: Any) -> bool:
     return name.startswith(SLOW) or item.get_closest_marker("slow") is None
 
 
-_found: set[str] | None = None
-
-
+@functools.cache
 def _mutants() -> set[str]:
     """The simulator's mutants of what differs from the main branch."""
-    global _found
-    if _found is None:
-        _found = mutants_of(changed())
-    return _found
+    return mutants_of(changed())
 
 
 def changed() -> list[str]:

@@ -30,7 +30,7 @@ def reference() -> rig.Reference:
 
 @pytest.fixture(scope="module")
 def small_file_system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A real file system that is all but full when the pool was created."""
+    """A real file system that is all but full once the pool is there."""
     size_bytes = SLOTS * rig.SLOT_BYTES + 256 * 1024
     with tmpfs(tmp_path_factory.mktemp("full"), size_bytes) as directory:
         yield directory

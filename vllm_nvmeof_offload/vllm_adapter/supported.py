@@ -61,7 +61,7 @@ def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
     note_weights(vllm_config, config.weights_seen, extra)
     refuse_platform(config, current_platform)
     choose_policy(config.eviction_policy)
-    if not is_first:  # a copy, or of an engine that has started, whose memory and pool are its own
+    if not is_first:  # vLLM repeats this in an engine that has its memory and pool by now
         return
     check_memory(config, count_nodes(parallel), staging_key)
     check_memory_left(config.staging_bytes // count_nodes(parallel))
