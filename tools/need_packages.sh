@@ -11,9 +11,11 @@ fail() {
 need_packages() {
     local why=$1
     shift
-    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    local as_root=()
+    [ "$(id -u)" = 0 ] || as_root=(sudo --non-interactive)
+    if command -v apt-get >/dev/null && "${as_root[@]}" true 2>/dev/null; then
         echo "${0##*/}: $why; installing $*"
-        { apt-get update && DEBIAN_FRONTEND=noninteractive \
+        { "${as_root[@]}" apt-get update && "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
             apt-get install -y --no-install-recommends "$@"; } >/dev/null && return
     fi
     fail "$why. Run: sudo apt-get install $*"
