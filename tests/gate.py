@@ -31,7 +31,8 @@ END_TO_END = (
     # One model of each kind of KV cache group; full attention is in all of the above.
     "tests/e2e/shapes/test_groups.py::TestGemma::",
     "tests/e2e/shapes/test_groups.py::TestLfm2::",
-    "tests/e2e/shapes/test_latent_attention.py",
+    "tests/e2e/shapes/test_latent_attention.py::test_it_is",
+    "tests/e2e/shapes/test_latent_attention.py::test_the_bytes",
 )
 #: Slow, and in the gate nevertheless.
 SLOW = (
@@ -44,6 +45,8 @@ SLOW = (
 )
 #: Quick, and of tools that no server uses.
 NOT = ("tests/unit/bench/",)
+#: The contract's engines: one of each kind, and each behind the injector of faults.
+ENGINES = {"faulty-threads", "faulty-uring", "threads-direct", "uring-direct"}
 #: Played in one boot.
 SCENARIOS = {
     "path-lost:uring",
@@ -63,7 +66,7 @@ def has(item: Any) -> bool:
         return parameters["scenario"] in SCENARIOS
     if name.startswith("tests/sim/test_mutants.py::test_a_broken_rule_is_caught"):
         return parameters["name"] in _mutants()
-    if name.startswith(NOT):
+    if name.startswith(NOT) or parameters.get("make_rig", "uring-direct") not in ENGINES:
         return False
     return name.startswith(SLOW) or item.get_closest_marker("slow") is None
 

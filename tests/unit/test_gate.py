@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests import gate
+from tests.contract.rig import ENGINES
 from tests.fabric.scenarios import BOOTS
 from tests.sim import test_mutants
 from tests.sim.mutants import MUTANTS
@@ -19,6 +20,10 @@ def test_what_is_named_exists(name: str) -> None:
     text = (gate.ROOT / file).read_text()
     for part in parts:
         assert f"def {part}" in text or f"class {part}" in text
+
+
+def test_engines_are_those_of_the_contract() -> None:
+    assert ENGINES.keys() > gate.ENGINES
 
 
 def test_scenarios_are_played() -> None:
