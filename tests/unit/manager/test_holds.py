@@ -100,6 +100,7 @@ class HoldsBench(Bench):
             assert gauges[name] == 0, name
         assert self.held() == []
         assert sum(self.ended().values()) == self.begun()
+        assert self.core._holds.fetching == 0, "it bounds the next fetches"
 
 
 def test_cached_chunks_of_a_victim_are_not_evicted_until_it_runs() -> None:
