@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -72,3 +73,32 @@ def test_a_process_runs_under_a_change_and_so_do_its_children() -> None:
             [sys.executable, "-c", child], env=environment, capture_output=True, text=True
         )
         assert done.stdout == f"{bool(name)}\n", done.stderr
+
+
+def test_a_suite_ends_at_its_first_failure_and_the_next_one_runs(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    bodies = {
+        "unit/test_one.py": ("note('a')", "note('b'); raise OSError", "note('c')"),
+        "contract/test_two.py": ("note('d')",),
+    }
+    for name, tests in bodies.items():
+        file = tmp_path / "tests" / name
+        file.parent.mkdir(parents=True)
+        lines = [f"def note(what): open({str(ran)!r}, 'a').write(what)"]
+        lines += [f"def test_{number}(): {body}" for number, body in enumerate(tests)]
+        file.write_text("\n".join(lines))
+    played = tmp_path / "played.json"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(changes.ROOT),
+        "NVMEOF_PLAYED": str(played),
+        "NVMEOF_LIMIT_S": "60",
+    }
+    options = ["--rootdir", str(tmp_path), "--import-mode=importlib", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.kill_matrix.plugin", *options, "tests"]
+    subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=False)
+    assert ran.read_text() == "abd"
+    suites = json.loads(played.read_text())
+    assert suites["unit"]["killed_by"] == "tests/unit/test_one.py::test_1"
+    assert suites["contract"]["tests"] == 1
+    assert "killed_by" not in suites["contract"]
