@@ -184,8 +184,16 @@ def test_a_prober_that_hangs_is_abandoned(
     lose(survivor)
     survivor.wait_until(lambda: "opening it hangs" in caplog.text)
     enough = looks + 150  # the next probe would be due by then
-    survivor.wait_until(lambda: looks >= enough)
-    assert len(probers()) == 1, "one at a time"
+    most = 0
+
+    def has_looked_enough() -> bool:
+        nonlocal most
+        # On a busy machine the first one is killed before it opens anything, and none is there.
+        most = max(most, len(probers()))
+        return looks >= enough
+
+    survivor.wait_until(has_looked_enough)
+    assert most == 1, "one at a time"
     assert survivor.read(1, name(1)) == OK
     faulty_mount.rules()
     survivor.wait_verdict(0, Verdict.OK)
