@@ -187,7 +187,9 @@ def unpacked(bundle: Path, place: Path) -> Path:
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         with tarfile.open(bundle) as archive:
-            archive.extractall(place, filter="data")
+            # Python has it from 3.11.4 on.
+            archive.extraction_filter = getattr(tarfile, "data_filter", None)
+            archive.extractall(place)
         mark.write_text(wanted)
     return place / BUNDLE / "site"
 

@@ -6,7 +6,7 @@
     # there, with torch for its CUDA version, triton and transformers installed, in a checkout:
     python3 tools/gpu.py --bundle gpu-bundle.tar.xz smoke one copies
     # or without one: the archive has this source in gpu-bundle/project
-    python3 -c 'import tarfile; tarfile.open("gpu-bundle.tar.xz").extractall(filter="data")'
+    python3 -m tarfile -e gpu-bundle.tar.xz
     python3 gpu-bundle/project/tools/gpu.py smoke one copies
 
 The archive holds our wheel, a vLLM of a fifth of its size, and those of vLLM's requirements that

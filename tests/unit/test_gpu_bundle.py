@@ -7,13 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.archives import opened
 from tests.e2e.wheel_rig import build_wheel
 from tests.fabric.rig.packages import locked
 from tests.unit.gpu_tools import ROOT, tool
@@ -73,8 +73,8 @@ def test_one_archive_has_packages_and_project_and_is_read_by_python_alone(
     assert [path.name for path in out.iterdir()] == ["gpu-bundle.tar.xz"]
     assert size < 2 * bundle.MIB, "the project's part of 60 MiB"
     assert lines[-1].endswith(f"gpu-bundle.tar.xz, {size / bundle.MIB:.1f} MiB")
-    with tarfile.open(out / "gpu-bundle.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
+    with opened(out / "gpu-bundle.tar.xz") as archive:
+        archive.extractall(tmp_path)
     there = tmp_path / "gpu-bundle"
     assert (there / "site" / KEPT[0]).read_bytes() == THIN
     assert not list(there.rglob("__pycache__"))
@@ -128,9 +128,9 @@ def test_this_checkout_and_vllm_for_gpus_import_each_other(tmp_path: Path) -> No
     triton = real_bundle().with_name("triton")
     if not (real_bundle().exists() and triton.exists()):
         pytest.skip(NOT_BUILT)
-    with tarfile.open(real_bundle()) as archive:
+    with opened(real_bundle()) as archive:
         inside = [one for one in archive if one.name.startswith("gpu-bundle/site")]
-        archive.extractall(tmp_path, members=inside, filter="data")
+        archive.extractall(tmp_path, members=inside)
     path = (ROOT, ROOT / "bench", tmp_path / "gpu-bundle" / "site", triton)
     done = subprocess.run(
         [sys.executable, "-P", str(ROOT / "tools/gpu_rehearsal.py")],

@@ -12,9 +12,9 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
+from tests.archives import opened
 from tests.fabric.rig.packages import locked
 from tests.upstream.releases import cache_place, fetch
 from tests.upstream.trees import Release, installed_package, installed_version, release
@@ -39,11 +39,11 @@ def source_tree(version: str, place: Path) -> Release:
         copy(package, place / "vllm")
         for info in unpacked.glob("*.dist-info"):
             copy(info, place / info.name)
-    with tarfile.open(packed) as archive:
+    with opened(packed) as archive:
         for name in _SOURCE:
             member = archive.getmember(f"vllm-{version}/{name}")
             member.name = name
-            archive.extract(member, place, filter="data")
+            archive.extract(member, place)
     return Release(version, suite, place)
 
 

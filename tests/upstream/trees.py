@@ -12,10 +12,10 @@ import importlib.util
 import json
 import os
 import shutil
-import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.archives import opened
 from tests.fabric.rig.packages import locked
 from tests.upstream.releases import Sdist, cache_place, fetch
 
@@ -85,7 +85,7 @@ def _unpack(sdist: Sdist, tree: Path) -> None:
     suite, python = tree / "suite", tree / "python"
     for folder in (suite, python):
         folder.mkdir(parents=True)
-    with tarfile.open(sdist.path) as archive:
+    with opened(sdist.path) as archive:
         for member in archive:
             _, _, inside = member.name.partition("/")
             if inside.startswith(_SUITE):
@@ -95,7 +95,7 @@ def _unpack(sdist: Sdist, tree: Path) -> None:
             else:
                 continue
             member.name = inside
-            archive.extract(member, target, filter="data")
+            archive.extract(member, target)
     # Packages down to the suite, without vLLM's own conftest.py, which needs far more than it.
     for parent in ("tests", "tests/v1", "tests/v1/kv_connector"):
         (suite / parent / "__init__.py").touch()
