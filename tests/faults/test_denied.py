@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.locked_memory import needs_locked_memory
 from vllm_nvmeof_offload.units import KIB, MIB
 
 pytest.importorskip("vllm_nvmeof_offload.io.choose", exc_type=ImportError)
@@ -47,6 +48,7 @@ def run_child(target: Path, **job: object) -> dict[str, Any]:
 
 
 @needs_io_uring
+@needs_locked_memory
 def test_nothing_falls_back_if_nothing_is_denied(tmp_path: Path) -> None:
     """Control: the effects in the other tests come from the denial."""
     report = run_child(tmp_path)
@@ -63,7 +65,7 @@ def test_nothing_falls_back_if_nothing_is_denied(tmp_path: Path) -> None:
         (["setup", "enter", "register"], errno.EPERM),
         (["setup", "enter", "register"], errno.ENOSYS),
         (["setup"], errno.EACCES),
-        (["enter"], errno.EPERM),
+        pytest.param(["enter"], errno.EPERM, marks=needs_locked_memory),
     ],
 )
 def test_the_threads_engine_runs_without_io_uring(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.locked_memory import needs_locked_memory
 from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.commands.doctor import host, measure
 from vllm_nvmeof_offload.fabric.findings import Finding, Severity, worst
@@ -28,6 +29,7 @@ def findings(*words: object, code: int) -> dict[str, dict[str, str]]:
     return {finding["check"]: finding for finding in shown["findings"]}
 
 
+@needs_locked_memory
 def test_a_healthy_machine_is_reported_as_healthy(tmp_path: Path) -> None:
     found = findings("--target", tmp_path, "--staging", "1MiB", code=0)
     assert {check: one["severity"] for check, one in found.items()} == {
@@ -49,6 +51,7 @@ def test_a_healthy_machine_is_reported_as_healthy(tmp_path: Path) -> None:
     assert "not on NVMe over Fabrics" in shown
 
 
+@needs_locked_memory
 def test_json_has_the_findings_and_the_tree(tmp_path: Path) -> None:
     shown = json.loads(run("--target", tmp_path, "--json", code=0).stdout)
     assert shown.keys() == {"worst", "findings", "targets"}
@@ -64,6 +67,7 @@ def test_json_has_the_findings_and_the_tree(tmp_path: Path) -> None:
     assert target["measured"] is None
 
 
+@needs_locked_memory
 def test_doctor_measures_and_leaves_nothing(tmp_path: Path) -> None:
     result = run("--target", tmp_path, "--json", "--measure", code=0)
     measured = json.loads(result.stdout)["targets"][0]["measured"]
