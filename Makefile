@@ -70,8 +70,7 @@ $(STAMP): $(SETUP_INPUTS)
 demo: setup
 	@$(BIN)/vllm-nvmeof demo
 
-# All suites run, also behind one that fails; the last lines name those that failed. Those of faults
-# that run alone mostly wait, and the guest has a clock of its own: they run side by side.
+# All suites run, also behind one that fails; the last lines name those that failed.
 # `exec`: a signal that make passes on reaches the suite, not a shell around it.
 SUITES = $(BIN)/python tools/suites.py "$(MAKE)"
 
@@ -83,7 +82,7 @@ demo-dual: setup
 test: export PART := gate
 test-rest: export PART := rest
 test test-rest test-all: setup
-	+@exec $(SUITES) fast alone+fabric e2e
+	+@exec $(SUITES) fast alone fabric e2e
 
 test-fast: setup
 	+@exec $(SUITES) fast alone
