@@ -43,8 +43,8 @@ SLOW = (
     "tests/faults/test_store_faults.py::test_a_load_gives_the_right_bytes_or_a_miss",
     "tests/faults/test_kill.py::test_acknowledged_chunks_survive_sigkill[uring]",
 )
-#: Not in it: of tools that no server uses; more seeds of what other batches play; preemption, which
-#: two other files have.
+#: Left to `make test-rest`: tests of the benchmarks; more seeds of the rules that the first four
+#: batches play; preemption, which test_tokens.py and test_preempt.py have.
 NOT = (
     "tests/unit/bench/",
     *(f"tests/sim/test_simulator.py::test_no_rule_breaks[{batch}]" for batch in range(4, 8)),
