@@ -4,13 +4,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
-import pytest
-
-pytest.importorskip("vllm")
-pytestmark = pytest.mark.slow
+from tests.unit.imported_vllm import ImportedVllm
 
 _CHILD = """
 import json
@@ -35,10 +30,8 @@ print("RESULT " + json.dumps([known, before, sorted(foreign_code())]))
 """
 
 
-def test_a_plugins_loader_and_model_are_noticed() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _CHILD], capture_output=True, text=True, timeout=600, check=False
-    )
+def test_a_plugins_loader_and_model_are_noticed(imported_vllm: ImportedVllm) -> None:
+    done = imported_vllm.run(["-c", _CHILD])
     assert done.returncode == 0, done.stderr
     result = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
     unknown_to_vllm, before, after = json.loads(result.removeprefix("RESULT "))

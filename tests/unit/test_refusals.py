@@ -4,13 +4,8 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
-import pytest
-
-pytest.importorskip("vllm")
+from tests.unit.imported_vllm import ImportedVllm
 
 #: A separate process, because importing vLLM changes logging and warnings for everything after it.
 _CHILD = """
@@ -113,15 +108,8 @@ print("RESULT " + json.dumps({
 """
 
 
-def test_unsupported_features_are_refused_by_name() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _CHILD],
-        env={**os.environ, "VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def test_unsupported_features_are_refused_by_name(imported_vllm: ImportedVllm) -> None:
+    done = imported_vllm.run(["-c", _CHILD])
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [s for s in done.stdout.splitlines() if s.startswith("RESULT ")]
     refusals = json.loads(line.removeprefix("RESULT "))

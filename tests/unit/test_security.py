@@ -7,13 +7,11 @@ import ast
 import json
 import os
 import re
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests.unit.imported_vllm import ImportedVllm
 from tests.unit.pool.kit import fill, make_spec
 from vllm_nvmeof_offload.commands.doctor.host import check_target
 from vllm_nvmeof_offload.config import ALLOW_FAULTS, judge_access, parse_config
@@ -188,20 +186,15 @@ supported.precheck(config, json.loads(sys.argv[1]), "staging_bytes")
 """
 
 
-@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
-def test_a_start_warns_once_about_each_exposed_target_and_about_faults(tmp_path: Path) -> None:
+def test_a_start_warns_once_about_each_exposed_target_and_about_faults(
+    tmp_path: Path, imported_vllm: ImportedVllm
+) -> None:
     private, shared = tmp_path / "private", tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
     extra = {"targets": [str(private), str(shared)], "fault_injection": "/faults.json"}
-    done = subprocess.run(
-        [sys.executable, "-c", START, json.dumps({**extra, "staging_bytes": "64MiB"})],
-        env={**os.environ, ALLOW_FAULTS: "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    extra = json.dumps({**extra, "staging_bytes": "64MiB"})
+    done = imported_vllm.run(["-c", START, extra], {**os.environ, ALLOW_FAULTS: "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     logged = [line for line in done.stdout.splitlines() if line.startswith("SAID ")]
     (warning,) = [line for line in logged if "nvmeof: target " in line]

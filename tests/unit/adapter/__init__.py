@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +26,26 @@ _MODEL = {
 }
 
 
+Run = Callable[[list[str], Mapping[str, str]], "subprocess.CompletedProcess[str]"]
+
+
+def _run(arguments: list[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=dict(env), capture_output=True, text=True, timeout=280
+    )
+
+
 def run_self_test(
-    scratch: Path, env: Mapping[str, str], *, stand_ins: bool = False
+    scratch: Path, env: Mapping[str, str], *, run: Run = _run, stand_ins: bool = False
 ) -> dict[str, Any]:
     """The results of `self_test_child` with the vLLM of `env`, and the directory of its pool."""
     model, pool = scratch / "model", scratch / "pool"
     for folder in (model, pool):
         folder.mkdir()
     (model / "config.json").write_text(json.dumps(_MODEL))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.adapter.self_test_child", str(model), str(pool)]
-        + ["stand-ins"] * stand_ins,
-        cwd=ROOT,
-        env=dict(env),
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    more = ["stand-ins"] * stand_ins
+    done = run(["-m", "tests.unit.adapter.self_test_child", str(model), str(pool), *more], env)
     lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     assert done.returncode == 0 and len(lines) == 1, done.stdout[-2000:] + done.stderr[-4000:]
     found: dict[str, Any] = json.loads(lines[0].removeprefix("FOUND "))

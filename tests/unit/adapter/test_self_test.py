@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.unit.adapter import run_self_test
+from tests.unit.imported_vllm import ImportedVllm
 from vllm_nvmeof_offload.connector import NVMeoFOffloadingConnector
 from vllm_nvmeof_offload.vllm_adapter import self_test
 
@@ -19,10 +20,11 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(tmp_path_factory: pytest.TempPathFactory, imported_vllm: ImportedVllm) -> dict[str, Any]:
     # A variable of the user's that would leave the test nothing to load.
     env = {**os.environ, "VLLM_NVMEOF_STORE_THRESHOLD": "3"}
-    return run_self_test(tmp_path_factory.mktemp("self-test"), env, stand_ins=True)
+    scratch = tmp_path_factory.mktemp("self-test")
+    return run_self_test(scratch, env, run=imported_vllm.run, stand_ins=True)
 
 
 def test_an_unknown_vllm_that_works_passes_with_one_loud_line(found: dict[str, Any]) -> None:

@@ -6,8 +6,7 @@ A real pipeline in a child; its engines answer at once.
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from tests.unit.imported_vllm import ImportedVllm
 
 _STATUS = 7
 _CHUNKS = 65_536  # they keep the thread busy for 20 ms
@@ -25,9 +24,7 @@ one.measure(managers.Recorder("ours", {_CHUNKS}, 0), managers.batches_of(keys, {
 """
 
 
-def test_a_process_can_end_while_transfers_run() -> None:
-    child = subprocess.run(
-        [sys.executable, "-c", _CHILD], capture_output=True, text=True, timeout=120, check=False
-    )
+def test_a_process_can_end_while_transfers_run(imported_vllm: ImportedVllm) -> None:
+    child = imported_vllm.run(["-c", _CHILD])
     assert child.returncode == _STATUS, child.stderr
     assert "terminate called" not in child.stderr
