@@ -39,8 +39,12 @@ def test_the_document_has_every_key_and_no_other() -> None:
     assert sorted(listed) == sorted(OffloadConfig.model_fields)
 
 
-@pytest.mark.parametrize("metric", EVERY, ids=lambda m: m.name.removeprefix(PREFIX))
-def test_names_follow_the_conventions(metric: Metric) -> None:
+def test_names_follow_the_conventions() -> None:
+    for metric in EVERY:
+        _check(metric)
+
+
+def _check(metric: Metric) -> None:
     # Routers count a server's engines by the text `engine="` in its figures.
     assert not any(label.name.endswith("engine") for label in metric.labels)
     name = metric.name.removeprefix(PREFIX)

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import click
-import pytest
 import typer
 
 from vllm_nvmeof_offload.cli import app
@@ -59,19 +58,21 @@ def problem(text: str, words_min: int) -> str:
     return f"has {found[0]!r}" if found else ""
 
 
-@pytest.mark.parametrize("name", METRICS)
-def test_a_metrics_help_is_complete(name: str) -> None:
-    assert not problem(METRICS[name].help, 4)
+def problems(texts: Iterable[tuple[str, str]], words_min: int) -> dict[str, str]:
+    """Return by name what is wrong with a text."""
+    return {name: why for name, text in texts if (why := problem(text, words_min))}
 
 
-@pytest.mark.parametrize("row", describe_keys(), ids=lambda row: str(row["key"]))
-def test_a_keys_meaning_is_complete(row: dict[str, str]) -> None:
-    assert not problem(row["meaning"], 4)
+def test_each_metrics_help_is_complete() -> None:
+    assert problems(((name, metric.help) for name, metric in METRICS.items()), 4) == {}
 
 
-@pytest.mark.parametrize(("where", "text"), list(cli_texts()))
-def test_a_help_line_is_complete(where: str, text: str) -> None:
-    assert not problem(text, 1), f"{where}: {text}"
+def test_each_keys_meaning_is_complete() -> None:
+    assert problems(((row["key"], row["meaning"]) for row in describe_keys()), 4) == {}
+
+
+def test_each_help_line_is_complete() -> None:
+    assert problems(cli_texts(), 1) == {}
 
 
 def test_the_lint_finds_forbidden_texts() -> None:
