@@ -31,6 +31,8 @@ export DO_NOT_TRACK := 1
 export HF_HUB_OFFLINE := 1
 export TRANSFORMERS_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+# Each process of a suite would compile every test again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo demo-dual test test-all test-rest test-fast test-fabric test-e2e \
 	suite-fast suite-alone suite-fabric suite-e2e soak vllm-next bench results gpu wheel check format lock clean distclean

@@ -40,12 +40,14 @@ SLOW = (
     "tests/native/test_native.py::test_one_thread[test_tiers]",
     # What it plays, another test counts.
     "tests/sim/test_simulator.py::test_no_rule_breaks_where_copies_check_payloads[1]",
-    "tests/faults/test_store_faults.py::test_a_load_gives_the_right_bytes_or_a_miss",
+    "tests/faults/test_store_faults.py::test_a_load_gives_the_right_bytes_or_a_miss[0]",
     "tests/faults/test_kill.py::test_acknowledged_chunks_survive_sigkill[uring]",
 )
-#: Left to `make test-rest`: tests of the benchmarks; more seeds of the rules that the first four
-#: batches play; preemption, which test_tokens.py and test_preempt.py have.
+#: Left to `make test-rest`: tests of the benchmarks and of the emulated guest; more seeds of the
+#: rules that the first four batches play; preemption, which test_tokens.py and test_preempt.py
+#: have.
 NOT = (
+    "tests/fabric/test_fabric.py::test_a_guest",
     "tests/unit/bench/",
     *(f"tests/sim/test_simulator.py::test_no_rule_breaks[{batch}]" for batch in range(4, 8)),
     "tests/e2e/test_faults.py::test_preemption_and_many_at_once",
