@@ -47,8 +47,10 @@ def test_a_session_begins_ends_with_other_weights_and_begins_again(staging: Stag
         assert links is not None
         assert len(links.fds) == 1
         wait_until("a session", lambda: is_usable(links))
+        assert links.clients is not None
+        links.clients.set_tag(OTHER_TAG)
+        assert not is_usable(links), "at once, and until the server has these weights too"
         links.set_tag(OTHER_TAG)
-        assert not is_usable(links), "at once"
         wait_until("another session", lambda: is_usable(links))
         assert not links.take_counts(), "nothing was loaded, and nobody was lost"
         assert links.close()
