@@ -50,6 +50,7 @@ class Survivor:
         self.bench.store((slot, name(slot)) for slot in range(slots))
         self.health = tuple(TargetHealth() for _ in range(pool.target_count))
         self.reports: list[Reported | Report] = []
+        self._closed = False
         self._ops = itertools.count(1)
         self._place = itertools.cycle(range(CACHE_SLOTS))
         waker = Waker()
@@ -145,6 +146,9 @@ class Survivor:
             time.sleep(0.01)
 
     def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
         self.watcher.stop()
         self.runner.stop()
         assert self.bench.close()
