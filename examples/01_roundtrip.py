@@ -8,16 +8,22 @@ DIRECTORY: where to create the pool, best on the disk that you will use; default
 
 from __future__ import annotations
 
+import mmap
 import os
+import select
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from vllm_nvmeof_offload.io.threads import SlotFiles, read_slot, write_slot
+import numpy as np
+
+from vllm_nvmeof_offload.errors import Outcome
+from vllm_nvmeof_offload.io.base import IoLimits, IoOp
+from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
-from vllm_nvmeof_offload.protocol import SlotIdentity
+from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
 from vllm_nvmeof_offload.units import HEADER_BYTES, MIB, format_bytes
 
 CHUNKS, PAYLOAD_BYTES = 16, 2 * MIB
@@ -27,8 +33,30 @@ GROUP = bytes(4)
 def open_pool(target: Path) -> Pool:
     """Open a pool. A later open with the same keyspace finds its chunks."""
     keyspace = Keyspace.of({"model": "example", "dtype": "float16"})
-    # Buffered, because O_DIRECT needs page-aligned memory, as a server's staging is.
-    return Pool.open(PoolSpec((target,), 64 * MIB, PAYLOAD_BYTES, keyspace, o_direct="off"))
+    return Pool.open(PoolSpec((target,), 64 * MIB, PAYLOAD_BYTES, keyspace))
+
+
+class Staging:
+    """One slot of page-aligned memory, and the engine that moves it to and from the pool."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool, memory = pool, memoryview(mmap.mmap(-1, pool.slot_bytes))
+        self.payload = memory[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES]
+        self.address = np.frombuffer(memory, np.uint8).ctypes.data
+        self.engine, _ = choose_io_engine("auto", pool, memory, self.address, IoLimits())
+
+    def move(self, kind: OpKind, slot: int, name: SlotIdentity) -> Outcome:
+        """Write the slot, or read and verify it; a server has hundreds of these under way."""
+        urgency = Urgency.WRITE if kind is OpKind.WRITE else Urgency.DEMAND
+        what = slot, self.address, name, PAYLOAD_BYTES, self.engine.stamp
+        self.engine.submit([IoOp(1, kind, urgency, *what)])
+        while not (ended := self.engine.poll()):
+            select.select([self.engine.fileno()], [], [])
+        return ended[0].outcome
+
+    def close(self) -> None:
+        self.engine.close()
+        self.pool.close()
 
 
 def main(target: Path) -> None:
@@ -37,35 +65,33 @@ def main(target: Path) -> None:
     names = [SlotIdentity(key, generation=100 + i) for i, key in enumerate(keys)]
     contents = [os.urandom(PAYLOAD_BYTES) for _ in names]
 
-    pool = open_pool(target)
-    buffer = memoryview(bytearray(pool.slot_bytes))
-    payload = slice(HEADER_BYTES, HEADER_BYTES + PAYLOAD_BYTES)
+    staging = Staging(open_pool(target))
     began = time.perf_counter()
     for slot, (name, content) in enumerate(zip(names, contents, strict=True)):
-        buffer[payload] = content
-        assert write_slot(pool, buffer, SlotFiles.of(pool, slot), name, pool.stamp, lambda: True).ok
+        staging.payload[:] = content
+        assert staging.move(OpKind.WRITE, slot, name).ok
     seconds = time.perf_counter() - began
     print(f"wrote {CHUNKS} chunks of {format_bytes(PAYLOAD_BYTES)} in {seconds * 1000:.0f} ms")
-    pool.close()
+    staging.close()
 
-    pool = open_pool(target)
-    found = pool.adopt()
+    staging = Staging(open_pool(target))
+    found = staging.pool.adopt()
     print(f"opened again: {len(found)} chunks adopted")
     for slot, (name, content) in enumerate(zip(names, contents, strict=True)):
-        buffer[:] = bytes(len(buffer))
-        assert read_slot(pool, buffer, SlotFiles.of(pool, slot), name, pool.stamp.tag).ok
-        assert buffer[payload] == content
+        staging.payload[:] = bytes(PAYLOAD_BYTES)
+        assert staging.move(OpKind.LOAD, slot, name).ok
+        assert staging.payload == content
     print("read back: every byte is right")
 
     (slab,) = target.rglob("slab")
     with slab.open("r+b") as file:
-        file.seek(3 * pool.slot_bytes + HEADER_BYTES + 12345)
+        file.seek(3 * staging.pool.slot_bytes + HEADER_BYTES + 12345)
         file.write(b"?!")
-    outcome = read_slot(pool, buffer, SlotFiles.of(pool, 3), names[3], pool.stamp.tag)
+    outcome = staging.move(OpKind.LOAD, 3, names[3])
     print(f"two bytes changed behind its back: {outcome.kind.name}")
-    outcome = read_slot(pool, buffer, SlotFiles.of(pool, 4), names[3], pool.stamp.tag)
+    outcome = staging.move(OpKind.LOAD, 4, names[3])
     assert outcome.kind.name == "STALE", "another chunk's slot"
-    pool.close()
+    staging.close()
 
 
 if __name__ == "__main__":

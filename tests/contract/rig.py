@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 import select
-import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -17,14 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from vllm_nvmeof_bench.servers.faults import FaultPlan, FaultyIoEngine
 
 from vllm_nvmeof_offload.errors import OK
 from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoLimits, IoOp
-from vllm_nvmeof_offload.io.faults import FaultPlan, FaultyIoEngine
-from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
-from vllm_nvmeof_offload.io.uring import UringIoEngine
-from vllm_nvmeof_offload.native import WHY_NOT, core
-from vllm_nvmeof_offload.pool.format import Keyspace, SlotPlace
+from vllm_nvmeof_offload.io.native import How, NativeIoEngine
+from vllm_nvmeof_offload.native import core
+from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.lease import Permits
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import OURS, OpKind, SlotIdentity, Urgency
@@ -38,48 +36,13 @@ STAGING_SLOTS = 32
 WAIT_S = 120.0
 
 
-class GatedPool:
-    """A pool whose I/O threads stop at shut slots, before they touch the slab.
+class Gate:
+    """Operations on pool slots that are shut start, and do not touch the slab.
 
     `started`: the pool slots in the order in which operations started.
     """
 
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-        self._caller = threading.current_thread()
-        self._gate = threading.Condition()
-        self._shut: set[int] = set()
-        self.started: list[int] = []
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._pool, name)
-
-    def place(self, pool_slot: int) -> SlotPlace:
-        if threading.current_thread() is not self._caller:
-            with self._gate:
-                self.started.append(pool_slot)
-                self._gate.notify_all()
-                self._gate.wait_for(lambda: pool_slot not in self._shut)
-        return self._pool.place(pool_slot)
-
-    def shut(self, pool_slots: Iterable[int]) -> None:
-        with self._gate:
-            self._shut = set(pool_slots)
-
-    def open_all(self) -> None:
-        with self._gate:
-            self._shut = set()
-            self._gate.notify_all()
-
-    def wait_started(self, count: int) -> None:
-        with self._gate:
-            assert self._gate.wait_for(lambda: len(self.started) >= count, WAIT_S)
-
-
-class NativeGate:
-    """The same for the native core, whose threads run no Python."""
-
-    def __init__(self, engine: UringIoEngine, gate: StartGate) -> None:
+    def __init__(self, engine: NativeIoEngine, gate: StartGate) -> None:
         self._kick = engine.kick
         self._gate = gate
 
@@ -101,7 +64,6 @@ class NativeGate:
             os.sched_yield()
 
 
-Gate = GatedPool | NativeGate
 MakeEngine = Callable[..., tuple[IoEngine, Gate]]
 
 
@@ -294,15 +256,7 @@ def _rig(engine_of: MakeEngine, o_direct: str, *, faulty: bool = False) -> Calla
     return make
 
 
-def _threads(
-    pool: Pool, view: memoryview, base_address: int, threads: int = 8, operations_max: int = 0
-) -> tuple[IoEngine, Gate]:
-    gate = GatedPool(pool)
-    limits = IoLimits(threads=threads)
-    return ThreadsIoEngine(gate, view, base_address, limits), gate  # type: ignore[arg-type]
-
-
-def _uring(registered: bool, split_bytes: int = 512 * KIB) -> MakeEngine:
+def _native(how: How, split_bytes: int = 512 * KIB) -> MakeEngine:
     def make(
         pool: Pool,
         view: memoryview,
@@ -310,22 +264,21 @@ def _uring(registered: bool, split_bytes: int = 512 * KIB) -> MakeEngine:
         threads: int = 8,
         operations_max: int = 4096,
     ) -> tuple[IoEngine, Gate]:
-        assert core is not None, WHY_NOT
         gate = core.StartGate()
-        limits = IoLimits(depth=1024, split_bytes=split_bytes, operations_max=operations_max)
-        engine = UringIoEngine(pool, view, base_address, limits, registered=registered, gate=gate)
-        return engine, NativeGate(engine, gate)
+        limits = IoLimits(threads, 1024, split_bytes, operations_max)
+        engine = NativeIoEngine(pool, view, base_address, limits, how, gate=gate)
+        return engine, Gate(engine, gate)
 
     return make
 
 
 ENGINES: dict[str, Callable[..., Rig]] = {
-    "threads-direct": _rig(_threads, "on"),
-    "threads-buffered": _rig(_threads, "off"),
-    "faulty-threads": _rig(_threads, "auto", faulty=True),
-    "uring-direct": _rig(_uring(registered=True), "on"),
-    "uring-unregistered": _rig(_uring(registered=False), "on"),
-    "uring-buffered": _rig(_uring(registered=True), "off"),
-    "uring-split": _rig(_uring(registered=True, split_bytes=4 * KIB), "on"),
-    "faulty-uring": _rig(_uring(registered=True), "auto", faulty=True),
+    "threads-direct": _rig(_native(How.THREADS), "on"),
+    "threads-buffered": _rig(_native(How.THREADS), "off"),
+    "faulty-threads": _rig(_native(How.THREADS), "auto", faulty=True),
+    "uring-direct": _rig(_native(How.REGISTERED), "on"),
+    "uring-unregistered": _rig(_native(How.UNREGISTERED), "on"),
+    "uring-buffered": _rig(_native(How.REGISTERED), "off"),
+    "uring-split": _rig(_native(How.REGISTERED, split_bytes=4 * KIB), "on"),
+    "faulty-uring": _rig(_native(How.REGISTERED), "auto", faulty=True),
 }

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from vllm_nvmeof_bench.servers.faults import KNOBS, FaultPlan, FaultyIoEngine
 
 from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, OK, ConfigError, io_error
 from vllm_nvmeof_offload.io.base import Completion, ForeignSlab
-from vllm_nvmeof_offload.io.faults import KNOBS, FaultPlan, FaultyIoEngine
 from vllm_nvmeof_offload.units import slot_stride_bytes
 
 from .rig import ENGINES, PAYLOAD_BYTES, WAIT_S, Rig, content, name

@@ -21,17 +21,11 @@ def _crc(number: int) -> int:
     return crc32c(content(name(number)))
 
 
-def _checks_all(rig: Rig) -> bool:
-    """Whether the engine checks payloads all the same, as it may."""
-    return "uring" not in rig.engine.name
-
-
 def test_an_intact_slot_names_the_checksum_of_its_payload(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.store(3, name(1))
     (found,) = rig.run(rig.read(3, 1, name(1), header_only=True))
-    expected = None if _checks_all(rig) else _crc(1)
-    assert found == Completion(rig.tokens, OK, payload_crc=expected)
+    assert found == Completion(rig.tokens, OK, payload_crc=_crc(1))
     assert rig.payload(1) == content(name(1))
 
 
@@ -41,11 +35,8 @@ def test_a_damaged_payload_is_left_to_its_copy(make_rig: MakeRig, at: int) -> No
     rig.store(3, name(1))
     rig.damage(3, at)
     (found,) = rig.run(rig.read(3, 1, name(1), header_only=True))
-    if _checks_all(rig):
-        assert found == Completion(rig.tokens, CHECKSUM_MISMATCH)
-    else:
-        assert found == Completion(rig.tokens, OK, payload_crc=_crc(1))
-        assert crc32c(rig.payload(1)) != _crc(1)
+    assert found == Completion(rig.tokens, OK, payload_crc=_crc(1))
+    assert crc32c(rig.payload(1)) != _crc(1)
 
 
 @pytest.mark.parametrize("at", [0, 20, 4095])
@@ -81,4 +72,4 @@ def test_other_reads_check_the_payload(make_rig: MakeRig) -> None:
     rig.damage(3, HEADER_BYTES + 100)
     alone, whole = rig.run(rig.read(3, 1, name(1), header_only=True), rig.read(3, 2, name(1)))
     assert whole.outcome == CHECKSUM_MISMATCH
-    assert alone.outcome == (CHECKSUM_MISMATCH if _checks_all(rig) else OK)
+    assert alone.outcome == OK

@@ -7,18 +7,13 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import pytest
-
-from vllm_nvmeof_offload.errors import OK, Outcome, io_error
-from vllm_nvmeof_offload.io.threads import SlotFiles, ThreadsIoEngine
+from vllm_nvmeof_offload.errors import OK, io_error
 from vllm_nvmeof_offload.pool.slab import Slab
 from vllm_nvmeof_offload.protocol import SlotIdentity
 
-from .rig import ENGINES, Rig, content, name
+from .rig import Rig, content, name
 
 MakeRig = Callable[..., Rig]
 
@@ -117,24 +112,6 @@ def test_a_queued_operation_keeps_the_files_of_its_submission_over_two_exchanges
     assert holds(first, name(2)) == (True, True)
     assert holds(tmp_path / "second", name(2)) == (False, False)
     assert holds(tmp_path / "third", name(2)) == (False, False)
-
-
-def test_files_that_are_taken_when_the_transfer_starts_are_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The test above, with an engine that is wrong."""
-    real = ThreadsIoEngine._execute
-
-    def execute(self: ThreadsIoEngine, work: Any) -> Outcome:
-        files = SlotFiles.of(self._pool, work.op.pool_slot)
-        return real(self, replace(work, files=files))
-
-    monkeypatch.setattr(ThreadsIoEngine, "_execute", execute)
-    make_rig = lambda **options: ENGINES["threads-buffered"](tmp_path, **options)  # noqa: E731
-    with pytest.raises(AssertionError):
-        test_a_queued_operation_keeps_the_files_of_its_submission_over_two_exchanges(
-            make_rig, tmp_path
-        )
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from vllm_nvmeof_offload.protocol import AttachCommand, DetachCommand
 from vllm_nvmeof_offload.worker.regions import FoundPool, OpenRegions, RegionFiles
 
 from .rig import WAIT_S, content, name
-from .test_native_lanes import NATIVE, POOL_SLOTS, PYTHON, TARGETS, Rank
+from .test_native_lanes import LANES, POOL_SLOTS, TARGETS, Rank
 
 OWNER = 5
 CHUNKS = range(8)
@@ -63,7 +63,7 @@ class Neighbours:
         self.theirs.close()
 
 
-@pytest.fixture(params=[NATIVE, PYTHON])
+@pytest.fixture(params=LANES)
 def neighbours(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Neighbours]:
     both = Neighbours(request.param, tmp_path)
     yield both

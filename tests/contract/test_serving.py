@@ -21,7 +21,7 @@ from vllm_nvmeof_offload.worker.pipeline import PipelineRunner
 
 from .rig import PAYLOAD_BYTES, WAIT_S, content, name
 from .test_io_engine_place import put_whole_slot, whole_slot
-from .test_native_lanes import NATIVE, PYTHON, Rank
+from .test_native_lanes import LANES, Rank
 
 SERVE_SLOTS = 6
 OWNER = 5
@@ -100,7 +100,7 @@ class Server:
         self.theirs.close()
 
 
-@pytest.fixture(params=[NATIVE, PYTHON])
+@pytest.fixture(params=LANES)
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
     one = Server(request.param, tmp_path)
     yield one

@@ -34,10 +34,10 @@ class Logged(SecondChance):
 """
 WITHOUT_VLLM = """
 import json
-from vllm_nvmeof_offload import native
+from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.copy.driver import kernel_source
 import vllm_nvmeof_offload, vllm_nvmeof_bench
-print(json.dumps([native.WHY_NOT, len(kernel_source()), vllm_nvmeof_offload.__file__,
+print(json.dumps([core.__name__, len(kernel_source()), vllm_nvmeof_offload.__file__,
                   vllm_nvmeof_bench.__file__]))
 """
 

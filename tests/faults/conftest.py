@@ -40,7 +40,6 @@ def engine_name(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     """The name of each engine that can run on this machine."""
     name = str(request.param)
     if name.startswith("uring"):
-        pytest.importorskip("vllm_nvmeof_offload.io.uring", exc_type=ImportError)
         pool = Pool.open(make_spec(tmp_path_factory.mktemp("probe"), slots=1))
         try:
             bench = Bench(name, pool)

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 
 from vllm_nvmeof_offload.io.base import IoEngine, IoLimits
-from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
+from vllm_nvmeof_offload.io.native import How, NativeIoEngine
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.units import KIB
 
@@ -15,25 +14,16 @@ from vllm_nvmeof_offload.units import KIB
 Factory = Callable[..., IoEngine]
 
 
-def _threads(pool: Pool, memory: memoryview, base_address: int, **options: object) -> IoEngine:
-    return ThreadsIoEngine(pool, memory, base_address, IoLimits(threads=4), **options)  # type: ignore[arg-type]
-
-
-def _uring(registered: bool, limits: IoLimits) -> Factory:
+def _native(how: How, limits: IoLimits) -> Factory:
     def make(pool: Pool, memory: memoryview, base_address: int, **options: object) -> IoEngine:
-        # Imported late: the module does not exist before the native part is built.
-        module = importlib.import_module("vllm_nvmeof_offload.io.uring")
-        engine: IoEngine = module.UringIoEngine(
-            pool, memory, base_address, limits, registered=registered, **options
-        )
-        return engine
+        return NativeIoEngine(pool, memory, base_address, limits, how, **options)  # type: ignore[arg-type]
 
     return make
 
 
 ENGINES: dict[str, Factory] = {
-    "threads": _threads,
-    "uring": _uring(True, IoLimits()),
+    "threads": _native(How.THREADS, IoLimits(threads=4)),
+    "uring": _native(How.REGISTERED, IoLimits()),
     # Small, so that a slot of these tests is moved in several pieces.
-    "uring-unregistered": _uring(False, IoLimits(split_bytes=16 * KIB)),
+    "uring-unregistered": _native(How.UNREGISTERED, IoLimits(split_bytes=16 * KIB)),
 }

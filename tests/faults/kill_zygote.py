@@ -18,9 +18,6 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from vllm_nvmeof_offload.errors import OK, Outcome
-from vllm_nvmeof_offload.io import threads
-from vllm_nvmeof_offload.io.threads import SlotFiles, write_slot
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import SlotIdentity
 
@@ -44,11 +41,6 @@ def emit(*words: object) -> None:
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
-def acknowledge_early(pool: Pool, slot: memoryview, files: SlotFiles, *more: Any) -> Outcome:
-    """The negative control's write: one of four slots is acknowledged but never written."""
-    return OK if files.pool_slot % 4 == 0 else write_slot(pool, slot, files, *more)
-
-
 class Life:
     """One process's life from the opening of the pool to the kill."""
 
@@ -56,8 +48,8 @@ class Life:
         self._dice = random.Random(job["seed"])
         self._generation = int(job["generation"])
         spec = make_spec(*map(Path, job["targets"]), slots=8, payload_bytes=job["payload_bytes"])
-        if job.get("sabotage"):
-            threads.write_slot = acknowledge_early  # type: ignore[assignment]
+        #: The negative control: one of four slots is acknowledged but never written.
+        self._sabotage = bool(job.get("sabotage"))
         self._pool = Pool.open(spec)
         emit("open", self._pool.engine_index)
         self._bench = Bench(job["engine"], self._pool, PLACES)
@@ -98,6 +90,9 @@ class Life:
             identity = SlotIdentity(key(pool_slot, self._generation), self._generation)
             self._stored.pop(pool_slot, None)
             emit("begin", pool_slot, self._generation)
+            if self._sabotage and pool_slot % 4 == 0:
+                emit("done", pool_slot, self._generation)
+                return
             op = self._bench.write(pool_slot, place, identity)
         self._busy[op.token] = (place, pool_slot, identity, pool_slot in self._stored)
         self._bench.submit(op)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.resets import reset
+from tests.slots import write_slot
 from vllm_nvmeof_offload.errors import io_error
-from vllm_nvmeof_offload.io.threads import SlotFiles, write_slot
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import SlotIdentity
@@ -33,8 +33,8 @@ def spec(disk: Disk) -> PoolSpec:
 
 
 def put(pool: Pool, slot: int, identity: SlotIdentity, stamp: Stamp | None = None) -> None:
-    memory, files = memoryview(bytearray(pool.slot_bytes)), SlotFiles.of(pool, slot)
-    assert write_slot(pool, memory, files, identity, stamp or pool.stamp, lambda: True).ok
+    memory = memoryview(bytearray(pool.slot_bytes))
+    assert write_slot(pool, memory, slot, identity, stamp).ok
 
 
 def start(spec: PoolSpec, use: Callable[[Pool], None]) -> dict[int, SlotIdentity]:

@@ -16,8 +16,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests import slots
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, OK, STALE, Outcome
-from vllm_nvmeof_offload.io import threads
 from vllm_nvmeof_offload.pool import format as pool_format
 from vllm_nvmeof_offload.pool import (
     pool,
@@ -152,19 +152,18 @@ def play_many(lies: bool = False) -> None:
 #: Broken rule → (module or class, attribute, replacement). A wipe that leaves slab and table breaks
 #: none: their epoch is not the one that begins. Sequences that differ are the simulator's.
 BROKEN: dict[str, tuple[object, str, object]] = {
-    "payload CRC not checked": (threads, "verify", verify_without("crc")),
-    "generation not compared": (threads, "verify", verify_without("generation")),
-    "key not compared": (threads, "verify", verify_without("key", "generation")),
+    "payload CRC not checked": (slots, "verify", verify_without("crc")),
+    "generation not compared": (slots, "verify", verify_without("generation")),
+    "key not compared": (slots, "verify", verify_without("key", "generation")),
     "place not compared": (
-        threads,
+        slots,
         "verify",
         verify_without(place=("region_uuid", "rank", "slot")),
     ),
-    "region not compared": (threads, "verify", verify_without(place=("region_uuid",))),
-    "tag not compared": (threads, "verify", verify_without("tag")),
-    "length of another group is accepted": (threads, "verify", verify_without("length")),
+    "region not compared": (slots, "verify", verify_without(place=("region_uuid",))),
+    "tag not compared": (slots, "verify", verify_without("tag")),
+    "length of another group is accepted": (slots, "verify", verify_without("length")),
     "place not compared in recovery": (recovery, "scan_headers", headers_of_any_place),
-    "no CRC in slots": (pool_format, "crc32c", lambda data: 0),
     "epoch ignored": (recovery, "decode_table", decode_with(epochs=lambda count: Equal())),
     "old epoch is adopted": (pool, "new_epoch", min),
     "unnamed epoch is adopted": (
@@ -187,7 +186,7 @@ BROKEN: dict[str, tuple[object, str, object]] = {
         "write_superblock",
         lambda directory, superblock: None,
     ),
-    "every load misses": (threads, "verify", lambda *slot: CHECKSUM_MISMATCH),
+    "every load misses": (slots, "verify", lambda *slot: CHECKSUM_MISMATCH),
     "nothing is adopted": (pool, "adopt_entries", adopt_nothing),
     "lost entries not recovered": (recovery, "scan_headers", no_headers),
 }

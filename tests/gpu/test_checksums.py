@@ -12,9 +12,7 @@ from crc32c import crc32c
 from tests.gpu.device import Device
 from tests.gpu.rig import LAYOUTS, Rig
 from vllm_nvmeof_offload.copy.base import Backend, Direction
-from vllm_nvmeof_offload.native import core
 
-pytestmark = pytest.mark.skipif(core is None, reason="the core joins or makes them")
 #: Bytes of a block in a layer: one read of a warp and several, and more than a part.
 PAGES = (1024, 2 * 576 * 16, 72 << 10)
 ROUNDS = 20

@@ -217,18 +217,22 @@ void test_format() {
   const SlotPlace place{kRegion, 5};
   seal(slot.data(), identity(1, 2), kPayload, payload_crc(slot.data(), kPayload), kStamp, place,
        0);
-  CHECK(verify(slot.data(), identity(1, 2), kPayload, place, kTag) == Code::kOk);
-  CHECK(verify(slot.data(), identity(1, 3), kPayload, place, kTag) == Code::kStale);
-  CHECK(verify(slot.data(), identity(2, 2), kPayload, place, kTag) == Code::kStale);
-  CHECK(verify(slot.data(), identity(1, 2), kPayload - 1, place, kTag) == Code::kStale);
+  const auto judge = [&slot](const Identity& wanted, size_t bytes, const SlotPlace& at,
+                             const Tag& tag) {
+    return verify(slot.data(), slot.size(), wanted, bytes, at, tag);
+  };
+  CHECK(judge(identity(1, 2), kPayload, place, kTag) == Code::kOk);
+  CHECK(judge(identity(1, 3), kPayload, place, kTag) == Code::kStale);
+  CHECK(judge(identity(2, 2), kPayload, place, kTag) == Code::kStale);
+  CHECK(judge(identity(1, 2), kPayload - 1, place, kTag) == Code::kStale);
   for (const SlotPlace& other : {SlotPlace{kRegion, 6}, SlotPlace{{kRegion.uuid, 8}, 5},
                                  SlotPlace{{{1, 2, 4}, 7}, 5}})
-    CHECK(verify(slot.data(), identity(1, 2), kPayload, other, kTag) == Code::kStale);
-  CHECK(verify(slot.data(), identity(1, 2), kPayload, place, {4, 5, 7}) == Code::kStale);
+    CHECK(judge(identity(1, 2), kPayload, other, kTag) == Code::kStale);
+  CHECK(judge(identity(1, 2), kPayload, place, {4, 5, 7}) == Code::kStale);
   for (const size_t at : {size_t{0}, size_t{9}, size_t{100}, kHeaderBytes - 1, kHeaderBytes,
                           kHeaderBytes + kPayload - 1}) {
     slot[at] ^= std::byte{4};
-    CHECK(verify(slot.data(), identity(1, 2), kPayload, place, kTag) == Code::kChecksumMismatch);
+    CHECK(judge(identity(1, 2), kPayload, place, kTag) == Code::kChecksumMismatch);
     slot[at] ^= std::byte{4};
   }
   const auto entry = encode_entry(5, identity(1, 2), 7);

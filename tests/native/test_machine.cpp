@@ -253,7 +253,7 @@ struct Command {
 class World {
  public:
   explicit World(uint64_t seed)
-      : dice_(seed), checks_(seed % 2), machine_(options(checks_), &lanes_, 0) {}
+      : dice_(seed), checks_(seed % 2), machine_(options(checks_), lanes_, 0) {}
 
   void run(size_t steps) {
     for (size_t step = 0; step < steps; ++step) {
@@ -483,7 +483,7 @@ class World {
         lanes_.end(dice_, failing);
     while (!superblocks_.empty() && chance(dice_, failing ? 30 : 90)) end_superblock(failing);
     lanes_.now_ns = now_ns_;
-    machine_.io.poll_native(0);
+    machine_.io.poll_lanes(0);
     machine_.io.expire();
     lanes_.check_deadlines();
     give_up_superblocks();

@@ -111,7 +111,7 @@ class World {
     for (size_t rank = 0; rank < kRanks; ++rank) {
       ranks_[rank].lanes = std::make_unique<Lanes>(memory_, rank);
       ranks_[rank].machine =
-          std::make_unique<Machine>(options(rank), ranks_[rank].lanes.get(), int64_t{0});
+          std::make_unique<Machine>(options(rank), *ranks_[rank].lanes, int64_t{0});
     }
   }
 
@@ -265,7 +265,7 @@ class World {
     while (!rank.copies.empty() && chance(dice_, failing ? 50 : 100)) end_copy(rank, failing);
     if (rank.hung_until_ns <= now_ns_)
       for (size_t left = 1 + dice_() % 4; left > 0; --left) rank.lanes->end_one(dice_, failing);
-    machine.io.poll_native(0);
+    machine.io.poll_lanes(0);
     machine.io.expire();
     do {
       machine.run();

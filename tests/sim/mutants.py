@@ -174,10 +174,10 @@ REPLACED = {
         "tests/unit/tiers/test_foreign.py",
         "def test_an_answer_is_void_when_we_store_a_chunk_that_it_has_of_others",
     ),
-    # The simulator has no files. An engine that is wrong fails the contract of all engines.
+    # The simulator has no files.
     "files_are_taken_when_the_transfer_starts": (
         "tests/contract/test_io_engine_replace.py",
-        "def test_files_that_are_taken_when_the_transfer_starts_are_noticed",
+        "def test_a_queued_operation_keeps_the_files_of_its_submission_over_two_exchanges",
     ),
 }
 

@@ -19,7 +19,15 @@ from vllm_nvmeof_offload.errors import (
     OutcomeKind,
     io_error,
 )
-from vllm_nvmeof_offload.io.base import Completion, ForeignSlab, HintRecord, IoOp, Room
+from vllm_nvmeof_offload.io.base import (
+    Completion,
+    ForeignSlab,
+    HintRecord,
+    IoOp,
+    Lanes,
+    Room,
+    lanes_of,
+)
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.protocol import (
     OURS,
@@ -165,8 +173,8 @@ class SimIo:
         self.committed.clear()
         return stamps
 
-    def attach(self) -> None:
-        return None
+    def attach(self) -> Lanes:
+        return lanes_of(self)
 
     def room(self) -> Room:
         room = max(0, self._knobs.engine_depth - len(self._flights))

@@ -33,7 +33,6 @@ def findings(*words: object, code: int) -> dict[str, dict[str, str]]:
 def test_a_healthy_machine_is_reported_as_healthy(tmp_path: Path) -> None:
     found = findings("--target", tmp_path, "--staging", "1MiB", code=0)
     assert {check: one["severity"] for check, one in found.items()} == {
-        "native_core": "ok",
         "memory": "ok",
         "huge_pages": "ok",
         "io_uring": "ok",
@@ -102,17 +101,6 @@ def test_a_target_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     assert "not a directory" in found["target"]["evidence"]
     assert "give a directory" in found["target"]["remedy"]
     assert "remedy: give a directory" in run("--target", tmp_path / "file", code=2).stdout
-
-
-def test_a_missing_native_core_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host, "core", None)
-    monkeypatch.setattr(host, "WHY_NOT", "the native I/O core does not load: no such file")
-    found = findings("--target", tmp_path, code=1)
-    assert found["native_core"]["severity"] == "warning"
-    assert "no such file" in found["native_core"]["evidence"]
-    assert "install g++" in found["native_core"]["remedy"]
 
 
 @pytest.mark.parametrize(

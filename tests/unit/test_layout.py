@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, OK, STALE, PoolFormatError
 from vllm_nvmeof_offload.groups import GroupKind
+from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     FLAG_SINGLE_COPY,
@@ -115,6 +116,49 @@ def test_each_field_is_at_the_offset_of_the_format() -> None:
     assert slot[112:128] == bytes(16)
     assert slot[128:150] == bytes(range(16)) + (77).to_bytes(4, "little") + b"\3\0"
     assert slot[150:4092] == bytes(4092 - 150)
+    assert slot[4092:4096] == crc32c(slot[:4092]).to_bytes(4, "little")
+
+
+def test_a_single_copy_and_a_known_crc_are_noted() -> None:
+    slot = bytearray(2 * HEADER_BYTES)
+    at = memoryview(slot)
+    seal(at, IDENTITY, 7, STAMP, PLACE, GroupKind.FULL, payload_crc=99, single_copy=True)
+    header = parse_header(slot)
+    assert header is not None and header.single_copy and header.payload_crc == 99
+    assert slot[10] == FLAG_SINGLE_COPY
+
+
+#: Changes of a header's bytes, and whether it is still one of this format.
+SIGNED = [
+    ({10: 1}, False),  # flags
+    ({10: 2}, False),
+    ({10: 4}, False),
+    ({10: 8}, True),
+    ({10: 16}, False),
+    ({11: 0}, False),  # key length
+    ({11: 35}, False),
+    ({11: 47}, False),
+    ({82: 3}, True),  # kind
+    ({82: 4}, False),
+    ({84: 1}, False),  # group id
+    ({88: 1}, False),  # block CRCs
+    ({10: 4, 88: 1}, True),
+    ({10: 12, 88: 0xD7, 89: 3}, True),  # 983 of them
+    ({10: 12, 88: 0xD8, 89: 3}, False),
+    ({112: 1}, False),  # MAC
+]
+
+
+@pytest.mark.parametrize(("changes", "is_header"), SIGNED)
+def test_a_signed_header_is_judged_by_its_fields(changes: dict[int, int], is_header: bool) -> None:
+    """As if a later release, or a broken one, had written it."""
+    slot = sealed(IDENTITY, b"payload")
+    for at, value in changes.items():
+        slot[at] = value
+    slot[4092:4096] = crc32c(slot[:4092]).to_bytes(4, "little")
+    assert (parse_header(slot) is not None) == is_header
+    found = verify(memoryview(slot), IDENTITY, 7, PLACE, TAG)
+    assert found == (OK if is_header else CHECKSUM_MISMATCH)
 
 
 @given(identities, identities, st.integers(1, 100), st.integers(1, 100))
@@ -183,16 +227,22 @@ def decode_one(raw: bytes, slot: int) -> SlotIdentity | None:
     st.integers(0, (1 << 32) - 1),
     identities,
     st.integers(0, (1 << 32) - 1),
-    st.sampled_from((0, FLAG_SINGLE_COPY)),
+    st.booleans(),
 )
 def test_a_table_entry_is_read_back(
-    slot: int, identity: SlotIdentity, epoch: int, flags: int
+    slot: int, identity: SlotIdentity, epoch: int, single_copy: bool
 ) -> None:
-    raw = encode_entry(slot, identity, epoch, flags)
+    raw = encode_entry(slot, identity, epoch, single_copy=single_copy)
     assert len(raw) == ENTRY_BYTES
     assert decode_one(raw, slot) == identity
     table = decode_table(np.frombuffer(raw, np.uint8), np.array([slot]))
+    flags = FLAG_SINGLE_COPY if single_copy else 0
     assert (int(table.epochs[0]), int(table.flags[0])) == (epoch, flags)
+    fields = struct.pack(
+        "<IQBB46s", epoch, identity.generation, flags, len(identity.key), identity.key
+    )
+    assert raw[4:] == fields
+    assert raw[:4] == crc32c(struct.pack("<I", slot) + fields).to_bytes(4, "little")
     # It is not valid in another slot's place.
     assert decode_one(raw, slot ^ 1) is None
 
@@ -205,6 +255,12 @@ def test_every_bit_flip_of_a_table_entry_is_detected() -> None:
             table = decode_table(np.frombuffer(raw, np.uint8), np.array([77]))
             assert (table.valid.tolist(), table.damaged.tolist()) == ([False], [True])
             raw[at] ^= 1 << bit
+
+
+def test_the_checksums_of_many_entries_need_columns_of_one_length() -> None:
+    entries, crcs = np.zeros(5 * ENTRY_BYTES, np.uint8), np.empty(5, np.uint32)
+    with pytest.raises(ValueError, match="do not fit"):
+        core.entry_crcs(entries, np.arange(4), crcs)
 
 
 @given(st.binary(min_size=0, max_size=ENTRY_BYTES * 4))

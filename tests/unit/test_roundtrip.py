@@ -18,7 +18,7 @@ from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.groups import GROUP_ID_BYTES
 from vllm_nvmeof_offload.io.base import IoLimits, Waker
-from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
+from vllm_nvmeof_offload.io.native import How, NativeIoEngine
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
 from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.pool.format import Keyspace
@@ -50,9 +50,8 @@ class Rank:
         self.staging = Staging(slot_stride_bytes(payload), CACHE_SLOTS, STREAM_SLOTS)
         waker = Waker()
         self.copy = HostCopyEngine(on_done=waker.wake)
-        self.io = ThreadsIoEngine(
-            self.pool, self.staging.view, self.staging.map.base_address, IoLimits()
-        )
+        memory = self.staging.view, self.staging.map.base_address
+        self.io = NativeIoEngine(self.pool, *memory, IoLimits(), How.THREADS)
         config = TransferLimits(group_bytes=(payload,))
         pipeline = TransferPipeline(self.staging.map, self.copy, self.io, config)
         self.runner = PipelineRunner(pipeline, waker, self.io.fileno())

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from vllm_nvmeof_offload.copy.base import Descriptors, Payloads, cut_sizes, spans
 from vllm_nvmeof_offload.copy.driver import Cuda, cache_directory, load_or_compile
 from vllm_nvmeof_offload.errors import EngineError
-from vllm_nvmeof_offload.native import WHY_NOT, core
+from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.units import KIB, MIB
 
 #: The file of the kernel, and its name in there.
@@ -244,7 +244,6 @@ class GpuChecksums:
 
     def write(self, checksums: Checksums) -> None:
         """Write them to their payloads. Call when the GPU has made all of them."""
-        assert core is not None
         crcs = np.empty(len(checksums.counts), np.uint32)
         words = self._words[checksums.run.first : checksums.run.end]
         core.join_crcs(words, checksums.sizes, checksums.counts, crcs)
@@ -257,8 +256,6 @@ class GpuChecksums:
 
 def load_checksums(cuda: Cuda) -> GpuChecksums:
     """Load the kernel. Raises: EngineError: it is not available here; names the cause."""
-    if core is None:
-        raise EngineError(WHY_NOT)
     if not cuda.host_pointers_work_in_kernels:
         raise EngineError("kernels cannot reach host memory at its own address here")
     code = load_or_compile(cuda.facts.arch, cache_directory(), CRC_BLOCKS)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies between a KV cache in CPU memory and staging, on one background thread.
 
-With the native core a ticket is one call, and a copy makes the payloads' checksums while their
-bytes are in cache, so that sealing or checking a slot need not read it from memory again.
+A ticket is one call, and a copy makes the payloads' checksums while their bytes are in cache, so
+that sealing or checking a slot need not read it from memory again.
 
 vLLM's CPU engine uses it, and tests without a GPU. The forward pass on a CPU has run when vLLM
 calls the worker, so no fence is needed.
@@ -10,7 +10,6 @@ calls the worker, so no fence is needed.
 
 from __future__ import annotations
 
-import ctypes
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,15 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from vllm_nvmeof_offload.copy.base import Columns, Descriptors, Direction, Payloads, sides
 from vllm_nvmeof_offload.errors import OK, EngineError, Outcome
 from vllm_nvmeof_offload.native import core
-
-_memmove_address = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value
-assert _memmove_address is not None
-_SIGNATURE = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-#: Large pieces release the interpreter lock; small ones do not, because taking it back can cost
-#: its switch interval of 5 ms per piece while the model's thread is busy.
-_UNLOCK_BYTES = 256 << 10
-_copy_unlocked = ctypes.CFUNCTYPE(*_SIGNATURE)(_memmove_address)
-_copy_locked = ctypes.PYFUNCTYPE(*_SIGNATURE)(_memmove_address)
 
 
 class HostCopyEngine:
@@ -37,7 +27,7 @@ class HostCopyEngine:
 
     def __init__(self, on_done: Callable[[], None] = lambda: None) -> None:
         self.asleep = False
-        self.makes_checksums = core is not None
+        self.makes_checksums = True
         self._on_done = on_done
         self._done: deque[int] = deque()
         self._failure: Exception | None = None
@@ -83,16 +73,8 @@ class HostCopyEngine:
 
 
 def _copy(direction: Direction, columns: Columns, payloads: Payloads | None) -> None:
-    if core is None:
-        _copy_in_python(columns)
-    elif payloads is None:
+    if payloads is None:
         core.copy(*columns)
     else:
         which = payloads.counts, payloads.addresses, payloads.sizes
         core.copy_payloads(*columns, *which, payloads.crcs, direction is Direction.LOAD)
-
-
-def _copy_in_python(columns: Columns) -> None:
-    for destination, source, count in zip(*(one.tolist() for one in columns), strict=True):
-        copy = _copy_unlocked if count >= _UNLOCK_BYTES else _copy_locked
-        copy(destination, source, count)

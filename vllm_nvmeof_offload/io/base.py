@@ -30,12 +30,16 @@ import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from vllm_nvmeof_offload.config import OffloadConfig
-from vllm_nvmeof_offload.errors import OK, Outcome, io_error
+from vllm_nvmeof_offload.errors import OK, Outcome, code_of
+from vllm_nvmeof_offload.native import InstantLanes, PythonLanes
 from vllm_nvmeof_offload.pool.format import SlotPlace, Stamp
 from vllm_nvmeof_offload.protocol import OURS, TAG_BYTES, OpKind, SlotIdentity, Urgency
+
+if TYPE_CHECKING:
+    from vllm_nvmeof_offload.native._tiers import Offered
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +124,6 @@ class HintRecord(NamedTuple):
     times: int
 
 
-#: Reads there fail with EBADF.
-NO_REGION = ForeignSlab(-1, bytes(16), 0)
-
 _KEYS = OffloadConfig.model_fields
 
 
@@ -161,11 +162,11 @@ class Room(NamedTuple):
     writes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Lanes:
-    """An engine's native lanes. address: of its `NativeLanes` (native/lanes.h)."""
+class Lanes(Protocol):
+    """What the native machine drives. address: of a `NativeLanes` (native/lanes.h)."""
 
-    address: int
+    @property
+    def address(self) -> int: ...
 
 
 class IoEngine(Protocol):
@@ -181,11 +182,8 @@ class IoEngine(Protocol):
     def begin_reset(self, tag: bytes, named: bool) -> tuple[Stamp, Stamp]:
         """As `Pool.begin_reset`; one RESET per target follows."""
 
-    def attach(self) -> Lanes | None:
-        """Let the native machine drive reads and writes; `submit` and `poll` are for resets then.
-
-        None: the engine has no native lanes, and everything goes through `submit` and `poll`.
-        """
+    def attach(self) -> Lanes:
+        """Let the machine drive reads and writes; `submit` and `poll` are for resets then."""
 
     def room(self) -> Room:
         """Return how many operations may be submitted now."""
@@ -235,6 +233,63 @@ class IoEngine(Protocol):
         """
 
 
+#: As the native machine numbers them.
+_KINDS = tuple(OpKind)
+
+
+def lanes_of(engine: IoEngine) -> Lanes:
+    """Lanes over an engine in Python, whose `room`, `submit`, `cancel` and `poll` move slots."""
+
+    def submit(ops: list[Offered]) -> None:
+        engine.submit([op_of(*one) for one in ops])
+
+    return PythonLanes(
+        room=engine.room,
+        submit=submit,
+        cancel=lambda token: bool(engine.cancel([token])),
+        poll=lambda: [end_of(one) for one in engine.poll()],
+    )
+
+
+def end_of(one: Completion) -> tuple[int, int, int, float, int]:
+    """Return a completion as the native machine takes it."""
+    crc = -1 if one.payload_crc is None else one.payload_crc
+    return one.token, code_of(one.outcome.kind), one.outcome.errno, one.ended_s or 0.0, crc
+
+
+def op_of(
+    token: int,
+    kind: int,
+    urgency: int,
+    pool_slot: int,
+    address: int,
+    key: bytes,
+    generation: int,
+    payload_bytes: int,
+    payload_crc: int,
+    single_copy: bool,
+    owner: int,
+    header_only: bool,
+    epoch: int,
+    tag: bytes,
+) -> IoOp:
+    """Return an operation as the native machine describes it."""
+    return IoOp(
+        token,
+        _KINDS[kind],
+        Urgency(urgency),
+        pool_slot,
+        address,
+        SlotIdentity(key, generation),
+        payload_bytes=payload_bytes,
+        payload_crc=None if payload_crc < 0 else payload_crc,
+        single_copy=single_copy,
+        owner=owner,
+        header_only=header_only,
+        stamp=Stamp(epoch, tag),
+    )
+
+
 class Waker:
     """An eventfd that any thread can set; closed when the last reference to this is gone."""
 
@@ -258,7 +313,7 @@ class Waker:
 
 
 class NoIoEngine:
-    """The engine of a server without a pool: completes resets, refuses the rest with ENODEV."""
+    """The engine of a server without a pool: completes resets, and fails the rest with ENODEV."""
 
     name = "none"
     stamp = Stamp(0, bytes(TAG_BYTES))
@@ -270,16 +325,14 @@ class NoIoEngine:
     def begin_reset(self, tag: bytes, named: bool) -> tuple[Stamp, Stamp]:
         return self.stamp, self.stamp
 
-    def attach(self) -> None:
-        return None
+    def attach(self) -> Lanes:
+        return InstantLanes(self._waker.fd, errno.ENODEV)
 
     def room(self) -> Room:
-        return Room(1, 1)
+        return Room(0, 0)
 
     def submit(self, ops: Sequence[IoOp]) -> None:
-        for op in ops:
-            outcome = OK if op.kind is OpKind.RESET else io_error(errno.ENODEV)
-            self._done.append(Completion(op.token, outcome))
+        self._done += [Completion(op.token, OK) for op in ops]
         self._waker.wake()
 
     def cancel(self, tokens: Sequence[int]) -> list[int]:

@@ -14,8 +14,7 @@ import resource
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.io.base import IoEngine, IoLimits
-from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
-from vllm_nvmeof_offload.io.uring import UringDeniedError, UringIoEngine
+from vllm_nvmeof_offload.io.native import How, NativeIoEngine, UringDeniedError
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.units import format_bytes
 
@@ -32,23 +31,19 @@ def choose_io_engine(
         EngineError: `wanted` is "uring", and the kernel refuses it.
     """
     fallbacks: list[str] = []
-    for registered in (True, False) if wanted != "threads" else ():
+    for how in (How.REGISTERED, How.UNREGISTERED) if wanted != "threads" else ():
         try:
-            ring = UringIoEngine(pool, memory, base_address, limits, registered=registered)
-            return ring, tuple(fallbacks)
+            return NativeIoEngine(pool, memory, base_address, limits, how), tuple(fallbacks)
         except UringDeniedError as error:
-            why = explain_denial(error, len(memory))
-            goes_on = registered and "register" in error.step
-        except EngineError as error:  # the native core does not load
-            why, goes_on = str(error), False
-        step = "io_uring registered→unregistered" if goes_on else "io_uring→threads"
-        fallbacks.append(f"{step}: {why}")
+            goes_on = how is How.REGISTERED and "register" in error.step
+            step = "io_uring registered→unregistered" if goes_on else "io_uring→threads"
+            fallbacks.append(f"{step}: {explain_denial(error, len(memory))}")
         logger.warning("I/O falls back to something slower: %s", fallbacks[-1])
         if not goes_on:
             break
     if wanted == "uring":
         raise EngineError(f'io_engine="uring" cannot run here: {fallbacks[-1]}')
-    return ThreadsIoEngine(pool, memory, base_address, limits), tuple(fallbacks)
+    return NativeIoEngine(pool, memory, base_address, limits, How.THREADS), tuple(fallbacks)
 
 
 def explain_denial(error: UringDeniedError, memory_bytes: int) -> str:

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs per chunk, in C++.
 
-`Tiers` and `Batch`, the manager's index and both tiers, need only a C++ compiler, and nothing works
-without them. `core`, the io_uring engine, also needs liburing and ISA-L; without it `core` is None
-and `WHY_NOT` names the cause, and the engine on threads takes over.
+`core` has the I/O engine, the pool's format and checksums; the rest the manager's index, both tiers
+and the machine of transfers.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
-
+from vllm_nvmeof_offload.native import _native as core
 from vllm_nvmeof_offload.native._tiers import (
     Batch,
     CacheGeometry,
@@ -22,6 +20,7 @@ from vllm_nvmeof_offload.native._tiers import (
     LookUps,
     Machine,
     OwnerRecord,
+    PythonLanes,
     Tiers,
     choose_lane,
     meter_unlocked,
@@ -30,7 +29,6 @@ from vllm_nvmeof_offload.native._tiers import (
 )
 
 __all__ = [
-    "WHY_NOT",
     "Batch",
     "CacheGeometry",
     "Foreign",
@@ -42,6 +40,7 @@ __all__ = [
     "LookUps",
     "Machine",
     "OwnerRecord",
+    "PythonLanes",
     "Tiers",
     "choose_lane",
     "core",
@@ -49,12 +48,3 @@ __all__ = [
     "set_words_bytes",
     "unlocked_s",
 ]
-
-core: ModuleType | None
-WHY_NOT: str
-try:
-    from vllm_nvmeof_offload.native import _native as _core
-except ImportError as error:
-    core, WHY_NOT = None, f"the native I/O core does not load: {error}"
-else:
-    core, WHY_NOT = _core, ""

@@ -25,6 +25,7 @@ class Engine:
         groups: Sequence[tuple[int, int]],
         slot_bytes: int,
         registered: bool,
+        threads: int,
         limits: IoLimits,
         cpus: Sequence[int],
         gate: StartGate | None,
@@ -47,7 +48,8 @@ class Engine:
         /,
     ) -> None: ...
     def room(self) -> tuple[int, int]: ...
-    def lanes(self) -> int: ...
+    @property
+    def address(self) -> int: ...
     def kick(self) -> None: ...
     def cancel(self, token: int) -> bool: ...
     def replace_target(self, index: int, slab_fd: int, table_fd: int, log_fd: int, /) -> None: ...
@@ -97,20 +99,22 @@ def entry_crcs(
     entries: npt.NDArray[np.uint8], slots: npt.NDArray[np.int64], crcs: npt.NDArray[np.uint32]
 ) -> None: ...
 def seal(
-    slot: npt.NDArray[np.uint8],
+    slot: npt.NDArray[np.uint8] | memoryview,
     key: bytes,
     generation: int,
     payload_bytes: int,
+    payload_crc: int,
     epoch: int,
     tag: bytes,
     region_uuid: bytes,
     rank: int,
     number: int,
     kind: int,
+    single_copy: bool,
     /,
 ) -> None: ...
 def verify(
-    slot: npt.NDArray[np.uint8],
+    slot: npt.NDArray[np.uint8] | memoryview,
     key: bytes,
     generation: int,
     payload_bytes: int,
@@ -120,14 +124,21 @@ def verify(
     tag: bytes,
     /,
 ) -> int: ...
-def encode_put(
-    sequence: int,
-    index: int,
-    slot: int,
-    key: bytes,
-    generation: int,
-    epoch: int,
-    single_copy: bool,
-    /,
+def parse_header(
+    page: memoryview, /
+) -> tuple[tuple[bytes, int], tuple[bytes, int, int], int, int, tuple[int, bytes], bool] | None: ...
+def encode_entry(
+    slot: int, key: bytes, generation: int, epoch: int, single_copy: bool, /
 ) -> bytes: ...
-def encode_entry(slot: int, key: bytes, generation: int, epoch: int, /) -> bytes: ...
+
+class LogWriter:
+    def __init__(self, pages: int, first: int, lease_generation: int, fd: int, /) -> None: ...
+    def put(
+        self, slot: int, key: bytes, generation: int, epoch: int, single_copy: bool, /
+    ) -> None: ...
+    def reset(self, epoch: int, /) -> None: ...
+    def hint(
+        self, region_uuid: bytes, slot: int, member: int, generation: int, count: int, /
+    ) -> None: ...
+    def replace(self, fd: int, /) -> None: ...
+    def flush(self) -> None: ...

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The core for Python, in plain numbers and bytes; `io/uring.py` gives them their types.
+// The core for Python, in plain numbers and bytes; `io/native.py` gives them their types.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
@@ -39,7 +39,8 @@ void make_engine(Engine* at, const std::vector<std::tuple<int, int, int>>& targe
                  const std::vector<std::tuple<uint32_t, uint64_t, uint64_t>>& logs, uint16_t rank,
                  const std::vector<uintptr_t>& permits,
                  const std::vector<std::pair<uint32_t, uint8_t>>& groups, size_t slot_bytes,
-                 bool registered, const nb::object& limits, const std::vector<int>& cpus,
+                 bool registered, size_t threads, const nb::object& limits,
+                 const std::vector<int>& cpus,
                  std::shared_ptr<StartGate> gate) {
   const auto limit = [&limits](const char* name) { return nb::cast<size_t>(limits.attr(name)); };
   EngineSetup setup;
@@ -54,6 +55,7 @@ void make_engine(Engine* at, const std::vector<std::tuple<int, int, int>>& targe
                   limit("read_bytes_started_max")};
   setup.memory = {pointer(base), bytes};
   setup.registered = registered;
+  setup.threads = threads;
   setup.operations_max = limit("operations_max");
   setup.cpus = cpus;
   setup.gate = std::move(gate);
@@ -162,22 +164,55 @@ void join_crcs_of(Lanes32 words, Words sizes, Counts counts, Crcs crcs) {
   }
 }
 
-template <typename Array>
-auto* whole_slot(const Array& slot, size_t payload_bytes) {
-  if (slot.size() < kHeaderBytes + payload_bytes) throw nb::value_error("the buffer is too small");
-  return slot.data();
+void seal_slot(Bytes slot, const nb::bytes& key, uint64_t generation, size_t payload_bytes,
+               int64_t payload_crc, uint32_t epoch, const nb::bytes& tag,
+               const nb::bytes& region_uuid, uint16_t rank, uint32_t number, uint8_t kind,
+               bool single_copy) {
+  if (slot.size() < kHeaderBytes + payload_bytes) throw nb::value_error("the slot is too small");
+  auto* data = reinterpret_cast<std::byte*>(slot.data());
+  const uint32_t crc = payload_crc != kNoCrc ? static_cast<uint32_t>(payload_crc)
+                                             : crc32c(data + kHeaderBytes, payload_bytes);
+  seal(data, identity_of(key, generation), payload_bytes, crc, {epoch, sixteen(tag)},
+       {{sixteen(region_uuid), rank}, number, single_copy}, kind);
 }
 
-void log_reset(Engine& engine, size_t target, uint32_t epoch) {
+unsigned verify_slot(ConstBytes slot, const nb::bytes& key, uint64_t generation,
+                     size_t payload_bytes, const nb::bytes& region_uuid, uint16_t rank,
+                     uint32_t number, const nb::bytes& tag) {
+  if (slot.size() < kHeaderBytes) return static_cast<unsigned>(Code::kChecksumMismatch);
+  const auto* data = reinterpret_cast<const std::byte*>(slot.data());
+  return static_cast<unsigned>(verify(data, slot.size(), identity_of(key, generation),
+                                      payload_bytes, {{sixteen(region_uuid), rank}, number},
+                                      sixteen(tag)));
+}
+
+template <size_t kSize>
+nb::bytes bytes_of(const std::array<uint8_t, kSize>& from, size_t size = kSize) {
+  return nb::bytes(from.data(), size);
+}
+
+// In the order of `pool.format.SlotHeader`.
+nb::object parse_slot_header(ConstBytes page) {
+  if (page.size() < kHeaderBytes) return nb::none();
+  const auto found = parse_header(reinterpret_cast<const std::byte*>(page.data()));
+  if (!found) return nb::none();
+  const auto& [identity, place, payload_bytes, payload_crc, stamp] = *found;
+  return nb::make_tuple(
+      nb::make_tuple(bytes_of(identity.key, identity.key_bytes), identity.generation),
+      nb::make_tuple(bytes_of(place.region.uuid), place.region.rank, place.slot), payload_bytes,
+      payload_crc, nb::make_tuple(stamp.epoch, bytes_of(stamp.tag)), place.single_copy);
+}
+
+LogRecord reset_record(uint32_t epoch) {
   LogRecord record;
   record.kind = LogKind::RESET;
   record.epoch = epoch;
-  engine.note(target, record);
+  return record;
 }
 
-void log_hint(Engine& engine, size_t target, const nb::bytes& region_uuid, uint32_t slot,
-              uint8_t member, uint64_t generation, uint32_t count) {
-  engine.note(target, hint_record(sixteen(region_uuid), slot, member, generation, count));
+LogRecord hint_of(const nb::bytes& region_uuid, uint32_t slot, uint8_t member, uint64_t generation,
+                  uint32_t count) {
+  return hint_record(sixteen(region_uuid), slot, member, generation, count);
 }
 
 nb::bytes encode_entry_of(uint64_t slot, const nb::bytes& key, uint64_t generation, uint32_t epoch,
@@ -186,12 +221,13 @@ nb::bytes encode_entry_of(uint64_t slot, const nb::bytes& key, uint64_t generati
   return nb::bytes(entry.data(), entry.size());
 }
 
-nb::bytes encode_put(uint64_t sequence, uint32_t index, uint32_t slot, const nb::bytes& key,
-                     uint64_t generation, uint32_t epoch, bool single_copy) {
-  std::array<std::byte, kLogRecordBytes> raw;
-  const LogRecord record = put_record(slot, identity_of(key, generation), epoch, single_copy);
-  encode_record(raw.data(), record, sequence, index);
-  return nb::bytes(raw.data(), raw.size());
+void make_log(LogWriter* at, uint32_t pages, uint64_t next, uint64_t lease_generation, int fd) {
+  new (at) LogWriter({pages, next, lease_generation}, copy_of_fd(fd));
+}
+
+void log_put(LogWriter& log, uint32_t slot, const nb::bytes& key, uint64_t generation,
+             uint32_t epoch, bool single_copy) {
+  log.add(put_record(slot, identity_of(key, generation), epoch, single_copy));
 }
 
 void as_os_error(const std::exception_ptr& caught, void*) {
@@ -206,39 +242,35 @@ void as_os_error(const std::exception_ptr& caught, void*) {
   }
 }
 
-}  // namespace
-
-NB_MODULE(_native, m) {
-  nb::register_exception_translator(&as_os_error);
-
-  nb::class_<StartGate>(m, "StartGate")
-      .def(nb::init<>())
-      .def("shut", &StartGate::shut, nb::arg("pool_slots"))
-      .def("starts", &StartGate::starts);
-
+void bind_engine(nb::module_& m) {
   nb::class_<Engine>(m, "Engine")
       .def("__init__", &make_engine, nb::arg("targets"), nb::arg("base"), nb::arg("length"),
            nb::kw_only(), nb::arg("regions"), nb::arg("logs"), nb::arg("rank"), nb::arg("permits"),
-           nb::arg("groups"), nb::arg("slot_bytes"), nb::arg("registered"), nb::arg("limits"),
-           nb::arg("cpus"), nb::arg("gate").none())
+           nb::arg("groups"), nb::arg("slot_bytes"), nb::arg("registered"),
+           nb::arg("threads"), nb::arg("limits"), nb::arg("cpus"), nb::arg("gate").none())
       .def("room",
            [](const Engine& engine) {
              const LaneRoom room = engine.room();
              return std::pair(room.reads, room.writes);
            })
       .def("submit", &submit)
-      .def("lanes",
-           [](Engine& engine) {
-             return reinterpret_cast<uintptr_t>(static_cast<NativeLanes*>(&engine));
-           })
+      .def_prop_ro("address",
+                   [](Engine& engine) {
+                     return reinterpret_cast<uintptr_t>(static_cast<NativeLanes*>(&engine));
+                   })
       .def("kick", &Engine::kick, nb::call_guard<nb::gil_scoped_release>())
       .def("cancel", &Engine::cancel, nb::arg("token"))
       .def("replace_target",
            [](Engine& engine, size_t index, int slab_fd, int table_fd, int log_fd) {
              engine.replace_target(index, {slab_fd, table_fd, log_fd});
            })
-      .def("log_reset", &log_reset)
-      .def("log_hint", &log_hint)
+      .def("log_reset", [](Engine& engine, size_t target,
+                           uint32_t epoch) { engine.note(target, reset_record(epoch)); })
+      .def("log_hint",
+           [](Engine& engine, size_t target, const nb::bytes& region_uuid, uint32_t slot,
+              uint8_t member, uint64_t generation, uint32_t count) {
+             engine.note(target, hint_of(region_uuid, slot, member, generation, count));
+           })
       .def("attach",
            [](Engine& engine, uint16_t owner, size_t target, int slab_fd, const nb::bytes& uuid,
               uint16_t rank) { engine.attach(owner, target, {slab_fd, {sixteen(uuid), rank}}); })
@@ -251,30 +283,41 @@ NB_MODULE(_native, m) {
             return engine.close(std::chrono::nanoseconds(static_cast<int64_t>(timeout_s * 1e9)));
           },
           nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  nb::register_exception_translator(&as_os_error);
+
+  nb::class_<StartGate>(m, "StartGate")
+      .def(nb::init<>())
+      .def("shut", &StartGate::shut, nb::arg("pool_slots"))
+      .def("starts", &StartGate::starts);
+
+  bind_engine(m);
+  // What the engine writes behind each table entry, for whoever plays another server.
+  nb::class_<LogWriter>(m, "LogWriter")
+      .def("__init__", &make_log)
+      .def("put", &log_put)
+      .def("reset", [](LogWriter& log, uint32_t epoch) { log.add(reset_record(epoch)); })
+      .def("hint",
+           [](LogWriter& log, const nb::bytes& region_uuid, uint32_t slot, uint8_t member,
+              uint64_t generation, uint32_t count) {
+             log.add(hint_of(region_uuid, slot, member, generation, count));
+           })
+      .def("replace", [](LogWriter& log, int fd) { log.replace(copy_of_fd(fd)); })
+      .def("flush", &LogWriter::flush);
 
   m.def("probe_ring", [](int fd, uintptr_t address, size_t bytes, bool registered) {
-    Ring(32, {pointer(address), bytes}, fd, kPageBytes, registered).enable();
+    Uring(32, {pointer(address), bytes}, fd, kPageBytes, registered).enable();
   });
   m.def("copy", &copy);
   m.def("copy_payloads", &copy_payloads);
   m.def("join_crcs", &join_crcs_of);
   m.def("entry_crcs", &entry_crcs, nb::arg("entries"), nb::arg("slots"), nb::arg("crcs"));
-  m.def("seal", [](Bytes slot, const nb::bytes& key, uint64_t generation, size_t payload_bytes,
-                   uint32_t epoch, const nb::bytes& tag, const nb::bytes& region_uuid,
-                   uint16_t rank, uint32_t number, uint8_t kind, bool single_copy) {
-    auto* data = reinterpret_cast<std::byte*>(whole_slot(slot, payload_bytes));
-    seal(data, identity_of(key, generation), payload_bytes,
-         crc32c(data + kHeaderBytes, payload_bytes), {epoch, sixteen(tag)},
-         {{sixteen(region_uuid), rank}, number, single_copy}, kind);
-  });
-  m.def("verify",
-        [](ConstBytes slot, const nb::bytes& key, uint64_t generation, size_t payload_bytes,
-           const nb::bytes& region_uuid, uint16_t rank, uint32_t number, const nb::bytes& tag) {
-          const auto* data = reinterpret_cast<const std::byte*>(whole_slot(slot, payload_bytes));
-          return static_cast<unsigned>(
-              verify(data, identity_of(key, generation), payload_bytes,
-                     {{sixteen(region_uuid), rank}, number}, sixteen(tag)));
-        });
-  m.def("encode_put", &encode_put);
+  m.def("seal", &seal_slot);
+  m.def("verify", &verify_slot);
+  m.def("parse_header", &parse_slot_header);
   m.def("encode_entry", &encode_entry_of);
 }

@@ -21,6 +21,7 @@
 #include "instant_lanes.h"
 #include "lane_choice.h"
 #include "machine.h"
+#include "python_lanes.h"
 
 using namespace nb::literals;
 using namespace nvmeof;
@@ -141,7 +142,7 @@ void make(Machine* self, size_t cache_slots, size_t stream_slots, uint64_t pool_
     const auto& [memory, member, addresses, sizes] = *set;
     options.set = {reinterpret_cast<void*>(memory), addresses.size(), member, addresses, sizes};
   }
-  new (self) Machine(options, reinterpret_cast<NativeLanes*>(lanes), nanoseconds(now_s));
+  new (self) Machine(options, *reinterpret_cast<NativeLanes*>(lanes), nanoseconds(now_s));
 }
 
 using Blocks = Column<int32_t>;
@@ -306,13 +307,6 @@ void failed_unreleased(Machine& machine, const std::vector<uint64_t>& tokens) {
   for (const uint64_t token : tokens) machine.failed_unreleased(token);
 }
 
-// withdrawn: those of the tokens that had not started.
-void give_up(Machine& machine, const std::vector<uint64_t>& tokens,
-             const std::vector<uint64_t>& withdrawn) {
-  for (const uint64_t token : tokens)
-    machine.io.give_up(token, std::ranges::find(withdrawn, token) != withdrawn.end());
-}
-
 // In seconds; infinity: never.
 double next_deadline(Machine& machine) {
   const int64_t next_ns = machine.next_deadline_ns();
@@ -334,14 +328,7 @@ nb::tuple columns_of(const Machine& machine, const Task& task, uint64_t token) {
                         nb::bytes(stamp.tag.data(), stamp.tag.size()));
 }
 
-nb::list offered(Machine& machine) {
-  nb::list all;
-  for (const IoQueue::Offer& offer : machine.io.offered)
-    all.append(columns_of(machine, *offer.task, offer.token));
-  return all;
-}
-
-// (seconds within which it must end, what `offered` has) of each.
+// (seconds within which it must end, its columns) of each.
 nb::list offer_peer(Machine& machine, size_t lane) {
   nb::list all;
   for (const Machine::PeerOffer& offer : machine.offer_peer(lane))
@@ -363,12 +350,12 @@ bool health_has_news(const IoQueue& io) {
                              [](const auto& one) { return one.code != Outcome::OK; });
 }
 
-// Take in what native lanes have ended, and hand over until nothing moves any more. True: a
+// Take in what the lanes have ended, and hand over until nothing moves any more. True: a
 // target's health has news; when Python has looked at it, it goes on with another call.
 bool advance(Machine& machine, double ahead_s) {
   IoQueue& io = machine.io;
   const Unlocked unlocked(machine.to_move());
-  io.poll_native(nanoseconds(ahead_s));
+  io.poll_lanes(nanoseconds(ahead_s));
   io.expire();
   machine.run();
   do {
@@ -531,6 +518,11 @@ int choose(double own_end_s, bool own_room, const std::vector<std::pair<double, 
   return choose_lane({own_end_s, own_room}, estimates);
 }
 
+template <typename Lanes>
+uintptr_t address_of(Lanes& lanes) {
+  return reinterpret_cast<uintptr_t>(static_cast<NativeLanes*>(&lanes));
+}
+
 void bind_parts(nb::module_& m) {
   m.def("choose_lane", &choose, "own_end_s"_a, "own_room"_a, "peers"_a);
   m.def("meter_unlocked", [](bool on) { metered = on; });
@@ -540,10 +532,16 @@ void bind_parts(nb::module_& m) {
       .def("__init__", &make_cache)
       .def("pieces", &cache_pieces);
   nb::class_<InstantLanes>(m, "InstantLanes")
-      .def(nb::init<int>(), "wake_fd"_a)
-      .def_prop_ro("address", [](InstantLanes& lanes) {
-        return reinterpret_cast<uintptr_t>(static_cast<NativeLanes*>(&lanes));
-      });
+      .def(nb::init<int, int>(), "wake_fd"_a, "error"_a = 0)
+      .def_prop_ro("address", &address_of<InstantLanes>);
+  static PyType_Slot collected[] = {
+      {Py_tp_traverse, reinterpret_cast<void*>(&PythonLanes::traverse)},
+      {Py_tp_clear, reinterpret_cast<void*>(&PythonLanes::clear)},
+      {0, nullptr}};
+  nb::class_<PythonLanes>(m, "PythonLanes", nb::type_slots(collected))
+      .def(nb::init<nb::object, nb::object, nb::object, nb::object>(), nb::kw_only(), "room"_a,
+           "submit"_a, "cancel"_a, "poll"_a)
+      .def_prop_ro("address", &address_of<PythonLanes>);
   m.def("set_words_bytes", &set_words_bytes, "members"_a, "cache_slots"_a, "stream_slots"_a);
 }
 
@@ -586,7 +584,6 @@ void bind_peers(nb::class_<Machine>& machine) {
 
 void bind_machine(nb::module_& m) {
   bind_parts(m);
-  const auto unlocked = nb::call_guard<Unlocked>();
   nb::class_<Machine> machine(m, "Machine");
   bind_peers(machine);
   machine
@@ -594,7 +591,7 @@ void bind_machine(nb::module_& m) {
            "base_address"_a, "slot_bytes"_a, "header_bytes"_a, "group_bytes"_a, "targets"_a,
            "reads_max"_a, "writes_max"_a, "read_deadline_s"_a, "write_deadline_s"_a,
            "saturating_reads"_a, "saturating_writes"_a, "retryable"_a, "read_bytes_max"_a,
-           "write_bytes_max"_a, "write_bytes_beside_reads_max"_a, "stamp"_a, "lanes"_a = 0,
+           "write_bytes_max"_a, "write_bytes_beside_reads_max"_a, "stamp"_a, "lanes"_a,
            "now_s"_a = 0.0, "members"_a = nb::none(), "peers_max"_a = 0, "peer_chunks_min"_a = 4,
            "serve_slots"_a = 0, "serve_share"_a = 1.0, "serve_bytes_max"_a = SIZE_MAX,
            "copies_check"_a = false)
@@ -619,19 +616,8 @@ void bind_machine(nb::module_& m) {
            })
       .def("ended", &ended)
       .def("advance", &advance)
-      .def("expire", [](Machine& machine) { machine.io.expire(); }, unlocked)
-      .def("take_overdue", [](Machine& machine) { return std::exchange(machine.io.overdue, {}); })
-      .def("give_up", &give_up)
       .def("next_deadline_s", &next_deadline)
-      .def("offer_reads",
-           [](Machine& machine, size_t room) { machine.io.offer_reads(room); }, unlocked)
-      .def("offer_writes",
-           [](Machine& machine, size_t room) { machine.io.offer_writes(room); }, unlocked)
-      .def("fail_stalled", [](Machine& machine) { machine.io.fail_stalled(); }, unlocked)
-      .def("run", &Machine::run, unlocked)
-      .def("offered", &offered)
       .def("offer_resets", &offer_resets)
-      .def("take_cancels", [](Machine& machine) { return std::exchange(machine.io.cancels, {}); })
       .def("take_copies", &take_copies)
       .def("copied",
            [](Machine& machine, uint64_t number, uint8_t code, int error,

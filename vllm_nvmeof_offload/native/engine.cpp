@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "rules.h"
+#include "thread_ring.h"
 
 namespace nvmeof {
 namespace {
@@ -11,20 +12,30 @@ namespace {
 // Smaller payloads are summed faster than a thread is woken.
 constexpr size_t kSummedAheadMin = 256 << 10;
 
+// All of them, before any starts: a ring can share its registered memory only before it is enabled.
+std::vector<std::unique_ptr<Ring>> make_rings(const EngineSetup& setup) {
+  std::vector<std::unique_ptr<Ring>> rings;
+  int share_with = -1;
+  for (const Target& target : setup.targets) {
+    if (setup.threads > 0) {
+      rings.push_back(std::make_unique<ThreadRing>(setup.threads, setup.cpus));
+      continue;
+    }
+    auto ring = std::make_unique<Uring>(setup.limits.depth, setup.memory, target.slab_fd,
+                                        setup.limits.slot_bytes, setup.registered, share_with);
+    if (rings.empty()) share_with = ring->fd();
+    rings.push_back(std::move(ring));
+  }
+  return rings;
+}
+
 }  // namespace
 
 Engine::Engine(const EngineSetup& setup)
     : operations_max_(setup.operations_max),
       completions_(std::make_shared<CompletionQueue>()),
       checksums_(completions_, setup.cpus) {
-  // Create all rings first, on this thread: a ring can share its registered memory only before it
-  // is enabled.
-  std::vector<std::unique_ptr<Ring>> rings;
-  for (const Target& target : setup.targets) {
-    const int share_with = rings.empty() ? -1 : rings.front()->fd();
-    rings.push_back(std::make_unique<Ring>(setup.limits.depth, setup.memory, target.slab_fd,
-                                           setup.limits.slot_bytes, setup.registered, share_with));
-  }
+  std::vector<std::unique_ptr<Ring>> rings = make_rings(setup);
   try {
     for (size_t i = 0; i < rings.size(); ++i)
       targets_.push_back(TargetRing::start(setup, i, completions_, std::move(rings[i])));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The I/O core: one ring per target, completions behind an eventfd. It knows no Python;
-// `bindings.cpp` and `io/uring.py` do.
+// `bindings.cpp` and `io/native.py` do.
 #pragma once
 
 #include <memory>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lanes whose operations have ended as soon as they start, without moving a byte: what remains of
-// a transfer is the machine's own cost, which `bench hotpath` measures.
+// Lanes whose operations have ended as soon as they start, without moving a byte: those of a server
+// without a pool, and of `bench hotpath`, which measures what remains: the machine's own cost.
 #pragma once
 
 #include <sys/eventfd.h>
@@ -11,11 +11,14 @@ namespace nvmeof {
 
 class InstantLanes final : public NativeLanes {
  public:
-  // wake_fd: an eventfd.
-  explicit InstantLanes(int wake_fd) : wake_fd_(wake_fd) {}
+  // wake_fd: an eventfd. error: the errno with which everything ends; 0: everything is right.
+  InstantLanes(int wake_fd, int error) : wake_fd_(wake_fd), error_(error) {}
 
   LaneRoom room() const override { return {SIZE_MAX, SIZE_MAX}; }
-  void take(const LaneOp& op) override { ends_.push_back({op.token}); }
+  void take(const LaneOp& op) override {
+    const Outcome code = error_ ? Outcome::IO_ERROR : Outcome::OK;
+    ends_.push_back({op.token, static_cast<uint8_t>(code), error_});
+  }
   void start() override {
     if (!ends_.empty()) eventfd_write(wake_fd_, 1);
   }
@@ -29,7 +32,8 @@ class InstantLanes final : public NativeLanes {
   }
 
  private:
-  int wake_fd_;
+  const int wake_fd_;
+  const int error_;
   std::vector<LaneEnd> ends_;
 };
 

@@ -135,9 +135,9 @@ int64_t TargetQueue::stalls_at_ns(int64_t patience_ns, bool is_write) const {
 
 // ---- from the pipeline ------------------------------------------------------------------
 
-IoQueue::IoQueue(const IoOptions& options, NativeLanes* native, int64_t now_ns)
+IoQueue::IoQueue(const IoOptions& options, NativeLanes& lanes, int64_t now_ns)
     : options_(options),
-      native_(native),
+      lanes_(lanes),
       now_ns_(now_ns),
       targets_(options.targets),
       reported_(options.targets),
@@ -162,15 +162,15 @@ void IoQueue::enqueue(Task& task) {
 // Whether the write waits for its checksum before it waits for its target.
 bool IoQueue::sums_first(Task& task) {
   const size_t bytes = payload_bytes(task);
-  if (!native_ || task.urgency != Urgency::WRITE || task.payload_crc >= 0) return false;
+  if (task.urgency != Urgency::WRITE || task.payload_crc >= 0) return false;
   const auto number = reinterpret_cast<uint64_t>(&task);
-  return native_->sum(number, address(task) + options_.header_bytes, bytes) &&
+  return lanes_.sum(number, address(task) + options_.header_bytes, bytes) &&
          summing_.insert(&task).second;
 }
 
 void IoQueue::queue_summed() {
   sums_.clear();
-  native_->summed(sums_);
+  lanes_.summed(sums_);
   for (const Summed& one : sums_) {
     Task& task = *reinterpret_cast<Task*>(one.number);
     summing_.erase(&task);
@@ -180,7 +180,7 @@ void IoQueue::queue_summed() {
 }
 
 void IoQueue::free_landed() {
-  native_->landed(landed_);
+  lanes_.landed(landed_);
   for (const uint64_t token : std::exchange(landed_, {})) {
     Flights::One* const one = in_flight_.find(token);
     if (!one || one->late) continue;  // it has ended, or holds no place
@@ -192,7 +192,7 @@ void IoQueue::free_landed() {
 
 bool IoQueue::stop_summing(Task& task) {
   if (!summing_.erase(&task)) return false;
-  native_->forget(reinterpret_cast<uint64_t>(&task));
+  lanes_.forget(reinterpret_cast<uint64_t>(&task));
   return true;
 }
 
@@ -208,9 +208,7 @@ bool IoQueue::cancel(Task& task) {
   if (stop_summing(task)) return true;
   if (queue_of(task).queue(task.urgency).remove(task) || awaiting_.remove(task)) return true;
   if (task.token == 0) return false;
-  if (!native_)
-    cancels.push_back(task.token);
-  else if (native_->cancel_one(task.token))
+  if (lanes_.cancel_one(task.token))
     ended({task.token, static_cast<uint8_t>(Outcome::CANCELLED)});
   return false;
 }
@@ -321,19 +319,17 @@ size_t IoQueue::waiting(Urgency urgency) {
 
 // ---- towards the engine -----------------------------------------------------------------
 
-void IoQueue::offer_reads(size_t room) {
+void IoQueue::offer_reads() {
   first_ = (first_ + 1) % targets_.size();
-  offered.clear();
-  room_ = native_ ? native_->room().reads : room;
+  room_ = lanes_.room().reads;
   for (const Urgency urgency : kReads) offer(urgency);
-  if (native_) native_->start();
+  lanes_.start();
 }
 
-void IoQueue::offer_writes(size_t room) {
-  offered.clear();
-  room_ = native_ ? native_->room().writes : room;
+void IoQueue::offer_writes() {
+  room_ = lanes_.room().writes;
   offer(Urgency::WRITE);
-  if (native_) native_->start();
+  lanes_.start();
 }
 
 // Hand over what waits, one per target at a time, until the lane has no room. What cannot go at all
@@ -385,22 +381,19 @@ void IoQueue::hand_over(Task& task, Urgency urgency) {
   targets_[task.target].writes_running += is_write;
   ++health_of(task.target, attachment).began;
   (is_write ? write_meters_ : read_meters_)[task.target].began(seconds(now_ns_));
-  if (native_) {
-    native_->take({task.token,
-                   task.urgency,
-                   static_cast<uint64_t>(task.pool_slot),
-                   address(task),
-                   payload_bytes(task),
-                   is_write ? task.payload_crc : -1,
-                   task.key(),
-                   task.content.generation,
-                   targets_[task.target].stamp,
-                   task.holder != kEveryMember,
-                   task.owner,
-                   !is_write && task.header_only});
-  } else {
-    offered.push_back({&task, task.token});
-  }
+  lanes_.take({task.token,
+               task.job->kind,
+               task.urgency,
+               static_cast<uint64_t>(task.pool_slot),
+               address(task),
+               payload_bytes(task),
+               is_write ? task.payload_crc : -1,
+               task.key(),
+               task.content.generation,
+               targets_[task.target].stamp,
+               task.holder != kEveryMember,
+               task.owner,
+               !is_write && task.header_only});
 }
 
 // A superblock waits for the writes of its target before it, and writes after it wait for the
@@ -495,11 +488,7 @@ void IoQueue::expire() {
     while (!deadlines.empty() && deadlines.front().first <= now_ns_) {
       const uint64_t token = deadlines.front().second;
       deadlines.pop_front();
-      if (!in_flight_.find(token)) continue;
-      if (native_)
-        give_up(token, native_->cancel_one(token));
-      else
-        overdue.push_back(token);
+      if (in_flight_.find(token)) give_up(token);
     }
   }
 }
@@ -527,14 +516,14 @@ void IoQueue::expire_awaiting() {
   for (const uint16_t owner : late) set_files(owner, Files::NONE, Outcome::DEADLINE, 0);
 }
 
-void IoQueue::give_up(uint64_t token, bool withdrawn) {
+void IoQueue::give_up(uint64_t token) {
   const LaneEnd end{token, static_cast<uint8_t>(Outcome::DEADLINE)};
-  if (withdrawn) {
+  if (lanes_.cancel_one(token)) {  // it had not started
     ended(end);
     return;
   }
   Flights::One* const found = in_flight_.find(token);
-  require(found != nullptr, "an operation is given up after its end");
+  require(found != nullptr, "a lane has ended what it was to give up");
   const Flights::One one = *found;
   found->late = true;
   if (one.is_reset) {
@@ -562,12 +551,11 @@ int64_t IoQueue::next_deadline_ns() {
 
 // ---- from the engine --------------------------------------------------------------------
 
-void IoQueue::poll_native(int64_t ahead_ns) {
-  if (!native_) return;
+void IoQueue::poll_lanes(int64_t ahead_ns) {
   queue_summed();
   free_landed();
   ends_.clear();
-  native_->ended(ends_);
+  lanes_.ended(ends_);
   for (LaneEnd& end : ends_) {
     if (end.ended_ns) end.ended_ns += ahead_ns;
     ended(end);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Queues in front of the I/O engine: order, bounds, one retry, and what each target's health is
+// Queues in front of the lanes: order, bounds, one retry, and what each target's health is
 // judged by.
 //
 // A write whose payload has no checksum yet gets it first, ahead of its turn: a device that has
@@ -191,14 +191,13 @@ class Flights {
 
 class IoQueue {
  public:
-  // What is with a lane that Python drives; `task` null: nothing.
+  // A superblock that the engine is to write.
   struct Offer {
     Task* task = nullptr;
     uint64_t token = 0;
   };
 
-  // native: its lanes take reads and writes at once; null: Python submits what is offered.
-  IoQueue(const IoOptions& options, NativeLanes* native, int64_t now_ns);
+  IoQueue(const IoOptions& options, NativeLanes& lanes, int64_t now_ns);
 
   // One with a deadline, of which a peer has used up a part, goes before those that have none. What
   // peers ask for has deadlines from its beginning, and goes in the order in which it came.
@@ -228,29 +227,23 @@ class IoQueue {
   // A lane has ended something.
   void ended(const LaneEnd& end);
   // ahead_ns: of the machine's clock before CLOCK_MONOTONIC.
-  void poll_native(int64_t ahead_ns);
-  // What is past its deadline gets its outcome. What Python's engine has is left in `overdue`: it
-  // cancels these and calls `give_up` for each.
+  void poll_lanes(int64_t ahead_ns);
+  // What is past its deadline gets its outcome.
   void expire();
-  // withdrawn: it had not started, so that its buffer is released.
-  void give_up(uint64_t token, bool withdrawn);
 
-  // One round of the hand-over, in this order. room: of Python's engine, which takes all that is
-  // `offered`.
+  // One round of the hand-over, in this order.
   void set_time(int64_t now_ns) { now_ns_ = now_ns; }
   int64_t now_ns() const { return now_ns_; }
-  void offer_reads(size_t room = 0);
-  // The engine takes the resets that are `offered`, whatever its room.
-  void offer_resets();
-  void offer_writes(size_t room = 0);
+  void offer_reads();
+  void offer_writes();
   void fail_stalled();
+  // The engine writes the superblocks that are `offered`, whatever the room of its lanes.
+  void offer_resets();
   // When something gets DEADLINE if nothing happens until then; INT64_MAX: never.
   int64_t next_deadline_ns();
 
   std::vector<Offer> offered;
   std::vector<IoEvent> events;
-  std::vector<uint64_t> cancels;  // tokens that Python's engine must cancel, and
-  std::vector<uint64_t> overdue;  // those that it must give up
   std::vector<HealthCounts> health_counts;
   std::vector<HealthOutcome> health_outcomes;
   std::vector<HealthOutcome> unwritten;  // superblocks that failed or are late; for people
@@ -332,10 +325,11 @@ class IoQueue {
   void note_outcome(const Flights::One& one, const LaneEnd& end);
   bool retries(const Flights::One& one, const LaneEnd& end);
   void expire_retries();
+  void give_up(uint64_t token);
   HealthCounts& health_of(size_t target, uint32_t attachment);
 
   const IoOptions options_;
-  NativeLanes* const native_;
+  NativeLanes& lanes_;
   int64_t now_ns_;
   std::vector<TargetQueue> queues_;
   std::vector<Target> targets_;

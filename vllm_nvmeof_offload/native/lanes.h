@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The lanes of the native engine, as the worker's machine drives them: without Python in between.
-// A lane moves slots and nothing else. The machine owns deadlines, bounds and order (`io_queue.h`).
+// Lanes, as the worker's machine drives them. A lane moves slots and nothing else. The machine owns
+// deadlines, bounds and order (`io_queue.h`).
 #pragma once
 
 #include <array>
 #include <cstdint>
 #include <string_view>
 #include <vector>
+
+#include "op.h"
 
 namespace nvmeof {
 
@@ -27,6 +29,7 @@ struct Stamp {
 // another engine's regions, which are only read.
 struct LaneOp {
   uint64_t token = 0;
+  OpKind kind = OpKind::LOAD;  // of the op that it belongs to, for lanes that play faults
   Urgency urgency = Urgency::DEMAND;
   uint64_t pool_slot = 0;
   uint64_t address = 0;  // of the slot in staging

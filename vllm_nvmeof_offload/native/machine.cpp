@@ -18,9 +18,9 @@ bool names_member(int32_t cache, int64_t place) {
 
 }  // namespace
 
-Machine::Machine(const MachineOptions& options, NativeLanes* native, int64_t now_ns)
+Machine::Machine(const MachineOptions& options, NativeLanes& lanes, int64_t now_ns)
     : written_bytes(options.io.targets),
-      io(options.io, native, now_ns),
+      io(options.io, lanes, now_ns),
       options_(options),
       gates_(options.cache_slots),
       streams_(options.stream_slots, options.io.targets, options.peers_max) {

@@ -142,7 +142,7 @@ struct Finished {
 
 class Machine {
  public:
-  Machine(const MachineOptions& options, NativeLanes* native, int64_t now_ns);
+  Machine(const MachineOptions& options, NativeLanes& lanes, int64_t now_ns);
   Machine(const Machine&) = delete;
   Machine& operator=(const Machine&) = delete;
 

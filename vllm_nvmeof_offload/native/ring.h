@@ -1,65 +1,41 @@
 // SPDX-License-Identifier: Apache-2.0
-// One io_uring with its registrations. Any thread may construct it; the thread that calls `enable`
-// drives it.
+// Reads and writes of one target's slabs, submitted in batches and completed in any order: by
+// io_uring (`uring.h`) or by threads (`thread_ring.h`).
 #pragma once
 
-#include <liburing.h>
-
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
 #include <functional>
-#include <vector>
-
-#include "types.h"
 
 namespace nvmeof {
 
-// The kernel refused a step of the set-up, a literal such as "io_uring_queue_init".
-struct RingError : std::system_error {
-  RingError(int number, const char* refused)
-      : std::system_error(number, std::generic_category(), refused), step(refused) {}
-  const char* step;
-};
-
+// Any thread may construct it; the thread that calls `enable` makes all other calls.
 class Ring {
  public:
-  // share_with: a ring, not enabled yet, whose registered memory this one shares, so that the same
-  // pages are pinned and charged once; -1: none. Throws RingError.
-  Ring(unsigned depth, Memory memory, int slab_fd, size_t slot_bytes, bool registered,
-       int share_with = -1);
-  ~Ring();
+  Ring() = default;
+  virtual ~Ring() = default;
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
 
-  int fd() const { return ring_.ring_fd; }
-  // All other calls come from the thread that calls this. Throws RingError, also where the kernel
-  // gives a ring and then forbids its use.
-  void enable();
-  // Register this slab instead of the earlier one, which the kernel then releases as soon as
-  // nothing uses it. Every slab can be read and written, the registered one at the least cost.
-  void use(int slab_fd);
+  // Throws RingError where the kernel gives a ring and then forbids its use.
+  virtual void enable() {}
+  // Most of what is prepared from now on is of this slab.
+  virtual void use(int /*slab_fd*/) {}
   // One read or write of a slab; `tag` comes back in its completion and is not null.
-  void prepare(bool read, int slab_fd, std::byte* at, size_t bytes, uint64_t offset, void* tag);
+  virtual void prepare(bool read, int slab_fd, std::byte* at, size_t bytes, uint64_t offset,
+                       void* tag) = 0;
+  // Nobody waits for this any more. It completes as soon as the kernel does not have it.
+  virtual void abandon(void* /*tag*/) {}
   // `wake_fd` becoming readable completes with a null tag, once.
-  void arm(int wake_fd);
+  virtual void arm(int wake_fd) = 0;
   // Hand over what is prepared; `wait`: for one completion. Returns a negative errno.
-  int enter(bool wait);
+  virtual int enter(bool wait) = 0;
   // The same, but wait no longer than this; -ETIME then.
-  int enter_for(std::chrono::nanoseconds limit);
-  // Call `each(tag, result)` for every completion that has arrived.
-  void reap(const std::function<void(void*, int)>& each);
-
- private:
-  void init(unsigned entries, bool disabled);
-  void register_memory(int share_with);
-  io_uring_sqe* next_sqe();
-  int region_of(const std::byte* at, size_t bytes) const;
-
-  io_uring ring_{};
-  Memory memory_;
-  int slab_fd_;          // the registered one, if any
-  size_t region_bytes_;  // registered pieces end on slot boundaries; 0: nothing registered
-  bool files_registered_ = false;
-  bool enabled_ = false;
-  uint64_t wake_buffer_ = 0;
+  virtual int enter_for(std::chrono::nanoseconds limit) = 0;
+  // Call `each(tag, result)` for every completion that has arrived; result: as of a system call,
+  // with -errno.
+  virtual void reap(const std::function<void(void*, int)>& each) = 0;
 };
 
 }  // namespace nvmeof

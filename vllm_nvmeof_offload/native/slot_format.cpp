@@ -88,20 +88,6 @@ bool intact(const std::byte* slot, const Header& header) {
   return all_zero(header.key + header.key_bytes, header.key + kKeyBytesMax);
 }
 
-bool belongs(const Header& header, const SlotPlace& place) {
-  return header.slot == place.slot && header.rank == place.region.rank &&
-         std::memcmp(header.region_uuid, place.region.uuid.data(), kUuidBytes) == 0;
-}
-
-// The identity that an intact header names.
-Identity identity_of(const Header& header) {
-  Identity identity;
-  std::copy(header.key, header.key + kKeyBytesMax, identity.key.begin());
-  identity.key_bytes = header.key_bytes;
-  identity.generation = header.generation;
-  return identity;
-}
-
 // Appending zero bytes to a message is a linear map of its CRC, without the inversions. The maps of
 // 1, 2, 4, ... bytes, each as one table per nibble of a CRC.
 class ZerosTable {
@@ -277,24 +263,42 @@ void seal(std::byte* slot, const Identity& identity, size_t payload_bytes, uint3
   std::memcpy(slot + kCrcAt, &crc, sizeof crc);
 }
 
-HeaderProof prove_header(const std::byte* slot, const Identity& identity, size_t payload_bytes,
-                         const SlotPlace& place, const Tag& tag) {
+std::optional<SlotHeader> parse_header(const std::byte* slot) {
   Header header;
   std::memcpy(&header, slot, sizeof header);
-  if (!intact(slot, header)) return {Code::kChecksumMismatch, 0};
-  if (header.group_id != group_id_of(identity_of(header))) return {Code::kChecksumMismatch, 0};
-  if (header.key_bytes != identity.key_bytes || header.generation != identity.generation ||
-      header.payload_bytes != payload_bytes ||
-      std::memcmp(header.key, identity.key.data(), identity.key_bytes) != 0 ||
-      std::memcmp(header.tag, tag.data(), kTagBytes) != 0 || !belongs(header, place))
-    return {Code::kStale, 0};
-  return {Code::kOk, header.payload_crc};
+  if (!intact(slot, header)) return std::nullopt;
+  SlotHeader found;
+  std::copy_n(header.key, kKeyBytesMax, found.identity.key.begin());
+  found.identity.key_bytes = header.key_bytes;
+  found.identity.generation = header.generation;
+  if (header.group_id != group_id_of(found.identity)) return std::nullopt;
+  std::copy_n(header.region_uuid, kUuidBytes, found.place.region.uuid.begin());
+  found.place.region.rank = header.rank;
+  found.place.slot = header.slot;
+  found.place.single_copy = (header.flags & kFlagSingleCopy) != 0;
+  found.payload_bytes = header.payload_bytes;
+  found.payload_crc = header.payload_crc;
+  found.stamp.epoch = header.epoch;
+  std::copy_n(header.tag, kTagBytes, found.stamp.tag.begin());
+  return found;
 }
 
-Code verify(const std::byte* slot, const Identity& identity, size_t payload_bytes,
+HeaderProof prove_header(const std::byte* slot, const Identity& identity, size_t payload_bytes,
+                         const SlotPlace& place, const Tag& tag) {
+  const std::optional<SlotHeader> found = parse_header(slot);
+  if (!found) return {Code::kChecksumMismatch, 0};
+  const bool right = found->identity == identity && found->payload_bytes == payload_bytes &&
+                     found->place.region == place.region && found->place.slot == place.slot &&
+                     found->stamp.tag == tag;
+  if (!right) return {Code::kStale, 0};
+  return {Code::kOk, found->payload_crc};
+}
+
+Code verify(const std::byte* slot, size_t bytes, const Identity& identity, size_t payload_bytes,
             const SlotPlace& place, const Tag& tag) {
   const HeaderProof proof = prove_header(slot, identity, payload_bytes, place, tag);
   if (proof.code != Code::kOk) return proof.code;
+  if (bytes < kHeaderBytes + payload_bytes) return Code::kChecksumMismatch;
   const bool right = crc32c(slot + kHeaderBytes, payload_bytes) == proof.payload_crc;
   return right ? Code::kOk : Code::kChecksumMismatch;
 }

@@ -148,6 +148,8 @@ bool TargetRing::cancel(uint64_t token) {
   if (op.started) {
     op.wanted = false;
     uncount(op);
+    for (const auto& piece : pieces_)
+      if (piece->op == &op) abandoned_.push_back(piece.get());
     kick();  // reads that wait for it need wait no longer
     return false;
   }
@@ -349,6 +351,7 @@ void TargetRing::loop(Ring& ring) {
     {
       std::lock_guard lock(mutex_);
       if (closing_ && ops_.empty()) return;
+      for (Piece* piece : std::exchange(abandoned_, {})) ring.abandon(piece);
       slab_fd = target_.slab_fd;
       pieces.swap(again_);
       auto ready = std::partition(gated_.begin(), gated_.end(), [this](Piece* piece) {

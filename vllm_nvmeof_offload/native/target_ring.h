@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One target: the thread that drives its ring, and the thread that writes its table.
+// One target: the thread that drives its ring (`ring.h`), and the thread that writes its table.
 //
 // What is submitted starts at once and in its order: the caller keeps the bounds. But the last
 // reads wait here until earlier ones have landed: a device that completes all that it has in one
@@ -22,9 +22,9 @@
 #include <unordered_map>
 
 #include "log_writer.h"
-#include "ring.h"
 #include "table_sync.h"
 #include "types.h"
+#include "uring.h"
 
 namespace nvmeof {
 
@@ -37,6 +37,7 @@ struct EngineSetup {
   Limits limits;
   Memory memory;
   bool registered = true;
+  size_t threads = 0;  // of each target; 0: io_uring
   size_t operations_max = 0;        // over all targets
   std::vector<int> cpus;            // CPUs on which threads may run; empty: those of the caller
   std::shared_ptr<StartGate> gate;  // null but in tests
@@ -166,6 +167,7 @@ class TargetRing {
   std::vector<std::unique_ptr<Piece>> pieces_;  // all that exist; they are reused
   std::vector<Piece*> free_pieces_;
   std::vector<Piece*> gated_;
+  std::vector<Piece*> abandoned_;  // of operations that were given up, for the ring
   std::vector<LogRecord> notes_;  // for the log, from other threads
   std::vector<TableFiles> new_files_;  // in their order; only the table's thread may block
   LogWriter log_;         // only the table's thread uses it

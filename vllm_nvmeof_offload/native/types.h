@@ -14,7 +14,9 @@
 #include <cstdint>
 #include <ctime>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
+#include <string>
 #include <string_view>
 #include <system_error>
 #include <unordered_set>
@@ -73,11 +75,13 @@ struct Identity {
   std::array<uint8_t, kKeyBytesMax> key{};
   uint8_t key_bytes = 0;
   uint64_t generation = 0;
+  bool operator==(const Identity&) const = default;
 };
 
 inline Identity identity_of(std::string_view key, uint64_t generation) {
   if (key.empty() || key.size() > kKeyBytesMax)
-    throw std::invalid_argument("an offload key has 1 to 46 bytes");
+    throw std::invalid_argument("offload key has " + std::to_string(key.size()) +
+                                " bytes; the pool's format holds 1 to 46");
   Identity identity;
   std::copy(key.begin(), key.end(), identity.key.begin());
   identity.key_bytes = static_cast<uint8_t>(key.size());
@@ -97,6 +101,7 @@ inline uint32_t group_id_of(const Identity& identity) {
 struct Region {
   std::array<uint8_t, kUuidBytes> uuid{};
   uint16_t rank = 0;
+  bool operator==(const Region&) const = default;
 };
 
 // The region and slot that a header names; see `pool/format.py`.
@@ -166,8 +171,7 @@ struct Memory {
   size_t bytes = 0;
 };
 
-// The on-disk form of a pool slot and of its table entry; `pool/format.py` defines it,
-// and a test compares the two implementations.
+// The on-disk form of a pool slot and of its table entry; `pool/format.py` defines it.
 
 uint32_t crc32c(const void* data, size_t bytes);
 
@@ -192,6 +196,17 @@ void seal(std::byte* slot, const Identity& identity, size_t payload_bytes, uint3
 
 using Tag = std::array<uint8_t, kTagBytes>;
 
+// What an intact header page says.
+struct SlotHeader {
+  Identity identity;
+  SlotPlace place;
+  size_t payload_bytes = 0;
+  uint32_t payload_crc = 0;
+  Stamp stamp;
+};
+// None: the page is not an intact header of this format.
+std::optional<SlotHeader> parse_header(const std::byte* slot);
+
 // `code`: kOk, kStale (an intact header of another identity, length, place or tag) or
 // kChecksumMismatch.
 // `payload_crc`: what the payload must have, where `code` is kOk.
@@ -202,8 +217,9 @@ struct HeaderProof {
 HeaderProof prove_header(const std::byte* slot, const Identity& identity, size_t payload_bytes,
                          const SlotPlace& place, const Tag& tag);
 
-// The code of a whole slot: that of its header, or kChecksumMismatch of its payload.
-Code verify(const std::byte* slot, const Identity& identity, size_t payload_bytes,
+// The code of a whole slot: that of its header, or kChecksumMismatch of its payload, also where
+// that has an end behind the `bytes` of the slot, which are at least those of a header.
+Code verify(const std::byte* slot, size_t bytes, const Identity& identity, size_t payload_bytes,
             const SlotPlace& place, const Tag& tag);
 
 // slot: its number in its region, which the CRC covers.

@@ -109,19 +109,14 @@ LEASE_FILE = "lease"
 #: A fact of every keyspace.
 FORMAT_VERSION = 2
 KEY_BYTES_MAX = 46
-FLAG_BLOCK_CRCS, FLAG_SINGLE_COPY = 4, 8
+FLAG_SINGLE_COPY = 8
 EPOCH_MAX = (1 << 32) - 1
 UUID_BYTES = 16
 #: `Superblock.shared` of a region with a lease.
 LEASED = 2
 
-SLOT_MAGIC = b"vNVMeKV\0"
-_HEADER = struct.Struct(f"<8sHBBIQQI{KEY_BYTES_MAX}sBxIH6x16s16s{UUID_BYTES}sIH")
 _CRC = struct.Struct("<I")  # or any u32
 _PAGE_CRC_AT = PAGE_BYTES - _CRC.size
-_ZEROS = bytes(_PAGE_CRC_AT - _HEADER.size)
-_BLOCK_CRCS_MAX = (_PAGE_CRC_AT - 160) // _CRC.size
-_NO_MAC = bytes(16)
 _KINDS = frozenset(GroupKind)
 assert HEADER_BYTES == PAGE_BYTES
 
@@ -174,21 +169,6 @@ class SlotHeader:
     single_copy: bool = False  # no other rank of the set has the chunk
 
 
-def check_key(key: bytes) -> None:
-    """Raise ValueError for a key that is empty or longer than `KEY_BYTES_MAX`."""
-    if not 0 < len(key) <= KEY_BYTES_MAX:
-        raise ValueError(
-            f"offload key has {len(key)} bytes; the pool's format holds 1 to {KEY_BYTES_MAX}"
-        )
-
-
-class Known(NamedTuple):
-    """Facts of a chunk that is sealed. payload_crc: its payload's CRC-32C; None: to be made."""
-
-    payload_crc: int | None = None
-    single_copy: bool = False
-
-
 def seal(
     slot: memoryview,
     identity: SlotIdentity,
@@ -196,28 +176,19 @@ def seal(
     stamp: Stamp,
     place: SlotPlace,
     kind: GroupKind,
-    known: Known | None = None,
+    *,
+    payload_crc: int | None = None,
+    single_copy: bool = False,
 ) -> None:
-    """Fill the header page of `slot` (uint8, header page + payload); ValueError: `check_key`.
+    """Fill the header page of `slot` (uint8, header page + payload); ValueError: a key that does
+    not fit.
 
-    kind: of the key's group.
+    kind: of the key's group. payload_crc: None: it is made here.
     """
-    key = identity.key
-    check_key(key)
-    assert 0 <= stamp.epoch <= EPOCH_MAX
-    assert len(stamp.tag) == TAG_BYTES
-    assert len(place.region_uuid) == UUID_BYTES
-    assert 0 <= identity.generation < 1 << 64
-    assert len(slot) >= HEADER_BYTES + payload_bytes
-    payload_crc, single_copy = known or Known()
-    if payload_crc is None:
-        payload_crc = crc32c(slot[HEADER_BYTES : HEADER_BYTES + payload_bytes])
-    flags = FLAG_SINGLE_COPY if single_copy else 0
-    head = SLOT_MAGIC, FORMAT_VERSION, flags, len(key), stamp.epoch, identity.generation
-    content = payload_bytes, payload_crc, key, kind, group_id_of(key), 0, stamp.tag, _NO_MAC
-    _HEADER.pack_into(slot, 0, *head, *content, place.region_uuid, place.slot, place.rank)
-    slot[_HEADER.size : _PAGE_CRC_AT] = _ZEROS
-    _CRC.pack_into(slot, _PAGE_CRC_AT, crc32c(slot[:_PAGE_CRC_AT]))
+    what = identity.key, identity.generation, payload_bytes
+    crc = -1 if payload_crc is None else payload_crc
+    where = place.region_uuid, place.rank, place.slot
+    core.seal(slot, *what, crc, stamp.epoch, stamp.tag, *where, kind, single_copy)
 
 
 def is_intact_page(page: memoryview, magic: bytes) -> bool:
@@ -229,27 +200,24 @@ def is_intact_page(page: memoryview, magic: bytes) -> bool:
 
 def parse_header(page: bytes | bytearray | memoryview) -> SlotHeader | None:
     """Return the header in `page` (at least 4 KiB), or None if it is not an intact one."""
-    view = memoryview(page)
-    if not is_intact_page(view, SLOT_MAGIC):
+    found = core.parse_header(memoryview(page))
+    if found is None:
         return None
-    _, version, flags, key_bytes, epoch, generation, *rest = _HEADER.unpack_from(view)
-    payload_bytes, payload_crc, key, kind, group_id, block_crcs, tag, mac, *place = rest
-    if version != FORMAT_VERSION or flags & ~(FLAG_BLOCK_CRCS | FLAG_SINGLE_COPY) or mac != _NO_MAC:
-        return None
-    if bool(block_crcs) != bool(flags & FLAG_BLOCK_CRCS) or block_crcs > _BLOCK_CRCS_MAX:
-        return None
-    if not 0 < key_bytes <= KEY_BYTES_MAX or any(key[key_bytes:]):
-        return None
-    if kind not in _KINDS or group_id != group_id_of(key[:key_bytes]):
-        return None
+    identity, place, payload_bytes, payload_crc, stamp, single_copy = found
     return SlotHeader(
-        SlotIdentity(key[:key_bytes], generation),
-        SlotPlace(place[0], rank=place[2], slot=place[1]),
+        SlotIdentity(*identity),
+        SlotPlace(*place),
         payload_bytes,
         payload_crc,
-        Stamp(epoch, tag),
-        bool(flags & FLAG_SINGLE_COPY),
+        Stamp(*stamp),
+        single_copy,
     )
+
+
+#: What a slot must hold: identity, payload length, place, share tag.
+Wanted = tuple[SlotIdentity, int, SlotPlace, bytes]
+#: By the code of native/types.h.
+_VERDICTS = {0: OK, 2: CHECKSUM_MISMATCH, 3: STALE}
 
 
 def verify(
@@ -257,32 +225,16 @@ def verify(
 ) -> Outcome:
     """Check that `slot` (uint8, header page + payload) holds `identity` at `place`.
 
-    CHECKSUM_MISMATCH: header or payload damaged, or never written. STALE: an intact header of
-    another key, generation, length, place or tag. OK: the payload has the bytes that were sealed.
+    CHECKSUM_MISMATCH: header or payload damaged, cut off, or never written. STALE: an intact header
+    of another key, generation, length, place or tag. OK: the payload has the bytes that were
+    sealed.
     """
-    wanted = identity, payload_bytes, place, tag
-    return compare(parse_header(slot[:HEADER_BYTES]), slot, wanted)
-
-
-#: What a slot must hold: identity, payload length, place, share tag.
-Wanted = tuple[SlotIdentity, int, SlotPlace, bytes]
-
-
-def compare(header: SlotHeader | None, slot: memoryview, wanted: Wanted) -> Outcome:
-    """Do what `verify` does, with the slot's header, which may be of another format."""
-    if header is None:
-        return CHECKSUM_MISMATCH
-    if (header.identity, header.payload_bytes, header.place, header.stamp.tag) != wanted:
-        return STALE
-    end = HEADER_BYTES + header.payload_bytes
-    if len(slot) < end or crc32c(slot[HEADER_BYTES:end]) != header.payload_crc:
-        return CHECKSUM_MISMATCH
-    return OK
+    what = identity.key, identity.generation, payload_bytes
+    return _VERDICTS[core.verify(slot, *what, *place, tag)]
 
 
 ENTRY_BYTES = 64
 
-_ENTRY_BODY = struct.Struct(f"<IQBB{KEY_BYTES_MAX}s")
 _ENTRY = np.dtype(
     [
         ("crc", "<u4"),
@@ -295,15 +247,14 @@ _ENTRY = np.dtype(
 )
 
 
-def encode_entry(slot: int, identity: SlotIdentity, epoch: int, flags: int = 0) -> bytes:
-    """Return the 64 bytes of an entry; ValueError if the key does not fit (`check_key`).
+def encode_entry(
+    slot: int, identity: SlotIdentity, epoch: int, *, single_copy: bool = False
+) -> bytes:
+    """Return the 64 bytes of an entry; ValueError: a key that does not fit.
 
     slot: the number that the CRC covers.
     """
-    key = identity.key
-    check_key(key)
-    body = _ENTRY_BODY.pack(epoch, identity.generation, flags, len(key), key)
-    return _CRC.pack(crc32c(_CRC.pack(slot) + body)) + body
+    return core.encode_entry(slot, identity.key, identity.generation, epoch, single_copy)
 
 
 @dataclass(frozen=True)
@@ -333,11 +284,7 @@ def decode_table(raw: npt.NDArray[np.uint8], slots: npt.NDArray[np.int64]) -> De
     flags = entries["flags"]
     valid = (key_bytes > 0) & (key_bytes <= KEY_BYTES_MAX)
     valid &= (flags & ~np.uint8(FLAG_SINGLE_COPY)) == 0
-    if core is None:
-        rows = np.flatnonzero(valid)
-        crcs = crcs_in_python(raw.reshape(count, ENTRY_BYTES)[rows], slots[rows])
-        valid[rows] = crcs == entries["crc"][rows]
-    elif valid.any():
+    if valid.any():
         crcs = np.empty(count, np.uint32)
         core.entry_crcs(raw, np.ascontiguousarray(slots), crcs)
         valid &= crcs == entries["crc"]
@@ -353,15 +300,6 @@ def decode_table(raw: npt.NDArray[np.uint8], slots: npt.NDArray[np.int64]) -> De
         key_bytes=key_bytes,
         keys=entries["key"],
     )
-
-
-def crcs_in_python(
-    entries: npt.NDArray[np.uint8], slots: npt.NDArray[np.int64]
-) -> npt.NDArray[np.uint32]:
-    """Return uint32[n], the CRCs of `entries` (uint8[n, 64], a copy), without the native core."""
-    entries[:, :4] = slots.astype("<u4").view(np.uint8).reshape(-1, 4)
-    rows = entries.view(f"V{ENTRY_BYTES}").ravel().tolist()
-    return np.fromiter((crc32c(row) for row in rows), np.uint32, len(rows))
 
 
 SUPERBLOCK_MAGIC = b"vNVMeSB\0"

@@ -23,6 +23,8 @@ key that is longer than 40 bytes is left out, and its reader has to scan the tab
 superblock that names `epoch` was written. HINT (4): chunks of another region were borrowed; slot
 and generation are of that region, and the key is its uuid (16s) and how often (u32). 2 is reserved.
 
+The engine writes it (native/log_writer.h).
+
 A record is a hint: it is written after the table's entry, nobody waits for it, and one that is lost
 costs a hit. A writer that may have lost some goes on a lap later, at the same position: whoever
 waits there finds a page that is newer than the one expected, and reads the whole table again. Every
@@ -31,22 +33,17 @@ start of a server does so, because the last page may be torn.
 
 from __future__ import annotations
 
-import contextlib
 import enum
-import fcntl
 import math
 import mmap
 import os
 import struct
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from crc32c import crc32c
 
-from vllm_nvmeof_offload.pool.format import FLAG_SINGLE_COPY, UUID_BYTES
-from vllm_nvmeof_offload.protocol import EVERY_MEMBER, SlotIdentity
 from vllm_nvmeof_offload.units import PAGE_BYTES
 
 LOG_MAGIC = 0x474C564E
@@ -57,8 +54,6 @@ LOG_PAGES_MAX = 1024
 #: A log takes at most this part of a pool on a target. One that would be shorter than
 #: `LOG_PAGES_MIN` is left out: the table of such a pool is as quickly read.
 LOG_PART, LOG_PAGES_MIN = 1 / 64, 16
-#: Records that wait for a target that hangs.
-_WAITING_MAX = 4096
 
 _HEAD = struct.Struct("<IIQQI")
 _CRC = struct.Struct("<I")
@@ -66,7 +61,6 @@ _POSITION = struct.Struct("<QI")
 _RECORD = struct.Struct(f"<IQIBBBB{LOG_KEY_BYTES_MAX}s")
 _RECORD_BYTES = _CRC.size + _RECORD.size
 _HEAD_BYTES = 64
-_HINT = struct.Struct(f"<{UUID_BYTES}sI")
 #: Pages that are read at a time while the newest one is looked for.
 _PAGES_AT_ONCE = 256
 assert _HEAD_BYTES + RECORDS_PER_PAGE * _RECORD_BYTES == PAGE_BYTES
@@ -82,7 +76,7 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class LogRecord:
-    """One record. Use `put`, `reset` and `hint`. key_bytes: of the whole key."""
+    """One record. key_bytes: of the whole key."""
 
     kind: Kind
     epoch: int
@@ -92,39 +86,6 @@ class LogRecord:
     key_bytes: int = 0
     flags: int = 0
     member: int = 0
-
-    @staticmethod
-    def put(
-        slot: int, identity: SlotIdentity, epoch: int, *, single_copy: bool = False
-    ) -> LogRecord:
-        key = identity.key if len(identity.key) <= LOG_KEY_BYTES_MAX else b""
-        flags = FLAG_SINGLE_COPY if single_copy else 0
-        return LogRecord(Kind.PUT, epoch, slot, identity.generation, key, len(identity.key), flags)
-
-    @staticmethod
-    def reset(epoch: int) -> LogRecord:
-        return LogRecord(Kind.RESET, epoch)
-
-    @staticmethod
-    def hint(
-        region_uuid: bytes, slot: int, generation: int, count: int, member: int = EVERY_MEMBER
-    ) -> LogRecord:
-        key = _HINT.pack(region_uuid, count)
-        return LogRecord(Kind.HINT, 0, slot, generation, key, len(key), member=member)
-
-    def encode(self, sequence: int, index: int) -> bytes:
-        """Return the 64 bytes of record `index` of page `sequence`."""
-        body = _RECORD.pack(
-            self.epoch,
-            self.generation,
-            self.slot,
-            self.flags,
-            self.member,
-            self.kind,
-            self.key_bytes,
-            self.key,
-        )
-        return _CRC.pack(_crc_of(sequence, index, body)) + body
 
     @staticmethod
     def decode(raw: bytes, sequence: int, index: int) -> LogRecord | None:
@@ -150,10 +111,6 @@ class LogHead(NamedTuple):
     records: int
     lease_generation: int = 0
     epoch: int = 0
-
-    def encode(self) -> bytes:
-        body = _HEAD.pack(LOG_MAGIC, self.records, self.sequence, self.lease_generation, self.epoch)
-        return (body + _CRC.pack(crc32c(body))).ljust(_HEAD_BYTES, b"\0")
 
     @staticmethod
     def decode(page: bytes | memoryview) -> LogHead | None:
@@ -237,116 +194,3 @@ class LogFile(NamedTuple):
     pages: int
     next: int
     lease_generation: int = 0
-
-
-class LogWriter:
-    """Writes a log; the native engine has its own (native/log_writer.h).
-
-    Any thread may call it, and no call waits for the disk: records and new files queue up for one
-    call at a time of `run`. It has a descriptor of its own, because nothing waits for a record: the
-    last operation on a target may have ended before. An error of the disk is not reported. Then
-    records are lost, as they are where too many wait, and readers notice.
-    """
-
-    def __init__(
-        self, file: LogFile, run: Callable[[Callable[[], None]], None] = lambda call: call()
-    ) -> None:
-        """run: runs a call where it may block."""
-        self._run = run
-        self._changed = threading.Condition()
-        self._queue: list[LogRecord | int] = []  # a number: of the file to go on in
-        self._has_lost = False
-        self._is_busy = False  # a call of `run` has what follows
-        self._pages = file.pages
-        self._fd = _copy_of(file.fd)
-        self._head = LogHead(file.next, 0, file.lease_generation)
-        self._page = mmap.mmap(-1, PAGE_BYTES)
-        self._is_written = True  # all of the page
-
-    def add(self, records: Iterable[LogRecord]) -> None:
-        """Append the records, in their order."""
-        self._add(records)
-
-    def replace(self, fd: int) -> None:
-        """Go on in another file, a lap later; fd: -1, or there are no more descriptors: in none."""
-        copy = -1
-        with contextlib.suppress(OSError):
-            copy = _copy_of(fd)
-        self._add([copy])
-
-    def close(self, timeout_s: float = 0.0) -> bool:
-        """Close the file when all has been written; False: it takes longer."""
-        if self._fd >= 0 or self._is_busy:  # else it is closed, and `run` may have ended
-            self._add([-1])
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._is_busy, timeout_s)
-
-    def _add(self, items: Iterable[LogRecord | int]) -> None:
-        with self._changed:
-            for item in items:
-                if isinstance(item, int) or len(self._queue) < _WAITING_MAX:
-                    self._queue.append(item)
-                else:
-                    self._has_lost = True
-            was_busy, self._is_busy = self._is_busy, True
-        if not was_busy:
-            self._run(self._work)
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                items, self._queue = self._queue, []
-                has_lost, self._has_lost = self._has_lost, False
-                if not items and not has_lost:
-                    self._is_busy = False
-                    self._changed.notify_all()
-                    return
-            for item in items:
-                if isinstance(item, int):
-                    self._go_on_in(item)
-                elif self._pages and self._fd >= 0:
-                    self._append(item)
-            self._write()
-            if has_lost:
-                self._turn(self._pages)
-
-    def _append(self, record: LogRecord) -> None:
-        if self._head.records == RECORDS_PER_PAGE:
-            self._write()
-            self._turn(1 if self._is_written else self._pages)
-        at = _HEAD_BYTES + self._head.records * _RECORD_BYTES
-        raw = record.encode(self._head.sequence, self._head.records)
-        self._page[at : at + _RECORD_BYTES] = raw
-        self._head = self._head._replace(records=self._head.records + 1, epoch=record.epoch)
-        self._is_written = False
-
-    def _go_on_in(self, fd: int) -> None:
-        self._write()
-        if self._fd >= 0:
-            with contextlib.suppress(OSError):
-                os.close(self._fd)
-        self._fd = fd
-        self._turn(self._pages)
-
-    def _turn(self, pages: int) -> None:
-        head = self._head
-        self._head = LogHead(head.sequence + pages, 0, head.lease_generation)
-        self._page[:] = bytes(PAGE_BYTES)
-        self._is_written = True
-
-    def _write(self) -> None:
-        if self._is_written:
-            return
-        self._page[:_HEAD_BYTES] = self._head.encode()
-        size = _HEAD_BYTES + self._head.records * _RECORD_BYTES
-        offset = self._head.sequence % self._pages * PAGE_BYTES
-        with contextlib.suppress(OSError), memoryview(self._page) as page:
-            # Where other hosts read the log, whole pages bypass this kernel's page cache.
-            is_direct = fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_DIRECT
-            size = PAGE_BYTES if is_direct else size
-            with page[:size] as some:
-                self._is_written = os.pwritev(self._fd, [some], offset) == size
-
-
-def _copy_of(fd: int) -> int:
-    return -1 if fd < 0 else fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)

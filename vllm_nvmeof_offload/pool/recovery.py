@@ -232,8 +232,8 @@ def _recover(
                 and header.payload_bytes == superblock.length_of(header.identity.key)
                 and header.place == superblock.place(index)
             ):
-                flags = FLAG_SINGLE_COPY if header.single_copy else 0
-                entry = encode_entry(index, header.identity, header.stamp.epoch, flags)
+                epoch, single = header.stamp.epoch, header.single_copy
+                entry = encode_entry(index, header.identity, epoch, single_copy=single)
                 if header.stamp == newest:
                     found.append((index, header))
             if any(entry) or index < slab.table_slots_found:

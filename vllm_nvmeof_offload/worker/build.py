@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import socket
 import time
@@ -26,11 +27,11 @@ from vllm_nvmeof_offload.copy.base import CopyEngine
 from vllm_nvmeof_offload.copy.choose import open_device
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry
 from vllm_nvmeof_offload.copy.gpu_checksums import STRIPE_BYTES
+from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.fabric.topology import discover
 from vllm_nvmeof_offload.groups import RankGroup
 from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, NoIoEngine, Waker
 from vllm_nvmeof_offload.io.choose import choose_io_engine
-from vllm_nvmeof_offload.io.faults import FaultPlan, FaultyIoEngine
 from vllm_nvmeof_offload.peers.base import Common
 from vllm_nvmeof_offload.pool.format import Keyspace, share_tag
 from vllm_nvmeof_offload.pool.lease import Leasing
@@ -47,6 +48,8 @@ from vllm_nvmeof_offload.worker.peering import Peers
 from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, TransferPipeline
 from vllm_nvmeof_offload.worker.regions import RegionFiles
 from vllm_nvmeof_offload.worker.serving import OwnRegion, Serve, ServeQueue
+
+_INJECTOR = "vllm_nvmeof_bench.servers.faults"
 
 
 @dataclass(frozen=True)
@@ -353,13 +356,22 @@ def _io_engine(
     limits = IoLimits.of(settings)
     engine, fallbacks = choose_io_engine(settings.io_engine, pool, staging.view, address, limits)
     if settings.fault_injection:
-        logger.warning(
-            "FAULT INJECTION is on: I/O fails and answers may be wrong on purpose; see %s",
-            settings.fault_injection,
-        )
-        plan = FaultPlan(control_path=Path(settings.fault_injection), rank=rank)
-        engine = FaultyIoEngine(engine, plan, pool, staging.view, address)
+        faults = _injector_of_faults(settings.fault_injection)
+        engine = faults(engine, settings.fault_injection, rank, pool, staging.view, address)
     return engine, fallbacks
+
+
+def _injector_of_faults(control: str) -> Callable[..., IoEngine]:
+    """Return `inject` of the benchmarks' package, which is no part of a server."""
+    logger.warning(
+        "FAULT INJECTION is on: I/O fails and answers may be wrong on purpose; see %s", control
+    )
+    try:
+        inject: Callable[..., IoEngine] = importlib.import_module(_INJECTOR).inject
+    except ImportError as error:
+        remedy = f"leave it out: {_INJECTOR} cannot be imported ({error})"
+        raise ConfigError("fault_injection", control, remedy) from error
+    return inject
 
 
 def _log_progress(what: str) -> Callable[[int, int], None]:

@@ -31,10 +31,10 @@ from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.copy.base import CopyEngine, Direction, Payloads, Pieces
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry
-from vllm_nvmeof_offload.errors import CANCELLED, ERRORS, EngineError, Outcome, code_of, outcome_of
-from vllm_nvmeof_offload.io.base import IoEngine, IoOp, Lanes, Waker
+from vllm_nvmeof_offload.errors import ERRORS, EngineError, Outcome, code_of, outcome_of
+from vllm_nvmeof_offload.io.base import IoEngine, IoOp, Lanes, Waker, end_of
 from vllm_nvmeof_offload.metrics import Counts
-from vllm_nvmeof_offload.native import Machine
+from vllm_nvmeof_offload.native import Machine, PythonLanes
 from vllm_nvmeof_offload.peers.base import SlotMemory
 from vllm_nvmeof_offload.pool.format import SlotPlace, Stamp
 from vllm_nvmeof_offload.protocol import (
@@ -53,7 +53,6 @@ from vllm_nvmeof_offload.protocol import (
     RateReport,
     Report,
     ResetCommand,
-    SlotIdentity,
     StoreCommand,
     Urgency,
     VerdictReport,
@@ -78,7 +77,6 @@ _SERVED_BYTES = 4 * MIB
 _SATURATING_OPS_MIN = 2
 #: As the native machine numbers them.
 _KINDS = tuple(OpKind)
-_CANCELLED = code_of(CANCELLED.kind)
 _KEYS = OffloadConfig.model_fields
 _RETRYABLE = [ERRORS.get(number, (False,))[0] for number in range(max(ERRORS) + 1)]
 
@@ -173,6 +171,7 @@ class TransferPipeline:
         self._verdicts = [Verdict.OK] * targets  # as reported
         self._known: list[tuple[Verdict, int] | None] = [None] * targets  # by the machine
         self._lanes = io.attach()
+        self._in_python = isinstance(self._lanes, PythonLanes)  # which have our clock
         checks = limits.copies_check and copy.makes_checksums
         self._machine = _make_machine(
             staging, self._lanes, limits, io.stamp, clock(), peers, checks
@@ -241,7 +240,6 @@ class TransferPipeline:
                 self._machine.set_time(self._clock())
                 self._machine.reset(command.op, astuple(stamp), astuple(unnamed))
                 self._tag = stamp.tag
-                self._cancel_at_engine()
             case CancelCommand():
                 self.cancel(command.target_op, command.indexes)
             case AttachCommand() | DetachCommand():
@@ -262,12 +260,6 @@ class TransferPipeline:
         """
         self._machine.set_time(self._clock())
         self._machine.cancel(op, rows)
-        self._cancel_at_engine()
-
-    def _cancel_at_engine(self) -> None:
-        if tokens := self._machine.take_cancels():
-            withdrawn = self._io.cancel(tokens)
-            self._machine.ended([(token, _CANCELLED, 0, 0.0, -1) for token in withdrawn])
 
     def _begin(self, op: int, kind: OpKind, urgency: Urgency, batch: ChunkBatch) -> None:
         self._machine.set_time(self._clock())
@@ -303,18 +295,14 @@ class TransferPipeline:
         self._machine.set_time(self._clock())
         if self._serving is not None:  # before anything ends: what has ended cannot be cancelled
             self._serving.take_in(self._tag)
-            self._cancel_at_engine()
         for ticket, outcome in self._copy.poll():
             self._copied(self._tickets.pop(ticket), outcome)
-        self._take_ends()
+        self._take_superblocks()
         if self._regions is not None:
             self._regions.step()
         if self._peering is not None:
             self._peering.take_in()
-        if self._lanes is None:
-            self._drive_engine()
-        else:
-            self._drive_lanes()
+        self._drive_lanes()
         if self._peering is not None:
             self._peering.hand_over()
         if self._serving is not None:
@@ -407,52 +395,22 @@ class TransferPipeline:
 
     # -- I/O --------------------------------------------------------------------------
 
-    def _take_ends(self) -> None:
-        """Take in what the I/O engine has ended."""
-        if completions := self._io.poll():  # of native lanes, only superblocks come to Python
-            self._machine.ended(
-                [
-                    (
-                        *(one.token, code_of(one.outcome.kind), one.outcome.errno),
-                        *(one.ended_s or 0.0, -1 if one.payload_crc is None else one.payload_crc),
-                    )
-                    for one in completions
-                ]
-            )
+    def _take_superblocks(self) -> None:
+        """Take in the superblocks that are written; lanes in Python bring them with all else."""
+        if self._in_python:
+            return
+        if ended := [end_of(one) for one in self._io.poll()]:
+            self._machine.ended(ended)
 
     def _drive_lanes(self) -> None:
-        """Let the machine drive native lanes: it comes back once nothing moves any more."""
+        """Let the machine drive the lanes: it comes back once nothing moves any more."""
         machine = self._machine
         self._set_targets()
-        ahead_s = self._clock() - time.monotonic()
+        ahead_s = 0.0 if self._in_python else self._clock() - time.monotonic()
         while machine.advance(ahead_s):
             self._look_at_targets()  # which may have ended the use of one
         self._look_at_targets()
         self._offer_resets()
-
-    def _drive_engine(self) -> None:
-        """Do the same with an engine to which Python submits, in the same order."""
-        machine = self._machine
-        machine.expire()
-        if overdue := machine.take_overdue():  # the engine takes back what has not started
-            machine.give_up(overdue, self._io.cancel(overdue))
-        machine.run()
-        self._hand_over()
-        while machine.run():  # what it made room for starts now: the next step may be far away
-            self._hand_over()
-        self._look_at_targets()  # before another call closes files that are in use now
-
-    def _hand_over(self) -> None:
-        """Hand over what fits."""
-        machine = self._machine
-        self._look_at_targets()
-        self._set_targets()
-        machine.offer_reads(self._io.room().reads)
-        self._submit_offered()
-        self._offer_resets()
-        machine.offer_writes(self._io.room().writes)
-        self._submit_offered()
-        machine.fail_stalled()
 
     def _offer_resets(self) -> None:
         """Hand over the superblocks whose turn it is."""
@@ -499,42 +457,6 @@ class TransferPipeline:
                 self._machine.set_target(target, health.verdict.usable, health.attachment)
                 if self._regions is not None:
                     self._regions.target_changed(target, *found)
-
-    def _submit_offered(self) -> None:
-        ops = [
-            IoOp(
-                token,
-                _KINDS[kind],
-                Urgency(urgency),
-                pool_slot,
-                address,
-                SlotIdentity(key, generation),
-                payload_bytes=payload_bytes,
-                payload_crc=payload_crc if payload_crc >= 0 else None,
-                single_copy=single_copy,
-                owner=owner,
-                header_only=header_only,
-                stamp=Stamp(epoch, tag),
-            )
-            for (
-                token,
-                kind,
-                urgency,
-                pool_slot,
-                address,
-                key,
-                generation,
-                payload_bytes,
-                payload_crc,
-                single_copy,
-                owner,
-                header_only,
-                epoch,
-                tag,
-            ) in self._machine.offered()
-        ]
-        if ops:
-            self._io.submit(ops)
 
     def _take_verdicts(self) -> list[Report]:
         """Return the verdicts that changed since the last call; every target begins as ok."""
@@ -610,7 +532,7 @@ class TransferPipeline:
 
 def _make_machine(
     staging: StagingMap,
-    lanes: Lanes | None,
+    lanes: Lanes,
     limits: TransferLimits,
     stamp: Stamp,
     now_s: float,
@@ -644,7 +566,7 @@ def _make_machine(
         write_bytes_max=limits.write_bytes_in_flight_max,
         write_bytes_beside_reads_max=limits.write_bytes_beside_reads_max,
         stamp=astuple(stamp),
-        lanes=lanes.address if lanes else 0,
+        lanes=lanes.address,
         now_s=now_s,
         members=astuple(staging.members) if staging.members else None,
         peers_max=peers.lanes if peers else 0,

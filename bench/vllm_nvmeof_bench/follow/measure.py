@@ -35,7 +35,7 @@ from vllm_nvmeof_offload.follow.scan import Scope, TargetScan
 from vllm_nvmeof_offload.follow.source import QUIET_S
 from vllm_nvmeof_offload.follow.start import start_follower
 from vllm_nvmeof_offload.groups import GroupKind
-from vllm_nvmeof_offload.native import ForeignReader, ForeignWriter
+from vllm_nvmeof_offload.native import ForeignReader, ForeignWriter, core
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     LOCK_FILE,
@@ -49,13 +49,7 @@ from vllm_nvmeof_offload.pool.format import (
     write_superblock,
 )
 from vllm_nvmeof_offload.pool.lock import DirectoryLock
-from vllm_nvmeof_offload.pool.log import (
-    LOG_PAGES_MAX,
-    RECORDS_PER_PAGE,
-    LogFile,
-    LogRecord,
-    LogWriter,
-)
+from vllm_nvmeof_offload.pool.log import LOG_PAGES_MAX, RECORDS_PER_PAGE
 from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import MIB, PAGE_BYTES, slot_stride_bytes
 
@@ -131,7 +125,7 @@ class _Server:
         self._fd = os.open(self.table, os.O_WRONLY | os.O_CLOEXEC)
         with (directory / LOG_FILE).open("wb") as log:
             log.truncate(log_pages * PAGE_BYTES)
-            self._log = LogWriter(LogFile(log.fileno(), log_pages, log_pages))
+            self._log = core.LogWriter(log_pages, log_pages, 0, log.fileno())
         size = PAYLOAD_BYTES
         superblock = Superblock(
             uuid=self._dice.randbytes(16),
@@ -160,11 +154,12 @@ class _Server:
             self._generation += 1
             identity = _identity(self._dice, self._generation)
             os.pwrite(self._fd, encode_entry(slot, identity, _EPOCH), slot * ENTRY_BYTES)
-            records.append(LogRecord.put(slot, identity, _EPOCH))
-        self._log.add(records)
+            records.append((slot, identity.key, identity.generation, _EPOCH, False))
+        for record in records:
+            self._log.put(*record)
+        self._log.flush()
 
     def close(self) -> None:
-        self._log.close()
         os.close(self._fd)
         self._lock.release()
 

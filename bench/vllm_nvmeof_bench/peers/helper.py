@@ -20,9 +20,9 @@ from functools import partial
 from pathlib import Path
 
 from vllm_nvmeof_bench.results import BenchError
+from vllm_nvmeof_bench.servers.faults import FaultPlan, FaultyIoEngine
 from vllm_nvmeof_bench.stream.load import Rig, Settings
 from vllm_nvmeof_offload.io.base import IoEngine, Waker
-from vllm_nvmeof_offload.io.faults import FaultPlan, FaultyIoEngine
 from vllm_nvmeof_offload.peers.base import Common, SlotMemory
 from vllm_nvmeof_offload.peers.server import PeerServer
 from vllm_nvmeof_offload.protocol import AttachCommand

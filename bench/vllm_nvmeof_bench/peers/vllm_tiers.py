@@ -36,7 +36,7 @@ import numpy as np
 
 from vllm_nvmeof_bench.peers.helper import cpu_clock
 from vllm_nvmeof_bench.results import BenchError
-from vllm_nvmeof_offload.io.faults import FaultPlan
+from vllm_nvmeof_bench.servers.faults import FaultPlan
 
 _HOST = "127.0.0.1"
 #: Chunks of the CPU tier besides those of a load.

@@ -70,7 +70,7 @@ class Plan:
     run_s_max: float = RUN_S_MAX
     #: Rounds whose requests are asked all at once, not one after the other.
     at_once: Sequence[int] = ()
-    #: Round → the knobs of fault injection (`io/faults.py`) from its start on.
+    #: Round → the knobs of fault injection (`vllm_nvmeof_bench.servers.faults`) from its start on.
     faults: Mapping[int, Mapping[str, bool | float]] = field(default_factory=dict)
     #: Rounds before which both tiers are emptied as well.
     resets: Sequence[int] = ()

@@ -17,12 +17,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from vllm_nvmeof_bench.servers.faults import FaultyIoEngine
+
 from tests.contract.rig import ENGINES, STAGING_SLOTS, Rig, content, name
 from tests.faults.peers.engine_port import EnginePort
 from tests.faults.peers.stand_in import install
 from vllm_nvmeof_offload.errors import STALE
 from vllm_nvmeof_offload.io.base import ForeignSlab
-from vllm_nvmeof_offload.io.faults import FaultyIoEngine
 from vllm_nvmeof_offload.peers.base import Common, Levels, Served, ServeRead, SlotMemory
 from vllm_nvmeof_offload.peers.server import PeerServer
 from vllm_nvmeof_offload.units import HEADER_BYTES

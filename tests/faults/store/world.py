@@ -22,8 +22,8 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+from tests import slots
 from tests.resets import reset
-from vllm_nvmeof_offload.io import threads
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, encode_entry
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import TAG_BYTES, SlotIdentity
@@ -286,11 +286,9 @@ class World:
         """True if the chunk was served, with the right bytes. place: where the storage reads."""
         assert self.pool is not None
         memory = bytearray(self.pool.slot_bytes)
-        files = threads.SlotFiles.of(self.pool, slot)
-        if place is not None:
-            files = files._replace(slab_fd=place[0], slab_offset=place[1])
         size, tag = payload_bytes or length_of(identity), self.stamps[0].tag
-        if not threads.read_slot(self.pool, memoryview(memory), files, identity, tag, size).ok:
+        what = memoryview(memory), slot, identity, tag, size, place
+        if not slots.read_slot(self.pool, *what).ok:
             self.counts["miss"] += 1
             return False
         served = memory[HEADER_BYTES : HEADER_BYTES + size]

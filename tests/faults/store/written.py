@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from tests.slots import write_slot
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup, group_id_of
-from vllm_nvmeof_offload.io import threads
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     Keyspace,
@@ -81,9 +81,7 @@ def store(
     memory = bytearray(pool.slot_bytes)
     size = length_of(identity)
     memory[HEADER_BYTES : HEADER_BYTES + size] = content(identity, neighbour)
-    files = threads.SlotFiles.of(pool, slot)
-    view, payload = memoryview(memory), threads.Payload(size)
-    outcome = threads.write_slot(pool, view, files, identity, stamp, lambda: True, payload)
+    outcome = write_slot(pool, memoryview(memory), slot, identity, stamp, size)
     return bytes(memory[: HEADER_BYTES + size]) if outcome.ok else None
 
 

@@ -19,9 +19,8 @@ from vllm_nvmeof_offload.copy.base import Descriptors, Direction, Payloads, Piec
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import OK
-from vllm_nvmeof_offload.io.base import IoLimits, IoOp, Waker
-from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
-from vllm_nvmeof_offload.native import core
+from vllm_nvmeof_offload.io.base import IoLimits, IoOp, Lanes, Waker, lanes_of
+from vllm_nvmeof_offload.io.native import How, NativeIoEngine
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import (
@@ -55,7 +54,7 @@ def copied(
     payloads = Payloads.of(
         counts, np.array(addresses, np.uint64), np.full(len(counts), size, np.uint64)
     )
-    assert engine.makes_checksums == (core is not None)
+    assert engine.makes_checksums
     ticket = engine.submit(direction, Pieces.of(parts).at(addresses), None, payloads)
     assert done.wait(WAIT_S)
     assert engine.poll() == [(ticket, OK)]
@@ -71,7 +70,7 @@ def test_a_payload_of_any_pieces_has_its_checksum(sizes: list[int], shift: int) 
     base, at = target.ctypes.data + shift, np.cumsum([0, *sizes[:-1]])
     pieces = np.array([at + source.ctypes.data, at, sizes], np.uint64).T
     (crc,) = copied([pieces], [base], total)
-    assert crc == (None if core is None else crc32c(source[:total].tobytes()))
+    assert crc == crc32c(source[:total].tobytes())
     assert (target[shift : shift + total] == source[:total]).all()
     assert target[-1] == 0xEE
 
@@ -88,7 +87,7 @@ def test_a_loaded_payload_has_its_checksum_wherever_its_pieces_go(
     at = np.cumsum([0, *sizes[:-1]])
     pieces = np.array([[page.ctypes.data for page in cache], at, sizes], np.uint64).T
     (crc,) = copied([pieces], [payload.ctypes.data], total, Direction.LOAD)
-    assert crc == (None if core is None else crc32c(payload.tobytes()))
+    assert crc == crc32c(payload.tobytes())
     assert (np.concatenate(cache) == payload).all()
 
 
@@ -109,17 +108,20 @@ def test_only_a_payload_that_is_covered_in_order_has_a_checksum(
         part[:, 0] += np.uint64(cache.ctypes.data)
     places = [staging.ctypes.data, staging.ctypes.data + 5000]
     crcs = copied(parts, places, 4000, direction)
-    assert crcs == [None, None if core is None else crc32c(source[5000:].tobytes())]
+    assert crcs == [None, crc32c(source[5000:].tobytes())]
     for in_cache, offset, count in rows:
         of_cache, of_staging = slice(in_cache, in_cache + count), slice(offset, offset + count)
         assert (cache[of_cache] == staging[of_staging]).all()
         assert source[of_cache].any() and target[of_cache].any()
 
 
-class SpyEngine(ThreadsIoEngine):
+class SpyEngine(NativeIoEngine):
     """Keeps the operations that it was given."""
 
     seen: list[IoOp]
+
+    def attach(self) -> Lanes:
+        return lanes_of(self)
 
     def submit(self, ops: Sequence[IoOp]) -> None:
         self.seen.extend(ops)
@@ -140,7 +142,7 @@ class Bench:
         self.waker = Waker()
         self.copy = HostCopyEngine(on_done=self.waker.wake)
         address = self.staging.map.base_address
-        self.io = SpyEngine(self.pool, self.staging.view, address, IoLimits(threads=2))
+        self.io = SpyEngine(self.pool, self.staging.view, address, IoLimits(threads=2), How.THREADS)
         self.io.seen = []
         config = TransferLimits(group_bytes=(self.size,))
         self.pipeline = TransferPipeline(self.staging.map, self.copy, self.io, config)
@@ -214,7 +216,7 @@ def test_a_write_brings_the_checksum_of_its_store(bench: Bench) -> None:
     bench.run()
     assert len(bench.io.seen) == CHUNKS
     for op in bench.io.seen:
-        assert op.payload_crc == (None if core is None else crc32c(bench.payload(op.pool_slot)))
+        assert op.payload_crc == crc32c(bench.payload(op.pool_slot))
     original = bench.cache.copy()
     bench.cache[:] = 0
     bench.load(slots, 1, cpu=False)
@@ -231,8 +233,7 @@ def test_a_checksum_ends_with_what_its_slot_holds(bench: Bench) -> None:
     bench.write([3], 2)
     bench.run()
     first, second = bench.io.seen
-    if core is not None:
-        assert first.payload_crc != second.payload_crc == crc32c(bench.payload(3))
+    assert first.payload_crc != second.payload_crc == crc32c(bench.payload(3))
     bench.load([3], 2, cpu=True)  # lands: a fill without a copy, so that nobody made a checksum
     bench.write([3], 2)
     bench.run()

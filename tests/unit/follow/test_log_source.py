@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.logs import Log
 from tests.resets import reset
 from tests.unit.follow.kit import COMPLETE, DEAD, NONE, OURS, Following, row, stop_clock_of
 from tests.unit.pool.kit import SLOT_BYTES, TAG, name, put
@@ -26,7 +27,7 @@ from vllm_nvmeof_offload.follow.source import RESCAN_S, SYNCED_S
 from vllm_nvmeof_offload.native import ForeignReader, ForeignRegion, ForeignWriter
 from vllm_nvmeof_offload.pool.format import Stamp, decode_table, region_uuid
 from vllm_nvmeof_offload.pool.lease import Leasing
-from vllm_nvmeof_offload.pool.log import RECORDS_PER_PAGE, LogFile, LogRecord, LogWriter
+from vllm_nvmeof_offload.pool.log import RECORDS_PER_PAGE, LogFile
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import EVERY_MEMBER, SlotIdentity, place_of
 from vllm_nvmeof_offload.units import PAGE_BYTES
@@ -42,18 +43,18 @@ class Owner:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.directory = pool.directories[0]
-        self.log = LogWriter(pool.log(0))
+        self.log = Log(pool.log(0))
 
     def put(self, slot: int, identity: SlotIdentity, stamp: Stamp | None = None) -> None:
         """Write a chunk and log it; the table's file looks as if it was not written."""
         put(self.pool, slot, identity, stamp)
         stop_clock_of(self.directory / "table")
         epoch = (stamp or self.pool.stamp).epoch
-        self.log.add([LogRecord.put(slot, identity, epoch)])
+        self.log.put(slot, identity, epoch)
 
     def reset(self) -> None:
         reset(self.pool, TAG, named=True)
-        self.log.add([LogRecord.reset(self.pool.superblocks[0].epoch)])
+        self.log.reset(self.pool.superblocks[0].epoch)
 
 
 @pytest.fixture
@@ -285,7 +286,7 @@ def test_a_reset_in_the_log_lets_the_superblock_be_read_at_once(
     os.utime(superblock, ns=(seen.st_atime_ns, seen.st_mtime_ns))
     following.scan(0.1)
     assert following.reader.rows == 1
-    owner.log.add([LogRecord.reset(owner.pool.superblocks[0].epoch)])
+    owner.log.reset(owner.pool.superblocks[0].epoch)
     following.scan(0.1)
     assert region.superblock == owner.pool.superblocks[0]
     assert following.reader.rows == 0
@@ -386,13 +387,9 @@ def test_hints_for_our_regions_come_to_the_engine(
     ours = engine(OURS, tmp_path)
     following.scan()
     uuid = region_uuid(ours.superblocks[0].uuid, 0)
-    owner.log.add(
-        [
-            LogRecord.hint(uuid, 7, 1 << 63, 3),
-            LogRecord.hint(b"x" * 16, 8, 1, 1),  # a region of another engine
-            LogRecord.hint(uuid, 9, 5, 1, member=2),
-        ]
-    )
+    owner.log.hint(uuid, 7, 1 << 63, 3)
+    owner.log.hint(b"x" * 16, 8, 1, 1)  # a region of another engine
+    owner.log.hint(uuid, 9, 5, 1, member=2)
     following.scan(0.1)
     assert following.reader.take_hints(10) == [
         (place_of(0, 7, EVERY_MEMBER), 1 << 63, 3),
@@ -433,14 +430,14 @@ from pathlib import Path
 import numpy as np
 from tests.unit.pool.kit import PAYLOAD_BYTES, make_spec, name
 from vllm_nvmeof_offload.io.base import IoLimits, IoOp
-from vllm_nvmeof_offload.io.uring import UringIoEngine
+from vllm_nvmeof_offload.io.native import NativeIoEngine
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import OpKind, Urgency
 target, slots, pages, size = Path(sys.argv[1]), *map(int, sys.argv[2:])
 pool = Pool.open(make_spec(target, engine_index=1, slots=slots, log_pages=pages, pool_bytes=size))
 memory = mmap.mmap(-1, pool.slot_bytes)
 address = np.frombuffer(memory, np.uint8).ctypes.data
-engine = UringIoEngine(pool, memoryview(memory), address, IoLimits())
+engine = NativeIoEngine(pool, memoryview(memory), address, IoLimits())
 print("open", flush=True)
 for token in range(1, 1 << 40):
     identity, kind = name(token % 50, token), (OpKind.WRITE, Urgency.WRITE)
@@ -503,13 +500,13 @@ def test_a_killed_writer_leaves_a_log_that_leads_to_its_table(
     assert following.reader.rows == SLOTS
 
 
-def followed(log: int, file: int) -> tuple[ForeignWriter, ForeignRegion, LogWriter]:
+def followed(log: int, file: int) -> tuple[ForeignWriter, ForeignRegion, Log]:
     """Make the log empty; return who follows it and who writes it. file: of the foreign table."""
     os.ftruncate(log, PAGES * PAGE_BYTES)
     table, region = ForeignWriter(file, 10), ForeignRegion((1, 0, 0), SLOTS, [(0, 1)], 0)
     region.begin(table, 5, False)
     assert region.seek_log(log, PAGES) == 0
-    return table, region, LogWriter(LogFile(log, PAGES, PAGES))
+    return table, region, Log(LogFile(log, PAGES, PAGES))
 
 
 def test_a_region_reads_pages_of_a_lap_in_order(file: int, tmp_path: Path) -> None:
@@ -521,7 +518,7 @@ def test_a_region_reads_pages_of_a_lap_in_order(file: int, tmp_path: Path) -> No
         for _ in range(records):
             generation += 1
             identity = name(generation % 40, generation)
-            writer.add([LogRecord.put(generation % SLOTS, identity, 5)])
+            writer.put(generation % SLOTS, identity, 5)
         assert region.follow_log(table, log, 0) == 0, records
         assert region.rows == min(generation, SLOTS)
     writer.close()
@@ -540,11 +537,11 @@ def test_a_log_has_news_until_it_is_followed(file: int, tmp_path: Path) -> None:
 
     for generation in range(2 * PAGES * RECORDS_PER_PAGE + 2):
         assert not has_news(), generation
-        writer.add([LogRecord.put(generation % SLOTS, name(1, generation), 5)])
+        writer.put(generation % SLOTS, name(1, generation), 5)
         assert has_news(), generation
         assert region.follow_log(table, log, 0) == 0
     for _ in range(PAGES * RECORDS_PER_PAGE):
-        writer.add([LogRecord.put(1, name(1, 1), 5)])
+        writer.put(1, name(1, 1), 5)
     assert has_news(), "a lap later"
     assert region.follow_log(table, log, 0) == ForeignRegion.OVERRUN
     assert region.seek_log(log, PAGES) == 0

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.resets import reset
+from tests.slots import write_slot
 from tests.unit.follow.kit import (
     COMPLETE,
     DEAD,
@@ -24,7 +25,6 @@ from tests.unit.pool.kit import OTHER_TAG, PAYLOAD_BYTES, TAG, name, put
 from vllm_nvmeof_offload.errors import OK
 from vllm_nvmeof_offload.follow.scan import YOUNG_S
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
-from vllm_nvmeof_offload.io.threads import Payload, SlotFiles, write_slot
 from vllm_nvmeof_offload.pool.format import write_superblock
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import SlotIdentity, owned_by, place_of
@@ -111,10 +111,8 @@ def groups(set_size: int) -> tuple[RankGroup, ...]:
 def store(pool: Pool, slot: int, group_id: int, *, single: bool) -> SlotIdentity:
     key = bytes([slot, single]) * 16 + group_id.to_bytes(4, "big")
     identity = SlotIdentity(key, 7)
-    view, files = memoryview(bytearray(pool.slot_bytes)), SlotFiles.of(pool, slot)
-    payload = Payload(PAYLOAD_BYTES, single_copy=single)
-    stamp = pool.stamp
-    assert write_slot(pool, view, files, identity, stamp, lambda: True, payload) == OK
+    view = memoryview(bytearray(pool.slot_bytes))
+    assert write_slot(pool, view, slot, identity, single_copy=single) == OK
     return identity
 
 

@@ -13,7 +13,14 @@ import numpy as np
 from tests.chunks import Reported, batch_of, place_in, rows_of
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction, Payloads, Pieces
 from vllm_nvmeof_offload.errors import OK, Outcome
-from vllm_nvmeof_offload.io.base import Completion, ForeignSlab, IoOp, Room
+from vllm_nvmeof_offload.io.base import (
+    Completion,
+    ForeignSlab,
+    IoOp,
+    Lanes,
+    Room,
+    lanes_of,
+)
 from vllm_nvmeof_offload.peers.base import PeerEnd, PeerRead, PeerState, ServeRead
 from vllm_nvmeof_offload.pool.format import SlotPlace, Stamp
 from vllm_nvmeof_offload.protocol import (
@@ -134,8 +141,8 @@ class FakeIo:
         named_epoch, unnamed = self._resets, NO_EPOCH - self._resets
         return Stamp(named_epoch if named else unnamed, tag), Stamp(unnamed, tag)
 
-    def attach(self) -> None:
-        return None
+    def attach(self) -> Lanes:
+        return lanes_of(self)
 
     @property
     def busy(self) -> bool:

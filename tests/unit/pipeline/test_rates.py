@@ -6,13 +6,14 @@ The depth in flight decides how far that rate can be trusted.
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 
 from tests.chunks import place_in
-from vllm_nvmeof_offload.native import Machine
+from vllm_nvmeof_offload.native import Machine, PythonLanes
 from vllm_nvmeof_offload.protocol import NOWHERE, ChunkBatch, OpKind, Urgency
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.units import MIB
@@ -33,7 +34,16 @@ class Meter:
         self.now_s = 0.0
         self._targets = targets
         self._op = 0
+        self._room = 0
+        self._taken: list[Any] = []
+        self._lanes = PythonLanes(
+            room=lambda: (self._room - len(self._taken),) * 2,
+            submit=self._taken.extend,
+            cancel=lambda token: False,
+            poll=list,
+        )
         self.machine = Machine(
+            lanes=self._lanes.address,
             cache_slots=1,
             stream_slots=SLOTS,
             base_address=0,
@@ -60,12 +70,15 @@ class Meter:
         """The engine gets a read or write; its token."""
         kind, cache = (OpKind.WRITE, 0) if is_write else (OpKind.LOAD, -1)
         self._begin(kind, cache, place_in(target, self._targets))
-        self.machine.run()
-        self.machine.offer_reads(1)
-        offered = self.machine.offered()
-        self.machine.offer_writes(1)
-        ((token, *_),) = offered + self.machine.offered()
-        return token
+        self._advance(room=1)
+        ((token, *_),) = self._taken
+        return int(token)
+
+    def _advance(self, room: int = 0) -> None:
+        self._room = room
+        self._taken.clear()
+        while self.machine.advance(0.0):
+            self.machine.take_health()
 
     def ended(self, *tokens: int, ok: bool = True, ended_s: float | None = None) -> None:
         """The engine has ended these, now or earlier."""
@@ -119,7 +132,7 @@ class Meter:
         )
 
     def _copied(self) -> None:
-        self.machine.run()
+        self._advance()
         for number, *_ in self.machine.take_copies(0):
             self.machine.copied(number, _OK, 0)
         self.machine.take_reports()

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from tests.slots import read_slot, write_slot
 from vllm_nvmeof_offload.errors import OK
-from vllm_nvmeof_offload.io.threads import SlotFiles, read_slot, write_slot
 from vllm_nvmeof_offload.pool.format import Keyspace, Stamp, share_tag
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import (
@@ -53,14 +53,12 @@ def put(pool: Pool, pool_slot: int, identity: SlotIdentity, stamp: Stamp | None 
     slot = bytearray(pool.slot_bytes)
     slot[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] = payload(identity)
     view = memoryview(slot)
-    files = SlotFiles.of(pool, pool_slot)
-    assert write_slot(pool, view, files, identity, stamp or pool.stamp, lambda: True) == OK
+    assert write_slot(pool, view, pool_slot, identity, stamp) == OK
 
 
 def get(pool: Pool, pool_slot: int, identity: SlotIdentity) -> bytes | None:
     slot = bytearray(pool.slot_bytes)
-    files, tag = SlotFiles.of(pool, pool_slot), pool.stamp.tag
-    if not read_slot(pool, memoryview(slot), files, identity, tag).ok:
+    if not read_slot(pool, memoryview(slot), pool_slot, identity, pool.stamp.tag).ok:
         return None
     return bytes(slot[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES])
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vllm_nvmeof_offload.io.base import IoLimits, IoOp
-from vllm_nvmeof_offload.io.threads import ThreadsIoEngine
+from vllm_nvmeof_offload.io.native import How, NativeIoEngine
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
@@ -40,12 +40,12 @@ sys.stdin.read()
 def write_pool(
     *targets: Path, stored: dict[int, SlotIdentity] = STORED, **changes: object
 ) -> tuple[Path, ...]:
-    """Write `stored` with the threads engine; return the rank's directories."""
+    """Write `stored` with an engine; return the rank's directories."""
     spec = replace(make_spec(*targets), keyspace=KEYSPACE, **changes)  # type: ignore[arg-type]
     pool = Pool.open(spec)
     memory = mmap.mmap(-1, SLOT_BYTES * max(1, len(stored)))
     base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    engine = ThreadsIoEngine(pool, memoryview(memory), base, IoLimits(threads=2))
+    engine = NativeIoEngine(pool, memoryview(memory), base, IoLimits(threads=2), How.THREADS)
     ops = []
     for number, (slot, identity) in enumerate(stored.items()):
         start = number * SLOT_BYTES + HEADER_BYTES

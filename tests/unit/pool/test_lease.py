@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.logs import Log
 from tests.wait import wait_until
 from vllm_nvmeof_offload.commands.pool import offline
 from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
@@ -37,7 +38,7 @@ from vllm_nvmeof_offload.pool.lease import (
     read_lease,
 )
 from vllm_nvmeof_offload.pool.lock import Holder
-from vllm_nvmeof_offload.pool.log import LogRecord, LogWriter, newest_head
+from vllm_nvmeof_offload.pool.log import newest_head
 from vllm_nvmeof_offload.pool.ownership import Claim, PoolSpec
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.silence import Silence
@@ -274,9 +275,7 @@ def test_a_leased_region_says_so_and_its_log_passes_the_page_cache_by(tmp_path: 
         assert (found.shared, found.lease_generation) == (LEASED, 1)
         assert read_superblock(pool.directories[0]) == found
         assert fcntl.fcntl(pool.log_fd(0), fcntl.F_GETFL) & os.O_DIRECT
-        log = LogWriter(pool.log(0))
-        log.add([LogRecord.reset(7)])
-        log.close()
+        Log(pool.log(0)).reset(7)
         head = newest_head(pool.log_fd(0), 4)
         assert head is not None and (head.epoch, head.lease_generation) == (7, 1)
     with opened(tmp_path) as pool:

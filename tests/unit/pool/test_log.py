@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from crc32c import crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.logs import Log
 from tests.unit.pool.kit import make_spec
 from vllm_nvmeof_offload.commands.pool.check import Damage, fsck
 from vllm_nvmeof_offload.commands.pool.offline import remove
@@ -21,11 +25,9 @@ from vllm_nvmeof_offload.pool.log import (
     LOG_PAGES_MAX,
     LOG_PAGES_MIN,
     RECORDS_PER_PAGE,
-    Kind,
     LogFile,
     LogHead,
     LogRecord,
-    LogWriter,
     decode_page,
     log_pages_of,
     newest_head,
@@ -33,7 +35,7 @@ from vllm_nvmeof_offload.pool.log import (
 )
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.survey import disk_bytes, find, survey
-from vllm_nvmeof_offload.protocol import EVERY_MEMBER, SlotIdentity
+from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import MIB, PAGE_BYTES
 
 PAGES = 4
@@ -41,14 +43,13 @@ PAGES = 4
 keys = st.binary(min_size=1, max_size=46)
 u32 = st.integers(0, (1 << 32) - 1)
 u64 = st.integers(0, (1 << 64) - 1)
-puts = st.builds(
-    lambda slot, key, generation, epoch, single: LogRecord.put(
-        slot, SlotIdentity(key, generation), epoch, single_copy=single
-    ),
-    *(u32, keys, u64, u32, st.booleans()),
-)
-hints = st.builds(LogRecord.hint, st.binary(min_size=16, max_size=16), u32, u64, u32)
-records = st.one_of(puts, st.builds(LogRecord.reset, u32), hints)
+regions = st.binary(min_size=16, max_size=16)
+identities = st.builds(SlotIdentity, keys, u64)
+#: Method of `Log` and its arguments.
+puts = st.tuples(st.just("put"), st.tuples(u32, identities, u32))
+resets = st.tuples(st.just("reset"), st.tuples(u32))
+hints = st.tuples(st.just("hint"), st.tuples(regions, u32, u64, u32))
+records = st.one_of(puts, resets, hints)
 
 
 @pytest.fixture
@@ -59,95 +60,118 @@ def fd(tmp_path: Path) -> Iterator[int]:
     os.close(opened)
 
 
-def put(number: int) -> LogRecord:
-    return LogRecord.put(number, SlotIdentity(number.to_bytes(36, "little"), 100 + number), 5)
+def put(log: Log, *numbers: int) -> list[LogRecord]:
+    name = lambda number: SlotIdentity(number.to_bytes(36, "little"), 100 + number)  # noqa: E731
+    return [log.put(number, name(number), 5) for number in numbers]
+
+
+def raw_of(what: tuple[str, tuple[Any, ...]], sequence: int, index: int) -> tuple[bytes, LogRecord]:
+    """The 64 bytes of a record at this position, and what it says."""
+    fd = os.memfd_create("log", os.MFD_CLOEXEC)
+    try:
+        log = Log(LogFile(fd, PAGES, sequence))
+        for _ in range(index):
+            log.reset(1)
+        method, arguments = what
+        record = getattr(log, method)(*arguments)
+        at = sequence % PAGES * PAGE_BYTES + 64 + 64 * index
+        return os.pread(fd, 64, at), record
+    finally:
+        os.close(fd)
 
 
 def page_at(fd: int, position: int) -> tuple[LogHead, list[LogRecord | None]] | None:
     return decode_page(os.pread(fd, PAGE_BYTES, position * PAGE_BYTES))
 
 
-@given(records, u64, st.integers(0, RECORDS_PER_PAGE - 1))
+@given(records, st.integers(0, (1 << 63) - 1), st.integers(0, RECORDS_PER_PAGE - 2))
 def test_a_record_is_found_at_its_position_only(
-    record: LogRecord, sequence: int, index: int
+    what: tuple[str, tuple[Any, ...]], sequence: int, index: int
 ) -> None:
-    raw = record.encode(sequence, index)
-    assert len(raw) == 64
+    raw, record = raw_of(what, sequence, index)
     assert LogRecord.decode(raw, sequence, index) == record
     assert LogRecord.decode(raw, sequence ^ 1, index) is None, "a page of another lap"
     assert LogRecord.decode(raw, sequence, index + 1) is None
 
 
 @given(records, st.integers(0, 511))
-def test_any_damaged_bit_of_a_record_is_found(record: LogRecord, bit: int) -> None:
-    raw = bytearray(record.encode(7, 3))
+def test_any_damaged_bit_of_a_record_is_found(what: tuple[str, tuple[Any, ...]], bit: int) -> None:
+    raw = bytearray(raw_of(what, 7, 3)[0])
     raw[bit // 8] ^= 1 << bit % 8
     assert LogRecord.decode(bytes(raw), 7, 3) is None
 
 
-@given(st.integers(0, 255))
-def test_any_damaged_bit_of_a_header_is_found(bit: int) -> None:
-    raw = bytearray(LogHead(9, 2, 3, 4).encode())
+def test_any_damaged_bit_of_a_header_is_found(fd: int) -> None:
+    log = Log(LogFile(fd, PAGES, 9, lease_generation=3))
+    log.reset(8)
+    log.reset(4)
+    raw = bytearray(os.pread(fd, PAGE_BYTES, PAGE_BYTES))
     assert LogHead.decode(bytes(raw)) == LogHead(9, 2, 3, 4)
-    raw[bit // 8] ^= 1 << bit % 8
-    assert LogHead.decode(bytes(raw)) is None
+    for bit in range(256):
+        raw[bit // 8] ^= 1 << bit % 8
+        assert LogHead.decode(bytes(raw)) is None
+        raw[bit // 8] ^= 1 << bit % 8
+
+
+def test_each_field_is_at_the_offset_of_the_format(fd: int) -> None:
+    log = Log(LogFile(fd, PAGES, 8, lease_generation=6))
+    log.put(0x01020304, SlotIdentity(b"k" * 36, 0x1122334455667788), 0xA1B2C3D4, single_copy=True)
+    page = os.pread(fd, PAGE_BYTES, 0)
+    head = (0x474C564E, 1, 8, 6, 0xA1B2C3D4)
+    assert page[:28] == struct.pack("<IIQQI", *head)
+    assert page[28:32] == crc32c(page[:28]).to_bytes(4, "little")
+    assert page[32:64] == bytes(32)
+    body = bytes.fromhex("d4c3b2a1 8877665544332211 04030201 08 00 01 24") + b"k" * 36 + bytes(4)
+    assert page[68:128] == body
+    crc = crc32c(struct.pack("<QI", 8, 0) + body)
+    assert page[64:68] == crc.to_bytes(4, "little")
 
 
 def test_a_key_that_does_not_fit_is_left_out() -> None:
-    record = LogRecord.put(1, SlotIdentity(b"k" * 41, 2), 3)
+    raw, _ = raw_of(("put", (1, SlotIdentity(b"k" * 41, 2), 3)), 1, 0)
+    record = LogRecord.decode(raw, 1, 0)
+    assert record is not None
     assert (record.key, record.key_bytes) == (b"", 41)
-    assert LogRecord.decode(record.encode(1, 0), 1, 0) == record
-
-
-def test_a_hint_names_a_region() -> None:
-    record = LogRecord.hint(b"r" * 16, 8, 9, 3, member=2)
-    assert record.key == b"r" * 16 + (3).to_bytes(4, "little")
-    assert (record.kind, record.slot, record.generation, record.member) == (Kind.HINT, 8, 9, 2)
-    assert record.key_bytes == 20
 
 
 def test_pages_are_filled_one_after_another(fd: int) -> None:
-    writer = LogWriter(LogFile(fd, PAGES, next_sequence(fd, PAGES), lease_generation=6))
-    written = [put(number) for number in range(RECORDS_PER_PAGE + 2)]
-    writer.add(written[:1])
-    assert page_at(fd, 0) == (LogHead(PAGES, 1, 6, 5), written[:1])
-    writer.add(written[1:])
+    log = Log(LogFile(fd, PAGES, next_sequence(fd, PAGES), lease_generation=6))
+    written = put(log, 0)
+    assert page_at(fd, 0) == (LogHead(PAGES, 1, 6, 5), written)
+    written += put(log, *range(1, RECORDS_PER_PAGE + 2))
     assert page_at(fd, 0) == (LogHead(PAGES, 63, 6, 5), written[:63])
     assert page_at(fd, 1) == (LogHead(PAGES + 1, 2, 6, 5), written[63:])
     assert page_at(fd, 2) is None
-    writer.close()
 
 
 @pytest.mark.parametrize("count", [0, 1, RECORDS_PER_PAGE, PAGES * RECORDS_PER_PAGE - 1])
 def test_a_start_goes_on_a_lap_later_where_readers_wait(fd: int, count: int) -> None:
-    first = LogWriter(LogFile(fd, PAGES, next_sequence(fd, PAGES)))
-    first.add(put(number) for number in range(count))
-    first.close()
+    put(Log(LogFile(fd, PAGES, next_sequence(fd, PAGES))), *range(count))
     newest = newest_head(fd, PAGES)
     # A reader that has taken everything waits there.
     waits_for = PAGES if newest is None else newest.sequence + (newest.records == 63)
     found = next_sequence(fd, PAGES)
     assert found == (PAGES if newest is None else waits_for + PAGES)
-    second = LogWriter(LogFile(fd, PAGES, found))
-    second.add([put(1)])
-    second.close()
-    assert page_at(fd, waits_for % PAGES) == (LogHead(found, 1, 0, 5), [put(1)])
+    written = put(Log(LogFile(fd, PAGES, found)), 1)
+    assert page_at(fd, waits_for % PAGES) == (LogHead(found, 1, 0, 5), written)
 
 
 def test_a_page_that_could_not_be_written_leaves_a_gap_of_a_lap(fd: int, tmp_path: Path) -> None:
-    writer = LogWriter(LogFile(fd, PAGES, PAGES))
-    writer.replace(os.open(tmp_path / "log", os.O_RDONLY))  # every write fails
-    writer.add(put(number) for number in range(RECORDS_PER_PAGE + 1))
+    log = Log(LogFile(fd, PAGES, PAGES))
+    read_only = os.open(tmp_path / "log", os.O_RDONLY)
+    log.replace(read_only)  # every write fails
+    os.close(read_only)
+    put(log, *range(RECORDS_PER_PAGE + 1))
     assert page_at(fd, 0) is None
-    writer.replace(fd)
-    writer.add([put(3)])
-    head, _ = page_at(fd, 0) or (None, None)
-    assert head is not None
+    log.replace(fd)
+    written = put(log, 3)
+    head, found = page_at(fd, 0) or (LogHead(0, 0), [])
+    assert found == written
     assert head.sequence > PAGES
     assert head.sequence % PAGES == 0
-    writer.close()
-    writer.add([put(4)])
-    assert page_at(fd, 0) == (head, [put(3)])
+    log.close()
+    put(log, 4)
+    assert page_at(fd, 0) == (head, written)
 
 
 def test_a_log_belongs_to_a_pool_and_counts_in_its_size(tmp_path: Path) -> None:
@@ -164,7 +188,7 @@ def test_a_log_belongs_to_a_pool_and_counts_in_its_size(tmp_path: Path) -> None:
     assert pool.superblocks[0].log_pages == 32
     (found,) = find([tmp_path])
     assert disk_bytes(found.path) >= with_log
-    LogWriter(pool.log(0)).add([put(1)])
+    put(Log(pool.log(0)), 1)
     pool.close()
     shown = inspect_rank(survey([found])[0])["log"]
     assert shown == {
@@ -197,7 +221,7 @@ def test_a_region_without_a_log_is_given_one_and_keeps_its_chunks(tmp_path: Path
 def test_a_log_of_another_size_begins_again(tmp_path: Path) -> None:
     spec = make_spec(tmp_path, pool_bytes=8 * MIB)
     pool = Pool.open(spec)
-    LogWriter(pool.log(0)).add([put(1)])
+    put(Log(pool.log(0)), 1)
     pool.close()
     pool = Pool.open(spec)
     assert pool.log(0).next == 64
@@ -254,4 +278,3 @@ def test_a_superblock_with_a_log_is_alike(tmp_path: Path) -> None:
     assert superblock.is_alike(replace(superblock, log_pages=77))
     write_superblock(tmp_path, replace(superblock, log_pages=77))
     assert read_superblock(tmp_path) == replace(superblock, log_pages=77)
-    assert LogRecord.hint(bytes(16), 0, 0, 1).member == EVERY_MEMBER

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.slots import write_slot
 from vllm_nvmeof_offload.commands.pool.check import exit_code, fsck, scrub
 from vllm_nvmeof_offload.commands.pool.offline import prefill
 from vllm_nvmeof_offload.commands.pool.show import inspect_rank, inspect_slot, occupancy, summaries
 from vllm_nvmeof_offload.errors import PoolError
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
-from vllm_nvmeof_offload.io.threads import Payload, SlotFiles, write_slot
 from vllm_nvmeof_offload.pool.format import read_superblock, share_tag, write_superblock
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.survey import find, survey
@@ -232,8 +232,7 @@ def test_a_chunk_of_another_group_or_other_weights_is_damage(tmp_path: Path) -> 
     for slot, (group_id, length) in enumerate([(6, 600), (5, 600), (7, 600), (6, 600)]):
         identity = SlotIdentity(b"k" * 32 + group_id.to_bytes(4, "big"), slot + 1)
         stamp = replace(pool.stamp, tag=OTHER_TAG) if slot == 3 else pool.stamp
-        view, files = memoryview(bytearray(SLOT_BYTES)), SlotFiles.of(pool, slot)
-        write_slot(pool, view, files, identity, stamp, lambda: True, Payload(length))
+        write_slot(pool, memoryview(bytearray(SLOT_BYTES)), slot, identity, stamp, length)
     pool.close()
     (report,) = scrub(find([tmp_path]))
     assert (report.checked, report.counts) == (3, {"slot is damaged: stale": 2})

@@ -13,9 +13,9 @@ import pytest
 from crc32c import crc32c
 
 from tests.resets import reset
+from tests.slots import read_slot, write_slot
 from vllm_nvmeof_offload.errors import OK, STALE, PoolError, io_error
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
-from vllm_nvmeof_offload.io.threads import Payload, SlotFiles, read_slot, write_slot
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.pool.format import (
@@ -130,9 +130,8 @@ def test_a_chunk_has_the_length_of_its_group(open_pool: OpenPool, lost: bool) ->
     lengths = [(5, PAYLOAD_BYTES), (6, 600), (5, 600), (6, PAYLOAD_BYTES), (7, PAYLOAD_BYTES)]
     identities = [of_group(group_id, slot) for slot, (group_id, _) in enumerate(lengths)]
     for slot, (identity, (_, length)) in enumerate(zip(identities, lengths, strict=True)):
-        view, files = memoryview(bytearray(pool.slot_bytes)), SlotFiles.of(pool, slot)
-        sealed = write_slot(pool, view, files, identity, pool.stamp, lambda: True, Payload(length))
-        assert sealed == OK
+        view = memoryview(bytearray(pool.slot_bytes))
+        assert write_slot(pool, view, slot, identity, payload_bytes=length) == OK
     assert Superblock.decode((pool.directories[0] / "superblock").read_bytes()).groups == (
         StoredGroup(5, GroupKind.WINDOW, PAYLOAD_BYTES, 1, PAYLOAD_BYTES),
         StoredGroup(6, GroupKind.WINDOW, 600, 1, 600),
@@ -145,8 +144,8 @@ def test_a_chunk_has_the_length_of_its_group(open_pool: OpenPool, lost: bool) ->
     assert by_pool_slot(pool.adopt(), 1) == {slot: identities[slot] for slot in wanted}
     for slot, (identity, (group_id, length)) in enumerate(zip(identities, lengths, strict=True)):
         asked = {5: PAYLOAD_BYTES, 6: 600, 7: PAYLOAD_BYTES}[group_id]
-        view, files = memoryview(bytearray(pool.slot_bytes)), SlotFiles.of(pool, slot)
-        found = read_slot(pool, view, files, identity, TAG, asked)
+        view = memoryview(bytearray(pool.slot_bytes))
+        found = read_slot(pool, view, slot, identity, TAG, asked)
         assert found == (OK if asked == length else STALE)
 
 
@@ -157,11 +156,8 @@ def test_a_single_copy_is_adopted_as_its_ranks_member(open_pool: OpenPool, lost:
     spec = {**shape, "groups": groups(PAYLOAD_BYTES, PAYLOAD_BYTES, set_size=2)}
     pool = open_pool(**spec)
     for slot, (group_id, single) in enumerate([(5, True), (5, False), (6, True)]):
-        view, files = memoryview(bytearray(pool.slot_bytes)), SlotFiles.of(pool, slot)
-        payload = Payload(PAYLOAD_BYTES, single_copy=single)
-        identity = of_group(group_id, slot)
-        sealed = write_slot(pool, view, files, identity, pool.stamp, lambda: True, payload)
-        assert sealed == OK
+        view = memoryview(bytearray(pool.slot_bytes))
+        assert write_slot(pool, view, slot, of_group(group_id, slot), single_copy=single) == OK
     if lost:
         os.truncate(pool.directories[0] / "table", 0)
     single, whole = place_of(0, 0, 1), place_of(0, 1)

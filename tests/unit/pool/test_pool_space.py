@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.resets import reset
+from tests.slots import write_slot
 from vllm_nvmeof_offload.errors import PoolError, io_error
-from vllm_nvmeof_offload.io.threads import SlotFiles, write_slot
 from vllm_nvmeof_offload.limits import space_bytes
 from vllm_nvmeof_offload.pool import slab
 from vllm_nvmeof_offload.pool.format import Keyspace
@@ -177,8 +177,7 @@ def test_a_write_that_the_disk_refuses_is_an_io_error(open_pool: OpenPool) -> No
     slot = memoryview(bytearray(pool.slot_bytes))
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 * SLOT_BYTES, hard))
     try:
-        files = SlotFiles.of(pool, 9)
-        outcome = write_slot(pool, slot, files, name(9), pool.stamp, lambda: True)
+        outcome = write_slot(pool, slot, 9, name(9))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert outcome == io_error(errno.EFBIG)

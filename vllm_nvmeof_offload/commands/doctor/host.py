@@ -49,7 +49,7 @@ from vllm_nvmeof_offload.fabric.topology import (
     read_pcie_link,
 )
 from vllm_nvmeof_offload.io.choose import explain_denial
-from vllm_nvmeof_offload.io.uring import UringDeniedError
+from vllm_nvmeof_offload.io.native import UringDeniedError
 from vllm_nvmeof_offload.limits import (
     memory_bytes,
     memory_left_bytes,
@@ -57,7 +57,7 @@ from vllm_nvmeof_offload.limits import (
 )
 from vllm_nvmeof_offload.metrics import PREFIX
 from vllm_nvmeof_offload.mounts import MOUNTINFO
-from vllm_nvmeof_offload.native import WHY_NOT, core
+from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.pool.ownership import usable_bytes
 from vllm_nvmeof_offload.pool.slab import probe_o_direct
 from vllm_nvmeof_offload.pool.survey import Surveyed, find, survey
@@ -79,14 +79,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check_host(staging_bytes: int) -> list[Finding]:
-    """Check the native core, memory, huge pages and io_uring for a server with so much staging."""
-    if core is None:
-        remedy = "install g++, liburing-dev and libisal-dev, and this package again"
-        return [warning("native_core", WHY_NOT, remedy)]
-    findings = [ok("native_core", "loads"), check_memory(staging_bytes), check_huge_pages()]
+    """Check memory, huge pages and io_uring for a server with so much staging."""
+    findings = [check_memory(staging_bytes), check_huge_pages()]
     denied = _try_ring(registered=False)
     if denied is not None:
-        effect = "the threads engine runs instead"
+        effect = "I/O runs on threads instead"
         return [*findings, _denied("io_uring", denied, _PROBE_BYTES, effect)]
     findings.append(ok("io_uring", "allowed"))
     check, denied = "io_uring_registration", _try_ring(registered=True)
@@ -134,7 +131,6 @@ def check_huge_pages(setting: Path = _HUGE_PAGES) -> Finding:
 
 def _try_ring(*, registered: bool) -> UringDeniedError | None:
     """Set up a ring and close it; None if that worked."""
-    assert core is not None
     memory = mmap.mmap(-1, _PROBE_BYTES)
     address = np.frombuffer(memory, np.uint8).ctypes.data
     fd = os.memfd_create("nvmeof-doctor", os.MFD_CLOEXEC)

@@ -34,12 +34,12 @@ from vllm_nvmeof_offload.pool.format import (
     Stamp,
     Superblock,
     Wanted,
-    compare,
     decode_table,
     encode_entry,
     is_superblock,
     parse_header,
     share_tag,
+    verify,
 )
 from vllm_nvmeof_offload.pool.lock import LockState
 from vllm_nvmeof_offload.pool.ownership import OWNER_FILE, give_to_owner, hold
@@ -266,8 +266,8 @@ class OfflineRank:
 
     def _entry_of(self, index: int, header: SlotHeader) -> bytes:
         """The table entry of an intact slot."""
-        flags = FLAG_SINGLE_COPY if header.single_copy else 0
-        return encode_entry(index, header.identity, header.stamp.epoch, flags)
+        epoch, single = header.stamp.epoch, header.single_copy
+        return encode_entry(index, header.identity, epoch, single_copy=single)
 
     def _mismatch(self, index: int, entry: Entry, header: SlotHeader | Outcome | None) -> str:
         assert entry.identity is not None
@@ -384,8 +384,7 @@ class SlotReader:
                         return CHECKSUM_MISMATCH
                 except OSError as error:
                     return self._rank.read_error(error)
-                header = parse_header(view)
-                return compare(header, view, self._rank.wanted(index, identity, tag))
+                return verify(view, *self._rank.wanted(index, identity, tag))
         finally:
             self._buffers.put(buffer)
 

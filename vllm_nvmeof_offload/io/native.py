@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The io_uring engine: one ring and I/O thread per target, in C++ (`native/`), without the GIL.
+"""The I/O engine of a pool: one ring and its thread per target, in C++ (`native/`).
 
-With `registered`, staging is registered with the rings once, so that the kernel does not pin
-its pages at every operation; all targets' rings share that registration if the kernel can.
+A ring is an io_uring, or a few threads where the kernel or a container's seccomp profile forbids
+that. What seals, verifies, enters and logs is the same code over both.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 import os
 import time
@@ -34,7 +35,7 @@ from vllm_nvmeof_offload.io.base import (
     Lanes,
     Room,
 )
-from vllm_nvmeof_offload.native import WHY_NOT, core
+from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import OURS, OpKind
@@ -50,6 +51,20 @@ _IO_ERROR = 1
 _OUTCOMES = (OK, io_error(0), CHECKSUM_MISMATCH, STALE, DEADLINE, CANCELLED)
 
 
+class How(enum.Enum):
+    """What moves the bytes. REGISTERED: io_uring, with which staging is registered once, so that
+    the kernel does not pin its pages at every operation; all targets' rings share that registration
+    if the kernel can."""
+
+    REGISTERED = "io_uring (registered, {})"
+    UNREGISTERED = "io_uring (unregistered, {})"
+    THREADS = "threads ({})"
+
+
+#: One is kept for reads.
+_THREADS_MIN = 2
+
+
 class UringDeniedError(EngineError):
     """The kernel, or the sandbox of this process, refuses the ring or a step of its set-up."""
 
@@ -59,7 +74,7 @@ class UringDeniedError(EngineError):
         self.errno = number
 
 
-class UringIoEngine:
+class NativeIoEngine:
     """Implements `io.base.IoEngine`."""
 
     def __init__(
@@ -68,22 +83,19 @@ class UringIoEngine:
         memory: memoryview,
         base_address: int,
         limits: IoLimits,
+        how: How = How.REGISTERED,
         *,
-        registered: bool = True,
         gate: StartGate | None = None,
     ) -> None:
         """Set up the rings and start their threads. gate: for tests.
 
         Raises:
-            UringDeniedError: the kernel refuses io_uring or, if `registered`, the registration.
-            EngineError: the native core is not installed.
+            UringDeniedError: the kernel refuses io_uring or, if REGISTERED, the registration.
+            EngineError: there are not as many threads as THREADS needs.
         """
-        if core is None:
-            raise EngineError(WHY_NOT)
         assert memory.format == "B"
         assert base_address % PAGE_BYTES == 0
-        how = "registered" if registered else "unregistered"
-        self.name = f"io_uring ({how}, {'O_DIRECT' if pool.direct else 'buffered'})"
+        self.name = how.value.format("O_DIRECT" if pool.direct else "buffered")
         self._pool = pool
         self._memory = memory
         self._base_address = base_address
@@ -93,6 +105,7 @@ class UringIoEngine:
         self._superblocks: deque[Completion] = deque()  # that were written, or not
         self._closed = self._attached = False
         targets = range(pool.target_count)
+        threads = max(_THREADS_MIN, -(-limits.threads // len(targets)))  # of each target
         try:
             self._core = core.Engine(
                 [self._files_of(target) for target in targets],
@@ -105,12 +118,15 @@ class UringIoEngine:
                 permits=[0 if permit is None else permit.address for permit in pool.permits],
                 groups=list(pool.kinds.items()),
                 slot_bytes=pool.slot_bytes,
-                registered=registered,
+                registered=how is How.REGISTERED,
+                threads=threads if how is How.THREADS else 0,
                 limits=limits,
                 cpus=sorted(ALLOWED_CPUS),
                 gate=gate,
             )
         except OSError as error:
+            if how is How.THREADS:
+                raise EngineError(f"the I/O threads cannot be started: {error}") from error
             raise UringDeniedError(str(error.strerror), error.errno or 0) from error
 
     @property
@@ -122,7 +138,7 @@ class UringIoEngine:
 
     def attach(self) -> Lanes:
         self._attached = True
-        return Lanes(self._core.lanes())
+        return self._core
 
     def room(self) -> Room:
         return Room(*self._core.room())

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ring.h"
+#include "uring.h"
 
 #include <sys/syscall.h>
 #include <sys/uio.h>
@@ -23,7 +23,7 @@ struct CloneBuffers {
 
 }  // namespace
 
-Ring::Ring(unsigned depth, Memory memory, int slab_fd, size_t slot_bytes, bool registered,
+Uring::Uring(unsigned depth, Memory memory, int slab_fd, size_t slot_bytes, bool registered,
            int share_with)
     : memory_(memory), slab_fd_(slab_fd), region_bytes_(0) {
   unsigned entries = 16;
@@ -50,9 +50,9 @@ Ring::Ring(unsigned depth, Memory memory, int slab_fd, size_t slot_bytes, bool r
   }
 }
 
-Ring::~Ring() { io_uring_queue_exit(&ring_); }
+Uring::~Uring() { io_uring_queue_exit(&ring_); }
 
-void Ring::init(unsigned entries, bool disabled) {
+void Uring::init(unsigned entries, bool disabled) {
   io_uring_params params{};
   // Disabled until its thread runs; that thread then gets completions without interrupts.
   if (disabled)
@@ -68,7 +68,7 @@ void Ring::init(unsigned entries, bool disabled) {
   enabled_ = !disabled;
 }
 
-void Ring::register_memory(int share_with) {
+void Uring::register_memory(int share_with) {
   std::vector<iovec> regions;
   for (size_t begin = 0; begin < memory_.bytes; begin += region_bytes_)
     regions.push_back({memory_.base + begin, std::min(region_bytes_, memory_.bytes - begin)});
@@ -83,7 +83,7 @@ void Ring::register_memory(int share_with) {
   if (rc < 0) throw RingError(-rc, "io_uring_register_buffers");
 }
 
-io_uring_sqe* Ring::next_sqe() {
+io_uring_sqe* Uring::next_sqe() {
   io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
   while (sqe == nullptr) {
     io_uring_submit(&ring_);
@@ -92,14 +92,14 @@ io_uring_sqe* Ring::next_sqe() {
   return sqe;
 }
 
-int Ring::region_of(const std::byte* at, size_t bytes) const {
+int Uring::region_of(const std::byte* at, size_t bytes) const {
   if (region_bytes_ == 0) return -1;
   const auto begin = static_cast<size_t>(at - memory_.base);
   const size_t region = begin / region_bytes_;
   return (begin + bytes - 1) / region_bytes_ == region ? static_cast<int>(region) : -1;
 }
 
-void Ring::use(int slab_fd) {
+void Uring::use(int slab_fd) {
   if (slab_fd == slab_fd_ || !files_registered_) return;
   // Prepared operations name the registered file by its index: the kernel must look it up first.
   enter(false);
@@ -107,7 +107,7 @@ void Ring::use(int slab_fd) {
   if (io_uring_register_files_update(&ring_, 0, &slab_fd, 1) == 1) slab_fd_ = slab_fd;
 }
 
-void Ring::prepare(bool read, int slab_fd, std::byte* at, size_t bytes, uint64_t offset,
+void Uring::prepare(bool read, int slab_fd, std::byte* at, size_t bytes, uint64_t offset,
                    void* tag) {
   io_uring_sqe* sqe = next_sqe();
   const bool fixed = files_registered_ && slab_fd == slab_fd_ && slab_fd >= 0;
@@ -125,7 +125,7 @@ void Ring::prepare(bool read, int slab_fd, std::byte* at, size_t bytes, uint64_t
   io_uring_sqe_set_data(sqe, tag);
 }
 
-void Ring::enable() {
+void Uring::enable() {
   // liburing 2.3 declares io_uring_enable_rings and does not export it.
   if (!enabled_ && syscall(__NR_io_uring_register, ring_.ring_fd, IORING_REGISTER_ENABLE_RINGS,
                            nullptr, 0) != 0)
@@ -141,23 +141,23 @@ void Ring::enable() {
   reap([](void*, int) {});
 }
 
-void Ring::arm(int wake_fd) {
+void Uring::arm(int wake_fd) {
   io_uring_sqe* sqe = next_sqe();
   io_uring_prep_read(sqe, wake_fd, &wake_buffer_, sizeof wake_buffer_, 0);
   io_uring_sqe_set_data(sqe, nullptr);
 }
 
-int Ring::enter(bool wait) {
+int Uring::enter(bool wait) {
   return wait ? io_uring_submit_and_wait(&ring_, 1) : io_uring_submit_and_get_events(&ring_);
 }
 
-int Ring::enter_for(std::chrono::nanoseconds limit) {
+int Uring::enter_for(std::chrono::nanoseconds limit) {
   __kernel_timespec most{0, limit.count()};
   io_uring_cqe* cqe = nullptr;
   return io_uring_submit_and_wait_timeout(&ring_, &cqe, 1, &most, nullptr);
 }
 
-void Ring::reap(const std::function<void(void*, int)>& each) {
+void Uring::reap(const std::function<void(void*, int)>& each) {
   io_uring_cqe* cqe;
   unsigned head;
   unsigned count = 0;

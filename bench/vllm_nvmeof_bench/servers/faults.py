@@ -39,8 +39,10 @@ from vllm_nvmeof_offload.io.base import (
     HintRecord,
     IoEngine,
     IoOp,
+    Lanes,
     Room,
     Waker,
+    lanes_of,
 )
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.pool.pool import Pool
@@ -204,6 +206,14 @@ class _Held:
     exchanged: bool = False  # its target has other files since it was submitted
 
 
+def inject(
+    engine: IoEngine, control: str, rank: int, pool: Pool, memory: memoryview, base_address: int
+) -> IoEngine:
+    """Put the faults of a control file around the engine of a running server's rank."""
+    plan = FaultPlan(control_path=Path(control), rank=rank)
+    return FaultyIoEngine(engine, plan, pool, memory, base_address)
+
+
 class FaultyIoEngine:
     """Implements `io.base.IoEngine` over another one."""
 
@@ -241,8 +251,8 @@ class FaultyIoEngine:
     def begin_reset(self, tag: bytes, named: bool) -> tuple[Stamp, Stamp]:
         return self._inner.begin_reset(tag, named)
 
-    def attach(self) -> None:
-        return None  # every operation comes through here
+    def attach(self) -> Lanes:
+        return lanes_of(self)
 
     def room(self) -> Room:
         return self._inner.room()

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+// A ring without io_uring, for processes to which it is forbidden: `pread` and `pwrite` on a few
+// threads. A call that was abandoned and hangs counts as lost, and a spare thread takes its place,
+// so that it does not stop the others. All threads are started at once: later there may be none
+// left to start.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "ring.h"
+
+namespace nvmeof {
+
+class ThreadRing final : public Ring {
+ public:
+  // threads: calls that run at a time, at least 2, one of which is kept for reads. cpus: as in
+  // `EngineSetup`. Throws std::system_error if there are no more threads or descriptors.
+  ThreadRing(size_t threads, const std::vector<int>& cpus);
+  // No call is under way.
+  ~ThreadRing() override;
+
+  void prepare(bool read, int slab_fd, std::byte* at, size_t bytes, uint64_t offset,
+               void* tag) override;
+  void abandon(void* tag) override;
+  void arm(int wake_fd) override { wake_fd_ = wake_fd; }
+  int enter(bool wait) override;
+  int enter_for(std::chrono::nanoseconds limit) override;
+  void reap(const std::function<void(void*, int)>& each) override;
+
+ private:
+  struct Call {
+    bool read = true;
+    int slab_fd = -1;
+    std::byte* at = nullptr;
+    size_t bytes = 0;
+    uint64_t offset = 0;
+    void* tag = nullptr;
+    bool lost = false;
+  };
+  void run();
+  void stop();
+  bool may_start(const Call& call) const;
+  bool take(Call& call);
+  void complete(void* tag, int result);
+  int enter_until(const timespec* limit);
+
+  const size_t threads_max_;
+  const int done_fd_;
+  int wake_fd_ = -1;   // while it is armed
+  bool woken_ = false;  // it was readable in the last `enter`
+  std::vector<Call> prepared_;
+
+  std::mutex mutex_;
+  std::condition_variable work_;
+  std::deque<Call> reads_, writes_;  // not started
+  std::vector<Call*> running_;       // of each thread that has one
+  std::vector<std::pair<void*, int>> done_;
+  bool told_ = false;  // `done_fd_` is set since `done_` was taken
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace nvmeof
