@@ -41,9 +41,6 @@ PACKAGES = {
     "peers": "peers",
 }
 
-#: Earlier names of commands, and of the benchmarks in their files → the present ones.
-RENAMED = {"tier": "stream", "tiers": "simulate"}
-
 Samples = Sequence[Any]
 Conditions = Mapping[str, Any]
 
@@ -73,8 +70,7 @@ class Benchmark:
         Raises:
             BenchError: not a file of this benchmark.
         """
-        older = tuple(name for name, new in RENAMED.items() if new == self.name)
-        samples, conditions = load(path, self.name, self.sample, older)
+        samples, conditions = load(path, self.name, self.sample)
         return samples, conditions, self.goals(samples, conditions) if self.goals else []
 
     def parts(

@@ -41,10 +41,6 @@ class _Benches(TyperGroup):
         if (written := super().get_command(ctx, cmd_name)) is not None:
             return written
         name, report = cmd_name.removesuffix(_REPORT), cmd_name.endswith(_REPORT)
-        if name in benchmarks.RENAMED:
-            name = benchmarks.RENAMED[name]
-            shown = name + _REPORT * report
-            typer.echo(f"vllm-nvmeof: `bench {cmd_name}` is now `bench {shown}`", err=True)
         if name == "serve" and not report:
             return _serve_of()
         return _bench_of(cmd_name, name, report) if name in benchmarks.PACKAGES else None

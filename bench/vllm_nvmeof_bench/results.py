@@ -52,17 +52,15 @@ def dump(path: Path, bench: str, samples: Sequence[Any], conditions: dict[str, A
         raise BenchError(f"{path}: cannot be written ({error.strerror})") from None
 
 
-def load(
-    path: Path, bench: str, kind: type[Sample], older: tuple[str, ...] = ()
-) -> tuple[list[Sample], dict[str, Any]]:
-    """Read (samples, conditions). older: names that the benchmark had in earlier files.
+def load(path: Path, bench: str, kind: type[Sample]) -> tuple[list[Sample], dict[str, Any]]:
+    """Read (samples, conditions).
 
     Raises:
         BenchError: the file cannot be read, or is not a file of `bench`.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content["bench"] not in (bench, *older) or content["schema"] != SCHEMA:
+        if content["bench"] != bench or content["schema"] != SCHEMA:
             raise ValueError(f"it is of {content['bench']!r}, schema {content['schema']}")
         known = fields(kind)  # type: ignore[arg-type]
         # A field with a default was added later; files of before do not have it.

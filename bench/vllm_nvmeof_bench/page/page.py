@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from vllm_nvmeof_bench.benchmark import RENAMED, Benchmark, benchmark
+from vllm_nvmeof_bench.benchmark import Benchmark, benchmark
 from vllm_nvmeof_bench.page import published
 from vllm_nvmeof_bench.page.published import Published
 from vllm_nvmeof_bench.results import BenchError, name_in
@@ -96,7 +96,7 @@ def build(
     for path in sorted(directory.glob("*.json")):
         try:
             name = name_in(path)
-            bench = benchmark(RENAMED.get(name, name))
+            bench = benchmark(name)
             found.append((list(KINDS).index(bench.name), path, bench))
         except BenchError as error:
             page.left_out[path.name] = _without_path(error, path)

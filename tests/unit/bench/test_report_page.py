@@ -29,7 +29,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """MADE-UP results of every kind that is here, and files that are not results."""
     directory = tmp_path_factory.mktemp("results")
     dump(directory / "a.json", "pool", made_up.everything((64 * KIB, 2 * MIB)), MACHINE)
-    dump(directory / "b.json", "tier", stream_made_up.everything(), stream_made_up.CONDITIONS)
+    dump(directory / "b.json", "stream", stream_made_up.everything(), stream_made_up.CONDITIONS)
     dump(directory / "c.json", "cost", made_up_costs.everything(), MACHINE)
     dump(directory / "d.json", "latency", test_latency.everything(), {})
     copies = [
@@ -48,7 +48,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     row = {"part": "load", "case": "memory", "arm": "ours", "at": "x", "round": [], "number": 0}
     row |= {"seconds": "soon", "payload_bytes": 1, "cpu_s": 1, "loaded_tokens": 1}
     (directory / "words.json").write_text(
-        json.dumps({"schema": 1, "bench": "tier", "samples": [row], "conditions": {}})
+        json.dumps({"schema": 1, "bench": "stream", "samples": [row], "conditions": {}})
     )
     (directory / "notes.txt").write_text("not looked at")
     return directory

@@ -74,10 +74,9 @@ def test_the_file_holds_samples_and_conditions_and_reads_back(tmp_path: Path) ->
 
 def test_a_file_of_samples_is_printed_and_checked(tmp_path: Path) -> None:
     path = tmp_path / "tier.json"
-    dump(path, "tier", everything(), CONDITIONS)  # as files named the benchmark earlier
-    result = CliRunner().invoke(app, ["bench", "tier-report", str(path), "--check"])
+    dump(path, "stream", everything(), CONDITIONS)
+    result = CliRunner().invoke(app, ["bench", "stream-report", str(path), "--check"])
     assert result.exit_code == 0, result.output
-    assert "`bench tier-report` is now `bench stream-report`" in result.stderr
     dump(
         path,
         "stream",
@@ -91,9 +90,9 @@ def test_a_file_of_samples_is_printed_and_checked(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no tmpfs here")
 def test_errors_are_one_plain_line(tmp_path: Path) -> None:
     for arguments, needed in (
-        (["tier-report", str(tmp_path / "none.json")], "none.json"),
+        (["stream-report", str(tmp_path / "none.json")], "none.json"),
         (["stream", "--parts", "loads"], "no part 'loads'; there are load, resume"),
-        (["tier", "--dir", "/dev/shm", "--parts", "load"], "give a directory on a disk"),
+        (["stream", "--dir", "/dev/shm", "--parts", "load"], "give a directory on a disk"),
     ):
         result = CliRunner().invoke(app, ["bench", *arguments])
         assert result.exit_code == 1
