@@ -69,7 +69,7 @@ def has(item: Any) -> bool:
     if name.startswith(NOT):
         return False
     if name.startswith("tests/e2e/"):
-        return name.startswith(END_TO_END)
+        return name.startswith(END_TO_END) and parameters.get("io") != "denied"
     if name.startswith("tests/fabric/") and "scenario" in parameters:
         return parameters["scenario"] in SCENARIOS
     if name.startswith("tests/sim/test_mutants.py::test_a_broken_rule_is_caught"):

@@ -47,6 +47,8 @@ REFUSED = ("vllm:nvmeof_refused_stores_total", "vllm:nvmeof_refused_writes_total
 _ROUNDS_MAX = 8
 #: A script: importing it imports vLLM.
 _FORKING = Path(servers.__file__).with_name("forking.py")
+#: The program of a server that may not use io_uring.
+DENIED = str(Path(__file__).with_name("denied_server.py"))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -33,9 +35,15 @@ def reference() -> rig.Reference:
     return rig.reference()
 
 
+@pytest.fixture(scope="module", params=["io_uring", "denied"])
+def io(request: pytest.FixtureRequest) -> str:
+    """denied: a process that may not use io_uring, as in a container; threads move its slots."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("faults")
+def directory(io: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp(f"faults-{io}")
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +52,21 @@ def faults(directory: Path) -> rig.Faults:
 
 
 @pytest.fixture(scope="module")
-def server(directory: Path, faults: rig.Faults, reference: rig.Reference) -> Iterator[Server]:
+def server(
+    io: str, directory: Path, faults: rig.Faults, reference: rig.Reference
+) -> Iterator[Server]:
     options = {"fault_injection": str(faults.path), **rig.SHORT_DEADLINES}
     spec = rig.spec(directory / "pool", **options)
-    with rig.start(spec, "faults") as server:
-        rig.keep_scrape(server)
+    if io == "denied":
+        spec = replace(spec, program=(sys.executable, "-P", rig.DENIED))
+    with rig.start(spec, f"faults-{io}") as server:
+        engine = "threads" if io == "denied" else "io_uring"
+        assert f"{engine} (" in server.log_path.read_text()
+        if io == "io_uring":
+            rig.keep_scrape(server)
         yield server
-        rig.keep_scrape(server)
+        if io == "io_uring":
+            rig.keep_scrape(server)
         assert server.running
 
 
