@@ -234,4 +234,5 @@ def _settle(llm: Any, voided_max: int = 0) -> None:
         stored -= now.get("nvmeof_superseded_chunks", 0) + now.get("nvmeof_refused_writes", 0)
         if written >= stored and not now.get("nvmeof_writes_pending"):
             return
-        assert time.monotonic() < deadline, "writes do not end"
+        shown = {name: count for name, count in now.items() if "chunks" in name or "write" in name}
+        assert time.monotonic() < deadline, f"writes do not end: {shown}"
