@@ -189,6 +189,7 @@ def native(*names: str) -> None:
             (core, "Tiers", tests_build.Tiers),
             (follower, "Foreign", tests_build.Foreign),
             (pipeline, "Machine", tests_build.Machine),
+            (pipeline, "MachineOptions", tests_build.MachineOptions),
         ]
         NATIVE.add(name)
 

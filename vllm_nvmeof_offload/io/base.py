@@ -39,7 +39,7 @@ from vllm_nvmeof_offload.pool.format import SlotPlace, Stamp
 from vllm_nvmeof_offload.protocol import OURS, TAG_BYTES, OpKind, SlotIdentity, Urgency
 
 if TYPE_CHECKING:
-    from vllm_nvmeof_offload.native._tiers import Offered
+    from vllm_nvmeof_offload.native._tiers import LaneOp
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,12 +240,9 @@ _KINDS = tuple(OpKind)
 def lanes_of(engine: IoEngine) -> Lanes:
     """Lanes over an engine in Python, whose `room`, `submit`, `cancel` and `poll` move slots."""
 
-    def submit(ops: list[Offered]) -> None:
-        engine.submit([op_of(*one) for one in ops])
-
     return PythonLanes(
         room=engine.room,
-        submit=submit,
+        submit=lambda ops: engine.submit([_op_of(one) for one in ops]),
         cancel=lambda token: bool(engine.cancel([token])),
         poll=lambda: [end_of(one) for one in engine.poll()],
     )
@@ -257,36 +254,20 @@ def end_of(one: Completion) -> tuple[int, int, int, float, int]:
     return one.token, code_of(one.outcome.kind), one.outcome.errno, one.ended_s or 0.0, crc
 
 
-def op_of(
-    token: int,
-    kind: int,
-    urgency: int,
-    pool_slot: int,
-    address: int,
-    key: bytes,
-    generation: int,
-    payload_bytes: int,
-    payload_crc: int,
-    single_copy: bool,
-    owner: int,
-    header_only: bool,
-    epoch: int,
-    tag: bytes,
-) -> IoOp:
-    """Return an operation as the native machine describes it."""
+def _op_of(one: LaneOp) -> IoOp:
     return IoOp(
-        token,
-        _KINDS[kind],
-        Urgency(urgency),
-        pool_slot,
-        address,
-        SlotIdentity(key, generation),
-        payload_bytes=payload_bytes,
-        payload_crc=None if payload_crc < 0 else payload_crc,
-        single_copy=single_copy,
-        owner=owner,
-        header_only=header_only,
-        stamp=Stamp(epoch, tag),
+        one.token,
+        _KINDS[one.kind],
+        Urgency(one.urgency),
+        one.pool_slot,
+        one.address,
+        SlotIdentity(one.key, one.generation),
+        one.payload_bytes,
+        Stamp(*one.stamp),
+        None if one.payload_crc < 0 else one.payload_crc,
+        one.single_copy,
+        one.owner,
+        one.header_only,
     )
 
 

@@ -222,7 +222,7 @@ class PythonLanes:
         self,
         *,
         room: Callable[[], tuple[int, int]],
-        submit: Callable[[list[Offered]], None],
+        submit: Callable[[list[LaneOp]], None],
         cancel: Callable[[int], bool],
         poll: Callable[[], list[tuple[int, int, int, float, int]]],
     ) -> None: ...
@@ -355,45 +355,69 @@ _Set: TypeAlias = tuple[int, int, Sequence[int], Sequence[int]]
 def choose_lane(own_end_s: float, own_room: bool, peers: Sequence[tuple[float, bool]]) -> int: ...
 def set_words_bytes(members: int, cache_slots: int, stream_slots: int) -> int: ...
 
-#: Token, kind, urgency, pool slot, address, key, generation, payload bytes, CRC, whether it is the
-#: only copy in the set, owner, whether it is a read that checks the header alone, epoch and tag.
-Offered: TypeAlias = tuple[
-    int, int, int, int, int, bytes, int, int, int, bool, int, bool, int, bytes
-]
+class LaneOp:  # lanes.h; the stamp's epoch and tag
+    @property
+    def token(self) -> int: ...
+    @property
+    def kind(self) -> int: ...
+    @property
+    def urgency(self) -> int: ...
+    @property
+    def pool_slot(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def payload_bytes(self) -> int: ...
+    @property
+    def payload_crc(self) -> int: ...
+    @property
+    def key(self) -> bytes: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def stamp(self) -> tuple[int, bytes]: ...
+    @property
+    def single_copy(self) -> bool: ...
+    @property
+    def owner(self) -> int: ...
+    @property
+    def header_only(self) -> bool: ...
+
+class IoOptions:  # io_queue.h
+    targets: int
+    reads_max: int
+    writes_max: int
+    read_deadline_ns: int
+    write_deadline_ns: int
+    header_bytes: int
+    slot_bytes: int
+    group_bytes: Sequence[int]
+    cache_address: int
+    stream_address: int
+    saturating_reads: int
+    saturating_writes: int
+    retryable: Sequence[bool]
+    read_bytes_max: int
+    write_bytes_max: int
+    write_bytes_beside_reads_max: int
+    serve_share: float
+    serve_bytes_max: int
+    def set_stamp(self, stamp: _Stamp, /) -> None: ...
+
+class MachineOptions:  # machine.h
+    io: IoOptions
+    cache_slots: int
+    stream_slots: int
+    pool_slots: int
+    serve_slots: int
+    peers_max: int
+    peer_chunks_min: int
+    copies_check: bool
+    def __init__(self) -> None: ...
+    def join_set(self, members: _Set, /) -> None: ...
 
 class Machine:
-    def __init__(
-        self,
-        *,
-        cache_slots: int,
-        stream_slots: int,
-        pool_slots: int = 0,
-        base_address: int,
-        slot_bytes: int,
-        header_bytes: int,
-        group_bytes: Sequence[int],
-        targets: int,
-        reads_max: int,
-        writes_max: int,
-        read_deadline_s: float,
-        write_deadline_s: float,
-        saturating_reads: int,
-        saturating_writes: int,
-        retryable: Sequence[bool],
-        read_bytes_max: int,
-        write_bytes_max: int,
-        write_bytes_beside_reads_max: int,
-        stamp: _Stamp,
-        lanes: int,
-        now_s: float = 0.0,
-        members: _Set | None = None,
-        peers_max: int = 0,
-        peer_chunks_min: int = 4,
-        serve_slots: int = 0,
-        serve_share: float = 1.0,
-        serve_bytes_max: int = ...,
-        copies_check: bool = False,
-    ) -> None: ...
+    def __init__(self, options: MachineOptions, lanes: int, now_s: float = 0.0) -> None: ...
     def begin(
         self,
         op: int,
@@ -437,7 +461,7 @@ class Machine:
     # Whether it has made loads slower, and is to get none for now.
     def peer_rests(self, lane: int, /) -> bool: ...
     # Seconds within which the peer's try ends, and the read, of each new one.
-    def offer_peer(self, lane: int, /) -> list[tuple[float, Offered]]: ...
+    def offer_peer(self, lane: int, /) -> list[tuple[float, LaneOp]]: ...
     # These have failed, and their buffers may still be written; `ended` follows.
     def failed_unreleased(self, tokens: Sequence[int], /) -> None: ...
     # Of a load that has just begun: only these peers may read for it, a bit for each.

@@ -102,47 +102,43 @@ Stamp stamp_of(const PyStamp& pair) {
   return stamp;
 }
 
-void make(Machine* self, size_t cache_slots, size_t stream_slots, uint64_t pool_slots,
-          uint64_t base_address, size_t slot_bytes, size_t header_bytes,
-          std::vector<size_t> group_bytes, size_t targets, size_t reads_max, size_t writes_max,
-          double read_deadline_s, double write_deadline_s, size_t saturating_reads,
-          size_t saturating_writes, std::vector<bool> retryable, size_t read_bytes_max,
-          size_t write_bytes_max, size_t write_bytes_beside_reads_max, const PyStamp& stamp,
-          uintptr_t lanes, double now_s, const std::optional<Set>& set, size_t peers_max,
-          size_t peer_chunks_min, size_t serve_slots, double serve_share,
-          size_t serve_bytes_max, bool copies_check) {
-  MachineOptions options;
-  options.cache_slots = cache_slots;
-  options.stream_slots = stream_slots;
-  options.pool_slots = pool_slots;
-  options.peers_max = peers_max;
-  options.peer_chunks_min = peer_chunks_min;
-  options.serve_slots = serve_slots;
-  options.copies_check = copies_check;
-  options.io = {targets,
-                reads_max,
-                writes_max,
-                nanoseconds(read_deadline_s),
-                nanoseconds(write_deadline_s),
-                header_bytes,
-                slot_bytes,
-                std::move(group_bytes),
-                base_address,
-                base_address + cache_slots * slot_bytes,
-                saturating_reads,
-                saturating_writes,
-                std::move(retryable),
-                read_bytes_max,
-                write_bytes_max,
-                write_bytes_beside_reads_max,
-                stamp_of(stamp),
-                serve_share,
-                serve_bytes_max};
-  if (set) {
-    const auto& [memory, member, addresses, sizes] = *set;
-    options.set = {reinterpret_cast<void*>(memory), addresses.size(), member, addresses, sizes};
-  }
-  new (self) Machine(options, *reinterpret_cast<NativeLanes*>(lanes), nanoseconds(now_s));
+// What they mean, and their defaults: `io_queue.h` and `machine.h`.
+void bind_options(nb::module_& m) {
+  nb::class_<IoOptions>(m, "IoOptions")
+      .def_rw("targets", &IoOptions::targets)
+      .def_rw("reads_max", &IoOptions::reads_max)
+      .def_rw("writes_max", &IoOptions::writes_max)
+      .def_rw("read_deadline_ns", &IoOptions::read_deadline_ns)
+      .def_rw("write_deadline_ns", &IoOptions::write_deadline_ns)
+      .def_rw("header_bytes", &IoOptions::header_bytes)
+      .def_rw("slot_bytes", &IoOptions::slot_bytes)
+      .def_rw("group_bytes", &IoOptions::group_bytes)
+      .def_rw("cache_address", &IoOptions::cache_address)
+      .def_rw("stream_address", &IoOptions::stream_address)
+      .def_rw("saturating_reads", &IoOptions::saturating_reads)
+      .def_rw("saturating_writes", &IoOptions::saturating_writes)
+      .def_rw("retryable", &IoOptions::retryable)
+      .def_rw("read_bytes_max", &IoOptions::read_bytes_max)
+      .def_rw("write_bytes_max", &IoOptions::write_bytes_max)
+      .def_rw("write_bytes_beside_reads_max", &IoOptions::write_bytes_beside_reads_max)
+      .def_rw("serve_share", &IoOptions::serve_share)
+      .def_rw("serve_bytes_max", &IoOptions::serve_bytes_max)
+      .def("set_stamp",
+           [](IoOptions& io, const PyStamp& stamp) { io.stamp = stamp_of(stamp); });
+  nb::class_<MachineOptions>(m, "MachineOptions")
+      .def(nb::init<>())
+      .def_rw("io", &MachineOptions::io)
+      .def_rw("cache_slots", &MachineOptions::cache_slots)
+      .def_rw("stream_slots", &MachineOptions::stream_slots)
+      .def_rw("pool_slots", &MachineOptions::pool_slots)
+      .def_rw("serve_slots", &MachineOptions::serve_slots)
+      .def_rw("peers_max", &MachineOptions::peers_max)
+      .def_rw("peer_chunks_min", &MachineOptions::peer_chunks_min)
+      .def_rw("copies_check", &MachineOptions::copies_check)
+      .def("join_set", [](MachineOptions& options, const Set& set) {
+        const auto& [memory, member, addresses, sizes] = set;
+        options.set = {reinterpret_cast<void*>(memory), addresses.size(), member, addresses, sizes};
+      });
 }
 
 using Blocks = Column<int32_t>;
@@ -313,27 +309,12 @@ double next_deadline(Machine& machine) {
   return next_ns == INT64_MAX ? INFINITY : static_cast<double>(next_ns) / 1e9;
 }
 
-// (token, kind, urgency, pool slot, address, key, generation, payload bytes, CRC, whether it is the
-// only copy in the set, owner, whether it is a read of which the header is checked, epoch and tag)
-// of each.
-nb::tuple columns_of(const Machine& machine, const Task& task, uint64_t token) {
-  const std::string_view key = task.key();
-  const Stamp& stamp = machine.io.stamp(task.target);
-  return nb::make_tuple(token, static_cast<uint8_t>(task.job->kind),
-                        static_cast<uint8_t>(task.urgency), task.pool_slot,
-                        machine.io.address(task), nb::bytes(key.data(), key.size()),
-                        task.content.generation, machine.io.payload_bytes(task),
-                        task.payload_crc, task.holder != kEveryMember, task.owner,
-                        task.header_only, stamp.epoch,
-                        nb::bytes(stamp.tag.data(), stamp.tag.size()));
-}
-
-// (seconds within which it must end, its columns) of each.
+// (seconds within which it must end, the read) of each.
 nb::list offer_peer(Machine& machine, size_t lane) {
   nb::list all;
   for (const Machine::PeerOffer& offer : machine.offer_peer(lane))
     all.append(nb::make_tuple(static_cast<double>(offer.within_ns) / 1e9,
-                              columns_of(machine, *offer.task, offer.token)));
+                              KeptOp(machine.io.describe(*offer.task, offer.token))));
   return all;
 }
 
@@ -523,7 +504,30 @@ uintptr_t address_of(Lanes& lanes) {
   return reinterpret_cast<uintptr_t>(static_cast<NativeLanes*>(&lanes));
 }
 
+void bind_op(nb::module_& m) {
+  nb::class_<KeptOp>(m, "LaneOp")
+      .def_ro("token", &KeptOp::token)
+      .def_prop_ro("kind", [](const KeptOp& op) { return static_cast<uint8_t>(op.kind); })
+      .def_prop_ro("urgency", [](const KeptOp& op) { return static_cast<uint8_t>(op.urgency); })
+      .def_ro("pool_slot", &KeptOp::pool_slot)
+      .def_ro("address", &KeptOp::address)
+      .def_ro("payload_bytes", &KeptOp::payload_bytes)
+      .def_ro("payload_crc", &KeptOp::payload_crc)
+      .def_prop_ro("key",
+                   [](const KeptOp& op) { return nb::bytes(op.kept.data(), op.kept.size()); })
+      .def_ro("generation", &KeptOp::generation)
+      .def_prop_ro("stamp",
+                   [](const KeptOp& op) {
+                     const auto& tag = op.stamp.tag;
+                     return PyStamp(op.stamp.epoch, nb::bytes(tag.data(), tag.size()));
+                   })
+      .def_ro("single_copy", &KeptOp::single_copy)
+      .def_ro("owner", &KeptOp::owner)
+      .def_ro("header_only", &KeptOp::header_only);
+}
+
 void bind_parts(nb::module_& m) {
+  bind_op(m);
   m.def("choose_lane", &choose, "own_end_s"_a, "own_room"_a, "peers"_a);
   m.def("meter_unlocked", [](bool on) { metered = on; });
   m.def("unlocked_s", [] { return static_cast<double>(unlocked_ns) / 1e9; });
@@ -584,17 +588,17 @@ void bind_peers(nb::class_<Machine>& machine) {
 
 void bind_machine(nb::module_& m) {
   bind_parts(m);
+  bind_options(m);
   nb::class_<Machine> machine(m, "Machine");
   bind_peers(machine);
   machine
-      .def("__init__", &make, nb::kw_only(), "cache_slots"_a, "stream_slots"_a, "pool_slots"_a = 0,
-           "base_address"_a, "slot_bytes"_a, "header_bytes"_a, "group_bytes"_a, "targets"_a,
-           "reads_max"_a, "writes_max"_a, "read_deadline_s"_a, "write_deadline_s"_a,
-           "saturating_reads"_a, "saturating_writes"_a, "retryable"_a, "read_bytes_max"_a,
-           "write_bytes_max"_a, "write_bytes_beside_reads_max"_a, "stamp"_a, "lanes"_a,
-           "now_s"_a = 0.0, "members"_a = nb::none(), "peers_max"_a = 0, "peer_chunks_min"_a = 4,
-           "serve_slots"_a = 0, "serve_share"_a = 1.0, "serve_bytes_max"_a = SIZE_MAX,
-           "copies_check"_a = false)
+      .def(
+          "__init__",
+          [](Machine* self, const MachineOptions& options, uintptr_t lanes, double now_s) {
+            auto& driven = *reinterpret_cast<NativeLanes*>(lanes);
+            new (self) Machine(options, driven, nanoseconds(now_s));
+          },
+          "options"_a, "lanes"_a, "now_s"_a = 0.0)
       .def("begin", &begin, "op"_a, "kind"_a, "urgency"_a, "batch"_a, "rows"_a = nb::none(),
            "first"_a = nb::none(), "fence"_a = 0)
       .def("begin_transfers", &begin_transfers)

@@ -381,19 +381,24 @@ void IoQueue::hand_over(Task& task, Urgency urgency) {
   targets_[task.target].writes_running += is_write;
   ++health_of(task.target, attachment).began;
   (is_write ? write_meters_ : read_meters_)[task.target].began(seconds(now_ns_));
-  lanes_.take({task.token,
-               task.job->kind,
-               task.urgency,
-               static_cast<uint64_t>(task.pool_slot),
-               address(task),
-               payload_bytes(task),
-               is_write ? task.payload_crc : -1,
-               task.key(),
-               task.content.generation,
-               targets_[task.target].stamp,
-               task.holder != kEveryMember,
-               task.owner,
-               !is_write && task.header_only});
+  lanes_.take(describe(task, task.token));
+}
+
+LaneOp IoQueue::describe(const Task& task, uint64_t token) const {
+  const bool is_write = task.urgency == Urgency::WRITE;
+  return {token,
+          task.job->kind,
+          task.urgency,
+          static_cast<uint64_t>(task.pool_slot),
+          address(task),
+          payload_bytes(task),
+          is_write ? task.payload_crc : -1,
+          task.key(),
+          task.content.generation,
+          targets_[task.target].stamp,
+          task.holder != kEveryMember,
+          task.owner,
+          !is_write && task.header_only};
 }
 
 // A superblock waits for the writes of its target before it, and writes after it wait for the

@@ -274,6 +274,8 @@ class IoQueue {
   size_t writes_in_flight() const { return writes_in_flight_; }
   // Of its stream slot, if it has one, or else of its cache slot.
   uint64_t address(const Task& task) const;
+  // A read or write as a lane gets it now.
+  LaneOp describe(const Task& task, uint64_t token) const;
   uint64_t cache_address(const Task& task) const;
   size_t payload_bytes(const Task& task) const { return options_.group_bytes[task.group]; }
   // What a read or write of the task's slot moves: its header and payload, in whole pages.

@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdint>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -43,6 +44,12 @@ struct LaneOp {
   // A read: its header is to be checked, and what it names as its payload's CRC is to be returned.
   // The payload is checked where it is copied to. Lanes may check it all the same.
   bool header_only = false;
+};
+
+// One whose key stays.
+struct KeptOp : LaneOp {
+  explicit KeptOp(const LaneOp& op) : LaneOp(op), kept(op.key) { key = {}; }
+  std::string kept;
 };
 
 // The end of one, however late: nothing touches its buffer any more.

@@ -20,8 +20,7 @@ namespace nvmeof {
 
 class PythonLanes final : public NativeLanes {
  public:
-  // room() returns (reads, writes). submit takes a list of operations, of which each is a tuple in
-  // the order of `io.base.IoOp`'s fields as `io.base.lanes_of` reads them. cancel(token) is
+  // room() returns (reads, writes). submit takes a list of `KeptOp`. cancel(token) is
   // `cancel_one`. poll() returns what has ended: token, code, errno, seconds, payload CRC or -1.
   PythonLanes(nanobind::object room, nanobind::object submit, nanobind::object cancel,
               nanobind::object poll)
@@ -35,12 +34,12 @@ class PythonLanes final : public NativeLanes {
     const auto [reads, writes] = nanobind::cast<std::pair<size_t, size_t>>(room_());
     return {reads, writes};
   }
-  void take(const LaneOp& op) override { taken_.push_back({op, std::string(op.key)}); }
+  void take(const LaneOp& op) override { taken_.emplace_back(op); }
   void start() override {
     if (taken_.empty()) return;
     const nanobind::gil_scoped_acquire locked;
     nanobind::list ops;
-    for (const auto& [op, key] : std::exchange(taken_, {})) ops.append(tuple_of(op, key));
+    for (KeptOp& op : std::exchange(taken_, {})) ops.append(std::move(op));
     submit_(ops);
   }
   bool cancel_one(uint64_t token) override {
@@ -70,16 +69,8 @@ class PythonLanes final : public NativeLanes {
   }
 
  private:
-  static nanobind::tuple tuple_of(const LaneOp& op, const std::string& key) {
-    const auto tag = nanobind::bytes(op.stamp.tag.data(), op.stamp.tag.size());
-    return nanobind::make_tuple(
-        op.token, static_cast<uint8_t>(op.kind), static_cast<uint8_t>(op.urgency), op.pool_slot,
-        op.address, nanobind::bytes(key.data(), key.size()), op.generation, op.payload_bytes,
-        op.payload_crc, op.single_copy, op.owner, op.header_only, op.stamp.epoch, tag);
-  }
-
   nanobind::object room_, submit_, cancel_, poll_;
-  std::vector<std::pair<LaneOp, std::string>> taken_;  // not started
+  std::vector<KeptOp> taken_;  // not started
 };
 
 }  // namespace nvmeof

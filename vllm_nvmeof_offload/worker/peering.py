@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from vllm_nvmeof_offload import logger
+from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.copy.base import CopyEngine, Direction
 from vllm_nvmeof_offload.errors import STALE, code_of
 from vllm_nvmeof_offload.metrics import Counts
@@ -22,7 +23,7 @@ from vllm_nvmeof_offload.pool.format import SlotPlace
 from vllm_nvmeof_offload.protocol import OURS, PeerReport, SlotIdentity
 
 if TYPE_CHECKING:
-    from vllm_nvmeof_offload.native._tiers import Offered
+    from vllm_nvmeof_offload.native._tiers import LaneOp
 
 #: A peer's credits bound what it has; its reads are of equal size.
 _BYTES_MAX = 1 << 62
@@ -54,7 +55,7 @@ class Peers:
     lanes: int
     place: Callable[[int], SlotPlace]
     landing: CopyEngine
-    chunks_min: int = 4
+    chunks_min: int = OffloadConfig.model_fields["peer_chunks_min"].default
 
 
 class Peering:
@@ -133,17 +134,16 @@ class Peering:
             if offers := machine.offer_peer(number):
                 self._submit(lane, offers)
 
-    def _submit(self, lane: int, offers: list[tuple[float, Offered]]) -> None:
+    def _submit(self, lane: int, offers: list[tuple[float, LaneOp]]) -> None:
         now_s = self._clock()
         reads, nowhere = [], []
-        for within_s, offered in offers:
-            token, _, _, slot, address, key, generation, size, _, _, owner, _, _, tag = offered
-            place = self._place(owner, slot)
+        for within_s, op in offers:
+            place = self._place(op.owner, op.pool_slot)
             if place is None:
-                nowhere.append(token)
+                nowhere.append(op.token)
                 continue
-            identity = SlotIdentity(key, generation)
-            reads.append(PeerRead(token, address, size, identity, place, tag, now_s + within_s))
+            what = SlotIdentity(op.key, op.generation), place, op.stamp[1], now_s + within_s
+            reads.append(PeerRead(op.token, op.address, op.payload_bytes, *what))
         if reads:
             self._port.submit(lane, reads)
         self._end([(token, _NOWHERE, 0) for token in nowhere])

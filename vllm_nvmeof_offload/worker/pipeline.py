@@ -34,7 +34,7 @@ from vllm_nvmeof_offload.copy.geometry import CacheGeometry
 from vllm_nvmeof_offload.errors import ERRORS, EngineError, Outcome, code_of, outcome_of
 from vllm_nvmeof_offload.io.base import IoEngine, IoOp, Lanes, Waker, end_of
 from vllm_nvmeof_offload.metrics import Counts
-from vllm_nvmeof_offload.native import Machine, PythonLanes
+from vllm_nvmeof_offload.native import Machine, MachineOptions, PythonLanes
 from vllm_nvmeof_offload.peers.base import SlotMemory
 from vllm_nvmeof_offload.pool.format import SlotPlace, Stamp
 from vllm_nvmeof_offload.protocol import (
@@ -105,7 +105,7 @@ class TransferLimits:
     #: While reads wait or run on the target.
     write_bytes_beside_reads_max: int = _KEYS["write_bytes_beside_reads_max"].default
     #: Of a target's reads and their bytes, how many may be for peers.
-    serve_share: float = 0.9
+    serve_share: float = _KEYS["serve_share"].default
     #: Likewise; None: as many as keep a target busy, and no less than two slots.
     serve_bytes_in_flight_max: int | None = None
     #: Copies of loads check payloads, if the copy engine makes checksums; see native/machine.h.
@@ -546,37 +546,33 @@ def _make_machine(
     readers = targets + (peers.lanes if peers else 0)
     streamed_max = max(1, min(reads_max, staging.stream_slots // readers))
     enough = max(_SATURATING_OPS_MIN, -(-_SATURATING_BYTES // staging.slot_bytes))
-    return Machine(
-        cache_slots=staging.cache_slots,
-        stream_slots=staging.stream_slots,
-        pool_slots=limits.pool_slots,
-        base_address=staging.base_address,
-        slot_bytes=staging.slot_bytes,
-        header_bytes=HEADER_BYTES,
-        group_bytes=limits.group_bytes,
-        targets=targets,
-        reads_max=reads_max,
-        writes_max=writes_max,
-        read_deadline_s=limits.read_deadline_s,
-        write_deadline_s=limits.write_deadline_s,
-        saturating_reads=min(streamed_max, enough),
-        saturating_writes=min(writes_max, enough),
-        retryable=_RETRYABLE,
-        read_bytes_max=limits.read_bytes_in_flight_max,
-        write_bytes_max=limits.write_bytes_in_flight_max,
-        write_bytes_beside_reads_max=limits.write_bytes_beside_reads_max,
-        stamp=astuple(stamp),
-        lanes=lanes.address,
-        now_s=now_s,
-        members=astuple(staging.members) if staging.members else None,
-        peers_max=peers.lanes if peers else 0,
-        peer_chunks_min=peers.chunks_min if peers else 0,
-        serve_slots=staging.serve_slots,
-        serve_share=limits.serve_share,
-        serve_bytes_max=limits.serve_bytes_in_flight_max
-        or max(_SERVED_BYTES, 2 * staging.slot_bytes),
-        copies_check=copies_check,
-    )
+    options = MachineOptions()
+    options.cache_slots, options.stream_slots = staging.cache_slots, staging.stream_slots
+    options.pool_slots, options.serve_slots = limits.pool_slots, staging.serve_slots
+    options.copies_check = copies_check
+    if peers is not None:
+        options.peers_max, options.peer_chunks_min = peers.lanes, peers.chunks_min
+    if staging.members is not None:
+        options.join_set(astuple(staging.members))
+    io = options.io
+    io.targets, io.reads_max, io.writes_max = targets, reads_max, writes_max
+    io.read_deadline_ns = round(limits.read_deadline_s * 1e9)
+    io.write_deadline_ns = round(limits.write_deadline_s * 1e9)
+    io.header_bytes, io.slot_bytes = HEADER_BYTES, staging.slot_bytes
+    io.group_bytes = limits.group_bytes
+    io.cache_address = staging.base_address
+    io.stream_address = staging.base_address + staging.cache_slots * staging.slot_bytes
+    io.saturating_reads = min(streamed_max, enough)
+    io.saturating_writes = min(writes_max, enough)
+    io.retryable = _RETRYABLE
+    io.read_bytes_max = limits.read_bytes_in_flight_max
+    io.write_bytes_max = limits.write_bytes_in_flight_max
+    io.write_bytes_beside_reads_max = limits.write_bytes_beside_reads_max
+    io.set_stamp(astuple(stamp))
+    io.serve_share = limits.serve_share
+    served = limits.serve_bytes_in_flight_max
+    io.serve_bytes_max = served or max(_SERVED_BYTES, 2 * staging.slot_bytes)
+    return Machine(options, lanes.address, now_s)
 
 
 #: The longest wait for an event or a deadline.

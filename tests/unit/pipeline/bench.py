@@ -7,6 +7,7 @@ Orders and faults at random are the simulator's (tests/sim); these are the named
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from vllm_nvmeof_offload.io.base import (
     Room,
     lanes_of,
 )
+from vllm_nvmeof_offload.native import Machine, MachineOptions, PythonLanes
 from vllm_nvmeof_offload.peers.base import PeerEnd, PeerRead, PeerState, ServeRead
 from vllm_nvmeof_offload.pool.format import SlotPlace, Stamp
 from vllm_nvmeof_offload.protocol import (
@@ -65,6 +67,14 @@ def identity(number: int) -> SlotIdentity:
 def region_of(target: int) -> bytes:
     """The uuid of ours on this target."""
     return bytes([target]) * 16
+
+
+def machine_of(lanes: PythonLanes, **fields: Any) -> Machine:
+    """A machine with these options; the others have their defaults."""
+    options = MachineOptions()
+    for field, value in fields.items():
+        setattr(options.io if hasattr(options.io, field) else options, field, value)
+    return Machine(options, lanes.address)
 
 
 class FakeCopy:

@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.chunks import place_in
-from vllm_nvmeof_offload.native import Machine, PythonLanes
+from vllm_nvmeof_offload.native import PythonLanes
 from vllm_nvmeof_offload.protocol import ChunkBatch, Urgency
+
+from .bench import machine_of
 
 Item = tuple[int, int]  # a load's op, and a row of it or of the fetch that it waits for
 
@@ -41,26 +43,21 @@ class Queue:
             cancel=lambda token: False,
             poll=list,
         )
-        self.machine = Machine(
-            lanes=self._lanes.address,
+        self.machine = machine_of(
+            self._lanes,
             cache_slots=slots,
             stream_slots=1,
-            base_address=0,
             slot_bytes=4096,
             header_bytes=0,
             group_bytes=[4096],
             targets=1,
             reads_max=reads_max,
             writes_max=1,
-            read_deadline_s=DEADLINE_S,
-            write_deadline_s=DEADLINE_S,
+            read_deadline_ns=round(DEADLINE_S * 1e9),
+            write_deadline_ns=round(DEADLINE_S * 1e9),
             saturating_reads=1,
             saturating_writes=1,
             retryable=[number == errno.EIO for number in range(errno.EIO + 1)],
-            read_bytes_max=1 << 62,
-            write_bytes_max=1 << 62,
-            write_bytes_beside_reads_max=1 << 62,
-            stamp=(0, bytes(16)),
         )
         self._now_s = 0.0
         self._ops = itertools.count(1)
@@ -89,9 +86,9 @@ class Queue:
         self._advance(room=1)
         if not self._taken:
             return None
-        ((token, _, _, pool_slot, *_),) = self._taken
-        item = self._by_slot[pool_slot]
-        self._tokens[item] = token
+        (op,) = self._taken
+        item = self._by_slot[op.pool_slot]
+        self._tokens[item] = op.token
         return item
 
     def give_back(self, item: Item, *, retry: bool = False) -> None:

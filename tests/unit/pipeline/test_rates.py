@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from tests.chunks import place_in
-from vllm_nvmeof_offload.native import Machine, PythonLanes
+from vllm_nvmeof_offload.native import PythonLanes
 from vllm_nvmeof_offload.protocol import NOWHERE, ChunkBatch, OpKind, Urgency
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.units import MIB
 from vllm_nvmeof_offload.worker import pipeline
 from vllm_nvmeof_offload.worker.pipeline import TransferLimits, TransferPipeline
 
-from .bench import FakeCopy, FakeIo
+from .bench import FakeCopy, FakeIo, machine_of
 
 _KINDS = list(OpKind)
 _OK, _IO_ERROR = 0, 1
@@ -42,26 +42,21 @@ class Meter:
             cancel=lambda token: False,
             poll=list,
         )
-        self.machine = Machine(
-            lanes=self._lanes.address,
+        self.machine = machine_of(
+            self._lanes,
             cache_slots=1,
             stream_slots=SLOTS,
-            base_address=0,
             slot_bytes=size,
             header_bytes=size,
             group_bytes=[0],
             targets=targets,
             reads_max=SLOTS,
             writes_max=SLOTS,
-            read_deadline_s=1e6,
-            write_deadline_s=1e6,
+            read_deadline_ns=10**15,
+            write_deadline_ns=10**15,
             saturating_reads=4,
             saturating_writes=4,
             retryable=[False],
-            read_bytes_max=1 << 62,
-            write_bytes_max=1 << 62,
-            write_bytes_beside_reads_max=1 << 62,
-            stamp=(0, bytes(16)),
         )
         self._begin(OpKind.STORE, cache=0, place=NOWHERE)
         self._copied()
@@ -71,8 +66,8 @@ class Meter:
         kind, cache = (OpKind.WRITE, 0) if is_write else (OpKind.LOAD, -1)
         self._begin(kind, cache, place_in(target, self._targets))
         self._advance(room=1)
-        ((token, *_),) = self._taken
-        return int(token)
+        (op,) = self._taken
+        return int(op.token)
 
     def _advance(self, room: int = 0) -> None:
         self._room = room
@@ -298,8 +293,8 @@ def test_the_saturation_depth_of_a_target(
     staging = StagingMap(0, slot_bytes, 1, SLOTS * 4)
     with mock.patch.object(pipeline, "Machine") as made:
         TransferPipeline(staging, FakeCopy(), FakeIo(), limits)
-    assert made.call_args.kwargs["saturating_reads"] == operations
-    assert made.call_args.kwargs["saturating_writes"] == operations
+    io = made.call_args.args[0].io
+    assert (io.saturating_reads, io.saturating_writes) == (operations, operations)
 
 
 def test_time_until_a_completion_is_polled_does_not_count() -> None:

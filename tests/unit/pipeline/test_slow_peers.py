@@ -200,7 +200,8 @@ def test_admission_does_not_count_on_one_that_rests() -> None:
 def test_a_broken_rule_is_caught(
     monkeypatch: pytest.MonkeyPatch, mutant: str, test: Callable[[], None]
 ) -> None:
-    monkeypatch.setattr(pipeline, "Machine", tests_build.Machine)
+    for part in ("Machine", "MachineOptions"):
+        monkeypatch.setattr(pipeline, part, getattr(tests_build, part))
     test()
     tests_build.set_mutant(mutant)
     try:
