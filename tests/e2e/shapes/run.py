@@ -219,6 +219,15 @@ def _counters(llm: Any) -> dict[str, float]:
     return found
 
 
+def _failed_writes(llm: Any) -> float:
+    """Where all reads fail, a target is gone, and writes fail until it is attached again."""
+    return sum(
+        metric.value
+        for metric in llm.get_metrics()
+        if metric.name == "vllm:nvmeof_failed_chunks" and metric.labels["operation"] == "write"
+    )
+
+
 def _settle(llm: Any, voided_max: int = 0) -> None:
     """Step until every write has been reported, at most 120 s: reports are sent with steps.
 
@@ -232,6 +241,7 @@ def _settle(llm: Any, voided_max: int = 0) -> None:
         written = now.get("nvmeof_written_chunks", 0)
         stored = now.get("nvmeof_stored_chunks", 0) - voided_max
         stored -= now.get("nvmeof_superseded_chunks", 0) + now.get("nvmeof_refused_writes", 0)
+        stored -= _failed_writes(llm)
         if written >= stored and not now.get("nvmeof_writes_pending"):
             return
         shown = {name: count for name, count in now.items() if "chunks" in name or "write" in name}
