@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Store on the second lookup and write on eviction, with the threads engine."""
+"""Store on the second lookup and write on eviction, with I/O on threads."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ import json
 from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.copy.driver import kernel_source
 import vllm_nvmeof_offload, vllm_nvmeof_bench
-print(json.dumps([core.__name__, len(kernel_source()), vllm_nvmeof_offload.__file__,
+print(json.dumps([len(kernel_source()), core.__file__, vllm_nvmeof_offload.__file__,
                   vllm_nvmeof_bench.__file__]))
 """
 
@@ -67,8 +67,7 @@ def test_the_wheel_is_complete_and_runs_without_vllm(installed: Environment) -> 
     assert not [file for file in inside if file.endswith((".cpp", ".h")) or "tests/" in file]
 
     assert f"{__version__} (vllm not installed)" in installed.run("vllm-nvmeof", "version")
-    why_not, kernel, *places = json.loads(installed.run("python", "-c", WITHOUT_VLLM))
-    assert not why_not
+    kernel, *places = json.loads(installed.run("python", "-c", WITHOUT_VLLM))
     assert kernel > 1000
     assert all(Path(place).is_relative_to(installed.prefix) for place in places)
     (metadata,) = installed.site_packages.glob("vllm_nvmeof_offload-*.dist-info/METADATA")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Manager, pipeline, host copies and the threads engine on real files, without vLLM."""
+"""Manager, pipeline, host copies and I/O on real files, without vLLM."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools written by the threads engine and closed, for the tests of offline commands."""
+"""Pools that an engine has written and closed, for the tests of offline commands."""
 
 from __future__ import annotations
 
