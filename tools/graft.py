@@ -27,8 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "vllm_nvmeof_offload"
 IN_TREE = "vllm.v1.kv_offload.nvmeof"
 PLACE = Path(*IN_TREE.split("."))
-#: Compiled modules that every graft needs, and those that a machine without liburing lacks.
-_NEEDED, _WANTED = ("_tiers",), ("_native",)
+_COMPILED = ("_tiers", "_native")
 _KERNELS = ("copy_blocks.cu", "crc_blocks.cu")
 #: A fork needs no plugin; the type stubs are for this repository's own checks.
 _LEFT_OUT = ("plugin.py", "*.pyi", "*.cpp", "*.h", "*.def", "*.so", "__pycache__")
@@ -188,11 +187,11 @@ def compiled_modules() -> list[Path]:
     places = [] if spec is None else list(spec.submodule_search_locations or ())
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
     found: dict[str, Path] = {}
-    for name in (*_NEEDED, *_WANTED):
+    for name in _COMPILED:
         for path in (Path(place) / "native" / (name + suffix) for place in places):
             if path.is_file():
                 found[name] = path
-    missing = [name for name in _NEEDED if name not in found]
+    missing = [name for name in _COMPILED if name not in found]
     if missing:
         raise GraftError(
             f"{sys.executable} has no compiled {', '.join(missing)}: install this package there "
