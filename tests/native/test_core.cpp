@@ -21,6 +21,7 @@
 #include <cerrno>
 
 #include "engine.h"
+#include "thread_ring.h"
 
 using namespace nvmeof;
 
@@ -94,7 +95,9 @@ struct Place {
     munmap(memory, kStagingSlots * kSlot);
   }
 
-  EngineSetup setup(bool registered, std::shared_ptr<StartGate> gate = nullptr) const {
+  // threads: of each target; 0: io_uring.
+  EngineSetup setup(bool registered, std::shared_ptr<StartGate> gate = nullptr,
+                    size_t threads = 0) const {
     EngineSetup made;
     made.targets = {targets.begin(), targets.begin() + kTargets};
     made.regions.assign(kTargets, kRegion);
@@ -105,6 +108,7 @@ struct Place {
     made.limits.depth = 8;
     made.memory = {memory, kStagingSlots * kSlot};
     made.registered = registered;
+    made.threads = threads;
     made.operations_max = 64;
     made.gate = std::move(gate);
     return made;
@@ -410,9 +414,10 @@ struct Mixer {
   }
 };
 
-void test_mix(const std::string& directory, bool registered, uint64_t seed, unsigned rounds) {
+// Over rings with registered memory, without, and over threads, by the seed.
+void test_mix(const std::string& directory, uint64_t seed, unsigned rounds) {
   Place place(directory);
-  Engine engine(place.setup(registered));
+  Engine engine(place.setup(seed % 3 == 0, nullptr, seed % 3 == 2 ? 4 : 0));
   Mixer mixer(place, engine, seed);
   mixer.run(rounds);
   // Rounds do not wait: while a shared disk stalls for seconds, nearly all rounds may pass.
@@ -431,7 +436,7 @@ void test_mix(const std::string& directory, bool registered, uint64_t seed, unsi
 void test_close_under_load(const std::string& directory, uint64_t seed) {
   Place place(directory);
   auto gate = std::make_shared<StartGate>();
-  Engine engine(place.setup(true, gate));
+  Engine engine(place.setup(true, gate, seed % 2 ? 4 : 0));
   Mixer mixer(place, engine, seed);
   gate->shut({1, 2, 3});
   for (int i = 0; i < 60; ++i) mixer.submit_one();
@@ -625,6 +630,30 @@ void test_completions_that_follow() {
 
 }  // namespace
 
+// One write behind a row of reads, each of both kinds on a thread of its own.
+void test_a_write_beside_many_reads() {
+  constexpr size_t kReads = 5'000;
+  const int fd = memfd_create("slab", MFD_CLOEXEC);
+  CHECK(fd >= 0 && ftruncate(fd, kPageBytes) == 0);
+  std::vector<std::byte> memory((kReads + 1) * kPageBytes);
+  std::vector<int> tags(kReads + 1);
+  ThreadRing ring(2, {});
+  for (size_t at = 0; at < kReads; ++at)
+    ring.prepare(true, fd, memory.data() + at * kPageBytes, kPageBytes, 0, &tags[at]);
+  ring.prepare(false, fd, memory.data() + kReads * kPageBytes, kPageBytes, 0, &tags[kReads]);
+  size_t ended = 0, before = kReads;
+  while (ended <= kReads) {
+    ring.enter(true);
+    ring.reap([&](void* tag, int result) {
+      CHECK(result == static_cast<int>(kPageBytes));
+      if (tag == &tags[kReads]) before = ended;
+      ++ended;
+    });
+  }
+  CHECK(before < kReads / 2);
+  close(fd);
+}
+
 int main(int count, char** words) {
   CHECK(count == 4);  // directory, first seed, seeds
   const std::string directory = words[1];
@@ -638,8 +667,9 @@ int main(int count, char** words) {
   test_reads_that_wait(directory);
   test_checksums(first);
   test_completions_that_follow();
+  test_a_write_beside_many_reads();
   for (uint64_t seed = first; seed < first + seeds; ++seed) {
-    test_mix(directory, seed % 2 == 0, seed, 2'000);
+    test_mix(directory, seed, 2'000);
     test_close_under_load(directory, seed);
   }
   return 0;

@@ -105,24 +105,22 @@ void ThreadRing::reap(const std::function<void(void*, int)>& each) {
 
 // ---- the threads; under the mutex but for the call itself ---------------------------------
 
-bool ThreadRing::may_start(const Call& call) const {
+// Take the next call that may start. Reads go first, but for one write: a row of reads that never
+// ends must not hold it up.
+bool ThreadRing::take(Call& call) {
   size_t all = 0, writes = 0;
   for (const Call* one : running_) {
     all += !one->lost;
     writes += !one->lost && !one->read;
   }
-  return all < threads_max_ && (call.read || writes + 1 < threads_max_);
-}
-
-// Take the next call that may start; reads go first.
-bool ThreadRing::take(Call& call) {
-  for (auto* queue : {&reads_, &writes_}) {
-    if (queue->empty() || !may_start(queue->front())) continue;
-    call = queue->front();
-    queue->pop_front();
-    return true;
-  }
-  return false;
+  if (all >= threads_max_) return false;
+  const bool write_may = !writes_.empty() && writes + 1 < threads_max_;
+  const bool write_goes = write_may && (writes == 0 || reads_.empty());
+  if (!write_goes && reads_.empty()) return false;
+  auto& queue = write_goes ? writes_ : reads_;
+  call = queue.front();
+  queue.pop_front();
+  return true;
 }
 
 void ThreadRing::complete(void* tag, int result) {

@@ -18,8 +18,9 @@ namespace nvmeof {
 
 class ThreadRing final : public Ring {
  public:
-  // threads: calls that run at a time, at least 2, one of which is kept for reads. cpus: as in
-  // `EngineSetup`. Throws std::system_error if there are no more threads or descriptors.
+  // threads: calls that run at a time, at least 2, one of which is kept for reads; one write may
+  // always run. cpus: as in `EngineSetup`. Throws std::system_error if there are no more threads or
+  // descriptors.
   ThreadRing(size_t threads, const std::vector<int>& cpus);
   // No call is under way.
   ~ThreadRing() override;
@@ -44,7 +45,6 @@ class ThreadRing final : public Ring {
   };
   void run();
   void stop();
-  bool may_start(const Call& call) const;
   bool take(Call& call);
   void complete(void* tag, int result);
   int enter_until(const timespec* limit);
