@@ -118,6 +118,6 @@ def test_a_python_without_the_compiled_modules_is_named(
 ) -> None:
     monkeypatch.setattr(graft.importlib.util, "find_spec", lambda _name: None)
     before = contents(tree)
-    with pytest.raises(graft.GraftError, match="has no compiled _tiers, _native: install this package"):
+    with pytest.raises(graft.GraftError, match="has no compiled _tiers, _native: install"):
         graft.graft(tree)
     assert contents(tree) == before
