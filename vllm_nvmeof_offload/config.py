@@ -208,8 +208,8 @@ class OffloadConfig(BaseModel):
         "delays the others for long.", ge=PAGE_BYTES, le=GIB)
     io_threads: int = _integer(
         8, "threads", 2, 256,
-        "Threads per rank that read and write where io_uring is denied. The targets share them; at "
-        "least 2 per target, one of which is kept for reads.")
+        "Threads per rank that read and write slots where io_uring is denied or not wanted, shared "
+        "by the targets. Each target has at least 2 threads and keeps one thread for reads.")
     o_direct: Literal["auto", "on", "off"] = _key(
         "auto", "", '"auto", "on" or "off"',
         "Use of O_DIRECT, which bypasses the page cache. auto: if the file system supports it; "

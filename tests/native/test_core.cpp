@@ -630,8 +630,8 @@ void test_completions_that_follow() {
 
 }  // namespace
 
-// One write behind a row of reads, each of both kinds on a thread of its own.
-void test_a_write_beside_many_reads() {
+// Returns how many of many reads end before a write that was submitted after them.
+size_t reads_before_a_write() {
   constexpr size_t kReads = 5'000;
   const int fd = memfd_create("slab", MFD_CLOEXEC);
   CHECK(fd >= 0 && ftruncate(fd, kPageBytes) == 0);
@@ -650,8 +650,16 @@ void test_a_write_beside_many_reads() {
       ++ended;
     });
   }
-  CHECK(before < kReads / 2);
   close(fd);
+  return before;
+}
+
+// If reads always went first, none of the tries could end the write early. A busy machine may stop
+// its thread for the time of all reads, but not each time.
+void test_a_write_beside_many_reads() {
+  bool is_early = false;
+  for (int tries = 0; tries < 50 && !is_early; ++tries) is_early = reads_before_a_write() < 2'500;
+  CHECK(is_early);
 }
 
 int main(int count, char** words) {

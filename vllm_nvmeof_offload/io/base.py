@@ -238,7 +238,7 @@ _KINDS = tuple(OpKind)
 
 
 def lanes_of(engine: IoEngine) -> Lanes:
-    """Lanes over an engine in Python, whose `room`, `submit`, `cancel` and `poll` move slots."""
+    """Return lanes that call `room`, `submit`, `cancel` and `poll` of an engine in Python."""
 
     return PythonLanes(
         room=engine.room,

@@ -52,9 +52,11 @@ _OUTCOMES = (OK, io_error(0), CHECKSUM_MISMATCH, STALE, DEADLINE, CANCELLED)
 
 
 class How(enum.Enum):
-    """What moves the bytes. REGISTERED: io_uring, with which staging is registered once, so that
-    the kernel does not pin its pages at every operation; all targets' rings share that registration
-    if the kernel can."""
+    """How slots are moved, with the engine's name as the value.
+
+    REGISTERED registers staging with io_uring once, so that the kernel does not pin its pages for
+    every operation. All targets' rings share the registration if the kernel supports that.
+    """
 
     REGISTERED = "io_uring (registered, {})"
     UNREGISTERED = "io_uring (unregistered, {})"

@@ -167,7 +167,7 @@ class TargetRing {
   std::vector<std::unique_ptr<Piece>> pieces_;  // all that exist; they are reused
   std::vector<Piece*> free_pieces_;
   std::vector<Piece*> gated_;
-  std::vector<Piece*> abandoned_;  // of operations that were given up, for the ring
+  std::vector<Piece*> abandoned_;  // pieces of cancelled operations, for `Ring::abandon`
   std::vector<LogRecord> notes_;  // for the log, from other threads
   std::vector<TableFiles> new_files_;  // in their order; only the table's thread may block
   LogWriter log_;         // only the table's thread uses it

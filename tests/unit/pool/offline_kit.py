@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools that an engine has written and closed, for the tests of offline commands."""
+"""Pools on disk for tests of the offline commands: written by the I/O engine, then closed."""
 
 from __future__ import annotations
 
