@@ -206,6 +206,18 @@ def test_a_failed_open_leaves_no_lock(tmp_path: Path) -> None:
     Pool.open(make_spec(tmp_path, engine_index=0)).close()
 
 
+def test_a_released_directory_is_free_although_a_prober_has_the_descriptor(tmp_path: Path) -> None:
+    """One that is just being started has all of them, and one that is ending that of its answer."""
+    lock = DirectoryLock.claim(tmp_path / "lock")
+    assert lock is not None
+    of_the_prober = os.dup(lock.fd)
+    lock.release()
+    again = DirectoryLock.claim(tmp_path / "lock")
+    os.close(of_the_prober)
+    assert again is not None
+    again.release()
+
+
 def test_closing_on_a_target_that_does_not_answer_logs_no_alarm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

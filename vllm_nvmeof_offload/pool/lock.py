@@ -214,6 +214,8 @@ class DirectoryLock:
             holder = read_holder(self.path)
             if holder is None or not holder.is_foreign:
                 _write(self.fd, b" " * _RECORD_BYTES)
+            # A prober that is just being started, or ending, has the descriptor too.
+            fcntl.flock(self.fd, fcntl.LOCK_UN)
         except OSError as error:
             reason = errno.errorcode.get(error.errno or 0, error)
             # A target that does not answer: nothing is lost, the flock ends with this process.
