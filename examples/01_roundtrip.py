@@ -23,7 +23,7 @@ from vllm_nvmeof_offload.io.base import IoLimits, IoOp
 from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
-from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
+from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency, place_of
 from vllm_nvmeof_offload.units import HEADER_BYTES, MIB, format_bytes
 
 CHUNKS, PAYLOAD_BYTES = 16, 2 * MIB
@@ -48,7 +48,7 @@ class Staging:
     def move(self, kind: OpKind, slot: int, name: SlotIdentity) -> Outcome:
         """Write the slot, or read and verify it; a server has hundreds of these under way."""
         urgency = Urgency.WRITE if kind is OpKind.WRITE else Urgency.DEMAND
-        what = slot, self.address, name, PAYLOAD_BYTES, self.engine.stamp
+        what = place_of(0, slot), self.address, name, PAYLOAD_BYTES, self.engine.stamp
         self.engine.submit([IoOp(1, kind, urgency, *what)])
         while not (ended := self.engine.poll()):
             select.select([self.engine.fileno()], [], [])

@@ -10,11 +10,13 @@ import numpy as np
 from vllm_nvmeof_offload.errors import OK, Outcome, outcome_of
 from vllm_nvmeof_offload.protocol import (
     NOWHERE,
+    OURS,
     RELEASED,
     AdoptedEntries,
     ChunkBatch,
     OpReport,
     SlotIdentity,
+    owned_by,
     place_of,
     slot_of,
     target_of,
@@ -34,9 +36,14 @@ class Reported:
     released: bool = True
 
 
-def place_in(pool_slot: int, targets: int = 1) -> int:
-    """The place of a pool slot by its number in format 1, which counts over all targets."""
-    return place_of(pool_slot % targets, pool_slot // targets)
+def place_in(number: int, targets: int = 1, owner: int = OURS) -> int:
+    """The place of a slot by its number, of which each target has one after the other."""
+    return owned_by(owner, place_of(number % targets, number // targets))
+
+
+def number_in(place: int, targets: int = 1) -> int:
+    """The number of which `place_in` makes this place, whoever's it is."""
+    return slot_of(place) * targets + target_of(place)
 
 
 def batch_of(*rows: Row, group: int = 0) -> ChunkBatch:

@@ -37,6 +37,7 @@ LOGS = ROOT / "build" / "logs"
 #: Below ten minutes, the most that some lent machines give a command, packing included.
 LIMIT_S_MAX = 560
 BUNDLE = "gpu-bundle"
+NATIVE_MODULES = "_tiers", "_native"
 #: The command that runs one stage with the path that this process has set up.
 ITSELF = (sys.executable, str(Path(__file__).resolve()), "--inside")
 NEEDED = ("numpy", "pytest", "torch", "cuda.bindings", "cuda.core", "pydantic", "rich", "typer")
@@ -197,11 +198,10 @@ def unpacked(bundle: Path, place: Path) -> Path:
 def take_native_core(path: list[str], package: Path = ROOT / "vllm_nvmeof_offload") -> str:
     """Copy the native core of an installed wheel into a checkout that has none; return its origin.
 
-    The checkout comes first on the path, so that its changes are what runs. The stubs in it name
-    the modules of the core.
+    The checkout comes first on the path, so that its changes are what runs.
     """
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    modules = [f"{stub.stem}{suffix}" for stub in sorted((package / "native").glob("*.pyi"))]
+    modules = [f"{module}{suffix}" for module in NATIVE_MODULES]
     for place in map(Path, path):
         core = place / package.name / "native"
         if package / "native" == core or not all((core / name).exists() for name in modules):

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from vllm_nvmeof_bench.servers.faults import FaultPlan, FaultyIoEngine
 
+from tests.chunks import number_in, place_in
 from vllm_nvmeof_offload.errors import OK
-from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoLimits, IoOp
+from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoLimits, IoOp, reset_op
 from vllm_nvmeof_offload.io.native import How, NativeIoEngine
 from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.pool.format import Keyspace
@@ -37,21 +38,20 @@ WAIT_S = 120.0
 
 
 class Gate:
-    """Operations on pool slots that are shut start, and do not touch the slab.
+    """Operations on slots that are shut start, and do not touch the slab.
 
-    `started`: the pool slots in the order in which operations started.
+    `started`: the numbers of the slots in the order in which operations started.
     """
 
-    def __init__(self, engine: NativeIoEngine, gate: StartGate) -> None:
-        self._kick = engine.kick
-        self._gate = gate
+    def __init__(self, engine: NativeIoEngine, gate: StartGate, targets: int) -> None:
+        self._kick, self._gate, self._targets = engine.kick, gate, targets
 
     @property
     def started(self) -> list[int]:
-        return self._gate.starts()
+        return [number_in(place, self._targets) for place in self._gate.starts()]
 
-    def shut(self, pool_slots: Iterable[int]) -> None:
-        self._gate.shut(list(pool_slots))
+    def shut(self, numbers: Iterable[int], owner: int = OURS) -> None:
+        self._gate.shut([place_in(number, self._targets, owner) for number in numbers])
 
     def open_all(self) -> None:
         self._gate.shut([])
@@ -84,7 +84,7 @@ class Rig:
     def op(
         self,
         kind: OpKind,
-        pool_slot: int = 0,
+        number: int = 0,
         staging_slot: int = 0,
         identity: SlotIdentity | None = None,
         urgency: Urgency | None = None,
@@ -101,31 +101,27 @@ class Rig:
             token=self.tokens,
             kind=kind,
             urgency=default if urgency is None else urgency,
-            pool_slot=pool_slot,
+            place=place_in(number, self.pool.target_count, owner),
             address=address,
             identity=identity,
             payload_bytes=payload_bytes,
             stamp=self.engine.stamp,
             payload_crc=payload_crc,
             single_copy=single_copy,
-            owner=owner,
             header_only=header_only,
         )
 
-    def write(self, pool_slot: int, staging_slot: int, name: SlotIdentity, **kw: object) -> IoOp:
-        return self.op(OpKind.WRITE, pool_slot, staging_slot, name, **kw)  # type: ignore[arg-type]
+    def write(self, number: int, staging_slot: int, name: SlotIdentity, **kw: object) -> IoOp:
+        return self.op(OpKind.WRITE, number, staging_slot, name, **kw)  # type: ignore[arg-type]
 
-    def read(self, pool_slot: int, staging_slot: int, name: SlotIdentity, **kw: object) -> IoOp:
-        return self.op(OpKind.FETCH, pool_slot, staging_slot, name, **kw)  # type: ignore[arg-type]
+    def read(self, number: int, staging_slot: int, name: SlotIdentity, **kw: object) -> IoOp:
+        return self.op(OpKind.FETCH, number, staging_slot, name, **kw)  # type: ignore[arg-type]
 
     def resets(self, tag: bytes | None = None, named: bool = True) -> list[IoOp]:
         """Begin a reset; return its operations, one per target."""
         self.engine.begin_reset(self.engine.stamp.tag if tag is None else tag, named)
         first, self.tokens = self.tokens + 1, self.tokens + self.pool.target_count
-        return [
-            IoOp(first + target, OpKind.RESET, Urgency.WRITE, target, 0, None, 0)
-            for target in range(self.pool.target_count)
-        ]
+        return [reset_op(first + target, target) for target in range(self.pool.target_count)]
 
     def reset(self, tag: bytes | None = None, named: bool = True) -> None:
         ops = self.resets(tag, named)
@@ -135,9 +131,9 @@ class Rig:
         start = staging_slot * self.pool.slot_bytes + HEADER_BYTES
         return memoryview(self.memory)[start : start + PAYLOAD_BYTES]
 
-    def damage(self, pool_slot: int, at: int) -> None:
+    def damage(self, number: int, at: int) -> None:
         """Flip a bit of one byte of a slot on the disk."""
-        slot, target = divmod(pool_slot, self.pool.target_count)
+        slot, target = divmod(number, self.pool.target_count)
         with (self.pool.directories[target] / "slab").open("r+b") as slab:
             slab.seek(slot * self.pool.slot_bytes + at)
             byte = slab.read(1)[0]
@@ -185,9 +181,9 @@ class Rig:
         by_token = {completion.token: completion for completion in found}
         return [by_token[op.token] for op in ops]
 
-    def store(self, pool_slot: int, identity: SlotIdentity, staging_slot: int = 0) -> None:
+    def store(self, number: int, identity: SlotIdentity, staging_slot: int = 0) -> None:
         self.fill(staging_slot, identity)
-        (completion,) = self.run(self.write(pool_slot, staging_slot, identity))
+        (completion,) = self.run(self.write(number, staging_slot, identity))
         assert completion.outcome.ok, completion
 
     def reopen(self) -> Pool:
@@ -267,7 +263,7 @@ def _native(how: How, split_bytes: int = 512 * KIB) -> MakeEngine:
         gate = core.StartGate()
         limits = IoLimits(threads, 1024, split_bytes, operations_max)
         engine = NativeIoEngine(pool, view, base_address, limits, how, gate=gate)
-        return engine, Gate(engine, gate)
+        return engine, Gate(engine, gate, pool.target_count)
 
     return make
 

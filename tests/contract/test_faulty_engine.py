@@ -148,7 +148,7 @@ def test_a_flipped_byte_is_caught_by_the_engine(rig: Rig) -> None:
 def test_no_byte_is_flipped_in_another_engines_region(rig: Rig, tmp_path: Path) -> None:
     theirs = ENGINES["threads-buffered"](tmp_path)
     theirs.store(0, name(1))
-    slab, place = theirs.pool.directories[0] / "slab", theirs.pool.place(0)
+    slab, place = theirs.pool.directories[0] / "slab", theirs.pool.superblocks[0].place(0)
     before = slab.read_bytes()
     flags = os.O_RDWR | (os.O_DIRECT if rig.pool.direct else 0)  # so that a write would succeed
     fd = os.open(slab, flags)

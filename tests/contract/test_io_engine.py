@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.chunks import entries_of
+from tests.chunks import entries_of, number_in
 from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, OK, STALE, OutcomeKind
 from vllm_nvmeof_offload.io.base import Completion, IoOp
 from vllm_nvmeof_offload.pool.format import (
@@ -154,7 +154,7 @@ def test_cancel_takes_back_what_has_not_started(make_rig: MakeRig) -> None:
     started = {slot for slot in range(4) if slot in rig.gate.started}
     withdrawn = rig.engine.cancel([op.token for op in ops] + [12345])
     # A ring starts at once what it gets.
-    assert {op.token for op in ops if op.pool_slot not in rig.gate.started} == set(withdrawn)
+    assert {op.token for op in ops if number_in(op.place) not in rig.gate.started} == set(withdrawn)
     assert started
     rig.gate.open_all()
     left = [op.token for op in ops if op.token not in withdrawn]
@@ -236,7 +236,9 @@ def test_close_does_not_wait_for_hung_operations(make_rig: MakeRig) -> None:
     started = {slot for slot in range(4) if slot in rig.gate.started}
     ended = rig.wait(lambda found: len(found) == len(ops) - len(started))
     assert {c.outcome for c in ended} <= {CANCELLED}
-    assert sorted(c.token for c in ended) == [op.token for op in ops if op.pool_slot not in started]
+    assert sorted(c.token for c in ended) == [
+        op.token for op in ops if number_in(op.place) not in started
+    ]
     rig.gate.open_all()
     assert rig.engine.close(timeout_s=20)
     ended += rig.engine.poll()

@@ -28,7 +28,7 @@ NO_FILES = io_error(errno.EBADF)
 def region_of(pool: Pool, target: int, direct: bool) -> ForeignSlab:
     """Open a region of theirs, on the target of this number, for reading."""
     flags = os.O_RDONLY | (os.O_DIRECT if direct else 0)
-    place = pool.place(target)
+    place = pool.superblocks[target].place(0)
     fd = os.open(pool.directories[target] / "slab", flags)
     return ForeignSlab(fd, place.region_uuid, place.rank)
 
@@ -136,7 +136,7 @@ def test_a_read_keeps_the_files_of_its_submission(neighbours: Neighbours) -> Non
     for slot in slots:
         theirs.store(slot, name(slot))
     reads = [ours.read(slot, slot // TARGETS, name(slot), owner=OWNER) for slot in slots]
-    ours.gate.shut(slots)
+    ours.gate.shut(slots, OWNER)
     ours.submit(*reads)
     ours.engine.attach_region(OWNER, 1, ForeignSlab(-1, bytes(16), 0))
     ours.gate.open_all()

@@ -22,21 +22,21 @@ IDENTITY = name(7, 3)
 SLOT = 2
 
 
-def whole_slot(pool: Pool, pool_slot: int) -> bytes:
-    index, target = divmod(pool_slot, pool.target_count)
+def whole_slot(pool: Pool, number: int) -> bytes:
+    index, target = divmod(number, pool.target_count)
     slab = (pool.directories[target] / "slab").read_bytes()
     return slab[index * pool.slot_bytes :][: pool.slot_bytes]
 
 
-def put_whole_slot(pool: Pool, pool_slot: int, data: bytes) -> None:
-    index, target = divmod(pool_slot, pool.target_count)
+def put_whole_slot(pool: Pool, number: int, data: bytes) -> None:
+    index, target = divmod(number, pool.target_count)
     with (pool.directories[target] / "slab").open("r+b") as slab:
         slab.seek(index * pool.slot_bytes)
         slab.write(data)
 
 
 @pytest.mark.parametrize(
-    ("where", "options", "pool_slot"),
+    ("where", "options", "number"),
     [
         ("slot", None, SLOT + 2),
         ("target", None, SLOT + 1),
@@ -45,18 +45,18 @@ def put_whole_slot(pool: Pool, pool_slot: int, data: bytes) -> None:
     ],
 )
 def test_a_slot_that_belongs_in_another_place_is_stale(
-    make_rig: MakeRig, where: str, options: dict[str, int] | None, pool_slot: int
+    make_rig: MakeRig, where: str, options: dict[str, int] | None, number: int
 ) -> None:
     rig = make_rig(targets=2)
     other = rig if options is None else make_rig(targets=2, **options)
     rig.store(SLOT, IDENTITY)
-    other.store(pool_slot, IDENTITY)
-    ours, theirs = whole_slot(rig.pool, SLOT), whole_slot(other.pool, pool_slot)
+    other.store(number, IDENTITY)
+    ours, theirs = whole_slot(rig.pool, SLOT), whole_slot(other.pool, number)
     assert (rig.pool.directories == other.pool.directories) is (where in ("slot", "target"))
     put_whole_slot(rig.pool, SLOT, theirs)
     rig.zero(1)
     assert rig.run(rig.read(SLOT, 1, IDENTITY))[0].outcome == STALE, where
-    assert other.run(other.read(pool_slot, 1, IDENTITY))[0].outcome == OK
+    assert other.run(other.read(number, 1, IDENTITY))[0].outcome == OK
     put_whole_slot(rig.pool, SLOT, ours)
     assert rig.run(rig.read(SLOT, 1, IDENTITY))[0].outcome == OK
     assert rig.payload(1) == content(IDENTITY)

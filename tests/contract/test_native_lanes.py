@@ -65,10 +65,9 @@ Chunk = tuple[SlotIdentity, int | None, int | None]
 
 
 def own_regions(pool: Pool) -> dict[bytes, OwnRegion]:
-    targets = range(pool.target_count)
     return {
-        pool.place(target).region_uuid: OwnRegion(target, pool.superblocks[target].slots)
-        for target in targets
+        one.place(0).region_uuid: OwnRegion(target, one.slots)
+        for target, one in enumerate(pool.superblocks)
     }
 
 

@@ -121,7 +121,8 @@ def test_a_table_that_cannot_be_synced_fails_a_write(
     rig = make_rig(leased=True)
     renew(permit_of(rig))
     no_table = os.open("/dev/null", os.O_RDWR)  # takes any entry, and has no fdatasync
-    monkeypatch.setattr(rig.pool, "table_fd", lambda slot: (no_table, slot * ENTRY_BYTES))
+    slab, _, log = rig.pool.files(0)
+    monkeypatch.setattr(rig.pool, "files", lambda _: (slab, no_table, log))
     rig.engine.replace_target(0)
     numbers = itertools.count()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chunks import place_in
 from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, DEADLINE, OK, STALE
 from vllm_nvmeof_offload.peers.base import Served, ServeRead, SlotMemory
 from vllm_nvmeof_offload.pool.format import SlotPlace, verify
@@ -63,7 +64,7 @@ class Server:
             self.memory.address_of(slot),
             PAYLOAD_BYTES,
             name(number),
-            pool.place(number),
+            pool.slot_place(place_in(number, pool.target_count)),
             self.ours.rig.pool.stamp.tag,
             time.monotonic() + WAIT_S,
         )

@@ -24,7 +24,7 @@ from vllm_nvmeof_offload.io.base import IoLimits, IoOp
 from vllm_nvmeof_offload.io.native import NativeIoEngine
 from vllm_nvmeof_offload.pool.lease import Leasing
 from vllm_nvmeof_offload.pool.pool import Pool
-from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
+from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency, place_of
 from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES
 
 SLOTS, PAGES, KEYS = 64, 4, 50
@@ -133,7 +133,7 @@ class _Writer:
 
     def put(self, slot: int, identity: SlotIdentity) -> str:
         self._memory[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] = payload(identity)
-        where = slot, self._address, identity, PAYLOAD_BYTES, self.engine.stamp
+        where = place_of(0, slot), self._address, identity, PAYLOAD_BYTES, self.engine.stamp
         return self._run(OpKind.WRITE, *where)
 
     def reset(self) -> str:

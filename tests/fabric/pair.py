@@ -157,7 +157,7 @@ class _Loading:
             self._staging.view[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] = memoryview(
                 content(identity)
             ).cast("B")
-            where = number, address, identity, PAYLOAD_BYTES, engine.stamp
+            where = place_in(number), address, identity, PAYLOAD_BYTES, engine.stamp
             engine.submit([IoOp(number, OpKind.WRITE, Urgency.WRITE, *where)])
             while not (ends := engine.poll()):
                 time.sleep(POLL_S)
@@ -177,7 +177,7 @@ class _Loading:
         self._ready = select.epoll()
         for fd in (engine.fileno(), self._clients.fileno()):
             self._ready.register(fd, select.EPOLLIN)
-        seams = {"peers": Peers(self._clients, 1, pool.place, HostCopyEngine())}
+        seams = {"peers": Peers(self._clients, 1, pool.slot_place, HostCopyEngine())}
         self._both = _run_pipeline(staging, Waker(), engine, self._ready.fileno(), **seams)
 
     def is_connected(self) -> bool:

@@ -82,12 +82,12 @@ class _Parent(logging.Handler):
 
 @dataclass
 class _Op:
-    """One row of a command. pool_slot None: a store's, whose write has no place yet."""
+    """One row of a command. number None: a store's, whose write has no place yet."""
 
     kind: OpKind
     began_s: float
     identity: SlotIdentity
-    pool_slot: int | None
+    number: int | None
     cache_slot: int | None = None
     page: int | None = None
 
@@ -167,12 +167,12 @@ class _Load:
         free = [p for p in range(self.pool.slots) if p not in self.busy_slots]
         if not self.free_cache or not free:
             return
-        pool_slot, cache_slot = self.dice.choice(free), self.free_cache.pop(0)
+        number, cache_slot = self.dice.choice(free), self.free_cache.pop(0)
         self.generation += 1
-        identity = SlotIdentity(b"%012d" % pool_slot + bytes(4), self.generation)
-        self.stored.pop(pool_slot, None)
-        self.busy_slots.add(pool_slot)
-        op = self.open(_Op(OpKind.STORE, time.monotonic(), identity, pool_slot, cache_slot))
+        identity = SlotIdentity(b"%012d" % number + bytes(4), self.generation)
+        self.stored.pop(number, None)
+        self.busy_slots.add(number)
+        op = self.open(_Op(OpKind.STORE, time.monotonic(), identity, number, cache_slot))
         self.copy_in(op, identity, cache_slot)
 
     def store_by_the_rule(self) -> None:
@@ -194,8 +194,8 @@ class _Load:
 
     def write(self, stored: _Op) -> None:
         """Write a chunk that was stored to the pool slot that it was stored for."""
-        assert stored.pool_slot is not None
-        place = place_in(stored.pool_slot, self.pool.target_count)
+        assert stored.number is not None
+        place = place_in(stored.number, self.pool.target_count)
         write = replace(stored, kind=OpKind.WRITE, began_s=time.monotonic())
         row = stored.identity, stored.cache_slot, place
         self.send_writes(self.open(write), batch_of(row))
@@ -209,8 +209,8 @@ class _Load:
         columns, now_s, targets = columns_of(batch), time.monotonic(), self.pool.target_count
         places = [slot_of(at) * targets + target_of(at) for at in columns.places.tolist()]
         rows = [
-            _Op(OpKind.WRITE, now_s, columns.identity(row), pool_slot, int(columns.cache[row]))
-            for row, pool_slot in enumerate(places)
+            _Op(OpKind.WRITE, now_s, columns.identity(row), number, int(columns.cache[row]))
+            for row, number in enumerate(places)
         ]
         op = self.open(*rows)
         self.batches[op] = batch
@@ -225,12 +225,12 @@ class _Load:
         ready = [p for p in self.stored if p not in self.busy_slots]
         if not ready or not self.free_pages:
             return
-        pool_slot, page = self.dice.choice(ready), self.free_pages.pop(0)
-        self.busy_slots.add(pool_slot)
+        number, page = self.dice.choice(ready), self.free_pages.pop(0)
+        self.busy_slots.add(number)
         self.pages[page] = 0
-        identity = self.stored[pool_slot]
-        op = self.open(_Op(OpKind.LOAD, time.monotonic(), identity, pool_slot, page=page))
-        place = place_in(pool_slot, self.pool.target_count)
+        identity = self.stored[number]
+        op = self.open(_Op(OpKind.LOAD, time.monotonic(), identity, number, page=page))
+        place = place_in(number, self.pool.target_count)
         command = LoadCommand(op, batch_of((identity, None, place)))
         pieces = self.pieces(page)
         self.runner.hand_over(lambda pipeline: pipeline.load(command, pieces, None), op)
@@ -277,16 +277,16 @@ class _Load:
         outcome = "ok" if report.outcome.ok else f"miss: {report.outcome}"
         if op.kind is OpKind.LOAD:
             assert op.page is not None
-            assert op.pool_slot is not None
+            assert op.number is not None
             right = np.array_equal(self.pages[op.page], content(op.identity))
             if report.outcome.ok and not right:
                 outcome = "WRONG BYTES"
             self.free_pages.append(op.page)
-            self.busy_slots.discard(op.pool_slot)
-        elif op.kind is OpKind.WRITE and op.pool_slot is not None:
+            self.busy_slots.discard(op.number)
+        elif op.kind is OpKind.WRITE and op.number is not None:
             # A failed write may still have reached the disk: right bytes and a miss are allowed.
-            self.stored[op.pool_slot] = op.identity
-        target = -1 if op.pool_slot is None else op.pool_slot % self.pool.target_count
+            self.stored[op.number] = op.identity
+        target = -1 if op.number is None else op.number % self.pool.target_count
         now_s = time.monotonic()
         self.parent.send("op", OpEnd(op.kind.value, target, op.began_s, now_s, outcome))
 
@@ -294,12 +294,12 @@ class _Load:
         """The op's buffers are free: no engine uses them."""
         if op.cache_slot is None or not self.spec.loads:
             return
-        assert op.pool_slot is not None
+        assert op.number is not None
         if op.kind is OpKind.STORE and report.outcome is not None and report.outcome.ok:
             self.write(op)
             return
         self.free_cache.append(op.cache_slot)
-        self.busy_slots.discard(op.pool_slot)
+        self.busy_slots.discard(op.number)
 
     # -- the loop ---------------------------------------------------------------------
 

@@ -29,11 +29,11 @@ WRITE_SHARE = 0.7
 RESET_SHARE = 0.01
 
 
-def key(pool_slot: int, generation: int) -> bytes:
+def key(number: int, generation: int) -> bytes:
     """Each write has a unique key, so that no chunk may be returned in another's place. All keys
     of a pool are of one length and of one group.
     """
-    return f"{pool_slot:04}:{generation:08}\0\0\0\0".encode()
+    return f"{number:04}:{generation:08}\0\0\0\0".encode()
 
 
 def emit(*words: object) -> None:
@@ -58,15 +58,15 @@ class Life:
         self._busy: dict[int, tuple[int, int, SlotIdentity, bool]] = {}
 
     def adopt(self) -> None:
-        for pool_slot, identity in adopted(self._pool).items():
-            assert identity.key == key(pool_slot, identity.generation)
-            (completion,) = self._bench.run(self._bench.read(pool_slot, 0, identity))
+        for number, identity in adopted(self._pool).items():
+            assert identity.key == key(number, identity.generation)
+            (completion,) = self._bench.run(self._bench.read(number, 0, identity))
             assert completion.outcome is not None
             ok = completion.outcome.ok
-            assert not ok or self._bench.right(0, identity), f"wrong bytes in slot {pool_slot}"
-            emit("found", pool_slot, identity.generation, completion.outcome.kind.value)
+            assert not ok or self._bench.right(0, identity), f"wrong bytes in slot {number}"
+            emit("found", number, identity.generation, completion.outcome.kind.value)
             if ok:
-                self._stored[pool_slot] = identity
+                self._stored[number] = identity
         emit("adopted")
 
     def go_on(self) -> None:
@@ -80,33 +80,33 @@ class Life:
             self._reap(self._bench.wait(bool))
 
     def _start(self, place: int) -> None:
-        busy = {pool_slot for _, pool_slot, *_ in self._busy.values()}
-        pool_slot = self._dice.choice([s for s in range(self._pool.slots) if s not in busy])
-        if pool_slot in self._stored and self._dice.random() > WRITE_SHARE:
-            identity = self._stored[pool_slot]
-            op = self._bench.read(pool_slot, place, identity)
+        busy = {number for _, number, *_ in self._busy.values()}
+        number = self._dice.choice([s for s in range(self._pool.slots) if s not in busy])
+        if number in self._stored and self._dice.random() > WRITE_SHARE:
+            identity = self._stored[number]
+            op = self._bench.read(number, place, identity)
         else:
             self._generation += 1
-            identity = SlotIdentity(key(pool_slot, self._generation), self._generation)
-            self._stored.pop(pool_slot, None)
-            emit("begin", pool_slot, self._generation)
-            if self._sabotage and pool_slot % 4 == 0:
-                emit("done", pool_slot, self._generation)
+            identity = SlotIdentity(key(number, self._generation), self._generation)
+            self._stored.pop(number, None)
+            emit("begin", number, self._generation)
+            if self._sabotage and number % 4 == 0:
+                emit("done", number, self._generation)
                 return
-            op = self._bench.write(pool_slot, place, identity)
-        self._busy[op.token] = (place, pool_slot, identity, pool_slot in self._stored)
+            op = self._bench.write(number, place, identity)
+        self._busy[op.token] = (place, number, identity, number in self._stored)
         self._bench.submit(op)
 
     def _reap(self, completions: list[Any]) -> None:
         for completion in completions:
             assert completion.outcome is not None
             assert completion.outcome.ok, completion
-            place, pool_slot, identity, is_read = self._busy.pop(completion.token)
+            place, number, identity, is_read = self._busy.pop(completion.token)
             if is_read:
-                assert self._bench.right(place, identity), f"wrong bytes in slot {pool_slot}"
+                assert self._bench.right(place, identity), f"wrong bytes in slot {number}"
             else:
-                self._stored[pool_slot] = identity
-                emit("done", pool_slot, identity.generation)
+                self._stored[number] = identity
+                emit("done", number, identity.generation)
 
     def _reset(self) -> None:
         if self._busy:

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.chunks import entries_of
+from tests.chunks import entries_of, place_in
 from vllm_nvmeof_offload.errors import Outcome
-from vllm_nvmeof_offload.io.base import Completion, IoOp
+from vllm_nvmeof_offload.io.base import Completion, IoOp, reset_op
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
@@ -70,35 +70,32 @@ class Bench:
         self,
         kind: OpKind,
         urgency: Urgency,
-        pool_slot: int,
-        place: int,
+        number: int,
+        staging_slot: int,
         identity: SlotIdentity | None,
     ) -> IoOp:
         self.tokens += 1
-        address = self.base_address + place * self.pool.slot_bytes
-        length = self.pool.payload_bytes
-        what = kind, urgency, pool_slot, address, identity, length
+        place = place_in(number, self.pool.target_count)
+        address = self.base_address + staging_slot * self.pool.slot_bytes
+        what = kind, urgency, place, address, identity, self.pool.payload_bytes
         return IoOp(self.tokens, *what, stamp=self.engine.stamp)
 
-    def write(self, pool_slot: int, place: int, identity: SlotIdentity) -> IoOp:
+    def write(self, number: int, staging_slot: int, identity: SlotIdentity) -> IoOp:
         """A write of the identity's right content, which this call puts into the staging slot."""
-        self.payload(place)[:] = content(identity, self.pool.payload_bytes)
-        return self._op(OpKind.WRITE, Urgency.WRITE, pool_slot, place, identity)
+        self.payload(staging_slot)[:] = content(identity, self.pool.payload_bytes)
+        return self._op(OpKind.WRITE, Urgency.WRITE, number, staging_slot, identity)
 
-    def read(self, pool_slot: int, place: int, identity: SlotIdentity) -> IoOp:
+    def read(self, number: int, staging_slot: int, identity: SlotIdentity) -> IoOp:
         """A read into a staging slot, which this call zeroes first."""
-        start = place * self.pool.slot_bytes
+        start = staging_slot * self.pool.slot_bytes
         self.view[start : start + self.pool.slot_bytes] = bytes(self.pool.slot_bytes)
-        return self._op(OpKind.FETCH, Urgency.DEMAND, pool_slot, place, identity)
+        return self._op(OpKind.FETCH, Urgency.DEMAND, number, staging_slot, identity)
 
     def reset(self, named: bool = True, tag: bytes | None = None) -> list[Outcome]:
         """Reset, to the same weights if there is no `tag`; return the outcomes by target."""
         self.engine.begin_reset(tag or self.engine.stamp.tag, named)
         first, self.tokens = self.tokens + 1, self.tokens + self.pool.target_count
-        ops = [
-            IoOp(first + target, OpKind.RESET, Urgency.WRITE, target, 0, None, 0)
-            for target in range(self.pool.target_count)
-        ]
+        ops = [reset_op(first + target, target) for target in range(self.pool.target_count)]
         return [completion.outcome for completion in self.run(*ops)]
 
     def payload(self, place: int) -> memoryview:
@@ -137,8 +134,8 @@ class Bench:
 
     def store(self, identities: Iterable[tuple[int, SlotIdentity]]) -> None:
         """Write the chunks one after the other; all must succeed."""
-        for pool_slot, identity in identities:
-            (completion,) = self.run(self.write(pool_slot, 0, identity))
+        for number, identity in identities:
+            (completion,) = self.run(self.write(number, 0, identity))
             assert completion.outcome.ok, completion
 
     def close(self, timeout_s: float = WAIT_S) -> bool:

@@ -142,7 +142,15 @@ def own(target: Path, seed: int) -> dict[str, int]:
             staging.payloads[at] = words_of(key, generation)
             address = staging.address + at * pool.slot_bytes
             what = SlotIdentity(key, generation), PAYLOAD_BYTES
-            op = IoOp(generation, OpKind.WRITE, Urgency.WRITE, slot, address, *what, engine.stamp)
+            op = IoOp(
+                generation,
+                OpKind.WRITE,
+                Urgency.WRITE,
+                place_of(0, slot),
+                address,
+                *what,
+                engine.stamp,
+            )
             engine.submit([op])
             busy[generation] = at, slot
         select.select([engine.fileno()], [], [], 0.1)

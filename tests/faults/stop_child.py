@@ -49,18 +49,18 @@ class Traffic:
         """Start an operation in every free staging slot."""
         places = {place for place, *_ in self._busy.values()}
         for place in set(range(PLACES)) - places:
-            taken = {pool_slot for _, pool_slot, *_ in self._busy.values()}
-            pool_slot = self._dice.choice([n for n in range(SLOTS) if n not in taken])
+            taken = {number for _, number, *_ in self._busy.values()}
+            number = self._dice.choice([n for n in range(SLOTS) if n not in taken])
             is_write = self._dice.random() < 0.5
             if is_write:
                 self._generation += 1
-                identity = self._tried[pool_slot] = name(pool_slot, self._generation)
-                op = self._bench.write(pool_slot, place, identity)
+                identity = self._tried[number] = name(number, self._generation)
+                op = self._bench.write(number, place, identity)
             else:
-                identity = self._tried[pool_slot]
-                op = self._bench.read(pool_slot, place, identity)
+                identity = self._tried[number]
+                op = self._bench.read(number, place, identity)
             self._deadlines[op.token] = time.monotonic() + self._deadline_s
-            self._busy[op.token] = (place, pool_slot, identity, is_write)
+            self._busy[op.token] = (place, number, identity, is_write)
             self._bench.submit(op)
 
     def give_up(self) -> None:
@@ -71,24 +71,24 @@ class Traffic:
         for token in late:
             del self._deadlines[token]
             self.counts[str(DEADLINE)] += 1
-            _, pool_slot, _, is_write = self._busy[token]
+            _, number, _, is_write = self._busy[token]
             if is_write:
-                self.stored[pool_slot] = None
+                self.stored[number] = None
         for token in withdrawn:
             del self._busy[token]
 
     def reap(self, completions: list[Completion]) -> None:
         for completion in completions:
-            place, pool_slot, identity, is_write = self._busy.pop(completion.token)
+            place, number, identity, is_write = self._busy.pop(completion.token)
             if self._deadlines.pop(completion.token, None) is None:
                 self.counts["late"] += 1
                 continue
-            sure = is_write or self.stored[pool_slot] is not None
+            sure = is_write or self.stored[number] is not None
             other = () if sure else (STALE, CHECKSUM_MISMATCH)
             assert completion.outcome in (OK, *other), completion
             self.counts[str(completion.outcome)] += 1
             if is_write:
-                self.stored[pool_slot] = identity
+                self.stored[number] = identity
             elif completion.outcome == OK:
                 assert self._bench.right(place, identity), "wrong bytes"
 
@@ -96,8 +96,8 @@ class Traffic:
         """Wait until every operation has ended, and check that new ones work."""
         while self._busy:
             self.reap(self._bench.wait(bool))
-        for pool_slot, identity in self.stored.items():
-            op = self._bench.read(pool_slot, 0, identity or name(pool_slot, self._generation + 1))
+        for number, identity in self.stored.items():
+            op = self._bench.read(number, 0, identity or name(number, self._generation + 1))
             (completion,) = self._bench.run(op)
             wanted = (OK,) if identity else (STALE, CHECKSUM_MISMATCH)
             assert completion.outcome in wanted, completion

@@ -79,15 +79,15 @@ class Survivor:
         self.runner.hand_over(lambda pipeline: pipeline.command(command))
         return command.op  # type: ignore[union-attr]
 
-    def start_read(self, pool_slot: int, identity: SlotIdentity) -> tuple[int, int]:
+    def start_read(self, number: int, identity: SlotIdentity) -> tuple[int, int]:
         """Start a read; return its op and its cache slot."""
         place = next(self._place)
         self.bench.payload(place)[:] = bytes(self.pool.payload_bytes)
-        batch = self._row(identity, place, pool_slot)
+        batch = self._row(identity, place, number)
         return self.obey(FetchCommand(next(self._ops), batch)), place
 
-    def _row(self, identity: SlotIdentity, cache_slot: int, pool_slot: int) -> ChunkBatch:
-        return batch_of((identity, cache_slot, place_in(pool_slot, self.pool.target_count)))
+    def _row(self, identity: SlotIdentity, cache_slot: int, number: int) -> ChunkBatch:
+        return batch_of((identity, cache_slot, place_in(number, self.pool.target_count)))
 
     def outcome(self, op: int) -> Outcome:
         report = self.wait(lambda r: isinstance(r, Reported) and r.op == op and bool(r.outcome))
@@ -95,9 +95,9 @@ class Survivor:
         assert report.outcome is not None
         return report.outcome
 
-    def read(self, pool_slot: int, identity: SlotIdentity) -> Outcome:
+    def read(self, number: int, identity: SlotIdentity) -> Outcome:
         """Read a chunk and check that OK means the right bytes."""
-        op, place = self.start_read(pool_slot, identity)
+        op, place = self.start_read(number, identity)
         outcome = self.outcome(op)
         assert not outcome.ok or self.bench.right(place, identity)
         return outcome

@@ -33,6 +33,7 @@ from vllm_nvmeof_offload.pool.format import (
     read_superblock,
     verify,
 )
+from vllm_nvmeof_offload.protocol import owned_by
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
 from .kit import Bench
@@ -144,7 +145,8 @@ class Reader:
         outcomes = set()
         for slot in range(SLOTS):
             identity = name(slot, first + slot)
-            (end,) = self._bench.run(replace(self._bench.read(slot, 0, identity), owner=OWNER))
+            read = self._bench.read(slot, 0, identity)
+            (end,) = self._bench.run(replace(read, place=owned_by(OWNER, read.place)))
             assert end.outcome != OK or self._bench.right(0, identity)
             outcomes.add(end.outcome)
         return outcomes

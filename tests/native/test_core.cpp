@@ -58,11 +58,11 @@ Identity identity(uint64_t number, uint64_t generation) {
 }
 
 // Slabs, tables and staging of one engine. Buffered if the file system has no O_DIRECT.
-struct Place {
+struct Site {
   std::vector<Target> targets;
   std::byte* memory;
 
-  explicit Place(const std::string& directory) {
+  explicit Site(const std::string& directory) {
     for (unsigned i = 0; i < kTargets; ++i) {
       const std::string base = directory + "/" + std::to_string(i);
       int slab = open((base + ".slab").c_str(), O_RDWR | O_CREAT | O_DIRECT, 0600);
@@ -86,7 +86,7 @@ struct Place {
     CHECK(targets.back().log_fd >= 0);
     return targets.back();
   }
-  ~Place() {
+  ~Site() {
     for (const Target& target : targets) {
       close(target.slab_fd);
       close(target.table_fd);
@@ -114,6 +114,7 @@ struct Place {
     return made;
   }
   std::byte* slot(unsigned number) const { return memory + number * kSlot; }
+  uint64_t address(unsigned number) const { return reinterpret_cast<uint64_t>(slot(number)); }
 };
 
 // What a slot holds: 0 to kPayload bytes that follow from the two numbers.
@@ -140,7 +141,7 @@ uint32_t payload_crc(const std::byte* slot, size_t bytes) {
   return crc32c(slot + kHeaderBytes, bytes);
 }
 
-std::vector<Completion> wait(Engine& engine) {
+std::vector<LaneEnd> wait(Engine& engine) {
   pollfd readable{engine.fd(), POLLIN, 0};
   CHECK(poll(&readable, 1, 20'000) == 1);
   return engine.poll();
@@ -225,18 +226,18 @@ void test_format() {
                              const Tag& tag) {
     return verify(slot.data(), slot.size(), wanted, bytes, at, tag);
   };
-  CHECK(judge(identity(1, 2), kPayload, place, kTag) == Code::kOk);
-  CHECK(judge(identity(1, 3), kPayload, place, kTag) == Code::kStale);
-  CHECK(judge(identity(2, 2), kPayload, place, kTag) == Code::kStale);
-  CHECK(judge(identity(1, 2), kPayload - 1, place, kTag) == Code::kStale);
+  CHECK(judge(identity(1, 2), kPayload, place, kTag) == Outcome::OK);
+  CHECK(judge(identity(1, 3), kPayload, place, kTag) == Outcome::STALE);
+  CHECK(judge(identity(2, 2), kPayload, place, kTag) == Outcome::STALE);
+  CHECK(judge(identity(1, 2), kPayload - 1, place, kTag) == Outcome::STALE);
   for (const SlotPlace& other : {SlotPlace{kRegion, 6}, SlotPlace{{kRegion.uuid, 8}, 5},
                                  SlotPlace{{{1, 2, 4}, 7}, 5}})
-    CHECK(judge(identity(1, 2), kPayload, other, kTag) == Code::kStale);
-  CHECK(judge(identity(1, 2), kPayload, place, {4, 5, 7}) == Code::kStale);
+    CHECK(judge(identity(1, 2), kPayload, other, kTag) == Outcome::STALE);
+  CHECK(judge(identity(1, 2), kPayload, place, {4, 5, 7}) == Outcome::STALE);
   for (const size_t at : {size_t{0}, size_t{9}, size_t{100}, kHeaderBytes - 1, kHeaderBytes,
                           kHeaderBytes + kPayload - 1}) {
     slot[at] ^= std::byte{4};
-    CHECK(judge(identity(1, 2), kPayload, place, kTag) == Code::kChecksumMismatch);
+    CHECK(judge(identity(1, 2), kPayload, place, kTag) == Outcome::CHECKSUM_MISMATCH);
     slot[at] ^= std::byte{4};
   }
   const auto entry = encode_entry(5, identity(1, 2), 7);
@@ -279,46 +280,48 @@ uint64_t check_log(int fd, std::map<LogKind, uint64_t>& kinds) {
 // Submits at random and counts: every operation ends once, unless it is taken back.
 struct Mixer {
   struct Under {
-    Request request;
+    LaneOp request;
+    Place place;  // the one of ours with the same slot
     unsigned staging;
     Content content;
     bool foreign = false;  // a read that asks for another length, or in another region
     bool attached = true;  // the lanes had the files of its owner
     bool wanted = true;
   };
-  Place& place;
+  Site& site;
   Engine& engine;
   std::mt19937_64 dice;
   std::map<uint64_t, Under> under;
   std::set<unsigned> free_staging;
-  std::set<uint64_t> busy_slots;
-  std::map<uint64_t, Content> stored;  // by pool slot
+  std::set<Place> busy;
+  std::map<Place, Content> stored;
   std::set<std::pair<uint16_t, size_t>> attached;  // owners and targets
   bool closing = false;
   uint64_t token = 0, ok = 0, late = 0, withdrawn = 0, stale = 0, without_files = 0;
 
-  Mixer(Place& at, Engine& driven, uint64_t seed) : place(at), engine(driven), dice(seed) {
+  Mixer(Site& at, Engine& driven, uint64_t seed) : site(at), engine(driven), dice(seed) {
     for (unsigned i = 0; i < kStagingSlots; ++i) free_staging.insert(i);
   }
 
   void submit_one() {
-    const uint64_t pool_slot = dice() % kPoolSlots;
-    if (free_staging.empty() || busy_slots.contains(pool_slot)) return;
+    const uint64_t number = dice() % kPoolSlots;
+    const Place place = place_of(number % kTargets, static_cast<uint32_t>(number / kTargets));
+    if (free_staging.empty() || busy.contains(place)) return;
     Under one{};
     one.staging = *free_staging.begin();
-    const auto found = stored.find(pool_slot);
+    const auto found = stored.find(place);
     const bool read = found != stored.end() && dice() % 2 == 0;
     one.content = read ? found->second : Content{dice(), dice(), dice() % (kPayload + 1)};
     one.foreign = read && dice() % 8 == 0;
     if (one.foreign) one.content.bytes = (one.content.bytes + 1 + dice() % kPayload) % kPayload;
     one.foreign = one.foreign && one.content.bytes != found->second.bytes;
-    std::byte* slot = place.slot(one.staging);
+    std::byte* slot = site.slot(one.staging);
     if (read) std::memset(slot, 0, kSlot);
     else fill(slot, one.content);
     one.request.token = ++token;
     one.request.urgency = read ? static_cast<Urgency>(dice() % 3) : Urgency::WRITE;
-    one.request.pool_slot = pool_slot;
-    one.request.address = slot;
+    one.place = one.request.place = place;
+    one.request.address = reinterpret_cast<uint64_t>(slot);
     one.request.payload_bytes = one.content.bytes;
     one.request.identity = identity(one.content.number, one.content.generation);
     if (!read && dice() % 2 == 0)
@@ -326,38 +329,38 @@ struct Mixer {
     one.request.stamp = kStamp;
     if (read && dice() % 3 == 0) {
       const auto owner = static_cast<uint16_t>(1 + dice() % kForeign.size());
-      one.request.owner = owner;
-      one.attached = attached.contains({owner, pool_slot % kTargets});
+      one.request.place = owned_by(owner, place);
+      one.attached = attached.contains({owner, target_of(place)});
       one.foreign = one.foreign || owner != 1;
     }
     const LaneRoom room = engine.room();
     CHECK(room.reads == room.writes && room.reads + under.size() >= 64);
     if (!room.reads) return;
-    engine.submit(one.request);
-    if (!read) stored.erase(pool_slot);
+    engine.take(one.request);
+    if (!read) stored.erase(place);
     free_staging.erase(one.staging);
-    busy_slots.insert(pool_slot);
+    busy.insert(place);
     under.emplace(token, one);
   }
 
-  void take(const Completion& completion) {
+  void take(const LaneEnd& completion) {
     const auto found = under.find(completion.token);
     CHECK(found != under.end());
     const Under& one = found->second;
     const bool read = one.request.is_read();
-    if (completion.code == Code::kOk) {
+    if (completion.code == Outcome::OK) {
       ++ok;
       CHECK(!one.foreign && one.attached);
-      if (read) CHECK(holds(place.slot(one.staging), one.content));
-      else stored[one.request.pool_slot] = one.content;
-    } else if (completion.code == Code::kStale) {
+      if (read) CHECK(holds(site.slot(one.staging), one.content));
+      else stored[one.place] = one.content;
+    } else if (completion.code == Outcome::STALE) {
       CHECK(one.foreign && one.attached);
       ++stale;
-    } else if (completion.code == Code::kIoError) {
+    } else if (completion.code == Outcome::IO_ERROR) {
       CHECK(completion.error == EBADF && !one.attached);
       ++without_files;
     } else {
-      CHECK(completion.code == Code::kCancelled && (!one.wanted || closing));
+      CHECK(completion.code == Outcome::CANCELLED && (!one.wanted || closing));
       ++late;
     }
     release(found);
@@ -365,7 +368,7 @@ struct Mixer {
 
   void release(std::map<uint64_t, Under>::iterator one) {
     free_staging.insert(one->second.staging);
-    busy_slots.erase(one->second.request.pool_slot);
+    busy.erase(one->second.place);
     under.erase(one);
   }
 
@@ -386,7 +389,7 @@ struct Mixer {
     const auto owner = static_cast<uint16_t>(1 + dice() % kForeign.size());
     const size_t target = dice() % kTargets;
     if (dice() % 3) {
-      engine.attach(owner, target, {place.targets[target].slab_fd, kForeign[owner - 1u]});
+      engine.attach(owner, target, {site.targets[target].slab_fd, kForeign[owner - 1u]});
       attached.insert({owner, target});
     } else {
       engine.detach(owner, target);
@@ -401,24 +404,24 @@ struct Mixer {
       for (uint64_t count = dice() % 4; count > 2; --count) give_up();
       if (dice() % 64 == 0) {  // while operations run on the old descriptors
         const size_t index = dice() % kTargets;
-        engine.replace_target(index, place.reopened(index));
+        engine.replace_target(index, site.reopened(index));
       }
       if (dice() % 16 == 0) change_files();
       if (dice() % 16 == 0) engine.note(dice() % kTargets, hint_record({}, 1, 255, dice(), 2));
       pollfd readable{engine.fd(), POLLIN, 0};
       if (dice() % 2 == 0) poll(&readable, 1, 1);
-      for (const Completion& one : engine.poll()) take(one);
+      for (const LaneEnd& one : engine.poll()) take(one);
     }
     while (!under.empty())
-      for (const Completion& one : wait(engine)) take(one);
+      for (const LaneEnd& one : wait(engine)) take(one);
   }
 };
 
 // Over rings with registered memory, without, and over threads, by the seed.
 void test_mix(const std::string& directory, uint64_t seed, unsigned rounds) {
-  Place place(directory);
-  Engine engine(place.setup(seed % 3 == 0, nullptr, seed % 3 == 2 ? 4 : 0));
-  Mixer mixer(place, engine, seed);
+  Site site(directory);
+  Engine engine(site.setup(seed % 3 == 0, nullptr, seed % 3 == 2 ? 4 : 0));
+  Mixer mixer(site, engine, seed);
   mixer.run(rounds);
   // Rounds do not wait: while a shared disk stalls for seconds, nearly all rounds may pass.
   for (int again = 0; again < 20 && mixer.ok <= rounds / 4; ++again) mixer.run(rounds);
@@ -427,17 +430,17 @@ void test_mix(const std::string& directory, uint64_t seed, unsigned rounds) {
   CHECK(engine.close(std::chrono::seconds(20)));
   std::map<LogKind, uint64_t> kinds;
   for (unsigned target = 0; target < kTargets; ++target)
-    CHECK(check_log(place.targets[target].log_fd, kinds) >= 2 * kLogPages);
+    CHECK(check_log(site.targets[target].log_fd, kinds) >= 2 * kLogPages);
   CHECK(kinds[LogKind::PUT] > 0 && kinds[LogKind::HINT] > 0);
   std::printf("seed %lu: %lu ok, %lu given up, %lu taken back, %lu stale, %lu without files\n",
               seed, mixer.ok, mixer.late, mixer.withdrawn, mixer.stale, mixer.without_files);
 }
 
 void test_close_under_load(const std::string& directory, uint64_t seed) {
-  Place place(directory);
+  Site site(directory);
   auto gate = std::make_shared<StartGate>();
-  Engine engine(place.setup(true, gate, seed % 2 ? 4 : 0));
-  Mixer mixer(place, engine, seed);
+  Engine engine(site.setup(true, gate, seed % 2 ? 4 : 0));
+  Mixer mixer(site, engine, seed);
   gate->shut({1, 2, 3});
   for (int i = 0; i < 60; ++i) mixer.submit_one();
   engine.kick();
@@ -446,12 +449,12 @@ void test_close_under_load(const std::string& directory, uint64_t seed) {
     engine.kick();
   }
   mixer.closing = true;
-  for (const Completion& one : engine.poll()) mixer.take(one);
+  for (const LaneEnd& one : engine.poll()) mixer.take(one);
   CHECK(mixer.under.empty());
 }
 
-Code run_one(Engine& engine, Request request) {
-  engine.submit(request);
+Outcome run_one(Engine& engine, LaneOp request) {
+  engine.take(request);
   engine.kick();
   const auto found = wait(engine);
   CHECK(found.size() == 1 && found[0].token == request.token);
@@ -460,55 +463,55 @@ Code run_one(Engine& engine, Request request) {
 
 // A CRC of other bytes is found when the slot is read, in whichever piece they differ.
 void test_wrong_crc(const std::string& directory) {
-  Place place(directory);
-  Engine engine(place.setup(true));
-  Request request;
-  request.address = place.slot(0);
+  Site site(directory);
+  Engine engine(site.setup(true));
+  LaneOp request;
+  request.address = site.address(0);
   request.payload_bytes = kPayload;
   request.identity = identity(1, 1);
-  fill(place.slot(0), {1, 1});
-  const uint32_t right = payload_crc(place.slot(0), kPayload);
+  fill(site.slot(0), {1, 1});
+  const uint32_t right = payload_crc(site.slot(0), kPayload);
   for (const bool intact : {true, false}) {
     request.urgency = Urgency::WRITE;
     request.payload_crc = intact ? right : right ^ 1;
     ++request.token;
-    CHECK(run_one(engine, request) == Code::kOk);
+    CHECK(run_one(engine, request) == Outcome::OK);
     request.urgency = Urgency::DEMAND;
     ++request.token;
-    CHECK(run_one(engine, request) == (intact ? Code::kOk : Code::kChecksumMismatch));
+    CHECK(run_one(engine, request) == (intact ? Outcome::OK : Outcome::CHECKSUM_MISMATCH));
   }
   for (size_t at = kHeaderBytes; at < kHeaderBytes + kPayload; at += 9'999) {
     request.urgency = Urgency::WRITE;
     request.payload_crc = right;
-    place.slot(0)[at] ^= std::byte{1};
+    site.slot(0)[at] ^= std::byte{1};
     ++request.token;
-    CHECK(run_one(engine, request) == Code::kOk);
-    place.slot(0)[at] ^= std::byte{1};
+    CHECK(run_one(engine, request) == Outcome::OK);
+    site.slot(0)[at] ^= std::byte{1};
     request.urgency = Urgency::DEMAND;
     ++request.token;
-    CHECK(run_one(engine, request) == Code::kChecksumMismatch);
-    fill(place.slot(0), {1, 1});
+    CHECK(run_one(engine, request) == Outcome::CHECKSUM_MISMATCH);
+    fill(site.slot(0), {1, 1});
   }
   CHECK(engine.close(std::chrono::seconds(20)));
 }
 
 void test_errors(const std::string& directory) {
-  Place place(directory);
-  Engine engine(place.setup(true));
-  CHECK(ftruncate(place.targets[0].slab_fd, 2 * kSlot + kPageBytes) == 0);
-  Request request;
+  Site site(directory);
+  Engine engine(site.setup(true));
+  CHECK(ftruncate(site.targets[0].slab_fd, 2 * kSlot + kPageBytes) == 0);
+  LaneOp request;
   request.token = 1;
-  request.pool_slot = 4;  // the third of target 0, now cut off
-  request.address = place.slot(0);
+  request.place = place_of(0, 2);  // now cut off
+  request.address = site.address(0);
   request.payload_bytes = kPayload;
   request.identity = identity(1, 1);
-  engine.submit(request);
+  engine.take(request);
   engine.kick();
   const auto found = wait(engine);
-  CHECK(found.size() == 1 && found[0].code == Code::kIoError && found[0].error == 0);
+  CHECK(found.size() == 1 && found[0].code == Outcome::IO_ERROR && found[0].error == 0);
   CHECK(engine.close(std::chrono::seconds(20)));
 
-  EngineSetup broken = place.setup(true);
+  EngineSetup broken = site.setup(true);
   broken.targets[1].slab_fd = 9999;
   try {
     Engine never(broken);
@@ -520,30 +523,30 @@ void test_errors(const std::string& directory) {
 
 // Reads beyond the bound wait for those before them, and not for one that was given up.
 void test_reads_that_wait(const std::string& directory) {
-  Place place(directory);
+  Site site(directory);
   auto gate = std::make_shared<StartGate>();
-  EngineSetup setup = place.setup(true, gate);
+  EngineSetup setup = site.setup(true, gate);
   setup.limits.read_bytes_started_max = 2 * kSlot;
   Engine engine(setup);
-  Request request;
+  LaneOp request;
   request.payload_bytes = kPayload;
   request.identity = identity(1, 1);
   const auto submit = [&](uint64_t number, Urgency urgency) {
     request.token = number + 1;
     request.urgency = urgency;
-    request.pool_slot = number * kTargets;
-    request.address = place.slot(static_cast<unsigned>(number));
-    engine.submit(request);
+    request.place = place_of(0, static_cast<uint32_t>(number));
+    request.address = site.address(static_cast<unsigned>(number));
+    engine.take(request);
   };
   constexpr size_t kReads = 6;
   for (uint64_t number = 0; number < kReads; ++number) {
-    fill(place.slot(static_cast<unsigned>(number)), {1, 1});
+    fill(site.slot(static_cast<unsigned>(number)), {1, 1});
     submit(number, Urgency::WRITE);
   }
   engine.kick();
   size_t ended = 0;
   while (ended < kReads) ended += wait(engine).size();
-  gate->shut({0, kTargets});
+  gate->shut({place_of(0, 0), place_of(0, 1)});
   for (uint64_t number = 0; number < kReads; ++number) submit(number, Urgency::DEMAND);
   engine.kick();
   const auto starts = [&] { return gate->starts().size() - kReads; };
@@ -553,15 +556,15 @@ void test_reads_that_wait(const std::string& directory) {
   CHECK(!engine.cancel(1));
   std::set<uint64_t> right;
   while (right.size() < 3)
-    for (const Completion& one : wait(engine))
-      CHECK(one.code == Code::kOk && right.insert(one.token).second);
+    for (const LaneEnd& one : wait(engine))
+      CHECK(one.code == Outcome::OK && right.insert(one.token).second);
   CHECK((right == std::set<uint64_t>{3, 4, 5}));
   CHECK(starts() == 5);
   gate->shut({});
   engine.kick();
   while (right.size() < 5)
-    for (const Completion& one : wait(engine))
-      CHECK(one.code == (one.token == 1 ? Code::kCancelled : Code::kOk) &&
+    for (const LaneEnd& one : wait(engine))
+      CHECK(one.code == (one.token == 1 ? Outcome::CANCELLED : Outcome::OK) &&
             right.insert(one.token).second);
   CHECK(engine.close(std::chrono::seconds(20)));
 }
@@ -609,21 +612,21 @@ void test_completions_that_follow() {
     pollfd ready{completions.fd(), POLLIN, 0};
     return poll(&ready, 1, 0) == 1;
   };
-  completions.push({1, Code::kOk, 0}, true);
+  completions.push({1, Outcome::OK, 0}, true);
   CHECK(!is_told());
   completions.tell(false);
   CHECK(is_told());
   CHECK(completions.take().size() == 1 && !is_told());
-  completions.push({2, Code::kOk, 0}, true);
+  completions.push({2, Outcome::OK, 0}, true);
   std::this_thread::sleep_for(std::chrono::milliseconds(1));
   completions.tell(true);  // more follow, but this one has waited long enough
   CHECK(is_told());
   CHECK(completions.take().size() == 1);
-  completions.push({3, Code::kOk, 0}, true);
-  completions.push({4, Code::kOk, 0});  // nothing follows this one
+  completions.push({3, Outcome::OK, 0}, true);
+  completions.push({4, Outcome::OK, 0});  // nothing follows this one
   CHECK(is_told());
   CHECK(completions.take().size() == 2 && !is_told());
-  completions.push({5, Code::kOk, 0}, true);
+  completions.push({5, Outcome::OK, 0}, true);
   completions.landed({6});
   CHECK(is_told());
 }

@@ -62,12 +62,16 @@ auto pick(Dice& dice, Container& all) {
   return at;
 }
 
+std::string key_of(const LaneOp& op) {
+  const auto* const key = reinterpret_cast<const char*>(op.identity.key.data());
+  return {key, op.identity.key_bytes};
+}
+
 // Lanes that end what they have when the test makes them.
 class Lanes final : public NativeLanes {
  public:
   struct Op {
     LaneOp op;
-    std::string key;
     int64_t deadline_ns = 0;  // from the first hand-over of its row
     bool queued = false;      // it has not started
     bool wanted = true;
@@ -91,7 +95,7 @@ class Lanes final : public NativeLanes {
       CHECK(deadline_ns > now_ns);
       retries_.erase(retried);
     }
-    ops[op.token] = {op, std::string(op.key), deadline_ns, op.token % 3 == 0};
+    ops[op.token] = {op, deadline_ns, op.token % 3 == 0};
   }
   void start() override {}
   // Only of large payloads, so that both ways are taken.
@@ -143,25 +147,25 @@ class Lanes final : public NativeLanes {
   void end(Dice& dice, unsigned failing) {
     if (ops.empty()) return;
     const auto at = pick(dice, ops);
-    LaneEnd end{at->first, static_cast<uint8_t>(Outcome::OK)};
+    LaneEnd end{at->first, Outcome::OK};
     if (!at->second.wanted) {
-      if (dice() % 2) end.code = static_cast<uint8_t>(Outcome::CANCELLED);
+      if (dice() % 2) end.code = Outcome::CANCELLED;
     } else if (chance(dice, failing)) {
       constexpr Outcome kFailures[] = {Outcome::IO_ERROR, Outcome::STALE,
                                        Outcome::CHECKSUM_MISMATCH};
       const Outcome failure = kFailures[dice() % 3];
-      end.code = static_cast<uint8_t>(failure);
+      end.code = failure;
       const bool is_read = at->second.op.urgency != Urgency::WRITE;
       if (is_read && failure == Outcome::CHECKSUM_MISMATCH)
-        damaged.insert(at->second.op.generation);
+        damaged.insert(at->second.op.identity.generation);
       if (failure == Outcome::IO_ERROR) end.error = dice() % 2 ? EIO : ENOSPC;
       const bool again = end.error == EIO && at->second.op.urgency != Urgency::WRITE;
       if (again) retries_[row_of(at->second.op)] = at->second.deadline_ns;
     }
     const LaneOp& op = at->second.op;
-    if (op.header_only && end.code == static_cast<uint8_t>(Outcome::OK) && chance(dice, 80)) {
+    if (op.header_only && end.code == Outcome::OK && chance(dice, 80)) {
       end.payload_crc = crc_of(op.address + kHeader);
-      unproven[op.address] = op.generation;
+      unproven[op.address] = op.identity.generation;
     }
     ops.erase(at);
     ends_.push_back(end);
@@ -185,9 +189,11 @@ class Lanes final : public NativeLanes {
  private:
   // The bounds of a target, its buffers for itself, and no write before the target's superblock.
   void check(const LaneOp& op) const {
-    CHECK(op.owner ? files.contains(op.owner) : op.pool_slot < kPoolSlots);
+    const auto owner = static_cast<uint16_t>(owner_of(op.place));
+    CHECK(owner ? files.contains(owner)
+                : slot_of(op.place) * kTargets + target_of(op.place) < kPoolSlots);
     CHECK((op.address - kBase) % kSlotBytes == 0);
-    CHECK(!op.header_only || (op.urgency != Urgency::WRITE && whole.contains(op.generation)));
+    CHECK(!op.header_only || (op.is_read() && whole.contains(op.identity.generation)));
     CHECK(op.urgency != Urgency::WRITE || !unproven.contains(op.address));
     CHECK(op.address >= kBase && op.address < kBase + (kCacheSlots + kStreamSlots) * kSlotBytes);
     const bool is_write = op.urgency == Urgency::WRITE;
@@ -196,11 +202,11 @@ class Lanes final : public NativeLanes {
       const bool other_writes = other.op.urgency == Urgency::WRITE;
       // Writes from one slot may run side by side, also with an abandoned one.
       if (!(is_write && other_writes)) CHECK(other.op.address != op.address);
-      const bool same_target = other.op.pool_slot % kTargets == op.pool_slot % kTargets;
+      const bool same_target = target_of(other.op.place) == target_of(op.place);
       same += same_target && other.holds_place() && other_writes == is_write;
     }
     CHECK(same < (is_write ? kWritesMax : kReadsMax));
-    CHECK(op.payload_bytes == kGroupBytes[group_of(op.generation - 1)]);
+    CHECK(op.payload_bytes == kGroupBytes[group_of(op.identity.generation - 1)]);
     const bool summed = is_write && op.payload_bytes == kGroupBytes[0];
     // Or the copy of the load that filled the slot has made it.
     const bool has_crc = is_write && op.payload_crc == int64_t{crc_of(op.address + kHeader)};
@@ -208,17 +214,17 @@ class Lanes final : public NativeLanes {
     size_t bytes = bytes_of(op);
     for (const auto& [token, other] : ops)
       if (other.holds_place() && (other.op.urgency == Urgency::WRITE) == is_write &&
-          other.op.pool_slot % kTargets == op.pool_slot % kTargets)
+          target_of(other.op.place) == target_of(op.place))
         bytes += bytes_of(other.op);
     CHECK(!same || bytes <= (is_write ? kWriteBytesMax : kReadBytesMax));
     if (is_stream(op)) {
       CHECK(std::ranges::count_if(ops, [&](const auto& one) {
               const LaneOp& other = one.second.op;
-              return is_stream(other) && other.pool_slot % kTargets == op.pool_slot % kTargets;
+              return is_stream(other) && target_of(other.place) == target_of(op.place);
             }) < static_cast<ptrdiff_t>(kStreamSlots / kTargets));
     }
-    const Lane& lane = lanes[op.pool_slot % kTargets];
-    if (is_write) CHECK(!lane.superblocks && op.stamp == lane.stamp && !op.owner);
+    const Lane& lane = lanes[target_of(op.place)];
+    if (is_write) CHECK(!lane.superblocks && op.stamp == lane.stamp && !owner);
     CHECK(op.stamp.tag == lane.stamp.tag);
   }
   static bool is_stream(const LaneOp& op) { return op.address >= kBase + kCacheSlots * kSlotBytes; }
@@ -226,9 +232,9 @@ class Lanes final : public NativeLanes {
     return kHeader + (op.payload_bytes + 4095) / 4096 * 4096;
   }
   // What a read and its retry have in common, and no other read of this test.
-  using Row = std::tuple<uint64_t, uint64_t, std::string, uint64_t>;
+  using Row = std::tuple<Place, uint64_t, std::string, uint64_t>;
   static Row row_of(const LaneOp& op) {
-    return {op.pool_slot, op.address, std::string(op.key), op.generation};
+    return {op.place, op.address, key_of(op), op.identity.generation};
   }
 
   std::vector<LaneEnd> ends_;
@@ -364,7 +370,7 @@ class World {
     for (size_t row = 0; row < rows; ++row) {
       if (kind == OpKind::STORE && kGroupBytes[groups[row]] && first[row] == first[row + 1])
         command.lacks.insert(static_cast<uint32_t>(row));
-      command.rows.emplace_back(kind == OpKind::WRITE, cache[row], pool_slot_of(places[row]),
+      command.rows.emplace_back(kind == OpKind::WRITE, cache[row], places[row],
                                 generations[row]);
     }
     auto urgency = kind == OpKind::WRITE ? Urgency::WRITE : Urgency::DEMAND;
@@ -392,9 +398,10 @@ class World {
     return newest_fence_;
   }
 
-  static int64_t place(uint64_t pool_slot) {
-    return 255LL << 40 | static_cast<int64_t>(pool_slot % kTargets) << 32 |
-           static_cast<int64_t>(pool_slot / kTargets);
+  // Of the pool's slots in turn.
+  static Place place(uint64_t number) {
+    return place_of(static_cast<uint32_t>(number % kTargets),
+                    static_cast<uint32_t>(number / kTargets));
   }
   void attach(uint64_t op) {
     const auto owner = static_cast<uint16_t>(1 + dice_() % kOwners);
@@ -407,10 +414,6 @@ class World {
   int64_t foreign_place() {
     const auto owner = static_cast<uint32_t>(1 + dice_() % kOwners);
     return owned_by(owner, place(dice_() % (2 * kPoolSlots)));
-  }
-  static int64_t pool_slot_of(int64_t place) {
-    if (place < 0) return -1;
-    return (place & 0xFFFFFFFF) * static_cast<int64_t>(kTargets) + (place >> 32 & 0xFF);
   }
 
   // What was asked for comes or fails, and some owners go.
@@ -441,9 +444,9 @@ class World {
     for (const auto& [token, one] : lanes_.ops) {
       const auto slot = static_cast<int32_t>((one.op.address - kBase) / kSlotBytes);
       if (!one.op.header_only || slot >= static_cast<int32_t>(kCacheSlots)) continue;
-      const uint64_t number = one.op.generation - 1;
+      const uint64_t number = one.op.identity.generation - 1;
       if (!given_.contains(slot) || given_[slot] != number) continue;
-      const Signature row{false, slot, static_cast<int64_t>(one.op.pool_slot), number + 1};
+      const Signature row{false, slot, one.op.place, number + 1};
       const auto filler = std::ranges::find_if(commands_, [&](const auto& command) {
         return std::ranges::count(command.second.rows, row) > 0;
       });
@@ -456,7 +459,7 @@ class World {
       const std::vector<uint8_t> groups{group_of(number)};
       commands_[op] = {OpKind::LOAD, {0}, {0}, false, {{false, slot, -1, number + 1}}};
       machine_.begin(op, OpKind::LOAD, Urgency::DEMAND,
-                     {one.key, generations, cache, places, groups}, {pieces, first},
+                     {key_of(one.op), generations, cache, places, groups}, {pieces, first},
                      fence_of(op));
       machine_.cancel(cancelled, nullptr);
       return;
@@ -575,7 +578,7 @@ class World {
   void begin_superblock(size_t target, uint64_t token, uint64_t op) {
     for (const auto& [other, one] : superblocks_) CHECK(one.target != target || one.late);
     for (const auto& [other, one] : lanes_.ops)
-      CHECK(one.op.pool_slot % kTargets != target || one.op.urgency != Urgency::WRITE ||
+      CHECK(target_of(one.op.place) != target || one.op.urgency != Urgency::WRITE ||
             !one.wanted);
     const auto before = again_.find(target);
     Superblock& one = superblocks_[token] = {target, op, now_ns_ + kWriteNs, false};
@@ -598,9 +601,9 @@ class World {
     const auto at = pick(dice_, superblocks_);
     const auto [token, one] = *at;
     superblocks_.erase(at);
-    LaneEnd end{token, static_cast<uint8_t>(Outcome::OK)};
+    LaneEnd end{token, Outcome::OK};
     if (chance(dice_, 2 * failing)) {
-      end.code = static_cast<uint8_t>(Outcome::IO_ERROR);
+      end.code = Outcome::IO_ERROR;
       end.error = dice_() % 2 ? EIO : ENOSPC;
     }
     const bool ok = !end.error;
@@ -650,7 +653,7 @@ class World {
       const auto slot = static_cast<int32_t>((one.op.address - kBase) / kSlotBytes);
       if (slot >= static_cast<int32_t>(kCacheSlots)) continue;
       const auto at = rows.find({one.op.urgency == Urgency::WRITE, slot,
-                                 static_cast<int64_t>(one.op.pool_slot), one.op.generation});
+                                 one.op.place, one.op.identity.generation});
       CHECK(at != rows.end());
       rows.erase(at);
     }

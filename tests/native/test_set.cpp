@@ -58,7 +58,7 @@ class Lanes final : public NativeLanes {
     const size_t slot = slot_at(op.address);
     CHECK(slot / kSlots == rank_ && op.single_copy);
     if (op.urgency == Urgency::WRITE)
-      CHECK(memory_[slot] == op.generation);
+      CHECK(memory_[slot] == op.identity.generation);
     else
       memory_[slot] = 0;
     ops.push_back(op);
@@ -75,8 +75,8 @@ class Lanes final : public NativeLanes {
     const LaneOp op = ops[at];
     ops.erase(ops.begin() + static_cast<ptrdiff_t>(at));
     const bool ok = !chance(dice, failing);
-    if (op.urgency != Urgency::WRITE) memory_[slot_at(op.address)] = ok ? op.generation : 0;
-    ends_.push_back({op.token, static_cast<uint8_t>(ok ? Outcome::OK : Outcome::STALE)});
+    if (op.is_read()) memory_[slot_at(op.address)] = ok ? op.identity.generation : 0;
+    ends_.push_back({op.token, ok ? Outcome::OK : Outcome::STALE});
   }
 
   std::vector<LaneOp> ops;

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from tests.chunks import number_in
 from vllm_nvmeof_offload.errors import CANCELLED, OK, STALE, Outcome, io_error
 from vllm_nvmeof_offload.peers.base import NO_PEER, PeerEnd, PeerRead, PeerState
 from vllm_nvmeof_offload.pool.format import SlotPlace
@@ -26,8 +27,8 @@ _ROUNDING_S = 1e-6  # the machine counts nanoseconds
 _LIES = ("bytes", "chunk", "torn")
 
 
-def place_of(pool_slot: int) -> SlotPlace:
-    return SlotPlace(_OURS, 0, pool_slot)
+def slot_place(targets: int, place: int) -> SlotPlace:
+    return SlotPlace(_OURS, 0, number_in(place, targets))
 
 
 def with_peers(knobs: Knobs, seed: int, peers: int) -> Knobs:

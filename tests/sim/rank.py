@@ -7,6 +7,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -34,7 +35,7 @@ from .copying import SimCopy
 from .landing import SimLanding
 from .memory import Memory, Tag
 from .owners import Owners, is_foreign
-from .peers import SimPeers, place_of
+from .peers import SimPeers, slot_place
 from .regions import SimHealth, SimOpener
 from .serving import SimServing
 from .sets import RankSet, holds, own, set_sizes, split_cache
@@ -175,7 +176,8 @@ class SimRank:
         seed = self._rng.random()
         self.peers = SimPeers(self.io, self.memory, knobs, self._clock, seed)
         self.landing = SimLanding(self.memory, knobs, self._clock, seed)
-        return Peers(self.peers, knobs.peers, place_of, self.landing, chunks_min=1)
+        place = partial(slot_place, knobs.targets)
+        return Peers(self.peers, knobs.peers, place, self.landing, chunks_min=1)
 
     def _limits(self) -> TransferLimits:
         knobs = self._knobs

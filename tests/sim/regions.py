@@ -93,7 +93,7 @@ class SimHealth(TargetHealth):
     def __init__(self) -> None:
         super().__init__(can_return=False)
 
-    def ended(self, attachment: int, outcome: Outcome, pool_slot: int, *, is_write: bool) -> None:
+    def ended(self, attachment: int, outcome: Outcome, place: int, *, is_write: bool) -> None:
         if outcome.kind is OutcomeKind.IO_ERROR and outcome.errno in REGION_ERRNOS:
             raise Violation("S3", f"{outcome} of another engine's region counts for the target")
-        super().ended(attachment, outcome, pool_slot, is_write=is_write)
+        super().ended(attachment, outcome, place, is_write=is_write)

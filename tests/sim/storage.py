@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from tests.chunks import number_in
 from vllm_nvmeof_offload.errors import (
     CANCELLED,
     CHECKSUM_MISMATCH,
@@ -36,6 +37,8 @@ from vllm_nvmeof_offload.protocol import (
     SlotIdentity,
     Urgency,
     owner_of,
+    slot_of,
+    target_of,
 )
 from vllm_nvmeof_offload.units import slot_stride_bytes
 
@@ -81,8 +84,10 @@ class _Flight:
     held: tuple[float, ...] = ()
 
     def __str__(self) -> str:
-        of = f" of owner {self.op.owner}" if self.op.owner else ""
-        return f"{self.op.kind.value} of pool slot {self.op.pool_slot}{of} (io {self.op.token})"
+        place = self.op.place
+        of = f" of owner {owner_of(place)}" if owner_of(place) else ""
+        where = f"slot {slot_of(place)} of target {target_of(place)}{of}"
+        return f"{self.op.kind.value} of {where} (io {self.op.token})"
 
 
 def transfer_bytes(op: IoOp) -> int:
@@ -92,7 +97,7 @@ def transfer_bytes(op: IoOp) -> int:
 
 def _row(op: IoOp) -> tuple[object, ...]:
     """What a read and its retry have in common."""
-    return op.kind, op.owner, op.pool_slot, op.address, op.identity
+    return op.kind, op.place, op.address, op.identity
 
 
 def identities_of(batch: ChunkBatch) -> list[SlotIdentity]:
@@ -332,7 +337,11 @@ class SimIo:
         return self._permitted_s[self._target(op)] <= self._clock()
 
     def _target(self, op: IoOp) -> int:
-        return op.pool_slot % self._knobs.targets
+        return target_of(op.place)
+
+    def _number(self, op: IoOp) -> int:
+        """Of its slot, in the stores."""
+        return number_in(op.place, self._knobs.targets)
 
     def cancels(self) -> None:
         """The rank received a cancel: a read that was to be tried again may be gone."""
@@ -351,7 +360,7 @@ class SimIo:
                 raise Violation("14", f"{flight} is past its deadline and waited for")
         awaited = [flight.op for flight in self._flights.values() if not flight.late]
         writing, resetting = (
-            {op.pool_slot % self._knobs.targets for op in awaited if op.kind is kind}
+            {self._target(op) for op in awaited if op.kind is kind}
             for kind in (OpKind.WRITE, OpKind.RESET)
         )
         for lane in self._lanes:
@@ -382,7 +391,7 @@ class SimIo:
         reset = op.kind is OpKind.RESET
         slot = -1 if reset else self._slot_of(op)
         start_s = now + knobs.io_s * rng.choice((0.0, 0.0, rng.random()))
-        slow = 4.0 if op.pool_slot % knobs.targets == knobs.slow_target else 1.0
+        slow = 4.0 if self._target(op) == knobs.slow_target else 1.0
         done_s = start_s + slow * knobs.io_s * rng.uniform(0.2, 2.0)
         region = self._region_of(op)
         if op.header_only and (op.kind is not OpKind.LOAD or not knobs.copies_check):
@@ -425,9 +434,9 @@ class SimIo:
 
     def _region_of(self, op: IoOp) -> ForeignSlab | None:
         """The files of a read of another engine's chunk: nobody reads before they are open."""
-        if not op.owner:
+        if owner_of(op.place) == OURS:
             return None
-        region = self.regions.get((op.owner, op.pool_slot % self._knobs.targets))
+        region = self.regions.get((owner_of(op.place), self._target(op)))
         if region is None:
             raise Violation("S4", f"rank {self._rank} reads {op} without that owner's files")
         return region
@@ -455,7 +464,7 @@ class SimIo:
             if other is not flight
             and other.op.kind is not OpKind.RESET
             and not other.late
-            and other.op.pool_slot % knobs.targets == op.pool_slot % knobs.targets
+            and self._target(other.op) == self._target(op)
         ]
         same = [other for other in others if other.is_read == op.is_read]
         most, size_max = knobs.reads_max, knobs.read_bytes_max
@@ -496,10 +505,10 @@ class SimIo:
 
     def _check_stream_slots(self, flight: _Flight) -> None:
         """A stream slot counts on the share of the target that reads into it, until its release."""
-        knobs, target = self._knobs, flight.op.pool_slot % self._knobs.targets
+        knobs, target = self._knobs, self._target(flight.op)
         streams = range(knobs.cache_slots, knobs.first_serve_slot)
         held = sum(
-            other.slot in streams and other.op.pool_slot % knobs.targets == target
+            other.slot in streams and self._target(other.op) == target
             for other in self._flights.values()
         )
         most = max(1, knobs.stream_slots // knobs.targets)
@@ -510,14 +519,14 @@ class SimIo:
         rng, knobs, op = self._rng, self._knobs, flight.op
         if self.calm:
             return
-        flight.done_s = self._hang(flight, op.pool_slot % knobs.targets) or flight.done_s
+        flight.done_s = self._hang(flight, self._target(op)) or flight.done_s
         writes = not op.is_read
-        if op.kind is OpKind.WRITE and (op.pool_slot * 0.618) % 1 < knobs.full_slot:
+        if op.kind is OpKind.WRITE and (self._number(op) * 0.618) % 1 < knobs.full_slot:
             flight.fault, flight.outcome = "error", io_error(errno.ENOSPC)
         elif rng.random() < (knobs.write_fails if writes else knobs.read_fails):
             number = rng.choice((errno.EIO, errno.EIO, errno.ENODEV, errno.EINVAL))
             flight.fault, flight.outcome = "error", io_error(number)
-        elif op.owner and rng.random() < knobs.region_fails:
+        elif owner_of(op.place) and rng.random() < knobs.region_fails:
             flight.fault, flight.outcome = "region", io_error(rng.choice(REGION_ERRNOS))
         elif op.is_read and rng.random() < knobs.read_corrupts:
             flight.fault = "flip"
@@ -535,7 +544,7 @@ class SimIo:
         """Rules 1 and 5: a write signs the staged bytes with the identity it names."""
         identity = flight.op.identity
         assert identity is not None
-        if flight.op.owner:
+        if owner_of(flight.op.place) != OURS:
             raise Violation("S1", f"{flight}")
         payload = self._payload(flight)
         if payload != self.payload_of(identity.generation):
@@ -546,9 +555,9 @@ class SimIo:
             raise Violation("reset", f"{flight} was submitted before a reset but starts after it")
         self._lane(flight.op).check_write(flight, flight.op.stamp)
         for other in self._flights.values():
-            if other.op.owner:
+            if owner_of(other.op.place) != OURS:
                 continue
-            same = other is not flight and other.op.pool_slot == flight.op.pool_slot
+            same = other is not flight and self._number(other.op) == self._number(flight.op)
             # A cancelled read may meet any bytes; it still owns its buffer.
             # What peers ask for, nobody here protects: what they get is refused.
             unminded = other.late or other.unwanted or self._is_serve(other.op)
@@ -557,11 +566,11 @@ class SimIo:
                 raise Violation("7", f"{flight} while {other} is under way")
 
     def _lane(self, op: IoOp) -> ResetRule:
-        return self._lanes[op.pool_slot % self._knobs.targets]
+        return self._lanes[self._target(op)]
 
     def _begin_superblock(self, flight: _Flight) -> None:
-        target, now = flight.op.pool_slot, self._clock()
-        same = [f for f in self._flights.values() if f.op.pool_slot % self._knobs.targets == target]
+        target, now = self._target(flight.op), self._clock()
+        same = [f for f in self._flights.values() if self._target(f.op) == target]
         if any(f.op.kind is OpKind.WRITE and not f.late for f in same):
             raise Violation("15", f"{flight} overtakes a write of its lane")
         resets = [f for f in same if f.op.kind is OpKind.RESET]
@@ -583,11 +592,11 @@ class SimIo:
     def _put_superblock(self, flight: _Flight) -> None:
         """Make it durable. One that reports an error may have become so, too."""
         assert flight.superblock is not None
-        self.store.put_superblock(flight.op.pool_slot, flight.superblock)
+        self.store.put_superblock(self._target(flight.op), flight.superblock)
         self.store.void_limit = max(self.store.void_limit, flight.void_limit)
 
     def _superblock_ends(self, flight: _Flight) -> None:
-        target, outcome = flight.op.pool_slot, flight.outcome
+        target, outcome = self._target(flight.op), flight.outcome
         in_time = not flight.late and flight.deadline_s > self._clock()
         if outcome.retryable and in_time and not flight.retried:
             self._superblock_retries[target] = flight.deadline_s
@@ -610,16 +619,16 @@ class SimIo:
         if flight.fault == "lost":
             return
         if flight.fault == "torn":
-            old = self.store.data.get(op.pool_slot)
+            old = self.store.data.get(self._number(op))
             rest = (old.payload if old else ()) + (None,) * len(payload)
             cut = rng.randrange(max(1, len(payload)))
             record = replace(record, payload=payload[:cut] + rest[cut : len(payload)])
         elif record.signed is not None:
             record = record.damaged(header=False)
-        place = op.pool_slot
+        number = self._number(op)
         if flight.fault == "misdirected":
-            place = rng.randrange(self._knobs.pool_slots)
-        self.store.put_data(place, record)
+            number = rng.randrange(self._knobs.pool_slots)
+        self.store.put_data(number, record)
 
     def _enter(self, flight: _Flight) -> None:
         assert flight.op.identity is not None
@@ -627,7 +636,7 @@ class SimIo:
             raise Violation("5", f"{flight}: table entry before the data")
         assert flight.op.stamp is not None
         entry = flight.op.identity, flight.op.stamp.epoch, flight.op.single_copy
-        self.store.put_table(flight.op.pool_slot, entry)
+        self.store.put_table(self._number(flight.op), entry)
         self.counts["io_single_copies"] += flight.op.single_copy
 
     def _read(self, flight: _Flight) -> None:
@@ -668,7 +677,7 @@ class SimIo:
         return self._checks is None or self._checks.random() < self._knobs.full_checks
 
     def _record_at(self, flight: _Flight) -> Record | None:
-        number = flight.op.pool_slot
+        number = self._number(flight.op)
         if flight.region is None:
             return self.store.data.get(number)
         assert self.opener is not None
@@ -732,4 +741,4 @@ class SimIo:
         if not flight.data_done or not flight.table_done:
             raise Violation("5", f"{flight} reported before data and table")
         assert op.identity is not None
-        self.committed[op.pool_slot] = op.identity.generation
+        self.committed[self._number(op)] = op.identity.generation

@@ -153,7 +153,7 @@ def test_a_load_promotes_the_fills_of_its_slot_wherever_they_wait() -> None:
     assert not slot.ask(5, A, fill=False)
     bench.cancel(2)
     slot.end(1)
-    found = [(op.pool_slot, op.urgency) for op in bench.io.started]
+    found = [(bench.number(op), op.urgency) for op in bench.io.started]
     assert sorted(found) == [(3, Urgency.DEMAND), (4, Urgency.PREFETCH)]
     bench.io.complete(bench.io_of(3))
     assert slot.granted() == [(5, False)]

@@ -35,8 +35,8 @@ FUNCTION_LINES_MAX = 70
 COLUMNS_MAX = 100
 #: Files and lines of Python and C++. They may fall (lower the number then), and a commit that
 #: raises one gives the reason.
-PRODUCT_FILES_MAX = 203
-PRODUCT_LINES_MAX = 45_440
+PRODUCT_FILES_MAX = 201
+PRODUCT_LINES_MAX = 44_770
 BENCH_FILES_MAX = 103
 BENCH_LINES_MAX = 21_400
 #: A count below its maximum by more than this share means that the maximum has to be lowered.
@@ -122,7 +122,7 @@ def allowed(path: Path, places: set[str]) -> bool:
 def lines_of(folder: Path) -> Counter[str]:
     """Lines by file of Python and C++ below `folder`."""
     found: Counter[str] = Counter()
-    for pattern in ("*.py", "*.pyi", "*.cpp", "*.h", "*.c"):
+    for pattern in ("*.py", "*.cpp", "*.h", "*.c"):
         for path in folder.rglob(pattern):
             found[name_of(path)] = len(path.read_text().splitlines())
     return found

@@ -36,7 +36,7 @@ from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.errors import OK, Outcome, code_of
 from vllm_nvmeof_offload.native import InstantLanes, PythonLanes
 from vllm_nvmeof_offload.pool.format import SlotPlace, Stamp
-from vllm_nvmeof_offload.protocol import OURS, TAG_BYTES, OpKind, SlotIdentity, Urgency
+from vllm_nvmeof_offload.protocol import TAG_BYTES, OpKind, SlotIdentity, Urgency, place_of
 
 if TYPE_CHECKING:
     from vllm_nvmeof_offload.native._tiers import LaneOp
@@ -47,8 +47,9 @@ class IoOp:
     """One operation.
 
     token: the caller's number, unique among operations in flight.
+    place: in another owner's region (`attach_region`) only for reads.
     kind: WRITE; LOAD or FETCH, which read; or RESET, which writes the newest superblock of the
-    target of `pool_slot` (`pool.write_superblock`), logs its epoch before it ends, and has no
+    target of `place` (`pool.write_superblock`), logs its epoch before it ends, and has no
     `identity`, `address` or `stamp`.
     address: staging address of the slot (its header page); the payload follows it.
     payload_bytes: at most what a slot holds; it is transferred in whole pages.
@@ -57,7 +58,7 @@ class IoOp:
     token: int
     kind: OpKind
     urgency: Urgency
-    pool_slot: int
+    place: int
     address: int
     identity: SlotIdentity | None
     payload_bytes: int
@@ -68,9 +69,6 @@ class IoOp:
     payload_crc: int | None = None
     #: WRITE only: no other rank of the set has the chunk; header and table entry say so.
     single_copy: bool = False
-    #: Reads only: the engine in whose region the slot is (`attach_region`). `pool_slot` counts over
-    #: our targets, as for our own.
-    owner: int = OURS
     #: Reads only: the copy of the payload checks it, so the engine need only check the header, if
     #: its completion then says what CRC the payload must have.
     header_only: bool = False
@@ -254,19 +252,22 @@ def end_of(one: Completion) -> tuple[int, int, int, float, int]:
     return one.token, code_of(one.outcome.kind), one.outcome.errno, one.ended_s or 0.0, crc
 
 
+def reset_op(token: int, target: int) -> IoOp:
+    return IoOp(token, OpKind.RESET, Urgency.WRITE, place_of(target, 0), 0, None, 0)
+
+
 def _op_of(one: LaneOp) -> IoOp:
     return IoOp(
         one.token,
         _KINDS[one.kind],
         Urgency(one.urgency),
-        one.pool_slot,
+        one.place,
         one.address,
         SlotIdentity(one.key, one.generation),
         one.payload_bytes,
         Stamp(*one.stamp),
         None if one.payload_crc < 0 else one.payload_crc,
         one.single_copy,
-        one.owner,
         one.header_only,
     )
 

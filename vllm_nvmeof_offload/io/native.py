@@ -15,16 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from vllm_nvmeof_offload.errors import (
-    CANCELLED,
-    CHECKSUM_MISMATCH,
-    DEADLINE,
-    OK,
-    STALE,
-    EngineError,
-    Outcome,
-    io_error,
-)
+from vllm_nvmeof_offload.errors import EngineError, Outcome, outcome_of
 from vllm_nvmeof_offload.io.base import (
     ALLOWED_CPUS,
     Completion,
@@ -38,7 +29,7 @@ from vllm_nvmeof_offload.io.base import (
 from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.pool.pool import Pool
-from vllm_nvmeof_offload.protocol import OURS, OpKind
+from vllm_nvmeof_offload.protocol import OURS, OpKind, owner_of, target_of
 from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -46,9 +37,6 @@ if TYPE_CHECKING:
 
 
 _NO_CRC = -1
-#: By the core's code: ok, io_error, checksum_mismatch, stale, deadline, cancelled.
-_IO_ERROR = 1
-_OUTCOMES = (OK, io_error(0), CHECKSUM_MISMATCH, STALE, DEADLINE, CANCELLED)
 
 
 class How(enum.Enum):
@@ -103,20 +91,18 @@ class NativeIoEngine:
         self._base_address = base_address
         self._offset_max = len(memory) - pool.slot_bytes
         self._payload_bytes_max = pool.slot_bytes - HEADER_BYTES
-        self._pool_slots = pool.slots
         self._superblocks: deque[Completion] = deque()  # that were written, or not
         self._closed = self._attached = False
         targets = range(pool.target_count)
         threads = max(_THREADS_MIN, -(-limits.threads // len(targets)))  # of each target
         try:
             self._core = core.Engine(
-                [self._files_of(target) for target in targets],
+                [pool.files(target) for target in targets],
                 base_address,
                 len(memory),
-                # Slot `target` is the first one of that target.
-                regions=[pool.place(target).region_uuid for target in targets],
+                regions=[block.place(0).region_uuid for block in pool.superblocks],
                 logs=[pool.log(target)[1:] for target in targets],
-                rank=pool.place(0).rank,
+                rank=pool.superblocks[0].rank,
                 permits=[0 if permit is None else permit.address for permit in pool.permits],
                 groups=list(pool.kinds.items()),
                 slot_bytes=pool.slot_bytes,
@@ -149,7 +135,7 @@ class NativeIoEngine:
         assert not self._closed, "submit after close"
         for number, op in enumerate(ops):
             if op.kind is OpKind.RESET:
-                target = op.pool_slot % self._pool.target_count
+                target = target_of(op.place)
                 epoch = self._pool.superblocks[target].epoch
                 end = functools.partial(self._superblock_ended, op.token, target, epoch)
                 self._pool.write_superblock(target, end)
@@ -167,12 +153,12 @@ class NativeIoEngine:
         offset = op.address - self._base_address
         assert offset % PAGE_BYTES == 0
         assert 0 <= offset <= self._offset_max
-        assert op.is_read if op.owner != OURS else 0 <= op.pool_slot < self._pool_slots
+        assert op.is_read or owner_of(op.place) == OURS
         assert 0 <= op.payload_bytes <= self._payload_bytes_max
         self._core.submit(
             op.token,
             op.urgency,
-            op.pool_slot,
+            op.place,
             op.address,
             op.payload_bytes,
             identity.key,
@@ -181,7 +167,6 @@ class NativeIoEngine:
             stamp.tag,
             _NO_CRC if op.payload_crc is None else op.payload_crc,
             op.single_copy,
-            op.owner,
             op.header_only,
         )
 
@@ -189,7 +174,7 @@ class NativeIoEngine:
         return [token for token in tokens if self._core.cancel(token)]
 
     def replace_target(self, target: int) -> None:
-        self._core.replace_target(target, *self._files_of(target))
+        self._core.replace_target(target, *self._pool.files(target))
 
     def hint(self, target: int, record: HintRecord) -> None:
         self._core.log_hint(target, *record)
@@ -205,7 +190,7 @@ class NativeIoEngine:
         completions = [
             Completion(
                 token,
-                io_error(number) if code == _IO_ERROR else _OUTCOMES[code],
+                outcome_of(code, number),
                 ended_ns / 1e9,
                 None if payload_crc == _NO_CRC else payload_crc,
             )
@@ -227,11 +212,6 @@ class NativeIoEngine:
     def kick(self) -> None:
         """Let the I/O threads look at their queues again, because a test's gate has opened."""
         self._core.kick()
-
-    def _files_of(self, target: int) -> tuple[int, int, int]:
-        """Slab, table and log. Slot `target` is the first one of that target."""
-        pool = self._pool
-        return pool.slab_fd(target)[0], pool.table_fd(target)[0], pool.log_fd(target)
 
     def _superblock_ended(self, token: int, target: int, epoch: int, outcome: Outcome) -> None:
         if outcome.ok:

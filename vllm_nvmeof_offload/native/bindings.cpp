@@ -2,6 +2,7 @@
 // The core for Python, in plain numbers and bytes; `io/native.py` gives them their types.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
@@ -63,31 +64,29 @@ void make_engine(Engine* at, const std::vector<std::tuple<int, int, int>>& targe
   new (at) Engine(setup);
 }
 
-void submit(Engine& engine, uint64_t token, unsigned urgency, uint64_t pool_slot, uintptr_t address,
+void submit(Engine& engine, uint64_t token, unsigned urgency, Place place, uintptr_t address,
             size_t payload_bytes, const nb::bytes& key, uint64_t generation, uint32_t epoch,
-            const nb::bytes& tag, int64_t payload_crc, bool single_copy, uint16_t owner,
-            bool header_only) {
-  Request request;
+            const nb::bytes& tag, int64_t payload_crc, bool single_copy, bool header_only) {
+  LaneOp request;
   request.token = token;
   request.urgency = static_cast<Urgency>(urgency);
-  request.pool_slot = pool_slot;
-  request.address = pointer(address);
+  request.place = place;
+  request.address = address;
   request.payload_bytes = payload_bytes;
   request.identity = identity_of(key, generation);
   request.stamp = {epoch, sixteen(tag)};
   request.payload_crc = payload_crc;
   request.single_copy = single_copy;
-  request.owner = owner;
   request.header_only = header_only;
-  engine.submit(request);
+  engine.take(request);
 }
 
-nb::list poll(Engine& engine) {
-  nb::list found;
-  for (const Completion& one : engine.poll())
-    found.append(
-        nb::make_tuple(one.token, static_cast<unsigned>(one.code), one.error, one.ended_ns,
-                       one.payload_crc));
+// Token, code, errno, time and payload CRC of each `LaneEnd`.
+std::vector<std::tuple<uint64_t, uint8_t, int, int64_t, int64_t>> poll(Engine& engine) {
+  std::vector<std::tuple<uint64_t, uint8_t, int, int64_t, int64_t>> found;
+  for (const LaneEnd& one : engine.poll())
+    found.emplace_back(one.token, static_cast<uint8_t>(one.code), one.error, one.ended_ns,
+                       one.payload_crc);
   return found;
 }
 
@@ -179,7 +178,7 @@ void seal_slot(Bytes slot, const nb::bytes& key, uint64_t generation, size_t pay
 unsigned verify_slot(ConstBytes slot, const nb::bytes& key, uint64_t generation,
                      size_t payload_bytes, const nb::bytes& region_uuid, uint16_t rank,
                      uint32_t number, const nb::bytes& tag) {
-  if (slot.size() < kHeaderBytes) return static_cast<unsigned>(Code::kChecksumMismatch);
+  if (slot.size() < kHeaderBytes) return static_cast<unsigned>(Outcome::CHECKSUM_MISMATCH);
   const auto* data = reinterpret_cast<const std::byte*>(slot.data());
   return static_cast<unsigned>(verify(data, slot.size(), identity_of(key, generation),
                                       payload_bytes, {{sixteen(region_uuid), rank}, number},
@@ -192,15 +191,21 @@ nb::bytes bytes_of(const std::array<uint8_t, kSize>& from, size_t size = kSize) 
 }
 
 // In the order of `pool.format.SlotHeader`.
-nb::object parse_slot_header(ConstBytes page) {
-  if (page.size() < kHeaderBytes) return nb::none();
+using HeaderFields =
+    std::tuple<std::tuple<nb::bytes, uint64_t>, std::tuple<nb::bytes, uint16_t, uint32_t>, size_t,
+               uint32_t, std::tuple<uint32_t, nb::bytes>, bool>;
+
+std::optional<HeaderFields> parse_slot_header(ConstBytes page) {
+  if (page.size() < kHeaderBytes) return std::nullopt;
   const auto found = parse_header(reinterpret_cast<const std::byte*>(page.data()));
-  if (!found) return nb::none();
+  if (!found) return std::nullopt;
   const auto& [identity, place, payload_bytes, payload_crc, stamp] = *found;
-  return nb::make_tuple(
-      nb::make_tuple(bytes_of(identity.key, identity.key_bytes), identity.generation),
-      nb::make_tuple(bytes_of(place.region.uuid), place.region.rank, place.slot), payload_bytes,
-      payload_crc, nb::make_tuple(stamp.epoch, bytes_of(stamp.tag)), place.single_copy);
+  return HeaderFields{{bytes_of(identity.key, identity.key_bytes), identity.generation},
+                      {bytes_of(place.region.uuid), place.region.rank, place.slot},
+                      payload_bytes,
+                      payload_crc,
+                      {stamp.epoch, bytes_of(stamp.tag)},
+                      place.single_copy};
 }
 
 LogRecord reset_record(uint32_t epoch) {
@@ -292,7 +297,7 @@ NB_MODULE(_native, m) {
 
   nb::class_<StartGate>(m, "StartGate")
       .def(nb::init<>())
-      .def("shut", &StartGate::shut, nb::arg("pool_slots"))
+      .def("shut", &StartGate::shut, nb::arg("places"))
       .def("starts", &StartGate::starts);
 
   bind_engine(m);

@@ -110,7 +110,8 @@ class Ahead {
   std::array<uint32_t, 2 * kBucket> hashes_{};  // of the last keys whose buckets were fetched
 };
 
-using Asked = std::tuple<nb::list, nb::list>;  // keys that hit, and that missed
+using PyKeys = nb::typed<nb::list, nb::bytes>;
+using Asked = std::tuple<PyKeys, PyKeys>;  // keys that hit, and that missed
 
 // Looks keys up as vLLM does, notes what it asked for, and counts it.
 class LookUps {
@@ -125,7 +126,8 @@ class LookUps {
 
   // The look-ups until `end` are one request's, and may hit in these sources only. lists: of its
   // keys, for speed.
-  void begin(uint8_t sources, const nb::iterable& lists) {
+  void begin(uint8_t sources,
+             const nb::typed<nb::iterable, nb::typed<nb::list, nb::any>>& lists) {
     context_ = {};
     allowed_ = sources;
     begun_ = true;
@@ -207,14 +209,17 @@ PyMethodDef look_up_method = {
 }  // namespace
 
 void bind_look_ups(nb::module_& m) {
+  // Of a key and a `ReqContext`.
+  using LookUp = nb::typed<nb::object, nb::typed<nb::callable, nb::any(nb::bytes, nb::any)>>;
   nb::class_<LookUps>(m, "LookUps")
-      .def(nb::init<nb::object, nb::object, nb::object, nb::object>(), "tiers"_a, "sources_of"_a,
-           "hit"_a, "miss"_a)
+      .def(nb::init<nb::typed<nb::object, Tiers>, nb::typed<nb::callable, uint8_t(nb::any)>,
+                    nb::object, nb::object>(),
+           "tiers"_a, "sources_of"_a, "hit"_a, "miss"_a)
       .def("begin", &LookUps::begin, "sources"_a, "lists"_a)
       .def("end", &LookUps::end)
       .def("take_counts", &LookUps::take_counts)
       // A built-in function: nanobind's own calls convert and check their arguments.
       .def_prop_ro("lookup", [](nb::handle self) {
-        return nb::steal(PyCFunction_New(&look_up_method, self.ptr()));
+        return LookUp(nb::steal(PyCFunction_New(&look_up_method, self.ptr())));
       });
 }

@@ -7,6 +7,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <time.h>
@@ -16,6 +17,7 @@
 #include <cmath>
 #include <memory>
 #include <optional>
+#include <variant>
 
 #include "geometry.h"
 #include "instant_lanes.h"
@@ -71,9 +73,24 @@ std::span<const T> span_of(const Column<T>& column) {
   return {column.data(), column.size()};
 }
 
+// `nb::typed` says in the generated stubs what Python gets or gives.
+template <typename T>
+using Array = nb::typed<nb::object, nb::ndarray<nb::numpy, T>>;
+template <typename T>
+using ArrayOrNone = nb::typed<nb::object, std::optional<nb::ndarray<nb::numpy, T>>>;
+template <typename... Items>
+using Tuple = nb::typed<nb::tuple, Items...>;
+template <typename Item>
+using List = nb::typed<nb::list, Item>;
+template <typename Item>
+using AnySequence = nb::typed<nb::handle, nb::typed<nb::sequence, Item>>;
+
+// A `protocol.ChunkBatch`.
+using ChunkBatch = Tuple<nb::bytes, nb::bytes, nb::bytes, nb::bytes, nb::bytes>;
+
 // An array that owns what was in the vector; `columns` 0: with one dimension.
 template <typename T>
-nb::object array(std::vector<T>&& items, size_t columns = 0) {
+Array<T> array(std::vector<T>&& items, size_t columns = 0) {
   auto* const kept = new std::vector<T>(std::move(items));
   const nb::capsule owner(kept, [](void* data) noexcept {
     delete static_cast<std::vector<T>*>(data);
@@ -85,8 +102,9 @@ nb::object array(std::vector<T>&& items, size_t columns = 0) {
 
 // A column of a report; None for an empty one.
 template <typename T>
-nb::object column(std::vector<T>&& items) {
-  return items.empty() ? nb::none() : array(std::move(items));
+ArrayOrNone<T> column(std::vector<T>&& items) {
+  if (items.empty()) return nb::none();
+  return nb::object(array(std::move(items)));
 }
 
 // A `SetOptions`: memory, member, addresses, set sizes.
@@ -161,7 +179,9 @@ void make_cache(CacheGeometry* self, const std::vector<std::pair<Tensors, size_t
   new (self) CacheGeometry(std::move(known));
 }
 
-nb::tuple pieces(const Geometry& geometry, const Blocks& blocks, size_t first, size_t chunks) {
+using PieceColumns = Tuple<nb::ndarray<nb::numpy, uint64_t>, nb::ndarray<nb::numpy, uint32_t>>;
+
+PieceColumns pieces(const Geometry& geometry, const Blocks& blocks, size_t first, size_t chunks) {
   std::vector<uint64_t> rows;
   std::vector<uint32_t> firsts;
   {
@@ -178,7 +198,6 @@ std::span<const T> column_of(const nb::tuple& batch, size_t number) {
   return {reinterpret_cast<const T*>(column.data()), column.size() / sizeof(T)};
 }
 
-// batch: a `protocol.ChunkBatch`.
 Columns columns_of(const nb::tuple& batch) {
   const auto keys = column_of<char>(batch, 0);
   const Columns columns{{keys.data(), keys.size()}, column_of<uint64_t>(batch, 1),
@@ -192,7 +211,7 @@ Columns columns_of(const nb::tuple& batch) {
 }
 
 // fence: see `Machine::begin`.
-void begin(Machine& machine, uint64_t op, uint8_t kind, uint8_t urgency, const nb::tuple& batch,
+void begin(Machine& machine, uint64_t op, uint8_t kind, uint8_t urgency, const ChunkBatch& batch,
            const std::optional<PieceRows>& rows, const std::optional<Column<uint32_t>>& first,
            uint64_t fence) {
   const Columns columns = columns_of(batch);
@@ -234,8 +253,11 @@ class BlockIds {
   Py_buffer buffer_{};
 };
 
-nb::tuple cache_pieces(const CacheGeometry& geometry, bool is_store, nb::handle ids,
-                       nb::handle sizes, nb::handle firsts, const nb::bytes& groups) {
+using Ids = nb::typed<nb::handle, nb::ndarray<nb::numpy, int32_t>>;
+
+PieceColumns cache_pieces(const CacheGeometry& geometry, bool is_store, Ids ids,
+                          AnySequence<size_t> sizes, AnySequence<size_t> firsts,
+                          const nb::bytes& groups) {
   const BlockIds blocks(ids);
   const JobBlocks job{blocks.span(), numbers(sizes), numbers(firsts),
                       {static_cast<const uint8_t*>(groups.data()), groups.size()}};
@@ -250,8 +272,12 @@ nb::tuple cache_pieces(const CacheGeometry& geometry, bool is_store, nb::handle 
 
 // Begin stores and loads that come after one fence. transfers: (op, whether it is a store, batch,
 // block ids, sizes, firsts) of each, the last three as in copy/geometry.py's `JobBlocks`.
-void begin_transfers(Machine& machine, const CacheGeometry& geometry, const nb::list& transfers,
-                     uint64_t fence) {
+using GivenTransfer =
+    Tuple<uint64_t, bool, ChunkBatch, nb::ndarray<nb::numpy, int32_t>,
+          nb::typed<nb::sequence, size_t>, nb::typed<nb::sequence, size_t>>;
+
+void begin_transfers(Machine& machine, const CacheGeometry& geometry,
+                     AnySequence<GivenTransfer> transfers, uint64_t fence) {
   struct Transfer {
     uint64_t op;
     bool is_store;
@@ -260,7 +286,7 @@ void begin_transfers(Machine& machine, const CacheGeometry& geometry, const nb::
     JobBlocks blocks;
   };
   std::vector<Transfer> all;
-  all.reserve(transfers.size());
+  all.reserve(nb::len(transfers));
   size_t rows_in_all = 0;
   for (const nb::handle handle : transfers) {
     const auto one = nb::borrow<nb::tuple>(handle);
@@ -295,7 +321,7 @@ using End = std::tuple<uint64_t, uint8_t, int, double, int64_t>;  // a `LaneEnd`
 
 void ended(Machine& machine, const std::vector<End>& ends) {
   for (const auto& [token, code, error, ended_s, payload_crc] : ends)
-    machine.ended({token, code, error, nanoseconds(ended_s), payload_crc});
+    machine.ended({token, static_cast<Outcome>(code), error, nanoseconds(ended_s), payload_crc});
 }
 
 // Peers' failures, of which the releases follow.
@@ -310,11 +336,11 @@ double next_deadline(Machine& machine) {
 }
 
 // (seconds within which it must end, the read) of each.
-nb::list offer_peer(Machine& machine, size_t lane) {
+List<Tuple<double, LaneOp>> offer_peer(Machine& machine, size_t lane) {
   nb::list all;
   for (const Machine::PeerOffer& offer : machine.offer_peer(lane))
     all.append(nb::make_tuple(static_cast<double>(offer.within_ns) / 1e9,
-                              KeptOp(machine.io.describe(*offer.task, offer.token))));
+                              machine.io.describe(*offer.task, offer.token)));
   return all;
 }
 
@@ -350,20 +376,29 @@ bool advance(Machine& machine, double ahead_s) {
 
 // (token, target) of each superblock to write, and (target, code, errno) of each that failed or is
 // late. None: there are none.
-nb::object offer_resets(Machine& machine) {
+std::optional<std::pair<std::vector<std::tuple<uint64_t, size_t>>,
+                        std::vector<std::tuple<size_t, uint8_t, int>>>>
+offer_resets(Machine& machine) {
   machine.io.offer_resets();
-  if (machine.io.offered.empty() && machine.io.unwritten.empty()) return nb::none();
-  nb::list offered, unwritten;
+  if (machine.io.offered.empty() && machine.io.unwritten.empty()) return std::nullopt;
+  std::vector<std::tuple<uint64_t, size_t>> offered;
   for (const IoQueue::Offer& offer : machine.io.offered)
-    offered.append(nb::make_tuple(offer.token, offer.task->target));
+    offered.emplace_back(offer.token, offer.task->target);
+  std::vector<std::tuple<size_t, uint8_t, int>> unwritten;
   for (const HealthOutcome& one : std::exchange(machine.io.unwritten, {}))
-    unwritten.append(nb::make_tuple(one.target, static_cast<uint8_t>(one.code), one.error));
-  return nb::make_tuple(offered, unwritten);
+    unwritten.emplace_back(one.target, static_cast<uint8_t>(one.code), one.error);
+  return std::pair(std::move(offered), std::move(unwritten));
 }
 
 // (number, whether it is a store, fence, bytes, pieces, (counts, payloads, sizes, sampled) where
 // checksums matter) of each batch.
-nb::list take_copies(Machine& machine, uint64_t passed) {
+using SummedPieces = Tuple<nb::ndarray<nb::numpy, uint32_t>, nb::ndarray<nb::numpy, uint64_t>,
+                           nb::ndarray<nb::numpy, uint64_t>,
+                           std::optional<nb::ndarray<nb::numpy, uint8_t>>>;
+using Copies = Tuple<uint64_t, bool, uint64_t, size_t, nb::ndarray<nb::numpy, uint64_t>,
+                     std::optional<SummedPieces>>;
+
+List<Copies> take_copies(Machine& machine, uint64_t passed) {
   std::vector<CopyBatch> batches;
   {
     const Unlocked unlocked(machine.to_copy());
@@ -382,7 +417,8 @@ nb::list take_copies(Machine& machine, uint64_t passed) {
 }
 
 // (number, rows); None: nothing lands.
-nb::object take_landings(Machine& machine) {
+nb::typed<nb::object, std::optional<Tuple<uint64_t, nb::ndarray<nb::numpy, uint64_t>>>>
+take_landings(Machine& machine) {
   LandingBatch batch = machine.take_landings();
   if (batch.rows.empty()) return nb::none();
   return nb::make_tuple(batch.number, array(std::move(batch.rows), 3));
@@ -395,7 +431,15 @@ nb::bytes bytes_of(const std::vector<T>& items) {
 
 // A tuple of `protocol.OpReports` fields per run of ops of which all rows are OK and released,
 // and one of `protocol.OpReport`'s for any other report.
-nb::list take_reports(Machine& machine) {
+using WholeReports = Tuple<nb::bytes, nb::bytes>;
+using OneReport =
+    Tuple<uint64_t, std::optional<nb::ndarray<nb::numpy, uint32_t>>,
+          std::optional<nb::ndarray<nb::numpy, uint8_t>>,
+          std::optional<nb::ndarray<nb::numpy, int16_t>>,
+          std::optional<nb::ndarray<nb::numpy, uint8_t>>, double,
+          std::optional<nb::ndarray<nb::numpy, uint32_t>>>;
+
+List<std::variant<WholeReports, OneReport>> take_reports(Machine& machine) {
   std::vector<RowReport> reports;
   {
     const Unlocked unlocked(machine.to_report());
@@ -424,7 +468,9 @@ nb::list take_reports(Machine& machine) {
   return all;
 }
 
-nb::list take_finished(Machine& machine) {
+// (op, (row, code, errno) of those that failed, copied bytes, seconds) of each.
+List<Tuple<uint64_t, List<Tuple<uint32_t, uint8_t, int>>, uint64_t, double>> take_finished(
+    Machine& machine) {
   nb::list all;
   for (const Finished& finished : machine.take_finished()) {
     nb::list failures;
@@ -436,36 +482,44 @@ nb::list take_finished(Machine& machine) {
 }
 
 // Counts and outcomes of targets since the last call; None: there are none.
-nb::object take_health(Machine& machine) {
-  if (machine.io.health_counts.empty() && machine.io.health_outcomes.empty()) return nb::none();
-  nb::list counts, outcomes;
+using Health = std::pair<std::vector<std::tuple<size_t, uint32_t, size_t, size_t, size_t, size_t>>,
+                         std::vector<std::tuple<size_t, uint32_t, bool, uint8_t, int, Place>>>;
+
+std::optional<Health> take_health(Machine& machine) {
+  if (machine.io.health_counts.empty() && machine.io.health_outcomes.empty()) return std::nullopt;
+  Health health;
+  auto& [counts, outcomes] = health;
   for (const HealthCounts& one : std::exchange(machine.io.health_counts, {}))
-    counts.append(nb::make_tuple(one.target, one.attachment, one.began, one.late, one.released,
-                                 one.released_late));
+    counts.emplace_back(one.target, one.attachment, one.began, one.late, one.released,
+                        one.released_late);
   for (const HealthOutcome& one : std::exchange(machine.io.health_outcomes, {}))
-    outcomes.append(nb::make_tuple(one.target, one.attachment, one.is_write,
-                                   static_cast<uint8_t>(one.code), one.error, one.pool_slot));
-  return nb::make_tuple(counts, outcomes);
+    outcomes.emplace_back(one.target, one.attachment, one.is_write,
+                          static_cast<uint8_t>(one.code), one.error, one.place);
+  return health;
 }
 
-nb::tuple take_counts(Machine& machine) {
+using Transferred = std::tuple<uint64_t, uint64_t, double>;  // operations, bytes, seconds
+
+std::tuple<Transferred, Transferred, uint64_t, std::vector<uint64_t>> take_counts(
+    Machine& machine) {
   const TransferCounts reads = std::exchange(machine.io.reads, {});
   const TransferCounts writes = std::exchange(machine.io.writes, {});
-  nb::list written;
-  for (uint64_t& bytes : machine.written_bytes) written.append(std::exchange(bytes, 0));
-  return nb::make_tuple(nb::make_tuple(reads.operations, reads.bytes, reads.seconds),
-                        nb::make_tuple(writes.operations, writes.bytes, writes.seconds),
-                        std::exchange(machine.read_bytes, 0), written);
+  std::vector<uint64_t> written;
+  for (uint64_t& bytes : machine.written_bytes) written.push_back(std::exchange(bytes, 0));
+  return {{reads.operations, reads.bytes, reads.seconds},
+          {writes.operations, writes.bytes, writes.seconds},
+          std::exchange(machine.read_bytes, 0),
+          std::move(written)};
 }
 
 void reset(Machine& machine, uint64_t op, const PyStamp& stamp, const PyStamp& unnamed) {
   machine.reset(op, stamp_of(stamp), stamp_of(unnamed));
 }
 
-nb::list take_rates(Machine& machine) {
-  nb::list all;
+std::vector<std::tuple<size_t, double, double>> take_rates(Machine& machine) {
+  std::vector<std::tuple<size_t, double, double>> all;
   for (const auto& rate : machine.io.take_rates())
-    all.append(nb::make_tuple(rate.target, rate.write, rate.read));
+    all.emplace_back(rate.target, rate.write, rate.read);
   return all;
 }
 
@@ -484,12 +538,15 @@ bool await_set(Machine& machine, const std::vector<int>& fds, double seconds) {
   return true;
 }
 
-nb::tuple levels(Machine& machine) {
+std::tuple<size_t, size_t, size_t, size_t, size_t, size_t, size_t> levels(Machine& machine) {
   IoQueue& io = machine.io;
-  return nb::make_tuple(machine.streams_used(), machine.streams_waiting(),
-                        io.waiting(Urgency::DEMAND),
-                        io.waiting(Urgency::URGENT) + io.waiting(Urgency::PREFETCH),
-                        io.waiting(Urgency::WRITE), io.reads_in_flight(), io.writes_in_flight());
+  return {machine.streams_used(),
+          machine.streams_waiting(),
+          io.waiting(Urgency::DEMAND),
+          io.waiting(Urgency::URGENT) + io.waiting(Urgency::PREFETCH),
+          io.waiting(Urgency::WRITE),
+          io.reads_in_flight(),
+          io.writes_in_flight()};
 }
 
 // Ends in seconds, and whether there is room; by peer likewise.
@@ -505,25 +562,26 @@ uintptr_t address_of(Lanes& lanes) {
 }
 
 void bind_op(nb::module_& m) {
-  nb::class_<KeptOp>(m, "LaneOp")
-      .def_ro("token", &KeptOp::token)
-      .def_prop_ro("kind", [](const KeptOp& op) { return static_cast<uint8_t>(op.kind); })
-      .def_prop_ro("urgency", [](const KeptOp& op) { return static_cast<uint8_t>(op.urgency); })
-      .def_ro("pool_slot", &KeptOp::pool_slot)
-      .def_ro("address", &KeptOp::address)
-      .def_ro("payload_bytes", &KeptOp::payload_bytes)
-      .def_ro("payload_crc", &KeptOp::payload_crc)
+  nb::class_<LaneOp>(m, "LaneOp")
+      .def_ro("token", &LaneOp::token)
+      .def_prop_ro("kind", [](const LaneOp& op) { return static_cast<uint8_t>(op.kind); })
+      .def_prop_ro("urgency", [](const LaneOp& op) { return static_cast<uint8_t>(op.urgency); })
+      .def_ro("place", &LaneOp::place)
+      .def_ro("address", &LaneOp::address)
+      .def_ro("payload_bytes", &LaneOp::payload_bytes)
+      .def_ro("payload_crc", &LaneOp::payload_crc)
       .def_prop_ro("key",
-                   [](const KeptOp& op) { return nb::bytes(op.kept.data(), op.kept.size()); })
-      .def_ro("generation", &KeptOp::generation)
+                   [](const LaneOp& op) {
+                     return nb::bytes(op.identity.key.data(), op.identity.key_bytes);
+                   })
+      .def_prop_ro("generation", [](const LaneOp& op) { return op.identity.generation; })
       .def_prop_ro("stamp",
-                   [](const KeptOp& op) {
+                   [](const LaneOp& op) {
                      const auto& tag = op.stamp.tag;
                      return PyStamp(op.stamp.epoch, nb::bytes(tag.data(), tag.size()));
                    })
-      .def_ro("single_copy", &KeptOp::single_copy)
-      .def_ro("owner", &KeptOp::owner)
-      .def_ro("header_only", &KeptOp::header_only);
+      .def_ro("single_copy", &LaneOp::single_copy)
+      .def_ro("header_only", &LaneOp::header_only);
 }
 
 void bind_parts(nb::module_& m) {
@@ -543,22 +601,25 @@ void bind_parts(nb::module_& m) {
       {Py_tp_clear, reinterpret_cast<void*>(&PythonLanes::clear)},
       {0, nullptr}};
   nb::class_<PythonLanes>(m, "PythonLanes", nb::type_slots(collected))
-      .def(nb::init<nb::object, nb::object, nb::object, nb::object>(), nb::kw_only(), "room"_a,
-           "submit"_a, "cancel"_a, "poll"_a)
+      .def(nb::init<nb::typed<nb::callable, std::pair<size_t, size_t>()>,
+                    nb::typed<nb::callable, void(List<LaneOp>)>,
+                    nb::typed<nb::callable, bool(uint64_t)>,
+                    nb::typed<nb::callable, std::vector<End>()>>(),
+           nb::kw_only(), "room"_a, "submit"_a, "cancel"_a, "poll"_a)
       .def_prop_ro("address", &address_of<PythonLanes>);
   m.def("set_words_bytes", &set_words_bytes, "members"_a, "cache_slots"_a, "stream_slots"_a);
 }
 
-void serve(Machine& machine, const std::vector<uint64_t>& tokens, const nb::tuple& batch,
+void serve(Machine& machine, const std::vector<uint64_t>& tokens, const ChunkBatch& batch,
            const std::vector<double>& within_s) {
   machine.serve(tokens, columns_of(batch), within_s);
 }
 
 // (token, code, errno) of each.
-nb::list take_served(Machine& machine) {
-  nb::list all;
+std::vector<std::tuple<uint64_t, uint8_t, int>> take_served(Machine& machine) {
+  std::vector<std::tuple<uint64_t, uint8_t, int>> all;
   for (const Machine::Served& one : machine.take_served())
-    all.append(nb::make_tuple(one.token, static_cast<uint8_t>(one.code), one.error));
+    all.emplace_back(one.token, static_cast<uint8_t>(one.code), one.error);
   return all;
 }
 

@@ -29,10 +29,19 @@ std::span<const T> span_of(const std::optional<Column<T>>& column) {
 
 // A read-only view of a batch's column; the batch lives as long as the view.
 template <typename T>
-nb::object view(nb::handle owner, const SmallColumn<T>& column) {
+using View = nb::typed<nb::object, nb::ndarray<nb::numpy, const T>>;
+
+template <typename T>
+View<T> view(nb::handle owner, const SmallColumn<T>& column) {
   const size_t shape[1] = {column.size()};
   return nb::cast(nb::ndarray<nb::numpy, const T>(column.data(), 1, shape, owner));
 }
+
+// `nb::typed` says in the generated stubs what Python gets or gives.
+using PyKey = nb::typed<nb::handle, nb::bytes>;
+using PyKeys = nb::typed<nb::handle, nb::typed<nb::sequence, nb::bytes>>;
+template <typename... Items>
+using ListOf = nb::typed<nb::list, nb::typed<nb::tuple, Items...>>;
 
 // The keys of a Python sequence, for as long as the sequence lives.
 class KeyList {
@@ -123,18 +132,18 @@ void make_tiers(Tiers* at, Slot cache_slots, const std::vector<Slot>& pool_slots
   new (at) Tiers(std::move(options));
 }
 
-int lookup(const Tiers& tiers, nb::handle key, uint8_t sources) {
+int lookup(const Tiers& tiers, PyKey key, uint8_t sources) {
   return static_cast<int>(
       tiers.lookup(KeyList::check(key.ptr(), tiers.index.key_bytes()), sources));
 }
 
 nb::bytes bytes_of(const std::string& text) { return nb::bytes(text.data(), text.size()); }
 
-nb::bytes present(const Tiers& tiers, nb::handle keys, uint8_t sources) {
+nb::bytes present(const Tiers& tiers, PyKeys keys, uint8_t sources) {
   return bytes_of(tiers.present(KeyList(keys, tiers.index.key_bytes()), sources));
 }
 
-std::tuple<size_t, std::vector<uint64_t>> weigh(const Tiers& tiers, nb::handle keys,
+std::tuple<size_t, std::vector<uint64_t>> weigh(const Tiers& tiers, PyKeys keys,
                                                 const std::vector<uint64_t>& lane_bytes) {
   std::vector<uint64_t> by_target(tiers.targets.size());
   const size_t leading =
@@ -144,7 +153,7 @@ std::tuple<size_t, std::vector<uint64_t>> weigh(const Tiers& tiers, nb::handle k
 
 using Stored = std::tuple<Batch, size_t, std::vector<uint32_t>, uint64_t>;
 
-Stored plan_store(Tiers& tiers, nb::handle keys, std::optional<Column<uint8_t>> wanted,
+Stored plan_store(Tiers& tiers, PyKeys keys, std::optional<Column<uint8_t>> wanted,
                   uint64_t generation, std::optional<Column<uint32_t>> order) {
   StorePlan plan = tiers.plan_store(KeyList(keys, tiers.index.key_bytes()), span_of(wanted),
                                     generation, span_of(order));
@@ -179,7 +188,8 @@ Reported report(Tiers& tiers, int kind, Batch& batch, std::optional<Column<uint3
 using WholeReported = std::tuple<Indexes, std::vector<std::tuple<uint32_t, Reported>>>;
 
 // One rank's reports on all rows of several ops, all OK and released. kinds: of each op.
-WholeReported report_whole(Tiers& tiers, const nb::bytes& kinds, const nb::list& batches) {
+WholeReported report_whole(Tiers& tiers, const nb::bytes& kinds,
+                            const nb::typed<nb::list, Batch>& batches) {
   if (kinds.size() != batches.size()) throw nb::value_error("the columns differ in length");
   std::vector<Batch*> all;
   all.reserve(batches.size());
@@ -211,7 +221,7 @@ std::optional<Held> held(const Tiers& tiers, Row row) {
 
 // (state, generation, cache slot, place, key) of every entry, for inspection; cache slots and
 // places as `protocol.cache_slot` and `protocol.place_of` make them.
-nb::list entries(const Tiers& tiers) {
+ListOf<int, uint64_t, int32_t, Place, nb::bytes> entries(const Tiers& tiers) {
   nb::list found;
   const Index& index = tiers.index;
   for (Row row = 0; row < index.end(); ++row) {
@@ -233,7 +243,7 @@ size_t sum(const Tiers& tiers, Count count) {
 }
 
 // (tier, whether they left it, joined keys) of the oldest moves, as many as `limit` bytes of keys.
-nb::list take_moves(Tiers& tiers, size_t limit) {
+ListOf<int, bool, nb::bytes> take_moves(Tiers& tiers, size_t limit) {
   nb::list taken;
   while (limit > 0 && !tiers.moves.empty()) {
     Move& oldest = tiers.moves.front();
@@ -256,7 +266,8 @@ nb::bytes bytes_of(const SmallColumn<T, kInside>& column) {
 }
 
 // `protocol.ChunkBatch`: copies, because the rows change later.
-nb::tuple columns(const Batch& batch) {
+nb::typed<nb::tuple, nb::bytes, nb::bytes, nb::bytes, nb::bytes, nb::bytes> columns(
+    const Batch& batch) {
   return nb::make_tuple(bytes_of(batch.keys), bytes_of(batch.generations), bytes_of(batch.cache),
                         bytes_of(batch.places), bytes_of(batch.groups));
 }
@@ -334,7 +345,8 @@ void bind_batch(nb::module_& m) {
                      const Batch& batch = nb::cast<Batch&>(self);
                      const size_t shape[1] = {batch.size()};
                      const auto* data = reinterpret_cast<const uint8_t*>(batch.code.data());
-                     return nb::cast(nb::ndarray<nb::numpy, const uint8_t>(data, 1, shape, self));
+                     const nb::ndarray<nb::numpy, const uint8_t> codes(data, 1, shape, self);
+                     return View<uint8_t>(nb::cast(codes));
                    })
       .def("key",
            [](const Batch& batch, size_t at) {
@@ -353,7 +365,7 @@ void bind_batch(nb::module_& m) {
 }
 
 template <void (Tiers::*call)(Keys)>
-void with_keys(Tiers& tiers, nb::handle keys) {
+void with_keys(Tiers& tiers, PyKeys keys) {
   (tiers.*call)(KeyList(keys, tiers.index.key_bytes()));
 }
 
@@ -371,7 +383,7 @@ void bind_calls(nb::class_<Tiers>& type) {
       .def("present", &present, "keys"_a, "sources"_a = kFromCpu | kFromPool)
       .def("weigh", &weigh, "keys"_a, "lane_bytes"_a)
       .def("touch",
-           [](Tiers& tiers, nb::handle keys, bool ended) {
+           [](Tiers& tiers, PyKeys keys, bool ended) {
              tiers.touch(KeyList(keys, tiers.index.key_bytes()), ended);
            },
            "keys"_a, "ended"_a = false)
@@ -387,7 +399,7 @@ void bind_calls(nb::class_<Tiers>& type) {
       .def("plan_store", &plan_store, "keys"_a, "wanted"_a, "generation"_a,
            "order"_a = nb::none())
       .def("plan_load",
-           [](Tiers& tiers, nb::handle keys, size_t land_max,
+           [](Tiers& tiers, PyKeys keys, size_t land_max,
               std::optional<Column<uint32_t>> order) {
              return tiers.plan_load(KeyList(keys, tiers.index.key_bytes()), land_max,
                                     span_of(order));
@@ -397,7 +409,7 @@ void bind_calls(nb::class_<Tiers>& type) {
       .def("keep", &with_keys<&Tiers::keep>)
       .def("cool", &with_keys<&Tiers::cool>)
       .def("begin_fetch",
-           [](Tiers& tiers, nb::handle key, size_t reason) {
+           [](Tiers& tiers, PyKey key, size_t reason) {
              const char* const bytes = KeyList::check(key.ptr(), tiers.index.key_bytes());
              return held(tiers, tiers.begin_fetch(bytes, reason));
            })
@@ -405,7 +417,7 @@ void bind_calls(nb::class_<Tiers>& type) {
       .def("drop_fetch", &Tiers::drop_fetch)
       .def("detach", &Tiers::detach)
       .def("hold",
-           [](Tiers& tiers, nb::handle key) {
+           [](Tiers& tiers, PyKey key) {
              return held(tiers, tiers.hold(KeyList::check(key.ptr(), tiers.index.key_bytes())));
            })
       .def("release_hold", &Tiers::release_hold)
@@ -428,7 +440,7 @@ void bind_calls(nb::class_<Tiers>& type) {
 void bind_state(nb::class_<Tiers>& type) {
   type
       .def("watch",
-           [](Tiers& self, nb::handle keys, uint8_t sources) {
+           [](Tiers& self, PyKeys keys, uint8_t sources) {
              return self.watch(KeyList(keys, self.index.key_bytes()), sources);
            })
       .def("unwatch", &Tiers::unwatch)

@@ -52,9 +52,9 @@ LaneRoom Engine::room() const {
   return {room, room};
 }
 
-void Engine::submit(const Request& request) {
-  require(request.is_read() || !request.owner, "a write to another engine's region");
-  targets_[request.pool_slot % targets_.size()]->submit(request);
+void Engine::take(const LaneOp& op) {
+  require(op.is_read() || !is_foreign(op.place), "a write to another engine's region");
+  targets_.at(target_of(op.place))->submit(op);
 }
 
 void Engine::replace_target(size_t index, Target target) { targets_.at(index)->replace(target); }
@@ -73,32 +73,10 @@ bool Engine::cancel(uint64_t token) {
   return std::ranges::any_of(targets_, [&](const auto& target) { return target->cancel(token); });
 }
 
-void Engine::take(const LaneOp& op) {
-  Request request;
-  request.token = op.token;
-  request.urgency = op.urgency;
-  request.pool_slot = op.pool_slot;
-  request.address = reinterpret_cast<std::byte*>(op.address);
-  request.payload_bytes = op.payload_bytes;
-  request.payload_crc = op.payload_crc;
-  request.identity = identity_of(op.key, op.generation);
-  request.stamp = op.stamp;
-  request.single_copy = op.single_copy;
-  request.owner = op.owner;
-  request.header_only = op.header_only;
-  submit(request);
-}
-
 bool Engine::sum(uint64_t number, uint64_t address, size_t bytes) {
   if (bytes < kSummedAheadMin) return false;
   checksums_.add(number, reinterpret_cast<const std::byte*>(address), bytes);
   return true;
-}
-
-void Engine::ended(std::vector<LaneEnd>& ends) {
-  for (const Completion& one : poll())
-    ends.push_back({one.token, static_cast<uint8_t>(one.code), one.error, one.ended_ns,
-                    one.payload_crc});
 }
 
 bool Engine::close(std::chrono::nanoseconds timeout) {

@@ -19,8 +19,6 @@ class Engine : public NativeLanes {
   ~Engine() override { close({}); }
 
   LaneRoom room() const override;
-  // Nothing starts before `kick`.
-  void submit(const Request& request);
   void kick();
   // True: it had not started and is gone. False: it runs on, without a table entry.
   bool cancel(uint64_t token);
@@ -33,7 +31,7 @@ class Engine : public NativeLanes {
   // Append a record to the target's log.
   void note(size_t target, const LogRecord& record) { targets_.at(target)->note(record); }
   // Completions since the last call.
-  std::vector<Completion> poll() { return completions_->take(); }
+  std::vector<LaneEnd> poll() { return completions_->take(); }
   int fd() const { return completions_->fd(); }
   // As lanes of the worker's machine.
   void take(const LaneOp& op) override;
@@ -42,7 +40,7 @@ class Engine : public NativeLanes {
   bool sum(uint64_t number, uint64_t address, size_t bytes) override;
   void forget(uint64_t number) override { checksums_.forget(number); }
   void summed(std::vector<Summed>& sums) override { checksums_.take(sums); }
-  void ended(std::vector<LaneEnd>& ends) override;
+  void ended(std::vector<LaneEnd>& ends) override { ends = poll(); }
   void landed(std::vector<uint64_t>& tokens) override { tokens = completions_->take_landed(); }
   // Cancel what has not started and wait for the rest. False: the kernel still has some of it;
   // then threads, descriptors and memory must stay.

@@ -20,7 +20,7 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "the format is little endian");
 
 // `pool/format.py` has the layout.
-constexpr size_t kEntryBytes = 64, kKeyAt = 18, kKeyBytesMax = 46, kGroupIdBytes = 4;
+constexpr size_t kEntryBytes = 64, kKeyAt = 18, kGroupIdBytes = 4;
 constexpr size_t kFlagsAt = 16, kKeyBytesAt = 17;
 constexpr uint8_t kFlagSingleCopy = 8;
 // Entries that are read at once: they stay in the second level of cache until they are compared.

@@ -17,7 +17,7 @@ class InstantLanes final : public NativeLanes {
   LaneRoom room() const override { return {SIZE_MAX, SIZE_MAX}; }
   void take(const LaneOp& op) override {
     const Outcome code = error_ ? Outcome::IO_ERROR : Outcome::OK;
-    ends_.push_back({op.token, static_cast<uint8_t>(code), error_});
+    ends_.push_back({op.token, code, error_});
   }
   void start() override {
     if (!ends_.empty()) eventfd_write(wake_fd_, 1);

@@ -209,7 +209,7 @@ bool IoQueue::cancel(Task& task) {
   if (queue_of(task).queue(task.urgency).remove(task) || awaiting_.remove(task)) return true;
   if (task.token == 0) return false;
   if (lanes_.cancel_one(task.token))
-    ended({task.token, static_cast<uint8_t>(Outcome::CANCELLED)});
+    ended({task.token, Outcome::CANCELLED});
   return false;
 }
 
@@ -389,15 +389,13 @@ LaneOp IoQueue::describe(const Task& task, uint64_t token) const {
   return {token,
           task.job->kind,
           task.urgency,
-          static_cast<uint64_t>(task.pool_slot),
+          task.place,
           address(task),
           payload_bytes(task),
-          is_write ? task.payload_crc : -1,
-          task.key(),
-          task.content.generation,
+          is_write ? task.payload_crc : kNoCrc,
+          identity_of(task.key(), task.content.generation),
           targets_[task.target].stamp,
           task.holder != kEveryMember,
-          task.owner,
           !is_write && task.header_only};
 }
 
@@ -450,7 +448,7 @@ void IoQueue::offer_resets() {
 void IoQueue::superblock_decided(const Flights::One& one, const LaneEnd& end) {
   const Task& task = *one.task;
   Target& target = targets_[task.target];
-  const Outcome code = static_cast<Outcome>(end.code);
+  const Outcome code = end.code;
   const bool named = code == Outcome::OK || mutant("failed_reset_is_ignored");
   if (named && task.job->op == newest_reset_ &&
       !(one.late && mutant("a_late_superblock_is_forgotten")))
@@ -522,7 +520,7 @@ void IoQueue::expire_awaiting() {
 }
 
 void IoQueue::give_up(uint64_t token) {
-  const LaneEnd end{token, static_cast<uint8_t>(Outcome::DEADLINE)};
+  const LaneEnd end{token, Outcome::DEADLINE};
   if (lanes_.cancel_one(token)) {  // it had not started
     ended(end);
     return;
@@ -573,7 +571,7 @@ void IoQueue::ended(const LaneEnd& end) {
   const Flights::One one = in_flight_.take(*found);
   writes_in_flight_ -= one.is_write();
   if (one.task->owner) --foreign_reads_[regions_number(one.task->owner, one.task->target)];
-  const Outcome code = static_cast<Outcome>(end.code);
+  const Outcome code = end.code;
   if (!one.is_reset) {
     HealthCounts& counts = health_of(one.task->target, one.attachment);
     (one.late ? counts.released_late : counts.released) += 1;
@@ -599,7 +597,7 @@ void IoQueue::count_outcome(const Flights::One& one, const LaneEnd& end) {
   Task& task = *one.task;
   const bool is_write = one.is_write();
   if (!one.landed) queue_of(task).give_back(task, one.urgency, transfer_bytes(task), now_ns_);
-  const bool ok = static_cast<Outcome>(end.code) == Outcome::OK;
+  const bool ok = end.code == Outcome::OK;
   const uint64_t bytes = ok ? transfer_bytes(task) : 0;
   // The engine's own time if it knows it: this thread may learn of the end late.
   const double began_s = seconds(one.began_ns);
@@ -615,7 +613,7 @@ void IoQueue::count_outcome(const Flights::One& one, const LaneEnd& end) {
 }
 
 void IoQueue::note_outcome(const Flights::One& one, const LaneEnd& end) {
-  const Outcome code = static_cast<Outcome>(end.code);
+  const Outcome code = end.code;
   if (code == Outcome::DEADLINE || code == Outcome::CANCELLED) return;  // no answers of the target
   if (one.task->owner && is_of_region(code, end.error) &&
       !mutant("a_regions_error_marks_its_target"))
@@ -626,7 +624,7 @@ void IoQueue::note_outcome(const Flights::One& one, const LaneEnd& end) {
   if (!is_current || (answered && target.succeeded[one.is_write()])) return;
   target.succeeded[one.is_write()] = answered;
   health_outcomes.push_back({one.task->target, one.attachment, one.is_write(), code, end.error,
-                             static_cast<uint64_t>(one.task->pool_slot)});
+                             one.task->place});
 }
 
 HealthCounts& IoQueue::health_of(size_t target, uint32_t attachment) {
@@ -640,7 +638,7 @@ HealthCounts& IoQueue::health_of(size_t target, uint32_t attachment) {
 bool IoQueue::retries(const Flights::One& one, const LaneEnd& end) {
   Task& task = *one.task;
   const size_t number = static_cast<size_t>(std::max(0, end.error));
-  const bool may_help = static_cast<Outcome>(end.code) == Outcome::IO_ERROR &&
+  const bool may_help = end.code == Outcome::IO_ERROR &&
                         number < options_.retryable.size() && options_.retryable[number];
   if (!may_help || task.job->kind == OpKind::WRITE || !task.retries_left || task.cancelled)
     return false;

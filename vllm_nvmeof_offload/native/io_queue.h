@@ -84,7 +84,7 @@ struct HealthOutcome {
   bool is_write;
   Outcome code;
   int error;
-  uint64_t pool_slot;
+  Place place;
 };
 
 // Operations, bytes and seconds of one direction, since the last look.

@@ -3,12 +3,16 @@
 // deadlines, bounds and order (`io_queue.h`).
 #pragma once
 
+#include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "members.h"
 #include "op.h"
 
 namespace nvmeof {
@@ -26,40 +30,57 @@ struct Stamp {
   bool operator==(const Stamp&) const = default;
 };
 
-// A read or write of one slot. Pool slots are numbered over all of a rank's targets, also those of
-// another engine's regions, which are only read.
+inline constexpr size_t kKeyBytesMax = 46;
+
+// What a slot must have in it: `protocol.SlotIdentity`.
+struct Identity {
+  std::array<uint8_t, kKeyBytesMax> key{};
+  uint8_t key_bytes = 0;
+  uint64_t generation = 0;
+  bool operator==(const Identity&) const = default;
+};
+
+inline Identity identity_of(std::string_view key, uint64_t generation) {
+  if (key.empty() || key.size() > kKeyBytesMax)
+    throw std::invalid_argument("offload key has " + std::to_string(key.size()) +
+                                " bytes; the pool's format holds 1 to 46");
+  Identity identity;
+  std::copy(key.begin(), key.end(), identity.key.begin());
+  identity.key_bytes = static_cast<uint8_t>(key.size());
+  identity.generation = generation;
+  return identity;
+}
+
+inline constexpr int64_t kNoCrc = -1;
+
+// A read or write of one slot; other owners' places are only read.
 struct LaneOp {
   uint64_t token = 0;
   OpKind kind = OpKind::LOAD;  // of the op that it belongs to, for lanes that play faults
   Urgency urgency = Urgency::DEMAND;
-  uint64_t pool_slot = 0;
-  uint64_t address = 0;  // of the slot in staging
-  size_t payload_bytes = 0;
-  int64_t payload_crc = -1;  // of a write: its payload's CRC, if the copy into staging made it
-  std::string_view key;
-  uint64_t generation = 0;
+  Place place = 0;
+  uint64_t address = 0;          // of header page and payload, in staging
+  size_t payload_bytes = 0;      // at most what a slot holds; no more than this is transferred
+  int64_t payload_crc = kNoCrc;  // of a write: its payload's CRC, if the copy into staging made it
+  Identity identity;
   Stamp stamp;  // a write carries it; a read's chunk has its tag
   bool single_copy = false;  // a write: no other member of the set has the chunk
-  uint16_t owner = 0;        // of the region; 0: ours
   // A read: its header is to be checked, and what it names as its payload's CRC is to be returned.
   // The payload is checked where it is copied to. Lanes may check it all the same.
   bool header_only = false;
-};
 
-// One whose key stays.
-struct KeptOp : LaneOp {
-  explicit KeptOp(const LaneOp& op) : LaneOp(op), kept(op.key) { key = {}; }
-  std::string kept;
+  bool is_read() const { return urgency != Urgency::WRITE; }
+  std::byte* data() const { return reinterpret_cast<std::byte*>(address); }
 };
 
 // The end of one, however late: nothing touches its buffer any more.
 struct LaneEnd {
   uint64_t token = 0;
-  uint8_t code = 0;      // `Outcome`
-  int error = 0;         // errno of an I/O error
+  Outcome code = Outcome::OK;
+  int error = 0;         // of an I/O error: errno; 0: no bytes were moved, and none was given
   int64_t ended_ns = 0;  // CLOCK_MONOTONIC; 0: not known
   // Of a good read of which the header alone was checked: what its payload must have. -1: all was.
-  int64_t payload_crc = -1;
+  int64_t payload_crc = kNoCrc;
 };
 
 // The operations of each kind that a lane takes now.

@@ -107,23 +107,21 @@ bool Machine::is_whole(const Task& task) const {
   return next && next == io.payload_bytes(task);
 }
 
-void Machine::place_row(Task& task, int64_t place) {
+void Machine::place_row(Task& task, Place place) {
   task.target = static_cast<uint8_t>(target_of(place));
   require(task.target < options_.io.targets, "a place names an unknown target");
-  // Format 1 numbers the slots of a rank over all its targets.
-  const auto targets = static_cast<int64_t>(options_.io.targets);
-  task.pool_slot = slot_of(place) * targets + task.target;
+  task.place = place;
   task.owner = static_cast<uint16_t>(owner_of(place));
   require(!task.owner || task.job->kind != OpKind::WRITE, "a write to another engine's region");
-  require(task.owner || !options_.pool_slots ||
-              static_cast<uint64_t>(task.pool_slot) < options_.pool_slots,
+  const uint64_t before = uint64_t{slot_of(place)} * options_.io.targets + task.target;
+  require(task.owner || !options_.pool_slots || before < options_.pool_slots,
           "a place is outside of the pool");
 }
 
 void Machine::start(Task& task) {
   if (is_elsewhere(task)) {
     start_elsewhere(task);
-  } else if (task.cache < 0 && task.pool_slot < 0) {
+  } else if (task.cache < 0 && task.place < 0) {
     decide(task, Outcome::STALE);  // the chunk went while the load was planned
   } else if (task.cache < 0) {
     task.step = Step::STREAM;
@@ -340,7 +338,7 @@ void Machine::io_event(const IoEvent& event) {
   const bool ok = event.code == Outcome::OK || mutant("pipeline_ignores_failed_reads");
   if (ok && kind == OpKind::WRITE)
     written_bytes[task.target] += io.transfer_bytes(task);
-  else if (ok && task.pool_slot >= 0)
+  else if (ok && task.place >= 0)
     read_bytes += io.transfer_bytes(task);
   if (ok && kind == OpKind::LOAD) {
     read_ended(task);
@@ -545,7 +543,7 @@ void Machine::follow_one(const Grant& grant) {
   if (lacks_blocks(task) && !mutant("a_hole_is_stored")) {
     leave_slot(task);
     decide(task, Outcome::STALE);
-  } else if (task.pool_slot >= 0) {
+  } else if (task.place >= 0) {
     go_to_lane(task);
   } else {
     ready_to_copy(task);
@@ -771,7 +769,7 @@ void Machine::set_peer(size_t lane, const PeerState& state) {
   peers_->set(peer, state);
   streams_.set_usable_peers(peers_->usable());
   for (const uint64_t token : peers_->take_back(peer))
-    peer_ended({token, static_cast<uint8_t>(Outcome::CANCELLED)});
+    peer_ended({token, Outcome::CANCELLED});
 }
 
 std::vector<Machine::PeerOffer> Machine::offer_peer(size_t lane) {
@@ -805,7 +803,7 @@ void Machine::peer_ended(const LaneEnd& end) {
     return;
   }
   Task& task = *read.task;
-  const bool ok = static_cast<Outcome>(end.code) == Outcome::OK ||
+  const bool ok = end.code == Outcome::OK ||
                   mutant("a_failed_pull_counts_as_pulled");
   if (ok && task.fills) {
     read_bytes += io.transfer_bytes(task);
@@ -817,7 +815,7 @@ void Machine::peer_ended(const LaneEnd& end) {
     read_ended(task);
   } else if (mutant("a_peers_failure_is_the_chunks")) {
     leave_slot(task);
-    decide(task, static_cast<Outcome>(end.code), end.error);
+    decide(task, end.code, end.error);
   } else {
     streams_.give_back(task);
     go_home(task);
@@ -948,7 +946,7 @@ bool Machine::expire_peers() {
     moved = true;
     const PeerRead& read = *peers_->find(token);
     if (!read.offered) {
-      peer_ended({token, static_cast<uint8_t>(Outcome::DEADLINE)});
+      peer_ended({token, Outcome::DEADLINE});
       continue;
     }
     peers_->overdue[read.peer].push_back(token);
@@ -1096,7 +1094,7 @@ void Machine::set_event(const SetEvent& event) {
       break;
     case SetEvent::Kind::FAILED:
       // Where the holder has read, its own outcome says what that means for the place.
-      decide(task, task.pool_slot < 0 ? Outcome::STALE : Outcome::CANCELLED);
+      decide(task, task.place < 0 ? Outcome::STALE : Outcome::CANCELLED);
       break;
     case SetEvent::Kind::DEADLINE:
       decide(task, Outcome::DEADLINE);

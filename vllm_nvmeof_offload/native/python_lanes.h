@@ -20,7 +20,7 @@ namespace nvmeof {
 
 class PythonLanes final : public NativeLanes {
  public:
-  // room() returns (reads, writes). submit takes a list of `KeptOp`. cancel(token) is
+  // room() returns (reads, writes). submit takes a list of `LaneOp`. cancel(token) is
   // `cancel_one`. poll() returns what has ended: token, code, errno, seconds, payload CRC or -1.
   PythonLanes(nanobind::object room, nanobind::object submit, nanobind::object cancel,
               nanobind::object poll)
@@ -34,12 +34,12 @@ class PythonLanes final : public NativeLanes {
     const auto [reads, writes] = nanobind::cast<std::pair<size_t, size_t>>(room_());
     return {reads, writes};
   }
-  void take(const LaneOp& op) override { taken_.emplace_back(op); }
+  void take(const LaneOp& op) override { taken_.push_back(op); }
   void start() override {
     if (taken_.empty()) return;
     const nanobind::gil_scoped_acquire locked;
     nanobind::list ops;
-    for (KeptOp& op : std::exchange(taken_, {})) ops.append(std::move(op));
+    for (const LaneOp& op : std::exchange(taken_, {})) ops.append(op);
     submit_(ops);
   }
   bool cancel_one(uint64_t token) override {
@@ -50,7 +50,7 @@ class PythonLanes final : public NativeLanes {
     using End = std::tuple<uint64_t, uint8_t, int, double, int64_t>;
     const nanobind::gil_scoped_acquire locked;
     for (const auto& [token, code, error, ended_s, crc] : nanobind::cast<std::vector<End>>(poll_()))
-      ends.push_back({token, code, error, std::llround(ended_s * 1e9), crc});
+      ends.push_back({token, static_cast<Outcome>(code), error, std::llround(ended_s * 1e9), crc});
   }
 
   // For Python's collector of cycles: the functions may hold whoever holds the lanes.
@@ -70,7 +70,7 @@ class PythonLanes final : public NativeLanes {
 
  private:
   nanobind::object room_, submit_, cancel_, poll_;
-  std::vector<KeptOp> taken_;  // not started
+  std::vector<LaneOp> taken_;  // not started
 };
 
 }  // namespace nvmeof

@@ -286,21 +286,21 @@ std::optional<SlotHeader> parse_header(const std::byte* slot) {
 HeaderProof prove_header(const std::byte* slot, const Identity& identity, size_t payload_bytes,
                          const SlotPlace& place, const Tag& tag) {
   const std::optional<SlotHeader> found = parse_header(slot);
-  if (!found) return {Code::kChecksumMismatch, 0};
+  if (!found) return {Outcome::CHECKSUM_MISMATCH, 0};
   const bool right = found->identity == identity && found->payload_bytes == payload_bytes &&
                      found->place.region == place.region && found->place.slot == place.slot &&
                      found->stamp.tag == tag;
-  if (!right) return {Code::kStale, 0};
-  return {Code::kOk, found->payload_crc};
+  if (!right) return {Outcome::STALE, 0};
+  return {Outcome::OK, found->payload_crc};
 }
 
-Code verify(const std::byte* slot, size_t bytes, const Identity& identity, size_t payload_bytes,
-            const SlotPlace& place, const Tag& tag) {
+Outcome verify(const std::byte* slot, size_t bytes, const Identity& identity, size_t payload_bytes,
+               const SlotPlace& place, const Tag& tag) {
   const HeaderProof proof = prove_header(slot, identity, payload_bytes, place, tag);
-  if (proof.code != Code::kOk) return proof.code;
-  if (bytes < kHeaderBytes + payload_bytes) return Code::kChecksumMismatch;
+  if (proof.code != Outcome::OK) return proof.code;
+  if (bytes < kHeaderBytes + payload_bytes) return Outcome::CHECKSUM_MISMATCH;
   const bool right = crc32c(slot + kHeaderBytes, payload_bytes) == proof.payload_crc;
-  return right ? Code::kOk : Code::kChecksumMismatch;
+  return right ? Outcome::OK : Outcome::CHECKSUM_MISMATCH;
 }
 
 uint32_t entry_crc(const std::byte* entry, uint64_t slot) {

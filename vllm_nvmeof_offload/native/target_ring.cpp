@@ -88,17 +88,17 @@ std::shared_ptr<TargetRing> TargetRing::start(const EngineSetup& setup, size_t i
 
 // ---- the caller's side ------------------------------------------------------------------
 
-void TargetRing::submit(const Request& request) {
+void TargetRing::submit(const LaneOp& request) {
   auto op = std::make_unique<Op>();
   op->request = request;
-  op->offset = request.pool_slot / setup_.targets.size() * limits_.slot_bytes;
+  op->offset = slot_of(request.place) * limits_.slot_bytes;
   op->bytes = kHeaderBytes + whole_pages(request.payload_bytes);
   op->piece_bytes = bytes_per_piece(op->bytes, limits_.split_bytes);
   std::lock_guard lock(mutex_);
   op->target = target_;
   op->region = region_;
-  if (request.owner) {
-    const auto found = foreign_.find(request.owner);
+  if (is_foreign(request.place)) {
+    const auto found = foreign_.find(static_cast<uint16_t>(owner_of(request.place)));
     const ForeignSlab files = found == foreign_.end() ? ForeignSlab{} : found->second;
     op->target = {files.fd, -1};
     op->region = files.region;
@@ -163,7 +163,7 @@ void TargetRing::close() {
   std::lock_guard lock(mutex_);
   closing_ = true;
   for (auto* queue : {&reads_, &writes_})
-    for (Op* op : std::exchange(*queue, {})) finish(*op, Code::kCancelled);
+    for (Op* op : std::exchange(*queue, {})) finish(*op, Outcome::CANCELLED);
   kick();
   table_work_.notify_all();
 }
@@ -189,7 +189,7 @@ TargetRing::Piece* TargetRing::new_piece(Op& op, size_t begin, size_t bytes) {
 void TargetRing::start(Op& op, std::vector<Piece*>& pieces) {
   op.started = true;
   if (op.request.is_read()) read_bytes_started_ += op.counted_bytes = op.bytes;
-  if (setup_.gate) setup_.gate->started(op.request.pool_slot);
+  if (setup_.gate) setup_.gate->started(op.request.place);
   for (size_t begin = 0; begin < op.bytes; begin += op.piece_bytes) {
     pieces.push_back(new_piece(op, begin, std::min(op.piece_bytes, op.bytes - begin)));
     ++op.pieces_in_flight;
@@ -220,7 +220,7 @@ bool TargetRing::await_permit(std::unique_lock<std::mutex>& lock, const Op& op) 
 bool TargetRing::start_waiting(std::vector<Piece*>& pieces) {
   for (; read_may_start(); reads_.pop_front()) start(*reads_.front(), pieces);
   if (permit_.lost())
-    for (Op* op : std::exchange(writes_, {})) finish(*op, Code::kCancelled);
+    for (Op* op : std::exchange(writes_, {})) finish(*op, Outcome::CANCELLED);
   for (bool slow = false; !writes_.empty() && permit_.open(); writes_.pop_front()) {
     Op& op = *writes_.front();
     if (op.request.payload_crc == kNoCrc && std::exchange(slow, true)) return true;
@@ -230,13 +230,13 @@ bool TargetRing::start_waiting(std::vector<Piece*>& pieces) {
 }
 
 // A read that ends while pieces wait for their check does not wake the caller; `check_one` does.
-void TargetRing::finish(Op& op, Code code, int error) {
-  Completion completion{op.request.token, code, error};
-  if (op.request.header_only && code == Code::kOk) completion.payload_crc = op.header.payload_crc;
+void TargetRing::finish(Op& op, Outcome code, int error) {
+  LaneEnd end{op.request.token, code, error};
+  if (op.request.header_only && code == Outcome::OK) end.payload_crc = op.header.payload_crc;
   const bool more_follow = op.request.is_read() && !to_check_.empty();
   ops_.erase(op.request.token);
   --held_;
-  completions_->push(completion, more_follow);
+  completions_->push(end, more_follow);
   if (closing_ && ops_.empty()) {
     kick();
     table_work_.notify_all();
@@ -299,13 +299,13 @@ void TargetRing::release(Piece* piece) {
 void TargetRing::settle(Op& op) {
   if (op.pieces_in_flight > 0 || op.unchecked > 0) return;
   if (op.failed) {
-    finish(op, Code::kIoError, op.error);
+    finish(op, Outcome::IO_ERROR, op.error);
   } else if (!op.wanted) {
-    finish(op, Code::kCancelled);
+    finish(op, Outcome::CANCELLED);
   } else if (op.request.is_read()) {
-    const bool right = op.header.code != Code::kOk || op.request.header_only ||
+    const bool right = op.header.code != Outcome::OK || op.request.header_only ||
                        op.crc == op.header.payload_crc;
-    finish(op, right ? op.header.code : Code::kChecksumMismatch);
+    finish(op, right ? op.header.code : Outcome::CHECKSUM_MISMATCH);
   } else {
     to_enter_.push_back(&op);
     table_work_.notify_one();
@@ -355,7 +355,7 @@ void TargetRing::loop(Ring& ring) {
       slab_fd = target_.slab_fd;
       pieces.swap(again_);
       auto ready = std::partition(gated_.begin(), gated_.end(), [this](Piece* piece) {
-        return !setup_.gate->open(piece->op->request.pool_slot);
+        return !setup_.gate->open(piece->op->request.place);
       });
       pieces.insert(pieces.end(), ready, gated_.end());
       gated_.erase(ready, gated_.end());
@@ -403,13 +403,13 @@ void TargetRing::issue(Ring& ring, const std::vector<Piece*>& pieces) {
       if (op.request.payload_crc == kNoCrc) ring.enter(false);  // others need not wait for it
       seal_op(op);
     }
-    if (setup_.gate && !setup_.gate->open(op.request.pool_slot)) {
+    if (setup_.gate && !setup_.gate->open(op.request.place)) {
       std::lock_guard lock(mutex_);
       gated_.push_back(piece);
       continue;
     }
     const size_t at = piece->begin + piece->done;
-    ring.prepare(op.request.is_read(), op.target.slab_fd, op.request.address + at,
+    ring.prepare(op.request.is_read(), op.target.slab_fd, op.request.data() + at,
                  piece->bytes - piece->done, op.offset + at, piece);
   }
 }
@@ -437,31 +437,30 @@ bool TargetRing::check_one() {
 // Nobody else touches the operation's header and CRC, and it stays while it has unchecked pieces.
 void TargetRing::check(const Piece& piece) {
   Op& op = *piece.op;
-  const Request& request = op.request;
+  const LaneOp& request = op.request;
   if (piece.begin == 0)
-    op.header = prove_header(request.address, request.identity, request.payload_bytes,
+    op.header = prove_header(request.data(), request.identity, request.payload_bytes,
                              place_of(op), request.stamp.tag);
   if (request.header_only) return;
   const size_t all = kHeaderBytes + request.payload_bytes;
   const size_t begin = std::max(piece.begin, kHeaderBytes);
   const size_t end = std::min(piece.begin + piece.bytes, all);
   if (begin < end)
-    op.crc ^= crc_share(crc32c(request.address + begin, end - begin), all - end);
+    op.crc ^= crc_share(crc32c(request.data() + begin, end - begin), all - end);
 }
 
 void TargetRing::seal_op(Op& op) {
-  const Request& request = op.request;
+  const LaneOp& request = op.request;
   const uint32_t crc = request.payload_crc != kNoCrc
                            ? static_cast<uint32_t>(request.payload_crc)
-                           : crc32c(request.address + kHeaderBytes, request.payload_bytes);
-  seal(request.address, request.identity, request.payload_bytes, crc, request.stamp, place_of(op),
+                           : crc32c(request.data() + kHeaderBytes, request.payload_bytes);
+  seal(request.data(), request.identity, request.payload_bytes, crc, request.stamp, place_of(op),
        kind_of(op));
   op.sealed = true;
 }
 
 SlotPlace TargetRing::place_of(const Op& op) const {
-  const auto slot = static_cast<uint32_t>(op.request.pool_slot / setup_.targets.size());
-  return {op.region, slot, op.request.single_copy};
+  return {op.region, slot_of(op.request.place), op.request.single_copy};
 }
 
 // No start adopts a chunk of a group that the pool does not have, so any kind will do for it.
@@ -540,26 +539,26 @@ void TargetRing::enter_front(std::unique_lock<std::mutex>& lock) {
   Op& op = *to_enter_.front();
   to_enter_.pop_front();
   // It was given up, and its slot may soon hold another chunk; or the region is another's now.
-  Code code = Code::kCancelled;
+  Outcome code = Outcome::CANCELLED;
   int error = 0;
-  const Request request = op.request;
-  const auto slot = static_cast<uint32_t>(request.pool_slot / setup_.targets.size());
+  const LaneOp request = op.request;
+  const uint32_t slot = slot_of(request.place);
   if (await_permit(lock, op)) {
     const int table_fd = op.target.table_fd;
     lock.unlock();
     error = write_entry(table_fd, slot, request);
-    code = error == 0 ? Code::kOk : Code::kIoError;
+    code = error == 0 ? Outcome::OK : Outcome::IO_ERROR;
     lock.lock();
   }
   finish(op, code, error);
-  if (code != Code::kOk) return;
+  if (code != Outcome::OK) return;
   lock.unlock();
   log_.add(put_record(slot, request.identity, request.stamp.epoch, request.single_copy));
   lock.lock();
 }
 
 // Returns an errno, or 0.
-int TargetRing::write_entry(int table_fd, uint32_t slot, const Request& request) {
+int TargetRing::write_entry(int table_fd, uint32_t slot, const LaneOp& request) {
   if (const int error = table_sync_.take_error()) return error;
   const auto entry = encode_entry(slot, request.identity, request.stamp.epoch, request.single_copy);
   const auto offset = static_cast<off_t>(slot * kEntryBytes);

@@ -29,7 +29,7 @@
 namespace nvmeof {
 
 struct EngineSetup {
-  std::vector<Target> targets;  // of n targets, pool slot p is slot p / n of target p % n
+  std::vector<Target> targets;
   std::vector<Region> regions;  // by target
   std::vector<Permit> permits;  // by target; empty: there are no leases
   std::vector<LogStart> logs;   // by target; none: no target has one
@@ -57,7 +57,7 @@ class TargetRing {
                                            std::shared_ptr<CompletionQueue> completions,
                                            std::unique_ptr<Ring> ring);
 
-  void submit(const Request& request);
+  void submit(const LaneOp& request);
   // Wake the ring's thread to look at its queues.
   void kick();
   // Use these files for what is submitted from now on.
@@ -83,7 +83,7 @@ class TargetRing {
     int log_fd = -1;
   };
   struct Op {
-    Request request;
+    LaneOp request;
     Target target;  // the files and the region at the time of its submission
     Region region;
     uint64_t offset = 0;
@@ -117,7 +117,7 @@ class TargetRing {
   bool has_table_work() const;
   void await_table_work(std::unique_lock<std::mutex>& lock);
   void enter_front(std::unique_lock<std::mutex>& lock);
-  int write_entry(int table_fd, uint32_t slot, const Request& request);
+  int write_entry(int table_fd, uint32_t slot, const LaneOp& request);
   void sync_table(std::unique_lock<std::mutex>& lock);
   void log_notes(std::unique_lock<std::mutex>& lock);
   void enter_own_thread(const char* name);
@@ -134,7 +134,7 @@ class TargetRing {
   void release(Piece* piece);
   bool goes_on(Piece* piece, int result);
   void settle(Op& op);
-  void finish(Op& op, Code code, int error = 0);
+  void finish(Op& op, Outcome code, int error = 0);
 
   // On the ring's thread.
   void report_landed();

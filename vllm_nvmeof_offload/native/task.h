@@ -52,7 +52,7 @@ struct Task {
   // Of a row that another member of the set has. Through a cache slot: its number among those that
   // wait for that member's fills. Through a stream slot: the announcement that it copies from.
   int32_t at_holder = -1;
-  int64_t pool_slot = -1;  // -1: no I/O; otherwise it is on `target`
+  Place place = kNoPlace;  // `kNoPlace`: no I/O; otherwise it is on `target`
   uint8_t target = 0;
   uint8_t group = 0;
   // The one member of the set whose slots the row names; `kEveryMember`: each rank has its part.

@@ -487,11 +487,11 @@ Row Tiers::begin_fetch(const char* key, size_t reason) {
   require(row != kNoRow && index[row].state == State::POOLED, "a fetch of what is not pooled");
   const Entry& entry = index[row];
   Slots& slots = target(entry.place).slots;
-  const Slot pool_slot = target(entry.place).slot(entry.place);
-  slots.use(pool_slot);
+  const Slot number = target(entry.place).slot(entry.place);
+  slots.use(number);
   const Slot slot = take_cache_slot(true, part_of(entry.group, member_of(entry.place)));
   if (slot == kNone) {
-    slots.release(pool_slot);
+    slots.release(number);
     return kNoRow;
   }
   fill_from_pool(row, slot);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The core's requests and completions, which mirror the contract in `io/base.py`; the queue on
-// which completions reach the caller; the on-disk form of a slot; the gate of the contract tests.
+// What the rings share: files, permits, the queue on which ends reach the caller; the on-disk form
+// of a slot; the gate of the contract tests.
 #pragma once
 
 #include <sys/eventfd.h>
@@ -30,10 +30,8 @@ namespace nvmeof {
 
 inline constexpr size_t kPageBytes = 4096;
 inline constexpr size_t kHeaderBytes = kPageBytes;
-inline constexpr size_t kKeyBytesMax = 46;
 inline constexpr size_t kEntryBytes = 64;
 inline constexpr size_t kUuidBytes = 16;
-inline constexpr int64_t kNoCrc = -1;
 
 using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC
 
@@ -52,41 +50,6 @@ inline int make_eventfd(int flags) {
   const int fd = eventfd(0, EFD_CLOEXEC | flags);
   if (fd < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
   return fd;
-}
-
-enum class Code : uint8_t {
-  kOk,
-  kIoError,
-  kChecksumMismatch,
-  kStale,
-  kDeadline,  // the machine's, not a lane's
-  kCancelled,
-};
-
-struct Completion {
-  uint64_t token;
-  Code code;
-  int error;  // where code is kIoError: errno, positive; 0: no bytes were moved, and no errno given
-  int64_t ended_ns = 0;  // CLOCK_MONOTONIC; set where it is queued for the caller
-  int64_t payload_crc = kNoCrc;  // as in `LaneEnd`
-};
-
-struct Identity {
-  std::array<uint8_t, kKeyBytesMax> key{};
-  uint8_t key_bytes = 0;
-  uint64_t generation = 0;
-  bool operator==(const Identity&) const = default;
-};
-
-inline Identity identity_of(std::string_view key, uint64_t generation) {
-  if (key.empty() || key.size() > kKeyBytesMax)
-    throw std::invalid_argument("offload key has " + std::to_string(key.size()) +
-                                " bytes; the pool's format holds 1 to 46");
-  Identity identity;
-  std::copy(key.begin(), key.end(), identity.key.begin());
-  identity.key_bytes = static_cast<uint8_t>(key.size());
-  identity.generation = generation;
-  return identity;
 }
 
 // The key's group: its last four bytes, big endian.
@@ -109,23 +72,6 @@ struct SlotPlace {
   Region region;
   uint32_t slot = 0;
   bool single_copy = false;  // no other rank has the chunk's bytes; noted, and not compared
-};
-
-struct Request {
-  uint64_t token = 0;
-  Urgency urgency = Urgency::DEMAND;
-  uint64_t pool_slot = 0;
-  std::byte* address = nullptr;  // header page and payload
-  size_t payload_bytes = 0;      // at most what a slot holds; no more than this is transferred
-  Identity identity;
-  Stamp stamp;
-  // Write only: the payload's CRC if the copy into staging made it, else kNoCrc.
-  int64_t payload_crc = kNoCrc;
-  bool single_copy = false;  // write only: as in `SlotPlace`
-  uint16_t owner = 0;        // of the region; 0: ours. Others' are only read
-  bool header_only = false;  // a read: as in `LaneOp`
-
-  bool is_read() const { return urgency != Urgency::WRITE; }
 };
 
 // The size of one target's ring; `io/base.py` has the defaults.
@@ -207,11 +153,11 @@ struct SlotHeader {
 // None: the page is not an intact header of this format.
 std::optional<SlotHeader> parse_header(const std::byte* slot);
 
-// `code`: kOk, kStale (an intact header of another identity, length, place or tag) or
+// `code`: OK, STALE (an intact header of another identity, length, place or tag) or
 // kChecksumMismatch.
 // `payload_crc`: what the payload must have, where `code` is kOk.
 struct HeaderProof {
-  Code code = Code::kChecksumMismatch;
+  Outcome code = Outcome::CHECKSUM_MISMATCH;
   uint32_t payload_crc = 0;
 };
 HeaderProof prove_header(const std::byte* slot, const Identity& identity, size_t payload_bytes,
@@ -219,8 +165,8 @@ HeaderProof prove_header(const std::byte* slot, const Identity& identity, size_t
 
 // The code of a whole slot: that of its header, or kChecksumMismatch of its payload, also where
 // that has an end behind the `bytes` of the slot, which are at least those of a header.
-Code verify(const std::byte* slot, size_t bytes, const Identity& identity, size_t payload_bytes,
-            const SlotPlace& place, const Tag& tag);
+Outcome verify(const std::byte* slot, size_t bytes, const Identity& identity, size_t payload_bytes,
+               const SlotPlace& place, const Tag& tag);
 
 // slot: its number in its region, which the CRC covers.
 std::array<std::byte, kEntryBytes> encode_entry(uint64_t slot, const Identity& identity,
@@ -240,10 +186,10 @@ class CompletionQueue {
 
   int fd() const { return fd_; }
   // `more_follow`: the caller need not wake for this one; `tell` is called soon.
-  void push(Completion completion, bool more_follow = false) {
-    completion.ended_ns = now_ns();
+  void push(LaneEnd end, bool more_follow = false) {
+    end.ended_ns = now_ns();
     std::lock_guard lock(mutex_);
-    waiting_.push_back(completion);
+    waiting_.push_back(end);
     if (!more_follow) wake_once();
   }
   // Wake the caller for what was pushed, unless `more_follow` and the oldest came just now.
@@ -265,7 +211,7 @@ class CompletionQueue {
     return std::exchange(landed_, {});
   }
   // Returns all of them, oldest first; the eventfd is readable again only for later ones.
-  std::vector<Completion> take() {
+  std::vector<LaneEnd> take() {
     std::lock_guard lock(mutex_);
     eventfd_t ignored;
     eventfd_read(fd_, &ignored);  // even if nothing waits: others may have set it
@@ -284,36 +230,36 @@ class CompletionQueue {
   int fd_;
   std::mutex mutex_;
   bool told_ = false;  // since the last `take`
-  std::vector<Completion> waiting_;
+  std::vector<LaneEnd> waiting_;
   std::vector<uint64_t> landed_;
 };
 
-// Only for the contract tests: operations on pool slots that are shut start, and then stay where a
+// Only for the contract tests: operations on places that are shut start, and then stay where a
 // kernel that hangs would keep them. A server's engine has no gate.
 class StartGate {
  public:
-  void shut(const std::vector<uint64_t>& pool_slots) {
+  void shut(const std::vector<Place>& places) {
     std::lock_guard lock(mutex_);
-    shut_ = {pool_slots.begin(), pool_slots.end()};
+    shut_ = {places.begin(), places.end()};
   }
   // Note the start of an operation.
-  void started(uint64_t pool_slot) {
+  void started(Place place) {
     std::lock_guard lock(mutex_);
-    started_.push_back(pool_slot);
+    started_.push_back(place);
   }
-  bool open(uint64_t pool_slot) {
+  bool open(Place place) {
     std::lock_guard lock(mutex_);
-    return !shut_.contains(pool_slot);
+    return !shut_.contains(place);
   }
-  std::vector<uint64_t> starts() {
+  std::vector<Place> starts() {
     std::lock_guard lock(mutex_);
     return started_;
   }
 
  private:
   std::mutex mutex_;
-  std::unordered_set<uint64_t> shut_;
-  std::vector<uint64_t> started_;
+  std::unordered_set<Place> shut_;
+  std::vector<Place> started_;
 };
 
 }  // namespace nvmeof

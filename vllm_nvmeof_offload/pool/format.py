@@ -83,14 +83,7 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
-from vllm_nvmeof_offload.errors import (
-    CHECKSUM_MISMATCH,
-    OK,
-    STALE,
-    Outcome,
-    PoolFormatError,
-    UnknownFormatError,
-)
+from vllm_nvmeof_offload.errors import Outcome, PoolFormatError, UnknownFormatError, outcome_of
 from vllm_nvmeof_offload.groups import GroupKind, RankGroup, group_id_of
 from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.pool.folder import open_private
@@ -188,7 +181,9 @@ def seal(
     what = identity.key, identity.generation, payload_bytes
     crc = -1 if payload_crc is None else payload_crc
     where = place.region_uuid, place.rank, place.slot
-    core.seal(slot, *what, crc, stamp.epoch, stamp.tag, *where, kind, single_copy)
+    core.seal(
+        np.frombuffer(slot, np.uint8), *what, crc, stamp.epoch, stamp.tag, *where, kind, single_copy
+    )
 
 
 def is_intact_page(page: memoryview, magic: bytes) -> bool:
@@ -200,7 +195,7 @@ def is_intact_page(page: memoryview, magic: bytes) -> bool:
 
 def parse_header(page: bytes | bytearray | memoryview) -> SlotHeader | None:
     """Return the header in `page` (at least 4 KiB), or None if it is not an intact one."""
-    found = core.parse_header(memoryview(page))
+    found = core.parse_header(np.frombuffer(page, np.uint8))
     if found is None:
         return None
     identity, place, payload_bytes, payload_crc, stamp, single_copy = found
@@ -216,8 +211,6 @@ def parse_header(page: bytes | bytearray | memoryview) -> SlotHeader | None:
 
 #: What a slot must hold: identity, payload length, place, share tag.
 Wanted = tuple[SlotIdentity, int, SlotPlace, bytes]
-#: By the code of native/types.h.
-_VERDICTS = {0: OK, 2: CHECKSUM_MISMATCH, 3: STALE}
 
 
 def verify(
@@ -230,7 +223,7 @@ def verify(
     sealed.
     """
     what = identity.key, identity.generation, payload_bytes
-    return _VERDICTS[core.verify(slot, *what, *place, tag)]
+    return outcome_of(core.verify(np.frombuffer(slot, np.uint8), *what, *place, tag), 0)
 
 
 ENTRY_BYTES = 64

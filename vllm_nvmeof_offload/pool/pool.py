@@ -41,7 +41,7 @@ from vllm_nvmeof_offload.pool.recovery import (
     prepare,
 )
 from vllm_nvmeof_offload.pool.slab import Slab
-from vllm_nvmeof_offload.protocol import AdoptedEntries
+from vllm_nvmeof_offload.protocol import AdoptedEntries, slot_of, target_of
 from vllm_nvmeof_offload.units import format_bytes
 
 __all__ = ["Pool", "PoolSpec"]
@@ -206,15 +206,18 @@ class Pool:
                 raise PoolError(f"cannot use the pool in {places}: {error}") from error
             raise
 
-    def slab_fd(self, pool_slot: int) -> tuple[int, int]:
-        """Return (descriptor, byte offset) of a pool slot's header page."""
-        slab, index = self._find(pool_slot)
-        return slab.fd, index * self.slot_bytes
+    def slab_fd(self, place: int) -> tuple[int, int]:
+        """Return (descriptor, byte offset) of a slot's header page."""
+        return self._slabs[target_of(place)].fd, slot_of(place) * self.slot_bytes
 
-    def table_fd(self, pool_slot: int) -> tuple[int, int]:
-        """Return (descriptor, byte offset) of a pool slot's table entry (buffered)."""
-        slab, index = self._find(pool_slot)
-        return slab.table_fd, index * ENTRY_BYTES
+    def table_fd(self, place: int) -> tuple[int, int]:
+        """Return (descriptor, byte offset) of a slot's table entry (buffered)."""
+        return self._slabs[target_of(place)].table_fd, slot_of(place) * ENTRY_BYTES
+
+    def files(self, target: int) -> tuple[int, int, int]:
+        """Return the descriptors of the target's slab, table and log; -1: it is away."""
+        slab = self._slabs[target]
+        return slab.fd, slab.table_fd, slab.log_fd
 
     def log(self, target: int) -> LogFile:
         """Return the target's log, and the page with which a writer that starts now goes on.
@@ -239,15 +242,9 @@ class Pool:
             raise OSError(errno.ENODEV, "the target is away", str(self.directories[target]))
         return Folder.open(self.directories[target].parents[1], folder.place / "../..")
 
-    def _find(self, pool_slot: int) -> tuple[Slab, int]:
-        assert 0 <= pool_slot < self.slots
-        index, target = divmod(pool_slot, self.target_count)
-        return self._slabs[target], index
-
-    def place(self, pool_slot: int) -> SlotPlace:
-        """Return the place that the header of this pool slot must name."""
-        slot, target = divmod(pool_slot, self.target_count)
-        return self.superblocks[target].place(slot)
+    def slot_place(self, place: int) -> SlotPlace:
+        """Return what the header in this slot of ours must name."""
+        return self.superblocks[target_of(place)].place(slot_of(place))
 
     def kind_of(self, key: bytes) -> GroupKind:
         """Return the kind of the key's group.

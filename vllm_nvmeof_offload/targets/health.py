@@ -71,11 +71,11 @@ class _Run:
     """Failures of one direction since its last success."""
 
     of_target: int = 0
-    slots: set[int] = field(default_factory=set)
+    places: set[int] = field(default_factory=set)
 
     @property
     def is_too_long(self) -> bool:
-        return self.of_target >= FAILURES_MAX or len(self.slots) >= FAILED_SLOTS_MAX
+        return self.of_target >= FAILURES_MAX or len(self.places) >= FAILED_SLOTS_MAX
 
 
 class TargetHealth:
@@ -115,7 +115,7 @@ class TargetHealth:
             self._late[attachment] -= late
             self._judge()
 
-    def ended(self, attachment: int, outcome: Outcome, pool_slot: int, *, is_write: bool) -> None:
+    def ended(self, attachment: int, outcome: Outcome, place: int, *, is_write: bool) -> None:
         """Take in an outcome. Deadlines and cancellations are not answers of the target."""
         if attachment != self.attachment:
             return
@@ -123,7 +123,7 @@ class TargetHealth:
         if outcome.kind is not OutcomeKind.IO_ERROR:
             if outcome.kind not in (OutcomeKind.DEADLINE, OutcomeKind.CANCELLED):
                 run.of_target = 0  # the target returned bytes, right or wrong
-                run.slots.clear()
+                run.places.clear()
                 if is_write:
                     self.writes(True, _READ_ONLY)
             return
@@ -133,7 +133,7 @@ class TargetHealth:
         if outcome.scope is Scope.TARGET:
             run.of_target += 1
         elif outcome.errno == errno.EIO:
-            run.slots.add(pool_slot)
+            run.places.add(place)
         if run.is_too_long:
             self.lost(f"{'writes' if is_write else 'reads'} fail in a row, now with {outcome}")
 

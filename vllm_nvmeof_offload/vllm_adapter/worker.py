@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,10 +32,7 @@ from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.protocol import Command, LoadCommand, Report, ResetCommand, StoreCommand
 from vllm_nvmeof_offload.vllm_adapter.manager import CommandSpec
 from vllm_nvmeof_offload.worker.build import RankWorker
-from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
-
-if TYPE_CHECKING:
-    from vllm_nvmeof_offload.native._tiers import Transfer
+from vllm_nvmeof_offload.worker.pipeline import Transfer, TransferPipeline
 
 
 class BlockColumns(NamedTuple):

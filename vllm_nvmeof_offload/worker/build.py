@@ -248,7 +248,7 @@ def _peers(settings: OffloadConfig, pool: Pool | None, links: PeerLinks | None) 
     if pool is None or links is None or links.clients is None:
         return None
     count, least = len(settings.peers), settings.peer_chunks_min
-    return Peers(links.clients, count, pool.place, links.landing, least)
+    return Peers(links.clients, count, pool.slot_place, links.landing, least)
 
 
 def _watcher(

@@ -20,7 +20,7 @@ from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.native import Machine
 from vllm_nvmeof_offload.peers.base import NO_PEER, PeerEnd, PeerRead, PeerState
 from vllm_nvmeof_offload.pool.format import SlotPlace
-from vllm_nvmeof_offload.protocol import OURS, PeerReport, SlotIdentity
+from vllm_nvmeof_offload.protocol import OURS, PeerReport, SlotIdentity, owner_of
 
 if TYPE_CHECKING:
     from vllm_nvmeof_offload.native._tiers import LaneOp
@@ -48,12 +48,12 @@ class PeerPort(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """place: where a slot of ours lies, as its header says. landing: copies within staging.
+    """slot_place: where a slot of ours lies, as its header says. landing: copies within staging.
     chunks_min: of a load that is split."""
 
     port: PeerPort
     lanes: int
-    place: Callable[[int], SlotPlace]
+    slot_place: Callable[[int], SlotPlace]
     landing: CopyEngine
     chunks_min: int = OffloadConfig.model_fields["peer_chunks_min"].default
 
@@ -66,11 +66,11 @@ class Peering:
         machine: Machine,
         peers: Peers,
         targets: int,
-        foreign_place: Callable[[int, int], SlotPlace | None],
+        foreign_place: Callable[[int], SlotPlace | None],
         clock: Callable[[], float],
         counters: Counts,
     ) -> None:
-        """foreign_place: of an owner's slot; None: its files are not open here. counters: the
+        """foreign_place: of another owner's place; None: its files are not open here. counters: the
         pipeline's."""
         self._machine, self._peers, self._port = machine, peers, peers.port
         self._targets = targets  # their lanes come first
@@ -138,7 +138,7 @@ class Peering:
         now_s = self._clock()
         reads, nowhere = [], []
         for within_s, op in offers:
-            place = self._place(op.owner, op.pool_slot)
+            place = self._slot_place(op.place)
             if place is None:
                 nowhere.append(op.token)
                 continue
@@ -148,10 +148,9 @@ class Peering:
             self._port.submit(lane, reads)
         self._end([(token, _NOWHERE, 0) for token in nowhere])
 
-    def _place(self, owner: int, slot: int) -> SlotPlace | None:
-        if owner == OURS:
-            return self._peers.place(slot)
-        return self._foreign_place(owner, slot)
+    def _slot_place(self, place: int) -> SlotPlace | None:
+        ours = owner_of(place) == OURS
+        return self._peers.slot_place(place) if ours else self._foreign_place(place)
 
     def _end(self, ends: list[tuple[int, int, int]]) -> None:
         if ends:

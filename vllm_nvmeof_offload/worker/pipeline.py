@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.copy.base import CopyEngine, Direction, Payloads, Pieces
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry
 from vllm_nvmeof_offload.errors import ERRORS, EngineError, Outcome, code_of, outcome_of
-from vllm_nvmeof_offload.io.base import IoEngine, IoOp, Lanes, Waker, end_of
+from vllm_nvmeof_offload.io.base import IoEngine, Lanes, Waker, end_of, reset_op
 from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.native import Machine, MachineOptions, PythonLanes
 from vllm_nvmeof_offload.peers.base import SlotMemory
@@ -66,8 +66,10 @@ from vllm_nvmeof_offload.worker.peering import Peering, Peers
 from vllm_nvmeof_offload.worker.regions import RegionOpener, Regions
 from vllm_nvmeof_offload.worker.serving import Serve, Serving
 
-if TYPE_CHECKING:
-    from vllm_nvmeof_offload.native._tiers import Transfer
+#: Op, whether it is a store, batch, and the columns of `copy.geometry.JobBlocks`.
+Transfer: TypeAlias = tuple[
+    int, bool, ChunkBatch, npt.NDArray[np.int32], Sequence[int], Sequence[int]
+]
 
 #: This much in flight at a target saturates it: 100 Gb/s × 0.6 ms. One operation never does.
 _SATURATING_BYTES = 8 * MIB
@@ -387,8 +389,8 @@ class TransferPipeline:
         """Return what a read waits for, by lane: bytes, and seconds (0: not known)."""
         return self._machine.read_queues()
 
-    def _foreign_place(self, owner: int, pool_slot: int) -> SlotPlace | None:
-        return None if self._regions is None else self._regions.place(owner, pool_slot)
+    def _foreign_place(self, place: int) -> SlotPlace | None:
+        return None if self._regions is None else self._regions.slot_place(place)
 
     def _find_region(self, uuid: bytes) -> tuple[int, int] | None:
         return None if self._regions is None else self._regions.find(uuid)
@@ -419,9 +421,7 @@ class TransferPipeline:
             return
         resets, unwritten = found
         if resets:
-            # Slot `target` is the first one of that target.
-            what = OpKind.RESET, Urgency.WRITE
-            self._io.submit([IoOp(token, *what, target, 0, None, 0) for token, target in resets])
+            self._io.submit([reset_op(token, target) for token, target in resets])
         for target, code, number in unwritten:
             logger.warning(
                 "target %d does not take its superblock (%s): a reset goes on without it, and no "
@@ -443,9 +443,9 @@ class TransferPipeline:
             if late:
                 health.late(attachment, late)
             health.released(attachment, released, released_late)
-        for target, attachment, is_write, code, number, pool_slot in outcomes:
+        for target, attachment, is_write, code, number, place in outcomes:
             outcome = outcome_of(code, number)
-            self._health[target].ended(attachment, outcome, pool_slot, is_write=is_write)
+            self._health[target].ended(attachment, outcome, place, is_write=is_write)
         self._set_targets()
 
     def _set_targets(self) -> None:

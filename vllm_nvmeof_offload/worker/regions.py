@@ -39,6 +39,7 @@ from vllm_nvmeof_offload.protocol import (
     AttachCommand,
     HintCommand,
     member_of,
+    owner_of,
     slot_of,
     target_of,
 )
@@ -117,11 +118,10 @@ class Regions:
         self._wanted.pop(owner, None)
         self._drop_owner(owner)
 
-    def place(self, owner: int, pool_slot: int) -> SlotPlace | None:
-        """Return where an owner's slot lies; None: its files are not open."""
-        targets = len(self._usable)
-        region = self._used.get((owner, pool_slot % targets))
-        return None if region is None else region.place(pool_slot // targets)
+    def slot_place(self, place: int) -> SlotPlace | None:
+        """Return what the header there must name; None: its owner's files are not open."""
+        region = self._used.get((owner_of(place), target_of(place)))
+        return None if region is None else region.place(slot_of(place))
 
     def find(self, uuid: bytes) -> tuple[int, int] | None:
         """Return the owner and the target of a region that a peer names; None: it is not open yet.

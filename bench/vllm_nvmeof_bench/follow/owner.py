@@ -28,7 +28,7 @@ from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, IoOp
 from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
-from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
+from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency, place_of
 from vllm_nvmeof_offload.units import KIB, PAGE_BYTES
 
 KEYSPACE = Keyspace.of({"model": "bench follow"})
@@ -110,7 +110,8 @@ def _write(plan: Plan, engine: IoEngine, address: int) -> Iterator[float]:
         time.sleep(2 * dice.random() / plan.puts_per_s)
         what = SlotIdentity(plan.key(number), number + 1), PAYLOAD_BYTES, engine.stamp
         kind = OpKind.WRITE, Urgency.WRITE
-        engine.submit([IoOp(number + 1, *kind, number % plan.slots, address, *what)])
+        place = place_of(0, number % plan.slots)
+        engine.submit([IoOp(number + 1, *kind, place, address, *what)])
         while not (ended := engine.poll()):
             select.select([engine.fileno()], [], [], 1.0)
         yield time.monotonic()

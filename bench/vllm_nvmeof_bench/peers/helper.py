@@ -124,7 +124,7 @@ def main(plan: Plan) -> None:
         first = (staging.cache_slots + staging.stream_slots) * size_bytes
         server = PeerServer(
             "tcp://127.0.0.1:0",
-            Common(plan.keyspace, pool.place(0).rank, 1, size_bytes),
+            Common(plan.keyspace, pool.superblocks[0].rank, 1, size_bytes),
             pool.stamp.tag,
             SlotMemory(staging.serve_address, size_bytes, plan.slots),
             view[first:],

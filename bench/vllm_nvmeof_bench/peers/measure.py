@@ -175,7 +175,7 @@ class _Pair:
         slots = staging.cache_slots + staging.stream_slots
         clients = PeerClients(
             [address],
-            Common(_KEYSPACE, rig.pool.place(0).rank, 1, staging.slot_bytes),
+            Common(_KEYSPACE, rig.pool.superblocks[0].rank, 1, staging.slot_bytes),
             rig.pool.stamp.tag,
             SlotMemory(staging.base_address, staging.slot_bytes, slots),
             rig.memory.view,
@@ -188,7 +188,7 @@ class _Pair:
         waker = Waker()
         landing = HostCopyEngine(waker.wake)
         stack.callback(landing.close)
-        peers = Peers(clients, 1, rig.pool.place, landing)
+        peers = Peers(clients, 1, rig.pool.slot_place, landing)
         worker = rig.open_worker(stack, waker, io, ready.fileno(), peers=peers)
         return _Worker(*worker, clients)
 

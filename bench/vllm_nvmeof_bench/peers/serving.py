@@ -81,7 +81,11 @@ class _Peers(threading.Thread):
         self._slots[token] = slot
         number = token % len(rig.identities)
         address = rig.staging.serve_address + slot * rig.staging.slot_bytes
-        what = rig.settings.chunk_bytes, rig.identities[number], rig.pool.place(number)
+        what = (
+            rig.settings.chunk_bytes,
+            rig.identities[number],
+            rig.pool.superblocks[0].place(number),
+        )
         return ServeRead(token, address, *what, rig.pool.stamp.tag, time.monotonic() + _WITHIN_S)
 
 
@@ -93,7 +97,7 @@ class _Helper:
         waker, own_rate = Waker(), link_rates(rates)[0]
         io = linked_engine(rig, stack, own_rate * MB)
         queue = ServeQueue(waker.wake)
-        own = {rig.pool.place(0).region_uuid: OwnRegion(0, rig.pool.slots)}
+        own = {rig.pool.superblocks[0].place(0).region_uuid: OwnRegion(0, rig.pool.slots)}
         worker = rig.open_worker(stack, waker, io, io.fileno(), serve=Serve(queue, own))
         rig.copy, rig.runner = worker
         self.peers = _Peers(rig, queue)

@@ -342,11 +342,12 @@ class Ground:
         if not is_read:
             identity = SlotIdentity(identity.key, identity.generation + 1)
             self.identities[block] = identity
+        slot, target = divmod(block, self.pool.target_count)
         return IoOp(
             token,
             OpKind.FETCH if is_read else OpKind.WRITE,
             Urgency.DEMAND if is_read else Urgency.WRITE,
-            block,
+            place_of(target, slot),
             self.staging.map.base_address + block * self.slot_bytes,
             identity,
             self.pool.payload_bytes,

@@ -46,7 +46,7 @@ from vllm_nvmeof_offload.io.base import (
 )
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.pool.pool import Pool
-from vllm_nvmeof_offload.protocol import OURS, OpKind
+from vllm_nvmeof_offload.protocol import OURS, OpKind, owner_of, target_of
 from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES, slot_stride_bytes
 
 #: knob → effect.
@@ -289,7 +289,7 @@ class FaultyIoEngine:
 
     def _forward(self, op: IoOp) -> None:
         self._forwarded[op.token] = op
-        ours = op.owner == OURS  # another engine's slab is never written
+        ours = owner_of(op.place) == OURS  # another engine's slab is never written
         if op.is_read and ours and op.payload_bytes and self.plan.strikes("flip_byte_on_read"):
             self._flip_on_disk(op)
         self._inner.submit([op])
@@ -307,7 +307,7 @@ class FaultyIoEngine:
         # Held operations cannot be handed over any more: they would get the new files, which are
         # not kept open for operations submitted earlier.
         for held in self._held:
-            held.exchanged |= held.op.pool_slot % self._pool.target_count == target
+            held.exchanged |= target_of(held.op.place) == target
         self._inner.replace_target(target)
 
     def attach_region(self, owner: int, target: int, region: ForeignSlab) -> None:
@@ -382,7 +382,7 @@ class FaultyIoEngine:
 
     def _flip_on_disk(self, op: IoOp) -> None:
         """Flip one payload byte in the slab, through an aligned page (it may be O_DIRECT)."""
-        fd, offset = self._pool.slab_fd(op.pool_slot)
+        fd, offset = self._pool.slab_fd(op.place)
         at = self.plan.random.randrange(op.payload_bytes)
         page_offset = offset + HEADER_BYTES + at // PAGE_BYTES * PAGE_BYTES
         with mmap.mmap(-1, PAGE_BYTES) as page, memoryview(page) as view:

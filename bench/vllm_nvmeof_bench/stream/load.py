@@ -386,7 +386,7 @@ class Rig:
                 address = self.staging.base_address + slot * self.staging.slot_bytes
                 identity, kind = self.identities[following], OpKind.FETCH
                 size = self.settings.chunk_bytes
-                place = following, address, identity, size
+                place = place_of(0, following), address, identity, size
                 stamp = self._bare_io.stamp
                 read = IoOp(following, kind, Urgency.DEMAND, *place, stamp=stamp)
                 if not self._bare_io.room().reads:

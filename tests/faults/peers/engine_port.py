@@ -13,18 +13,16 @@ from vllm_nvmeof_offload.io.base import IoEngine, IoOp, Waker
 from vllm_nvmeof_offload.peers.base import Levels, Served, ServeRead
 from vllm_nvmeof_offload.peers.pace import BusyRate
 from vllm_nvmeof_offload.pool.format import Stamp
-from vllm_nvmeof_offload.protocol import OpKind, Urgency
+from vllm_nvmeof_offload.protocol import OpKind, Urgency, owned_by, place_of
 from vllm_nvmeof_offload.units import slot_stride_bytes
 
 
 class EnginePort:
     """Implements `base.ServePort`. The serve slots are in the engine's memory."""
 
-    def __init__(
-        self, engine: IoEngine, regions: Mapping[bytes, tuple[int, int]], target_count: int
-    ) -> None:
+    def __init__(self, engine: IoEngine, regions: Mapping[bytes, tuple[int, int]]) -> None:
         """regions: by uuid, the owner and the target by which the engine reads a region."""
-        self._engine, self._regions, self._target_count = engine, regions, target_count
+        self._engine, self._regions = engine, regions
         self._waiting: collections.deque[ServeRead] = collections.deque()
         self._reading: dict[int, ServeRead] = {}
         self._ended: list[Served] = []
@@ -90,12 +88,11 @@ class EnginePort:
             read.token,
             OpKind.LOAD,
             Urgency.DEMAND,
-            read.place.slot * self._target_count + target,
+            owned_by(owner, place_of(target, read.place.slot)),
             read.address,
             read.identity,
             read.payload_bytes,
             Stamp(0, read.tag),
-            owner=owner,
         )
 
     def _end(self, served: Served) -> None:

@@ -119,11 +119,11 @@ class FakePort:
     def fileno(self) -> int:
         return self._waker.fd
 
-    def end(self, *pool_slots: int, outcome: Outcome = OK) -> None:
+    def end(self, *numbers: int, outcome: Outcome = OK) -> None:
         """End the reads of these slots; without any: all."""
         with self._lock:
             for token, read in list(self._reads.items()):
-                if read.place.slot in pool_slots or not pool_slots:
+                if read.place.slot in numbers or not numbers:
                     del self._reads[token]
                     self._ended.append(Served(token, outcome))
         self._waker.wake()
@@ -189,11 +189,10 @@ class Asker:
     def send(self, message: AnyMessage) -> None:
         self._socket.send(self._ours.encode(message))
 
-    def read(self, *pool_slots: int, within_ms: int = 60_000, inline: bool = False) -> None:
+    def read(self, *numbers: int, within_ms: int = 60_000, inline: bool = False) -> None:
         """Ask for slots; the token of each is its number."""
         reads = [
-            WantedRead(number, b"r" * 16, number, b"key", 1, 4096, within_ms)
-            for number in pool_slots
+            WantedRead(number, b"r" * 16, number, b"key", 1, 4096, within_ms) for number in numbers
         ]
         self.send(Read(inline=inline, reads=reads))
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.chunks import place_in
 from tests.contract.rig import ENGINES, PAYLOAD_BYTES, Rig, content, name
 from vllm_nvmeof_offload.errors import Outcome
 from vllm_nvmeof_offload.peers.base import Common, PeerEnd, PeerRead, PeerState, SlotMemory
@@ -40,20 +41,19 @@ class Serving:
     """The other process. transport: of `TRANSPORTS`."""
 
     def __init__(self, rig: Rig, path: Path, transport: str, **more: Any) -> None:
-        place = rig.pool.place
         asked = {
             "path": str(path),
             "engine": "uring-direct" if rig.pool.direct else "uring-buffered",
             "regions": [
                 {
                     "slab": str(rig.pool.directories[target] / SLAB_FILE),
-                    "uuid": place(target).region_uuid.hex(),
-                    "rank": place(target).rank,
+                    "uuid": one.place(0).region_uuid.hex(),
+                    "rank": one.rank,
                 }
-                for target in range(rig.pool.target_count)
+                for target, one in enumerate(rig.pool.superblocks)
             ],
             "keyspace": "k",
-            "rank": place(0).rank,
+            "rank": rig.pool.superblocks[0].rank,
             "tag": rig.engine.stamp.tag.hex(),
             "slots": D_SLOTS,
             "address": "tcp://127.0.0.1:0",
@@ -133,7 +133,7 @@ class Puller:
         self._mapping = mmap.mmap(-1, P_SLOTS * rig.pool.slot_bytes)
         self.memory = np.frombuffer(self._mapping, np.uint8)
         self.slots = SlotMemory(self.memory.ctypes.data, rig.pool.slot_bytes, P_SLOTS)
-        place = rig.pool.place(0)
+        place = rig.pool.superblocks[0].place(0)
         known = place.rank if rank is None else rank, 2, rig.pool.slot_bytes, secret
         common = Common(keyspace, *known)
         view = memoryview(self._mapping)
@@ -176,7 +176,7 @@ class Puller:
             self.slots.address_of(slot),
             PAYLOAD_BYTES,
             self.wanted[token],
-            self.rig.pool.place(number),
+            self.rig.pool.slot_place(place_in(number, self.rig.pool.target_count)),
             self.rig.engine.stamp.tag,
             time.monotonic() + within_s,
         )

@@ -115,7 +115,7 @@ def main() -> None:
     slots = valid_slots(rig)
     if isinstance(rig.engine, FaultyIoEngine):
         rig.engine.plan.set(**asked["knobs"])
-    port: EnginePort | BadPort = EnginePort(rig.engine, attach(rig, regions), len(regions))
+    port: EnginePort | BadPort = EnginePort(rig.engine, attach(rig, regions))
     if asked["how"]:
         port = BadPort(port, asked["how"], rig, slots)
     secret = bytes.fromhex(asked["secret"])

@@ -82,7 +82,7 @@ def test_a_region_that_the_peer_has_not_opened_lets_its_lane_rest(
     store: Rig, make_pair: MakePair, tmp_path: Path
 ) -> None:
     """The peer has the region of the first target alone."""
-    place = store.pool.place(0)
+    place = store.pool.superblocks[0].place(0)
     slab = str(store.pool.directories[0] / "slab")
     region = {"slab": slab, "uuid": place.region_uuid.hex(), "rank": place.rank}
     _, puller = make_pair(regions=[region])

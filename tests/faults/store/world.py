@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests import slots
+from tests.chunks import place_in
 from tests.resets import reset
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, encode_entry
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
@@ -264,7 +265,7 @@ class World:
             assert self.neighbours is not None
             other = self.dice.choice([self.pool, *self.neighbours.pools])
             at = self.dice.choice([slot, self.dice.randrange(self.pool.slots)])
-            self.load(slot, self.known[slot], other.slab_fd(at))
+            self.load(slot, self.known[slot], other.slab_fd(place_in(at, other.target_count)))
             self.counts["misdirected read"] += 1
 
     def _load_as_another_group(self) -> None:

@@ -24,7 +24,7 @@ from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker
 from vllm_nvmeof_offload.worker.build import RankWorker
 
 if TYPE_CHECKING:
-    from vllm_nvmeof_offload.native._tiers import Transfer
+    from vllm_nvmeof_offload.worker.pipeline import Transfer
 
 BLOCKS = 50
 

@@ -30,6 +30,7 @@ from vllm_nvmeof_offload.protocol import (
     StoreCommand,
     WriteCommand,
     place_of,
+    slot_of,
     unpacked,
 )
 from vllm_nvmeof_offload.staging import Staging
@@ -216,7 +217,7 @@ def test_a_write_brings_the_checksum_of_its_store(bench: Bench) -> None:
     bench.run()
     assert len(bench.io.seen) == CHUNKS
     for op in bench.io.seen:
-        assert op.payload_crc == crc32c(bench.payload(op.pool_slot))
+        assert op.payload_crc == crc32c(bench.payload(slot_of(op.place)))
     original = bench.cache.copy()
     bench.cache[:] = 0
     bench.load(slots, 1, cpu=False)

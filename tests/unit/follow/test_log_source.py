@@ -432,7 +432,7 @@ from tests.unit.pool.kit import PAYLOAD_BYTES, make_spec, name
 from vllm_nvmeof_offload.io.base import IoLimits, IoOp
 from vllm_nvmeof_offload.io.native import NativeIoEngine
 from vllm_nvmeof_offload.pool.pool import Pool
-from vllm_nvmeof_offload.protocol import OpKind, Urgency
+from vllm_nvmeof_offload.protocol import OpKind, Urgency, place_of
 target, slots, pages, size = Path(sys.argv[1]), *map(int, sys.argv[2:])
 pool = Pool.open(make_spec(target, engine_index=1, slots=slots, log_pages=pages, pool_bytes=size))
 memory = mmap.mmap(-1, pool.slot_bytes)
@@ -441,7 +441,8 @@ engine = NativeIoEngine(pool, memoryview(memory), address, IoLimits())
 print("open", flush=True)
 for token in range(1, 1 << 40):
     identity, kind = name(token % 50, token), (OpKind.WRITE, Urgency.WRITE)
-    op = IoOp(token, *kind, token * 7 % slots, address, identity, PAYLOAD_BYTES, engine.stamp)
+    where = place_of(0, token * 7 % slots), address
+    op = IoOp(token, *kind, *where, identity, PAYLOAD_BYTES, engine.stamp)
     engine.submit([op])
     while not engine.poll():
         pass

@@ -32,13 +32,13 @@ from vllm_nvmeof_offload.pool.format import Stamp, encode_entry, write_superbloc
 from vllm_nvmeof_offload.pool.lease import NOBODY, LeasePage, lease_of
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.silence import TAKEOVER_S, Silence
-from vllm_nvmeof_offload.protocol import SlotIdentity
+from vllm_nvmeof_offload.protocol import SlotIdentity, place_of
 
 OpenEngine = Callable[..., Pool]
 
 
 def write_entry(pool: Pool, slot: int, entry: bytes) -> None:
-    fd, offset = pool.table_fd(slot)
+    fd, offset = pool.table_fd(place_of(0, slot))
     os.pwrite(fd, entry, offset)
 
 

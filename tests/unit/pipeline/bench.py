@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.chunks import Reported, batch_of, place_in, rows_of
+from tests.chunks import Reported, batch_of, number_in, place_in, rows_of
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction, Payloads, Pieces
 from vllm_nvmeof_offload.errors import OK, Outcome
 from vllm_nvmeof_offload.io.base import (
@@ -40,6 +40,7 @@ from vllm_nvmeof_offload.protocol import (
     Urgency,
     WriteCommand,
     owned_by,
+    target_of,
     unpacked,
 )
 from vllm_nvmeof_offload.staging import SetMap, StagingMap
@@ -287,8 +288,12 @@ class Bench:
             serve=Serve(self.queue, own) if serve_slots else None,
         )
 
-    def _place(self, pool_slot: int) -> SlotPlace:
-        return SlotPlace(bytes(16), 0, pool_slot)
+    def number(self, op: IoOp) -> int:
+        """The number of the slot that it reads or writes, as in `place_in`."""
+        return number_in(op.place, self._targets)
+
+    def _place(self, place: int) -> SlotPlace:
+        return SlotPlace(bytes(16), 0, number_in(place, self._targets))
 
     def _batch(self, op: int, chunks: Sequence[Chunk]) -> ChunkBatch:
         self._sizes[op] = len(chunks)
@@ -386,7 +391,7 @@ class Bench:
         """End the oldest operation on each of these targets, and all copies; False if none
         ended.
         """
-        oldest = {op.pool_slot % target_count: op.token for op in reversed(self.io.ops.values())}
+        oldest = {self.number(op) % target_count: op.token for op in reversed(self.io.ops.values())}
         tokens = [oldest[target] for target in targets if target in oldest]
         for token in tokens:
             self.io.complete(token)
@@ -407,21 +412,21 @@ class Bench:
         self.now_s += seconds
         self.pipeline.step()
 
-    def io_of(self, pool_slot: int) -> int:
+    def io_of(self, number: int) -> int:
         """The token of the read or write of a pool slot."""
         ops = [op for op in self.io.ops.values() if op.kind is not OpKind.RESET]
-        (token,) = [op.token for op in ops if op.pool_slot == pool_slot]
+        (token,) = [op.token for op in ops if self.number(op) == number]
         return token
 
     def superblocks(self) -> dict[int, int]:
         """The token of each superblock that is being written, by target; the newest of each."""
         ops = [op for op in self.io.ops.values() if op.kind is OpKind.RESET]
-        return {op.pool_slot: op.token for op in ops}
+        return {target_of(op.place): op.token for op in ops}
 
     def writes(self) -> list[tuple[int, int]]:
         """Pool slot and epoch of each write that has started, in their order."""
         started = [op for op in self.io.started if op.kind is OpKind.WRITE]
-        return [(op.pool_slot, op.stamp.epoch) for op in started if op.stamp is not None]
+        return [(self.number(op), op.stamp.epoch) for op in started if op.stamp is not None]
 
     def take(self) -> list[Report]:
         """The reports, one per op, except those that ride along."""

@@ -171,8 +171,8 @@ def test_the_failures_of_a_load_are_in_the_order_of_its_rows() -> None:
     bench = Bench(stream_slots=3)
     bench.stream(1, [3, 4, 5])
     bench.pipeline.step()
-    for pool_slot in (5, 4, 3):
-        bench.io.complete(bench.io_of(pool_slot), io_error(errno.ENODATA))
+    for number in (5, 4, 3):
+        bench.io.complete(bench.io_of(number), io_error(errno.ENODATA))
         bench.pipeline.step()
     ((_, failures),) = bench.finished()
     assert [row for row, _ in failures] == [0, 1, 2]
@@ -258,7 +258,7 @@ def test_only_the_named_rows_of_a_fetch_are_cancelled() -> None:
     assert bench.io.cancelled == []
     while bench.turn():
         pass
-    assert [op.pool_slot for op in bench.io.started] == [10, 12]
+    assert [bench.number(op) for op in bench.io.started] == [10, 12]
     reported = [one for one in bench.reports() if isinstance(one, Reported)]
     assert [one for one in reported if one.op == 1] == [Reported(1, 0), Reported(1, 2)]
     assert bench.idle()
@@ -318,7 +318,7 @@ def test_rows_of_a_load_whose_chunks_are_gone_are_stale_and_touch_nothing() -> N
     bench.finished()
     bench.load_chunks(2, [(7, 0, None), (8, None, None), (9, None, 4), (10, None, None)])
     bench.pipeline.step()
-    assert [op.pool_slot for op in bench.io.started] == [4]
+    assert [bench.number(op) for op in bench.io.started] == [4]
     assert bench.reports() == []
     bench.turn()
     assert [len(pieces) for _, _, pieces, _ in bench.copy.submitted[1:]] == [1, 1]

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.chunks import place_in
 from vllm_nvmeof_offload.native import PythonLanes
-from vllm_nvmeof_offload.protocol import ChunkBatch, Urgency
+from vllm_nvmeof_offload.protocol import ChunkBatch, Urgency, slot_of
 
 from .bench import machine_of
 
@@ -87,7 +87,7 @@ class Queue:
         if not self._taken:
             return None
         (op,) = self._taken
-        item = self._by_slot[op.pool_slot]
+        item = self._by_slot[slot_of(op.place)]
         self._tokens[item] = op.token
         return item
 

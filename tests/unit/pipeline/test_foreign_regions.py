@@ -19,7 +19,13 @@ from vllm_nvmeof_offload.errors import (
     io_error,
 )
 from vllm_nvmeof_offload.io.base import ForeignSlab
-from vllm_nvmeof_offload.protocol import AttachCommand, DetachCommand, WriteCommand, owned_by
+from vllm_nvmeof_offload.protocol import (
+    AttachCommand,
+    DetachCommand,
+    WriteCommand,
+    owned_by,
+    owner_of,
+)
 from vllm_nvmeof_offload.targets.health import FAILED_SLOTS_MAX, FAILURES_MAX, TargetHealth, Verdict
 from vllm_nvmeof_offload.worker.regions import FoundPool, OpenRegions
 
@@ -79,6 +85,10 @@ class Rig(Bench):
             pool_slots=16,
         )
 
+    def reads(self) -> list[tuple[int, int]]:
+        """Owner and slot of each that has started."""
+        return sorted((owner_of(op.place), self.number(op)) for op in self.io.started)
+
     def attach(self, op: int, owner: int = A) -> None:
         self.pipeline.command(AttachCommand(op, owner, owner, bytes(16)))
         self.pipeline.step()
@@ -100,12 +110,12 @@ def test_a_read_waits_for_the_files_of_its_owner() -> None:
     rig.borrow_now(2, pool=40)  # another engine's region may be larger than ours
     rig.borrow(3, A, number=3, pool=2, cache=1)
     rig.load(4, 4, None, 0)
-    assert [(op.owner, op.pool_slot) for op in rig.io.started] == [(0, 0)]
+    assert rig.reads() == [(0, 0)]
     assert rig.reports() == []
     rig.opener.answer()
     rig.pipeline.step()
     assert set(rig.io.regions) == {(A, 0), (A, 1)}
-    assert sorted((op.owner, op.pool_slot) for op in rig.io.started) == [(0, 0), (A, 2), (A, 40)]
+    assert rig.reads() == [(0, 0), (A, 2), (A, 40)]
     assert rig.reports() == [Reported(1)]
     while rig.turn((0, 1), TARGETS):
         pass
@@ -166,7 +176,7 @@ def test_a_failed_attach_fails_its_reads_at_once_and_no_others() -> None:
     assert rig.finished() == [(3, ((0, NO_FILES),))]
     rig.borrow_now(5)
     assert rig.finished() == [(5, ((0, NO_FILES),))]
-    assert [op.owner for op in rig.io.ops.values()] == [B]
+    assert [owner_of(op.place) for op in rig.io.ops.values()] == [B]
     assert all(one.verdict is Verdict.OK for one in rig.health)
 
 

@@ -16,7 +16,7 @@ from .bench import READ_S, STRIDE, WRITE_S, Bench
 
 
 def _started(bench: Bench) -> list[int]:
-    return [op.pool_slot for op in bench.io.started]
+    return [bench.number(op) for op in bench.io.started]
 
 
 def test_demand_then_urgent_fetches_then_fetches_then_writes() -> None:
@@ -64,8 +64,8 @@ def test_a_target_at_its_bound_does_not_stop_the_others() -> None:
     bench.stream(20, [100, 102, 104, 106])
     bench.stream(21, [101])
     bench.pipeline.step()
-    reads = [op.pool_slot for op in bench.io.started if op.is_read]
-    writes = [op.pool_slot for op in bench.io.started if op.kind is OpKind.WRITE]
+    reads = [bench.number(op) for op in bench.io.started if op.is_read]
+    writes = [bench.number(op) for op in bench.io.started if op.kind is OpKind.WRITE]
     assert sorted(reads) == [100, 101, 102]
     assert sorted(writes) == [0, 1]
 
@@ -77,7 +77,7 @@ def test_a_full_engine_is_offered_every_target_in_turn() -> None:
     bench.stream(2, range(1, 21, 2))
     for _ in range(4):
         bench.pipeline.step()
-    assert sorted(op.pool_slot % 2 for op in bench.io.started) == [0, 0, 1, 1]
+    assert sorted(bench.number(op) % 2 for op in bench.io.started) == [0, 0, 1, 1]
 
 
 def test_an_engine_gets_no_more_than_its_room_of_each_kind() -> None:
@@ -333,7 +333,7 @@ def test_a_submitted_fetch_stays_and_its_retry_is_promoted() -> None:
     bench.load(9, 0, cache=0, pool=None)
     assert not bench.io.cancelled
     bench.io_done(io_error(errno.EIO))
-    assert {op.pool_slot: op.urgency for op in bench.io.ops.values()} == {
+    assert {bench.number(op): op.urgency for op in bench.io.ops.values()} == {
         0: Urgency.DEMAND,
         1: Urgency.PREFETCH,
     }, "both: the retry does not count as a fetch"

@@ -20,7 +20,7 @@ def _asked(bench: Bench) -> list[int]:
 
 
 def _own(bench: Bench) -> list[int]:
-    return [op.pool_slot for op in bench.io.started]
+    return [bench.number(op) for op in bench.io.started]
 
 
 def _finish(bench: Bench) -> None:

@@ -30,7 +30,7 @@ def _reads(bench: Bench) -> list[PeerRead]:
 
 
 def _own(bench: Bench) -> list[int]:
-    return [op.pool_slot for op in bench.io.started]
+    return [bench.number(op) for op in bench.io.started]
 
 
 def _slot(address: int) -> int:

@@ -57,7 +57,7 @@ def test_a_suspect_target_fails_fast_and_the_other_target_continues() -> None:
     bench.load(2, 8, cache=None, pool=2)
     bench.load(3, 9, cache=None, pool=1)
     assert bench.finished() == [(1, ((0, DEADLINE),)), (2, ((0, DEADLINE),))]
-    assert [op.pool_slot for op in bench.io.started] == [0, 1]
+    assert [bench.number(op) for op in bench.io.started] == [0, 1]
 
 
 def test_no_task_waits_forever_for_a_full_engine() -> None:
@@ -88,7 +88,7 @@ def test_cancel_keeps_a_buffer_that_the_engine_has() -> None:
     assert len(bench.io.ops) == 1, "the stream slot is still the kernel's"
     bench.io_done(OK)
     assert not bench.copy.submitted, "cancelled reads are thrown away"
-    assert [op.pool_slot for op in bench.io.ops.values()] == [5]
+    assert [bench.number(op) for op in bench.io.ops.values()] == [5]
 
 
 def test_cancel_lets_a_running_copy_finish() -> None:
@@ -188,6 +188,6 @@ def test_demand_reads_go_first_and_writes_last() -> None:
         bench.pipeline.step()
         if bench.io.ops:
             bench.io_done()
-    order = [op.pool_slot for op in bench.io.started]
+    order = [bench.number(op) for op in bench.io.started]
     assert order.index(2) < order.index(1)
     assert set(order) == {0, 1, 2}

@@ -18,6 +18,9 @@ from vllm_nvmeof_offload.protocol import (
     ResetCommand,
     SlotIdentity,
     Urgency,
+    owner_of,
+    slot_of,
+    target_of,
 )
 from vllm_nvmeof_offload.targets.health import TargetHealth, Verdict
 from vllm_nvmeof_offload.worker.regions import FoundPool
@@ -30,7 +33,7 @@ EIO = io_error(errno.EIO)
 
 
 def _started(bench: Bench) -> list[int]:
-    return [op.pool_slot for op in bench.io.started]
+    return [bench.number(op) for op in bench.io.started]
 
 
 def _answers(bench: Bench) -> list[Served]:
@@ -47,8 +50,10 @@ def test_a_chunk_is_read_into_the_serve_slot_and_reported_to_nobody_else() -> No
     bench.serve(11, 8)
     bench.pipeline.step()
     (first, second) = bench.io.started
-    assert (first.pool_slot, second.pool_slot) in [(11, 8), (8, 11)], "each target in its turn"
-    ours = {op.pool_slot: op for op in bench.io.started}
+    assert (bench.number(first), bench.number(second)) in [(11, 8), (8, 11)], (
+        "each target in its turn"
+    )
+    ours = {bench.number(op): op for op in bench.io.started}
     assert ours[11].address == (4 + 3) * STRIDE
     assert ours[8].address == (4 + 3 + 1) * STRIDE
     assert (ours[11].identity, ours[11].urgency) == (identity(11), Urgency.SERVE)
@@ -202,7 +207,7 @@ def test_a_reset_ends_what_waits_and_drops_what_runs() -> None:
     assert _answers(bench) == [Served(0, CANCELLED), Served(1, CANCELLED)]
     bench.queue.serve([replace(bench.asked(3, 8), tag=NEW_TAG)])
     bench.pipeline.step()
-    (op,) = [op for op in bench.io.started if op.pool_slot == 8]
+    (op,) = [op for op in bench.io.started if bench.number(op) == 8]
     assert op.stamp is not None
     assert op.stamp.tag == NEW_TAG
 
@@ -242,7 +247,7 @@ def test_what_cannot_be_there_is_refused() -> None:
     )
     answers = _answers(bench)
     assert answers == [Served(0, None), Served(1, STALE), Served(2, STALE), Served(3, STALE)]
-    keys = {op.pool_slot: op.identity for op in bench.io.started}
+    keys = {bench.number(op): op.identity for op in bench.io.started}
     assert keys == {5: SlotIdentity(b"short", 7), 9: identity(9)}
 
 
@@ -258,7 +263,7 @@ def test_other_engines_regions_are_read_while_they_are_open() -> None:
     bench.queue.serve([foreign])
     bench.pipeline.step()
     (op,) = bench.io.started
-    assert (op.owner, op.pool_slot % 2, op.pool_slot // 2) == (3, 0, 7)
+    assert (owner_of(op.place), target_of(op.place), slot_of(op.place)) == (3, 0, 7)
     bench.pipeline.command(DetachCommand(3))
     bench.pipeline.step()
     assert opener.closed == [101], "the other one is read"
@@ -286,7 +291,7 @@ def test_a_region_that_nobody_here_has_named_is_looked_for_and_opened() -> None:
     bench.queue.serve([foreign])
     bench.pipeline.step()
     (op,) = bench.io.started
-    assert (op.owner, op.pool_slot % 2, op.pool_slot // 2) == (owner, 0, 7)
+    assert (owner_of(op.place), target_of(op.place), slot_of(op.place)) == (owner, 0, 7)
     bench.io_done()
     assert _answers(bench) == [Served(0, OK)]
     assert not bench.reports(), "the manager has not asked for it"

@@ -33,7 +33,7 @@ def test_a_load_eight_times_larger_than_staging_completes_within_bounds() -> Non
         read |= set(in_flight)
     assert bench.finished() == [(1, ())]
     assert read == set(range(8)), "all of staging, and nothing beyond"
-    assert sorted(op.pool_slot for op in bench.io.started) == list(range(64))
+    assert sorted(bench.number(op) for op in bench.io.started) == list(range(64))
     assert len(bench.copy.submitted) > 1
     assert bench.idle()
 
@@ -60,7 +60,7 @@ def test_within_a_load_the_order_is_kept() -> None:
     bench.pipeline.step()
     while bench.turn():
         pass
-    assert [op.pool_slot for op in bench.io.started] == list(range(20))
+    assert [bench.number(op) for op in bench.io.started] == list(range(20))
 
 
 @pytest.mark.parametrize("landing", [False, True])
@@ -90,7 +90,7 @@ def test_no_job_waits_while_another_holds_more(sizes, slots, data) -> None:  # t
     def see() -> None:
         nonlocal seen
         for op in bench.io.started[seen:]:
-            job = op.pool_slot // 100
+            job = bench.number(op) // 100
             assert held[job] == min(held[other] for other in held if left[other])
             held[job] += 1
             left[job] -= 1
@@ -104,7 +104,7 @@ def test_no_job_waits_while_another_holds_more(sizes, slots, data) -> None:  # t
         op = data.draw(st.sampled_from(list(bench.io.ops.values())))
         bench.io.complete(op.token)
         bench.pipeline.step()
-        held[op.pool_slot // 100] -= 1
+        held[bench.number(op) // 100] -= 1
         for ticket in list(bench.copy.open):
             bench.copy.finish(ticket)
         bench.pipeline.step()
@@ -119,7 +119,7 @@ def test_a_hung_target_holds_its_share_and_the_other_target_continues() -> None:
     bench.stream(2, range(1, 101, 2))
     bench.pipeline.step()
     while bench.turn([1], target_count=2):
-        hung = [op for op in bench.io.ops.values() if op.pool_slot % 2 == 0]
+        hung = [op for op in bench.io.ops.values() if bench.number(op) % 2 == 0]
         assert len(hung) == 4
     assert bench.finished() == [(2, ())]
     bench.hang()
@@ -131,7 +131,7 @@ def test_a_hung_target_holds_its_share_and_the_other_target_continues() -> None:
     assert bench.finished() == [(3, ((0, DEADLINE),))]
     assert bench.turn([1], target_count=2)
     assert bench.finished() == [(4, ())]
-    for token in [t for t, op in bench.io.ops.items() if op.pool_slot % 2 == 0]:
+    for token in [t for t, op in bench.io.ops.items() if bench.number(op) % 2 == 0]:
         bench.io.complete(token)
     bench.pipeline.step()
     assert bench.idle()
@@ -145,7 +145,7 @@ def test_all_targets_are_served_with_fewer_stream_slots_than_targets() -> None:
     bench.pipeline.step()
     while bench.turn([0, 1, 2], target_count=3):
         pass
-    targets = [op.pool_slot % 3 for op in bench.io.started]
+    targets = [bench.number(op) % 3 for op in bench.io.started]
     assert targets == [targets[0], targets[1], targets[2]] * 2
     assert len(set(targets)) == 3
     bench.finished()

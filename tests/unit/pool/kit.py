@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from tests.chunks import number_in
 from tests.slots import read_slot, write_slot
 from vllm_nvmeof_offload.errors import OK
 from vllm_nvmeof_offload.pool.format import Keyspace, Stamp, share_tag
@@ -15,9 +16,7 @@ from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import (
     AdoptedEntries,
     SlotIdentity,
-    slot_of,
     split_keys,
-    target_of,
 )
 from vllm_nvmeof_offload.units import HEADER_BYTES, slot_stride_bytes
 
@@ -49,31 +48,31 @@ def payload(identity: SlotIdentity) -> bytes:
     return (identity.key + identity.generation.to_bytes(8, "little")).ljust(PAYLOAD_BYTES, b"\7")
 
 
-def put(pool: Pool, pool_slot: int, identity: SlotIdentity, stamp: Stamp | None = None) -> None:
+def put(pool: Pool, number: int, identity: SlotIdentity, stamp: Stamp | None = None) -> None:
     slot = bytearray(pool.slot_bytes)
     slot[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] = payload(identity)
     view = memoryview(slot)
-    assert write_slot(pool, view, pool_slot, identity, stamp) == OK
+    assert write_slot(pool, view, number, identity, stamp) == OK
 
 
-def get(pool: Pool, pool_slot: int, identity: SlotIdentity) -> bytes | None:
+def get(pool: Pool, number: int, identity: SlotIdentity) -> bytes | None:
     slot = bytearray(pool.slot_bytes)
-    if not read_slot(pool, memoryview(slot), pool_slot, identity, pool.stamp.tag).ok:
+    if not read_slot(pool, memoryview(slot), number, identity, pool.stamp.tag).ok:
         return None
     return bytes(slot[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES])
 
 
-def by_pool_slot(adopted: AdoptedEntries, targets: int) -> dict[int, SlotIdentity]:
+def by_number(adopted: AdoptedEntries, targets: int) -> dict[int, SlotIdentity]:
     """Adopted entries by the numbers of the slots, over all targets."""
     keys = split_keys(adopted.keys, adopted.key_bytes or 1)
     pairs = zip(keys, adopted.generations.tolist(), strict=True)
-    slots = [slot_of(place) * targets + target_of(place) for place in adopted.places.tolist()]
+    slots = [number_in(place, targets) for place in adopted.places.tolist()]
     return dict(zip(slots, itertools.starmap(SlotIdentity, pairs), strict=True))
 
 
 def entries(pool: Pool) -> dict[int, SlotIdentity]:
     """Return the entries that the pool adopts, after checking each one's content."""
-    found = by_pool_slot(pool.adopt(), pool.target_count)
+    found = by_number(pool.adopt(), pool.target_count)
     for slot, identity in found.items():
         assert get(pool, slot, identity) == payload(identity)
     return found

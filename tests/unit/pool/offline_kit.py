@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from tests.chunks import place_in
 from vllm_nvmeof_offload.io.base import IoLimits, IoOp
 from vllm_nvmeof_offload.io.native import How, NativeIoEngine
 from vllm_nvmeof_offload.pool.format import Keyspace
@@ -20,7 +21,7 @@ from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
-from .kit import PAYLOAD_BYTES, SLOT_BYTES, STORED, by_pool_slot, make_spec, payload
+from .kit import PAYLOAD_BYTES, SLOT_BYTES, STORED, by_number, make_spec, payload
 
 KEYSPACE = Keyspace.of({"model": "tiny-model", "dtype": "bfloat16"})
 WAIT_S = 120.0
@@ -51,7 +52,14 @@ def write_pool(
         start = number * SLOT_BYTES + HEADER_BYTES
         memory[start : start + PAYLOAD_BYTES] = payload(identity)
         address = base + number * SLOT_BYTES
-        what = OpKind.WRITE, Urgency.WRITE, slot, address, identity, PAYLOAD_BYTES
+        what = (
+            OpKind.WRITE,
+            Urgency.WRITE,
+            place_in(slot, len(targets)),
+            address,
+            identity,
+            PAYLOAD_BYTES,
+        )
         ops.append(IoOp(number, *what, stamp=pool.stamp))
     engine.submit(ops)
     done = 0
@@ -114,6 +122,6 @@ def adopted(*targets: Path) -> dict[int, SlotIdentity]:
     """The entries that the next start adopts."""
     pool = Pool.open(replace(make_spec(*targets), keyspace=KEYSPACE))
     try:
-        return by_pool_slot(pool.adopt(), len(targets))
+        return by_number(pool.adopt(), len(targets))
     finally:
         pool.close()

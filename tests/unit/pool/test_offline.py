@@ -20,7 +20,7 @@ from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.survey import find, survey
 from vllm_nvmeof_offload.protocol import SlotIdentity
 
-from .kit import OTHER_TAG, PAYLOAD_BYTES, SLOT_BYTES, STORED, by_pool_slot, make_spec
+from .kit import OTHER_TAG, PAYLOAD_BYTES, SLOT_BYTES, STORED, by_number, make_spec
 from .offline_kit import (
     KEYSPACE,
     adopted,
@@ -250,7 +250,7 @@ def test_a_chunk_of_another_group_or_other_weights_is_damage(tmp_path: Path) -> 
     assert exit_code(fsck(find([tmp_path]), repair=True)) == 1
     assert exit_code(fsck(find([tmp_path]))) == exit_code(scrub(find([tmp_path]))) == 0
     pool = Pool.open(spec)
-    assert list(by_pool_slot(pool.adopt(), 1)) == [0]
+    assert list(by_number(pool.adopt(), 1)) == [0]
     pool.close()
 
 

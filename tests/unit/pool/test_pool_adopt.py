@@ -34,7 +34,7 @@ from .kit import (
     STORED,
     TAG,
     OpenPool,
-    by_pool_slot,
+    by_number,
     entries,
     fill,
     get,
@@ -49,11 +49,12 @@ def test_a_new_pool_is_empty_and_has_the_geometry_asked_for(open_pool: OpenPool)
     assert (pool.payload_bytes, pool.engine_index) == (PAYLOAD_BYTES, 0)
     assert pool.fallbacks == ()
     assert entries(pool) == {}
-    places = {(pool.slab_fd(slot), pool.table_fd(slot)) for slot in range(16)}
-    assert len(places) == 16
-    assert pool.slab_fd(5)[1] == 2 * SLOT_BYTES
-    assert pool.slab_fd(5)[0] == pool.slab_fd(1)[0] != pool.slab_fd(0)[0]
-    assert pool.table_fd(5)[1] == 2 * 64
+    places = [place_of(target, slot) for target in (0, 1) for slot in range(8)]
+    assert len({(pool.slab_fd(place), pool.table_fd(place)) for place in places}) == 16
+    first, second, third = (place_of(1, slot) for slot in range(3))
+    assert pool.slab_fd(third)[1] == 2 * SLOT_BYTES
+    assert pool.slab_fd(second)[0] == pool.slab_fd(first)[0] != pool.slab_fd(place_of(0, 0))[0]
+    assert pool.table_fd(third)[1] == 2 * 64
 
 
 @pytest.mark.parametrize("targets", [1, 2, 3])
@@ -100,7 +101,7 @@ def test_a_chunk_of_other_weights_is_never_served_nor_recovered(open_pool: OpenP
     put(pool, 1, name(1))
     put(pool, 2, name(2), Stamp(pool.stamp.epoch, OTHER_TAG))
     pool = open_pool()
-    assert by_pool_slot(pool.adopt(), 1) == {1: name(1), 2: name(2)}
+    assert by_number(pool.adopt(), 1) == {1: name(1), 2: name(2)}
     assert get(pool, 2, name(2)) is None
     os.truncate(pool.directories[0] / "table", 0)
     assert entries(open_pool()) == {1: name(1)}
@@ -141,7 +142,7 @@ def test_a_chunk_has_the_length_of_its_group(open_pool: OpenPool, lost: bool) ->
     pool = open_pool(**spec)
     # A table has no lengths: those are known at the read.
     wanted = (0, 1) if lost else (0, 1, 2, 3)
-    assert by_pool_slot(pool.adopt(), 1) == {slot: identities[slot] for slot in wanted}
+    assert by_number(pool.adopt(), 1) == {slot: identities[slot] for slot in wanted}
     for slot, (identity, (group_id, length)) in enumerate(zip(identities, lengths, strict=True)):
         asked = {5: PAYLOAD_BYTES, 6: 600, 7: PAYLOAD_BYTES}[group_id]
         view = memoryview(bytearray(pool.slot_bytes))
@@ -279,7 +280,7 @@ def test_a_key_in_two_slots_keeps_the_lower_slot(open_pool: OpenPool) -> None:
     put(pool, 4, name(1, 6))
     put(pool, 5, name(2, 7))
     adopted = open_pool(2).adopt()
-    assert by_pool_slot(adopted, 2) == {4: name(1, 6), 5: name(2, 7), 9: name(1, 5)}
+    assert by_number(adopted, 2) == {4: name(1, 6), 5: name(2, 7), 9: name(1, 5)}
     hello = RankHello(
         0, 0, "k", cache_slots=1, pool_slots=16, target_count=2, slot_bytes=SLOT_BYTES
     )
@@ -330,7 +331,7 @@ def test_damaged_table_entries_are_recovered_from_their_headers(open_pool: OpenP
 def test_a_wrong_table_is_corrected_by_the_headers(open_pool: OpenPool) -> None:
     pool = open_pool()
     put(pool, 3, name(3))
-    fd, offset = pool.table_fd(3)
+    fd, offset = pool.table_fd(place_of(0, 3))
     os.pwrite(fd, encode_entry(3, name(4), pool.stamp.epoch), offset)
     pool = open_pool()
     assert pool.adopt().keys == name(4).key

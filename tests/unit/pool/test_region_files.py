@@ -55,7 +55,7 @@ def test_each_rank_finds_the_pool_of_its_own_rank(engines: list[list[Pool]], ran
     command = AttachCommand(1, 1, 1, theirs[0].superblocks[0].uuid)
     answer = attach(ours[rank], command)
     assert not answer.error
-    place = theirs[rank].place(0)
+    place = theirs[rank].superblocks[0].place(0)
     (region,) = answer.by_target.values()
     assert (region.uuid, region.rank) == (place.region_uuid, place.rank)
 

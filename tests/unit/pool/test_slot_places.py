@@ -14,6 +14,7 @@ from vllm_nvmeof_offload.commands.pool.show import inspect_slot
 from vllm_nvmeof_offload.pool.format import encode_entry
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.survey import find, survey
+from vllm_nvmeof_offload.protocol import place_of
 
 from .kit import SLOT_BYTES, STORED, OpenPool, entries, fill, get, make_spec, name, put
 from .offline_kit import KEYSPACE, adopted, write_pool
@@ -92,7 +93,7 @@ def test_the_slab_of_another_rank_is_not_adopted_from(tmp_path: Path) -> None:
 def test_a_wrong_key_in_a_table_is_distinguished_from_a_wrong_place(open_pool: OpenPool) -> None:
     pool = open_pool()
     put(pool, 3, name(3))
-    fd, offset = pool.table_fd(3)
+    fd, offset = pool.table_fd(place_of(0, 3))
     os.pwrite(fd, encode_entry(3, name(4), pool.stamp.epoch), offset)
     pool.close()
     assert fsck(find([pool.directories[0].parents[2]]))[0].counts == {"slot holds another key": 1}

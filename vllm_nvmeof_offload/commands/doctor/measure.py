@@ -28,7 +28,7 @@ from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, IoOp
 from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
-from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
+from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency, place_of
 from vllm_nvmeof_offload.units import MIB, PAGE_BYTES, format_bytes, slot_stride_bytes
 
 PAYLOAD_BYTES = 2 * MIB
@@ -194,7 +194,7 @@ class _Runner:
         urgency = Urgency.WRITE if kind is OpKind.WRITE else Urgency.DEMAND
         identity = SlotIdentity(slot.to_bytes(36, "little"), 1)
         address = self._address + buffer * self._slot_bytes
-        what = kind, urgency, slot, address, identity, PAYLOAD_BYTES
+        what = kind, urgency, place_of(0, slot), address, identity, PAYLOAD_BYTES
         op = IoOp(self._token, *what, stamp=self._engine.stamp)
         self._engine.submit([op])
         return self._token
