@@ -35,7 +35,7 @@ export TOKENIZERS_PARALLELISM := false
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo demo-dual test test-all test-rest test-fast test-fabric test-e2e \
-	suite-fast suite-alone suite-fabric suite-e2e soak vllm-next bench results gpu wheel check format lock clean distclean
+	suite-fast suite-alone suite-fabric suite-clocks suite-e2e soak vllm-next bench results gpu wheel check format lock clean distclean
 .DEFAULT_GOAL := help
 # Set-up comes before everything, and suites run one after the other, under `make -j` too.
 .NOTPARALLEL:
@@ -84,7 +84,7 @@ demo-dual: setup
 test: export PART := gate
 test-rest: export PART := rest
 test test-rest test-all: setup
-	+@exec $(SUITES) fast alone fabric e2e
+	+@exec $(SUITES) fast clocks e2e
 
 test-fast: setup
 	+@exec $(SUITES) fast alone
@@ -100,12 +100,16 @@ suite-fast:
 		-m "not soak and not alone" $(ONE_MORE) --no-loadscope-reorder $(OF_PART) $(PYTEST_ARGS)
 
 suite-alone:
-	exec $(BIN)/python -m pytest tests/faults -m "alone and not soak" $(ONE_MORE) \
-		$(OF_PART) $(PYTEST_ARGS)
+	exec $(BIN)/python -m pytest tests/faults -m "alone and not soak" $(ONE_MORE) $(PYTEST_ARGS)
 
 # In one process: the guest emulates a machine whose clock its scenarios watch.
 suite-fabric:
-	exec $(BIN)/python -m pytest tests/fabric $(OF_PART) $(PYTEST_ARGS)
+	exec $(BIN)/python -m pytest tests/fabric $(PYTEST_ARGS)
+
+# Both at once: the guest keeps one core busy, and the others mostly wait.
+suite-clocks:
+	exec $(BIN)/python -m pytest tests/fabric tests/faults -m "(alone or fabric) and not soak" \
+		$(ONE_MORE) --no-loadscope-reorder $(OF_PART) $(PYTEST_ARGS)
 
 suite-e2e:
 	exec $(BIN)/python -m pytest tests/e2e $(SIDE_BY_SIDE) $(OF_PART) $(PYTEST_ARGS)

@@ -43,14 +43,26 @@ SLOW = (
     "tests/faults/test_store_faults.py::test_a_load_gives_the_right_bytes_or_a_miss[0]",
     "tests/faults/test_kill.py::test_acknowledged_chunks_survive_sigkill[uring]",
 )
-#: Left to `make test-rest`: tests of the benchmarks and of the emulated guest; more seeds of the
-#: rules that the first four batches play; preemption, which test_tokens.py and test_preempt.py
-#: have.
+#: Left to `make test-rest`: tests of the benchmarks, of `make gpu` and of the emulated guest;
+#: preemption, which test_tokens.py and test_preempt.py have.
 NOT = (
     "tests/fabric/test_fabric.py::test_a_guest",
     "tests/unit/bench/",
-    *(f"tests/sim/test_simulator.py::test_no_rule_breaks[{batch}]" for batch in range(4, 8)),
+    "tests/unit/copies/test_copy_bench.py",
+    "tests/unit/test_gpu_bundle.py",
+    "tests/unit/test_gpu_stages.py",
     "tests/e2e/test_faults.py::test_preemption_and_many_at_once",
+    # More seeds of the rules that the first two batches play, and other numbers of engines.
+    *(f"tests/sim/test_simulator.py::test_no_rule_breaks[{batch}]" for batch in range(2, 8)),
+    *(
+        f"tests/sim/test_simulator.py::test_no_rule_breaks_{what}[{count}]"
+        for what, counts in (
+            ("beside_other_engines", "13"),
+            ("while_peers_read_for_us", "13"),
+            ("while_we_read_for_peers", "02"),
+        )
+        for count in counts
+    ),
 )
 #: The contract's engines: one of each kind, and each behind the injector of faults.
 ENGINES = {"faulty-threads", "faulty-uring", "threads-direct", "uring-direct"}

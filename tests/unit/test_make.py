@@ -17,8 +17,7 @@ from tests.wait import wait_until
 ROOT = Path(__file__).parents[2]
 SUITES = {
     "fast": "tests/unit",
-    "alone": "alone and not soak",
-    "fabric": "tests/fabric",
+    "clocks": "(alone or fabric) and not soak",
     "e2e": "tests/e2e",
 }
 WAITS = """
@@ -38,6 +37,7 @@ PYTHON = """#!/usr/bin/env bash
 [ "$1" = -m ] || exec {python} "$@"
 here={here}
 case "$* " in
+*" -m (alone or fabric) and not soak "*) suite=clocks ;;
 *" -m alone and not soak "*) suite=alone ;;
 *" tests/unit "*) suite=fast ;;
 *" tests/fabric "*) suite=fabric ;;
@@ -98,12 +98,12 @@ def test_all_suites_run_when_some_fail_and_the_end_names_those(
     make: Make, jobs: tuple[str, ...]
 ) -> None:
     (make.here / "fast.fails").touch()
-    (make.here / "fabric.fails").touch()
+    (make.here / "clocks.fails").touch()
     status, output = make.run("test", *jobs)
     assert status != 0
     assert make.started() == list(SUITES)
     closing = output[output.index("closing line of e2e") :].splitlines()
-    assert closing[1:3] == ["test suites passed: alone, e2e", "test suites FAILED: fast, fabric"]
+    assert closing[1:3] == ["test suites passed: e2e", "test suites FAILED: fast, clocks"]
     assert all(f"closing line of {name}" in output for name in SUITES)
     for name, mark in SUITES.items():
         assert mark in (make.here / f"{name}.args").read_text()
@@ -127,7 +127,7 @@ def test_all_suites_that_pass_make_it_pass(make: Make) -> None:
     status, output = make.run("test")
     assert status == 0
     assert make.started() == list(SUITES)
-    assert output.splitlines()[-1] == "test suites passed: fast, alone, fabric, e2e"
+    assert output.splitlines()[-1] == "test suites passed: fast, clocks, e2e"
 
 
 def test_the_fast_tests_are_followed_by_those_that_run_alone(make: Make) -> None:
@@ -149,7 +149,7 @@ def test_one_suite_can_run_by_itself(make: Make, suite: str) -> None:
 def test_a_signal_ends_the_suite_that_runs_and_starts_no_other(
     make: Make, number: signal.Signals
 ) -> None:
-    (make.here / "alone.waits").touch()
+    (make.here / "clocks.waits").touch()
     process = make.start("test")
     try:
         wait_until("the suite that waits", (make.here / "waiting").exists)
@@ -162,6 +162,6 @@ def test_a_signal_ends_the_suite_that_runs_and_starts_no_other(
         with contextlib.suppress(ProcessLookupError):  # all have ended, as they must
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode != 0
-    assert (make.here / "interrupted").read_text().split() == ["alone"]
-    assert make.started() == ["fast", "alone"]
-    assert f"{number.name} ended alone; not run: fabric, e2e" in output
+    assert (make.here / "interrupted").read_text().split() == ["clocks"]
+    assert make.started() == ["fast", "clocks"]
+    assert f"{number.name} ended clocks; not run: e2e" in output
