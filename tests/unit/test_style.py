@@ -132,18 +132,18 @@ def longest_native_function(text: str) -> tuple[int, str]:
     """Lines and head of the longest function of a C++ text, found by its braces."""
     text = re.sub(r'//[^\n]*|"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])\'', "", text)
     text = re.sub(r"/\*.*?\*/", lambda m: "\n" * m[0].count("\n"), text, flags=re.DOTALL)
-    longest, head, line, stack = (0, ""), "", 1, []
-    for character in text:
-        line += character == "\n"
-        if character == "{":
+    longest, line, stack = (0, ""), 1, []
+    parts = re.split(r"([{};])", text)
+    for head, mark in zip(parts[::2], [*parts[1::2], ""], strict=True):
+        line += head.count("\n")
+        if mark == "{":
             starts = re.match(r"\s*(namespace|class|struct|enum|union|extern)\b", head)
             inside = any(is_function for _, is_function, _ in stack)
             stack.append((line, "(" in head and not starts and not inside, head.strip()))
-        elif character == "}" and stack:
+        elif mark == "}" and stack:
             began, is_function, name = stack.pop()
             if is_function:
                 longest = max(longest, (line - began + 1, name))
-        head = "" if character in "{};" else head + character
     return longest
 
 
