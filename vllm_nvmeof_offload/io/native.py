@@ -29,7 +29,7 @@ from vllm_nvmeof_offload.io.base import (
 from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.pool.pool import Pool
-from vllm_nvmeof_offload.protocol import OURS, OpKind, owner_of, target_of
+from vllm_nvmeof_offload.protocol import OURS, OpKind, owner_of, slot_of, target_of
 from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES
 
 if TYPE_CHECKING:
@@ -153,7 +153,8 @@ class NativeIoEngine:
         offset = op.address - self._base_address
         assert offset % PAGE_BYTES == 0
         assert 0 <= offset <= self._offset_max
-        assert op.is_read or owner_of(op.place) == OURS
+        slots = self._pool.superblocks[target_of(op.place)].slots
+        assert op.is_read if owner_of(op.place) != OURS else slot_of(op.place) < slots
         assert 0 <= op.payload_bytes <= self._payload_bytes_max
         self._core.submit(
             op.token,

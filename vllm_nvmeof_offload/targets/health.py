@@ -30,6 +30,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from vllm_nvmeof_offload.errors import Outcome, OutcomeKind, Scope
+from vllm_nvmeof_offload.protocol import slot_of
 
 #: This many failures of target scope, with no success of that direction between, mean gone.
 FAILURES_MAX = 3
@@ -71,11 +72,11 @@ class _Run:
     """Failures of one direction since its last success."""
 
     of_target: int = 0
-    places: set[int] = field(default_factory=set)
+    slots: set[int] = field(default_factory=set)
 
     @property
     def is_too_long(self) -> bool:
-        return self.of_target >= FAILURES_MAX or len(self.places) >= FAILED_SLOTS_MAX
+        return self.of_target >= FAILURES_MAX or len(self.slots) >= FAILED_SLOTS_MAX
 
 
 class TargetHealth:
@@ -123,7 +124,7 @@ class TargetHealth:
         if outcome.kind is not OutcomeKind.IO_ERROR:
             if outcome.kind not in (OutcomeKind.DEADLINE, OutcomeKind.CANCELLED):
                 run.of_target = 0  # the target returned bytes, right or wrong
-                run.places.clear()
+                run.slots.clear()
                 if is_write:
                     self.writes(True, _READ_ONLY)
             return
@@ -133,7 +134,7 @@ class TargetHealth:
         if outcome.scope is Scope.TARGET:
             run.of_target += 1
         elif outcome.errno == errno.EIO:
-            run.places.add(place)
+            run.slots.add(slot_of(place))  # whichever member's part of it
         if run.is_too_long:
             self.lost(f"{'writes' if is_write else 'reads'} fail in a row, now with {outcome}")
 
