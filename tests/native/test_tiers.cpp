@@ -197,7 +197,7 @@ class World {
       if (chance(20)) foreign_.attach_failed(one.owner);
     foreign_.take_detachments();
     std::vector<const char*> keys = some();
-    if (tiers_.watch(hits(keys), kFromCpu | kFromPool)) tiers_.voided();
+    CHECK(tiers_.whereabouts(hits(keys), kFromCpu | kFromPool) != 0);
   }
 
   // Keep a chunk, or bring it up first.

@@ -65,7 +65,6 @@ class SimFollower:
         self._hints = random.Random(0)
         #: By number, for those who open the files.
         self.owners: dict[int, Owner] = {}
-        self.changes = 0  # of rows and records
         self.has_moved = False  # in the step that is being made
         self.counts: Counter[str] = Counter()
 
@@ -131,7 +130,6 @@ class SimFollower:
             self._record(owner, followed)
 
     def _record(self, owner: Owner, followed: _Followed) -> None:
-        self.changes += 1
         record = OwnerRecord(
             self._version,
             followed.tag,
@@ -202,9 +200,7 @@ class SimFollower:
                 place += self._rng.randrange(3)  # another slot's, or the next one's
         self._writer.put(line.key, place, generation)
         self.offered.add(generation)
-        self.changes += 1
         return place, generation
 
     def _remove(self, line: Line, row: Row) -> None:
         assert self._writer.remove(line.key, *row)
-        self.changes += 1

@@ -64,7 +64,6 @@ PROFILE = {
     "first_miss_is_not_asked_again": "waiting",
     "remembered_answer_survives_a_move": "waiting",
     "remembered_answer_survives_an_eviction": "waiting",
-    "remembered_answer_survives_a_verdict": "waiting",
     "fetch_that_a_load_waits_for_is_cancelled": "waiting",
     "release_of_one_rank_frees_a_row": "hangs",
     "a_shared_stream_slot_returns_at_the_first_reader": "pool",
@@ -117,7 +116,6 @@ OWNERS = {
     "reads_do_not_wait_for_their_files": 2,
     "tag_is_not_compared_in_a_region": 3,
     "tag_is_taken_from_the_region": 3,
-    "what_was_believed_is_believed_for_ever": 2,
 }
 
 #: Name → the number of peers with which the rule matters; otherwise there are none.

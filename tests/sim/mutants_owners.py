@@ -37,7 +37,6 @@ native(
     "an_owner_of_many_failures_is_believed",
     "other_weights_are_accepted",
     "reads_do_not_wait_for_their_files",
-    "what_was_believed_is_believed_for_ever",
 )
 
 

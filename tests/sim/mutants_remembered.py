@@ -13,8 +13,6 @@ from .mutants import Patch, mutant, native
 native(
     "remembered_answer_survives_an_eviction",
     "remembered_answer_survives_a_move",
-    "remembered_answer_survives_a_verdict",
-    "remembered_answer_survives_a_reset",
     "remembered_answer_survives_a_load",
     "fetching_hits_in_the_second_look_up",
 )

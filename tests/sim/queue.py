@@ -14,11 +14,7 @@ from vllm_nvmeof_offload.manager.remembered import Answer, Question
 from vllm_nvmeof_offload.manager.requests import Queue, WaitingRequests
 
 from .base import Clock, Knobs, Violation
-from .follower import SimFollower
 from .requests import BlockPool, Request
-
-#: What an answer rests on in the foreign table is believed for so long.
-_BELIEVED_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -65,12 +61,7 @@ class SimQueue:
         blocks: BlockPool,
         clock: Clock,
         counts: Counter[str],
-        follower: SimFollower | None = None,
     ) -> None:
-        self._clock = clock
-        self._follower = follower
-        #: Answer, by request and sources → its time, and the changes of the foreign table by then.
-        self._answered: dict[tuple[str, int], tuple[float, int]] = {}
         self._counts = counts
         self._core = core
         self._knobs = knobs
@@ -97,15 +88,9 @@ class SimQueue:
         answer = answers.recall(name, question)
         if answer is None:
             answers.asked(name, question)
-            self._answered[name, look_up.sources] = self._clock(), self._changes
             return answers.remember(name, question, found, look_up.hits, look_up.misses)
         self._counts["remembered_answers"] += 1
         remembered = answer.found
-        if self._is_believed(name, look_up.sources):
-            self._counts["believed_answers"] += remembered != (found or 0)
-            if remembered == found:
-                return answer
-            return Answer(question, found, look_up.hits, look_up.misses, 0)
         if remembered != (found or 0):
             raise Violation("2", f"{request}: remembered {remembered}, a look-up finds {found}")
         if answer.find is not None:
@@ -113,17 +98,6 @@ class SimQueue:
             if find.read_bytes != answer.find.read_bytes:
                 raise Violation("2", f"{request}: {answer.find} is remembered, it is {find}")
         return answer
-
-    @property
-    def _changes(self) -> int:
-        return self._follower.changes if self._follower else 0
-
-    def _is_believed(self, name: str, sources: int) -> bool:
-        """Whether the foreign table has changed behind an answer that is young enough for that."""
-        if self._follower is None:
-            return False
-        then_s, changes = self._answered[name, sources]
-        return changes != self._changes and self._clock() - then_s <= _BELIEVED_S
 
     def declines(self, request: Request, answer: Answer) -> bool:
         """Whether only what the CPU tier has of the found tokens is to be loaded."""

@@ -24,7 +24,6 @@ from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL, ManagerCore, S
 from vllm_nvmeof_offload.manager.tails import Tails
 
 from .base import Clock, Knobs, Trace, Violation
-from .follower import SimFollower
 from .memory import Tag
 from .queue import Face, LookUp, SimQueue
 from .rank import Metadata, Output, TransferJob, Work
@@ -55,7 +54,6 @@ class SimScheduler:
         rules: Rules,
         expected: dict[int, list[Tag]],
         clock: Clock,
-        follower: SimFollower | None = None,
     ) -> None:
         self.core = core
         #: The number of the weights, and of those that were never named.
@@ -85,7 +83,7 @@ class SimScheduler:
         self._ended: list[Request] = []  # finished since the last step
         self._gone: list[Request] = []  # the same, but before a reset: nothing of them is stored
         self._loading_keys: set[bytes] = set()
-        self._queue = SimQueue(core, knobs, self._blocks, clock, self.counts, follower)
+        self._queue = SimQueue(core, knobs, self._blocks, clock, self.counts)
         self._dropped: list[Request] = []  # preempted between two steps
         self._full_ids = {g.group_id for g in knobs.groups if g.kind is GroupKind.FULL}
         self._sizes = [block_tokens(group) for group in knobs.groups]

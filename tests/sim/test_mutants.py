@@ -94,8 +94,6 @@ FIRST: dict[str, int] = {
     "promoted_fetch_never_runs": 7,
     "reads_ignore_the_generation": 257,
     "remembered_answer_survives_a_load": 133,
-    "remembered_answer_survives_a_reset": 107,
-    "remembered_answer_survives_a_verdict": 254,
     "reset_keeps_the_holds": 7,
     "stale_at_a_gate_dooms_a_good_copy": 439,
     "stream_slot_is_free_at_the_outcome": 54,
@@ -107,7 +105,6 @@ FIRST: dict[str, int] = {
     "unnamed_epoch_is_adopted": 36,
     "wait_for_a_load_does_not_cancel": 25,
     "what_lands_stays_on_the_targets_share": 335,
-    "what_was_believed_is_believed_for_ever": 74,
 }
 
 

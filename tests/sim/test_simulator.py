@@ -87,7 +87,6 @@ EVENTS = [
     "superseded_chunks",
     "unlike_stages",
     "borrowed_chunks",
-    "believed_answers",
     "loaded_tokens:shared",
     "reads_of_regions",
     "fault_read_region",

@@ -140,7 +140,7 @@ class World:
         self.rules = Rules(self.core, knobs, self.clock, self.expected, follower)
         self.rules.ranks = self.ranks
         self.scheduler = SimScheduler(
-            self.core, knobs, self.trace, self.rules, self.expected, self.clock, follower
+            self.core, knobs, self.trace, self.rules, self.expected, self.clock
         )
         self._outputs: deque[Sequence[Output]] = deque()
         self.rules.adopted()

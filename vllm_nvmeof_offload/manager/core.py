@@ -223,18 +223,10 @@ class ManagerCore:
         """Bytes by lane that loads have yet to read."""
         return self._load_times.reading.copy()
 
-    def watch(self, keys: Sequence[bytes], sources: int) -> bool:
-        """A remembered answer rests on `keys`; False: one of them misses."""
-        return self._tiers.watch(keys, sources)
-
-    def unwatch(self) -> None:
-        """No answer is remembered any more."""
-        self._tiers.unwatch()
-
-    @property
-    def voided(self) -> int:
-        """How often all remembered answers became void."""
-        return self._tiers.voided
+    def whereabouts(self, keys: Sequence[bytes], sources: int) -> int:
+        """Return a number that differs once one of these keys' chunks is elsewhere or begins to be
+        loaded, or 0 if a look-up in these sources misses one of them."""
+        return self._tiers.whereabouts(keys, sources)
 
     def ended(self, keys: Sequence[bytes], ends: npt.NDArray[np.int64] | None = None) -> None:
         """A request that used `keys` has ended. ends: see `prepare_store`."""

@@ -2,10 +2,10 @@
 """Answers of vLLM's look-ups, each remembered until another one is possible. Pure.
 
 vLLM looks up the request at the head of its queue in every step, key by key, until the request gets
-its GPU blocks. The answer rests on the chunks that were found: the tiers watch these, and void all
-answers when one of them leaves, moves to another tier or begins to be loaded, and at verdicts and
-resets. It also rests on the keys at which the groups' look-ups stopped, which are asked again each
-time.
+its GPU blocks. The answer is given again while the chunks that were found are where they were, none
+of them has begun to be loaded (vLLM delays whoever asks for one that is), and the keys at which the
+groups' look-ups stopped still miss. One call of native code asks that of all keys at once, at some
+40 ns a key.
 
 If admission declines the pool, the request is looked up again in the CPU tier only, and this second
 answer is remembered beside the first. vLLM's state of the request is that of the last real look-up.
@@ -39,14 +39,14 @@ class Question:
 @dataclass(slots=True)
 class Answer:
     """A look-up's answer. found: tokens; None: vLLM delays the request. hits, misses: the keys for
-    which it hit and missed. voided: the tiers' count when it was given. The others are
+    which it hit and missed. whereabouts: that of the hits when it was given. The others are
     admission's."""
 
     question: Question
     found: int | None
     hits: Sequence[bytes]
     misses: Sequence[bytes]
-    voided: int
+    whereabouts: int
     find: Find | None = None
     decision: Decision | None = None
     declined: Sequence[bytes] = ()
@@ -70,7 +70,7 @@ class RememberedAnswers:
             return None
         if (
             answer.question == question
-            and answer.voided == self._core.voided
+            and answer.whereabouts == self._core.whereabouts(answer.hits, question.sources)
             and 1 not in self._core.present(answer.misses, question.sources)
         ):
             return answer
@@ -91,14 +91,14 @@ class RememberedAnswers:
         keep: False: it is not, because every look-up has to be real.
         """
         self._drop(request_id, question.sources)
-        # Asked first: it voids what was believed for too long, with everything that is watched.
-        answer = Answer(question, found, hits, misses, self._core.voided)
+        whereabouts = self._core.whereabouts(hits, question.sources)
+        answer = Answer(question, found, hits, misses, whereabouts)
         asked_one_key = not found and self._core.config.full_attention_only
         if found is None or asked_one_key or not keep:  # None: a delay
             return answer
         # What vLLM found must be what the tiers have: all else is not remembered.
         rests_on = hits if found else [*hits, *misses]
-        if rests_on and self._core.watch(hits, question.sources):
+        if rests_on and whereabouts:
             self._answers.setdefault(request_id, {})[question.sources] = answer
         return answer
 
@@ -114,12 +114,9 @@ class RememberedAnswers:
     def forget(self, request_id: str) -> None:
         """The request has got or given back GPU blocks, or has ended."""
         self._last.pop(request_id, None)
-        if self._answers.pop(request_id, None) is not None and not self._answers:
-            self._core.unwatch()
+        self._answers.pop(request_id, None)
 
     def _drop(self, request_id: str, sources: int) -> None:
         answers = self._answers.get(request_id)
         if answers is not None and answers.pop(sources, None) is not None and not answers:
             del self._answers[request_id]
-            if not self._answers:
-                self._core.unwatch()

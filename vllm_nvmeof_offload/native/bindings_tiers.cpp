@@ -381,6 +381,10 @@ void bind_calls(nb::class_<Tiers>& type) {
       .def("__len__", [](const Tiers& tiers) { return tiers.index.size(); })
       .def("lookup", &lookup, "key"_a, "sources"_a = kFromCpu | kFromPool)
       .def("present", &present, "keys"_a, "sources"_a = kFromCpu | kFromPool)
+      .def("whereabouts",
+           [](const Tiers& self, PyKeys keys, uint8_t sources) {
+             return self.whereabouts(KeyList(keys, self.index.key_bytes()), sources);
+           })
       .def("weigh", &weigh, "keys"_a, "lane_bytes"_a)
       .def("touch",
            [](Tiers& tiers, PyKeys keys, bool ended) {
@@ -439,12 +443,8 @@ void bind_calls(nb::class_<Tiers>& type) {
 
 void bind_state(nb::class_<Tiers>& type) {
   type
-      .def("watch",
-           [](Tiers& self, PyKeys keys, uint8_t sources) {
-             return self.watch(KeyList(keys, self.index.key_bytes()), sources);
-           })
-      .def("unwatch", &Tiers::unwatch)
-      .def("set_usable", &Tiers::set_usable)
+      .def("set_usable",
+           [](Tiers& self, size_t target, bool usable) { self.targets.at(target).usable = usable; })
       .def("set_speed",
            [](Tiers& self, size_t target, double speed) { self.targets.at(target).speed = speed; })
       .def("take_moves", &take_moves)
@@ -478,7 +478,6 @@ void bind_state(nb::class_<Tiers>& type) {
                      return sum(tiers, [](const Slots& slots) { return slots.retired; });
                    })
       .def_ro("writes_pending", &Tiers::pending)
-      .def_prop_ro("voided", [](Tiers& tiers) { return tiers.voided(); })
       .def_ro("backlog", &Tiers::backlog);
 }
 

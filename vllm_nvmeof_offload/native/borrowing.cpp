@@ -46,41 +46,12 @@ const std::vector<ForeignRow>& Tiers::foreign_rows(Keys keys, const std::vector<
   return foreign_found_;
 }
 
-// An answer rests on these keys. False: one of them misses.
-bool Tiers::believe(Keys keys, uint8_t sources, const std::vector<Row>& rows) {
-  if (std::ranges::find(rows, kNoRow) == rows.end()) return true;
-  const std::vector<ForeignRow>& foreign = foreign_rows(keys, rows);
-  if (foreign.empty()) return false;
-  for (size_t at = 0; at < rows.size(); ++at)
-    if (rows[at] == kNoRow && (!(sources & kFromPool) || foreign[at].place == kNoPlace))
-      return false;
-  for (const ForeignRow& row : foreign)
-    if (row.place != kNoPlace) options_.foreign->believe(owner_of(row.place));
-  return true;
-}
-
-// An acceptance has changed, or a chunk begins to be read.
-void Tiers::void_foreign() {
-  if (options_.foreign->is_believed()) void_answers();
-}
-
-// These chunks are being stored. One of which an answer rests on another engine's copy is ours by
-// now: it is in another tier, and no row of it was there to be watched.
-void Tiers::void_stored(const Batch& batch) {
-  if (!options_.foreign || !options_.foreign->is_believed()) return;
-  for (size_t at = 0; at < batch.size(); ++at) {
-    if (foreign_row(batch.keys.data() + at * index.key_bytes()).place == kNoPlace) continue;
-    void_answers();
-    return;
-  }
-}
-
 void Tiers::add_foreign(Batch& batch, const char* key, const ForeignRow& row) {
   batch.generations.push_back(row.generation);
   batch.groups.push_back(static_cast<uint8_t>(group_of(key)));
   add_row(batch, kNoRow, key, kNoSlot, row.place, false);
   options_.foreign->use(owner_of(row.place));
-  void_foreign();  // vLLM delays whoever asks for a chunk that is being loaded
+  ++foreign_loads_;
 }
 
 // A new entry, whose chunk is to be read into a cache slot that was just taken.
@@ -104,7 +75,6 @@ Row Tiers::begin_borrow(const char* key, size_t reason) {
   const Row row = borrow(key, found.generation, slot, ++uses_);
   add(fetches_[reason], row, index[row].cache, found.place, true);
   options_.foreign->use(owner_of(found.place));
-  void_foreign();
   return row;
 }
 
@@ -112,7 +82,6 @@ Row Tiers::begin_borrow(const char* key, size_t reason) {
 // doomed. Returns whether something was.
 bool Tiers::fails_foreign(const Batch& batch, size_t at) {
   options_.foreign->refuse({batch.places[at], batch.generations[at]});
-  void_foreign();
   if (mutant("a_foreign_failure_dooms_an_own_row")) {
     const char* const key = batch.keys.data() + at * index.key_bytes();
     if (const Row row = index.find(key); row != kNoRow) doom(row, false);

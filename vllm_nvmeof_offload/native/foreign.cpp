@@ -12,7 +12,7 @@ namespace nvmeof {
 
 namespace {
 
-constexpr double kRefusedS = 30.0, kDistrustedS = 30.0, kBelievedS = 0.1;
+constexpr double kRefusedS = 30.0, kDistrustedS = 30.0;
 constexpr size_t kRefusedMax = 4096;
 // Of so many borrows at least, one in `kFailedShare` may fail. The counts are halved at the second
 // number, so that an owner's past does not speak for it for ever.
@@ -133,17 +133,6 @@ std::vector<Hint> Foreign::take_due_hints() {
     at = due.rows.empty() && due.sent == 0 ? due_.erase(at) : std::next(at);
   }
   return hints;
-}
-
-void Foreign::believe(uint32_t number) {
-  if (believed_.empty()) believed_until_s_ = now_s() + kBelievedS;
-  if (std::ranges::find(believed_, number) == believed_.end()) believed_.push_back(number);
-}
-
-bool Foreign::is_doubtful() const {
-  if (believed_.empty() || mutant("what_was_believed_is_believed_for_ever")) return false;
-  const auto accepted = [this](uint32_t number) { return accepts(number); };
-  return now_s() >= believed_until_s_ || !std::ranges::all_of(believed_, accepted);
 }
 
 void Foreign::use(uint32_t number) {

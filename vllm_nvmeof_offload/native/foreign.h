@@ -53,14 +53,6 @@ class Foreign : public ForeignReader {
   // average; a chunk of which too many others were borrowed meanwhile is forgotten.
   std::vector<Hint> take_due_hints();
 
-  // -- remembered answers -----------------------------------------------------------
-  // An answer rests on a row of this owner.
-  void believe(uint32_t number);
-  void forget_beliefs() { believed_.clear(); }
-  bool is_believed() const { return !believed_.empty(); }
-  // Answers rest on what may have changed by now.
-  bool is_doubtful() const;
-
   // -- attachments ------------------------------------------------------------------
   // A command is to name places of this owner, which has just been accepted.
   void use(uint32_t number);
@@ -119,8 +111,6 @@ class Foreign : public ForeignReader {
   std::deque<ForeignRow> refusals_;                          // the oldest first
   std::unordered_map<uint32_t, Distrust> distrusted_;
   std::unordered_map<uint32_t, Trial> trials_;
-  std::vector<uint32_t> believed_;  // owners
-  double believed_until_s_ = 0;
   std::unordered_map<uint32_t, OwnerRecord> attached_;  // as they were then
   std::vector<uint32_t> unsent_;                        // of these
   // By hash; a row takes the place of another one. Empty until something is borrowed.

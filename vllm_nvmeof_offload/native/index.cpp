@@ -130,7 +130,7 @@ Row Index::add(const char* key, uint64_t generation) {
     row = free_.back();
     free_.pop_back();
   }
-  (*this)[row] = {generation, kNoPlace, kNoSlot, hash, State::ABSENT, 0, 0};
+  (*this)[row] = {generation, kNoPlace, kNoSlot, hash, State::ABSENT, 0, 0, 0};
   std::memcpy(at(row) + kKeyAt, key, key_bytes_);
   size_t at = hash & mask_;
   while (buckets_[at] != 0) at = (at + 1) & mask_;

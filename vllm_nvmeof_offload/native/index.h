@@ -70,10 +70,10 @@ struct Entry {
   State state;
   uint8_t group;
   uint8_t flags;
+  uint8_t loads;  // that have begun, modulo 256
 
-  static constexpr uint8_t kWatched = 1;   // a remembered answer rests on it
-  static constexpr uint8_t kBorrowed = 2;  // the generation is another engine's
-  static constexpr uint8_t kDeduped = 4;   // not to be written while another engine has the chunk
+  static constexpr uint8_t kBorrowed = 1;  // the generation is another engine's
+  static constexpr uint8_t kDeduped = 2;   // not to be written while another engine has the chunk
 };
 
 class Index {
@@ -124,7 +124,7 @@ class Index {
 
  private:
   static constexpr size_t kKeyAt = 28;
-  static_assert(kKeyAt > offsetof(Entry, flags));
+  static_assert(kKeyAt > offsetof(Entry, loads));
 
   char* at(Row row) { return rows_.data() + size_t{row} * row_bytes_; }
   bool is_key(Row row, const char* key) const;

@@ -44,8 +44,6 @@ uint32_t largest(const std::vector<uint32_t>& set_sizes) {
   return set_sizes.empty() ? 1 : std::ranges::max(set_sizes);
 }
 
-bool is_eviction(Event event) { return event == Event::EVICT_CACHE || event == Event::EVICT_POOL; }
-
 }  // namespace
 
 Target::Target(Slot count, uint32_t set_size) : slots(count, set_size) {}
@@ -193,42 +191,32 @@ void Tiers::touch(const std::vector<Row>& rows, bool ended) {
 
 // -- remembered answers ---------------------------------------------------------------
 
-bool Tiers::watch(Keys keys, uint8_t sources) {
+uint64_t Tiers::whereabouts(Keys keys, uint8_t sources) const {
+  if (mutant("remembered_answer_survives_an_eviction")) return 1;
+  uint64_t mixed = 1;
+  const auto mix = [&mixed](uint64_t word) {
+    mixed = (mixed ^ word) * 0x9e3779b97f4a7c15;
+    mixed ^= mixed >> 32;
+  };
   const std::vector<Row>& rows = rows_of(keys);
-  for (const Row row : rows) {
-    const bool may_be_foreign = row == kNoRow && options_.foreign;
-    if (!may_be_foreign && source_of(row, sources) == Source::NONE) return false;
+  const std::vector<ForeignRow>& foreign = foreign_rows(keys, rows);
+  for (size_t at = 0; at < rows.size(); ++at) {
+    const bool is_foreign = rows[at] == kNoRow && sources & kFromPool && !foreign.empty() &&
+                            foreign[at].place != kNoPlace;
+    if (is_foreign) {
+      mix(static_cast<uint64_t>(foreign[at].place));
+      mix(foreign_loads_);
+      continue;
+    }
+    if (source_of(rows[at], sources) == Source::NONE) return 0;
+    const Entry& entry = index[rows[at]];
+    if (!mutant("remembered_answer_survives_a_load")) mix(entry.loads);
+    if (mutant("remembered_answer_survives_a_move")) continue;
+    const Seen there = seen(entry.state);
+    mix(static_cast<uint64_t>(there));
+    if (there == Seen::POOL) mix(static_cast<uint64_t>(entry.place));
   }
-  if (options_.foreign && !believe(keys, sources, rows)) return false;
-  for (const Row row : rows) {
-    if (row == kNoRow) continue;
-    uint8_t& flags = index[row].flags;
-    if (flags & Entry::kWatched) continue;
-    flags |= Entry::kWatched;
-    watching_.push_back(row);
-  }
-  return true;
-}
-
-void Tiers::unwatch() {
-  for (const Row row : watching_) index[row].flags &= static_cast<uint8_t>(~Entry::kWatched);
-  watching_.clear();
-  if (options_.foreign) options_.foreign->forget_beliefs();
-}
-
-uint64_t Tiers::voided() {
-  if (options_.foreign && options_.foreign->is_doubtful()) void_answers();
-  return voided_;
-}
-
-void Tiers::void_answers() {
-  ++voided_;
-  unwatch();
-}
-
-void Tiers::set_usable(size_t number, bool usable) {
-  targets.at(number).usable = usable;
-  if (!mutant("remembered_answer_survives_a_verdict")) void_answers();
+  return mixed | 1;
 }
 
 // -- plans ----------------------------------------------------------------------------
@@ -366,7 +354,6 @@ StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t
     }
   }
   put_back();
-  void_stored(plan.batch);
   touch(keys, false);
   if (!order.empty()) plan.batch.sort(by, index.key_bytes());
   return plan;
@@ -449,10 +436,8 @@ Batch Tiers::plan_load(Keys keys, size_t land_max, std::span<const uint32_t> ord
         add_gone(batch, keys[at]);
       continue;
     }
-    // vLLM delays whoever asks for a chunk that is being loaded.
-    const Entry& entry = index[row];
-    if (entry.flags & Entry::kWatched && !mutant("remembered_answer_survives_a_load"))
-      void_answers();
+    Entry& entry = index[row];
+    ++entry.loads;
     const bool cached = in_cache(entry.state);
     if (cached)
       cache.use(static_cast<Slot>(entry.cache));
@@ -742,10 +727,6 @@ void Tiers::leave_pool(Row row, bool retire) {
 State Tiers::on(Row row, Event event) {
   Entry& entry = index[row];
   const State before = entry.state, next = entry.state = after(before, event);
-  if (entry.flags & Entry::kWatched && seen(before) != seen(next) &&
-      !(is_eviction(event) && mutant("remembered_answer_survives_an_eviction")) &&
-      !(event == Event::FETCHED && mutant("remembered_answer_survives_a_move")))
-    void_answers();
   if (options_.logs_moves && !(next == State::DOOMED && mutant("failures_are_not_reported")))
     for (const Source tier : {Source::CPU, Source::POOL})
       if (const bool had = copied(before, tier); had != copied(next, tier))
@@ -1025,7 +1006,6 @@ void Tiers::reset() {
     moved_bytes -= move.removed ? 0 : move.keys.size();
     return !move.removed;
   });
-  if (!mutant("remembered_answer_survives_a_reset")) void_answers();
   make_orders();
   log_reset();
   index.clear();

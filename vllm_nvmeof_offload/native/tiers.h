@@ -178,13 +178,9 @@ class Tiers {
   void touch(Keys keys, bool ended) { touch(rows_of(keys), ended); }
 
   // -- remembered answers: manager/remembered.py ------------------------------------
-  // An answer rests on these keys: `voided` grows when it may be another one. False: one of them
-  // misses, and none is watched.
-  bool watch(Keys keys, uint8_t sources);
-  void unwatch();
-  // Times that all answers became void.
-  uint64_t voided();
-  void set_usable(size_t number, bool usable);
+  // A number that is another one when these keys' chunks have moved to another tier or place, or
+  // one of them has begun to be loaded; 0: one of them misses.
+  uint64_t whereabouts(Keys keys, uint8_t sources) const;
 
   // -- plans ------------------------------------------------------------------------
   // Of a key in several places the first one is adopted. Returns the number of adopted entries.
@@ -296,7 +292,6 @@ class Tiers {
   void warm_victims(const Order& order, const Slots& slots, bool leaves) const;
   void make_orders();
   State on(Row row, Event event);
-  void void_answers();
   void log(Source tier, bool removed, const char* key);
   void log_reset();
   void settle(Row row);
@@ -323,7 +318,6 @@ class Tiers {
   const std::vector<ForeignRow>& foreign_rows(Keys keys, const std::vector<Row>& rows,
                                               From from = From::ALL) const;
   bool can_borrow(const ForeignRow& row, const char* key) const;
-  bool believe(Keys keys, uint8_t sources, const std::vector<Row>& rows);
   void add_foreign(Batch& batch, const char* key, const ForeignRow& row);
   Row borrow(const char* key, uint64_t generation, Slot slot, uint64_t used);
   Row begin_borrow(const char* key, size_t reason);
@@ -332,8 +326,6 @@ class Tiers {
   void want_or_dedupe(Row row);
   void want_if_lost(Row row);
   Row pooled_at(Place place) const;
-  void void_foreign();
-  void void_stored(const Batch& batch);
   // -- members: members.cpp
   Part part_of(size_t group, uint32_t member) const;
   Part part_to_store(size_t group);
@@ -369,8 +361,7 @@ class Tiers {
   size_t passed_over_ = 0;  // evictions of clean slots while a colder one waited to be written
   Batch writes_;            // intended
   std::array<Batch, kFetchReasons> fetches_;  // intended, by reason
-  std::vector<Row> watching_;  // the watched rows
-  uint64_t voided_ = 0;
+  uint64_t foreign_loads_ = 0;  // of other engines' chunks, which have no entry here
   std::vector<Trust> trust_;   // by group
   std::vector<size_t> unequal_;  // groups whose members differ, until they are taken
   size_t turn_ = 0;         // the target that is chosen where nothing else decides

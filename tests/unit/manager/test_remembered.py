@@ -156,14 +156,6 @@ def test_a_request_that_got_blocks_ran_or_ended_is_looked_up_again() -> None:
     assert asked.recall() is None, "another request of the same name"
 
 
-def test_nothing_is_watched_for_nobody() -> None:
-    asked = Asked(cache=4)
-    asked.allocated("a")
-    voided = asked.core.voided
-    asked.bench.store(200, 201, 202, 203)
-    assert asked.core.voided == voided
-
-
 def test_admission_decides_again_after_50_ms_or_when_it_has_changed() -> None:
     asked = Asked(pooled=True, admission=True)
     admission, bench = asked.core.admission, asked.bench
