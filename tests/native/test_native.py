@@ -61,7 +61,7 @@ def run(command: list[str]) -> None:
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
         "TSAN_OPTIONS": f"halt_on_error=1:suppressions={Path(__file__).parent}/tsan.supp",
     }
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
     if "unexpected memory mapping" in done.stderr:
         pytest.skip("this kernel's address layout does not suit ThreadSanitizer")
     assert done.returncode == 0, f"seed {SEED}\n{done.stdout}{done.stderr}"
