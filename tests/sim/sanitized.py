@@ -38,8 +38,7 @@ def start_again() -> None:
 def _build() -> None:
     """Build the package into a folder of its own; nothing is compiled that has not changed."""
     settings = [f"cmake.define.SANITIZE={_SANITIZERS}", f"build-dir={_PLACE}/cmake"]
-    # The simulator has no rings, and index and machine build in half the time alone.
-    settings += ["cmake.define.LIBURING_INCLUDE=OFF", "cmake.build-type=RelWithDebInfo"]
+    settings.append("cmake.build-type=RelWithDebInfo")
     options = [word for setting in settings for word in ("--config-settings", setting)]
     target = ["--target", str(_PLACE / "package"), "--reinstall"]
     uv = str(Path(sys.executable).with_name("uv"))
