@@ -301,13 +301,12 @@ def config_check(
     Takes a whole --kv-transfer-config, or only its kv_connector_extra_config. Creates nothing.
     """
     from vllm_nvmeof_offload import config as keys
-    from vllm_nvmeof_offload.manager.eviction import choose_policy
     from vllm_nvmeof_offload.pool.ownership import usable_bytes
     from vllm_nvmeof_offload.units import format_bytes
 
     with plain_errors():
         settings = keys.parse_config(_read_json(source))
-        choose_policy(settings.eviction_policy)
+        _check_policy(settings.eviction_policy)
         keys.check_memory(settings)
         keys.share_secret(settings)
         targets = keys.check_targets(settings, create=False)
@@ -326,6 +325,31 @@ def config_check(
         if not os.path.isdir(target.path):
             warning = f"warning: {target.path} does not exist; a start would make it"
             typer.echo(f"{warning}. Is its file system mounted?", err=True)
+
+
+def _check_policy(name: str) -> None:
+    """Let a user's eviction policy order a small CPU tier, one slot of which stays in use.
+
+    Raises:
+        ConfigError: there is none of this name, it raises, or it gives up the slot in use.
+    """
+    from vllm_nvmeof_offload.errors import ConfigError
+    from vllm_nvmeof_offload.manager.eviction import choose_policy
+    from vllm_nvmeof_offload.native import Tiers
+
+    make, generation = choose_policy(name), 0
+    try:
+        tiers = Tiers(4, [], key_bytes=8, policy=make)
+        for number in range(64):
+            keys = [(number << 32).to_bytes(8, "big")]
+            batch, _, _, generation = tiers.plan_store(keys, None, generation)
+            tiers.report(0, batch)  # the store has ended
+            tiers.touch(keys)
+            if number == 0:
+                tiers.plan_load(keys, 0)  # which never ends
+    except Exception as error:
+        why = f"it raises {type(error).__name__}: {error}"
+        raise ConfigError("eviction_policy", name, f"is not an eviction policy: {why}") from error
 
 
 def _refuse_other_backend(value: object) -> None:

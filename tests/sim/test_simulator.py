@@ -212,7 +212,7 @@ def test_no_rule_breaks_while_permits_run_out_and_leases_are_lost() -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", [*sorted(POLICIES.keys() - {CREDITED}), "04_custom_policy:SecondChance"]
+    "policy", [*sorted({*POLICIES} - {CREDITED}), "04_custom_policy:SecondChance"]
 )
 def test_no_rule_breaks_with_each_eviction_policy(
     policy: str, monkeypatch: pytest.MonkeyPatch

@@ -32,7 +32,7 @@ from vllm_nvmeof_offload.errors import (
     io_error,
     outcome_of,
 )
-from vllm_nvmeof_offload.manager.eviction import LruPolicy, MakePolicy
+from vllm_nvmeof_offload.manager.eviction import MakePolicy
 from vllm_nvmeof_offload.manager.handshake import Agreement, CoreConfig, WritePolicy
 from vllm_nvmeof_offload.manager.hold_and_prefetch import Holds, Reason, ReloadScheduler
 from vllm_nvmeof_offload.manager.index import Entry, Source, State
@@ -110,6 +110,7 @@ class StorePlan(NamedTuple):
 class ManagerCore:
     """The state of every offloaded chunk, over both tiers; made from the ranks' handshake.
 
+    policy: a user's own; None: the native order.
     first_generation: for simulations; None: random.
     prompts_s: seconds that the model has computed prompts since the start.
     foreign: what other engines have, on the same targets; None: nothing is shared.
@@ -120,7 +121,7 @@ class ManagerCore:
         config: CoreConfig,
         agreement: Agreement,
         clock: Callable[[], float] = time.monotonic,
-        policy: MakePolicy = LruPolicy,
+        policy: MakePolicy | None = None,
         *,
         first_generation: int | None = None,
         prompts_s: Callable[[], float] = lambda: 0.0,
@@ -169,7 +170,7 @@ class ManagerCore:
         self._counters["adopted_chunks"] += adopted
         self._counters["unadopted_chunks"] += agreement.unadopted + len(entries) - adopted
 
-    def _make_tiers(self, policy: MakePolicy) -> Tiers:
+    def _make_tiers(self, policy: MakePolicy | None) -> Tiers:
         config, slots = self.config, self.capacity.cache_slots
         return Tiers(
             slots,
@@ -184,8 +185,7 @@ class ManagerCore:
             logs_moves=config.kv_events,
             writes_max=max(1, int(config.writes_pending_share * slots)),
             clean_min=max(1, int(config.clean_share * slots)),
-            # The native core has this one too.
-            policy=None if policy is LruPolicy else policy,
+            policy=policy,
             slot_errnos=_SLOT_ERRNOS,
             set_sizes=self.capacity.set_sizes,
             equal_min=config.equal_min,

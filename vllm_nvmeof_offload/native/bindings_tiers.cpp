@@ -68,28 +68,46 @@ class KeyList {
   std::vector<const char*> keys_;
 };
 
-// A user's own `EvictionPolicy`.
+// A user's own `EvictionPolicy`. Which slots are evictable is known here, and not asked: a policy
+// that gave up one that is in use would let its bytes be overwritten.
 class PythonOrder final : public Order {
  public:
-  explicit PythonOrder(nb::object policy) : policy_(std::move(policy)) {}
-  void admit(Slot slot) override { policy_.attr("admit")(slot); }
-  void withdraw(Slot slot) override { policy_.attr("withdraw")(slot); }
+  PythonOrder(nb::object policy, size_t slots) : policy_(std::move(policy)), inside_(slots) {}
+  void admit(Slot slot) override {
+    policy_.attr("admit")(slot);
+    set(slot, true);
+  }
+  void withdraw(Slot slot) override {
+    policy_.attr("withdraw")(slot);
+    set(slot, false);
+  }
   void touch(Slot slot) override { policy_.attr("touch")(slot); }
-  Slot peek() override {
-    const nb::object slot = policy_.attr("peek")();
-    return slot.is_none() ? kNone : nb::cast<Slot>(slot);
-  }
+  Slot peek() override { return checked(policy_.attr("peek")()); }
   Slot victim() override {
-    const nb::object slot = policy_.attr("victim")();
-    return slot.is_none() ? kNone : nb::cast<Slot>(slot);
+    const Slot slot = checked(policy_.attr("victim")());
+    if (slot != kNone) set(slot, false);
+    return slot;
   }
-  bool contains(Slot slot) const override {
-    return nb::cast<bool>(policy_.attr("__contains__")(slot));
-  }
-  size_t size() const override { return nb::len(policy_); }
+  bool contains(Slot slot) const override { return inside_[slot]; }
+  size_t size() const override { return count_; }
 
  private:
+  void set(Slot slot, bool is_inside) {
+    count_ = count_ + is_inside - inside_[slot];
+    inside_[slot] = is_inside;
+  }
+
+  Slot checked(const nb::object& given) const {
+    if (given.is_none()) return kNone;
+    const Slot slot = nb::cast<Slot>(given);
+    if (slot >= inside_.size() || !inside_[slot])
+      throw nb::value_error("the eviction policy gave a slot that is not evictable");
+    return slot;
+  }
+
   nb::object policy_;
+  std::vector<bool> inside_;
+  size_t count_ = 0;
 };
 
 MakeOrder order_maker(nb::object make) {
@@ -101,7 +119,7 @@ MakeOrder order_maker(nb::object make) {
     const auto size = static_cast<Py_ssize_t>(slots.size() * sizeof(SlotRecord));
     const nb::object words = nb::steal(PyMemoryView_FromMemory(bytes, size, PyBUF_READ));
     const nb::slice each(nb::none(), nb::none(), nb::int_(sizeof(SlotRecord) / sizeof(uint64_t)));
-    return std::make_unique<PythonOrder>(make(words.attr("cast")("Q")[each]));
+    return std::make_unique<PythonOrder>(make(words.attr("cast")("Q")[each]), slots.size());
   };
 }
 

@@ -36,7 +36,7 @@ from vllm.v1.kv_offload.base import (
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.groups import Group
 from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL, CoreConfig, ManagerCore, Source
-from vllm_nvmeof_offload.manager.eviction import LruPolicy, MakePolicy
+from vllm_nvmeof_offload.manager.eviction import MakePolicy
 from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.manager.log_lines import FailureLog, start_line
 from vllm_nvmeof_offload.manager.metrics_collector import MetricsCollector, config_labels
@@ -139,7 +139,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         config: CoreConfig,
         clock: Callable[[], float] = time.monotonic,
         *,
-        policy: MakePolicy = LruPolicy,
+        policy: MakePolicy | None = None,
         prompts_only: bool = False,
     ) -> None:
         self.config = config

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.lru_policy import LruPolicy
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, io_error
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
-from vllm_nvmeof_offload.manager.eviction import LruPolicy
 from vllm_nvmeof_offload.manager.handshake import WritePolicy, agree
 from vllm_nvmeof_offload.native import Tiers
 from vllm_nvmeof_offload.protocol import (

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_nvmeof_offload.manager.eviction import EvictionPolicy, LruPolicy
+from tests.lru_policy import LruPolicy
+from vllm_nvmeof_offload.manager.eviction import EvictionPolicy
 from vllm_nvmeof_offload.native import Tiers
 from vllm_nvmeof_offload.protocol import place_of
 
@@ -27,14 +28,7 @@ class Newest(LruPolicy):
     """Most recently used first."""
 
     def peek(self) -> int | None:
-        inside = [slot for slot in range(len(self._used)) if slot in self]
-        return max(inside, key=lambda slot: self._used[slot], default=None)
-
-    def victim(self) -> int | None:
-        slot = self.peek()
-        if slot is not None:
-            self.withdraw(slot)
-        return slot
+        return max(self.inside, key=lambda slot: self._used[slot], default=None)
 
 
 def key(number: int) -> bytes:
@@ -154,6 +148,27 @@ def test_what_a_users_policy_raises_is_raised() -> None:
 
     with pytest.raises(KeyError, match="slot 0"):
         Server(2, [], policy=Raising).store(1)
+
+
+@pytest.mark.parametrize("gives", [-1, 0, 1, 99, None, "0"])
+def test_a_slot_that_is_in_use_or_none_is_not_taken_from_a_users_policy(gives: object) -> None:
+    """Slot 1 is evictable, slot 0 is being loaded."""
+
+    class Wrong(LruPolicy):
+        def victim(self) -> int | None:
+            return gives if self.inside else None  # type: ignore[return-value]
+
+    server = Server(2, [], policy=Wrong)
+    server.store(1, 2)
+    pinned = server.tiers.plan_load(keys_of(1), 0)
+    if gives == 1:
+        assert server.store(3) == [2]
+    elif gives is None:
+        assert server.store(3) == [], "no slot, so it is not stored"
+    else:
+        with pytest.raises((ValueError, RuntimeError)):
+            server.store(3)
+    server.tiers.report(LOAD, pinned)
 
 
 # -- when a chunk counts as used ----------------------------------------------------------
