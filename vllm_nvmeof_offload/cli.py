@@ -81,14 +81,6 @@ ServerUrl = Annotated[
     str | None,
     typer.Option(help="Address of a running server, whose metrics are checked for holes."),
 ]
-SecretFile = Annotated[
-    str | None,
-    typer.Option(
-        "--share-secret-file",
-        help="The share_secret_file of the servers. Default: VLLM_NVMEOF_SHARE_SECRET_FILE.",
-    ),
-]
-
 #: The exit code of fsck and scrub when they could not check.
 _NOT_CHECKED = 8
 
@@ -154,11 +146,17 @@ def doctor(
     peer: Annotated[
         list[str] | None,
         typer.Option(
-            help="HOST:PORT of a server that reads for others; repeatable. Checks also what "
-            "connections with peers would use."
+            help="HOST:PORT of a server that reads for others; repeatable. Default: those of "
+            "VLLM_NVMEOF_PEERS. Shows what each rank of the server serves, and what connections "
+            "would use."
         ),
     ] = None,
-    share_secret_file: SecretFile = None,
+    share_secret_file: Annotated[
+        str | None,
+        typer.Option(
+            help="The share_secret_file of these peers. Default: VLLM_NVMEOF_SHARE_SECRET_FILE."
+        ),
+    ] = None,
     **given: Any,
 ) -> None:
     """Check the I/O path of this machine and its targets, through NVMe-oF down to each path.
@@ -176,48 +174,15 @@ def doctor(
             code = examine_model(model, kv_dtype, as_json, **given)
         raise typer.Exit(code)
     from vllm_nvmeof_offload.commands.doctor.examine import examine
-    from vllm_nvmeof_offload.config import default_staging_bytes, default_target
-    from vllm_nvmeof_offload.units import parse_bytes
+    from vllm_nvmeof_offload.config import default_target, parse_config, share_secret
 
-    try:
-        staging_bytes = parse_bytes(staging) if staging else default_staging_bytes()
-    except ValueError as error:
-        typer.echo(f"vllm-nvmeof: --staging: {error}", err=True)
-        raise typer.Exit(2) from None
+    named = {"staging_bytes": staging, "peers": peer, "share_secret_file": share_secret_file}
+    with plain_errors(2):
+        settings = parse_config({key: value for key, value in named.items() if value})
+        secret = share_secret(settings)
     targets = target or [default_target(os.environ)]
-    with plain_errors(2):
-        peers, secret = _peers(peer or [], share_secret_file)
-    planned = (targets, staging_bytes, as_json, measure, calibrate, peers, secret, pool, url)
-    raise typer.Exit(examine(*planned))
-
-
-def _peers(addresses: list[str] | None, secret_file: str | None) -> tuple[list[str], bytes]:
-    """Return the peers and their share secret; None: as in the environment."""
-    from vllm_nvmeof_offload.config import parse_config, share_secret
-
-    given = {"peers": addresses, "share_secret_file": secret_file}
-    settings = parse_config({key: value for key, value in given.items() if value is not None})
-    return settings.peers, share_secret(settings)
-
-
-@app.command()
-def peers(
-    address: Annotated[
-        list[str] | None,
-        typer.Argument(help="HOST:PORT of servers. Default: those of VLLM_NVMEOF_PEERS."),
-    ] = None,
-    share_secret_file: SecretFile = None,
-    as_json: AsJson = False,
-) -> None:
-    """List servers that read for others, as they answer now. Exit code 1: one does not answer."""
-    try:
-        from vllm_nvmeof_offload.commands.peers import show
-    except ImportError as error:
-        typer.echo(f"vllm-nvmeof: {error}: install vllm-nvmeof-offload[peers]", err=True)
-        raise typer.Exit(2) from None
-    with plain_errors(2):
-        named, secret = _peers(address or None, share_secret_file)
-        raise typer.Exit(show(named, secret, as_json))
+    planned = (targets, settings.staging_bytes, as_json, measure, calibrate, settings.peers, secret)
+    raise typer.Exit(examine(*planned, pool, url))
 
 
 @app.command()

@@ -53,7 +53,7 @@ def test_a_healthy_machine_is_reported_as_healthy(tmp_path: Path) -> None:
 @needs_locked_memory
 def test_json_has_the_findings_and_the_tree(tmp_path: Path) -> None:
     shown = json.loads(run("--target", tmp_path, "--json", code=0).stdout)
-    assert shown.keys() == {"worst", "findings", "targets"}
+    assert shown.keys() == {"worst", "findings", "targets", "peers"}
     assert shown["worst"] == "ok"
     for finding in shown["findings"]:
         assert finding.keys() == {"check", "subject", "severity", "evidence", "remedy"}
@@ -122,7 +122,7 @@ def test_small_pages_are_a_warning(tmp_path: Path, text: str | None, severity: S
 
 
 def test_an_invalid_size_is_refused() -> None:
-    assert "--staging: 'lots' is not a size" in run("--staging", "lots", code=2).stderr
+    assert "staging_bytes='lots': " in run("--staging", "lots", code=2).stderr
 
 
 def test_the_worst_finding_decides() -> None:

@@ -10,9 +10,9 @@ import zmq
 from vllm_nvmeof_bench.servers.server import ReservedPort
 
 from tests.listening import listening
-from tests.unit.test_peers_command import Idle
+from tests.unit.test_doctor_peers import Idle
 from tests.wait import wait_until
-from vllm_nvmeof_offload.commands.peers import ask
+from vllm_nvmeof_offload.commands.doctor.peers import ask
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.peers.base import Common

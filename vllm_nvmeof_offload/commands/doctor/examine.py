@@ -78,12 +78,13 @@ def examine(
     running server, whose metrics are looked at.
     """
     machine, places, console = read_machine(), Places(), Console(stderr=True)
+    answers, of_peers = _ask_peers(peers, secret) if peers else ([], [])
     own = [
         *host.check_host(staging_bytes),
         judge.judge_kernel(machine, len(targets)),
         *judge_gpus(machine),
         *(host.calibrate_gpus() if calibrated else ()),
-        *(_check_peers(peers, secret) if peers else ()),
+        *of_peers,
         *([host.check_holes(url)] if url else ()),
     ]
     examined = []
@@ -100,6 +101,7 @@ def examine(
                 "worst": verdict.name.lower(),
                 "findings": [finding.to_json() for finding in findings],
                 "targets": [one.to_json() for one in examined],
+                "peers": answers,
             }
         )
         return int(verdict)
@@ -113,12 +115,16 @@ def examine(
     return int(verdict)
 
 
-def _check_peers(addresses: Sequence[str], secret: bytes) -> list[Finding]:
+def _ask_peers(
+    addresses: Sequence[str], secret: bytes
+) -> tuple[list[dict[str, Any]], list[Finding]]:
+    """Return the answer of each rank of these servers, and the findings."""
     try:
-        from vllm_nvmeof_offload.commands.peers import check
+        from vllm_nvmeof_offload.commands.doctor.peers import ask_all, check_transport, judge_answer
     except ImportError as failure:
-        return [error("peers", str(failure), "pip install 'vllm-nvmeof-offload[peers]'")]
-    return check(addresses, secret)
+        return [], [error("peers", str(failure), "pip install 'vllm-nvmeof-offload[peers]'")]
+    answers = list(ask_all(addresses, secret))
+    return [asdict(one) for one in answers], [check_transport(), *map(judge_answer, answers)]
 
 
 def _show_progress(console: Console, path: str, phase: str) -> None:

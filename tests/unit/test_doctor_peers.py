@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-nvmeof peers` and the doctor's findings about peers, against a server that runs here."""
+"""The doctor's findings about peers, against a server that runs here."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 from vllm_nvmeof_bench.servers.server import ReservedPort
 
 from vllm_nvmeof_offload.cli import app
-from vllm_nvmeof_offload.commands.peers import ask, ask_all, check
+from vllm_nvmeof_offload.commands.doctor.peers import ask, ask_all, judge_answer
 from vllm_nvmeof_offload.fabric.findings import Severity
 from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.peers.base import Common, Levels, Served, ServeRead, SlotMemory
@@ -79,18 +80,30 @@ def test_a_server_says_what_it_serves(address: str) -> None:
     assert wrong.facts["rank"] == "0", "this port is another rank's"
 
 
-def test_the_command_lists_every_rank_and_fails_for_one_that_is_silent(
-    address: str, monkeypatch: pytest.MonkeyPatch
+def doctor(tmp_path: Path, *words: str, code: int | None = None) -> Any:
+    """What the doctor says with these options, as JSON; with code 2: on stderr."""
+    arguments = ["doctor", "--target", str(tmp_path), *words]
+    done = runner.invoke(app, [*arguments, "--json"], env={"COLUMNS": "300"})
+    assert code in (None, done.exit_code), done.output
+    return done.stderr if code == 2 else json.loads(done.stdout)
+
+
+def test_the_doctor_lists_every_rank_and_warns_of_one_that_is_silent(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = runner.invoke(app, ["peers", address, "--json"])
-    first, second = json.loads(done.stdout)
-    assert done.exit_code == 1
+    shown = doctor(tmp_path, "--peer", address, code=1)
+    first, second = shown["peers"]
     assert first["facts"]["keyspace"] == KEYSPACE
     assert (second["rank"], second["error"]) == (1, "no answer within 2 s")
+    found = {(one["check"], one["severity"]): one for one in shown["findings"]}
+    assert found["peer", "ok"]["evidence"].startswith(f"{address} rank 0 of 2 answers in ")
+    assert found["peer", "ok"]["evidence"].endswith(f": keyspace {KEYSPACE}, slots 8 KiB")
+    assert "rank 1: no answer" in found["peer", "warning"]["evidence"]
+    assert {name for name, _ in found} >= {"peer_transport", "peer"}
     monkeypatch.setenv("VLLM_NVMEOF_PEERS", address)
-    shown = runner.invoke(app, ["peers"], env={"COLUMNS": "200"})
-    assert KEYSPACE in shown.stdout
-    assert "8 KiB" in shown.stdout
+    assert len(doctor(tmp_path, code=1)["peers"]) == 2
+    text = runner.invoke(app, ["doctor", "--target", str(tmp_path)], env={"COLUMNS": "300"})
+    assert f"keyspace {KEYSPACE}, slots 8 KiB" in text.stdout
 
 
 @pytest.mark.slow  # starts three processes that serve
@@ -100,24 +113,16 @@ def test_all_ranks_of_the_replicas_behind_an_address_are_asked(address: str) -> 
     answers = list(ask_all([address]))
     shown = [(one.replica, one.rank, bool(one.error)) for one in answers]
     assert shown == [(1, 0, False), (1, 1, True), (2, 0, True), (2, 1, True)]
-    evidence = [one.evidence for one in check([address]) if one.check == "peer"]
-    assert "replica 1, rank 0 answers" in evidence[0]
-    assert "replica 2, rank 1: no answer" in evidence[3]
+    evidence = [judge_answer(one).evidence for one in answers]
+    assert "replica 1 of 3, rank 0 of 2 answers" in evidence[0]
+    assert "replica 2 of 3, rank 1: no answer" in evidence[3]
 
 
-def test_nobody_to_ask_and_no_address_are_plain_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VLLM_NVMEOF_PEERS", raising=False)
-    for arguments, message in ((["peers"], "VLLM_NVMEOF_PEERS"), (["peers", "d0"], "no host")):
-        done = runner.invoke(app, arguments)
-        assert done.exit_code == 2
-        assert message in done.stderr
-
-
-def test_the_doctor_says_who_answers_and_how_bytes_come(address: str) -> None:
-    findings = {(one.check, one.severity): one.evidence for one in check([address])}
-    assert KEYSPACE in findings["peer", Severity.OK]
-    assert "rank 1: no answer" in findings["peer", Severity.WARNING]
-    assert {name for name, _ in findings} == {"peer_transport", "peer"}
+def test_without_peers_none_are_asked_and_no_address_is_a_plain_error(tmp_path: Path) -> None:
+    shown = doctor(tmp_path)
+    assert shown["peers"] == []
+    assert not [one for one in shown["findings"] if one["check"].startswith("peer")]
+    assert "no host before a port" in doctor(tmp_path, "--peer", "d0", code=2)
 
 
 @pytest.mark.parametrize("address", [SECRET], indirect=True)
@@ -126,20 +131,18 @@ def test_a_server_with_a_secret_answers_those_who_have_it(address: str, tmp_path
         answer = ask(address, secret=wrong)
         assert "has not the same share secret" in answer.error
         assert not answer.facts, "it does not say what it serves"
-    (warned,) = [one for one in check([address]) if one.check == "peer"]
+        warned = judge_answer(answer)
     assert warned.severity is Severity.WARNING
     assert "share_secret_file" in warned.remedy
     assert ask(address, secret=SECRET).facts["keyspace"] == KEYSPACE
 
     file = tmp_path / "secret"
     file.write_bytes(SECRET + b"\n")
-    arguments = ["peers", address, "--share-secret-file", str(file)]
+    options = ["--peer", address, "--share-secret-file", str(file)]
     file.chmod(0o644)
-    done = runner.invoke(app, arguments)
-    assert done.exit_code == 2
-    assert "chmod 0600" in done.stderr
+    assert "chmod 0600" in doctor(tmp_path, *options, code=2)
     file.chmod(0o600)
-    assert KEYSPACE in runner.invoke(app, arguments, env={"COLUMNS": "200"}).stdout
+    assert doctor(tmp_path, *options, code=1)["peers"][0]["facts"]["keyspace"] == KEYSPACE
 
 
 @pytest.mark.parametrize("address", [b""], indirect=True)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which servers read for others: `vllm-nvmeof peers`, and the doctor's findings about peers.
+"""Which servers read for others, and what connections with them would use here.
 
 A server refuses whoever does not match it, names one value that differs, and keeps no session.
-Greeted again with that value, it names the next one. So it tells what it is without serving. One
-that has a share secret tells only those who have it too.
+Greeted again with that value, it names the next one. So it says what it is without serving. One
+that has a share secret answers only those who have it too.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import zmq
 
-from vllm_nvmeof_offload.commands import print_json, table, wide_console
-from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.fabric.findings import Finding, ok, warning
 from vllm_nvmeof_offload.peers.messages import (
     NOT_PROVEN,
@@ -33,7 +31,6 @@ from vllm_nvmeof_offload.peers.transport import has_rdma, why_no_pulls
 from vllm_nvmeof_offload.units import human_bytes
 
 _ANSWER_MS = 2000
-_COLUMNS = 160
 #: A server's answer to what is not in common.
 _FACTS_MAX = 5
 _DIFFERS = re.compile(r"(version|keyspace|world_size|rank|slot_bytes) (\w+) here, not ")
@@ -41,7 +38,7 @@ _DIFFERS = re.compile(r"(version|keyspace|world_size|rank|slot_bytes) (\w+) here
 
 @dataclass
 class Answer:
-    """What one rank of a server says. error: why it says nothing."""
+    """The answer of one rank of a server. error: why there is none, with its remedy."""
 
     address: str
     rank: int = 0
@@ -49,16 +46,12 @@ class Answer:
     replicas: int = 1
     answers_ms: float = 0.0
     error: str = ""
-    is_stranger: bool = False  # it and we have not the same share secret
+    remedy: str = ""
     facts: dict[str, str] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
         return int(self.facts.get("world_size", 1))
-
-
-class _StrangerError(Exception):
-    """The server and we have not the same share secret."""
 
 
 def ask(address: str, rank: int = 0, secret: bytes = b"", *, before: int = 0) -> Answer:
@@ -72,11 +65,12 @@ def ask(address: str, rank: int = 0, secret: bytes = b"", *, before: int = 0) ->
         for _ in range(_FACTS_MAX + 1):
             try:
                 text = _greet(context, place, answer, secret)
-            except _StrangerError as error:
-                answer.error, answer.is_stranger = str(error), True
+            except PermissionError as error:
+                answer.error, answer.remedy = str(error), "name the servers' share_secret_file"
                 break
             except (MalformedError, zmq.ZMQError, ValueError) as error:
                 answer.error = str(error)
+                answer.remedy = "start it with peer_listen, and let this host reach the port"
                 break
             answer.answers_ms = answer.answers_ms or 1000 * (time.monotonic() - began_s)
             found = _DIFFERS.match(text)
@@ -89,7 +83,10 @@ def ask(address: str, rank: int = 0, secret: bytes = b"", *, before: int = 0) ->
 def _greet(
     context: zmq.Context[zmq.Socket[bytes]], place: str, known: Answer, secret: bytes
 ) -> str:
-    """Return the refusal. Nobody has our tag, so that there is one."""
+    """Return the refusal. Nobody has our tag, so that there is one.
+
+    PermissionError: the server and we do not have the same share secret.
+    """
     facts = known.facts
     hello = Hello(
         version=int(facts.get("version", VERSION)),
@@ -113,7 +110,7 @@ def _greet(
         ready = dict(poller.poll(_ANSWER_MS))
         failed.close()
         if failed in ready:
-            raise _StrangerError(STRANGER)
+            raise PermissionError(STRANGER)
         if not ready:
             raise ValueError(f"no answer within {_ANSWER_MS / 1000:.0f} s")
         answer = channel.decode(socket.recv())
@@ -137,53 +134,19 @@ def ask_all(addresses: Sequence[str], secret: bytes = b"") -> Iterator[Answer]:
             yield answer
 
 
-def show(addresses: Sequence[str], secret: bytes, as_json: bool) -> int:
-    """Print who answers; return 0 if all do, else 1. OffloadError: nobody is named."""
-    if not addresses:
-        raise OffloadError("name servers as HOST:PORT, or set VLLM_NVMEOF_PEERS")
-    answers = list(ask_all(addresses, secret))
-    if as_json:
-        print_json([asdict(one) for one in answers])
-    else:
-        headings = ("peer", "replica", "rank", "answers", "ranks", "slot", "keyspace")
-        wide_console(_COLUMNS).print(table(headings, map(_row, answers)))
-    return int(any(one.error for one in answers))
-
-
-def _row(one: Answer) -> tuple[str, ...]:
-    who = one.address, f"{one.replica} of {one.replicas}", str(one.rank)
+def judge_answer(one: Answer) -> Finding:
+    """Judge one rank's answer, or its silence."""
+    replica = f"replica {one.replica} of {one.replicas}, " if one.replicas > 1 else ""
+    evidence = f"{one.address} {replica}rank {one.rank}"
     if one.error:
-        return *who, one.error, "", "", ""
-    slot = one.facts.get("slot_bytes", "")
-    return (
-        *who,
-        f"{one.answers_ms:.0f} ms",
-        str(one.ranks),
-        human_bytes(int(slot)) if slot else "",
-        one.facts.get("keyspace", ""),
-    )
+        return warning("peer", f"{evidence}: {one.error}", one.remedy)
+    evidence += f" of {one.ranks} answers in {one.answers_ms:.0f} ms"
+    slots = human_bytes(int(one.facts.get("slot_bytes", 0)))
+    return ok("peer", f"{evidence}: keyspace {one.facts.get('keyspace', 'unknown')}, slots {slots}")
 
 
-def check(addresses: Sequence[str], secret: bytes = b"") -> list[Finding]:
-    """Find out what connections with peers would use here, and which of these peers answer."""
-    findings = [_check_transport()]
-    for one in ask_all(addresses, secret):
-        replica = f"replica {one.replica}, " if one.replicas > 1 else ""
-        subject = f"{one.address} {replica}rank {one.rank}"
-        if one.is_stranger:
-            remedy = "name the servers' share_secret_file"
-            findings.append(warning("peer", f"{subject}: {one.error}", remedy))
-        elif one.error:
-            remedy = "start it with peer_listen, and let this host reach the port"
-            findings.append(warning("peer", f"{subject}: {one.error}", remedy))
-        else:
-            evidence = f"{subject} answers in {one.answers_ms:.0f} ms: keyspace "
-            findings.append(ok("peer", evidence + one.facts.get("keyspace", "unknown")))
-    return findings
-
-
-def _check_transport() -> Finding:
-    """What moves a peer's bytes here."""
+def check_transport() -> Finding:
+    """Find out what moves a peer's bytes here."""
     why_not = why_no_pulls()
     if not why_not:
         return ok("peer_transport", "RDMA, to peers that have it too; from others in messages")
