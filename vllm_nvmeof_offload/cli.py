@@ -81,7 +81,7 @@ ServerUrl = Annotated[
     str | None,
     typer.Option(help="Address of a running server, whose metrics are checked for holes."),
 ]
-#: The exit code of fsck and scrub when they could not check.
+#: The exit code of a check that could not be made.
 _NOT_CHECKED = 8
 
 
@@ -369,21 +369,23 @@ def demo(
 
 
 @pool_app.command("ls")
-def list_pools(target: Targets = None, as_json: AsJson = False) -> None:
-    """List every keyspace, engine and rank: entries, size, last use, the process that holds it."""
+def list_pools(
+    target: Targets = None,
+    regions: Annotated[
+        bool,
+        typer.Option("--regions", help="List also each region: its owner, lease, lock, readers."),
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List targets and their pools: entries, size, last use, the process that holds each.
+
+    Pools of other models and format versions are included. A region is what one rank has on one
+    target.
+    """
     from vllm_nvmeof_offload.commands.pool import show
 
     with plain_errors():
-        show.print_pools(target, as_json)
-
-
-@pool_app.command()
-def du(target: Targets = None, as_json: AsJson = False) -> None:
-    """Show the bytes on disk of every keyspace, including other models and format versions."""
-    from vllm_nvmeof_offload.commands.pool import show
-
-    with plain_errors():
-        show.print_usage(target, as_json)
+        show.print_pools(target, regions, as_json)
 
 
 @pool_app.command()
@@ -402,12 +404,19 @@ def inspect(
         show.print_details(target, which, slot, as_json)
 
 
-@pool_app.command()
-def fsck(
+@pool_app.command("check")
+def check_pools(
     which: MaybeWhich = None,
     target: Targets = None,
+    deep: Annotated[
+        bool,
+        typer.Option("--deep", help="Read every stored slot whole and verify its checksums."),
+    ] = False,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Rebuild wrong table entries from slot headers.")
+        bool,
+        typer.Option(
+            "--repair", help="Rebuild wrong table entries from slot headers, or drop them."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -418,29 +427,8 @@ def fsck(
     """
     from vllm_nvmeof_offload.commands.pool import check, show
 
-    with plain_errors(_NOT_CHECKED), show.progress("headers") as on_progress:
-        reports = check.fsck(show.choose(target, which), repair, on_progress)
-    raise typer.Exit(show.print_reports(reports, as_json))
-
-
-@pool_app.command()
-def scrub(
-    which: MaybeWhich = None,
-    target: Targets = None,
-    repair: Annotated[
-        bool, typer.Option("--repair", help="Drop the table entries of damaged slots.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Read every stored slot whole and verify its checksums.
-
-    Exit code, by the worst finding: 0 whole, 1 repaired, 4 damage is left (the damaged chunks
-    are computed again), 8 a pool cannot be used or was not checked.
-    """
-    from vllm_nvmeof_offload.commands.pool import check, show
-
-    with plain_errors(_NOT_CHECKED), show.progress("bytes") as on_progress:
-        reports = check.scrub(show.choose(target, which), repair, on_progress)
+    with plain_errors(_NOT_CHECKED), show.progress() as on_progress:
+        reports = check.check(show.choose(target, which), repair, deep, on_progress)
     raise typer.Exit(show.print_reports(reports, as_json))
 
 

@@ -61,7 +61,6 @@ USED_ELSEWHERE: dict[str, str] = {
     "_of_this_server": "pydantic calls this validator",
     "_o_direct_for_groups": "pydantic calls this validator",
     "_one_chunk_size": "pydantic calls this validator",
-    "render": "rich calls it for each row of a progress display",
 }
 
 #: Each package or module, from the lowest layer to the highest. Imports go down or sideways.

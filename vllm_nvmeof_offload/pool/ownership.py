@@ -369,7 +369,7 @@ def _make_keyspace(target: Path, keyspace: Keyspace) -> Path:
         make_directory(space)
         facts = space / FACTS_FILE
         if not facts.exists():
-            # For people and for `pool du`; nothing relies on the file.
+            # For people and for `pool ls`; nothing relies on the file.
             with (
                 contextlib.suppress(OSError),
                 open(open_private(facts, os.O_WRONLY | os.O_CREAT), "wb") as file,

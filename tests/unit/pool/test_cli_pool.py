@@ -39,6 +39,7 @@ from vllm_nvmeof_offload.pool.lock import probe_lock
 from vllm_nvmeof_offload.pool.ownership import hold
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.silence import Silence
+from vllm_nvmeof_offload.units import format_bytes
 
 from .kit import SLOT_BYTES, STORED, make_spec
 from .offline_kit import KEYSPACE, adopted, flip_payload, server, snapshot, write_pool
@@ -76,7 +77,7 @@ def test_ls_shows_one_row_per_pool(tmp_path: Path) -> None:
     assert mine["disk_bytes"] >= 16 * SLOT_BYTES
     assert abs(mine["last_use_s"] - time.time()) < 600
     assert mine["lock"]["kind"] == "none"
-    assert len(mine["directories"]) == 2
+    assert len(mine["regions"]) == 2
     shown = run("ls", "--target", a, "--target", b).stdout
     assert KEYSPACE.digest[:12] in shown
     assert "6 of 16" in shown
@@ -87,7 +88,7 @@ def test_the_configured_targets_are_the_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_NVMEOF_TARGETS", str(tmp_path / "t"))
-    assert run_json("ls") == {"pools": []}
+    assert run_json("ls") == {"targets": [], "pools": []}
     assert "no pools" in run("ls").stdout
     write_pool(tmp_path / "t")
     assert len(run_json("ls")["pools"]) == 1
@@ -95,17 +96,16 @@ def test_the_configured_targets_are_the_default(
     assert "is not a directory" in refused("ls", "--target", tmp_path / "absent")
 
 
-def test_ls_du_and_inspect_name_owner_tag_and_readers(tmp_path: Path) -> None:
+def test_ls_and_inspect_name_owner_tag_and_readers(tmp_path: Path) -> None:
     (directory,) = write_pool(tmp_path)
     block = read_superblock(directory)
     assert block is not None
     with server(tmp_path) as child, (directory / "slab").open("rb"):
         (pool,) = run_json("ls", "--target", tmp_path)["pools"]
-        (target,) = run_json("du", "--target", tmp_path)["targets"]
-        (region,) = target["keyspaces"][0]["regions"]
-        shown = run("ls", "--target", tmp_path).stdout + run("du", "--target", tmp_path).stdout
+        (region,) = pool["regions"]
+        shown = run("ls", "--regions", "--target", tmp_path).stdout
         (rank,) = run_json("inspect", directory)["directories"]
-    assert (region["engine"], region["rank"], region["owner"]) == (0, 0, block.uuid.hex())
+    assert (region["directory"], region["owner"]) == (str(directory), block.uuid.hex())
     assert region["lock"]["holder"]["pid"] == child.pid
     assert region["lock"]["heartbeat_age_s"] < 600
     for row in (pool, region):
@@ -129,22 +129,41 @@ def test_weights_that_only_their_server_knows_are_shown_as_such(tmp_path: Path) 
     assert "00010203, unnamed" in run("ls", "--target", tmp_path).stdout
 
 
-def test_du_names_other_models_and_other_formats(tmp_path: Path) -> None:
+def test_ls_shows_bytes_by_keyspace_and_pools_of_other_formats(
+    tmp_path: Path,
+) -> None:
     write_pool(tmp_path)
     other = Pool.open(make_spec(tmp_path, keyspace=Keyspace.of({"model": "other"})))
     other.close()
     make_it_of_another_version(other.directories[0])
-    (target,) = run_json("du", "--target", tmp_path)["targets"]
-    by_model = {space["model"]: space for space in target["keyspaces"]}
-    assert by_model["tiny-model"]["problems"] == {}
-    assert by_model["tiny-model"]["disk_bytes"] >= 16 * SLOT_BYTES
-    assert "format version 9" in next(iter(by_model["other"]["problems"].values()))
-    shown = run("du", "--target", tmp_path).stdout
-    assert "format version 9" in shown
-    assert "in pools" in shown
+    found = run_json("ls", "--target", tmp_path)
+    by_model = {pool["model"]: pool for pool in found["pools"]}
+    (mine,), (theirs,) = by_model["tiny-model"]["regions"], by_model["other"]["regions"]
+    assert mine["problem"] == ""
+    assert mine["disk_bytes"] >= 16 * SLOT_BYTES
+    assert "format version 9" in theirs["problem"]
+    (target,) = found["targets"]
+    assert target["target"] == str(tmp_path)
+    assert target["keyspaces"] == {pool["keyspace"]: pool["disk_bytes"] for pool in found["pools"]}
+    assert target["free_bytes"] > 0
+    shown = run("ls", "--target", tmp_path).stdout
+    assert f"{theirs['directory']}: superblock: format version 9" in shown
+    assert f"{tmp_path}: " in shown
+    assert f"{KEYSPACE.digest[:12]} {format_bytes(mine['disk_bytes'])}" in shown
+    assert " free" in shown
     # Of another format, but ours: it can be removed.
     run("rm", other.directories[0], "--yes")
     assert [row["model"] for row in run_json("ls", "--target", tmp_path)["pools"]] == ["tiny-model"]
+
+
+def test_a_table_that_cannot_be_read_hides_nothing_else(tmp_path: Path) -> None:
+    (directory,) = write_pool(tmp_path)
+    (directory / "table").rename(tmp_path / "elsewhere")
+    (directory / "table").symlink_to(tmp_path / "elsewhere")
+    (pool,) = run_json("ls", "--target", tmp_path)["pools"]
+    assert (pool["model"], pool["entries"]) == ("tiny-model", 0)
+    assert "cannot open the pool" in pool["regions"][0]["problem"]
+    assert "cannot open the pool" in run("ls", "--target", tmp_path).stdout
 
 
 def make_it_of_another_version(directory: Path) -> None:
@@ -187,7 +206,7 @@ def test_a_name_of_no_pool_is_refused(tmp_path: Path, which: str, message: str) 
     write_pool(tmp_path)
     for command in (["inspect"], ["rm", "--yes"]):
         assert message in refused(*command, which, "--target", tmp_path)
-    assert message in refused("fsck", which, "--target", tmp_path, code=8)
+    assert message in refused("check", which, "--target", tmp_path, code=8)
 
 
 def test_one_slot_of_several_pools_is_refused(tmp_path: Path) -> None:
@@ -201,27 +220,27 @@ def test_one_slot_of_several_pools_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_fsck_and_scrub_report_and_exit_by_the_worst_finding(tmp_path: Path) -> None:
+def test_checks_report_and_exit_by_the_worst_finding(tmp_path: Path) -> None:
     (directory,) = write_pool(tmp_path)
-    assert "whole, 6 entries checked" in run("fsck", "--target", tmp_path).stdout
-    assert "MiB/s" in run("scrub", "--target", tmp_path).stdout
+    assert "whole, 6 entries checked" in run("check", "--target", tmp_path).stdout
+    assert "MiB/s" in run("check", "--deep", "--target", tmp_path).stdout
     flip_payload(directory, 3)
-    shown = run("scrub", directory, code=4).stdout
+    shown = run("check", "--deep", directory, code=4).stdout
     assert "slot is damaged: checksum_mismatch: 1, slots 3" in shown
     assert "--repair" in shown
-    (report,) = run_json("scrub", directory, code=4)["reports"]
+    (report,) = run_json("check", "--deep", directory, code=4)["reports"]
     assert report["findings"] == [
         {"kind": "slot is damaged: checksum_mismatch", "severity": "damage", "slot": 3}
     ]
     assert report["read_bytes"] == 6 * SLOT_BYTES
-    shown = run("scrub", directory, "--repair", code=1).stdout
+    shown = run("check", "--deep", directory, "--repair", code=1).stdout
     assert "repaired" in shown
     assert "in use" not in shown, "the lock is this command's own"
     (directory / "table").unlink()
-    (report,) = run_json("fsck", directory, "--repair", code=1)["reports"]
+    (report,) = run_json("check", directory, "--repair", code=1)["reports"]
     assert (report["verdict"], report["counts"]["table entry missing"]) == ("repaired", 6)
     (directory / "superblock").unlink()
-    shown = run("fsck", directory, code=8).stdout
+    shown = run("check", directory, code=8).stdout
     assert f"vllm-nvmeof pool rm {directory}" not in shown, "rm would refuse it"
     assert "by hand" in shown
 
@@ -233,10 +252,10 @@ def test_a_live_server_is_named_and_its_pool_not_touched(tmp_path: Path) -> None
         holder = f"pid {child.pid} on host {os.uname().nodename}"
         for command in (["rm", "--yes"], ["rm"], ["prefill"]):
             assert holder in refused(*command, directory)
-        assert holder in refused("fsck", "--repair", directory, code=8)
-        assert holder in refused("scrub", "--repair", directory, code=8)
-        assert "read only" in run("fsck", directory).stdout
-        assert "read only" in run("scrub", directory).stdout
+        assert holder in refused("check", "--repair", directory, code=8)
+        assert holder in refused("check", "--deep", "--repair", directory, code=8)
+        assert "read only" in run("check", directory).stdout
+        assert "read only" in run("check", "--deep", directory).stdout
         assert f"live: pid {child.pid}" in run("ls", "--target", tmp_path).stdout
         assert run_json("inspect", directory)["directories"][0]["lock"]["kind"] == "live"
         assert snapshot(tmp_path) == before
@@ -316,7 +335,7 @@ def test_a_refused_claim_releases_every_directory(tmp_path: Path) -> None:
     """All or none: a refusal at the second directory gives the first one back."""
     first, second = write_pool(tmp_path / "a")[0], write_pool(tmp_path / "b")[0]
     with hold([second]):
-        message = refused("fsck", "--repair", "--target", tmp_path / "a", "--target",
+        message = refused("check", "--repair", "--target", tmp_path / "a", "--target",
                           tmp_path / "b", code=8)  # fmt: skip
         assert f"pid {os.getpid()} " in message
         assert probe_lock(first).kind == "none"
@@ -347,7 +366,7 @@ def test_a_server_that_comes_while_its_pool_is_removed_starts_nothing_half(
 PAGE = LeasePage(NOBODY, 0, 0, 0, 0, "", 0, "")
 
 
-def test_du_inspect_and_doctor_show_a_lease_as_this_process_sees_it(tmp_path: Path) -> None:
+def test_ls_inspect_and_doctor_show_a_lease_as_this_process_sees_it(tmp_path: Path) -> None:
     pool = Pool.open(make_spec(tmp_path, keyspace=KEYSPACE, leasing=Leasing("a", 15.0, 0.01)))
     (directory,) = pool.directories
     wait_until("a renewal", lambda: (read_lease(lease_of(directory)) or PAGE).beat > 0)
@@ -356,7 +375,7 @@ def test_du_inspect_and_doctor_show_a_lease_as_this_process_sees_it(tmp_path: Pa
     assert (lease["kind"], lease["name"], lease["generation"]) == ("live", "a", 1)
     assert lease["epoch"] == pool.superblocks[0].epoch
     assert f"live: a, pid {os.getpid()} on host" in run("inspect", directory).stdout
-    assert "a beat was seen" in run("du", "--target", tmp_path).stdout
+    assert "a beat was seen" in run("ls", "--regions", "--target", tmp_path).stdout
     (finding,) = check_regions(str(tmp_path))
     assert "generation 1" in finding.evidence
     page = read_lease(lease_of(directory))
@@ -364,7 +383,7 @@ def test_du_inspect_and_doctor_show_a_lease_as_this_process_sees_it(tmp_path: Pa
     assert "lease: free; generation 1" in run("inspect", directory).stdout
     assert page is not None
     PageFile(directory / "lease").write(replace(page, beat_ms=20).encode())
-    (region,) = run_json("du", "--target", tmp_path)["targets"][0]["keyspaces"][0]["regions"]
+    (region,) = run_json("ls", "--target", tmp_path)["pools"][0]["regions"]
     assert region["lease"]["kind"] == "silent"
     assert 0.03 <= region["lease"]["unchanged_s"] < 30, "as long as it was watched"
     PageFile(directory / "lease").write(replace(page, owner=NOBODY).encode())

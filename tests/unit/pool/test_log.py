@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.logs import Log
 from tests.unit.pool.kit import make_spec
-from vllm_nvmeof_offload.commands.pool.check import Damage, fsck
+from vllm_nvmeof_offload.commands.pool.check import Damage, check
 from vllm_nvmeof_offload.commands.pool.offline import remove
 from vllm_nvmeof_offload.commands.pool.show import inspect_rank
 from vllm_nvmeof_offload.pool.format import Superblock, read_superblock, write_superblock
@@ -231,22 +231,22 @@ def test_a_log_of_another_size_begins_again(tmp_path: Path) -> None:
     pool.close()
 
 
-def test_fsck_notes_a_log_that_is_lost_or_damaged(tmp_path: Path) -> None:
+def test_a_check_notes_a_log_that_is_lost_or_damaged(tmp_path: Path) -> None:
     spec = make_spec(tmp_path, pool_bytes=8 * MIB)
     pool = Pool.open(spec)
     pool.close()
     found = find([tmp_path])
-    assert fsck(found)[0].counts == {}
+    assert check(found)[0].counts == {}
     (log,) = tmp_path.rglob("log")
     with log.open("r+b") as file:
         file.write(b"x")
-    (report,) = fsck(found)
+    (report,) = check(found)
     assert (report.worst, list(report.counts)) == (
         Damage.NOTE,
         ["log has 1 damaged pages, which are written again"],
     )
     log.unlink()
-    (report,) = fsck(found)
+    (report,) = check(found)
     assert (report.worst, list(report.counts)) == (
         Damage.NOTE,
         ["log has 0 of 32 pages; the next start extends it"],

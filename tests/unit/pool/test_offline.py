@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fsck, scrub, prefill and inspection of pools that no engine of this process has open."""
+"""Checks, prefill and inspection of pools that no engine of this process has open."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.slots import write_slot
-from vllm_nvmeof_offload.commands.pool.check import exit_code, fsck, scrub
+from vllm_nvmeof_offload.commands.pool.check import check, exit_code
 from vllm_nvmeof_offload.commands.pool.offline import prefill
 from vllm_nvmeof_offload.commands.pool.show import inspect_rank, inspect_slot, occupancy, summaries
 from vllm_nvmeof_offload.errors import PoolError
@@ -43,9 +43,9 @@ def test_an_intact_pool_has_no_findings_and_does_not_change(tmp_path: Path, targ
     places = [tmp_path / f"t{i}" for i in range(targets)]
     write_pool(*places)
     before = snapshot(tmp_path)
-    for check in (fsck, scrub):
+    for deep in (False, True):
         for repair in (False, True):
-            reports = check(find(places), repair)
+            reports = check(find(places), repair, deep)
             assert [report.counts for report in reports] == [{}] * targets
             assert exit_code(reports) == 0
             assert sum(report.checked for report in reports) == len(STORED)
@@ -53,7 +53,8 @@ def test_an_intact_pool_has_no_findings_and_does_not_change(tmp_path: Path, targ
     assert adopted(*places) == STORED
 
 
-def test_fsck_finds_each_kind_of_damage_once_and_repairs_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("deep", [False, True])
+def test_a_check_finds_each_kind_of_damage_once_and_repairs_it(tmp_path: Path, deep: bool) -> None:
     (directory,) = write_pool(tmp_path / "t")
     table = directory / "table"
     flip(table, 1 * ENTRY + 9)  # recoverable: the header is intact
@@ -65,20 +66,21 @@ def test_fsck_finds_each_kind_of_damage_once_and_repairs_it(tmp_path: Path) -> N
         file.seek(3 * SLOT_BYTES)
         file.write(slab[7 * SLOT_BYTES : 8 * SLOT_BYTES])
     before = snapshot(tmp_path)
-    (report,) = fsck(find([tmp_path / "t"]))
-    assert {(f["kind"], f["slot"]) for f in report.findings} == {
-        ("table entry damaged", 1),
-        ("table entry damaged", 5),
-        ("slot has no intact header", 2),
-        ("slot holds what belongs in another place", 3),
-        ("table entry damaged", 12),
-    }
-    assert exit_code([report]) == 4
-    assert snapshot(tmp_path) == before, "without --repair nothing is written"
-    repaired = fsck(find([tmp_path / "t"]), repair=True)
+    for one in (True, False):
+        (report,) = check(find([tmp_path / "t"]), deep=one)
+        assert {(f["kind"], f["slot"]) for f in report.findings} == {
+            ("table entry damaged", 1),
+            ("table entry damaged", 5),
+            ("slot has no intact header", 2),
+            ("slot holds what belongs in another place", 3),
+            ("table entry damaged", 12),
+        }
+        assert exit_code([report]) == 4
+        assert snapshot(tmp_path) == before, "without --repair nothing is written"
+    repaired = check(find([tmp_path / "t"]), repair=True, deep=deep)
     assert exit_code(repaired) == 1
     assert repaired[0].counts == report.counts
-    assert exit_code(fsck(find([tmp_path / "t"]))) == 0
+    assert exit_code(check(find([tmp_path / "t"]))) == 0
     assert adopted(tmp_path / "t") == without(2, 3)
 
 
@@ -93,14 +95,14 @@ def test_a_lost_table_is_rebuilt(tmp_path: Path, targets: int, left: int | None)
     else:
         os.truncate(table, left)
     progress: list[tuple[int, int]] = []
-    found = fsck(find(places), on_progress=lambda _, done, total: progress.append((done, total)))
+    found = check(find(places), on_progress=lambda _, done, total: progress.append((done, total)))
     assert exit_code(found) == 4
     assert progress[-1][0] == progress[-1][1]
     assert table.exists() == (left is not None), "without --repair nothing is written"
-    assert exit_code(fsck(find(places), repair=True)) == 1
+    assert exit_code(check(find(places), repair=True)) == 1
     assert table.read_bytes() == whole
     assert table.stat().st_mode & 0o777 == 0o600
-    assert exit_code(fsck(find(places))) == 0
+    assert exit_code(check(find(places))) == 0
 
 
 @pytest.mark.parametrize(
@@ -131,26 +133,27 @@ def test_a_superblock_that_no_start_would_use_is_the_worst_finding(
             "an empty set": {"groups": (replace(found.groups[0], set_size=0),)},
         }
         write_superblock(directory, replace(found, **numbers[damage]))  # type: ignore[arg-type]
-    for check in (fsck, scrub):
+    for deep in (False, True):
         for repair in (False, True):
-            (report,) = check(find([tmp_path / "t"]), repair)
+            (report,) = check(find([tmp_path / "t"]), repair, deep)
             assert exit_code([report]) == 8
             assert "superblock" in report.findings[0]["kind"]
     (row,) = summaries(survey(find([tmp_path / "t"])))
     assert (row["entries"], row["model"]) == (0, "tiny-model")
-    assert row["problems"]
+    assert row["regions"][0]["problem"].startswith("superblock: ")
 
 
 def test_a_lost_or_short_slab_costs_the_entries_beyond_its_end(tmp_path: Path) -> None:
     (directory,) = write_pool(tmp_path / "t")
     os.truncate(directory / "slab", 4 * SLOT_BYTES)
-    (report,) = fsck(find([tmp_path / "t"]))
+    (report,) = check(find([tmp_path / "t"]))
     assert report.counts["slot has no intact header"] == 2
     assert exit_code([report]) == 4
     (directory / "slab").unlink()
-    assert fsck(find([tmp_path / "t"]))[0].counts["slot has no intact header"] == len(STORED)
-    assert scrub(find([tmp_path / "t"]))[0].counts == {"slot is damaged: checksum_mismatch": 6}
-    assert exit_code(fsck(find([tmp_path / "t"]), repair=True)) == 1
+    assert check(find([tmp_path / "t"]))[0].counts["slot has no intact header"] == len(STORED)
+    (deep,) = check(find([tmp_path / "t"]), deep=True)
+    assert (deep.checked, deep.counts["slot has no intact header"]) == (6, 6)
+    assert exit_code(check(find([tmp_path / "t"]), repair=True)) == 1
     assert adopted(tmp_path / "t") == {}
 
 
@@ -163,33 +166,33 @@ def test_entries_voided_by_a_reset_are_neither_checked_nor_restored(tmp_path: Pa
     write_superblock(directories[0], newer)
     # The reset reached only one of the two targets: it voids both.
     flip_header(directories[1], 0)
-    reports = fsck(find(places))
+    reports = check(find(places))
     assert [(report.checked, report.counts) for report in reports] == [(0, {}), (0, {})]
     os.truncate(directories[1] / "table", 0)
-    fsck(find(places), repair=True)
+    check(find(places), repair=True)
     assert adopted(*places) == {}
     assert [occupancy(one)["live"] for one in survey(find(places))] == [0, 0]
 
 
 @pytest.mark.parametrize("targets", [1, 2])
-def test_scrub_reads_every_payload_and_drops_only_damaged_ones(
+def test_a_deep_check_reads_every_payload_and_drops_only_damaged_ones(
     tmp_path: Path, targets: int
 ) -> None:
     places = [tmp_path / f"t{i}" for i in range(targets)]
     directories = write_pool(*places)
     for slot in (3, 12):
         flip_payload(directories[slot % targets], slot // targets)
-    assert exit_code(fsck(find(places))) == 0, "headers by themselves cannot show it"
+    assert exit_code(check(find(places))) == 0, "headers by themselves cannot show it"
     progress: list[tuple[int, int]] = []
-    reports = scrub(find(places), on_progress=lambda _, done, total: progress.append((done, total)))
+    reports = check(find(places), deep=True, on_progress=lambda _, *counts: progress.append(counts))
     slots = [finding["slot"] for report in reports for finding in report.findings]
     assert sorted(slots) == sorted([3 // targets, 12 // targets])
     assert exit_code(reports) == 4
     assert sum(report.read_bytes for report in reports) == len(STORED) * SLOT_BYTES
     assert all(done == total > 0 for done, total in progress)
     assert adopted(*places) == STORED
-    assert exit_code(scrub(find(places), repair=True)) == 1
-    assert exit_code(scrub(find(places))) == 0
+    assert exit_code(check(find(places), repair=True, deep=True)) == 1
+    assert exit_code(check(find(places), deep=True)) == 0
     assert adopted(*places) == without(3, 12)
 
 
@@ -234,21 +237,21 @@ def test_a_chunk_of_another_group_or_other_weights_is_damage(tmp_path: Path) -> 
         stamp = replace(pool.stamp, tag=OTHER_TAG) if slot == 3 else pool.stamp
         write_slot(pool, memoryview(bytearray(SLOT_BYTES)), slot, identity, stamp, length)
     pool.close()
-    (report,) = scrub(find([tmp_path]))
-    assert (report.checked, report.counts) == (3, {"slot is damaged: stale": 2})
+    for deep in (False, True):
+        (report,) = check(find([tmp_path]), deep=deep)
+        kinds = {finding["slot"]: finding["kind"] for finding in report.findings}
+        assert kinds == {
+            1: "slot holds another length",
+            2: "table entry has an unknown group",
+            3: "slot holds what other weights have computed",
+        }
+        assert report.checked == 3
     assert report.read_bytes == 2 * 8192 + SLOT_BYTES, "each group's own length"
-    (report,) = fsck(find([tmp_path]))
-    kinds = {finding["slot"]: finding["kind"] for finding in report.findings}
-    assert kinds == {
-        1: "slot holds another length",
-        2: "table entry has an unknown group",
-        3: "slot holds what other weights have computed",
-    }
     (part,) = survey(find([tmp_path]))
     assert occupancy(part)["damaged"] == 1
     assert {group["group_id"] for group in inspect_rank(part)["superblock"]["groups"]} == {5, 6}
-    assert exit_code(fsck(find([tmp_path]), repair=True)) == 1
-    assert exit_code(fsck(find([tmp_path]))) == exit_code(scrub(find([tmp_path]))) == 0
+    assert exit_code(check(find([tmp_path]), repair=True)) == 1
+    assert exit_code(check(find([tmp_path]), deep=True)) == 0
     pool = Pool.open(spec)
     assert list(by_number(pool.adopt(), 1)) == [0]
     pool.close()
@@ -275,7 +278,7 @@ def test_prefill_writes_only_where_nothing_was_written(tmp_path: Path) -> None:
         hole = os.lseek(slab.fileno(), 0, os.SEEK_HOLE)
     assert hole == 64 * SLOT_BYTES, "no hole is left"
     assert prefill(find([tmp_path / "t"]))[0].filled == 0
-    assert exit_code(scrub(find([tmp_path / "t"]))) == 0
+    assert exit_code(check(find([tmp_path / "t"]), deep=True)) == 0
 
 
 def test_the_kind_of_target_that_cannot_be_used_is_refused_by_name(tmp_path: Path) -> None:
@@ -294,7 +297,7 @@ def test_files_repaired_by_root_still_belong_to_the_server(tmp_path: Path) -> No
     os.chown(directory, 65534, 65534)
     (directory / "table").unlink()
     (directory / "lock").unlink()
-    assert exit_code(fsck(find([tmp_path / "t"]), repair=True)) == 1
+    assert exit_code(check(find([tmp_path / "t"]), repair=True)) == 1
     for file in ("table", "lock"):
         assert (directory / file).stat().st_uid == 65534
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_nvmeof_offload.commands.pool.check import exit_code, fsck, scrub
+from vllm_nvmeof_offload.commands.pool.check import check, exit_code
 from vllm_nvmeof_offload.commands.pool.offline import prefill, remove
 from vllm_nvmeof_offload.commands.pool.show import summaries
 from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
@@ -27,12 +27,12 @@ def test_beside_a_live_server_everything_is_read_only(tmp_path: Path) -> None:
     settled: list[str] = []
     with server(*places) as child:
         before = snapshot(tmp_path)
-        for check in (fsck, scrub):
+        for deep in (False, True):
             with pytest.raises(PoolLockedError, match=rf"pid {child.pid} on host .*stop that"):
-                check(find(places), repair=True)
+                check(find(places), repair=True, deep=deep)
         with pytest.raises(PoolLockedError, match=f"pid {child.pid} "):
             prefill(find(places))
-        (one, other) = scrub(find(places), settle=lambda: settled.append("waited"))
+        (one, other) = check(find(places), deep=True, settle=lambda: settled.append("waited"))
         assert (exit_code([one]), exit_code([other])) == (0, 4)
         assert settled == ["waited"]
         assert [part.lock.kind for part in survey(find(places))] == ["live", "live"]
@@ -40,15 +40,15 @@ def test_beside_a_live_server_everything_is_read_only(tmp_path: Path) -> None:
         assert snapshot(tmp_path) == before
     # Killed, not stopped: its name is still there, and blocks no other server.
     assert [part.lock.kind for part in survey(find(places))] == ["stale", "stale"]
-    assert exit_code(scrub(find(places), repair=True)) == 1
+    assert exit_code(check(find(places), repair=True, deep=True)) == 1
     assert [part.lock.kind for part in survey(find(places))] == ["none", "none"]
 
 
-@pytest.mark.parametrize("check", [fsck, scrub])
+@pytest.mark.parametrize("deep", [False, True])
 @pytest.mark.parametrize("torn", [flip_header, flip_payload])
 @pytest.mark.parametrize("ends", ["the write ends", "another key's entry comes", "never"])
 def test_only_lasting_damage_beside_a_server_is_reported(
-    tmp_path: Path, check: Callable[..., object], torn: Callable[[Path, int], None], ends: str
+    tmp_path: Path, deep: bool, torn: Callable[[Path, int], None], ends: str
 ) -> None:
     """A slot that is being written looks torn, until its write and its entry are there."""
     (directory,) = write_pool(tmp_path / "t")
@@ -67,10 +67,10 @@ def test_only_lasting_damage_beside_a_server_is_reported(
 
     torn(directory, 3)
     with server(tmp_path / "t"):
-        reports = check(find([tmp_path / "t"]), settle=settle)
-    seen = check is scrub or torn is flip_header
+        reports = check(find([tmp_path / "t"]), deep=deep, settle=settle)
+    seen = deep or torn is flip_header
     assert waited == (["waited"] if seen else [])
-    assert exit_code(reports) == (4 if seen and ends == "never" else 0)  # type: ignore[arg-type]
+    assert exit_code(reports) == (4 if seen and ends == "never" else 0)
 
 
 def test_removal_refuses_foreign_files_and_then_deletes_nothing(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_nvmeof_offload.commands.pool.check import exit_code, fsck, scrub
+from vllm_nvmeof_offload.commands.pool.check import check, exit_code
 from vllm_nvmeof_offload.commands.pool.show import inspect_slot
 from vllm_nvmeof_offload.pool.format import encode_entry
 from vllm_nvmeof_offload.pool.pool import Pool
@@ -39,14 +39,13 @@ def two_pools(place: Path, kind: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("kind", ["rank", "engine"])
-def test_exchanged_slabs_are_found_by_fsck_scrub_and_inspection(tmp_path: Path, kind: str) -> None:
+def test_exchanged_slabs_are_found_by_checks_and_inspection(tmp_path: Path, kind: str) -> None:
     one, other = two_pools(tmp_path, kind)
-    assert exit_code(scrub(find([tmp_path]))) == 0
+    assert exit_code(check(find([tmp_path]), deep=True)) == 0
     swap(one / "slab", other / "slab")
-    for report in fsck(find([tmp_path])):
-        assert report.counts == {ELSEWHERE: len(STORED)}
-    for report in scrub(find([tmp_path])):
-        assert report.counts == {"slot is damaged: stale": len(STORED)}
+    for deep in (False, True):
+        for report in check(find([tmp_path]), deep=deep):
+            assert report.counts == {ELSEWHERE: len(STORED)}
     (part,) = [part for part in survey(find([tmp_path])) if part.path == one]
     found = inspect_slot(part, 7)
     assert (found["payload"], found["verdict"]) == ("stale", ELSEWHERE)
@@ -55,10 +54,10 @@ def test_exchanged_slabs_are_found_by_fsck_scrub_and_inspection(tmp_path: Path, 
     assert part.superblock is not None
     assert found["header"]["region_uuid"] != part.superblock.place(7).region_uuid.hex()
     swap(one / "slab", other / "slab")
-    assert exit_code(fsck(find([tmp_path]))) == 0, "nothing was written"
+    assert exit_code(check(find([tmp_path]))) == 0, "nothing was written"
     swap(one / "slab", other / "slab")
-    assert exit_code(fsck(find([tmp_path]), repair=True)) == 1
-    assert exit_code(fsck(find([tmp_path]))) == 0
+    assert exit_code(check(find([tmp_path]), repair=True)) == 1
+    assert exit_code(check(find([tmp_path]))) == 0
     assert adopted(tmp_path) == {}
 
 
@@ -96,7 +95,7 @@ def test_a_wrong_key_in_a_table_is_distinguished_from_a_wrong_place(open_pool: O
     fd, offset = pool.table_fd(place_of(0, 3))
     os.pwrite(fd, encode_entry(3, name(4), pool.stamp.epoch), offset)
     pool.close()
-    assert fsck(find([pool.directories[0].parents[2]]))[0].counts == {"slot holds another key": 1}
+    assert check(find([pool.directories[0].parents[2]]))[0].counts == {"slot holds another key": 1}
 
 
 def test_a_whole_target_that_was_copied_or_moved_is_served(tmp_path: Path) -> None:
@@ -106,7 +105,7 @@ def test_a_whole_target_that_was_copied_or_moved_is_served(tmp_path: Path) -> No
     copies = [tmp_path / "copy-a", tmp_path / "copy-b"]
     for place, copy in zip(places, copies, strict=True):
         shutil.copytree(place, copy)
-    assert exit_code(scrub(find(copies))) == 0
+    assert exit_code(check(find(copies), deep=True)) == 0
     pool = Pool.open(make_spec(*copies, keyspace=KEYSPACE))
     assert entries(pool) == STORED
     assert get(pool, 7, STORED[7]) is not None
@@ -120,7 +119,7 @@ def test_a_slot_of_another_target_is_not_taken_for_the_one_with_its_number(
     """Slots are numbered within a target, whose region proves them."""
     one, other = write_pool(tmp_path / "a", tmp_path / "b", stored={2: name(1), 3: name(1)})
     swap(one / "slab", other / "slab")
-    for report in fsck(find([tmp_path / "a", tmp_path / "b"])):
+    for report in check(find([tmp_path / "a", tmp_path / "b"])):
         assert report.counts == {ELSEWHERE: 1}
     pool = Pool.open(make_spec(tmp_path / "a", tmp_path / "b", keyspace=KEYSPACE))
     assert get(pool, slot, name(1)) is None

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, Outcome, PoolError, Scope, io_error
+from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, OK, Outcome, PoolError, Scope, io_error
 from vllm_nvmeof_offload.pool.folder import open_private
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
@@ -237,11 +237,14 @@ class OfflineRank:
             raise PoolError(f"cannot read {self.surveyed.path / 'slab'}: {error}") from error
         return outcome
 
-    def judge(self, index: int, seen: SlotIdentity | None) -> Judgement | None:
+    def judge(
+        self, index: int, seen: SlotIdentity | None, reader: SlotReader | None
+    ) -> Judgement | None:
         """Read one slot's entry and header again; return its defect, None if it has none.
 
         seen: the entry's identity when the slot became a suspect (None: no intact entry). If
-        it is another one now, a server has written the slot since: nothing is wrong.
+        it is another one now, a server has written the slot since: nothing is wrong. reader: None:
+        the payload is not read.
         """
         entry = self.entry(index)
         if entry.state in ("empty", "void") or (seen is not None and entry.identity != seen):
@@ -256,7 +259,10 @@ class OfflineRank:
             if truthful and self.proves(index, header, header.identity, header.stamp.tag):
                 replacement = self._entry_of(index, header)
             if entry.state == "live" and self.proves(index, header, entry.identity):
-                return None
+                assert entry.identity is not None
+                outcome = reader.check(index, entry.identity) if reader else OK
+                damaged = Judgement(f"slot is damaged: {outcome}", bytes(ENTRY_BYTES))
+                return None if outcome.ok else damaged
         if entry.state in ("missing", "damaged"):
             listed = entry.state == "damaged" or (adopted and any(replacement))
             strange = entry.state == "damaged" and entry.identity is not None

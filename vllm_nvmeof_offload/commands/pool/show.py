@@ -10,15 +10,24 @@ import contextlib
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
-import rich.progress
 import typer
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -26,7 +35,7 @@ from vllm_nvmeof_offload.commands import print_json, table
 from vllm_nvmeof_offload.commands.pool import offline
 from vllm_nvmeof_offload.commands.pool.check import Damage, Report, exit_code
 from vllm_nvmeof_offload.config import parse_config
-from vllm_nvmeof_offload.errors import OK, Outcome, PoolError, PoolLockedError
+from vllm_nvmeof_offload.errors import Outcome, PoolError, PoolLockedError
 from vllm_nvmeof_offload.pool.format import SlotHeader, Superblock
 from vllm_nvmeof_offload.pool.lease import LeaseState
 from vllm_nvmeof_offload.pool.log import newest_head
@@ -62,92 +71,81 @@ def choose(given: Sequence[Path] | None, which: str | None = None) -> list[RankD
     return find(targets) if which is None else select(targets, which)
 
 
-def _grouped(parts: Iterable[Surveyed], attribute: str) -> list[list[Surveyed]]:
-    """Parts whose directories have the same `attribute`, in its order."""
-    found: dict[str, list[Surveyed]] = {}
+def listing(targets: Sequence[Path]) -> dict[str, Any]:
+    """Targets with their free bytes and the bytes of each keyspace, and pools with their regions.
+
+    PoolError: a target cannot be read.
+    """
+    parts = survey(find(targets))
+    return {"targets": [_usage(one, parts) for one in targets], "pools": summaries(parts)}
+
+
+def _usage(target: Path, parts: Iterable[Surveyed]) -> dict[str, Any]:
+    keyspaces: Counter[str] = Counter()
     for one in parts:
-        found.setdefault(getattr(one.directory, attribute), []).append(one)
-    return [found[value] for value in sorted(found)]
-
-
-def _row(parts: list[Surveyed], **more: Any) -> dict[str, Any]:
-    space = parts[0].directory.target / parts[0].directory.keyspace
-    return {
-        "keyspace": space.name,
-        "model": model_name(space),
-        **more,
-        "disk_bytes": sum(one.disk_bytes for one in parts),
-        "problems": {str(one.path): one.problem for one in parts if one.problem},
-    }
-
-
-def summaries(parts: Sequence[Surveyed]) -> list[dict[str, Any]]:
-    """One row per pool (keyspace, engine, rank), with its parts on all targets."""
-    rows = []
-    for pool in _grouped(parts, "name"):
-        # A part that a live server holds counts first, then one that a dead server left.
-        lock = max((one.lock for one in pool), key=lambda one: _LOCK_KINDS.index(one.kind))
-        used = [one.last_use_s for one in pool if one.last_use_s is not None]
-        rows.append(
-            _row(
-                pool,
-                engine=pool[0].directory.engine,
-                rank=pool[0].directory.rank,
-                directories=[str(one.path) for one in pool],
-                entries=sum(occupancy(one).get("live", 0) for one in pool),
-                slots=sum(one.superblock.slots for one in pool if one.superblock is not None),
-                last_use_s=max(used, default=None),
-                lock=asdict(lock),
-                tag=_tag(pool),
-                adopts=all(one.adopts for one in pool),
-                readers=readers_of(pool),
-            )
-        )
-    return rows
-
-
-def _tag(pool: Sequence[Surveyed]) -> str | None:
-    """The share tag of a pool's chunks in hex; None: unknown, or its parts differ."""
-    tags = {one.tag for one in pool}
-    return tags.pop().hex() or None if len(tags) == 1 else None
-
-
-def readers_of(parts: Sequence[Surveyed]) -> list[int]:
-    """The processes that have opened chunks of these parts to borrow them."""
-    return sorted({pid for one in parts for pid in one.readers})
-
-
-def usage(target: Path) -> dict[str, Any]:
-    """The bytes that each keyspace takes on one target; PoolError if it cannot be read."""
-    spaces = _grouped(survey(find([target])), "keyspace")
+        if one.directory.target == target:
+            keyspaces[one.directory.keyspace] += one.disk_bytes
     try:
         free_bytes = shutil.disk_usage(target).free
     except OSError as error:
         raise PoolError(f"cannot read {target}: {error.strerror}") from error
-    keyspaces = [
-        _row(
-            parts,
-            pools=len(parts),
-            live=sum(one.lock.live for one in parts),
-            regions=[region(one) for one in parts],
-        )
-        for parts in spaces
-    ]
     return {"target": str(target), "free_bytes": free_bytes, "keyspaces": keyspaces}
 
 
-def region(surveyed: Surveyed) -> dict[str, Any]:
-    """What one rank of one engine has on one target, for those who may borrow from it."""
-    block = surveyed.superblock
+def summaries(parts: Iterable[Surveyed]) -> list[dict[str, Any]]:
+    """One row per pool (keyspace, engine, rank), with its regions on all targets."""
+    pools: dict[str, list[Surveyed]] = {}
+    for one in parts:
+        pools.setdefault(one.directory.name, []).append(one)
+    return [_pool(pools[name]) for name in sorted(pools)]
+
+
+def _pool(parts: Sequence[Surveyed]) -> dict[str, Any]:
+    regions = [region(one) for one in parts]
+    directory, tags = parts[0].directory, {one["tag"] for one in regions}
+    used = [one.last_use_s for one in parts if one.last_use_s is not None]
+    # A part that a live server holds counts first, then one that a dead server left.
+    lock = max((one.lock for one in parts), key=lambda one: _LOCK_KINDS.index(one.kind))
     return {
-        "engine": surveyed.directory.engine,
-        "rank": surveyed.directory.rank,
+        "keyspace": directory.keyspace,
+        "model": model_name(directory.target / directory.keyspace),
+        "engine": directory.engine,
+        "rank": directory.rank,
+        "entries": sum(one["occupancy"].get("live", 0) for one in regions),
+        "slots": sum(sum(one["occupancy"].values()) for one in regions),
+        "disk_bytes": sum(one.disk_bytes for one in parts),
+        "last_use_s": max(used, default=None),
+        "lock": asdict(lock),
+        "tag": tags.pop() if len(tags) == 1 else None,
+        "adopts": all(one.adopts for one in parts),
+        "readers": sorted({pid for one in parts for pid in one.readers}),
+        "regions": regions,
+    }
+
+
+def region(one: Surveyed) -> dict[str, Any]:
+    """What one rank of one engine has on one target.
+
+    owner: the uuid of its superblock. tag: the share tag of its chunks; None: unknown. readers:
+    processes that have opened its chunks. problem: why it cannot be used, or "".
+    """
+    block, problem, counts = one.superblock, one.problem and f"superblock: {one.problem}", {}
+    try:
+        counts = occupancy(one)
+    except PoolError as error:
+        problem = str(error)
+    return {
+        "directory": str(one.path),
         "owner": block.uuid.hex() if block else None,
-        "lock": asdict(surveyed.lock),
-        "lease": _lease(surveyed.lease),
-        "tag": _tag([surveyed]),
-        "adopts": surveyed.adopts,
-        "readers": readers_of([surveyed]),
+        "lock": asdict(one.lock),
+        "lease": _lease(one.lease),
+        "problem": problem,
+        "tag": one.tag.hex() or None,
+        "adopts": one.adopts,
+        "readers": list(one.readers),
+        "disk_bytes": one.disk_bytes,
+        "last_use_s": one.last_use_s,
+        "occupancy": counts,
     }
 
 
@@ -170,26 +168,17 @@ def occupancy(surveyed: Surveyed) -> dict[str, int]:
 
 
 def inspect_rank(surveyed: Surveyed) -> dict[str, Any]:
-    """The superblock, lock, files and occupancy of one rank directory."""
+    """The region of one rank directory, with its superblock, files and log."""
     files = {}
     for name in ("superblock", "table", "log", "slab"):
         with contextlib.suppress(FileNotFoundError):
             files[name] = os.lstat(surveyed.path / name).st_size
     block = surveyed.superblock
-    return {
-        "directory": str(surveyed.path),
-        "lock": asdict(surveyed.lock),
-        "lease": _lease(surveyed.lease),
-        "problem": surveyed.problem,
+    return region(surveyed) | {
         "superblock": _shown(block) if block else None,
         "epoch_of_pool": surveyed.epoch,
-        "adopts": surveyed.adopts,
-        "readers": readers_of([surveyed]),
         "file_bytes": files,
-        "disk_bytes": surveyed.disk_bytes,
-        "last_use_s": surveyed.last_use_s,
         "log": log_head(surveyed),
-        "occupancy": occupancy(surveyed),
     }
 
 
@@ -237,7 +226,7 @@ def inspect_slot(surveyed: Surveyed, index: int) -> dict[str, Any]:
 
 def _slot(rank: offline.OfflineRank, index: int) -> dict[str, Any]:
     entry = rank.entry(index)
-    header = rank.header(index)
+    header, reader = rank.header(index), offline.SlotReader(rank)
     found: dict[str, Any] = {
         "slot": index,
         "directory": str(rank.surveyed.path),
@@ -263,16 +252,14 @@ def _slot(rank: offline.OfflineRank, index: int) -> dict[str, Any]:
             "payload_bytes": header.payload_bytes,
             "payload_crc32c": f"{header.payload_crc:08x}",
         }
-        with contextlib.closing(offline.SlotReader(rank)) as reader:
-            found["payload"] = str(reader.check(index, header.identity, header.stamp.tag))
-    judgement = rank.judge(index, None)
+        found["payload"] = str(reader.check(index, header.identity, header.stamp.tag))
+    judgement = rank.judge(index, None, reader)
+    reader.close()
     if judgement is not None:
         found["verdict"] = judgement.kind
-    elif entry.state != "live":
-        found["verdict"] = f"nothing stored: entry {entry.state}"
     else:
-        ok = found["payload"] == str(OK)
-        found["verdict"] = "whole" if ok else f"slot is damaged: {found['payload']}"
+        is_live = entry.state == "live"
+        found["verdict"] = "whole" if is_live else f"nothing stored: entry {entry.state}"
     return found
 
 
@@ -280,32 +267,16 @@ def _identity(identity: SlotIdentity) -> dict[str, str]:
     return {"key": identity.key.hex(), "generation": f"{identity.generation:016x}"}
 
 
-class _Speed(rich.progress.ProgressColumn):
-    def __init__(self, unit: str) -> None:
-        super().__init__()
-        self._scale, self._unit = (MIB, "MiB") if unit == "bytes" else (1, unit)
-
-    def render(self, task: rich.progress.Task) -> Text:
-        speed = (task.finished_speed or task.speed or 0.0) / self._scale
-        return Text(f"{speed:.0f} {self._unit}/s")
-
-
 @contextlib.contextmanager
-def progress(unit: str) -> Iterator[Callable[[RankDirectory, int, int], None]]:
-    """Yield a callback that draws one bar per directory on stderr, if that is a terminal."""
+def progress() -> Iterator[Callable[[RankDirectory, int, int], None]]:
+    """Yield a callback that draws one bar of bytes per directory on stderr, if it is a terminal."""
     console = Console(stderr=True)
-    tasks: dict[RankDirectory, rich.progress.TaskID] = {}
-    percent = rich.progress.TextColumn("{task.percentage:.0f}%")
+    tasks: dict[RankDirectory, TaskID] = {}
     columns = (
-        rich.progress.TextColumn("{task.description}"),
-        rich.progress.BarColumn(),
-        percent,
-        _Speed(unit),
+        *(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%")),
+        *(TransferSpeedColumn(), TimeRemainingColumn()),
     )
-    hidden = not console.is_terminal
-    with rich.progress.Progress(
-        *columns, rich.progress.TimeRemainingColumn(), console=console, disable=hidden
-    ) as bars:
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
 
         def on_progress(directory: RankDirectory, done: int, total: int) -> None:
             if directory not in tasks:
@@ -362,82 +333,60 @@ def _pids(row: dict[str, Any]) -> str:
     return ", ".join(f"pid {pid}" for pid in row["readers"]) or "none"
 
 
-def print_pools(given: Sequence[Path] | None, as_json: bool) -> None:
+def print_pools(given: Sequence[Path] | None, regions: bool, as_json: bool) -> None:
     """`pool ls`."""
-    rows = summaries(survey(choose(given)))
+    found = listing(targets_of(given))
     if as_json:
-        print_json({"pools": rows})
+        print_json(found)
         return
-    if not rows:
+    for target in found["targets"]:
+        sizes = target["keyspaces"]
+        each = ", ".join(f"{name[:_DIGITS]} {format_bytes(size)}" for name, size in sizes.items())
+        total, free = map(format_bytes, (sum(sizes.values()), target["free_bytes"]))
+        _print(f"{target['target']}: {total} in pools{each and f' ({each})'}, {free} free")
+    if not found["pools"]:
         _print("no pools")
         return
-    names = ("keyspace", "model", "engine", "rank", "entries", "size")
-    headings = (*names, "last use", "lock", "tag", "readers")
-    cells = (
-        (
-            row["keyspace"][:_DIGITS],
-            row["model"],
-            str(row["engine"]),
-            str(row["rank"]),
-            f"{row['entries']} of {row['slots']}",
-            format_bytes(row["disk_bytes"]),
-            _time(row["last_use_s"]),
-            _holder(row["lock"]),
-            _weights(row),
-            _pids(row),
-        )
-        for row in rows
+    _print(_table(_POOL_COLUMNS, map(_pool_cells, found["pools"])))
+    parts = [(pool, one) for pool in found["pools"] for one in pool["regions"]]
+    if regions:
+        _print(_table(_REGION_COLUMNS, starmap(_region_cells, parts)))
+    _print(*(f"{one['directory']}: {one['problem']}" for _, one in parts if one["problem"]))
+
+
+_POOL_COLUMNS = (
+    *("keyspace", "model", "engine", "rank", "entries", "size", "last use", "lock", "tag"),
+    "readers",
+)
+_REGION_COLUMNS = ("keyspace", "region", "size", "owner", "lock", "lease", "tag", "readers")
+
+
+def _pool_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        row["keyspace"][:_DIGITS],
+        row["model"],
+        str(row["engine"]),
+        str(row["rank"]),
+        f"{row['entries']} of {row['slots']}",
+        format_bytes(row["disk_bytes"]),
+        _time(row["last_use_s"]),
+        _holder(row["lock"]),
+        _weights(row),
+        _pids(row),
     )
-    _print(_table(headings, cells))
-    for row in rows:
-        _print(*(f"{path}: superblock: {why}" for path, why in row["problems"].items()))
 
 
-def print_usage(given: Sequence[Path] | None, as_json: bool) -> None:
-    """`pool du`."""
-    targets = [usage(one) for one in targets_of(given)]
-    if as_json:
-        print_json({"targets": targets})
-        return
-    if not targets:
-        _print("no pools")
-    for target in targets:
-        total = sum(space["disk_bytes"] for space in target["keyspaces"])
-        free = format_bytes(target["free_bytes"])
-        _print(f"{target['target']}: {format_bytes(total)} in pools, {free} free")
-        cells = [
-            (
-                format_bytes(space["disk_bytes"]),
-                space["keyspace"][:_DIGITS],
-                space["model"],
-                str(space["pools"]),
-                str(space["live"]),
-                "; ".join(sorted(set(space["problems"].values()))) or "ours",
-            )
-            for space in target["keyspaces"]
-        ]
-        if cells:
-            _print(_table(("size", "keyspace", "model", "pools", "in use", "format"), cells))
-            _print(_regions(target["keyspaces"]))
-
-
-def _regions(spaces: Iterable[dict[str, Any]]) -> Table:
-    """The regions of these keyspaces on one target: who has what, and who reads it."""
-    rows = ((space["keyspace"], one) for space in spaces for one in space["regions"])
-    cells = [
-        (
-            keyspace[:_DIGITS],
-            f"engine-{one['engine']}/rank-{one['rank']}",
-            one["owner"][:_TAG_DIGITS] if one["owner"] else "unknown",
-            _holder(one["lock"]),
-            one["lease"]["text"] if one["lease"] else "none",
-            _weights(one),
-            _pids(one),
-        )
-        for keyspace, one in rows
-    ]
-    names = ("keyspace", "region", "owner", "lock", "lease", "tag", "readers")
-    return _table(names, cells)
+def _region_cells(pool: dict[str, Any], one: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        pool["keyspace"][:_DIGITS],
+        one["directory"].replace(f"/{pool['keyspace']}/", " "),
+        format_bytes(one["disk_bytes"]),
+        one["owner"][:_TAG_DIGITS] if one["owner"] else "unknown",
+        _holder(one["lock"]),
+        one["lease"]["text"] if one["lease"] else "none",
+        _weights(one),
+        _pids(one),
+    )
 
 
 def print_details(
@@ -479,7 +428,7 @@ def _print_rank(one: dict[str, Any]) -> None:
     _print(f"  readers: {_pids(one)}")
     _print(f"  on disk: {format_bytes(one['disk_bytes'])}")
     if one["problem"]:
-        _print(f"  superblock: {one['problem']}")
+        _print(f"  {one['problem']}")
         return
     for name, value in one["superblock"].items():
         _print(f"  {name}: {value}")
@@ -501,7 +450,7 @@ def _print_slot(slot: dict[str, Any]) -> None:
 
 
 def print_reports(reports: Sequence[Report], as_json: bool) -> int:
-    """Print what fsck or scrub has found; return the exit code."""
+    """Print what a check has found; return the exit code."""
     if as_json:
         print_json({"reports": [report.as_json() for report in reports]})
         return exit_code(reports)
@@ -561,7 +510,7 @@ def remove(directories: Sequence[RankDirectory], yes: bool, as_json: bool) -> No
 
 def prefill(directories: Sequence[RankDirectory], as_json: bool) -> None:
     """`pool prefill`."""
-    with progress("bytes") as on_progress:
+    with progress() as on_progress:
         filled = offline.prefill(directories, on_progress)
     if as_json:
         print_json({"prefilled": [asdict(one) for one in filled]})
