@@ -16,10 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_nvmeof_offload import __version__
-from vllm_nvmeof_offload.commands import plain_errors, print_json
+from vllm_nvmeof_offload.commands import EPILOG, FAILED, Commands, print_json
 from vllm_nvmeof_offload.commands.size.deployment import Deployment
 
 app = typer.Typer(
+    cls=Commands,
+    epilog=EPILOG,
     help="KV-cache offloading for vLLM: pinned CPU memory and a file pool on NVMe-oF.",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
@@ -43,7 +45,7 @@ except ModuleNotFoundError:
             "package's wheel, or set PYTHONPATH=bench in a checkout",
             err=True,
         )
-        raise typer.Exit(1)
+        raise typer.Exit(FAILED)
 
 else:
     app.add_typer(bench_app, name="bench")
@@ -81,8 +83,6 @@ ServerUrl = Annotated[
     str | None,
     typer.Option(help="Address of a running server, whose metrics are checked for holes."),
 ]
-#: The exit code of a check that could not be made.
-_NOT_CHECKED = 8
 
 
 def _with_deployment(*only: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -106,7 +106,7 @@ def _with_deployment(*only: str) -> Callable[[Callable[..., None]], Callable[...
     return replaced
 
 
-@app.command()
+@app.command(epilog=EPILOG)
 @_with_deployment(
     *("tensor_parallel", "pipeline_parallel"),
     *("prefill_context_parallel", "decode_context_parallel"),
@@ -163,23 +163,18 @@ def doctor(
 
     With --model, show the model's KV cache groups, their bytes and what is stored of them; no GPU
     is needed.
-
-    Exit code: 0 healthy, 1 works, but slower or less resilient than it could be, 2 something
-    cannot run.
     """
     if model is not None:
         from vllm_nvmeof_offload.commands.doctor.model import examine_model
 
-        with plain_errors(2):
-            code = examine_model(model, kv_dtype, as_json, **given)
+        code = examine_model(model, kv_dtype, as_json, **given)
         raise typer.Exit(code)
     from vllm_nvmeof_offload.commands.doctor.examine import examine
     from vllm_nvmeof_offload.config import default_target, parse_config, share_secret
 
     named = {"staging_bytes": staging, "peers": peer, "share_secret_file": share_secret_file}
-    with plain_errors(2):
-        settings = parse_config({key: value for key, value in named.items() if value})
-        secret = share_secret(settings)
+    settings = parse_config({key: value for key, value in named.items() if value})
+    secret = share_secret(settings)
     targets = target or [default_target(os.environ)]
     planned = (targets, settings.staging_bytes, as_json, measure, calibrate, settings.peers, secret)
     raise typer.Exit(examine(*planned, pool, url))
@@ -205,15 +200,14 @@ def size(
     """Size a deployment: KV bytes of a model, sessions that fit, sessions that load in time.
 
     Nothing is measured: each number is computed and printed with its formula; assumptions are
-    listed below. Exit code: 0 printed (in time or not), 2 a value cannot be used.
+    listed below.
     """
     from vllm_nvmeof_offload.commands.size.model import choose_model
     from vllm_nvmeof_offload.commands.size.report import build, show
 
-    with plain_errors(2):
-        shape = choose_model(model, preset, weights_bytes)
-        element_bytes = shape.kv_element_bytes(kv_dtype)
-        report = build(shape, Deployment(kv_element_bytes=element_bytes, **given))
+    shape = choose_model(model, preset, weights_bytes)
+    element_bytes = shape.kv_element_bytes(kv_dtype)
+    report = build(shape, Deployment(kv_element_bytes=element_bytes, **given))
     if as_json:
         print_json(asdict(report))
     else:
@@ -230,6 +224,17 @@ def version() -> None:
     except metadata.PackageNotFoundError:
         vllm = "not installed"
     typer.echo(f"vllm-nvmeof-offload {__version__} (vllm {vllm})")
+
+
+@app.callback(invoke_without_command=True)
+def _options(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the versions, as the command version does.")
+    ] = False,
+) -> None:
+    if show_version:
+        version()
+        raise typer.Exit
 
 
 @config_app.callback()
@@ -269,16 +274,15 @@ def config_check(
     from vllm_nvmeof_offload.pool.ownership import usable_bytes
     from vllm_nvmeof_offload.units import format_bytes
 
-    with plain_errors():
-        settings = keys.parse_config(_read_json(source))
-        _check_policy(settings.eviction_policy)
-        keys.check_memory(settings)
-        keys.share_secret(settings)
-        targets = keys.check_targets(settings, create=False)
-        held = [usable_bytes([Path(target.path)]) for target in targets]
-        if settings.pool_bytes:
-            keys.check_space(settings, held)
-        pool_bytes = keys.resolve_pool_bytes(settings, sum(held))
+    settings = keys.parse_config(_read_json(source))
+    _check_policy(settings.eviction_policy)
+    keys.check_memory(settings)
+    keys.share_secret(settings)
+    targets = keys.check_targets(settings, create=False)
+    held = [usable_bytes([Path(target.path)]) for target in targets]
+    if settings.pool_bytes:
+        keys.check_space(settings, held)
+    pool_bytes = keys.resolve_pool_bytes(settings, sum(held))
     if as_json:
         print_json({"config": settings.model_dump(), "pool_bytes_resolved": pool_bytes})
         return
@@ -384,8 +388,7 @@ def list_pools(
     """
     from vllm_nvmeof_offload.commands.pool import show
 
-    with plain_errors():
-        show.print_pools(target, regions, as_json)
+    show.print_pools(target, regions, as_json)
 
 
 @pool_app.command()
@@ -400,11 +403,10 @@ def inspect(
     """Show a pool's superblock, geometry, facts and occupancy, and one of its slots."""
     from vllm_nvmeof_offload.commands.pool import show
 
-    with plain_errors():
-        show.print_details(target, which, slot, as_json)
+    show.print_details(target, which, slot, as_json)
 
 
-@pool_app.command("check")
+@pool_app.command("check", epilog=EPILOG)
 def check_pools(
     which: MaybeWhich = None,
     target: Targets = None,
@@ -420,14 +422,10 @@ def check_pools(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check superblocks, and tables against slot headers.
-
-    Exit code, by the worst finding: 0 whole, 1 repaired, 4 damage is left (the damaged chunks
-    are computed again), 8 a pool cannot be used or was not checked.
-    """
+    """Check superblocks, and tables against slot headers; the worst finding is the exit code."""
     from vllm_nvmeof_offload.commands.pool import check, show
 
-    with plain_errors(_NOT_CHECKED), show.progress() as on_progress:
+    with show.progress() as on_progress:
         reports = check.check(show.choose(target, which), repair, deep, on_progress)
     raise typer.Exit(show.print_reports(reports, as_json))
 
@@ -442,8 +440,7 @@ def remove_pool(
     """Remove a pool. Refused while a live server holds it; deletes only files of this program."""
     from vllm_nvmeof_offload.commands.pool import show
 
-    with plain_errors():
-        show.remove(show.choose(target, which), yes, as_json)
+    show.remove(show.choose(target, which), yes, as_json)
 
 
 @pool_app.command()
@@ -454,8 +451,7 @@ def prefill(which: MaybeWhich = None, target: Targets = None, as_json: AsJson = 
     """
     from vllm_nvmeof_offload.commands.pool import show
 
-    with plain_errors():
-        show.prefill(show.choose(target, which), as_json)
+    show.prefill(show.choose(target, which), as_json)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,9 @@ when its command is asked for, so that other commands start without waiting for 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -20,7 +19,6 @@ from typer.core import TyperGroup
 from vllm_nvmeof_bench import benchmark as benchmarks
 from vllm_nvmeof_bench.results import BenchError, name_in, size_name
 from vllm_nvmeof_bench.settings import Option, option_of
-from vllm_nvmeof_offload.commands import plain_errors
 from vllm_nvmeof_offload.units import parse_bytes
 
 _REPORT = "-report"
@@ -53,17 +51,6 @@ bench_app = typer.Typer(
 )
 
 
-@contextlib.contextmanager
-def _plain_ends() -> Iterator[None]:
-    """As `plain_errors`; an interrupt is exit code 130."""
-    try:
-        with plain_errors():
-            yield
-    except KeyboardInterrupt:
-        typer.echo("vllm-nvmeof: interrupted; what was written is deleted", err=True)
-        raise typer.Exit(130) from None
-
-
 def _bench_of(command_name: str, name: str, report: bool) -> Any:
     """`bench NAME` measures, writes the file and prints it; `bench NAME-report` only prints it."""
     found = benchmarks.benchmark(name)
@@ -71,10 +58,9 @@ def _bench_of(command_name: str, name: str, report: bool) -> Any:
 
     def run(**given: Any) -> None:
         json_path: Path = given["json_path"]
-        with _plain_ends():
-            if command is not None:
-                command.measure(settings_of(command.settings, given), json_path)
-            reached = found.show(json_path, given["plot"], given.get("goals", True))
+        if command is not None:
+            command.measure(settings_of(command.settings, given), json_path)
+        reached = found.show(json_path, given["plot"], given.get("goals", True))
         raise typer.Exit(int(given.get("check", False) and not reached))
 
     options: dict[str, tuple[Any, Any]] = {}
@@ -195,8 +181,7 @@ def report(
     """
     from vllm_nvmeof_bench.page.page import write
 
-    with _plain_ends():
-        whole = write(directory, page, plots)
+    whole = write(directory, page, plots)
     raise typer.Exit(int(check and not whole))
 
 
@@ -213,15 +198,14 @@ def _serve_of() -> Any:
             if part not in _SERVED:
                 message = f"no part {part!r}; there are {', '.join(_SERVED)}"
                 raise typer.BadParameter(message, param_hint="--parts")
-        with _plain_ends():
-            servers = vars(settings_of(ServerSettings, given)) | {"seed": given["seed"]}
-            if not given["arms"]:
-                del servers["arms"]  # each part has its own default
-            settings = {name: benchmarks.command(name).settings(**servers) for name in chosen}
-            files = {name: given["out"] / f"{name}.json" for name in chosen}
-            measure(settings, files)
-            for name, path in files.items():
-                benchmarks.benchmark(name).show(path, path.with_suffix(".png"))
+        servers = vars(settings_of(ServerSettings, given)) | {"seed": given["seed"]}
+        if not given["arms"]:
+            del servers["arms"]  # each part has its own default
+        settings = {name: benchmarks.command(name).settings(**servers) for name in chosen}
+        files = {name: given["out"] / f"{name}.json" for name in chosen}
+        measure(settings, files)
+        for name, path in files.items():
+            benchmarks.benchmark(name).show(path, path.with_suffix(".png"))
 
     out = typer.Option(help="Directory for one JSON file and picture each.")
     options = {
@@ -243,8 +227,7 @@ def serve_report(
     plot: Plot = None,
 ) -> None:
     """Print the tables of such a file again, or draw it; measure nothing."""
-    with _plain_ends():
-        name = name_in(json_path)
-        if name not in _SERVED:
-            raise BenchError(f"{json_path} is of bench {name}, not of {', '.join(_SERVED)}")
-        benchmarks.benchmark(name).show(json_path, plot)
+    name = name_in(json_path)
+    if name not in _SERVED:
+        raise BenchError(f"{json_path} is of bench {name}, not of {', '.join(_SERVED)}")
+    benchmarks.benchmark(name).show(json_path, plot)

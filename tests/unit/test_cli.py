@@ -16,15 +16,27 @@ from typer.testing import CliRunner
 
 from vllm_nvmeof_offload import __version__
 from vllm_nvmeof_offload.cli import app
+from vllm_nvmeof_offload.commands import EXIT_CODES, FAILED
+from vllm_nvmeof_offload.commands.pool.check import Damage
 from vllm_nvmeof_offload.config import OffloadConfig
+from vllm_nvmeof_offload.fabric.findings import Severity
 
 runner = CliRunner()
 
 
-def test_version() -> None:
-    result = runner.invoke(app, ["version"])
-    assert result.exit_code == 0
-    assert __version__ in result.stdout
+def test_the_version_is_a_command_and_an_option() -> None:
+    shown = [runner.invoke(app, [word]) for word in ("version", "--version")]
+    assert [one.exit_code for one in shown] == [0, 0]
+    assert shown[0].stdout == shown[1].stdout
+    assert __version__ in shown[0].stdout
+
+
+def test_each_exit_code_is_in_the_one_table_which_help_shows() -> None:
+    assert {FAILED, *Severity, *Damage} <= set(EXIT_CODES)
+    for words in ([], ["doctor"], ["pool", "check"]):
+        shown = runner.invoke(app, [*words, "--help"], env={"COLUMNS": "300"}).stdout
+        for code, says in EXIT_CODES.items():
+            assert f"{code}: {says}." in shown
 
 
 def test_config_lists_every_key_for_people_and_for_programs() -> None:
@@ -64,7 +76,7 @@ def test_config_check_accepts_the_whole_json_or_our_part_of_it(tmp_path: Path, w
 )
 def test_config_check_refuses_in_one_plain_line(source: str, message: str) -> None:
     result = runner.invoke(app, ["config", "check", source])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.stderr.count("\n") == 1
     assert message in result.stderr
 

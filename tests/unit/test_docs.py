@@ -10,6 +10,7 @@ import pytest
 import typer
 
 from vllm_nvmeof_offload.cli import app
+from vllm_nvmeof_offload.commands import EXIT_CODES
 from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.metrics import COUNTERS, GAUGES
 
@@ -70,6 +71,12 @@ def test_metrics_and_commands_exist(path: Path) -> None:
         first = words.split()[0]
         has_more = any(command.startswith(f"{first} ") for command in known)
         assert (words if has_more and " " in words else first) in known, words
+
+
+def test_the_page_has_the_table_of_exit_codes() -> None:
+    text = (ROOT / "docs/operations.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", text, re.M)
+    assert {int(code): says.replace("`", "") for code, says in rows} == EXIT_CODES
 
 
 def test_every_key_in_the_readmes_table_is_one() -> None:

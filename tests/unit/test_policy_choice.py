@@ -117,6 +117,6 @@ def test_what_is_no_policy_is_refused_by_name(name: str, message: str) -> None:
 )
 def test_a_policy_that_does_not_work_fails_the_trial(name: str, message: str) -> None:
     result = checked(f"policies_of_a_user:{name}")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert message in result.stderr
     assert f"eviction_policy='policies_of_a_user:{name}': is not an eviction" in result.stderr

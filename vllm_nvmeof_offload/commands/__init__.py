@@ -1,34 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output that the commands share.
+"""The output and the exit codes that the commands share.
 
 A command imports its implementation when it is called, so that `--help` stays quick.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
 from vllm_nvmeof_offload.errors import OffloadError
 
-__all__ = ["plain_errors", "print_json", "table", "wide_console"]
+__all__ = ["EPILOG", "EXIT_CODES", "FAILED", "Commands", "print_json", "table", "wide_console"]
 
 
-@contextlib.contextmanager
-def plain_errors(code: int = 1) -> Iterator[None]:
-    """Print an `OffloadError` as one line on stderr, and exit with `code`."""
-    try:
-        yield
-    except OffloadError as error:
-        typer.echo(f"vllm-nvmeof: {error}", err=True)
-        raise typer.Exit(code) from None
+#: What the exit code of any command says; docs/operations.md has the same table.
+EXIT_CODES = {
+    0: "done, and nothing needs attention",
+    1: "doctor: works, but slower or less resilient than it could be; pool check: all damage was "
+    "repaired; pool rm: not confirmed; bench --check, demo: a goal was missed",
+    2: "not done: an option, a configuration or a file was refused, or the work failed; doctor: "
+    "something cannot run",
+    4: "pool check: damage is left; the damaged chunks are computed again",
+    8: "pool check: a pool cannot be used",
+    130: "interrupted",
+}
+FAILED = 2
+EPILOG = "Exit codes:\n\n" + "\n\n".join(f"{code}: {says}." for code, says in EXIT_CODES.items())
+
+
+class Commands(TyperGroup):
+    """Commands that print an `OffloadError` as one line on stderr, and then exit with `FAILED`."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OffloadError as error:
+            typer.echo(f"vllm-nvmeof: {error}", err=True)
+            raise typer.Exit(FAILED) from None
+        except KeyboardInterrupt:
+            typer.echo("vllm-nvmeof: interrupted", err=True)
+            raise typer.Exit(130) from None
 
 
 def print_json(value: object) -> None:

@@ -86,7 +86,7 @@ def test_ratios_are_printed_with_their_intervals_and_drawn(tmp_path: Path) -> No
 
 def test_too_few_entries_are_refused() -> None:
     done = CliRunner().invoke(app, ["bench", "alone", "--entries", "40000"])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "40000 entries are too few for 40 blocks" in done.output
 
 

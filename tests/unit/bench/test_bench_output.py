@@ -106,7 +106,7 @@ def test_errors_are_one_plain_line(tmp_path: Path) -> None:
         (["pool", "--blocks", "2MiB", "--bytes-per-round", "4MiB"], "fewer than 8 blocks"),
     ):
         result = CliRunner().invoke(app, ["bench", *arguments])
-        assert result.exit_code == 1
+        assert result.exit_code == 2
         assert result.stderr.startswith("vllm-nvmeof: ")
         assert needed in result.stderr
 
@@ -118,7 +118,7 @@ def test_without_the_benchmarks_one_line_names_the_remedy() -> None:
     )
     command = [sys.executable, "-c", program, "bench", "pool-report", "--check"]
     result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "are not installed" in result.stderr
     assert "PYTHONPATH=bench" in result.stderr
     assert len(result.stderr.splitlines()) == 1

@@ -535,5 +535,5 @@ def test_errors_are_one_plain_line(tmp_path: Path, options: list[str], needed: s
     result = CliRunner().invoke(
         app, ["bench", "cluster", str(trace), "--json", json_path, *options]
     )
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert needed in result.stderr

@@ -211,7 +211,7 @@ def test_the_report_judges_a_file(tmp_path: Path) -> None:
 def test_without_a_gpu_the_error_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "copy.json"
     done = CliRunner().invoke(app, ["bench", "copy", "--json", str(file), "--dir", str(tmp_path)])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert done.output.count("\n") == 1
     assert "vllm-nvmeof: bench copy needs an NVIDIA GPU: " in done.output
     assert not file.exists()
@@ -219,4 +219,4 @@ def test_without_a_gpu_the_error_is_one_line(tmp_path: Path) -> None:
 
 def test_an_unknown_part_is_refused_by_name() -> None:
     done = CliRunner().invoke(app, ["bench", "copy", "--parts", "transfer,loop"])
-    assert done.exit_code == 1 and "loops" in done.output
+    assert done.exit_code == 2 and "loops" in done.output

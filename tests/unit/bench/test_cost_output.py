@@ -68,7 +68,7 @@ def test_errors_are_one_plain_line(tmp_path: Path) -> None:
         (["cost", "--arms", "ours"], "nothing to compare"),
     ):
         result = CliRunner().invoke(app, ["bench", *arguments])
-        assert result.exit_code == 1
+        assert result.exit_code == 2
         assert result.stderr.startswith("vllm-nvmeof: ")
         assert needed in result.stderr
         assert len(result.stderr.splitlines()) == 1

@@ -114,7 +114,7 @@ def test_a_file_of_before_there_were_logs_is_of_scans(tmp_path: Path) -> None:
 
 def test_more_changes_than_entries_are_refused() -> None:
     done = CliRunner().invoke(app, ["bench", "follow", "--entries", "10", "--changed", "11"])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "not 11 of 10 entries can change" in done.output
 
 

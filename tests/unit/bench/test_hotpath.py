@@ -171,7 +171,7 @@ def test_the_report_judges_a_file(tmp_path: Path) -> None:
 
 def test_too_few_entries_are_refused() -> None:
     done = CliRunner().invoke(app, ["bench", "hotpath", "--chunks", "512", "--entries", "1000"])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "1000 entries are too few for ops of 512 chunks" in done.output
 
 

@@ -142,7 +142,7 @@ def test_wrong_settings_are_one_plain_line() -> None:
         (["--slot", "5000"], "multiple of 4 KiB"),
     ):
         result = CliRunner().invoke(app, ["bench", "latency", *options])
-        assert result.exit_code == 1
+        assert result.exit_code == 2
         assert needed in result.stderr
 
 

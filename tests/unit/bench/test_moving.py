@@ -166,5 +166,5 @@ def test_a_missing_server_is_named(tmp_path: Path) -> None:
         files = ["--dir", str(tmp_path / "disk"), "--json", str(tmp_path / "m.json")]
         urls = ["--base-url", f"ours-0={one.url}"]
         done = CliRunner().invoke(app, ["bench", "moving", *urls, *files, *SHORT])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "no server ours-1, peer-0, peer-1" in done.output

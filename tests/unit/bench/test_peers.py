@@ -119,7 +119,7 @@ def test_tables_have_medians_and_shares() -> None:
 @pytest.mark.parametrize("rates", ["400", "400:x", "400:0", "1:2:3"])
 def test_rates_are_two_numbers(rates: str) -> None:
     done = CliRunner().invoke(app, ["bench", "peers", "--rates", rates])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert rates in done.output
 
 

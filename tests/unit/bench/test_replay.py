@@ -221,6 +221,6 @@ def test_errors_are_one_plain_line(tmp_path: Path) -> None:
         ([folder, "--token-ids", "300:5000", "--block-tokens", "2"], "has 2048"),
     ):
         result = CliRunner().invoke(app, ["bench", "replay", *arguments])
-        assert result.exit_code == 1, result.output
+        assert result.exit_code == 2, result.output
         last = result.stderr.splitlines()[-1]
         assert last.startswith("vllm-nvmeof: ") and needed in last

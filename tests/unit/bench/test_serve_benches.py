@@ -222,5 +222,5 @@ def test_files_read_back_unchanged_and_their_kinds_are_distinguished(tmp_path: P
     with pytest.raises(BenchError, match="not a file of `bench ttft"):
         load(path, "ttft", TtftSample)
     result = CliRunner().invoke(app, ["bench", "serve-report", str(tmp_path / "none.json")])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "none.json: not a file of a benchmark" in result.stderr

@@ -95,7 +95,7 @@ def test_errors_are_one_plain_line(tmp_path: Path) -> None:
         (["stream", "--dir", "/dev/shm", "--parts", "load"], "give a directory on a disk"),
     ):
         result = CliRunner().invoke(app, ["bench", *arguments])
-        assert result.exit_code == 1
+        assert result.exit_code == 2
         assert result.stderr.splitlines()[-1].startswith("vllm-nvmeof: ")
         assert needed in result.stderr
 

@@ -164,6 +164,6 @@ def test_errors_are_one_plain_line(tmp_path: Path) -> None:
         (session_file(tmp_path, "a", [entry(0, [])]), "no request of a chunk or more"),
     ):
         result = CliRunner().invoke(app, ["bench", "simulate", str(path)])
-        assert result.exit_code == 1
+        assert result.exit_code == 2
         last = result.stderr.splitlines()[-1]
         assert last.startswith("vllm-nvmeof: ") and needed in last

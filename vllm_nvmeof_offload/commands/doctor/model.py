@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_nvmeof_offload.commands import print_json, table, wide_console
+from vllm_nvmeof_offload.commands import FAILED, print_json, table, wide_console
 from vllm_nvmeof_offload.commands.size.deployment import Deployment
 from vllm_nvmeof_offload.commands.size.kv import KvSizes
 from vllm_nvmeof_offload.commands.size.model import LayerKind, read_model
@@ -22,7 +22,6 @@ from vllm_nvmeof_offload.groups import GroupKind, RankGroup
 from vllm_nvmeof_offload.units import HEADER_BYTES, human_bytes, slot_stride_bytes
 
 _FILE_COLUMNS = 160
-_REFUSED = 2
 #: A smaller share of the slots' bytes is worth a note.
 _FILL_MIN = 0.75
 
@@ -98,7 +97,7 @@ def examine_model(path: Path, kv_dtype: str, as_json: bool, **given: Any) -> int
         print_json(asdict(report))
     else:
         _show(report)
-    return 0 if report.works else _REFUSED
+    return 0 if report.works else FAILED
 
 
 def build(sizes: KvSizes) -> ModelReport:
