@@ -34,10 +34,12 @@ pool_app = typer.Typer(
 )
 app.add_typer(pool_app, name="pool")
 try:
-    from vllm_nvmeof_bench.cli import bench_app
+    from vllm_nvmeof_bench.cli import bench_app, demo
 except ModuleNotFoundError:
+    _ANY = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-    @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    @app.command("demo", context_settings=_ANY, hidden=True)
+    @app.command(context_settings=_ANY)
     def bench() -> None:
         """Benchmarks, which are not installed here."""
         typer.echo(
@@ -48,6 +50,7 @@ except ModuleNotFoundError:
         raise typer.Exit(FAILED)
 
 else:
+    app.command()(demo)
     app.add_typer(bench_app, name="bench")
 
 #: The part of a whole --kv-transfer-config that holds our keys.
@@ -353,23 +356,6 @@ def _read_json(source: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError("JSON", source, "give an object, { … }")
     return {key: part for key, part in value.items() if key != "kv_connector"}
-
-
-@app.command()
-def demo(
-    json_path: Annotated[
-        Path, typer.Option("--json", help="The file to write the measured numbers to.")
-    ] = Path("build/demo.json"),
-    quick: Annotated[bool, typer.Option(help="Take fewer samples.")] = False,
-    keep: Annotated[bool, typer.Option(help="Keep the demo's pool directory afterwards.")] = False,
-    pool: Annotated[
-        Path | None, typer.Option(help="Create the pool's directory here instead of in build/.")
-    ] = None,
-) -> None:
-    """Demonstrate the cache on this machine: a small model, a vLLM server, restart, preemption."""
-    from vllm_nvmeof_bench.demo.main import run
-
-    raise typer.Exit(run(json_path, quick=quick, keep=keep, pool_dir=pool))
 
 
 @pool_app.command("ls")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-nvmeof bench …`: a command per benchmark, and one that prints its file again.
+"""`vllm-nvmeof bench …`: a command per benchmark, and one that prints its file again; the demo.
 
 The options of `bench NAME` are declared by the benchmark's settings. A benchmark is imported
 when its command is asked for, so that other commands start without waiting for it.
@@ -154,6 +154,22 @@ def _typed(one: dataclasses.Field[Any], hint: Any, option: Option) -> tuple[Any,
 
 def _size(count: int) -> str:
     return size_name(count).replace(" ", "")
+
+
+def demo(
+    json_path: Annotated[
+        Path, typer.Option("--json", help="The file to write the measured numbers to.")
+    ] = Path("build/demo.json"),
+    quick: Annotated[bool, typer.Option(help="Take fewer samples.")] = False,
+    keep: Annotated[bool, typer.Option(help="Keep the demo's pool directory afterwards.")] = False,
+    pool: Annotated[
+        Path | None, typer.Option(help="Create the pool's directory here instead of in build/.")
+    ] = None,
+) -> None:
+    """Demonstrate the cache on this machine: a small model, a vLLM server, restart, preemption."""
+    from vllm_nvmeof_bench.demo.main import run
+
+    raise typer.Exit(run(json_path, quick=quick, keep=keep, pool_dir=pool))
 
 
 # -- commands over several benchmarks -------------------------------------------------------
