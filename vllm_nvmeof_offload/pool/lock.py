@@ -295,8 +295,9 @@ class LockState:
         return self.kind in ("live", "foreign")
 
     def __str__(self) -> str:
-        who = self.holder or "another process on this host"
-        return self.kind if self.kind == "none" else f"{self.kind}: {who}"
+        age_s, who = self.heartbeat_age_s, self.holder or "another process on this host"
+        age = "" if age_s is None else f", {age_s:.0f} s ago"
+        return self.kind if self.kind == "none" else f"{self.kind}: {who}{age}"
 
 
 def probe_lock(directory: Path) -> LockState:

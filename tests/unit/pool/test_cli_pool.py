@@ -188,10 +188,11 @@ def test_inspect_takes_a_keyspace_its_start_or_a_directory(tmp_path: Path) -> No
         assert one["occupancy"] == {"live": 6, "void": 0, "damaged": 0, "missing": 0, "empty": 10}
         assert found["slot"]["verdict"] == "whole"
     shown = run("inspect", directory, "--slot", 7).stdout
-    for word in ("tiny-model", "payload_bytes: 5000", "6 live", STORED[7].key.hex(), "whole"):
+    for word in ("tiny-model", "payload_bytes: 5000", "live: 6", STORED[7].key.hex(), "whole"):
         assert word in shown
     (directory.parents[1] / "keyspace.json").write_text('{"model": "a lie"}')
     assert run_json("inspect", directory)["facts"] is None
+    assert "facts: keyspace.json is missing, or belongs to" in run("inspect", directory).stdout
 
 
 @pytest.mark.parametrize(
@@ -273,7 +274,7 @@ def test_a_live_server_on_another_host_counts(
         (rank,) = run_json("inspect", directory)["directories"]
         assert rank["lock"]["heartbeat_age_s"] is None, "its clock is not ours"
         shown = run("ls", "--target", tmp_path).stdout
-        assert "foreign: pid 4711 on elsewhere" in shown
+        assert "foreign: pid 4711 on host elsewhere" in shown
     monkeypatch.setattr(ownership, "Silence", partial(Silence, 0.01))
     run("rm", "--yes", directory)
 
@@ -371,9 +372,9 @@ def test_ls_inspect_and_doctor_show_a_lease_as_this_process_sees_it(tmp_path: Pa
     (directory,) = pool.directories
     wait_until("a renewal", lambda: (read_lease(lease_of(directory)) or PAGE).beat > 0)
     (rank,) = run_json("inspect", directory)["directories"]
-    lease = rank["lease"]
-    assert (lease["kind"], lease["name"], lease["generation"]) == ("live", "a", 1)
-    assert lease["epoch"] == pool.superblocks[0].epoch
+    lease, page = rank["lease"], rank["lease"]["page"]
+    assert (lease["kind"], page["name"], page["generation"]) == ("live", "a", 1)
+    assert page["epoch"] == pool.superblocks[0].epoch
     assert f"live: a, pid {os.getpid()} on host" in run("inspect", directory).stdout
     assert "a beat was seen" in run("ls", "--regions", "--target", tmp_path).stdout
     (finding,) = check_regions(str(tmp_path))

@@ -210,10 +210,10 @@ def test_a_slot_is_shown_with_entry_header_and_payload(tmp_path: Path) -> None:
     (_, part) = survey(find(places))
     found = inspect_slot(part, 3)
     assert found["directory"] == str(directories[1])
-    assert found["entry"]["key"] == found["header"]["key"] == STORED[7].key.hex()
-    assert found["entry"]["generation"] == f"{STORED[7].generation:016x}"
+    identity = {"key": STORED[7].key.hex(), "generation": STORED[7].generation}
+    assert found["entry"]["identity"] == found["header"]["identity"] == identity
     assert (found["payload"], found["verdict"]) == ("ok", "whole")
-    assert found["header"]["tag"] == share_tag(KEYSPACE.digest).hex()
+    assert found["header"]["stamp"]["tag"] == share_tag(KEYSPACE.digest).hex()
     assert not found["entry"]["single_copy"] and not found["header"]["single_copy"]
     assert inspect_slot(part, 2)["verdict"] == "nothing stored: entry empty"
     flip_payload(directories[1], 3)

@@ -49,10 +49,10 @@ def test_exchanged_slabs_are_found_by_checks_and_inspection(tmp_path: Path, kind
     (part,) = [part for part in survey(find([tmp_path])) if part.path == one]
     found = inspect_slot(part, 7)
     assert (found["payload"], found["verdict"]) == ("stale", ELSEWHERE)
-    assert found["header"]["slot"] == 7
-    assert found["header"]["rank"] == (1 if kind == "rank" else 0)
+    assert found["header"]["place"]["slot"] == 7
+    assert found["header"]["place"]["rank"] == (1 if kind == "rank" else 0)
     assert part.superblock is not None
-    assert found["header"]["region_uuid"] != part.superblock.place(7).region_uuid.hex()
+    assert found["header"]["place"]["region_uuid"] != part.superblock.place(7).region_uuid.hex()
     swap(one / "slab", other / "slab")
     assert exit_code(check(find([tmp_path]))) == 0, "nothing was written"
     swap(one / "slab", other / "slab")

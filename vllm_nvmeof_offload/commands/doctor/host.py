@@ -226,13 +226,11 @@ def check_regions(target: str) -> list[Finding]:
 def _region(one: Surveyed) -> str:
     directory = one.directory
     name = f"{directory.keyspace[:12]}/engine-{directory.engine}/rank-{directory.rank}"
-    age_s = one.lock.heartbeat_age_s
-    age = f" ({age_s:.0f} s ago)" if age_s is not None else ""
     lease = f"; lease {one.lease}" if one.lease is not None else ""
     tag = one.tag.hex()[:8] if one.tag else "unknown"
     unnamed = "" if one.adopts or not one.tag else ", unnamed: shared with nobody"
     readers = ", ".join(f"pid {pid}" for pid in one.readers) or "nobody"
-    return f"{name}: lock {one.lock}{age}{lease}; tag {tag}{unnamed}; read by {readers}"
+    return f"{name}: lock {one.lock}{lease}; tag {tag}{unnamed}; read by {readers}"
 
 
 def _direct_alignment(directory: str) -> tuple[int, int] | None:

@@ -21,6 +21,9 @@ from typing import Any
 import numpy as np
 
 from vllm_nvmeof_offload.commands.pool.offline import (
+    DAMAGED,
+    LIVE,
+    MISSING,
     OfflineRank,
     Progress,
     SlotReader,
@@ -158,20 +161,21 @@ def _check_rank(
         # Entries of slots beyond its end are found one by one.
         kind = f"slab has {rank.slab_slots} of {slots} slots; the next start extends it"
         report.add(kind, damage=Damage.NOTE)
-    if missing := int(table.missing.sum()):
+    if missing := int((table.states == MISSING).sum()):
         report.add(f"table has {slots - missing} of {slots} entries")
     suspects = _suspects(rank, table, reader, report, on_progress)
     if suspects and not report.repair and report.surveyed.lock.may_live:
         settle()
     try:
         for index in suspects:
-            seen = table.identity(index) if table.live[index] else None
+            seen = table.identity(index) if table.states[index] == LIVE else None
             judgement = rank.judge(index, seen, reader)
             if judgement is None:
                 continue
             if judgement.worth_listing:
                 report.add(judgement.kind, index)
-            if report.repair and (any(judgement.replacement) or not table.missing[index]):
+            is_missing = table.states[index] == MISSING
+            if report.repair and (any(judgement.replacement) or not is_missing):
                 rank.write_entry(index, judgement.replacement)
         if rank.before_write is not None and report.worst is not Damage.NOTE:
             rank.before_write()
@@ -191,18 +195,17 @@ def _suspects(
 ) -> list[int]:
     """Slots that do not prove their entry, or whose entry is lost; read a bounded number ahead."""
     slot_bytes, directory = rank.superblock.slot_bytes, rank.surveyed.directory
-    indices = np.flatnonzero(table.live | table.damaged | table.missing)
+    indices = np.flatnonzero(np.isin(table.states, (LIVE, DAMAGED, MISSING)))
     written = set(written_slots(rank.slab_fd, indices, slot_bytes).tolist())
 
     def is_suspect(index: int) -> bool:
-        if table.damaged[index]:
-            return True
-        if reader is not None and table.live[index]:
+        state = table.states[index]
+        if state == LIVE and reader is not None:
             return not reader.check(index, table.identity(index)).ok
-        header = rank.header(index) if index in written else None
+        header = rank.header(index) if state != DAMAGED and index in written else None
         if not isinstance(header, SlotHeader):
-            return bool(table.live[index])
-        return bool(table.missing[index]) or not rank.proves(index, header, table.identity(index))
+            return bool(state != MISSING)
+        return bool(state == MISSING) or not rank.proves(index, header, table.identity(index))
 
     suspects: list[int] = []
     workers, unit = (reader.threads, slot_bytes) if reader else (_HEADER_THREADS, HEADER_BYTES)
@@ -213,7 +216,7 @@ def _suspects(
             verdicts = threads.map(is_suspect, batch)
             suspects += [index for index, bad in zip(batch, verdicts, strict=True) if bad]
             on_progress(directory, (start + len(batch)) * unit, len(indices) * unit)
-    live = np.flatnonzero(table.live).tolist()
+    live = np.flatnonzero(table.states == LIVE).tolist()
     report.checked = len(live)
     if reader is not None:
         report.read_bytes = sum(reader.bytes_of(table.identity(index)) for index in live)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import mmap
 import os
 import queue
@@ -86,33 +85,15 @@ def held_survey(
         yield [replace(one, lock=LockState("none")) for one in survey(directories)], before_write
 
 
-#: States of a table's entry; one that has none of them was never written, and is empty.
-STATES = ("live", "void", "damaged", "missing")
-
-
-@dataclass(frozen=True)
-class Table:
-    """The table as it was read: one state per slot of this target, by its index there.
-
-    live: bool[n], adopted by the next start. void: bool[n], intact, but of another epoch.
-    damaged: bool[n], not intact, or of a group that the superblock does not have. missing: bool[n],
-    beyond the file's end.
-    """
-
-    live: npt.NDArray[np.bool_]
-    void: npt.NDArray[np.bool_]
-    damaged: npt.NDArray[np.bool_]
-    missing: npt.NDArray[np.bool_]
-    entries: DecodedTable
-
-    def identity(self, index: int) -> SlotIdentity:
-        key = self.entries.keys[index, : int(self.entries.key_bytes[index])].tobytes()
-        return SlotIdentity(key, int(self.entries.generations[index]))
+#: States of a table's entry: never written; adopted by the next start; intact, but of another
+#: epoch; not intact, or of a group that the superblock does not have; beyond the file's end.
+STATES = ("empty", "live", "void", "damaged", "missing")
+EMPTY, LIVE, VOID, DAMAGED, MISSING = range(len(STATES))
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One table entry. state: one of `STATES`, or "empty". identity, epoch: of an intact one.
+    """One table entry. state: one of `STATES`. identity, epoch: of an intact one.
 
     single_copy: no other rank of its set has the chunk.
     """
@@ -121,6 +102,18 @@ class Entry:
     identity: SlotIdentity | None = None
     epoch: int = 0
     single_copy: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """The table as it was read. states: uint8[n], by slot of this target, numbers of `STATES`."""
+
+    states: npt.NDArray[np.uint8]
+    entries: DecodedTable
+
+    def identity(self, index: int) -> SlotIdentity:
+        key = self.entries.keys[index, : int(self.entries.key_bytes[index])].tobytes()
+        return SlotIdentity(key, int(self.entries.generations[index]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +188,7 @@ class OfflineRank:
             except OSError as error:
                 raise PoolError(f"cannot read {self.surveyed.path / 'table'}: {error}") from error
         table = self._decode(np.frombuffer(raw, np.uint8), index, 1)
-        state = next((name for name in STATES if getattr(table, name)[0]), "empty")
+        state = STATES[table.states[0]]
         if not table.entries.valid[0]:
             return Entry(state)
         is_single = bool(table.entries.flags[0] & FLAG_SINGLE_COPY)
@@ -208,11 +201,11 @@ class OfflineRank:
         raw = np.pad(raw[: whole * ENTRY_BYTES], (0, (count - whole) * ENTRY_BYTES))
         indices = np.arange(first, first + count, dtype=np.int64)
         decoded = decode_table(raw, indices)
-        live, strange = decoded.valid, self._strange(decoded)
-        live = live & (decoded.epochs == self.surveyed.epoch) & ~strange
-        live &= self.surveyed.adopts
-        void = decoded.valid & ~live & ~strange
-        return Table(live, void, decoded.damaged | strange, missing, decoded)
+        strange = self._strange(decoded)
+        live = decoded.valid & (decoded.epochs == self.surveyed.epoch) & self.surveyed.adopts
+        of = [missing, decoded.damaged | strange, live, decoded.valid]
+        states = np.select(of, [MISSING, DAMAGED, LIVE, VOID], EMPTY).astype(np.uint8)
+        return Table(states, decoded)
 
     def _strange(self, decoded: DecodedTable) -> npt.NDArray[np.bool_]:
         """bool[n]: intact entries whose group the superblock does not have."""
@@ -349,6 +342,18 @@ def open_log(surveyed: Surveyed) -> Iterator[int]:
         os.close(fd)
 
 
+def _open_direct(rank: OfflineRank, flags: int) -> int | None:
+    """Open the slab with O_DIRECT; None if that, or a read with it, does not work."""
+    with contextlib.suppress(OSError):
+        fd = open_private(rank.surveyed.path / "slab", flags | os.O_DIRECT)
+        try:
+            os.preadv(fd, [mmap.mmap(-1, PAGE_BYTES)], 0)
+            return fd
+        except OSError:
+            os.close(fd)
+    return None
+
+
 class SlotReader:
     """Reads whole slots of one rank directory into memory of its own, on several threads."""
 
@@ -359,15 +364,8 @@ class SlotReader:
         self._buffers: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
         for _ in range(self.threads):
             self._buffers.put(mmap.mmap(-1, slot_bytes))
-        self.direct = False
-        self._fd = rank.slab_fd
-        with contextlib.suppress(OSError):  # then reads are buffered, and `direct` is False
-            fd = open_private(rank.surveyed.path / "slab", os.O_RDONLY | os.O_DIRECT)
-            try:
-                os.preadv(fd, [mmap.mmap(-1, PAGE_BYTES)], 0)
-                self._fd, self.direct = fd, True
-            except OSError:
-                os.close(fd)
+        fd = _open_direct(rank, os.O_RDONLY)
+        self.direct, self._fd = fd is not None, rank.slab_fd if fd is None else fd
 
     def close(self) -> None:
         if self.direct:
@@ -520,33 +518,20 @@ def _fill(
 ) -> None:
     slot_bytes = rank.superblock.slot_bytes
     zeros = memoryview(mmap.mmap(-1, min(slot_bytes, _WRITE_BYTES)))
-    path = rank.surveyed.path / "slab"
-    try:
-        fd = open_private(path, os.O_WRONLY | os.O_DIRECT)
-    except OSError:
-        fd = open_private(path, os.O_WRONLY)
+    fd = _open_direct(rank, os.O_RDWR)
+    if fd is None:
+        fd = open_private(rank.surveyed.path / "slab", os.O_WRONLY)
     try:
         for done, index in enumerate(holes, 1):
             position, end = index * slot_bytes, (index + 1) * slot_bytes
             while position < end:
                 before_write()
-                position += _write_some(fd, zeros[: end - position], position)
+                count = os.pwritev(fd, [zeros[: end - position]], position)
+                if count == 0:
+                    raise OSError(errno.EIO, "no progress")
+                position += count
             on_progress(rank.surveyed.directory, done * slot_bytes, len(holes) * slot_bytes)
         if holes:
             os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _write_some(fd: int, zeros: memoryview, position: int) -> int:
-    """Write some of `zeros`, buffered from now on if O_DIRECT is refused; return how many bytes."""
-    try:
-        count = os.pwritev(fd, [zeros], position)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        fcntl.fcntl(fd, fcntl.F_SETFL, 0)  # without O_DIRECT
-        count = os.pwritev(fd, [zeros], position)
-    if count == 0:
-        raise OSError(errno.EIO, "no progress")
-    return count

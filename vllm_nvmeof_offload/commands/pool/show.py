@@ -7,17 +7,18 @@ Sizes are in bytes, times in seconds (Unix time).
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
 from datetime import UTC, datetime
+from enum import Enum
 from itertools import starmap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import (
@@ -35,9 +36,10 @@ from vllm_nvmeof_offload.commands import print_json, table
 from vllm_nvmeof_offload.commands.pool import offline
 from vllm_nvmeof_offload.commands.pool.check import Damage, Report, exit_code
 from vllm_nvmeof_offload.config import parse_config
-from vllm_nvmeof_offload.errors import Outcome, PoolError, PoolLockedError
-from vllm_nvmeof_offload.pool.format import SlotHeader, Superblock
+from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
+from vllm_nvmeof_offload.pool.format import SlotHeader
 from vllm_nvmeof_offload.pool.lease import LeaseState
+from vllm_nvmeof_offload.pool.lock import LockState
 from vllm_nvmeof_offload.pool.log import newest_head
 from vllm_nvmeof_offload.pool.survey import (
     RankDirectory,
@@ -48,7 +50,6 @@ from vllm_nvmeof_offload.pool.survey import (
     select,
     survey,
 )
-from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import MIB, format_bytes
 
 _LOCK_KINDS = ("none", "stale", "foreign", "live")
@@ -115,7 +116,7 @@ def _pool(parts: Sequence[Surveyed]) -> dict[str, Any]:
         "slots": sum(sum(one["occupancy"].values()) for one in regions),
         "disk_bytes": sum(one.disk_bytes for one in parts),
         "last_use_s": max(used, default=None),
-        "lock": asdict(lock),
+        "lock": _with_text(lock),
         "tag": tags.pop() if len(tags) == 1 else None,
         "adopts": all(one.adopts for one in parts),
         "readers": sorted({pid for one in parts for pid in one.readers}),
@@ -129,16 +130,16 @@ def region(one: Surveyed) -> dict[str, Any]:
     owner: the uuid of its superblock. tag: the share tag of its chunks; None: unknown. readers:
     processes that have opened its chunks. problem: why it cannot be used, or "".
     """
-    block, problem, counts = one.superblock, one.problem and f"superblock: {one.problem}", {}
+    problem, counts = one.problem and f"superblock: {one.problem}", {}
     try:
         counts = occupancy(one)
     except PoolError as error:
         problem = str(error)
     return {
         "directory": str(one.path),
-        "owner": block.uuid.hex() if block else None,
-        "lock": asdict(one.lock),
-        "lease": _lease(one.lease),
+        "owner": one.superblock.uuid.hex() if one.superblock else None,
+        "lock": _with_text(one.lock),
+        "lease": _with_text(one.lease),
         "problem": problem,
         "tag": one.tag.hex() or None,
         "adopts": one.adopts,
@@ -149,12 +150,24 @@ def region(one: Surveyed) -> dict[str, Any]:
     }
 
 
-def _lease(state: LeaseState | None) -> dict[str, Any] | None:
-    """The lease of a region and its page; None: it has none. text: for people."""
-    if state is None:
-        return None
-    page = asdict(state.page) | {"owner": state.page.owner.hex()}
-    return {"kind": state.kind, "unchanged_s": state.unchanged_s, **page, "text": str(state)}
+def _plain(value: Any) -> Any:
+    """Return JSON values: bytes in hex, an enum's name, a dataclass as an object."""
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, Enum):
+        return value.name.lower()
+    if is_dataclass(value):
+        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+    if hasattr(value, "_asdict"):
+        return _plain(value._asdict())
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    return list(map(_plain, value)) if isinstance(value, list | tuple) else value
+
+
+def _with_text(state: LockState | LeaseState | None) -> dict[str, Any] | None:
+    """What is known of a lock or lease, and the same for people."""
+    return None if state is None else {**_plain(state), "text": str(state)}
 
 
 def occupancy(surveyed: Surveyed) -> dict[str, int]:
@@ -162,9 +175,8 @@ def occupancy(surveyed: Surveyed) -> dict[str, int]:
     if surveyed.superblock is None:
         return {}
     with offline.open_rank(surveyed) as rank:
-        table = rank.table()
-    counts = {state: int(getattr(table, state).sum()) for state in offline.STATES}
-    return {**counts, "empty": surveyed.superblock.slots - sum(counts.values())}
+        counts = np.bincount(rank.table().states, minlength=len(offline.STATES))
+    return dict(zip(offline.STATES, counts.tolist(), strict=True))
 
 
 def inspect_rank(surveyed: Surveyed) -> dict[str, Any]:
@@ -173,9 +185,8 @@ def inspect_rank(surveyed: Surveyed) -> dict[str, Any]:
     for name in ("superblock", "table", "log", "slab"):
         with contextlib.suppress(FileNotFoundError):
             files[name] = os.lstat(surveyed.path / name).st_size
-    block = surveyed.superblock
     return region(surveyed) | {
-        "superblock": _shown(block) if block else None,
+        "superblock": _plain(surveyed.superblock),
         "epoch_of_pool": surveyed.epoch,
         "file_bytes": files,
         "log": log_head(surveyed),
@@ -192,26 +203,6 @@ def log_head(surveyed: Surveyed) -> dict[str, int] | None:
     return {"pages": pages} | (head._asdict() if head else {})
 
 
-#: Fields of the superblock that are shown only where they are used.
-_RESERVED = frozenset(
-    {
-        *("lease_generation", "table_offset", "log_offset", "slab_offset", "log_pages"),
-        *("shared", "target_uuid", "mac"),
-    }
-)
-
-
-def _shown(block: Superblock) -> dict[str, Any]:
-    fields = asdict(block)
-    for name in _RESERVED:
-        value = fields[name]
-        if not (any(value) if isinstance(value, bytes) else value):
-            del fields[name]
-    for group in fields["groups"]:
-        group["kind"] = group["kind"].name.lower()
-    return {k: v.hex() if isinstance(v, bytes) else v for k, v in fields.items()}
-
-
 def inspect_slot(surveyed: Surveyed, index: int) -> dict[str, Any]:
     """One slot of a directory: its table entry, its header, and whether its payload matches them.
 
@@ -221,50 +212,23 @@ def inspect_slot(surveyed: Surveyed, index: int) -> dict[str, Any]:
         slots = rank.superblock.slots
         if not 0 <= index < slots:
             raise PoolError(f"slot {index}: {surveyed.path} has slots 0 to {slots - 1}")
-        return _slot(rank, index)
-
-
-def _slot(rank: offline.OfflineRank, index: int) -> dict[str, Any]:
-    entry = rank.entry(index)
-    header, reader = rank.header(index), offline.SlotReader(rank)
-    found: dict[str, Any] = {
-        "slot": index,
-        "directory": str(rank.surveyed.path),
-        "slab_offset": index * rank.superblock.slot_bytes,
-        "entry": {"state": entry.state},
-        "header": None,
-        "payload": "not checked: no intact header",
-    }
-    if entry.identity is not None:
-        found["entry"] |= _identity(entry.identity) | {"epoch": entry.epoch}
-        found["entry"]["single_copy"] = entry.single_copy
-    if isinstance(header, Outcome):
-        found["payload"] = f"not read: {header}"
-    if isinstance(header, SlotHeader):
-        found["header"] = {
-            **_identity(header.identity),
-            "epoch": header.stamp.epoch,
-            "tag": header.stamp.tag.hex(),
-            "region_uuid": header.place.region_uuid.hex(),
-            "rank": header.place.rank,
-            "slot": header.place.slot,
-            "single_copy": header.single_copy,
-            "payload_bytes": header.payload_bytes,
-            "payload_crc32c": f"{header.payload_crc:08x}",
+        entry, header, payload = rank.entry(index), rank.header(index), "not checked: no header"
+        with contextlib.closing(offline.SlotReader(rank)) as reader:
+            if isinstance(header, SlotHeader):
+                payload = str(reader.check(index, header.identity, header.stamp.tag))
+            elif header is not None:
+                payload = f"not read: {header}"
+            judgement = rank.judge(index, None, reader)
+        sound = "whole" if entry.state == "live" else f"nothing stored: entry {entry.state}"
+        return {
+            "slot": index,
+            "directory": str(surveyed.path),
+            "slab_offset": index * rank.superblock.slot_bytes,
+            "entry": _plain(entry),
+            "header": _plain(header) if isinstance(header, SlotHeader) else None,
+            "payload": payload,
+            "verdict": judgement.kind if judgement else sound,
         }
-        found["payload"] = str(reader.check(index, header.identity, header.stamp.tag))
-    judgement = rank.judge(index, None, reader)
-    reader.close()
-    if judgement is not None:
-        found["verdict"] = judgement.kind
-    else:
-        is_live = entry.state == "live"
-        found["verdict"] = "whole" if is_live else f"nothing stored: entry {entry.state}"
-    return found
-
-
-def _identity(identity: SlotIdentity) -> dict[str, str]:
-    return {"key": identity.key.hex(), "generation": f"{identity.generation:016x}"}
 
 
 @contextlib.contextmanager
@@ -309,17 +273,6 @@ def _time(seconds: float | None) -> str:
     if seconds is None:
         return "?"
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
-
-
-def _holder(lock: dict[str, Any]) -> str:
-    kind, holder = lock["kind"], lock["holder"]
-    if kind == "none":
-        return "none"
-    if not holder:
-        return f"{kind}: a process on this host"
-    age_s = lock["heartbeat_age_s"]
-    age = f", {age_s:.0f} s ago" if age_s is not None else ""
-    return f"{kind}: pid {holder['pid']} on {holder['host']}{age}"
 
 
 def _weights(row: dict[str, Any]) -> str:
@@ -370,7 +323,7 @@ def _pool_cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['entries']} of {row['slots']}",
         format_bytes(row["disk_bytes"]),
         _time(row["last_use_s"]),
-        _holder(row["lock"]),
+        row["lock"]["text"],
         _weights(row),
         _pids(row),
     )
@@ -382,7 +335,7 @@ def _region_cells(pool: dict[str, Any], one: dict[str, Any]) -> tuple[str, ...]:
         one["directory"].replace(f"/{pool['keyspace']}/", " "),
         format_bytes(one["disk_bytes"]),
         one["owner"][:_TAG_DIGITS] if one["owner"] else "unknown",
-        _holder(one["lock"]),
+        one["lock"]["text"],
         one["lease"]["text"] if one["lease"] else "none",
         _weights(one),
         _pids(one),
@@ -395,8 +348,7 @@ def print_details(
     """`pool inspect`."""
     parts = survey(choose(given, which))
     space = parts[0].directory.target / parts[0].directory.keyspace
-    facts = read_facts(space)
-    ranks = [inspect_rank(one) for one in parts]
+    facts, ranks = read_facts(space), [inspect_rank(one) for one in parts]
     found: dict[str, Any] = {"keyspace": space.name, "facts": facts, "directories": ranks}
     if slot is not None:
         if len(parts) > 1:
@@ -409,44 +361,23 @@ def print_details(
     if as_json:
         print_json(found)
         return
-    _print(f"keyspace {space.name}")
-    if facts is None:
-        _print("  facts: keyspace.json is missing, or belongs to another digest")
-    for name, value in (facts or {}).items():
-        _print(f"  {name}: {value if isinstance(value, str) else json.dumps(value)}")
-    for one in ranks:
-        _print_rank(one)
-    if "slot" in found:
-        _print_slot(found["slot"])
+    found["facts"] = facts or "keyspace.json is missing, or belongs to another digest"
+    _print(*_lines(found))
 
 
-def _print_rank(one: dict[str, Any]) -> None:
-    _print("", one["directory"])
-    _print(f"  lock: {_holder(one['lock'])}; last use {_time(one['last_use_s'])}")
-    if one["lease"]:
-        _print(f"  lease: {one['lease']['text']}")
-    _print(f"  readers: {_pids(one)}")
-    _print(f"  on disk: {format_bytes(one['disk_bytes'])}")
-    if one["problem"]:
-        _print(f"  {one['problem']}")
-        return
-    for name, value in one["superblock"].items():
-        _print(f"  {name}: {value}")
-    if one["log"]:
-        _print("  log: " + ", ".join(f"{name} {value}" for name, value in one["log"].items()))
-    if not one["adopts"]:
-        _print("  the next start adopts none of its entries")
-    counts = ", ".join(f"{count} {state}" for state, count in one["occupancy"].items())
-    _print(f"  slots: {counts}")
-
-
-def _print_slot(slot: dict[str, Any]) -> None:
-    _print("", f"slot {slot['slot']}, at byte {slot['slab_offset']} of {slot['directory']}")
-    for name in ("entry", "header"):
-        part = slot[name]
-        words = " ".join(f"{key}={value}" for key, value in part.items()) if part else "none"
-        _print(f"  {name}: {words}")
-    _print(f"  payload: {slot['payload']}", f"  {slot['verdict']}")
+def _lines(part: dict[str, Any], indent: str = "") -> Iterator[str]:
+    """Plain values as lines, what is nested below its name."""
+    for name, value in part.items():
+        below = value if isinstance(value, list) else [value]
+        if below and isinstance(below[0], dict) and "text" not in below[0]:
+            for one in below:
+                yield f"{indent}{name}:"
+                yield from _lines(one, f"{indent}  ")
+        elif name == "last_use_s":
+            yield f"{indent}last_use: {_time(value)}"
+        else:
+            text = value["text"] if isinstance(value, dict) else value
+            yield f"{indent}{name}: {'none' if text in (None, [], '') else text}"
 
 
 def print_reports(reports: Sequence[Report], as_json: bool) -> int:
