@@ -248,16 +248,13 @@ def _recover(
 
 
 def scan_headers(
-    fd: int,
-    indices: npt.NDArray[np.int64],
-    slot_bytes: int,
-    parse: Callable[[bytes], SlotHeader | None] = parse_header,
+    fd: int, indices: npt.NDArray[np.int64], slot_bytes: int
 ) -> Iterator[tuple[list[int], list[SlotHeader | None]]]:
     """Yield batches of slot indices with their headers (None: not intact)."""
 
     def read(index: int) -> SlotHeader | None:
         try:
-            return parse(os.pread(fd, HEADER_BYTES, index * slot_bytes))
+            return parse_header(os.pread(fd, HEADER_BYTES, index * slot_bytes))
         except OSError as error:
             logger.debug("cannot read the header of slot %d: %s", index, error)
             return None

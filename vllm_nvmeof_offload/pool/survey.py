@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Surveys targets, read-only: every rank directory, its superblock, lock, size, last use, readers.
 
-Damaged pools and pools of other formats are included; formats 1 and 2 are read.
+Damaged pools and pools of other formats are included.
 """
 
 from __future__ import annotations
