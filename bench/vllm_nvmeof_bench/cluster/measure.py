@@ -38,7 +38,7 @@ from vllm_nvmeof_bench.results import dump, percentile
 from vllm_nvmeof_bench.settings import check_names, check_positive, option, recorded
 from vllm_nvmeof_bench.traces import TRACE_HELP, Trace, read_trace
 from vllm_nvmeof_offload import __version__
-from vllm_nvmeof_offload.commands.size.nodes import turns_per_s
+from vllm_nvmeof_offload.commands.size.report import turns_per_s
 
 #: Name of an arm → its rules. `alternate` is DualPath without its scheduling.
 ARMS = {

@@ -11,7 +11,7 @@ import functools
 import operator
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from vllm_nvmeof_offload.errors import ConfigError
@@ -125,6 +125,9 @@ def _option(
 _count = functools.partial(_option, ge=1)
 _share = functools.partial(_option, gt=0, le=1)
 _size = functools.partial(_option, read=parse_bytes)
+_rate = functools.partial(_option, read=parse_rate)
+_time = functools.partial(_option, read=parse_duration)
+_link = functools.partial(_option, read=_link_text)
 
 
 def _server_stream_slots() -> int:
@@ -182,15 +185,13 @@ class Deployment:
     drives: int = _count(24, "--drives", "Drives in the enclosure.")
     drive_bytes: int = _size("15.36TB", "--drive-bytes", "Capacity of one drive.", gt=0)
     drive_fill: float = _share(0.9, "--drive-fill", "Share of a drive for the pool.")
-    drive_read_bytes_per_s: float = _option(
-        "6.5GB/s", "--drive-read", "Sequential read rate of one drive.", parse_rate
+    drive_read_bytes_per_s: float = _rate(
+        "6.5GB/s", "--drive-read", "Sequential read rate of one drive."
     )
-    link: str = _option(
-        "2x100GbE", "--link", "All links between the enclosure and the GPU hosts.", _link_text
-    )
-    gpu_link: str = _option("pcie5x16", "--gpu-link", "Link of one GPU to its host.", _link_text)
+    link: str = _link("2x100GbE", "--link", "All links between the enclosure and the GPU hosts.")
+    gpu_link: str = _link("pcie5x16", "--gpu-link", "Link of one GPU to its host.")
     link_efficiency: float = _share(0.9, "--link-efficiency", "Payload's share of a link's rate.")
-    ttft_seconds: float = _option("2s", "--ttft", "Wanted time to first token.", parse_duration)
+    ttft_seconds: float = _time("2s", "--ttft", "Wanted time to first token.")
     prefill_nodes: int | None = _count(
         None,
         "--prefill-nodes",
@@ -207,30 +208,25 @@ class Deployment:
     node_storage_links: int = _count(
         1, "--node-storage-links", "Links of one cluster node to the pool."
     )
-    node_link: str = _option(
-        "400GbE",
-        "--node-link",
-        "One link of a cluster node, to the pool or to other nodes.",
-        _link_text,
+    node_link: str = _link(
+        "400GbE", "--node-link", "One link of a cluster node, to the pool or to other nodes."
     )
-    node_memory_bytes_per_s: float = _option(
-        "500GB/s", "--node-memory", "Rate of a cluster node's main memory.", parse_rate
+    node_memory_bytes_per_s: float = _rate(
+        "500GB/s", "--node-memory", "Rate of a cluster node's main memory."
     )
-    turn_compute_seconds: float | None = _option(
-        None,
-        "--turn-compute",
-        "Time in which a cluster node computes the new tokens of a turn.",
-        parse_duration,
+    turn_compute_seconds: float | None = _time(
+        None, "--turn-compute", "Time in which a cluster node computes the new tokens of a turn."
     )
-    turn_gap_seconds: float = _option(
-        "5s", "--turn-gap", "From an agent's first token to its next turn.", parse_duration
+    turn_gap_seconds: float = _time(
+        "5s", "--turn-gap", "From an agent's first token to its next turn."
     )
 
     def __post_init__(self) -> None:
         for one in fields(self):
             value, option = getattr(self, one.name), one.metadata
             if option and value is not None:
-                object.__setattr__(self, one.name, _read(value, option))
+                read = read_option(option["flag"], value, option["read"], **option["bounds"])
+                object.__setattr__(self, one.name, read)
         object.__setattr__(self, "gpus", self.gpus or self.ranks)
         if (self.prefill_nodes is None) != (self.decode_nodes is None):
             name = "--decode-nodes" if self.prefill_nodes is None else "--prefill-nodes"
@@ -247,6 +243,11 @@ class Deployment:
         """Ranks of one stage of an engine's pipeline. Decode context parallelism adds none."""
         return self.tensor_parallel * self.prefill_context_parallel
 
+    def on_one_rank(self) -> Deployment:
+        """The same hardware and load without parallelism."""
+        sizes: Any = dict.fromkeys((n.name for n in fields(self) if "_parallel" in n.name), 1)
+        return replace(self, **sizes)
+
     @property
     def ranks_words(self) -> str:
         """The options that divide a stage among its ranks, as on the command line."""
@@ -262,16 +263,15 @@ class Deployment:
         return self.gpus // self.ranks
 
 
-def _read(value: Any, option: Mapping[str, Any]) -> Any:
-    """The value that an option's field gets; ConfigError if it cannot be used."""
-    flag = option["flag"]
-    if option["read"] is not None and isinstance(value, str):
+def read_option(flag: str, value: Any, read: Callable[[str], Any] | None, **bounds: float) -> Any:
+    """The value of the option `flag`; ConfigError if it cannot be used."""
+    if read is not None and isinstance(value, str):
         try:
-            value = option["read"](value)
+            value = read(value)
         except ValueError as error:
             remedy = str(error).removeprefix(f"{value!r} ")
             raise ConfigError(flag, value, remedy) from None
-    for name, bound in option["bounds"].items():
+    for name, bound in bounds.items():
         keeps, words = _BOUNDS[name]
         if not keeps(value, bound):
             raise ConfigError(flag, value, f"give a value {words} {bound}")

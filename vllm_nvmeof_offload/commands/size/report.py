@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """All figures of one model on one deployment, each with its formula; assumptions and notes.
 
-Nothing here is measured. Figures that others have published stand beside ours.
+Nothing here is measured. Figures that others have published stand beside ours. For a cluster of
+prefill and decode nodes that load through the links of both, DualPath (Wu et al., arXiv 2602.21548)
+gives the ratio within which neither the links between nodes nor a node's memory is busy before all
+links to storage are. How many agents fit follows from what the busiest part can do per second, as
+in any closed queue.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 from rich.table import Table
 
@@ -23,29 +28,23 @@ from vllm_nvmeof_offload.commands.size.kv import (
     pool_room,
 )
 from vllm_nvmeof_offload.commands.size.model import LayerCache, LayerKind, ModelShape
-from vllm_nvmeof_offload.commands.size.nodes import Nodes, agents_at, turns_per_s
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.units import human_bytes, human_seconds
 
 _FILE_COLUMNS = 160
 
 
-@dataclass(frozen=True, slots=True)
-class ScaleRatio:
-    """A published load of one drive; a table scales it by the number of drives."""
+class _Scale(NamedTuple):
+    """A published load of one drive."""
 
     gpus_per_drive: int
     sessions_per_drive: int
     source: str
 
-    def scaled(self, drives: int) -> tuple[int, int]:
-        """(GPUs, sessions): in proportion, as the source's table does."""
-        return drives * self.gpus_per_drive, drives * self.sessions_per_drive
-
 
 #: A node of 4 GPUs on one drive, 16 conversations at once. The ratio does not follow from a
-#: model's configuration: it was measured on one drive, and the table is its multiple.
-DATA24 = ScaleRatio(
+#: model's configuration: it was measured on one drive, and the source's table is its multiple.
+DATA24 = _Scale(
     4,
     16,
     "Western Digital, technical brief on disaggregated key-value cache offloading with OpenFlex "
@@ -118,10 +117,8 @@ def build(model: ModelShape, deployment: Deployment) -> SizeReport:
     ranks = deployment.ranks
     if deployment.gpus % ranks:
         up = -(-deployment.gpus // ranks) * ranks
-        remedy = (
-            f"an engine takes {ranks} (--tp times --pp times --pcp); give a multiple, such as {up}"
-        )
-        raise ConfigError("--gpus", deployment.gpus, remedy)
+        remedy = f"an engine takes {ranks} (--tp times --pp times --pcp)"
+        raise ConfigError("--gpus", deployment.gpus, f"{remedy}; give a multiple, such as {up}")
     sizes = KvSizes(model, deployment)
     room, back = gpu_room(sizes), plan_reload(sizes, deployment.drives)
     sections = {
@@ -147,15 +144,13 @@ def build(model: ModelShape, deployment: Deployment) -> SizeReport:
 
 
 def _figure(section: str, name: str, value: float, unit: str, formula: str) -> Figure:
-    if unit == "bytes":
-        text = human_bytes(value)
-    elif unit == "bytes/s":
-        text = f"{value / 1e9:.2f} GB/s"
-    elif unit == "s":
-        text = human_seconds(value)
-    else:
-        text = f"{value:,.{0 if value == int(value) else 2}f} {unit}"
-    return Figure(section, name, value, unit, text, formula)
+    texts = {
+        "bytes": human_bytes(value),
+        "bytes/s": f"{value / 1e9:.2f} GB/s",
+        "s": human_seconds(value),
+    }
+    number = f"{value:,.{0 if float(value).is_integer() else 2}f} {unit}"
+    return Figure(section, name, value, unit, texts.get(unit, number), formula)
 
 
 def _model_figures(sizes: KvSizes) -> Iterator[_Row]:
@@ -181,24 +176,15 @@ def _model_figures(sizes: KvSizes) -> Iterator[_Row]:
     if boundary := sizes.boundary_bytes():
         formula = "windows and states that a prefix needs at its end, on one rank"
         yield "kept per boundary", boundary, "bytes", formula
-    blocks = sizes.blocks_per_chunk
-    formula = f"{blocks} blocks: at least chunk_bytes_min per rank, at most 256 tokens"
+    blocks = f"{sizes.blocks_per_chunk} blocks"
+    formula = f"{blocks}: at least chunk_bytes_min per rank, at most 256 tokens"
     yield "chunk", sizes.chunk_tokens, "tokens", formula
     context = deployment.context_tokens
     slots = sizes.session_slots(context)
-    formula = (
-        f"4 KiB header page + the largest chunk padded to 4 KiB; {sum(s.count for s in slots)} of "
-        "them per session"
-    )
+    formula = "4 KiB header page + the largest chunk padded to 4 KiB; "
+    formula += f"{sum(s.count for s in slots)} of them per session"
     yield "slot", slots[0].stride_bytes, "bytes", formula
-    one_rank = replace(
-        deployment,
-        tensor_parallel=1,
-        pipeline_parallel=1,
-        prefill_context_parallel=1,
-        decode_context_parallel=1,
-    )
-    once = KvSizes(sizes.model, one_rank).session_rank_bytes(context)
+    once = KvSizes(sizes.model, deployment.on_one_rank()).session_rank_bytes(context)
     formula = f"KV of {context} tokens over all layers, windows as far as they reach"
     yield "session, made once", once, "bytes", formula
 
@@ -255,39 +241,50 @@ def _reload_figures(deployment: Deployment, back: Reload) -> Iterator[_Row]:
     yield "sessions at once in the TTFT", back.sessions_in_time, "sessions", formula
 
 
-def _nodes(deployment: Deployment) -> Nodes | None:
-    if deployment.prefill_nodes is None or deployment.decode_nodes is None:
-        return None
-    return Nodes(
-        prefill=deployment.prefill_nodes,
-        decode=deployment.decode_nodes,
-        gpus=deployment.node_gpus,
-        storage_links=deployment.node_storage_links,
-        link_bytes_per_s=parse_link(deployment.node_link).total_bytes_per_s,
-        memory_bytes_per_s=deployment.node_memory_bytes_per_s,
-    )
+def ratio_range(deployment: Deployment) -> tuple[float, float]:
+    """The least and the most prefill nodes per decode node; none, if the first is larger."""
+    gpus, links = deployment.node_gpus, deployment.node_storage_links
+    rate = parse_link(deployment.node_link).total_bytes_per_s
+    memory = deployment.node_memory_bytes_per_s / (links * rate)
+    least = links / (gpus - links) if gpus > links else float("inf")
+    return least, min((gpus - 2 * links) / links, (gpus - links) / (2 * links), (memory - 3) / 2)
+
+
+def turns_per_s(
+    links: int, link_bytes_per_s: float, read_bytes: float, prefill: int, compute_s: float
+) -> float:
+    """Turns that links and prefill nodes carry at most, each of which reads and computes so much;
+    compute_s 0: computing bounds nothing."""
+    read = links * link_bytes_per_s / read_bytes
+    return min(read, prefill / compute_s) if compute_s else read
 
 
 def _cluster_figures(deployment: Deployment, read_bytes: float) -> Iterator[_Row]:
-    """Nothing without a cluster. read_bytes: of a turn, which returns with its whole context."""
-    if (nodes := _nodes(deployment)) is None:
+    """Nothing without a cluster. read_bytes: of a turn, which returns with its whole context; 0:
+    the context is shorter than a chunk."""
+    prefill, decode = deployment.prefill_nodes, deployment.decode_nodes
+    if prefill is None or decode is None:
         return
-    least, most = nodes.ratio_range()
+    least, most = ratio_range(deployment)
     of = "g GPUs and s storage links of B in a node"
     yield "least prefill per decode node", least, "×", f"s ÷ (g − s); {of}"
     formula = "min{(g − 2s) ÷ s, (g − s) ÷ 2s, (M ÷ (B × s) − 3) ÷ 2}; memory of M"
     yield "most prefill per decode node", most, "×", formula
-    yield "prefill per decode node", nodes.ratio, "×", f"{nodes.prefill} ÷ {nodes.decode}"
-    rate = nodes.link_bytes_per_s * deployment.link_efficiency
+    yield "prefill per decode node", prefill / decode, "×", f"{prefill} ÷ {decode}"
+    if not read_bytes:
+        return
+    link, share = deployment.node_link, deployment.link_efficiency
     gap_s, compute_s = deployment.turn_gap_seconds, deployment.turn_compute_seconds or 0.0
-    for words, helped in (("", True), (", own links only", False)):
-        links = nodes.links(helped)
-        turns = turns_per_s(links, rate, read_bytes, nodes.prefill, compute_s)
-        formula = f"{links} × {deployment.node_link} × {deployment.link_efficiency:g} ÷ read"
+    for words, nodes in (("", prefill + decode), (", own links only", prefill)):
+        links, rate = nodes * deployment.node_storage_links, parse_link(link).total_bytes_per_s
+        turns = turns_per_s(links, rate * share, read_bytes, prefill, compute_s)
+        formula = f"{links} × {link} × {share:g} ÷ read"
         if compute_s:
-            formula = f"the less of {formula} and {nodes.prefill} nodes ÷ {compute_s:g} s"
+            formula = f"the less of {formula} and {prefill} nodes ÷ {compute_s:g} s"
         yield f"turns per second{words}", turns, "/s", formula
-        agents = agents_at(turns, deployment.ttft_seconds, gap_s)
+        # With fewer agents the wait is shorter; each further one makes all of them wait longer,
+        # because the cluster carries no more turns.
+        agents = int(turns * (deployment.ttft_seconds + gap_s))
         formula = f"turns × (TTFT + {gap_s:g} s from first token to next turn)"
         yield f"agents at the TTFT{words}", agents, "agents", formula
 
@@ -303,9 +300,8 @@ def _layers_row(sizes: KvSizes, cache: LayerCache) -> LayersRow:
 
 def _scale_row(sizes: KvSizes, drives: int) -> ScaleRow:
     back, held = plan_reload(sizes, drives), pool_room(sizes, drives).sessions
-    return ScaleRow(
-        drives, held, back.sessions_in_time, back.bottleneck.name, *DATA24.scaled(drives)
-    )
+    published = drives * DATA24.gpus_per_drive, drives * DATA24.sessions_per_drive
+    return ScaleRow(drives, held, back.sessions_in_time, back.bottleneck.name, *published)
 
 
 def _assumptions(sizes: KvSizes) -> Iterator[str]:
@@ -348,6 +344,7 @@ def _notes_on_model(sizes: KvSizes) -> Iterator[str]:
 def _notes_on_deployment(sizes: KvSizes, room: Room | None, back: Reload) -> Iterator[str]:
     deployment, limit = sizes.deployment, sizes.model.context_tokens_max
     context = deployment.context_tokens
+    prefill, decode = deployment.prefill_nodes, deployment.decode_nodes
     if limit is not None and context > limit:
         yield f"--context {context} is beyond the model's {limit} tokens"
     if context < sizes.chunk_tokens:
@@ -359,13 +356,13 @@ def _notes_on_deployment(sizes: KvSizes, room: Room | None, back: Reload) -> Ite
         yield "the weights do not fit into GPU memory: more --tp, or more --gpu-memory"
     elif room.sessions == 0:
         yield "not one session of this context fits into GPU memory: vLLM would refuse it"
-    if nodes := _nodes(deployment):
-        least, most = nodes.ratio_range()
-        if not least <= nodes.ratio <= most:
+    if prefill and decode:
+        least, most = ratio_range(deployment)
+        if not least <= prefill / decode <= most:
             yield (
-                f"{nodes.prefill} prefill and {nodes.decode} decode nodes are outside the range in "
-                "which links to the pool are the limit: those between the nodes, or their memory, "
-                "are busy before"
+                f"{prefill} prefill and {decode} decode nodes are outside the range in which links "
+                "to the pool are the limit: those between the nodes, or their memory, are busy "
+                "before"
             )
     if back.seconds > deployment.ttft_seconds:
         hop = back.bottleneck
