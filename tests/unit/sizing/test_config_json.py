@@ -155,7 +155,10 @@ def test_nested_and_directory_and_index(tmp_path: Path) -> None:
         ({"num_hidden_layers": None}, "num_hidden_layers=None: missing in config.json"),
         ({"num_hidden_layers": "12"}, "num_hidden_layers='12': in config.json: give a whole"),
         ({"layer_types": ["telepathy"] * 12}, "layer_types='telepathy': not sized; known are"),
-        ({"hybrid_override_pattern": "M?"}, "hybrid_override_pattern='M?'"),
+        (
+            {"hybrid_override_pattern": "M?"},
+            "hybrid_override_pattern='?': not sized; known are M, *, -, E",
+        ),
         ({"block_configs": [{}]}, "this version does not size heads that differ from layer"),
         (
             {"compress_ratios": [8] * 12, "head_dim": 512, "sliding_window": 128},

@@ -223,7 +223,7 @@ def test_ranks_share_the_tokens_of_a_head_that_they_all_hold() -> None:
 def test_a_state_is_whole_on_every_rank_that_shares_tokens() -> None:
     caches = (
         LayerCache(LayerKind.FULL, 1, 2, 128, 128),
-        LayerCache(LayerKind.STATE, 1, state=RecurrentState(64, 2, 2048, 2, 4)),
+        LayerCache(LayerKind.STATE, 1, state=RecurrentState(64, 0, 32, 2, 2, 4)),
     )
     model = ModelShape("a model", caches, ((0, 0), (1, 1)), 2, Weights(None, "unknown"), 2)
     whole = KvSizes(model, Deployment(tensor_parallel=8))

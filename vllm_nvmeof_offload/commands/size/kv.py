@@ -65,7 +65,7 @@ class KvSizes:
         ranks = deployment.tensor_parallel
         for cache in model.caches:
             heads = cache.kv_heads
-            if cache.split_by_heads and heads % ranks and ranks % heads:
+            if cache.value_width and heads % ranks and ranks % heads:
                 remedy = f"vLLM cannot share {heads} KV heads over it; give a divisor or multiple"
                 raise ConfigError("--tp", ranks, remedy)
         if deployment.pipeline_parallel > model.layers:
