@@ -12,6 +12,7 @@ back at the same moment, spread evenly over drives, links and GPUs.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vllm_nvmeof_offload.commands.size.deployment import Deployment, parse_link
@@ -34,18 +35,12 @@ from vllm_nvmeof_offload.units import PAGE_BYTES, slot_stride_bytes
 class SessionSlots:
     """`count` slots that one rank stores of a session in one group.
 
-    payload_bytes: of the group's chunk, as long as a read. stride_bytes: of a slot in staging and
-    in a slab.
+    payload_bytes: of the group's chunk. stride_bytes: of a slot in staging and in a slab.
     """
 
     count: int
     payload_bytes: int
     stride_bytes: int
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes that are read for one of them: header page and padded payload."""
-        return slot_stride_bytes(self.payload_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,50 +105,38 @@ class KvSizes:
         unit = math.lcm(self.unit_tokens, *(group.block_tokens for group in self.plan.groups))
         return automatic(self.groups(), unit)
 
+    def _layers(self, stage: int | None) -> range:
+        return self.plan.stages[self.fullest if stage is None else stage]
+
     def groups(self, stage: int | None = None) -> list[RankGroup]:
         """The stored groups on one rank of a stage."""
-        layers = self.plan.stages[self.fullest if stage is None else stage]
-        return [
-            RankGroup(self._group(position, group), group.true_bytes(layers))
-            for position, group in enumerate(self.plan.groups)
-            if group.stored
-        ]
-
-    def _group(self, position: int, group: PlannedGroup) -> Group:
-        tokens = group.block_tokens * self.blocks_per_chunk
-        reach = {
-            GroupKind.FULL: None,
-            GroupKind.STATE: 1,
-        }.get(group.kind, -(-(group.cache.reach_tokens or 0) // tokens))
-        return Group(position, group.kind, tokens, self.blocks_per_chunk, reach)
+        found = []
+        for position, group in enumerate(self.plan.groups):
+            if group.stored:
+                tokens = group.block_tokens * self.blocks_per_chunk
+                reach = max(1, -(-(group.cache.reach_tokens or 0) // tokens))
+                kept = None if group.kind is GroupKind.FULL else reach
+                one = Group(position, group.kind, tokens, self.blocks_per_chunk, kept)
+                found.append(RankGroup(one, group.true_bytes(self._layers(stage))))
+        return found
 
     def token_bytes(self) -> int:
         """What each token adds for good, each byte counted once however many ranks hold it."""
-        return self._growing(1, 1)
+        return round(self._growing(1, range(self.model.layers)))
 
     def rank_token_bytes(self, stage: int | None = None) -> int:
         """What each token adds for good on one rank."""
-        layers = self.plan.stages[self.fullest if stage is None else stage]
-        deployment = self.deployment
-        return self._growing(deployment.tensor_parallel, deployment.decode_context_parallel, layers)
+        growing = self._growing(self.deployment.tensor_parallel, self._layers(stage))
+        return round(growing / self.deployment.decode_context_parallel)
 
-    def _growing(
-        self, tensor_parallel: int, decode_context_parallel: int, stage: range | None = None
-    ) -> int:
+    def _growing(self, tensor_parallel: int, layers: range) -> float:
         """Bytes that a token adds to caches that keep every token; the others do not grow."""
-        kv_bytes = self.deployment.kv_element_bytes
-        caches = [
-            self.model.caches[position]
-            for layer, position in self.model.order
-            if stage is None or layer in stage
-        ]
-        return round(
-            sum(
-                cache.entry_bytes(tensor_parallel, kv_bytes) / cache.tokens_per_entry
-                for cache in caches
-                if cache.kind.keeps_every_token
-            )
-            / decode_context_parallel
+        kept = (self.model.caches[at] for layer, at in self.model.order if layer in layers)
+        return sum(
+            one.entry_bytes(tensor_parallel, self.deployment.kv_element_bytes)
+            / one.tokens_per_entry
+            for one in kept
+            if one.kind.keeps_every_token
         )
 
     def copies(self) -> float:
@@ -170,12 +153,8 @@ class KvSizes:
 
     def page_bytes(self, cache: LayerCache) -> int:
         """One block in one layer on one rank, without padding."""
-        return next(
-            page.true_bytes
-            for group in self.plan.groups
-            for page in group.pages
-            if page.cache == cache
-        )
+        pages = (page for group in self.plan.groups for page in group.pages)
+        return next(page.true_bytes for page in pages if page.cache == cache)
 
     def fragment_bytes(self, cache: LayerCache) -> int:
         """The contiguous piece of a page where keys and values are apart."""
@@ -192,14 +171,14 @@ class KvSizes:
         shares = deployment.tensor_parallel * deployment.pipeline_parallel
         return None if total is None else -(-total // shares)
 
-    def state_bytes(self, stage: int | None = None) -> int:
+    def state_bytes(self) -> int:
         """Recurrent state of one sequence on one rank."""
-        groups = self.groups(stage)
+        groups = self.groups()
         return sum(g.payload_bytes for g in groups if g.group.kind is GroupKind.STATE)
 
-    def boundary_bytes(self, stage: int | None = None) -> int:
+    def boundary_bytes(self) -> int:
         """What a boundary needs on one rank besides the KV of all tokens before it."""
-        return sum(g.payload_bytes * (g.group.reach_chunks or 0) for g in self.groups(stage))
+        return sum(g.payload_bytes * (g.group.reach_chunks or 0) for g in self.groups())
 
     def session_rank_bytes(self, context_tokens: int) -> int:
         """A session in GPU memory on one rank: whole blocks of the one size."""
@@ -218,24 +197,20 @@ class KvSizes:
             slots.append(SessionSlots(count, one.payload_bytes, stride))
         return slots
 
-    def staged_rank_bytes(self, context_tokens: int, stage: int | None = None) -> int:
-        """Pinned memory of a session's slots on one rank."""
-        return sum(s.count * s.stride_bytes for s in self.session_slots(context_tokens, stage))
+    def _all_slots(self, context_tokens: int) -> Iterator[SessionSlots]:
+        """Slots of one rank of each stage, as often as the stage has ranks."""
+        for stage in [*self._stages] * self.deployment.stage_ranks:
+            yield from self.session_slots(context_tokens, stage)
 
     def loaded_bytes(self, context_tokens: int) -> int:
         """Bytes that all ranks read to bring a session back from the pool."""
-        each = (
-            slot for stage in self._stages for slot in self.session_slots(context_tokens, stage)
-        )
-        return sum(s.count * s.read_bytes for s in each) * self.deployment.stage_ranks
+        slots = self._all_slots(context_tokens)
+        return sum(s.count * slot_stride_bytes(s.payload_bytes) for s in slots)
 
     def pooled_bytes(self, context_tokens: int) -> int:
         """Bytes of a session in the pool, over all ranks, with the table's entries."""
-        each = (
-            slot for stage in self._stages for slot in self.session_slots(context_tokens, stage)
-        )
-        slots = sum(s.count * (s.stride_bytes + ENTRY_BYTES) for s in each)
-        return slots * self.deployment.stage_ranks
+        slots = self._all_slots(context_tokens)
+        return sum(s.count * (s.stride_bytes + ENTRY_BYTES) for s in slots)
 
 
 def _check_context_parallel(model: ModelShape, deployment: Deployment) -> None:
@@ -248,27 +223,25 @@ def _check_context_parallel(model: ModelShape, deployment: Deployment) -> None:
     tp, pcp = deployment.tensor_parallel, deployment.prefill_context_parallel
     dcp = deployment.decode_context_parallel
     divided = [cache for cache in model.caches if cache.kind.keeps_every_token]
-    others = {cache.kind for cache in model.caches if not cache.kind.keeps_every_token}
-    for flag, size, refused in (
-        ("--pcp", pcp, others),
-        ("--dcp", dcp, others - {LayerKind.STATE}),
-    ):
+    others = {cache.kind for cache in model.caches} - {cache.kind for cache in divided}
+    latent = any(cache.kind is LayerKind.LATENT for cache in divided)
+    heads = max((cache.kv_heads for cache in divided), default=tp)
+    for flag, size, refused in (("--pcp", pcp, others), ("--dcp", dcp, others - {LayerKind.STATE})):
         if size > 1 and refused:
             names = " and ".join(sorted(kind.value for kind in refused))
-            raise ConfigError(
-                flag, size, f"vLLM supports none for layers with {names}; leave it out"
-            )
+            remedy = f"vLLM supports none for layers with {names}; leave it out"
+            raise ConfigError(flag, size, remedy)
+    remedy = ""
     if pcp == 1 and tp % dcp:
-        raise ConfigError("--dcp", dcp, f"give a divisor of --tp {tp}")
-    if pcp > 1 and dcp not in (1, pcp, tp * pcp):
+        remedy = f"give a divisor of --tp {tp}"
+    elif pcp > 1 and dcp not in (1, pcp, tp * pcp):
         sizes = " or ".join(map(str, sorted({1, pcp, tp * pcp})))
-        raise ConfigError("--dcp", dcp, f"with --tp {tp} --pcp {pcp}, give {sizes}")
-    if dcp > 1 and not any(cache.kind is LayerKind.LATENT for cache in divided):
-        heads = max((cache.kv_heads for cache in divided), default=tp)
-        if dcp > tp // heads or tp <= heads:
-            remedy = f"ranks share the tokens of a head that they all hold; --tp {tp} holds each of"
-            remedy += f" {heads} KV heads {max(1, tp // heads)} times"
-            raise ConfigError("--dcp", dcp, remedy)
+        remedy = f"with --tp {tp} --pcp {pcp}, give {sizes}"
+    elif dcp > 1 and not latent and (dcp > tp // heads or tp <= heads):
+        remedy = f"ranks share the tokens of a head that they all hold; --tp {tp} holds each of"
+        remedy += f" {heads} KV heads {max(1, tp // heads)} times"
+    if remedy:
+        raise ConfigError("--dcp", dcp, remedy)
 
 
 def _held_blocks(group: PlannedGroup, context_tokens: int) -> int:
@@ -314,11 +287,11 @@ def gpu_room(sizes: KvSizes) -> Room | None:
 def cpu_room(sizes: KvSizes) -> Room:
     """The cache slots of the staging."""
     deployment = sizes.deployment
-    session = sizes.staged_rank_bytes(deployment.context_tokens)
+    slots = sizes.session_slots(deployment.context_tokens)
+    session = sum(one.count * one.stride_bytes for one in slots)
     if not session:
         return _room(0, 0)
-    stride = sizes.session_slots(deployment.context_tokens)[0].stride_bytes
-    staging = deployment.staging_bytes // deployment.ranks
+    stride, staging = slots[0].stride_bytes, deployment.staging_bytes // deployment.ranks
     cache_slots, _ = split_slots(staging, stride, deployment.stream_slots)
     return _room(cache_slots * stride, session, deployment.engines)
 

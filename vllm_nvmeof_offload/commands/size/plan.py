@@ -14,7 +14,7 @@ layers' pages without padding.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from vllm_nvmeof_offload.commands.size.deployment import (
@@ -33,15 +33,6 @@ _LATENT_STATE_ALIGN_TOKENS = 128
 #: If the largest kind has fewer than this many times the layers of the smallest, groups are equal.
 _SIMILAR = 1.5
 
-_KINDS = {
-    LayerKind.FULL: GroupKind.FULL,
-    LayerKind.LATENT: GroupKind.FULL,
-    LayerKind.INDEXER: GroupKind.FULL,
-    LayerKind.WINDOW: GroupKind.WINDOW,
-    LayerKind.LOCAL: GroupKind.LOCAL,
-    LayerKind.STATE: GroupKind.STATE,
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Page:
@@ -55,11 +46,6 @@ class Page:
     block_tokens: int
     page_bytes: int
     true_bytes: int
-
-    @property
-    def specification(self) -> tuple[LayerCache, int, int]:
-        """Equal for layers that vLLM may put into one group of one specification."""
-        return self.cache, self.block_tokens, self.page_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +68,8 @@ class PlannedGroup:
 
     @property
     def kind(self) -> GroupKind:
-        """ValueError for a ring, which is never stored."""
-        kind = _KINDS.get(self.cache.kind)
-        if kind is None:
-            raise ValueError(f"{self.cache.kind.value} is not stored")
-        return kind
+        """The server's kind: latents and an indexer's keys are kept like full attention."""
+        return GroupKind.__members__.get(self.cache.kind.name, GroupKind.FULL)
 
     def page_bytes(self, stage: range) -> int:
         """Bytes of GPU memory that one block needs for the layers of a stage."""
@@ -122,16 +105,13 @@ def plan_groups(model: ModelShape, deployment: Deployment) -> Plan:
         grouped = _packed(pages)
     else:
         grouped = _split_evenly(_one_page_size(pages))
-    dcp = deployment.decode_context_parallel
-    groups = tuple(PlannedGroup(tuple(_shared(page, dcp) for page in group)) for group in grouped)
-    return Plan(groups, stages_of(model.layers, deployment.pipeline_parallel))
-
-
-def _shared(page: Page, ranks: int) -> Page:
-    """The page when ranks share each block's tokens: a state is whole on every rank."""
-    if not page.cache.kind.keeps_every_token:
-        return page
-    return replace(page, block_tokens=page.block_tokens * ranks)
+    groups = []
+    for group in grouped:
+        # Ranks share the tokens of each block; a state is whole on every rank.
+        kept = group[0].cache.kind.keeps_every_token
+        tokens = group[0].block_tokens * (deployment.decode_context_parallel if kept else 1)
+        groups.append(PlannedGroup(tuple(replace(page, block_tokens=tokens) for page in group)))
+    return Plan(tuple(groups), stages_of(model.layers, deployment.pipeline_parallel))
 
 
 def stages_of(layers: int, count: int) -> tuple[range, ...]:
@@ -177,10 +157,12 @@ def _uniform(pages: Sequence[Page]) -> bool:
         return False
     if first.cache.kind.keeps_every_token:
         return all(page.cache.kind.keeps_every_token for page in pages)
-    same = (first.cache.kind, first.cache.reach_tokens, first.cache.stored)
-    if any((p.cache.kind, p.cache.reach_tokens, p.cache.stored) != same for p in pages):
-        return False
-    return first.cache.kind is not LayerKind.STATE or len({p.page_bytes for p in pages}) == 1
+    is_state = first.cache.kind is LayerKind.STATE
+    same = {
+        (p.cache.kind, p.cache.reach_tokens, p.cache.stored, is_state and p.page_bytes)
+        for p in pages
+    }
+    return len(same) == 1
 
 
 def _one_page_size(pages: list[Page]) -> list[Page]:
@@ -188,27 +170,15 @@ def _one_page_size(pages: list[Page]) -> list[Page]:
     largest = max(page.page_bytes for page in pages)
     unified = []
     for page in pages:
-        if page.page_bytes == largest or page.cache.kind is LayerKind.STATE:
-            unified.append(replace(page, page_bytes=largest))
-        elif largest % page.page_bytes == 0:
-            ratio = largest // page.page_bytes
-            unified.append(
-                replace(
-                    page,
-                    block_tokens=page.block_tokens * ratio,
-                    page_bytes=largest,
-                    true_bytes=page.true_bytes * ratio,
-                )
-            )
-        elif page.cache.kind in (LayerKind.LATENT, LayerKind.INDEXER):
-            raise ConfigError(
-                "--layout",
-                LAYERS_OUTERMOST,
-                f"vLLM cannot give pages of {page.page_bytes} and {largest} bytes one size there; "
-                f"give {BLOCKS_OUTERMOST}",
-            )
-        else:
-            unified.append(replace(page, page_bytes=largest))
+        is_state = page.cache.kind is LayerKind.STATE
+        times, rest = (1, 0) if is_state else divmod(largest, page.page_bytes)
+        if rest and page.cache.kind in (LayerKind.LATENT, LayerKind.INDEXER):
+            sizes = f"pages of {page.page_bytes} and {largest} bytes"
+            remedy = f"vLLM cannot give {sizes} one size there; give {BLOCKS_OUTERMOST}"
+            raise ConfigError("--layout", LAYERS_OUTERMOST, remedy)
+        times = 1 if rest else times
+        tokens, true = page.block_tokens * times, page.true_bytes * times
+        unified.append(replace(page, block_tokens=tokens, page_bytes=largest, true_bytes=true))
     return unified
 
 
@@ -216,7 +186,7 @@ def _split_evenly(pages: list[Page]) -> list[list[Page]]:
     """Groups with as many layers as the smallest kind has, or the largest if that is similar."""
     kinds: dict[object, list[Page]] = {}
     for page in pages:
-        kinds.setdefault(page.specification, []).append(page)
+        kinds.setdefault((page.cache, page.block_tokens, page.page_bytes), []).append(page)
     fewest, most = min(map(len, kinds.values())), max(map(len, kinds.values()))
     size = most if most < fewest * _SIMILAR else fewest
     groups = []
@@ -230,25 +200,30 @@ def _packed(pages: list[Page]) -> list[list[Page]]:
     """Groups whose blocks hold pages of several sizes side by side."""
     buckets: list[list[Page]] = []
     for page in pages:
-        for bucket in buckets:
-            if _uniform([*bucket, page]):
-                bucket.append(page)
-                break
-        else:
+        home = next((one for one in buckets if _uniform([*one, page])), None)
+        if home is None:
             buckets.append([page])
-    repeats = _repeats(buckets)
-    counts = [_count(bucket, repeats) for bucket in buckets]
-    anchor = max(
-        _widest(bucket, len(bucket) if _is_state(bucket, repeats) else count)
+        else:
+            home.append(page)
+    sizes = [Counter(page.page_bytes for page in bucket) for bucket in buckets]
+    repeats = _repeats(sizes)
+    counts = [
+        -(-max(one.values()) // repeats) if repeats and _balanced(one) else 1 for one in sizes
+    ]
+    # States and rings may be split down to one page per group, windows if no size repeats.
+    split = {LayerKind.STATE, LayerKind.RING} | (set() if repeats else {LayerKind.WINDOW})
+    counts_max = [
+        len(bucket) if bucket[0].cache.kind in split else count
         for bucket, count in zip(buckets, counts, strict=True)
+    ]
+    widest = max(
+        sum(-(-same // count) * size for size, same in one.items())
+        for one, count in zip(sizes, counts_max, strict=True)
     )
     groups = []
-    for bucket, count in zip(buckets, counts, strict=True):
-        if _is_state(bucket, repeats):
-            fit = max(anchor // bucket[0].page_bytes, 1)
-            groups += _split(bucket, max(count, -(-len(bucket) // fit)))
-        else:
-            groups += _split(bucket, count)
+    for bucket, count, count_max in zip(buckets, counts, counts_max, strict=True):
+        fit = max(widest // bucket[0].page_bytes, 1)
+        groups += _split(bucket, min(count_max, max(count, -(-len(bucket) // fit))))
     return groups
 
 
@@ -256,59 +231,32 @@ def _split(bucket: list[Page], count: int) -> list[list[Page]]:
     """`count` groups, each with as many pages of every size, as far as they go."""
     if count == 1:
         return [bucket]
-    patterns = list(zip(*_by_size(bucket).values(), strict=False))
+    sizes: dict[int, list[Page]] = {}
+    for page in bucket:
+        sizes.setdefault(page.page_bytes, []).append(page)
+    patterns = list(zip(*sizes.values(), strict=False))
     return [
         [page for pattern in patterns[first::count] for page in pattern] for first in range(count)
     ]
 
 
-def _by_size(pages: Iterable[Page]) -> dict[int, list[Page]]:
-    sizes: dict[int, list[Page]] = {}
-    for page in pages:
-        sizes.setdefault(page.page_bytes, []).append(page)
-    return sizes
+def _balanced(sizes: Counter[int]) -> bool:
+    """Has a bucket as many pages of each size?"""
+    return len(set(sizes.values())) == 1
 
 
-def _balanced(bucket: list[Page]) -> bool:
-    """Has it as many pages of each size?"""
-    return len(set(map(len, _by_size(bucket).values()))) == 1
-
-
-def _most_of_a_size(bucket: list[Page]) -> int:
-    return max(Counter(page.page_bytes for page in bucket).values())
-
-
-def _repeats(buckets: list[list[Page]]) -> int | None:
+def _repeats(buckets: list[Counter[int]]) -> int | None:
     """Layers of each page size in a group; None where no bucket mixes sizes evenly."""
-    balanced = [bucket for bucket in buckets if _balanced(bucket)]
-    mixed = [_most_of_a_size(bucket) for bucket in balanced if len(_by_size(bucket)) > 1]
+    balanced = [one for one in buckets if _balanced(one)]
+    mixed = [max(one.values()) for one in balanced if len(one) > 1]
     if not mixed:
         return None
-    counts = [_most_of_a_size(bucket) for bucket in balanced]
-    lowest = max(mixed)
+    counts = [max(one.values()) for one in balanced]
     # The least padding over all buckets; of equals, the largest.
     return min(
-        range(lowest, max(lowest, *counts) + 1),
+        range(max(mixed), max(counts) + 1),
         key=lambda size: (sum(-count % size for count in counts), -size),
     )
-
-
-def _count(bucket: list[Page], repeats: int | None) -> int:
-    if repeats is None or not _balanced(bucket):
-        return 1
-    return -(-_most_of_a_size(bucket) // repeats)
-
-
-def _is_state(bucket: list[Page], repeats: int | None) -> bool:
-    """May it be split down to one page per group?"""
-    kind = bucket[0].cache.kind
-    if kind in (LayerKind.STATE, LayerKind.RING):
-        return True
-    return repeats is None and kind is LayerKind.WINDOW
-
-
-def _widest(bucket: list[Page], count: int) -> int:
-    return sum(-(-len(same) // count) * size for size, same in _by_size(bucket).items())
 
 
 def choose_blocks_per_chunk(plan: Plan, given: int | None) -> int:
