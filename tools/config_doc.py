@@ -21,21 +21,14 @@ GROUPS = {
     "The six keys to set first": (
         "staging_bytes targets pool_bytes write_policy store_threshold admission"
     ),
-    "Memory and chunks": "chunk_bytes_min one_copy stream_slots replicas",
+    "Memory and chunks": "chunk_bytes_min one_copy replicas",
     "Shares of the CPU tier": "land_cache_share reload_cache_share prefetch_cache_share",
     "Choice of what is kept and loaded": (
-        "eviction_policy boundary_tokens adopt weights_never_change prefill_tokens_per_s "
-        "read_bytes_per_s"
+        "eviction_policy boundary_tokens adopt weights_never_change"
     ),
-    "I/O and copies": (
-        "allow_root_file_system io_engine io_depth io_split_bytes io_threads o_direct copy_backend "
-        "checksum_at read_deadline_ms write_deadline_ms read_bytes_in_flight_max "
-        "write_bytes_in_flight_max write_bytes_beside_reads_max"
-    ),
-    "Chunks of other servers": "share server_name follow_ms trust_weight_version",
-    "Reads through other servers": (
-        "peers peer_listen share_secret_file serve_bytes serve_share peer_chunks_min"
-    ),
+    "I/O": "allow_root_file_system io_engine o_direct read_deadline_ms",
+    "Chunks of other servers": "share server_name trust_weight_version",
+    "Reads through other servers": "peers peer_listen share_secret_file serve_bytes",
     "Releases of vLLM": "allow_unknown_vllm",
     "Keys of vLLM": (
         "offload_prompt_only blocks_per_chunk block_size self_describing_kv_events "

@@ -28,6 +28,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     ValidationError,
     field_validator,
     model_validator,
@@ -49,6 +50,8 @@ ENV_PREFIX = "VLLM_NVMEOF_"
 #: Required beside the key `fault_injection`, and read from the environment only, so that one slip
 #: does not turn faults on.
 ALLOW_FAULTS = "VLLM_NVMEOF_ALLOW_FAULT_INJECTION"
+#: Has fields of `Tuning` as a JSON object, for benchmarks and tests that start a server.
+EXPERIMENT = "VLLM_NVMEOF_EXPERIMENT"
 
 _STAGING_BYTES_DEFAULT_MAX = 8 * GIB
 _POOL_BYTES_DEFAULT_MAX = 100 * GIB
@@ -132,6 +135,63 @@ def _flag(default: bool, meaning: str) -> Any:
     return _key(default, "", "true or false", meaning)
 
 
+_Count = Annotated[int, Field(ge=1)]
+_Bytes = Annotated[int, Field(ge=PAGE_BYTES)]
+
+
+class Tuning(BaseModel):
+    """Settings that no user can choose better than the code, each with its reason.
+
+    Benchmarks and tests set them in code, or for a server by `EXPERIMENT`. Sizes are in bytes.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    #: Slots per rank that loads stream through, at most a quarter of the rank's pinned memory; with
+    #: peers twice as many. 64 of 1 MiB are what `read_bytes_in_flight_max` lets a target read.
+    stream_slots: Annotated[int, Field(ge=_STREAM_SLOTS_MIN)] = 64
+    #: Reads, and as many writes, that io_uring has in flight on each target. Twice of it, and of
+    #: the bytes of reads, came no nearer to a bare ring (docs/benchmarks.md).
+    io_depth: _Count = 64
+    #: Approximate size of the operations into which io_uring splits a chunk, so that none delays
+    #: the others for long.
+    io_split_bytes: _Bytes = MIB
+    #: Threads per rank that read and write where io_uring is denied, shared by the targets. Each
+    #: target has at least two, and keeps one for reads.
+    io_threads: Annotated[int, Field(ge=2)] = 8
+    #: Per rank and, with io_uring, per target. Devices complete in bursts, so it is eight times
+    #: what a link of 100 Gb/s has under way in 0.6 ms.
+    read_bytes_in_flight_max: _Bytes = 64 * MIB
+    #: Likewise. io_uring keeps to what the target writes in 12.5 ms, from 32 MiB up to this.
+    write_bytes_in_flight_max: _Bytes = 64 * MIB
+    #: While reads wait or run, which this keeps fast. One operation may always run.
+    write_bytes_beside_reads_max: _Bytes = 512 * KIB
+    #: After it a write counts as failed, and the chunk stays in the CPU tier only. No request waits
+    #: for a write, so a path may take its time to come back. A reset's superblock has it too.
+    write_deadline_ms: _Count = 30_000
+    #: Engine that copies between a GPU and pinned memory. auto: the GPU's copy engines (dma), or a
+    #: kernel on a few multiprocessors where it was measured to be at least 1.5 times as fast.
+    copy_backend: Literal["auto", "dma", "kernel"] = "auto"
+    #: Processor that makes and compares the checksums of whole chunks. gpu: when they are copied
+    #: from and to GPU memory, on vLLM's CPU engine by the thread that copies. Not measured yet.
+    checksum_at: Literal["cpu", "gpu"] = "cpu"
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Tuning:
+        """The settings of an experiment. ConfigError: a field or a value that there is not."""
+        text = env.get(EXPERIMENT, "{}")
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            remedy = f"{where}: {first['msg']}; give a JSON object of {', '.join(cls.model_fields)}"
+            raise ConfigError(EXPERIMENT, text, remedy.removeprefix(": ")) from None
+
+
+TUNING = Tuning()
+
+
 class OffloadConfig(BaseModel):
     """All settings of one engine. Frozen; the same in the scheduler and in every worker."""
 
@@ -160,10 +220,6 @@ class OffloadConfig(BaseModel):
         512 * KIB, "bytes", _SIZE_TO_GIB,
         "Smallest size of a chunk on one rank: so many blocks are grouped into a chunk, unless "
         "blocks_per_chunk or block_size is given.", ge=PAGE_BYTES, le=GIB)
-    stream_slots: int = _integer(
-        64, "slots", 2, 65536,
-        "Pinned slots per rank that loads from the pool stream through, at most a quarter of "
-        "the rank's staging memory.")
     land_cache_share: float = _share(
         0.5, "Share of the cache slots that one load may fill with what it reads from the pool.")
     reload_cache_share: float = _share(
@@ -176,40 +232,10 @@ class OffloadConfig(BaseModel):
         "auto", "", '"auto" or "always"',
         "Decision between loading and recomputing a hit. auto: load if that is expected to be "
         "faster than recomputing, by the rates learned so far; always: load.")
-    prefill_tokens_per_s: float | None = _key(
-        None, "tokens/s", "a number above 0, or null to learn it",
-        "Rate at which the model computes prompts, used by admission. Default: learned from the "
-        "engine's steps.", gt=0)
-    read_bytes_per_s: _Size | None = _key(
-        None, "bytes/s", f"{_SIZE} above 0, or null to learn it",
-        "Rate at which each rank reads the pool, all targets together, used by admission. "
-        "Default: learned from the rank's reads.", gt=0)
-    copy_backend: Literal["auto", "dma", "kernel"] = _key(
-        "auto", "", '"auto", "dma" or "kernel"',
-        "Engine that copies between a GPU and pinned memory. auto: dma, or kernel if it was "
-        "measured to be at least 1.5 times as fast; dma: only the GPU's copy engines; kernel: "
-        "only a kernel on a few multiprocessors, for comparisons. Ignored without a GPU.")
-    checksum_at: Literal["cpu", "gpu"] = _key(
-        "cpu", "", '"cpu" or "gpu"',
-        "Processor that computes and compares the checksums of chunks. cpu: when slots are written "
-        "and read; gpu: when chunks are copied from and to GPU memory, which saves the CPU a pass "
-        "over all bytes. The CPU still checks loads of parts of chunks. On vLLM's CPU engine, gpu "
-        "means the thread that copies.")
     io_engine: Literal["auto", "uring", "threads"] = _key(
         "auto", "", '"auto", "uring" or "threads"',
         "Engine that reads and writes the pool. auto: io_uring, or threads if the kernel denies "
         "io_uring; uring: io_uring, or refuse to start; threads: blocking calls on threads.")
-    io_depth: int = _integer(
-        64, "operations", 1, 4096,
-        "Reads, and as many writes, that io_uring keeps in flight on each target.")
-    io_split_bytes: _Size = _key(
-        MIB, "bytes", _SIZE_TO_GIB,
-        "Approximate size of the operations into which io_uring splits a chunk, so that none "
-        "delays the others for long.", ge=PAGE_BYTES, le=GIB)
-    io_threads: int = _integer(
-        8, "threads", 2, 256,
-        "Threads per rank that read and write slots where io_uring is denied or not wanted, shared "
-        "by the targets. Each target has at least 2 threads and keeps one thread for reads.")
     o_direct: Literal["auto", "on", "off"] = _key(
         "auto", "", '"auto", "on" or "off"',
         "Use of O_DIRECT, which bypasses the page cache. auto: if the file system supports it; "
@@ -247,22 +273,6 @@ class OffloadConfig(BaseModel):
     read_deadline_ms: int = _integer(
         5_000, "ms", 1, 3_600_000,
         "Time after which a read from the pool counts as failed; its request recomputes.")
-    write_deadline_ms: int = _integer(
-        30_000, "ms", 1, 3_600_000,
-        "Time after which a write to the pool counts as failed; the chunk stays in the CPU tier "
-        "only. Also the time that a reset's superblock may take.")
-    read_bytes_in_flight_max: _Size = _key(
-        64 * MIB, "bytes", _SIZE_FROM_PAGE,
-        "Bound on bytes being read per rank; with io_uring, per rank and target.", ge=PAGE_BYTES)
-    write_bytes_in_flight_max: _Size = _key(
-        64 * MIB, "bytes", _SIZE_FROM_PAGE,
-        "Bound on bytes being written per rank; with io_uring, per rank and target. Where a target "
-        "writes fewer in 12.5 ms, it is that many, but not fewer than 32 MiB, unless the bound is.",
-        ge=PAGE_BYTES)
-    write_bytes_beside_reads_max: _Size = _key(
-        512 * KIB, "bytes", _SIZE_FROM_PAGE,
-        "Bound on bytes being written while reads wait or run, which keeps reads fast; one "
-        "operation may always run.", ge=PAGE_BYTES)
     share: str = _key(
         "host", "",
         '"off", "host", or the name of a group of servers: 1 to 64 letters, digits and . _ -',
@@ -278,10 +288,6 @@ class OffloadConfig(BaseModel):
         "starts with the name of the last owner adopts what is there. Default: the host's name. "
         "Ignored without a group.",
         pattern=r"^[A-Za-z0-9._-]{0,64}$")
-    follow_ms: int = _integer(
-        100, "ms", 10, 60_000,
-        "Time between two looks into other servers' tables where chunks are shared; at least 50 "
-        "times the time that a look takes of a core.")
     peers: _Strings = _key(
         list, "addresses", '"HOST:PORT" or a list of them, where servers have peer_listen',
         "Servers on the same targets that read for this one too: a load's chunks come over "
@@ -298,12 +304,6 @@ class OffloadConfig(BaseModel):
         64 * MIB, "bytes", _SIZE_FROM_PAGE,
         "Pinned memory per rank, of staging_bytes, into which this server reads for peers, if "
         "peer_listen is set.", ge=PAGE_BYTES)
-    serve_share: float = _share(
-        0.9, "Share of the reads that a target has in flight, and of their bytes, that peers may "
-        "have, so that this server's own loads find places; one read may always be theirs.")
-    peer_chunks_min: int = _integer(
-        4, "chunks", 1, 1_000_000,
-        "Chunks that a load must have for peers to read some of them.")
     share_secret_file: str = _key(
         "", "file", "the path of a file with a secret, or leave it out",
         "File with a secret of 16 to 4096 bytes, which other users may not read, equal on all "
@@ -358,6 +358,12 @@ class OffloadConfig(BaseModel):
         SPEC_MODULE, "", f'"{SPEC_MODULE}", or leave it out',
         "Key of vLLM: the module of our spec.")
     # fmt: on
+    _tuning: Tuning = PrivateAttr(TUNING)
+
+    @property
+    def tuning(self) -> Tuning:
+        """What no key sets."""
+        return self._tuning
 
     @field_validator("targets")
     @classmethod
@@ -506,6 +512,7 @@ def parse_config(extra: Mapping[str, Any], env: Mapping[str, str] | None = None)
         first = error.errors(include_url=False)[0]
         key = str(first["loc"][0])
         raise _refusal(key, values[key], key in extra, first) from None
+    config._tuning = Tuning.from_env(env)
     if config.fault_injection is not None and env.get(ALLOW_FAULTS) != "1":
         raise ConfigError(
             "fault_injection" if "fault_injection" in extra else _variable("fault_injection"),
@@ -533,7 +540,7 @@ def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
     known = _variables()
     values: dict[str, Any] = {}
     for variable, text in env.items():
-        if not variable.startswith(ENV_PREFIX) or variable == ALLOW_FAULTS:
+        if not variable.startswith(ENV_PREFIX) or variable in (ALLOW_FAULTS, EXPERIMENT):
             continue
         if variable not in known:
             raise _unknown(variable, text, "environment variable", list(known))

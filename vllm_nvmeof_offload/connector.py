@@ -155,7 +155,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
                 self.scheduler, vllm_config, kv_cache_config, self._groups, config.boundary_tokens
             )
             one_host = count_nodes(vllm_config.parallel_config) == 1
-            share = ShareSettings(config.follow_ms, one_host, config.share_group)
+            share = ShareSettings(one_host, config.share_group)
             self._share = None if config.share == "off" else share
             self._trusts_weight_version = config.trust_weight_version
             self._view = SchedulerView(self.scheduler, self._groups, lambda: self._kv_cache_manager)

@@ -73,6 +73,9 @@ _TARGET_SHIFT, _MEMBER_SHIFT, _OWNER_SHIFT = 32, 40, 48
 #: The owner of this engine's own places. Others are numbered by the follower, which reads what
 #: other engines have on the same targets.
 OURS = 0
+#: A load of fewer chunks stays whole: no peer reads for it, because so few seldom win back the time
+#: that a peer takes to answer.
+PEER_CHUNKS_MIN = 4
 #: Member + 1 of a cache slot; 0: every member.
 _CACHE_SHIFT = 24
 #: Rows of cache slots that the column `cache` can name.

@@ -7,6 +7,7 @@ vLLM makes one in the scheduler and one in each worker; nothing heavy happens un
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from vllm.v1.kv_offload.base import (
@@ -20,7 +21,8 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from vllm_nvmeof_offload.config import Replica, parse_config
+from vllm_nvmeof_offload import logger
+from vllm_nvmeof_offload.config import TUNING, Replica, parse_config
 from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.manager.eviction import choose_policy, credit_share
 from vllm_nvmeof_offload.manager.handshake import WritePolicy
@@ -68,8 +70,8 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
         self.offload_prompt_only = self.settings.offload_prompt_only
 
     def get_manager(self) -> OffloadingManager:
-        settings = self.settings
-        deadline_ms = max(settings.read_deadline_ms, settings.write_deadline_ms)
+        settings, tuning = self.settings, self.settings.tuning
+        deadline_ms = max(settings.read_deadline_ms, tuning.write_deadline_ms)
         write_policy = WritePolicy(settings.write_policy)
         config = CoreConfig(
             world_size=self.config.parallel.world_size,
@@ -82,10 +84,7 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
             reload_cache_share=settings.reload_cache_share,
             prefetch_cache_share=settings.prefetch_cache_share,
             admission=settings.admission == "auto",
-            prefill_tokens_per_s=settings.prefill_tokens_per_s,
-            read_bytes_per_s=settings.read_bytes_per_s,
             report_deadline_s=deadline_ms / 1000 + _REPORT_GRACE_S,
-            peer_chunks_min=settings.peer_chunks_min,
             peers=tuple(settings.peers),
             kv_events=self.kv_events_config.enable_kv_cache_events,
         )
@@ -106,6 +105,9 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
             # A server that only locks a directory must not meet one that leases it.
             **({"share": self.settings.share_group} if self.settings.share_group else {}),
         )
+        if self.settings.tuning != TUNING:
+            changed = self.settings.tuning.model_dump(exclude_defaults=True)
+            logger.warning("experiment: %s", json.dumps(changed))
         place = RankIdentity(
             keyspace=keyspace,
             rank=parallel.rank,

@@ -21,7 +21,7 @@ from vllm_nvmeof_bench.servers.client import Answer, Client, Metrics
 from vllm_nvmeof_bench.servers.engine import engine_memory, has_cpu_engine
 from vllm_nvmeof_bench.servers.forked import ForkedServer, can_be_forked
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model, random_tokens
-from vllm_nvmeof_bench.servers.server import OffloadSpec, Server, ServerSpec
+from vllm_nvmeof_bench.servers.server import OffloadSpec, Server, ServerSpec, split_extra
 
 from tests.wait import wait_until
 from vllm_nvmeof_offload.units import GIB, KIB, slot_stride_bytes
@@ -79,7 +79,6 @@ def spec(target: Path | None = None, **extra: object) -> ServerSpec:
             "blocks_per_chunk": BLOCKS_PER_CHUNK,
             # A shared disk stalls for seconds, and no operation may fail because of that.
             "read_deadline_ms": 20_000,
-            "write_deadline_ms": 20_000,
             # A read that a busy machine holds up makes `auto` recompute the next hits, and a slow
             # model makes it load them: `test_admission` is about that.
             "admission": "always",
@@ -135,7 +134,7 @@ def llm_options(server_spec: ServerSpec) -> dict[str, Any]:
         "disable_log_stats": False,
         "kv_offloading_backend": "nvmeof",
         "kv_offloading_size": offload.size_gib,
-        "kv_transfer_config": {"kv_connector_extra_config": dict(offload.extra)},
+        "kv_transfer_config": {"kv_connector_extra_config": split_extra(offload.extra)[0]},
     }
 
 

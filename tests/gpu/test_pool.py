@@ -14,7 +14,6 @@ pytest.importorskip("pydantic", reason="the configuration needs it")
 
 from tests.chunks import batch_of, place_in
 from tests.gpu.device import Device
-from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.copy import choose as gpu
 from vllm_nvmeof_offload.copy.base import Backend, Pieces
 from vllm_nvmeof_offload.copy.choose import KvDevice
@@ -51,15 +50,13 @@ class _Pipeline:
         tensor = CacheTensor(self.cache.address, PAGE_BYTES, PAGE_BYTES, self.blocks)
         self.geometry = ChunkGeometry([tensor], PER_CHUNK)
         slot = slot_stride_bytes(self.geometry.payload_bytes)
-        config = parse_config({})
         self.pool = Pool.open(
             PoolSpec((directory,), 2 * CHUNKS * (slot + 64), self.geometry.payload_bytes,
                      Keyspace.of({"test": "gpu"}))
         )  # fmt: skip
         self.staging = Staging(slot, CHUNKS, 2)
         address = self.staging.map.base_address
-        limits = IoLimits.of(config)
-        self.io = choose_io_engine("auto", self.pool, self.staging.view, address, limits)[0]
+        self.io = choose_io_engine("auto", self.pool, self.staging.view, address, IoLimits())[0]
         self.copy, _ = KvDevice(device.cuda, device.model_stream).copy_engine(
             backend.value, self.staging.map, self.geometry.starts, on_done=lambda: None
         )

@@ -178,7 +178,7 @@ def probe(run: Probe) -> dict[str, Any]:
         "prompt_only": run.cli(*backend, *size, *run.transfer({"offload_prompt_only": True})),
         "other_connector": run.cli(*backend, *run.transfer(kv_connector="X", kv_role="kv_both")),
         "unknown_key": run.cli(*backend, *run.transfer({"targts": "/x"})),
-        "wrong_type": run.cli(*backend, *run.transfer({"io_threads": "8"})),
+        "wrong_type": run.cli(*backend, *run.transfer({"store_threshold": "8"})),
         "tiny_pool": run.cli(*backend, *run.transfer({"pool_bytes": "4KiB"})),
         "tiny_staging": run.cli(*backend, *run.transfer({"staging_bytes": "4KiB"})),
         "huge_size": run.cli(*backend, "--kv-offloading-size", "1e9"),

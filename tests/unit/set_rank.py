@@ -6,6 +6,7 @@ It runs in a thread or, through `serve`, in a process of its own.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_nvmeof_offload.config import Replica, parse_config
+from vllm_nvmeof_offload.config import EXPERIMENT, Replica, parse_config
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor, JobBlocks
 from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.pool.format import Keyspace
@@ -67,14 +68,13 @@ class Rank:
         settings = parse_config(
             {
                 "staging_bytes": options.ranks * (CACHE_SLOTS + STREAM_SLOTS) * SLOT_BYTES,
-                "stream_slots": STREAM_SLOTS,
                 "targets": [str(Path(options.directory) / "target")],
                 "pool_bytes": options.ranks * 4 * MIB,
                 "io_engine": options.io_engine,
                 "read_deadline_ms": options.read_deadline_ms,
                 "allow_root_file_system": True,
             },
-            {},
+            {EXPERIMENT: json.dumps({"stream_slots": STREAM_SLOTS})},
         )
         identity = RankIdentity(
             Keyspace.of({"test": "set"}),

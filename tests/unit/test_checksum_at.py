@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from vllm_nvmeof_offload.config import parse_config
+from vllm_nvmeof_offload.config import EXPERIMENT, parse_config
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor
 from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.pool.format import Keyspace
@@ -29,14 +30,13 @@ def _hello(directory: Path, checksum_at: str, *pages: int) -> RankHello:
     geometry = CacheGeometry([(Group(0, GroupKind.FULL, 32, 2), tensors)])
     keys = {
         "staging_bytes": 2 * MIB,
-        "stream_slots": 2,
         "targets": [str(directory / "target")],
         "allow_root_file_system": True,
         "pool_bytes": 2 * MIB,
-        "checksum_at": checksum_at,
     }
+    env = {EXPERIMENT: json.dumps({"stream_slots": 2, "checksum_at": checksum_at})}
     identity = RankIdentity(Keyspace.of({"test": "checksums"}), 0, 1)
-    parts, hello = build_worker(parse_config(keys, {}), geometry, identity, "cpu")
+    parts, hello = build_worker(parse_config(keys, env), geometry, identity, "cpu")
     parts.runner.stop()
     if parts.watcher is not None:
         parts.watcher.stop()

@@ -27,6 +27,7 @@ from vllm_nvmeof_bench.servers.client import Answer, ClientError, Metrics, _take
 from vllm_nvmeof_bench.servers.model import ModelShape, distinct_ratio, make_model, random_tokens
 from vllm_nvmeof_bench.servers.server import OffloadSpec, ServerSpec
 
+from vllm_nvmeof_offload.config import EXPERIMENT
 from vllm_nvmeof_offload.errors import OffloadError
 
 TINY = ModelShape(layers=1, hidden=32, intermediate=48, heads=2, kv_heads=1, vocab=300)
@@ -246,7 +247,9 @@ def test_the_tokenizer_reads_back_what_it_writes(tmp_path: Path) -> None:
 
 
 def test_the_command_line_names_backend_size_and_keys(tmp_path: Path) -> None:
-    spec = ServerSpec(tmp_path, 64, 8, offload=OffloadSpec(0.25, {"stream_slots": 4}))
+    spec = ServerSpec(
+        tmp_path, 64, 8, offload=OffloadSpec(0.25, {"stream_slots": 4, "adopt": False})
+    )
     command = spec.command(8001)
     at = command.index("--kv-offloading-backend")
     assert command[at : at + 4] == [
@@ -256,7 +259,8 @@ def test_the_command_line_names_backend_size_and_keys(tmp_path: Path) -> None:
         "0.25",
     ]
     config = json.loads(command[command.index("--kv-transfer-config") + 1])
-    assert config == {"kv_connector_extra_config": {"stream_slots": 4}}
+    assert config == {"kv_connector_extra_config": {"adopt": False}}
+    assert json.loads(spec.environment()[EXPERIMENT]) == {"stream_slots": 4}
     assert "--kv-offloading-backend" not in replace(spec, offload=None).command(8001)
 
 

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.vllm_adapter.supported import refuse_platform
 
@@ -19,9 +18,9 @@ def platform(kind: str) -> SimpleNamespace:
     )
 
 
-def refused(kind: str, backend: str = "auto") -> str:
+def refused(kind: str) -> str:
     try:
-        refuse_platform(parse_config({"copy_backend": backend}, {}), platform(kind))
+        refuse_platform(platform(kind))
     except ConfigError as error:
         return str(error)
     return ""
@@ -38,7 +37,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
 
 def test_the_cpu_needs_no_gpu_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "cuda")
-    assert refused("cpu", "kernel") == ""
+    assert refused("cpu") == ""
 
 
 @pytest.mark.parametrize("kind", ["rocm", "xpu", "tpu"])
@@ -50,8 +49,7 @@ def test_platforms_without_a_copy_engine_are_refused(kind: str) -> None:
 
 def test_a_gpu_is_served_with_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch)
-    for backend in ("auto", "dma", "kernel"):
-        assert refused("cuda", backend) == ""
+    assert refused("cuda") == ""
 
 
 @pytest.mark.parametrize("missing", ["cuda", "cuda.bindings"])
@@ -63,12 +61,6 @@ def test_a_gpu_without_them_is_refused_with_the_remedy(
     assert "cuda-bindings" in error and "pip install 'vllm-nvmeof-offload[cuda]'" in error
 
 
-def test_only_the_kernel_needs_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_served_without_the_kernels_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "cuda.core")
-    assert refused("cuda", "auto") == refused("cuda", "dma") == ""
-    assert "cuda-core" in refused("cuda", "kernel")
-
-
-def test_an_unknown_backend_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r'copy_backend=.*"auto", "dma" or "kernel"'):
-        parse_config({"copy_backend": "sm"}, {})
+    assert refused("cuda") == ""

@@ -142,7 +142,7 @@ def test_vllms_default_policy_is_pickled_as_a_plain_string(probed: dict[str, Any
     [
         ("other_connector", ["kv_connector='X'", "leave out the flag"]),
         ("unknown_key", ["targts='/x'", "did you mean targets?"]),
-        ("wrong_type", ["io_threads='8'", "an integer from 2 to 256"]),
+        ("wrong_type", ["store_threshold='8'", "an integer from 1 to 1000000"]),
         ("tiny_pool", ["pool_bytes='4.0 KiB'", "smaller than one slot", "0 for no pool"]),
         ("tiny_staging", ["staging_bytes='4.0 KiB'", "too small for 3 slots", "at least"]),
         ("huge_size", ["--kv-offloading-size=", "this machine has"]),

@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from vllm_nvmeof_offload.config import OffloadConfig
+from vllm_nvmeof_offload.config import TUNING, Tuning
 from vllm_nvmeof_offload.errors import OK, Outcome, code_of
 from vllm_nvmeof_offload.native import InstantLanes, PythonLanes
 from vllm_nvmeof_offload.pool.format import SlotPlace, Stamp
@@ -122,9 +122,6 @@ class HintRecord(NamedTuple):
     times: int
 
 
-_KEYS = OffloadConfig.model_fields
-
-
 def _started(bytes_in_flight_max: int) -> int:
     """Three quarters: the rest keeps a device busy for longer than the pipeline takes to wake."""
     return bytes_in_flight_max * 3 // 4
@@ -132,24 +129,24 @@ def _started(bytes_in_flight_max: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class IoLimits:
-    """The size of an engine; see the keys in `config`."""
+    """The size of an engine; see `config.Tuning`."""
 
-    threads: int = _KEYS["io_threads"].default
-    depth: int = _KEYS["io_depth"].default
-    split_bytes: int = _KEYS["io_split_bytes"].default
+    threads: int = TUNING.io_threads
+    depth: int = TUNING.io_depth
+    split_bytes: int = TUNING.io_split_bytes
     #: Operations that an engine with rings has, over all targets.
     operations_max: int = 4096
     #: Of reads that a target's ring has, what its device has; the rest follows at once.
-    read_bytes_started_max: int = _started(_KEYS["read_bytes_in_flight_max"].default)
+    read_bytes_started_max: int = _started(TUNING.read_bytes_in_flight_max)
 
     @staticmethod
-    def of(settings: OffloadConfig) -> IoLimits:
-        """Return what `settings` asks for."""
+    def of(tuning: Tuning) -> IoLimits:
+        """Return what `tuning` asks for."""
         return IoLimits(
-            settings.io_threads,
-            settings.io_depth,
-            settings.io_split_bytes,
-            read_bytes_started_max=_started(settings.read_bytes_in_flight_max),
+            tuning.io_threads,
+            tuning.io_depth,
+            tuning.io_split_bytes,
+            read_bytes_started_max=_started(tuning.read_bytes_in_flight_max),
         )
 
 

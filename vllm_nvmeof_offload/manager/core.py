@@ -653,7 +653,7 @@ class ManagerCore:
             "shared_age_seconds": self._shared_age_s(),
             "cache_slots_in_use": tiers.cache_in_use,
             "suspect_targets": len(self.targets.suspects),
-            "prefill_tokens_per_second": self.admission.tokens_per_s,
+            "prefill_tokens_per_second": self.admission.prefill_rate,
             "pool_read_bytes_per_second": self.admission.bytes_per_s,
             "load_overhead_seconds": self.admission.overhead_s,
         }

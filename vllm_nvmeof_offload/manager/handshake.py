@@ -56,11 +56,10 @@ class CoreConfig:
     credit_share: how much longer a chunk that came back is kept (`Recency`); 0: plain LRU.
     clean_share: on-eviction writing keeps at least this share free, or evictable without a loss.
     kv_events: record changes in `ManagerCore.kv_events`; the caller takes them after each step.
-    admission: False loads whatever is found. The operator pins the two rates; None: learned.
-    read_bytes_per_s: of one rank, over all targets.
+    admission: False loads whatever is found.
     equal_min: chunks of a group that the ranks of a set must have stored alike before they share
     one copy. sample_every: from then on, one chunk of so many is stored and compared again.
-    peer_chunks_min: of a load of fewer chunks peers read none. peers: their addresses, by lane.
+    peers: their addresses, by lane.
     """
 
     world_size: int = 1
@@ -75,15 +74,12 @@ class CoreConfig:
     reload_cache_share: float = 0.25
     prefetch_cache_share: float = 0.25
     admission: bool = True
-    prefill_tokens_per_s: float | None = None
-    read_bytes_per_s: float | None = None
     writes_pending_share: float = 0.5
     clean_share: float = 0.125
     report_deadline_s: float = 60.0
     kv_events: bool = False
     equal_min: int = 8
     sample_every: int = 1024
-    peer_chunks_min: int = 4
     peers: tuple[str, ...] = ()
     #: One group, of full attention. Then every chunk brings its own tokens, and a load whose middle
     #: is missing still brings those before it. Every op asks it several times.

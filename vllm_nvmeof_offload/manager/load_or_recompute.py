@@ -14,7 +14,7 @@ there. Peers that read for us take from all lanes until everything has come, eac
 to read for others: the reading time is then when lanes and peers are through together. The pool is
 read while reading is faster than computing. Once it is slower, the pool is declined until reading
 is faster by the factor `_HYSTERESIS`. While a rate is unknown, everything is loaded. The workers
-and the `StepMeter` measure the rates, unless the operator pins them.
+and the `StepMeter` measure the rates.
 
 The overhead is learned: the time that recent loads and probes took beyond their bytes. A load
 disappoints if it was cut off or took longer than computing would have. It raises the overhead to
@@ -39,7 +39,7 @@ import numpy as np
 
 from vllm_nvmeof_offload.manager.handshake import Capacity, CoreConfig
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op
-from vllm_nvmeof_offload.protocol import PeerReport
+from vllm_nvmeof_offload.protocol import PEER_CHUNKS_MIN, PeerReport
 
 #: Keeps noise from changing the decision with each request.
 _HYSTERESIS = 1.25
@@ -129,21 +129,16 @@ class Admission:
         self.reading = True
         self._config = config
         self._trust = 1.0
-        self._split_bytes_min = config.peer_chunks_min * chunk_bytes
+        self._split_bytes_min = PEER_CHUNKS_MIN * chunk_bytes
         self._of_peers: dict[int, dict[int, PeerReport]] = {}  # by peer and rank
         #: Of each peer that reads for every rank: its number; bytes per second; 0: unknown; and
         #: bytes that it has to read before ours. Those of the slowest rank.
         self._peers: list[tuple[int, float, int]] = []
 
     @property
-    def tokens_per_s(self) -> float:
-        """The prefill rate that counts; 0: unknown."""
-        return self._config.prefill_tokens_per_s or self.prefill_rate
-
-    @property
     def bytes_per_s(self) -> float:
-        """The read rate that counts, all lanes together; 0: unknown."""
-        return self._config.read_bytes_per_s or sum(self.read_rates)
+        """The read rate of all lanes together; 0: unknown."""
+        return sum(self.read_rates)
 
     def heard(self, report: PeerReport) -> None:
         """A rank says what it knows of a peer."""
@@ -163,8 +158,6 @@ class Admission:
 
         Call only if the prefill rate is known.
         """
-        if self._config.prefill_tokens_per_s:
-            return 1 / self._config.prefill_tokens_per_s
         return 1 / self.prefill_rate + self.depth_s * (before + tokens / 2 - self.prefill_depth)
 
     def decide(
@@ -179,7 +172,7 @@ class Admission:
 
         helpers: as in `LoadCommand`. before: tokens that precede these.
         """
-        if not self.automatic or not self.tokens_per_s or not any(read_bytes):
+        if not self.automatic or not self.prefill_rate or not any(read_bytes):
             return Decision(load=True)
         token_s = self.token_s(tokens, before)
         compute_s = tokens * token_s
@@ -212,8 +205,8 @@ class Admission:
         was none, so the mean rate counts.
         """
         rated = self._rated(read_bytes)
-        if not token_s and self.tokens_per_s:
-            token_s = 1 / self.tokens_per_s
+        if not token_s and self.prefill_rate:
+            token_s = 1 / self.prefill_rate
         if not (missed or rated or (token_s and tokens is not None)):
             return
         bytes_s = self._bytes_s(read_bytes, queued_bytes, helpers)
@@ -237,8 +230,6 @@ class Admission:
 
     def _rated(self, read_bytes: Sequence[int]) -> bool:
         """Whether the rate of each lane on which bytes are read is known."""
-        if self._config.read_bytes_per_s:
-            return True
         for own, rate in zip(read_bytes, self.read_rates, strict=True):
             if own and not rate:
                 return False
@@ -248,8 +239,6 @@ class Admission:
         self, read_bytes: Sequence[int], queued_bytes: Sequence[int], helpers: int | None
     ) -> float:
         """Seconds to read these bytes, behind the queued ones, at the rates that are known."""
-        if self._config.read_bytes_per_s:  # of all lanes together
-            return (sum(read_bytes) + sum(queued_bytes)) / self._config.read_bytes_per_s
         lanes = [
             (rate, own + more)
             for own, more, rate in zip(read_bytes, queued_bytes, self.read_rates, strict=True)

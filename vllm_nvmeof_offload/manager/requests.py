@@ -365,7 +365,7 @@ class WaitingRequests:
             "loaded again" if admission.reading else "computed again, which is faster",
             admission.bytes_per_s / 1e6,
             admission.overhead_s * 1e3,
-            admission.tokens_per_s,
+            admission.prefill_rate,
         )
 
 

@@ -70,7 +70,7 @@ struct MachineOptions {
   SetOptions set;
   size_t serve_slots = 0;
   size_t peers_max = 0;
-  size_t peer_chunks_min = 4;  // a load of fewer chunks goes to no peer
+  size_t peer_chunks_min = 0;  // a load of fewer chunks goes to no peer
   bool copies_check = false;   // the copies of loads check payloads
 };
 

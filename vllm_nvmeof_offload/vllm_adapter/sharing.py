@@ -24,10 +24,9 @@ NAMELESS = "its weights or block hashes have no name that other servers know"
 
 @dataclass(frozen=True, slots=True)
 class ShareSettings:
-    """follow_ms: see the key. one_host: whether all ranks run on this host. group: of servers,
-    on any hosts; empty: those of this host."""
+    """one_host: whether all ranks run on this host. group: of servers, on any hosts; empty: those
+    of this host."""
 
-    follow_ms: int
     one_host: bool = True
     group: str = ""
 
@@ -67,7 +66,6 @@ class Sharing:
                 # Where ranks share copies, each member of a set has some that no other one has.
                 max(agreement.capacity.set_sizes),
                 fd,
-                follow_ms=settings.follow_ms,
             )
             self.foreign = Foreign(fd)
         finally:

@@ -26,7 +26,6 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.config import (
     POOL_BYTES_DEFAULT_MAX_LAYER,
-    OffloadConfig,
     Replica,
     check_fits,
     check_memory,
@@ -59,7 +58,7 @@ def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
     config = parse_config(extra)
     known_vllm.refuse_unknown(config.allow_unknown_vllm)
     note_weights(vllm_config, config.weights_seen, extra)
-    refuse_platform(config, current_platform)
+    refuse_platform(current_platform)
     choose_policy(config.eviction_policy)
     if not is_first:  # vLLM repeats this in an engine that has its memory and pool by now
         return
@@ -220,7 +219,7 @@ def _ignores_loaded_kv(vllm_config: Any) -> bool:
 _REMEDY = "pip install 'vllm-nvmeof-offload[cuda]'"
 
 
-def refuse_platform(config: OffloadConfig, platform: Any) -> None:
+def refuse_platform(platform: Any) -> None:
     """Raise unless vLLM's `platform` is the CPU, or an NVIDIA GPU with the packages it needs."""
     if platform.is_cpu():
         return
@@ -232,13 +231,8 @@ def refuse_platform(config: OffloadConfig, platform: Any) -> None:
             "vLLM's CPU engine: serve without offloading",
         )
     if not _is_there("cuda.bindings"):
-        raise ConfigError(
-            "copy_backend", config.copy_backend, f"copies to a GPU need cuda-bindings: {_REMEDY}"
-        )
-    if config.copy_backend == "kernel" and not _is_there("cuda.core"):
-        raise ConfigError(
-            "copy_backend", "kernel", f'needs cuda-core: {_REMEDY}, or say "dma" or "auto"'
-        )
+        remedy = f"copies to a GPU need cuda-bindings: {_REMEDY}"
+        raise ConfigError("--kv-offloading-backend", "nvmeof", remedy)
 
 
 def _is_there(module: str) -> bool:

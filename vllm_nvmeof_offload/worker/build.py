@@ -16,6 +16,7 @@ from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.config import (
     OffloadConfig,
     Replica,
+    Tuning,
     check_fits,
     check_memory_left,
     check_targets,
@@ -103,7 +104,8 @@ def build_worker(
         EngineError: no copy engine for `device`, or CUDA refuses staging.
     """
     kv_device = open_device(device)  # first, so that nothing else is built on a bad device
-    settings, odd = _with_checksums(settings, geometry)
+    tuning = settings.tuning
+    checksum_at, odd = _checksum_at(tuning, geometry)
     slot_bytes = slot_stride_bytes(geometry.payload_bytes)
     check_targets(settings)
     pool_bytes = _pool_bytes(settings, identity, slot_bytes)
@@ -114,7 +116,7 @@ def build_worker(
     staging = Staging(*slots[:3], progress, kv_device.numa_node, membership, served)
     waker = Waker()
     copy, copy_fallbacks = kv_device.copy_engine(
-        settings.copy_backend, staging.map, geometry.starts, waker.wake, settings.checksum_at
+        tuning.copy_backend, staging.map, geometry.starts, waker.wake, checksum_at
     )
     with contextlib.ExitStack() as undo:
         undo.callback(copy.close)  # else pages without an owner stay pinned
@@ -125,8 +127,7 @@ def build_worker(
         serve = Serve(ServeQueue(waker.wake), _own(pool)) if pool and served else None
         links = _links(settings, identity, pool, staging, serve, waker)
         undo.pop_all()
-    target_count = pool.target_count if pool else 1
-    health = tuple(TargetHealth() for _ in range(target_count)) if pool else None
+    health = tuple(TargetHealth() for _ in range(pool.target_count)) if pool else None
     config = _scheduler_config(settings, identity.rank, pool, io, geometry, health)
     regions = RegionFiles(pool, waker.wake) if pool else None
     peers = _peers(settings, pool, links)
@@ -140,7 +141,7 @@ def build_worker(
         keyspace=identity.keyspace.digest,
         cache_slots=cache_slots,
         pool_slots=pool.slots if pool else 0,
-        target_count=target_count,
+        target_count=pool.target_count if pool else 1,
         slot_bytes=slot_bytes,
         groups=groups,
         adopted=adopted,
@@ -150,7 +151,7 @@ def build_worker(
         targets=tuple(str(t) for t in settings.targets) if pool else (),
         remote=_remote(settings) if pool else (),
         io_engine=io.name,
-        copy_engine=_name_of(copy, kv_device.engine_name(settings.copy_backend), staging, config),
+        copy_engine=_name_of(copy, kv_device.engine_name(tuning.copy_backend), staging, config),
         adoption_s=adoption_s,
         volatile=identity.volatile,
         replica=identity.replica.index if identity.replica.count > 1 else None,
@@ -162,16 +163,14 @@ def build_worker(
     return worker, hello
 
 
-def _with_checksums(
-    settings: OffloadConfig, geometry: CacheGeometry
-) -> tuple[OffloadConfig, tuple[str, ...]]:
+def _checksum_at(tuning: Tuning, geometry: CacheGeometry) -> tuple[str, tuple[str, ...]]:
     """Leave checksums to the CPU where the GPU could make none; and a fallback that says so."""
     pages = [page for group in geometry.by_group for _, _, page, _ in group.columns[0]]
     odd = [page for page in pages if page % STRIPE_BYTES]
-    if settings.checksum_at != "gpu" or not odd:
-        return settings, ()
+    if tuning.checksum_at != "gpu" or not odd:
+        return tuning.checksum_at, ()
     why = f"{odd[0]} bytes of a block in a row; the GPU takes multiples of {STRIPE_BYTES}"
-    return settings.model_copy(update={"checksum_at": "cpu"}), (f"checksums: on the CPU ({why})",)
+    return "cpu", (f"checksums: on the CPU ({why})",)
 
 
 def _name_of(copy: CopyEngine, name: str, staging: Staging, limits: TransferLimits) -> str:
@@ -188,13 +187,14 @@ def _scheduler_config(
     geometry: CacheGeometry,
     health: tuple[TargetHealth, ...] | None,
 ) -> TransferLimits:
+    tuning = settings.tuning
     target_count = pool.target_count if pool else 1
 
     # Twice the operations that the engine works on: one that ends is replaced only after a turn of
     # the pipeline's thread. Not more: a deadline runs from the hand-over, and time in the engine's
     # queue must not look like a target that hangs.
     by_threads = "threads" in io.name
-    at_work = settings.io_threads if by_threads else settings.io_depth * target_count
+    at_work = tuning.io_threads if by_threads else tuning.io_depth * target_count
     sharing = target_count if by_threads else 1  # of a bound on bytes
 
     return TransferLimits(
@@ -203,14 +203,13 @@ def _scheduler_config(
         target_count=target_count,
         reads_in_flight_max=2 * at_work,
         writes_in_flight_max=2 * at_work,
-        read_bytes_in_flight_max=settings.read_bytes_in_flight_max // sharing,
-        write_bytes_in_flight_max=settings.write_bytes_in_flight_max // sharing,
-        write_bytes_beside_reads_max=settings.write_bytes_beside_reads_max // sharing,
+        read_bytes_in_flight_max=tuning.read_bytes_in_flight_max // sharing,
+        write_bytes_in_flight_max=tuning.write_bytes_in_flight_max // sharing,
+        write_bytes_beside_reads_max=tuning.write_bytes_beside_reads_max // sharing,
         read_deadline_s=settings.read_deadline_ms / 1000,
-        write_deadline_s=settings.write_deadline_ms / 1000,
+        write_deadline_s=tuning.write_deadline_ms / 1000,
         health=health,
-        serve_share=settings.serve_share,
-        copies_check=settings.checksum_at == "gpu",
+        copies_check=_checksum_at(tuning, geometry)[0] == "gpu",
     )
 
 
@@ -247,8 +246,7 @@ def _links(
 def _peers(settings: OffloadConfig, pool: Pool | None, links: PeerLinks | None) -> Peers | None:
     if pool is None or links is None or links.clients is None:
         return None
-    count, least = len(settings.peers), settings.peer_chunks_min
-    return Peers(links.clients, count, pool.slot_place, links.landing, least)
+    return Peers(links.clients, len(settings.peers), pool.slot_place, links.landing)
 
 
 def _watcher(
@@ -271,7 +269,9 @@ def _slots(
     check_memory_left(settings.staging_bytes // identity.ranks)
     served = serve_slots(settings, slot_bytes)
     staging_bytes = settings.staging_bytes // identity.ranks - served * slot_bytes
-    return slot_bytes, *split_slots(staging_bytes, slot_bytes, settings.stream_slots), served
+    # Loads come over the peers' links too: as much again may be under way there.
+    streams = settings.tuning.stream_slots * (2 if settings.peers else 1)
+    return slot_bytes, *split_slots(staging_bytes, slot_bytes, streams), served
 
 
 def _pool_bytes(settings: OffloadConfig, identity: RankIdentity, slot_bytes: int) -> int:
@@ -353,7 +353,7 @@ def _io_engine(
     if pool is None:
         return NoIoEngine(), ()
     address = staging.map.base_address
-    limits = IoLimits.of(settings)
+    limits = IoLimits.of(settings.tuning)
     engine, fallbacks = choose_io_engine(settings.io_engine, pool, staging.view, address, limits)
     if settings.fault_injection:
         faults = _injector_of_faults(settings.fault_injection)

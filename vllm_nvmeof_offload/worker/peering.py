@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from vllm_nvmeof_offload import logger
-from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.copy.base import CopyEngine, Direction
 from vllm_nvmeof_offload.errors import STALE, code_of
 from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.native import Machine
 from vllm_nvmeof_offload.peers.base import NO_PEER, PeerEnd, PeerRead, PeerState
 from vllm_nvmeof_offload.pool.format import SlotPlace
-from vllm_nvmeof_offload.protocol import OURS, PeerReport, SlotIdentity, owner_of
+from vllm_nvmeof_offload.protocol import OURS, PEER_CHUNKS_MIN, PeerReport, SlotIdentity, owner_of
 
 if TYPE_CHECKING:
     from vllm_nvmeof_offload.native._tiers import LaneOp
@@ -55,7 +54,7 @@ class Peers:
     lanes: int
     slot_place: Callable[[int], SlotPlace]
     landing: CopyEngine
-    chunks_min: int = OffloadConfig.model_fields["peer_chunks_min"].default
+    chunks_min: int = PEER_CHUNKS_MIN
 
 
 class Peering:

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from crc32c import crc32c
 
 from vllm_nvmeof_offload import logger
-from vllm_nvmeof_offload.config import OffloadConfig
+from vllm_nvmeof_offload.config import TUNING
 from vllm_nvmeof_offload.copy.base import CopyEngine, Direction, Payloads, Pieces
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry
 from vllm_nvmeof_offload.errors import ERRORS, EngineError, Outcome, code_of, outcome_of
@@ -79,7 +79,6 @@ _SERVED_BYTES = 4 * MIB
 _SATURATING_OPS_MIN = 2
 #: As the native machine numbers them.
 _KINDS = tuple(OpKind)
-_KEYS = OffloadConfig.model_fields
 _RETRYABLE = [ERRORS.get(number, (False,))[0] for number in range(max(ERRORS) + 1)]
 
 
@@ -98,16 +97,17 @@ class TransferLimits:
     reads_in_flight_max: int = 64
     writes_in_flight_max: int = 32
     read_deadline_s: float = 5.0
-    write_deadline_s: float = 30.0
+    write_deadline_s: float = TUNING.write_deadline_ms / 1000
     #: One per target, shared with the code that attaches targets again; None: no target returns.
     health: tuple[TargetHealth, ...] | None = None
     pool_slots: int = 0  # of the rank; 0: not checked
-    read_bytes_in_flight_max: int = _KEYS["read_bytes_in_flight_max"].default
-    write_bytes_in_flight_max: int = _KEYS["write_bytes_in_flight_max"].default
+    read_bytes_in_flight_max: int = TUNING.read_bytes_in_flight_max
+    write_bytes_in_flight_max: int = TUNING.write_bytes_in_flight_max
     #: While reads wait or run on the target.
-    write_bytes_beside_reads_max: int = _KEYS["write_bytes_beside_reads_max"].default
-    #: Of a target's reads and their bytes, how many may be for peers.
-    serve_share: float = _KEYS["serve_share"].default
+    write_bytes_beside_reads_max: int = TUNING.write_bytes_beside_reads_max
+    #: Share of a target's reads and their bytes that may be for peers, so that this server's own
+    #: loads find places. One read may always be for a peer.
+    serve_share: float = 0.9
     #: Likewise; None: as many as keep a target busy, and no less than two slots.
     serve_bytes_in_flight_max: int | None = None
     #: Copies of loads check payloads, if the copy engine makes checksums; see native/machine.h.

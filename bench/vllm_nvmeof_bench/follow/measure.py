@@ -33,7 +33,7 @@ from vllm_nvmeof_bench.settings import check_positive, option, recorded
 from vllm_nvmeof_offload.follow.owners import COMPLETE, Owners
 from vllm_nvmeof_offload.follow.scan import Scope, TargetScan
 from vllm_nvmeof_offload.follow.source import QUIET_S
-from vllm_nvmeof_offload.follow.start import start_follower
+from vllm_nvmeof_offload.follow.start import FOLLOW_MS, start_follower
 from vllm_nvmeof_offload.groups import GroupKind
 from vllm_nvmeof_offload.native import ForeignReader, ForeignWriter, core
 from vllm_nvmeof_offload.pool.format import (
@@ -76,7 +76,7 @@ class Settings:
     regions: tuple[int, ...] = option((1, 10, 100), "Regions that an idle follower has.")
     idle_entries: int = option(100_000, "Entries of each of their tables.", min=1)
     idle_s: float = option(20.0, "Seconds for which an idle follower is watched.", min=0.1)
-    follow_ms: float = option(100.0, "Interval of the follower's looks.", min=1)
+    follow_ms: float = option(FOLLOW_MS, "Interval of the follower's looks.", min=1)
     seed: int = option(1, "Seed of keys, of slots and of pauses.")
     directory: Path = option(
         Path("build/bench/disk"), "Directory for tables and logs.", flag="--dir"

@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from vllm_nvmeof_bench.hotpath.managers import TARGETS, Recorder
 from vllm_nvmeof_bench.results import BenchError
-from vllm_nvmeof_offload.config import parse_config
+from vllm_nvmeof_offload.config import TUNING
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction, Payloads
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor
 from vllm_nvmeof_offload.errors import OK, Outcome
@@ -55,7 +55,6 @@ _BLOCK_BYTES = 64 * KIB
 _KV_ADDRESS, _STAGING_ADDRESS = 1 << 40, 1 << 44
 _DONE_S_MAX = 120.0
 _POLL_S = 0.0005
-_PRODUCT = parse_config({})
 
 
 class InstantCopy:
@@ -140,15 +139,15 @@ class Worker:
     def __init__(self, chunks_max: int) -> None:
         self._slots = chunks_max
         slot_bytes = slot_stride_bytes(_BLOCK_BYTES)
-        staging = StagingMap(_STAGING_ADDRESS, slot_bytes, chunks_max, _PRODUCT.stream_slots)
+        staging = StagingMap(_STAGING_ADDRESS, slot_bytes, chunks_max, TUNING.stream_slots)
         tensor = CacheTensor(_KV_ADDRESS, _BLOCK_BYTES, _BLOCK_BYTES, chunks_max)
         waker, io = Waker(), InstantIo()
         copy = InstantCopy(waker.wake)
         limits = TransferLimits(
             group_bytes=(_BLOCK_BYTES,),
             target_count=TARGETS,
-            reads_in_flight_max=2 * _PRODUCT.io_depth * TARGETS,
-            writes_in_flight_max=2 * _PRODUCT.io_depth * TARGETS,
+            reads_in_flight_max=2 * TUNING.io_depth * TARGETS,
+            writes_in_flight_max=2 * TUNING.io_depth * TARGETS,
         )
         meter_unlocked(True)
         known = set(threading.enumerate())

@@ -37,7 +37,7 @@ import numpy as np
 
 from vllm_nvmeof_bench.pool.report import Sample, Settings
 from vllm_nvmeof_bench.results import BenchError, percentile
-from vllm_nvmeof_offload.config import parse_config
+from vllm_nvmeof_offload.config import Tuning
 from vllm_nvmeof_offload.copy.base import Pieces
 from vllm_nvmeof_offload.errors import OK, Outcome
 from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, IoOp
@@ -292,7 +292,7 @@ _TABLE_ENTRY_BYTES = 64
 _KEY_BYTES = 36
 
 
-#: Of the product's configuration, what the measurements depend on.
+#: Of the product's `Tuning`, what the measurements depend on.
 _BOUNDS = (
     "io_threads",
     "io_depth",
@@ -304,9 +304,8 @@ _BOUNDS = (
 
 
 def limits() -> dict[str, int]:
-    """The bounds of the product's configuration, so that VLLM_NVMEOF_* variables apply."""
-    settings = parse_config({})
-    return {name: getattr(settings, name) for name in _BOUNDS}
+    """The bounds of the product, or of the experiment that the environment has."""
+    return Tuning.from_env(os.environ).model_dump(include=set(_BOUNDS))
 
 
 class Ground:
@@ -373,7 +372,7 @@ class EngineMover(Mover):
     """
 
     def __init__(self, wanted: str, ground: Ground) -> None:
-        staging, bounds = ground.staging, IoLimits.of(parse_config({}))
+        staging, bounds = ground.staging, IoLimits.of(Tuning.from_env(os.environ))
         self._engine: IoEngine = choose_io_engine(
             wanted, ground.pool, staging.view, staging.map.base_address, bounds
         )[0]
@@ -436,9 +435,9 @@ class PipelineMover(EngineMover):
 
     def __init__(self, wanted: str, ground: Ground) -> None:
         super().__init__(wanted, ground)
-        settings = parse_config({})
+        tuning = Tuning.from_env(os.environ)
         by_threads = "threads" in self.name
-        at_work = settings.io_threads if by_threads else settings.io_depth
+        at_work = tuning.io_threads if by_threads else tuning.io_depth
         self._copy = _NoCopy()
         self._pipeline = TransferPipeline(
             ground.staging.map,
@@ -448,9 +447,9 @@ class PipelineMover(EngineMover):
                 group_bytes=(ground.pool.payload_bytes,),
                 reads_in_flight_max=2 * at_work,
                 writes_in_flight_max=2 * at_work,
-                read_bytes_in_flight_max=settings.read_bytes_in_flight_max,
-                write_bytes_in_flight_max=settings.write_bytes_in_flight_max,
-                write_bytes_beside_reads_max=settings.write_bytes_beside_reads_max,
+                read_bytes_in_flight_max=tuning.read_bytes_in_flight_max,
+                write_bytes_in_flight_max=tuning.write_bytes_in_flight_max,
+                write_bytes_beside_reads_max=tuning.write_bytes_beside_reads_max,
                 read_deadline_s=_STALL_S,
                 write_deadline_s=_STALL_S,
             ),

@@ -23,9 +23,10 @@ from typing import Any
 
 from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 from vllm_nvmeof_bench.servers.server import Server, ServerSpec
+from vllm_nvmeof_offload.config import EXPERIMENT
 
 #: Beginnings of variables that nothing reads before a server starts: any zygote does.
-_READ_LATE = ("VLLM_SERVER_DEV_MODE", "VLLM_NIXL_", "UCX_")
+_READ_LATE = ("VLLM_SERVER_DEV_MODE", "VLLM_NIXL_", "UCX_", EXPERIMENT)
 _START_S = 120.0
 #: vLLM may start several API server processes; their metrics library reads this variable when it
 #: is imported.

@@ -27,6 +27,7 @@ from typing import Any, Self
 import httpx
 
 from vllm_nvmeof_bench.servers.engine import engine_environment, engine_memory, vllm_command
+from vllm_nvmeof_offload.config import EXPERIMENT, Tuning
 from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.units import GIB, slot_stride_bytes
 
@@ -100,6 +101,14 @@ _LOG_PREFIX = re.compile(r"^(\([^)]*\) )?([A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] )?")
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception): ")
 
 
+def split_extra(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Split keys of the configuration from fields of `config.Tuning`; return the keys, and the
+    variables of an experiment with the fields."""
+    keys = {name: value for name, value in extra.items() if name not in Tuning.model_fields}
+    fields = {name: value for name, value in extra.items() if name not in keys}
+    return keys, {EXPERIMENT: json.dumps(fields)} if fields else {}
+
+
 class ServerError(OffloadError):
     """A server that did not start, died, or would not end; the message has its last lines."""
 
@@ -110,7 +119,8 @@ class OffloadSpec:
 
     size_gib: `--kv-offloading-size`, GiB of pinned memory over all ranks; None omits the flag,
     and `transfer` and `extra` must hold everything. extra: keys of
-    `kv_connector_extra_config`, sizes in bytes. transfer: other keys of `--kv-transfer-config`.
+    `kv_connector_extra_config`, and fields of `config.Tuning`; sizes in bytes. transfer: other keys
+    of `--kv-transfer-config`.
     """
 
     size_gib: float | None
@@ -121,8 +131,8 @@ class OffloadSpec:
         size, config = [], dict(self.transfer)
         if self.size_gib is not None:
             size = ["--kv-offloading-backend", "nvmeof", "--kv-offloading-size", str(self.size_gib)]
-        if self.extra:
-            config["kv_connector_extra_config"] = dict(self.extra)
+        if keys := split_extra(self.extra)[0]:
+            config["kv_connector_extra_config"] = keys
         return [*size, "--kv-transfer-config", json.dumps(config)] if config else size
 
     @classmethod
@@ -196,7 +206,8 @@ class ServerSpec:
         ]
 
     def environment(self) -> dict[str, str]:
-        return engine_environment(self.cores_reserved) | dict(self.env)
+        experiment = split_extra(self.offload.extra)[1] if self.offload is not None else {}
+        return engine_environment(self.cores_reserved) | experiment | dict(self.env)
 
 
 class Server:

@@ -35,7 +35,7 @@ from vllm_nvmeof_bench.settings import check_names, check_positive, option
 from vllm_nvmeof_bench.stream.report import ARMS, PARTS, Sample
 from vllm_nvmeof_bench.throttle import Throttle
 from vllm_nvmeof_offload import protocol
-from vllm_nvmeof_offload.config import parse_config
+from vllm_nvmeof_offload.config import TUNING
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction, Pieces
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
@@ -61,7 +61,6 @@ from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, 
 MB = 1_000_000
 _STREAM_SLOTS_MAX = 64
 _NO_PIECES: Descriptors = np.empty((0, 3), np.uint64)
-_PRODUCT = parse_config({})
 _TABLE_ENTRY_BYTES = 64
 _KEY_BYTES = 36
 _STALL_S = 120.0
@@ -257,7 +256,7 @@ class Rig:
 
     def open_engine(self, stack: contextlib.ExitStack) -> IoEngine:
         """An engine with the product's limits. stack: closes it before the pool and staging are."""
-        name, limits = self.settings.io_engine, IoLimits.of(_PRODUCT)
+        name, limits = self.settings.io_engine, IoLimits()
         place = self.pool, self.memory.view, self.staging.base_address
         engine, _ = choose_io_engine(name, *place, limits)
         stack.callback(engine.close)
@@ -286,9 +285,9 @@ class Rig:
     def _handed_over_max(self, engine: IoEngine) -> int:
         """As `worker.build` sets it: twice the engine's depth."""
         if "threads" in engine.name:
-            return 2 * _PRODUCT.io_threads
-        at_work = _PRODUCT.read_bytes_in_flight_max // self.settings.slot_bytes
-        return 2 * min(_PRODUCT.io_depth, max(1, at_work))
+            return 2 * TUNING.io_threads
+        at_work = TUNING.read_bytes_in_flight_max // self.settings.slot_bytes
+        return 2 * min(TUNING.io_depth, max(1, at_work))
 
     def close(self) -> None:
         """Close the thread first, then engines, memory, files."""

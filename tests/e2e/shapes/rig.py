@@ -16,6 +16,7 @@ from typing import Any, Self
 import numpy as np
 import pytest
 from vllm_nvmeof_bench.servers.engine import engine_memory, has_cpu_engine
+from vllm_nvmeof_bench.servers.server import split_extra
 
 from tests.e2e import faults_rig
 from tests.e2e.shapes.models import SHAPE
@@ -90,6 +91,8 @@ class Plan:
     unsuspended: bool = False
     #: Report the blocks of failed loads, not the requests.
     blocks_reported: bool = False
+    #: Admission takes the model for so fast that no pool is worth reading.
+    fast: bool = False
     #: See `stand_ins.py`.
     packed: bool = False
     stub_gpu: bool = False
@@ -132,7 +135,7 @@ class Plan:
             arguments |= {
                 "kv_offloading_backend": "nvmeof",
                 "kv_offloading_size": STAGING_BYTES / GIB,
-                "kv_transfer_config": {"kv_connector_extra_config": extra},
+                "kv_transfer_config": {"kv_connector_extra_config": split_extra(extra)[0]},
             }
         return arguments | dict(self.options)
 
@@ -257,7 +260,7 @@ class Zygote:
         order = {
             "llm": plan.arguments(),
             "rounds": [[asdict(request) for request in asked] for asked in plan.rounds],
-            "env": dict(plan.env),
+            "env": {**split_extra(plan.extra)[1], **plan.env},
             "only_make": only_make,
             "at_once": list(plan.at_once),
             "faults": dict(plan.faults),
@@ -271,6 +274,7 @@ class Zygote:
             "steady": plan.steady,
             "unsuspended": plan.unsuspended,
             "blocks_reported": plan.blocks_reported,
+            "fast": plan.fast,
             "packed": plan.packed,
             "stub_gpu": plan.stub_gpu,
             "offloads": plan.target is not None,

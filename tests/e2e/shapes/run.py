@@ -36,6 +36,8 @@ def play(plan: dict[str, Any]) -> dict[str, Any]:
         _suspend_nothing()
     if plan["blocks_reported"]:
         _report_blocks()
+    if plan["fast"]:
+        _compute_fast()
     if plan["packed"]:
         stand_ins.ask_as_on_a_gpu()
     if plan["stub_gpu"]:
@@ -146,6 +148,18 @@ def _suspend_nothing() -> None:
     from vllm_nvmeof_offload.manager.requests import Suspension
 
     Suspension.begin = lambda self, call, requests, known: None  # type: ignore[method-assign]
+
+
+def _compute_fast() -> None:
+    from vllm_nvmeof_offload.manager.load_or_recompute import Admission
+
+    decide = Admission.decide
+
+    def decide_fast(self: Any, read_bytes: Any, *arguments: Any, **options: Any) -> Any:
+        self.prefill_rate, self.depth_s, self.read_rates = 1e9, 0.0, [1e6] * len(read_bytes)
+        return decide(self, read_bytes, *arguments, **options)
+
+    Admission.decide = decide_fast  # type: ignore[method-assign]
 
 
 def _report_blocks() -> None:

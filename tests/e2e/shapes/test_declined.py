@@ -13,8 +13,6 @@ from tests.e2e.shapes.lives import CPU, FOUND, POOL, Kind
 from tests.e2e.shapes.rig import Request, Zygote, only_cpu_engine, prompts
 from vllm_nvmeof_offload.units import KIB
 
-#: A model so fast that no pool is worth reading.
-FAST = {"admission": "auto", "prefill_tokens_per_s": 1e9, "read_bytes_per_s": "1MB"}
 #: Boundaries in every chunk, so that what eviction leaves of a prompt ends at one.
 EVERY_CHUNK = {"boundary_tokens": 1}
 #: The longer prompt is stored first; the other one evicts its last chunks from the CPU tier.
@@ -30,8 +28,8 @@ KINDS = {
 @pytest.mark.parametrize("name", KINDS)
 def test_what_the_cpu_tier_has_is_loaded(zygote: Zygote, tmp_path: Path, name: str) -> None:
     kind, slots = KINDS[name]
-    plan = kind.plan(tmp_path, **EVERY_CHUNK, **FAST)
-    plan = replace(plan, rounds=[[LONGER], [OTHER], [LONGER]])
+    plan = kind.plan(tmp_path, **EVERY_CHUNK, admission="auto")
+    plan = replace(plan, rounds=[[LONGER], [OTHER], [LONGER]], fast=True)
     plain = zygote.run(plan.plain(), f"declined-{name}-plain")
     got = zygote.run(
         replace(plan, options={**plan.options, **kind.staging(slots)}), f"declined-{name}"

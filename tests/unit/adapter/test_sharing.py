@@ -22,7 +22,7 @@ pytest.importorskip("vllm", reason="the adapter needs vLLM")
 from vllm_nvmeof_offload.vllm_adapter import sharing
 from vllm_nvmeof_offload.vllm_adapter.sharing import ShareSettings, Sharing, why_not
 
-SETTINGS = ShareSettings(follow_ms=100)
+SETTINGS = ShareSettings()
 MOUNTED = "1 0 0:1 / / rw - ext4 /dev/x rw\n2 1 {device} / {point} rw - {kind} server:/export rw\n"
 
 

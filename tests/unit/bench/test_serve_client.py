@@ -14,6 +14,7 @@ from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve.arms import ARMS, Sizes, arms_of, offload_of, server_spec
 from vllm_nvmeof_bench.servers import client as client_module
 from vllm_nvmeof_bench.servers.client import Client, Hits, Metrics, Tokens
+from vllm_nvmeof_bench.servers.server import split_extra
 
 from tests.unit.bench.made_up_server import SEPARATOR, MadeUpServer
 from vllm_nvmeof_offload.config import parse_config
@@ -163,7 +164,7 @@ def test_the_peer_gets_what_its_counterpart_gets(ours: str, theirs: str, tmp_pat
     mine, rival = (offload_of(ARMS[name], SIZES, tmp_path) for name in (ours, theirs))
     assert mine is not None and mine.size_gib is not None and rival is not None
     assert mine.size_gib * GIB == rival.extra["cpu_bytes_to_use"]
-    settings = parse_config(mine.extra)
+    settings = parse_config(*split_extra(mine.extra))
     block_bytes = rival.extra["block_size"] * SIZES.shape.kv_bytes_per_token
     assert settings.chunk_bytes_min == block_bytes
     assert settings.offload_prompt_only is rival.extra["offload_prompt_only"] is False
@@ -178,4 +179,4 @@ def test_arms_differ_from_a_plain_server_only_in_offloading(tmp_path: Path) -> N
     third, whole = SIZES.staging_bytes("third"), SIZES.staging_bytes("all")
     assert 0.3 < third / whole < 0.4
     cpu = offload_of(ARMS["cpu"], SIZES, tmp_path)
-    assert cpu is not None and parse_config(cpu.extra).pool_bytes == 0
+    assert cpu is not None and parse_config(*split_extra(cpu.extra)).pool_bytes == 0

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from vllm_nvmeof_bench.servers.client import Answer
+from vllm_nvmeof_bench.servers.server import split_extra
 from vllm_nvmeof_bench.stream.load import PARTS, Settings
 from vllm_nvmeof_bench.stream.measure import (
     ADMISSION,
@@ -55,7 +56,7 @@ def test_a_server_gets_valid_keys_and_sizes_that_fit(
     spec = plan.server(tmp_path / "models", tmp_path, arm)
     assert spec.offload is not None
     assert spec.offload.size_gib is not None
-    settings = parse_config(dict(spec.offload.extra))
+    settings = parse_config(*split_extra(spec.offload.extra))
     prompt_bytes = plan.prompt_tokens * SHAPE.kv_bytes_per_token
     assert settings.pool_bytes is not None
     assert settings.pool_bytes > plan.count * prompt_bytes > spec.offload.size_gib * GIB

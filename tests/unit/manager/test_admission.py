@@ -113,9 +113,6 @@ def test_what_is_behind_many_tokens_is_loaded_and_what_is_behind_few_computed() 
     assert not decide(0).load and not decide(9_900).load
     assert decide(10_000).load and decide(50_000).load
     assert decide(50_000).token_s == pytest.approx(1e-3 + 5e-8 * 40_050)
-    rig = AdmissionRig(prefill_tokens_per_s=1000.0)
-    rig.admission.depth_s = 1.0
-    assert rig.admission.token_s(100, 10_000) == 1e-3, "the operator's rate holds at any depth"
 
 
 def test_a_load_is_judged_by_the_time_of_computing_at_its_depth() -> None:
@@ -189,33 +186,9 @@ def test_automatic_off_loads_every_hit() -> None:
     assert rig.decide(8) == Decision(load=True)
 
 
-def test_pinned_rates_take_precedence_over_learned_ones() -> None:
-    rig = AdmissionRig(1000.0, [1000.0], read_bytes_per_s=1e6)
-    assert rig.admission.bytes_per_s == 1e6
-    assert not rig.loads(8)
-    rig = AdmissionRig(1e9, [10.0], prefill_tokens_per_s=100.0)
-    assert rig.admission.tokens_per_s == 100.0
-    assert rig.loads(8)
-    rig = AdmissionRig(0.0, [0.0], prefill_tokens_per_s=1000.0, read_bytes_per_s=1e6)
-    assert not rig.loads(8), "both pinned: nothing need be learned"
-
-
-def test_a_pinned_read_rate_is_that_of_all_targets_together() -> None:
-    rig = AdmissionRig(mb_per_s=[0.0, 0.0], read_bytes_per_s=20e6)
-    assert rig.loads(8, 8)
-    assert not rig.loads(8, 8, queued=[0, 40])
-
-
-def test_with_a_pinned_read_rate_the_overhead_is_still_learned() -> None:
-    rig = AdmissionRig(mb_per_s=[0.0], read_bytes_per_s=100e6)
-    for _ in range(20):
-        rig.took(0.58, [8])
-    assert rig.admission.overhead_s == pytest.approx(0.5)
-
-
 def test_learned_rates_are_reported_for_all_targets_together() -> None:
     rig = AdmissionRig(1000.0, [3.0, 4.0])
-    assert (rig.admission.tokens_per_s, rig.admission.bytes_per_s) == (1000.0, 7e6)
+    assert (rig.admission.prefill_rate, rig.admission.bytes_per_s) == (1000.0, 7e6)
 
 
 def test_the_time_of_a_load_beyond_its_bytes_is_learned() -> None:
@@ -433,7 +406,7 @@ def test_peers_even_out_several_lanes() -> None:
 
 
 def test_small_loads_go_to_no_peer() -> None:
-    rig = AdmissionRig(mb_per_s=[10.0], peer_chunks_min=4)
+    rig = AdmissionRig(mb_per_s=[10.0])
     rig.peer(1000.0)
     assert rig.decide(3).reading_s == pytest.approx(0.3)
     assert rig.decide(4).reading_s == pytest.approx(4 / 1010)
@@ -463,9 +436,3 @@ def test_a_peer_of_unknown_rate_counts_as_one_of_our_lanes() -> None:
     rig = AdmissionRig(mb_per_s=[10.0])
     rig.peer(0.0)
     assert rig.decide(8).reading_s == pytest.approx(0.4)
-
-
-def test_a_pinned_rate_is_that_of_everything() -> None:
-    rig = AdmissionRig(mb_per_s=[10.0], read_bytes_per_s=40e6)
-    rig.peer(1000.0)
-    assert rig.decide(8).reading_s == pytest.approx(0.2)

@@ -131,11 +131,10 @@ _link = functools.partial(_option, read=_link_text)
 
 
 def _server_stream_slots() -> int:
-    """The server's default, so that the CPU tier comes out as the server's."""
-    from vllm_nvmeof_offload.config import OffloadConfig
+    """The server's number, so that the CPU tier comes out as the server's."""
+    from vllm_nvmeof_offload.config import TUNING
 
-    slots: int = OffloadConfig.model_fields["stream_slots"].default
-    return slots
+    return TUNING.stream_slots
 
 
 @dataclass(frozen=True)
