@@ -21,8 +21,7 @@ GROUPS = {
     "The six keys to set first": (
         "staging_bytes targets pool_bytes write_policy store_threshold admission"
     ),
-    "Memory and chunks": "chunk_bytes_min one_copy replicas",
-    "Shares of the CPU tier": "land_cache_share reload_cache_share prefetch_cache_share",
+    "Memory and chunks": "chunk_bytes_min ahead_cache_share one_copy replicas",
     "Choice of what is kept and loaded": (
         "eviction_policy boundary_tokens adopt weights_never_change"
     ),

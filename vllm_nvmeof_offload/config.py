@@ -127,10 +127,6 @@ def _integer(default: int, unit: str, low: int, high: int, meaning: str) -> Any:
     return _key(default, unit, f"an integer from {low} to {high}", meaning, ge=low, le=high)
 
 
-def _share(default: float, meaning: str) -> Any:
-    return _key(default, "share", "a number from 0 to 1", meaning, ge=0, le=1)
-
-
 def _flag(default: bool, meaning: str) -> Any:
     return _key(default, "", "true or false", meaning)
 
@@ -220,14 +216,13 @@ class OffloadConfig(BaseModel):
         512 * KIB, "bytes", _SIZE_TO_GIB,
         "Smallest size of a chunk on one rank: so many blocks are grouped into a chunk, unless "
         "blocks_per_chunk or block_size is given.", ge=PAGE_BYTES, le=GIB)
-    land_cache_share: float = _share(
-        0.5, "Share of the cache slots that one load may fill with what it reads from the pool.")
-    reload_cache_share: float = _share(
-        0.25, "Share of the cache slots that may hold chunks of preempted requests until these "
-        "requests run again; missing chunks are fetched from the pool.")
-    prefetch_cache_share: float = _share(
-        0.25, "Share of the cache slots that may be filled from the pool for requests that wait "
-        "in vLLM's queue; 0: no prefetch.")
+    ahead_cache_share: float = _key(
+        0.5, "share", "a number from 0 to 1",
+        "Share of the cache slots that one load may fill with what it reads from the pool. Half of "
+        "the share may hold chunks of preempted requests until these requests run again, and "
+        "fetch missing ones; the other half may be filled for requests that wait in vLLM's queue. "
+        "0: loads leave nothing in the CPU tier, and nothing is held or fetched ahead of need.",
+        ge=0, le=1)
     admission: Literal["auto", "always"] = _key(
         "auto", "", '"auto" or "always"',
         "Decision between loading and recomputing a hit. auto: load if that is expected to be "

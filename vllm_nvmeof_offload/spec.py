@@ -25,7 +25,7 @@ from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.config import TUNING, Replica, parse_config
 from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.manager.eviction import choose_policy, credit_share
-from vllm_nvmeof_offload.manager.handshake import WritePolicy
+from vllm_nvmeof_offload.manager.handshake import WritePolicy, ahead_shares
 from vllm_nvmeof_offload.metrics import CONFIG_LABELS, METRICS
 from vllm_nvmeof_offload.protocol import RankHello
 from vllm_nvmeof_offload.vllm_adapter.deployment import Deployment
@@ -73,6 +73,7 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
         settings, tuning = self.settings, self.settings.tuning
         deadline_ms = max(settings.read_deadline_ms, tuning.write_deadline_ms)
         write_policy = WritePolicy(settings.write_policy)
+        land, reload, prefetch = ahead_shares(settings.ahead_cache_share)
         config = CoreConfig(
             world_size=self.config.parallel.world_size,
             store_threshold=settings.store_threshold,
@@ -80,9 +81,9 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
             credit_share=credit_share(settings.eviction_policy, write_policy),
             write_policy=write_policy,
             weights_never_change=settings.weights_never_change,
-            land_cache_share=settings.land_cache_share,
-            reload_cache_share=settings.reload_cache_share,
-            prefetch_cache_share=settings.prefetch_cache_share,
+            land_cache_share=land,
+            reload_cache_share=reload,
+            prefetch_cache_share=prefetch,
             admission=settings.admission == "auto",
             report_deadline_s=deadline_ms / 1000 + _REPORT_GRACE_S,
             peers=tuple(settings.peers),

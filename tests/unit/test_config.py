@@ -66,7 +66,7 @@ def test_json_wins_over_the_environment_and_the_environment_over_defaults() -> N
         "VLLM_NVMEOF_ADOPT": "False",
         "VLLM_NVMEOF_POOL_BYTES": "3GiB",
         "VLLM_NVMEOF_TARGETS": "/a:/b",
-        "VLLM_NVMEOF_LAND_CACHE_SHARE": "0.25",
+        "VLLM_NVMEOF_AHEAD_CACHE_SHARE": "0.25",
         "VLLM_NVMEOF_O_DIRECT": "off",
     }
     config = parse({"store_threshold": 5}, **env)
@@ -74,7 +74,7 @@ def test_json_wins_over_the_environment_and_the_environment_over_defaults() -> N
     assert config.adopt is False
     assert config.pool_bytes == 3 * GIB
     assert config.targets == ["/a", "/b"]
-    assert config.land_cache_share == 0.25
+    assert config.ahead_cache_share == 0.25
     assert config.o_direct == "off"
 
 
@@ -102,9 +102,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("targets", [7], "a list of paths"),
     ("chunk_bytes_min", "1", "4KiB to 1GiB"),
     ("chunk_bytes_min", "2GiB", "4KiB to 1GiB"),
-    ("land_cache_share", 1.01, "0 to 1"),
-    ("land_cache_share", "half", "0 to 1"),
-    *((f"{whose}_cache_share", -0.1, "0 to 1") for whose in ("reload", "prefetch")),
+    *(("ahead_cache_share", value, "0 to 1") for value in (1.01, -0.1, "half")),
     ("admission", "never", '"auto" or "always"'),
     ("io_engine", "aio", '"threads"'),
     *(("replicas", value, "--data-parallel-size") for value in (0, "2")),

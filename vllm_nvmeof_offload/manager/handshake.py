@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.groups import (
     GROUP_ID_BYTES,
     SET_SIZE_MAX,
@@ -35,6 +36,14 @@ CREDITED = "credited_lru"
 #: By how many uses each return lets a chunk count as used later, as a share of the tier's slots.
 #: A request touches each of its chunks about three times.
 CREDIT_SHARE = 2.0
+
+
+def ahead_shares(share: float) -> tuple[float, float, float]:
+    """Return the parts of `ahead_cache_share`: for one load, preempted and waiting requests."""
+    return share, share / 2, share / 2
+
+
+_LAND, _RELOAD, _PREFETCH = ahead_shares(OffloadConfig.model_fields["ahead_cache_share"].default)
 
 
 class WritePolicy(enum.Enum):
@@ -70,9 +79,9 @@ class CoreConfig:
     credit_share: float = CREDIT_SHARE
     write_policy: WritePolicy = WritePolicy.THROUGH
     weights_never_change: bool = False
-    land_cache_share: float = 0.5
-    reload_cache_share: float = 0.25
-    prefetch_cache_share: float = 0.25
+    land_cache_share: float = _LAND
+    reload_cache_share: float = _RELOAD
+    prefetch_cache_share: float = _PREFETCH
     admission: bool = True
     writes_pending_share: float = 0.5
     clean_share: float = 0.125

@@ -292,8 +292,7 @@ def _spec(model: Path, pool: Path, control: Path) -> ServerSpec:
         "admission": "always",
         "share": "off",
         # What was loaded leaves nothing in memory but in the GPU's cache.
-        "land_cache_share": 0.0,
-        "prefetch_cache_share": 0.0,
+        "ahead_cache_share": 0.0,
         "read_deadline_ms": 60_000,
         "fault_injection": str(control),
     }

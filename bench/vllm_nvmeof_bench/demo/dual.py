@@ -143,7 +143,7 @@ def _spec(model: Path, target: Path, control: Path, **more: object) -> ServerSpe
         "pool_bytes": pool_bytes,
         "chunk_bytes_min": _CHUNK_BYTES,
         "admission": "always",
-        "prefetch_cache_share": 0.0,
+        "ahead_cache_share": 0.0,
         "read_deadline_ms": 20_000,
         "fault_injection": str(control),
         **more,

@@ -42,6 +42,7 @@ from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import Outcome, outcome_of
 from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, IoOp, Waker
 from vllm_nvmeof_offload.io.choose import choose_io_engine
+from vllm_nvmeof_offload.manager.handshake import CoreConfig
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.log import with_log
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
@@ -93,7 +94,7 @@ class Settings:
     block_bytes: int = 128 * KIB
     sizes: tuple[float, ...] = (0.25, 0.5, 1, 2, 4, 8)
     paced_sizes: tuple[float, ...] = (0.5, 2)
-    land_cache_share: float = 0.5
+    land_cache_share: float = CoreConfig().land_cache_share
     pause_s: float = 0.25
     io_engine: str = "auto"
     models: Path = Path("build/models")

@@ -191,7 +191,7 @@ def _measure_resume(settings: Settings, home: Path, on_step: OnStep) -> Found:
 PREFETCH = ReturnPlan(
     "prefetch",
     {
-        "off": {"admission": "always", "prefetch_cache_share": 0.0, "reload_cache_share": 0.0},
+        "off": {"admission": "always", "ahead_cache_share": 0.0},
         "on": {"admission": "always"},
     },
     count=18,
