@@ -33,7 +33,7 @@ GROUPS = {
         "offload_prompt_only blocks_per_chunk block_size self_describing_kv_events "
         "sync_load_budget_bytes canonical_layout spec_name spec_module_path"
     ),
-    "Set by the plugin, or for tests": "weights_seen fault_injection",
+    "For tests": "fault_injection",
 }
 #: Keys whose default depends on the machine; their meaning has it.
 MACHINE_DEFAULTS = {"staging_bytes", "targets", "pool_bytes"}

@@ -72,6 +72,9 @@ _VLLM_KEYS = {
     *("spec_name", "spec_module_path", "blocks_per_chunk", "block_size", "offload_prompt_only"),
     *("self_describing_kv_events", "sync_load_budget_bytes", "canonical_layout"),
 }
+#: Entry of `kv_connector_extra_config`, which every process gets: stamps of models' files, which
+#: the plugin takes before vLLM reads them. No key, because users have none to give.
+WEIGHTS_SEEN = "_weights_seen"
 #: Other backends' keys that people bring along → our key.
 _FOREIGN_KEYS = {
     "cpu_bytes_to_use": "staging_bytes",
@@ -322,16 +325,12 @@ class OffloadConfig(BaseModel):
         "Number of data-parallel replicas that share staging_bytes and pool_bytes. The plugin "
         "sets it from --data-parallel-size; set it yourself only where the plugin does not run.",
         ge=1, le=64)
-    weights_seen: dict[str, str] = _key(
-        dict, "", "a mapping of models to stamps, or leave it out",
-        "Stamps of each model's files, taken by the plugin before vLLM reads them; do not set it.")
     fault_injection: str | None = _key(
         None, "file", "the path of a control file, or null",
         "Control file, FOR TESTS ONLY, that makes pool I/O fail or deliver wrong KV. Refused "
         f"unless the environment has {ALLOW_FAULTS}=1; logged.", min_length=1)
     offload_prompt_only: bool = _flag(
-        False, "Key of vLLM: store only prompts. Our default is false, so that generated tokens "
-        "of a preempted request can be loaded too.")
+        False, "Key of vLLM: store only prompts. False here, so that answers can be loaded too.")
     blocks_per_chunk: int | None = _key(
         None, "blocks", "an integer of at least 1, or leave it out",
         "Key of vLLM: blocks per chunk; overrides chunk_bytes_min.", ge=1)
@@ -342,11 +341,10 @@ class OffloadConfig(BaseModel):
         False, "Key of vLLM: include token ids in KV events.")
     sync_load_budget_bytes: int = _key(
         0, "bytes", "0, or leave it out: a synchronous load that fails cannot be reported in time",
-        "Key of vLLM; only 0 is accepted, because a failed synchronous load cannot be reported "
-        "in time.", ge=0, le=0)
+        "Key of vLLM: bytes that are loaded synchronously.", ge=0, le=0)
     canonical_layout: Literal[False] = _key(
         False, "", "false, or leave it out: pools keep each rank's own layout",
-        "Key of vLLM; only false is accepted, because pools keep each rank's own layout.")
+        "Key of vLLM: one layout for all ranks.")
     spec_name: Literal["NVMeoFOffloadingSpec"] = _key(
         SPEC_NAME, "", f'"{SPEC_NAME}", or leave it out', "Key of vLLM: the name of our spec.")
     spec_module_path: str | None = _key(
@@ -496,6 +494,7 @@ def parse_config(extra: Mapping[str, Any], env: Mapping[str, str] | None = None)
     value that cannot work, and fault injection that `ALLOW_FAULTS` does not allow.
     """
     env = os.environ if env is None else env
+    extra = {name: value for name, value in extra.items() if name != WEIGHTS_SEEN}
     values = {**_from_env(env), **extra}
     for name in extra:
         if name not in OffloadConfig.model_fields:

@@ -36,7 +36,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCore
 
-from vllm_nvmeof_offload.config import parse_config
+from vllm_nvmeof_offload.config import WEIGHTS_SEEN, parse_config
 from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL
 from vllm_nvmeof_offload.manager.remembered import Answer, Question
 from vllm_nvmeof_offload.manager.requests import WaitingRequests
@@ -134,14 +134,15 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         with logged_in_one_line():
             refuse_unsupported(vllm_config, kv_cache_config)
         choose_blocks_per_chunk(vllm_config, kv_cache_config)
-        config = parse_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        config = parse_config(extra)
         known_vllm.refuse_unknown(config.allow_unknown_vllm)
         replica = replica_of(vllm_config, config.replicas)
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_worker is not None:
             spec = self.connector_worker.spec
             assert isinstance(spec, NVMeoFOffloadingSpec)
-            spec.deployment = deployed(vllm_config, config.weights_seen)
+            spec.deployment = deployed(vllm_config, extra.get(WEIGHTS_SEEN, {}))
             spec.replica = replica
             spec.one_host = count_nodes(vllm_config.parallel_config) == 1
         #: Seconds in the methods of the scheduler side since the last step's output.

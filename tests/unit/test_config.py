@@ -106,7 +106,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("admission", "never", '"auto" or "always"'),
     ("io_engine", "aio", '"threads"'),
     *(("replicas", value, "--data-parallel-size") for value in (0, "2")),
-    *(("weights_seen", value, "mapping of models") for value in (None, "x", {"m": 1})),
     ("o_direct", True, '"auto"'),
     *(("boundary_tokens", value, "from 0 to") for value in ("often", -1, 1.5)),
     ("write_policy", "back", '"through", "on_eviction"'),

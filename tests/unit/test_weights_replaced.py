@@ -12,6 +12,7 @@ import pytest
 
 from tests.unit.test_deployment import _config
 from tests.wait import wait_until
+from vllm_nvmeof_offload.config import WEIGHTS_SEEN
 from vllm_nvmeof_offload.vllm_adapter.deployment import Deployment, describe, note_weights
 
 
@@ -82,9 +83,9 @@ DEPLOYMENTS: list[Callable[[Path], None]] = [
 
 
 def _noted(config: Any, noted: dict[str, str] | None = None) -> dict[str, str]:
-    extra: dict[str, Any] = {}
-    note_weights(config, noted or {}, extra)
-    stamps: dict[str, str] = extra["weights_seen"]
+    extra: dict[str, Any] = {WEIGHTS_SEEN: noted or {}}
+    note_weights(config, extra)
+    stamps: dict[str, str] = extra[WEIGHTS_SEEN]
     return stamps
 
 

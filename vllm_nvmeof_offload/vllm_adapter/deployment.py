@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from vllm_nvmeof_offload.config import WEIGHTS_SEEN
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.vllm_adapter.weights import (
     ModelSource,
@@ -197,14 +198,12 @@ class Deployment:
         return f"{changed} was written while this process started" if changed else ""
 
 
-def note_weights(
-    vllm_config: Any, noted: Mapping[str, str], extra: MutableMapping[str, Any]
-) -> None:
+def note_weights(vllm_config: Any, extra: MutableMapping[str, Any]) -> None:
     """Stamp the files of the local models in `vllm_config`, and write the stamps into `extra`.
 
-    A model in `noted` keeps its stamp, because vLLM copies configurations while it loads the model.
+    A model with a stamp keeps it, because vLLM copies configurations while it loads the model.
     """
-    stamps = dict(noted)
+    stamps = dict(extra.get(WEIGHTS_SEEN, {}))
     for model in (vllm_config.model_config, drafter_of(vllm_config)):
         if model is None or model.model in stamps:
             continue
@@ -214,7 +213,7 @@ def note_weights(
                 stamps[source.model] = weights_stamp(Path(source.model), code=source.code)
             except OSError:
                 continue  # vLLM reports it when it reads them
-    extra["weights_seen"] = stamps
+    extra[WEIGHTS_SEEN] = stamps
 
 
 def process_began_s() -> float:

@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.config import (
     POOL_BYTES_DEFAULT_MAX_LAYER,
+    WEIGHTS_SEEN,
     Replica,
     check_fits,
     check_memory,
@@ -51,13 +52,13 @@ def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
 
     staging_key: the flag, key or variable that set the staging size, for a `ConfigError`.
     """
-    is_first = "weights_seen" not in extra
+    is_first = WEIGHTS_SEEN not in extra
     parallel = vllm_config.parallel_config
     refuse_parallel(parallel)
     note_replicas(vllm_config, extra)
     config = parse_config(extra)
     known_vllm.refuse_unknown(config.allow_unknown_vllm)
-    note_weights(vllm_config, config.weights_seen, extra)
+    note_weights(vllm_config, extra)
     refuse_platform(current_platform)
     choose_policy(config.eviction_policy)
     if not is_first:  # vLLM repeats this in an engine that has its memory and pool by now
