@@ -33,7 +33,6 @@ GROUPS = {
         "offload_prompt_only blocks_per_chunk block_size self_describing_kv_events "
         "sync_load_budget_bytes canonical_layout spec_name spec_module_path"
     ),
-    "For tests": "fault_injection",
 }
 #: Keys whose default depends on the machine; their meaning has it.
 MACHINE_DEFAULTS = {"staging_bytes", "targets", "pool_bytes"}

@@ -47,8 +47,7 @@ from vllm_nvmeof_offload.mounts import mount_of, read_mounts
 from vllm_nvmeof_offload.units import GIB, KIB, MIB, PAGE_BYTES, format_bytes, parse_bytes
 
 ENV_PREFIX = "VLLM_NVMEOF_"
-#: Required beside the key `fault_injection`, and read from the environment only, so that one slip
-#: does not turn faults on.
+#: Required beside `Tuning.fault_injection`, so that one slip does not turn faults on.
 ALLOW_FAULTS = "VLLM_NVMEOF_ALLOW_FAULT_INJECTION"
 #: Has fields of `Tuning` as a JSON object, for benchmarks and tests that start a server.
 EXPERIMENT = "VLLM_NVMEOF_EXPERIMENT"
@@ -174,18 +173,29 @@ class Tuning(BaseModel):
     #: Processor that makes and compares the checksums of whole chunks. gpu: when they are copied
     #: from and to GPU memory, on vLLM's CPU engine by the thread that copies. Not measured yet.
     checksum_at: Literal["cpu", "gpu"] = "cpu"
+    #: Control file that makes pool I/O fail or deliver wrong KV, for tests only.
+    fault_injection: Annotated[str, Field(min_length=1)] | None = None
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Tuning:
-        """The settings of an experiment. ConfigError: a field or a value that there is not."""
+        """The settings of an experiment. ConfigError: a field or a value that there is not, or
+        fault injection that `ALLOW_FAULTS` does not allow."""
         text = env.get(EXPERIMENT, "{}")
         try:
-            return cls.model_validate_json(text)
+            tuning = cls.model_validate_json(text)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"]))
             remedy = f"{where}: {first['msg']}; give a JSON object of {', '.join(cls.model_fields)}"
             raise ConfigError(EXPERIMENT, text, remedy.removeprefix(": ")) from None
+        if tuning.fault_injection is not None and env.get(ALLOW_FAULTS) != "1":
+            raise ConfigError(
+                "fault_injection",
+                tuning.fault_injection,
+                "makes I/O fail and answers wrong on purpose; leave it out, or, for a test, set "
+                f"the environment variable {ALLOW_FAULTS}=1 as well",
+            )
+        return tuning
 
 
 TUNING = Tuning()
@@ -325,10 +335,6 @@ class OffloadConfig(BaseModel):
         "Number of data-parallel replicas that share staging_bytes and pool_bytes. The plugin "
         "sets it from --data-parallel-size; set it yourself only where the plugin does not run.",
         ge=1, le=64)
-    fault_injection: str | None = _key(
-        None, "file", "the path of a control file, or null",
-        "Control file, FOR TESTS ONLY, that makes pool I/O fail or deliver wrong KV. Refused "
-        f"unless the environment has {ALLOW_FAULTS}=1; logged.", min_length=1)
     offload_prompt_only: bool = _flag(
         False, "Key of vLLM: store only prompts. False here, so that answers can be loaded too.")
     blocks_per_chunk: int | None = _key(
@@ -507,13 +513,6 @@ def parse_config(extra: Mapping[str, Any], env: Mapping[str, str] | None = None)
         key = str(first["loc"][0])
         raise _refusal(key, values[key], key in extra, first) from None
     config._tuning = Tuning.from_env(env)
-    if config.fault_injection is not None and env.get(ALLOW_FAULTS) != "1":
-        raise ConfigError(
-            "fault_injection" if "fault_injection" in extra else _variable("fault_injection"),
-            config.fault_injection,
-            "makes I/O fail and answers wrong on purpose; leave it out, or, for a test, set "
-            f"the environment variable {ALLOW_FAULTS}=1 as well",
-        )
     return config
 
 

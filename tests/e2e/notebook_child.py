@@ -62,13 +62,16 @@ def main(pool: str, model: str) -> None:
 
 def _llm(pool: Path, model: str, faults: str, *, combined: bool) -> Any:
     from vllm import LLM
+    from vllm_nvmeof_bench.servers.server import split_extra
 
     from tests.e2e import faults_rig as rig
     from tests.e2e import life_rig as life
 
     spec = life.spec(pool, Path(model), fault_injection=faults)
     assert spec.offload is not None
-    transfer: dict[str, Any] = {"kv_connector_extra_config": dict(spec.offload.extra)}
+    keys, variables = split_extra(spec.offload.extra)
+    os.environ.update(variables)
+    transfer: dict[str, Any] = {"kv_connector_extra_config": keys}
     if combined:
         other = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
         other["kv_connector_extra_config"] = {"shared_storage_path": str(pool.parent / "example")}

@@ -14,7 +14,7 @@ import pytest
 from tests.unit.imported_vllm import ImportedVllm
 from tests.unit.pool.kit import fill, make_spec
 from vllm_nvmeof_offload.commands.doctor.host import check_target
-from vllm_nvmeof_offload.config import ALLOW_FAULTS, judge_access, parse_config
+from vllm_nvmeof_offload.config import ALLOW_FAULTS, EXPERIMENT, judge_access, parse_config
 from vllm_nvmeof_offload.copy import driver
 from vllm_nvmeof_offload.errors import ConfigError, PoolError
 from vllm_nvmeof_offload.fabric.findings import Severity
@@ -121,24 +121,31 @@ def test_machine_code_that_another_user_could_write_is_not_run(
     assert file.read_bytes() == b"compiled here", "replaced"
 
 
+FAULTS = {EXPERIMENT: json.dumps({"fault_injection": "/faults.json"})}
+
+
 @pytest.mark.parametrize("switch", [None, "", "0", "true"])
-@pytest.mark.parametrize("by_json", [True, False])
-def test_faults_are_refused_without_the_second_switch(by_json: bool, switch: str | None) -> None:
-    env = {} if switch is None else {ALLOW_FAULTS: switch}
-    extra = {"fault_injection": "/faults.json"} if by_json else {}
-    if not by_json:
-        env["VLLM_NVMEOF_FAULT_INJECTION"] = "/faults.json"
+def test_faults_are_refused_without_the_second_switch(switch: str | None) -> None:
+    env = FAULTS if switch is None else {**FAULTS, ALLOW_FAULTS: switch}
     with pytest.raises(ConfigError, match=f"leave it out, or, for a test, .*{ALLOW_FAULTS}=1") as e:
-        parse_config(extra, env)
-    assert e.value.key == ("fault_injection" if by_json else "VLLM_NVMEOF_FAULT_INJECTION")
-    assert parse_config(extra, {**env, ALLOW_FAULTS: "1"}).fault_injection == "/faults.json"
+        parse_config({}, env)
+    assert e.value.key == "fault_injection"
+    allowed = parse_config({}, {**env, ALLOW_FAULTS: "1"})
+    assert allowed.tuning.fault_injection == "/faults.json"
+
+
+def test_faults_are_no_part_of_the_configuration() -> None:
+    with pytest.raises(ConfigError, match="unknown key"):
+        parse_config({"fault_injection": "/faults.json"}, {ALLOW_FAULTS: "1"})
+    with pytest.raises(ConfigError, match="unknown environment variable"):
+        parse_config({}, {"VLLM_NVMEOF_FAULT_INJECTION": "/faults.json", ALLOW_FAULTS: "1"})
 
 
 def test_the_second_switch_is_an_environment_variable_and_injects_nothing_by_itself() -> None:
-    assert parse_config({}, {ALLOW_FAULTS: "1"}).fault_injection is None
+    assert parse_config({}, {ALLOW_FAULTS: "1"}).tuning.fault_injection is None
     for key in ("allow_fault_injection", ALLOW_FAULTS):
         with pytest.raises(ConfigError, match="unknown key"):
-            parse_config({"fault_injection": "/faults.json", key: 1}, {})
+            parse_config({key: 1}, FAULTS)
 
 
 @pytest.mark.parametrize(
@@ -192,9 +199,8 @@ def test_a_start_warns_once_about_each_exposed_target_and_about_faults(
     private, shared = tmp_path / "private", tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
-    extra = {"targets": [str(private), str(shared)], "fault_injection": "/faults.json"}
-    extra = json.dumps({**extra, "staging_bytes": "64MiB"})
-    done = imported_vllm.run(["-c", START, extra], {**os.environ, ALLOW_FAULTS: "1"})
+    extra = json.dumps({"targets": [str(private), str(shared)], "staging_bytes": "64MiB"})
+    done = imported_vllm.run(["-c", START, extra], {**os.environ, **FAULTS, ALLOW_FAULTS: "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     logged = [line for line in done.stdout.splitlines() if line.startswith("SAID ")]
     (warning,) = [line for line in logged if "nvmeof: target " in line]

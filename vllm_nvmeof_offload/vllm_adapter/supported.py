@@ -77,10 +77,10 @@ def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
                 target.path,
                 format_bytes(POOL_BYTES_DEFAULT_MAX_LAYER),
             )
-    if config.fault_injection:
+    if config.tuning.fault_injection:
         logger.warning(
             "FAULT INJECTION is on: I/O fails and answers may be wrong on purpose, as %s says",
-            config.fault_injection,
+            config.tuning.fault_injection,
         )
     held = [usable_bytes([Path(target.path)]) for target in targets]
     if config.pool_bytes:

@@ -355,9 +355,9 @@ def _io_engine(
     address = staging.map.base_address
     limits = IoLimits.of(settings.tuning)
     engine, fallbacks = choose_io_engine(settings.io_engine, pool, staging.view, address, limits)
-    if settings.fault_injection:
-        faults = _injector_of_faults(settings.fault_injection)
-        engine = faults(engine, settings.fault_injection, rank, pool, staging.view, address)
+    if control := settings.tuning.fault_injection:
+        faults = _injector_of_faults(control)
+        engine = faults(engine, control, rank, pool, staging.view, address)
     return engine, fallbacks
 
 

@@ -109,6 +109,11 @@ class Plan:
         without = replace(self, target=None, extra={}, options=options, env={}, faults={})
         return replace(without, packed=False, stub_gpu=False, blocks_reported=False)
 
+    def variables(self) -> dict[str, str]:
+        """What the engine's environment has besides."""
+        faults = {"fault_injection": str(self.fault_file)} if self.faults else {}
+        return {**split_extra({**faults, **self.extra})[1], **self.env}
+
     def arguments(self) -> dict[str, Any]:
         """`LLM`'s arguments."""
         arguments: dict[str, Any] = {
@@ -129,13 +134,12 @@ class Plan:
                 # What is found is loaded, however slow a busy machine's disk is.
                 "admission": "always",
                 "read_deadline_ms": 20_000,
-                **({"fault_injection": str(self.fault_file)} if self.faults else {}),
-                **self.extra,
+                **split_extra(self.extra)[0],
             }
             arguments |= {
                 "kv_offloading_backend": "nvmeof",
                 "kv_offloading_size": STAGING_BYTES / GIB,
-                "kv_transfer_config": {"kv_connector_extra_config": split_extra(extra)[0]},
+                "kv_transfer_config": {"kv_connector_extra_config": extra},
             }
         return arguments | dict(self.options)
 
@@ -260,7 +264,7 @@ class Zygote:
         order = {
             "llm": plan.arguments(),
             "rounds": [[asdict(request) for request in asked] for asked in plan.rounds],
-            "env": {**split_extra(plan.extra)[1], **plan.env},
+            "env": plan.variables(),
             "only_make": only_make,
             "at_once": list(plan.at_once),
             "faults": dict(plan.faults),
