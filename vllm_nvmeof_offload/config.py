@@ -393,35 +393,24 @@ class OffloadConfig(BaseModel):
             raise ConfigError("o_direct", self.o_direct, remedy)
         return self
 
-    @field_validator("peers")
+    @field_validator("peers", "peer_listen")
     @classmethod
-    def _of_peers(cls, peers: list[str]) -> list[str]:
-        for one in peers:
+    def _have_addresses(cls, given: Any) -> Any:
+        addresses = given if isinstance(given, list) else [given] if given else []
+        for one in addresses:
             _check_address(one)
-        if len(set(peers)) != len(peers):
+        if len(set(addresses)) != len(addresses):
             raise ValueError("the same address twice")
-        return peers
-
-    @field_validator("peer_listen")
-    @classmethod
-    def _of_this_server(cls, address: str) -> str:
-        if address:
-            _check_address(address)
-        return address
+        return given
 
     @model_validator(mode="after")
-    def _a_pool_for_peers(self) -> OffloadConfig:
-        for key in ("peers", "peer_listen"):
-            if self.pool_bytes == 0 and (value := getattr(self, key)):
-                remedy = "peers read pools, and pool_bytes=0 means none; leave one of them out"
-                raise ConfigError(key, value, remedy)
-        return self
-
-    @model_validator(mode="after")
-    def _no_strangers(self) -> OffloadConfig:
+    def _peers_have_a_pool_and_a_secret(self) -> OffloadConfig:
         for key, addresses in (("peers", self.peers), ("peer_listen", [self.peer_listen])):
-            for one in addresses:
-                if one and not self.share_secret_file and not _is_loopback(one):
+            for one in filter(None, addresses):
+                if self.pool_bytes == 0:
+                    remedy = "peers read pools, and pool_bytes=0 means none; leave one of them out"
+                    raise ConfigError(key, one, remedy)
+                if not self.share_secret_file and not _is_loopback(one):
                     remedy = (
                         "whoever reaches this network could read or deliver KV; name a "
                         "share_secret_file, or an address of 127.0.0.0/8 or [::1]"

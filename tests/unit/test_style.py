@@ -54,11 +54,10 @@ SMALL_FILES: dict[str, str] = {
 
 #: Declarations that only tests use, or whose name something outside Python looks up.
 USED_ELSEWHERE: dict[str, str] = {
-    "_a_pool_for_peers": "pydantic calls this validator",
     "_absolute": "pydantic calls this validator",
+    "_have_addresses": "pydantic calls this validator",
     "_no_slip": "pydantic calls this validator",
-    "_no_strangers": "pydantic calls this validator",
-    "_of_this_server": "pydantic calls this validator",
+    "_peers_have_a_pool_and_a_secret": "pydantic calls this validator",
     "_o_direct_for_groups": "pydantic calls this validator",
     "_one_chunk_size": "pydantic calls this validator",
 }
