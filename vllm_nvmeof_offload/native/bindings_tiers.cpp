@@ -399,10 +399,6 @@ void bind_calls(nb::class_<Tiers>& type) {
       .def("__len__", [](const Tiers& tiers) { return tiers.index.size(); })
       .def("lookup", &lookup, "key"_a, "sources"_a = kFromCpu | kFromPool)
       .def("present", &present, "keys"_a, "sources"_a = kFromCpu | kFromPool)
-      .def("whereabouts",
-           [](const Tiers& self, PyKeys keys, uint8_t sources) {
-             return self.whereabouts(KeyList(keys, self.index.key_bytes()), sources);
-           })
       .def("weigh", &weigh, "keys"_a, "lane_bytes"_a)
       .def("touch",
            [](Tiers& tiers, PyKeys keys, bool ended) {
@@ -461,6 +457,10 @@ void bind_calls(nb::class_<Tiers>& type) {
 
 void bind_state(nb::class_<Tiers>& type) {
   type
+      .def("whereabouts",
+           [](const Tiers& self, PyKeys keys, uint8_t sources) {
+             return self.whereabouts(KeyList(keys, self.index.key_bytes()), sources);
+           })
       .def("set_usable",
            [](Tiers& self, size_t target, bool usable) { self.targets.at(target).usable = usable; })
       .def("set_speed",
