@@ -27,7 +27,7 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def child_command(module: str) -> list[str]:
-    """The start of a command line that runs `module`, named within this package: `pool.lock`."""
+    """The start of a command line that runs `module`, named within this package: `pool.keeper`."""
     name = f"{_PACKAGE}.{module}"
     if not _ABOVE:
         return [sys.executable, "-m", name]

@@ -502,4 +502,4 @@ class RankHello:
     adoption_s: float = 0.0
     volatile: tuple[str, ...] = ()  # why nothing is adopted
     replica: int | None = None
-    lease_name: str = ""  # the server's, in the leases of its regions; empty: they have none
+    lease_name: str = ""  # the server's in its group; empty: it is in none

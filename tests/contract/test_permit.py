@@ -32,9 +32,7 @@ MakeRig = Callable[..., Rig]
 
 
 def permit_of(rig: Rig, target: int = 0) -> Permit:
-    permit = rig.pool.permits[target]
-    assert permit is not None
-    return permit
+    return rig.pool.permits[target]
 
 
 def renew(permit: Permit) -> None:

@@ -19,7 +19,7 @@ from vllm_nvmeof_bench.servers.server import Server, ServerError, ServerSpec
 from tests.e2e import faults_rig as rig
 from tests.e2e import parallel_rig as par
 from tests.e2e.parallel_rig import FAILED, HITS, LOADED
-from vllm_nvmeof_offload.pool.lock import read_holder
+from vllm_nvmeof_offload.pool.lease import lease_of, read_lease
 
 OPTION = "--data-parallel-size"
 
@@ -70,8 +70,8 @@ def test_each_has_a_directory_and_half_of_the_pool(
     total = sum(slab.stat().st_size for slab in slabs)
     configured = spec.offload.extra["pool_bytes"]
     assert 0.95 * configured < total <= configured
-    holders = [read_holder(slab.with_name("lock")) for slab in slabs]
-    pids = {holder.pid for holder in holders if holder is not None}
+    pages = [read_lease(lease_of(slab.parent)) for slab in slabs]
+    pids = {page.pid for page in pages if page is not None}
     assert len(pids) == 2
     for pid in pids:
         os.kill(pid, 0)

@@ -13,18 +13,19 @@ import sys
 import time
 from pathlib import Path
 
+from vllm_nvmeof_offload.pool.keeper import Keeper
 from vllm_nvmeof_offload.pool.lease import (
-    Keeper,
     Lease,
     LeasePage,
     Leasing,
     PageFile,
     Permits,
+    Takeover,
+    UnsettledError,
     boot_ns,
     lease_of,
     read_lease,
 )
-from vllm_nvmeof_offload.pool.silence import Silence, UnsettledError
 
 LEASING = Leasing("child", takeover_s=2.0, settle_s=1.0)
 SLOW_S = 0.02
@@ -50,11 +51,11 @@ class LateFile:
 
 def wait_free(io: LateFile, path: Path) -> LeasePage | None:
     """Return the page when its owner is dead or gone."""
-    silence = Silence(LEASING.takeover_s)
+    takeover = Takeover(LEASING.takeover_s)
     while True:
         page = read_lease(io)
         try:
-            if page is None or page.is_free or silence.is_dead(path, page, page):
+            if page is None or page.is_free or takeover.is_dead(path, page):
                 return page
         except UnsettledError:
             pass
@@ -84,7 +85,7 @@ def keep(lease: Lease, rng: random.Random) -> None:
 def main(directory: Path, seed: int, stall_s: float) -> None:
     rng = random.Random(seed)
     file = lease_of(directory)
-    file.create()
+    file.path.touch(0o600)
     io, permit = LateFile(file, rng, stall_s), Permits.new(1).word(0)
     end_s = time.monotonic() + RUN_S
     while time.monotonic() < end_s:

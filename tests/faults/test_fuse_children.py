@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follower and heartbeat, children of a server, while a target hangs: they delay nothing else."""
+"""Follower and keeper, children of a server, while a target hangs: they delay nothing else."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import pytest
 from tests.unit.follow.kit import KEYSPACE, OURS, open_engine, row
 from tests.unit.follow.test_follower import followers_of
 from tests.unit.pool.kit import name, put
+from tests.unit.test_pool_keeper import Held
 from tests.wait import wait_until
 from vllm_nvmeof_offload.follow.start import start_follower
 from vllm_nvmeof_offload.native import ForeignReader
-from vllm_nvmeof_offload.pool.lock import DirectoryLock, Heartbeat, Holder, read_holder
+from vllm_nvmeof_offload.pool.keeper import Keeping
+from vllm_nvmeof_offload.pool.lease import Permits
 
 from .fuse_mount import FaultyMount
 
 pytestmark = [pytest.mark.alone, pytest.mark.usefixtures("own_mount_table")]
-
-NOBODY = Holder("", 0, "", 0.0)
 
 
 def test_a_target_that_hangs_delays_no_other_target_and_no_stop(
@@ -50,22 +50,18 @@ def test_a_target_that_hangs_delays_no_other_target_and_no_stop(
 def test_a_hung_file_delays_no_other_file_and_no_server(
     faulty_mount: FaultyMount, tmp_path: Path
 ) -> None:
-    other, lock = (DirectoryLock.claim(at / "lock") for at in (faulty_mount.place, tmp_path))
-    assert other is not None and lock is not None
-    faulty_mount.rules({"op": "write", "path": "lock", "do": "hang"})
+    permits = Permits.new(2)
+    other, held = Held(faulty_mount.place, permits, 0), Held(tmp_path, permits, 1)
+    faulty_mount.rules({"op": "write", "path": "lease", "do": "hang"})
     before_it = set(threading.enumerate())
-    beating = Heartbeat(lambda: [other, lock], period_s=0.05)
+    keeping = Keeping([other.region, held.region], permits)
     faulty_mount.wait_hanging(1)
     for _ in range(3):
-        before = read_holder(lock.path) or NOBODY
-        wait_until(
-            "a heartbeat",
-            lambda before=before: (read_holder(lock.path) or NOBODY).heartbeat > before.heartbeat,
-        )
+        held.await_beat()
     begun_s = time.monotonic()
-    beating.stop()
+    keeping.stop()
     assert time.monotonic() - begun_s < 5
     assert set(threading.enumerate()) <= before_it
     faulty_mount.rules()
-    lock.release()
-    other.release()
+    held.region.release()
+    other.region.release()

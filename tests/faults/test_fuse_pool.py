@@ -53,8 +53,9 @@ def found(spec: PoolSpec) -> object:
         ("fallocate", "table"),
         ("fsync", "slab"),
         ("fsync", "table"),
-        ("write", "lock"),
-        ("fsync", "lock"),
+        ("write", "lease"),
+        ("fsync", "lease"),
+        ("read", "lease"),
         ("read", "superblock"),
     ],
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random and mutated bytes in a pool's JSON files: the lock and the keyspace's facts."""
+"""Random and mutated bytes in the keyspace's facts, a pool's JSON file."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_nvmeof_offload.pool.format import Keyspace
-from vllm_nvmeof_offload.pool.lock import Holder, read_holder
 from vllm_nvmeof_offload.pool.survey import model_name, read_facts
 
 from .mutations import changes, mutated, of_file, same_directory
 
-HOLDER = {"host": "h", "pid": 1, "boot_id": "b", "heartbeat": 1.5}
 numbers = st.one_of(st.integers(), st.floats())
 values = st.recursive(
     st.one_of(st.none(), st.booleans(), numbers, st.text(max_size=8)),
@@ -25,7 +23,7 @@ values = st.recursive(
     ),
     max_leaves=8,
 )
-records = st.fixed_dictionaries({}, optional=dict.fromkeys(HOLDER, values))
+records = st.fixed_dictionaries({}, optional=dict.fromkeys(("model", "layers", "dtype"), values))
 jsons = st.one_of(values, records).map(lambda value: json.dumps(value).encode())
 DEEP = b"[" * 200_000
 
@@ -33,23 +31,6 @@ DEEP = b"[" * 200_000
 def any_bytes(valid: bytes) -> st.SearchStrategy[bytes]:
     damaged = changes.map(lambda mutations: mutated(valid, mutations))
     return st.one_of(st.binary(max_size=600), jsons, damaged)
-
-
-@same_directory
-@given(any_bytes(json.dumps(HOLDER).encode()))
-@example(json.dumps({**HOLDER, "pid": float("inf")}).encode())
-@example(b'{"host": 0, "pid": 1e999, "boot_id": 0, "heartbeat": 0}')
-@example(DEEP)
-def test_a_lock_file_of_any_bytes_names_an_owner_or_none(tmp_path: Path, data: bytes) -> None:
-    holder = read_holder(of_file(tmp_path / "lock", data))
-    assert holder is None or isinstance(holder, Holder)
-
-
-@pytest.mark.parametrize("padding", [b"", b" " * 300, b"\0" * 300, b"\n"])
-def test_a_lock_file_is_read_back(tmp_path: Path, padding: bytes) -> None:
-    path = of_file(tmp_path / "lock", json.dumps(HOLDER).encode() + padding)
-    assert read_holder(path) == Holder("h", 1, "b", 1.5)
-    assert read_holder(tmp_path / "none") is None
 
 
 FACTS = json.loads(Keyspace.of({"model": "m", "layers": [1, 2], "dtype": "bf16"}).canonical)

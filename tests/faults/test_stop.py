@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 
 from vllm_nvmeof_offload.errors import PoolLockedError
-from vllm_nvmeof_offload.pool.lock import read_holder
+from vllm_nvmeof_offload.pool.lease import TAKEOVER_S, lease_of, read_lease
 from vllm_nvmeof_offload.pool.pool import Pool
-from vllm_nvmeof_offload.pool.silence import TAKEOVER_S
 
 from .fuse_mount import FaultyMount
 from .kit import WAIT_S, make_spec
@@ -134,18 +133,17 @@ def test_a_slow_target_and_a_stop_only_miss_deadlines(
 
 
 def test_a_stopped_owner_keeps_its_directory(start_child: StartChild, tmp_path: Path) -> None:
-    """The heartbeat grows old while the owner lives: on one kernel only the flock decides."""
+    """The lease grows old while the owner lives: on one kernel only the flock decides."""
     child = start_child("threads", tmp_path)
     spec = make_spec(tmp_path, engine_index=0)
-    (lock,) = tmp_path.glob("*/engine-0/rank-0/lock")
+    (directory,) = tmp_path.glob("*/engine-0/rank-0")
     stop(child)
-    holder = read_holder(lock)
-    assert holder is not None
-    assert holder.pid == child.pid
-    # The heartbeat after a long stop.
-    record = json.loads(lock.read_bytes().rstrip(b"\0 \n"))
-    record["heartbeat"] -= 100 * TAKEOVER_S
-    lock.write_bytes(json.dumps(record).encode().ljust(512))
+    page = read_lease(lease_of(directory))
+    assert page is not None
+    assert page.pid == child.pid
+    # After a long stop.
+    old_s = (directory / "lease").stat().st_mtime - 100 * TAKEOVER_S
+    os.utime(directory / "lease", (old_s, old_s))
     with pytest.raises(PoolLockedError, match=f"pid {child.pid} "):
         Pool.open(spec)
     # A start that does not request this directory gets the next one.

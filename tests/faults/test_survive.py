@@ -7,14 +7,13 @@ Pool slots with even numbers are on the faulty target, the others on a second, h
 from __future__ import annotations
 
 import errno
-import json
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.elsewhere import page_elsewhere, put_page
 from tests.small_disk import tmpfs
 from vllm_nvmeof_offload.errors import DEADLINE, OK, Outcome, io_error
 from vllm_nvmeof_offload.pool.format import read_superblock
@@ -207,9 +206,8 @@ def test_a_server_of_another_owner_is_not_joined(
     lose(survivor)
     survivor.wait_until(lambda: survivor.pool.device(0) is None)
     faulty_mount.unmount()
-    (lock,) = faulty_mount.backing.glob("t/*/engine-0/rank-0/lock")
-    record = {"host": "elsewhere", "pid": 4711, "boot_id": "x", "heartbeat": time.time()}
-    lock.write_text(json.dumps(record))
+    (lease,) = faulty_mount.backing.glob("t/*/engine-0/rank-0/lease")
+    put_page(lease, page_elsewhere())
     faulty_mount.mount()
     survivor.wait_until(lambda: "is held by" in caplog.text)
     assert survivor.health[0].verdict is Verdict.GONE

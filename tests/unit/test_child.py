@@ -20,8 +20,8 @@ print(json.dumps([__name__, VALUE, sys.argv[1:], sys.modules.get("fork").__dict_
 
 
 def test_here_it_is_pythons_own_option() -> None:
-    command = child.child_command("pool.lock")
-    assert command == [sys.executable, "-m", "vllm_nvmeof_offload.pool.lock"]
+    command = child.child_command("pool.keeper")
+    assert command == [sys.executable, "-m", "vllm_nvmeof_offload.pool.keeper"]
 
 
 def test_below_other_packages_none_of_them_is_run(

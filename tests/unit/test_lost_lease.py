@@ -14,7 +14,6 @@ from vllm_nvmeof_offload.targets.reattach import Attachments
 def test_a_target_whose_lease_is_lost_is_gone_and_is_not_searched_for(tmp_path: Path) -> None:
     rig = ENGINES["threads-buffered"](tmp_path, targets=2, leased=True)
     for permit in rig.pool.permits:
-        assert permit is not None
         permit.grant(1)  # it has run out: an outage, which is no loss
     health = [TargetHealth(), TargetHealth()]
     attachments = Attachments(rig.pool, rig.engine, health)
@@ -23,7 +22,6 @@ def test_a_target_whose_lease_is_lost_is_gone_and_is_not_searched_for(tmp_path: 
     assert [one.verdict for one in health] == [Verdict.DEGRADED] * 2
     assert "lease could not be renewed" in health[0].reason
     renewed, lost = rig.pool.permits
-    assert renewed is not None and lost is not None
     renewed.grant(boot_ns() + 10**12)
     lost.lose()
     for _ in range(2):

@@ -4,35 +4,36 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.elsewhere import living_elsewhere
+from tests.elsewhere import living_elsewhere, page_elsewhere, put_page
 from tests.wait import wait_until
 from vllm_nvmeof_offload import LOGGER_NAME
 from vllm_nvmeof_offload.errors import PoolLockedError
 from vllm_nvmeof_offload.pool import ownership
 from vllm_nvmeof_offload.pool.format import Keyspace
-from vllm_nvmeof_offload.pool.lock import (
-    DirectoryLock,
-    Heartbeat,
-    Holder,
-    probe_lock,
-    read_holder,
+from vllm_nvmeof_offload.pool.lease import (
+    Lease,
+    LeasePage,
+    Permits,
+    Takeover,
+    boot_id,
+    lease_of,
+    read_lease,
 )
+from vllm_nvmeof_offload.pool.lock import DirectoryLock
+from vllm_nvmeof_offload.pool.ownership import LOCAL
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
-from vllm_nvmeof_offload.pool.silence import Silence
 
 CHILD = """
 import sys, pathlib
@@ -76,8 +77,14 @@ def test_a_second_engine_takes_the_next_index(
     pool.close()
 
 
+def page_in(directory: Path) -> LeasePage:
+    page = read_lease(lease_of(directory))
+    assert page is not None
+    return page
+
+
 def _held_by(pid: int) -> str:
-    return rf"engine-0.*pid {pid} on host {Holder.myself().host} \(heartbeat \d+ s old\)"
+    return rf"engine-0.*pid {pid} on host {socket.gethostname()} \(renewed \d+ s ago\)"
 
 
 def test_an_index_that_is_held_is_refused_by_name(
@@ -93,104 +100,90 @@ def test_a_lock_left_by_sigkill_is_taken_over_at_once(
     other_process.send_signal(signal.SIGKILL)
     other_process.wait()
     pool = Pool.open(make_spec(tmp_path, engine_index=0))
-    holder = read_holder(pool.directories[0] / "lock")
-    assert holder is not None
-    assert holder.pid == os.getpid()
+    assert page_in(pool.directories[0]).pid == os.getpid()
     pool.close()
 
 
-def test_a_closed_pool_names_no_holder(tmp_path: Path) -> None:
+def test_a_closed_pool_names_no_owner(tmp_path: Path) -> None:
     pool = Pool.open(make_spec(tmp_path))
     pool.close()
     pool.close()
-    assert read_holder(pool.directories[0] / "lock") is None
+    assert page_in(pool.directories[0]).is_free
+    assert (pool.directories[0] / "lock").stat().st_size == 0
 
 
-def leave_lock(tmp_path: Path, age_s: float, **changes: object) -> Path:
-    """Leave a lock file as another host would."""
+def leave_lease(tmp_path: Path, **changes: object) -> Path:
+    """Leave a lease as another host would."""
     pool = Pool.open(make_spec(tmp_path))
-    lock = pool.directories[0] / "lock"
     pool.close()
-    record = {
-        "host": "elsewhere",
-        "pid": 4711,
-        "boot_id": "another-kernel",
-        "heartbeat": time.time() - age_s,
-        **changes,
-    }
-    lock.write_text(json.dumps(record))
-    return lock
+    lease = pool.directories[0] / "lease"
+    put_page(lease, page_elsewhere(**changes))
+    return lease
 
 
 @pytest.mark.parametrize("engine_index", [None, 0])
-@pytest.mark.parametrize(
-    "ahead_s", [0, -31, -5 * 3600, 3600], ids=["in step", "behind", "hours behind", "ahead"]
-)
 def test_a_live_owner_on_another_host_is_refused_by_name(
-    tmp_path: Path, engine_index: int | None, ahead_s: float
+    tmp_path: Path, engine_index: int | None
 ) -> None:
-    """Whatever its clock says: its record changes while it is watched."""
-    lock = leave_lock(tmp_path, 0)
-    with living_elsewhere(lock, ahead_s), pytest.raises(PoolLockedError) as refusal:
+    lease = leave_lease(tmp_path)
+    with living_elsewhere(lease), pytest.raises(PoolLockedError) as refusal:
         Pool.open(make_spec(tmp_path, engine_index))
     message = str(refusal.value)
-    assert str(lock) in message
+    assert str(lease) in message
     assert "4711" in message
     assert "elsewhere" in message
     assert "delete" in message
 
 
 @pytest.mark.parametrize(
-    ("age_s", "changes"),
-    [
-        (31, {}),
-        (-3600, {}),
-        (3, {"boot_id": Holder.myself().boot_id}),
-        (31, {"host": Holder.myself().host}),
-        (3, {"heartbeat": "garbage"}),
-    ],
-    ids=[
-        "dead host",
-        "dead, clock ahead",
-        "another container, same kernel",
-        "same host, rebooted",
-        "garbage",
-    ],
+    "changes",
+    [{}, {"boot": boot_id()}, {"host": socket.gethostname()}, {"generation": 0}],
+    ids=["dead host", "another container, same kernel", "same host, rebooted", "damaged"],
 )
 def test_a_dead_owner_is_taken_over(
-    tmp_path: Path,
-    age_s: float,
-    changes: dict[str, object],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ownership, "Silence", partial(Silence, 0.01))
-    leave_lock(tmp_path, age_s, **changes)
+    waited: list[float] = []
+
+    def takeover(_: float) -> Takeover:
+        return Takeover(0.01, wait=waited.append)
+
+    monkeypatch.setattr(ownership, "Takeover", takeover)
+    lease = leave_lease(tmp_path)
+    page = replace(page_elsewhere(), **changes)  # type: ignore[arg-type]
+    lease.write_bytes(page.encode() if page.is_intact else b"garbage")
     pool = Pool.open(make_spec(tmp_path, engine_index=0))
     assert pool.engine_index == 0
     pool.close()
 
 
-def test_a_live_holder_with_a_boot_id_of_its_own_is_no_other_host(
+def test_a_dead_owner_of_this_kernel_is_not_waited_for(tmp_path: Path) -> None:
+    """Its flock has ended: a wait would take 30 s."""
+    leave_lease(tmp_path, boot=boot_id())
+    pool = Pool.open(make_spec(tmp_path, engine_index=0))
+    assert page_in(pool.directories[0]).generation == page_elsewhere().generation + 1
+    pool.close()
+
+
+def test_a_live_owner_with_a_boot_id_of_its_own_is_no_other_host(
     tmp_path: Path, other_process: subprocess.Popen[str]
 ) -> None:
     """A container may have one. Its flock is refused, so it lives here."""
     directory = tmp_path / Keyspace.of({"m": 1}).digest / "engine-0" / "rank-0"
-    holder = read_holder(directory / "lock")
-    assert holder is not None
-    (directory / "lock").write_bytes(replace(holder, boot_id="the container's").record())
-    assert probe_lock(directory).kind == "live"
+    put_page(directory / "lease", replace(page_in(directory), boot=b"the container's."))
+    assert Takeover().look(directory).kind == "live"
     other_process.kill()
     other_process.wait()
-    assert probe_lock(directory).kind == "foreign"
+    assert Takeover().look(directory).kind == "silent"
 
 
-def test_a_repair_renews_its_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ownership, "Heartbeat", partial(Heartbeat, period_s=0.05))
+def test_a_repair_renews_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ownership, "LOCAL", replace(LOCAL, takeover_s=0.3))
     with ownership.hold([tmp_path]):
-        first = read_holder(tmp_path / "lock")
-        assert first is not None and first.pid == os.getpid()
-        wait_until("a heartbeat", lambda: read_holder(tmp_path / "lock") != first)
-    assert read_holder(tmp_path / "lock") is None, "no heartbeat follows the release"
+        first = page_in(tmp_path)
+        assert first.pid == os.getpid()
+        wait_until("a renewal", lambda: page_in(tmp_path) != first)
+    assert page_in(tmp_path).is_free, "no renewal follows the release"
 
 
 def test_a_failed_open_leaves_no_lock(tmp_path: Path) -> None:
@@ -208,11 +201,11 @@ def test_a_failed_open_leaves_no_lock(tmp_path: Path) -> None:
 
 def test_a_released_directory_is_free_although_a_prober_has_the_descriptor(tmp_path: Path) -> None:
     """One that is just being started has all of them, and one that is ending that of its answer."""
-    lock = DirectoryLock.claim(tmp_path / "lock")
+    lock = DirectoryLock.claim(tmp_path)
     assert lock is not None
     of_the_prober = os.dup(lock.fd)
     lock.release()
-    again = DirectoryLock.claim(tmp_path / "lock")
+    again = DirectoryLock.claim(tmp_path)
     os.close(of_the_prober)
     assert again is not None
     again.release()
@@ -222,8 +215,9 @@ def test_closing_on_a_target_that_does_not_answer_logs_no_alarm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A server that ends with a lost target logs nothing that an operator must act on."""
-    lock = DirectoryLock.claim(tmp_path / "lock")
+    lock = DirectoryLock.claim(tmp_path)
     assert lock is not None
+    lease = Lease.claim_in(tmp_path, LOCAL, Permits.new(1), 0)
     ours = logging.getLogger(LOGGER_NAME)
     monkeypatch.setattr(ours, "propagate", False)
     caplog.set_level(logging.INFO, LOGGER_NAME)
@@ -233,12 +227,13 @@ def test_closing_on_a_target_that_does_not_answer_logs_no_alarm(
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", fails)
-        lock.release()
+        patch.setattr(os, "pwritev", fails)
+        lease.release(lock.lease)
     ours.removeHandler(caplog.handler)
     (record,) = caplog.records
     assert record.levelno == logging.INFO
     assert "left as it is (EIO): the next start takes it over" in record.getMessage()
-    taken_over = DirectoryLock.claim(tmp_path / "lock")
+    lock.release()
+    taken_over = DirectoryLock.claim(tmp_path)
     assert taken_over is not None, "and it does"
     taken_over.release()

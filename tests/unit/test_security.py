@@ -31,7 +31,7 @@ MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "mar
 CALLS = {"eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "pandas.read_pickle"}
 #: Every name that a pool may use: digests, numbers and constants.
 NAMES = re.compile(
-    r"[0-9a-f]{32}|engine-\d+|rank-\d+|slab|table|log|superblock|lock|owner|keyspace\.json"
+    r"[0-9a-f]{32}|engine-\d+|rank-\d+|slab|table|log|superblock|lock|lease|keyspace\.json"
 )
 
 
@@ -82,7 +82,7 @@ def test_names_on_disk_reveal_nothing_of_a_prompt(tmp_path: Path) -> None:
     fill(pool)
     pool.close()
     names = [path.name for path in (tmp_path / "target").rglob("*")]
-    assert {"slab", "table", "log", "superblock", "lock", "owner", "keyspace.json"} <= {*names}
+    assert {"slab", "table", "log", "superblock", "lock", "lease", "keyspace.json"} <= {*names}
     assert [name for name in names if not NAMES.fullmatch(name)] == []
 
 

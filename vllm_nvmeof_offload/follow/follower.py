@@ -3,7 +3,7 @@
 
 It is a process of its own because its work must not take turns with the scheduler's, and because
 a thread that waits for a lost target cannot be ended. It only reads. It leaves the work to a child
-of its own and ends when its input does, with its server: `pool.lock` has the reasons.
+of its own and ends when its input does, with its server: `pool.keeper` has the reasons.
 """
 
 from __future__ import annotations

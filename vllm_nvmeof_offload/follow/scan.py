@@ -25,17 +25,14 @@ from vllm_nvmeof_offload.follow.source import Source, source_of
 from vllm_nvmeof_offload.native import ForeignRegion, ForeignWriter
 from vllm_nvmeof_offload.pool.folder import Folder, open_private
 from vllm_nvmeof_offload.pool.format import (
-    LOCK_FILE,
     SLAB_FILE,
     SUPERBLOCK_FILE,
     Superblock,
     read_superblock,
     region_uuid,
 )
-from vllm_nvmeof_offload.pool.lease import is_silent
-from vllm_nvmeof_offload.pool.lock import probe_lock
+from vllm_nvmeof_offload.pool.lease import Takeover
 from vllm_nvmeof_offload.pool.log import LOG_PAGES_MAX
-from vllm_nvmeof_offload.pool.silence import Silence
 
 #: Interval at which a target is searched for engines, and their locks are probed.
 DISCOVERY_S = 1.0
@@ -86,11 +83,10 @@ class _Region:
         #: All that it has is known; its log tells of anything new.
         self.rests = False
         self._scope = scope
-        self._silence = Silence()
+        self._takeover = Takeover()
         # Joined once: these are looked at many times per second.
         self._superblock_path = self.place / SUPERBLOCK_FILE
-        self._lock_path = self.place / LOCK_FILE
-        self._superblock_seen = self._lock_seen = (0, 0)
+        self._superblock_seen = (0, 0)
         self._source: Source | None = None
         self._rows: ForeignRegion | None = None
         self._of: Superblock | None = None  # the rows are of a table of this shape
@@ -123,24 +119,9 @@ class _Region:
         self.superblock, self._superblock_seen = found, seen
         return True
 
-    def probe_lock(self) -> None:
-        """Learn whether a process holds the region: by its lease, if it has one, else by its lock.
-
-        A probe can keep a server that starts at that very moment out of its directory, so a lock
-        that is free is not probed again before somebody has written it.
-        """
-        silent = is_silent(self.place, self._silence)
-        if silent is not None:
-            self.is_held = not silent
-            return
-        try:
-            seen = _stamp_of(self._lock_path)
-        except FileNotFoundError:
-            self.is_held = False
-            return
-        if self.is_held or seen != self._lock_seen:
-            self.is_held = probe_lock(self.place).may_live
-            self._lock_seen = seen
+    def look_at_owner(self) -> None:
+        """Learn whether a process holds the region."""
+        self.is_held = self._takeover.look(self.place).may_live
 
     def follow(
         self, table: ForeignWriter, wanted: Wanted, ours: OurRegions, now_s: float
@@ -290,7 +271,7 @@ class TargetScan:
             try:
                 Folder.open(region.directory, region.place)  # it is ours
                 region.read_superblock()
-                region.probe_lock()
+                region.look_at_owner()
             except (OSError, PoolFormatError) as error:
                 self._fail(region, error)
             else:

@@ -103,7 +103,7 @@ class NativeIoEngine:
                 regions=[block.place(0).region_uuid for block in pool.superblocks],
                 logs=[pool.log(target)[1:] for target in targets],
                 rank=pool.superblocks[0].rank,
-                permits=[0 if permit is None else permit.address for permit in pool.permits],
+                permits=[permit.address for permit in pool.permits],
                 groups=list(pool.kinds.items()),
                 slot_bytes=pool.slot_bytes,
                 registered=how is How.REGISTERED,

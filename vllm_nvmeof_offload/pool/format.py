@@ -52,8 +52,8 @@ The superblock is one 4 KiB page that describes the region and names what of it 
 
 A group: u32 id, u8 kind, u8 ranks in a set, u16 zero, u64 payload bytes, u32 blocks per chunk,
 u32 bytes of a block. All other bytes are zero; so are offsets, device and MAC, which later releases
-use. A region of an earlier release has no log. shared: 2 where the region has a lease, because
-other hosts read it (`pool.lease`), else 0. A region without a lease has the lease generation 0.
+use. A region of an earlier release has no log. shared: 2 where a group of hosts uses the region
+(`pool.lease`), else 0. The lease generation is 0 there.
 
 The superblock with the highest sequence of a rank, over its targets, has the epoch and the tag
 under which chunks are adopted; all else is void. Epochs are random. It is replaced as a whole
@@ -105,7 +105,7 @@ KEY_BYTES_MAX = 46
 FLAG_SINGLE_COPY = 8
 EPOCH_MAX = (1 << 32) - 1
 UUID_BYTES = 16
-#: `Superblock.shared` of a region with a lease.
+#: `Superblock.shared` of a region that the hosts of a group use.
 LEASED = 2
 
 _CRC = struct.Struct("<I")  # or any u32
@@ -358,8 +358,8 @@ class Superblock:
     uuid: of the pool, the same on all its targets. keyspace: 32 hex digits. payload_bytes: of
     the longest group. slots: on this target. epoch, tag: of the chunks that are not void.
     sequence: counts the resets of the rank. log_pages: of the log (`pool.log`); 0: there is none.
-    shared: `LEASED`, or 0. lease_generation: of the lease under which it was written. Later
-    releases use the other fields from `table_offset` on.
+    shared: `LEASED`, or 0. lease_generation: of the lease under which it was written, in a group.
+    Later releases use the other fields from `table_offset` on.
     """
 
     uuid: bytes

@@ -1,25 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lease of a region: a page that names its owner, for file systems that several hosts write.
+"""The lease of a region: a page that names its owner, the one record of who may write there.
 
 The page, 4 KiB, little endian, in the file `lease` of a rank directory::
 
-    0   8s  magic "vNVMeLS\\0"              44  u32 epoch of the region, for people
-    8   16s owner, random; zero: nobody    48  64s host, utf-8
-    24  u64 lease generation               112 u32 pid
-    32  u64 beat                           116 64s name of the server, utf-8
-    40  u32 period of the beat, ms         4092 u32 CRC-32C of bytes 0..4091
+    0   8s  magic "vNVMeLS\\0"              52   u32 pid
+    8   16s owner, random; zero: nobody    56   16s the running kernel's boot id
+    24  u64 lease generation               72   64s host, utf-8
+    32  u64 beat                           136  64s name of the server, utf-8
+    40  u32 period of the beat, ms         200  128s name of the engine, utf-8
+    44  u32 1: of a group of hosts         4092 u32 CRC-32C of bytes 0..4091
+    48  u32 epoch of the region, for people
 
-Nobody compares clocks of two hosts. A claimant that sees a page unchanged for `takeover_s` on its
-own clock takes the owner for dead. It writes its own name and the next generation, waits until that
-write has completed and `settle_s` has passed, and reads the page again: the last of several
-claimants finds its own name, and the others look for another region.
+The owner's *keeper* (`keeper`) renews the page: every 5 s where the file system is this host's, and
+every 3.3 s where a *group* of servers on several hosts writes it. Nobody compares clocks of two
+hosts.
 
-The owner's *keeper*, in the process that writes heartbeats, reads the page before it renews it. If
-another owner is there, the lease is lost for as long as the process lives. With each renewal the
-keeper advances the write permit, a word of shared memory that everything reads that writes to the
-region: it is the time before the renewal began, plus a third of `takeover_s`. A server whose
-renewals do not complete thus stops writing long before anybody takes its region. It goes on once
-they do, if nobody has taken it (`Keeper`). Permits count the time for which a machine sleeps.
+A claim locks the directory (`lock`), and judges the page (`Takeover`). The region can be taken if
+nobody has claimed it; if its last owner released it; if it is no group's, and its owner was a
+process of this kernel, whose flock has ended with it; or if the page has not changed for
+`takeover_s` on the claimant's own clock. In a group such a page counts even where the flock is
+refused: a stopped server keeps its flock, and an NFS server those of a lost host. The claimant
+writes its own name and the next generation. In a group it waits until that write has completed and
+`settle_s` has passed. It reads the page again: the last of several claimants finds its own name,
+and the others look for another region.
+
+The keeper reads the page before it renews it. If another owner is there, the lease is lost for as
+long as the process lives, and nothing is written any more. In a group the keeper advances the write
+permit with each renewal, a word of shared memory that everything reads that writes to the region:
+it is the time before the renewal began, plus a third of `takeover_s`. A server whose renewals do
+not complete thus stops writing long before anybody takes its region. It goes on once they do, if
+nobody has taken it (`Keeper`). Permits count the time for which a machine sleeps.
 
 A lease is not a fence. What the kernel has queued may land after another owner came; see
 docs/sharing.md for what that costs.
@@ -27,7 +37,6 @@ docs/sharing.md for what that costs.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import hashlib
@@ -37,30 +46,39 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+import uuid
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from crc32c import crc32c
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.pool.folder import open_private
 from vllm_nvmeof_offload.pool.format import LEASE_FILE, is_intact_page
-from vllm_nvmeof_offload.pool.silence import POLL_S, TAKEOVER_S, Silence
+from vllm_nvmeof_offload.pool.lock import FileId, is_locked
 from vllm_nvmeof_offload.units import PAGE_BYTES, printable
 
 MAGIC = b"vNVMeLS\0"
 OWNER_BYTES = 16
 NOBODY = bytes(OWNER_BYTES)
 _NAME_BYTES = 64
-_PAGE = struct.Struct(f"<8s16sQQII{_NAME_BYTES}sI{_NAME_BYTES}s")
+_ENGINE_BYTES = 128
+_PAGE = struct.Struct(f"<8s16sQQIIII16s{_NAME_BYTES}s{_NAME_BYTES}s{_ENGINE_BYTES}s")
 _CRC = struct.Struct("<I")
 _WORD_BYTES = 8
 #: A device may write less than a page at once: a damaged page is read again before that counts.
 _READS = 3
-#: Within the permit, a keeper renews so many times.
+#: Within the permit, a keeper of a group's region renews so many times.
 _BEATS_PER_PERMIT = 3
+TAKEOVER_S = 30.0
+#: Where the file system is this host's, a keeper renews so many times within `TAKEOVER_S`.
+_BEATS_PER_TAKEOVER = 6
+#: Interval at which a claim looks again at what it waits for.
+POLL_S = 0.05
+
+_T = TypeVar("_T")
 
 
 def boot_ns() -> int:
@@ -68,18 +86,33 @@ def boot_ns() -> int:
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
-def _text(value: str) -> bytes:
+def boot_id() -> bytes:
+    """Return 16 bytes that the running kernel alone has. Containers of one machine share it.
+
+    Two machines may have one host name, so names prove nothing.
+    """
+    try:
+        return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
+    except (OSError, ValueError):
+        return os.getpid().to_bytes(16)
+
+
+def _text(value: str, size: int = _NAME_BYTES) -> bytes:
     """Return what fits, cut between two characters."""
-    return value.encode(errors="replace")[:_NAME_BYTES].decode(errors="ignore").encode()
+    return value.encode(errors="replace")[:size].decode(errors="ignore").encode()
 
 
 @dataclass(frozen=True, slots=True)
 class Leasing:
-    """How a server leases its regions. name: the server's, equal at each of its starts."""
+    """How a server leases its regions. name: the server's, equal at each of its starts.
+
+    in_group: servers on other hosts write the same file system; else this host alone does.
+    """
 
     name: str = field(default_factory=socket.gethostname)
     takeover_s: float = TAKEOVER_S
     settle_s: float = 2.0
+    in_group: bool = True
 
     @property
     def permit_s(self) -> float:
@@ -88,13 +121,17 @@ class Leasing:
     @property
     def beat_s(self) -> float:
         """The period of renewals."""
-        return self.permit_s / _BEATS_PER_PERMIT
+        if self.in_group:
+            return self.permit_s / _BEATS_PER_PERMIT
+        return self.takeover_s / _BEATS_PER_TAKEOVER
 
 
 @dataclass(frozen=True, slots=True)
 class LeasePage:
     """owner: 16 bytes, `NOBODY` if it was released. generation: +1 at each claim. beat: +1 at each
-    renewal. host, pid, name: for people; `name` also decides whose chunks are adopted."""
+    renewal. boot: see `boot_id`. host, pid, name: for people; in a group `name` also decides whose
+    chunks are adopted. engine: the same on all ranks of one engine; empty: it has no name.
+    """
 
     owner: bytes
     generation: int
@@ -104,6 +141,9 @@ class LeasePage:
     host: str
     pid: int
     name: str
+    in_group: bool = True
+    boot: bytes = bytes(16)
+    engine: str = ""
 
     @property
     def is_free(self) -> bool:
@@ -113,14 +153,19 @@ class LeasePage:
     def is_intact(self) -> bool:
         return self.generation > 0
 
+    @property
+    def died_here(self) -> bool:
+        """Whether a process of this kernel was the owner, for whom a free flock is the end."""
+        return not self.in_group and self.boot == boot_id()
+
     def __str__(self) -> str:
         return f"pid {self.pid} on host {printable(self.host)}"
 
     def encode(self) -> bytes:
         page = bytearray(PAGE_BYTES)
-        of = _text(self.host), self.pid, _text(self.name)
-        numbers = self.generation, self.beat, self.beat_ms, self.epoch
-        _PAGE.pack_into(page, 0, MAGIC, self.owner, *numbers, *of)
+        numbers = self.generation, self.beat, self.beat_ms, self.in_group, self.epoch, self.pid
+        names = _text(self.host), _text(self.name), _text(self.engine, _ENGINE_BYTES)
+        _PAGE.pack_into(page, 0, MAGIC, self.owner, *numbers, self.boot, *names)
         end = PAGE_BYTES - _CRC.size
         _CRC.pack_into(page, end, crc32c(memoryview(page)[:end]))
         return bytes(page)
@@ -130,9 +175,12 @@ class LeasePage:
         """Return the page's content; None if it is not intact."""
         if len(page) != PAGE_BYTES or not is_intact_page(memoryview(page), MAGIC):
             return None
-        _, owner, generation, beat, beat_ms, epoch, host, pid, name = _PAGE.unpack_from(page)
-        texts = (one.rstrip(b"\0").decode(errors="replace") for one in (host, name))
-        return LeasePage(owner, generation, beat, beat_ms, epoch, next(texts), pid, next(texts))
+        _, owner, generation, beat, beat_ms, in_group, epoch, pid, boot, *names = _PAGE.unpack_from(
+            page
+        )
+        host, name, engine = (one.rstrip(b"\0").decode(errors="replace") for one in names)
+        who = host, pid, name, bool(in_group), boot, engine
+        return LeasePage(owner, generation, beat, beat_ms, epoch, *who)
 
     @staticmethod
     def damaged(page: bytes) -> LeasePage:
@@ -156,9 +204,14 @@ class PageIo(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """A page that is the start of a file. Reads and writes bypass this kernel's page cache."""
+    """A page that is the start of a file. Reads and writes bypass this kernel's page cache.
+
+    file: the only one that is read and written, because another file system, with another owner,
+    may be mounted at the path by now; None: whichever is there.
+    """
 
     path: Path
+    file: FileId | None = None
 
     def read(self) -> bytes:
         try:
@@ -174,26 +227,28 @@ class PageFile:
             os.close(fd)
 
     def write(self, page: bytes) -> None:
-        fd, _ = self._open(os.O_WRONLY | os.O_DSYNC)
+        fd, _ = self._open(os.O_WRONLY)
         try:
             with mmap.mmap(-1, PAGE_BYTES) as buffer:
                 buffer[:] = page
                 if os.pwritev(fd, [buffer], 0) != PAGE_BYTES:
                     raise OSError(errno.EIO, "short write", str(self.path))
+                os.fdatasync(fd)
         finally:
             os.close(fd)
 
-    def create(self) -> None:
-        """Make the file if there is none; only a claim does that."""
-        os.close(open_private(self.path, os.O_WRONLY | os.O_CREAT))
-
     def _open(self, flags: int) -> tuple[int, bool]:
         try:
-            return open_private(self.path, flags | os.O_DIRECT), True
+            fd, direct = open_private(self.path, flags | os.O_DIRECT), True
         except OSError as error:
             if error.errno != errno.EINVAL:  # the file system has no O_DIRECT
                 raise
-            return open_private(self.path, flags), False
+            fd, direct = open_private(self.path, flags), False
+        status = os.fstat(fd)
+        if self.file not in (None, (status.st_dev, status.st_ino)):
+            os.close(fd)
+            raise OSError(errno.ESTALE, "another file is there now", str(self.path))
+        return fd, direct
 
 
 def read_lease(io: PageIo) -> LeasePage | None:
@@ -212,112 +267,159 @@ def lease_of(directory: Path) -> PageFile:
     return PageFile(directory / LEASE_FILE)
 
 
-def is_leased(directory: Path, silence: Silence) -> bool:
-    """Return whether a region has an owner that lives, as far as `silence` has seen.
+# -- takeover -------------------------------------------------------------------------
 
-    UnsettledError: it is not known yet. OSError: the page cannot be read.
+
+class UnsettledError(Exception):
+    """A page has not been watched for long enough: try again in a moment."""
+
+
+@dataclass(slots=True)
+class _Watched:
+    page: Hashable
+    since_s: float
+    has_beaten: bool = False
+    died_here: bool = False
+
+
+@dataclass
+class Takeover:
+    """Decides whether owners on other hosts are dead, without comparing two hosts' clocks.
+
+    Two hosts' clocks may be hours apart, so no time in a page proves a death. A live owner changes
+    its page all the time: one that has not changed for `takeover_s` on this process's own clock
+    names a dead owner.
     """
-    io = lease_of(directory)
-    page = read_lease(io)
-    if page is None or page.is_free:
-        return False
-    return not silence.is_dead(io.path, page, page)
 
+    takeover_s: float = TAKEOVER_S
+    clock: Callable[[], float] = time.monotonic
+    wait: Callable[[float], None] = time.sleep
+    _watched: dict[Path, _Watched] = field(default_factory=dict)
+    _logged: bool = False
 
-def is_abandoned(directory: Path, silence: Silence) -> bool:
-    """Return whether nobody renews or claims a region's lease, as far as `silence` has seen.
+    def _watch(self, path: Path, page: Hashable) -> _Watched:
+        seen = self._watched.setdefault(path, _Watched(page, self.clock()))
+        if page != seen.page:
+            seen = self._watched[path] = _Watched(page, self.clock(), has_beaten=True)
+        return seen
 
-    False where the region has no lease. A lease that is free is watched, too: whoever has only
-    locked the region may be about to claim it, or has lost it to one that has ended since.
-    UnsettledError: it is not known yet. OSError: the page cannot be read.
-    """
-    io = lease_of(directory)
-    page = read_lease(io)
-    return page is not None and silence.is_dead(io.path, page, page)
+    def unchanged_s(self, path: Path, page: Hashable) -> float:
+        """Take in what was just read from `path`; return how long it has been seen unchanged."""
+        return self.clock() - self._watch(path, page).since_s
 
+    def is_dead(self, path: Path, page: Hashable) -> bool:
+        """Return whether the owner is dead whose page was just read from `path`.
 
-def is_silent(directory: Path, silence: Silence) -> bool | None:
-    """Return whether a region's owner is gone or has not been seen to renew its lease for the
-    takeover's time; None: the region has no lease. OSError: the page cannot be read.
-    """
-    io = lease_of(directory)
-    page = read_lease(io)
-    if page is None:
-        return None
-    return page.is_free or silence.watch(io.path, page) >= silence.takeover_s
+        UnsettledError: it is not known yet.
+        """
+        if self.unchanged_s(path, page) >= self.takeover_s:
+            return True
+        if self._watched[path].has_beaten:
+            return False
+        if not self._logged:
+            logger.warning(
+                "%s names %s; waiting up to %.0f s for a sign of life before taking it over",
+                *(path, page, self.takeover_s),
+            )
+            self._logged = True
+        raise UnsettledError
+
+    def settled(self, ask: Callable[[], _T]) -> _T:
+        """Call `ask` until it returns: `takeover_s` at most for all pages watched before."""
+        while True:
+            try:
+                return ask()
+            except UnsettledError:
+                self.wait(POLL_S)
+
+    def look(self, directory: Path) -> OwnerState:
+        """Return the state of a region's owner, as far as this object has seen.
+
+        Writes nothing. OSError: the page, or the lock, cannot be read.
+        """
+        path = lease_of(directory).path
+        page = read_lease(lease_of(directory))
+        if page is None or page.is_free:
+            return OwnerState("free", page)
+        seen = self._watch(path, page)
+        unchanged_s = self.clock() - seen.since_s
+        if not page.in_group and not seen.died_here:
+            # A probe could keep a server that starts at this moment out of its directory, so it is
+            # not repeated for an owner that is dead.
+            if is_locked(directory):
+                return OwnerState("live", page, unchanged_s)
+            seen.died_here = page.died_here
+        if seen.died_here or unchanged_s >= self.takeover_s:
+            return OwnerState("dead", page, unchanged_s)
+        return OwnerState("live" if seen.has_beaten else "silent", page, unchanged_s)
+
+    def watch(self, directories: Iterable[Path]) -> None:
+        """Watch these regions from now on: many together cost one wait."""
+        for directory in directories:
+            self.look(directory)
+
+    def observe(self, directories: Sequence[Path]) -> list[OwnerState]:
+        """Look at these regions until each owner that may live has shown a beat or missed one."""
+        while True:
+            found = [self.look(directory) for directory in directories]
+            if not any(one.is_undecided for one in found):
+                return found
+            self.wait(POLL_S)
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseState:
-    """A region's lease as this process has seen it.
+class OwnerState:
+    """The owner of a region as this process has seen it.
 
-    kind: "free" (released in order), "live" (a beat was seen), "silent" (none was: its owner is
-    dead if that goes on). unchanged_s: by this process's own clock, the seconds for which the page
-    was seen unchanged.
+    kind: "free" (there is none), "live" (its flock, or a beat, was seen), "dead", or "silent" (no
+    beat was seen yet: it is dead if that goes on). page: None: nobody has ever claimed the region.
+    unchanged_s: by this process's own clock, how long the page was seen unchanged.
     """
 
     kind: str
-    page: LeasePage
-    unchanged_s: float
+    page: LeasePage | None = None
+    unchanged_s: float = 0.0
+
+    @property
+    def may_live(self) -> bool:
+        return self.kind in ("live", "silent")
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the owner has neither shown a beat nor missed one."""
+        if self.kind != "silent":
+            return False
+        assert self.page is not None
+        return self.unchanged_s < min(TAKEOVER_S, 1.5 * self.page.beat_ms / 1000)
 
     def __str__(self) -> str:
         page = self.page
+        if page is None:
+            return self.kind
         who = f"generation {page.generation}, epoch {page.epoch}"
         if self.kind == "free":
             return f"free; {who}; last owner {printable(page.name)}"
-        seen = f"{'a beat was seen' if self.kind == 'live' else 'no beat'}"
-        age = "" if self.kind == "live" else f" in {self.unchanged_s:.0f} s of watching"
-        return f"{self.kind}: {printable(page.name)}, {page} ({seen}{age}); {who}"
-
-
-def observe_leases(
-    directories: Sequence[Path], silence: Silence | None = None
-) -> dict[Path, LeaseState]:
-    """Watch the leases of these directories until each has shown a beat or missed one.
-
-    Returns those that have a lease, by directory. OSError: a page cannot be read.
-    """
-    silence = silence or Silence()
-    found: dict[Path, LeaseState] = {}
-    while True:
-        waits = False
-        for directory in directories:
-            io = lease_of(directory)
-            page = read_lease(io)
-            if page is None:
-                continue
-            unchanged_s = silence.watch(io.path, page)
-            if page.is_free:
-                found[directory] = LeaseState("free", page, unchanged_s)
-                continue
-            moved = silence.has_moved(io.path)
-            found[directory] = LeaseState("live" if moved else "silent", page, unchanged_s)
-            waits |= not moved and unchanged_s < min(silence.takeover_s, 1.5 * page.beat_ms / 1000)
-        if not waits:
-            return found
-        silence.wait(POLL_S)
-
-
-def watch_leases(silence: Silence, directories: Iterable[Path]) -> None:
-    """Watch the pages of these directories from now on: many together cost one wait."""
-    for io in map(lease_of, directories):
-        page = read_lease(io)
-        if page is not None and not page.is_free:
-            silence.watch(io.path, page)
+        age = f", no beat in {self.unchanged_s:.0f} s of watching" if self.kind == "silent" else ""
+        return f"{self.kind}: {printable(page.name)}, {page}{age}; {who}"
 
 
 # -- permits --------------------------------------------------------------------------
 
 
 class Permit:
-    """The word of one region: the time by `boot_ns` before which a write may start; 0: never."""
+    """The word of one region: the time by `boot_ns` before which a write may start; 0: never.
 
-    def __init__(self, word: ctypes.c_uint64) -> None:
+    is_limited: False where the region is no group's: writes may start until the lease is lost.
+    """
+
+    def __init__(self, word: ctypes.c_uint64, *, is_limited: bool = True) -> None:
         self._word = word
+        self.is_limited = is_limited
 
     @property
     def address(self) -> int:
-        return ctypes.addressof(self._word)
+        """Of the word, for the I/O engine; 0: it need not look."""
+        return ctypes.addressof(self._word) if self.is_limited else 0
 
     @property
     def until_ns(self) -> int:
@@ -325,7 +427,7 @@ class Permit:
 
     @property
     def is_open(self) -> bool:
-        return boot_ns() < self._word.value
+        return not self.is_lost and (not self.is_limited or boot_ns() < self._word.value)
 
     @property
     def is_lost(self) -> bool:
@@ -351,7 +453,7 @@ class Permit:
 PERMIT_POLL_S = 0.01
 
 
-#: An engine's thread that hangs may look at its permit after the pool was closed.
+#: An engine's thread that hangs may look at a limited permit after the pool was closed.
 _MAPPED: list[mmap.mmap] = []
 
 
@@ -362,7 +464,6 @@ class Permits:
         """fd: of the memory."""
         self.fd = fd
         self._memory = mmap.mmap(fd, os.fstat(fd).st_size)
-        _MAPPED.append(self._memory)
 
     @classmethod
     def new(cls, count: int) -> Permits:
@@ -372,11 +473,14 @@ class Permits:
         return cls(fd)
 
     def close(self) -> None:
-        """Give up the descriptor; the memory stays."""
+        """Give up the descriptor; the memory stays as long as its permits."""
         os.close(self.fd)
 
-    def word(self, number: int) -> Permit:
-        return Permit(ctypes.c_uint64.from_buffer(self._memory, number * _WORD_BYTES))
+    def word(self, number: int, *, is_limited: bool = True) -> Permit:
+        if is_limited:
+            _MAPPED.append(self._memory)
+        word = ctypes.c_uint64.from_buffer(self._memory, number * _WORD_BYTES)
+        return Permit(word, is_limited=is_limited)
 
 
 # -- owners ---------------------------------------------------------------------------
@@ -387,8 +491,8 @@ class Lease:
     """A claim to a region, and then its lease. clock: as `boot_ns`.
 
     page: what the claim wrote; whoever knows the region's epoch sets it there. previous: the page
-    that was found, which names the last owner; None: there was none. path: of the page, for
-    people. number: of its permit.
+    that was found, which names the last owner; None: there was none. path: of the page. number: of
+    its permit.
     """
 
     io: PageIo
@@ -410,10 +514,11 @@ class Lease:
         permit: Permit,
         previous: LeasePage | None,
         clock: Callable[[], int] = boot_ns,
+        engine: str = "",
     ) -> Lease:
         """Write our name. previous: the page as it was just read, whose owner is dead or gone.
 
-        Nothing is ours before `has_settled`. OSError: the page cannot be written.
+        Nothing is ours before `is_ours`. OSError: the page cannot be written.
         """
         page = LeasePage(
             owner=secrets.token_bytes(OWNER_BYTES),
@@ -424,6 +529,9 @@ class Lease:
             host=socket.gethostname(),
             pid=os.getpid(),
             name=leasing.name,
+            in_group=leasing.in_group,
+            boot=boot_id(),
+            engine=engine,
         )
         self = cls(io, leasing, permit, previous, page, clock=clock)
         begun_ns = clock()
@@ -433,11 +541,12 @@ class Lease:
         return self
 
     @classmethod
-    def claim_in(cls, directory: Path, leasing: Leasing, permits: Permits, number: int) -> Lease:
-        """Claim the lease of a directory whose owner is dead or gone; see `claim`."""
-        io = lease_of(directory)
-        io.create()
-        self = cls.claim(io, leasing, permits.word(number), read_lease(io))
+    def claim_in(
+        cls, directory: Path, leasing: Leasing, permits: Permits, number: int, engine: str = ""
+    ) -> Lease:
+        """Claim the lease of a directory that we have locked; see `claim`."""
+        io, permit = lease_of(directory), permits.word(number, is_limited=leasing.in_group)
+        self = cls.claim(io, leasing, permit, read_lease(io), engine=engine)
         self.path, self.number = io.path, number
         return self
 
@@ -448,6 +557,8 @@ class Lease:
     @property
     def settles_ns(self) -> int:
         """The time from which the page shows whether the region is ours."""
+        if not self.leasing.in_group:
+            return self._written_ns  # the flock keeps others out
         return self._written_ns + max(round(1e9 * self.leasing.settle_s), 2 * self._took_ns)
 
     def is_ours(self) -> bool:
@@ -465,102 +576,24 @@ class Lease:
 
     @property
     def was_of_another(self) -> bool:
-        """Whether the region was another server's: what it stored there is not adopted."""
-        return self.previous is not None and self.previous.name != self.page.name
+        """Whether another server of the group had the region: what it stored is not adopted."""
+        previous = self.previous if self.leasing.in_group else None
+        return previous is not None and previous.name != self.page.name
 
-    def release(self) -> None:
+    def release(self, file: FileId | None = None) -> None:
         """Leave the page without an owner, so that the next one need not wait; writes have ended.
 
-        An error is only logged: the next owner waits.
+        file: as in `PageFile`. An error is only logged: the next start takes the region over.
         """
         self.permit.lose()
-        with contextlib.suppress(OSError):
-            found = read_lease(self.io)
-            if found is None or found.owner != self.page.owner:
-                return
-            self.io.write(replace(found, owner=NOBODY).encode())
-            return
-        logger.info("the lease %s is left as it is: the next owner waits", self.path)
-
-
-class Keeper:
-    """Renews one lease and advances its permit. One thread; every call may wait for the disk.
-
-    A permit is open for a third of the takeover after a renewal began that found our name. A page
-    that is silent for the whole takeover may be claimed. A keeper without a renewal for that long
-    is *late*: it opens no permit, and obeys any other owner. Its own name there is either unclaimed
-    or a slow write of its own that has replaced a claim. So it claims again, in two steps of half a
-    takeover (`_wait_ns`):
-
-    1. It only reads. An owner that lives replaces a page of a lower generation than its own,
-       because no claim writes one while that owner renews.
-    2. It writes the next generation, which every other owner obeys, and waits. If its name is there
-       at the end, nobody else has found theirs for longer than a permit lasts.
-
-    The second wait follows each write that ends half a takeover after the last renewal began, which
-    may have replaced such a claim. So no two permits are open at once, unless a claimant stalls
-    between its read and its write for longer than it lets its claim settle.
-    """
-
-    def __init__(
-        self,
-        io: PageIo,
-        owner: bytes,
-        takeover_s: float,
-        permit: Permit,
-        clock: Callable[[], int] = boot_ns,
-    ) -> None:
-        self._io = io
-        self._owner = owner
-        self._takeover_ns = round(1e9 * takeover_s)
-        self._permit_ns = self._takeover_ns // 3
-        self._wait_ns = self._takeover_ns // 2
-        self._permit = permit
-        self._clock = clock
-        #: The newest page of ours that was seen or written.
-        self._page: LeasePage | None = None
-        #: When the last renewal began that found our name, and ended before it was late.
-        self._renewed_ns = permit.until_ns - self._permit_ns
-        #: When our name was first found late, and no other since; 0: it was not.
-        self._watched_ns = 0
-        #: Renewals that begin earlier permit nothing.
-        self._opens_ns = 0
-
-    def renew(self, epoch: int) -> None:
-        """Renew once, put the page back or claim it again; nothing if the lease is lost.
-
-        OSError: the page cannot be read or written.
-        """
-        begun_ns = self._clock()
-        if self._permit.is_lost:
-            return
-        found = read_lease(self._io)
-        is_late = self._is_late()
-        newest = 0 if self._page is None else self._page.generation
-        is_ours = False
-        if found is not None and found.is_intact:
-            is_ours = found.owner == self._owner and found.generation >= newest
-            if found.owner != self._owner and (is_late or found.generation >= newest):
-                self._permit.lose()
-                return
-        if is_ours:
-            self._page = found
-        if self._page is None:
-            raise OSError(errno.EIO, "no owner is named, or the page is damaged")
-        claims = is_late and is_ours
-        self._watched_ns = (self._watched_ns or self._clock()) if claims else 0
-        if claims and begun_ns < self._watched_ns + self._wait_ns:
-            return
-        newest, beat = self._page.generation + claims, self._page.beat + 1
-        self._page = replace(self._page, generation=newest, beat=beat, epoch=epoch)
-        self._io.write(self._page.encode())
-        written_ns = self._clock()
-        if written_ns >= self._renewed_ns + self._wait_ns:
-            self._opens_ns = written_ns + self._wait_ns
-        if claims or (is_ours and not self._is_late()):
-            self._renewed_ns = begun_ns
-            if begun_ns >= self._opens_ns:
-                self._permit.grant(begun_ns + self._permit_ns)
-
-    def _is_late(self) -> bool:
-        return self._clock() - self._renewed_ns >= self._takeover_ns
+        io = self.io if file is None else PageFile(self.path, file)
+        try:
+            found = read_lease(io)
+            if found is not None and found.owner == self.page.owner:
+                io.write(replace(found, owner=NOBODY, epoch=self.page.epoch).encode())
+        except OSError as error:
+            reason = errno.errorcode.get(error.errno or 0, error)
+            # A target that does not answer: nothing is lost.
+            logger.info(
+                "lease %s is left as it is (%s): the next start takes it over", self.path, reason
+            )

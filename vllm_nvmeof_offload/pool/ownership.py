@@ -4,8 +4,8 @@
 `engine-K` is an *instance*: the ranks of one vLLM engine share it. Each rank claims its own
 directory in a process of its own. Two servers that start at the same time would otherwise each
 get some ranks' directories of both instances, and adopt nothing. So ranks claim one at a time,
-and leave their engine's name in `engine-K/owner`; a rank that finds another name there goes on to
-the next instance if any rank of that engine still lives. The name of a dead engine means nothing.
+and their leases name their engine; a rank goes on to the next instance if a rank of another engine
+lives in this one. The name of a dead engine means nothing.
 
 A flock ends with the last thread of its process, and a thread that waits in the kernel for a slow
 device outlives SIGKILL until the device has answered. A supervisor starts the next server at
@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
@@ -37,38 +37,36 @@ from vllm_nvmeof_offload.pool.format import (
     Keyspace,
     StoredGroup,
 )
+from vllm_nvmeof_offload.pool.keeper import Keeping, Region
 from vllm_nvmeof_offload.pool.lease import (
+    POLL_S,
+    TAKEOVER_S,
     Lease,
+    LeasePage,
     Leasing,
     Permit,
     Permits,
-    is_abandoned,
-    is_leased,
+    Takeover,
+    UnsettledError,
+    boot_id,
     lease_of,
     read_lease,
-    watch_leases,
 )
 from vllm_nvmeof_offload.pool.lock import (
     ENDING_WAIT_S_MAX,
     DirectoryLock,
-    Heartbeat,
-    foreign_holder_error,
     is_ending,
-    local_holder_error,
-    probe_lock,
-    read_holder,
+    is_locked,
     try_flock,
-    watch_locks,
 )
 from vllm_nvmeof_offload.pool.log import log_pages_of
-from vllm_nvmeof_offload.pool.silence import POLL_S, Silence, UnsettledError
 from vllm_nvmeof_offload.pool.survey import FACTS_FILE, disk_bytes, find
 from vllm_nvmeof_offload.units import PAGE_BYTES, slot_stride_bytes
 
 #: Instances of one keyspace on one set of targets.
 INSTANCES_MAX = 64
-OWNER_FILE = "owner"
-_OWNER_BYTES = 256
+#: The file system is this host's.
+LOCAL = Leasing(in_group=False)
 #: A claim waits this long for another claim, and this long for a holder that is ending: its
 #: device may never answer.
 CLAIM_WAIT_S_MAX = 30.0
@@ -85,10 +83,10 @@ class PoolSpec:
     an instance; empty: the rank shares an instance with any rank it finds.
     o_direct: "on" fails where "auto" falls back to buffered I/O. adopt: False voids what is
     stored. named: False voids it too, and no superblock names what is written from now on, so
-    that no later start adopts it. leasing: servers on other hosts use the same file system, so
-    that each region has a lease, its log bypasses the page cache (where the slab does), and its
-    table is synced every second; None: one kernel has it, and locks are enough. log_pages: of the
-    log on each target; None: by the pool's size.
+    that no later start adopts it. leasing: in a group, servers on other hosts use the same file
+    system, so that a region is written under permits, its log bypasses the page cache (where the
+    slab does), and its table is synced every second. log_pages: of the log on each target; None: by
+    the pool's size.
     """
 
     targets: tuple[Path, ...]
@@ -105,7 +103,7 @@ class PoolSpec:
     adopt: bool = True
     named: bool = True
     groups: tuple[RankGroup, ...] = ()
-    leasing: Leasing | None = None
+    leasing: Leasing = LOCAL
     log_pages: int | None = None
 
     def __post_init__(self) -> None:
@@ -141,59 +139,44 @@ class PoolSpec:
 
 
 class Claim:
-    """Locked directories, one per target, in the order of the targets, with a heartbeat.
+    """Regions that are ours, one per target, in the order of the targets, and their keeper."""
 
-    leases: by target; empty: the regions have none.
-    """
-
-    def __init__(
-        self,
-        engine_index: int,
-        directories: tuple[Path, ...],
-        locks: list[DirectoryLock],
-        leases: Sequence[Lease] = (),
-        permits: Permits | None = None,
-    ) -> None:
+    def __init__(self, engine_index: int, regions: Sequence[Region], permits: Permits) -> None:
         self.engine_index = engine_index
-        self.directories = directories
-        #: By target; None: the target is away. The pool exchanges them.
-        self.locks: list[DirectoryLock | None] = [*locks]
-        self.leases = tuple(leases)
+        self.regions = tuple(regions)
+        self.directories = tuple(region.lease.path.parent for region in regions)
         self._permits = permits
-        self._heartbeat = Heartbeat(
-            lambda: filter(None, self.locks), leases=self.leases, permits=permits
-        )
+        self._keeping = Keeping(regions, permits)
 
     def has_epoch(self, epoch: int) -> None:
         """Name the regions' epoch in their leases."""
-        for lease in self.leases:
-            lease.has_epoch(epoch)
+        for region in self.regions:
+            region.lease.has_epoch(epoch)
 
     @property
-    def permits(self) -> tuple[Permit | None, ...]:
-        """By target, what says whether the region may be written now; None: always."""
-        none: tuple[Permit | None, ...] = (None,) * len(self.directories)
-        return tuple(lease.permit for lease in self.leases) or none
+    def permits(self) -> tuple[Permit, ...]:
+        """By target, what says whether the region may be written now."""
+        return tuple(region.lease.permit for region in self.regions)
 
     @property
     def lease_generations(self) -> tuple[int, ...]:
-        """By target, the generation of the region's lease; 0: it has none."""
-        generations = tuple(lease.page.generation for lease in self.leases)
-        return generations or (0,) * len(self.directories)
+        """By target, the generation of a group's lease; else 0."""
+        leases = (region.lease for region in self.regions)
+        return tuple(one.page.generation if one.leasing.in_group else 0 for one in leases)
 
     def await_permits(self) -> None:
         """Wait until the regions may be written. PoolError: a lease was lost meanwhile."""
-        for lease in self.leases:
-            if not lease.permit.wait(lambda: True):
+        for region in self.regions:
+            if not region.lease.permit.wait(lambda: True):
                 raise PoolError(
-                    f"the lease {lease.path} was lost during the start: another server has taken "
-                    "it; start again"
+                    f"the lease {region.lease.path} was lost during the start: another server has "
+                    "taken it; start again"
                 )
 
     @property
     def was_of_another(self) -> bool:
-        """Whether another server had one of the regions last."""
-        return any(lease.was_of_another for lease in self.leases)
+        """Whether another server of the group had one of the regions last."""
+        return any(region.lease.was_of_another for region in self.regions)
 
     @classmethod
     def make(cls, spec: PoolSpec) -> Claim:
@@ -206,18 +189,16 @@ class Claim:
         spaces = [_make_keyspace(target, spec.keyspace) for target in spec.targets]
         deadline = time.monotonic() + ENDING_WAIT_S_MAX
         logged = False
-        silence = Silence() if spec.leasing is None else Silence(spec.leasing.takeover_s)
-        permits = None if spec.leasing is None else Permits.new(len(spec.targets))
+        takeover = Takeover(spec.leasing.takeover_s)
+        permits = Permits.new(len(spec.targets))
         while True:
             try:
                 with one_at_a_time(spaces):
                     waits = time.monotonic() < deadline
-                    found = _first_free(spec, spaces, silence, permits, waits=waits)
-                if _have_settled(found.leases):
-                    return cls(
-                        found.engine_index, found.directories, found.locks, found.leases, permits
-                    )
-                found.undo()  # another one has claimed it at the same time: look for another
+                    index, regions = _first_free(spec, spaces, takeover, permits, waits=waits)
+                if _have_settled(regions):
+                    return cls(index, regions, permits)
+                # Another one has claimed it at the same time: look for another.
             except UnsettledError:
                 pass  # other ranks may claim theirs meanwhile
             except _EndingError as error:
@@ -230,63 +211,40 @@ class Claim:
 
     def release(self, keep_descriptors: bool = False) -> None:
         """Unlock. keep_descriptors: something hangs in the kernel; the flocks then stay."""
-        self._heartbeat.stop()
-        if self._permits is not None:
-            self._permits.close()
+        self._keeping.stop()
+        self._permits.close()
         if keep_descriptors:
-            for lease in self.leases:
-                lease.permit.lose()
+            for permit in self.permits:
+                permit.lose()
         else:
-            _release(filter(None, self.locks), self.leases)
+            _release(self.regions)
 
 
-class _Found(NamedTuple):
-    """An instance whose directories are locked and whose leases, if any, are to settle."""
-
-    engine_index: int
-    directories: tuple[Path, ...]
-    locks: list[DirectoryLock]
-    leases: list[Lease]
-
-    def undo(self) -> None:
-        _release(self.locks, self.leases)
-
-
-def _release(locks: Iterable[DirectoryLock], leases: Iterable[Lease]) -> None:
-    for lease in leases:
-        lease.release()
-    for lock in locks:
-        lock.release()
+def _release(regions: Iterable[Region]) -> None:
+    for region in regions:
+        region.release()
 
 
 def _first_free(
-    spec: PoolSpec,
-    spaces: Sequence[Path],
-    silence: Silence,
-    permits: Permits | None,
-    *,
-    waits: bool,
-) -> _Found:
-    """waits: raise `_EndingError` at an instance whose holder is ending; else pass over it."""
+    spec: PoolSpec, spaces: Sequence[Path], takeover: Takeover, permits: Permits, *, waits: bool
+) -> tuple[int, list[Region]]:
+    """Return an instance, and our regions in it, whose leases are to settle.
+
+    waits: raise `_EndingError` at an instance whose holder is ending; else pass over it.
+    """
     for index in _candidates(spec, spaces[0]):
         instances = [space / f"engine-{index}" for space in spaces]
         ours = [instance / f"rank-{spec.rank}" for instance in instances]
-        ranks = [rank for one in instances for rank in _ranks(one)] if spec.engine else ours
-        if permits is None:
-            watch_locks(silence, (rank / LOCK_FILE for rank in ranks))
-        else:
-            watch_leases(silence, {*ours, *ranks})
+        takeover.watch({*ours, *(rank for one in instances for rank in _ranks(one))})
         busy = None
-        if not (spec.engine and any(_held_by_another(one, spec, silence) for one in instances)):
+        if not (spec.engine and any(_held_by_another(one, spec, takeover) for one in instances)):
             for target, instance, rank in zip(spec.targets, instances, ours, strict=True):
                 with _refusing(target):
                     make_directory(instance)
                     make_directory(rank)
-            found = _lock_all(ours, [spec.leasing] * len(ours), silence, permits)
+            found = _claim_all(ours, [spec.leasing] * len(ours), takeover, permits, spec.engine)
             if not isinstance(found, Path):
-                locks, leases = found
-                _name_owner(instances, spec.engine, [*locks, *leases])
-                return _Found(index, tuple(ours), locks, leases)
+                return index, found
             busy = found
         ending = _ending_holder(instances) if waits else None
         if ending is not None:
@@ -294,27 +252,53 @@ def _first_free(
                 f"{ending} is held by a process that was killed and has not ended yet"
             )
         if busy is not None and spec.engine_index is not None:
-            raise _busy_error(busy)
+            raise busy_error(busy)
     raise PoolLockedError(
         f"all {INSTANCES_MAX} engine directories in {spaces[0].parent} are held by live processes"
     )
 
 
-def _busy_error(busy: Path) -> PoolLockedError:
-    """busy: a lock file, or a lease."""
-    if busy.name == LOCK_FILE:
-        return local_holder_error(busy)
+def busy_error(busy: Path) -> PoolLockedError:
+    """Return the refusal for a region that a live process has. busy: its lock file, or its lease.
+
+    Its age is shown only where this host's clock wrote it.
+    """
+    io = lease_of(busy.parent)
+    page = read_lease(io)
+    age = ""
+    if page is not None and not page.in_group:
+        age = f" (renewed {max(0.0, time.time() - os.stat(io.path).st_mtime):.0f} s ago)"
     return PoolLockedError(
-        f"{busy} names {read_lease(lease_of(busy.parent))}, which lives: stop it, or let this one "
-        f"take the next free engine index (do not set engine_index)"
+        f"{busy} is held by {page or 'another process on this host'}{age}, which lives. Stop it, "
+        f"or let this one take the next free engine index (do not set engine_index)"
     )
 
 
-def _have_settled(leases: Sequence[Lease]) -> bool:
-    """Wait until the pages show which claim was the last; return whether ours was, in all."""
-    while any(lease.clock() < lease.settles_ns for lease in leases):
-        time.sleep(POLL_S)
-    return all(lease.is_ours() for lease in leases)
+def _foreign_error(path: Path, page: LeasePage) -> PoolLockedError:
+    """Return the refusal for a live owner on another host that is in no group with us."""
+    return PoolLockedError(
+        f"{path} is held by {page}. Two hosts that mount one xfs or ext4 destroy it: unmount it "
+        f"there, or give each host its own target. If that host is gone for good, start again: a "
+        f"start that sees no sign of life for {TAKEOVER_S:.0f} s takes the directory over; or "
+        f"delete {path}"
+    )
+
+
+def _have_settled(regions: Sequence[Region]) -> bool:
+    """Wait until the pages show which claim was the last; return whether ours was, in all.
+
+    If not, or if a page cannot be read (OSError), all are given up.
+    """
+    leases = [region.lease for region in regions]
+    are_ours = False
+    try:
+        while any(lease.clock() < lease.settles_ns for lease in leases):
+            time.sleep(POLL_S)
+        are_ours = all(lease.is_ours() for lease in leases)
+    finally:
+        if not are_ours:
+            _release(regions)
+    return are_ours
 
 
 class _EndingError(Exception):
@@ -324,15 +308,15 @@ class _EndingError(Exception):
 def _candidates(spec: PoolSpec, space: Path) -> Iterable[int]:
     """Return instances in the order to try: first those where other ranks of the engine are.
 
-    With leases: then those that this server had before, those without an owner, and the others,
-    of which the file system has seen the oldest sign of life first.
+    In a group: then those that this server had before, those without an owner, and the others, of
+    which the file system has seen the oldest sign of life first.
     """
     if spec.engine_index is not None:
         return [spec.engine_index]
     every = range(INSTANCES_MAX) if spec.engine else ()
-    ours = [i for i in every if read_owner(space / f"engine-{i}") == spec.engine]
+    ours = [i for i in every if spec.engine in _engines_in(space / f"engine-{i}")]
     others = range(spec.replica, INSTANCES_MAX, spec.replicas)
-    if spec.leasing is None:
+    if not spec.leasing.in_group:
         return [*ours, *others]
     name = spec.leasing.name
     return [*ours, *sorted(others, key=lambda i: _leased_order(space, i, spec.rank, name))]
@@ -350,6 +334,16 @@ def _leased_order(space: Path, index: int, rank: int, name: str) -> tuple[int, i
 
 def _ranks(instance: Path) -> list[Path]:
     return sorted(instance.glob("rank-*"))
+
+
+def _engines_in(instance: Path) -> set[str]:
+    """Return the engines that were the last to claim the regions of an instance."""
+    found = set()
+    for rank in _ranks(instance):
+        with contextlib.suppress(OSError):  # the instance may not be ours to use
+            page = read_lease(lease_of(rank))
+            found |= set() if page is None else {page.engine}
+    return found
 
 
 @contextlib.contextmanager
@@ -378,72 +372,64 @@ def _make_keyspace(target: Path, keyspace: Keyspace) -> Path:
     return space
 
 
-def read_owner(instance: Path) -> str:
-    """Return the engine that was the last to claim `instance`; empty: none that has a name."""
-    try:
-        with open(open_private(instance / OWNER_FILE, os.O_RDONLY), "rb") as file:
-            return file.read(_OWNER_BYTES).decode(errors="replace").strip("\0 ")
-    except OSError:
-        return ""
-
-
-def _name_owner(
-    instances: Sequence[Path], name: str, held: Sequence[DirectoryLock | Lease]
-) -> None:
-    """Leave the engine's name for claims of its other ranks, in place: the disk may be full."""
-    try:
-        for instance in instances if name else ():
-            if read_owner(instance) != name:
-                owner = name.encode()[:_OWNER_BYTES].ljust(_OWNER_BYTES)
-                fd = open_private(instance / OWNER_FILE, os.O_WRONLY | os.O_CREAT)
-                with open(fd, "wb") as file:
-                    file.write(owner)
-                    file.flush()
-                    os.fsync(file.fileno())  # for claims on other hosts
-    except OSError:
-        for one in held:
-            one.release()
-        raise
-
-
-def _lock_all(
+def _claim_all(
     directories: Sequence[Path],
-    leasings: Sequence[Leasing | None],
-    silence: Silence,
-    permits: Permits | None,
-) -> tuple[list[DirectoryLock], list[Lease]] | Path:
-    """Lock all, and claim their leases; or none, and return the file that shows who is busy.
+    leasings: Sequence[Leasing],
+    takeover: Takeover,
+    permits: Permits,
+    engine: str = "",
+) -> list[Region] | Path:
+    """Claim all of these regions; or none, and return the file that shows who is busy.
 
-    leasings: by directory; None: it has no lease. permits: words for the leases, by directory.
+    permits: words for the leases, by directory. engine: to be named in them.
     """
     locks: list[DirectoryLock] = []
-    leases: list[Lease] = []
+    regions: list[Region] = []
     with contextlib.ExitStack() as undo:
         for directory, leasing in zip(directories, leasings, strict=True):
-            path = directory / LOCK_FILE
-            leased = leasing is not None
             try:
-                lock = DirectoryLock.claim(path, silence=silence, leased=leased)
-                if lock is None and leased and is_abandoned(directory, silence):
-                    # A server that was stopped keeps its flock, and an NFS server keeps the flocks
-                    # of a lost host. The lease decides; the others who claim now settle by it too.
-                    lock = DirectoryLock.claim(path, leased=True, despite_flock=True)
+                lock = _lock(directory, leasing, takeover)
             except OSError as error:
-                raise PoolError(f"cannot lock {path}: {error}") from error
-            if lock is None:
-                return path
+                raise PoolError(f"cannot lock {directory / LOCK_FILE}: {error}") from error
+            if isinstance(lock, Path):
+                return lock
             undo.callback(lock.release)
             locks.append(lock)
-        for directory, leasing in zip(directories, leasings, strict=True):
-            if leasing is not None and is_leased(directory, silence):
-                return directory / LEASE_FILE
-        for number, leasing in enumerate(leasings):
-            if leasing is not None:
-                assert permits is not None
-                leases.append(Lease.claim_in(directories[number], leasing, permits, number))
-                undo.callback(leases[-1].release)
+        for number, (lock, leasing) in enumerate(zip(locks, leasings, strict=True)):
+            lease = Lease.claim_in(lock.directory, leasing, permits, number, engine)
+            regions.append(Region(lock, lease))
+            undo.callback(regions[-1].release)
         undo.pop_all()
-    return locks, leases
+    return regions
+
+
+def _lock(directory: Path, leasing: Leasing, takeover: Takeover) -> DirectoryLock | Path:
+    """Lock a region whose owner is dead or gone (`lease` has the rules); else return the file
+    that shows who is busy.
+
+    PoolLockedError: an owner on another host lives that is in no group with us. UnsettledError: it
+    is not known yet whether the owner lives. OSError: a file cannot be opened.
+    """
+    io, lock = lease_of(directory), DirectoryLock.claim(directory)
+    with contextlib.ExitStack() as undo:
+        undo.callback(lock.release if lock is not None else lambda: None)
+        page = read_lease(io)
+        if lock is None:
+            # A free page is watched, too: whoever has only locked the region may be about to claim
+            # it, or has lost it to one that has ended since.
+            if not leasing.in_group or page is None or not takeover.is_dead(io.path, page):
+                return directory / LOCK_FILE
+            # The others who claim now settle by the lease as well.
+            lock = DirectoryLock.claim(directory, despite_flock=True)
+            assert lock is not None
+        elif page is None or page.is_free or page.died_here or takeover.is_dead(io.path, page):
+            pass
+        elif leasing.in_group:
+            return directory / LEASE_FILE
+        else:
+            raise _foreign_error(io.path, page)
+        undo.pop_all()
+        return lock
 
 
 @contextlib.contextmanager
@@ -466,26 +452,22 @@ def one_at_a_time(spaces: Sequence[Path]) -> Iterator[None]:
         yield
 
 
-def _held_by_another(instance: Path, spec: PoolSpec, silence: Silence) -> bool:
+def _held_by_another(instance: Path, spec: PoolSpec, takeover: Takeover) -> bool:
     """Return whether ranks of another engine live in `instance`, apart from the one of `spec`.
 
-    PoolLockedError: they live on another host. UnsettledError: `silence` cannot decide yet.
+    PoolLockedError: they live on another host. UnsettledError: it is not known yet.
     """
-    if read_owner(instance) == spec.engine:
-        return False
     for sibling in _ranks(instance):
         if sibling.name == f"rank-{spec.rank}":
             continue
-        state, path = probe_lock(sibling), sibling / LOCK_FILE
-        holder = state.holder
-        if spec.leasing is not None and is_abandoned(sibling, silence):
-            continue  # whatever its flock says
-        if state.live or (spec.leasing is not None and is_leased(sibling, silence)):
-            return True
-        if spec.leasing is not None or holder is None or not holder.is_foreign:
+        state, path = takeover.look(sibling), lease_of(sibling).path
+        if not state.may_live or state.page is None or state.page.engine == spec.engine:
             continue
-        if not silence.is_dead(path, holder, holder):
-            raise foreign_holder_error(path, holder)
+        if state.kind == "silent" and takeover.is_dead(path, state.page):
+            continue
+        if spec.leasing.in_group or is_locked(sibling):
+            return True
+        raise _foreign_error(path, state.page)
     return False
 
 
@@ -495,52 +477,46 @@ def _ending_holder(instances: Sequence[Path]) -> Path | None:
     In an instance that is not held, the name that a dead process left behind means nothing.
     """
     for rank in (rank for instance in instances for rank in _ranks(instance)):
-        holder = read_holder(rank / LOCK_FILE)
-        if holder is not None and not holder.is_foreign and is_ending(holder.pid):
+        page = read_lease(lease_of(rank))
+        if page is not None and not page.is_free and page.boot == boot_id() and is_ending(page.pid):
             return rank
     return None
 
 
 @contextlib.contextmanager
 def hold(directories: Sequence[Path]) -> Iterator[Callable[[], None]]:
-    """Hold all of `directories` for a repair, with a heartbeat, so that no server starts on them.
+    """Hold all of `directories` for a repair, so that no server starts on them.
 
-    A lease is claimed in the name of its last owner, who then still adopts what is there. Call what
-    is yielded before each change: it waits until every lease permits writes, and raises
+    Leases are claimed in the name of their last owner, who then still adopts what is there. Call
+    what is yielded before each change: it waits until every lease permits writes, and raises
     PoolLockedError once another process has one, because this one was stopped for too long.
 
     PoolLockedError: a live process holds one; it is named. None is held then. PoolError: a lock
     file cannot be opened or written.
     """
-    silence = Silence()
+    takeover, permits = Takeover(), Permits.new(len(directories))
     leasings = [_last_leasing(directory) for directory in directories]
-    watch_locks(silence, (directory / LOCK_FILE for directory in directories))
-    watch_leases(silence, directories)
-    permits = Permits.new(len(directories)) if any(leasings) else None
-    found = silence.settled(partial(_lock_all, directories, leasings, permits=permits))
+    takeover.watch(directories)
+    found = takeover.settled(partial(_claim_all, directories, leasings, takeover, permits))
     if isinstance(found, Path):
-        raise PoolLockedError(
-            f"{found.parent} is in use ({probe_lock(found.parent)}): stop that server first"
-        )
-    locks, leases = found
-    held = _have_settled(leases)
-    heartbeat = Heartbeat(lambda: locks, leases=leases, permits=permits)
+        state = takeover.look(found.parent)
+        raise PoolLockedError(f"{found.parent} is in use ({state}): stop that server first")
+    if not _have_settled(found):
+        raise PoolLockedError(f"{directories[0]} was claimed by another process just now")
+    keeping = Keeping(found, permits)
     try:
-        if not held:
-            raise PoolLockedError(f"{directories[0]} was claimed by another process just now")
-        for lock in locks:
-            give_to_owner(lock.path)
-        yield partial(_wait_for_permits, leases)
+        for directory, name in itertools.product(directories, (LOCK_FILE, LEASE_FILE)):
+            give_to_owner(directory / name)
+        yield partial(_wait_for_permits, found)
     finally:
-        heartbeat.stop()  # no heartbeat may follow a release
-        _release(locks, leases)
-        if permits is not None:
-            permits.close()
+        keeping.stop()  # no renewal may follow a release
+        _release(found)
+        permits.close()
 
 
-def _wait_for_permits(leases: Sequence[Lease]) -> None:
-    """Wait until writes under all these leases may start. PoolLockedError: one is lost."""
-    for lease in leases:
+def _wait_for_permits(regions: Sequence[Region]) -> None:
+    """Wait until writes to all these regions may start. PoolLockedError: one is lost."""
+    for lease in (region.lease for region in regions):
         if not lease.permit.wait(lambda: True):
             raise PoolLockedError(
                 f"{lease.path.parent} is another process's now: this one did not renew its lease "
@@ -549,10 +525,10 @@ def _wait_for_permits(leases: Sequence[Lease]) -> None:
             )
 
 
-def _last_leasing(directory: Path) -> Leasing | None:
-    """Return how the last owner leased the region; None: it has no lease."""
+def _last_leasing(directory: Path) -> Leasing:
+    """Return how the last owner leased the region."""
     page = read_lease(lease_of(directory))
-    return None if page is None else Leasing(page.name)
+    return LOCAL if page is None or not page.in_group else Leasing(page.name)
 
 
 def give_to_owner(path: Path) -> None:
@@ -579,9 +555,10 @@ def bytes_of_others(targets: Sequence[Path], server: str = "") -> int:
     What another host has held counts: it may live. server: the part of its engines' names before
     the slash.
     """
-    return sum(
-        disk_bytes(one.path)
-        for one in find(filter(Path.is_dir, targets), ours=True)
-        if probe_lock(one.path).may_live
-        and not (server and read_owner(one.path.parent).partition("/")[0] == server)
-    )
+    takeover, total = Takeover(), 0
+    for one in find(filter(Path.is_dir, targets), ours=True):
+        state = takeover.look(one.path)
+        engine = "" if state.page is None else state.page.engine
+        if state.may_live and not (server and engine.partition("/")[0] == server):
+            total += disk_bytes(one.path)
+    return total

@@ -9,7 +9,7 @@ A reset must become durable on the targets that answer although another target h
 superblock is written in the background, one per directory at a time. While that hangs, the newest
 superblock waits for it and replaces one that has waited longer; an older superblock never follows a
 newer one. Nobody waits for that thread: `on_end` reports what became of a superblock.
-It also waits there for the write permit of a region with a lease (`lease`).
+It also waits there for the write permit of the region's lease (`lease`).
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Pool:
         superblocks, self._adopt_slots = prepared.superblocks, prepared.adopt_slots
         self._claim = claim
         self._slabs = slabs
-        #: By target; None: its region may be written at any time.
+        #: By target, what says whether its region may be written now.
         self.permits = claim.permits
         #: By target, the superblock that it must have now.
         self.superblocks = superblocks
@@ -154,14 +154,14 @@ class Pool:
         #: By group id.
         self.kinds = {group.group_id: group.kind for group in spec.group_table}
         self.engine_index = claim.engine_index
-        #: The server's, in the leases of its regions; empty: they have none.
-        self.lease_name = "" if spec.leasing is None else spec.leasing.name
+        #: The server's in its group; empty: it is in none.
+        self.lease_name = spec.leasing.name if spec.leasing.in_group else ""
         #: This rank's directories, one per target.
         self.directories = claim.directories
         #: What runs slower than requested, and the cause, for people.
         self.fallbacks = choose_direct(spec, slabs)
         for slab in slabs:
-            if spec.leasing is not None and slab.direct:
+            if spec.leasing.in_group and slab.direct:
                 slab.use_direct_log()
         #: By target: its slab is to be open for O_DIRECT.
         self.is_direct = tuple(slab.direct for slab in slabs)
@@ -294,15 +294,11 @@ class Pool:
             on_end(io_error(errno.ENODEV))
 
     def _superblock_writer(self, target: int) -> _SuperblockWriter:
-        folder, await_permit = self._slabs[target].folder, self._await_permit(target)
-        return _SuperblockWriter(folder, self._written, await_permit, self.background[target])
+        def await_permit(wanted: Callable[[], bool]) -> bool:
+            return self.permits[target].wait(wanted)
 
-    def _await_permit(self, target: int) -> Callable[[Callable[[], bool]], bool]:
-        def wait(wanted: Callable[[], bool]) -> bool:
-            permit = self.permits[target]
-            return permit is None or permit.wait(wanted)
-
-        return wait
+        folder, background = self._slabs[target].folder, self.background[target]
+        return _SuperblockWriter(folder, self._written, await_permit, background)
 
     def await_superblocks(self, timeout_s: float) -> bool:
         """Wait until no superblock is being written; False if one still is."""
@@ -320,8 +316,12 @@ class Pool:
 
     def device(self, target: int) -> int | None:
         """Return st_dev of the file system that the target is locked on; None: it is away."""
-        lock = self._claim.locks[target]
-        return None if lock is None else lock.file.device
+        lock = self._claim.regions[target].lock
+        return None if lock is None else lock.lease.device
+
+    def owner(self, target: int) -> bytes:
+        """Return whom the lease of the target's region names."""
+        return self._claim.regions[target].lease.page.owner
 
     def exchange(
         self, target: int, slab: Slab | None, lock: DirectoryLock | None
@@ -337,7 +337,8 @@ class Pool:
         self._writers[target].withdraw()
         old_slab, self._slabs[target] = self._slabs[target], slab
         self._writers[target] = self._superblock_writer(target)
-        old_lock, self._claim.locks[target] = self._claim.locks[target], lock
+        region = self._claim.regions[target]
+        old_lock, region.lock = region.lock, lock
 
         def close() -> None:
             old_slab.close()

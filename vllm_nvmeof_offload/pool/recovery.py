@@ -367,7 +367,7 @@ def _superblock(spec: PoolSpec, target: int, pool_uuid: bytes, slots: int) -> Su
         tag=bytes(TAG_BYTES),
         sequence=0,
         groups=spec.group_table,
-        shared=0 if spec.leasing is None else LEASED,
+        shared=LEASED if spec.leasing.in_group else 0,
     )
 
 
@@ -448,7 +448,7 @@ def choose_direct(spec: PoolSpec, slabs: Sequence[Slab]) -> tuple[str, ...]:
 
 
 def _remedy(spec: PoolSpec) -> str:
-    if spec.leasing is None:
+    if not spec.leasing.in_group:
         return 'set o_direct to "auto" or "off", or use xfs or ext4'
     return (
         "a group of servers needs it, because page caches of several hosts differ: choose targets "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Surveys targets, read-only: every rank directory, its superblock, lock, size, last use, readers.
+"""Surveys targets, read-only: every rank directory, its superblock, owner, size, last use, readers.
 
 Damaged pools and pools of other formats are included.
 """
@@ -21,7 +21,7 @@ from vllm_nvmeof_offload.groups import GroupKind
 from vllm_nvmeof_offload.pool.folder import open_private
 from vllm_nvmeof_offload.pool.format import (
     DIGEST_HEX_DIGITS,
-    LOCK_FILE,
+    LEASE_FILE,
     SLAB_FILE,
     SUPERBLOCK_FILE,
     Keyspace,
@@ -30,8 +30,7 @@ from vllm_nvmeof_offload.pool.format import (
     read_superblock_page,
     share_tag,
 )
-from vllm_nvmeof_offload.pool.lease import LeaseState, observe_leases
-from vllm_nvmeof_offload.pool.lock import LockState, probe_lock
+from vllm_nvmeof_offload.pool.lease import OwnerState, Takeover
 from vllm_nvmeof_offload.units import slot_stride_bytes
 
 FACTS_FILE = "keyspace.json"
@@ -70,8 +69,7 @@ class Surveyed:
     were surveyed. tag: the share tag, as for the epoch; empty: unknown. adopts: False if a start
     with the weights that the keyspace names would adopt nothing. disk_bytes: allocated. last_use_s:
     Unix time; a running server renews it every few seconds. readers: processes on this machine that
-    have opened the chunks to borrow them; other users' are seen by root only. lease: None: the
-    region has none.
+    have opened the chunks to borrow them; other users' are seen by root only.
     """
 
     directory: RankDirectory
@@ -80,11 +78,10 @@ class Surveyed:
     epoch: int
     tag: bytes
     adopts: bool
-    lock: LockState
+    owner: OwnerState
     disk_bytes: int
     last_use_s: float | None
     readers: tuple[int, ...] = ()
-    lease: LeaseState | None = None
 
     @property
     def path(self) -> Path:
@@ -164,9 +161,16 @@ def _under(path: Path) -> list[RankDirectory]:
 def survey(directories: Sequence[RankDirectory]) -> list[Surveyed]:
     """Survey `directories`; PoolError if one cannot be read.
 
-    Where regions have leases it takes as long as it takes to see a beat of each, or to miss one.
+    Where owners may live on other hosts it takes as long as it takes to see a beat of each, or to
+    miss one.
     """
-    surveyed = [_survey_one(directory) for directory in directories]
+    try:
+        owners = Takeover().observe([directory.path for directory in directories])
+    except OSError as error:
+        raise PoolError(
+            f"cannot read the lease of a region: {error}; run as the user that owns it"
+        ) from error
+    surveyed = [_survey_one(*one) for one in zip(directories, owners, strict=True)]
     # A reset that reached only some targets has voided all.
     parts: dict[tuple[str, bytes], list[Superblock]] = {}
     for one in surveyed:
@@ -179,14 +183,7 @@ def survey(directories: Sequence[RankDirectory]) -> list[Surveyed]:
                 adopts = newest.tag == share_tag(newest.keyspace)
                 surveyed[i] = replace(one, epoch=newest.epoch, tag=newest.tag, adopts=adopts)
     readers = _readers()
-    try:
-        leases = observe_leases([one.path for one in surveyed])
-    except OSError as error:
-        raise PoolError(f"cannot read a lease: {error}") from error
-    return [
-        replace(one, readers=readers.get(_file_of(one.path), ()), lease=leases.get(one.path))
-        for one in surveyed
-    ]
+    return [replace(one, readers=readers.get(_file_of(one.path), ())) for one in surveyed]
 
 
 def _readers(proc: Path = Path("/proc")) -> dict[tuple[int, int] | None, tuple[int, ...]]:
@@ -223,7 +220,7 @@ def _file_of(directory: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _survey_one(directory: RankDirectory) -> Surveyed:
+def _survey_one(directory: RankDirectory, owner: OwnerState) -> Surveyed:
     path = directory.path
     problem = ""
     superblock: Superblock | None = None
@@ -241,7 +238,7 @@ def _survey_one(directory: RankDirectory) -> Surveyed:
             epoch=0,
             tag=b"",
             adopts=False,
-            lock=probe_lock(path),
+            owner=owner,
             disk_bytes=disk_bytes(path),
             last_use_s=_last_use(path),
         )
@@ -284,8 +281,8 @@ def _fits_its_groups(superblock: Superblock) -> bool:
 
 
 def _last_use(path: Path) -> float | None:
-    """Return when the lock file was written: by a heartbeat, or by the release of the lock."""
-    for name in (LOCK_FILE, SUPERBLOCK_FILE):
+    """Return when the lease was written: by a renewal, or by its release."""
+    for name in (LEASE_FILE, SUPERBLOCK_FILE):
         try:
             return (path / name).stat().st_mtime
         except FileNotFoundError:

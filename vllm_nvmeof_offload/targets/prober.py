@@ -29,7 +29,9 @@ from vllm_nvmeof_offload.pool.format import (
     read_superblock,
     write_superblock,
 )
-from vllm_nvmeof_offload.pool.lock import DirectoryLock, local_holder_error
+from vllm_nvmeof_offload.pool.lease import lease_of, read_lease
+from vllm_nvmeof_offload.pool.lock import DirectoryLock
+from vllm_nvmeof_offload.pool.ownership import busy_error
 from vllm_nvmeof_offload.pool.slab import read_page
 from vllm_nvmeof_offload.units import PAGE_BYTES
 
@@ -37,28 +39,29 @@ MESSAGE_BYTES_MAX = 64 << 10
 #: Descriptors that a success carries: slab, buffered slab, table, log, lock, directory. The first
 #: two are of one open file if the slab is not opened for O_DIRECT.
 DESCRIPTORS = 6
+_USED = "another server has used the pool meanwhile: it is served again after a restart"
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeRequest:
     """The pool to look for in `directory`.
 
-    superblock: the page that is expected, as hex digits. pid: the server's, for the lock.
+    superblock: the page that is expected, as hex digits. owner: whom the lease must name, too.
     device: st_dev of the file system that the server has open and that hangs; the prober does
-    not open it again. None: the server has none open.
+    not open it again. None: the server has none open. in_group: hosts of a group write the pool.
     """
 
     directory: str
     superblock: str
     direct: bool
-    pid: int
+    owner: str
     device: int | None
-    leased: bool = False
+    in_group: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeAnswer:
-    """failure: empty if descriptors come with the answer. device, inode: of the lock file."""
+    """failure: empty if descriptors come with the answer. device, inode: of the lease file."""
 
     failure: str = ""
     device: int = 0
@@ -94,21 +97,20 @@ def probe(request: ProbeRequest) -> tuple[ProbeAnswer, list[int]]:
     directory = folder.place
     # Checked before the claim, which would create a lock file in a directory of others.
     _check_superblock(directory, expected)
-    path = folder.path / LOCK_FILE
-    # Another host's holder counts as alive: a prober has no time to find out.
-    lock = DirectoryLock.claim(path, request.pid, leased=request.leased)
+    lock = DirectoryLock.claim(folder.path)
     if lock is None:
-        raise local_holder_error(path)
+        raise busy_error(folder.path / LOCK_FILE)
     # Creates no file, because a missing one was not this pool's.
     flags, direct = os.O_RDWR, os.O_RDWR | os.O_DIRECT
     buffered = open_private(directory / SLAB_FILE, flags)
     slab = open_private(directory / SLAB_FILE, direct) if request.direct else buffered
     table = open_private(directory / TABLE_FILE, flags)
-    log_is_direct = request.leased and request.direct
+    log_is_direct = request.in_group and request.direct
     log = open_private(directory / LOG_FILE, direct if log_is_direct else flags)
     try:
         if not os.path.samestat(os.stat(directory / LOCK_FILE), os.fstat(lock.fd)):
             raise PoolError("the pool was exchanged at this moment")
+        _check_lease(directory, request.owner)
         _check_superblock(directory, expected)
         _check_size("slab", slab, expected.slots * expected.slot_bytes)
         _check_size("table", table, expected.slots * ENTRY_BYTES)
@@ -121,7 +123,7 @@ def probe(request: ProbeRequest) -> tuple[ProbeAnswer, list[int]]:
     read_page(slab)
     if read_superblock(directory) != expected:
         write_superblock(directory, expected)  # the target missed a reset
-    answer = ProbeAnswer("", lock.file.device, lock.file.inode)
+    answer = ProbeAnswer("", *lock.lease)
     return answer, [slab, buffered, table, log, lock.fd, os.dup(folder.fd)]
 
 
@@ -138,9 +140,14 @@ def _check_superblock(directory: Path, expected: Superblock) -> None:
         raise PoolError("another pool is there")
     used = found.sequence >= expected.sequence
     if used or found.lease_generation > expected.lease_generation:
-        raise PoolError(
-            "another server has used the pool meanwhile: it is served again after a restart"
-        )
+        raise PoolError(_USED)
+
+
+def _check_lease(directory: Path, owner: str) -> None:
+    """Raise PoolError if the lease names another owner; one that is damaged is written again."""
+    page = read_lease(lease_of(directory))
+    if page is not None and page.is_intact and page.owner.hex() != owner:
+        raise PoolError(_USED if page.is_free else f"it is held by {page}; {_USED}")
 
 
 def _check_size(name: str, fd: int, expected: int) -> None:

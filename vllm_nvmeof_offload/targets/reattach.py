@@ -45,8 +45,7 @@ from vllm_nvmeof_offload.fabric.topology import (
 from vllm_nvmeof_offload.io.base import IoEngine
 from vllm_nvmeof_offload.mounts import MOUNTINFO
 from vllm_nvmeof_offload.pool.folder import Folder
-from vllm_nvmeof_offload.pool.format import LOCK_FILE
-from vllm_nvmeof_offload.pool.lock import DirectoryLock, LockFile
+from vllm_nvmeof_offload.pool.lock import DirectoryLock, FileId
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.slab import Slab
 from vllm_nvmeof_offload.targets.health import PathStates, TargetHealth, Verdict
@@ -135,9 +134,8 @@ class Attachments:
         requests: list[ProbeRequest | None] = []
         for target, (health, paths) in enumerate(zip(self._health, states, strict=True)):
             health.watched(paths)
-            permit = self._pool.permits[target]
-            if permit is not None:
-                health.writes(permit.is_open, "its lease could not be renewed in time")
+            is_open = self._pool.permits[target].is_open
+            health.writes(is_open, "its lease could not be renewed in time")
             if self._has_lost(target):
                 health.lost("another server has its lease")
             is_gone = health.verdict is Verdict.GONE
@@ -164,8 +162,7 @@ class Attachments:
         slab_fd, buffered_fd, table_fd, log_fd, lock_fd, folder_fd = fds
         files, directory = (slab_fd, buffered_fd, table_fd, log_fd), Path(request.directory)
         slab = Slab(directory, files, request.direct, Folder(folder_fd, directory))
-        path = os.path.join(request.directory, LOCK_FILE)
-        lock = DirectoryLock(lock_fd, LockFile(path, answer.device, answer.inode))
+        lock = DirectoryLock(lock_fd, directory, FileId(answer.device, answer.inode))
         health = self._health[target]
         if request != self._request(target) or health.verdict.usable:
             for close in (slab.close, lock.abandon):
@@ -178,8 +175,7 @@ class Attachments:
 
     def _has_lost(self, target: int) -> bool:
         """Whether the target's region is not ours any more, as long as this process lives."""
-        permit = self._pool.permits[target]
-        return permit is not None and permit.is_lost
+        return self._pool.permits[target].is_lost
 
     def _replace(self, target: int, slab: Slab | None, lock: DirectoryLock | None) -> None:
         """Serve the target from new files; the old ones are closed when no operation uses them."""
@@ -193,9 +189,9 @@ class Attachments:
             directory=str(pool.directories[target]),
             superblock=pool.superblocks[target].encode().hex(),
             direct=pool.is_direct[target],
-            pid=os.getpid(),
+            owner=pool.owner(target).hex(),
             device=pool.device(target),
-            leased=pool.permits[target] is not None,
+            in_group=pool.permits[target].is_limited,
         )
 
     def _log_change(self, target: int) -> None:

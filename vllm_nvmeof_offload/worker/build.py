@@ -331,7 +331,7 @@ def _open_pool(
             replica=identity.replica.index,
             replicas=identity.replica.count,
             # What other hosts write, a page cache may not have.
-            o_direct="on" if leasing else settings.o_direct,
+            o_direct="on" if leasing.in_group else settings.o_direct,
             adopt=settings.adopt,
             named=not identity.volatile,
             leasing=leasing,
@@ -340,11 +340,9 @@ def _open_pool(
     )
 
 
-def _leasing(settings: OffloadConfig) -> Leasing | None:
-    """Return how regions are leased; None: only servers of this host use them."""
-    if not settings.share_group:
-        return None
-    return Leasing(settings.server_name or socket.gethostname())
+def _leasing(settings: OffloadConfig) -> Leasing:
+    name = settings.server_name or socket.gethostname()
+    return Leasing(name, in_group=bool(settings.share_group))
 
 
 def _io_engine(

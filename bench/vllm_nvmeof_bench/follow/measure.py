@@ -38,7 +38,6 @@ from vllm_nvmeof_offload.groups import GroupKind
 from vllm_nvmeof_offload.native import ForeignReader, ForeignWriter, core
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
-    LOCK_FILE,
     LOG_FILE,
     SLAB_FILE,
     TABLE_FILE,
@@ -48,8 +47,10 @@ from vllm_nvmeof_offload.pool.format import (
     share_tag,
     write_superblock,
 )
+from vllm_nvmeof_offload.pool.lease import Lease, Permits
 from vllm_nvmeof_offload.pool.lock import DirectoryLock
 from vllm_nvmeof_offload.pool.log import LOG_PAGES_MAX, RECORDS_PER_PAGE
+from vllm_nvmeof_offload.pool.ownership import LOCAL
 from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import MIB, PAGE_BYTES, slot_stride_bytes
 
@@ -119,8 +120,9 @@ class _Server:
         self._dice = random.Random(seed)
         self._slots = self._generation = len(table)
         table.tofile(self.table)
-        lock = DirectoryLock.claim(directory / LOCK_FILE)
+        lock = DirectoryLock.claim(directory)
         assert lock is not None, "the directory is new"
+        Lease.claim_in(directory, LOCAL, Permits.new(1), 0)
         self._lock = lock
         self._fd = os.open(self.table, os.O_WRONLY | os.O_CLOEXEC)
         with (directory / LOG_FILE).open("wb") as log:

@@ -22,7 +22,6 @@ from pathlib import Path
 
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
-    LOCK_FILE,
     SLAB_FILE,
     TABLE_FILE,
     Superblock,
@@ -30,8 +29,9 @@ from vllm_nvmeof_offload.pool.format import (
     read_superblock,
     write_superblock,
 )
+from vllm_nvmeof_offload.pool.lease import Lease, Permits
 from vllm_nvmeof_offload.pool.lock import DirectoryLock
-from vllm_nvmeof_offload.pool.ownership import INSTANCES_MAX
+from vllm_nvmeof_offload.pool.ownership import INSTANCES_MAX, LOCAL
 from vllm_nvmeof_offload.protocol import SlotIdentity
 
 _TICK_S = 0.01
@@ -92,8 +92,9 @@ def main(target: str, puts: str, seconds: str) -> None:
     real = sorted(Path(target).glob("*/engine-*/rank-0"))
     directory, superblock = _region_like(real[0], int(puts))
     try:
-        lock = DirectoryLock.claim(directory / LOCK_FILE)
+        lock = DirectoryLock.claim(directory)
         assert lock is not None, "the directory is new"
+        Lease.claim_in(directory, LOCAL, Permits.new(1), 0)
         (directory / TABLE_FILE).touch(0o600)
         with (directory / SLAB_FILE).open("wb") as slab:
             slab.truncate(superblock.slots * superblock.slot_bytes)

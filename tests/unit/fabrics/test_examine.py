@@ -149,5 +149,6 @@ def test_pools_on_a_target_are_named(tree: Tree, tmp_path: Path) -> None:
     (directory,) = write_pool(target)
     (found,) = [one for one in look_at(tree, target).findings if one.check == "region"]
     assert (found.severity, found.subject) == (Severity.OK, str(target))
-    assert found.evidence.startswith(f"{directory.parts[-3][:12]}/engine-0/rank-0: lock none; tag ")
+    region = f"{directory.parts[-3][:12]}/engine-0/rank-0"
+    assert found.evidence.startswith(f"{region}: lease free; generation 1, epoch ")
     assert found.evidence.endswith("; read by nobody")

@@ -101,7 +101,7 @@ def test_only_what_several_hosts_write_is_read_past_the_page_cache(
     following: Following, engine: OpenEngine, tmp_path: Path, is_leased: bool
 ) -> None:
     """A table that ends within a page, too."""
-    leasing = Leasing("a", settle_s=0.01) if is_leased else None
+    leasing = Leasing("a", settle_s=0.01, in_group=is_leased)
     size = 100 * (SLOT_BYTES + 64) + PAGES * PAGE_BYTES
     pool = engine(1, tmp_path, log_pages=PAGES, leasing=leasing, slots=100, pool_bytes=size)
     owner = Owner(pool)

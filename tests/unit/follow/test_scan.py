@@ -29,9 +29,8 @@ from tests.unit.follow.kit import (
 from tests.unit.pool.kit import OTHER_TAG, TAG, fill, name, put
 from vllm_nvmeof_offload.follow import scan
 from vllm_nvmeof_offload.pool.format import Stamp, encode_entry, write_superblock
-from vllm_nvmeof_offload.pool.lease import NOBODY, LeasePage, lease_of
+from vllm_nvmeof_offload.pool.lease import NOBODY, TAKEOVER_S, LeasePage, Takeover, lease_of
 from vllm_nvmeof_offload.pool.pool import Pool
-from vllm_nvmeof_offload.pool.silence import TAKEOVER_S, Silence
 from vllm_nvmeof_offload.protocol import SlotIdentity, place_of
 
 OpenEngine = Callable[..., Pool]
@@ -268,7 +267,7 @@ def test_another_users_keyspace_in_the_place_of_ours_is_not_followed(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-@pytest.mark.parametrize("what", ["rank-0", "superblock", "table", "lock"])
+@pytest.mark.parametrize("what", ["rank-0", "superblock", "table", "lock", "lease"])
 def test_what_another_user_has_in_a_keyspace_is_not_followed(
     following: Following, engine: OpenEngine, tmp_path: Path, what: str
 ) -> None:
@@ -308,11 +307,10 @@ def test_a_lease_that_is_not_renewed_names_a_dead_owner(
 ) -> None:
     """Its lock says nothing: the owner may be on another host. Its chunks are offered as before."""
     clock = SimpleNamespace(now_s=0.0)
-    monkeypatch.setattr(scan, "Silence", partial(Silence, clock=lambda: clock.now_s))
+    monkeypatch.setattr(scan, "Takeover", partial(Takeover, clock=lambda: clock.now_s))
     pool = engine(1, tmp_path)
     put(pool, 1, name(1))
     io = lease_of(pool.directories[0])
-    io.create()
     page = LeasePage(bytes(range(16)), 1, 1, 1000, 1, "elsewhere", 4711, "b")
 
     def state_after(seconds: float, page: LeasePage) -> int:

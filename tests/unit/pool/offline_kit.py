@@ -110,11 +110,11 @@ def flip_header(directory: Path, index: int) -> None:
 
 
 def snapshot(root: Path) -> dict[str, bytes]:
-    """Every file under `root` but locks, which a claim rewrites."""
+    """Every file under `root` but leases, which a claim rewrites."""
     return {
         str(path.relative_to(root)): path.read_bytes()
         for path in sorted(root.rglob("*"))
-        if path.is_file() and path.name != "lock"
+        if path.is_file() and path.name != "lease"
     }
 
 

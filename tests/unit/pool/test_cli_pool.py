@@ -33,13 +33,12 @@ from vllm_nvmeof_offload.pool.lease import (
     LeasePage,
     Leasing,
     PageFile,
+    Takeover,
     lease_of,
     read_lease,
 )
-from vllm_nvmeof_offload.pool.lock import probe_lock
 from vllm_nvmeof_offload.pool.ownership import hold
 from vllm_nvmeof_offload.pool.pool import Pool
-from vllm_nvmeof_offload.pool.silence import Silence
 from vllm_nvmeof_offload.units import format_bytes
 
 from .kit import SLOT_BYTES, STORED, make_spec
@@ -77,7 +76,7 @@ def test_ls_shows_one_row_per_pool(tmp_path: Path) -> None:
     assert (mine["entries"], mine["slots"]) == (len(STORED), 16)
     assert mine["disk_bytes"] >= 16 * SLOT_BYTES
     assert abs(mine["last_use_s"] - time.time()) < 600
-    assert mine["lock"]["kind"] == "none"
+    assert mine["lease"]["kind"] == "free"
     assert len(mine["regions"]) == 2
     shown = run("ls", "--target", a, "--target", b).stdout
     assert KEYSPACE.digest[:12] in shown
@@ -107,8 +106,7 @@ def test_ls_and_inspect_name_owner_tag_and_readers(tmp_path: Path) -> None:
         shown = run("ls", "--regions", "--target", tmp_path).stdout
         (rank,) = run_json("inspect", directory)["directories"]
     assert (region["directory"], region["owner"]) == (str(directory), block.uuid.hex())
-    assert region["lock"]["holder"]["pid"] == child.pid
-    assert region["lock"]["heartbeat_age_s"] < 600
+    assert (region["lease"]["kind"], region["lease"]["page"]["pid"]) == ("live", child.pid)
     for row in (pool, region):
         assert row["tag"] == share_tag(KEYSPACE.digest).hex() == block.tag.hex()
         assert row["adopts"]
@@ -257,8 +255,8 @@ def test_a_live_server_is_named_and_its_pool_not_touched(tmp_path: Path) -> None
             assert holder in refused("check", "--repair", *more, directory)
         assert "read only" in run("check", directory).stdout
         assert "read only" in run("check", "--deep", directory).stdout
-        assert f"live: pid {child.pid}" in run("ls", "--target", tmp_path).stdout
-        assert run_json("inspect", directory)["directories"][0]["lock"]["kind"] == "live"
+        assert f"pid {child.pid} on host" in run("ls", "--target", tmp_path).stdout
+        assert run_json("inspect", directory)["directories"][0]["lease"]["kind"] == "live"
         assert snapshot(tmp_path) == before
     run("rm", "--yes", directory)
     assert list(tmp_path.iterdir()) == []
@@ -268,14 +266,13 @@ def test_a_live_server_on_another_host_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (directory,) = write_pool(tmp_path)
-    with living_elsewhere(directory / "lock"):
-        assert probe_lock(directory).kind == "foreign"
+    with living_elsewhere(directory / "lease"):
         assert "pid 4711 on host elsewhere" in refused("rm", "--yes", directory)
         (rank,) = run_json("inspect", directory)["directories"]
-        assert rank["lock"]["heartbeat_age_s"] is None, "its clock is not ours"
+        assert rank["lease"]["kind"] == "live"
         shown = run("ls", "--target", tmp_path).stdout
-        assert "foreign: pid 4711 on host elsewhere" in shown
-    monkeypatch.setattr(ownership, "Silence", partial(Silence, 0.01))
+        assert "pid 4711 on host elsewhere" in shown
+    monkeypatch.setattr(ownership, "Takeover", partial(Takeover, 0.01))
     run("rm", "--yes", directory)
 
 
@@ -313,7 +310,7 @@ def test_rm_deletes_only_our_files(tmp_path: Path) -> None:
     (directory / "superblock.new").symlink_to(victim)
     result = run("rm", "--yes", directory)
     assert "notes.txt" in result.stderr
-    assert sorted(os.listdir(directory)) == ["lock", "notes.txt", "superblock.new"]
+    assert sorted(os.listdir(directory)) == ["lease", "lock", "notes.txt", "superblock.new"]
     assert victim.read_text() == "precious"
 
 
@@ -339,7 +336,7 @@ def test_a_refused_claim_releases_every_directory(tmp_path: Path) -> None:
         message = refused("check", "--repair", "--target", tmp_path / "a", "--target",
                           tmp_path / "b")  # fmt: skip
         assert f"pid {os.getpid()} " in message
-        assert probe_lock(first).kind == "none"
+        assert Takeover().look(first).kind == "free"
 
 
 @pytest.mark.parametrize("recreated", [False, True])
@@ -376,7 +373,7 @@ def test_ls_inspect_and_doctor_show_a_lease_as_this_process_sees_it(tmp_path: Pa
     assert (lease["kind"], page["name"], page["generation"]) == ("live", "a", 1)
     assert page["epoch"] == pool.superblocks[0].epoch
     assert f"live: a, pid {os.getpid()} on host" in run("inspect", directory).stdout
-    assert "a beat was seen" in run("ls", "--regions", "--target", tmp_path).stdout
+    assert f"live: a, pid {os.getpid()}" in run("ls", "--regions", "--target", tmp_path).stdout
     (finding,) = check_regions(str(tmp_path))
     assert "generation 1" in finding.evidence
     page = read_lease(lease_of(directory))

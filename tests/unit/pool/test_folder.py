@@ -20,8 +20,9 @@ from tests.resets import reset
 from vllm_nvmeof_offload.errors import PoolError
 from vllm_nvmeof_offload.pool.folder import Folder, open_private
 from vllm_nvmeof_offload.pool.format import Keyspace, read_superblock
-from vllm_nvmeof_offload.pool.lock import probe_lock, read_holder
-from vllm_nvmeof_offload.pool.ownership import bytes_of_others, bytes_of_pools, read_owner
+from vllm_nvmeof_offload.pool.lease import Takeover, lease_of, read_lease
+from vllm_nvmeof_offload.pool.lock import is_locked
+from vllm_nvmeof_offload.pool.ownership import bytes_of_others, bytes_of_pools
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.targets.prober import ProbeRequest, probe
 
@@ -97,7 +98,7 @@ def test_what_is_no_file_of_ours_alone_is_refused_at_once(
     tmp_path: Path, plant: Callable[[Path], None]
 ) -> None:
     def refused() -> bool:
-        for name in ("lock", "owner", "superblock", "file"):
+        for name in ("lock", "lease", "superblock", "file"):
             plant(tmp_path / name)
             (tmp_path / "elsewhere").unlink(missing_ok=True)
         with pytest.raises(OSError, match=REFUSED):
@@ -105,8 +106,10 @@ def test_what_is_no_file_of_ours_alone_is_refused_at_once(
         with pytest.raises(OSError, match=REFUSED):
             read_superblock(tmp_path)
         with pytest.raises(OSError, match=REFUSED):
-            probe_lock(tmp_path)
-        return read_holder(tmp_path / "lock") is None and read_owner(tmp_path) == ""
+            is_locked(tmp_path)
+        with pytest.raises(OSError, match=REFUSED):
+            read_lease(lease_of(tmp_path))
+        return True
 
     assert as_user(os.geteuid(), refused) == "True"
 
@@ -169,7 +172,7 @@ def test_a_prober_does_not_take_what_is_another_users(tmp_path: Path, theirs: st
     pool = Pool.open(make_spec(tmp_path))
     (superblock,), (directory,) = pool.superblocks, pool.directories
     pool.close()
-    request = ProbeRequest(str(directory), superblock.encode().hex(), False, os.getpid(), None)
+    request = ProbeRequest(str(directory), superblock.encode().hex(), False, "", None)
     os.chown(directory if theirs == "rank-0" else directory / theirs, THEY, THEY)
     with pytest.raises(PermissionError, match=f"uid {THEY}"):
         probe(request)
@@ -179,14 +182,14 @@ def hide(_: Path) -> None:
     """Leave their pool as private as it is made."""
 
 
-def put_pipe(lock: Path) -> None:
-    lock.unlink()
-    os.mkfifo(lock, 0o644)
+def put_pipe(lease: Path) -> None:
+    lease.unlink()
+    os.mkfifo(lease, 0o644)
 
 
-def put_tebibyte(lock: Path) -> None:
-    lock.write_bytes(b"{")
-    os.truncate(lock, 1 << 40)
+def put_tebibyte(lease: Path) -> None:
+    lease.write_bytes(b"{")
+    os.truncate(lease, 1 << 40)
 
 
 @as_root
@@ -201,9 +204,9 @@ def test_other_users_directories_do_not_keep_a_server_from_its_start(
         fill(pool)
         pool.close()
         directory = pool.directories[0]
-        plant(directory / "lock")
+        plant(directory / "lease")
         if plant is not hide:
-            for path in (directory, *directory.parents[:2], directory / "lock"):
+            for path in (directory, *directory.parents[:2], directory / "lease"):
                 path.chmod(0o755)
 
     def start() -> tuple[int, int]:
@@ -234,6 +237,6 @@ def test_root_examines_a_pool_of_another_user(target: Path) -> None:
     assert as_user(THEY, make) == "None"
     (directory,) = target.glob("*/engine-0/rank-0")
     assert read_superblock(directory) is not None
-    assert probe_lock(directory).kind == "none"
+    assert Takeover().look(directory).kind == "free"
     with pytest.raises(PermissionError):
         Folder.open(directory)

@@ -25,29 +25,30 @@ from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
 from vllm_nvmeof_offload.pool import lease as leases
 from vllm_nvmeof_offload.pool import ownership
 from vllm_nvmeof_offload.pool.format import LEASED, read_superblock, write_superblock
+from vllm_nvmeof_offload.pool.keeper import Keeper
 from vllm_nvmeof_offload.pool.lease import (
     NOBODY,
-    Keeper,
     Lease,
     LeasePage,
     Leasing,
     PageFile,
     Permit,
     Permits,
+    Takeover,
     lease_of,
     read_lease,
 )
-from vllm_nvmeof_offload.pool.lock import Holder
 from vllm_nvmeof_offload.pool.log import newest_head
 from vllm_nvmeof_offload.pool.ownership import Claim, PoolSpec
 from vllm_nvmeof_offload.pool.pool import Pool
-from vllm_nvmeof_offload.pool.silence import Silence
 from vllm_nvmeof_offload.pool.survey import find
 from vllm_nvmeof_offload.targets.prober import ProbeRequest, probe
 
 from .kit import STORED, fill, make_spec
 
-PAGE = LeasePage(bytes(range(16)), 7, 9, 1000, 5, "höst", 4711, "server a")
+PAGE = LeasePage(
+    bytes(range(16)), 7, 9, 1000, 5, "höst", 4711, "server a", False, bytes(range(1, 17)), "é/1"
+)
 OTHER = replace(PAGE, owner=bytes(15) + b"\1", name="server b")
 #: `impatient` claims wait so long for a sign of life.
 SHORT_S = 0.3
@@ -58,9 +59,8 @@ LONG = Leasing("a", takeover_s=60.0, settle_s=0.01)
 
 
 def put(path: Path, page: bytes) -> None:
-    io = PageFile(path)
-    io.create()
-    io.write(page)
+    path.touch(0o600)
+    PageFile(path).write(page)
 
 
 def page_in(directory: Path) -> LeasePage:
@@ -81,9 +81,9 @@ def test_a_page_comes_back_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_too_long_is_cut_between_two_characters() -> None:
-    page = LeasePage.decode(replace(PAGE, host="ü" * 40, name="n" * 99).encode())
+    page = LeasePage.decode(replace(PAGE, host="ü" * 40, name="n" * 99, engine="e" * 130).encode())
     assert page is not None
-    assert (page.host, page.name) == ("ü" * 32, "n" * 64)
+    assert (page.host, page.name, page.engine) == ("ü" * 32, "n" * 64, "e" * 128)
 
 
 @pytest.mark.parametrize("at", [0, 8, 33, 100, 4095])
@@ -262,11 +262,19 @@ def opened(target: Path, leasing: Leasing = LONG, **changes: object) -> Iterator
     pool.close()
 
 
-def test_a_pool_without_leases_has_no_page_and_no_permit(tmp_path: Path) -> None:
+def test_a_pool_of_no_group_has_a_page_that_permits_writes_until_it_is_lost(
+    tmp_path: Path,
+) -> None:
     pool = Pool.open(make_spec(tmp_path))
-    assert pool.permits == (None,)
-    assert not lease_of(pool.directories[0]).path.exists()
+    (permit,) = pool.permits
+    permit.grant(1)  # a group's would have run out
+    assert permit.is_open
+    assert permit.address == 0, "the I/O engine does not look"
+    page = page_in(pool.directories[0])
+    assert (page.in_group, page.died_here, page.beat_ms) == (False, True, 5000)
+    assert (pool.superblocks[0].shared, pool.superblocks[0].lease_generation) == (0, 0)
     pool.close()
+    assert permit.is_lost and not permit.is_open
 
 
 def test_a_leased_region_says_so_and_its_log_passes_the_page_cache_by(tmp_path: Path) -> None:
@@ -294,7 +302,7 @@ def test_a_start_whose_lease_is_lost_writes_nothing(
 
     def make(spec: PoolSpec) -> Claim:
         claim = real(spec)
-        for permit in filter(None, claim.permits):
+        for permit in claim.permits:
             permit.lose()
         return claim
 
@@ -307,7 +315,10 @@ def test_a_start_whose_lease_is_lost_writes_nothing(
 def test_a_target_that_comes_back_is_taken_only_with_our_lease(tmp_path: Path) -> None:
     with opened(tmp_path) as pool:
         (ours,), (directory,) = pool.superblocks, pool.directories
-    request = ProbeRequest(str(directory), ours.encode().hex(), False, 1, None, leased=True)
+        page = page_in(directory)
+    put(directory / "lease", page.encode())
+    what = str(directory), ours.encode().hex(), False
+    request = ProbeRequest(*what, page.owner.hex(), None, in_group=True)
     for found in (ours, replace(ours, sequence=ours.sequence - 1, lease_generation=0, shared=0)):
         write_superblock(directory, found)
         answer, fds = probe(request)
@@ -318,12 +329,17 @@ def test_a_target_that_comes_back_is_taken_only_with_our_lease(tmp_path: Path) -
     write_superblock(directory, replace(ours, lease_generation=2))
     with pytest.raises(PoolError, match="another server has used the pool"):
         probe(request)
+    write_superblock(directory, ours)
+    for theirs, why in ((OTHER, "held by pid 4711"), (replace(page, owner=NOBODY), "has used")):
+        put(directory / "lease", theirs.encode())
+        with pytest.raises(PoolError, match=why):
+            probe(request)
 
 
 def test_a_process_of_its_own_renews_and_a_close_leaves_no_owner(tmp_path: Path) -> None:
     with opened(tmp_path, replace(LONG, takeover_s=3.0)) as pool:
         (permit,), (directory,) = pool.permits, pool.directories
-        assert permit is not None and permit.is_open
+        assert permit.is_open
         first = page_in(directory)
         assert (first.pid, first.name, first.generation) == (os.getpid(), "a", 1)
         wait_until("a renewal", lambda: page_in(directory).beat > first.beat + 2)
@@ -361,7 +377,7 @@ def left_behind(target: Path, name: str) -> Path:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Claims wait for `SHORT_S`, while what they claim lasts: it may take long to open a pool."""
-    monkeypatch.setattr(ownership, "Silence", lambda _: Silence(SHORT_S))
+    monkeypatch.setattr(ownership, "Takeover", lambda _: Takeover(SHORT_S))
 
 
 @pytest.mark.usefixtures("impatient")
@@ -402,14 +418,14 @@ def test_a_claim_that_another_one_overwrites_is_given_up(
 
     def is_ours(self: Lease) -> bool:
         if not asked:
-            put(self.path, PAGE.encode())
+            put(self.path, replace(PAGE, in_group=True).encode())
         asked.append(self.path)
         return real(self)
 
     monkeypatch.setattr(Lease, "is_ours", is_ours)
     with opened(tmp_path) as pool:
         assert pool.engine_index == 1
-    assert page_in(asked[0].parent) == PAGE, "the loser writes nothing more"
+    assert page_in(asked[0].parent) == replace(PAGE, in_group=True), "the loser writes nothing more"
 
 
 def test_a_repair_keeps_the_name_of_the_last_owner(
@@ -491,7 +507,7 @@ def test_a_stopped_server_loses_its_region_to_another_one(tmp_path: Path, reache
             wait_until("beats", lambda: page_in(directory).beat > 3)
             assert child.stdout.readline() == "lost\n"
             (permit,) = pool.permits
-            assert permit is not None and not permit.is_lost, "and does not take it back"
+            assert not permit.is_lost, "and does not take it back"
     finally:
         child.kill()
         child.communicate()
@@ -502,4 +518,3 @@ def test_what_another_host_calls_itself_is_one_line_of_a_log() -> None:
     shown = r"a\n[ERROR] forged\x1b[2J ü"
     page = LeasePage(bytes(range(16)), 1, 1, 0, 7, name, 3, "")
     assert str(page) == f"pid 3 on host {shown}"
-    assert str(Holder(name, 3, "", 0.0)) == f"pid 3 on host {shown}"

@@ -21,8 +21,15 @@ from functools import partial
 
 import pytest
 
-from vllm_nvmeof_offload.pool.lease import Keeper, Lease, Leasing, Permit, read_lease
-from vllm_nvmeof_offload.pool.silence import Silence, UnsettledError
+from vllm_nvmeof_offload.pool.keeper import Keeper
+from vllm_nvmeof_offload.pool.lease import (
+    Lease,
+    Leasing,
+    Permit,
+    Takeover,
+    UnsettledError,
+    read_lease,
+)
 
 TAKEOVER_S, SETTLE_S = 30.0, 2.0
 CLAIMANTS, RUN_S = 4, 400.0
@@ -176,11 +183,11 @@ class Runs:
     def _claim(self, permit: Permit) -> None:
         world, rng = self.world, self._rng
         clock = partial(self._clock_ns, permit)
-        silence = Silence(TAKEOVER_S, lambda: world.now_s)
+        takeover = Takeover(TAKEOVER_S, lambda: world.now_s)
         while True:
             page = read_lease(self._page)
             try:
-                if page is None or page.is_free or silence.is_dead("page", page, page):  # type: ignore[arg-type]
+                if page is None or page.is_free or takeover.is_dead("page", page):  # type: ignore[arg-type]
                     break
             except UnsettledError:
                 pass

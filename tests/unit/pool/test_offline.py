@@ -297,8 +297,9 @@ def test_files_repaired_by_root_still_belong_to_the_server(tmp_path: Path) -> No
     os.chown(directory, 65534, 65534)
     (directory / "table").unlink()
     (directory / "lock").unlink()
+    (directory / "lease").unlink()
     assert exit_code(check(find([tmp_path / "t"]), repair=True)) == 1
-    for file in ("table", "lock"):
+    for file in ("table", "lock", "lease"):
         assert (directory / file).stat().st_uid == 65534
 
 

@@ -35,13 +35,13 @@ def test_beside_a_live_server_everything_is_read_only(tmp_path: Path) -> None:
         (one, other) = check(find(places), deep=True, settle=lambda: settled.append("waited"))
         assert (exit_code([one]), exit_code([other])) == (0, 4)
         assert settled == ["waited"]
-        assert [part.lock.kind for part in survey(find(places))] == ["live", "live"]
-        assert summaries(survey(find(places)))[0]["lock"]["holder"]["pid"] == child.pid
+        assert [part.owner.kind for part in survey(find(places))] == ["live", "live"]
+        assert summaries(survey(find(places)))[0]["lease"]["page"]["pid"] == child.pid
         assert snapshot(tmp_path) == before
     # Killed, not stopped: its name is still there, and blocks no other server.
-    assert [part.lock.kind for part in survey(find(places))] == ["stale", "stale"]
+    assert [part.owner.kind for part in survey(find(places))] == ["dead", "dead"]
     assert exit_code(check(find(places), repair=True, deep=True)) == 1
-    assert [part.lock.kind for part in survey(find(places))] == ["none", "none"]
+    assert [part.owner.kind for part in survey(find(places))] == ["free", "free"]
 
 
 @pytest.mark.parametrize("deep", [False, True])

@@ -22,6 +22,7 @@ from vllm_nvmeof_offload.commands.pool.offline import remove
 from vllm_nvmeof_offload.config import parse_config, resolve_pool_bytes
 from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
 from vllm_nvmeof_offload.pool import ownership
+from vllm_nvmeof_offload.pool.lease import lease_of, read_lease
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.survey import disk_bytes, find
 
@@ -171,10 +172,10 @@ def test_a_live_owner_elsewhere_is_refused_even_if_it_has_only_another_rank(
     tmp_path: Path,
 ) -> None:
     pool = Pool.open(make_spec(tmp_path, engine="a", rank=1))
-    lock = pool.directories[0] / "lock"
+    lease = pool.directories[0] / "lease"
     pool.close()
     refused = pytest.raises(PoolLockedError, match="pid 4711 on host elsewhere")
-    with living_elsewhere(lock), refused:
+    with living_elsewhere(lease), refused:
         Pool.open(make_spec(tmp_path, engine="b", rank=0))
 
 
@@ -210,11 +211,12 @@ def test_space_held_by_live_servers_is_not_shared(
     assert ownership.bytes_of_others([tmp_path], "a") == 0
 
 
-def test_removal_deletes_the_owners_record(tmp_path: Path) -> None:
-    Pool.open(make_spec(tmp_path, engine="a")).close()
-    (space,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    assert ownership.read_owner(space / "engine-0") == "a"
-    assert os.stat(space / "engine-0" / "owner").st_mode & 0o777 == 0o600
+def test_a_lease_names_its_engine_and_removal_deletes_it(tmp_path: Path) -> None:
+    pool = Pool.open(make_spec(tmp_path, engine="a"))
+    pool.close()
+    page = read_lease(lease_of(pool.directories[0]))
+    assert page is not None and page.engine == "a"
+    assert os.stat(pool.directories[0] / "lease").st_mode & 0o777 == 0o600
     remove(find([tmp_path]))
     assert list(tmp_path.iterdir()) == []
 

@@ -41,7 +41,7 @@ def test_files_are_private_and_wider_modes_are_tightened(
     directory = pool.directories[0]
     for path in [directory, directory.parent, directory.parent.parent]:
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
-    for file in ("slab", "table", "superblock", "lock"):
+    for file in ("slab", "table", "superblock", "lock", "lease"):
         assert stat.S_IMODE((directory / file).stat().st_mode) == 0o600
     (directory / "slab").chmod(0o644)
     directory.parent.chmod(0o755)
@@ -83,7 +83,7 @@ def test_names_on_disk_reveal_no_key(open_pool: OpenPool, tmp_path: Path) -> Non
     digest = Keyspace.of({"model": "m"}).digest
     assert names == {
         *("t0", digest, "keyspace.json", "engine-0", "rank-0"),
-        *("superblock", "table", "log", "slab", "lock"),
+        *("superblock", "table", "log", "slab", "lock", "lease"),
     }
 
 

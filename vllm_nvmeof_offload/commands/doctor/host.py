@@ -226,11 +226,10 @@ def check_regions(target: str) -> list[Finding]:
 def _region(one: Surveyed) -> str:
     directory = one.directory
     name = f"{directory.keyspace[:12]}/engine-{directory.engine}/rank-{directory.rank}"
-    lease = f"; lease {one.lease}" if one.lease is not None else ""
     tag = one.tag.hex()[:8] if one.tag else "unknown"
     unnamed = "" if one.adopts or not one.tag else ", unnamed: shared with nobody"
     readers = ", ".join(f"pid {pid}" for pid in one.readers) or "nobody"
-    return f"{name}: lock {one.lock}{lease}; tag {tag}{unnamed}; read by {readers}"
+    return f"{name}: lease {one.owner}; tag {tag}{unnamed}; read by {readers}"
 
 
 def _direct_alignment(directory: str) -> tuple[int, int] | None:

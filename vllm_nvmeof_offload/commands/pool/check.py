@@ -90,7 +90,7 @@ class Report:
         """Plain JSON values; sizes in bytes, time in seconds."""
         found: dict[str, Any] = {
             "directory": str(self.surveyed.path),
-            "live": self.surveyed.lock.live,
+            "live": self.surveyed.owner.kind == "live",
             "verdict": "whole" if self.worst is Damage.NOTE else self.worst.name.lower(),
             "checked": self.checked,
             "counts": self.counts,
@@ -164,7 +164,7 @@ def _check_rank(
     if missing := int((table.states == MISSING).sum()):
         report.add(f"table has {slots - missing} of {slots} entries")
     suspects = _suspects(rank, table, reader, report, on_progress)
-    if suspects and not report.repair and report.surveyed.lock.may_live:
+    if suspects and not report.repair and report.surveyed.owner.may_live:
         settle()
     try:
         for index in suspects:

@@ -40,8 +40,8 @@ from vllm_nvmeof_offload.pool.format import (
     share_tag,
     verify,
 )
-from vllm_nvmeof_offload.pool.lock import LockState
-from vllm_nvmeof_offload.pool.ownership import OWNER_FILE, give_to_owner, hold
+from vllm_nvmeof_offload.pool.lease import OwnerState
+from vllm_nvmeof_offload.pool.ownership import give_to_owner, hold
 from vllm_nvmeof_offload.pool.recovery import has_known_group, read_table, written_slots
 from vllm_nvmeof_offload.pool.survey import (
     FACTS_FILE,
@@ -82,7 +82,8 @@ def held_survey(
         return
     with hold([directory.path for directory in directories]) as before_write:
         # This process holds them: that is not what "live" means to a reader.
-        yield [replace(one, lock=LockState("none")) for one in survey(directories)], before_write
+        free = OwnerState("free")
+        yield [replace(one, owner=free) for one in survey(directories)], before_write
 
 
 #: States of a table's entry: never written; adopted by the next start; intact, but of another
@@ -460,7 +461,8 @@ def remove(directories: Sequence[RankDirectory]) -> list[Removed]:
             removed.append(Removed(str(path), freed, tuple(left)))
     for path in paths:
         engine, space = path.parents[:2]
-        _remove_folder(engine, OWNER_FILE)
+        with contextlib.suppress(OSError):
+            engine.rmdir()
         _remove_folder(space, FACTS_FILE)
     return removed
 
@@ -470,7 +472,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _remove_folder(path: Path, own_file: str) -> None:
-    """Delete the directory of an engine or a keyspace if at most our own file is in it."""
+    """Delete the directory of a keyspace if at most our own file is in it."""
     with contextlib.suppress(OSError):
         if os.listdir(path) == [own_file] and _is_file(path / own_file):
             (path / own_file).unlink()

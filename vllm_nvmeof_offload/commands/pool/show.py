@@ -38,8 +38,7 @@ from vllm_nvmeof_offload.commands.pool.check import Damage, Report, exit_code
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
 from vllm_nvmeof_offload.pool.format import SlotHeader
-from vllm_nvmeof_offload.pool.lease import LeaseState
-from vllm_nvmeof_offload.pool.lock import LockState
+from vllm_nvmeof_offload.pool.lease import OwnerState
 from vllm_nvmeof_offload.pool.log import newest_head
 from vllm_nvmeof_offload.pool.survey import (
     RankDirectory,
@@ -52,7 +51,7 @@ from vllm_nvmeof_offload.pool.survey import (
 )
 from vllm_nvmeof_offload.units import MIB, format_bytes
 
-_LOCK_KINDS = ("none", "stale", "foreign", "live")
+_OWNER_KINDS = ("free", "dead", "silent", "live")
 _LISTED_MAX = 20
 #: Digits of a keyspace in tables: enough to name it in a command.
 _DIGITS = 12
@@ -106,7 +105,7 @@ def _pool(parts: Sequence[Surveyed]) -> dict[str, Any]:
     directory, tags = parts[0].directory, {one["tag"] for one in regions}
     used = [one.last_use_s for one in parts if one.last_use_s is not None]
     # A part that a live server holds counts first, then one that a dead server left.
-    lock = max((one.lock for one in parts), key=lambda one: _LOCK_KINDS.index(one.kind))
+    owner = max((one.owner for one in parts), key=lambda one: _OWNER_KINDS.index(one.kind))
     return {
         "keyspace": directory.keyspace,
         "model": model_name(directory.target / directory.keyspace),
@@ -116,7 +115,7 @@ def _pool(parts: Sequence[Surveyed]) -> dict[str, Any]:
         "slots": sum(sum(one["occupancy"].values()) for one in regions),
         "disk_bytes": sum(one.disk_bytes for one in parts),
         "last_use_s": max(used, default=None),
-        "lock": _with_text(lock),
+        "lease": _with_text(owner),
         "tag": tags.pop() if len(tags) == 1 else None,
         "adopts": all(one.adopts for one in parts),
         "readers": sorted({pid for one in parts for pid in one.readers}),
@@ -138,8 +137,7 @@ def region(one: Surveyed) -> dict[str, Any]:
     return {
         "directory": str(one.path),
         "owner": one.superblock.uuid.hex() if one.superblock else None,
-        "lock": _with_text(one.lock),
-        "lease": _with_text(one.lease),
+        "lease": _with_text(one.owner),
         "problem": problem,
         "tag": one.tag.hex() or None,
         "adopts": one.adopts,
@@ -165,9 +163,9 @@ def _plain(value: Any) -> Any:
     return list(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
-def _with_text(state: LockState | LeaseState | None) -> dict[str, Any] | None:
-    """What is known of a lock or lease, and the same for people."""
-    return None if state is None else {**_plain(state), "text": str(state)}
+def _with_text(state: OwnerState) -> dict[str, Any]:
+    """Return what is known of a region's owner, and the same for people."""
+    return {**_plain(state), "text": str(state)}
 
 
 def occupancy(surveyed: Surveyed) -> dict[str, int]:
@@ -308,10 +306,10 @@ def print_pools(given: Sequence[Path] | None, regions: bool, as_json: bool) -> N
 
 
 _POOL_COLUMNS = (
-    *("keyspace", "model", "engine", "rank", "entries", "size", "last use", "lock", "tag"),
+    *("keyspace", "model", "engine", "rank", "entries", "size", "last use", "lease", "tag"),
     "readers",
 )
-_REGION_COLUMNS = ("keyspace", "region", "size", "owner", "lock", "lease", "tag", "readers")
+_REGION_COLUMNS = ("keyspace", "region", "size", "owner", "lease", "tag", "readers")
 
 
 def _pool_cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -323,7 +321,7 @@ def _pool_cells(row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['entries']} of {row['slots']}",
         format_bytes(row["disk_bytes"]),
         _time(row["last_use_s"]),
-        row["lock"]["text"],
+        row["lease"]["text"],
         _weights(row),
         _pids(row),
     )
@@ -335,8 +333,7 @@ def _region_cells(pool: dict[str, Any], one: dict[str, Any]) -> tuple[str, ...]:
         one["directory"].replace(f"/{pool['keyspace']}/", " "),
         format_bytes(one["disk_bytes"]),
         one["owner"][:_TAG_DIGITS] if one["owner"] else "unknown",
-        one["lock"]["text"],
-        one["lease"]["text"] if one["lease"] else "none",
+        one["lease"]["text"],
         _weights(one),
         _pids(one),
     )
@@ -396,7 +393,7 @@ def print_reports(reports: Sequence[Report], as_json: bool) -> int:
             line += f", {format_bytes(report.read_bytes)} at {speed:.0f} MiB/s ({how})"
         _print(line)
         if found["live"]:
-            _print(f"  in use ({report.surveyed.lock}): read only")
+            _print(f"  in use ({report.surveyed.owner}): read only")
         for kind, count in report.counts.items():
             found_here = (one["slot"] for one in report.findings if one["kind"] == kind)
             slots = [str(slot) for slot in found_here if slot is not None]
@@ -420,8 +417,8 @@ def remove(directories: Sequence[RankDirectory], yes: bool, as_json: bool) -> No
     offline.check_ours(directory.path for directory in directories)
     parts = survey(directories)
     for part in parts:
-        if part.lock.live:
-            raise PoolLockedError(f"{part.path} is in use ({part.lock}): stop that server first")
+        if part.owner.kind == "live":
+            raise PoolLockedError(f"{part.path} is in use ({part.owner}): stop that server first")
     if not yes:
         if as_json:
             raise PoolError("--json: a program cannot be asked; give --yes as well")
