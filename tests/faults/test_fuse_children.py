@@ -17,7 +17,7 @@ from tests.unit.test_pool_keeper import Held
 from tests.wait import wait_until
 from vllm_nvmeof_offload.follow.start import start_follower
 from vllm_nvmeof_offload.native import ForeignReader
-from vllm_nvmeof_offload.pool.keeper import Keeping
+from vllm_nvmeof_offload.pool.keeper import keep
 from vllm_nvmeof_offload.pool.lease import Permits
 
 from .fuse_mount import FaultyMount
@@ -54,7 +54,7 @@ def test_a_hung_file_delays_no_other_file_and_no_server(
     other, held = Held(faulty_mount.place, permits, 0), Held(tmp_path, permits, 1)
     faulty_mount.rules({"op": "write", "path": "lease", "do": "hang"})
     before_it = set(threading.enumerate())
-    keeping = Keeping([other.region, held.region], permits)
+    keeping = keep([other.region, held.region], permits)
     faulty_mount.wait_hanging(1)
     for _ in range(3):
         held.await_beat()

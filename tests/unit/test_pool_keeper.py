@@ -18,7 +18,8 @@ import pytest
 
 from tests.descriptors import numbers_from
 from tests.wait import wait_until
-from vllm_nvmeof_offload.pool.keeper import Keeper, Keeping, Region
+from vllm_nvmeof_offload.child import Companion
+from vllm_nvmeof_offload.pool.keeper import Keeper, Region, keep
 from vllm_nvmeof_offload.pool.lease import (
     Lease,
     LeasePage,
@@ -46,8 +47,8 @@ class Held:
         self.region = Region(lock, Lease.claim_in(directory, OFTEN, self.permits, number))
         assert self.region.lease.is_ours()
 
-    def keep(self) -> Keeping:
-        return Keeping([self.region], self.permits)
+    def keep(self) -> Companion:
+        return keep([self.region], self.permits)
 
     @property
     def page(self) -> LeasePage:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The follower: a process that fills the foreign table, `python -m …follow.follower SETTINGS`.
+"""The follower: a process that fills the foreign table, `python -m …follow.follower SETTINGS FD`.
 
 It is a process of its own because its work must not take turns with the scheduler's, and because
 a thread that waits for a lost target cannot be ended. It only reads. It leaves the work to a child
-of its own and ends when its input does, with its server: `pool.keeper` has the reasons.
+of its own and ends when its input does, with its server: `child` has the reasons.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def _run(scan: TargetScan, follow_s: float, share: float) -> None:
         os._exit(1)
 
 
-def main(settings: str) -> None:
-    """settings: JSON, as `follow.start` makes it."""
+def main(settings: str, fd: int) -> None:
+    """settings: JSON, as `follow.start` makes it. fd: of the table's memory."""
     if os.fork():
         os._exit(0)
     found = json.loads(settings)
     targets = tuple(map(Path, found["targets"]))
     scope = Scope(targets, found["keyspace"], found["engine_index"], found["ranks"])
-    table = ForeignWriter(found["fd"], ROWS_MIN)
+    table = ForeignWriter(fd, ROWS_MIN)
     owners = Owners(table, scope.ranks, time.monotonic, found["slots_max"])
     for target in range(len(targets)):
         of_target = TargetScan(scope, target, table, owners)
@@ -54,4 +54,4 @@ def main(settings: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))

@@ -7,12 +7,6 @@ through a pipe, and never waits for the child, which has a thread per lease: one
 no other. The child opens the page for each renewal, so that it keeps no file system from being
 unmounted. It holds no flock, which must end with the server. PID is the server's, for people.
 FD is the memory of the leases' permits (`lease`), which both share.
-
-The child leaves the work to a child of its own and ends. vLLM ends an engine by killing all
-processes below it one by one, and its API server hangs for ever if a listed process ends before
-its turn (psutil raises `NoSuchProcess`), as ours would, which ends when its worker does. It has
-a session of its own, because Ctrl-C reaches the whole process group of a console, and renewals
-must go on while the server drains.
 """
 
 from __future__ import annotations
@@ -20,16 +14,13 @@ from __future__ import annotations
 import errno
 import json
 import os
-import select
-import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from vllm_nvmeof_offload import logger
-from vllm_nvmeof_offload.child import child_command
+from vllm_nvmeof_offload.child import Companion, child_command
 from vllm_nvmeof_offload.pool.lease import (
     Lease,
     LeasePage,
@@ -41,10 +32,6 @@ from vllm_nvmeof_offload.pool.lease import (
     read_lease,
 )
 from vllm_nvmeof_offload.pool.lock import DirectoryLock, FileId
-
-_END_S_MAX = 0.5
-#: More than `_END_S_MAX`. Only a child that cannot start (Python's own files hang) takes longer.
-_STOP_S_MAX = 2.0
 
 
 class Keeper:
@@ -180,78 +167,22 @@ class Order:
     in_group: bool
 
 
-class Keeping:
-    """A daemon thread that touches no target.
+def keep(regions: Sequence[Region], permits: Permits) -> Companion:
+    """Renew these regions as often as their leases need it, until a stop. permits: theirs.
 
-    The child starts at the first renewal. Where no region is a group's, a lease that is held for a
-    moment needs none.
+    Where no region is a group's, a lease that is held for a moment needs no process.
     """
+    leasings = [region.lease.leasing for region in regions]
+    period_s = min(leasing.beat_s for leasing in leasings)
+    is_urgent = any(leasing.in_group for leasing in leasings)  # permits run out soon
 
-    def __init__(self, regions: Iterable[Region], permits: Permits) -> None:
-        """regions: renewed as often as their leases need it. permits: theirs."""
-        self._regions = tuple(regions)
-        leasings = [region.lease.leasing for region in self._regions]
-        self._period_s = min(leasing.beat_s for leasing in leasings)
-        self._is_urgent = any(leasing.in_group for leasing in leasings)  # permits run out soon
-        self._permits = permits
-        self._stop = threading.Event()
-        self._child: subprocess.Popen[bytes] | None = None
-        self._thread = threading.Thread(target=self._run, name="pool-keeper", daemon=True)
-        self._thread.start()
+    def lines() -> list[bytes]:
+        orders = filter(None, [region.order() for region in regions])
+        return [json.dumps(asdict(order)).encode() + b"\n" for order in orders]
 
-    def stop(self) -> None:
-        """Stop; a write that hangs ends when the kernel lets it, and no other follows."""
-        self._stop.set()
-        self._thread.join(_STOP_S_MAX)
-
-    def _run(self) -> None:
-        wait_s = 0.0 if self._is_urgent else self._period_s
-        while not self._stop.wait(wait_s):
-            wait_s = self._period_s
-            try:
-                self._renew()
-            except OSError as error:
-                logger.warning("the leases of the pool's directories are not renewed: %s", error)
-        self._end_child()
-
-    def _renew(self) -> None:
-        if self._child is None:
-            # cwd="/": a working directory could hang, or keep a target from being unmounted.
-            self._child = subprocess.Popen(
-                [*child_command("pool.keeper"), str(os.getpid()), str(self._permits.fd)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                cwd="/",
-                bufsize=0,
-                start_new_session=True,
-                pass_fds=[self._permits.fd],
-            )
-            self._child.wait()  # it leaves the work to a child of its own
-            if self._stop.is_set():  # while it started; the leases may be released by now
-                return
-        assert self._child.stdin is not None
-        os.set_blocking(self._child.stdin.fileno(), False)
-        # At most one pipe's content waits; less than PIPE_BUF is written whole or not at all.
-        for order in filter(None, [region.order() for region in self._regions]):
-            line = json.dumps(asdict(order)).encode() + b"\n"
-            try:
-                os.write(self._child.stdin.fileno(), line)
-            except BlockingIOError:
-                continue
-            except BrokenPipeError:  # the child was killed; the next renewal starts another
-                self._end_child()
-                return
-
-    def _end_child(self) -> None:
-        """Close the child's input, at the end of which it ends; wait a moment for that."""
-        child, self._child = self._child, None
-        if child is not None:
-            assert child.stdin and child.stdout
-            child.stdin.close()
-            ended = select.poll()  # `select.select` refuses descriptors from 1024 on
-            ended.register(child.stdout, select.POLLIN)
-            ended.poll(_END_S_MAX * 1000)
-            child.stdout.close()
+    command = [*child_command("pool.keeper"), str(os.getpid())]
+    first_s = 0.0 if is_urgent else period_s
+    return Companion("keeper of leases", command, permits.fd, period_s, lines, period_s, first_s)
 
 
 # -- the child ------------------------------------------------------------------------

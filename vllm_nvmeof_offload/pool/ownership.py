@@ -37,7 +37,7 @@ from vllm_nvmeof_offload.pool.format import (
     Keyspace,
     StoredGroup,
 )
-from vllm_nvmeof_offload.pool.keeper import Keeping, Region
+from vllm_nvmeof_offload.pool.keeper import Region, keep
 from vllm_nvmeof_offload.pool.lease import (
     POLL_S,
     TAKEOVER_S,
@@ -146,7 +146,7 @@ class Claim:
         self.regions = tuple(regions)
         self.directories = tuple(region.lease.path.parent for region in regions)
         self._permits = permits
-        self._keeping = Keeping(regions, permits)
+        self._keeper = keep(regions, permits)
 
     def has_epoch(self, epoch: int) -> None:
         """Name the regions' epoch in their leases."""
@@ -165,12 +165,13 @@ class Claim:
         return tuple(one.page.generation if one.leasing.in_group else 0 for one in leases)
 
     def await_permits(self) -> None:
-        """Wait until the regions may be written. PoolError: a lease was lost meanwhile."""
-        for region in self.regions:
-            if not region.lease.permit.wait(lambda: True):
-                raise PoolError(
-                    f"the lease {region.lease.path} was lost during the start: another server has "
-                    "taken it; start again"
+        """Wait until the regions may be written. PoolLockedError: a lease was lost meanwhile."""
+        for lease in (region.lease for region in self.regions):
+            if not lease.permit.wait(lambda: True):
+                raise PoolLockedError(
+                    f"{lease.path.parent} is another process's now: this one has lost its lease, "
+                    f"which it did not renew for {lease.leasing.takeover_s:.0f} s; nothing more "
+                    f"was changed there, so start again"
                 )
 
     @property
@@ -211,7 +212,7 @@ class Claim:
 
     def release(self, keep_descriptors: bool = False) -> None:
         """Unlock. keep_descriptors: something hangs in the kernel; the flocks then stay."""
-        self._keeping.stop()
+        self._keeper.stop()
         self._permits.close()
         if keep_descriptors:
             for permit in self.permits:
@@ -503,26 +504,13 @@ def hold(directories: Sequence[Path]) -> Iterator[Callable[[], None]]:
         raise PoolLockedError(f"{found.parent} is in use ({state}): stop that server first")
     if not _have_settled(found):
         raise PoolLockedError(f"{directories[0]} was claimed by another process just now")
-    keeping = Keeping(found, permits)
+    claim = Claim(0, found, permits)
     try:
         for directory, name in itertools.product(directories, (LOCK_FILE, LEASE_FILE)):
             give_to_owner(directory / name)
-        yield partial(_wait_for_permits, found)
+        yield claim.await_permits
     finally:
-        keeping.stop()  # no renewal may follow a release
-        _release(found)
-        permits.close()
-
-
-def _wait_for_permits(regions: Sequence[Region]) -> None:
-    """Wait until writes to all these regions may start. PoolLockedError: one is lost."""
-    for lease in (region.lease for region in regions):
-        if not lease.permit.wait(lambda: True):
-            raise PoolLockedError(
-                f"{lease.path.parent} is another process's now: this one did not renew its lease "
-                f"for {lease.leasing.takeover_s:.0f} s; nothing more was changed there, so run the "
-                f"command again"
-            )
+        claim.release()
 
 
 def _last_leasing(directory: Path) -> Leasing:

@@ -307,7 +307,7 @@ def test_a_start_whose_lease_is_lost_writes_nothing(
         return claim
 
     monkeypatch.setattr(Claim, "make", make)
-    with pytest.raises(PoolError, match="was lost during the start"):
+    with pytest.raises(PoolError, match="has lost its lease"):
         Pool.open(make_spec(tmp_path, leasing=LONG))
     assert not [*tmp_path.rglob("superblock*")]
 
