@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The foreign table for Python: whole owners and regions and, for tests, single rows.
-#include "bindings_foreign.h"
+#include "bindings.h"
 
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>

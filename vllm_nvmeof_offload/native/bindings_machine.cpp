@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The worker's machine for Python: columns come and leave as numpy arrays. What runs per chunk runs
 // without the interpreter lock.
-#include "bindings_machine.h"
+#include "bindings.h"
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>

@@ -9,9 +9,7 @@
 #include <functional>
 #include <optional>
 
-#include "bindings_foreign.h"
-#include "bindings_look_ups.h"
-#include "bindings_machine.h"
+#include "bindings.h"
 #include "tiers.h"
 
 using namespace nb::literals;

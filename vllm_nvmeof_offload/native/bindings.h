@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// The parts of the module `_tiers`.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -6,3 +7,5 @@
 namespace nb = nanobind;
 
 void bind_foreign(nb::module_& m);
+void bind_machine(nb::module_& m);
+void bind_look_ups(nb::module_& m);  // after `Tiers`

@@ -1,8 +1,0 @@
-// SPDX-License-Identifier: Apache-2.0
-#pragma once
-
-#include <nanobind/nanobind.h>
-
-namespace nb = nanobind;
-
-void bind_machine(nb::module_& m);
