@@ -6,7 +6,9 @@
 // nothing is waited for beyond its deadline, even if it is tried again; a read is alone in its
 // buffer; a target's superblock waits for its writes and its later writes for the superblock, whose
 // epoch they have only if it was written; no slot leaks; loads do not wait for slots that hang;
-// another engine's region is read only with its files; what a load's copy has to check is whole,
+// another engine's region is read only with its files; a peer has no more than its credits, for no
+// longer than half of a deadline, and writes into stream slots only, of which a chunk that it still
+// may write has none; what a load's copy has to check is whole,
 // nobody else gets it before, and a row fails if the CRC is not the one that was named; everything
 // ends. Exits with 1 on a failure.
 #include <algorithm>
@@ -39,7 +41,7 @@ uint64_t seed_now = 0;
     }                                                                                         \
   } while (false)
 
-constexpr size_t kCacheSlots = 6, kStreamSlots = 3, kTargets = 2, kPoolSlots = 20;
+constexpr size_t kCacheSlots = 6, kStreamSlots = 5, kTargets = 2, kPoolSlots = 20, kPeers = 2;
 constexpr uint16_t kOwners = 2;  // other engines
 constexpr size_t kSlotBytes = 8192, kHeader = 4096, kKeyBytes = 12;
 constexpr std::array<size_t, 3> kGroupBytes{kSlotBytes - kHeader, 512, 0};
@@ -66,6 +68,73 @@ std::string key_of(const LaneOp& op) {
   const auto* const key = reinterpret_cast<const char*>(op.identity.key.data());
   return {key, op.identity.key_bytes};
 }
+
+// Peers' lanes, which end, fail, stop and release when the test makes them.
+class Peers final : public NativeLanes {
+ public:
+  struct Op {
+    LaneOp op;
+    bool wanted = true;
+  };
+
+  LaneRoom room() const override { return {0, 0}; }
+  void take(const LaneOp& op) override {
+    const PeerState& state = states.at(op.peer);
+    CHECK(state.usable && held(op.peer) < state.reads_max);
+    CHECK(op.until_ns > now_ns && op.until_ns <= now_ns + kReadNs / 2);
+    CHECK(op.address >= kBase + kCacheSlots * kSlotBytes);
+    CHECK(op.kind == OpKind::LOAD && !has(op.address));
+    unproven->erase(op.address);
+    taken_.push_back(op);
+  }
+  void start() override {
+    for (const LaneOp& op : std::exchange(taken_, {})) CHECK(ops.try_emplace(op.token, op).second);
+  }
+  bool cancel_one(uint64_t token) override {
+    CHECK(ops.contains(token));
+    ops.at(token).wanted = false;
+    return false;
+  }
+  void ended(std::vector<LaneEnd>& found) override {
+    found.insert(found.end(), ends_.begin(), ends_.end());
+    ends_.clear();
+  }
+  // End one, or fail at it.
+  void end(Dice& dice, unsigned failing) {
+    if (ops.empty()) return;
+    auto& [token, one] = *pick(dice, ops);
+    LaneEnd end{token, Outcome::OK};
+    if (chance(dice, failing)) end.code = dice() % 2 ? Outcome::CHECKSUM_MISMATCH : Outcome::STALE;
+    end.released = end.code == Outcome::OK || !one.wanted || dice() % 2;
+    one.wanted = false;
+    if (end.released) ops.erase(token);
+    ends_.push_back(end);
+  }
+  void check() const {
+    CHECK(taken_.empty());
+    for (const auto& [token, one] : ops) CHECK(!one.wanted || one.op.until_ns > now_ns);
+  }
+  bool has(uint64_t address) const {
+    const auto at = [=](const LaneOp& op) { return op.address == address; };
+    return std::ranges::any_of(taken_, at) ||
+           std::ranges::any_of(ops, [&](const auto& one) { return at(one.second.op); });
+  }
+
+  std::map<uint64_t, Op> ops;
+  std::array<PeerState, kPeers> states;
+  std::map<uint64_t, uint64_t>* unproven = nullptr;  // of the other lanes
+  int64_t now_ns = 0;
+
+ private:
+  size_t held(size_t peer) const {
+    const auto at = [=](const LaneOp& op) { return op.peer == peer; };
+    return static_cast<size_t>(
+        std::ranges::count_if(taken_, at) +
+        std::ranges::count_if(ops, [&](const auto& one) { return at(one.second.op); }));
+  }
+  std::vector<LaneOp> taken_;
+  std::vector<LaneEnd> ends_;
+};
 
 // Lanes that end what they have when the test makes them.
 class Lanes final : public NativeLanes {
@@ -173,6 +242,7 @@ class Lanes final : public NativeLanes {
 
   std::map<uint64_t, Op> ops;
   int64_t now_ns = 0;
+  const Peers* peers = nullptr;
   bool full = false;
   size_t depth = 12;
   struct Lane {
@@ -197,6 +267,7 @@ class Lanes final : public NativeLanes {
     CHECK(op.urgency != Urgency::WRITE || !unproven.contains(op.address));
     CHECK(op.address >= kBase && op.address < kBase + (kCacheSlots + kStreamSlots) * kSlotBytes);
     const bool is_write = op.urgency == Urgency::WRITE;
+    CHECK(!peers->has(op.address));
     size_t same = 0;
     for (const auto& [token, other] : ops) {
       const bool other_writes = other.op.urgency == Urgency::WRITE;
@@ -259,7 +330,13 @@ struct Command {
 class World {
  public:
   explicit World(uint64_t seed)
-      : dice_(seed), checks_(seed % 2), machine_(options(checks_), lanes_, 0) {}
+      : dice_(seed),
+        checks_(seed % 2),
+        has_peers_(seed % 4 < 2),
+        machine_(options(checks_, has_peers_), lanes_, 0, &peers_) {
+    lanes_.peers = &peers_;
+    peers_.unproven = &lanes_.unproven;
+  }
 
   void run(size_t steps) {
     for (size_t step = 0; step < steps; ++step) {
@@ -270,6 +347,7 @@ class World {
       if (chance(dice_, 5)) lanes_.full = !lanes_.full;
       if (chance(dice_, 10)) change_files();
       if (chance(dice_, 3)) usable_[dice_() % kTargets] ^= true;
+      if (chance(dice_, 10)) change_peer();
       // Sometimes nothing ends for longer than a deadline.
       if (chance(dice_, 2)) hung_until_ns_ = now_ns_ + static_cast<int64_t>(dice_() % 60) * kTickNs;
       this->step(15);
@@ -278,8 +356,9 @@ class World {
   }
 
  private:
-  static MachineOptions options(bool checks) {
+  static MachineOptions options(bool checks, bool has_peers) {
     MachineOptions made;
+    made.peer_chunks_min = 1;
     made.copies_check = checks;
     made.cache_slots = kCacheSlots;
     made.stream_slots = kStreamSlots;
@@ -290,6 +369,7 @@ class World {
                kSlotBytes, {kGroupBytes.begin(), kGroupBytes.end()}, kBase,
                kBase + kCacheSlots * kSlotBytes, 2, 2, retryable, kReadBytesMax, kWriteBytesMax,
                kSlotBytes, {}};
+    if (has_peers) made.io.peers = kPeers;
     return made;
   }
 
@@ -309,6 +389,7 @@ class World {
       this->step(0);
     }
     CHECK(machine_.idle() && commands_.empty() && lanes_.ops.empty() && superblocks_.empty());
+    CHECK(peers_.ops.empty() && landings_.empty() && machine_.io.peers_in_flight() == 0);
     CHECK(machine_.streams_used() == 0 && machine_.streams_waiting() == 0);
     CHECK(machine_.io.reads_in_flight() == 0 && machine_.io.writes_in_flight() == 0);
   }
@@ -432,6 +513,30 @@ class World {
     }
   }
 
+  void change_peer() {
+    if (!has_peers_) return;
+    const size_t peer = dice_() % kPeers;
+    peers_.states[peer] = {chance(dice_, 80), dice_() % 3, static_cast<double>(dice_() % 2),
+                           dice_() % 2 * kSlotBytes};
+    machine_.set_peer(kTargets + peer, peers_.states[peer]);
+  }
+
+  // What peers have brought goes from stream slots to cache slots.
+  void land() {
+    while (!landings_.empty() && chance(dice_, 60)) {
+      machine_.landed(landings_.back());
+      landings_.pop_back();
+    }
+    const LandingBatch batch = machine_.take_landings();
+    for (size_t at = 0; at < batch.rows.size(); at += 3) {
+      const uint64_t streams = kBase + kCacheSlots * kSlotBytes;
+      CHECK(batch.rows[at] < streams && batch.rows[at + 1] >= streams);
+      CHECK(!peers_.has(batch.rows[at + 1]));
+      lanes_.unproven.erase(batch.rows[at]);
+    }
+    if (!batch.rows.empty()) landings_.push_back(batch.number);
+  }
+
   void cancel() {
     if (commands_.empty()) return;
     const auto at = pick(dice_, commands_);
@@ -484,8 +589,11 @@ class World {
     if (now_ns_ >= hung_until_ns_)
       for (size_t left = dice_() % 4 + (failing ? 0 : 8); left > 0; --left)
         lanes_.end(dice_, failing);
+    if (now_ns_ >= hung_until_ns_)
+      for (size_t left = dice_() % 3 + (failing ? 0 : 8); left > 0; --left)
+        peers_.end(dice_, 2 * failing);
     while (!superblocks_.empty() && chance(dice_, failing ? 30 : 90)) end_superblock(failing);
-    lanes_.now_ns = now_ns_;
+    lanes_.now_ns = peers_.now_ns = now_ns_;
     machine_.io.poll_lanes(0);
     machine_.io.expire();
     lanes_.check_deadlines();
@@ -493,6 +601,8 @@ class World {
     machine_.run();
     hand_over();
     while (machine_.run()) hand_over();
+    peers_.check();
+    land();
     if (chance(dice_, failing ? 30 : 100))
       passed_fence_ += dice_() % (newest_fence_ - passed_fence_ + 1);
     take_copies();
@@ -685,8 +795,11 @@ class World {
 
   Dice dice_;
   const bool checks_;  // copies of loads check payloads
+  const bool has_peers_;
   Lanes lanes_;
+  Peers peers_;
   Machine machine_;
+  std::vector<uint64_t> landings_;
   int64_t now_ns_ = 0, hung_until_ns_ = 0;
   uint64_t last_op_ = 0, last_number_ = 0;  // of ops, and of chunks
   std::map<int32_t, uint64_t> given_;  // cache slot → number of the chunk of its last fill

@@ -243,10 +243,10 @@ def lanes_of(engine: IoEngine) -> Lanes:
     )
 
 
-def end_of(one: Completion) -> tuple[int, int, int, float, int]:
+def end_of(one: Completion) -> tuple[int, int, int, float, int, bool]:
     """Return a completion as the native machine takes it."""
     crc = -1 if one.payload_crc is None else one.payload_crc
-    return one.token, code_of(one.outcome.kind), one.outcome.errno, one.ended_s or 0.0, crc
+    return one.token, code_of(one.outcome.kind), one.outcome.errno, one.ended_s or 0.0, crc, True
 
 
 def reset_op(token: int, target: int) -> IoOp:

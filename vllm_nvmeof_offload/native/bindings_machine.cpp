@@ -141,6 +141,7 @@ void bind_options(nb::module_& m) {
       .def_rw("write_bytes_beside_reads_max", &IoOptions::write_bytes_beside_reads_max)
       .def_rw("serve_share", &IoOptions::serve_share)
       .def_rw("serve_bytes_max", &IoOptions::serve_bytes_max)
+      .def_rw("peers", &IoOptions::peers)
       .def("set_stamp",
            [](IoOptions& io, const PyStamp& stamp) { io.stamp = stamp_of(stamp); });
   nb::class_<MachineOptions>(m, "MachineOptions")
@@ -150,7 +151,6 @@ void bind_options(nb::module_& m) {
       .def_rw("stream_slots", &MachineOptions::stream_slots)
       .def_rw("pool_slots", &MachineOptions::pool_slots)
       .def_rw("serve_slots", &MachineOptions::serve_slots)
-      .def_rw("peers_max", &MachineOptions::peers_max)
       .def_rw("peer_chunks_min", &MachineOptions::peer_chunks_min)
       .def_rw("copies_check", &MachineOptions::copies_check)
       .def("join_set", [](MachineOptions& options, const Set& set) {
@@ -317,16 +317,8 @@ void cancel(Machine& machine, uint64_t op, const std::optional<Column<uint32_t>>
   machine.cancel(op, &some);
 }
 
-using End = std::tuple<uint64_t, uint8_t, int, double, int64_t>;  // a `LaneEnd`
-
-void ended(Machine& machine, const std::vector<End>& ends) {
-  for (const auto& [token, code, error, ended_s, payload_crc] : ends)
-    machine.ended({token, static_cast<Outcome>(code), error, nanoseconds(ended_s), payload_crc});
-}
-
-// Peers' failures, of which the releases follow.
-void failed_unreleased(Machine& machine, const std::vector<uint64_t>& tokens) {
-  for (const uint64_t token : tokens) machine.failed_unreleased(token);
+void ended(Machine& machine, const std::vector<PythonEnd>& ends) {
+  for (const PythonEnd& end : ends) machine.io.ended(lane_end(end));
 }
 
 // In seconds; infinity: never.
@@ -335,18 +327,9 @@ double next_deadline(Machine& machine) {
   return next_ns == INT64_MAX ? INFINITY : static_cast<double>(next_ns) / 1e9;
 }
 
-// (seconds within which it must end, the read) of each.
-List<Tuple<double, LaneOp>> offer_peer(Machine& machine, size_t lane) {
-  nb::list all;
-  for (const Machine::PeerOffer& offer : machine.offer_peer(lane))
-    all.append(nb::make_tuple(static_cast<double>(offer.within_ns) / 1e9,
-                              machine.io.describe(*offer.task, offer.token)));
-  return all;
-}
-
-void set_peer(Machine& machine, size_t lane, bool usable, size_t reads_max, size_t bytes_max,
-              double bytes_per_s, uint64_t queued_bytes) {
-  machine.set_peer(lane, {usable, reads_max, bytes_max, bytes_per_s, queued_bytes});
+void set_peer(Machine& machine, size_t lane, bool usable, size_t reads_max, double bytes_per_s,
+              uint64_t queued_bytes) {
+  machine.set_peer(lane, {usable, reads_max, bytes_per_s, queued_bytes});
 }
 
 // Whether a target's health may have become another one, so that Python must look.
@@ -581,7 +564,10 @@ void bind_op(nb::module_& m) {
                      return PyStamp(op.stamp.epoch, nb::bytes(tag.data(), tag.size()));
                    })
       .def_ro("single_copy", &LaneOp::single_copy)
-      .def_ro("header_only", &LaneOp::header_only);
+      .def_ro("header_only", &LaneOp::header_only)
+      .def_ro("peer", &LaneOp::peer)
+      .def_prop_ro("until_s",
+                   [](const LaneOp& op) { return static_cast<double>(op.until_ns) / 1e9; });
 }
 
 void bind_parts(nb::module_& m) {
@@ -604,7 +590,7 @@ void bind_parts(nb::module_& m) {
       .def(nb::init<nb::typed<nb::callable, std::pair<size_t, size_t>()>,
                     nb::typed<nb::callable, void(List<LaneOp>)>,
                     nb::typed<nb::callable, bool(uint64_t)>,
-                    nb::typed<nb::callable, std::vector<End>()>>(),
+                    nb::typed<nb::callable, std::vector<PythonEnd>()>>(),
            nb::kw_only(), "room"_a, "submit"_a, "cancel"_a, "poll"_a)
       .def_prop_ro("address", &address_of<PythonLanes>);
   m.def("set_words_bytes", &set_words_bytes, "members"_a, "cache_slots"_a, "stream_slots"_a);
@@ -632,16 +618,12 @@ void bind_peers(nb::class_<Machine>& machine) {
            })
       .def("take_served", &take_served)
       .def("serve_levels", &Machine::serve_levels)
-      .def("set_peer", &set_peer, "lane"_a, "usable"_a, "reads_max"_a, "bytes_max"_a,
-           "bytes_per_s"_a, "queued_bytes"_a)
+      .def("set_peer", &set_peer, "lane"_a, "usable"_a, "reads_max"_a, "bytes_per_s"_a,
+           "queued_bytes"_a)
       .def("peer_rests", &Machine::peer_rests)
-      .def("offer_peer", &offer_peer)
-      .def("failed_unreleased", &failed_unreleased)
       .def("let_help", &Machine::let_help)
       .def("take_landings", &take_landings)
       .def("landed", &Machine::landed)
-      .def("take_overdue_peer", &Machine::take_overdue_peer)
-      .def("take_cancels_peer", &Machine::take_cancels_peer)
       .def("read_queues", &Machine::read_queues);
 }
 
@@ -655,11 +637,13 @@ void bind_machine(nb::module_& m) {
   machine
       .def(
           "__init__",
-          [](Machine* self, const MachineOptions& options, uintptr_t lanes, double now_s) {
+          [](Machine* self, const MachineOptions& options, uintptr_t lanes, double now_s,
+             uintptr_t peer_lanes) {
             auto& driven = *reinterpret_cast<NativeLanes*>(lanes);
-            new (self) Machine(options, driven, nanoseconds(now_s));
+            auto* const of_peers = reinterpret_cast<NativeLanes*>(peer_lanes);
+            new (self) Machine(options, driven, nanoseconds(now_s), of_peers);
           },
-          "options"_a, "lanes"_a, "now_s"_a = 0.0)
+          "options"_a, "lanes"_a, "now_s"_a = 0.0, "peer_lanes"_a = 0)
       .def("begin", &begin, "op"_a, "kind"_a, "urgency"_a, "batch"_a, "rows"_a = nb::none(),
            "first"_a = nb::none(), "fence"_a = 0)
       .def("begin_transfers", &begin_transfers)

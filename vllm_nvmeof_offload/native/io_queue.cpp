@@ -16,6 +16,7 @@ constexpr double kWriteAheadS = 0.0125;
 constexpr size_t kWriteAheadBytes = size_t{32} << 20;
 // A target from which a load has read within this time will soon be read by another one.
 constexpr int64_t kLoadsAgainNs = 2'000'000'000;
+constexpr size_t kOfPeers = 2;  // of `deadlines_`
 
 double seconds(int64_t ns) { return static_cast<double>(ns) / 1e9; }
 
@@ -135,9 +136,12 @@ int64_t TargetQueue::stalls_at_ns(int64_t patience_ns, bool is_write) const {
 
 // ---- from the pipeline ------------------------------------------------------------------
 
-IoQueue::IoQueue(const IoOptions& options, NativeLanes& lanes, int64_t now_ns)
-    : options_(options),
+IoQueue::IoQueue(const IoOptions& options, NativeLanes& lanes, NativeLanes* peer_lanes,
+                 int64_t now_ns)
+    : peers(options.peers),
+      options_(options),
       lanes_(lanes),
+      peer_lanes_(peer_lanes),
       now_ns_(now_ns),
       targets_(options.targets),
       reported_(options.targets),
@@ -208,9 +212,33 @@ bool IoQueue::cancel(Task& task) {
   if (stop_summing(task)) return true;
   if (queue_of(task).queue(task.urgency).remove(task) || awaiting_.remove(task)) return true;
   if (task.token == 0) return false;
-  if (lanes_.cancel_one(task.token))
+  if (lanes_of(task.is_at_peer()).cancel_one(task.token))
     ended({task.token, Outcome::CANCELLED});
   return false;
+}
+
+void IoQueue::give_to_peer(Task& task) {
+  PeerLane& peer = peers[task.peer_number()];
+  if (!task.deadline_ns) task.deadline_ns = now_ns_ + options_.read_deadline_ns;
+  const int64_t until_ns = now_ns_ + (task.deadline_ns - now_ns_) / 2;
+  Flights::One one{.task = &task, .urgency = Urgency::DEMAND, .peer = task.peer};
+  one.peer_bytes = transfer_bytes(task);
+  task.token = in_flight_.add(one);
+  ++peers_in_flight_;
+  ++peer.reads;
+  ++peer.awaited;
+  peer.bytes += one.peer_bytes;
+  watch(task.token, until_ns, kOfPeers);
+  LaneOp op = describe(task, task.token);
+  op.peer = task.peer_number();
+  op.until_ns = until_ns;
+  peer_lanes_->take(op);
+}
+
+void IoQueue::abandon(uint64_t token) {
+  Flights::One* const one = in_flight_.find(token);
+  if (!one || std::exchange(one->late, true)) return;
+  --peers[one->peer - size_t{1}].awaited;
 }
 
 IoQueue::Files IoQueue::files_of(uint16_t owner) const {
@@ -375,7 +403,7 @@ void IoQueue::hand_over(Task& task, Urgency urgency) {
   --room_;
   task.token = in_flight_.add({0, &task, urgency, false, false, attachment, now_ns_});
   if (!task.deadline_ns) task.deadline_ns = now_ns_ + patience_ns(is_write);
-  watch(task, is_write);
+  watch(task.token, task.deadline_ns, is_write);
   if (task.owner) ++foreign_reads_[regions_number(task.owner, task.target)];
   writes_in_flight_ += is_write;
   targets_[task.target].writes_running += is_write;
@@ -437,7 +465,7 @@ void IoQueue::offer_resets() {
     task.token = in_flight_.add({0, &task, Urgency::WRITE, true, false, attachment, now_ns_});
     ++writes_in_flight_;
     if (!task.deadline_ns) task.deadline_ns = now_ns_ + patience_ns(true);
-    if (!mutant("a_superblock_has_no_deadline")) watch(task, true);
+    if (!mutant("a_superblock_has_no_deadline")) watch(task.token, task.deadline_ns, true);
     // Its writes wait for the superblock: their time begins again.
     queues_[number].progressed(true);
     offered.push_back({&task, task.token});
@@ -477,21 +505,23 @@ void IoQueue::fail_stalled() {
 // ---- deadlines --------------------------------------------------------------------------
 
 // Each kind has one patience, so only a retry, which keeps its deadline, goes before others.
-void IoQueue::watch(const Task& task, bool is_write) {
-  auto& deadlines = deadlines_[is_write];
+void IoQueue::watch(uint64_t token, int64_t deadline_ns, size_t kind) {
+  auto& deadlines = deadlines_[kind];
   auto at = deadlines.end();
-  while (at != deadlines.begin() && std::prev(at)->first > task.deadline_ns) --at;
-  deadlines.insert(at, {task.deadline_ns, task.token});
+  while (at != deadlines.begin() && std::prev(at)->first > deadline_ns) --at;
+  deadlines.insert(at, {deadline_ns, token});
 }
 
 void IoQueue::expire() {
   if (mutant("ops_have_no_deadline")) return;
   expire_retries();
   for (auto& deadlines : deadlines_) {
+    if (&deadlines == &deadlines_[kOfPeers] && mutant("a_silent_peer_is_waited_for")) return;
     while (!deadlines.empty() && deadlines.front().first <= now_ns_) {
       const uint64_t token = deadlines.front().second;
       deadlines.pop_front();
-      if (in_flight_.find(token)) give_up(token);
+      const Flights::One* const one = in_flight_.find(token);
+      if (one && !one->late) give_up(token);
     }
   }
 }
@@ -521,22 +551,31 @@ void IoQueue::expire_awaiting() {
 
 void IoQueue::give_up(uint64_t token) {
   const LaneEnd end{token, Outcome::DEADLINE};
-  if (lanes_.cancel_one(token)) {  // it had not started
+  const bool at_peer = in_flight_.find(token)->peer != Task::kAtNoPeer;
+  if (lanes_of(at_peer).cancel_one(token)) {  // it had not started
     ended(end);
     return;
   }
   Flights::One* const found = in_flight_.find(token);
   require(found != nullptr, "a lane has ended what it was to give up");
-  const Flights::One one = *found;
-  found->late = true;
-  if (one.is_reset) {
+  unreleased(*found, end);
+}
+
+// The outcome of what may still touch its buffer.
+void IoQueue::unreleased(Flights::One& found, const LaneEnd& end) {
+  if (found.late) return;
+  const Flights::One one = found;
+  found.late = true;
+  if (one.peer) {
+    --peers[one.peer - size_t{1}].awaited;
+  } else if (one.is_reset) {
     superblock_decided(one, end);
   } else {
     targets_[one.task->target].writes_running -= one.is_write();
     ++health_of(one.task->target, one.attachment).late;
     count_outcome(one, end);
   }
-  events.push_back({one.task, Outcome::DEADLINE, 0, false});
+  events.push_back({one.task, end.code, end.error, false, 0, one.peer ? one.token : 0});
 }
 
 int64_t IoQueue::next_deadline_ns() {
@@ -559,6 +598,7 @@ void IoQueue::poll_lanes(int64_t ahead_ns) {
   free_landed();
   ends_.clear();
   lanes_.ended(ends_);
+  if (peer_lanes_) peer_lanes_->ended(ends_);
   for (LaneEnd& end : ends_) {
     if (end.ended_ns) end.ended_ns += ahead_ns;
     ended(end);
@@ -568,7 +608,15 @@ void IoQueue::poll_lanes(int64_t ahead_ns) {
 void IoQueue::ended(const LaneEnd& end) {
   Flights::One* const found = in_flight_.find(end.token);
   require(found != nullptr, "a lane ends what it does not have");
+  if (!end.released) {
+    unreleased(*found, end);
+    return;
+  }
   const Flights::One one = in_flight_.take(*found);
+  if (one.peer) {
+    peer_ended(one, end);
+    return;
+  }
   writes_in_flight_ -= one.is_write();
   if (one.task->owner) --foreign_reads_[regions_number(one.task->owner, one.task->target)];
   const Outcome code = end.code;
@@ -591,6 +639,16 @@ void IoQueue::ended(const LaneEnd& end) {
     one.task->payload_crc = end.payload_crc;
   }
   events.push_back({one.task, code, end.error, true, end.ended_ns});
+}
+
+void IoQueue::peer_ended(const Flights::One& one, const LaneEnd& end) {
+  PeerLane& peer = peers[one.peer - size_t{1}];
+  --peers_in_flight_;
+  --peer.reads;
+  peer.awaited -= !one.late;
+  peer.bytes -= one.peer_bytes;
+  const Outcome code = one.late ? Outcome::RELEASED : end.code;
+  events.push_back({one.task, code, end.error, true, end.ended_ns, one.token});
 }
 
 void IoQueue::count_outcome(const Flights::One& one, const LaneEnd& end) {

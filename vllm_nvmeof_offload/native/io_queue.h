@@ -20,6 +20,10 @@
 // targets go on. Every read and write has the stamp of its hand-over. From the begin of a reset a
 // target's stamp has an epoch that no superblock names, until the target is known to have the
 // superblock: by an OK, however late, or because it was attached again, which brings it along.
+//
+// A peer's lane has its credits for room, and takes what the machine has chosen for it at once. Its
+// try ends at half of what is left of the read's deadline. A peer's failure says nothing but that
+// the read is to be made here: it is no outcome of the target, and no retry.
 #pragma once
 
 #include <algorithm>
@@ -33,6 +37,7 @@
 #include <utility>
 #include <vector>
 
+#include "lane_choice.h"
 #include "lanes.h"
 #include "meters.h"
 #include "op.h"
@@ -62,15 +67,17 @@ struct IoOptions {
   Stamp stamp;  // of every target, until a reset
   double serve_share = 1;  // of a target's reads and their bytes, for those of peers at most
   size_t serve_bytes_max = SIZE_MAX;  // likewise; half of it while loads read there
+  size_t peers = 0;  // lanes behind those of the targets
 };
 
 // An event of a task. code RELEASED: the late release of one whose outcome came before.
 struct IoEvent {
-  Task* task;
+  Task* task;  // of a peer's late release: perhaps gone
   Outcome code;
   int error = 0;
   bool released = true;
   int64_t ended_ns = 0;  // 0: not known
+  uint64_t peers_token = 0;  // 0: it was at a target
 };
 
 // What the health of a target follows from: counts since the last look, and outcomes in their
@@ -139,6 +146,34 @@ class TargetQueue {
   std::array<std::optional<int64_t>, 2> stalled_since_ns_;
 };
 
+// What is known of a peer.
+struct PeerState {
+  bool usable = false;
+  size_t reads_max = 0;    // that it has of ours at a time; its credits
+  double bytes_per_s = 0;  // of its storage or of the way here, the lower one; 0: not known
+  uint64_t queued_bytes = 0;  // there, before ours
+};
+
+// The lane of a peer. What it has failed at counts until its release.
+struct PeerLane {
+  PeerState state;
+  size_t reads = 0, bytes = 0;  // that it has of ours
+  size_t awaited = 0;           // reads whose outcome is waited for
+
+  bool has_room() const {
+    return state.usable && (reads < state.reads_max || mutant("credits_are_ignored"));
+  }
+  // Whether it may be waited for: it takes a read now, or ends one that is waited for anyhow.
+  bool is_awaited() const { return state.usable && (awaited || has_room()); }
+  uint64_t queued_bytes() const { return state.queued_bytes + bytes; }
+  // Of one more read of so many bytes. rate: of a peer of which none is known.
+  LaneEstimate estimate(size_t more, double rate) const {
+    const double known = state.bytes_per_s;
+    const auto left = static_cast<double>(queued_bytes() + more);
+    return {left / (known > 0 ? known : rate), has_room()};
+  }
+};
+
 // What the lanes have, or whose buffers the kernel has. A token names a place in a table, so that
 // none is looked up by hash or allocated per operation, and a count, so that it names no other.
 class Flights {
@@ -148,10 +183,12 @@ class Flights {
     Task* task = nullptr;  // null: the place is free
     Urgency urgency = Urgency::WRITE;  // of the queue in which it holds a place until its outcome
     bool is_reset = false;
-    bool late = false;  // past its deadline, not released
+    bool late = false;  // past its deadline, or given up, and not released
     uint32_t attachment = 0;
     int64_t began_ns = 0;
     bool landed = false;  // the device is done with it: it holds no place any more
+    uint8_t peer = Task::kAtNoPeer;  // as `Task::peer`
+    size_t peer_bytes = 0;           // what it counts there, even if its task is gone
     bool is_write() const { return is_reset || urgency == Urgency::WRITE; }
   };
 
@@ -197,7 +234,8 @@ class IoQueue {
     uint64_t token = 0;
   };
 
-  IoQueue(const IoOptions& options, NativeLanes& lanes, int64_t now_ns);
+  // peer_lanes: of all peers; null if there are none.
+  IoQueue(const IoOptions& options, NativeLanes& lanes, NativeLanes* peer_lanes, int64_t now_ns);
 
   // One with a deadline, of which a peer has used up a part, goes before those that have none. What
   // peers ask for has deadlines from its beginning, and goes in the order in which it came.
@@ -217,6 +255,14 @@ class IoQueue {
   void detach(uint16_t owner) { set_files(owner, Files::NONE, Outcome::IO_ERROR, ENOENT); }
   // With the lanes, of this owner on this target.
   size_t foreign_reads(uint16_t owner, size_t target) const;
+  // The peer that the task names reads it into its stream slot; its lane has room.
+  void give_to_peer(Task& task);
+  // The task of this token, which a peer has, does without it.
+  void abandon(uint64_t token);
+  // What peers were given goes to them.
+  void start_peers() {
+    if (peer_lanes_) peer_lanes_->start();
+  }
   // Every queued write, for a reset that voids them.
   std::vector<Task*> take_queued_writes();
 
@@ -247,6 +293,7 @@ class IoQueue {
   std::vector<HealthCounts> health_counts;
   std::vector<HealthOutcome> health_outcomes;
   std::vector<HealthOutcome> unwritten;  // superblocks that failed or are late; for people
+  std::vector<PeerLane> peers;
   TransferCounts reads, writes;
 
   // The rates that changed by more than a tenth: (target, write, read), in bytes per second. At
@@ -270,8 +317,12 @@ class IoQueue {
   bool busy() const;
   const Stamp& stamp(size_t target) const { return targets_[target].stamp; }
   size_t waiting(Urgency urgency);
-  size_t reads_in_flight() const { return in_flight_.size() - writes_in_flight_; }
+  // Of targets.
+  size_t reads_in_flight() const {
+    return in_flight_.size() - writes_in_flight_ - peers_in_flight_;
+  }
   size_t writes_in_flight() const { return writes_in_flight_; }
+  size_t peers_in_flight() const { return peers_in_flight_; }
   // Of its stream slot, if it has one, or else of its cache slot.
   uint64_t address(const Task& task) const;
   // A read or write as a lane gets it now.
@@ -315,7 +366,7 @@ class IoQueue {
   void offer(Urgency urgency);
   bool offer_one(size_t target, Urgency urgency);
   void hand_over(Task& task, Urgency urgency);
-  void watch(const Task& task, bool is_write);
+  void watch(uint64_t token, int64_t deadline_ns, size_t kind);
   std::optional<Outcome> refusal(const Task& task) const;
   bool reset_may_start(const Target& target) const;
   bool write_may_start(const Target& target) const;
@@ -328,10 +379,14 @@ class IoQueue {
   bool retries(const Flights::One& one, const LaneEnd& end);
   void expire_retries();
   void give_up(uint64_t token);
+  void unreleased(Flights::One& one, const LaneEnd& end);
+  void peer_ended(const Flights::One& one, const LaneEnd& end);
+  NativeLanes& lanes_of(bool at_peer) { return at_peer ? *peer_lanes_ : lanes_; }
   HealthCounts& health_of(size_t target, uint32_t attachment);
 
   const IoOptions options_;
   NativeLanes& lanes_;
+  NativeLanes* const peer_lanes_;
   int64_t now_ns_;
   std::vector<TargetQueue> queues_;
   std::vector<Target> targets_;
@@ -345,10 +400,10 @@ class IoQueue {
   FairQueue awaiting_{FairQueue::Share::NONE};  // owners' files
   std::unordered_map<uint32_t, size_t> foreign_reads_;  // by owner and target
   Flights in_flight_;
-  size_t writes_in_flight_ = 0;
-  // By is_write: (deadline, token) of what was handed over, the earliest first. What has ended is
-  // dropped at the front.
-  std::array<std::deque<std::pair<int64_t, uint64_t>>, 2> deadlines_;
+  size_t writes_in_flight_ = 0, peers_in_flight_ = 0;
+  // By is_write, and of peers: (deadline, token) of what was handed over, the earliest first. What
+  // has ended is dropped at the front.
+  std::array<std::deque<std::pair<int64_t, uint64_t>>, 3> deadlines_;
   int64_t retry_deadline_ns_ = INT64_MAX;  // no retry, nor what waits for files, has an earlier one
   uint64_t newest_reset_ = 0;  // op
   Stamp named_;  // of a target that has the newest reset's superblock

@@ -68,6 +68,8 @@ struct LaneOp {
   // A read: its header is to be checked, and what it names as its payload's CRC is to be returned.
   // The payload is checked where it is copied to. Lanes may check it all the same.
   bool header_only = false;
+  size_t peer = 0;       // of peers' lanes: which peer reads it,
+  int64_t until_ns = 0;  // and when its try ends, by the machine's clock
 
   bool is_read() const { return urgency != Urgency::WRITE; }
   std::byte* data() const { return reinterpret_cast<std::byte*>(address); }
@@ -81,6 +83,9 @@ struct LaneEnd {
   int64_t ended_ns = 0;  // CLOCK_MONOTONIC; 0: not known
   // Of a good read of which the header alone was checked: what its payload must have. -1: all was.
   int64_t payload_crc = kNoCrc;
+  // False: it has failed, and its buffer may still be written; another end follows, which says only
+  // that this is over. Only peers' lanes end so.
+  bool released = true;
 };
 
 // The operations of each kind that a lane takes now.

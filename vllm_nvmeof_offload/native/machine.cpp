@@ -18,18 +18,17 @@ bool names_member(int32_t cache, int64_t place) {
 
 }  // namespace
 
-Machine::Machine(const MachineOptions& options, NativeLanes& lanes, int64_t now_ns)
+Machine::Machine(const MachineOptions& options, NativeLanes& lanes, int64_t now_ns,
+                 NativeLanes* peer_lanes)
     : written_bytes(options.io.targets),
-      io(options.io, lanes, now_ns),
+      io(options.io, lanes, peer_lanes, now_ns),
       options_(options),
       gates_(options.cache_slots),
-      streams_(options.stream_slots, options.io.targets, options.peers_max) {
-  require(options.io.targets + options.peers_max < Task::kCameHome && options.peers_max <= 64,
-          "too many lanes");
-  if (options.peers_max) {
-    peers_.emplace(options.peers_max);
-    judge_.emplace(options.peers_max);
-  }
+      streams_(options.stream_slots, options.io.targets, options.io.peers) {
+  const size_t peers = options.io.peers;
+  require(options.io.targets + peers < Task::kCameHome && peers <= 64, "too many lanes");
+  require(!peers || peer_lanes, "there are peers without lanes");
+  if (peers) judge_.emplace(peers);
   if (!options.set.memory) return;
   require(options.set.set_sizes.size() == options.io.group_bytes.size(),
           "the set sizes are not those of the groups");
@@ -227,9 +226,11 @@ void Machine::cancel_task(Task& task) {
   } else if (task.step == Step::MEMBER) {
     set_->give_up(task);
     decide(task, Outcome::CANCELLED);
-  } else if (task.is_at_peer()) {
-    cancel_at_peer(task);
   } else if (!read_for_others(task) && io.cancel(task)) {
+    leave_slot(task);
+    decide(task, Outcome::CANCELLED);
+  } else if (!read_for_others(task) && task.is_at_peer() && task.fills) {
+    leave_to_peer(task);
     leave_slot(task);
     decide(task, Outcome::CANCELLED);
   } else {
@@ -242,21 +243,26 @@ void Machine::cancel_task(Task& task) {
 
 bool Machine::run() {
   bool moved = set_ && (set_->poll(io.now_ns()), take_set_events());
-  moved = (peers_ && expire_peers()) || moved;
+  for (Task* task : streams_.take_past(io.now_ns())) {
+    moved = true;
+    decide(*task, Outcome::DEADLINE);
+  }
   hand_out_stream_slots();
   const auto events = std::exchange(io.events, {});
   for (const IoEvent& event : events) io_event(event);
   hand_out_stream_slots();
+  io.start_peers();
   moved = moved || !events.empty();
   if (set_ && moved) set_->count_progress();
   return moved;
 }
 
 size_t Machine::to_move() {
-  size_t count = io.events.size() + io.reads_in_flight() + io.writes_in_flight();
+  size_t count = io.events.size() + io.reads_in_flight() + io.writes_in_flight() +
+                 io.peers_in_flight();
   for (size_t urgency = 0; urgency < kUrgencies; ++urgency)
     count += io.waiting(static_cast<Urgency>(urgency));
-  return count + streams_.waiting() + (peers_ ? peers_->in_flight() : 0);
+  return count + streams_.waiting();
 }
 
 size_t Machine::to_copy() const {
@@ -272,9 +278,9 @@ size_t Machine::to_report() const {
 }
 
 void Machine::hand_out_stream_slots() {
-  while (peers_ && choose_next()) continue;
+  while (judge_ && choose_next()) continue;
   std::vector<Task*> served;
-  if (!peers_) streams_.hand_out(served);
+  if (!judge_) streams_.hand_out(served);
   for (Task* task : served) {
     task->step = Step::IO;
     io.enqueue(*task);
@@ -309,6 +315,10 @@ void Machine::superblock_event(const IoEvent& event) {
 }
 
 void Machine::io_event(const IoEvent& event) {
+  if (event.peers_token) {
+    peer_event(event);
+    return;
+  }
   Task& task = *event.task;
   if (task.job->kind == OpKind::RESET) {
     superblock_event(event);
@@ -724,19 +734,21 @@ bool Machine::may_go_to_peer(const Task& task) const {
 // As `choose_lane`.
 int Machine::choose(const Task& task) {
   const bool own_room = streams_.target_has_room(task);
-  if (!may_go_to_peer(task) || !peers_->usable())
+  if (!may_go_to_peer(task) || !streams_.usable_peers())
     return own_room || task.fills ? kOwnLane : kWait;  // what lands here needs no stream slot
   const size_t bytes = io.transfer_bytes(task);
   double rate = io.read_rate(task.target);
-  for (size_t peer = 0; rate <= 0 && peer < peers_->size(); ++peer) rate = peers_->rate(peer);
+  for (const PeerLane& peer : io.peers)
+    if (rate <= 0) rate = peer.state.bytes_per_s;
   if (rate <= 0) rate = 1;  // of none is anything known: they are equal
   const double before = static_cast<double>(io.bytes_before(task.target) + bytes);
   estimates_.clear();
-  for (size_t peer = 0; peer < peers_->size(); ++peer) {
-    LaneEstimate& estimate = estimates_.emplace_back(peers_->estimate(peer, bytes, rate));
+  for (size_t peer = 0; peer < io.peers.size(); ++peer) {
+    const PeerLane& lane = io.peers[peer];
+    LaneEstimate& estimate = estimates_.emplace_back(lane.estimate(bytes, rate));
     // What has room for none, and ends nothing that would make room, is not waited for.
     const bool may_help = task.job->lets_help(peer) || mutant("a_hint_of_helpers_is_ignored");
-    if (!may_help || !peers_->is_awaited(peer)) estimate = {INFINITY, false};
+    if (!may_help || !lane.is_awaited()) estimate = {INFINITY, false};
     if (!streams_.peer_has_room(peer)) estimate.has_room = false;
   }
   return choose_lane({before / rate, own_room}, estimates_);
@@ -751,93 +763,51 @@ void Machine::give_to_peer(Task& task, size_t peer) {
   task.peer = static_cast<uint8_t>(peer + 1);
   streams_.take(task);
   task.step = Step::IO;
-  const int64_t now_ns = io.now_ns();
-  if (!task.deadline_ns) task.deadline_ns = now_ns + options_.io.read_deadline_ns;
-  const int64_t until_ns = now_ns + (task.deadline_ns - now_ns) / 2;
-  task.token = peers_->add(task, peer, io.transfer_bytes(task), until_ns);
+  io.give_to_peer(task);
   judge_->given(task, peer, io);
 }
 
 size_t Machine::peer_of(size_t lane) const {
-  require(peers_ && lane >= options_.io.targets && lane - options_.io.targets < peers_->size(),
+  require(lane >= options_.io.targets && lane - options_.io.targets < options_.io.peers,
           "an unknown peer");
   return lane - options_.io.targets;
 }
 
 void Machine::set_peer(size_t lane, const PeerState& state) {
-  const size_t peer = peer_of(lane);
-  peers_->set(peer, state);
-  streams_.set_usable_peers(peers_->usable());
-  for (const uint64_t token : peers_->take_back(peer))
-    peer_ended({token, Outcome::CANCELLED});
+  io.peers[peer_of(lane)].state = state;
+  streams_.set_usable_peers(static_cast<size_t>(
+      std::ranges::count_if(io.peers, [](const PeerLane& peer) { return peer.state.usable; })));
 }
 
-std::vector<Machine::PeerOffer> Machine::offer_peer(size_t lane) {
-  std::vector<PeerOffer> offers;
-  for (const uint64_t token : peers_->offer(peer_of(lane))) {
-    const PeerRead& read = *peers_->find(token);
-    offers.push_back({read.task, token, read.until_ns - io.now_ns()});
-  }
-  return offers;
-}
-
-std::vector<uint64_t> Machine::take_overdue_peer(size_t lane) {
-  return std::exchange(peers_->overdue[peer_of(lane)], {});
-}
-
-std::vector<uint64_t> Machine::take_cancels_peer(size_t lane) {
-  return std::exchange(peers_->cancels[peer_of(lane)], {});
-}
-
-void Machine::ended(const LaneEnd& end) {
-  if (end.token & PeerLanes::kTokenBit)
-    peer_ended(end);
-  else
-    io.ended(end);
-}
-
-void Machine::peer_ended(const LaneEnd& end) {
-  const PeerRead read = peers_->take(end.token);
-  if (!read.task) {
-    streams_.release(read.peer, read.slot);
-    return;
-  }
-  Task& task = *read.task;
-  const bool ok = end.code == Outcome::OK ||
-                  mutant("a_failed_pull_counts_as_pulled");
-  if (ok && task.fills) {
-    read_bytes += io.transfer_bytes(task);
-    land(task);
-  } else if (task.step == Step::ZOMBIE && !task.fills) {  // cancelled
+// A peer has ended a read, or failed at it.
+void Machine::peer_event(const IoEvent& event) {
+  if (streams_.release(event.peers_token)) return;  // its task went on without it
+  Task& task = *event.task;
+  const bool is_over = task.step == Step::ZOMBIE && !task.fills;  // cancelled
+  const bool ok = event.code == Outcome::OK || mutant("a_failed_pull_counts_as_pulled");
+  if (!event.released && is_over) {
+    streams_.mark_hung(task);
+  } else if (!event.released) {
+    leave_to_peer(task);
+    go_home(task);
+  } else if (is_over) {
     released_late(task, false);
   } else if (ok) {
     read_bytes += io.transfer_bytes(task);
-    read_ended(task);
+    task.fills ? land(task) : read_ended(task);
   } else if (mutant("a_peers_failure_is_the_chunks")) {
     leave_slot(task);
-    decide(task, end.code, end.error);
+    decide(task, event.code, event.error);
   } else {
     streams_.give_back(task);
     go_home(task);
   }
 }
 
-void Machine::failed_unreleased(uint64_t token) {
-  PeerRead* const read = peers_->find(token);
-  require(read != nullptr, "a peer fails at what it does not have");
-  if (read->task) peer_failed(token);
-}
-
-// A read has failed, and the peer may still write into its slot.
-void Machine::peer_failed(uint64_t token) {
-  PeerRead& read = *peers_->find(token);
-  Task& task = *read.task;
-  if (task.step == Step::ZOMBIE && !task.fills) {
-    if (!task.hung) streams_.mark_hung(task);
-    return;
-  }
-  peers_->abandon(read, streams_.abandon(task));
-  go_home(task);
+// The peer that has it may still write into its slot, which it does without.
+void Machine::leave_to_peer(Task& task) {
+  streams_.abandon(task);
+  io.abandon(task.token);
 }
 
 // Rule 16: once, with the deadline and the retry that it had.
@@ -848,19 +818,17 @@ void Machine::go_home(Task& task) {
   if (mutant("a_second_try_gets_a_new_deadline"))
     task.deadline_ns = io.now_ns() + options_.io.read_deadline_ns;
   if (mutant("a_peers_failure_uses_the_retry")) task.retries_left = 0;
-  if (!task.fills) {
-    task.step = Step::STREAM;
-    streams_.wait(task);
-    return;
-  }
   const bool is_past = task.deadline_ns <= io.now_ns();
   if (task.step == Step::ZOMBIE && (is_past || !gates_.awaited(task.cache))) {
     released_late(task, false);
   } else if (is_past) {
     leave_slot(task);
     decide(task, Outcome::DEADLINE);
-  } else {
+  } else if (task.fills) {
     read_here(task);
+  } else {
+    task.step = Step::STREAM;
+    streams_.wait(task);
   }
 }
 
@@ -872,7 +840,7 @@ void Machine::read_here(Task& task) {
 
 // What uses its cache slot now. A load's chunk that a peer may bring waits for its lane.
 void Machine::go_to_lane(Task& task) {
-  if (!task.fills || !peers_ || !peers_->usable() || !may_go_to_peer(task)) {
+  if (!task.fills || !streams_.usable_peers() || !may_go_to_peer(task)) {
     read_here(task);
     return;
   }
@@ -915,48 +883,6 @@ void Machine::landed(uint64_t number) {
     else
       read_ended(*task);
   }
-}
-
-void Machine::cancel_at_peer(Task& task) {
-  if (read_for_others(task)) {
-    decide(task, Outcome::CANCELLED, 0, false);
-    return;
-  }
-  const PeerRead read = *peers_->find(task.token);
-  if (!read.offered) {
-    peers_->take(task.token);
-    leave_slot(task);
-    decide(task, Outcome::CANCELLED);
-    return;
-  }
-  peers_->cancels[read.peer].push_back(task.token);
-  if (!task.fills) {
-    decide(task, Outcome::CANCELLED, 0, false);
-    return;
-  }
-  peers_->abandon(*peers_->find(task.token), streams_.abandon(task));
-  leave_slot(task);
-  decide(task, Outcome::CANCELLED);
-}
-
-// Whether something moved.
-bool Machine::expire_peers() {
-  bool moved = false;
-  for (const uint64_t token : peers_->expire(io.now_ns())) {
-    moved = true;
-    const PeerRead& read = *peers_->find(token);
-    if (!read.offered) {
-      peer_ended({token, Outcome::DEADLINE});
-      continue;
-    }
-    peers_->overdue[read.peer].push_back(token);
-    peer_failed(token);
-  }
-  for (Task* task : streams_.take_past(io.now_ns())) {
-    moved = true;
-    decide(*task, Outcome::DEADLINE);
-  }
-  return moved;
 }
 
 // ---- what peers ask for -----------------------------------------------------------------
@@ -1052,8 +978,7 @@ std::vector<std::pair<uint64_t, double>> Machine::read_queues() {
   for (size_t target = 0; target < options_.io.targets; ++target)
     add(io.bytes_before(target) + streams_.waiting(target) * options_.io.slot_bytes,
         io.read_rate(target));
-  for (size_t peer = 0; peers_ && peer < peers_->size(); ++peer)
-    add(peers_->queued_bytes(peer), peers_->rate(peer));
+  for (const PeerLane& peer : io.peers) add(peer.queued_bytes(), peer.state.bytes_per_s);
   return lanes;
 }
 
@@ -1141,9 +1066,7 @@ uint64_t Machine::payload_address(const Task& task) const {
 }
 
 int64_t Machine::next_deadline_ns() {
-  int64_t next_ns = io.next_deadline_ns();
-  if (peers_)
-    next_ns = std::min({next_ns, peers_->next_deadline_ns(), streams_.next_deadline_ns()});
+  const int64_t next_ns = std::min(io.next_deadline_ns(), streams_.next_deadline_ns());
   return set_ ? std::min(next_ns, set_->next_deadline_ns()) : next_ns;
 }
 

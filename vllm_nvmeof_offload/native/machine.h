@@ -31,12 +31,12 @@
 //     fetch          holder's fill
 //     load           holder's fill or read → copy from the holder's slot
 //
-// A load's read from the pool may go to a peer instead, which reads for us (peer_lanes.h): the lane
-// is chosen as the chunk gets its stream slot, by the rule of lane_choice.h. Whatever a peer says
-// or fails to say, the chunk goes home once, with the deadline and the retry that it had; if a
-// pull may still write into its slot, it takes another one. What lands in a cache slot is pulled
-// into a stream slot, too, and copied once it is proven: no pull can then write into a cache slot,
-// however late, and a chunk whose peer fails is read into its cache slot at once.
+// A load's read from the pool may go to a peer instead, which is one more lane (io_queue.h): it is
+// chosen as the chunk gets its stream slot, by the rule of lane_choice.h. Whatever a peer says or
+// fails to say, the chunk goes home once, with the deadline and the retry that it had; if a pull
+// may still write into its slot, it takes another one. What lands in a cache slot is pulled into a
+// stream slot, too, and copied once it is proven: no pull can then write into a cache slot, however
+// late, and a chunk whose peer fails is read into its cache slot at once.
 //
 // In return this rank reads for peers, from its own targets into serve slots, which lie behind the
 // stream slots. These reads go behind those that a load here waits for, are in no report, and end
@@ -55,7 +55,6 @@
 #include "gates.h"
 #include "io_queue.h"
 #include "peer_judge.h"
-#include "peer_lanes.h"
 #include "set_member.h"
 #include "stream_slots.h"
 #include "task.h"
@@ -69,7 +68,6 @@ struct MachineOptions {
   uint64_t pool_slots = 0;    // 0: not checked
   SetOptions set;
   size_t serve_slots = 0;
-  size_t peers_max = 0;
   size_t peer_chunks_min = 0;  // a load of fewer chunks goes to no peer
   bool copies_check = false;   // the copies of loads check payloads
 };
@@ -142,7 +140,9 @@ struct Finished {
 
 class Machine {
  public:
-  Machine(const MachineOptions& options, NativeLanes& lanes, int64_t now_ns);
+  // peer_lanes: of all peers; null if there are none.
+  Machine(const MachineOptions& options, NativeLanes& lanes, int64_t now_ns,
+          NativeLanes* peer_lanes = nullptr);
   Machine(const Machine&) = delete;
   Machine& operator=(const Machine&) = delete;
 
@@ -170,7 +170,6 @@ class Machine {
     const auto found = copying_.find(number);
     return found == copying_.end() ? 0 : found->second.size();
   }
-  void ended(const LaneEnd& end);
   bool run();  // false: nothing more can move now
   // At most so many tasks move in the next turn, and so many rows are to copy and to report.
   size_t to_move();
@@ -183,33 +182,19 @@ class Machine {
 
   bool idle() const {
     return jobs_.empty() && gates_.idle() && !io.busy() && streams_.idle() &&
-           (!set_ || set_->idle()) && served_.empty() && (!peers_ || !peers_->in_flight());
+           (!set_ || set_->idle()) && served_.empty();
   }
   // As `IoQueue::next_deadline_ns`, also of what waits for other members or peers.
   int64_t next_deadline_ns();
   // What this rank is to the others of its set; null: it is in none.
   SetMember* set() { return set_ ? &*set_ : nullptr; }
 
-  // -- peers: the lanes with the numbers behind the targets'. `ended` is the release of a token, OK
-  // if the slot has the chunk by our own check; else the peer has failed. If it fails and the pull
-  // goes on, `failed_unreleased` comes before.
+  // -- peers: the lanes with the numbers behind the targets'.
   void set_peer(size_t lane, const PeerState& state);
   // Whether it has made loads slower (peer_judge.h), and is to get none for now.
   bool peer_rests(size_t lane) const { return judge_->rests(peer_of(lane), io.now_ns()); }
-  // A read that this peer is asked for; each is offered once.
-  struct PeerOffer {
-    Task* task;
-    uint64_t token;
-    int64_t within_ns;
-  };
-  std::vector<PeerOffer> offer_peer(size_t lane);
-  void failed_unreleased(uint64_t token);
   // Of a load that has just begun: only these peers may read for it, a bit for each.
   void let_help(uint64_t op, uint64_t peers);
-  // Tokens that this peer still has although no load waits for them: the time of its try is over,
-  // or the load was cancelled. Their ends must still come.
-  std::vector<uint64_t> take_overdue_peer(size_t lane);
-  std::vector<uint64_t> take_cancels_peer(size_t lane);
   // Chunks to copy; no rows: there are none. `landed` ends a batch.
   LandingBatch take_landings();
   void landed(uint64_t number);
@@ -274,10 +259,8 @@ class Machine {
   bool may_go_to_peer(const Task& task) const;
   void give_to_peer(Task& task, size_t peer);
   size_t peer_of(size_t lane) const;
-  bool expire_peers();
-  void cancel_at_peer(Task& task);
-  void peer_ended(const LaneEnd& end);
-  void peer_failed(uint64_t token);
+  void peer_event(const IoEvent& event);
+  void leave_to_peer(Task& task);
   void go_home(Task& task);
   void go_to_lane(Task& task);
   void read_here(Task& task);
@@ -310,8 +293,7 @@ class Machine {
   std::unordered_map<uint64_t, Task*> serving_;  // by the peers' token
   std::vector<Served> served_;
   uint64_t serve_jobs_ = 0;
-  std::optional<PeerLanes> peers_;
-  std::optional<PeerJudge> judge_;  // of these
+  std::optional<PeerJudge> judge_;  // none: there are no peers
   std::vector<LaneEstimate> estimates_;  // of the peers, for one choice
   std::map<uint64_t, std::unique_ptr<Job>> jobs_;
   std::map<uint64_t, std::vector<Task*>> to_copy_;  // by op

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lanes whose operations Python moves: those of the injector of faults, and of the simulator.
+// Lanes whose operations Python moves: those of peers, of the injector of faults, and of the
+// simulator.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -18,10 +19,18 @@
 
 namespace nvmeof {
 
+// A `LaneEnd`: token, code, errno, seconds, payload CRC or -1, and whether it is released.
+using PythonEnd = std::tuple<uint64_t, uint8_t, int, double, int64_t, bool>;
+
+inline LaneEnd lane_end(const PythonEnd& end) {
+  const auto& [token, code, error, ended_s, crc, released] = end;
+  return {token, static_cast<Outcome>(code), error, std::llround(ended_s * 1e9), crc, released};
+}
+
 class PythonLanes final : public NativeLanes {
  public:
   // room() returns (reads, writes). submit takes a list of `LaneOp`. cancel(token) is
-  // `cancel_one`. poll() returns what has ended: token, code, errno, seconds, payload CRC or -1.
+  // `cancel_one`. poll() returns what has ended.
   PythonLanes(nanobind::object room, nanobind::object submit, nanobind::object cancel,
               nanobind::object poll)
       : room_(std::move(room)),
@@ -47,10 +56,9 @@ class PythonLanes final : public NativeLanes {
     return nanobind::cast<bool>(cancel_(token));
   }
   void ended(std::vector<LaneEnd>& ends) override {
-    using End = std::tuple<uint64_t, uint8_t, int, double, int64_t>;
     const nanobind::gil_scoped_acquire locked;
-    for (const auto& [token, code, error, ended_s, crc] : nanobind::cast<std::vector<End>>(poll_()))
-      ends.push_back({token, static_cast<Outcome>(code), error, std::llround(ended_s * 1e9), crc});
+    for (const auto& end : nanobind::cast<std::vector<PythonEnd>>(poll_()))
+      ends.push_back(lane_end(end));
   }
 
   // For Python's collector of cycles: the functions may hold whoever holds the lanes.

@@ -132,7 +132,7 @@ void StreamSlots::leave(Task& task) {
   queue_of(task).give_back(task);
 }
 
-int32_t StreamSlots::abandon(Task& task) {
+void StreamSlots::abandon(Task& task) {
   require(task.stream >= 0 && task.is_at_peer(), "a peer has no slot of a task");
   if (!task.hung) mark_hung(task);
   task.hung = false;
@@ -140,15 +140,20 @@ int32_t StreamSlots::abandon(Task& task) {
   --at_peers_[target_of(task)];
   const int32_t slot = std::exchange(task.stream, -1);
   if (mutant("a_zombies_buffer_is_reused")) free_.push_front(slot);
-  return slot;
+  abandoned_[task.token] = {task.peer_number(), slot};
 }
 
-void StreamSlots::release(size_t peer, int32_t slot) {
+bool StreamSlots::release(uint64_t token) {
+  const auto found = abandoned_.find(token);
+  if (found == abandoned_.end()) return false;
+  const auto [peer, slot] = found->second;
+  abandoned_.erase(found);
   if (!mutant("a_zombies_buffer_is_reused")) free_.push_back(slot);
   --peer_held_[peer];
   --peers_held_;
   --hung_[queues_.size() + peer];
   --hung_in_all_;
+  return true;
 }
 
 std::vector<Task*> StreamSlots::take_past(int64_t now_ns) {

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <deque>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -38,6 +39,7 @@ class StreamSlots {
 
   // -- with peers, where the machine gives out each slot as it chooses a lane
   void set_usable_peers(size_t peers) { usable_peers_ = peers; }
+  size_t usable_peers() const { return usable_peers_; }
   size_t waiting(size_t target) const;
   size_t targets() const { return queues_.size(); }
   // The target whose turn it is.
@@ -52,9 +54,10 @@ class StreamSlots {
   void take(Task& task);
   // The target has read the task into its cache slot, or does not any more. Otherwise no effect.
   void leave(Task& task);
-  // The peer goes on with the task's slot, which this returns, and the task does without it.
-  int32_t abandon(Task& task);
-  void release(size_t peer, int32_t slot);
+  // The peer goes on with the task's slot until `release`, and the task does without it.
+  void abandon(Task& task);
+  // A peer is done with this token. False: its task still has the slot.
+  bool release(uint64_t token);
   // Take out what came back and is past its deadline.
   std::vector<Task*> take_past(int64_t now_ns);
   int64_t next_deadline_ns() const { return next_ns_; }  // no task's is earlier
@@ -75,6 +78,7 @@ class StreamSlots {
   std::vector<FairQueue> queues_, returned_;
   std::vector<size_t> at_peers_;   // by target: slots of its queue's that peers hold
   std::vector<size_t> peer_held_;
+  std::unordered_map<uint64_t, std::pair<size_t, int32_t>> abandoned_;  // peer and slot, by token
   std::vector<size_t> hung_;       // by lane: targets first
   size_t peers_held_ = 0;
   size_t hung_in_all_ = 0;

@@ -74,7 +74,7 @@ struct Task {
   // Of what it reads from its cache slot, if the fill made it; or what its read has found named.
   int64_t payload_crc = -1;
   int64_t deadline_ns = 0;   // fixed when a lane first has it; 0: none had
-  uint64_t token = 0;      // with the engine; 0: never
+  uint64_t token = 0;      // with a lane; 0: never
   uint64_t charged_to = 0;  // number of the job on whose share of the reads it goes
   Task* before = nullptr;  // in the queue where it waits
   Task* behind = nullptr;

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reads that peers make for us: between the native machine, which decides which chunks those
-are, and the sessions with peers, which carry them there and back.
-
-Whatever becomes of a session, the machine hears of each read at most one failure and one end. If it
-never hears of a read, it stops waiting on its own and asks for the read to be cancelled.
+"""The lanes of peers: between the native machine, which decides which chunks they read for us, and
+the sessions with peers, which carry them there and back.
 """
 
 from __future__ import annotations
@@ -16,17 +13,13 @@ from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.copy.base import CopyEngine, Direction
 from vllm_nvmeof_offload.errors import STALE, code_of
 from vllm_nvmeof_offload.metrics import Counts
-from vllm_nvmeof_offload.native import Machine
+from vllm_nvmeof_offload.native import Machine, PythonLanes
 from vllm_nvmeof_offload.peers.base import NO_PEER, PeerEnd, PeerRead, PeerState
 from vllm_nvmeof_offload.pool.format import SlotPlace
 from vllm_nvmeof_offload.protocol import OURS, PEER_CHUNKS_MIN, PeerReport, SlotIdentity, owner_of
 
 if TYPE_CHECKING:
     from vllm_nvmeof_offload.native._tiers import LaneOp
-
-#: A peer's credits bound what it has; its reads are of equal size.
-_BYTES_MAX = 1 << 62
-_NOWHERE = code_of(STALE.kind)
 
 
 class PeerPort(Protocol):
@@ -62,43 +55,42 @@ class Peering:
 
     def __init__(
         self,
-        machine: Machine,
         peers: Peers,
         targets: int,
         foreign_place: Callable[[int], SlotPlace | None],
-        clock: Callable[[], float],
         counters: Counts,
     ) -> None:
         """foreign_place: of another owner's place; None: its files are not open here. counters: the
         pipeline's."""
-        self._machine, self._peers, self._port = machine, peers, peers.port
+        self._peers, self._port = peers, peers.port
         self._targets = targets  # their lanes come first
         self._foreign_place = foreign_place
-        self._clock, self._counters = clock, counters
+        self._counters = counters
         self._rests = [False] * peers.lanes
         self._landing: dict[int, int] = {}  # ticket → the machine's number
         self._known = [NO_PEER] * peers.lanes
         self._reported = [NO_PEER] * peers.lanes
+        self._ends: dict[int, PeerEnd] = {}  # that the machine has not taken, by token
+        self._unwanted: list[int] = []
+        #: For the machine. A peer's room is that of its state.
+        self.lanes = PythonLanes(
+            room=lambda: (0, 0), submit=self._submit, cancel=self._cancel, poll=self._take_ends
+        )
 
-    def take_in(self) -> None:
-        """Let the machine know what has ended, and what each peer can take now."""
+    def take_in(self, machine: Machine) -> None:
+        """Let the machine know what each peer can take now, and what has landed."""
         for ticket, _ in self._peers.landing.poll():
-            self._machine.landed(self._landing.pop(ticket))
-        ends = self._port.poll()
-        if held := [token for token, _, released in ends if not released]:
-            self._machine.failed_unreleased(held)
-        self._end([(token, code_of(end.kind), end.errno) for token, end, done in ends if done])
+            machine.landed(self._landing.pop(ticket))
+        for end in self._port.poll():  # before the states: what is lost takes nothing any more
+            self._ends[end.token] = end
         for lane, known in enumerate(self._known):
-            state = NO_PEER if self._is_resting(lane) else self._port.state(lane)
-            if state == known:
-                continue
-            self._known[lane] = state
-            usable, reads_max, bytes_per_s, queued_bytes = state
-            number = self._targets + lane
-            self._machine.set_peer(number, usable, reads_max, _BYTES_MAX, bytes_per_s, queued_bytes)
+            state = NO_PEER if self._is_resting(machine, lane) else self._port.state(lane)
+            if state != known:
+                self._known[lane] = state
+                machine.set_peer(self._targets + lane, *state)
 
-    def _is_resting(self, lane: int) -> bool:
-        rests = self._machine.peer_rests(self._targets + lane)
+    def _is_resting(self, machine: Machine, lane: int) -> bool:
+        rests = machine.peer_rests(self._targets + lane)
         if rests and not self._rests[lane]:
             self._counters["peer_rests"] += 1
             logger.info("peer%d has made the loads that it helped with slower, and rests", lane)
@@ -118,39 +110,42 @@ class Peering:
             if one != reported[lane]
         ]
 
-    def hand_over(self) -> None:
-        """Ask for what the machine has decided to ask for, and for no more than that."""
-        machine = self._machine
+    def hand_over(self, machine: Machine) -> None:
+        """Begin what is to land, and stop what nobody waits for."""
         if (landing := machine.take_landings()) is not None:
             number, rows = landing
             ticket = self._peers.landing.submit(Direction.LOAD, rows, None)
             self._landing[ticket] = number
-        for lane in range(self._peers.lanes):
-            number = self._targets + lane
-            unwanted = machine.take_overdue_peer(number) + machine.take_cancels_peer(number)
-            if unwanted:
-                self._port.cancel(unwanted)
-            if offers := machine.offer_peer(number):
-                self._submit(lane, offers)
+        if self._unwanted:
+            self._port.cancel(self._unwanted)
+            self._unwanted = []
 
-    def _submit(self, lane: int, offers: list[tuple[float, LaneOp]]) -> None:
-        now_s = self._clock()
-        reads, nowhere = [], []
-        for within_s, op in offers:
+    # -- as the machine's lanes
+
+    def _submit(self, ops: list[LaneOp]) -> None:
+        reads: dict[int, list[PeerRead]] = {}
+        for op in ops:
             place = self._slot_place(op.place)
             if place is None:
-                nowhere.append(op.token)
+                self._ends[op.token] = PeerEnd(op.token, STALE, released=True)
                 continue
-            what = SlotIdentity(op.key, op.generation), place, op.stamp[1], now_s + within_s
-            reads.append(PeerRead(op.token, op.address, op.payload_bytes, *what))
-        if reads:
-            self._port.submit(lane, reads)
-        self._end([(token, _NOWHERE, 0) for token in nowhere])
+            what = SlotIdentity(op.key, op.generation), place, op.stamp[1], op.until_s
+            read = PeerRead(op.token, op.address, op.payload_bytes, *what)
+            reads.setdefault(op.peer, []).append(read)
+        for lane, some in reads.items():
+            self._port.submit(lane, some)
 
     def _slot_place(self, place: int) -> SlotPlace | None:
         ours = owner_of(place) == OURS
         return self._peers.slot_place(place) if ours else self._foreign_place(place)
 
-    def _end(self, ends: list[tuple[int, int, int]]) -> None:
-        if ends:
-            self._machine.ended([(*end, 0.0, -1) for end in ends])
+    def _cancel(self, token: int) -> bool:
+        self._unwanted.append(token)
+        return False
+
+    def _take_ends(self) -> list[tuple[int, int, int, float, int, bool]]:
+        ends, self._ends = self._ends, {}
+        return [
+            (token, code_of(one.kind), one.errno, 0.0, -1, released)
+            for token, one, released in ends.values()
+        ]

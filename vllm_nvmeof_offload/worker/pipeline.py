@@ -32,7 +32,7 @@ from vllm_nvmeof_offload.config import TUNING
 from vllm_nvmeof_offload.copy.base import CopyEngine, Direction, Payloads, Pieces
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry
 from vllm_nvmeof_offload.errors import ERRORS, EngineError, Outcome, code_of, outcome_of
-from vllm_nvmeof_offload.io.base import IoEngine, Lanes, Waker, end_of, reset_op
+from vllm_nvmeof_offload.io.base import IoEngine, Waker, end_of, reset_op
 from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.native import Machine, MachineOptions, PythonLanes
 from vllm_nvmeof_offload.peers.base import SlotMemory
@@ -174,16 +174,14 @@ class TransferPipeline:
         self._known: list[tuple[Verdict, int] | None] = [None] * targets  # by the machine
         self._lanes = io.attach()
         self._in_python = isinstance(self._lanes, PythonLanes)  # which have our clock
-        checks = limits.copies_check and copy.makes_checksums
-        self._machine = _make_machine(
-            staging, self._lanes, limits, io.stamp, clock(), peers, checks
-        )
-        self._regions = Regions(self._machine, io, opener, targets) if opener else None
         self._peering = (
-            Peering(self._machine, peers, targets, self._foreign_place, clock, self._counters)
-            if peers
-            else None
+            Peering(peers, targets, self._foreign_place, self._counters) if peers else None
         )
+        options = _machine_options(staging, limits, io.stamp, peers)
+        options.copies_check = limits.copies_check and copy.makes_checksums
+        of_peers = self._peering.lanes.address if self._peering else 0
+        self._machine = Machine(options, self._lanes.address, clock(), of_peers)
+        self._regions = Regions(self._machine, io, opener, targets) if opener else None
         self._tag = io.stamp.tag
         self._serving = self._serving_of(serve, staging) if serve else None
         self._in_set = staging.members is not None
@@ -303,10 +301,10 @@ class TransferPipeline:
         if self._regions is not None:
             self._regions.step()
         if self._peering is not None:
-            self._peering.take_in()
+            self._peering.take_in(self._machine)
         self._drive_lanes()
         if self._peering is not None:
-            self._peering.hand_over()
+            self._peering.hand_over(self._machine)
         if self._serving is not None:
             self._serving.hand_over()
         self._submit_copies()
@@ -530,15 +528,9 @@ class TransferPipeline:
         self._counters["transfer_seconds", direction, stage] += max(0.0, seconds)
 
 
-def _make_machine(
-    staging: StagingMap,
-    lanes: Lanes,
-    limits: TransferLimits,
-    stamp: Stamp,
-    now_s: float,
-    peers: Peers | None,
-    copies_check: bool,
-) -> Machine:
+def _machine_options(
+    staging: StagingMap, limits: TransferLimits, stamp: Stamp, peers: Peers | None
+) -> MachineOptions:
     targets = limits.target_count
     reads_max = max(1, limits.reads_in_flight_max // targets)
     writes_max = max(1, limits.writes_in_flight_max // targets)
@@ -549,12 +541,11 @@ def _make_machine(
     options = MachineOptions()
     options.cache_slots, options.stream_slots = staging.cache_slots, staging.stream_slots
     options.pool_slots, options.serve_slots = limits.pool_slots, staging.serve_slots
-    options.copies_check = copies_check
-    if peers is not None:
-        options.peers_max, options.peer_chunks_min = peers.lanes, peers.chunks_min
     if staging.members is not None:
         options.join_set(astuple(staging.members))
     io = options.io
+    if peers is not None:
+        io.peers, options.peer_chunks_min = peers.lanes, peers.chunks_min
     io.targets, io.reads_max, io.writes_max = targets, reads_max, writes_max
     io.read_deadline_ns = round(limits.read_deadline_s * 1e9)
     io.write_deadline_ns = round(limits.write_deadline_s * 1e9)
@@ -572,7 +563,7 @@ def _make_machine(
     io.serve_share = limits.serve_share
     served = limits.serve_bytes_in_flight_max
     io.serve_bytes_max = served or max(_SERVED_BYTES, 2 * staging.slot_bytes)
-    return Machine(options, lanes.address, now_s)
+    return options
 
 
 #: The longest wait for an event or a deadline.

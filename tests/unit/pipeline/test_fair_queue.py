@@ -94,7 +94,7 @@ class Queue:
     def give_back(self, item: Item, *, retry: bool = False) -> None:
         """The read ends. retry: with an error after which it is tried again, if it was not yet."""
         code, number = (_IO_ERROR, errno.EIO) if retry else (_OK, 0)
-        self.machine.ended([(self._tokens.pop(item), code, number, 0.0, -1)])
+        self.machine.ended([(self._tokens.pop(item), code, number, 0.0, -1, True)])
         self._settle()
 
     def remove(self, item: Item) -> bool:

@@ -79,7 +79,7 @@ class Meter:
         """The engine has ended these, now or earlier."""
         code, ended_s = _OK if ok else _IO_ERROR, self.now_s if ended_s is None else ended_s
         self.machine.set_time(self.now_s)
-        self.machine.ended([(token, code, 0, ended_s, -1) for token in tokens])
+        self.machine.ended([(token, code, 0, ended_s, -1, True) for token in tokens])
         self._copied()
 
     def write(self, seconds: float, count: int = 1, target: int = 0) -> None:
