@@ -150,8 +150,9 @@ COUNTERS = _table(
     _row("peer_sessions_lost", "sessions", (),
          "Sessions with peers that ended because the peer erred, fell silent or was cut off."),
     _row("peer_rests", "rests", (),
-         "Rests of 10 s in which a peer was asked for nothing because it had made eight loads in a "
-         "row slower than they would have been without it."),
+         "Rests in which a peer was asked for nothing because it had made eight loads in a row "
+         "slower than they would have been without it, eight reads in a row had brought nothing, "
+         "or it had been lost or had paused three times in 10 s."),
     _row("peer_secrets_refused", "connections", (),
          "Connections between this server and another that were refused because one of them had no "
          "share secret, or another one; each peer connects again every few seconds."),

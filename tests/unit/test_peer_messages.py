@@ -46,7 +46,7 @@ from vllm_nvmeof_offload.peers.messages import (
     key_pair,
     outcome_of_failed,
 )
-from vllm_nvmeof_offload.peers.pace import BusyRate, Listening, Rest
+from vllm_nvmeof_offload.peers.pace import BackOff, BusyRate, Listening
 
 u64 = st.integers(0, (1 << 64) - 1)
 u32 = st.integers(0, (1 << 32) - 1)
@@ -229,44 +229,29 @@ def test_what_only_a_peer_can_say_is_an_error_of_the_slot_or_of_nothing() -> Non
         assert not outcome_of_failed(FailedRead(1, reason)).ok
 
 
-def test_a_peer_that_is_lost_thrice_rests_and_longer_each_time() -> None:
-    rest, now_s = Rest(), 1000.0
-    rested = []
-    for _ in range(3):
-        for _ in range(3):
-            rest.begin(now_s, was_up=True)
-            assert not rest.is_over(now_s + 0.1)
-            start_s = now_s
-            while not rest.is_over(now_s):
-                now_s += 0.1
-        rested.append(round(now_s - start_s))
-    assert rested == [30, 60, 120]
-    rest.begin(now_s, was_up=True)
-    assert rest.is_over(now_s + 0.3), "one loss is followed by a short rest"
-
-
-def test_a_peer_that_is_killed_every_six_seconds_does_not_rest() -> None:
-    """It stalls first, and its session is lost three seconds later."""
-    rest = Rest()
-    for killed_s in range(0, 60, 6):
-        assert not rest.is_once_too_often(killed_s + 0.5)
-        rest.begin(killed_s + 3.5, was_up=True, was_stalled=True)
-        assert rest.is_over(killed_s + 4.0)
-    assert not rest.is_once_too_often(60.0)
-    assert rest.is_once_too_often(61.0)
-
-
 def test_a_peer_that_is_not_there_is_greeted_every_few_seconds() -> None:
-    rest, now_s = Rest(), 0.0
+    back_off, now_s = BackOff(), 0.0
     greeted = []
     while now_s < 60.0:
-        if rest.is_over(now_s):
+        if back_off.is_over(now_s):
             greeted.append(now_s)
-            rest.begin(now_s, was_up=False)
+            back_off.begin(now_s)
         now_s += 0.1
     gaps = [later - sooner for sooner, later in itertools.pairwise(greeted)]
     assert gaps[0] < 0.5
     assert max(gaps) == pytest.approx(2.0, abs=0.2)
+
+
+def test_a_peer_whose_session_has_lasted_is_greeted_soon() -> None:
+    back_off, now_s = BackOff(), 0.0
+    for _ in range(6):
+        while not back_off.is_over(now_s):
+            now_s += 0.1
+        back_off.begin(now_s)
+    assert not back_off.is_over(now_s + 1.9)
+    now_s += 2.0 + 3.0  # the session
+    back_off.begin(now_s)
+    assert back_off.is_over(now_s + 0.3)
 
 
 def test_time_in_which_a_thread_was_kept_from_running_is_not_listened() -> None:

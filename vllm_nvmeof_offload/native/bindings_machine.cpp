@@ -328,8 +328,8 @@ double next_deadline(Machine& machine) {
 }
 
 void set_peer(Machine& machine, size_t lane, bool usable, size_t reads_max, double bytes_per_s,
-              uint64_t queued_bytes) {
-  machine.set_peer(lane, {usable, reads_max, bytes_per_s, queued_bytes});
+              uint64_t queued_bytes, uint64_t lost) {
+  machine.set_peer(lane, {usable, reads_max, bytes_per_s, queued_bytes, lost});
 }
 
 // Whether a target's health may have become another one, so that Python must look.
@@ -619,7 +619,7 @@ void bind_peers(nb::class_<Machine>& machine) {
       .def("take_served", &take_served)
       .def("serve_levels", &Machine::serve_levels)
       .def("set_peer", &set_peer, "lane"_a, "usable"_a, "reads_max"_a, "bytes_per_s"_a,
-           "queued_bytes"_a)
+           "queued_bytes"_a, "lost"_a)
       .def("peer_rests", &Machine::peer_rests)
       .def("let_help", &Machine::let_help)
       .def("take_landings", &take_landings)

@@ -152,6 +152,7 @@ struct PeerState {
   size_t reads_max = 0;    // that it has of ours at a time; its credits
   double bytes_per_s = 0;  // of its storage or of the way here, the lower one; 0: not known
   uint64_t queued_bytes = 0;  // there, before ours
+  uint64_t lost = 0;  // how often its session was lost, or it stalled
 };
 
 // The lane of a peer. What it has failed at counts until its release.

@@ -774,15 +774,18 @@ size_t Machine::peer_of(size_t lane) const {
 }
 
 void Machine::set_peer(size_t lane, const PeerState& state) {
-  io.peers[peer_of(lane)].state = state;
+  const size_t peer = peer_of(lane);
+  io.peers[peer].state = state;
+  judge_->lost(peer, state.lost, io.now_ns());
   streams_.set_usable_peers(static_cast<size_t>(
-      std::ranges::count_if(io.peers, [](const PeerLane& peer) { return peer.state.usable; })));
+      std::ranges::count_if(io.peers, [](const PeerLane& one) { return one.state.usable; })));
 }
 
 // A peer has ended a read, or failed at it.
 void Machine::peer_event(const IoEvent& event) {
   if (streams_.release(event.peers_token)) return;  // its task went on without it
   Task& task = *event.task;
+  judge_->ended(task.peer_number(), event.code, event.error, io.now_ns());
   const bool is_over = task.step == Step::ZOMBIE && !task.fills;  // cancelled
   const bool ok = event.code == Outcome::OK || mutant("a_failed_pull_counts_as_pulled");
   if (!event.released && is_over) {

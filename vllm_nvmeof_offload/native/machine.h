@@ -191,7 +191,7 @@ class Machine {
 
   // -- peers: the lanes with the numbers behind the targets'.
   void set_peer(size_t lane, const PeerState& state);
-  // Whether it has made loads slower (peer_judge.h), and is to get none for now.
+  // Whether it is to get nothing for now (peer_judge.h).
   bool peer_rests(size_t lane) const { return judge_->rests(peer_of(lane), io.now_ns()); }
   // Of a load that has just begun: only these peers may read for it, a bit for each.
   void let_help(uint64_t op, uint64_t peers);

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Judges whether a peer makes loads slower than they would be without it. One that did so eight
-// times in a row rests.
+// Decides which peers get nothing for now: those that made eight loads in a row slower than they
+// would have been without them, of which eight reads in a row brought nothing, or which lost their
+// session, or stalled, three times in ten seconds. A peer rests for 10 s if it is slow, for 30 s if
+// it is at fault, and for twice as long as the last time, up to ten minutes, if it is at fault
+// again before it was well for longer than that.
 //
 // A load is judged when it has ended, not by what was expected at its start: loads that come
 // meanwhile take longer than expected, and no peer is to blame. A peer is late if a chunk of its
@@ -10,6 +13,8 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <cerrno>
 #include <cstdint>
 #include <unordered_map>
 #include <utility>
@@ -24,6 +29,25 @@ namespace nvmeof {
 class PeerJudge {
  public:
   explicit PeerJudge(size_t peers) : peers_(peers) {}
+
+  // So often, since its begin, its session was lost or it stalled.
+  void lost(size_t peer, uint64_t times, int64_t now_ns) {
+    Peer& one = peers_[peer];
+    const uint64_t known = std::exchange(one.lost, times);
+    for (uint64_t time = known; time < times && !rests(peer, now_ns); ++time) {
+      const int64_t before_ns = std::exchange(one.lost_ns[one.losses++ % (kLostMax - 1)], now_ns);
+      if (one.losses >= kLostMax && now_ns - before_ns <= kLostWithinNs)
+        rest_for_fault(one, now_ns);
+    }
+  }
+
+  // It has ended a read, or has failed at it.
+  void ended(size_t peer, Outcome code, int error, int64_t now_ns) {
+    Peer& one = peers_[peer];
+    if (rests(peer, now_ns)) return;  // it had more reads when it began to
+    if (code == Outcome::OK) one.failed = 0;
+    if (brought_nothing(code, error) && ++one.failed == kFailedMax) rest_for_fault(one, now_ns);
+  }
 
   bool rests(size_t peer, int64_t now_ns) const { return now_ns < peers_[peer].rests_until_ns; }
 
@@ -70,19 +94,26 @@ class PeerJudge {
       if (!(load.peers >> peer & 1)) continue;
       Peer& one = peers_[peer];
       const bool is_late = load.late == peer + 1;
-      if (is_late && ++one.late == kLateMax) one = {0, now_ns + kRestNs};
+      if (is_late && ++one.late == kLateMax) rest(one, now_ns, kSlowRestNs);
       if (!is_late && !mutant("a_late_peer_is_never_forgiven")) one.late = 0;
     }
   }
 
  private:
-  static constexpr unsigned kLateMax = 8;  // in a row
-  static constexpr int64_t kRestNs = 10'000'000'000;
+  static constexpr unsigned kLateMax = 8, kFailedMax = 8;  // in a row
+  static constexpr unsigned kLostMax = 3;
+  static constexpr int64_t kLostWithinNs = 10'000'000'000;
+  static constexpr int64_t kSlowRestNs = 10'000'000'000;
+  static constexpr int64_t kFaultRestNs = 30'000'000'000, kFaultRestMaxNs = 600'000'000'000;
   static constexpr double kTolerance = 1.05;
 
   struct Peer {
-    unsigned late = 0;
     int64_t rests_until_ns = 0;
+    int64_t fault_rest_ns = 0;  // its last rest for a fault
+    uint64_t lost = 0;                        // as it was last given
+    unsigned late = 0, failed = 0;            // in a row
+    unsigned losses = 0;                      // since its last rest,
+    std::array<int64_t, kLostMax - 1> lost_ns{};  // and when the last ones were
   };
   // What one of the targets here has done for a load, and need not do.
   struct Target {
@@ -97,6 +128,25 @@ class PeerJudge {
     uint8_t failed = Task::kAtNoPeer;  // as `Task::peer`: the last one to fail
     uint8_t late = Task::kAtNoPeer;    // likewise: whose is the chunk that came last, too late
   };
+
+  static void rest(Peer& peer, int64_t now_ns, int64_t rest_ns) {
+    const int64_t until_ns = std::max(peer.rests_until_ns, now_ns + rest_ns);
+    peer = {until_ns, peer.fault_rest_ns, peer.lost};
+  }
+
+  static void rest_for_fault(Peer& peer, int64_t now_ns) {
+    const int64_t last_ns = peer.fault_rest_ns;
+    const bool was_well = now_ns - peer.rests_until_ns > last_ns;
+    peer.fault_rest_ns =
+        last_ns && !was_well ? std::min(2 * last_ns, kFaultRestMaxNs) : kFaultRestNs;
+    rest(peer, now_ns, peer.fault_rest_ns);
+  }
+
+  // What was lost with its session counts there; a region that it has not opened yet, it will.
+  static bool brought_nothing(Outcome code, int error) {
+    if (code == Outcome::IO_ERROR) return error != ENOTCONN && error != EBADF;
+    return code == Outcome::STALE || code == Outcome::CHECKSUM_MISMATCH;
+  }
 
   Load* find(const Task& task) {
     const auto found = loads_.find(task.job->op);

@@ -96,13 +96,15 @@ class PeerEnd(NamedTuple):
 class PeerState(NamedTuple):
     """A peer's lane. credits: reads that it may have at a time. bytes_per_s: 0: not known.
 
-    queued_bytes: what the peer's storage has to read before what we ask for now.
+    queued_bytes: what the peer's storage has to read before what we ask for now. lost: how often
+    its session was lost, or it stalled.
     """
 
     usable: bool
     credits: int
     bytes_per_s: float
     queued_bytes: int
+    lost: int = 0
 
 
 NO_PEER = PeerState(False, 0, 0.0, 0)

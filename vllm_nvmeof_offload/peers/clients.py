@@ -7,7 +7,7 @@ DROPPED and costs a credit; if its pull has not ended it is a ZOMBIE, whose buff
 later. Nothing waits for a peer: the reads of one that says nothing for half a second end, and it is
 asked for nothing until it is heard again. One that errs, stays silent, or holds a zombie for a
 second, or whose connection ends, as when its process is killed, loses its session, and is greeted
-again after a rest.
+again soon. What is lost again and again is not asked by the machine (native/peer_judge.h).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from vllm_nvmeof_offload.peers.messages import (
     lock,
     outcome_of_failed,
 )
-from vllm_nvmeof_offload.peers.pace import BusyRate, Listening, Rest
+from vllm_nvmeof_offload.peers.pace import BackOff, BusyRate, Listening
 from vllm_nvmeof_offload.peers.transport import (
     NixlTransport,
     Pull,
@@ -79,8 +79,6 @@ _GREETING_S = 2.0
 _ZOMBIE_S = 1.0
 #: A peer that has not opened a region yet opens it meanwhile.
 _NOT_ATTACHED_S = 0.25
-#: So many reads in a row that bring nothing: whatever it is, others load sooner.
-_FAILED_IN_A_ROW_MAX = 8
 _MOVING_TICK_S = 0.0001
 _FRAMES_MAX = 256
 #: The library keeps a closed socket so long for what is still to be sent.
@@ -200,7 +198,7 @@ class _Session:
 class _Lane:
     number: int
     address: str
-    rest: Rest
+    back_off: BackOff = field(default_factory=BackOff)
     session: _Session | None = None
     tag: bytes = b""  # of the session
     state: PeerState = NO_PEER  # as others see it
@@ -208,7 +206,7 @@ class _Lane:
     bytes_per_s: float = 0.0
     pull_rate: BusyRate = field(default_factory=BusyRate)
     unusable_until_s: float = 0.0
-    failed_in_a_row: int = 0
+    lost: int = 0  # sessions, and stalls
     told: str = ""  # what the log said last
 
 
@@ -234,7 +232,7 @@ class PeerClients:
         self._common, self._tag, self._memory = common, tag, memory
         self._view = memoryview(view)
         self._by_nixl = by_nixl
-        self._lanes = [_Lane(number, address, Rest()) for number, address in enumerate(addresses)]
+        self._lanes = [_Lane(number, address) for number, address in enumerate(addresses)]
         self._commands: collections.deque[tuple[int, list[PeerRead], list[int]]] = (
             collections.deque()
         )
@@ -252,7 +250,7 @@ class PeerClients:
 
     def state(self, lane: int) -> PeerState:
         one = self._lanes[lane]
-        return one.state if one.tag == self._tag else NO_PEER
+        return one.state if one.tag == self._tag else NO_PEER._replace(lost=one.lost)
 
     def submit(self, lane: int, reads: Sequence[PeerRead]) -> None:
         """Ask the lane's peer. Each read has its outcome by its deadline, give or take a beat."""
@@ -341,7 +339,7 @@ class PeerClients:
     def _step(self, lane: _Lane) -> None:
         now_s = time.monotonic()
         if lane.session is None:
-            if lane.rest.is_over(now_s):
+            if lane.back_off.is_over(now_s):
                 self._greet(lane)
             return
         cut_off = lane.session.why_cut_off()  # before, so that nothing else comes
@@ -431,9 +429,7 @@ class PeerClients:
         for token, reading in list(session.open.items()):
             if reading.stage in (_Stage.ASKED, _Stage.PULLING):
                 self._drop(token, LOST)
-        if lane.rest.is_once_too_often(now_s := time.monotonic()):
-            lane.rest.begin_long(now_s)
-            raise _SessionLostError("it stalls again and again")
+        lane.lost += 1
         self._say(lane, f"says nothing for {STALLED_S} s while it should read")
 
     def _expire(self, session: _Session, now_s: float) -> None:
@@ -507,7 +503,6 @@ class PeerClients:
             why_not = self._connect(session, welcome)
         session.is_up = True
         session.credits, session.slots = welcome.credits, welcome.slots
-        lane.failed_in_a_row = 0
         how = f"in messages ({why_not})" if why_not else "by NIXL"
         self._say(lane, f"reads for us, {welcome.credits} chunks at a time, which come {how}")
 
@@ -537,18 +532,14 @@ class PeerClients:
         if reading.stage is _Stage.ASKED:
             start = read.address - self._memory.address
             self._view[start : start + len(raw)] = raw
-            self._came(lane, read)
+            self._came(read)
 
-    def _came(self, lane: _Lane, read: PeerRead) -> None:
+    def _came(self, read: PeerRead) -> None:
         """All bytes are there: they are what was wanted, or they are nothing."""
         start = read.address - self._memory.address
         slot = self._view[start : start + slot_stride_bytes(read.payload_bytes)]
         outcome = verify(slot, read.identity, read.payload_bytes, read.place, read.tag)
         self._end(read, outcome)
-        if outcome.ok:
-            lane.failed_in_a_row = 0
-        else:
-            self._brought_nothing(lane)
 
     def _take_ready(self, lane: _Lane, session: _Session, lent: Lent) -> None:
         reading = self._answered(session, lent.token)
@@ -579,8 +570,6 @@ class PeerClients:
             lane.pull_rate.stop()
         if reading.stage is _Stage.ASKED:
             self._end(reading.read, outcome_of_failed(one))
-            if one.reason not in (Reason.CANCELLED, Reason.DEADLINE, Reason.NOT_ATTACHED):
-                self._brought_nothing(lane)
 
     @staticmethod
     def _answered(session: _Session, token: int) -> _Reading:
@@ -612,13 +601,7 @@ class PeerClients:
             if reading.stage is _Stage.ZOMBIE:
                 self._ends.append(PeerEnd(token, CANCELLED, released=True))
                 continue
-            self._came(lane, read)
-
-    def _brought_nothing(self, lane: _Lane) -> None:
-        lane.failed_in_a_row += 1
-        if lane.failed_in_a_row >= _FAILED_IN_A_ROW_MAX:
-            lane.rest.begin_long(time.monotonic())
-            raise _SessionLostError(f"{_FAILED_IN_A_ROW_MAX} reads in a row brought nothing")
+            self._came(read)
 
     # How it ends
 
@@ -631,17 +614,17 @@ class PeerClients:
         self._ends.append(PeerEnd(read.token, outcome, released))
 
     def _lose(self, lane: _Lane, why: str, *, counts: bool = True) -> None:
-        """End the session with all its reads, and greet again after a rest."""
+        """End the session with all its reads, and greet again a little later."""
         session, lane.session = lane.session, None
         if session is None:
             return
-        self._show(lane)  # before its reads end: they must not be sent to it again
-        now_s = time.monotonic()
-        lane.pull_rate.stop()
         was_up = session.is_up
+        lane.lost += was_up and counts and not session.is_stalled  # which has been counted
+        self._show(lane)  # before its reads end: they must not be sent to it again
+        lane.pull_rate.stop()
         self.counts.lost += was_up and counts
         if counts:
-            lane.rest.begin(now_s, was_up=was_up, was_stalled=session.is_stalled)
+            lane.back_off.begin(time.monotonic())
         self._say(lane, why)
         if was_up:
             session.send(Bye(text=why[:256]))
@@ -675,7 +658,7 @@ class PeerClients:
     def _show(self, lane: _Lane) -> None:
         session = lane.session
         if session is None or not session.is_up:
-            lane.state = NO_PEER
+            lane.state = NO_PEER._replace(lost=lane.lost)
             return
         pull_rate = lane.pull_rate.recent(time.monotonic())
         rates = [one for one in (lane.bytes_per_s, pull_rate) if one]
@@ -684,6 +667,7 @@ class PeerClients:
             session.credits - session.dropped,
             min(rates, default=0.0),
             lane.queued_bytes,
+            lane.lost,
         )
 
     def _say(self, lane: _Lane, text: str) -> None:

@@ -3,12 +3,8 @@
 
 from __future__ import annotations
 
-import collections
-
 _SOON_S = 0.2
 _AGAIN_MAX_S = 2.0
-_LOST_MAX, _LOST_WITHIN_S = 3, 10.0
-_LONG_S, _LONG_MAX_S = 30.0, 600.0
 #: A turn of a thread that listens takes less, unless it is kept from running.
 _TURN_S = 0.05
 #: Bytes that moved in less time than this say little.
@@ -17,48 +13,23 @@ _NEW_SHARE = 0.3
 _RECENT_S = 5.0
 
 
-class Rest:
-    """A session that was lost is begun again soon; three times in ten seconds lost or stalled end
-    in a long rest, which doubles each time. A peer that is not there is greeted every few seconds.
-    """
+class BackOff:
+    """A peer is greeted again soon after a session, or a try, that took longer than two seconds,
+    and else after twice as long as the last time, up to two seconds."""
 
     def __init__(self) -> None:
         self._until_s = 0.0
-        self._lost_s: collections.deque[float] = collections.deque(maxlen=_LOST_MAX)
         self._again_s = _SOON_S
-        self._long_s = _LONG_S
 
     def is_over(self, now_s: float) -> bool:
         return now_s >= self._until_s
 
-    def begin(self, now_s: float, *, was_up: bool, was_stalled: bool = False) -> None:
-        """was_up: there was a session, which was lost; else nobody answered, or it refused.
-
-        was_stalled: since its peer stalled, which has been counted.
-        """
-        if not was_up:
-            self._wait(now_s + self._again_s)
-            self._again_s = min(2 * self._again_s, _AGAIN_MAX_S)
-            return
-        self._again_s = _SOON_S
-        self._wait(now_s + _SOON_S)
-        if not was_stalled and self.is_once_too_often(now_s):
-            self.begin_long(now_s)
-
-    def is_once_too_often(self, now_s: float) -> bool:
-        """A session was lost, or its peer stalls: return whether that is so all the time."""
-        self._lost_s.append(now_s)
-        return len(self._lost_s) == _LOST_MAX and now_s - self._lost_s[0] <= _LOST_WITHIN_S
-
-    def begin_long(self, now_s: float) -> None:
-        if now_s - self._until_s > self._long_s:
-            self._long_s = _LONG_S  # it was well for longer than it last rested
-        self._wait(now_s + self._long_s)
-        self._long_s = min(2 * self._long_s, _LONG_MAX_S)
-        self._lost_s.clear()
-
-    def _wait(self, until_s: float) -> None:
-        self._until_s = max(self._until_s, until_s)
+    def begin(self, now_s: float) -> None:
+        """It has been greeted, and there is no session any more."""
+        if now_s - self._until_s > _AGAIN_MAX_S:
+            self._again_s = _SOON_S
+        self._until_s = now_s + self._again_s
+        self._again_s = min(2 * self._again_s, _AGAIN_MAX_S)
 
 
 class Listening:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.copy.base import CopyEngine, Direction
-from vllm_nvmeof_offload.errors import STALE, code_of
+from vllm_nvmeof_offload.errors import CANCELLED, code_of
 from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.native import Machine, PythonLanes
 from vllm_nvmeof_offload.peers.base import NO_PEER, PeerEnd, PeerRead, PeerState
@@ -84,7 +84,9 @@ class Peering:
         for end in self._port.poll():  # before the states: what is lost takes nothing any more
             self._ends[end.token] = end
         for lane, known in enumerate(self._known):
-            state = NO_PEER if self._is_resting(machine, lane) else self._port.state(lane)
+            state = self._port.state(lane)
+            if self._is_resting(machine, lane):
+                state = NO_PEER._replace(lost=state.lost)
             if state != known:
                 self._known[lane] = state
                 machine.set_peer(self._targets + lane, *state)
@@ -93,7 +95,11 @@ class Peering:
         rests = machine.peer_rests(self._targets + lane)
         if rests and not self._rests[lane]:
             self._counters["peer_rests"] += 1
-            logger.info("peer%d has made the loads that it helped with slower, and rests", lane)
+            logger.info(
+                "peer%d rests: it made loads slower, its reads brought nothing, or it was lost "
+                "again and again",
+                lane,
+            )
         self._rests[lane] = rests
         return rests
 
@@ -127,7 +133,7 @@ class Peering:
         for op in ops:
             place = self._slot_place(op.place)
             if place is None:
-                self._ends[op.token] = PeerEnd(op.token, STALE, released=True)
+                self._ends[op.token] = PeerEnd(op.token, CANCELLED, released=True)
                 continue
             what = SlotIdentity(op.key, op.generation), place, op.stamp[1], op.until_s
             read = PeerRead(op.token, op.address, op.payload_bytes, *what)

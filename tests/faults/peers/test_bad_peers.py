@@ -24,13 +24,11 @@ WITHIN_S = 1.0
     ("how", "kind"),
     [("another", "stale"), ("flipped", "checksum_mismatch"), ("stale", "stale")],
 )
-def test_a_peer_that_lies_is_refused_and_rests(make_pair: MakePair, how: str, kind: str) -> None:
+def test_a_peer_that_lies_is_refused(make_pair: MakePair, how: str, kind: str) -> None:
     _, puller = make_pair(how=how)
     puller.wait_usable()
     puller.run(*[puller.read(number) for number in range(D_SLOTS)])
     assert puller.kinds() == {kind: D_SLOTS}
-    puller.until(lambda: not puller.clients.state(0).usable)
-    assert puller.clients.counts.lost == 1
 
 
 def test_a_peer_that_uses_its_lent_slots_is_refused(make_pair: MakePair) -> None:

@@ -28,7 +28,7 @@ from vllm_nvmeof_offload.errors import (
     io_error,
 )
 from vllm_nvmeof_offload.io.base import ALLOWED_CPUS
-from vllm_nvmeof_offload.peers.base import SILENT_S, STALLED_S
+from vllm_nvmeof_offload.peers.base import NO_PEER, SILENT_S, STALLED_S
 from vllm_nvmeof_offload.peers.messages import (
     AnyMessage,
     Beat,
@@ -190,13 +190,20 @@ def test_a_peer_that_stays_silent_loses_its_session(peer: FakePeer, puller: Pull
     assert SILENT_S - LATE_S <= time.monotonic() - begun_s <= SILENT_S + 2 * LATE_S
 
 
-def test_a_peer_that_stalls_three_times_rests(peer: FakePeer, puller: Puller) -> None:
+def test_stalls_are_counted_for_who_judges_the_peer(peer: FakePeer, puller: Puller) -> None:
     for stalls in range(1, 4):
         assert puller.run(puller.read(0)) == [LOST]
-        if stalls < 3:
-            peer.send(Beat())
-            puller.wait_usable()
+        puller.until(lambda stalls=stalls: puller.clients.state(0).lost == stalls)  # type: ignore[misc]
+        peer.send(Beat())
+        puller.wait_usable()
+
+
+def test_a_session_that_is_lost_after_a_stall_is_counted_once(
+    peer: FakePeer, puller: Puller
+) -> None:
+    assert puller.run(puller.read(0)) == [LOST]
     puller.until(lambda: puller.clients.counts.lost == 1)
+    assert puller.clients.state(0) == NO_PEER._replace(lost=1)
 
 
 def test_time_in_which_this_side_does_not_run_says_nothing_of_the_peer(
@@ -220,18 +227,14 @@ def _hold_the_interpreter(seconds: float) -> None:
     ctypes.PyDLL(None).usleep(int(1e6 * seconds))
 
 
-def test_a_peer_that_loses_three_sessions_rests(peer: FakePeer, puller: Puller) -> None:
+def test_lost_sessions_are_counted_for_who_judges_the_peer(peer: FakePeer, puller: Puller) -> None:
     for lost in range(1, 4):
         peer.send(Bye(text="again"))
         puller.until(lambda lost=lost: puller.clients.counts.lost == lost)  # type: ignore[misc]
-        if lost < 3:
-            peer.welcome()
-            puller.wait_usable()
-    end_s = time.monotonic() + 1.0
-    while time.monotonic() < end_s:
-        puller.pause()
-        assert not puller.clients.state(0).usable
-    assert puller.run(puller.read(0)) == [LOST]
+        assert puller.clients.state(0) == NO_PEER._replace(lost=lost)
+        assert puller.run(puller.read(0)) == [LOST]
+        peer.welcome()
+        assert puller.wait_usable().lost == lost
 
 
 def test_a_peer_that_talks_nonsense_has_no_session(store: Rig, peer: FakePeer) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peers that make loads slower: one that did so eight times in a row gets nothing for 10 s."""
+"""Peers that rest: they make loads slower, bring nothing, or are lost again and again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from collections.abc import Callable
 
 import pytest
 
-from vllm_nvmeof_offload.errors import OK, Outcome, io_error
+from vllm_nvmeof_offload.errors import (
+    CHECKSUM_MISMATCH,
+    DEADLINE,
+    OK,
+    STALE,
+    Outcome,
+    io_error,
+)
 from vllm_nvmeof_offload.native import _tiers_mutants as tests_build  # type: ignore[attr-defined]
 from vllm_nvmeof_offload.peers.base import PeerState
 from vllm_nvmeof_offload.worker import pipeline
@@ -21,6 +28,8 @@ READ_S = 0.1  # of each chunk that a target here reads
 SHARED_S, ALONE_S = 2 * READ_S, 4 * READ_S
 IN_TIME_S, LATE_S = 0.95 * ALONE_S, 1.15 * ALONE_S
 LATE_MAX, REST_S = 8, 10.0
+FAULT_REST_S = 30.0
+LOST = io_error(errno.ENOTCONN)
 
 
 class Loads:
@@ -130,7 +139,7 @@ def test_a_chunk_that_came_home_is_still_the_peers() -> None:
         op = loads.begin()
         loads.read_here()
         loads.bench.now_s += LATE_S
-        loads.peers_end(io_error(errno.EIO))
+        loads.peers_end(LOST)
         loads.read_here()
         loads.end(op)
     assert not loads.asks()
@@ -140,7 +149,7 @@ def test_chunks_that_come_home_in_time_are_not_held_against_it() -> None:
     loads = Loads()
     for _ in range(LATE_MAX):
         op = loads.begin()
-        loads.peers_end(io_error(errno.EIO))
+        loads.peers_end(LOST)
         loads.read_here()
         loads.end(op)
     assert loads.asks() == {0}
@@ -169,6 +178,83 @@ def test_cancelled_loads_are_not_judged() -> None:
         loads.peers_end()
         loads.bench.finished()
     assert loads.asks() == {0}
+
+
+def _bring_nothing(loads: Loads, outcome: Outcome, reads: int = 8) -> None:
+    """reads: of a peer that reads two chunks of each load."""
+    for _ in range(reads // 2):
+        op = loads.begin()
+        loads.peers_end(outcome)
+        loads.read_here()
+        loads.end(op)
+
+
+@pytest.mark.parametrize("outcome", [STALE, CHECKSUM_MISMATCH, io_error(errno.EIO)])
+def test_one_of_which_eight_reads_in_a_row_bring_nothing_rests(outcome: Outcome) -> None:
+    loads = Loads()
+    _bring_nothing(loads, outcome, 6)
+    assert loads.asks() == {0}, "one that brings something"
+    _bring_nothing(loads, outcome)
+    until_s = loads.bench.now_s + FAULT_REST_S
+    assert not loads.asks()
+    assert loads.rests == 1
+    loads.bench.now_s = until_s
+    assert loads.asks() == {0}
+
+
+def test_what_it_had_when_its_rest_began_does_not_lengthen_it() -> None:
+    loads = Loads()
+    ops = [loads.begin() for _ in range(8)]
+    asked = len(loads.bench.peers.asked)
+    loads.peers_end(STALE)
+    until_s = loads.bench.now_s + FAULT_REST_S
+    assert len(loads.bench.peers.asked) == asked + 8, "in the step in which its rest began"
+    loads.peers_end(STALE)
+    loads.read_here()
+    loads.end(*ops)
+    loads.bench.now_s = until_s
+    assert loads.asks() == {0}
+
+
+@pytest.mark.parametrize("outcome", [LOST, io_error(errno.EBADF), DEADLINE])
+def test_what_is_no_fault_of_a_read_brings_no_rest(outcome: Outcome) -> None:
+    loads = Loads()
+    _bring_nothing(loads, outcome, 16)
+    assert loads.asks() == {0}
+
+
+def _lose(loads: Loads, *after_s: float) -> None:
+    """Let the peer's session be lost so long after the last time, each time."""
+    for seconds in after_s:
+        loads.bench.now_s += seconds
+        lane = loads.bench.peers.lanes[0]
+        loads.bench.peers.lanes[0] = lane._replace(lost=lane.lost + 1)
+        loads.bench.pipeline.step()
+
+
+def test_one_that_is_lost_three_times_in_ten_seconds_rests_and_longer_each_time() -> None:
+    loads = Loads()
+    _lose(loads, 0.0, 5.0)
+    assert loads.asks() == {0}
+    rested_s = []
+    for _ in range(3):
+        _lose(loads, 1.0, 1.0, 1.0)
+        begin_s = loads.bench.now_s
+        while not loads.asks():
+            loads.bench.now_s += 0.5
+        rested_s.append(round((loads.bench.now_s - begin_s) / FAULT_REST_S))
+    assert rested_s == [1, 2, 4]
+    loads.bench.now_s += 1000.0
+    _lose(loads, 1.0, 1.0, 1.0)
+    loads.bench.now_s += FAULT_REST_S
+    assert loads.asks() == {0}, "it was well for longer than it had rested"
+
+
+def test_one_that_is_lost_every_six_seconds_does_not_rest() -> None:
+    loads = Loads()
+    for _ in range(10):
+        _lose(loads, 6.0)
+        assert loads.asks() == {0}
 
 
 def test_admission_does_not_count_on_one_that_rests() -> None:
