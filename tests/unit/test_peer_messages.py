@@ -46,7 +46,7 @@ from vllm_nvmeof_offload.peers.messages import (
     key_pair,
     outcome_of_failed,
 )
-from vllm_nvmeof_offload.peers.pace import BackOff, BusyRate, Listening
+from vllm_nvmeof_offload.peers.session import BackOff, BusyRate, Listening
 
 u64 = st.integers(0, (1 << 64) - 1)
 u32 = st.integers(0, (1 << 32) - 1)

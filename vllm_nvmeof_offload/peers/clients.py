@@ -15,7 +15,7 @@ from __future__ import annotations
 import collections
 import enum
 import errno
-import threading
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -66,7 +66,7 @@ from vllm_nvmeof_offload.peers.messages import (
     lock,
     outcome_of_failed,
 )
-from vllm_nvmeof_offload.peers.pace import BackOff, BusyRate, Listening
+from vllm_nvmeof_offload.peers.session import BackOff, BusyRate, Listening, SessionThread, take_in
 from vllm_nvmeof_offload.peers.transport import (
     NixlTransport,
     Pull,
@@ -79,8 +79,6 @@ _GREETING_S = 2.0
 _ZOMBIE_S = 1.0
 #: A peer that has not opened a region yet opens it meanwhile.
 _NOT_ATTACHED_S = 0.25
-_MOVING_TICK_S = 0.0001
-_FRAMES_MAX = 256
 #: The library keeps a closed socket so long for what is still to be sent.
 _BYE_MS = 100
 _ENDED = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
@@ -210,7 +208,7 @@ class _Lane:
     told: str = ""  # what the log said last
 
 
-class PeerClients:
+class PeerClients(SessionThread):
     """Reads through peers until it is closed. `submit`, `cancel`, `poll` and `close` belong to one
     thread; all returns at once."""
 
@@ -229,7 +227,8 @@ class PeerClients:
         view: the same memory. by_nixl: NIXL pulls where it can; else chunks come in messages.
         """
         self.counts = ClientCounts()
-        self._common, self._tag, self._memory = common, tag, memory
+        super().__init__("peer-clients", self._run, tag)
+        self._common, self._memory = common, memory
         self._view = memoryview(view)
         self._by_nixl = by_nixl
         self._lanes = [_Lane(number, address) for number, address in enumerate(addresses)]
@@ -239,13 +238,7 @@ class PeerClients:
         self._ends: collections.deque[PeerEnd] = collections.deque()
         #: Of lost sessions, whose agents are not gone yet, with the reads that they may write into.
         self._leaving: list[tuple[NixlTransport, list[_Reading]]] = []
-        self._waker, self._heard = Waker(), Waker()
-        self._closed = threading.Event()
-        self._listening = Listening(time.monotonic())
-        self._context = zmq.Context()
-        self._poller = zmq.Poller()
-        self._poller.register(self._waker.fd, zmq.POLLIN)
-        self._thread = threading.Thread(target=self._run, name="peer-clients", daemon=True)
+        self._heard = Waker()
         self._thread.start()
 
     def state(self, lane: int) -> PeerState:
@@ -270,24 +263,17 @@ class PeerClients:
         """Return a descriptor that is readable while `poll` may have something to return."""
         return self._heard.fd
 
-    def set_tag(self, tag: bytes) -> None:
-        """End the sessions with another tag."""
-        self._tag = tag
-        self._waker.wake()
-
     def close(self, timeout_s: float = 5.0) -> bool:
         """End all reads; True: nothing touches their buffers any more."""
-        self._closed.set()
-        self._waker.wake()
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive() and not self._leaving
+        return super().close(timeout_s) and not self._leaving
 
     # The thread
 
     def _run(self) -> None:
         unbind_this_thread()
         try:
-            self._work()
+            for _ in self._wake_ups(self._beat_s):
+                self._turn()
         finally:
             self._take_commands()
             for lane in self._lanes:
@@ -297,29 +283,23 @@ class PeerClients:
             self._context.destroy(_BYE_MS)
             self._view.release()
 
-    def _work(self) -> None:
-        while not self._closed.is_set():
-            moving = any(one.session and one.session.moving for one in self._lanes)
-            if moving:
-                time.sleep(_MOVING_TICK_S)
-            sleep_ms = 0 if moving else self._sleep_ms()
-            self._poller.poll(sleep_ms)
-            self._listening.turn(time.monotonic(), sleep_ms / 1000)
-            self._waker.clear()
-            for lane in self._lanes:
-                if lane.tag != self._tag:
-                    self._lose(lane, "the weights have changed", counts=False)
-            self._take_commands()
-            for lane in self._lanes:
-                self._step_safely(lane)
-            self._look_at_leaving()
-            if self._ends:
-                self._heard.wake()
+    def _turn(self) -> None:
+        for lane in self._lanes:
+            if lane.tag != self._tag:
+                self._lose(lane, "the weights have changed", counts=False)
+        self._take_commands()
+        for lane in self._lanes:
+            self._step_safely(lane)
+        self._look_at_leaving()
+        if self._ends:
+            self._heard.wake()
 
-    def _sleep_ms(self) -> int:
-        sessions = (one.session for one in self._lanes)
-        busy = self._leaving or any(one is not None and one.open for one in sessions)
-        return int(1000 * (BEAT_OPEN_S if busy else BEAT_IDLE_S) / 2)
+    def _beat_s(self) -> float:
+        sessions = [one.session for one in self._lanes if one.session is not None]
+        if any(one.moving for one in sessions):
+            return 0.0
+        busy = self._leaving or any(one.open for one in sessions)
+        return BEAT_OPEN_S if busy else BEAT_IDLE_S
 
     def _step_safely(self, lane: _Lane) -> None:
         why = ""
@@ -343,7 +323,8 @@ class PeerClients:
                 self._greet(lane)
             return
         cut_off = lane.session.why_cut_off()  # before, so that nothing else comes
-        drained = self._take_messages(lane, lane.session)
+        take = functools.partial(self._take_frames, lane, lane.session)
+        drained = take_in(lane.session.socket, take)
         self._pull_on(lane, lane.session)
         now_s = time.monotonic()
         self._expire(lane.session, now_s)
@@ -451,22 +432,15 @@ class PeerClients:
 
     # What we hear
 
-    def _take_messages(self, lane: _Lane, session: _Session) -> bool:
-        """Return whether all was taken in that has come."""
-        for _ in range(_FRAMES_MAX):
-            try:
-                frames = session.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return True
-            message = session.channel.decode(frames[0])
-            session.hear()
-            if len(frames) != 1 + isinstance(message, Sent):
-                raise MalformedError(f"{len(frames)} frames")
-            if isinstance(message, Sent):
-                self._take_sent(lane, session, message.token, frames[1])
-            else:
-                self._take(lane, session, message)
-        return False
+    def _take_frames(self, lane: _Lane, session: _Session, frames: list[bytes]) -> None:
+        message = session.channel.decode(frames[0])
+        session.hear()
+        if len(frames) != 1 + isinstance(message, Sent):
+            raise MalformedError(f"{len(frames)} frames")
+        if isinstance(message, Sent):
+            self._take_sent(lane, session, message.token, frames[1])
+        else:
+            self._take(lane, session, message)
 
     def _take(self, lane: _Lane, session: _Session, message: AnyMessage) -> None:
         if not session.is_up:

@@ -19,7 +19,6 @@ import contextlib
 import enum
 import hmac
 import socket
-import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, EngineError, Outcome
-from vllm_nvmeof_offload.io.base import Waker, unbind_this_thread
+from vllm_nvmeof_offload.io.base import unbind_this_thread
 from vllm_nvmeof_offload.peers.base import (
     BEAT_IDLE_S,
     BEAT_OPEN_S,
@@ -70,7 +69,7 @@ from vllm_nvmeof_offload.peers.messages import (
     key_pair,
     lock,
 )
-from vllm_nvmeof_offload.peers.pace import Listening
+from vllm_nvmeof_offload.peers.session import FRAMES_MAX, SessionThread, take_in
 from vllm_nvmeof_offload.peers.transport import NixlTransport, TransportError
 from vllm_nvmeof_offload.pool.format import SlotPlace
 from vllm_nvmeof_offload.protocol import SlotIdentity
@@ -80,10 +79,8 @@ SESSIONS_MAX = 64
 CONNECTIONS_MAX = 2 * SESSIONS_MAX
 #: A slot is lent, or a copy on its way, so much longer than the read may take.
 _DONE_MORE_S = 1.0
-_MOVING_TICK_S = 0.0002
 #: A peer that pulls makes both sides move within less; else the thread sleeps.
 _MOVING_S = 0.01
-_FRAMES_MAX = 256  # taken in before anything else is done
 #: Messages that wait for the connection, either way; to a peer, beside one per credit.
 _WAITING_MAX = 64
 #: A connection whose other end does not answer for so long is closed, with what waits for it.
@@ -178,7 +175,7 @@ class _Door:
         self.sockets = self._monitor, self._asked
 
     def turn(self, now_s: float) -> None:
-        for _ in range(_FRAMES_MAX):
+        for _ in range(FRAMES_MAX):
             if self._asked.poll(0):
                 self._answer(self._asked.recv_multipart())
             elif self._monitor.poll(0):
@@ -221,8 +218,8 @@ class _Door:
                 one.shutdown(socket.SHUT_RDWR)
 
 
-class PeerServer:
-    """Serves until it is closed. It has a thread of its own, which sleeps while nobody asks."""
+class PeerServer(SessionThread):
+    """Serves until it is closed. Its thread sleeps while nobody asks."""
 
     def __init__(
         self,
@@ -243,52 +240,39 @@ class PeerServer:
         """
         assert 0 < memory.slots <= TOKENS_MAX
         self.counts = ServerCounts(free=memory.slots)
-        self._common, self._tag, self._memory, self._port = common, tag, memory, port
+        super().__init__("peer-server", self._run, tag)
+        self._common, self._memory, self._port = common, memory, port
         self._view, self._by_nixl = memoryview(view), by_nixl
         self._read_deadline_s = read_deadline_s
         self._transport: NixlTransport | None = None  # None: no peer has come that can pull
         self._moved_s = 0.0
         self._free = collections.deque(range(memory.slots))
         self._sessions: dict[bytes, _Session] = {}
-        self._listening = Listening(time.monotonic())
         self._by_number: dict[int, _Serving] = {}
         self._numbers = 0
         self._turns: collections.deque[_Session] = collections.deque()
-        self._waker, self._closed = Waker(), threading.Event()
-        self._context = zmq.Context()
-        bound: Future[str] = Future()
-        run = self._run
-        self._thread = threading.Thread(
-            target=run, args=(address, bound), name="peer-server", daemon=True
-        )
+        self._wanted, self._bound = address, Future[str]()
         self._thread.start()
         #: Where peers connect, with the port that was chosen for port 0.
-        self.address = bound.result()
-
-    def set_tag(self, tag: bytes) -> None:
-        """End the sessions with another tag before anything more is read for anybody."""
-        self._tag = tag
-        self._waker.wake()
+        self.address = self._bound.result()
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Stop serving; True: no peer pulls from the serve slots any more. What the port still
         reads into them ends as all its reads do."""
-        self._closed.set()
-        self._waker.wake()
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive() and self._transport is None
+        return super().close(timeout_s) and self._transport is None
 
-    def _run(self, address: str, bound: Future[str]) -> None:
+    def _run(self) -> None:
         # First, because the library's own thread, which starts with a socket, is bound likewise.
         unbind_this_thread()
         try:
             self._socket = self._make_socket()
-            self._door = _Door(self._context, self._socket, address, self._common.secret)
+            self._door = _Door(self._context, self._socket, self._wanted, self._common.secret)
         except zmq.ZMQError as error:
             self._context.destroy(0)
-            bound.set_exception(EngineError(f"cannot serve peers at {address}: {error}"))
+            failure = EngineError(f"cannot serve peers at {self._wanted}: {error}")
+            self._bound.set_exception(failure)
             return
-        bound.set_result(self._door.address)
+        self._bound.set_result(self._door.address)
         try:
             self._serve()
         finally:
@@ -311,19 +295,10 @@ class PeerServer:
         return made
 
     def _serve(self) -> None:
-        poller = zmq.Poller()
-        for one in (self._socket, *self._door.sockets, self._waker.fd, self._port.fileno()):
-            poller.register(one, zmq.POLLIN)
-        while not self._closed.is_set():
-            moving = self._is_moving()
-            if moving:
-                time.sleep(_MOVING_TICK_S)
-            sleep_ms = 0 if moving else self._sleep_ms()
-            poller.poll(sleep_ms)
-            now_s = time.monotonic()
-            self._listening.turn(now_s, sleep_ms / 1000)
-            self._waker.clear()
-            self._look_at_door(now_s)
+        for one in (self._socket, *self._door.sockets, self._port.fileno()):
+            self._poller.register(one, zmq.POLLIN)
+        for _ in self._wake_ups(self._beat_s):
+            self._look_at_door(time.monotonic())
             if self._transport is not None:
                 self._transport.progress()
             self._step()
@@ -331,10 +306,13 @@ class PeerServer:
             self._end(session, "the server stops")
         self._port.cancel(list(self._by_number))
 
-    def _is_moving(self) -> bool:
-        """A pull begins only when both sides let the connection progress."""
-        is_lent = self._transport is not None and any(one.lent for one in self._sessions.values())
-        return is_lent and time.monotonic() - self._moved_s < _MOVING_S
+    def _beat_s(self) -> float:
+        sessions = self._sessions.values()
+        # A pull begins only when both sides let the connection progress.
+        is_lent = self._transport is not None and any(one.lent for one in sessions)
+        if is_lent and time.monotonic() - self._moved_s < _MOVING_S:
+            return 0.0
+        return BEAT_OPEN_S if any(one.open or one.told_bytes for one in sessions) else BEAT_IDLE_S
 
     def _look_at_door(self, now_s: float) -> None:
         self._door.turn(now_s)
@@ -342,12 +320,8 @@ class PeerServer:
             logger.warning("a peer is refused: %s", STRANGER)
         self.counts.other_secret = self._door.refused
 
-    def _sleep_ms(self) -> int:
-        busy = any(one.open or one.told_bytes for one in self._sessions.values())
-        return int(1000 * (BEAT_OPEN_S if busy else BEAT_IDLE_S) / 2)
-
     def _step(self) -> None:
-        drained = self._take_messages()
+        drained = take_in(self._socket, self._take_frames)
         for session in [one for one in self._sessions.values() if one.tag != self._tag]:
             self._end(session, "the weights have changed")
         for end in self._port.poll():
@@ -366,24 +340,17 @@ class PeerServer:
 
     # What comes in
 
-    def _take_messages(self) -> bool:
-        """Return whether all was taken in that has come."""
-        for _ in range(_FRAMES_MAX):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return True
-            route, self._moved_s = frames[0], time.monotonic()
-            try:
-                if len(frames) != 2:
-                    raise MalformedError(f"{len(frames)} frames")
-                self._take(route, frames[1])
-            except MalformedError as error:
-                self.counts.malformed += 1
-                logger.debug("peers: malformed: %s", error)
-                if route in self._sessions:
-                    self._end(self._sessions[route], "malformed")
-        return False
+    def _take_frames(self, frames: list[bytes]) -> None:
+        route, self._moved_s = frames[0], time.monotonic()
+        try:
+            if len(frames) != 2:
+                raise MalformedError(f"{len(frames)} frames")
+            self._take(route, frames[1])
+        except MalformedError as error:
+            self.counts.malformed += 1
+            logger.debug("peers: malformed: %s", error)
+            if route in self._sessions:
+                self._end(self._sessions[route], "malformed")
 
     def _take(self, route: bytes, raw: bytes) -> None:
         session = self._sessions.get(route)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from vllm_nvmeof_offload.errors import CANCELLED
 from vllm_nvmeof_offload.io.base import IoEngine, IoOp, Waker
 from vllm_nvmeof_offload.peers.base import Levels, Served, ServeRead
-from vllm_nvmeof_offload.peers.pace import BusyRate
+from vllm_nvmeof_offload.peers.session import BusyRate
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.protocol import OpKind, Urgency, owned_by, place_of
 from vllm_nvmeof_offload.units import slot_stride_bytes

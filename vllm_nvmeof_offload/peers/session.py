@@ -1,7 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a peer is greeted again, how long it has been silent, and how fast bytes come."""
+"""The parts that both ends of sessions have in common: their threads' turns, how long the other end
+has been silent, when it is greeted again, and how fast bytes come."""
 
 from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import zmq
+
+from vllm_nvmeof_offload.io.base import Waker
 
 _SOON_S = 0.2
 _AGAIN_MAX_S = 2.0
@@ -11,6 +20,8 @@ _TURN_S = 0.05
 _WINDOW_S = 0.02
 _NEW_SHARE = 0.3
 _RECENT_S = 5.0
+FRAMES_MAX = 256  # taken in before anything else is done
+_MOVING_TICK_S = 0.0001
 
 
 class BackOff:
@@ -81,3 +92,54 @@ class BusyRate:
     def stop(self) -> None:
         """What was under way is given up."""
         self._since_s = None
+
+
+class SessionThread:
+    """One end of sessions, which has a thread of its own until it is closed."""
+
+    def __init__(self, name: str, run: Callable[[], None], tag: bytes) -> None:
+        """run: on the thread, which the maker starts. tag: the share tag of our chunks."""
+        self._tag = tag
+        self._listening = Listening(time.monotonic())
+        self._waker, self._closed = Waker(), threading.Event()
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._poller.register(self._waker.fd, zmq.POLLIN)
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
+
+    def set_tag(self, tag: bytes) -> None:
+        """End the sessions with another tag before anything more is asked or read."""
+        self._tag = tag
+        self._waker.wake()
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """End all sessions; True: the thread has ended."""
+        self._closed.set()
+        self._waker.wake()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _wake_ups(self, beat_s: Callable[[], float]) -> Iterator[None]:
+        """Let the thread sleep until something comes, and never for longer than half a beat.
+
+        beat_s: 0: bytes move that need the thread's turns.
+        """
+        while not self._closed.is_set():
+            sleep_ms = int(1000 * beat_s() / 2)
+            if not sleep_ms:
+                time.sleep(_MOVING_TICK_S)
+            self._poller.poll(sleep_ms)
+            self._listening.turn(time.monotonic(), sleep_ms / 1000)
+            self._waker.clear()
+            yield
+
+
+def take_in(socket: zmq.Socket[bytes], take: Callable[[list[bytes]], None]) -> bool:
+    """Give the frames of each message to `take`; return whether all was taken in that has come."""
+    for _ in range(FRAMES_MAX):
+        try:
+            frames = socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return True
+        take(frames)
+    return False
