@@ -518,7 +518,7 @@ class World {
     const size_t peer = dice_() % kPeers;
     peers_.states[peer] = {chance(dice_, 80), dice_() % 3, static_cast<double>(dice_() % 2),
                            dice_() % 2 * kSlotBytes};
-    machine_.set_peer(kTargets + peer, peers_.states[peer]);
+    machine_.set_peer(peer, peers_.states[peer]);
   }
 
   // What peers have brought goes from stream slots to cache slots.

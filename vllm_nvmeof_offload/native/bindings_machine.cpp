@@ -327,9 +327,9 @@ double next_deadline(Machine& machine) {
   return next_ns == INT64_MAX ? INFINITY : static_cast<double>(next_ns) / 1e9;
 }
 
-void set_peer(Machine& machine, size_t lane, bool usable, size_t reads_max, double bytes_per_s,
+void set_peer(Machine& machine, size_t peer, bool usable, size_t reads_max, double bytes_per_s,
               uint64_t queued_bytes, uint64_t lost) {
-  machine.set_peer(lane, {usable, reads_max, bytes_per_s, queued_bytes, lost});
+  machine.set_peer(peer, {usable, reads_max, bytes_per_s, queued_bytes, lost});
 }
 
 // Whether a target's health may have become another one, so that Python must look.
@@ -618,7 +618,7 @@ void bind_peers(nb::class_<Machine>& machine) {
            })
       .def("take_served", &take_served)
       .def("serve_levels", &Machine::serve_levels)
-      .def("set_peer", &set_peer, "lane"_a, "usable"_a, "reads_max"_a, "bytes_per_s"_a,
+      .def("set_peer", &set_peer, "peer"_a, "usable"_a, "reads_max"_a, "bytes_per_s"_a,
            "queued_bytes"_a, "lost"_a)
       .def("peer_rests", &Machine::peer_rests)
       .def("let_help", &Machine::let_help)

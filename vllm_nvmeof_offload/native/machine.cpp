@@ -24,11 +24,11 @@ Machine::Machine(const MachineOptions& options, NativeLanes& lanes, int64_t now_
       io(options.io, lanes, peer_lanes, now_ns),
       options_(options),
       gates_(options.cache_slots),
-      streams_(options.stream_slots, options.io.targets, options.io.peers) {
+      streams_(options.stream_slots, options.io.targets, options.io.peers),
+      judge_(options.io.peers) {
   const size_t peers = options.io.peers;
   require(options.io.targets + peers < Task::kCameHome && peers <= 64, "too many lanes");
   require(!peers || peer_lanes, "there are peers without lanes");
-  if (peers) judge_.emplace(peers);
   if (!options.set.memory) return;
   require(options.set.set_sizes.size() == options.io.group_bytes.size(),
           "the set sizes are not those of the groups");
@@ -278,13 +278,7 @@ size_t Machine::to_report() const {
 }
 
 void Machine::hand_out_stream_slots() {
-  while (judge_ && choose_next()) continue;
-  std::vector<Task*> served;
-  if (!judge_) streams_.hand_out(served);
-  for (Task* task : served) {
-    task->step = Step::IO;
-    io.enqueue(*task);
-  }
+  while (choose_next()) continue;
   for (Task* task : streams_.take_unservable()) {
     if (task->fills)
       read_here(*task);
@@ -360,7 +354,7 @@ void Machine::io_event(const IoEvent& event) {
 
 // A load's read was good.
 void Machine::read_ended(Task& task) {
-  if (judge_) judge_->read(task, io);
+  judge_.read(task, io);
   if (is_shared_read(task)) set_->lend(task);
   const bool is_lent = task.is_proven || mutant("an_unproven_slot_is_lent");
   if (task.fills && is_lent) {  // landed: others may read the slot from now on
@@ -414,7 +408,7 @@ void Machine::decide(Task& task, Outcome code, int error, bool released, int64_t
 }
 
 void Machine::finish(Job& job) {
-  if (judge_) judge_->ended(job, io.now_ns());
+  judge_.ended(job, io.now_ns());
   Finished& finished = finished_.emplace_back();
   finished.op = job.op;
   std::sort(job.failed.begin(), job.failed.end());
@@ -764,19 +758,12 @@ void Machine::give_to_peer(Task& task, size_t peer) {
   streams_.take(task);
   task.step = Step::IO;
   io.give_to_peer(task);
-  judge_->given(task, peer, io);
+  judge_.given(task, peer, io);
 }
 
-size_t Machine::peer_of(size_t lane) const {
-  require(lane >= options_.io.targets && lane - options_.io.targets < options_.io.peers,
-          "an unknown peer");
-  return lane - options_.io.targets;
-}
-
-void Machine::set_peer(size_t lane, const PeerState& state) {
-  const size_t peer = peer_of(lane);
-  io.peers[peer].state = state;
-  judge_->lost(peer, state.lost, io.now_ns());
+void Machine::set_peer(size_t peer, const PeerState& state) {
+  io.peers.at(peer).state = state;
+  judge_.lost(peer, state.lost, io.now_ns());
   streams_.set_usable_peers(static_cast<size_t>(
       std::ranges::count_if(io.peers, [](const PeerLane& one) { return one.state.usable; })));
 }
@@ -785,7 +772,7 @@ void Machine::set_peer(size_t lane, const PeerState& state) {
 void Machine::peer_event(const IoEvent& event) {
   if (streams_.release(event.peers_token)) return;  // its task went on without it
   Task& task = *event.task;
-  judge_->ended(task.peer_number(), event.code, event.error, io.now_ns());
+  judge_.ended(task.peer_number(), event.code, event.error, io.now_ns());
   const bool is_over = task.step == Step::ZOMBIE && !task.fills;  // cancelled
   const bool ok = event.code == Outcome::OK || mutant("a_failed_pull_counts_as_pulled");
   if (!event.released && is_over) {
@@ -815,7 +802,7 @@ void Machine::leave_to_peer(Task& task) {
 
 // Rule 16: once, with the deadline and the retry that it had.
 void Machine::go_home(Task& task) {
-  judge_->failed(task);
+  judge_.failed(task);
   task.peer = mutant("a_chunk_is_asked_of_two_peers") ? Task::kAtNoPeer : Task::kCameHome;
   task.token = 0;
   if (mutant("a_second_try_gets_a_new_deadline"))

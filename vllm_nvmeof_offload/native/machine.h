@@ -189,10 +189,10 @@ class Machine {
   // What this rank is to the others of its set; null: it is in none.
   SetMember* set() { return set_ ? &*set_ : nullptr; }
 
-  // -- peers: the lanes with the numbers behind the targets'.
-  void set_peer(size_t lane, const PeerState& state);
+  // -- peers
+  void set_peer(size_t peer, const PeerState& state);
   // Whether it is to get nothing for now (peer_judge.h).
-  bool peer_rests(size_t lane) const { return judge_->rests(peer_of(lane), io.now_ns()); }
+  bool peer_rests(size_t peer) const { return judge_.rests(peer, io.now_ns()); }
   // Of a load that has just begun: only these peers may read for it, a bit for each.
   void let_help(uint64_t op, uint64_t peers);
   // Chunks to copy; no rows: there are none. `landed` ends a batch.
@@ -258,7 +258,6 @@ class Machine {
   int choose(const Task& task);
   bool may_go_to_peer(const Task& task) const;
   void give_to_peer(Task& task, size_t peer);
-  size_t peer_of(size_t lane) const;
   void peer_event(const IoEvent& event);
   void leave_to_peer(Task& task);
   void go_home(Task& task);
@@ -293,7 +292,7 @@ class Machine {
   std::unordered_map<uint64_t, Task*> serving_;  // by the peers' token
   std::vector<Served> served_;
   uint64_t serve_jobs_ = 0;
-  std::optional<PeerJudge> judge_;  // none: there are no peers
+  PeerJudge judge_;
   std::vector<LaneEstimate> estimates_;  // of the peers, for one choice
   std::map<uint64_t, std::unique_ptr<Job>> jobs_;
   std::map<uint64_t, std::vector<Task*>> to_copy_;  // by op

@@ -11,7 +11,7 @@ StreamSlots::StreamSlots(size_t slots, size_t targets, size_t peers)
     : slots_(slots),
       free_(slots),
       queues_(targets, FairQueue(FairQueue::Share::JOB)),
-      returned_(peers ? targets : 0, FairQueue(FairQueue::Share::JOB)),
+      returned_(targets, FairQueue(FairQueue::Share::JOB)),
       at_peers_(targets),
       peer_held_(peers),
       hung_(targets + peers) {
@@ -25,7 +25,7 @@ size_t StreamSlots::waiting() const {
 }
 
 size_t StreamSlots::waiting(size_t target) const {
-  return queues_[target].size() + (returned_.empty() ? 0 : returned_[target].size());
+  return queues_[target].size() + returned_[target].size();
 }
 
 size_t StreamSlots::target_of(const Task& task) const {
@@ -47,8 +47,7 @@ size_t StreamSlots::share() const {
 }
 
 size_t StreamSlots::held(size_t target) const {
-  const size_t of_returned = returned_.empty() ? 0 : returned_[target].held();
-  return queues_[target].held() - at_peers_[target] + of_returned;
+  return queues_[target].held() - at_peers_[target] + returned_[target].held();
 }
 
 void StreamSlots::wait(Task& task) {
@@ -63,19 +62,6 @@ void StreamSlots::withdraw(Task& task) {
 void StreamSlots::give_slot(Task& task) {
   task.stream = free_.front();
   free_.pop_front();
-}
-
-void StreamSlots::hand_out(std::vector<Task*>& served) {
-  size_t passed_over = 0;
-  while (!free_.empty() && passed_over < queues_.size()) {
-    FairQueue& queue = queues_[next_];
-    next_ = (next_ + 1) % queues_.size();
-    Task* const task = queue.held() < share() ? queue.take() : nullptr;
-    passed_over = task ? 0 : passed_over + 1;
-    if (!task) continue;
-    give_slot(*task);
-    served.push_back(task);
-  }
 }
 
 bool StreamSlots::target_has_room(const Task& task) const {
@@ -181,7 +167,6 @@ std::vector<Task*> StreamSlots::take_unservable() {
         hung_[target] >= share() && !mutant("hung_share_of_a_target_blocks_its_loads");
     if (waiting(target) == 0 || !(everything || its_share)) continue;
     for (Task* task : queues_[target].take_all()) tasks.push_back(task);
-    if (returned_.empty()) continue;
     for (Task* task : returned_[target].take_all()) tasks.push_back(task);
   }
   return tasks;

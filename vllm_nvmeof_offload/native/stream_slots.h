@@ -28,8 +28,6 @@ class StreamSlots {
 
   void wait(Task& task);
   void withdraw(Task& task);
-  // Give out free slots, one per target at a time, to tasks that it appends to `served`.
-  void hand_out(std::vector<Task*>& served);
   // The task's slot, which no engine has any more, is free.
   void give_back(Task& task);
   // The kernel holds the task's slot past its deadline, perhaps for ever.
@@ -37,7 +35,7 @@ class StreamSlots {
   // Take out the tasks that could only get slots that the kernel may never return.
   std::vector<Task*> take_unservable();
 
-  // -- with peers, where the machine gives out each slot as it chooses a lane
+  // -- as the machine chooses a lane for each chunk
   void set_usable_peers(size_t peers) { usable_peers_ = peers; }
   size_t usable_peers() const { return usable_peers_; }
   size_t waiting(size_t target) const;

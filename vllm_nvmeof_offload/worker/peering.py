@@ -56,14 +56,12 @@ class Peering:
     def __init__(
         self,
         peers: Peers,
-        targets: int,
         foreign_place: Callable[[int], SlotPlace | None],
         counters: Counts,
     ) -> None:
         """foreign_place: of another owner's place; None: its files are not open here. counters: the
         pipeline's."""
         self._peers, self._port = peers, peers.port
-        self._targets = targets  # their lanes come first
         self._foreign_place = foreign_place
         self._counters = counters
         self._rests = [False] * peers.lanes
@@ -89,10 +87,10 @@ class Peering:
                 state = NO_PEER._replace(lost=state.lost)
             if state != known:
                 self._known[lane] = state
-                machine.set_peer(self._targets + lane, *state)
+                machine.set_peer(lane, *state)
 
     def _is_resting(self, machine: Machine, lane: int) -> bool:
-        rests = machine.peer_rests(self._targets + lane)
+        rests = machine.peer_rests(lane)
         if rests and not self._rests[lane]:
             self._counters["peer_rests"] += 1
             logger.info(

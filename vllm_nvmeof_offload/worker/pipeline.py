@@ -174,9 +174,7 @@ class TransferPipeline:
         self._known: list[tuple[Verdict, int] | None] = [None] * targets  # by the machine
         self._lanes = io.attach()
         self._in_python = isinstance(self._lanes, PythonLanes)  # which have our clock
-        self._peering = (
-            Peering(peers, targets, self._foreign_place, self._counters) if peers else None
-        )
+        self._peering = Peering(peers, self._foreign_place, self._counters) if peers else None
         options = _machine_options(staging, limits, io.stamp, peers)
         options.copies_check = limits.copies_check and copy.makes_checksums
         of_peers = self._peering.lanes.address if self._peering else 0
