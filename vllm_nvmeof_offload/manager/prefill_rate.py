@@ -14,8 +14,6 @@ from dataclasses import dataclass
 _DECODE_TOKENS_MAX = 16
 #: Weight of the earlier samples against a new one.
 _KEPT = 0.8
-#: The same for the slope over the depth, which changes less than the rate: it is the model's own.
-_SLOPE_KEPT = 0.98
 #: The slope is fitted only if the depths' standard deviation is at least this share of the largest
 #: step's tokens.
 _DEPTHS_APART = 0.25
@@ -59,29 +57,29 @@ class StepMeter:
         self._ahead: deque[_Step] = deque(maxlen=_AHEAD_MAX)
         self._ended_s = 0.0
         self._prompts_s = 0.0
-        #: Of the steps with at least half the tokens of the largest one; earlier ones count less.
-        self._prefill_tokens = self._prefill_s = self._prefill_depths = 0.0
-        self._line = _Line()
+        #: Sums over the tokens of the steps with at least half the tokens of the largest one: of 1,
+        #: depth, seconds of a token, and depth times either of these. Earlier steps count less.
+        self._sums = [0.0] * 5
         self._slope = 0.0  # the last one that depths far enough apart have shown
         self._largest = 0
 
     @property
     def prefill_rate(self) -> float:
         """Tokens per second of prefill, over the last of the largest steps; 0: unknown."""
-        return self._prefill_tokens / self._prefill_s if self._prefill_s else 0.0
+        tokens, _, seconds, *_ = self._sums
+        return tokens / seconds if seconds else 0.0
 
     @property
     def depth(self) -> float:
         """Tokens that precede one, on average, in the steps that give the `prefill_rate`."""
-        return self._prefill_depths / self._prefill_tokens if self._prefill_tokens else 0.0
+        tokens, depths, *_ = self._sums
+        return depths / tokens if tokens else 0.0
 
     @property
     def depth_s(self) -> float:
         """Seconds by which each preceding token lengthens the computation of one; 0: unknown."""
-        if not self.depth:
-            return 0.0
-        token_s = self._prefill_s / self._prefill_tokens
-        return max(0.0, min(self._slope, _SLOPE_SHARE_MAX * token_s / self.depth))
+        _, depths, seconds, *_ = self._sums
+        return max(0.0, min(self._slope, _SLOPE_SHARE_MAX * seconds / depths)) if depths else 0.0
 
     def prompts_s(self) -> float:
         """Seconds in which the model computed prompts: of each step until now, their share."""
@@ -126,36 +124,14 @@ class StepMeter:
         self.decode_s = max((1 - step.share) * seconds, _KEPT * self.decode_s)
         if step.counts and seconds > 0 and 2 * step.tokens >= self._largest:
             self._largest = max(self._largest, step.tokens)
-            self._prefill_tokens = _KEPT * self._prefill_tokens + step.tokens
-            self._prefill_s = _KEPT * self._prefill_s + seconds
-            self._prefill_depths = _KEPT * self._prefill_depths + step.tokens * step.depth
-            self._line.add(step.tokens, step.depth, seconds)
-            if self._line.is_spread(_DEPTHS_APART * self._largest):
-                self._slope = self._line.slope
+            self._count(step.tokens, step.depth, seconds / step.tokens)
 
-
-class _Line:
-    """A line through points, by least squares; earlier points count less and less."""
-
-    def __init__(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
-
-    def add(self, weight: float, x: float, y: float) -> None:
-        """Add a point. y: times the weight."""
-        sample = weight, weight * x, y, weight * x * x, x * y
-        known = self._weight, self._x, self._y, self._xx, self._xy
-        kept = [_SLOPE_KEPT * old + new for old, new in zip(known, sample, strict=True)]
-        self._weight, self._x, self._y, self._xx, self._xy = kept
-
-    @property
-    def slope(self) -> float:
-        """Call only if `is_spread`."""
-        mean_x = self._x / self._weight
-        return (self._xy - mean_x * self._y) / (self._xx - mean_x * self._x)
-
-    def is_spread(self, least: float) -> bool:
-        """Whether x has a standard deviation of at least this, which is not 0."""
-        if not self._weight or not least:
-            return False
-        mean_x = self._x / self._weight
-        return self._xx / self._weight - mean_x * mean_x >= least * least
+    def _count(self, tokens: int, depth: float, token_s: float) -> None:
+        """Take in one of the largest steps."""
+        sample = 1, depth, token_s, depth * depth, depth * token_s
+        pairs = zip(self._sums, sample, strict=True)
+        self._sums = [_KEPT * known + tokens * new for known, new in pairs]
+        mean_depth, mean_s, squares, products = (one / self._sums[0] for one in self._sums[1:])
+        variance = squares - mean_depth * mean_depth
+        if variance >= (_DEPTHS_APART * self._largest) ** 2:
+            self._slope = (products - mean_depth * mean_s) / variance
