@@ -283,8 +283,9 @@ GAUGES = _table(
          "Learned rate at which the model computes prompts in its last large steps; 0: unknown."),
     _row("pool_read_bytes_per_second", "bytes/s", (),
          "Learned rate at which the slowest rank reads the pool; 0: unknown."),
-    _row("load_overhead_seconds", "seconds", (),
-         "Learned time that a load from the pool takes beyond its bytes divided by the read rate."),
+    _row("load_slowness", "ratio", (),
+         "Smoothed ratio of the time that loads from the pool take to the time that the learned "
+         "rates predict for these loads."),
     _row("target_read_bytes_per_second", "bytes/s", (_TARGET,),
          "Learned rate at which the slowest rank reads a target, by target; 0: unknown."),
     _row("target_write_bytes_per_second", "bytes/s", (_TARGET,),

@@ -410,20 +410,6 @@ class RateReport(_Message):
 
 
 @dataclass(frozen=True, slots=True)
-class PeerReport(_Message):
-    """What this rank knows of a peer. usable: it reads for us now. bytes_per_s: 0: unknown.
-
-    queued_bytes: what it has to read before what we ask for.
-    """
-
-    rank: int
-    peer: int
-    usable: bool
-    bytes_per_s: float
-    queued_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class LevelReport(_Message):
     """Chunks in this rank's queues and with its I/O engine, for metrics only."""
 
@@ -439,7 +425,7 @@ class LevelReport(_Message):
     read_queues: tuple[tuple[int, float], ...] = ()
 
 
-Report = OpReport | OpReports | VerdictReport | RateReport | LevelReport | PeerReport
+Report = OpReport | OpReports | VerdictReport | RateReport | LevelReport
 
 
 def unpacked(reports: Iterable[Report]) -> Iterator[Report]:

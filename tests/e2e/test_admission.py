@@ -43,7 +43,7 @@ CLOSE = 2.0
 GOES_BY = (
     "prefill_tokens_per_second",
     "pool_read_bytes_per_second",
-    "load_overhead_seconds",
+    "load_slowness",
     "loads_cut_total",
 )
 

@@ -58,7 +58,6 @@ from vllm_nvmeof_offload.protocol import (
     OpKind,
     OpReport,
     OpReports,
-    PeerReport,
     RateReport,
     Report,
     ResetCommand,
@@ -159,7 +158,7 @@ class ManagerCore:
         self.reload = ReloadScheduler(config, capacity, self._holds, clock)
         #: The targets, for their verdicts and rates.
         self.targets = Targets(tiers, len(capacity.pool_slots))
-        self.admission = Admission(config, self.targets.read_rates, max(self._lane_bytes))
+        self.admission = Admission(config, self.targets.read_rates)
         self._load_times = LoadTimes(self._ledger, self.admission, clock, capacity, config)
         slots = capacity.cache_slots + capacity.pool_slots_total
         self._threshold = StoreThreshold(config.store_threshold, max(_SIGHTINGS_MIN, slots))
@@ -308,13 +307,14 @@ class ManagerCore:
         tokens: range = range(0),
         ends: npt.NDArray[np.int64] | None = None,
         helpers: int | None = None,
-        token_s: float = 0.0,
+        predicted_s: float = 0.0,
     ) -> LoadCommand:
         """Plan the load of `keys`; pins them. A key that is gone fails with STALE.
 
         limit_s: time without prompts after which the load is cut off; None: never. tokens: the
         request's tokens that the load brings; empty: whole chunks of full attention, from the first
-        token. ends: see `prepare_store`. helpers: as in `LoadCommand`. token_s: as in `Decision`.
+        token. ends: see `prepare_store`. helpers: as in `LoadCommand`. predicted_s: as in
+        `Decision`.
         """
         in_order, order = self._in_prefix_order(keys, ends)
         batch = self._tiers.plan_load(in_order, self._land_max, order)
@@ -323,7 +323,7 @@ class ManagerCore:
             per_chunk = self.config.groups[0].tokens_per_chunk
             tokens = tokens or range(len(keys) * per_chunk)
             ends = (tokens.start // per_chunk + 1 + np.arange(len(keys))) * per_chunk
-        op.tokens, op.helpers, op.token_s = tokens, helpers, token_s
+        op.tokens, op.predicted_s = tokens, predicted_s
         self._load_times.planned(op, limit_s)
         if self._foreign is not None and op.reads and batch.borrows:
             op.borrows = True
@@ -439,8 +439,6 @@ class ManagerCore:
                 self.targets.rate(report)
             elif isinstance(report, LevelReport):
                 self.levels[report.rank] = report
-            elif isinstance(report, PeerReport):
-                self.admission.heard(report)
             else:
                 self._counters["verdict_changes"] += self.targets.verdict(report)
         self._tiers.drain()
@@ -510,7 +508,7 @@ class ManagerCore:
         if ended and op.kind is OpKind.LOAD:
             self._load_times.loaded(op)
         elif ended and op.probe:
-            self._load_times.learn(op, was_cut=False)
+            self._load_times.probed(op)
 
     def _reset_reported(self, op: Op, report: OpReport) -> None:
         op.ranks_left -= 1
@@ -655,7 +653,7 @@ class ManagerCore:
             "suspect_targets": len(self.targets.suspects),
             "prefill_tokens_per_second": self.admission.prefill_rate,
             "pool_read_bytes_per_second": self.admission.bytes_per_s,
-            "load_overhead_seconds": self.admission.overhead_s,
+            "load_slowness": self.admission.slowness,
         }
 
     def _shared_age_s(self) -> float:

@@ -34,20 +34,17 @@ class Op:
     ranks_left: int  # of an op of one row: ranks that have not reported
     failure: Outcome | None = field(default=None, init=False)  # of it, on some rank
     owner: int = field(default=0, init=False)  # of an attach
-    #: For a load: bytes by target that it reads, and that others had yet to read before it.
+    #: For a load: bytes by target that it reads.
     lanes: Sequence[int] = field(default=(), init=False)
-    queued: Sequence[int] = field(default=(), init=False)
     #: Of a load: rows that are read from the pool.
     reads: int = field(default=0, init=False)
-    #: Of a load: as in `LoadCommand`.
-    helpers: int | None = field(default=None, init=False)
     #: Of a load or fetch: whether some are read from another engine's pool.
     borrows: bool = field(default=False, init=False)
     #: Of a load: the request's tokens that it brings; and how many of them it has lost by now.
     tokens: range = field(default=range(0), init=False)
     lost: int = field(default=0, init=False)
     #: Of a load: as in `Decision`.
-    token_s: float = field(default=0.0, init=False)
+    predicted_s: float = field(default=0.0, init=False)
     #: A fetch that is there to be timed.
     probe: bool = field(default=False, init=False)
     #: For a load or fetch: how long the model had computed prompts when it was planned.

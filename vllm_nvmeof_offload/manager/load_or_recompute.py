@@ -3,30 +3,31 @@
 
 The rule:
 
-    reading time = overhead + bytes of the busiest lane / read rate of that lane
+    loading time = slowness * (one step + bytes of the busiest lane / read rate of that lane)
     computing time = tokens / prefill rate at their depth
 
 The depth of a token is the number of tokens that precede it. Attention reads all of them, so the
-rate falls with the depth. The `StepMeter` measures the rate, its depth, and the slope.
+rate falls with the depth. The `StepMeter` measures the rate, its depth, the slope, and a step.
 
 A lane is what reads queue for: a target. Its bytes include those that other loads have yet to read
-there. Peers that read for us take from all lanes until everything has come, each behind what it has
-to read for others: the reading time is then when lanes and peers are through together. The pool is
-read while reading is faster than computing. Once it is slower, the pool is declined until reading
-is faster by the factor `_HYSTERESIS`. While a rate is unknown, everything is loaded. The workers
-and the `StepMeter` measure the rates.
+there. The workers measure the read rates. While a rate is unknown, everything is loaded.
 
-The overhead is learned: the time that recent loads and probes took beyond their bytes. A load
-disappoints if it was cut off or took longer than computing would have. It raises the overhead to
-its own at once, so that the next request of its size is recomputed. Each load and probe that goes
-well lowers the overhead by a share of the distance: a half, or the trust in the pool if that is
-less. Trust begins at 1; a load that took longer than computing halves it, any other doubles it. So
-a pool that hangs now and then, or that is fast only for the few chunks of a probe, is tried less
-and less.
+The slowness is the time that loads take over the one predicted for them, smoothed. It is below 1
+where peers read for us, and where loads hide behind the prompts of others. A load that takes longer
+than computing, or is cut off, can only raise it, and any other only lower it: loads that are slower
+than predicted do no harm while they are faster than computing. The pool is read while loading is
+faster than computing. Once it is slower, the pool is declined until loading is faster by the factor
+`_HYSTERESIS`.
 
-A probe reads a few declined chunks in the background (`ReloadScheduler.probe`), so that a recovery
-is noticed and no request waits for it. Chunks of the CPU tier are always loaded, because pinned
-memory is many times faster than any model, and loading keeps the model free for others.
+A probe reads a few declined chunks in the background (`ReloadScheduler.probe`), so that no request
+waits to find out that the pool has recovered. A probe that goes well lowers the slowness towards
+its minimum: by half of the distance, or by the trust in the pool if that is less. So a load that
+only peers would make fast is tried, too. Trust begins at 1; a load that takes longer than computing
+halves it, any other doubles it. So a pool that hangs now and then, or that is fast only for the few
+chunks of a probe, is tried less and less.
+
+Chunks of the CPU tier are always loaded, because pinned memory is many times faster than any model,
+and loading keeps the model free for others.
 """
 
 from __future__ import annotations
@@ -39,16 +40,17 @@ import numpy as np
 
 from vllm_nvmeof_offload.manager.handshake import Capacity, CoreConfig
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op
-from vllm_nvmeof_offload.protocol import PEER_CHUNKS_MIN, PeerReport
 
 #: Keeps noise from changing the decision with each request.
 _HYSTERESIS = 1.25
-#: A load disappoints if it took so much longer than computing; less is noise.
-_LOSS_S_MAX = 0.05
-#: The share of the distance by which a sample moves the overhead, if trust allows it.
+#: The share of the distance by which a load moves the slowness, and a probe if trust allows it.
 _NEWEST = 1 / 2
-#: With the least trust about 500 probes, which 125 requests bring, pass between two loads that are
-#: cut off after twice their computing time: less than 2 % of all computing.
+#: Loads that hide behind prompts for a while will not always do so.
+_SLOWNESS_MIN = 0.5
+#: The slowness of what did not come and had no prediction.
+_SLOWNESS_LOST = 16.0
+#: With the least trust hundreds of probes pass between two loads that are cut off after twice their
+#: computing time: a few percent of all computing.
 _TRUST_MIN = 1 / 512
 #: A load is cut off after so many times the time of computing its chunks and of one step, but not
 #: before `_LIMIT_S_MIN`. It begins when the step that brings it ends, and a later step's output
@@ -73,21 +75,20 @@ class Find:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """load: False recomputes. reading_s: the estimate. limit_s: when to cut the load off. token_s:
-    the seconds that computing one of the tokens would take; 0: unknown."""
+    """load: False recomputes. predicted_s: how long loading takes if its slowness is 1; 0: unknown.
+    limit_s: when to cut the load off."""
 
     load: bool
-    reading_s: float = 0.0
+    predicted_s: float = 0.0
     limit_s: float | None = None
-    token_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """The decision on a hit behind `local` tokens in GPU memory.
 
-    tokens: to load; declined: found, and not to be loaded; limit_s: when to cut the load off.
-    helpers: as in `LoadCommand`. token_s: as in `Decision`.
+    tokens: to load; declined: found, and not to be loaded. helpers: as in `LoadCommand`. The others
+    are as in `Decision`.
     """
 
     local: int
@@ -95,7 +96,7 @@ class Attempt:
     declined: int
     limit_s: float | None
     helpers: int | None = None
-    token_s: float = 0.0
+    predicted_s: float = 0.0
 
     @property
     def decision(self) -> str:
@@ -111,10 +112,7 @@ class Admission:
     updates it.
     """
 
-    def __init__(
-        self, config: CoreConfig, read_rates: Sequence[float], chunk_bytes: int = 0
-    ) -> None:
-        """chunk_bytes: of the largest chunk, on one rank."""
+    def __init__(self, config: CoreConfig, read_rates: Sequence[float]) -> None:
         self.automatic = config.admission
         self.read_rates = read_rates
         #: Tokens per second of prefill, as measured, 0: unknown; and the depth of these tokens.
@@ -123,35 +121,16 @@ class Admission:
         self.depth_s = 0.0
         #: Seconds that a step takes without prompts, as measured.
         self.step_s = 0.0
-        #: Seconds that a load takes beyond its bytes.
-        self.overhead_s = 0.0
+        #: The time of loads over the one predicted for them, smoothed.
+        self.slowness = 1.0
         #: The last decision about the pool was to read it, and no load has disappointed since.
         self.reading = True
-        self._config = config
         self._trust = 1.0
-        self._split_bytes_min = PEER_CHUNKS_MIN * chunk_bytes
-        self._of_peers: dict[int, dict[int, PeerReport]] = {}  # by peer and rank
-        #: Of each peer that reads for every rank: its number; bytes per second; 0: unknown; and
-        #: bytes that it has to read before ours. Those of the slowest rank.
-        self._peers: list[tuple[int, float, int]] = []
 
     @property
     def bytes_per_s(self) -> float:
         """The read rate of all lanes together; 0: unknown."""
         return sum(self.read_rates)
-
-    def heard(self, report: PeerReport) -> None:
-        """A rank says what it knows of a peer."""
-        self._of_peers.setdefault(report.peer, {})[report.rank] = report
-        helping = [
-            (number, ranks.values())
-            for number, ranks in self._of_peers.items()
-            if len(ranks) == self._config.world_size and all(one.usable for one in ranks.values())
-        ]
-        self._peers = [
-            (number, min(one.bytes_per_s for one in ranks), max(one.queued_bytes for one in ranks))
-            for number, ranks in helping
-        ]
 
     def token_s(self, tokens: int, before: int) -> float:
         """Seconds per token of computing `tokens` that follow `before` others.
@@ -165,111 +144,57 @@ class Admission:
         read_bytes: Sequence[int],
         queued_bytes: Sequence[int],
         tokens: int,
-        helpers: int | None = None,
         before: int = 0,
     ) -> Decision:
         """Decide whether to read these bytes, behind the queued ones, or to compute the tokens.
 
-        helpers: as in `LoadCommand`. before: tokens that precede these.
+        before: tokens that precede these.
         """
         if not self.automatic or not self.prefill_rate or not any(read_bytes):
             return Decision(load=True)
-        token_s = self.token_s(tokens, before)
-        compute_s = tokens * token_s
-        reading_s = self.overhead_s + self._bytes_s(read_bytes, queued_bytes, helpers)
-        self.reading = reading_s < (compute_s if self.reading else compute_s / _HYSTERESIS)
+        compute_s = tokens * self.token_s(tokens, before)
+        predicted_s = self._bytes_s(read_bytes, queued_bytes)
+        if predicted_s:
+            predicted_s += self.step_s
+            enough_s = compute_s if self.reading else compute_s / _HYSTERESIS
+            self.reading = self.slowness * predicted_s < enough_s
+        else:
+            self.reading = self.slowness <= 1
         if not self.reading:
-            return Decision(False, reading_s)
-        return Decision(
-            True,
-            reading_s,
-            max(_LIMIT_S_MIN, _LIMIT_FACTOR * (compute_s + self.step_s)),
-            token_s,
-        )
+            return Decision(False, predicted_s)
+        limit_s = max(_LIMIT_S_MIN, _LIMIT_FACTOR * (compute_s + self.step_s))
+        return Decision(True, predicted_s, limit_s)
 
-    def took(
-        self,
-        seconds: float,
-        read_bytes: Sequence[int],
-        queued_bytes: Sequence[int],
-        *,
-        tokens: int | None,
-        missed: bool = False,
-        helpers: int | None = None,
-        token_s: float = 0.0,
-    ) -> None:
-        """Learn from a load, or a probe, that read these bytes behind the queued ones.
-
-        tokens: the ones loaded; None: a probe, for which no request waited. missed: some chunks
-        had not come by then. helpers: as in `LoadCommand`. token_s: as in the decision; 0: there
-        was none, so the mean rate counts.
-        """
-        rated = self._rated(read_bytes)
-        if not token_s and self.prefill_rate:
-            token_s = 1 / self.prefill_rate
-        if not (missed or rated or (token_s and tokens is not None)):
+    def loaded(self, seconds: float, predicted_s: float, *, missed: bool, late: bool) -> None:
+        """Learn from a load. predicted_s: as in the decision. missed: some chunks had not come by
+        then. late: it took longer than computing."""
+        if not predicted_s and not missed:
             return
-        bytes_s = self._bytes_s(read_bytes, queued_bytes, helpers)
-        sample_s, lost_s = max(0.0, seconds - bytes_s), 0.0
-        if tokens is not None and token_s:
-            # The reads of others that were queued before are not held against the load.
-            waited_s = bytes_s - self._bytes_s(read_bytes, [0] * len(read_bytes), helpers)
-            lost_s = seconds - waited_s - tokens * token_s
-            missed |= lost_s > _LOSS_S_MAX
+        sample = seconds / predicted_s if predicted_s else _SLOWNESS_LOST
+        if not (missed or late):
+            self._trust = min(1.0, self._trust * 2)
+            self._approach(min(sample, self.slowness), _NEWEST)
+            return
+        self._approach(max(sample, self.slowness), _NEWEST)
+        if self.reading:  # otherwise it was decided on before an earlier one disappointed
+            self.reading = False
+            self._trust = max(_TRUST_MIN, self._trust / 2)
+
+    def probed(self, *, missed: bool) -> None:
+        """Learn from a probe. missed: some chunks had not come by then."""
         if missed:
-            self.overhead_s = max(self.overhead_s, sample_s)
-            if self.reading:  # otherwise it was decided on before an earlier one disappointed
-                self.reading = False
-                self._trust = max(_TRUST_MIN, self._trust / 2)
-        elif rated:  # a rate is reported after the load that brought it
-            share = min(_NEWEST, self._trust) if sample_s < self.overhead_s else _NEWEST
-            self.overhead_s += share * (sample_s - self.overhead_s)
-            if tokens is not None:
-                changed = self._trust / 2 if lost_s > 0 else self._trust * 2
-                self._trust = min(1.0, max(_TRUST_MIN, changed))
+            self._approach(max(_SLOWNESS_LOST, self.slowness), _NEWEST)
+        else:
+            self._approach(_SLOWNESS_MIN, min(_NEWEST, self._trust))
 
-    def _rated(self, read_bytes: Sequence[int]) -> bool:
-        """Whether the rate of each lane on which bytes are read is known."""
-        for own, rate in zip(read_bytes, self.read_rates, strict=True):
-            if own and not rate:
-                return False
-        return True
+    def _approach(self, sample: float, share: float) -> None:
+        self.slowness += share * (max(sample, _SLOWNESS_MIN) - self.slowness)
 
-    def _bytes_s(
-        self, read_bytes: Sequence[int], queued_bytes: Sequence[int], helpers: int | None
-    ) -> float:
-        """Seconds to read these bytes, behind the queued ones, at the rates that are known."""
-        lanes = [
-            (rate, own + more)
-            for own, more, rate in zip(read_bytes, queued_bytes, self.read_rates, strict=True)
-            if own and rate
-        ]
-        peers = [
-            (rate, left)
-            for number, rate, left in self._peers
-            if helpers is None or helpers >> number & 1
-        ]
-        if not lanes or not peers or sum(read_bytes) < self._split_bytes_min:
-            return max((left / rate for rate, left in lanes), default=0.0)
-        # As the worker does: a peer whose rate is unknown is tried as if it were one of ours.
-        slowest = min(rate for rate, _ in lanes)
-        return _together_s(lanes, [(rate or slowest, left) for rate, left in peers])
-
-
-def _together_s(lanes: Sequence[tuple[float, int]], peers: Sequence[tuple[float, int]]) -> float:
-    """Seconds until the lanes' bytes are read, if each peer helps once it has read its own.
-
-    Of each: its rate, and its bytes.
-    """
-    left, rate, now_s = float(sum(size for _, size in lanes)), sum(one for one, _ in lanes), 0.0
-    changes = [(size / one, -one) for one, size in lanes]
-    changes += [(size / one, one) for one, size in peers]
-    for at_s, change in sorted(changes):
-        if rate > 0 and left <= rate * (at_s - now_s):
-            break
-        left -= rate * (at_s - now_s)
-        now_s, rate = at_s, rate + change
-    return now_s + (left / rate if rate > 0 else 0.0)
+    def _bytes_s(self, read_bytes: Sequence[int], queued_bytes: Sequence[int]) -> float:
+        """Seconds to read these bytes, behind the queued ones, at the rates that are known; 0: none
+        is."""
+        lanes = zip(read_bytes, queued_bytes, self.read_rates, strict=True)
+        return max(((own + more) / rate for own, more, rate in lanes if own and rate), default=0.0)
 
 
 class LoadTimes:
@@ -303,9 +228,8 @@ class LoadTimes:
         """The load goes to the workers. limit_s: when it is cut off; None: never."""
         assert op.batch is not None
         op.lanes, op.reads = op.batch.lanes(self._lane_bytes, len(self.reading))
-        if op.reads:
-            op.queued = tuple(self.reading)
-            self._count(op, 1)
+        for lane, count in enumerate(op.lanes):
+            self.reading[lane] += count
         if limit_s is not None:
             self._limits_s[op] = limit_s
 
@@ -321,38 +245,29 @@ class LoadTimes:
 
     def loaded(self, op: Op) -> None:
         """Take in a load whose outcome every rank has reported."""
-        was_cut = self._limits_s.pop(op, 0.0) == math.inf
-        if op.reads and any(op.lanes):
-            self._count(op, -1)
-            self.learn(op, was_cut=was_cut)
-
-    def learn(self, op: Op, was_cut: bool) -> None:
-        """Let admission learn from a load or a probe that has its outcome."""
+        limit_s = self._limits_s.pop(op, None)
+        if not op.reads:
+            return
         assert op.batch is not None
-        lanes, chunks, missed = op.batch.timed(self._lane_bytes, len(self.reading), was_cut)
-        if not missed and not chunks:
-            return  # a load that failed at once has no meaningful time
-        tokens = len(op.tokens)
-        if self._config.full_attention_only:
-            tokens = chunks * self._config.groups[0].tokens_per_chunk
-        self._admission.took(
-            self._waited_s(op),
-            lanes,
-            op.queued or [0] * len(self.reading),
-            tokens=None if op.probe else tokens,
-            missed=missed,
-            helpers=op.helpers,
-            token_s=op.token_s,
-        )
+        for lane, count in enumerate(op.lanes):
+            self.reading[lane] -= count
+        came, missed = op.batch.came(limit_s == math.inf)
+        if came or missed:  # a load that failed at once has no meaningful time
+            seconds = self._waited_s(op)
+            late = limit_s is not None and seconds > limit_s / _LIMIT_FACTOR
+            self._admission.loaded(seconds, op.predicted_s, missed=missed, late=late)
+
+    def probed(self, op: Op) -> None:
+        """Take in a probe whose outcome every rank has reported."""
+        assert op.batch is not None
+        came, missed = op.batch.came(False)
+        if came or missed:
+            self._admission.probed(missed=missed)
 
     def _waited_s(self, op: Op) -> float:
         """The part of the seconds since the op's plan in which the model computed no prompts."""
         seconds = self._clock() - op.issued_s
         return max(0.0, seconds - (self._ledger.prompts_s() - op.prompts_s))
-
-    def _count(self, op: Op, sign: int) -> None:
-        for lane, count in enumerate(op.lanes):
-            self.reading[lane] += sign * count
 
     def _is_worth_cutting(self, op: Op) -> bool:
         """Over several groups a load brings all of its tokens or none: once one of its reads has

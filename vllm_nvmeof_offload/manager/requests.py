@@ -198,7 +198,8 @@ class WaitingRequests:
         if found and self._core.admission.automatic:
             decision = self._decide(request_id, answer, found)
             if decision.load:
-                attempt = replace(attempt, limit_s=decision.limit_s, token_s=decision.token_s)
+                limit_s, predicted_s = decision.limit_s, decision.predicted_s
+                attempt = replace(attempt, limit_s=limit_s, predicted_s=predicted_s)
             else:
                 attempt = Attempt(local, 0, found, None, helpers)
             self._log_change()
@@ -229,14 +230,8 @@ class WaitingRequests:
             find = replace(answer.find, queued_bytes=self._core.queued_bytes())
         else:
             find = self._core.find(self._taken(request_id, answer), found)
-        helpers = self._helpers.get(request_id)
-        decision = admission.decide(
-            find.read_bytes,
-            find.queued_bytes,
-            find.tokens,
-            helpers,
-            before=answer.question.local + found - find.tokens,
-        )
+        before = answer.question.local + found - find.tokens
+        decision = admission.decide(find.read_bytes, find.queued_bytes, find.tokens, before)
         declined: Sequence[bytes] = ()
         if not decision.load:
             declined = self._taken(request_id, answer)[find.leading_cpu :]
@@ -360,11 +355,11 @@ class WaitingRequests:
             return
         self._logged = (admission.reading, now_s)
         logger.info(
-            "what is found in the pool is %s: it reads %.0f MB/s with %.0f ms beside, the model "
-            "computes %.0f tokens/s",
+            "what is found in the pool is %s: it reads %.0f MB/s, loads take %.1f times what that "
+            "predicts, and the model computes %.0f tokens/s",
             "loaded again" if admission.reading else "computed again, which is faster",
             admission.bytes_per_s / 1e6,
-            admission.overhead_s * 1e3,
+            admission.slowness,
             admission.prefill_rate,
         )
 

@@ -320,25 +320,17 @@ uint64_t borrowed(const Batch& batch, const std::vector<uint64_t>& lane_bytes) {
   return bytes;
 }
 
-// As `lanes`, of those that were read to their end; whether one of the others had not come by then.
-// was_cut: the load was cut off.
-std::tuple<std::vector<uint64_t>, size_t, bool> timed(const Batch& batch,
-                                                      const std::vector<uint64_t>& lane_bytes,
-                                                      size_t targets, bool was_cut) {
-  std::vector<uint64_t> bytes(targets);
-  size_t count = 0;
-  bool missed = false;
+// Of the rows that are read from the pool: whether any was read to its end, and whether one of the
+// others had not come by then. was_cut: the load was cut off.
+std::tuple<bool, bool> came(const Batch& batch, bool was_cut) {
+  bool any = false, missed = false;
   for (size_t at = 0; at < batch.size(); ++at) {
     if (batch.places[at] == kNoPlace) continue;
     const Outcome code = batch.code[at];
-    if (code == Outcome::OK || code == Outcome::STALE || code == Outcome::CHECKSUM_MISMATCH) {
-      const Place place = batch.places[at];
-      bytes.at(target_of(place)) += read_bytes_of(place, batch.groups[at], lane_bytes);
-      ++count;
-    }
+    any |= code == Outcome::OK || code == Outcome::STALE || code == Outcome::CHECKSUM_MISMATCH;
     missed |= code == Outcome::DEADLINE || (was_cut && code == Outcome::CANCELLED);
   }
-  return {std::move(bytes), count, missed};
+  return {any, missed};
 }
 
 void bind_batch(nb::module_& m) {
@@ -373,7 +365,7 @@ void bind_batch(nb::module_& m) {
       .def("lanes", &lanes)
       .def_prop_ro("borrows", &borrows)
       .def("borrowed", &borrowed)
-      .def("timed", &timed)
+      .def("came", &came)
       .def_ro("undecided", &Batch::undecided)
       .def_ro("unreleased", &Batch::unreleased)
       .def_prop_ro("over",

@@ -218,7 +218,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
                 tokens=tokens,
                 ends=ends,
                 helpers=attempt.helpers,
-                token_s=attempt.token_s,
+                predicted_s=attempt.predicted_s,
             )
         state = self._state(req_context)
         state.loaded, state.ends = command.batch, ends

@@ -16,7 +16,7 @@ from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.native import Machine, PythonLanes
 from vllm_nvmeof_offload.peers.base import NO_PEER, PeerEnd, PeerRead, PeerState
 from vllm_nvmeof_offload.pool.format import SlotPlace
-from vllm_nvmeof_offload.protocol import OURS, PEER_CHUNKS_MIN, PeerReport, SlotIdentity, owner_of
+from vllm_nvmeof_offload.protocol import OURS, PEER_CHUNKS_MIN, SlotIdentity, owner_of
 
 if TYPE_CHECKING:
     from vllm_nvmeof_offload.native._tiers import LaneOp
@@ -67,7 +67,6 @@ class Peering:
         self._rests = [False] * peers.lanes
         self._landing: dict[int, int] = {}  # ticket → the machine's number
         self._known = [NO_PEER] * peers.lanes
-        self._reported = [NO_PEER] * peers.lanes
         self._ends: dict[int, PeerEnd] = {}  # that the machine has not taken, by token
         self._unwanted: list[int] = []
         #: For the machine. A peer's room is that of its state.
@@ -100,19 +99,6 @@ class Peering:
             )
         self._rests[lane] = rests
         return rests
-
-    def take_reports(self, rank: int) -> list[PeerReport]:
-        """Return what has changed since the last call, for the manager of this rank."""
-        if self._reported == self._known:
-            return []
-        reported, self._reported = self._reported, list(self._known)
-        return [
-            PeerReport(
-                rank, lane, one.usable and one.credits > 0, one.bytes_per_s, one.queued_bytes
-            )
-            for lane, one in enumerate(self._known)
-            if one != reported[lane]
-        ]
 
     def hand_over(self, machine: Machine) -> None:
         """Begin what is to land, and stop what nobody waits for."""

@@ -316,8 +316,6 @@ class TransferPipeline:
             reports += [RateReport(rank, *rate) for rate in machine.take_rates()]
             if machine.levels() != self._levels:
                 reports.append(self.level_report())
-            if self._peering is not None:
-                reports += self._peering.take_reports(rank)
         return reports
 
     def level_report(self) -> LevelReport:

@@ -388,7 +388,7 @@ class Cluster:
         lanes = [self.lanes[prefill]]
         if self._rules.path in ("request", "chunk"):
             lanes += self.lanes[self._machines.prefill :][: self._rules.helpers]
-        # Several lanes fill up like one: the product's estimate with peers.
+        # Several lanes fill up like one.
         rate = sum(lane.rate for lane in lanes)
         if shared := self._machines.shared_bytes_per_s:
             rate = min(rate, shared / self._machines.prefill)  # what a busy link is seen to give

@@ -10,7 +10,6 @@ import pytest
 
 from vllm_nvmeof_offload.manager.handshake import CoreConfig
 from vllm_nvmeof_offload.manager.load_or_recompute import Admission, Decision
-from vllm_nvmeof_offload.protocol import PeerReport
 
 SLOT_BYTES = 1_000_000
 TOKENS_PER_CHUNK = 100
@@ -30,64 +29,44 @@ class AdmissionRig:
         self.admission = Admission(
             CoreConfig(**config),  # type: ignore[arg-type]
             [rate * 1e6 for rate in mb_per_s],
-            SLOT_BYTES,
         )
         self.admission.prefill_rate = tokens_per_s
-
-    def peer(
-        self,
-        mb_per_s: float,
-        queued: float = 0.0,
-        *,
-        usable: bool = True,
-        rank: int = 0,
-        peer: int = 0,
-    ) -> None:
-        """A rank says this of a peer. queued: chunks before ours."""
-        size = int(queued * SLOT_BYTES)
-        self.admission.heard(PeerReport(rank, peer, usable, mb_per_s * 1e6, size))
 
     def rates(self, *mb_per_s: float) -> None:
         self.admission.read_rates = [rate * 1e6 for rate in mb_per_s]
 
-    def decide(
-        self, *read: int, queued: Sequence[int] | None = None, helpers: int | None = None
-    ) -> Decision:
+    def decide(self, *read: int, queued: Sequence[int] | None = None) -> Decision:
         """The cost of reading so many chunks per lane, behind those of other loads."""
         queued_bytes = [count * SLOT_BYTES for count in queued or [0] * len(read)]
         tokens = sum(read) * TOKENS_PER_CHUNK
-        read_bytes = [count * SLOT_BYTES for count in read]
-        return self.admission.decide(read_bytes, queued_bytes, tokens, helpers)
+        return self.admission.decide([count * SLOT_BYTES for count in read], queued_bytes, tokens)
 
     def loads(self, *read: int, queued: Sequence[int] | None = None) -> bool:
         return self.decide(*read, queued=queued).load
 
-    def took(
-        self,
-        seconds: float,
-        read: Sequence[int],
-        queued: Sequence[int] | None = None,
-        missed: bool = False,
-        probe: bool = False,
+    def load(
+        self, seconds: float, *read: int, queued: Sequence[int] | None = None, missed: bool = False
     ) -> None:
-        """End a load or a probe of so many chunks per lane."""
-        self.admission.took(
-            seconds,
-            [count * SLOT_BYTES for count in read],
-            [count * SLOT_BYTES for count in queued or [0] * len(read)],
-            tokens=None if probe else sum(read) * TOKENS_PER_CHUNK,
-            missed=missed,
-        )
+        """Load so many chunks per lane, in this time."""
+        decision = self.decide(*read, queued=queued)
+        assert decision.load
+        self.ended(seconds, decision, missed)
 
-    def probed(self, seconds: float) -> None:
-        """End a probe of one chunk."""
-        self.took(seconds, [1], probe=True)
+    def ended(self, seconds: float, decision: Decision, missed: bool = False) -> None:
+        """A load that was decided on ends."""
+        assert decision.limit_s is not None
+        late = seconds > decision.limit_s / 2
+        self.admission.loaded(seconds, decision.predicted_s, missed=missed, late=late)
+
+    def probed(self, missed: bool = False) -> None:
+        """A probe ends."""
+        self.admission.probed(missed=missed)
 
     def probes_until(self, *read: int) -> int:
-        """Count the fast probes until these chunks are loaded again."""
+        """Count the probes that go well until these chunks are loaded again."""
         count = 0
         while not self.loads(*read):
-            self.probed(0.021)
+            self.probed()
             count += 1
         return count
 
@@ -112,16 +91,7 @@ def test_what_is_behind_many_tokens_is_loaded_and_what_is_behind_few_computed() 
 
     assert not decide(0).load and not decide(9_900).load
     assert decide(10_000).load and decide(50_000).load
-    assert decide(50_000).token_s == pytest.approx(1e-3 + 5e-8 * 40_050)
-
-
-def test_a_load_is_judged_by_the_time_of_computing_at_its_depth() -> None:
-    rig = AdmissionRig()
-    load = {"tokens": TOKENS_PER_CHUNK, "token_s": 1e-2}
-    rig.admission.took(0.9, [SLOT_BYTES], [0], **load)
-    assert rig.admission.reading, "computing would have taken 1 s"
-    rig.admission.took(0.9, [SLOT_BYTES], [0], tokens=TOKENS_PER_CHUNK)
-    assert not rig.admission.reading, "0.1 s by the measured rate"
+    assert admission.token_s(100, 50_000) == pytest.approx(1e-3 + 5e-8 * 40_050)
 
 
 def test_without_a_prefill_rate_nothing_is_cut_off() -> None:
@@ -133,14 +103,14 @@ def test_a_fast_pool_is_read_and_a_slow_one_is_not() -> None:
     assert not AdmissionRig(mb_per_s=[1.0]).loads(8)
 
 
-def test_the_estimate_is_the_overhead_and_the_bytes_of_the_busiest_lane() -> None:
+def test_the_estimate_is_a_step_and_the_bytes_of_the_busiest_lane() -> None:
     rig = AdmissionRig(mb_per_s=[100.0, 20.0])
-    assert rig.decide(8, 0).reading_s == pytest.approx(0.08)
-    assert rig.decide(8, 4).reading_s == pytest.approx(0.2)
-    assert rig.decide(8, 4, queued=[0, 8]).reading_s == pytest.approx(0.6)
-    assert rig.decide(8, 0, queued=[0, 8]).reading_s == pytest.approx(0.08)
-    rig.took(0.14, [4, 0])
-    assert rig.decide(8, 0).reading_s == pytest.approx(rig.admission.overhead_s + 0.08)
+    assert rig.decide(8, 0).predicted_s == pytest.approx(0.08)
+    assert rig.decide(8, 4).predicted_s == pytest.approx(0.2)
+    assert rig.decide(8, 4, queued=[0, 8]).predicted_s == pytest.approx(0.6)
+    assert rig.decide(8, 0, queued=[0, 8]).predicted_s == pytest.approx(0.08)
+    rig.admission.step_s = 0.03
+    assert rig.decide(8, 0).predicted_s == pytest.approx(0.11)
 
 
 def test_loads_from_the_cpu_tier_do_not_count_for_the_pools_speed() -> None:
@@ -191,120 +161,154 @@ def test_learned_rates_are_reported_for_all_targets_together() -> None:
     assert (rig.admission.prefill_rate, rig.admission.bytes_per_s) == (1000.0, 7e6)
 
 
-def test_the_time_of_a_load_beyond_its_bytes_is_learned() -> None:
+def test_how_much_longer_loads_take_than_predicted_is_learned() -> None:
+    rig = AdmissionRig(mb_per_s=[20.0])
+    decision = rig.decide(8)  # 0.4 s of bytes, and 0.8 s to compute
+    rig.ended(1.2, decision)
+    assert rig.admission.slowness == pytest.approx(2.0)
+    rig.ended(2.0, decision)
+    assert rig.admission.slowness == pytest.approx(3.5)
+    rig.ended(1.2, decision)
+    assert rig.admission.slowness == pytest.approx(3.5), "it is late, so the pool is no faster"
+    rig.ended(0.6, decision)
+    assert rig.admission.slowness == pytest.approx(2.5)
+
+
+def test_loads_that_are_slower_than_predicted_and_faster_than_computing_do_no_harm() -> None:
     rig = AdmissionRig(mb_per_s=[100.0])
-    rig.took(0.58, [8])  # 0.08 s of bytes
-    assert rig.admission.overhead_s == pytest.approx(0.25)
-    rig.took(0.3, [8], [12])  # 0.2 s of bytes, with those before it
-    assert rig.admission.overhead_s == pytest.approx(0.25 + 0.5 * (0.1 - 0.25))
-    rig.took(0.0, [8])  # less than its rate allows: no negative overhead
-    assert rig.admission.overhead_s == pytest.approx(0.175 - 0.5 * 0.175)
     for _ in range(20):
-        rig.took(0.58, [8])
-    assert rig.admission.overhead_s == pytest.approx(0.5)
+        rig.load(0.75, 8)
+    assert rig.admission.slowness == 1.0
 
 
-def test_a_load_that_was_cut_off_teaches_that_the_pool_is_slow() -> None:
-    """A high reported rate does not help: only 1 of 8 chunks came in 1.6 s."""
-    rig = AdmissionRig(mb_per_s=[1000.0])
+def test_loads_that_hide_or_that_peers_help_with_are_loaded_from_a_slower_pool() -> None:
+    """At best a load counts half of what is predicted: it will not hide for ever."""
+    rig = AdmissionRig(mb_per_s=[11.0])
+    for _ in range(20):
+        rig.load(0.05, 8)
+    assert rig.admission.slowness == pytest.approx(0.5)
+    rig.rates(5.5)
     assert rig.loads(8)
-    rig.took(0.01, [8])
-    rig.took(1.6, [1], missed=True)
-    assert rig.admission.overhead_s == pytest.approx(1.6, abs=0.002), "believed at once"
+    rig.rates(4.5)
     assert not rig.loads(8)
-    assert rig.loads(30), "an overhead weighs less in a long load"
 
 
-def test_completed_probes_outweigh_loads_that_were_cut_off() -> None:
-    """One declined request brings enough probes."""
-    rig = AdmissionRig(mb_per_s=[1000.0])
-    rig.took(1.6, [1], missed=True)
+def test_a_load_that_only_peers_make_fast_is_tried_after_a_few_probes() -> None:
+    """Probes are read from the pool alone, and a load in half of the time."""
+    rig = AdmissionRig(mb_per_s=[8.0])
     assert not rig.loads(8)
-    assert 1 <= rig.probes_until(8) <= PROBES
-    assert rig.admission.overhead_s < 0.8
+    assert rig.probes_until(8) <= PROBES
+    for _ in range(9):
+        rig.load(0.5, 8)
+    rig = AdmissionRig(mb_per_s=[4.0])
+    assert not rig.loads(8)
+    for _ in range(100):
+        rig.probed()
+    assert not rig.loads(8), "it would take 1.25 times as long as computing, if all went well"
+
+
+@pytest.mark.parametrize("mb_per_s", [100.0, 10_000.0])
+def test_a_load_that_was_cut_off_teaches_that_the_pool_is_slow(mb_per_s: float) -> None:
+    """However fast it should be."""
+    rig = AdmissionRig(mb_per_s=[mb_per_s])
+    rig.load(1.7, 8, missed=True)
+    assert not rig.admission.reading
+    assert not rig.loads(8), "believed at once"
+    assert 1 <= rig.probes_until(8) <= PROBES, "one declined request brings enough probes"
 
 
 def test_a_complete_but_late_load_counts_too() -> None:
     """A target that is fast only for a moment looks fast to probes."""
-    rig = AdmissionRig(mb_per_s=[1000.0])
-    rig.took(0.75, [8])  # computing takes 0.8 s
+    rig = AdmissionRig(mb_per_s=[100.0])
+    rig.load(0.75, 8)  # computing takes 0.8 s
     assert rig.loads(8)
     needed = []
-    for _ in range(3):
-        rig.took(1.5, [8])
+    for _ in range(4):
+        rig.load(1.5, 8)
         assert not rig.loads(8)
         needed.append(rig.probes_until(8))
     assert needed[0] <= PROBES
-    assert needed[0] < needed[1] < needed[2]
+    assert needed[0] < needed[2] < needed[3]
 
 
 def test_time_waiting_for_other_loads_does_not_count_against_a_load() -> None:
-    rig = AdmissionRig(mb_per_s=[11.0])
-    rig.took(2.5, [8], [20])
-    assert rig.loads(8)
+    """It is predicted."""
+    rig = AdmissionRig(mb_per_s=[50.0])
+    rig.load(0.56, 8, queued=[20])
+    assert rig.admission.slowness == pytest.approx(1.0)
+
+
+def test_a_load_is_measured_by_what_was_predicted_when_it_was_decided_on() -> None:
+    """The rate has fallen since: a pool that is fast only for a moment is not slow as predicted."""
+    rig = AdmissionRig(mb_per_s=[100.0])
+    decision = rig.decide(8)
+    rig.rates(5.0)
+    rig.ended(1.6, decision)
+    rig.rates(100.0)
+    assert not rig.loads(8)
 
 
 def test_a_load_faster_than_its_rate_does_not_disappoint() -> None:
     """The rate may have fallen since the load was decided on."""
     rig = AdmissionRig(mb_per_s=[100.0])
-    assert rig.loads(8)
+    decision = rig.decide(8)
     rig.rates(1.0)
-    rig.took(0.1, [8])
+    rig.ended(0.1, decision)
     assert rig.admission.reading
 
 
 def test_a_pool_that_hangs_repeatedly_needs_more_and_more_probes() -> None:
-    rig = AdmissionRig(mb_per_s=[1000.0])
+    rig = AdmissionRig(mb_per_s=[100.0])
     needed = []
-    for _ in range(11):
-        assert rig.loads(8)
-        rig.took(1.6, [0], missed=True)
+    for _ in range(12):
+        rig.load(1.7, 8, missed=True)
         needed.append(rig.probes_until(8))
     assert needed[0] <= PROBES, "the first time the next request will do"
-    assert all(1.5 * few < more < 3 * few for few, more in pairwise(needed[:8]))
-    assert 256 < needed[-1] == needed[-2] <= 512, "and never more than that"
+    assert all(1.5 * few < more < 3 * few for few, more in pairwise(needed[3:9]))
+    assert 128 < needed[-1] == needed[-2] <= 1024, "and never more than that"
     for _ in range(9):  # loads that go well
-        rig.took(0.028, [8])
-    rig.took(1.6, [0], missed=True)
+        rig.load(0.08, 8)
+    rig.load(1.7, 8, missed=True)
     assert not rig.loads(8)
     assert rig.probes_until(8) <= PROBES
 
 
 def test_an_earlier_cutoff_does_not_make_the_pool_look_faster() -> None:
-    rig = AdmissionRig(mb_per_s=[1000.0])
-    rig.took(1.6, [1], missed=True)
-    rig.took(0.3, [1], missed=True)
-    assert rig.admission.overhead_s == pytest.approx(1.6, abs=0.002)
+    rig = AdmissionRig(mb_per_s=[100.0])
+    first, second = rig.decide(8), rig.decide(1)
+    rig.ended(1.7, first, missed=True)
+    slowness = rig.admission.slowness
+    rig.ended(0.03, second, missed=True)
+    assert rig.admission.slowness == slowness
 
 
 def test_a_load_cut_off_before_any_rate_was_known_counts_in_full() -> None:
     rig = AdmissionRig(mb_per_s=[0.0])
-    rig.took(1.6, [1], missed=True)
+    rig.load(1.6, 8, missed=True)
     assert not rig.loads(8)
 
 
-def test_a_high_overhead_makes_short_loads_not_worth_it() -> None:
+def test_slow_steps_make_short_loads_not_worth_it() -> None:
     rig = AdmissionRig(mb_per_s=[1000.0])
-    for _ in range(9):
-        rig.took(0.5, [8])
+    rig.admission.step_s = 0.3
     assert not rig.loads(2)
     assert rig.loads(8)
 
 
-def test_a_disappointing_pool_stays_avoided_until_probes_are_fast() -> None:
+def test_a_disappointing_pool_stays_avoided_until_probes_go_well() -> None:
     """A wrong estimate cannot keep the pool switched off: declined loads are probed."""
-    rig = AdmissionRig(mb_per_s=[1000.0])
+    rig = AdmissionRig(mb_per_s=[100.0])
     for _ in range(20):
-        rig.took(2.0, [1], probe=True)
-        assert not rig.loads(8)
+        rig.probed(missed=True)
+    assert not rig.loads(8)
     assert rig.probes_until(8) <= PROBES
 
 
-def test_a_load_from_before_the_rate_was_known_teaches_no_overhead() -> None:
+def test_a_load_from_before_the_rate_was_known_teaches_nothing() -> None:
     rig = AdmissionRig(mb_per_s=[0.0])
-    rig.took(1.0, [100])
+    rig.load(1.0, 100)
     rig.rates(100.0)
-    assert rig.admission.overhead_s == 0.0
+    assert rig.admission.slowness == 1.0
     assert rig.loads(8)
 
 
@@ -319,120 +323,52 @@ def test_a_load_is_cut_off_at_twice_the_compute_time_but_not_before_250_ms() -> 
 def test_slow_steps_without_prompts_give_a_load_more_time() -> None:
     """A load begins when the step that brings it ends, and the next one's output reports it."""
     rig = AdmissionRig(mb_per_s=[100.0])
-    rig.admission.step_s = 0.3
-    assert rig.decide(1).limit_s == pytest.approx(0.8)
+    rig.admission.step_s = 0.08
+    assert rig.decide(1).limit_s == pytest.approx(0.36)
 
 
 def test_loads_decided_on_together_count_as_one_bad_load() -> None:
-    needed = []
+    trusts = []
     for loads in (1, 4):  # at once, each 0.8 s to compute
-        rig = AdmissionRig(mb_per_s=[100.0])
-        for _ in range(2):
-            assert rig.loads(8)
-            for _ in range(loads):
-                rig.took(1.05, [8])
-            assert not rig.loads(8)
-            needed.append(rig.probes_until(8))
-    assert needed[:2] == needed[2:]
-    assert needed[0] < needed[1], "the second time takes more"
+        rig = AdmissionRig(mb_per_s=[20.0])
+        decisions = [rig.decide(8) for _ in range(loads)]
+        for decision in decisions:
+            rig.ended(1.05, decision)
+        assert not rig.loads(8)
+        rig.probed()
+        for _ in range(50):
+            rig.probed()
+        rig.load(1.7, 8, missed=True)
+        trusts.append(rig.probes_until(8))
+    assert trusts[0] == trusts[1]
 
 
 def test_a_probe_that_fails_makes_the_pool_look_slow_again() -> None:
-    rig = AdmissionRig(mb_per_s=[100.0])
-    rig.took(1.05, [8])
-    rig.probed(0.01)
-    rig.took(5.0, [0], missed=True, probe=True)
-    rig.probed(0.01)
+    rig = AdmissionRig(mb_per_s=[20.0])
+    rig.load(1.05, 8)
+    rig.probed(missed=True)
+    rig.probed()
     assert not rig.loads(8)
     assert rig.admission.reading is False
     assert rig.probes_until(8) > 1
 
 
-def test_a_pool_that_always_loses_a_little_time_is_tried_less_and_less() -> None:
+def test_a_pool_that_always_loses_time_is_tried_less_and_less() -> None:
     """A chunk is computed in 0.1 s. Loading one takes 0.03 s longer, and a probe much less."""
     rig = AdmissionRig(mb_per_s=[100.0])
     probes = []
-    for _ in range(4):
+    for _ in range(6):
         while rig.loads(1):
-            rig.took(0.13, [1])
+            rig.load(0.13, 1)
         probes.append(rig.probes_until(1))
-    assert all(later > earlier for earlier, later in pairwise(probes))
+    assert all(later > earlier for earlier, later in pairwise(probes[2:]))
 
 
-@pytest.mark.parametrize(("seconds", "reading"), [(0.14, True), (0.16, False)])
+@pytest.mark.parametrize(("seconds", "reading"), [(0.12, True), (0.13, False)])
 def test_a_small_load_that_lost_little_time_does_not_disappoint(
     seconds: float, reading: bool
 ) -> None:
-    """A chunk is computed in 0.1 s; a loss of up to 0.05 s does not count."""
+    """A chunk is computed in 0.1 s; half of the least limit does not count."""
     rig = AdmissionRig(mb_per_s=[100.0])
-    rig.took(seconds, [1])
+    rig.load(seconds, 1)
     assert rig.admission.reading is reading
-
-
-def test_a_peer_reads_beside_our_lane() -> None:
-    rig = AdmissionRig(mb_per_s=[9.0])
-    assert rig.decide(8).reading_s == pytest.approx(8 / 9)
-    rig.peer(27.0)
-    assert rig.decide(8).reading_s == pytest.approx(8 / 36)
-
-
-def test_a_busy_engine_loads_what_a_peer_can_bring() -> None:
-    rig = AdmissionRig(mb_per_s=[20.0])
-    assert not rig.loads(8, queued=[100])
-    rig.peer(20.0)
-    assert not rig.loads(8, queued=[100]), "108 chunks at 40 MB/s take longer than computing 8"
-    rig.peer(400.0)
-    assert rig.loads(8, queued=[100])
-
-
-def test_a_peer_helps_once_it_has_read_for_others() -> None:
-    rig = AdmissionRig(mb_per_s=[10.0])
-    rig.peer(10.0, queued=4)
-    assert rig.decide(10).reading_s == pytest.approx(0.4 + 6 / 20)
-    rig.peer(10.0, queued=10)
-    assert rig.decide(10).reading_s == pytest.approx(1.0), "it comes too late"
-    rig.peer(10.0, queued=1000)
-    assert rig.decide(10).reading_s == pytest.approx(1.0)
-
-
-def test_peers_even_out_several_lanes() -> None:
-    rig = AdmissionRig(mb_per_s=[10.0, 10.0])
-    rig.peer(10.0)
-    assert rig.decide(8, 2).reading_s == pytest.approx(0.4), "all of it on the longer lane"
-    assert rig.decide(8, 7).reading_s == pytest.approx(0.5)
-    rig.peer(10.0, peer=1, queued=3)
-    assert rig.decide(8, 7).reading_s == pytest.approx(0.45)
-    assert rig.decide(8, 0).reading_s == pytest.approx(11 / 30)
-
-
-def test_small_loads_go_to_no_peer() -> None:
-    rig = AdmissionRig(mb_per_s=[10.0])
-    rig.peer(1000.0)
-    assert rig.decide(3).reading_s == pytest.approx(0.3)
-    assert rig.decide(4).reading_s == pytest.approx(4 / 1010)
-
-
-def test_a_peer_counts_if_all_ranks_have_it_and_as_their_slowest() -> None:
-    rig = AdmissionRig(mb_per_s=[10.0], world_size=2)
-    rig.peer(30.0, rank=0)
-    assert rig.decide(8).reading_s == pytest.approx(0.8)
-    rig.peer(10.0, rank=1)
-    assert rig.decide(8).reading_s == pytest.approx(0.4)
-    rig.peer(30.0, rank=0, usable=False)
-    assert rig.decide(8).reading_s == pytest.approx(0.8)
-
-
-def test_peers_that_a_request_has_not_named_do_not_count() -> None:
-    rig = AdmissionRig(mb_per_s=[10.0])
-    rig.peer(10.0, peer=0)
-    rig.peer(30.0, peer=2)
-    assert rig.decide(10).reading_s == pytest.approx(0.2)
-    assert rig.decide(10, helpers=0b001).reading_s == pytest.approx(0.5)
-    assert rig.decide(10, helpers=0b110).reading_s == pytest.approx(0.25)
-    assert rig.decide(10, helpers=0).reading_s == pytest.approx(1.0)
-
-
-def test_a_peer_of_unknown_rate_counts_as_one_of_our_lanes() -> None:
-    rig = AdmissionRig(mb_per_s=[10.0])
-    rig.peer(0.0)
-    assert rig.decide(8).reading_s == pytest.approx(0.4)

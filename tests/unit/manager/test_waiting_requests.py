@@ -343,7 +343,6 @@ def test_a_changed_decision_is_logged_at_most_once_per_minute(
         return len(caplog.records)
 
     lobby.slow()
-    lobby.core.admission.took(1.0, [0], [0], tokens=None)
     assert decide(0.0, 0.0) == 0, "it loads, as the decision at the start was"
     assert decide(1.0, 1e9) == 1
     assert "computed again" in caplog.records[-1].getMessage()

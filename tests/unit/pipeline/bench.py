@@ -33,7 +33,6 @@ from vllm_nvmeof_offload.protocol import (
     LoadCommand,
     OpKind,
     OpReport,
-    PeerReport,
     Report,
     SlotIdentity,
     StoreCommand,
@@ -256,7 +255,6 @@ class Bench:
         self.peers = FakePeers(peers)
         #: Queue lengths are sent along with the other reports.
         self.levels: list[LevelReport] = []
-        self.of_peers: list[PeerReport] = []  # likewise
         self.copy, self.io = FakeCopy(), FakeIo()
         self.landing = FakeCopy()  # of what peers bring, into cache slots
         self._targets = target_count
@@ -432,8 +430,7 @@ class Bench:
         """The reports, one per op, except those that ride along."""
         taken = list(unpacked(self.pipeline.take_reports()))
         self.levels += [one for one in taken if isinstance(one, LevelReport)]
-        self.of_peers += [one for one in taken if isinstance(one, PeerReport)]
-        return [one for one in taken if not isinstance(one, LevelReport | PeerReport)]
+        return [one for one in taken if not isinstance(one, LevelReport)]
 
     def reports(self) -> list[Reported | Report]:
         """The reports, those on ops by row."""

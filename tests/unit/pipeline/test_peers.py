@@ -8,7 +8,7 @@ import errno
 from tests.chunks import Reported
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, OK, STALE, io_error
 from vllm_nvmeof_offload.peers.base import NO_PEER, PeerState
-from vllm_nvmeof_offload.protocol import OpKind, PeerReport
+from vllm_nvmeof_offload.protocol import OpKind
 
 from .bench import READ_S, STRIDE, Bench
 
@@ -226,16 +226,3 @@ def test_queues_by_lane() -> None:
     asked = len(bench.peers.reads)
     assert own == ((8 - asked) * STRIDE, 0.0)
     assert peer == ((1 + asked) * STRIDE, (1 + asked) / 2)
-
-
-def test_what_is_known_of_peers_rides_along_once() -> None:
-    known = PeerState(usable=True, credits=8, bytes_per_s=2.0 * STRIDE, queued_bytes=STRIDE)
-    bench = Bench(stream_slots=4, peers=[NO_PEER, known])
-    bench.pipeline.step()
-    assert not bench.take(), "it makes no step"
-    bench.stored(1, slot=0, number=7)
-    bench.stored(2, slot=1, number=8)
-    assert bench.of_peers == [PeerReport(0, 1, True, 2.0 * STRIDE, STRIDE)]
-    bench.peers.lanes[1] = known._replace(credits=0)
-    bench.stored(3, slot=2, number=9)
-    assert bench.of_peers[1:] == [PeerReport(0, 1, False, 2.0 * STRIDE, STRIDE)]

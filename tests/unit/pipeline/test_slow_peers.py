@@ -257,16 +257,6 @@ def test_one_that_is_lost_every_six_seconds_does_not_rest() -> None:
         assert loads.asks() == {0}
 
 
-def test_admission_does_not_count_on_one_that_rests() -> None:
-    loads = Loads()
-    loads.bench.take()
-    for _ in range(LATE_MAX):
-        loads.load(LATE_S)
-    loads.load(SHARED_S)
-    loads.bench.take()
-    assert [one.usable for one in loads.bench.of_peers] == [True, False]
-
-
 @pytest.mark.parametrize(
     ("mutant", "test"),
     [
