@@ -35,8 +35,8 @@ FUNCTION_LINES_MAX = 70
 COLUMNS_MAX = 100
 #: Files and lines of Python and C++. They may fall (lower the number then), and a commit that
 #: raises one gives the reason.
-PRODUCT_FILES_MAX = 201
-PRODUCT_LINES_MAX = 44_770
+PRODUCT_FILES_MAX = 195
+PRODUCT_LINES_MAX = 43_490
 BENCH_FILES_MAX = 103
 BENCH_LINES_MAX = 21_400
 #: A count below its maximum by more than this share means that the maximum has to be lowered.
