@@ -44,6 +44,7 @@ from vllm_nvmeof_offload.limits import (
     space_bytes,
 )
 from vllm_nvmeof_offload.mounts import mount_of, read_mounts
+from vllm_nvmeof_offload.protocol import AHEAD_CACHE_SHARE
 from vllm_nvmeof_offload.units import GIB, KIB, MIB, PAGE_BYTES, format_bytes, parse_bytes
 
 ENV_PREFIX = "VLLM_NVMEOF_"
@@ -230,7 +231,7 @@ class OffloadConfig(BaseModel):
         "Smallest size of a chunk on one rank: so many blocks are grouped into a chunk, unless "
         "blocks_per_chunk or block_size is given.", ge=PAGE_BYTES, le=GIB)
     ahead_cache_share: float = _key(
-        0.5, "share", "a number from 0 to 1",
+        AHEAD_CACHE_SHARE, "share", "a number from 0 to 1",
         "Share of the cache slots that one load may fill with what it reads from the pool. Half of "
         "the share may hold chunks of preempted requests until these requests run again, and "
         "fetch missing ones; the other half may be filled for requests that wait in vLLM's queue. "

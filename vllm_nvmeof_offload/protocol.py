@@ -76,6 +76,8 @@ OURS = 0
 #: A load of fewer chunks stays whole: no peer reads for it, because so few seldom win back the time
 #: that a peer takes to answer.
 PEER_CHUNKS_MIN = 4
+#: The default of the key `ahead_cache_share`.
+AHEAD_CACHE_SHARE = 0.5
 #: Member + 1 of a cache slot; 0: every member.
 _CACHE_SHIFT = 24
 #: Rows of cache slots that the column `cache` can name.

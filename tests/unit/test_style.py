@@ -59,7 +59,6 @@ USED_ELSEWHERE: dict[str, str] = {
     "_no_slip": "pydantic calls this validator",
     "_peers_have_a_pool_and_a_secret": "pydantic calls this validator",
     "_o_direct_for_groups": "pydantic calls this validator",
-    "_of_peers": "pydantic calls this validator",
     "_one_chunk_size": "pydantic calls this validator",
 }
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.groups import (
     GROUP_ID_BYTES,
     SET_SIZE_MAX,
@@ -21,6 +20,7 @@ from vllm_nvmeof_offload.groups import (
     leading,
 )
 from vllm_nvmeof_offload.protocol import (
+    AHEAD_CACHE_SHARE,
     CACHE_ROWS_MAX,
     EVERY_MEMBER,
     AdoptedEntries,
@@ -43,7 +43,7 @@ def ahead_shares(share: float) -> tuple[float, float, float]:
     return share, share / 2, share / 2
 
 
-_LAND, _RELOAD, _PREFETCH = ahead_shares(OffloadConfig.model_fields["ahead_cache_share"].default)
+_LAND, _RELOAD, _PREFETCH = ahead_shares(AHEAD_CACHE_SHARE)
 
 
 class WritePolicy(enum.Enum):

@@ -102,8 +102,7 @@ std::vector<Task*> FairQueue::take_all() {
     }
   std::erase_if(lines_, [](const auto& item) { return item.second.held == 0; });
   heap_.clear();
-  std::sort(all.begin(), all.end(),
-            [](const Task* a, const Task* b) { return a->sequence < b->sequence; });
+  std::ranges::sort(all, {}, &Task::sequence);
   return all;
 }
 
@@ -116,6 +115,7 @@ std::vector<Task*> FairQueue::take_past(int64_t now_ns, int64_t& next_ns) {
       else
         next_ns = std::min(next_ns, task->deadline_ns);
     }
+  std::ranges::sort(past, {}, &Task::sequence);
   for (Task* task : past) remove(*task);
   return past;
 }
