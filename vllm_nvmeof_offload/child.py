@@ -86,10 +86,13 @@ class Companion:
 
     def stop(self) -> None:
         """End it, and start none any more. What hangs ends when the kernel lets it."""
-        if not self._stop.is_set():
-            os.eventfd_write(self._wake_fd, 1)  # first: the thread closes it once it is to stop
-            self._stop.set()
+        if self._stop.is_set():
+            return
+        self._stop.set()  # first: a thread that wakes sooner would start the process
+        os.eventfd_write(self._wake_fd, 1)
         self._thread.join(_STOP_S_MAX)
+        if not self._thread.is_alive():
+            os.close(self._wake_fd)
 
     def _run(self) -> None:
         logged = ""
@@ -105,7 +108,6 @@ class Companion:
                 logged = why  # once, however often it ends
             self._wait(None, self._restart_s)
         os.close(self._fd)
-        os.close(self._wake_fd)
 
     def _accompany(self) -> None:
         """Start the process, and wait for its end or for a stop. OSError: it cannot be started."""

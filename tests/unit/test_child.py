@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -38,3 +40,15 @@ def test_below_other_packages_none_of_them_is_run(
     command = importlib.import_module("fork.v1.ours.child").child_command("show")
     done = subprocess.run([*command, "a", "-b"], cwd="/", capture_output=True, text=True)
     assert done.stdout.strip() == '["__main__", 7, ["a", "-b"], null]', done.stderr
+
+
+def test_a_companion_that_is_stopped_before_its_start_is_never_started(tmp_path: Path) -> None:
+    command = ["touch", str(tmp_path / "started")]
+    with tempfile.TemporaryFile() as memory:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(200):
+            one = child.Companion("test", command, memory.fileno(), restart_s=60, first_s=60)
+            one.stop()
+            one.stop()
+        assert len(os.listdir("/proc/self/fd")) == before
+    assert os.listdir(tmp_path) == []

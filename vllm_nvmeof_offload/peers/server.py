@@ -219,7 +219,7 @@ class _Door:
 
 
 class PeerServer(SessionThread):
-    """Serves until it is closed. Its thread sleeps while nobody asks."""
+    """Serves peers until it is closed. Its thread sleeps while no peer asks for anything."""
 
     def __init__(
         self,

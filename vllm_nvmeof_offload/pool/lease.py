@@ -418,7 +418,7 @@ class Permit:
 
     @property
     def address(self) -> int:
-        """Of the word, for the I/O engine; 0: it need not look."""
+        """Return the address of the word, for the I/O engine, or 0 if it need not look."""
         return ctypes.addressof(self._word) if self.is_limited else 0
 
     @property

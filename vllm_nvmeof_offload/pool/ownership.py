@@ -380,7 +380,7 @@ def _claim_all(
     permits: Permits,
     engine: str = "",
 ) -> list[Region] | Path:
-    """Claim all of these regions; or none, and return the file that shows who is busy.
+    """Claim all of these regions; or none, and return the file that names a live owner.
 
     permits: words for the leases, by directory. engine: to be named in them.
     """
@@ -406,7 +406,7 @@ def _claim_all(
 
 def _lock(directory: Path, leasing: Leasing, takeover: Takeover) -> DirectoryLock | Path:
     """Lock a region whose owner is dead or gone (`lease` has the rules); else return the file
-    that shows who is busy.
+    that names a live owner.
 
     PoolLockedError: an owner on another host lives that is in no group with us. UnsettledError: it
     is not known yet whether the owner lives. OSError: a file cannot be opened.

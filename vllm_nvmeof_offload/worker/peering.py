@@ -101,7 +101,7 @@ class Peering:
         return rests
 
     def hand_over(self, machine: Machine) -> None:
-        """Begin what is to land, and stop what nobody waits for."""
+        """Begin to copy chunks into their cache slots, and cancel reads that no load waits for."""
         if (landing := machine.take_landings()) is not None:
             number, rows = landing
             ticket = self._peers.landing.submit(Direction.LOAD, rows, None)
