@@ -20,7 +20,7 @@ import numpy as np
 from vllm_nvmeof_bench.gpu.world import World, load_theirs
 
 from vllm_nvmeof_offload.copy.base import Direction
-from vllm_nvmeof_offload.copy.choose import KvDevice
+from vllm_nvmeof_offload.copy.calibration import KvDevice
 from vllm_nvmeof_offload.copy.driver import Cuda, compile_kernels
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import GIB, KIB, MIB

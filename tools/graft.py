@@ -126,12 +126,12 @@ EDITS = (
     _before(
         _ENGINE,
         "from vllm.v1.metrics.stats import SchedulerIterationDetails, SchedulerStats\n",
-        f"from {IN_TREE}.vllm_adapter import lifecycle\n",
+        f"from {IN_TREE}.vllm_adapter import new_weights\n",
     ),
     _before(
         _ENGINE,
         'class EngineCore:\n    """Inner loop of vLLM\'s Engine."""\n',
-        "@lifecycle.install\n",
+        "@new_weights.install\n",
     ),
     _after(
         "requirements/common.txt",

@@ -43,15 +43,12 @@ from vllm_nvmeof_offload.manager.requests import WaitingRequests
 from vllm_nvmeof_offload.metrics import COUNTERS, PREFIX, Counts
 from vllm_nvmeof_offload.protocol import Command, RankHello, Report
 from vllm_nvmeof_offload.spec import NVMeoFOffloadingSpec
-from vllm_nvmeof_offload.vllm_adapter import known_vllm, lifecycle
+from vllm_nvmeof_offload.vllm_adapter import new_weights, vllm_release
 from vllm_nvmeof_offload.vllm_adapter.configure import choose_blocks_per_chunk, register_loaded
 from vllm_nvmeof_offload.vllm_adapter.deployment import deployed
-from vllm_nvmeof_offload.vllm_adapter.device_pointers import worker_class
-from vllm_nvmeof_offload.vllm_adapter.groups import LayerCaches, groups_of
-from vllm_nvmeof_offload.vllm_adapter.lifecycle import logged_in_one_line
+from vllm_nvmeof_offload.vllm_adapter.groups import LayerCaches, groups_of, keep_boundaries
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
-from vllm_nvmeof_offload.vllm_adapter.old_kv import OldKV
-from vllm_nvmeof_offload.vllm_adapter.retention import keep_boundaries
+from vllm_nvmeof_offload.vllm_adapter.new_weights import OldKV, logged_in_one_line
 from vllm_nvmeof_offload.vllm_adapter.scheduler_view import (
     SchedulerView,
     key_bytes_of,
@@ -63,7 +60,7 @@ from vllm_nvmeof_offload.vllm_adapter.supported import (
     refuse_unsupported,
     replica_of,
 )
-from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker
+from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker, worker_class
 
 __all__ = [
     "NVMeoFOffloadingConnector",
@@ -130,13 +127,13 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
     """See the module's docstring. Methods run on the main thread of a worker or the scheduler."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        known_vllm.refuse_different()  # in case no plugin did
+        vllm_release.refuse_different()  # in case no plugin did
         with logged_in_one_line():
             refuse_unsupported(vllm_config, kv_cache_config)
         choose_blocks_per_chunk(vllm_config, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         config = parse_config(extra)
-        known_vllm.refuse_unknown(config.allow_unknown_vllm)
+        vllm_release.refuse_unknown(config.allow_unknown_vllm)
         replica = replica_of(vllm_config, config.replicas)
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_worker is not None:
@@ -161,13 +158,13 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             self._trusts_weight_version = config.trust_weight_version
             self._view = SchedulerView(self.scheduler, self._groups, lambda: self._kv_cache_manager)
             self._old_kv = OldKV(self._manager.suspension, self._view)
-            lifecycle.install(EngineCore)
-            lifecycle.end_with_parent()
+            new_weights.install(EngineCore)
+            new_weights.end_with_parent()
             self._test_unknown(vllm_config)
 
     def _test_unknown(self, vllm_config: Any) -> None:
         """Test a vLLM that we do not know, before it serves a request."""
-        if known_vllm.release() != known_vllm.UNKNOWN:
+        if vllm_release.release() != vllm_release.UNKNOWN:
             return
         from vllm_nvmeof_offload.vllm_adapter import self_test
 
@@ -450,7 +447,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         yield from super().take_events()
 
     def weights_may_have_changed(self, call: str, *, known: bool) -> None:
-        """vLLM did `call`, which changes weights (known) or may change them; see `lifecycle`."""
+        """vLLM did `call`, which changes weights (known) or may change them; see `new_weights`."""
         if self._manager.weights_may_have_changed(known=known):
             self.reset_cache()
             self._old_kv.began(call, self.scheduler._req_status, known=known)
@@ -461,7 +458,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         return self._trusts_weight_version
 
     def name_weights(self, version: str) -> str:
-        """The operator says that all ranks have this version of the weights; see `lifecycle`.
+        """The operator says that all ranks have this version of the weights; see `new_weights`.
 
         Returns what follows from it, for people.
         """

@@ -11,8 +11,8 @@ API server, the engine core, each worker. It changes three things, each once:
 
 When vLLM is not as expected, nothing is changed and one warning is logged; the JSON form of
 `--kv-transfer-config` with module paths needs no plugin. An unknown vLLM is refused only when our
-backend is asked for (`vllm_adapter.known_vllm`), because others use this vLLM too. A vLLM with this
-backend in its own tree (`tools/graft.sh`) is left as it is.
+backend is asked for (`vllm_adapter.vllm_release`), because others use this vLLM too. A vLLM with
+this backend in its own tree (`tools/graft.sh`) is left as it is.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any, Literal, get_args
 
 from vllm_nvmeof_offload import BACKEND, logger
 from vllm_nvmeof_offload.errors import IntegrationError
+from vllm_nvmeof_offload.vllm_adapter import vllm_release
 
 __all__ = ["register"]
 
@@ -59,16 +60,15 @@ def _register() -> None:
 
 
 def _explain(error: Exception) -> str:
-    from vllm_nvmeof_offload.vllm_adapter import known_vllm
 
     reason = " ".join(str(error).split())
     if not isinstance(error, IntegrationError):
         reason = f"{type(error).__name__}: {reason}"
-    unknown = known_vllm.unknown_version()
+    unknown = vllm_release.unknown_version()
     if unknown is not None:
         return f"{unknown} ({reason})"
     return (
-        f"vLLM {known_vllm.version()} is not as expected ({reason}). --kv-transfer-config "
+        f"vLLM {vllm_release.version()} is not as expected ({reason}). --kv-transfer-config "
         "with kv_connector_module_path and spec_module_path still works."
     )
 

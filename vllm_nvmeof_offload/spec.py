@@ -29,9 +29,9 @@ from vllm_nvmeof_offload.manager.handshake import WritePolicy, ahead_shares
 from vllm_nvmeof_offload.metrics import CONFIG_LABELS, METRICS
 from vllm_nvmeof_offload.protocol import RankHello
 from vllm_nvmeof_offload.vllm_adapter.deployment import Deployment
-from vllm_nvmeof_offload.vllm_adapter.device_pointers import make_worker
 from vllm_nvmeof_offload.vllm_adapter.groups import LayerCaches, facts_of, geometry_of
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
+from vllm_nvmeof_offload.vllm_adapter.worker import make_worker
 from vllm_nvmeof_offload.worker.build import RankIdentity, build_worker
 
 __all__ = ["NVMeoFOffloadingSpec"]

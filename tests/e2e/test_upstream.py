@@ -13,8 +13,8 @@ from tests.upstream.trees import release
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000)]
 
-#: Release → tests that pass. No test is left out. The first is not among `known_vllm.KNOWN`: it is
-#: served by its capabilities.
+#: Release → tests that pass. No test is left out. The first is not among `vllm_release.KNOWN`: it
+#: is served by its capabilities.
 RELEASES = {"0.31.0": 471, "0.32.0": 563, "0.33.0": 653}
 #: vLLM skips these two on any machine without a GPU, which has no attention backend for them.
 NEED_A_GPU = {"test_register_kv_caches", "test_register_kv_caches_uniform_type"}

@@ -19,7 +19,7 @@ from tests.upstream.trees import Release, release
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHER = "0.33.0"
-#: Not among `known_vllm.KNOWN`.
+#: Not among `vllm_release.KNOWN`.
 UNKNOWN = "0.31.0"
 #: Our tests that import vLLM: flags, refusals, KV cache groups, the manager's interface and the
 #: look-up's rule.

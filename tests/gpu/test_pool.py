@@ -14,9 +14,9 @@ pytest.importorskip("pydantic", reason="the configuration needs it")
 
 from tests.chunks import batch_of, place_in
 from tests.gpu.device import Device
-from vllm_nvmeof_offload.copy import choose as gpu
+from vllm_nvmeof_offload.copy import calibration as gpu
 from vllm_nvmeof_offload.copy.base import Backend, Pieces
-from vllm_nvmeof_offload.copy.choose import KvDevice
+from vllm_nvmeof_offload.copy.calibration import KvDevice
 from vllm_nvmeof_offload.copy.cuda import KernelCopier
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.errors import OffloadError

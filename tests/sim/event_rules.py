@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vllm_nvmeof_offload.manager.core import ManagerCore, Source
-from vllm_nvmeof_offload.manager.index import Entry, State
+from vllm_nvmeof_offload.manager.ledger import Entry, State
 
 from .base import Violation
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from vllm_nvmeof_offload.manager.index import Entry
+from vllm_nvmeof_offload.manager.ledger import Entry
 from vllm_nvmeof_offload.native import Foreign, ForeignReader, ForeignWriter, OwnerRecord
 from vllm_nvmeof_offload.protocol import owned_by
 

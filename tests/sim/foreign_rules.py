@@ -10,7 +10,7 @@ from vllm_nvmeof_offload.errors import CANCELLED, Outcome
 from vllm_nvmeof_offload.groups import group_id_of
 from vllm_nvmeof_offload.manager.core import FROM_POOL, ManagerCore, Source
 from vllm_nvmeof_offload.manager.handshake import WritePolicy
-from vllm_nvmeof_offload.manager.index import Entry, State
+from vllm_nvmeof_offload.manager.ledger import Entry, State
 from vllm_nvmeof_offload.protocol import (
     EVERY_MEMBER,
     OURS,

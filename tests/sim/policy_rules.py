@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from vllm_nvmeof_offload.manager.core import ManagerCore, Source
-from vllm_nvmeof_offload.manager.index import State
+from vllm_nvmeof_offload.manager.ledger import State
 from vllm_nvmeof_offload.protocol import EVERY_MEMBER, Command, WriteCommand, cache_member
 
 from .base import Knobs, Violation

@@ -27,7 +27,7 @@ from vllm_nvmeof_offload.protocol import (
     target_of,
 )
 from vllm_nvmeof_offload.staging import StagingMap
-from vllm_nvmeof_offload.worker.peering import Peers
+from vllm_nvmeof_offload.worker.peer_reads import Peers
 from vllm_nvmeof_offload.worker.pipeline import FinishedJob, TransferLimits, TransferPipeline
 
 from .base import BLOCK_BYTES, GPU_BASE, Clock, Knobs, Trace, Violation

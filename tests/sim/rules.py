@@ -11,7 +11,7 @@ import numpy.typing as npt
 from vllm_nvmeof_offload.errors import CANCELLED, STALE, Outcome
 from vllm_nvmeof_offload.groups import GroupKind, group_id_of
 from vllm_nvmeof_offload.manager.core import FROM_CPU, ManagerCore, Source, StorePlan
-from vllm_nvmeof_offload.manager.index import Entry, State
+from vllm_nvmeof_offload.manager.ledger import Entry, State
 from vllm_nvmeof_offload.metrics import Series
 from vllm_nvmeof_offload.protocol import (
     OURS,

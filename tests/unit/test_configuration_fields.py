@@ -18,7 +18,7 @@ from vllm_nvmeof_bench.servers.model import ModelShape, make_model
 
 from tests.upstream.config_fields import DATA
 from tests.upstream.trees import installed_version
-from vllm_nvmeof_offload.vllm_adapter import known_vllm
+from vllm_nvmeof_offload.vllm_adapter import vllm_release
 from vllm_nvmeof_offload.vllm_adapter.deployment import HARMLESS, describe
 
 RELEASES: dict[str, dict[str, str]] = json.loads(DATA.read_text())
@@ -95,7 +95,7 @@ def _harmless(name: str) -> list[str]:
 
 
 def test_the_fields_of_each_known_release_are_known() -> None:
-    assert [one.rpartition(".")[0] for one in RELEASES] == list(known_vllm.KNOWN)
+    assert [one.rpartition(".")[0] for one in RELEASES] == list(vllm_release.KNOWN)
 
 
 @pytest.mark.parametrize("release", RELEASES)

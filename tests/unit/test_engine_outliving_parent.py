@@ -16,19 +16,19 @@ import pytest
 #: Makes a process as vLLM makes its engine, and stays until it is killed.
 _PARENT = """
 import multiprocessing, signal, sys, threading
-from vllm_nvmeof_offload.vllm_adapter import lifecycle
+from vllm_nvmeof_offload.vllm_adapter import new_weights
 
 def engine(deaf):
-    lifecycle._GRACE_S = 0.2
+    new_weights._GRACE_S = 0.2
     if deaf:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    lifecycle.end_with_parent()
-    lifecycle.end_with_parent()
+    new_weights.end_with_parent()
+    new_weights.end_with_parent()
     print(multiprocessing.current_process().pid, threading.active_count(), flush=True)
     threading.Event().wait(60)
 
 if __name__ == "__main__":
-    lifecycle.end_with_parent()  # not a child of a vLLM process: no thread
+    new_weights.end_with_parent()  # not a child of a vLLM process: no thread
     assert threading.active_count() == 1
     method, manner, name = sys.argv[1:]
     context = multiprocessing.get_context(method)

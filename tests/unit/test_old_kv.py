@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm", reason="imports the view of vLLM's scheduler")
 
 from vllm_nvmeof_offload.manager.requests import Suspension
-from vllm_nvmeof_offload.vllm_adapter.old_kv import OldKV
+from vllm_nvmeof_offload.vllm_adapter.new_weights import OldKV
 
 BLOCK = 16
 

@@ -17,7 +17,7 @@ from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.peers.base import Common
 from vllm_nvmeof_offload.staging import Staging
-from vllm_nvmeof_offload.worker.peer_links import LinkSettings, PeerLinks, open_links
+from vllm_nvmeof_offload.worker.peer_reads import LinkSettings, PeerLinks, open_links
 
 SLOT_BYTES = 8192
 COMMON = Common("k" * 32, 0, 1, SLOT_BYTES)

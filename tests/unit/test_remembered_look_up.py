@@ -28,7 +28,7 @@ from vllm_nvmeof_offload.manager.requests import WaitingRequests
 from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.protocol import OpReport, RankHello, RateReport
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
-from vllm_nvmeof_offload.vllm_adapter.old_kv import OldKV
+from vllm_nvmeof_offload.vllm_adapter.new_weights import OldKV
 from vllm_nvmeof_offload.vllm_adapter.scheduler_view import SchedulerView
 
 BLOCK, KEY_BYTES, REACH = 16, 36, 2

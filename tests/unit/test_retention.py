@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.manager.boundary import automatic
-from vllm_nvmeof_offload.vllm_adapter.retention import keep_boundaries
+from vllm_nvmeof_offload.vllm_adapter.groups import keep_boundaries
 
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 64, "dtype": torch.bfloat16}
 FULL = FullAttentionSpec(block_size=16, **HEADS)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from vllm_nvmeof_offload.errors import ConfigError
-from vllm_nvmeof_offload.vllm_adapter import lifecycle
-from vllm_nvmeof_offload.vllm_adapter.lifecycle import NAME_WEIGHTS, WHOLE, check_version
+from vllm_nvmeof_offload.vllm_adapter import new_weights
+from vllm_nvmeof_offload.vllm_adapter.new_weights import NAME_WEIGHTS, WHOLE, check_version
 
 CHANGED, NAMED = "changed", "named"
 
@@ -58,7 +58,7 @@ def engine(connector: Any, *, has_versions: bool = True) -> Any:
             self.version = weight_version
 
         EngineCore.set_weight_version = set_weight_version  # type: ignore[attr-defined]
-    lifecycle.install(EngineCore)
+    new_weights.install(EngineCore)
     return EngineCore()
 
 
@@ -96,7 +96,7 @@ def test_what_has_failed_is_not_named() -> None:
     assert connector.events == [(CHANGED, "reload_weights")]
 
 
-@pytest.mark.parametrize("method", sorted(lifecycle.KNOWN_TO_CHANGE - WHOLE))
+@pytest.mark.parametrize("method", sorted(new_weights.KNOWN_TO_CHANGE - WHOLE))
 def test_a_piece_of_an_update_is_not_named(method: str) -> None:
     """Weights are those of the name only when the last piece has come."""
     connector = Connector()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vllm_nvmeof_offload.errors import IntegrationError
-from vllm_nvmeof_offload.vllm_adapter import lifecycle
+from vllm_nvmeof_offload.vllm_adapter import new_weights
 from vllm_nvmeof_offload.vllm_adapter.weights import Adapters
 
 
@@ -44,19 +44,19 @@ def engine(connector: Any, loads: Callable[[], object] = bool) -> Any:
         def add_request(self, request: Any, request_wave: int = 0) -> None:
             pass
 
-    lifecycle.install(EngineCore)
-    lifecycle.install(EngineCore)  # wrapped once, so reported once
+    new_weights.install(EngineCore)
+    new_weights.install(EngineCore)  # wrapped once, so reported once
     return EngineCore()
 
 
-@pytest.mark.parametrize("method", sorted(lifecycle.KNOWN_TO_CHANGE))
+@pytest.mark.parametrize("method", sorted(new_weights.KNOWN_TO_CHANGE))
 def test_calls_that_change_weights_are_reported_as_known(method: str) -> None:
     connector = Connector()
     assert engine(connector).collective_rpc(method, 2.0, ("x",)) == [method, 2.0, ("x",)]
     assert connector.reported == [(method, True)]
 
 
-@pytest.mark.parametrize("method", sorted(lifecycle.HARMLESS))
+@pytest.mark.parametrize("method", sorted(new_weights.HARMLESS))
 def test_calls_that_change_no_weights_are_not_reported(method: str) -> None:
     connector = Connector()
     assert engine(connector).collective_rpc(method) == [method, None, ()]
@@ -184,4 +184,4 @@ def test_an_engine_without_a_scheduler_yet_is_accepted() -> None:
 
 def test_an_unexpected_engine_is_refused() -> None:
     with pytest.raises(IntegrationError, match="EngineCore has no collective_rpc"):
-        lifecycle.install(type("EngineCore", (), {}))
+        new_weights.install(type("EngineCore", (), {}))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.upstream.releases import newest
 from tests.upstream.trees import installed_package, installed_version, release
-from vllm_nvmeof_offload.vllm_adapter import known_vllm
+from vllm_nvmeof_offload.vllm_adapter import vllm_release
 
 DATA = Path(__file__).with_suffix(".json")
 _NO_FIELDS = ("ClassVar", "InitVar")
@@ -52,5 +52,5 @@ def _package(version: str) -> Path:
 
 
 if __name__ == "__main__":
-    versions = sys.argv[1:] or [newest(one) for one in known_vllm.KNOWN]
+    versions = sys.argv[1:] or [newest(one) for one in vllm_release.KNOWN]
     print(json.dumps({one: read_fields(_package(one)) for one in versions}, indent=1))

@@ -17,7 +17,7 @@ from vllm.v1.kv_offload import base
 
 from tests.upstream.config_fields import read_fields
 from vllm_nvmeof_offload.errors import IntegrationError
-from vllm_nvmeof_offload.vllm_adapter import capabilities, known_vllm
+from vllm_nvmeof_offload.vllm_adapter import vllm_release
 
 #: The classes of which ours are subclasses.
 _BASES = (base.OffloadingManager, base.OffloadingWorker, base.OffloadingSpec, OffloadingConnector)
@@ -27,7 +27,7 @@ _GONE = "is gone"
 def describe() -> dict[str, str]:
     """Everything that we use: forms of capabilities, signatures, fields of configurations."""
     found: dict[str, str] = {}
-    for capability in capabilities.ALL:
+    for capability in vllm_release.ALL:
         form = capability.form or ("absent" if capability.optional else "NOT IN A KNOWN FORM")
         found[f"capability: {capability.name}"] = form
         for needs in capability.forms.values():
@@ -57,7 +57,7 @@ def _lines(need: str) -> dict[str, str]:
         types = {field.name: str(field.type) for field in fields}
         return {
             f"{name}.{one}": _GONE
-            if capabilities.difference(f"{module}:{name} has {one}")
+            if vllm_release.difference(f"{module}:{name} has {one}")
             else types.get(one, "is there")
             for one in members.split()
         }
@@ -67,7 +67,7 @@ def _lines(need: str) -> dict[str, str]:
 if __name__ == "__main__":
     refusal = None
     try:
-        known_vllm.refuse_different()
+        vllm_release.refuse_different()
     except IntegrationError as error:
         refusal = str(error)
     print("INTERFACE " + json.dumps({"lines": describe(), "refusal": refusal}))

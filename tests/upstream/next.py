@@ -20,7 +20,7 @@ from tests.unit.adapter import ROOT, run_self_test
 from tests.upstream import suite
 from tests.upstream.releases import ReleaseUnavailableError, newest
 from tests.upstream.trees import Release, release
-from vllm_nvmeof_offload.vllm_adapter import known_vllm
+from vllm_nvmeof_offload.vllm_adapter import vllm_release
 
 
 def interface(tree: Release) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def main() -> int:
     parser.add_argument("version", nargs="?", help="default: the newest that the index has")
     asked = parser.parse_args().version
     try:
-        good = attempt(asked or newest(), newest(known_vllm.KNOWN[-1]))
+        good = attempt(asked or newest(), newest(vllm_release.KNOWN[-1]))
     except ReleaseUnavailableError as error:
         print(f"no release to try: {error}", file=sys.stderr)
         return 2

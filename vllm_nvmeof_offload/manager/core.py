@@ -32,14 +32,13 @@ from vllm_nvmeof_offload.errors import (
     io_error,
     outcome_of,
 )
+from vllm_nvmeof_offload.manager.boundary import prefix_order, tokens_by_source
 from vllm_nvmeof_offload.manager.eviction import MakePolicy
 from vllm_nvmeof_offload.manager.handshake import Agreement, CoreConfig, WritePolicy
 from vllm_nvmeof_offload.manager.hold_and_prefetch import Holds, Reason, ReloadScheduler
-from vllm_nvmeof_offload.manager.index import Entry, Source, State
 from vllm_nvmeof_offload.manager.kv_events import KvEventLog
-from vllm_nvmeof_offload.manager.ledger import Ledger, Op, columns_of
+from vllm_nvmeof_offload.manager.ledger import Entry, Ledger, Op, Source, State, columns_of
 from vllm_nvmeof_offload.manager.load_or_recompute import Admission, Find, LoadTimes
-from vllm_nvmeof_offload.manager.prefix_order import prefix_order, tokens_by_source
 from vllm_nvmeof_offload.manager.store_threshold import StoreThreshold
 from vllm_nvmeof_offload.manager.target_choice import Targets
 from vllm_nvmeof_offload.metrics import Counts, Series

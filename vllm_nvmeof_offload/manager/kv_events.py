@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm_nvmeof_offload.manager.index import Source
+from vllm_nvmeof_offload.manager.ledger import Source
 from vllm_nvmeof_offload.native import Tiers
 from vllm_nvmeof_offload.protocol import split_keys
 

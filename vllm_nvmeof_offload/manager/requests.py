@@ -366,7 +366,7 @@ class WaitingRequests:
 
 class Suspension:
     """The requests whose chunks are not stored, because weights may have changed since their KV was
-    computed. `vllm_adapter/old_kv.py` finds them. Scheduler side, one thread.
+    computed. `vllm_adapter/new_weights.py` finds them. Scheduler side, one thread.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

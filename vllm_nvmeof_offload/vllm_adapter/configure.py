@@ -40,7 +40,7 @@ from vllm_nvmeof_offload import (
 )
 from vllm_nvmeof_offload.errors import ConfigError, IntegrationError
 from vllm_nvmeof_offload.units import GIB, format_bytes
-from vllm_nvmeof_offload.vllm_adapter import capabilities, known_vllm
+from vllm_nvmeof_offload.vllm_adapter import vllm_release
 
 # -- our connector among those of a MultiConnector ----------------------------------------
 
@@ -170,7 +170,7 @@ _BACKEND_FLAG = "--kv-offloading-backend"
 
 def expect() -> None:
     """Raise `IntegrationError` if `install` would not work."""
-    for found in capabilities.CONFIGURATION.differences():
+    for found in vllm_release.CONFIGURATION.differences():
         raise IntegrationError(found)
 
 
@@ -239,7 +239,7 @@ def complete(vllm_config: Any) -> None:
     """Make `vllm_config` name our connector with a complete, checked configuration; else refuse."""
     from vllm.config import KVTransferConfig
 
-    known_vllm.refuse_different()
+    vllm_release.refuse_different()
     # Imported here, because most servers with this plugin do not use the backend, and because an
     # unknown vLLM may lack what it imports.
     from vllm_nvmeof_offload.vllm_adapter.supported import precheck

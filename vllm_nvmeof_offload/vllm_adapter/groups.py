@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
     get_offloading_group_ids,
@@ -29,7 +29,8 @@ from vllm.v1.kv_cache_interface import (
 
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor
 from vllm_nvmeof_offload.groups import SET_SIZE_MAX, Group, GroupBlocks, GroupKind, RankGroup
-from vllm_nvmeof_offload.vllm_adapter import capabilities
+from vllm_nvmeof_offload.manager.boundary import SPARSE, automatic, kept_every, unit_tokens
+from vllm_nvmeof_offload.vllm_adapter import vllm_release
 
 #: By exact type: a subclass may drop blocks in its own way while a request runs.
 _KINDS: dict[type, GroupKind] = {
@@ -114,7 +115,7 @@ def groups_of(config: Any, kv_cache_config: Any) -> tuple[Group, ...]:
 
     config: vLLM's `OffloadingConfig`. Their layers are of one known kind (`refuse_unsupported`).
     """
-    groups, chunks_of_window = [], capabilities.WINDOW_CHUNKS.take()
+    groups, chunks_of_window = [], vllm_release.WINDOW_CHUNKS.take()
     for one in config.groups:
         group = kv_cache_config.kv_cache_groups[one.group_id]
         (kind,) = kinds_of(group)
@@ -250,3 +251,52 @@ def _reach_tokens(kind: GroupKind, spec: Any) -> int | None:
     if kind is GroupKind.WINDOW:
         return int(spec.sliding_window) - 1 + int(spec.extra_retained_tokens)
     return int(spec.attention_chunk_size) if kind is GroupKind.LOCAL else None
+
+
+# The boundaries at which vLLM keeps windows and states, and offers them for storing.
+#
+# By default vLLM keeps them only at the end of a prompt, so nothing of an answer is ever found
+# again. Here vLLM keeps a boundary in every so many tokens, and its offloading scheduler offers
+# all windows that are still in GPU memory; `manager/tails.py` chooses among them.
+
+
+def keep_boundaries(
+    scheduler: Any,
+    vllm_config: Any,
+    kv_cache_config: Any,
+    groups: Sequence[Group],
+    asked: int | Literal["auto"],
+) -> int:
+    """Configure vLLM; returns the tokens between two lasting boundaries, or 0: vLLM chooses what is
+    stored.
+
+    Comes before vLLM makes its KV cache manager. scheduler: vLLM's offloading scheduler. groups:
+    the offloaded ones. asked: boundary_tokens as configured.
+    """
+    unit = unit_tokens(groups)
+    # A chunk is whole only at a boundary that is a multiple of it in every group.
+    scheduler.config = scheduler.config._replace(alignment_tokens=unit)
+    if not any(group.kind in SPARSE for group in groups):
+        return 0
+    given = vllm_config.cache_config.prefix_cache_retention_interval
+    if asked == 0 and not given:
+        return 0
+    parallel = vllm_config.parallel_config.decode_context_parallel_size
+    blocks = [
+        resolve_dcp_kv_block_size(one.kv_cache_spec, parallel)
+        for one in kv_cache_config.kv_cache_groups
+    ]
+    unit = math.lcm(unit, *blocks)  # what vLLM demands of its interval too
+    if given:
+        every = math.lcm(unit, given)
+    elif asked == "auto":
+        every = automatic(rank_groups_of(groups, kv_cache_config), unit)
+    else:
+        every = -(-asked // unit) * unit
+    if given == 0:
+        interval = kept_every(groups, unit, every)
+        kv_cache_config.prefix_cache_retention_interval = interval
+        vllm_config.cache_config.prefix_cache_retention_interval = interval
+    # Which windows are stored is not vLLM's choice; of states it offers those that it keeps.
+    scheduler.config = scheduler.config._replace(retention_interval=None)
+    return every

@@ -35,15 +35,19 @@ from vllm.v1.kv_offload.base import (
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.groups import Group
+from vllm_nvmeof_offload.manager.boundary import tokens_by_source
 from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL, CoreConfig, ManagerCore, Source
 from vllm_nvmeof_offload.manager.eviction import MakePolicy
 from vllm_nvmeof_offload.manager.handshake import agree
-from vllm_nvmeof_offload.manager.log_lines import FailureLog, start_line
-from vllm_nvmeof_offload.manager.metrics_collector import MetricsCollector, config_labels
 from vllm_nvmeof_offload.manager.prefill_rate import StepMeter
-from vllm_nvmeof_offload.manager.prefix_order import tokens_by_source
 from vllm_nvmeof_offload.manager.requests import Queue, Suspension, WaitingRequests
 from vllm_nvmeof_offload.manager.tails import Tails
+from vllm_nvmeof_offload.manager.telemetry import (
+    FailureLog,
+    MetricsCollector,
+    config_labels,
+    start_line,
+)
 from vllm_nvmeof_offload.metrics import CONFIG_LABELS, Counts, exported
 from vllm_nvmeof_offload.native import LookUps
 from vllm_nvmeof_offload.pool.format import share_tag
@@ -55,11 +59,11 @@ from vllm_nvmeof_offload.protocol import (
     Report,
     StoreCommand,
 )
-from vllm_nvmeof_offload.vllm_adapter import capabilities, known_vllm
+from vllm_nvmeof_offload.vllm_adapter import vllm_release
 from vllm_nvmeof_offload.vllm_adapter.kv_hints import Advice, advice_of, helpers_of
 from vllm_nvmeof_offload.vllm_adapter.sharing import NAMELESS, ShareSettings, Sharing, why_not
 
-_HIT_SOURCES = capabilities.HIT_SOURCES.take()
+_HIT_SOURCES = vllm_release.HIT_SOURCES.take()
 _MEDIUM = {Source.CPU: Medium.CPU, Source.POOL: Medium.STORAGE}
 _EVERYWHERE = FROM_CPU | FROM_POOL
 
@@ -162,7 +166,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._labels = dict.fromkeys(CONFIG_LABELS, "")
         self._sharing: Sharing | None = None
         self._refused: dict[str, list[bytes]] = {}  # by request, of this step's stores
-        self._labels["vllm"] = known_vllm.release()
+        self._labels["vllm"] = vllm_release.release()
         self._labels["prompts_only"] = "yes" if prompts_only else "no"
         self._activity_seen: tuple[float, ...] = ()
 

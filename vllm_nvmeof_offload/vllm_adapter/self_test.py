@@ -42,7 +42,7 @@ from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.errors import IntegrationError
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.units import KIB, MIB
-from vllm_nvmeof_offload.vllm_adapter import known_vllm
+from vllm_nvmeof_offload.vllm_adapter import vllm_release
 
 _LAYERS = ("self_test.0", "self_test.1")
 _BLOCK_TOKENS, _PER_CHUNK, _BLOCKS = 16, 2, 24
@@ -70,7 +70,7 @@ def run(vllm_config: Any) -> None:
     if _running:
         return
     began_s = time.monotonic()
-    version, _running = known_vllm.version(), True
+    version, _running = vllm_release.version(), True
     try:
         with _quiet(), tempfile.TemporaryDirectory(prefix="vllm-nvmeof-self-test-") as folder:
             _test(_config_like(vllm_config, folder), Path(folder))
@@ -80,7 +80,7 @@ def run(vllm_config: Any) -> None:
             said = f"{type(error).__name__}: {said}"
         raise IntegrationError(
             f"vLLM {version} failed the self-test of this vllm-nvmeof-offload ({said}); use a "
-            f"release of vLLM {' or '.join(known_vllm.KNOWN)}, or a vllm-nvmeof-offload that "
+            f"release of vLLM {' or '.join(vllm_release.KNOWN)}, or a vllm-nvmeof-offload that "
             "knows this one"
         ) from error
     finally:

@@ -42,7 +42,7 @@ from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.manager.eviction import choose_policy
 from vllm_nvmeof_offload.pool.ownership import usable_bytes
 from vllm_nvmeof_offload.units import format_bytes, slot_stride_bytes
-from vllm_nvmeof_offload.vllm_adapter import known_vllm
+from vllm_nvmeof_offload.vllm_adapter import vllm_release
 from vllm_nvmeof_offload.vllm_adapter.deployment import note_weights
 from vllm_nvmeof_offload.vllm_adapter.groups import kinds_of, offloaded, specs_of
 
@@ -57,7 +57,7 @@ def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
     refuse_parallel(parallel)
     note_replicas(vllm_config, extra)
     config = parse_config(extra)
-    known_vllm.refuse_unknown(config.allow_unknown_vllm)
+    vllm_release.refuse_unknown(config.allow_unknown_vllm)
     note_weights(vllm_config, extra)
     refuse_platform(current_platform)
     choose_policy(config.eviction_policy)

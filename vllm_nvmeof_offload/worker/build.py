@@ -25,7 +25,7 @@ from vllm_nvmeof_offload.config import (
     share_secret,
 )
 from vllm_nvmeof_offload.copy.base import CopyEngine
-from vllm_nvmeof_offload.copy.choose import open_device
+from vllm_nvmeof_offload.copy.calibration import open_device
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry
 from vllm_nvmeof_offload.copy.gpu_checksums import STRIPE_BYTES
 from vllm_nvmeof_offload.errors import ConfigError
@@ -44,8 +44,7 @@ from vllm_nvmeof_offload.targets.health import TargetHealth
 from vllm_nvmeof_offload.targets.reattach import Attachments, TargetWatcher
 from vllm_nvmeof_offload.units import slot_stride_bytes
 from vllm_nvmeof_offload.worker.membership import NoSetError, SetLayout, join_set
-from vllm_nvmeof_offload.worker.peer_links import LinkSettings, PeerLinks, open_links
-from vllm_nvmeof_offload.worker.peering import Peers
+from vllm_nvmeof_offload.worker.peer_reads import LinkSettings, PeerLinks, Peers, open_links
 from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, TransferPipeline
 from vllm_nvmeof_offload.worker.regions import RegionFiles
 from vllm_nvmeof_offload.worker.serving import OwnRegion, Serve, ServeQueue

@@ -61,8 +61,7 @@ from vllm_nvmeof_offload.protocol import (
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.targets.health import TargetHealth, Verdict
 from vllm_nvmeof_offload.units import HEADER_BYTES, MIB
-from vllm_nvmeof_offload.worker.peer_links import PeerLinks
-from vllm_nvmeof_offload.worker.peering import Peering, Peers
+from vllm_nvmeof_offload.worker.peer_reads import Peering, PeerLinks, Peers
 from vllm_nvmeof_offload.worker.regions import RegionOpener, Regions
 from vllm_nvmeof_offload.worker.serving import Serve, Serving
 

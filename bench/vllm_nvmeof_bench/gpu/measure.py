@@ -51,7 +51,7 @@ from vllm_nvmeof_bench.settings import check_names, option, recorded
 from vllm_nvmeof_bench.stream import load as stream
 from vllm_nvmeof_bench.stream.load import Rig, measure_arm
 from vllm_nvmeof_offload.copy.base import Backend, Descriptors, Direction
-from vllm_nvmeof_offload.copy.choose import KvDevice
+from vllm_nvmeof_offload.copy.calibration import KvDevice
 from vllm_nvmeof_offload.copy.driver import Cuda, compile_kernels
 from vllm_nvmeof_offload.copy.gpu_checksums import CRC_BLOCKS, KERNEL_NAME, Launch
 from vllm_nvmeof_offload.errors import EngineError

@@ -66,7 +66,7 @@ from vllm_nvmeof_offload.peers.base import Common, SlotMemory
 from vllm_nvmeof_offload.peers.clients import PeerClients
 from vllm_nvmeof_offload.pool.format import read_superblock
 from vllm_nvmeof_offload.units import KIB, MIB, slot_stride_bytes
-from vllm_nvmeof_offload.worker.peering import Peers
+from vllm_nvmeof_offload.worker.peer_reads import Peers
 from vllm_nvmeof_offload.worker.pipeline import PipelineRunner
 
 _KEYSPACE = "bench peers"

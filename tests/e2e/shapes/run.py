@@ -14,6 +14,7 @@ from typing import Any
 from tests.e2e.shapes import stand_ins
 from tests.e2e.shapes.models import make
 from tests.e2e.shapes.steady import SteadyEngine
+from vllm_nvmeof_offload.vllm_adapter import new_weights
 
 _SETTLE_S = 120.0
 #: Number of log-probabilities: the token's and the runner-up's.
@@ -175,9 +176,8 @@ def _report_blocks() -> None:
 
 
 def _watch_nothing() -> None:
-    from vllm_nvmeof_offload.vllm_adapter import lifecycle
 
-    lifecycle.install = lambda engine_core: None
+    new_weights.install = lambda engine_core: None
 
 
 def _ask(llm: Any, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -8,6 +8,8 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+from vllm_nvmeof_offload.copy import calibration
+
 
 def ask_as_on_a_gpu() -> None:
     """Make the connector request its layout as on a GPU, and the CPU's attention accept it.
@@ -35,14 +37,13 @@ def copy_by_stub() -> None:
     The stub tests how the parts are assembled, and proves nothing about a GPU.
     """
     from tests.unit.copies.fake_cuda import MODEL_STREAM, FakeCuda
-    from vllm_nvmeof_offload.copy import choose
     from vllm_nvmeof_offload.worker import build
 
-    def open_device(name: str) -> choose.KvDevice:
+    def open_device(name: str) -> calibration.KvDevice:
         assert name == "cpu"
         cuda = FakeCuda(seed=os.getpid())
         threading.Thread(target=_go_on, args=(cuda,), name="stub-gpu", daemon=True).start()
-        return choose.KvDevice(cuda, lambda: MODEL_STREAM, ("a STUB stands in for the GPU",))
+        return calibration.KvDevice(cuda, lambda: MODEL_STREAM, ("a STUB stands in for the GPU",))
 
     build.open_device = open_device
 

@@ -15,7 +15,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
 from tests.unit.adapter.pull_request_56076 import pointing
-from vllm_nvmeof_offload.vllm_adapter.device_pointers import PointersWorker
+from vllm_nvmeof_offload.vllm_adapter.worker import PointersWorker
 
 
 @contextlib.contextmanager

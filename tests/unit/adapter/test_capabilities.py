@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from vllm_nvmeof_offload.vllm_adapter import capabilities
-from vllm_nvmeof_offload.vllm_adapter.capabilities import Capability, difference
+from vllm_nvmeof_offload.vllm_adapter import vllm_release
+from vllm_nvmeof_offload.vllm_adapter.vllm_release import Capability, difference
 
 
 class Base:
@@ -101,6 +101,6 @@ def test_the_first_form_that_fits_is_taken_and_else_the_closest_one_is_named() -
 
 
 def test_the_imported_vllm_has_every_indispensable_capability() -> None:
-    assert list(capabilities.missing()) == []
-    assert capabilities.DEVICE_BLOCKS.form == capabilities.BLOCK_IDS
-    assert len({one.name for one in capabilities.ALL}) == len(capabilities.ALL)
+    assert list(vllm_release.missing()) == []
+    assert vllm_release.DEVICE_BLOCKS.form == vllm_release.BLOCK_IDS
+    assert len({one.name for one in vllm_release.ALL}) == len(vllm_release.ALL)

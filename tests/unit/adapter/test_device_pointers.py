@@ -17,8 +17,8 @@ from tests.unit.adapter.pull_request_56076 import DevicePointers, pointing, reso
 from vllm_nvmeof_offload.errors import IntegrationError
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.protocol import ChunkBatch, LoadCommand, StoreCommand
-from vllm_nvmeof_offload.vllm_adapter import capabilities
-from vllm_nvmeof_offload.vllm_adapter import device_pointers as ours
+from vllm_nvmeof_offload.vllm_adapter import vllm_release
+from vllm_nvmeof_offload.vllm_adapter import worker as ours
 from vllm_nvmeof_offload.vllm_adapter.manager import CommandSpec
 from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker
 from vllm_nvmeof_offload.worker.build import RankWorker
@@ -173,6 +173,6 @@ def test_the_worker_that_fits_this_vllm_is_made() -> None:
     assert ours.worker_class() is NVMeoFOffloadingWorker
     assert type(ours.make_worker(parts, None)) is NVMeoFOffloadingWorker
     with pointing():
-        assert capabilities.DEVICE_BLOCKS.form == capabilities.POINTERS
+        assert vllm_release.DEVICE_BLOCKS.form == vllm_release.POINTERS
         assert ours.worker_class() is ours.PointersWorker
         assert type(ours.make_worker(parts, kv_caches([[0]]))) is ours.PointersWorker

@@ -12,7 +12,7 @@ import pytest
 
 from vllm_nvmeof_offload import plugin
 from vllm_nvmeof_offload.errors import ConfigError, IntegrationError
-from vllm_nvmeof_offload.vllm_adapter import known_vllm
+from vllm_nvmeof_offload.vllm_adapter import vllm_release
 
 
 @pytest.mark.parametrize(
@@ -33,15 +33,15 @@ def test_a_version_is_known_by_its_first_two_numbers(
     monkeypatch: pytest.MonkeyPatch, version: str, known: bool
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
-    problem = known_vllm.unknown_version()
+    problem = vllm_release.unknown_version()
     assert (problem is None) == known
-    assert known_vllm.release() == (version[:4] if known else "unknown")
-    known_vllm.refuse_unknown(True)
+    assert vllm_release.release() == (version[:4] if known else "unknown")
+    vllm_release.refuse_unknown(True)
     if problem is not None:
         assert problem.startswith(f"vLLM {version} is not known to this vllm-nvmeof-offload; use")
-        assert all(release in problem for release in known_vllm.KNOWN)
+        assert all(release in problem for release in vllm_release.KNOWN)
         with pytest.raises(ConfigError, match=rf"^allow_unknown_vllm=False: vLLM {version}"):
-            known_vllm.refuse_unknown(False)
+            vllm_release.refuse_unknown(False)
 
 
 @pytest.mark.parametrize(
@@ -96,4 +96,4 @@ def _demands_more(self: Any, job: int, source: str, fast: bool, x: int) -> None:
 def test_a_method_of_ours_must_take_every_call_that_vllms_takes(
     ours: Callable[..., Any], accepted: bool
 ) -> None:
-    assert known_vllm.accepts(ours, _base) == accepted
+    assert vllm_release.accepts(ours, _base) == accepted

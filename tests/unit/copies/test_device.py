@@ -16,7 +16,7 @@ from tests.unit.copies.fake_cuda import FakeCuda
 from vllm_nvmeof_offload import staging as staging_module
 from vllm_nvmeof_offload.copy import driver
 from vllm_nvmeof_offload.copy.base import Direction
-from vllm_nvmeof_offload.copy.choose import KvDevice, open_device
+from vllm_nvmeof_offload.copy.calibration import KvDevice, open_device
 from vllm_nvmeof_offload.copy.driver import CudaFacts
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.gpu_checksums import CRC_BLOCKS

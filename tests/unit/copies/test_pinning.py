@@ -16,8 +16,7 @@ import pytest
 from tests.unit.copies.fake_cuda import FakeCuda
 from vllm_nvmeof_offload.copy import calibration
 from vllm_nvmeof_offload.copy.base import Direction
-from vllm_nvmeof_offload.copy.calibration import Cell, calibrate
-from vllm_nvmeof_offload.copy.choose import KvDevice
+from vllm_nvmeof_offload.copy.calibration import Cell, KvDevice, calibrate
 from vllm_nvmeof_offload.copy.cuda import CudaCopyEngine
 from vllm_nvmeof_offload.copy.driver import CudaError
 from vllm_nvmeof_offload.copy.pinning import Readiness, StagingPinning

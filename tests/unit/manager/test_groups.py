@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from vllm_nvmeof_offload.errors import STALE
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
+from vllm_nvmeof_offload.manager.boundary import prefix_order, tokens_by_source
 from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.manager.load_or_recompute import Find
-from vllm_nvmeof_offload.manager.log_lines import start_line
-from vllm_nvmeof_offload.manager.prefix_order import prefix_order, tokens_by_source
+from vllm_nvmeof_offload.manager.telemetry import start_line
 from vllm_nvmeof_offload.protocol import CancelCommand, RankHello, place_of
 
 from .bench import KEY_BYTES, Bench, Core, hello

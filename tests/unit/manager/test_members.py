@@ -12,7 +12,7 @@ import pytest
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.handshake import agree
-from vllm_nvmeof_offload.manager.log_lines import FailureLog
+from vllm_nvmeof_offload.manager.telemetry import FailureLog
 from vllm_nvmeof_offload.protocol import (
     EVERY_MEMBER,
     TAG_BYTES,

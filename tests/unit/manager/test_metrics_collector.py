@@ -12,9 +12,14 @@ import pytest
 from vllm_nvmeof_offload import LOGGER_NAME
 from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, io_error
 from vllm_nvmeof_offload.manager.core import CoreConfig
-from vllm_nvmeof_offload.manager.log_lines import PERIOD_S, FailureLog, start_line
-from vllm_nvmeof_offload.manager.metrics_collector import MetricsCollector, config_labels
 from vllm_nvmeof_offload.manager.requests import Suspension
+from vllm_nvmeof_offload.manager.telemetry import (
+    PERIOD_S,
+    FailureLog,
+    MetricsCollector,
+    config_labels,
+    start_line,
+)
 from vllm_nvmeof_offload.metrics import COUNTERS, GAUGES, METRICS, PREFIX, Series, exported
 from vllm_nvmeof_offload.protocol import (
     LevelReport,

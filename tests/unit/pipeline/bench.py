@@ -44,7 +44,7 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.staging import SetMap, StagingMap
 from vllm_nvmeof_offload.units import HEADER_BYTES
-from vllm_nvmeof_offload.worker.peering import Peers
+from vllm_nvmeof_offload.worker.peer_reads import Peers
 from vllm_nvmeof_offload.worker.pipeline import TransferLimits, TransferPipeline
 from vllm_nvmeof_offload.worker.regions import RegionOpener
 from vllm_nvmeof_offload.worker.serving import OwnRegion, Serve, ServeQueue

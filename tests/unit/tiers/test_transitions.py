@@ -11,7 +11,7 @@ import pytest
 from vllm_nvmeof_offload.native._tiers_mutants import after  # type: ignore[attr-defined]
 
 import vllm_nvmeof_offload.native as native
-from vllm_nvmeof_offload.manager.index import State
+from vllm_nvmeof_offload.manager.ledger import State
 
 from .model import STATES, TABLE
 

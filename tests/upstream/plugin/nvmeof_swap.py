@@ -30,7 +30,7 @@ from vllm_nvmeof_offload import connector as ours
 from vllm_nvmeof_offload.groups import RankGroup
 from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.protocol import RankHello
-from vllm_nvmeof_offload.vllm_adapter import known_vllm
+from vllm_nvmeof_offload.vllm_adapter import vllm_release
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 
 _calls: Counter[str] = Counter()
@@ -90,7 +90,7 @@ def _counted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _swap() -> None:
-    known_vllm.refuse_different()  # checks the real classes; the result is cached
+    vllm_release.refuse_different()  # checks the real classes; the result is cached
     for name in ("refuse_unsupported", "choose_blocks_per_chunk", "deployed", "replica_of"):
         assert callable(getattr(ours, name))
         setattr(ours, name, lambda *_args, **_kwargs: None)
