@@ -21,7 +21,7 @@
 
 #include "geometry.h"
 #include "instant_lanes.h"
-#include "lane_choice.h"
+#include "lanes.h"
 #include "machine.h"
 #include "python_lanes.h"
 

@@ -2,7 +2,7 @@
 // Other engines' chunks in the tiers: which of them can be read, and how they come to a cache slot.
 #include <algorithm>
 
-#include "mutants.h"
+#include "op.h"
 #include "tiers.h"
 
 namespace nvmeof {

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "rules.h"
+#include "op.h"
 #include "thread_ring.h"
 
 namespace nvmeof {

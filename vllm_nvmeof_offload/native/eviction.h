@@ -14,7 +14,7 @@
 
 #include "huge_pages.h"
 #include "index.h"
-#include "mutants.h"
+#include "op.h"
 #include "slot_parts.h"
 
 namespace nvmeof {

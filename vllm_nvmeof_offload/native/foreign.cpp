@@ -6,7 +6,7 @@
 #include <iterator>
 #include <utility>
 
-#include "mutants.h"
+#include "op.h"
 
 namespace nvmeof {
 

@@ -11,7 +11,7 @@
 #include <cstring>
 #include <utility>
 
-#include "small_crc.h"
+#include "log_format.h"
 
 namespace nvmeof {
 

@@ -11,7 +11,7 @@
 #include <cstring>
 #include <system_error>
 
-#include "rules.h"
+#include "op.h"
 
 namespace nvmeof {
 

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "rules.h"
+#include "op.h"
 
 namespace nvmeof {
 

@@ -12,8 +12,7 @@
 
 #include "huge_pages.h"
 #include "members.h"
-#include "mutants.h"
-#include "rules.h"
+#include "op.h"
 
 namespace nvmeof {
 

@@ -37,7 +37,6 @@
 #include <utility>
 #include <vector>
 
-#include "lane_choice.h"
 #include "lanes.h"
 #include "meters.h"
 #include "op.h"

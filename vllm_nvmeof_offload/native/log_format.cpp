@@ -4,7 +4,6 @@
 #include <bit>
 #include <cstring>
 
-#include "small_crc.h"
 
 namespace nvmeof {
 namespace {

@@ -3,11 +3,19 @@
 // implementations.
 #pragma once
 
+#include <isa-l/crc.h>
+
 #include <array>
 #include <cstddef>
 #include <cstdint>
 
 namespace nvmeof {
+
+// CRC-32C of few bytes.
+inline uint32_t small_crc32c(const void* data, size_t bytes) {
+  auto* const text = static_cast<unsigned char*>(const_cast<void*>(data));
+  return ~crc32_iscsi(text, static_cast<int>(bytes), ~uint32_t{0});
+}
 
 inline constexpr size_t kLogPageBytes = 4096;
 inline constexpr size_t kLogHeadBytes = 64;

@@ -32,7 +32,7 @@
 //     load           holder's fill or read → copy from the holder's slot
 //
 // A load's read from the pool may go to a peer instead, which is one more lane (io_queue.h): it is
-// chosen as the chunk gets its stream slot, by the rule of lane_choice.h. Whatever a peer says or
+// chosen as the chunk gets its stream slot, by the rule of lanes.h. Whatever a peer says or
 // fails to say, the chunk goes home once, with the deadline and the retry that it had; if a pull
 // may still write into its slot, it takes another one. What lands in a cache slot is pulled into a
 // stream slot, too, and copied once it is proven: no pull can then write into a cache slot, however

@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "io_queue.h"
-#include "mutants.h"
+#include "op.h"
 #include "task.h"
 
 namespace nvmeof {

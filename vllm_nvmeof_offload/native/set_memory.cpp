@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "set_memory.h"
 
-#include "rules.h"
+#include "op.h"
 
 namespace nvmeof {
 namespace {

@@ -9,7 +9,7 @@
 
 #include "huge_pages.h"
 #include "members.h"
-#include "rules.h"
+#include "op.h"
 
 namespace nvmeof {
 

@@ -13,9 +13,7 @@
 
 #include "lanes.h"
 #include "members.h"
-#include "mutants.h"
 #include "op.h"
-#include "rules.h"
 
 namespace nvmeof {
 

@@ -177,7 +177,7 @@ class Tiers {
   // The keys, in prefix order, were used; ended: by an ended request. Heads outlive tails.
   void touch(Keys keys, bool ended) { touch(rows_of(keys), ended); }
 
-  // -- remembered answers: manager/remembered.py ------------------------------------
+  // -- remembered answers: manager/look_up.py ---------------------------------------
   // A number that is another one when these keys' chunks have moved to another tier or place, or
   // one of them has begun to be loaded; 0: one of them misses.
   uint64_t whereabouts(Keys keys, uint8_t sources) const;
