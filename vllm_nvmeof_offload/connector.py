@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -38,8 +38,6 @@ from vllm.v1.engine.core import EngineCore
 
 from vllm_nvmeof_offload.config import WEIGHTS_SEEN, parse_config
 from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL
-from vllm_nvmeof_offload.manager.remembered import Answer, Question
-from vllm_nvmeof_offload.manager.requests import WaitingRequests
 from vllm_nvmeof_offload.metrics import COUNTERS, PREFIX, Counts
 from vllm_nvmeof_offload.protocol import Command, RankHello, Report
 from vllm_nvmeof_offload.spec import NVMeoFOffloadingSpec
@@ -47,6 +45,7 @@ from vllm_nvmeof_offload.vllm_adapter import new_weights, vllm_release
 from vllm_nvmeof_offload.vllm_adapter.configure import choose_blocks_per_chunk, register_loaded
 from vllm_nvmeof_offload.vllm_adapter.deployment import deployed
 from vllm_nvmeof_offload.vllm_adapter.groups import LayerCaches, groups_of, keep_boundaries
+from vllm_nvmeof_offload.vllm_adapter.look_up import look_up, sources_of
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 from vllm_nvmeof_offload.vllm_adapter.new_weights import OldKV, logged_in_one_line
 from vllm_nvmeof_offload.vllm_adapter.scheduler_view import (
@@ -67,10 +66,6 @@ __all__ = [
     "OffloadingStats",
     "worker_class",
 ]
-
-
-#: A look-up's answer, and whether the load continues during later steps.
-_Found: TypeAlias = tuple[Answer, bool]
 
 
 @dataclass
@@ -278,12 +273,6 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         assert isinstance(manager, NVMeoFOffloadingManager)
         return manager
 
-    @property
-    def _waiting(self) -> WaitingRequests:
-        waiting = self._manager.waiting
-        assert waiting is not None
-        return waiting
-
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
@@ -308,7 +297,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
     def on_new_request(self, request: Any, **more: Any) -> None:
         super().on_new_request(request, **more)
         advice = self._manager.advise(self._view.context(request.request_id), request)
-        self._waiting.added(
+        self._view.waiting.added(
             request,
             prefetch=self._may_prefetch(request),
             first=advice.prefetch,
@@ -319,54 +308,17 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        request_id, local = request.request_id, num_computed_tokens
-        cap, sources = self._max_loadable_tokens(request, local), self._sources_of(request)
-        question = self._view.question(request, local, cap, sources)
-        answer, later = self._look_up(request, question)
-        if answer.found is None:
-            return None, False
-        self._old_kv.looked_up(request_id, local)
-        if self._waiting.decide(request_id, answer).declined:
-            question = replace(question, sources=question.sources & FROM_CPU)
-            answer, later = self._look_up(request, question)
-            if answer.found is None:
-                return None, False
-            self._waiting.declined(request_id, answer.found)
-        if answer.found and not self._waiting.answers.was_last(request_id, question):
-            # vLLM's state of the request is that of the look-up in the other sources.
-            answer, later = self._really_look_up(request, question)
-        # vLLM decides whether the load continues during later steps: since 0.33 it may not.
-        return answer.found, later and bool(answer.found)
-
-    def _sources_of(self, request: Any) -> int:
-        """The sources that the request may be loaded from."""
-        return self._manager.sources_of(self._view.context(request.request_id).load_tier_filter)
+        local, theirs = num_computed_tokens, super().get_num_new_matched_tokens
+        cap = self._max_loadable_tokens(request, local)
+        found, later = look_up(self._view, request, local, cap, theirs)
+        if found is not None:
+            self._old_kv.looked_up(request.request_id, local)
+        return found, later
 
     def _may_prefetch(self, request: Any) -> bool:
         """Whether the request may be loaded from both tiers."""
-        both = self._sources_of(request) == FROM_CPU | FROM_POOL
+        both = sources_of(self._view, request) == FROM_CPU | FROM_POOL
         return both and not request.skip_reading_prefix_cache
-
-    def _look_up(self, request: Any, question: Question) -> _Found:
-        """vLLM's look-up, or the answer that it would give again."""
-        if self._view.is_as_looked_up(request.request_id, question.local):
-            known = self._waiting.answers.recall(request.request_id, question)
-            if known is not None:
-                return known, True
-        return self._really_look_up(request, question)
-
-    def _really_look_up(self, request: Any, question: Question) -> _Found:
-        answers, local = self._waiting.answers, question.local
-        keys = self._view.key_lists(request.request_id)
-        with self._manager.looking_up(question.sources, keys) as look_up:
-            found, later = super().get_num_new_matched_tokens(request, local)
-            rest = self._view.rest_of_a_chunk(request, question, self._waiting) if found == 0 else 0
-        answers.asked(request.request_id, question)
-        hits, misses = look_up.hits, look_up.misses
-        # With KV events every look-up is real: vLLM notes in it what it reports in events.
-        keep = not self._manager.config.kv_events
-        answer = answers.remember(request.request_id, question, found, hits, misses, keep)
-        return (replace(answer, found=rest), True) if rest else (answer, later)
 
     @timed
     def update_state_after_alloc(
@@ -374,7 +326,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
     ) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens, **more)
         self._old_kv.admitted(request, blocks, num_external_tokens)
-        self._waiting.allocated(request.request_id, num_external_tokens)
+        self._view.waiting.allocated(request.request_id, num_external_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from vllm_nvmeof_offload.manager.remembered import Answer, RememberedAnswers
+from vllm_nvmeof_offload.manager.look_up import Answer, RequestLookUps
 
 from .mutants import Patch, mutant, native
 
@@ -20,40 +20,40 @@ native(
 
 @mutant
 def remembered_answer_survives_another_source_set() -> list[Patch]:
-    real = RememberedAnswers.recall
+    real = RequestLookUps.recall
 
     def recall(self: Any, request_id: str, question: Any) -> Answer | None:
-        others = self._answers.get(request_id, {question.sources: None})
-        sources = next(iter(others))
+        known = self._requests.get(request_id)
+        sources = next(iter(known.answers), question.sources) if known else question.sources
         return real(self, request_id, replace(question, sources=sources))
 
-    return [(RememberedAnswers, "recall", recall)]
+    return [(RequestLookUps, "recall", recall)]
 
 
 @mutant
 def first_miss_is_not_asked_again() -> list[Patch]:
-    real = RememberedAnswers.remember
+    real = RequestLookUps.asked
 
-    def remember(self: Any, name: str, question: Any, found: Any, keys: Any, _: Any) -> Answer:
-        return real(self, name, question, found, keys, [])
+    def asked(self: Any, name: str, said: Answer) -> Answer:
+        return real(self, name, replace(said, misses=[]))
 
-    return [(RememberedAnswers, "remember", remember)]
+    return [(RequestLookUps, "asked", asked)]
 
 
 @mutant
 def delay_is_remembered() -> list[Patch]:
     """As nothing found: a request that is delayed is not asked for again."""
-    remember, recall = RememberedAnswers.remember, RememberedAnswers.recall
+    asked, recall = RequestLookUps.asked, RequestLookUps.recall
     delayed: set[tuple[str, Any]] = set()
 
-    def remembers(self: Any, name: str, question: Any, found: Any, *more: Any) -> Answer:
-        if found is None:
-            delayed.add((name, question))
-        return remember(self, name, question, found, *more)
+    def remembers(self: Any, name: str, said: Answer) -> Answer:
+        if said.found is None:
+            delayed.add((name, said.question))
+        return asked(self, name, said)
 
     def recalls(self: Any, name: str, question: Any) -> Answer | None:
         if (name, question) in delayed:
-            return Answer(question, 0, (), (), 0)
+            return Answer(question, 0, (), ())
         return recall(self, name, question)
 
-    return [(RememberedAnswers, "remember", remembers), (RememberedAnswers, "recall", recalls)]
+    return [(RequestLookUps, "asked", remembers), (RequestLookUps, "recall", recalls)]

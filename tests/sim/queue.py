@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 from vllm_nvmeof_offload.groups import GroupKind, group_id_of
 from vllm_nvmeof_offload.manager.core import ManagerCore
-from vllm_nvmeof_offload.manager.remembered import Answer, Question
-from vllm_nvmeof_offload.manager.requests import Queue, WaitingRequests
+from vllm_nvmeof_offload.manager.look_up import Answer, Question, Queue
+from vllm_nvmeof_offload.manager.requests import WaitingRequests
 
 from .base import Clock, Knobs, Violation
 from .requests import BlockPool, Request
@@ -84,11 +84,10 @@ class SimQueue:
         is loaded. Return what the connector would take for its answer."""
         name, found = str(request), look_up.found
         question = Question(len(request.tokens), request.hashes[-1], local, None, look_up.sources)
-        answers = self.waiting.answers
-        answer = answers.recall(name, question)
+        answer = self.waiting.look_ups.recall(name, question)
         if answer is None:
-            answers.asked(name, question)
-            return answers.remember(name, question, found, look_up.hits, look_up.misses)
+            said = Answer(question, found, look_up.hits, look_up.misses)
+            return self.waiting.look_ups.asked(name, said)
         self._counts["remembered_answers"] += 1
         remembered = answer.found
         if remembered != (found or 0):
@@ -101,14 +100,14 @@ class SimQueue:
 
     def declines(self, request: Request, answer: Answer) -> bool:
         """Whether only what the CPU tier has of the found tokens is to be loaded."""
-        return bool(self.waiting.decide(str(request), answer).declined)
+        return bool(self.waiting.look_ups.decide(str(request), answer).declined)
 
     def declined(self, request: Request, tokens: int) -> None:
         """The CPU tier has so many of them."""
-        self.waiting.declined(str(request), tokens)
+        self.waiting.look_ups.declined(str(request), tokens)
 
     def limit_s(self, request: Request) -> float | None:
-        attempt = self.waiting.attempt(str(request))
+        attempt = self.waiting.look_ups.attempt(str(request))
         return None if attempt is None else attempt.limit_s
 
     def allocated(self, request: Request, loaded: int) -> bool:

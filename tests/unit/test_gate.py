@@ -34,7 +34,7 @@ def test_scenarios_are_played() -> None:
 @pytest.mark.parametrize(
     ("file", "mutant"),
     [
-        ("vllm_nvmeof_offload/manager/remembered.py", "first_miss_is_not_asked_again"),
+        ("vllm_nvmeof_offload/manager/look_up.py", "first_miss_is_not_asked_again"),
         ("vllm_nvmeof_offload/native/index.h", "doom_ignores_the_generation"),
     ],
 )

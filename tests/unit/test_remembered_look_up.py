@@ -236,7 +236,7 @@ def test_a_declined_pool_is_left_out_of_a_second_look_up() -> None:
     found, _ = engine.ask(request)
     assert found in (BLOCK, 2 * BLOCK)
     assert engine.hit_chunks("a") == [found // BLOCK]
-    attempt = engine.waiting.attempt("a")
+    attempt = engine.waiting.look_ups.attempt("a")
     assert attempt is not None
     assert (attempt.tokens, attempt.declined) == (found, 3 * BLOCK - found)
     hits = engine.hits

@@ -16,7 +16,8 @@ from vllm.v1.kv_offload.base import LookupResult, make_offload_key
 
 from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.manager.core import FROM_CPU
-from vllm_nvmeof_offload.manager.remembered import Question
+from vllm_nvmeof_offload.manager.look_up import Question
+from vllm_nvmeof_offload.vllm_adapter.look_up import rest_of_a_chunk
 from vllm_nvmeof_offload.vllm_adapter.scheduler_view import SchedulerView, key_bytes_of
 
 BLOCK, BLOCKS_PER_CHUNK = 16, 2
@@ -45,8 +46,10 @@ def _view(
     cached: tuple[bytes, ...] = (),
     groups: tuple[Group, ...] = ONE,
     state: Any = None,
+    computed: int = 0,
 ) -> SchedulerView:
-    """Of a scheduler with one request. cached: block hashes that GPU memory has."""
+    """Of a scheduler with one request. cached: block hashes that GPU memory has. computed: the
+    reported number of the request's computed tokens."""
     configs = tuple(
         SimpleNamespace(
             group_idx=group.group_id, tokens_per_block=BLOCK, hashes_per_chunk=BLOCKS_PER_CHUNK
@@ -54,11 +57,15 @@ def _view(
         for group in groups
     )
     found = LookupResult.HIT if hit else LookupResult.MISS
+    resumes = SimpleNamespace(computed=lambda request_id: computed)
+    manager = SimpleNamespace(
+        lookup=lambda key, context: found, waiting=SimpleNamespace(resumes=resumes)
+    )
     scheduler = SimpleNamespace(
         config=SimpleNamespace(kv_group_configs=configs, tokens_per_hash=BLOCK),
         _req_status={"a": state or State(request)},
         _chunks_being_loaded=set(),
-        manager=SimpleNamespace(lookup=lambda key, context: found),
+        manager=manager,
     )
     pool = SimpleNamespace(get_cached_block=lambda key, groups: [1] if key in cached else None)
     return SchedulerView(scheduler, groups, lambda: SimpleNamespace(block_pool=pool))
@@ -82,10 +89,10 @@ def _rest(
     """
     hashes = [b"%d" % i for i in range(num_tokens // BLOCK)]
     request = SimpleNamespace(request_id="a", num_tokens=num_tokens, block_hashes=hashes)
-    waiting: Any = SimpleNamespace(resumes=SimpleNamespace(computed=lambda request_id: computed))
     state = State(request)
     state.max_load_tokens = most
-    return _view(request, hit, state=state).rest_of_a_chunk(request, _question(local, cap), waiting)
+    view = _view(request, hit, state=state, computed=computed)
+    return rest_of_a_chunk(view, request, _question(local, cap))
 
 
 @pytest.mark.parametrize("limit", ["most", "cap"])
@@ -123,16 +130,13 @@ def test_of_several_groups_only_full_attention_counts_as_cached() -> None:
         Group(1, GroupKind.WINDOW, CHUNK, BLOCKS_PER_CHUNK, 1, 31),
         Group(4, GroupKind.FULL, CHUNK, BLOCKS_PER_CHUNK),
     )
-    view = _view(request, cached=(b"1",), groups=groups)
+    view = _view(request, cached=(b"1",), groups=groups, computed=39)
     queue = view.queue(by_priority=False)
     assert queue.groups == groups
     keys = [make_offload_key(BlockHash(b"1"), group.group_id) for group in groups]
     assert [queue.is_cached(request, key) for key in keys] == [False, True]
     assert view.leading_id == 4
-    waiting: Any = SimpleNamespace(resumes=SimpleNamespace(computed=lambda request_id: 39))
-    assert view.rest_of_a_chunk(request, _question(BLOCK), waiting) == 0, (
-        "a window would have to be there"
-    )
+    assert rest_of_a_chunk(view, request, _question(BLOCK)) == 0, "a window would have to be there"
 
 
 def test_after_a_failed_load_every_group_stores_what_is_computed_again() -> None:

@@ -35,8 +35,8 @@ FUNCTION_LINES_MAX = 70
 COLUMNS_MAX = 100
 #: Files and lines of Python and C++. They may fall (lower the number then), and a commit that
 #: raises one gives the reason.
-PRODUCT_FILES_MAX = 186
-PRODUCT_LINES_MAX = 43_429
+PRODUCT_FILES_MAX = 183
+PRODUCT_LINES_MAX = 43_423
 BENCH_FILES_MAX = 103
 BENCH_LINES_MAX = 21_400
 #: A count below its maximum by more than this share means that the maximum has to be lowered.
@@ -49,6 +49,7 @@ SMALL_FILES: dict[str, str] = {
     "vllm_nvmeof_offload/manager/kv_events.py": "a newcomer looks for it by this name",
     "vllm_nvmeof_offload/manager/store_threshold.py": "a newcomer looks for it by this name",
     "vllm_nvmeof_offload/manager/target_choice.py": "a newcomer looks for it by this name",
+    "vllm_nvmeof_offload/vllm_adapter/look_up.py": "a look-up has a room on either side",
 }
 
 #: Declarations that only tests use, or whose name something outside Python looks up.

@@ -1,28 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's requests, as the core needs them. Imports nothing of vLLM.
 
-`WaitingRequests` passes on each request's keys, place in the queue and look-ups; the core's
-`hold_and_prefetch` and `load_or_recompute` decide. `ResumeCounter` counts what a preempted request
-gets back when it is resumed, because vLLM leaves preempted requests out of its external prefix
-cache metrics.
+`WaitingRequests` passes on each request's keys and place in the queue to the core's
+`hold_and_prefetch`; `manager/look_up.py` has their look-ups. `ResumeCounter` counts what a
+preempted request gets back when it is resumed, because vLLM leaves preempted requests out of its
+external prefix cache metrics.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_nvmeof_offload import logger
-from vllm_nvmeof_offload.groups import Group, GroupKind, leading
+from vllm_nvmeof_offload.groups import GroupKind
 from vllm_nvmeof_offload.manager import boundary
 from vllm_nvmeof_offload.manager.core import ManagerCore
 from vllm_nvmeof_offload.manager.hold_and_prefetch import Order
-from vllm_nvmeof_offload.manager.load_or_recompute import Attempt, Decision
-from vllm_nvmeof_offload.manager.remembered import Answer, RememberedAnswers
+from vllm_nvmeof_offload.manager.load_or_recompute import Attempt
+from vllm_nvmeof_offload.manager.look_up import Queue, RequestLookUps
 from vllm_nvmeof_offload.metrics import Counts
 
 
@@ -109,27 +108,8 @@ class ResumeCounter:
         return True
 
 
-#: The decision on a remembered answer is made again after this time: rates and queues change.
-_DECIDE_AGAIN_S = 0.05
-#: Between two log lines on what admission does.
+#: Between two log lines on suspended requests.
 _LOG_PERIOD_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Queue:
-    """vLLM's queue.
-
-    keys_of: a request's keys so far, by group position and in prefix order; None: the request is
-    unknown. ends_of: of keys of a request that a look-up asked for, the number of its tokens up to
-    each chunk's end. is_cached: whether the request's chunk of this key is in GPU memory; those of
-    windows and states count as not. by_priority: vLLM's policy.
-    """
-
-    keys_of: Callable[[str], Sequence[Sequence[bytes]] | None]
-    ends_of: Callable[[str, Sequence[bytes]], Sequence[int]]
-    is_cached: Callable[[Any, bytes], bool]
-    groups: tuple[Group, ...]
-    by_priority: bool = False
 
 
 class WaitingRequests:
@@ -140,24 +120,17 @@ class WaitingRequests:
     ) -> None:
         unit = boundary.unit_tokens(queue.groups)
         self.resumes = ResumeCounter(self._num_tokens, unit, core.counters)
-        self.answers = RememberedAnswers(core)
+        self._helpers: dict[str, int] = {}  # of requests that have named any
+        offered, helpers_of = self.resumes.offered, self._helpers.get
+        self.look_ups = RequestLookUps(core, queue, offered, helpers_of, clock)
         self._core = core
         self._queue = queue
-        #: Of the group that a request's length is counted by; and whether it needs all its chunks.
-        self._tokens_per_chunk = queue.groups[leading(queue.groups)].tokens_per_chunk
-        self._full = queue.groups[leading(queue.groups)].kind is GroupKind.FULL
-        self._clock = clock
         self._requests: dict[str, Any] = {}
         self._followed: set[str] = set()  # whose chunks may be held and fetched
         self._ended: set[str] = set()  # in the last step
-        self._attempts: dict[str, Attempt] = {}
-        self._helpers: dict[str, int] = {}  # of requests that have named any
         kinds = {group.kind for group in queue.groups}
         self._limited = GroupKind.FULL in kinds and not kinds.isdisjoint(boundary.SPARSE)
-        self._boundaries: dict[str, int] = {}  # tokens that the last look-up found, and the local
         self._going: set[str] = set()  # got their blocks in this step
-        self._declined: Sequence[bytes] = ()  # by the last attempt of this step
-        self._logged: tuple[bool, float] = (True, -_LOG_PERIOD_S)
 
     def added(
         self,
@@ -175,7 +148,7 @@ class WaitingRequests:
         if helpers is not None:
             self._helpers[request.request_id] = helpers
         self._ended.discard(request.request_id)
-        self.answers.forget(request.request_id)
+        self.look_ups.end(request.request_id)
         if prefetch:
             order: Order = (not first,)
             if self._queue.by_priority:
@@ -183,91 +156,22 @@ class WaitingRequests:
             # vLLM computes at least the last token, so a load never has all chunks.
             self._follow(request, request.num_tokens - 1, order)
 
-    def decide(self, request_id: str, answer: Answer) -> Attempt:
-        """Decide whether to load what a look-up in all sources has found, behind the tokens that
-        are in GPU memory.
-
-        If it is declined, the caller looks the request up in the CPU tier only, and reports to
-        `declined`.
-        """
-        local, found = answer.question.local, answer.found or 0
-        in_gpu = local // self._tokens_per_chunk if self._full else 0
-        self._core.reload.looked_up(request_id, in_gpu)
-        helpers = self._helpers.get(request_id)
-        attempt = Attempt(local, found, 0, None, helpers)
-        if found and self._core.admission.automatic:
-            decision = self._decide(request_id, answer, found)
-            if decision.load:
-                limit_s, predicted_s = decision.limit_s, decision.predicted_s
-                attempt = replace(attempt, limit_s=limit_s, predicted_s=predicted_s)
-            else:
-                attempt = Attempt(local, 0, found, None, helpers)
-            self._log_change()
-        if found:
-            self._attempts[request_id] = attempt
-        else:  # the decision on an earlier hit is void
-            self._attempts.pop(request_id, None)
-        self.resumes.offered(request_id, local, attempt.tokens)
-        if self._limited:
-            self._boundaries[request_id] = local + found
-        return attempt
-
-    def declined(self, request_id: str, tokens: int) -> None:
-        """The CPU tier has so many tokens of a hit that was declined: these are loaded."""
-        attempt = self._attempts[request_id]
-        left = max(0, attempt.declined - tokens)
-        self._attempts[request_id] = replace(attempt, tokens=tokens, declined=left)
-        self.resumes.offered(request_id, attempt.local, tokens)
-
-    def _decide(self, request_id: str, answer: Answer, found: int) -> Decision:
-        admission, now_s = self._core.admission, self._clock()
-        if answer.decision is not None:
-            recent = now_s - answer.decided_s < _DECIDE_AGAIN_S
-            if recent and answer.reading is admission.reading:
-                self._declined = answer.declined
-                return answer.decision
-        if answer.find is not None:
-            find = replace(answer.find, queued_bytes=self._core.queued_bytes())
-        else:
-            find = self._core.find(self._taken(request_id, answer), found)
-        before = answer.question.local + found - find.tokens
-        decision = admission.decide(find.read_bytes, find.queued_bytes, find.tokens, before)
-        declined: Sequence[bytes] = ()
-        if not decision.load:
-            declined = self._taken(request_id, answer)[find.leading_cpu :]
-            self._declined = declined
-        answer.find, answer.decision, answer.declined = find, decision, declined
-        answer.decided_s, answer.reading = now_s, admission.reading
-        return decision
-
-    def _taken(self, request_id: str, answer: Answer) -> Sequence[bytes]:
-        """The keys of a load of what was found: those that vLLM's look-up has hit, no others."""
-        keys_by_group = self._queue.keys_of(request_id)
-        if self._core.config.full_attention_only or keys_by_group is None:
-            return answer.hits
-        local, ends_of = answer.question.local, partial(self._queue.ends_of, request_id)
-        end = local + (answer.found or 0)
-        groups = self._queue.groups
-        return boundary.taken(groups, keys_by_group, answer.hits, local, end, ends_of)
-
     def allocated(self, request_id: str, loaded: int) -> Attempt | None:
         """The request got its GPU blocks: count what it gets back, and the decision on its hit.
 
         loaded: tokens that vLLM has us load. It may take none: another connector has them, or GPU
         memory has as many.
         """
-        self.answers.forget(request_id)
+        attempt, found = self.look_ups.end(request_id)
         self._core.reload.left(request_id)
         self._going.add(request_id)
         self.resumes.resumed(request_id, loaded)
-        attempt = self._attempts.pop(request_id, None)
-        found = self._boundaries.pop(request_id, None)
         if attempt is not None and attempt.tokens and not loaded:
             return attempt
         if attempt is not None:
             self._core.counters["admissions", attempt.decision] += 1
             self._core.counters["declined_tokens"] += attempt.declined
-        if found is not None:
+        if self._limited and found is not None:
             self._core.counters["boundary_limited_tokens"] += self._beyond(request_id, found)
         return attempt
 
@@ -279,10 +183,6 @@ class WaitingRequests:
             return 0
         groups, present = self._queue.groups, self._core.present
         return boundary.full_prefix(groups, keys_by_group, found, limit, present) - found
-
-    def attempt(self, request_id: str) -> Attempt | None:
-        """What was decided on the load that is being planned for this request."""
-        return self._attempts.get(request_id)
 
     def keys(self, request_id: str) -> list[bytes]:
         """All offload keys that a request has so far."""
@@ -305,21 +205,15 @@ class WaitingRequests:
         # Before the running ones: a reset may preempt, between two steps, a request that this step
         # runs or loads again.
         for request_id in scheduler_output.preempted_req_ids or ():
-            self.answers.forget(request_id)
+            self.look_ups.end(request_id)
             if request_id not in self._going:
                 self._preempted(request_id)
         self._going.clear()
-        for request_id in scheduler_output.num_scheduled_tokens:
+        ended = scheduler_output.finished_req_ids or ()
+        for request_id in itertools.chain(scheduler_output.num_scheduled_tokens, ended):
             self._core.reload.left(request_id)
-            self.answers.forget(request_id)
-        for request_id in scheduler_output.finished_req_ids or ():
-            self._core.reload.left(request_id)
-            self.answers.forget(request_id)
-            self._attempts.pop(request_id, None)
-            self._boundaries.pop(request_id, None)
-        # Not in `decide`: a probe takes cache slots, and the chunks found there are not pinned yet.
-        self._core.reload.probe(self._declined)
-        self._declined = ()
+            self.look_ups.end(request_id)
+        self._core.reload.probe(self.look_ups.take_declined())
 
     def _preempted(self, request_id: str) -> None:
         request = self._requests.get(request_id)
@@ -332,8 +226,8 @@ class WaitingRequests:
         if keys_by_group is None:
             return
         groups, is_cached = self._queue.groups, self._queue.is_cached
-        if len(groups) == 1 and self._full:
-            keys = keys_by_group[0][: tokens // self._tokens_per_chunk]
+        if len(groups) == 1 and self.look_ups.full:
+            keys = keys_by_group[0][: tokens // self.look_ups.tokens_per_chunk]
         else:
             # Which windows and states a load brings depends on what is missing.
             limit = min(tokens + 1, request.num_tokens)
@@ -345,23 +239,6 @@ class WaitingRequests:
     def _num_tokens(self, request_id: str) -> int:
         request = self._requests.get(request_id)
         return request.num_tokens if request is not None else 0
-
-    def _log_change(self) -> None:
-        """Log when admission changes its decision on the pool, at most once per period."""
-        admission = self._core.admission
-        reading, logged_s = self._logged
-        now_s = self._clock()
-        if admission.reading == reading or now_s - logged_s < _LOG_PERIOD_S:
-            return
-        self._logged = (admission.reading, now_s)
-        logger.info(
-            "what is found in the pool is %s: it reads %.0f MB/s, loads take %.1f times what that "
-            "predicts, and the model computes %.0f tokens/s",
-            "loaded again" if admission.reading else "computed again, which is faster",
-            admission.bytes_per_s / 1e6,
-            admission.slowness,
-            admission.prefill_rate,
-        )
 
 
 class Suspension:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -39,8 +39,9 @@ from vllm_nvmeof_offload.manager.boundary import tokens_by_source
 from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL, CoreConfig, ManagerCore, Source
 from vllm_nvmeof_offload.manager.eviction import MakePolicy
 from vllm_nvmeof_offload.manager.handshake import agree
+from vllm_nvmeof_offload.manager.look_up import Queue
 from vllm_nvmeof_offload.manager.prefill_rate import StepMeter
-from vllm_nvmeof_offload.manager.requests import Queue, Suspension, WaitingRequests
+from vllm_nvmeof_offload.manager.requests import Suspension, WaitingRequests
 from vllm_nvmeof_offload.manager.tails import Tails
 from vllm_nvmeof_offload.manager.telemetry import (
     FailureLog,
@@ -93,24 +94,6 @@ def _unpickled(helpers: int | None, op: int, *columns: bytes) -> CommandSpec:
     return CommandSpec(StoreCommand(op, batch) if is_store else LoadCommand(op, batch, helpers))
 
 
-class LookUp:
-    """One look-up of a request, which lasts as long as this context: at its end `hits` and `misses`
-    are the keys that vLLM asked for."""
-
-    hits: Sequence[bytes] = ()
-    misses: Sequence[bytes] = ()
-
-    def __init__(self, look_ups: LookUps, sources: int, keys: Iterable[list[OffloadKey]]) -> None:
-        self._look_ups, self._sources, self._keys = look_ups, sources, keys
-
-    def __enter__(self) -> Self:
-        self._look_ups.begin(self._sources, self._keys)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.hits, self.misses = self._look_ups.end()
-
-
 @dataclass
 class _RequestState:
     """used: a request's chunks, by job. advice: of its kv_hints. loaded, ends: the chunks of its
@@ -134,7 +117,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
 
     #: All made by `attach`. sources_of: the sources that a request's filter allows.
     sources_of: Callable[[TierFilter], int]
-    _look_ups: LookUps
+    look_ups: LookUps
     _metrics: MetricsCollector
     _failure_log: FailureLog
 
@@ -182,13 +165,6 @@ class NVMeoFOffloadingManager(OffloadingManager):
         # in its place, because a frame of Python costs more than the look-up.
         raise AssertionError("vLLM delivers the handshake before any request")
 
-    def looking_up(self, sources: int, keys: Iterable[list[OffloadKey]] = ()) -> LookUp:
-        """While vLLM looks a request up, which may hit in these sources only.
-
-        keys: lists of the keys that it will ask for, which may still grow. They speed it up.
-        """
-        return LookUp(self._look_ups, sources, keys)
-
     def load_sources(self, req_context: ReqContext, first: int, tokens: int) -> dict[Any, int]:
         """Tokens by tier of the request's last load, which brings `tokens` from token `first`."""
         state = req_context.get_state(_RequestState)
@@ -209,7 +185,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return {source: count for source, count in counts.items() if count}
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        attempt = self.waiting.attempt(req_context.req_id) if self.waiting else None
+        attempt = self.waiting.look_ups.attempt(req_context.req_id) if self.waiting else None
         wanted = list(keys)
         ends = self._ends(wanted, req_context)
         if attempt is None:
@@ -456,8 +432,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._localities[Source.POOL] = _locality(ordered)
         # Not our method: Python collects no circle that goes through a native object.
         self.sources_of = partial(_sources_of, self._localities)
-        self._look_ups = core.look_ups(self.sources_of, LookupResult.HIT, LookupResult.MISS)
-        self.lookup = self._look_ups.lookup  # type: ignore[assignment,method-assign]
+        self.look_ups = core.look_ups(self.sources_of, LookupResult.HIT, LookupResult.MISS)
+        self.lookup = self.look_ups.lookup  # type: ignore[assignment,method-assign]
         group = share.group if share else ""
         logger.info("%s", start_line(ordered, core, alone, group))
         self._keyspace = ordered[0].keyspace if agreement.tag else ""
@@ -527,7 +503,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
 
     def _count_look_ups(self) -> None:
         counters = self.core.counters
-        counts = self._look_ups.take_counts()
+        counts = self.look_ups.take_counts()
         for result, amount in zip(("miss", "cpu", "pool", "shared"), counts, strict=True):
             counters["lookups", result] += amount
 

@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
 
 from vllm_nvmeof_offload.groups import GROUP_ID_BYTES, Group, GroupKind, group_id_of, leading
-from vllm_nvmeof_offload.manager.remembered import Question
-from vllm_nvmeof_offload.manager.requests import Queue, WaitingRequests
+from vllm_nvmeof_offload.manager.look_up import Queue
+from vllm_nvmeof_offload.manager.requests import WaitingRequests
+from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 
 
 def timed(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,7 +47,7 @@ class SchedulerView:
         self, scheduler: Any, groups: tuple[Group, ...], kv_cache_manager: Callable[[], Any]
     ) -> None:
         self._scheduler = scheduler
-        self._groups = groups
+        self.groups = groups
         self.kv_cache_manager = kv_cache_manager
         configs = scheduler.config.kv_group_configs
         assert [one.group_idx for one in configs] == [one.group_id for one in groups]
@@ -54,7 +55,6 @@ class SchedulerView:
         #: vLLM's number of the group that a request's length is counted by.
         self.leading_id = groups[self._leading].group_id
         self.tokens_per_block: int = configs[self._leading].tokens_per_block
-        self._tokens_per_chunk = groups[self._leading].tokens_per_chunk
         self._hashes_per_chunk: int = configs[self._leading].hashes_per_chunk
         # Blocks in GPU memory are identified by the hash of one block.
         self._comparable = {
@@ -64,9 +64,19 @@ class SchedulerView:
             and config.tokens_per_block == scheduler.config.tokens_per_hash
         }
 
+    @property
+    def manager(self) -> NVMeoFOffloadingManager:
+        manager: NVMeoFOffloadingManager = self._scheduler.manager
+        return manager
+
+    @property
+    def waiting(self) -> WaitingRequests:
+        assert self.manager.waiting is not None
+        return self.manager.waiting
+
     def queue(self, *, by_priority: bool) -> Queue:
         """vLLM's queue, for the manager."""
-        return Queue(self.keys_of, self._ends_of, self._is_cached, self._groups, by_priority)
+        return Queue(self.keys_of, self._ends_of, self._is_cached, self.groups, by_priority)
 
     @property
     def tail_tokens(self) -> int:
@@ -94,16 +104,6 @@ class SchedulerView:
         states = self._scheduler._req_status[request_id].group_states
         return [group.offload_keys for group in states]
 
-    def question(self, request: Any, local: int, cap: int | None, sources: int) -> Question:
-        """What vLLM asks when it looks the request up.
-
-        cap: of this look-up. The request's own, `max_load_tokens`, stays as it is. sources: that
-        the request allows.
-        """
-        hashes = request.block_hashes
-        last = hashes[-1] if hashes else None
-        return Question(request.num_tokens, last, local, cap, sources)
-
     def is_as_looked_up(self, request_id: str, local: int) -> bool:
         """Whether vLLM's state of a request is the one that its last look-up left.
 
@@ -115,36 +115,18 @@ class SchedulerView:
             return False
         return not any(group.block_ids for group in state.group_states)
 
+    def state(self, request_id: str) -> Any:
+        """vLLM's `RequestOffloadState` of a request that has arrived."""
+        return self._scheduler._req_status[request_id]
+
+    def is_being_loaded(self, key: bytes) -> bool:
+        """Whether vLLM delays requests for this chunk, because a load is reading it."""
+        return key in (self._scheduler._chunks_being_loaded or ())
+
     def context(self, request_id: str) -> ReqContext:
         """vLLM's context of a request that has arrived."""
         context: ReqContext = self._scheduler._req_status[request_id].req_context
         return context
-
-    def rest_of_a_chunk(self, request: Any, question: Question, waiting: WaitingRequests) -> int:
-        """Tokens that complete a chunk of a preempted request whose head is in GPU memory.
-
-        vLLM loads whole chunks only, and skips this one; loading it is worth it because the
-        request had computed those tokens. Windows and states would have to be there too.
-        """
-        if len(self._groups) > 1 or self._groups[0].kind is not GroupKind.FULL:
-            return 0
-        request_id, per_chunk = request.request_id, self._tokens_per_chunk
-        local, missing = question.local, -question.local % per_chunk
-        if not missing or local + missing > waiting.resumes.computed(request_id):
-            return 0
-        keys, state = self.keys_of(request_id), self._scheduler._req_status[request_id]
-        if any(
-            most is not None and missing > most for most in (question.cap, state.max_load_tokens)
-        ):
-            return 0
-        chunk = local // per_chunk
-        if keys is None or chunk >= len(keys[0]):  # the request has fewer tokens
-            return 0
-        key = keys[0][chunk]
-        if state.transfer_jobs or key in (self._scheduler._chunks_being_loaded or ()):
-            return 0
-        hit = self._scheduler.manager.lookup(key, state.req_context) is LookupResult.HIT
-        return missing if hit else 0
 
     def store_again(self) -> None:
         """Loads have failed: let their requests store the chunks that they compute instead.
@@ -154,7 +136,7 @@ class SchedulerView:
         first failure: at 0 if vLLM was told of a request and not of its blocks.
         """
         for state in self._scheduler._req_status.values():
-            for group, stored in zip(self._groups, state.group_states, strict=True):
+            for group, stored in zip(self.groups, state.group_states, strict=True):
                 computed = state.req.num_computed_tokens // group.tokens_per_chunk
                 stored.next_stored_chunk_idx = min(stored.next_stored_chunk_idx, computed)
 
@@ -166,7 +148,7 @@ class SchedulerView:
             state = self._scheduler._req_status.get(request_id)
             if state is None or state.req.is_finished():
                 continue
-            for group, stored in zip(self._groups, state.group_states, strict=True):
+            for group, stored in zip(self.groups, state.group_states, strict=True):
                 own = (key for key in keys if group_id_of(key) == group.group_id)
                 ends = filter(None, map(state.req_context.get_offload_key_position, own))
                 for end in ends:

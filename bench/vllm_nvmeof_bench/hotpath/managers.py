@@ -22,8 +22,7 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm_nvmeof_bench.hotpath.report import CASES, Sample
 from vllm_nvmeof_offload.groups import GROUP_ID_BYTES, Group, GroupKind
 from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL, CoreConfig
-from vllm_nvmeof_offload.manager.remembered import Question
-from vllm_nvmeof_offload.manager.requests import Queue
+from vllm_nvmeof_offload.manager.look_up import Answer, Question, Queue
 from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.protocol import (
     AdoptedEntries,
@@ -127,6 +126,10 @@ def _look_up(
     ]
 
 
+def _never(question: Question) -> Answer:
+    raise AssertionError(f"a real look-up: {question}")
+
+
 class _Manager:
     """What both sides share: the calls that vLLM makes for requests that load and store."""
 
@@ -225,8 +228,9 @@ class OurManager(_Manager):
         """As the connector does, which names each request's keys before vLLM asks for them."""
         found = []
         for batch, context in zip(batches, contexts, strict=True):
-            with self.manager.looking_up(FROM_CPU | FROM_POOL, [batch]):
-                found += _look_up(self.manager, [batch], [context])
+            self.manager.look_ups.begin(FROM_CPU | FROM_POOL, [batch])
+            found += _look_up(self.manager, [batch], [context])
+            self.manager.look_ups.end()
         return found
 
     def ask_again(
@@ -239,18 +243,15 @@ class OurManager(_Manager):
             self._keys[context.req_id] = batch
             tokens = len(batch) * _TOKENS_PER_CHUNK
             question = Question(tokens + 1, batch[-1], 0, None, FROM_CPU | FROM_POOL)
-            waiting.answers.asked(context.req_id, question)
-            answer = waiting.answers.remember(context.req_id, question, tokens, batch, [])
-            assert waiting.decide(context.req_id, answer).tokens == tokens
+            answer = waiting.look_ups.asked(context.req_id, Answer(question, tokens, batch, []))
+            assert waiting.look_ups.decide(context.req_id, answer).tokens == tokens
             asked.append((context.req_id, question, answer))
         self._others += 1
         self.fill(random_keys([_OTHERS_SEED, self._others], _DECODING))
 
         def ask_again() -> bool:
             return all(
-                waiting.answers.recall(name, question) is answer
-                and waiting.decide(name, answer).tokens == answer.found
-                and waiting.answers.was_last(name, question)
+                waiting.look_ups.answer(name, question, _never, FROM_CPU) is answer
                 for name, question, answer in asked
             )
 

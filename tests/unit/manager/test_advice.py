@@ -15,8 +15,7 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.manager.core import CoreConfig, Source
-from vllm_nvmeof_offload.manager.remembered import Answer, Question
-from vllm_nvmeof_offload.manager.requests import Queue
+from vllm_nvmeof_offload.manager.look_up import Answer, Question, Queue
 from vllm_nvmeof_offload.vllm_adapter import manager as face
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 
@@ -186,8 +185,8 @@ def test_a_load_has_the_helpers_that_its_request_named(
     context = server.arrives("b", 1, 2, params=params)
     waiting = server.manager.waiting
     assert waiting is not None
-    answer = Answer(Question(33, b"hash", 0, None, 3), 2 * CHUNK, keys_of(1, 2), (), 0)
-    assert waiting.decide("b", answer).helpers == helpers
+    answer = Answer(Question(33, b"hash", 0, None, 3), 2 * CHUNK, keys_of(1, 2), ())
+    assert waiting.look_ups.decide("b", answer).helpers == helpers
     spec = server.manager.prepare_load([OffloadKey(k) for k in keys_of(1, 2)], context)
     assert spec.command.helpers == helpers
     counters = server.manager.core.counters

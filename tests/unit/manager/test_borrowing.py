@@ -553,7 +553,7 @@ class BorrowLobby(Lobby):
         self.look_up("a", QUESTION)
 
     def recall(self, name: str = "a") -> int | None:
-        answer = self.waiting.answers.recall(name, QUESTION)
+        answer = self.look_ups.recall(name, QUESTION)
         return None if answer is None else answer.found
 
 

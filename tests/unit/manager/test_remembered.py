@@ -10,7 +10,7 @@ import pytest
 
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH
 from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL
-from vllm_nvmeof_offload.manager.remembered import Question
+from vllm_nvmeof_offload.manager.look_up import Answer, Question
 from vllm_nvmeof_offload.protocol import VERDICTS, RateReport, VerdictReport
 
 from .bench import key, keys_of
@@ -33,7 +33,7 @@ class Asked(Lobby):
         return self.look_up("a", question)
 
     def recall(self, question: Question = QUESTION, name: str = "a") -> int | None:
-        answer = self.waiting.answers.recall(name, question)
+        answer = self.look_ups.recall(name, question)
         return None if answer is None else answer.found
 
 
@@ -59,9 +59,9 @@ def test_its_own_chunks_may_be_copied_and_written() -> None:
     asked.look_up("a", QUESTION)
     asked.bench.done(plan.command.op)
     answer = asked.answers["a"]
-    assert asked.waiting.answers.recall("a", QUESTION) is answer
+    assert asked.look_ups.recall("a", QUESTION) is answer
     assert asked.bench.write_all() == [0, 1]
-    assert asked.waiting.answers.recall("a", QUESTION) is answer
+    assert asked.look_ups.recall("a", QUESTION) is answer
 
 
 def test_an_eviction_of_its_chunks_voids_it() -> None:
@@ -138,7 +138,7 @@ def test_another_question_is_not_answered(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize("found", [None, 0])
 def test_neither_delay_nor_a_miss_is_remembered(found: int | None) -> None:
     asked = Asked()
-    asked.waiting.answers.remember("a", QUESTION, found, keys_of(0, 1), [])
+    asked.look_ups.asked("a", Answer(QUESTION, found, keys_of(0, 1), []))
     assert asked.recall() is None
 
 
@@ -169,10 +169,10 @@ def test_admission_decides_again_after_50_ms_or_when_it_has_changed() -> None:
     assert asked.decide("a", 0, 2 * T) == first
     bench.now_s += 0.03
     assert asked.decide("a", 0, 2 * T).decision == "recompute"
-    declined = asked.waiting._declined
-    asked.waiting._declined = ()
+    declined = asked.look_ups.take_declined()
+    assert declined
     assert asked.decide("a", 0, 2 * T).decision == "recompute"
-    assert asked.waiting._declined == declined, "they are probed in each step"
+    assert asked.look_ups.take_declined() == declined, "they are probed in each step"
     admission.reading = True  # another request's decision
     admission.prefill_rate = 1.0
     assert asked.decide("a", 0, 2 * T).decision == "load"
@@ -180,5 +180,5 @@ def test_admission_decides_again_after_50_ms_or_when_it_has_changed() -> None:
 
 def test_a_hit_that_the_tiers_do_not_have_is_not_remembered() -> None:
     asked = Asked()
-    asked.waiting.answers.remember("a", QUESTION, 3 * T, keys_of(0, 1, 2), [])
+    asked.look_ups.asked("a", Answer(QUESTION, 3 * T, keys_of(0, 1, 2), []))
     assert asked.recall() is None

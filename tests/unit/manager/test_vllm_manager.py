@@ -7,7 +7,7 @@ import pytest
 
 from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.manager.core import CoreConfig
-from vllm_nvmeof_offload.manager.requests import Queue
+from vllm_nvmeof_offload.manager.look_up import Queue
 from vllm_nvmeof_offload.metrics import CONFIG_LABELS, COUNTERS, GAUGES, Counts
 from vllm_nvmeof_offload.protocol import ResetCommand
 

@@ -15,8 +15,8 @@ from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.manager.boundary import wanted
 from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL
 from vllm_nvmeof_offload.manager.load_or_recompute import Attempt
-from vllm_nvmeof_offload.manager.remembered import Answer, Question
-from vllm_nvmeof_offload.manager.requests import Queue, WaitingRequests
+from vllm_nvmeof_offload.manager.look_up import Answer, Question, Queue, RequestLookUps
+from vllm_nvmeof_offload.manager.requests import WaitingRequests
 from vllm_nvmeof_offload.protocol import CancelCommand, FetchCommand, RateReport
 
 from .bench import keys_of, numbers_of
@@ -41,6 +41,10 @@ class Lobby:
             Queue(self._keys_of, self._ends_of, self._is_cached, GROUPS, by_priority),
             lambda: self.bench.now_s,
         )
+
+    @property
+    def look_ups(self) -> RequestLookUps:
+        return self.waiting.look_ups
 
     def _keys_of(self, name: str) -> list[list[bytes]] | None:
         return [self.keys[name]] if name in self.keys else None
@@ -73,9 +77,7 @@ class Lobby:
                 break
             hits.append(one)
         found = max(0, (question.local // T + len(hits)) * T - question.local)
-        self.waiting.answers.asked(name, question)
-        answers = self.waiting.answers
-        self.answers[name] = answers.remember(name, question, found, hits, misses)
+        self.answers[name] = self.look_ups.asked(name, Answer(question, found, hits, misses))
         return found
 
     def decide(self, name: str, local: int, found: int) -> Attempt:
@@ -84,23 +86,23 @@ class Lobby:
         answer = self.answers.get(name)
         if answer is None or (answer.question.local, answer.found) != (local, found):
             question = Question(local + found + 1, b"hash", local, None, FROM_CPU | FROM_POOL)
-            answer = Answer(question, found, self._taken(name, local, local + found), (), 0)
-        return self.waiting.decide(name, answer)
+            answer = Answer(question, found, self._taken(name, local, local + found), ())
+        return self.look_ups.decide(name, answer)
 
     def _taken(self, name: str, local: int, end: int) -> list[bytes]:
         """The keys that a load takes."""
         return self.keys[name][local // T : end // T]
 
     def allocated(self, name: str) -> Attempt | None:
-        attempt = self.waiting.attempt(name)
+        attempt = self.look_ups.attempt(name)
         return self.waiting.allocated(name, attempt.tokens if attempt else 0)
 
     def admit(self, name: str, local: int, found: int) -> Attempt:
         """The whole decision: if it is declined, the CPU tier is looked up."""
         if self.decide(name, local, found).declined:
             question = Question(local + found + 1, b"hash", local, None, FROM_CPU)
-            self.waiting.declined(name, self.look_up(name, question))
-        attempt = self.waiting.attempt(name)
+            self.look_ups.declined(name, self.look_up(name, question))
+        attempt = self.look_ups.attempt(name)
         assert attempt is not None
         return attempt
 
@@ -202,9 +204,9 @@ def test_a_hit_on_a_fast_pool_has_a_limit_until_it_is_allocated() -> None:
     attempt = lobby.decide("a", 0, 20)
     assert (attempt.tokens, attempt.decision) == (20, "load")
     assert attempt.limit_s == pytest.approx(4.0)
-    assert lobby.waiting.attempt("a") == attempt
+    assert lobby.look_ups.attempt("a") == attempt
     lobby.allocated("a")
-    assert lobby.waiting.attempt("a") is None
+    assert lobby.look_ups.attempt("a") is None
 
 
 def test_a_slow_pool_is_declined_and_a_few_chunks_are_read_in_the_background() -> None:
@@ -304,7 +306,7 @@ def test_ended_requests_leave_nothing_behind() -> None:
     lobby.run(finished=("waits", "decided", "victim", "unknown"))
     assert lobby.core.gauges()["requests_waiting"] == 0
     assert (lobby.bench.held(), lobby.allocated("decided")) == ([], None)
-    assert lobby.waiting.attempt("decided") is None
+    assert lobby.look_ups.attempt("decided") is None
     lobby.run(preempted=("victim",))  # too late: the request is not known any more
     assert lobby.core.gauges()["requests_waiting"] == 0
 

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A waiting request's look-up: the question, vLLM's answer, and what is loaded of it. Pure.
+
+vLLM looks up the request at the head of its queue in every step, key by key, until the request gets
+its GPU blocks. An answer is remembered, and given again while the chunks that were found are where
+they were, none of them has begun to be loaded (vLLM delays whoever asks for one that is), and the
+keys at which the groups' look-ups stopped still miss. One call of native code asks that of all keys
+at once, at some 40 ns a key.
+
+If admission declines the pool, the request is looked up again in the CPU tier only, and this second
+answer is remembered beside the first. vLLM's state of the request is that of the last real look-up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from vllm_nvmeof_offload import logger
+from vllm_nvmeof_offload.groups import Group, GroupKind, leading
+from vllm_nvmeof_offload.manager import boundary
+from vllm_nvmeof_offload.manager.load_or_recompute import Attempt, Decision, Find
+
+if TYPE_CHECKING:
+    from vllm_nvmeof_offload.manager.core import ManagerCore
+
+#: The decision on a remembered answer is made again after this time: rates and queues change.
+_DECIDE_AGAIN_S = 0.05
+#: Between two log lines on what admission does.
+_LOG_PERIOD_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """vLLM's queue.
+
+    keys_of: a request's keys so far, by group position and in prefix order; None: the request is
+    unknown. ends_of: of keys of a request that a look-up asked for, the number of its tokens up to
+    each chunk's end. is_cached: whether the request's chunk of this key is in GPU memory; those of
+    windows and states count as not. by_priority: vLLM's policy.
+    """
+
+    keys_of: Callable[[str], Sequence[Sequence[bytes]] | None]
+    ends_of: Callable[[str, Sequence[bytes]], Sequence[int]]
+    is_cached: Callable[[Any, bytes], bool]
+    groups: tuple[Group, ...]
+    by_priority: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a look-up asks. tokens: of the request; last_hash: of its last whole block, which stands
+    for all before; local: tokens in GPU memory; cap: tokens to load at most; sources: that may
+    hit."""
+
+    tokens: int
+    last_hash: object
+    local: int
+    cap: int | None
+    sources: int
+
+
+@dataclass(slots=True)
+class Answer:
+    """A look-up's answer. found: tokens; None: vLLM delays the request. hits, misses: the keys for
+    which it hit and missed. later: whether the load may go on during later steps. keep: whether it
+    may be remembered. whereabouts: that of the hits when it was given. The others are admission's.
+    """
+
+    question: Question
+    found: int | None
+    hits: Sequence[bytes]
+    misses: Sequence[bytes]
+    later: bool = True
+    keep: bool = True
+    whereabouts: int = 0
+    find: Find | None = None
+    decision: Decision | None = None
+    declined: Sequence[bytes] = ()
+    decided_s: float = 0.0
+    reading: bool = True  # admission's state after the decision
+
+
+#: vLLM's own look-up of a request.
+Ask: TypeAlias = Callable[[Question], Answer]
+
+
+@dataclass(slots=True)
+class _LookedUp:
+    """A request between its first look-up and its GPU blocks. answers: by set of sources. last:
+    what the last real look-up asked. boundary: the tokens up to the end of the last hit."""
+
+    answers: dict[int, Answer] = field(default_factory=dict)
+    last: Question | None = None
+    attempt: Attempt | None = None
+    boundary: int | None = None
+
+
+class RequestLookUps:
+    """Scheduler side, one thread.
+
+    offered: told of each look-up's outcome, (request, local tokens, tokens to load). helpers_of: as
+    in `LoadCommand`.
+    """
+
+    def __init__(
+        self,
+        core: ManagerCore,
+        queue: Queue,
+        offered: Callable[[str, int, int], None],
+        helpers_of: Callable[[str], int | None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._core = core
+        self._queue = queue
+        self._offered, self._helpers_of, self._clock = offered, helpers_of, clock
+        #: Of the group that a request's length is counted by; and whether it needs all its chunks.
+        self.tokens_per_chunk = queue.groups[leading(queue.groups)].tokens_per_chunk
+        self.full = queue.groups[leading(queue.groups)].kind is GroupKind.FULL
+        self._requests: dict[str, _LookedUp] = {}
+        self._declined: Sequence[bytes] = ()  # by the last attempt of this step
+        self._logged: tuple[bool, float] = (True, -_LOG_PERIOD_S)
+
+    def answer(self, request_id: str, question: Question, ask: Ask, second: int) -> Answer:
+        """Return what the request is to load. second: the sources that are left if admission
+        declines what all of them have."""
+        answer = self._look_up(request_id, question, ask)
+        if answer.found is None:
+            return answer
+        if self.decide(request_id, answer).declined:
+            question = replace(question, sources=question.sources & second)
+            answer = self._look_up(request_id, question, ask)
+            if answer.found is None:
+                return answer
+            self.declined(request_id, answer.found)
+        if answer.found and self._requests[request_id].last != question:
+            # vLLM's state of the request is that of the look-up in the other sources.
+            answer = self.asked(request_id, ask(question))
+        return answer
+
+    def _look_up(self, request_id: str, question: Question, ask: Ask) -> Answer:
+        return self.recall(request_id, question) or self.asked(request_id, ask(question))
+
+    def recall(self, request_id: str, question: Question) -> Answer | None:
+        """Return the answer that a look-up would give again; None: only a look-up can tell."""
+        known = self._requests.get(request_id)
+        answer = known.answers.get(question.sources) if known else None
+        if known is None or answer is None:
+            return None
+        if (
+            answer.question == question
+            and answer.whereabouts == self._core.whereabouts(answer.hits, question.sources)
+            and 1 not in self._core.present(answer.misses, question.sources)
+        ):
+            return answer
+        del known.answers[question.sources]
+        return None
+
+    def asked(self, request_id: str, answer: Answer) -> Answer:
+        """Take in a real look-up's answer, remember it if it can be, and return it."""
+        known = self._requests.setdefault(request_id, _LookedUp())
+        known.last, sources, found = answer.question, answer.question.sources, answer.found
+        known.answers.pop(sources, None)
+        answer.whereabouts = self._core.whereabouts(answer.hits, sources)
+        asked_one_key = not found and self._core.config.full_attention_only
+        if found is None or asked_one_key or not answer.keep:  # None: a delay
+            return answer
+        # What vLLM found must be what the tiers have: all else is not remembered.
+        rests_on = answer.hits or (not found and answer.misses)
+        if rests_on and answer.whereabouts:
+            known.answers[sources] = answer
+        return answer
+
+    def decide(self, request_id: str, answer: Answer) -> Attempt:
+        """Decide whether to load what a look-up in all sources has found, behind the tokens that
+        are in GPU memory.
+
+        If it is declined, the caller looks the request up in the CPU tier only, and reports to
+        `declined`.
+        """
+        local, found = answer.question.local, answer.found or 0
+        known = self._requests.setdefault(request_id, _LookedUp())
+        self._core.reload.looked_up(request_id, local // self.tokens_per_chunk if self.full else 0)
+        attempt = Attempt(local, found, 0, None, self._helpers_of(request_id))
+        if found and self._core.admission.automatic:
+            decision = self._decide(request_id, answer, found)
+            if decision.load:
+                limit_s, predicted_s = decision.limit_s, decision.predicted_s
+                attempt = replace(attempt, limit_s=limit_s, predicted_s=predicted_s)
+            else:
+                attempt = replace(attempt, tokens=0, declined=found)
+            self._log_change()
+        known.attempt = attempt if found else None  # none: the decision on an earlier hit is void
+        known.boundary = local + found
+        self._offered(request_id, local, attempt.tokens)
+        return attempt
+
+    def declined(self, request_id: str, tokens: int) -> None:
+        """Load these tokens, which the CPU tier has of a hit that was declined."""
+        known = self._requests[request_id]
+        assert known.attempt is not None
+        left = max(0, known.attempt.declined - tokens)
+        known.attempt = replace(known.attempt, tokens=tokens, declined=left)
+        self._offered(request_id, known.attempt.local, tokens)
+
+    def _decide(self, request_id: str, answer: Answer, found: int) -> Decision:
+        admission, now_s = self._core.admission, self._clock()
+        if answer.decision is not None:
+            recent = now_s - answer.decided_s < _DECIDE_AGAIN_S
+            if recent and answer.reading is admission.reading:
+                self._declined = answer.declined
+                return answer.decision
+        if answer.find is not None:
+            find = replace(answer.find, queued_bytes=self._core.queued_bytes())
+        else:
+            find = self._core.find(self._taken(request_id, answer), found)
+        before = answer.question.local + found - find.tokens
+        decision = admission.decide(find.read_bytes, find.queued_bytes, find.tokens, before)
+        declined: Sequence[bytes] = ()
+        if not decision.load:
+            declined = self._taken(request_id, answer)[find.leading_cpu :]
+            self._declined = declined
+        answer.find, answer.decision, answer.declined = find, decision, declined
+        answer.decided_s, answer.reading = now_s, admission.reading
+        return decision
+
+    def _taken(self, request_id: str, answer: Answer) -> Sequence[bytes]:
+        """The keys of a load of what was found: those that vLLM's look-up has hit, no others."""
+        keys_by_group = self._queue.keys_of(request_id)
+        if self._core.config.full_attention_only or keys_by_group is None:
+            return answer.hits
+        local, ends_of = answer.question.local, partial(self._queue.ends_of, request_id)
+        end = local + (answer.found or 0)
+        groups = self._queue.groups
+        return boundary.taken(groups, keys_by_group, answer.hits, local, end, ends_of)
+
+    def attempt(self, request_id: str) -> Attempt | None:
+        """Return what was decided on the load that is being planned for this request."""
+        known = self._requests.get(request_id)
+        return known.attempt if known else None
+
+    def end(self, request_id: str) -> tuple[Attempt | None, int | None]:
+        """Forget a request that has got or given back GPU blocks, or has ended. Return what was
+        decided on it, and the tokens up to the end of what was found."""
+        known = self._requests.pop(request_id, None)
+        return (known.attempt, known.boundary) if known else (None, None)
+
+    def forget_answers(self, request_id: str) -> None:
+        """Look the request up again: vLLM's state of it is not that of a look-up."""
+        if known := self._requests.get(request_id):
+            known.answers.clear()
+
+    def take_declined(self) -> Sequence[bytes]:
+        """Return what the last attempt since the last call declined: chunks to probe the pool with.
+
+        Not in `decide`: a probe takes cache slots, and the chunks found there are not pinned yet.
+        """
+        declined, self._declined = self._declined, ()
+        return declined
+
+    def _log_change(self) -> None:
+        """Log when admission changes its decision on the pool, at most once per period."""
+        admission = self._core.admission
+        reading, logged_s = self._logged
+        now_s = self._clock()
+        if admission.reading == reading or now_s - logged_s < _LOG_PERIOD_S:
+            return
+        self._logged = (admission.reading, now_s)
+        logger.info(
+            "what is found in the pool is %s: it reads %.0f MB/s, loads take %.1f times what that "
+            "predicts, and the model computes %.0f tokens/s",
+            "loaded again" if admission.reading else "computed again, which is faster",
+            admission.bytes_per_s / 1e6,
+            admission.slowness,
+            admission.prefill_rate,
+        )
