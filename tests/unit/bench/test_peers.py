@@ -124,7 +124,8 @@ def test_rates_are_two_numbers(rates: str) -> None:
 
 
 def test_a_small_run_loads_over_both_links(tmp_path: Path) -> None:
-    """Of rates that this machine has beside all its tests, so that only shares are looked at."""
+    """The rates are ones that this machine has beside all its tests; how much each link carries is
+    not looked at, because it follows from what else runs."""
     sizes = ["--chunks", "24", "--chunk", "512KiB", "--rates", "40:40", "--rounds", "2"]
     arms = f"{WITHOUT},{ABSENT},{BOTH},{LANDING}"
     rest = ["--idle-s", "0.2", "--serving-loads", "1", "--arms", arms]
@@ -137,7 +138,7 @@ def test_a_small_run_loads_over_both_links(tmp_path: Path) -> None:
     loads = dict.fromkeys([(LOAD, arm) for arm in (WITHOUT, ABSENT, BOTH, LANDING)], 2)
     own = {(SERVING, ALONE): 4, (SERVING, BESIDE): 4, (SERVING, PEERS_ALONE): 1}
     assert counts == loads | own | {(IDLE, ABSENT): 1, (IDLE, BOTH): 1}
-    for one in rows:
-        share = one["pulled_bytes"] / max(1, one["size_bytes"])
-        if one["stage"] == LOAD:
-            assert 0.2 < share < 0.8 if one["arm"] in (BOTH, LANDING) else share == 0
+    for arm in (WITHOUT, ABSENT, BOTH, LANDING):
+        of_arm = [one for one in rows if one["stage"] == LOAD and one["arm"] == arm]
+        pulled, size = (sum(one[key] for one in of_arm) for key in ("pulled_bytes", "size_bytes"))
+        assert 0 < pulled < size if arm in (BOTH, LANDING) else pulled == 0
