@@ -16,7 +16,7 @@ from vllm_nvmeof_offload.metrics import COUNTERS, GAUGES
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
-    [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
 )
 METRICS = {metric.name for metric in (*COUNTERS.values(), *GAUGES.values())}
 #: Code spans that look like files of this repository.

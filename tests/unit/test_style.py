@@ -28,7 +28,7 @@ NATIVE = sorted(
     for path in folder.rglob(pattern)
 )
 DOCUMENTS = sorted(
-    [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
 )
 
 FUNCTION_LINES_MAX = 70
