@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 
-from documents import Document, item
+from documents import Document
 
 from vllm_nvmeof_offload.config import describe_keys
 
@@ -18,20 +18,16 @@ DOCUMENT = Document("configuration.md", "config_doc.py")
 
 #: Heading → keys. The first group has the keys that most people set.
 GROUPS = {
-    "The six keys to set first": (
-        "staging_bytes targets pool_bytes write_policy store_threshold admission"
-    ),
+    "Set these first": "staging_bytes targets pool_bytes write_policy store_threshold admission",
     "Memory and chunks": "chunk_bytes_min ahead_cache_share one_copy replicas",
-    "Choice of what is kept and loaded": (
-        "eviction_policy boundary_tokens adopt weights_never_change"
-    ),
+    "What is kept and loaded": "eviction_policy boundary_tokens adopt weights_never_change",
     "I/O": "allow_root_file_system io_engine o_direct read_deadline_ms",
-    "Chunks of other servers": "share server_name trust_weight_version",
-    "Reads through other servers": "peers peer_listen share_secret_file serve_bytes",
-    "Releases of vLLM": "allow_unknown_vllm",
-    "Keys of vLLM": (
-        "offload_prompt_only blocks_per_chunk block_size self_describing_kv_events "
-        "sync_load_budget_bytes canonical_layout spec_name spec_module_path"
+    "Other servers' chunks": "share server_name trust_weight_version",
+    "Reads through peers": "peers peer_listen share_secret_file serve_bytes",
+    "vLLM": (
+        "allow_unknown_vllm offload_prompt_only blocks_per_chunk block_size "
+        "self_describing_kv_events sync_load_budget_bytes canonical_layout spec_name "
+        "spec_module_path"
     ),
 }
 #: Keys whose default depends on the machine; their meaning has it.
@@ -39,24 +35,24 @@ MACHINE_DEFAULTS = {"staging_bytes", "targets", "pool_bytes"}
 
 
 def default_of(row: dict[str, object]) -> str:
+    """The default, with its unit where the number alone is not clear."""
     if row["key"] in MACHINE_DEFAULTS:
         return "by machine"
-    value = row.get("default_text") or json.dumps(row["default"])
-    return "none" if value == "null" else f"`{value}`"
+    default = row["default"]
+    value = row.get("default_text") or json.dumps(default)
+    if default in (None, "", []):
+        return "none"
+    return f"`{value}` ms" if row["unit"] == "ms" else f"`{value}`"
 
 
 def keys() -> str:
-    """All keys by group, as Markdown lists."""
+    """All keys in one Markdown table, by group."""
     rows = {str(row["key"]): row for row in describe_keys({"HOME": "~"})}
-    out = []
+    out = ["| key | default | meaning |", "|---|---|---|"]
     for heading, names in GROUPS.items():
-        out.append(f"## {heading}\n")
-        for name in names.split():
-            row = rows.pop(name)
-            unit = f"{row['unit']}; " if row["unit"] else ""
-            facts = f"{unit}default: {default_of(row)}"
-            out.append(item(f"`{name}` ({facts}): {row['meaning']} Give {row['allowed']}."))
-        out.append("")
+        out.append(f"| **{heading}** | | |")
+        for row in map(rows.pop, names.split()):
+            out.append(f"| `{row['key']}` | {default_of(row)} | {row['meaning']} |")
     assert not rows, f"in no group: {', '.join(rows)}"
     return "\n".join(out)
 

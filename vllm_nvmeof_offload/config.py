@@ -210,134 +210,118 @@ class OffloadConfig(BaseModel):
     # fmt: off
     staging_bytes: _Size = _key(
         default_staging_bytes, "bytes", f"{_SIZE} above 0",
-        "Pinned CPU memory over all ranks and replicas: the CPU tier and the slots that loads "
-        "stream through. Default: a quarter of the machine's memory, or of the container's "
-        "limit, at most 8 GiB.", gt=0)
+        "Pinned CPU memory over all ranks and replicas, for the CPU tier and stream slots. "
+        "Default: a quarter of the memory of machine or container, at most 8 GiB.", gt=0)
     targets: _Strings = _key(
         lambda: [default_target(os.environ)], "directories", "one path or a list of paths",
-        "Directories that hold the pool, each preferably on a file system of its own (xfs or "
-        "ext4, noatime) on an NVMe namespace. Default: $XDG_CACHE_HOME/vllm-nvmeof/pool.",
+        "Directories that hold the pool, best one xfs or ext4 file system per NVMe namespace. "
+        "Default: $XDG_CACHE_HOME/vllm-nvmeof/pool.",
         min_length=1)
     pool_bytes: _Size | None = _key(
         None, "bytes", f"{_SIZE}, 0 for none, or null for the default",
-        "Size of the pool over all ranks, replicas and targets; 0: no pool, only the CPU tier. "
-        "Default: the smaller of 100 GiB and half of the free space on the targets; at most 1 GiB "
-        "in a container's own layer.", ge=0)
+        "Pool size over all ranks, replicas and targets; 0: no pool. Default: 100 GiB or half of "
+        "the targets' free space, whichever is less; at most 1 GiB in a container's own layer.",
+        ge=0)
     allow_root_file_system: bool = _flag(
-        False, "Accept targets on the root file system, where a target lies whose file system is "
-        "not mounted. The default target needs no permission.")
+        False, "Accept targets on the root file system, where the directory of an unmounted "
+        "target lies. The default target needs no permission.")
     chunk_bytes_min: _Size = _key(
         512 * KIB, "bytes", _SIZE_TO_GIB,
-        "Smallest size of a chunk on one rank: so many blocks are grouped into a chunk, unless "
-        "blocks_per_chunk or block_size is given.", ge=PAGE_BYTES, le=GIB)
+        "Smallest chunk size on one rank, from 4 KiB to 1 GiB; a chunk has at most 256 tokens. "
+        "Overridden by blocks_per_chunk and block_size.", ge=PAGE_BYTES, le=GIB)
     ahead_cache_share: float = _key(
         AHEAD_CACHE_SHARE, "share", "a number from 0 to 1",
-        "Share of the cache slots that one load may fill with what it reads from the pool. Half of "
-        "the share may hold chunks of preempted requests until these requests run again, and "
-        "fetch missing ones; the other half may be filled for requests that wait in vLLM's queue. "
-        "0: loads leave nothing in the CPU tier, and nothing is held or fetched ahead of need.",
+        "Share of the cache slots, from 0 to 1, that one load may fill from the pool. Half of the "
+        "share is for preempted requests, half for queued ones. 0: loads leave nothing in the CPU "
+        "tier, and nothing is fetched ahead.",
         ge=0, le=1)
     admission: Literal["auto", "always"] = _key(
         "auto", "", '"auto" or "always"',
-        "Decision between loading and recomputing a hit. auto: load if that is expected to be "
-        "faster than recomputing, by the rates learned so far; always: load.")
+        "Choice between loading and recomputing a hit. auto: load if expected to be faster, by the "
+        "rates learned so far; always: load.")
     io_engine: Literal["auto", "uring", "threads"] = _key(
         "auto", "", '"auto", "uring" or "threads"',
         "Engine that reads and writes the pool. auto: io_uring, or threads if the kernel denies "
-        "io_uring; uring: io_uring, or refuse to start; threads: blocking calls on threads.")
+        "io_uring; uring: io_uring, or no start; threads: blocking calls.")
     o_direct: Literal["auto", "on", "off"] = _key(
         "auto", "", '"auto", "on" or "off"',
-        "Use of O_DIRECT, which bypasses the page cache. auto: if the file system supports it; "
-        "on: required, or refuse to start; off: never.")
+        "Use of O_DIRECT, which bypasses the page cache. auto: if the file system supports "
+        "O_DIRECT; on: required to start; off: never.")
     write_policy: Literal["through", "on_eviction", "off"] = _key(
         "through", "", '"through", "on_eviction" or "off"',
-        "Time at which chunks are written to the pool. through: as soon as they are stored in "
-        "the CPU tier; on_eviction: only when the CPU tier is about to need their slots, which "
-        "writes far less but loses what is in memory at a restart; off: never, the pool is only "
-        "read.")
+        "Time of writes to the pool. through: after the store into the CPU tier; on_eviction: "
+        "before the CPU tier reuses the slot, with far fewer writes, but a restart loses unwritten "
+        "chunks; off: never.")
     eviction_policy: str = _key(
         "credited_lru", "", '"credited_lru", "lru", or "module:Class" of a policy of your own',
-        "Choice of the chunk that is evicted when a tier is full. lru: the least recently used "
-        "one; credited_lru: lru, but with write_policy=through the CPU tier keeps chunks longer "
-        "that later requests came back for; module:Class: a policy of your own for both tiers "
-        "(see examples/04_custom_policy.py).", min_length=1)
+        "Choice of the chunk to evict. lru: the least recently used; credited_lru: lru, except "
+        "that write_policy=through keeps chunks longer in the CPU tier that later requests used "
+        "again; module:Class: your own (examples/04_custom_policy.py).", min_length=1)
     store_threshold: int = _integer(
         1, "sightings", 1, 1_000_000,
-        "Number of requests that must have contained a chunk before it is offloaded, counted as "
-        "vLLM's key of this name counts; 1: offload at once. A higher value saves writes of "
-        "chunks that are never used again, but a preempted request then recomputes what no "
-        "other request shared.")
+        "Number of requests that must have contained a chunk before the chunk is offloaded, as "
+        "vLLM's key of this name counts. Above 1, less is written, and preempted requests "
+        "recompute what no other request shared.")
     boundary_tokens: Literal["auto"] | _Tokens = _key(
         "auto", "tokens", '"auto", or an integer from 0 to 1073741824',
-        "Tokens between two boundaries whose sliding windows and recurrent states are stored to "
-        "last, so that a later request can go on from there; rounded up to whole chunks. The ends "
-        "of prompts and answers are boundaries besides: for them vLLM keeps the states of a model "
-        "without windows at the end of every chunk. auto: at least 1024, and so many that a "
-        "boundary costs at most half of what is stored of full attention since the one before. "
-        "0: only where vLLM itself keeps them, at the end of prompts. vLLM's "
-        "--prefix-cache-retention-interval, if above 0, overrides it, and is also how often states "
-        "are kept. Ignored for models of full attention only.")
+        "Tokens between boundaries at which windows and recurrent states are stored, in addition "
+        "to the ends of prompts and answers. auto: at least 1024, such that a boundary costs at "
+        "most half of the full attention since the previous one; 0: only ends of prompts. "
+        "Overridden by vLLM's --prefix-cache-retention-interval above 0.")
     one_copy: bool = _flag(
         False, "Store KV that several ranks hold alike once per set of equal ranks.")
     read_deadline_ms: int = _integer(
         5_000, "ms", 1, 3_600_000,
-        "Time after which a read from the pool counts as failed; its request recomputes.")
+        "Time after which a read from the pool counts as failed and its request recomputes.")
     share: str = _key(
         "host", "",
         '"off", "host", or the name of a group of servers: 1 to 64 letters, digits and . _ -',
-        "Chunks of other servers that are loaded, of the same model and weights and on the same "
-        "targets. host: those of this host's servers, except on network file systems; off: none; "
-        "any other name: those of the servers of that group, which may run on several hosts. A "
-        "group has pools of its own, which its servers hold by lease, and needs O_DIRECT. Other "
-        "servers load this one's chunks by their own setting.",
+        "Servers whose chunks are loaded, if model, weights and targets are the same. host: this "
+        "host's servers, except on network file systems; off: none; any other name: a group's "
+        "servers on any host, with separate pools that need O_DIRECT.",
         pattern=r"^[A-Za-z0-9._-]{1,64}$")
     server_name: str = _key(
         "", "", "1 to 64 letters, digits and . _ -, or leave it out",
-        "The name in the leases of this server's pool, where share names a group: the server that "
-        "starts with the name of the last owner adopts what is there. Default: the host's name. "
-        "Ignored without a group.",
+        "Name in the leases of this server's pool, if share names a group. A start with the last "
+        "owner's name adopts the pool. Default: the host's name.",
         pattern=r"^[A-Za-z0-9._-]{0,64}$")
     peers: _Strings = _key(
         list, "addresses", '"HOST:PORT" or a list of them, where servers have peer_listen',
-        "Servers on the same targets that read for this one too: a load's chunks come over "
-        "whichever link is free. Rank r connects to PORT + r; another port of a server names "
-        "another of its data-parallel replicas. Whatever they deliver is checked before it is "
-        "used. Default: none.", max_length=64)
+        "HOST:PORT of servers on the same targets that also read for this server. Rank r connects "
+        "to PORT + r; each data-parallel replica has another port. Every chunk from a peer is "
+        "checked.", max_length=64)
     peer_listen: str = _key(
         "", "", '"HOST:PORT" with an address of this machine, or leave it out',
-        "Address at which this server reads for others that name it in peers; rank r of data-"
-        "parallel replica d uses PORT + d * ranks + r. Without share_secret_file it must be a "
-        "loopback address: every user of this host can then read KV of this model there. "
-        "Default: none.")
+        "HOST:PORT at which this server reads for servers that name the address in peers. Rank r "
+        "of replica d uses PORT + d * ranks + r. Without share_secret_file only a loopback address "
+        "is accepted, where every user of the host can read KV.")
     serve_bytes: _Size = _key(
         64 * MIB, "bytes", _SIZE_FROM_PAGE,
-        "Pinned memory per rank, of staging_bytes, into which this server reads for peers, if "
-        "peer_listen is set.", ge=PAGE_BYTES)
+        "Pinned memory per rank, part of staging_bytes, for reads on behalf of peers; used with "
+        "peer_listen.", ge=PAGE_BYTES)
     share_secret_file: str = _key(
         "", "file", "the path of a file with a secret, or leave it out",
-        "File with a secret of 16 to 4096 bytes, which other users may not read, equal on all "
-        "servers that name one another in peers: a server that has it reads for none that lacks "
-        "it, asks none, and encrypts what it sends. Ignored without peers and peer_listen. "
-        "Default: none, and peers are those at loopback addresses.")
+        "File with a secret of 16 to 4096 bytes, equal on all peers and unreadable for other "
+        "users. Peers without the same secret are refused, and traffic is encrypted. Default: "
+        "none, for loopback addresses only.")
     adopt: bool = _flag(True, "Use chunks that an earlier run left in the pool.")
     weights_never_change: bool = _flag(
-        False, "Promise that weights are never updated in a running engine; chunks stored after "
-        "a cache reset may then be adopted by a later run.")
+        False, "Promise that weights never change in a running engine, so that a later run may "
+        "adopt chunks stored after a cache reset.")
     trust_weight_version: bool = _flag(
-        False, "Take the weight_version that vLLM is given (/finish_weight_update, "
-        "/update_weight_version) for the name of new weights, as nvmeof_weights_version does. Set "
-        "it only if servers of one model with equal versions always have equal weights, those of "
-        "other training runs too.")
+        False, "Use vLLM's weight_version (/finish_weight_update, /update_weight_version) as the "
+        "name of new weights. Safe only if equal versions of a model mean equal weights in all "
+        "training runs.")
     allow_unknown_vllm: bool = _flag(
-        True, "Serve a release of vLLM that this version does not know, if it has all that is "
-        "used of it and passes a self-test at start; false: refuse it.")
+        True, "Serve a vLLM release that is not known, if everything used is there and a "
+        "self-test passes; false: refuse the release.")
     replicas: int = _key(
         1, "engines", "vLLM's --data-parallel-size, or leave it out",
-        "Number of data-parallel replicas that share staging_bytes and pool_bytes. The plugin "
-        "sets it from --data-parallel-size; set it yourself only where the plugin does not run.",
+        "Number of data-parallel replicas that share staging_bytes and pool_bytes. The plugin sets "
+        "the number; without the plugin, give vLLM's --data-parallel-size.",
         ge=1, le=64)
     offload_prompt_only: bool = _flag(
-        False, "Key of vLLM: store only prompts. False here, so that answers can be loaded too.")
+        False, "Key of vLLM: store only prompts; false here, so that answers are loaded too.")
     blocks_per_chunk: int | None = _key(
         None, "blocks", "an integer of at least 1, or leave it out",
         "Key of vLLM: blocks per chunk; overrides chunk_bytes_min.", ge=1)

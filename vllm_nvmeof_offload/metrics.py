@@ -3,7 +3,7 @@
 
 A metric has one name: the code counts under it, and `/metrics` shows it behind `PREFIX` (a
 counter also with `_total`). vLLM drops a metric that is not declared here, or fails because of it.
-tools/metrics_doc.py makes docs/METRICS.md from this module; a test compares the two.
+tools/metrics_doc.py makes docs/metrics.md from this module; a test compares the two.
 """
 
 from __future__ import annotations
@@ -85,148 +85,148 @@ COUNTERS = _table(
     "counter",
     # -- what requests find
     _row("lookups", "chunks", _one("source", "cpu", "pool", "shared", "miss"),
-         "Chunks looked up, by the tier that had them; shared: another engine's pool; miss: the "
-         "chunk at which a look-up ended, one for a prompt of any length, so that no share of "
-         "tokens follows; a remembered answer counts once."),
+         "Chunks looked up, by the tier that had the chunk; shared is another engine's pool. A "
+         "miss is the one chunk at which a look-up ended, so no share of tokens follows. A "
+         "remembered answer counts once."),
     _row("loaded_tokens", "tokens", _one("source", "cpu", "pool", "shared"),
-         "Tokens whose KV a load was started for, by the tier it was loaded from; shared: another "
+         "Tokens for which a load was started, by the tier that had the KV; shared is another "
          "engine's pool."),
     _row("failed_load_tokens", "tokens", (),
          "Tokens whose load failed and which were recomputed."),
     _row("declined_tokens", "tokens", (),
          "Tokens found in a tier but recomputed because recomputing was expected to be faster."),
     _row("boundary_limited_tokens", "tokens", (),
-         "Tokens whose full attention was found behind the last boundary that could be loaded, and "
-         "which were recomputed because no windows or states to go on from were found there."),
+         "Tokens recomputed although their full attention was found, because no windows or states "
+         "to continue from were found behind the last loadable boundary."),
     _row("admissions", "hits", _one("decision", "load", "partial", "recompute"),
-         "Hits for which vLLM then allocated GPU blocks, by the decision taken on them."),
+         "Hits for which vLLM allocated GPU blocks, by the decision on the hit."),
     _row("loads_cut", "loads", (),
-         "Loads cut off because recomputing would have been faster by then."),
+         "Loads cancelled because recomputing would have been faster by then."),
     # -- preempted requests
     _row("preemptions", "requests", (),
          "Preemptions of requests by vLLM's scheduler."),
     _row("reloaded_tokens", "tokens", (),
-         "Tokens of resumed, previously preempted requests that were loaded."),
+         "Tokens loaded for resumed, previously preempted requests."),
     _row("recomputed_tokens", "tokens", (),
-         "Tokens of resumed, previously preempted requests that had been computed before and were "
+         "Tokens of resumed requests that had been computed before the preemption and were "
          "neither in GPU memory nor loaded."),
     _row("resumed_chunk_tokens", "tokens", (),
-         "Tokens of resumed requests in full chunks that had been computed before the preemption "
+         "Tokens in full chunks of resumed requests that had been computed before the preemption "
          "and were no longer in GPU memory."),
     _row("resumed_chunk_tokens_lost", "tokens", (),
-         "Tokens of resumed requests in full chunks that had been computed before the preemption "
+         "Tokens in full chunks of resumed requests that had been computed before the preemption "
          "and were computed again."),
     # -- other engines' chunks
     _row("borrowed_chunks", "chunks", (),
          "Chunks that every rank read from another engine's pool."),
     _row("borrowed_bytes", "bytes", (),
-         "Bytes that one rank read of chunks borrowed from another engine's pool."),
+         "Bytes of chunks that one rank read from another engine's pool."),
     _row("borrow_failures", "chunks", _one("reason", *_OUTCOMES[:-1], "attach"),
-         "Chunks of another engine's pool that could not be read, by reason; such a chunk is "
-         "computed again, or stored again when it is needed. attach: engines, instead of chunks, "
-         "whose files a rank could not open."),
+         "Chunks of another engine's pool that could not be read, by reason. Such a chunk is "
+         "recomputed, or stored again when needed. attach counts engines whose files a rank could "
+         "not open."),
     _row("deduped_writes", "chunks", (),
-         "Chunks borrowed or computed that were not written to the pool because another living "
-         "engine had them in its pool. Such a chunk is written later if that engine gives it up "
-         "and two requests have used it here."),
+         "Chunks not written because another living engine's pool had the chunk. The write "
+         "follows if that engine gives the chunk up and two requests have used the chunk here."),
     _row("hints_sent", "hints", (),
-         "Hints sent to other engines, each of a chunk of their pool that was borrowed twice "
-         "or more."),
+         "Hints sent to other engines, each about a chunk of their pool that was read from here "
+         "at least twice."),
     _row("hints_taken", "hints", (),
-         "Hints from other engines by which a chunk of the own pool counted as used."),
+         "Hints from other engines, each of which counted as a use of a chunk in this engine's "
+         "pool."),
     _row("shared_log_overruns", "scans", (),
-         "Other engines' logs that were written over, or damaged, before they were read: their "
-         "tables were read whole instead."),
+         "Scans that found another engine's log overwritten or damaged before the log was read, "
+         "and read the whole table instead."),
     # -- reads through peers
     _row("peer_pulled_bytes", "bytes", (),
-         "Bytes of chunks that peers read for loads here, all ranks; those of chunks that were not "
-         "what was asked for are left out."),
+         "Bytes of requested chunks that peers read for loads here, all ranks."),
     _row("peer_served_bytes", "bytes", (),
-         "Bytes of chunks that were read here for peers, all ranks; brought up to date when the "
-         "engine steps, which one that only serves does not."),
+         "Bytes of chunks read here for peers, all ranks, updated when the engine steps; an "
+         "engine that only serves peers does not step."),
     _row("peer_pulls_failed", "chunks", _one("reason", *_OUTCOMES),
-         "Chunks that a peer was asked for in vain, by reason; each is read here then. io_error "
-         "includes a peer that was lost, and one that has not opened the pool yet."),
+         "Chunks that a peer failed to deliver, by reason; this server then reads the chunk "
+         "itself. io_error includes a peer that was lost or has not opened the pool yet."),
     _row("peer_sessions_lost", "sessions", (),
-         "Sessions with peers that ended because the peer erred, fell silent or was cut off."),
+         "Sessions with peers that ended because the peer made an error, stopped answering or was "
+         "cut off."),
     _row("peer_rests", "rests", (),
-         "Rests in which a peer was asked for nothing because it had made eight loads in a row "
-         "slower than they would have been without it, eight reads in a row had brought nothing, "
-         "or it had been lost or had paused three times in 10 s."),
+         "Rests during which a peer was asked for nothing. A rest follows eight loads in a row "
+         "slowed by the peer, eight fruitless reads in a row, or three losses or pauses in 10 s."),
     _row("peer_secrets_refused", "connections", (),
-         "Connections between this server and another that were refused because one of them had no "
-         "share secret, or another one; each peer connects again every few seconds."),
+         "Connections with other servers refused because one side had no share secret, or a "
+         "different one. Each peer connects again every few seconds."),
     _row("peer_hints", "helpers", _one("helper", "known", "unknown", "malformed"),
-         "Helpers that requests named in kv_transfer_params: known, those that are in peers; "
-         "unknown ones do not read. malformed: hints that were ignored."),
+         "Helpers that requests named in kv_transfer_params. known: listed in peers; unknown: not "
+         "listed, so not used; malformed: hints that were ignored."),
     # -- ahead of need
     _row("prefetches", "chunks", _one("reason", "reload", "queue", "probe"),
          "Chunks fetched from the pool into the CPU tier ahead of need, by reason."),
     _row("prefetches_ended", "chunks",
          _one("how", "used", "wasted", "cancelled", "failed", "probe"),
-         "Prefetched chunks, by what became of the prefetch."),
+         "Prefetched chunks, by the outcome of the prefetch."),
     _row("kv_hints", "actions",
          _one("advice", "prefetch", "retain", "demote", "unknown", "malformed"),
-         "Actions of the kv_hints that requests brought, by what they advise; unknown and "
-         "malformed ones were ignored."),
+         "Actions in the kv_hints of requests, by the advice given; unknown and malformed actions "
+         "were ignored."),
     # -- stores, writes, evictions
     _row("stored_chunks", "chunks", (),
          "Chunks whose store into the CPU tier was planned."),
     _row("refused_stores", "chunks", (),
-         "Chunks that were never stored, because the CPU tier had no room for them until their "
-         "request ended. They are the end of what it had: what is stored before them is found."),
+         "Chunks at the end of a request that were never stored, because the CPU tier had no "
+         "room. Earlier chunks of the request are found."),
     _row("incomplete_chunks", "chunks", (),
          "Chunks not stored because vLLM handed over only some of their blocks, all ranks."),
     _row("below_threshold_chunks", "chunks", (),
-         "New chunks not stored because they were seen less often than store_threshold."),
+         "New chunks not stored because fewer requests than store_threshold had contained the "
+         "chunk."),
     _row("refused_writes", "chunks", (),
-         "Chunks dropped from the CPU tier before they were written to the pool: holes, behind "
-         "which nothing is found. This happens while no target takes writes, and to windows and "
-         "states of requests that run."),
+         "Chunks dropped before the write to the pool, so that nothing behind the hole is found. "
+         "Either no target takes writes, or the CPU tier is too small for the windows and states "
+         "of running requests."),
     _row("written_chunks", "chunks", (),
          "Chunks written to the pool by every rank."),
     _row("superseded_chunks", "chunks", (),
-         "Chunks of windows and states that were stored while their request ran and never written "
-         "to the pool, because the request has a later boundary."),
+         "Chunks of windows and states stored while the request ran and never written, because "
+         "the request has a later boundary."),
     _row("evictions", "chunks", _one("tier", "cpu", "pool"),
-         "Chunks evicted from a tier, by tier."),
+         "Chunks evicted, by tier."),
     # -- bytes and time
     _row("transfer_operations", "operations", _TRANSFER,
-         "Operations that ended, all ranks. Stage gpu: batches of copies between GPU and pinned "
-         "memory; stage pool: reads and writes of a slot."),
+         "Operations that ended, all ranks. Stage gpu counts batches of copies between GPU and "
+         "pinned memory; stage pool counts slot reads and writes."),
     _row("transfer_bytes", "bytes", _TRANSFER,
          "Bytes moved by transfer operations, all ranks; a failed operation counts 0."),
     _row("transfer_seconds", "seconds", _TRANSFER,
-         "Time that transfer operations took, each from submission to outcome; they overlap. On a "
-         "GPU, stage gpu includes the wait for the forward pass that runs at submission, so bytes "
-         "divided by seconds are not the link's rate."),
+         "Time of operations from submission to outcome, added up although operations overlap. On "
+         "a GPU, stage gpu includes the wait for the running forward pass, so bytes divided by "
+         "seconds are not the link's rate."),
     _row("read_bytes", "bytes", (),
          "Bytes read from the pool for loads and prefetches, all ranks."),
     _row("written_bytes", "bytes", (),
-         "Bytes written to the pool, all ranks; they wear the flash."),
+         "Bytes written to the pool, all ranks; writes wear the flash."),
     _row("target_written_bytes", "bytes", (_TARGET,),
          "Bytes written to the pool, all ranks, by target."),
     # -- failures
     _row("failed_chunks", "chunks",
          (Label("operation", ("store", "load", "write", "fetch", "reset")),
           Label("outcome", _OUTCOMES),
-          Label("target", source="number of a configured target, or none")),
-         "Chunks whose operation failed, by operation, outcome and target; target none: the "
-         "operation used no target."),
+          Label("target", source=_TARGET.source)),
+         "Chunks whose operation failed, by operation, outcome and target; none if the operation "
+         "used no target."),
     _row("retired_pool_slots", "slots", (),
          "Pool slots taken out of use after failed reads or writes."),
     _row("verdict_changes", "changes", (),
          "Changes of a target between usable and unusable."),
     _row("resets", "resets", (),
-         "Resets that declared everything stored so far void."),
+         "Resets that voided everything stored so far."),
     # -- start
     _row("adopted_chunks", "chunks", (),
-         "Chunks of an earlier run taken over from the pool at start."),
+         "Chunks of an earlier run adopted from the pool at start."),
     _row("unadopted_chunks", "chunks", (),
-         "Chunks found in the pool at start but not adopted because not every rank has them."),
+         "Chunks found in the pool at start but not adopted because some rank lacks the chunk."),
     # -- cost
     _row("scheduler_seconds", "seconds", (),
-         "Time spent in the connector's scheduler side, including vLLM's part of it."),
+         "Time spent in the connector's scheduler side, including vLLM's part."),
     _row("scheduler_steps", "steps", (),
          "Engine steps that computed tokens."),
     _row("step_seconds", "seconds", (),
@@ -242,62 +242,62 @@ GAUGES = _table(
     _row("cache_slots", "slots", (), "Cache slots in the CPU tier."),
     _row("cache_slots_used", "slots", (), "Cache slots in use."),
     _row("held_cache_slots", "slots", _one("reason", "reload", "queue"),
-         "Cache slots held for requests that wait, by reason."),
+         "Cache slots held for waiting requests, by reason."),
     _row("stream_slots", "slots", (), "Stream slots that loads pass through, all ranks."),
     _row("stream_slots_used", "slots", (), "Stream slots in use at the ranks' last reports."),
     _row("pool_slots", "slots", (), "Pool slots, without retired ones."),
     _row("pool_slots_used", "slots", (), "Pool slots in use, without retired ones."),
     _row("slot_bytes", "bytes", (), "Size of one slot on one rank, header included."),
     _row("slot_fill", "1", (),
-         "Share of a slot that a chunk takes, on average over the KV cache groups; slots are as "
-         "large as the largest group's chunks."),
+         "Average share of a slot that a chunk fills, over the KV cache groups; the largest "
+         "group's chunk sets the slot's size."),
     _row("capacity_tokens", "tokens", _one("tier", "cpu", "pool"),
-         "Tokens that a tier can hold, by tier, if it holds no windows and states."),
+         "Tokens that each tier can hold if no windows and states are stored."),
     # -- other engines' chunks
     _row("shared_entries", "chunks", (),
-         "Chunks in other engines' pools that are known; not all may be borrowed."),
+         "Known chunks in other engines' pools, readable by this engine or not."),
     _row("shared_age_seconds", "seconds", (),
-         "Time since other engines' tables were last read; 0: they were not."),
+         "Time since other engines' tables were last read; 0 if never."),
     # -- queues
     _row("writes_pending", "chunks", (),
          "Writes to the pool sent to the ranks and not yet reported."),
     _row("write_backlog", "chunks", (), "Chunks in the CPU tier that wait for their write."),
     _row("queued_operations", "operations",
          _one("queue", "stream_slot", "read", "prefetch", "write"),
-         "Chunks that wait in the workers' queues at their last reports, all ranks, by queue: "
-         "for a stream slot, for the read of a load, for the read of a prefetch, for a write."),
+         "Chunks waiting at the ranks' last reports, all ranks, by queue: for a stream slot, a "
+         "load's read, a prefetch's read, or a write."),
     _row("operations_in_flight", "operations", (_DIRECTION,),
          "Reads (load) and writes (store) submitted to the I/O engine at the ranks' last reports."),
     _row("read_queue_bytes", "bytes", (_LANE,),
-         "Bytes that a read would wait for at the ranks' last reports, all ranks, by lane."),
+         "Bytes queued ahead of a new read at the ranks' last reports, all ranks, by lane."),
     _row("read_queue_seconds", "seconds", (_LANE,),
-         "Time that a read would wait for them on the slowest rank, by lane; 0: no wait, or the "
-         "rate is not known."),
+         "Estimated wait of a new read on the slowest rank, by lane; 0 if there is no wait or the "
+         "rate is unknown."),
     _row("requests_waiting", "requests", (),
          "Requests, preempted or in vLLM's queue, whose chunks are kept or prefetched."),
     _row("stores_suspended", "requests", (),
-         "Running requests that are not stored because weights may have changed after a part of "
-         "their KV was computed. A request leaves when it ends or starts again."),
+         "Running requests not stored because weights may have changed after part of their KV was "
+         "computed. A request counts until the request ends or starts again."),
     # -- learned
     _row("prefill_tokens_per_second", "tokens/s", (),
-         "Learned rate at which the model computes prompts in its last large steps; 0: unknown."),
+         "Learned rate at which the model computes prompts in large steps; 0 if unknown."),
     _row("pool_read_bytes_per_second", "bytes/s", (),
-         "Learned rate at which the slowest rank reads the pool; 0: unknown."),
+         "Learned rate at which the slowest rank reads the pool; 0 if unknown."),
     _row("load_slowness", "ratio", (),
          "Smoothed ratio of the time that loads from the pool take to the time that the learned "
-         "rates predict for these loads."),
+         "rates predict."),
     _row("target_read_bytes_per_second", "bytes/s", (_TARGET,),
-         "Learned rate at which the slowest rank reads a target, by target; 0: unknown."),
+         "Learned rate at which the slowest rank reads each target; 0 if unknown."),
     _row("target_write_bytes_per_second", "bytes/s", (_TARGET,),
-         "Learned rate at which the slowest rank writes a target, by target; 0: unknown."),
+         "Learned rate at which the slowest rank writes each target; 0 if unknown."),
     # -- health
     _row("suspect_targets", "targets", (), "Targets that at least one rank finds suspect or gone."),
     _row("target_verdict", "verdict", (_TARGET,),
          "Verdict of the worst rank on a target: 0 ok, 1 degraded, 2 suspect, 3 gone."),
     _row("fallbacks", "parts", _one("part", "io_uring", "registration", "o_direct", "copies"),
-         "Parts that run slower than they could since start-up, all ranks: threads instead of "
-         "io_uring, unregistered memory, the page cache instead of O_DIRECT, GPU copies without "
-         "the batch call or the kernel."),
+         "Parts that run slower than possible since the start, all ranks. io_uring: threads "
+         "instead; registration: unregistered memory; o_direct: the page cache instead; copies: "
+         "no batch call or no kernel on the GPU."),
     # -- facts
     _row("adoption_seconds", "seconds", (),
          "Time the slowest rank took to read its pool at start."),

@@ -27,7 +27,7 @@ def test_the_generated_documents_are_up_to_date(tool: str, tmp_path: Path) -> No
 
 
 def test_the_document_has_every_metric_and_no_other() -> None:
-    text = (ROOT / "docs" / "METRICS.md").read_text()
+    text = (ROOT / "docs" / "metrics.md").read_text()
     listed = re.findall(rf"^- `({PREFIX}\w+)` \(", text, re.M)
     expected = [f"{m.name}_total" for m in COUNTERS.values()] + [m.name for m in GAUGES.values()]
     assert listed == expected
@@ -35,7 +35,7 @@ def test_the_document_has_every_metric_and_no_other() -> None:
 
 def test_the_document_has_every_key_and_no_other() -> None:
     text = (ROOT / "docs" / "configuration.md").read_text()
-    listed = re.findall(r"^- `(\w+)` \(", text, re.M)
+    listed = re.findall(r"^\| `(\w+)` \|", text, re.M)
     assert sorted(listed) == sorted(OffloadConfig.model_fields)
 
 
