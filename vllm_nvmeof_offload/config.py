@@ -282,8 +282,8 @@ class OffloadConfig(BaseModel):
         pattern=r"^[A-Za-z0-9._-]{1,64}$")
     server_name: str = _key(
         "", "", "1 to 64 letters, digits and . _ -, or leave it out",
-        "Name in the leases of this server's pool, if share names a group. A start with the last "
-        "owner's name adopts the pool. Default: the host's name.",
+        "Name in the leases of this server's pool, if share names a group. A server adopts the "
+        "pool that was last leased under its name. Default: the host's name.",
         pattern=r"^[A-Za-z0-9._-]{0,64}$")
     peers: _Strings = _key(
         list, "addresses", '"HOST:PORT" or a list of them, where servers have peer_listen',
@@ -302,8 +302,8 @@ class OffloadConfig(BaseModel):
     share_secret_file: str = _key(
         "", "file", "the path of a file with a secret, or leave it out",
         "File with a secret of 16 to 4096 bytes, equal on all peers and unreadable for other "
-        "users. Peers without the same secret are refused, and traffic is encrypted. Default: "
-        "none, for loopback addresses only.")
+        "users. Peers without the same secret are refused, and messages are encrypted; chunks over "
+        "RDMA are not. Default: none, for loopback addresses only.")
     adopt: bool = _flag(True, "Use chunks that an earlier run left in the pool.")
     weights_never_change: bool = _flag(
         False, "Promise that weights never change in a running engine, so that a later run may "

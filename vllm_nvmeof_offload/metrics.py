@@ -303,7 +303,8 @@ GAUGES = _table(
          "Time the slowest rank took to read its pool at start."),
     _row("target_info", "1", (_TARGET, Label("path", source="directory of a configured target")),
          "Directory of each target, as a label; the value is always 1."),
-    _row("config_info", "1", tuple(Label(name, source="this server") for name in CONFIG_LABELS),
+    _row("config_info", "1",
+         tuple(Label(name, source="a fact of this server") for name in CONFIG_LABELS),
          "Configuration of this server, as labels; the value is always 1."),
 )
 # fmt: on
