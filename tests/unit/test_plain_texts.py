@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts that users read by themselves: metrics' HELP, configuration keys, commands' `--help`."""
+"""Texts that users read: metrics' HELP, keys and `--help`, each by itself; sentences of pages."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import click
 import typer
@@ -23,6 +24,19 @@ DIALECT = re.compile(
     r"\bof its own accord\b|\bbeside it\b|\btold\b|\btells?\b",
     re.I,
 )
+
+#: Pronouns whose noun a text that is read alone does not have.
+PRONOUN = re.compile(r"\b(them|they|these|those|it)\b", re.I)
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SENTENCE_WORDS_MAX = 30
+#: Pages that still have longer sentences; the commit that shortens a page takes it off this list.
+LONG_SENTENCES = {
+    *("README.md", "docs/architecture.md", "docs/benchmarks.md", "docs/cluster.md"),
+    *("docs/comparison.md", "docs/dual-path.md", "docs/extending.md", "docs/gpu.md"),
+    *("docs/how-it-works.md", "docs/in-tree.md", "docs/sharing.md"),
+}
 
 
 def commands() -> Iterator[tuple[str, click.Command]]:
@@ -63,6 +77,39 @@ def problems(texts: Iterable[tuple[str, str]], words_min: int) -> dict[str, str]
     return {name: why for name, text in texts if (why := problem(text, words_min))}
 
 
+def key_and_help_texts() -> Iterator[tuple[str, str]]:
+    yield from ((name, metric.help) for name, metric in METRICS.items())
+    yield from ((row["key"], row["meaning"]) for row in describe_keys())
+
+
+def blocks(page: str) -> Iterator[str]:
+    """The paragraphs and list items of a Markdown page, without headings, tables and code."""
+    text = re.sub(r"^```.*?^```$|<!--.*?-->", "", page, flags=re.M | re.S)
+    block: list[str] = []
+    for line in [*text.splitlines(), ""]:
+        is_code = line.startswith("    ") and (not block or line.startswith("      "))
+        is_prose = bool(line.strip()) and not is_code and line[0] not in "#|"
+        if not is_prose or re.match(r"\s*([-*]|\d+\.) ", line):
+            yield " ".join(block)
+            block = []
+        if is_prose:
+            block.append(re.sub(r"^\s*([-*]|\d+\.) ", "", line).strip())
+
+
+def is_list_of_links(block: str) -> bool:
+    """Whether more words are in the texts of links than beside them."""
+    inside = re.findall(r"\[([^\]]*)\]\([^)]*\)", block)
+    outside = re.sub(r"\[[^\]]*\]\([^)]*\)", "", block)
+    return len(" ".join(inside).split()) > len(re.findall(r"\w+", outside))
+
+
+def long_sentences(page: str) -> list[str]:
+    """The sentences of a Markdown page that have too many words."""
+    prose = (block for block in blocks(page) if not is_list_of_links(block))
+    sentences = (one for block in prose for one in re.split(r"[.!?][\"')*`]*\s+", block))
+    return [one for one in sentences if len(one.split()) > SENTENCE_WORDS_MAX]
+
+
 def test_each_metrics_help_is_complete() -> None:
     assert problems(((name, metric.help) for name, metric in METRICS.items()), 4) == {}
 
@@ -73,6 +120,25 @@ def test_each_keys_meaning_is_complete() -> None:
 
 def test_each_help_line_is_complete() -> None:
     assert problems(cli_texts(), 1) == {}
+
+
+def test_help_and_keys_name_their_nouns() -> None:
+    texts = key_and_help_texts()
+    assert {name: found[0] for name, text in texts if (found := PRONOUN.search(text))} == {}
+
+
+def test_sentences_on_pages_are_short() -> None:
+    names = {path.relative_to(ROOT).as_posix(): path for path in PAGES}
+    found = {name: long_sentences(path.read_text()) for name, path in names.items()}
+    assert {name: long for name, long in found.items() if long and name not in LONG_SENTENCES} == {}
+
+
+def test_the_lint_finds_long_sentences() -> None:
+    words = "word " * 31
+    assert long_sentences(f"# Head\n\nShort. {words}\nend. Short.") == [f"{words}end"]
+    assert long_sentences(f"* {words}")
+    assert not long_sentences(f"| {words} |\n\n    {words}\n\n```\n{words}\n```\n# {words}")
+    assert not long_sentences("* " + "[a text](page.md), " * 31)
 
 
 def test_the_lint_finds_forbidden_texts() -> None:
