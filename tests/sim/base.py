@@ -25,7 +25,7 @@ CHOSEN_BY_NAME = ("borrowing", "flushes", "leases")
 
 
 class Violation(AssertionError):  # noqa: N818 - the protocol's word
-    """A rule of PROTOCOL.md was broken. `rule` is its number, or a word if it has no number."""
+    """A rule of docs/protocol.md was broken. `rule`: its number, or a word if it has none."""
 
     def __init__(self, rule: str, text: str) -> None:
         super().__init__(f"rule {rule}: {text}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PROTOCOL.md's rules on other engines' chunks: which may be borrowed, and from whose regions."""
+"""Rules 19 to 21 of docs/protocol.md: other engines' chunks, and from whose regions they come."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class ForeignRules:
     # -- acceptance -------------------------------------------------------------------
 
     def reset(self, tag: bytes | None, *, again: bool) -> None:
-        """W2, W4: what was known is void; weights without a name share with nobody. With a new name
+        """Rule 20: what was known is void; weights without a name share with nobody. With a new name
         all counts that others have stored under it. again: no step has taken the last reset."""
         if again and self._begins:
             return
@@ -102,7 +102,7 @@ class ForeignRules:
         rows = self._follower.seen.rows_of(key) if sources & FROM_POOL and not ours else []
         refusals = [self._refusal(key, place, generation) for place, generation in rows]
         if source is Source.SHARED and "" not in refusals:
-            raise Violation("S4", f"{key.hex()} hits, of {rows}: {refusals}")
+            raise Violation("20", f"{key.hex()} hits, of {rows}: {refusals}")
         if source is None and "" in refusals and None not in self._failed_attach.values():
             raise Violation("2", f"{key.hex()} misses, of {rows}: {refusals}")
 
@@ -143,12 +143,12 @@ class ForeignRules:
                 continue
             identity = op.identities[row]
             if identity.key in known:
-                raise Violation("S4", f"{identity} is borrowed although there is one of our own")
+                raise Violation("20", f"{identity} is borrowed although there is one of our own")
             if refusal := self._refusal(identity.key, place, identity.generation):
-                raise Violation("S4", f"{identity} at {place:x} is borrowed: {refusal}")
+                raise Violation("20", f"{identity} at {place:x} is borrowed: {refusal}")
             self._follower.counts["borrows_by_name"] += self._tag != START_TAG
             if (place, identity.generation) not in self._follower.seen.rows_of(identity.key):
-                raise Violation("S4", f"{identity} at {place:x}: the table has no such row")
+                raise Violation("20", f"{identity} at {place:x}: the table has no such row")
             self._name(place)
             if op.cache.get(row) is not None:
                 self._borrowing(identity.generation)
@@ -163,9 +163,9 @@ class ForeignRules:
         if identity.generation in self._void or self._tag is None:
             raise Violation("reset", f"a fetch of {identity} from before a reset")
         if self._refused.get((place, identity.generation), 0.0) > self._clock():
-            raise Violation("S5", f"a fetch of {identity} at {place:x}, which has failed")
+            raise Violation("20", f"a fetch of {identity} at {place:x}, which has failed")
         if owner_of(place) not in self._attached:
-            raise Violation("S4", f"a fetch of {identity} before its owner's attach")
+            raise Violation("20", f"a fetch of {identity} before its owner's attach")
 
     def commanded(self, commands: Sequence[Command]) -> None:
         """The commands of a step, whose loads have been planned."""
@@ -178,7 +178,7 @@ class ForeignRules:
                 self._begins = False
             elif isinstance(command, WriteCommand):
                 if owners_of(command.batch.places).any():
-                    raise Violation("S1", f"{command} into a region of another engine")
+                    raise Violation("19", f"{command} into a region of another engine")
                 self._written(command)
             elif isinstance(command, FetchCommand):
                 for row, place in enumerate(command.batch.places.tolist()):
@@ -189,14 +189,14 @@ class ForeignRules:
                 self._hint(command)
         self._heeded()
         if self._due:
-            raise Violation("S4", f"loads of owners {list(self._due)} leave before their attach")
+            raise Violation("20", f"loads of owners {list(self._due)} leave before their attach")
         self._follower.has_moved = False
 
     def _attach(self, command: AttachCommand) -> None:
         owner = self._follower.owners.get(command.owner)
         of = None if owner is None else (owner.engine_index, owner.pool_uuid)
         if of != (command.engine_index, command.pool_uuid) or command.owner in self._attached:
-            raise Violation("S4", f"{command} of {owner}")
+            raise Violation("20", f"{command} of {owner}")
         self._attached.add(command.owner)
         # That of the time when a fetch was decided is not known any more.
         other = None if self._follower.has_moved else self._record(command.owner)
@@ -208,7 +208,7 @@ class ForeignRules:
         owner = command.owner
         state = self._follower.seen.owner(owner).state
         if (state != NONE or owner not in self._attached) and owner not in self._to_detach:
-            raise Violation("S4", f"{command}: its state is {state}")
+            raise Violation("20", f"{command}: its state is {state}")
         self._attached.discard(owner)
         self._to_detach.discard(owner)
 
@@ -306,7 +306,7 @@ class ForeignRules:
         for row, generation in enumerate(command.batch.generations.tolist()):
             deduped = is_foreign(generation) or generation in self._deduped
             if deduped and generation not in self._lost:
-                raise Violation("E3", f"{command}: others have {command.batch.identity(row)}")
+                raise Violation("21", f"{command}: others have {command.batch.identity(row)}")
             self._owed.discard(generation)
             self._deduped.discard(generation)
 
@@ -318,7 +318,7 @@ class ForeignRules:
             return
         for entry in entries:
             if entry.generation in self._owed:
-                raise Violation("E3", f"{entry} was never written, and nobody else has it")
+                raise Violation("21", f"{entry} was never written, and nobody else has it")
 
     # -- hints ------------------------------------------------------------------------
 
@@ -327,16 +327,16 @@ class ForeignRules:
         for place, generation, count in zip(*(one.tolist() for one in columns), strict=True):
             owner, row = owner_of(place), (place, generation)
             if row not in self._borrowed_again or not 0 < count <= self._borrows[row]:
-                raise Violation("E2", f"{command}: {self._borrows[row]} borrows of {row}")
+                raise Violation("21", f"{command}: {self._borrows[row]} borrows of {row}")
             if owner not in self._attached:
-                raise Violation("E2", f"{command}: no rank knows the owner of {row}")
+                raise Violation("21", f"{command}: no rank knows the owner of {row}")
             self._borrows[row] = 0
             times = self._hinted.setdefault(owner, [])
             times.append(self._clock())
             if len(times) > _HINTS_PER_S * (2 + times[-1] - times[0]):
-                raise Violation("E2", f"{command}: {len(times)} hints since {times[0]}")
+                raise Violation("21", f"{command}: {len(times)} hints since {times[0]}")
         if command.owners.tolist() != owners_of(command.places).tolist():
-            raise Violation("E2", f"{command}: its owners are others")
+            raise Violation("21", f"{command}: its owners are others")
 
     def _heeded(self) -> None:
         """Of others' hints those count that name a chunk of ours by its place and generation."""
@@ -345,7 +345,7 @@ class ForeignRules:
         hints = self._follower.seen.take_hints(_HINTS_MAX)
         self._hints_taken += sum(ours.get(place) == generation for place, generation, _ in hints)
         if (taken := self._core.counters["hints_taken"]) != self._hints_taken:
-            raise Violation("E2", f"{taken} hints taken, {self._hints_taken} of {hints} are right")
+            raise Violation("21", f"{taken} hints taken, {self._hints_taken} of {hints} are right")
 
     # -- entries ----------------------------------------------------------------------
 

@@ -131,11 +131,11 @@ class SimPeers:
         held = sum(pull.lane == lane for pull in self._pulls.values())
         state = self._states[lane]
         if not state.usable or held >= state.credits:
-            raise Violation("P7", f"{read} of peer {lane}, which has {held} and {state}")
+            raise Violation("16", f"{read} of peer {lane}, which has {held} and {state}")
         if self._asked[read.identity] >= self.rows[read.identity]:
-            raise Violation("P11", f"{read.identity} is asked of a second peer")
+            raise Violation("16", f"{read.identity} is asked of a second peer")
         if not self._helpers.get(read.identity, -1) >> lane & 1:
-            raise Violation("C2", f"{read} is asked of peer {lane}, which nobody named")
+            raise Violation("16", f"{read} is asked of peer {lane}, which nobody named")
         left_s = read.deadline_s - self._clock()
         if not 0 < left_s <= self._knobs.read_deadline_s / 2 + _ROUNDING_S:
             raise Violation("16", f"{read} has {left_s} s")

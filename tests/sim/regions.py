@@ -95,5 +95,5 @@ class SimHealth(TargetHealth):
 
     def ended(self, attachment: int, outcome: Outcome, place: int, *, is_write: bool) -> None:
         if outcome.kind is OutcomeKind.IO_ERROR and outcome.errno in REGION_ERRNOS:
-            raise Violation("S3", f"{outcome} of another engine's region counts for the target")
+            raise Violation("19", f"{outcome} of another engine's region counts for the target")
         super().ended(attachment, outcome, place, is_write=is_write)

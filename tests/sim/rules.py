@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PROTOCOL.md's rules as assertions around the manager core, checked after every event."""
+"""docs/protocol.md as assertions around the manager core, checked after every event."""
 
 from __future__ import annotations
 

@@ -185,9 +185,9 @@ class SimServing:
             return
         self.counts[f"served_{outcome.kind.value}"] += 1
         if asked.cancelled and outcome.kind not in _REFUSED:
-            raise Violation("P12", f"{asked} was cancelled and gets {outcome}")
+            raise Violation("22", f"{asked} was cancelled and gets {outcome}")
         if asked.resets != self._resets and outcome.kind not in _REFUSED:
-            raise Violation("P9", f"{asked} is from before a reset and gets {outcome}")
+            raise Violation("22", f"{asked} is from before a reset and gets {outcome}")
         if not outcome.ok:
             return
         self.counts["served_regions"] += asked.read.place.region_uuid not in self.serve.own

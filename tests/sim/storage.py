@@ -194,7 +194,7 @@ class SimIo:
             raise Violation("14", f"{len(ops)} operations for {self._room}")
         classes = [Urgency.SERVE if self._is_serve(op) else op.urgency for op in ops]
         if classes != sorted(classes):
-            raise Violation("P8", f"{classes} is no order")
+            raise Violation("22", f"{classes} is no order")
         for op in ops:
             self._accept(op)
 
@@ -438,7 +438,7 @@ class SimIo:
             return None
         region = self.regions.get((owner_of(op.place), self._target(op)))
         if region is None:
-            raise Violation("S4", f"rank {self._rank} reads {op} without that owner's files")
+            raise Violation("20", f"rank {self._rank} reads {op} without that owner's files")
         return region
 
     def _deadline_s(self, op: IoOp) -> float:
@@ -545,7 +545,7 @@ class SimIo:
         identity = flight.op.identity
         assert identity is not None
         if owner_of(flight.op.place) != OURS:
-            raise Violation("S1", f"{flight}")
+            raise Violation("19", f"{flight}")
         payload = self._payload(flight)
         if payload != self.payload_of(identity.generation):
             raise Violation("1", f"{flight} signs {payload}, not the payload of {identity}")

@@ -21,6 +21,15 @@ DOCUMENTS = sorted(
 METRICS = {metric.name for metric in (*COUNTERS.values(), *GAUGES.values())}
 #: Code spans that look like files of this repository.
 FILES = re.compile(r"`((?:docs|examples|tests|kernels|tools|bench|requirements)/[\w./@-]*)`")
+SOURCES = sorted(
+    path
+    for folder in ("vllm_nvmeof_offload", "bench/vllm_nvmeof_bench", "tests", "tools", "kernels")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in (".py", ".h", ".cpp", ".cu", ".def")
+)
+#: Rules as comments cite them, by one or two numbers; and what the simulator says is broken.
+CITED = re.compile(r"\brules? (\d+)(?:(,| and| or| to) (\d+))?", re.I)
+BROKEN = re.compile(r'Violation\(\s*"(\w+)"')
 
 
 def anchors(path: Path) -> set[str]:
@@ -83,3 +92,30 @@ def test_every_key_in_the_readmes_table_is_one() -> None:
     table = re.findall(r"^\| `(\w+)` \| .* \| .* \|$", (ROOT / "README.md").read_text(), re.M)
     assert len(table) == 6
     assert set(table) <= set(OffloadConfig.model_fields)
+
+
+def rules_cited(text: str) -> set[str]:
+    """The numbers of rules, and whatever stands in their place, that a source cites."""
+    cited = set(BROKEN.findall(text))
+    for first, joint, last in CITED.findall(text):
+        between = range(int(first), int(last) + 1) if joint == " to" else ()
+        cited |= {first, last or first, *map(str, between)}
+    return cited
+
+
+def test_every_rule_that_is_cited_is_on_the_page() -> None:
+    page = (ROOT / "docs/protocol.md").read_text()
+    rules = re.findall(r"^(\d+)\. \*\*", page, re.M)
+    assert rules == [str(number) for number in range(1, len(rules) + 1)]
+    for path in SOURCES:
+        for rule in rules_cited(path.read_text()):
+            assert rule in rules or re.fullmatch(r"[a-z]+", rule), f"{path}: rule {rule}"
+    assert rules_cited('Rules 7 to 9, rule 2. Violation("leak"') == {*"2789", "leak"}
+
+
+def test_the_page_draws_the_states_that_the_code_has() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    table = (ROOT / "vllm_nvmeof_offload/native/transitions.def").read_text()
+    steps = re.findall(r"^STEP\((\w+), (\w+), (\w+)\)$", table, re.M)
+    drawn = re.findall(r"^ *([A-Z]+) --> ([A-Z]+): ", page, re.M)
+    assert set(drawn) == {(one, to) for one, event, to in steps if event != "DOOM"}

@@ -87,7 +87,7 @@ class DmaCopier:
 
         A store reads what the model's kernels write, so the driver must read the source in the
         stream's order, after the fence. A load reads staging, which no kernel writes and which
-        the host has seen complete (protocol rule 3), so the driver may read it at once.
+        the host has seen complete (docs/protocol.md, rule 3), so the driver may read it at once.
         """
         destinations, sources, sizes = sides(direction, pieces)
         if not self._cuda.has_batch:

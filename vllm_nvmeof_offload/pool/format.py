@@ -34,7 +34,7 @@ The table has one 64-byte entry per slot, little endian; an entry never written 
     8   u64  generation                             18  46s  offload key, zero padded
 
 The CRC covers the slot, so that an entry in another's place is found. An entry is a hint: the
-slot's header proves the content (PROTOCOL rule 6).
+slot's header proves the content (docs/protocol.md, rule 6).
 
 The superblock is one 4 KiB page that describes the region and names what of it is not void::
 

@@ -7,7 +7,7 @@ Everything is open for reading only.
 
 A region is usable here if its superblock is ours but for uuid, slots, targets and what a reset
 changes, and on rank 0 if it has the uuid that the follower has seen there. Each read proves the
-rest (PROTOCOL rule 6).
+rest (docs/protocol.md, rule 6).
 
 A target that was away may be another file system afterwards, and the old one cannot be mounted
 while its files are open. So a target that is gone loses its regions, and every owner's files are

@@ -168,7 +168,7 @@ def test_a_name_is_logged_and_says_who_shares(caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_server_whose_start_has_no_name_takes_none(caplog: pytest.LogCaptureFixture) -> None:
-    """W5: hashes with a seed, dummy weights, adapters by path: the name would promise too much."""
+    """Hashes with a seed, dummy weights, adapters by path: the name would promise too much."""
     manager = NVMeoFOffloadingManager(CoreConfig(weights_never_change=True))
     manager.attach([hello(0, 4, 8, (), tag=b"")], KEY_BYTES, GROUPS)
     assert not manager.name_weights("step-1")
