@@ -84,8 +84,9 @@ class ForeignRules:
     # -- acceptance -------------------------------------------------------------------
 
     def reset(self, tag: bytes | None, *, again: bool) -> None:
-        """Rule 20: what was known is void; weights without a name share with nobody. With a new name
-        all counts that others have stored under it. again: no step has taken the last reset."""
+        """Rule 20: what was known is void, and weights without a name share with nobody. With a new
+        name all counts that others have stored under it. again: no step has taken the last reset.
+        """
         if again and self._begins:
             return
         self._begins = tag != self._tag
