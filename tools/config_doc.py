@@ -51,8 +51,8 @@ def keys() -> str:
     out = ["| key | default | meaning |", "|---|---|---|"]
     for heading, names in GROUPS.items():
         out.append(f"| **{heading}** | | |")
-        for row in map(rows.pop, names.split()):
-            out.append(f"| `{row['key']}` | {default_of(row)} | {row['meaning']} |")
+        found = map(rows.pop, names.split())
+        out += [f"| `{row['key']}` | {default_of(row)} | {row['meaning']} |" for row in found]
     assert not rows, f"in no group: {', '.join(rows)}"
     return "\n".join(out)
 
