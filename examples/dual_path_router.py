@@ -12,7 +12,7 @@ until its answer has ended.
 
 A prompt goes to the prefill server with the fewest outstanding tokens of those whose read queue is
 short, its answer to the decode server with the fewest requests of those that stay near the mean
-(Wu et al., arXiv 2602.21548; `vllm_nvmeof_bench.cluster.router`, which the simulator plays too).
+(Wu et al., arXiv 2602.21548; `vllm_nvmeof_bench.servers.dual_path`, which the simulator plays too).
 Outstanding tokens are this router's own counts; read queues are the servers' gauges, polled every
 100 ms. A server without that gauge counts as one with nothing to read. Tokens of a text are
 estimated by its length.
@@ -39,7 +39,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
-from vllm_nvmeof_bench.cluster.router import choose_decode, choose_helpers, choose_prefill
+from vllm_nvmeof_bench.servers.dual_path import choose_decode, choose_helpers, choose_prefill
 
 QUEUE = re.compile(
     r'^vllm:nvmeof_read_queue_seconds\{[^}]*lane="(?!peer)[^}]*\} (\S+)', re.MULTILINE

@@ -37,7 +37,6 @@ PACKAGES = {
     "moving": "moving",
     "alone": "alone",
     "borrow": "borrow",
-    "cluster": "cluster",
     "peers": "peers",
 }
 

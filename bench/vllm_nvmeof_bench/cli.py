@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from vllm_nvmeof_bench import benchmark as benchmarks
+from vllm_nvmeof_bench.benchmark import Benchmark, Command
 from vllm_nvmeof_bench.results import BenchError, name_in, size_name
 from vllm_nvmeof_bench.settings import Option, option_of
 from vllm_nvmeof_offload.units import parse_bytes
@@ -41,7 +42,10 @@ class _Benches(TyperGroup):
         name, report = cmd_name.removesuffix(_REPORT), cmd_name.endswith(_REPORT)
         if name == "serve" and not report:
             return _serve_of()
-        return _bench_of(cmd_name, name, report) if name in benchmarks.PACKAGES else None
+        if name not in benchmarks.PACKAGES:
+            return None
+        command = None if report else benchmarks.command(name)
+        return bench_of(cmd_name, benchmarks.benchmark(name), command)
 
 
 bench_app = typer.Typer(
@@ -51,10 +55,10 @@ bench_app = typer.Typer(
 )
 
 
-def _bench_of(command_name: str, name: str, report: bool) -> Any:
-    """`bench NAME` measures, writes the file and prints it; `bench NAME-report` only prints it."""
-    found = benchmarks.benchmark(name)
-    command = None if report else benchmarks.command(name)
+def bench_of(command_name: str, found: Benchmark, command: Command | None) -> Any:
+    """`bench NAME` measures, writes the file and prints it; without `command`, `bench NAME-report`
+    only prints it."""
+    name = found.name
 
     def run(**given: Any) -> None:
         json_path: Path = given["json_path"]

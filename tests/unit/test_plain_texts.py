@@ -31,8 +31,6 @@ PRONOUN = re.compile(r"\b(them|they|these|those|it)\b", re.I)
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SENTENCE_WORDS_MAX = 30
-#: Pages that still have longer sentences; the commit that shortens a page takes it off this list.
-LONG_SENTENCES = {"docs/cluster.md"}
 
 
 def commands() -> Iterator[tuple[str, click.Command]]:
@@ -126,7 +124,7 @@ def test_help_and_keys_name_their_nouns() -> None:
 def test_sentences_on_pages_are_short() -> None:
     names = {path.relative_to(ROOT).as_posix(): path for path in PAGES}
     found = {name: long_sentences(path.read_text()) for name, path in names.items()}
-    assert {name: long for name, long in found.items() if long and name not in LONG_SENTENCES} == {}
+    assert {name: long for name, long in found.items() if long} == {}
 
 
 def test_the_lint_finds_long_sentences() -> None:

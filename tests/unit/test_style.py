@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "vllm_nvmeof_offload"
 BENCH = ROOT / "bench" / "vllm_nvmeof_bench"
-CODE = (PACKAGE, BENCH, ROOT / "tests", ROOT / "tools", ROOT / "examples")
+CODE = (PACKAGE, BENCH, *(ROOT / name for name in ("tests", "tools", "examples", "research")))
 MODULES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = sorted(path for folder in CODE for path in folder.rglob("*.py"))
 NATIVE = sorted(
@@ -28,7 +28,14 @@ NATIVE = sorted(
     for path in folder.rglob(pattern)
 )
 DOCUMENTS = sorted(
-    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    [
+        *ROOT.glob("*.md"),
+        *(
+            page
+            for name in ("docs", "examples", "research")
+            for page in (ROOT / name).rglob("*.md")
+        ),
+    ]
 )
 
 FUNCTION_LINES_MAX = 70
@@ -37,8 +44,8 @@ COLUMNS_MAX = 100
 #: raises one gives the reason.
 PRODUCT_FILES_MAX = 183
 PRODUCT_LINES_MAX = 43_423
-BENCH_FILES_MAX = 103
-BENCH_LINES_MAX = 21_400
+BENCH_FILES_MAX = 93
+BENCH_LINES_MAX = 18_945
 #: A count below its maximum by more than this share means that the maximum has to be lowered.
 SLACK = 0.02
 

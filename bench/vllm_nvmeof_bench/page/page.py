@@ -32,7 +32,6 @@ KINDS: dict[str, tuple[str, Published | None]] = {
     "turns": ("Conversations of four turns", published.TURNS),
     "replay": ("Agentic traces, replayed", published.REPLAY),
     "simulate": ("Hit rates over sizes and policies, simulated", None),
-    "cluster": ("Clusters of prefill and decode engines, simulated", None),
     "latency": ("Latency of two targets, and of our engine", published.LATENCY),
     "pool": ("The pool's I/O beside fio, a bare ring and vLLM's fs tier", published.POOL),
     "stream": ("Loads, resumes, prefetch, admission", published.TIER),

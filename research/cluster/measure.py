@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench cluster`: what a whole cluster gains, by parts.
+"""`python -m research.cluster`: what a whole cluster gains, by parts.
 
 `offline`: DualPath's clusters, all agents at once. `agents`: one cluster over the number of
 agents. `online`: the rate of arriving agents that a cluster carries within its objectives.
@@ -20,23 +20,24 @@ from statistics import fmean
 from typing import Any
 
 from vllm_nvmeof_bench.benchmark import Command
-from vllm_nvmeof_bench.cluster.agents import (
+from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
+from vllm_nvmeof_bench.results import dump, percentile
+from vllm_nvmeof_bench.settings import check_names, check_positive, option, recorded
+from vllm_nvmeof_bench.traces import TRACE_HELP, Trace, read_trace
+
+from research.cluster.agents import (
     Agent,
     Means,
     described,
     drawn_agents,
     recorded_agents,
 )
-from vllm_nvmeof_bench.cluster.events import ROUTERS, Cluster, Given, Outcome, Rules
-from vllm_nvmeof_bench.cluster.lanes import WINDOW_S, balance
-from vllm_nvmeof_bench.cluster.machines import KNOWN, Machines, read_machines
-from vllm_nvmeof_bench.cluster.paper import OFFLINE
-from vllm_nvmeof_bench.cluster.report import PARTS, Sample
-from vllm_nvmeof_bench.cluster.tiers import Sizes, Tiers
-from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
-from vllm_nvmeof_bench.results import dump, percentile
-from vllm_nvmeof_bench.settings import check_names, check_positive, option, recorded
-from vllm_nvmeof_bench.traces import TRACE_HELP, Trace, read_trace
+from research.cluster.events import ROUTERS, Cluster, Given, Outcome, Rules
+from research.cluster.lanes import WINDOW_S, balance
+from research.cluster.machines import KNOWN, Machines, read_machines
+from research.cluster.paper import OFFLINE
+from research.cluster.report import PARTS, Sample
+from research.cluster.tiers import Sizes, Tiers
 from vllm_nvmeof_offload import __version__
 from vllm_nvmeof_offload.commands.size.report import turns_per_s
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two real servers on this machine's CPU, each behind a slow link to its pool, and the simulator.
 
-    python -m vllm_nvmeof_bench.cluster.real [--seeds 1,2,3] [--json FILE] [--vllm-router PROGRAM]
+    python -m research.cluster.real [--seeds 1,2,3] [--json FILE] [--vllm-router PROGRAM]
 
 The machine's own numbers are measured first, one request at a time: what prompts cost whose KV is
 in memory, or nowhere, and how fast a link reads. They make a table of a machine file. Then prompts
@@ -32,16 +32,16 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-
-from vllm_nvmeof_bench.cluster.agents import Agent
-from vllm_nvmeof_bench.cluster.events import Cluster, Given, Rules
-from vllm_nvmeof_bench.cluster.machines import Machines, read_machines
 from vllm_nvmeof_bench.results import BenchError, percentile
 from vllm_nvmeof_bench.servers.client import Client, Hits
 from vllm_nvmeof_bench.servers.forked import ForkedServer, can_be_forked
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model, random_tokens
 from vllm_nvmeof_bench.servers.router import RunningRouter, dual_path_router
 from vllm_nvmeof_bench.servers.server import OffloadSpec, ReservedPort, Server, ServerSpec
+
+from research.cluster.agents import Agent
+from research.cluster.events import Cluster, Given, Rules
+from research.cluster.machines import Machines, read_machines
 from vllm_nvmeof_offload.config import ALLOW_FAULTS
 from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.units import GIB, slot_stride_bytes

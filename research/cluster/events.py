@@ -21,10 +21,11 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Protocol
 
-from vllm_nvmeof_bench.cluster.agents import Agent
-from vllm_nvmeof_bench.cluster.lanes import Lane, SharedLane
-from vllm_nvmeof_bench.cluster.machines import Machines
-from vllm_nvmeof_bench.cluster.router import choose_decode, choose_helpers, choose_prefill
+from vllm_nvmeof_bench.servers.dual_path import choose_decode, choose_helpers, choose_prefill
+
+from research.cluster.agents import Agent
+from research.cluster.lanes import Lane, SharedLane
+from research.cluster.machines import Machines
 from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.manager.load_or_recompute import Admission
 from vllm_nvmeof_offload.native import choose_lane

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-from vllm_nvmeof_bench.cluster.agents import Agent
 from vllm_nvmeof_bench.results import BenchError
+
+from research.cluster.agents import Agent
 from vllm_nvmeof_offload.groups import GROUP_ID_BYTES
 from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL, CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.handshake import agree

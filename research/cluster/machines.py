@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_nvmeof_bench.results import BenchError
+
 from vllm_nvmeof_offload.commands.size.deployment import Deployment
 from vllm_nvmeof_offload.commands.size.kv import KvSizes
 from vllm_nvmeof_offload.commands.size.model import preset, read_model

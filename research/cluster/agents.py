@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from statistics import fmean
 
 import numpy as np
-
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.traces import Ids, Request, Session, Trace
 

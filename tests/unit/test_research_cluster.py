@@ -11,28 +11,28 @@ from typing import Any
 
 import pytest
 from typer.testing import CliRunner
-from vllm_nvmeof_bench.cluster import events, measure, real
-from vllm_nvmeof_bench.cluster.agents import (
+from vllm_nvmeof_bench.results import BenchError
+from vllm_nvmeof_bench.servers.dual_path import choose_decode, choose_helpers, choose_prefill
+from vllm_nvmeof_bench.traces import read_trace
+
+from research.cluster import events, measure, real
+from research.cluster.__main__ import app
+from research.cluster.agents import (
     Agent,
     Means,
     described,
     drawn_agents,
     recorded_agents,
 )
-from vllm_nvmeof_bench.cluster.events import PATHS, Cluster, Given, Rules
-from vllm_nvmeof_bench.cluster.lanes import Lane, SharedLane, balance
-from vllm_nvmeof_bench.cluster.machines import KNOWN, Machines, read_machines
-from vllm_nvmeof_bench.cluster.measure import Settings, carried, run
-from vllm_nvmeof_bench.cluster.paper import capacity, gains, goals, rows
-from vllm_nvmeof_bench.cluster.report import Sample
-from vllm_nvmeof_bench.cluster.router import choose_decode, choose_helpers, choose_prefill
-from vllm_nvmeof_bench.cluster.tiers import Sizes, Tiers
-from vllm_nvmeof_bench.results import BenchError
-from vllm_nvmeof_bench.traces import read_trace
-
+from research.cluster.events import PATHS, Cluster, Given, Rules
+from research.cluster.lanes import Lane, SharedLane, balance
+from research.cluster.machines import KNOWN, Machines, read_machines
+from research.cluster.measure import Settings, carried, run
+from research.cluster.paper import capacity, gains, goals, rows
+from research.cluster.report import Sample
+from research.cluster.tiers import Sizes, Tiers
 from tests.unit.bench.trace_files import agentic, mooncake
 from vllm_nvmeof_offload import native
-from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.manager.load_or_recompute import Decision
 
 #: A turn reads for some ms, computes for a few and decodes for tens.
@@ -512,12 +512,12 @@ def test_the_command_writes_a_file_a_table_and_a_picture(tmp_path: Path) -> None
         "--plot": str(picture),
     }
     arguments = [str(trace), *(word for pair in options.items() for word in pair)]
-    result = CliRunner().invoke(app, ["bench", "cluster", *arguments])
+    result = CliRunner().invoke(app, ["play", *arguments])
     assert result.exit_code == 0, result.output
     for needed in ("drawn from traces", "Most agents per second", "24 drives", "enclosure-24"):
         assert needed in result.output
     assert picture.read_bytes().startswith(b"\x89PNG")
-    shown = CliRunner().invoke(app, ["bench", "cluster-report", str(json_path)])
+    shown = CliRunner().invoke(app, ["report", str(json_path)])
     assert shown.exit_code == 0, shown.output
 
 
@@ -532,8 +532,6 @@ def test_the_command_writes_a_file_a_table_and_a_picture(tmp_path: Path) -> None
 def test_errors_are_one_plain_line(tmp_path: Path, options: list[str], needed: str) -> None:
     trace = agentic(tmp_path / "traces")
     json_path = str(tmp_path / "cluster.json")
-    result = CliRunner().invoke(
-        app, ["bench", "cluster", str(trace), "--json", json_path, *options]
-    )
+    result = CliRunner().invoke(app, ["play", str(trace), "--json", json_path, *options])
     assert result.exit_code == 2
     assert needed in result.stderr

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `bench cluster`: tables beside DualPath's figures, and the picture."""
+"""The simulated cluster's samples: tables beside DualPath's figures, and the picture."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 
 from vllm_nvmeof_bench import plots
 from vllm_nvmeof_bench.benchmark import Benchmark, Conditions
-from vllm_nvmeof_bench.cluster.paper import Row, balance_rows, capacity, gains, goals, rows
 from vllm_nvmeof_bench.plots import Style, finish
 from vllm_nvmeof_bench.results import distinct, median, select
 from vllm_nvmeof_bench.tables import Column, Table
+
+from research.cluster.paper import Row, balance_rows, capacity, gains, goals, rows
 
 PARTS = ("offline", "agents", "online", "recorded", "open", "enclosure")
 

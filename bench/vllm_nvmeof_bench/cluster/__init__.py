@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""`bench cluster`: a cluster of prefill and decode engines on a virtual clock."""
