@@ -57,7 +57,7 @@ help:
 	@echo "make results    all benchmarks that need no GPU, short, into bench/results/ (40 min)"
 	@echo "make gpu        on a machine with an NVIDIA GPU: its tests and benchmarks, in stages (GPU_STAGES)"
 	@echo "make wheel      dist/: a manylinux wheel with the native core and the kernels, and the sdist"
-	@echo "make check      ruff and mypy"
+	@echo "make check      ruff, clang-format and mypy"
 	@echo "make setup      only the virtual environment in $(VENV)/"
 	@echo "make format     ruff's fixes and formatting"
 	@echo "make lock       resolve requirements/cpu.lock anew"
@@ -150,11 +150,13 @@ wheel: setup
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h' '*.c' '*.cu')
 	$(BIN)/mypy
 
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $$(git ls-files '*.cpp' '*.h' '*.c' '*.cu')
 
 lock:
 	$(BIN)/uv pip compile requirements/cpu.in pyproject.toml --extra dev --extra bench \

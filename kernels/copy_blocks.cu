@@ -19,8 +19,7 @@ extern "C" __global__ void copy_blocks_reference(const Piece* pieces, u64 count)
   for (u64 i = blockIdx.x; i < count; i += gridDim.x) {
     char* destination = reinterpret_cast<char*>(pieces[i].destination);
     const char* source = reinterpret_cast<const char*>(pieces[i].source);
-    for (u64 at = threadIdx.x; at < pieces[i].bytes; at += blockDim.x)
-      destination[at] = source[at];
+    for (u64 at = threadIdx.x; at < pieces[i].bytes; at += blockDim.x) destination[at] = source[at];
   }
 }
 

@@ -27,12 +27,12 @@ using namespace nvmeof;
 
 namespace {
 
-#define CHECK(condition)                                                        \
-  do {                                                                          \
-    if (!(condition)) {                                                         \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);      \
-      std::exit(1);                                                             \
-    }                                                                           \
+#define CHECK(condition)                                                   \
+  do {                                                                     \
+    if (!(condition)) {                                                    \
+      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+      std::exit(1);                                                        \
+    }                                                                      \
   } while (false)
 
 constexpr size_t kPayload = 50'000;
@@ -220,8 +220,7 @@ void test_format() {
   std::vector<std::byte> slot(kSlot);
   fill(slot.data(), {1, 2});
   const SlotPlace place{kRegion, 5};
-  seal(slot.data(), identity(1, 2), kPayload, payload_crc(slot.data(), kPayload), kStamp, place,
-       0);
+  seal(slot.data(), identity(1, 2), kPayload, payload_crc(slot.data(), kPayload), kStamp, place, 0);
   const auto judge = [&slot](const Identity& wanted, size_t bytes, const SlotPlace& at,
                              const Tag& tag) {
     return verify(slot.data(), slot.size(), wanted, bytes, at, tag);
@@ -230,8 +229,8 @@ void test_format() {
   CHECK(judge(identity(1, 3), kPayload, place, kTag) == Outcome::STALE);
   CHECK(judge(identity(2, 2), kPayload, place, kTag) == Outcome::STALE);
   CHECK(judge(identity(1, 2), kPayload - 1, place, kTag) == Outcome::STALE);
-  for (const SlotPlace& other : {SlotPlace{kRegion, 6}, SlotPlace{{kRegion.uuid, 8}, 5},
-                                 SlotPlace{{{1, 2, 4}, 7}, 5}})
+  for (const SlotPlace& other :
+       {SlotPlace{kRegion, 6}, SlotPlace{{kRegion.uuid, 8}, 5}, SlotPlace{{{1, 2, 4}, 7}, 5}})
     CHECK(judge(identity(1, 2), kPayload, other, kTag) == Outcome::STALE);
   CHECK(judge(identity(1, 2), kPayload, place, {4, 5, 7}) == Outcome::STALE);
   for (const size_t at : {size_t{0}, size_t{9}, size_t{100}, kHeaderBytes - 1, kHeaderBytes,
@@ -253,8 +252,8 @@ uint64_t check_log(int fd, std::map<LogKind, uint64_t>& kinds) {
   uint64_t newest = 0;
   std::vector<std::byte> page(kLogPageBytes);
   for (unsigned position = 0; position < kLogPages; ++position) {
-    const ssize_t done = pread(fd, page.data(), page.size(),
-                               static_cast<off_t>(position * kLogPageBytes));
+    const ssize_t done =
+        pread(fd, page.data(), page.size(), static_cast<off_t>(position * kLogPageBytes));
     CHECK(done >= 0);
     if (static_cast<size_t>(done) < kLogHeadBytes) continue;
     LogHead head;
@@ -316,16 +315,17 @@ struct Mixer {
     if (one.foreign) one.content.bytes = (one.content.bytes + 1 + dice() % kPayload) % kPayload;
     one.foreign = one.foreign && one.content.bytes != found->second.bytes;
     std::byte* slot = site.slot(one.staging);
-    if (read) std::memset(slot, 0, kSlot);
-    else fill(slot, one.content);
+    if (read)
+      std::memset(slot, 0, kSlot);
+    else
+      fill(slot, one.content);
     one.request.token = ++token;
     one.request.urgency = read ? static_cast<Urgency>(dice() % 3) : Urgency::WRITE;
     one.place = one.request.place = place;
     one.request.address = reinterpret_cast<uint64_t>(slot);
     one.request.payload_bytes = one.content.bytes;
     one.request.identity = identity(one.content.number, one.content.generation);
-    if (!read && dice() % 2 == 0)
-      one.request.payload_crc = payload_crc(slot, one.content.bytes);
+    if (!read && dice() % 2 == 0) one.request.payload_crc = payload_crc(slot, one.content.bytes);
     one.request.stamp = kStamp;
     if (read && dice() % 3 == 0) {
       const auto owner = static_cast<uint16_t>(1 + dice() % kForeign.size());
@@ -351,8 +351,10 @@ struct Mixer {
     if (completion.code == Outcome::OK) {
       ++ok;
       CHECK(!one.foreign && one.attached);
-      if (read) CHECK(holds(site.slot(one.staging), one.content));
-      else stored[one.place] = one.content;
+      if (read)
+        CHECK(holds(site.slot(one.staging), one.content));
+      else
+        stored[one.place] = one.content;
     } else if (completion.code == Outcome::STALE) {
       CHECK(one.foreign && one.attached);
       ++stale;

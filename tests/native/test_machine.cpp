@@ -32,13 +32,13 @@ namespace {
 
 uint64_t seed_now = 0;
 
-#define CHECK(condition)                                                                      \
-  do {                                                                                        \
-    if (!(condition)) {                                                                       \
+#define CHECK(condition)                                                                        \
+  do {                                                                                          \
+    if (!(condition)) {                                                                         \
       std::fprintf(stderr, "seed %llu: %s:%d: %s\n", static_cast<unsigned long long>(seed_now), \
-                   __FILE__, __LINE__, #condition);                                           \
-      std::exit(1);                                                                           \
-    }                                                                                         \
+                   __FILE__, __LINE__, #condition);                                             \
+      std::exit(1);                                                                             \
+    }                                                                                           \
   } while (false)
 
 constexpr size_t kCacheSlots = 6, kStreamSlots = 5, kTargets = 2, kPoolSlots = 20, kPeers = 2;
@@ -250,8 +250,8 @@ class Lanes final : public NativeLanes {
     size_t superblocks = 0;  // without an outcome
   };
   std::array<Lane, kTargets> lanes;
-  std::set<uint16_t> files;  // owners whose files the lanes have
-  std::set<uint64_t> whole;  // generations of what loads copy whole
+  std::set<uint16_t> files;               // owners whose files the lanes have
+  std::set<uint64_t> whole;               // generations of what loads copy whole
   std::map<uint64_t, uint64_t> unproven;  // address of a slot whose payload was not checked → g
   std::set<uint64_t> damaged;             // generations of which somebody has found damage
   static uint32_t crc_of(uint64_t address) { return static_cast<uint32_t>(address * 0x9e3779b1); }
@@ -309,7 +309,7 @@ class Lanes final : public NativeLanes {
   }
 
   std::vector<LaneEnd> ends_;
-  std::map<Row, int64_t> retries_;  // deadlines
+  std::map<Row, int64_t> retries_;        // deadlines
   std::map<uint64_t, uint64_t> summing_;  // payloads by number
   std::vector<Summed> sums_;
   std::vector<uint64_t> landed_;
@@ -365,10 +365,23 @@ class World {
     made.pool_slots = kPoolSlots;
     std::vector<bool> retryable(EIO + 1);
     retryable[EIO] = true;
-    made.io = {kTargets, kReadsMax, kWritesMax, kReadNs, kWriteNs, kHeader,
-               kSlotBytes, {kGroupBytes.begin(), kGroupBytes.end()}, kBase,
-               kBase + kCacheSlots * kSlotBytes, 2, 2, retryable, kReadBytesMax, kWriteBytesMax,
-               kSlotBytes, {}};
+    made.io = {kTargets,
+               kReadsMax,
+               kWritesMax,
+               kReadNs,
+               kWriteNs,
+               kHeader,
+               kSlotBytes,
+               {kGroupBytes.begin(), kGroupBytes.end()},
+               kBase,
+               kBase + kCacheSlots * kSlotBytes,
+               2,
+               2,
+               retryable,
+               kReadBytesMax,
+               kWriteBytesMax,
+               kSlotBytes,
+               {}};
     if (has_peers) made.io.peers = kPeers;
     return made;
   }
@@ -451,8 +464,7 @@ class World {
     for (size_t row = 0; row < rows; ++row) {
       if (kind == OpKind::STORE && kGroupBytes[groups[row]] && first[row] == first[row + 1])
         command.lacks.insert(static_cast<uint32_t>(row));
-      command.rows.emplace_back(kind == OpKind::WRITE, cache[row], places[row],
-                                generations[row]);
+      command.rows.emplace_back(kind == OpKind::WRITE, cache[row], places[row], generations[row]);
     }
     auto urgency = kind == OpKind::WRITE ? Urgency::WRITE : Urgency::DEMAND;
     if (kind == OpKind::FETCH) urgency = dice_() % 2 ? Urgency::URGENT : Urgency::PREFETCH;
@@ -688,8 +700,7 @@ class World {
   void begin_superblock(size_t target, uint64_t token, uint64_t op) {
     for (const auto& [other, one] : superblocks_) CHECK(one.target != target || one.late);
     for (const auto& [other, one] : lanes_.ops)
-      CHECK(target_of(one.op.place) != target || one.op.urgency != Urgency::WRITE ||
-            !one.wanted);
+      CHECK(target_of(one.op.place) != target || one.op.urgency != Urgency::WRITE || !one.wanted);
     const auto before = again_.find(target);
     Superblock& one = superblocks_[token] = {target, op, now_ns_ + kWriteNs, false};
     if (before == again_.end()) return;
@@ -762,8 +773,8 @@ class World {
     for (const auto& [token, one] : lanes_.ops) {
       const auto slot = static_cast<int32_t>((one.op.address - kBase) / kSlotBytes);
       if (slot >= static_cast<int32_t>(kCacheSlots)) continue;
-      const auto at = rows.find({one.op.urgency == Urgency::WRITE, slot,
-                                 one.op.place, one.op.identity.generation});
+      const auto at = rows.find(
+          {one.op.urgency == Urgency::WRITE, slot, one.op.place, one.op.identity.generation});
       CHECK(at != rows.end());
       rows.erase(at);
     }
@@ -802,9 +813,9 @@ class World {
   std::vector<uint64_t> landings_;
   int64_t now_ns_ = 0, hung_until_ns_ = 0;
   uint64_t last_op_ = 0, last_number_ = 0;  // of ops, and of chunks
-  std::map<int32_t, uint64_t> given_;  // cache slot → number of the chunk of its last fill
+  std::map<int32_t, uint64_t> given_;       // cache slot → number of the chunk of its last fill
   std::map<uint64_t, Command> commands_;
-  std::map<uint64_t, std::set<uint64_t>> copies_;  // number → ops
+  std::map<uint64_t, std::set<uint64_t>> copies_;       // number → ops
   std::map<uint64_t, std::vector<uint64_t>> checking_;  // number → payloads
   uint64_t newest_fence_ = 0, passed_fence_ = 0;
   std::map<uint64_t, uint64_t> fences_;  // by op, of stores and loads that have one

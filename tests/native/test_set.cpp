@@ -27,13 +27,13 @@ namespace {
 
 uint64_t seed_now = 0;
 
-#define CHECK(condition)                                                                      \
-  do {                                                                                        \
-    if (!(condition)) {                                                                       \
+#define CHECK(condition)                                                                        \
+  do {                                                                                          \
+    if (!(condition)) {                                                                         \
       std::fprintf(stderr, "seed %llu: %s:%d: %s\n", static_cast<unsigned long long>(seed_now), \
-                   __FILE__, __LINE__, #condition);                                           \
-      std::exit(1);                                                                           \
-    }                                                                                         \
+                   __FILE__, __LINE__, #condition);                                             \
+      std::exit(1);                                                                             \
+    }                                                                                           \
   } while (false)
 
 constexpr size_t kRanks = 3, kCacheSlots = 4, kStreamSlots = 2, kSlots = kCacheSlots + kStreamSlots;
@@ -92,7 +92,7 @@ struct Row {
   OpKind kind;
   uint64_t generation;
   uint32_t member;
-  int32_t slot = -1;   // cache row
+  int32_t slot = -1;  // cache row
   int32_t place = -1;
 };
 
@@ -165,8 +165,19 @@ class World {
     made.cache_slots = kCacheSlots;
     made.stream_slots = kStreamSlots;
     const uint64_t base = kBase + rank * kSlots * kSlotBytes;
-    made.io = {1, 4, 4, kReadNs, kWriteNs, kHeader, kSlotBytes, {kSlotBytes - kHeader}, base,
-               base + kCacheSlots * kSlotBytes, 2, 2, std::vector<bool>(EIO + 1)};
+    made.io = {1,
+               4,
+               4,
+               kReadNs,
+               kWriteNs,
+               kHeader,
+               kSlotBytes,
+               {kSlotBytes - kHeader},
+               base,
+               base + kCacheSlots * kSlotBytes,
+               2,
+               2,
+               std::vector<bool>(EIO + 1)};
     made.set = {words_.data(), kRanks, rank, {}, {kRanks}};
     for (size_t member = 0; member < kRanks; ++member)
       made.set.addresses.push_back(kBase + member * kSlots * kSlotBytes);
@@ -175,8 +186,8 @@ class World {
 
   bool at_rest() const {
     return commands_.empty() && std::ranges::all_of(ranks_, [](const Rank& rank) {
-      return rank.inbox.empty() && rank.copies.empty() && rank.machine->idle();
-    });
+             return rank.inbox.empty() && rank.copies.empty() && rank.machine->idle();
+           });
   }
 
   // ---- the manager

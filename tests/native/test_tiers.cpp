@@ -24,13 +24,13 @@ namespace {
 
 uint64_t seed_now = 0;
 
-#define CHECK(condition)                                                                      \
-  do {                                                                                        \
-    if (!(condition)) {                                                                       \
+#define CHECK(condition)                                                                        \
+  do {                                                                                          \
+    if (!(condition)) {                                                                         \
       std::fprintf(stderr, "seed %llu: %s:%d: %s\n", static_cast<unsigned long long>(seed_now), \
-                   __FILE__, __LINE__, #condition);                                           \
-      std::exit(1);                                                                           \
-    }                                                                                         \
+                   __FILE__, __LINE__, #condition);                                             \
+      std::exit(1);                                                                             \
+    }                                                                                           \
   } while (false)
 
 constexpr size_t kKeys = 60, kKeyBytes = 12;

@@ -41,8 +41,7 @@ void make_engine(Engine* at, const std::vector<std::tuple<int, int, int>>& targe
                  const std::vector<uintptr_t>& permits,
                  const std::vector<std::pair<uint32_t, uint8_t>>& groups, size_t slot_bytes,
                  bool registered, size_t threads, const nb::object& limits,
-                 const std::vector<int>& cpus,
-                 std::shared_ptr<StartGate> gate) {
+                 const std::vector<int>& cpus, std::shared_ptr<StartGate> gate) {
   const auto limit = [&limits](const char* name) { return nb::cast<size_t>(limits.attr(name)); };
   EngineSetup setup;
   for (const auto& [slab_fd, table_fd, log_fd] : targets)
@@ -251,8 +250,8 @@ void bind_engine(nb::module_& m) {
   nb::class_<Engine>(m, "Engine")
       .def("__init__", &make_engine, nb::arg("targets"), nb::arg("base"), nb::arg("length"),
            nb::kw_only(), nb::arg("regions"), nb::arg("logs"), nb::arg("rank"), nb::arg("permits"),
-           nb::arg("groups"), nb::arg("slot_bytes"), nb::arg("registered"),
-           nb::arg("threads"), nb::arg("limits"), nb::arg("cpus"), nb::arg("gate").none())
+           nb::arg("groups"), nb::arg("slot_bytes"), nb::arg("registered"), nb::arg("threads"),
+           nb::arg("limits"), nb::arg("cpus"), nb::arg("gate").none())
       .def("room",
            [](const Engine& engine) {
              const LaneRoom room = engine.room();
@@ -308,9 +307,8 @@ NB_MODULE(_native, m) {
       .def("reset", [](LogWriter& log, uint32_t epoch) { log.add(reset_record(epoch)); })
       .def("hint",
            [](LogWriter& log, const nb::bytes& region_uuid, uint32_t slot, uint8_t member,
-              uint64_t generation, uint32_t count) {
-             log.add(hint_of(region_uuid, slot, member, generation, count));
-           })
+              uint64_t generation,
+              uint32_t count) { log.add(hint_of(region_uuid, slot, member, generation, count)); })
       .def("replace", [](LogWriter& log, int fd) { log.replace(copy_of_fd(fd)); })
       .def("flush", &LogWriter::flush);
 

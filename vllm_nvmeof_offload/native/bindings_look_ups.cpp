@@ -105,8 +105,8 @@ class Ahead {
   std::vector<nb::list> lists_;
   PyObject* list_ = nullptr;  // in which the last look-up's key was found
   Py_ssize_t place_ = 0, step_ = 1;
-  bool runs_ = false;  // the last two look-ups were of neighbours
-  int lost_ = 0;       // searches that failed one after another
+  bool runs_ = false;                           // the last two look-ups were of neighbours
+  int lost_ = 0;                                // searches that failed one after another
   std::array<uint32_t, 2 * kBucket> hashes_{};  // of the last keys whose buckets were fetched
 };
 
@@ -126,8 +126,7 @@ class LookUps {
 
   // The look-ups until `end` are one request's, and may hit in these sources only. lists: of its
   // keys, for speed.
-  void begin(uint8_t sources,
-             const nb::typed<nb::iterable, nb::typed<nb::list, nb::any>>& lists) {
+  void begin(uint8_t sources, const nb::typed<nb::iterable, nb::typed<nb::list, nb::any>>& lists) {
     context_ = {};
     allowed_ = sources;
     begun_ = true;
@@ -177,8 +176,8 @@ class LookUps {
   const Tiers& tiers_;
   nb::object sources_of_;
   std::array<nb::object, kSources> answers_;  // by source
-  nb::object context_;                 // of the last look-up
-  uint8_t sources_ = 0;                // of its look-ups
+  nb::object context_;                        // of the last look-up
+  uint8_t sources_ = 0;                       // of its look-ups
   uint8_t allowed_ = kFromCpu | kFromPool;
   bool begun_ = false;
   nb::list hits_, misses_;
@@ -202,9 +201,9 @@ extern "C" PyObject* look_up(PyObject* self, PyObject* const* arguments, Py_ssiz
   }
 }
 
-PyMethodDef look_up_method = {
-    "lookup", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(look_up)), METH_FASTCALL,
-    nullptr};
+PyMethodDef look_up_method = {"lookup",
+                              reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(look_up)),
+                              METH_FASTCALL, nullptr};
 
 }  // namespace
 

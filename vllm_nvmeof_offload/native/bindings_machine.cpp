@@ -62,7 +62,7 @@ class Unlocked {
 
  private:
   static constexpr size_t kRowsMin = 64;
-  int64_t began_ns_ = 0;  // 0: not metered
+  int64_t began_ns_ = 0;            // 0: not metered
   PyThreadState* state_ = nullptr;  // null: the lock was kept
 };
 
@@ -92,9 +92,8 @@ using ChunkBatch = Tuple<nb::bytes, nb::bytes, nb::bytes, nb::bytes, nb::bytes>;
 template <typename T>
 Array<T> array(std::vector<T>&& items, size_t columns = 0) {
   auto* const kept = new std::vector<T>(std::move(items));
-  const nb::capsule owner(kept, [](void* data) noexcept {
-    delete static_cast<std::vector<T>*>(data);
-  });
+  const nb::capsule owner(kept,
+                          [](void* data) noexcept { delete static_cast<std::vector<T>*>(data); });
   if (!columns) return nb::cast(nb::ndarray<nb::numpy, T>(kept->data(), {kept->size()}, owner));
   return nb::cast(
       nb::ndarray<nb::numpy, T>(kept->data(), {kept->size() / columns, columns}, owner));
@@ -142,8 +141,7 @@ void bind_options(nb::module_& m) {
       .def_rw("serve_share", &IoOptions::serve_share)
       .def_rw("serve_bytes_max", &IoOptions::serve_bytes_max)
       .def_rw("peers", &IoOptions::peers)
-      .def("set_stamp",
-           [](IoOptions& io, const PyStamp& stamp) { io.stamp = stamp_of(stamp); });
+      .def("set_stamp", [](IoOptions& io, const PyStamp& stamp) { io.stamp = stamp_of(stamp); });
   nb::class_<MachineOptions>(m, "MachineOptions")
       .def(nb::init<>())
       .def_rw("io", &MachineOptions::io)
@@ -200,8 +198,10 @@ std::span<const T> column_of(const nb::tuple& batch, size_t number) {
 
 Columns columns_of(const nb::tuple& batch) {
   const auto keys = column_of<char>(batch, 0);
-  const Columns columns{{keys.data(), keys.size()}, column_of<uint64_t>(batch, 1),
-                        column_of<int32_t>(batch, 2), column_of<int64_t>(batch, 3),
+  const Columns columns{{keys.data(), keys.size()},
+                        column_of<uint64_t>(batch, 1),
+                        column_of<int32_t>(batch, 2),
+                        column_of<int64_t>(batch, 3),
                         column_of<uint8_t>(batch, 4)};
   const size_t count = columns.generations.size();
   if (columns.cache.size() != count || columns.places.size() != count ||
@@ -236,8 +236,8 @@ class BlockIds {
   explicit BlockIds(nb::handle array) {
     if (PyObject_GetBuffer(array.ptr(), &buffer_, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS))
       throw nb::python_error();
-    const bool fits = buffer_.ndim == 1 && buffer_.itemsize == sizeof(int32_t) &&
-                      buffer_.format && std::string_view(buffer_.format) == "i";
+    const bool fits = buffer_.ndim == 1 && buffer_.itemsize == sizeof(int32_t) && buffer_.format &&
+                      std::string_view(buffer_.format) == "i";
     if (fits) return;
     PyBuffer_Release(&buffer_);
     throw nb::type_error("block ids are int32[n]");
@@ -259,7 +259,9 @@ PieceColumns cache_pieces(const CacheGeometry& geometry, bool is_store, Ids ids,
                           AnySequence<size_t> sizes, AnySequence<size_t> firsts,
                           const nb::bytes& groups) {
   const BlockIds blocks(ids);
-  const JobBlocks job{blocks.span(), numbers(sizes), numbers(firsts),
+  const JobBlocks job{blocks.span(),
+                      numbers(sizes),
+                      numbers(firsts),
                       {static_cast<const uint8_t*>(groups.data()), groups.size()}};
   std::vector<uint64_t> rows;
   std::vector<uint32_t> first;
@@ -272,9 +274,8 @@ PieceColumns cache_pieces(const CacheGeometry& geometry, bool is_store, Ids ids,
 
 // Begin stores and loads that come after one fence. transfers: (op, whether it is a store, batch,
 // block ids, sizes, firsts) of each, the last three as in copy/geometry.py's `JobBlocks`.
-using GivenTransfer =
-    Tuple<uint64_t, bool, ChunkBatch, nb::ndarray<nb::numpy, int32_t>,
-          nb::typed<nb::sequence, size_t>, nb::typed<nb::sequence, size_t>>;
+using GivenTransfer = Tuple<uint64_t, bool, ChunkBatch, nb::ndarray<nb::numpy, int32_t>,
+                            nb::typed<nb::sequence, size_t>, nb::typed<nb::sequence, size_t>>;
 
 void begin_transfers(Machine& machine, const CacheGeometry& geometry,
                      AnySequence<GivenTransfer> transfers, uint64_t fence) {
@@ -303,8 +304,8 @@ void begin_transfers(Machine& machine, const CacheGeometry& geometry,
     rows.clear();
     first.clear();
     geometry.pieces(one.blocks, one.is_store, rows, first);
-    machine.begin(one.op, one.is_store ? OpKind::STORE : OpKind::LOAD, Urgency::DEMAND,
-                  one.columns, {rows, first}, fence);
+    machine.begin(one.op, one.is_store ? OpKind::STORE : OpKind::LOAD, Urgency::DEMAND, one.columns,
+                  {rows, first}, fence);
   }
 }
 
@@ -375,9 +376,9 @@ offer_resets(Machine& machine) {
 
 // (number, whether it is a store, fence, bytes, pieces, (counts, payloads, sizes, sampled) where
 // checksums matter) of each batch.
-using SummedPieces = Tuple<nb::ndarray<nb::numpy, uint32_t>, nb::ndarray<nb::numpy, uint64_t>,
-                           nb::ndarray<nb::numpy, uint64_t>,
-                           std::optional<nb::ndarray<nb::numpy, uint8_t>>>;
+using SummedPieces =
+    Tuple<nb::ndarray<nb::numpy, uint32_t>, nb::ndarray<nb::numpy, uint64_t>,
+          nb::ndarray<nb::numpy, uint64_t>, std::optional<nb::ndarray<nb::numpy, uint8_t>>>;
 using Copies = Tuple<uint64_t, bool, uint64_t, size_t, nb::ndarray<nb::numpy, uint64_t>,
                      std::optional<SummedPieces>>;
 
@@ -415,12 +416,11 @@ nb::bytes bytes_of(const std::vector<T>& items) {
 // A tuple of `protocol.OpReports` fields per run of ops of which all rows are OK and released,
 // and one of `protocol.OpReport`'s for any other report.
 using WholeReports = Tuple<nb::bytes, nb::bytes>;
-using OneReport =
-    Tuple<uint64_t, std::optional<nb::ndarray<nb::numpy, uint32_t>>,
-          std::optional<nb::ndarray<nb::numpy, uint8_t>>,
-          std::optional<nb::ndarray<nb::numpy, int16_t>>,
-          std::optional<nb::ndarray<nb::numpy, uint8_t>>, double,
-          std::optional<nb::ndarray<nb::numpy, uint32_t>>>;
+using OneReport = Tuple<uint64_t, std::optional<nb::ndarray<nb::numpy, uint32_t>>,
+                        std::optional<nb::ndarray<nb::numpy, uint8_t>>,
+                        std::optional<nb::ndarray<nb::numpy, int16_t>>,
+                        std::optional<nb::ndarray<nb::numpy, uint8_t>>, double,
+                        std::optional<nb::ndarray<nb::numpy, uint32_t>>>;
 
 List<std::variant<WholeReports, OneReport>> take_reports(Machine& machine) {
   std::vector<RowReport> reports;
@@ -476,8 +476,8 @@ std::optional<Health> take_health(Machine& machine) {
     counts.emplace_back(one.target, one.attachment, one.began, one.late, one.released,
                         one.released_late);
   for (const HealthOutcome& one : std::exchange(machine.io.health_outcomes, {}))
-    outcomes.emplace_back(one.target, one.attachment, one.is_write,
-                          static_cast<uint8_t>(one.code), one.error, one.place);
+    outcomes.emplace_back(one.target, one.attachment, one.is_write, static_cast<uint8_t>(one.code),
+                          one.error, one.place);
   return health;
 }
 
@@ -523,12 +523,9 @@ bool await_set(Machine& machine, const std::vector<int>& fds, double seconds) {
 
 std::tuple<size_t, size_t, size_t, size_t, size_t, size_t, size_t> levels(Machine& machine) {
   IoQueue& io = machine.io;
-  return {machine.streams_used(),
-          machine.streams_waiting(),
-          io.waiting(Urgency::DEMAND),
-          io.waiting(Urgency::URGENT) + io.waiting(Urgency::PREFETCH),
-          io.waiting(Urgency::WRITE),
-          io.reads_in_flight(),
+  return {machine.streams_used(),      machine.streams_waiting(),
+          io.waiting(Urgency::DEMAND), io.waiting(Urgency::URGENT) + io.waiting(Urgency::PREFETCH),
+          io.waiting(Urgency::WRITE),  io.reads_in_flight(),
           io.writes_in_flight()};
 }
 
@@ -553,10 +550,9 @@ void bind_op(nb::module_& m) {
       .def_ro("address", &LaneOp::address)
       .def_ro("payload_bytes", &LaneOp::payload_bytes)
       .def_ro("payload_crc", &LaneOp::payload_crc)
-      .def_prop_ro("key",
-                   [](const LaneOp& op) {
-                     return nb::bytes(op.identity.key.data(), op.identity.key_bytes);
-                   })
+      .def_prop_ro(
+          "key",
+          [](const LaneOp& op) { return nb::bytes(op.identity.key.data(), op.identity.key_bytes); })
       .def_prop_ro("generation", [](const LaneOp& op) { return op.identity.generation; })
       .def_prop_ro("stamp",
                    [](const LaneOp& op) {
@@ -610,12 +606,9 @@ std::vector<std::tuple<uint64_t, uint8_t, int>> take_served(Machine& machine) {
 }
 
 void bind_peers(nb::class_<Machine>& machine) {
-  machine
-      .def("serve", &serve)
-      .def("end_serving",
-           [](Machine& machine, const std::vector<uint64_t>& tokens) {
-             machine.end_serving(tokens);
-           })
+  machine.def("serve", &serve)
+      .def("end_serving", [](Machine& machine,
+                             const std::vector<uint64_t>& tokens) { machine.end_serving(tokens); })
       .def("take_served", &take_served)
       .def("serve_levels", &Machine::serve_levels)
       .def("set_peer", &set_peer, "peer"_a, "usable"_a, "reads_max"_a, "bytes_per_s"_a,
@@ -668,14 +661,15 @@ void bind_machine(nb::module_& m) {
       .def("next_deadline_s", &next_deadline)
       .def("offer_resets", &offer_resets)
       .def("take_copies", &take_copies)
-      .def("copied",
-           [](Machine& machine, uint64_t number, uint8_t code, int error,
-              const std::optional<Column<int64_t>>& crcs) {
-             const auto known = crcs ? span_of(*crcs) : std::span<const int64_t>();
-             const Unlocked unlocked(machine.copying(number));
-             machine.copied(number, static_cast<Outcome>(code), error, known);
-           },
-           "number"_a, "code"_a, "error"_a, "crcs"_a = nb::none())
+      .def(
+          "copied",
+          [](Machine& machine, uint64_t number, uint8_t code, int error,
+             const std::optional<Column<int64_t>>& crcs) {
+            const auto known = crcs ? span_of(*crcs) : std::span<const int64_t>();
+            const Unlocked unlocked(machine.copying(number));
+            machine.copied(number, static_cast<Outcome>(code), error, known);
+          },
+          "number"_a, "code"_a, "error"_a, "crcs"_a = nb::none())
       .def("take_reports", &take_reports)
       .def("take_finished", &take_finished)
       .def("take_health", &take_health)

@@ -125,8 +125,8 @@ void make_tiers(Tiers* at, Slot cache_slots, const std::vector<Slot>& pool_slots
                 const std::vector<uint32_t>& group_ids, uint16_t ranks, uint64_t credit,
                 bool writes, bool demotes, bool logs_moves, size_t writes_max, size_t clean_min,
                 const std::vector<bool>& slot_errnos, nb::object policy,
-                const std::vector<uint32_t>& set_sizes, uint32_t equal_min,
-                uint32_t sample_every, Foreign* foreign) {
+                const std::vector<uint32_t>& set_sizes, uint32_t equal_min, uint32_t sample_every,
+                Foreign* foreign) {
   Options options;
   options.cache_slots = cache_slots;
   options.pool_slots = pool_slots;
@@ -162,8 +162,7 @@ nb::bytes present(const Tiers& tiers, PyKeys keys, uint8_t sources) {
 std::tuple<size_t, std::vector<uint64_t>> weigh(const Tiers& tiers, PyKeys keys,
                                                 const std::vector<uint64_t>& lane_bytes) {
   std::vector<uint64_t> by_target(tiers.targets.size());
-  const size_t leading =
-      tiers.weigh(KeyList(keys, tiers.index.key_bytes()), lane_bytes, by_target);
+  const size_t leading = tiers.weigh(KeyList(keys, tiers.index.key_bytes()), lane_bytes, by_target);
   return {leading, by_target};
 }
 
@@ -205,7 +204,7 @@ using WholeReported = std::tuple<Indexes, std::vector<std::tuple<uint32_t, Repor
 
 // One rank's reports on all rows of several ops, all OK and released. kinds: of each op.
 WholeReported report_whole(Tiers& tiers, const nb::bytes& kinds,
-                            const nb::typed<nb::list, Batch>& batches) {
+                           const nb::typed<nb::list, Batch>& batches) {
   if (kinds.size() != batches.size()) throw nb::value_error("the columns differ in length");
   std::vector<Batch*> all;
   all.reserve(batches.size());
@@ -378,8 +377,7 @@ void with_keys(Tiers& tiers, PyKeys keys) {
 }
 
 void bind_calls(nb::class_<Tiers>& type) {
-  type
-      .def("__init__", &make_tiers, "cache_slots"_a, "pool_slots"_a, nb::kw_only(), "key_bytes"_a,
+  type.def("__init__", &make_tiers, "cache_slots"_a, "pool_slots"_a, nb::kw_only(), "key_bytes"_a,
            "group_ids"_a = std::vector<uint32_t>{0}, "ranks"_a = 1, "credit"_a = 0,
            "writes"_a = true, "demotes"_a = false, "logs_moves"_a = false, "writes_max"_a = 1,
            "clean_min"_a = 1, "slot_errnos"_a = std::vector<bool>(), "policy"_a = nb::none(),
@@ -390,11 +388,12 @@ void bind_calls(nb::class_<Tiers>& type) {
       .def("lookup", &lookup, "key"_a, "sources"_a = kFromCpu | kFromPool)
       .def("present", &present, "keys"_a, "sources"_a = kFromCpu | kFromPool)
       .def("weigh", &weigh, "keys"_a, "lane_bytes"_a)
-      .def("touch",
-           [](Tiers& tiers, PyKeys keys, bool ended) {
-             tiers.touch(KeyList(keys, tiers.index.key_bytes()), ended);
-           },
-           "keys"_a, "ended"_a = false)
+      .def(
+          "touch",
+          [](Tiers& tiers, PyKeys keys, bool ended) {
+            tiers.touch(KeyList(keys, tiers.index.key_bytes()), ended);
+          },
+          "keys"_a, "ended"_a = false)
       .def("adopt",
            [](Tiers& tiers, Column<int64_t> places, Column<uint64_t> generations,
               const nb::bytes& keys) {
@@ -404,15 +403,14 @@ void bind_calls(nb::class_<Tiers>& type) {
              return tiers.adopt({places.data(), places.size()},
                                 {generations.data(), generations.size()}, keys.c_str());
            })
-      .def("plan_store", &plan_store, "keys"_a, "wanted"_a, "generation"_a,
-           "order"_a = nb::none())
-      .def("plan_load",
-           [](Tiers& tiers, PyKeys keys, size_t land_max,
-              std::optional<Column<uint32_t>> order) {
-             return tiers.plan_load(KeyList(keys, tiers.index.key_bytes()), land_max,
-                                    span_of(order));
-           },
-           "keys"_a, "land_max"_a, "order"_a = nb::none())
+      .def("plan_store", &plan_store, "keys"_a, "wanted"_a, "generation"_a, "order"_a = nb::none())
+      .def(
+          "plan_load",
+          [](Tiers& tiers, PyKeys keys, size_t land_max, std::optional<Column<uint32_t>> order) {
+            return tiers.plan_load(KeyList(keys, tiers.index.key_bytes()), land_max,
+                                   span_of(order));
+          },
+          "keys"_a, "land_max"_a, "order"_a = nb::none())
       .def("supersede", &with_keys<&Tiers::supersede>)
       .def("keep", &with_keys<&Tiers::keep>)
       .def("cool", &with_keys<&Tiers::cool>)
@@ -436,9 +434,8 @@ void bind_calls(nb::class_<Tiers>& type) {
            })
       .def("take_writes", &Tiers::take_writes)
       .def("heed_hints", &Tiers::heed_hints)
-      .def("report", &report, "kind"_a, "batch"_a, "indexes"_a = nb::none(),
-           "codes"_a = nb::none(), "errors"_a = nb::none(), "released"_a = nb::none(),
-           "crcs"_a = nb::none(), "rank"_a = 0)
+      .def("report", &report, "kind"_a, "batch"_a, "indexes"_a = nb::none(), "codes"_a = nb::none(),
+           "errors"_a = nb::none(), "released"_a = nb::none(), "crcs"_a = nb::none(), "rank"_a = 0)
       .def("report_whole", &report_whole)
       .def("take_unequal", &Tiers::take_unequal)
       .def("reset", &Tiers::reset)
@@ -446,8 +443,7 @@ void bind_calls(nb::class_<Tiers>& type) {
 }
 
 void bind_state(nb::class_<Tiers>& type) {
-  type
-      .def("whereabouts",
+  type.def("whereabouts",
            [](const Tiers& self, PyKeys keys, uint8_t sources) {
              return self.whereabouts(KeyList(keys, self.index.key_bytes()), sources);
            })
@@ -459,10 +455,9 @@ void bind_state(nb::class_<Tiers>& type) {
       .def("take_counts",
            [](Tiers& tiers) {
              const Counts counts = std::exchange(tiers.counts, {});
-             return std::tuple(counts.cache_evictions, counts.pool_evictions,
-                               counts.refused_writes, counts.written, counts.retired,
-                               counts.superseded, counts.borrowed, counts.deduped,
-                               counts.hints_taken);
+             return std::tuple(counts.cache_evictions, counts.pool_evictions, counts.refused_writes,
+                               counts.written, counts.retired, counts.superseded, counts.borrowed,
+                               counts.deduped, counts.hints_taken);
            })
       .def("cache_users",
            [](const Tiers& tiers, Slot slot) {

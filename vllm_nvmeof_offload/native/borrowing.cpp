@@ -21,8 +21,8 @@ bool Tiers::can_borrow(const ForeignRow& row, const char* key) const {
 ForeignRow Tiers::foreign_row(const char* key, From from) const {
   ForeignRow found;
   options_.foreign->find({key, index.key_bytes()}, [&](const ForeignRow& row) {
-    const bool can = can_borrow(row, key) &&
-                     (from == From::ALL || options_.foreign->lives(owner_of(row.place)));
+    const bool can =
+        can_borrow(row, key) && (from == From::ALL || options_.foreign->lives(owner_of(row.place)));
     if (can) found = row;
     return can;
   });

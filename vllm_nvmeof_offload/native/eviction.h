@@ -155,8 +155,8 @@ class Lru final : public Order {
     std::vector<Packed>& filed = oldest->second;
     std::sort(filed.begin(), filed.end(), std::greater<>());
     for (const Packed record : filed)
-      open_.push_back({oldest->first << kBucketBits | record >> kSlotBits,
-                       static_cast<Slot>(record)});
+      open_.push_back(
+          {oldest->first << kBucketBits | record >> kSlotBits, static_cast<Slot>(record)});
     opened_ = oldest->first + 1;
     if (last_ == &filed) last_ = nullptr;
     buckets_.erase(oldest);

@@ -23,9 +23,8 @@ constexpr size_t kDueMax = 1024;
 
 // Whether the directory is the same one and holds the same things. The rows are for people.
 bool is_same(const OwnerRecord& one, const OwnerRecord& other) {
-  return one.version == other.version && one.tag == other.tag &&
-         one.pool_uuid == other.pool_uuid && one.engine_index == other.engine_index &&
-         one.state == other.state;
+  return one.version == other.version && one.tag == other.tag && one.pool_uuid == other.pool_uuid &&
+         one.engine_index == other.engine_index && one.state == other.state;
 }
 
 }  // namespace

@@ -106,7 +106,7 @@ class Foreign : public ForeignReader {
   std::optional<double> set_now_s_;
   std::array<uint8_t, kTagBytes> tag_{};
   Since since_ = Since::NOW;  // for the next reset
-  uint64_t floor_ = 0;  // an owner's rows of before this version are void
+  uint64_t floor_ = 0;        // an owner's rows of before this version are void
   std::unordered_map<ForeignRow, double, HashRow> refused_;  // until when
   std::deque<ForeignRow> refusals_;                          // the oldest first
   std::unordered_map<uint32_t, Distrust> distrusted_;

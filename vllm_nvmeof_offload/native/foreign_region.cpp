@@ -71,8 +71,7 @@ bool is_zero(const std::byte* head) {
 
 }  // namespace
 
-ForeignRegion::ForeignRegion(Home home, uint64_t slots, std::vector<Group> groups,
-                             int64_t young_ns)
+ForeignRegion::ForeignRegion(Home home, uint64_t slots, std::vector<Group> groups, int64_t young_ns)
     : home_(home),
       groups_(std::move(groups)),
       young_ns_(young_ns),
@@ -294,9 +293,8 @@ ForeignRegion::Seen ForeignRegion::decode(const std::byte* entry, uint64_t slot,
   if (group == groups_.end()) return seen;
   seen.single_copy = (flags & kFlagSingleCopy) != 0;
   // Only the first set is followed, and of what every rank has a part only the first rank.
-  const bool is_followed = seen.single_copy
-                               ? group->set_size > 1 && home_.rank < group->set_size
-                               : home_.rank == 0;
+  const bool is_followed =
+      seen.single_copy ? group->set_size > 1 && home_.rank < group->set_size : home_.rank == 0;
   const std::string_view text(reinterpret_cast<const char*>(key), key_bytes);
   if (is_followed) seen.fingerprint = fingerprint_of(text);
   return seen;

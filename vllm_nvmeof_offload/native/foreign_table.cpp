@@ -61,8 +61,8 @@ uint64_t fingerprint_of(std::string_view key) {
 ForeignTable::ForeignTable(int fd, bool writes) : fd_(fcntl(fd, F_DUPFD_CLOEXEC, 0)) {
   if (fd_ < 0) fail("dup");
   // Both sides write words of the first page; the reader writes nowhere else.
-  void* const mapped = mmap(nullptr, kMappedBytes, PROT_READ | PROT_WRITE,
-                            MAP_SHARED | MAP_NORESERVE, fd_, 0);
+  void* const mapped =
+      mmap(nullptr, kMappedBytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_, 0);
   if (mapped == MAP_FAILED) {
     close(fd_);
     fail("mmap of the foreign table");
@@ -265,8 +265,7 @@ void ForeignWriter::put_hint(const Hint& hint) {
   const auto sequence = shared(words[kHintSequence]);
   sequence.store(0, std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_release);
-  shared(words[kHintPlace])
-      .store(static_cast<uint64_t>(hint.place), std::memory_order_relaxed);
+  shared(words[kHintPlace]).store(static_cast<uint64_t>(hint.place), std::memory_order_relaxed);
   shared(words[kHintGeneration]).store(hint.generation, std::memory_order_relaxed);
   shared(words[kHintCount]).store(hint.count, std::memory_order_relaxed);
   sequence.store(number + 1, std::memory_order_release);

@@ -90,8 +90,8 @@ class ForeignTable {
   uint64_t version_of_all() const { return word(kOfAllAt).load(std::memory_order_acquire); }
 
  protected:
-  static constexpr size_t kAreaAt = 8, kAskedAt = 16, kScannedAt = 24, kRowsAt = 32,
-                          kOfAllAt = 40, kOverrunsAt = 48;
+  static constexpr size_t kAreaAt = 8, kAskedAt = 16, kScannedAt = 24, kRowsAt = 32, kOfAllAt = 40,
+                          kOverrunsAt = 48;
   struct Bucket {
     uint64_t fingerprint, place, generation;
   };

@@ -52,8 +52,7 @@ class Geometry {
       uint64_t offset = position++ * block_bytes_;
       for (const CacheTensor& one : tensors_) {
         const auto number = static_cast<uint64_t>(block);
-        rows.insert(rows.end(),
-                    {one.address + number * one.stride_bytes, offset, one.page_bytes});
+        rows.insert(rows.end(), {one.address + number * one.stride_bytes, offset, one.page_bytes});
         offset += one.page_bytes;
       }
     }

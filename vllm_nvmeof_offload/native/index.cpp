@@ -27,8 +27,8 @@ constexpr Table kTable = make_table();
 constexpr const char* kStateNames[] = {"ABSENT", "STORING",  "CACHED",    "WRITING", "BOTH",
                                        "POOLED", "FETCHING", "BORROWING", "DOOMED"};
 constexpr const char* kEventNames[] = {
-    "STORE_BEGIN",  "ADOPT",       "COPIED",     "WRITE_BEGIN", "WRITTEN",
-    "WRITE_FAILED", "EVICT_CACHE", "EVICT_POOL", "CACHE_LOST",  "FETCH_BEGIN",
+    "STORE_BEGIN",  "ADOPT",       "COPIED",          "WRITE_BEGIN", "WRITTEN",
+    "WRITE_FAILED", "EVICT_CACHE", "EVICT_POOL",      "CACHE_LOST",  "FETCH_BEGIN",
     "BORROW_BEGIN", "FETCHED",     "FETCH_CANCELLED", "DOOM"};
 
 // How many keys are looked up side by side: as many as a core has loads under way.

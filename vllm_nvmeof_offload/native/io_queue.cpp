@@ -212,8 +212,7 @@ bool IoQueue::cancel(Task& task) {
   if (stop_summing(task)) return true;
   if (queue_of(task).queue(task.urgency).remove(task) || awaiting_.remove(task)) return true;
   if (task.token == 0) return false;
-  if (lanes_of(task.is_at_peer()).cancel_one(task.token))
-    ended({task.token, Outcome::CANCELLED});
+  if (lanes_of(task.is_at_peer()).cancel_one(task.token)) ended({task.token, Outcome::CANCELLED});
   return false;
 }
 
@@ -333,10 +332,9 @@ bool IoQueue::busy() const {
   return in_flight_.size() || awaiting_.size() || !summing_.empty() ||
          std::any_of(targets_.begin(), targets_.end(),
                      [](const Target& target) { return !target.resets.empty(); }) ||
-         std::any_of(queues_.begin(), queues_.end(),
-                     [](const TargetQueue& queue) {
-                       return queue.waiting(false) || queue.waiting(true);
-                     });
+         std::any_of(queues_.begin(), queues_.end(), [](const TargetQueue& queue) {
+           return queue.waiting(false) || queue.waiting(true);
+         });
 }
 
 size_t IoQueue::waiting(Urgency urgency) {
@@ -581,8 +579,7 @@ void IoQueue::unreleased(Flights::One& found, const LaneEnd& end) {
 int64_t IoQueue::next_deadline_ns() {
   int64_t next_ns = retry_deadline_ns_;
   for (auto& deadlines : deadlines_) {
-    while (!deadlines.empty() && !in_flight_.find(deadlines.front().second))
-      deadlines.pop_front();
+    while (!deadlines.empty() && !in_flight_.find(deadlines.front().second)) deadlines.pop_front();
     if (!deadlines.empty()) next_ns = std::min(next_ns, deadlines.front().first);
   }
   for (const auto& queue : queues_)
@@ -681,8 +678,8 @@ void IoQueue::note_outcome(const Flights::One& one, const LaneEnd& end) {
   const bool answered = code != Outcome::IO_ERROR;  // with bytes, right or wrong
   if (!is_current || (answered && target.succeeded[one.is_write()])) return;
   target.succeeded[one.is_write()] = answered;
-  health_outcomes.push_back({one.task->target, one.attachment, one.is_write(), code, end.error,
-                             one.task->place});
+  health_outcomes.push_back(
+      {one.task->target, one.attachment, one.is_write(), code, end.error, one.task->place});
 }
 
 HealthCounts& IoQueue::health_of(size_t target, uint32_t attachment) {
@@ -696,8 +693,8 @@ HealthCounts& IoQueue::health_of(size_t target, uint32_t attachment) {
 bool IoQueue::retries(const Flights::One& one, const LaneEnd& end) {
   Task& task = *one.task;
   const size_t number = static_cast<size_t>(std::max(0, end.error));
-  const bool may_help = end.code == Outcome::IO_ERROR &&
-                        number < options_.retryable.size() && options_.retryable[number];
+  const bool may_help = end.code == Outcome::IO_ERROR && number < options_.retryable.size() &&
+                        options_.retryable[number];
   if (!may_help || task.job->kind == OpKind::WRITE || !task.retries_left || task.cancelled)
     return false;
   if (one.is_reset && task.deadline_ns <= now_ns_) return false;
@@ -707,8 +704,10 @@ bool IoQueue::retries(const Flights::One& one, const LaneEnd& end) {
     targets_[task.target].resets.push_front(&task);
     return true;
   }
-  if (mutant("a_retry_gets_a_new_deadline")) task.deadline_ns = 0;
-  else retry_deadline_ns_ = std::min(retry_deadline_ns_, task.deadline_ns);
+  if (mutant("a_retry_gets_a_new_deadline"))
+    task.deadline_ns = 0;
+  else
+    retry_deadline_ns_ = std::min(retry_deadline_ns_, task.deadline_ns);
   queue_of(task).queue(task.urgency).push(task, true);
   return true;
 }
@@ -739,8 +738,7 @@ double IoQueue::read_rate(size_t target) {
 
 uint64_t IoQueue::bytes_before(size_t target) {
   TargetQueue& queue = queues_[target];
-  const size_t waiting =
-      queue.queue(Urgency::DEMAND).size() + queue.queue(Urgency::URGENT).size();
+  const size_t waiting = queue.queue(Urgency::DEMAND).size() + queue.queue(Urgency::URGENT).size();
   return queue.read_bytes_held() + waiting * options_.slot_bytes;
 }
 

@@ -50,23 +50,23 @@ struct IoOptions {
   size_t writes_max = 1;  // likewise
   int64_t read_deadline_ns = 0;
   int64_t write_deadline_ns = 0;
-  size_t header_bytes = 0;             // of a slot, in front of its payload
-  size_t slot_bytes = 0;               // from one slot to the next
-  std::vector<size_t> group_bytes;     // payloads, by group
-  uint64_t cache_address = 0;   // of cache slot 0
-  uint64_t stream_address = 0;  // of stream slot 0
+  size_t header_bytes = 0;          // of a slot, in front of its payload
+  size_t slot_bytes = 0;            // from one slot to the next
+  std::vector<size_t> group_bytes;  // payloads, by group
+  uint64_t cache_address = 0;       // of cache slot 0
+  uint64_t stream_address = 0;      // of stream slot 0
   size_t saturating_reads = 1;
   size_t saturating_writes = 1;
   std::vector<bool> retryable;  // by errno
   // Of one target with the engine, without operations past their deadline: a path that hangs must
   // not stop the others. One operation of each kind may always go.
   size_t read_bytes_max = SIZE_MAX;
-  size_t write_bytes_max = SIZE_MAX;  // at most, see `TargetQueue::writes_at`
+  size_t write_bytes_max = SIZE_MAX;               // at most, see `TargetQueue::writes_at`
   size_t write_bytes_beside_reads_max = SIZE_MAX;  // while reads wait or run there
-  Stamp stamp;  // of every target, until a reset
+  Stamp stamp;                                     // of every target, until a reset
   double serve_share = 1;  // of a target's reads and their bytes, for those of peers at most
   size_t serve_bytes_max = SIZE_MAX;  // likewise; half of it while loads read there
-  size_t peers = 0;  // lanes behind those of the targets
+  size_t peers = 0;                   // lanes behind those of the targets
 };
 
 // An event of a task. code RELEASED: the late release of one whose outcome came before.
@@ -75,7 +75,7 @@ struct IoEvent {
   Outcome code;
   int error = 0;
   bool released = true;
-  int64_t ended_ns = 0;  // 0: not known
+  int64_t ended_ns = 0;      // 0: not known
   uint64_t peers_token = 0;  // 0: it was at a target
 };
 
@@ -134,7 +134,7 @@ class TargetQueue {
   size_t bytes_held(Urgency urgency) const { return bytes_held_[static_cast<size_t>(urgency)]; }
 
   const IoOptions& options_;
-  size_t write_bytes_max_;  // as of the last known rate
+  size_t write_bytes_max_;            // as of the last known rate
   std::optional<int64_t> loaded_ns_;  // when a read that a load waits for last began or ended here
   std::array<size_t, kUrgencies> bytes_held_{};
   std::array<FairQueue, kUrgencies> queues_{
@@ -148,10 +148,10 @@ class TargetQueue {
 // What is known of a peer.
 struct PeerState {
   bool usable = false;
-  size_t reads_max = 0;    // that it has of ours at a time; its credits
-  double bytes_per_s = 0;  // of its storage or of the way here, the lower one; 0: not known
+  size_t reads_max = 0;       // that it has of ours at a time; its credits
+  double bytes_per_s = 0;     // of its storage or of the way here, the lower one; 0: not known
   uint64_t queued_bytes = 0;  // there, before ours
-  uint64_t lost = 0;  // how often its session was lost, or it stalled
+  uint64_t lost = 0;          // how often its session was lost, or it stalled
 };
 
 // The lane of a peer. What it has failed at counts until its release.
@@ -180,13 +180,13 @@ class Flights {
  public:
   struct One {
     uint64_t token = 0;
-    Task* task = nullptr;  // null: the place is free
+    Task* task = nullptr;              // null: the place is free
     Urgency urgency = Urgency::WRITE;  // of the queue in which it holds a place until its outcome
     bool is_reset = false;
     bool late = false;  // past its deadline, or given up, and not released
     uint32_t attachment = 0;
     int64_t began_ns = 0;
-    bool landed = false;  // the device is done with it: it holds no place any more
+    bool landed = false;             // the device is done with it: it holds no place any more
     uint8_t peer = Task::kAtNoPeer;  // as `Task::peer`
     size_t peer_bytes = 0;           // what it counts there, even if its task is gone
     bool is_write() const { return is_reset || urgency == Urgency::WRITE; }
@@ -340,10 +340,10 @@ class IoQueue {
     bool usable = true;
     uint32_t attachment = 0;
     bool succeeded[2] = {false, false};  // by is_write: the last outcome that was noted
-    Stamp stamp;                // of what is handed over now
-    std::deque<Task*> resets;   // not handed over
-    bool resetting = false;     // the outcome of one is waited for
-    size_t writes_running = 0;  // not past their deadline
+    Stamp stamp;                         // of what is handed over now
+    std::deque<Task*> resets;            // not handed over
+    bool resetting = false;              // the outcome of one is waited for
+    size_t writes_running = 0;           // not past their deadline
     uint64_t read_bytes = 0;
   };
 
@@ -394,10 +394,10 @@ class IoQueue {
   std::vector<std::pair<double, double>> reported_;
   int64_t rates_taken_ns_;
   int64_t rates_folded_ns_ = 0;  // between these looks, by `read_rate`
-  size_t first_ = 0;  // the target that is asked first: each in its turn
-  size_t room_ = 0;  // what the lane still takes of the kind that is offered
+  size_t first_ = 0;             // the target that is asked first: each in its turn
+  size_t room_ = 0;              // what the lane still takes of the kind that is offered
   std::unordered_map<uint16_t, Owner> owners_;
-  FairQueue awaiting_{FairQueue::Share::NONE};  // owners' files
+  FairQueue awaiting_{FairQueue::Share::NONE};          // owners' files
   std::unordered_map<uint32_t, size_t> foreign_reads_;  // by owner and target
   Flights in_flight_;
   size_t writes_in_flight_ = 0, peers_in_flight_ = 0;
@@ -405,8 +405,8 @@ class IoQueue {
   // has ended is dropped at the front.
   std::array<std::deque<std::pair<int64_t, uint64_t>>, 3> deadlines_;
   int64_t retry_deadline_ns_ = INT64_MAX;  // no retry, nor what waits for files, has an earlier one
-  uint64_t newest_reset_ = 0;  // op
-  Stamp named_;  // of a target that has the newest reset's superblock
+  uint64_t newest_reset_ = 0;              // op
+  Stamp named_;                            // of a target that has the newest reset's superblock
   std::vector<LaneEnd> ends_;
   std::unordered_set<Task*> summing_;  // writes whose checksums the lanes make
   std::vector<Summed> sums_;

@@ -64,7 +64,7 @@ struct LaneOp {
   size_t payload_bytes = 0;      // at most what a slot holds; no more than this is transferred
   int64_t payload_crc = kNoCrc;  // of a write: its payload's CRC, if the copy into staging made it
   Identity identity;
-  Stamp stamp;  // a write carries it; a read's chunk has its tag
+  Stamp stamp;               // a write carries it; a read's chunk has its tag
   bool single_copy = false;  // a write: no other member of the set has the chunk
   // A read: its header is to be checked, and what it names as its payload's CRC is to be returned.
   // The payload is checked where it is copied to. Lanes may check it all the same.

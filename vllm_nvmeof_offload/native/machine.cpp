@@ -258,8 +258,8 @@ bool Machine::run() {
 }
 
 size_t Machine::to_move() {
-  size_t count = io.events.size() + io.reads_in_flight() + io.writes_in_flight() +
-                 io.peers_in_flight();
+  size_t count =
+      io.events.size() + io.reads_in_flight() + io.writes_in_flight() + io.peers_in_flight();
   for (size_t urgency = 0; urgency < kUrgencies; ++urgency)
     count += io.waiting(static_cast<Urgency>(urgency));
   return count + streams_.waiting();

@@ -65,7 +65,7 @@ struct MachineOptions {
   IoOptions io;
   size_t cache_slots = 0;
   size_t stream_slots = 1;
-  uint64_t pool_slots = 0;    // 0: not checked
+  uint64_t pool_slots = 0;  // 0: not checked
   SetOptions set;
   size_t serve_slots = 0;
   size_t peer_chunks_min = 0;  // a load of fewer chunks goes to no peer

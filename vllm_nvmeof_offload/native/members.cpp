@@ -27,8 +27,8 @@ void Tiers::compare(Batch& batch, const Report& report) {
     Trust& trust = trust_[batch.groups[at]];
     if (!ok || trust.set_size == 1 || cache_member(batch.cache[at]) != kEveryMember) continue;
     require(next < report.crcs.size(), "a sample without its checksum");
-    Samples::Seen seen = batch.samples.add(at, report.crcs[next++], report.rank, trust.set_size,
-                                           options_.ranks);
+    Samples::Seen seen =
+        batch.samples.add(at, report.crcs[next++], report.rank, trust.set_size, options_.ranks);
     if (mutant("unequal_ranks_are_believed")) seen = Samples::Seen::ALL_EQUAL;
     if (seen == Samples::Seen::ALL_EQUAL) ++trust.equal;
     if (seen != Samples::Seen::DIFFERENT || trust.ended) continue;

@@ -27,7 +27,6 @@ enum class Outcome : uint8_t {
   RELEASED,
 };
 
-
 // A programming error: a rule of the protocol is broken. In Python it is an AssertionError.
 struct BrokenRule : std::logic_error {
   using std::logic_error::logic_error;

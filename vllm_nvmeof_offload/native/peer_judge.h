@@ -109,10 +109,10 @@ class PeerJudge {
 
   struct Peer {
     int64_t rests_until_ns = 0;
-    int64_t fault_rest_ns = 0;  // its last rest for a fault
-    uint64_t lost = 0;                        // as it was last given
-    unsigned late = 0, failed = 0;            // in a row
-    unsigned losses = 0;                      // since its last rest,
+    int64_t fault_rest_ns = 0;                    // its last rest for a fault
+    uint64_t lost = 0;                            // as it was last given
+    unsigned late = 0, failed = 0;                // in a row
+    unsigned losses = 0;                          // since its last rest,
     std::array<int64_t, kLostMax - 1> lost_ns{};  // and when the last ones were
   };
   // What one of the targets here has done for a load, and need not do.
@@ -124,7 +124,7 @@ class PeerJudge {
   };
   struct Load {
     std::vector<Target> targets;
-    uint64_t peers = 0;  // a bit for each that has got a chunk
+    uint64_t peers = 0;                // a bit for each that has got a chunk
     uint8_t failed = Task::kAtNoPeer;  // as `Task::peer`: the last one to fail
     uint8_t late = Task::kAtNoPeer;    // likewise: whose is the chunk that came last, too late
   };

@@ -239,9 +239,8 @@ void SetMember::fail_all(size_t member) {
 bool SetMember::awaits() const {
   return !failures_.empty() ||
          std::ranges::any_of(loans_, [](const Loan& loan) { return !loan.overdue; }) ||
-         std::ranges::any_of(holders_, [](const Holder& one) {
-           return one.watched() && !one.stalled;
-         });
+         std::ranges::any_of(holders_,
+                             [](const Holder& one) { return one.watched() && !one.stalled; });
 }
 
 // Another process changes a word without waking this one.

@@ -19,8 +19,8 @@ uint64_t fill_value(FillState state, uint64_t name) {
 }  // namespace
 
 size_t SetMemory::part_words(const SetShape& shape) {
-  const size_t words = kLineWords + shape.cache_slots +
-                       kAnnouncementWords * (shape.stream_slots + kNotices);
+  const size_t words =
+      kLineWords + shape.cache_slots + kAnnouncementWords * (shape.stream_slots + kNotices);
   return (words + kLineWords - 1) / kLineWords * kLineWords;
 }
 

@@ -74,10 +74,10 @@ class StreamSlots {
   size_t usable_peers_ = 0;
   std::deque<int32_t> free_;
   std::vector<FairQueue> queues_, returned_;
-  std::vector<size_t> at_peers_;   // by target: slots of its queue's that peers hold
+  std::vector<size_t> at_peers_;  // by target: slots of its queue's that peers hold
   std::vector<size_t> peer_held_;
   std::unordered_map<uint64_t, std::pair<size_t, int32_t>> abandoned_;  // peer and slot, by token
-  std::vector<size_t> hung_;       // by lane: targets first
+  std::vector<size_t> hung_;                                            // by lane: targets first
   size_t peers_held_ = 0;
   size_t hung_in_all_ = 0;
   size_t next_ = 0;  // the target that is asked first: with few slots, each in its turn

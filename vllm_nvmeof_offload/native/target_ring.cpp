@@ -303,8 +303,8 @@ void TargetRing::settle(Op& op) {
   } else if (!op.wanted) {
     finish(op, Outcome::CANCELLED);
   } else if (op.request.is_read()) {
-    const bool right = op.header.code != Outcome::OK || op.request.header_only ||
-                       op.crc == op.header.payload_crc;
+    const bool right =
+        op.header.code != Outcome::OK || op.request.header_only || op.crc == op.header.payload_crc;
     finish(op, right ? op.header.code : Outcome::CHECKSUM_MISMATCH);
   } else {
     to_enter_.push_back(&op);
@@ -439,14 +439,13 @@ void TargetRing::check(const Piece& piece) {
   Op& op = *piece.op;
   const LaneOp& request = op.request;
   if (piece.begin == 0)
-    op.header = prove_header(request.data(), request.identity, request.payload_bytes,
-                             place_of(op), request.stamp.tag);
+    op.header = prove_header(request.data(), request.identity, request.payload_bytes, place_of(op),
+                             request.stamp.tag);
   if (request.header_only) return;
   const size_t all = kHeaderBytes + request.payload_bytes;
   const size_t begin = std::max(piece.begin, kHeaderBytes);
   const size_t end = std::min(piece.begin + piece.bytes, all);
-  if (begin < end)
-    op.crc ^= crc_share(crc32c(request.data() + begin, end - begin), all - end);
+  if (begin < end) op.crc ^= crc_share(crc32c(request.data() + begin, end - begin), all - end);
 }
 
 void TargetRing::seal_op(Op& op) {

@@ -30,14 +30,14 @@ namespace nvmeof {
 
 struct EngineSetup {
   std::vector<Target> targets;
-  std::vector<Region> regions;  // by target
-  std::vector<Permit> permits;  // by target; empty: there are no leases
-  std::vector<LogStart> logs;   // by target; none: no target has one
+  std::vector<Region> regions;                       // by target
+  std::vector<Permit> permits;                       // by target; empty: there are no leases
+  std::vector<LogStart> logs;                        // by target; none: no target has one
   std::vector<std::pair<uint32_t, uint8_t>> groups;  // id and kind of each
   Limits limits;
   Memory memory;
   bool registered = true;
-  size_t threads = 0;  // of each target; 0: io_uring
+  size_t threads = 0;               // of each target; 0: io_uring
   size_t operations_max = 0;        // over all targets
   std::vector<int> cpus;            // CPUs on which threads may run; empty: those of the caller
   std::shared_ptr<StartGate> gate;  // null but in tests
@@ -161,17 +161,17 @@ class TargetRing {
   std::deque<Op*> reads_, writes_;  // not started
   size_t read_bytes_started_ = 0;   // and not landed
   std::deque<Piece*> to_check_;
-  std::deque<Op*> to_enter_;  // writes whose table entry comes next
+  std::deque<Op*> to_enter_;      // writes whose table entry comes next
   std::vector<uint64_t> landed_;  // tokens of what the device is done with, since the last look
   std::vector<Piece*> again_;
   std::vector<std::unique_ptr<Piece>> pieces_;  // all that exist; they are reused
   std::vector<Piece*> free_pieces_;
   std::vector<Piece*> gated_;
-  std::vector<Piece*> abandoned_;  // pieces of cancelled operations, for `Ring::abandon`
-  std::vector<LogRecord> notes_;  // for the log, from other threads
+  std::vector<Piece*> abandoned_;      // pieces of cancelled operations, for `Ring::abandon`
+  std::vector<LogRecord> notes_;       // for the log, from other threads
   std::vector<TableFiles> new_files_;  // in their order; only the table's thread may block
-  LogWriter log_;         // only the table's thread uses it
-  TableSync table_sync_;  // the same
+  LogWriter log_;                      // only the table's thread uses it
+  TableSync table_sync_;               // the same
   Target target_;
   std::unordered_map<uint16_t, ForeignSlab> foreign_;  // by owner
   bool closing_ = false;

@@ -32,7 +32,6 @@ enum class Step : uint8_t {
 struct Job;
 class FairQueue;
 
-
 // The content of a slot, as gates compare it. A key is compared by its hash: both sides are ours,
 // and a slot whose bytes are another chunk's differs in the generation too.
 struct SlotContent {
@@ -44,9 +43,9 @@ struct SlotContent {
 struct Task {
   Job* job = nullptr;
   uint32_t index = 0;
-  int32_t stream = -1;     // -1: none; or as below
+  int32_t stream = -1;  // -1: none; or as below
   SlotContent content;
-  int32_t cache = -1;      // -1: through a stream slot
+  int32_t cache = -1;  // -1: through a stream slot
   // Of a row that another member of the set has. Through a cache slot: its number among those that
   // wait for that member's fills. Through a stream slot: the announcement that it copies from.
   int32_t at_holder = -1;
@@ -57,24 +56,24 @@ struct Task {
   uint8_t holder = kEveryMember;
   Step step = Step::GATE;
   Urgency urgency = Urgency::DEMAND;
-  bool hung = false;       // the kernel holds its stream slot past the deadline
+  bool hung = false;  // the kernel holds its stream slot past the deadline
   bool cancelled = false;
-  bool holds_buffer = false;  // it is decided, and the kernel still has its cache slot
+  bool holds_buffer = false;     // it is decided, and the kernel still has its cache slot
   bool reported : 1 = false;     // its outcome is
   bool announced : 1 = false;    // of a read through a stream slot, to the other members of the set
   bool header_only : 1 = false;  // of a load: its read checks the header, and its copy the payload
   bool is_proven : 1 = true;     // its payload is checked; false: it must have `payload_crc`
-  bool fills = false;      // the gate of `cache` counts it as its filler,
-  bool reads = false;      // or as a reader
+  bool fills = false;            // the gate of `cache` counts it as its filler,
+  bool reads = false;            // or as a reader
   uint8_t retries_left = 1;
-  uint8_t peer = 0;        // 1 + the peer that reads it; or one of the two below
-  uint16_t owner = 0;        // whose region the place is in; 0: ours
+  uint8_t peer = 0;    // 1 + the peer that reads it; or one of the two below
+  uint16_t owner = 0;  // whose region the place is in; 0: ours
   // Of what it reads from its cache slot, if the fill made it; or what its read has found named.
   int64_t payload_crc = -1;
-  int64_t deadline_ns = 0;   // fixed when a lane first has it; 0: none had
-  uint64_t token = 0;      // with a lane; 0: never
+  int64_t deadline_ns = 0;  // fixed when a lane first has it; 0: none had
+  uint64_t token = 0;       // with a lane; 0: never
   uint64_t charged_to = 0;  // number of the job on whose share of the reads it goes
-  Task* before = nullptr;  // in the queue where it waits
+  Task* before = nullptr;   // in the queue where it waits
   Task* behind = nullptr;
   int64_t sequence = 0;
   FairQueue* waits_in = nullptr;
@@ -105,18 +104,18 @@ struct Job {
   size_t unreleased = 0;  // rows whose cache slots the kernel still has, and that were decided
   size_t alive = 0;       // tasks that are not done
   uint64_t copied_bytes = 0;
-  size_t superblocks_left = 0;  // of a reset: lanes on which it has no outcome
-  bool listed = false;    // it has rows to report
+  size_t superblocks_left = 0;   // of a reset: lanes on which it has no outcome
+  bool listed = false;           // it has rows to report
   std::vector<uint64_t> served;  // of what is read for peers: their tokens, by row
-  uint64_t fence = 0;     // of a store or load, as in `Machine::begin`
-  uint64_t peers = UINT64_MAX;  // of a load: that may read for it, a bit for each
+  uint64_t fence = 0;            // of a store or load, as in `Machine::begin`
+  uint64_t peers = UINT64_MAX;   // of a load: that may read for it, a bit for each
   // Pieces of a store or load: (KV cache address, offset in the payload, bytes), and by row the
   // first of its pieces.
   std::vector<uint64_t> pieces;
   std::vector<uint32_t> first_piece;
   std::vector<uint8_t> code;  // by row
   std::vector<int16_t> error;
-  std::vector<uint32_t> crcs;  // by row, of a store that is compared within the set; or empty
+  std::vector<uint32_t> crcs;     // by row, of a store that is compared within the set; or empty
   std::vector<uint32_t> decided;  // rows to report
   std::vector<uint32_t> late;     // rows released after they were reported
   std::vector<uint32_t> failed;

@@ -51,7 +51,7 @@ class ThreadRing final : public Ring {
 
   const size_t threads_max_;
   const int done_fd_;
-  int wake_fd_ = -1;   // while it is armed
+  int wake_fd_ = -1;    // while it is armed
   bool woken_ = false;  // it was readable in the last `enter`
   std::vector<Call> prepared_;
 

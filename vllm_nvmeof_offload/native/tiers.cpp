@@ -400,7 +400,7 @@ void Tiers::cool(Keys keys) {
   for (size_t at = 0; at < rows.size(); ++at) {
     if (rows[at] == kNoRow || index[rows[at]].cache == kNoSlot) continue;
     const auto slot = static_cast<Slot>(index[rows[at]].cache);
-    if (cache[slot].wanted && !options_.demotes) continue;  // evicted now, it would be lost
+    if (cache[slot].wanted && !options_.demotes) continue;        // evicted now, it would be lost
     if (cache[slot].requests <= 1) cool(slot, rows.size() - at);  // others use the rest
   }
 }
@@ -926,8 +926,8 @@ void Tiers::release(const Batch& batch, size_t at) {
 // Count a slot's failure, unless the whole target has failed; returns whether to retire the slot.
 bool Tiers::worn(std::unordered_map<Place, int>& failures, Place place, Outcome code, int error) {
   const auto number = static_cast<size_t>(error);
-  const bool slots_fault = code == Outcome::IO_ERROR && (number >= options_.slot_errnos.size() ||
-                                                         options_.slot_errnos[number]);
+  const bool slots_fault = code == Outcome::IO_ERROR &&
+                           (number >= options_.slot_errnos.size() || options_.slot_errnos[number]);
   if (slots_fault) ++failures[place];
   const auto found = failures.find(place);
   return found != failures.end() && found->second >= kFailuresMax;
@@ -951,9 +951,7 @@ void Batch::reserve(size_t count, size_t key_bytes) {
 }
 
 void Batch::remove(size_t at, size_t key_bytes) {
-  const auto each = [at](auto&... columns) {
-    (columns.erase(at, 1), ...);
-  };
+  const auto each = [at](auto&... columns) { (columns.erase(at, 1), ...); };
   each(rows, generations, cache, places, groups, filling, code, error, outcomes, releases);
   keys.erase(at * key_bytes, key_bytes);
   --undecided;

@@ -54,8 +54,8 @@ struct Batch {
   // Sort the rows. by: of each row, as many values as rows.
   void sort(const std::vector<uint32_t>& by, size_t key_bytes);
 
-  SmallColumn<Row> rows;           // kNoRow: of a load, the chunk is gone, or another engine's
-  SmallColumn<char, 40> keys;      // joined
+  SmallColumn<Row> rows;       // kNoRow: of a load, the chunk is gone, or another engine's
+  SmallColumn<char, 40> keys;  // joined
   SmallColumn<uint64_t> generations;
   SmallColumn<int32_t> cache;      // kNoSlot: none
   SmallColumn<Place> places;       // kNoPlace: none, or it is not read
@@ -94,7 +94,7 @@ struct Effect {
 
 struct StorePlan {
   Batch batch;
-  size_t absent = 0;   // keys without an entry
+  size_t absent = 0;              // keys without an entry
   std::vector<uint32_t> refused;  // the keys that were wanted and found no cache slot
 };
 
@@ -114,9 +114,9 @@ struct Move {
 // Events since the counts were taken.
 struct Counts {
   uint64_t cache_evictions = 0, pool_evictions = 0, refused_writes = 0, written = 0, retired = 0;
-  uint64_t superseded = 0;  // chunks that were provisional and were never written
-  uint64_t borrowed = 0;    // chunks read from other engines' regions by every rank
-  uint64_t deduped = 0;     // chunks not written because another engine has them
+  uint64_t superseded = 0;   // chunks that were provisional and were never written
+  uint64_t borrowed = 0;     // chunks read from other engines' regions by every rank
+  uint64_t deduped = 0;      // chunks not written because another engine has them
   uint64_t hints_taken = 0;  // of others' hints, those on chunks that the pool still had
   bool operator==(const Counts&) const = default;
 };
@@ -130,14 +130,14 @@ struct Options {
   std::vector<uint32_t> group_ids{0};
   uint16_t ranks = 1;
   std::vector<uint32_t> set_sizes;  // of each group; empty: all are 1
-  uint32_t equal_min = 8;      // chunks that a group's members stored alike before they share
-  uint32_t sample_every = 1024;  // from then on, one chunk of so many is stored by all of them
-  uint64_t credit = 0;   // `Recency`'s of the CPU tier, in uses
-  bool writes = true;    // chunks are written to the pool
-  bool demotes = false;  // on eviction; else as soon as they are stored
+  uint32_t equal_min = 8;           // chunks that a group's members stored alike before they share
+  uint32_t sample_every = 1024;     // from then on, one chunk of so many is stored by all of them
+  uint64_t credit = 0;              // `Recency`'s of the CPU tier, in uses
+  bool writes = true;               // chunks are written to the pool
+  bool demotes = false;             // on eviction; else as soon as they are stored
   bool logs_moves = false;
-  size_t writes_max = 1;  // writes intended and under way
-  size_t clean_min = 1;   // on eviction: slots to keep free, or evictable without a loss
+  size_t writes_max = 1;          // writes intended and under way
+  size_t clean_min = 1;           // on eviction: slots to keep free, or evictable without a loss
   std::vector<bool> slot_errnos;  // by errno: a failure with it speaks against the slot
   MakeOrder make_order;           // none: Lru
   Foreign* foreign = nullptr;     // other engines' chunks; none: nothing is shared
@@ -252,8 +252,8 @@ class Tiers {
 
   std::deque<Move> moves;
   size_t moved_bytes = 0;  // of keys in `moves`
-  size_t backlog = 0;  // chunks that wait to be written
-  size_t pending = 0;  // writes intended and under way
+  size_t backlog = 0;      // chunks that wait to be written
+  size_t pending = 0;      // writes intended and under way
   Counts counts;
 
  private:
@@ -353,19 +353,19 @@ class Tiers {
   Options options_;
   mutable std::vector<Row> found_;
   mutable std::vector<ForeignRow> foreign_found_;
-  Recency recency_;         // of the cache slots
-  Arrivals arrivals_;       // cache slots that wait to be written, pinned or not
-  HugeColumn<Stay> stays_;  // by cache slot
-  size_t unkept_ = 0;       // of these, others than KEPT
+  Recency recency_;                    // of the cache slots
+  Arrivals arrivals_;                  // cache slots that wait to be written, pinned or not
+  HugeColumn<Stay> stays_;             // by cache slot
+  size_t unkept_ = 0;                  // of these, others than KEPT
   uint64_t uses_ = uint64_t{1} << 32;  // before the first one: what is to go before all others
   size_t passed_over_ = 0;  // evictions of clean slots while a colder one waited to be written
   Batch writes_;            // intended
   std::array<Batch, kFetchReasons> fetches_;  // intended, by reason
-  uint64_t foreign_loads_ = 0;  // of other engines' chunks, which have no entry here
-  std::vector<Trust> trust_;   // by group
-  std::vector<size_t> unequal_;  // groups whose members differ, until they are taken
-  size_t turn_ = 0;         // the target that is chosen where nothing else decides
-  double pass_ = 0;         // the least pass of those that could be chosen
+  uint64_t foreign_loads_ = 0;                // of other engines' chunks, which have no entry here
+  std::vector<Trust> trust_;                  // by group
+  std::vector<size_t> unequal_;               // groups whose members differ, until they are taken
+  size_t turn_ = 0;  // the target that is chosen where nothing else decides
+  double pass_ = 0;  // the least pass of those that could be chosen
   // By place, in a row. Counted apart: a device may take bytes and not return them.
   std::unordered_map<Place, int> failed_reads_, failed_writes_;
 };

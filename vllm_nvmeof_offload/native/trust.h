@@ -14,9 +14,9 @@ struct Trust {
   explicit Trust(uint32_t members) : set_size(members) {}
 
   uint32_t set_size;
-  uint32_t equal = 0;    // samples that were equal in every set
-  bool ended = false;    // two ranks of a set differed: no chunk has a single copy any more
-  uint64_t stored = 0;   // chunks, since the ranks were believed
+  uint32_t equal = 0;   // samples that were equal in every set
+  bool ended = false;   // two ranks of a set differed: no chunk has a single copy any more
+  uint64_t stored = 0;  // chunks, since the ranks were believed
 };
 
 // The samples of a store's rows, as far as ranks have reported them.

@@ -24,7 +24,7 @@ struct CloneBuffers {
 }  // namespace
 
 Uring::Uring(unsigned depth, Memory memory, int slab_fd, size_t slot_bytes, bool registered,
-           int share_with)
+             int share_with)
     : memory_(memory), slab_fd_(slab_fd), region_bytes_(0) {
   unsigned entries = 16;
   // Reads, writes, the wake-up; chunks of several pieces need more, which the kernel takes in turn.
@@ -78,8 +78,8 @@ void Uring::register_memory(int share_with) {
     if (syscall(__NR_io_uring_register, ring_.ring_fd, kRegisterCloneBuffers, &clone, 1) == 0)
       return;
   }
-  const int rc = io_uring_register_buffers(&ring_, regions.data(),
-                                           static_cast<unsigned>(regions.size()));
+  const int rc =
+      io_uring_register_buffers(&ring_, regions.data(), static_cast<unsigned>(regions.size()));
   if (rc < 0) throw RingError(-rc, "io_uring_register_buffers");
 }
 
@@ -108,7 +108,7 @@ void Uring::use(int slab_fd) {
 }
 
 void Uring::prepare(bool read, int slab_fd, std::byte* at, size_t bytes, uint64_t offset,
-                   void* tag) {
+                    void* tag) {
   io_uring_sqe* sqe = next_sqe();
   const bool fixed = files_registered_ && slab_fd == slab_fd_ && slab_fd >= 0;
   const int fd = fixed ? 0 : slab_fd;
@@ -127,8 +127,8 @@ void Uring::prepare(bool read, int slab_fd, std::byte* at, size_t bytes, uint64_
 
 void Uring::enable() {
   // liburing 2.3 declares io_uring_enable_rings and does not export it.
-  if (!enabled_ && syscall(__NR_io_uring_register, ring_.ring_fd, IORING_REGISTER_ENABLE_RINGS,
-                           nullptr, 0) != 0)
+  if (!enabled_ &&
+      syscall(__NR_io_uring_register, ring_.ring_fd, IORING_REGISTER_ENABLE_RINGS, nullptr, 0) != 0)
     throw RingError(errno, "io_uring_enable_rings");
   enabled_ = true;
   io_uring_sqe* sqe = next_sqe();
