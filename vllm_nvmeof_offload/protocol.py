@@ -487,6 +487,7 @@ class RankHello:
     remote: tuple[bool | None, ...] = ()  # by target: on another machine; None: unknown
     io_engine: str = "none"
     copy_engine: str = "none"
+    checksums: str = ""  # how they read memory
     adoption_s: float = 0.0
     volatile: tuple[str, ...] = ()  # why nothing is adopted
     replica: int | None = None

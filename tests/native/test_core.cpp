@@ -155,6 +155,8 @@ void test_crc_of_parts(uint64_t seed) {
     std::vector<std::byte> message(bytes);
     for (std::byte& byte : message) byte = static_cast<std::byte>(dice());
     const uint32_t whole = crc32c(message.data(), bytes);
+    for (const CrcVariant& one : crc_variants()) CHECK(one.crc(message.data(), bytes) == whole);
+    if (round % 10 == 0) CHECK(choose_crc(message) != nullptr);
     std::vector<size_t> cuts{0, bytes};
     for (uint64_t more = dice() % 20; more > 0; --more) cuts.push_back(dice() % (bytes + 1));
     std::sort(cuts.begin(), cuts.end());

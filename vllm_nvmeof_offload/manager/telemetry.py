@@ -158,6 +158,7 @@ def start_line(
         _pool(first, capacity, config, ranks),
         *_groups(config, capacity),
         f"engine {_by_rank(hellos, 'io_engine')}",
+        *([f"checksums read {_by_rank(hellos, 'checksums')}"] if first.checksums else ()),
         f"copies by {_by_rank(hellos, 'copy_engine')}",
         f"evicts by {config.eviction_policy}",
         _adopted(config, adopted),

@@ -315,6 +315,12 @@ NB_MODULE(_native, m) {
   m.def("probe_ring", [](int fd, uintptr_t address, size_t bytes, bool registered) {
     Uring(32, {pointer(address), bytes}, fd, kPageBytes, registered).enable();
   });
+  m.def(
+      "choose_crc",
+      [](uintptr_t address, size_t bytes) {
+        return choose_crc({static_cast<const std::byte*>(pointer(address)), bytes});
+      },
+      nb::call_guard<nb::gil_scoped_release>());
   m.def("copy", &copy);
   m.def("copy_payloads", &copy_payloads);
   m.def("join_crcs", &join_crcs_of);

@@ -33,6 +33,7 @@ from vllm_nvmeof_offload.fabric.topology import discover
 from vllm_nvmeof_offload.groups import RankGroup
 from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, NoIoEngine, Waker
 from vllm_nvmeof_offload.io.choose import choose_io_engine
+from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.peers.base import Common
 from vllm_nvmeof_offload.pool.format import Keyspace, share_tag
 from vllm_nvmeof_offload.pool.lease import Leasing
@@ -120,9 +121,7 @@ def build_worker(
     with contextlib.ExitStack() as undo:
         undo.callback(copy.close)  # else pages without an owner stay pinned
         io, io_fallbacks = _io_engine(settings, pool, staging, identity.rank)
-        began_s = time.monotonic()
-        adopted = pool.adopt() if pool else AdoptedEntries()
-        adoption_s = time.monotonic() - began_s
+        adopted, adoption_s = _adopt(pool)
         serve = Serve(ServeQueue(waker.wake), _own(pool)) if pool and served else None
         links = _links(settings, identity, pool, staging, serve, waker)
         undo.pop_all()
@@ -150,6 +149,7 @@ def build_worker(
         targets=tuple(str(t) for t in settings.targets) if pool else (),
         remote=_remote(settings) if pool else (),
         io_engine=io.name,
+        checksums=core.choose_crc(staging.map.base_address, len(staging.view)) if pool else "",
         copy_engine=_name_of(copy, kv_device.engine_name(tuning.copy_backend), staging, config),
         adoption_s=adoption_s,
         volatile=identity.volatile,
@@ -356,6 +356,13 @@ def _io_engine(
         faults = _injector_of_faults(control)
         engine = faults(engine, control, rank, pool, staging.view, address)
     return engine, fallbacks
+
+
+def _adopt(pool: Pool | None) -> tuple[AdoptedEntries, float]:
+    """Return what the pool holds, and the seconds that reading it took."""
+    began_s = time.monotonic()
+    adopted = pool.adopt() if pool else AdoptedEntries()
+    return adopted, time.monotonic() - began_s
 
 
 def _injector_of_faults(control: str) -> Callable[..., IoEngine]:

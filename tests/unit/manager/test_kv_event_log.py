@@ -92,5 +92,11 @@ def test_a_large_adoption_is_logged_in_parts_and_dropped_by_a_reset() -> None:
     assert left == keys_of(*range(100_000))
 
 
+def test_no_step_carries_more_than_32768_keys() -> None:
+    core = adopting(range(300_000))
+    assert core.kv_events is not None
+    assert [len(change.keys) for change in core.kv_events.take()] == [32_768]
+
+
 def test_no_events_are_kept_without_a_subscriber() -> None:
     assert Bench().core.kv_events is None

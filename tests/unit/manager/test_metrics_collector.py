@@ -138,6 +138,7 @@ def test_the_start_line_names_sizes_engines_and_fallbacks() -> None:
     ranks_hellos[1] = replace(
         ranks_hellos[1], io_engine="threads", volatile=("hashes are seeded", "files moved")
     )
+    ranks_hellos = [replace(one, checksums="256 B ahead") for one in ranks_hellos]
     line = start_line(ranks_hellos, bench.core)
     assert "\n" not in line
     for part in (
@@ -146,6 +147,7 @@ def test_the_start_line_names_sizes_engines_and_fallbacks() -> None:
         "pool of 128 tokens (8 slots",
         "/mnt/one, /mnt/two",
         "engine io_uring on rank 0, threads on rank 1",
+        "checksums read 256 B ahead",
         "copies by memcpy",
         "evicts by credited_lru",
         "0 chunks adopted (0 tokens)",
