@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from vllm_nvmeof_offload.manager import core
+from vllm_nvmeof_offload.manager import core, hold_and_prefetch
 from vllm_nvmeof_offload.native import _tiers_mutants as tests_build  # type: ignore[attr-defined]
 from vllm_nvmeof_offload.worker import pipeline
 
@@ -185,6 +185,7 @@ def native(*names: str) -> None:
     for name in names:
         MUTANTS[name] = lambda: [
             (core, "Tiers", tests_build.Tiers),
+            (hold_and_prefetch, "NativeHolds", tests_build.Holds),
             (follower, "Foreign", tests_build.Foreign),
             (pipeline, "Machine", tests_build.Machine),
             (pipeline, "MachineOptions", tests_build.MachineOptions),

@@ -16,37 +16,16 @@ native(
     "cancelled_fetch_still_counts_for_its_entry",
     "cancelled_fetch_frees_its_slot_at_once",
     "a_dropped_intent_leaves",
+    "holds_outlive_their_requests",
+    "fetch_that_a_load_waits_for_is_cancelled",
+    "doomed_chunk_stays_held",
+    "cancelled_prefetches_are_not_counted",
 )
-
-
-@mutant
-def holds_outlive_their_requests() -> list[Patch]:
-    return [(Holds, "drop", lambda self, key: None)]
-
-
-@mutant
-def fetch_that_a_load_waits_for_is_cancelled() -> list[Patch]:
-    real = Holds.drop
-
-    def drop(self: Any, key: bytes) -> None:
-        held = self.held.get(key)
-        if held is not None and held.fetching and held.op is not None:
-            self._cancel(held)
-            self._release(key, held, "cancelled")
-        else:
-            real(self, key)
-
-    return [(Holds, "drop", drop)]
 
 
 @mutant
 def reset_keeps_the_holds() -> list[Patch]:
     return [(Holds, "reset", lambda self: None)]
-
-
-@mutant
-def doomed_chunk_stays_held() -> list[Patch]:
-    return [(Holds, "lost", lambda self, op, rows: None)]
 
 
 @mutant
@@ -58,17 +37,6 @@ def budgets_are_ignored() -> list[Patch]:
         self._limits = dict.fromkeys(self._limits, capacity.cache_slots)
 
     return [(ReloadScheduler, "__init__", init)]
-
-
-@mutant
-def cancelled_prefetches_are_not_counted() -> list[Patch]:
-    real = Holds._release
-
-    def release(self: Any, key: bytes, held: Any, how: str) -> None:
-        held.fetched = held.fetched and how != "cancelled"
-        real(self, key, held, how)
-
-    return [(Holds, "_release", release)]
 
 
 @mutant

@@ -152,7 +152,7 @@ class ManagerCore:
         #: Changes of the tiers' contents, if the configuration asks for them.
         self.kv_events = KvEventLog(tiers, config.key_bytes) if config.kv_events else None
         self._unsent: list[Command] = []
-        self._holds = Holds(tiers, self._unsent, self._counters)
+        self._holds = Holds(tiers, self._unsent, self._counters, self._ledger.__getitem__)
         #: The caller reports to it each request that begins to wait, and that waits no more.
         self.reload = ReloadScheduler(config, capacity, self._holds, clock)
         #: The targets, for their verdicts and rates.
@@ -327,7 +327,7 @@ class ManagerCore:
         if self._foreign is not None and op.reads and batch.borrows:
             op.borrows = True
             self._attach()
-        self._holds.used(keys)
+        self._holds.used(batch)
         self._count_loaded(op, batch, ends)
         self._tiers.drain()
         return LoadCommand(op.number, columns_of(batch), helpers)
@@ -495,7 +495,7 @@ class ManagerCore:
         if lost:
             self._holds.lost(op, lost)
         if op.kind is OpKind.FETCH:
-            self._holds.ended(op, range(len(batch)) if decided is None else decided)
+            self._holds.ended(op, decided)
         if failed:
             self._count_failures(
                 op, batch.codes[failed], batch.errors[failed], batch.places[failed]
@@ -643,8 +643,8 @@ class ManagerCore:
             "commands_waiting": (
                 len(self._unsent) + tiers.writes_intended + tiers.fetches_intended
             ),
-            ("held_cache_slots", "reload"): self._holds.counts[Reason.RELOAD],
-            ("held_cache_slots", "queue"): self._holds.counts[Reason.QUEUE],
+            ("held_cache_slots", "reload"): self._holds.count(Reason.RELOAD),
+            ("held_cache_slots", "queue"): self._holds.count(Reason.QUEUE),
             "requests_waiting": len(self.reload),
             "shared_entries": self._foreign.rows if self._foreign else 0,
             "shared_age_seconds": self._shared_age_s(),
@@ -666,13 +666,13 @@ class ManagerCore:
             *self.counters.values(),  # not their sum: bytes would hide the small ones
             len(self._ledger),
             len(self.reload),
-            *self._holds.counts.values(),
+            *map(self._holds.count, Reason),
             *self.targets.worst_verdicts(),
         )
 
     def held(self) -> Iterable[bytes]:
         """The keys whose cache slots are held for requests that wait."""
-        return self._holds.held.keys()
+        return self._holds.keys()
 
     def entries(self) -> list[Entry]:
         """All entries, for inspection."""

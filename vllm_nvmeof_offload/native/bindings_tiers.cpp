@@ -2,14 +2,18 @@
 // The manager's tiers for Python: keys come as sequences of bytes, columns leave as numpy arrays.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <functional>
+#include <numeric>
 #include <optional>
 
 #include "bindings.h"
+#include "holds.h"
 #include "tiers.h"
 
 using namespace nb::literals;
@@ -426,7 +430,6 @@ void bind_calls(nb::class_<Tiers>& type) {
            [](Tiers& tiers, PyKey key) {
              return held(tiers, tiers.hold(KeyList::check(key.ptr(), tiers.index.key_bytes())));
            })
-      .def("release_hold", &Tiers::release_hold)
       .def("drain",
            [](Tiers& tiers) {
              tiers.drain();
@@ -484,6 +487,80 @@ void bind_state(nb::class_<Tiers>& type) {
       .def_ro("backlog", &Tiers::backlog);
 }
 
+// A request's chunks, and what is held of them.
+struct PyWanted {
+  explicit PyWanted(nb::handle sequence, size_t key_bytes) : keys(sequence, key_bytes) {
+    wanted.taken.resize(Keys(keys).size());
+  }
+  KeyList keys;
+  Holds::Wanted wanted;
+};
+
+// (the next chunk, looks left, the first chunk that was passed over, and the last one; none: -1)
+using Advanced = std::tuple<size_t, size_t, int64_t, int64_t>;
+
+Advanced advance(Holds& holds, PyWanted& wanted, size_t next, size_t end, size_t local,
+                 size_t looks, uint8_t reason, size_t held_max, size_t fetching_max) {
+  const Keys keys = wanted.keys;
+  const auto key = [&](size_t chunk) { return keys[chunk]; };
+  const Holds::Advance done =
+      holds.advance(wanted.wanted, key, {next, std::min(end, keys.size()), local}, looks,
+                    static_cast<Reason>(reason), {held_max, fetching_max});
+  const bool skipped = done.skipped_first != SIZE_MAX;
+  return {done.next, done.looks, skipped ? static_cast<int64_t>(done.skipped_first) : -1,
+          skipped ? static_cast<int64_t>(done.skipped_last) : -1};
+}
+
+using SomeRows = std::optional<std::vector<uint32_t>>;
+
+void bind_holds(nb::module_& m) {
+  nb::class_<PyWanted>(m, "Wanted");
+  nb::class_<Holds>(m, "Holds")
+      .def(nb::init<Tiers&, size_t>(), nb::keep_alive<1, 2>(), "tiers"_a, "room_min"_a)
+      .def("wanted", [](const Holds&, const Tiers& tiers,
+                        PyKeys keys) { return PyWanted(keys, tiers.index.key_bytes()); })
+      .def("advance", &advance)
+      .def("leave",
+           [](Holds& holds, PyWanted& wanted) {
+             std::vector<Holds::Cancel> cancels;
+             holds.leave(wanted.wanted, cancels);
+             return cancels;
+           })
+      .def("probe",
+           [](Holds& holds, const Tiers& tiers, PyKey key) {
+             holds.probe(KeyList::check(key.ptr(), tiers.index.key_bytes()));
+           })
+      .def("sent", &Holds::sent)
+      .def("used", &Holds::used)
+      .def(
+          "ended",
+          [](Holds& holds, uint64_t op, const Batch& batch, const SomeRows& rows, bool probe) {
+            std::vector<uint32_t> all(rows ? 0 : batch.size());
+            std::iota(all.begin(), all.end(), 0);
+            holds.ended(op, batch, rows ? *rows : all, probe);
+          },
+          "op"_a, "batch"_a, "rows"_a.none(), "probe"_a)
+      .def("lost", [](Holds& holds, const Batch& batch,
+                      const std::vector<uint32_t>& rows) { holds.lost(batch, rows); })
+      .def("reset", &Holds::reset)
+      .def("keys",
+           [](const Holds& holds, const Tiers& tiers) {
+             std::vector<nb::bytes> keys;
+             for (const Row row : holds.rows())
+               keys.emplace_back(tiers.index.key(row), tiers.index.key_bytes());
+             return keys;
+           })
+      // Fetches begun, by reason, and ended, by how, since the last call.
+      .def("take_counts",
+           [](Holds& holds) {
+             return std::pair(std::exchange(holds.begun, {}), std::exchange(holds.ends, {}));
+           })
+      .def_prop_ro("fetching", &Holds::fetching)
+      .def("held", [](const Holds& holds, uint8_t reason) {
+        return holds.held(static_cast<Reason>(reason));
+      });
+}
+
 }  // namespace
 
 #ifndef NVMEOF_TIERS_MODULE
@@ -510,5 +587,6 @@ NB_MODULE(NVMEOF_TIERS_MODULE, m) {
   nb::class_<Tiers> tiers(m, "Tiers");
   bind_calls(tiers);
   bind_state(tiers);
+  bind_holds(m);
   bind_look_ups(m);
 }

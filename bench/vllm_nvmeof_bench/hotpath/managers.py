@@ -22,6 +22,7 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm_nvmeof_bench.hotpath.report import CASES, Sample
 from vllm_nvmeof_offload.groups import GROUP_ID_BYTES, Group, GroupKind
 from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL, CoreConfig
+from vllm_nvmeof_offload.manager.hold_and_prefetch import LOOKS_MAX
 from vllm_nvmeof_offload.manager.look_up import Answer, Question, Queue
 from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.protocol import (
@@ -126,6 +127,10 @@ def _look_up(
     ]
 
 
+#: Of 64 KiB each: `hold_and_prefetch` has twice 256 MiB under way for preempted requests.
+FETCHES_MAX = 8192
+
+
 def _never(question: Question) -> Answer:
     raise AssertionError(f"a real look-up: {question}")
 
@@ -205,7 +210,7 @@ class OurManager(_Manager):
         share: ShareSettings | None = None,
     ) -> None:
         """targets: directories, for a manager that shares. share: None: with nobody."""
-        super().__init__(NVMeoFOffloadingManager(CoreConfig()))
+        super().__init__(NVMeoFOffloadingManager(CoreConfig(reload_cache_share=0.5)))
         hello = RankHello(
             rank=0,
             engine_index=0,
@@ -317,8 +322,38 @@ class OurManager(_Manager):
         recorder.time(case, "end", count, lambda: self.end(contexts))
         self.write_all()
 
+    def measure_holds(self, recorder: Recorder, cached: Batches, in_pool: Batches) -> None:
+        """Hold the chunks of preempted requests that the CPU tier has, and fetch those that only
+        the pool has, as many as may be under way; then the requests run again."""
+        core = self.manager.core
+
+        def turns(batches: Batches) -> Callable[[], None]:
+            for number, batch in enumerate(batches):
+                core.reload.follow(str(number), batch, lambda chunk: False)
+            count = -(-sum(map(len, batches)) // LOOKS_MAX)
+
+            def turn() -> None:
+                for _ in range(count):
+                    core.turn()
+
+            return turn
+
+        def leave() -> None:
+            for number in range(max(len(cached), len(in_pool))):
+                core.reload.left(str(number))
+
+        count = sum(map(len, cached))
+        recorder.time("hold", "hold", count, turns(cached))
+        assert len(core.held()) == count, "the CPU tier has room for them"
+        recorder.time("hold", "release", count, leave)
+        if count <= FETCHES_MAX:
+            recorder.time("hold", "fetch", count, turns(in_pool))
+            assert len(core.held()) == count, "as many may be under way"
+            self.write_all()
+            leave()
+
     def write_all(self) -> None:
-        """Write what waits to be written."""
+        """Write what waits to be written, and end what is being fetched."""
         while commands := self.manager.take_commands():
             assert not any(isinstance(command, CancelCommand) for command in commands)
             ops = [command.op for command in commands]  # type: ignore[union-attr]

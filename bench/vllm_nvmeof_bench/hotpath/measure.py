@@ -68,7 +68,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_positive(self, "chunks", "entries", "repeats")
-        if self.entries < 2 * (self.cache_slots + sum(self.sizes.values())):
+        if self.entries < 2 * (self.cache_slots + 2 * sum(self.sizes.values())):
             raise BenchError(
                 f"{self.entries} entries are too few for ops of {max(self.chunks)} chunks: what is "
                 "loaded from the pool must not be evicted before"
@@ -162,6 +162,10 @@ class _Round:
         for side in self._dice.sample(SIDES, len(SIDES)):
             sides[side].measure_load(recorders[side], "cpu", managers.batches_of(new, chunks))
         self._ours.measure_load(recorders[OURS], "pool", managers.batches_of(in_pool, chunks))
+        held, self._in_pool = self._in_pool[:count], self._in_pool[count:]
+        self._ours.measure_holds(
+            recorders[OURS], managers.batches_of(new, chunks), managers.batches_of(held, chunks)
+        )
         rank.measure(recorders[OURS], managers.batches_of(new, chunks))
         for recorder in recorders.values():
             self.samples += recorder.samples

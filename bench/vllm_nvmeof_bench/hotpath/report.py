@@ -74,6 +74,11 @@ CASES: dict[str, dict[str, Stage]] = {
         "pipeline": _PIPELINE,
         "report": Stage(SCHEDULER, "report of the write"),
     },
+    "hold": {
+        "hold": Stage(SCHEDULER, "hold a chunk for a preempted request"),
+        "fetch": Stage(SCHEDULER, "fetch one for it"),
+        "release": Stage(SCHEDULER, "let go of it, when the request runs"),
+    },
     "start": {
         "adopt_rank": Stage(MODEL, "adopt the pool's table"),
         "adopt_manager": Stage(SCHEDULER, "make the index of it"),
@@ -85,6 +90,7 @@ _TITLES = {
     "pool": "load from the pool",
     "store": "store into a full CPU tier",
     "write": "write to the pool",
+    "hold": "requests that wait",
     "start": "start with a full pool",
 }
 #: What one load costs the scheduler's thread beside its look-ups; vLLM's own has no `find`.
@@ -247,6 +253,9 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
         bound("65,536 chunks / 8,192 chunks, per chunk", "≤", 2, _growth(samples)),
         bound("a step with a blocked head", "≤", 0.1, worst(("look_up_again",), ms), " ms"),
         bound("look-up of a key", "≤", 0.2, worst(("look_up",), 1), " µs"),
+        bound("hold a chunk for a preempted request", "≤", 0.3, total("hold", ("hold",)), " µs"),
+        bound("fetch one for it", "≤", 0.3, total("hold", ("fetch",)), " µs"),
+        bound("release 15,360 of them", "≤", 2, total("hold", ("release",), scale=15.36), " ms"),
         bound("an op beside its chunks, all threads", "≤", 20, _op(samples), " µs"),
         bound("model: per load", "≤", 1, worst(_MODEL_STAGES, ms), " ms"),
         bound("pipeline: interpreter lock held per load", "≤", 4, _locked(samples), " ms"),

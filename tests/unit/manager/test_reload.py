@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 from vllm_nvmeof_offload.manager.handshake import Capacity, CoreConfig
 from vllm_nvmeof_offload.manager.hold_and_prefetch import Reason, ReloadScheduler
@@ -14,12 +15,22 @@ from .bench import keys_of
 CPU, POOL = 1, 2
 
 
+class FakeWanted:
+    """A request's chunks. taken: those that it has asked to hold, and which hold of each it was."""
+
+    def __init__(self, keys: Sequence[bytes]) -> None:
+        self.keys = keys
+        self.taken: dict[bytes, int] = {}
+
+
 class FakeHolds:
     """Holds that log each call; a fetch is in flight until the test ends it."""
 
     def __init__(self) -> None:
         self.fetching = 0
         self.counts = dict.fromkeys(Reason, 0)
+        self.wanters: Counter[bytes] = Counter()
+        self.times: Counter[bytes] = Counter()  # how often it was held
         self.where: dict[bytes, int] = {}
         self.held: dict[bytes, Reason] = {}
         self.under_way: set[bytes] = set()
@@ -37,6 +48,75 @@ class FakeHolds:
         """Calls since the last call of `did`."""
         log, self._log = self._log, []
         return log
+
+    def count(self, reason: Reason) -> int:
+        return self.counts[reason]
+
+    def wanted(self, keys: Sequence[bytes]) -> FakeWanted:
+        return FakeWanted(keys)
+
+    def advance(
+        self,
+        wanted: FakeWanted,
+        chunks: range,
+        local: int,
+        looks: int,
+        reason: Reason,
+        held_max: int,
+        fetching_max: int,
+    ) -> tuple[int, int, int, int]:
+        first = last = -1
+        for chunk in chunks:
+            if not looks:
+                return chunk, looks, first, last
+            looks -= 1
+            key = wanted.keys[chunk]
+            source = self.source(key)
+            if source != CPU and chunk < local:
+                first, last = chunk if first < 0 else first, chunk
+            elif not source:
+                return len(wanted.keys), looks, first, last
+            elif not self._take(wanted, key, source, reason, held_max, fetching_max):
+                return chunk, looks, first, last
+        return chunks.stop, looks, first, last
+
+    def _take(
+        self,
+        wanted: FakeWanted,
+        key: bytes,
+        source: int,
+        reason: Reason,
+        held_max: int,
+        fetching_max: int,
+    ) -> bool:
+        if key in wanted.taken:
+            return True
+        if key not in self.held:
+            if source == CPU and reason is Reason.QUEUE:
+                return True
+            if self.counts[reason] >= held_max:
+                return False
+            if source == CPU:
+                taken = self.hold(key, reason)
+            else:
+                taken = self.fetching < fetching_max and self.fetch(key, reason)
+            if not taken:
+                return False
+        self.wanters[key] += 1
+        wanted.taken[key] = self.times[key]
+        return True
+
+    def leave(self, wanted: FakeWanted) -> None:
+        for key, time in wanted.taken.items():
+            if key in self.held and self.times[key] == time:
+                self.wanters[key] -= 1
+                if not self.wanters[key]:
+                    self.drop(key)
+        wanted.taken.clear()
+
+    def probe(self, key: bytes) -> None:
+        if key not in self.held and self.source(key) == POOL:
+            self.fetch(key, Reason.PROBE)
 
     def source(self, key: bytes) -> int:
         self.looks += 1
@@ -75,6 +155,7 @@ class FakeHolds:
     def lose(self, key: bytes) -> None:
         """Stop holding the chunk."""
         self.counts[self.held.pop(key)] -= 1
+        del self.wanters[key]
         if key in self.under_way:
             self.under_way.remove(key)
             self.fetching -= 1
@@ -83,6 +164,7 @@ class FakeHolds:
         if len(self.held) >= self.room:
             return False
         self.held[key] = reason
+        self.times[key] += 1
         self.counts[reason] += 1
         self._log.append(f"{verb} {int(key[:8])}")
         return True

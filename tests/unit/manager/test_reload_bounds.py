@@ -9,7 +9,7 @@ from .bench import keys_of
 from .test_reload import CPU, POOL, ReloadRig, not_in_gpu
 
 #: The scheduler's bounds: looks per turn, and seconds until no request overtakes another.
-LOOKS_MAX = 256
+LOOKS_MAX = 4096
 PATIENCE_S = 5.0
 MIB = 1 << 20
 
