@@ -43,7 +43,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo       the main job on this machine: model, server, cache, restart, preemption"
 	@echo "make demo-dual  two servers behind slow links: a crowd returns over one of them, and over both"
-	@echo "make test       the gate: what is quick of the unit, contract, simulator and fault tests, four"
+	@echo "make test       the gate: what is quick of the unit, contract, simulator and fault tests, three"
 	@echo "                scenarios on the emulated fabric, wrong tokens end to end on real vLLM;"
 	@echo "                goes on after a suite that fails, and names those that did at the end"
 	@echo "make test-all   every test; make test-rest: those that make test leaves out"

@@ -83,7 +83,7 @@ class Holds:
 
     def wanted(self, keys: Sequence[bytes]) -> Wanted:
         """The chunks of one request, of which nothing is held."""
-        return self._held.wanted(self._tiers, keys)
+        return self._held.wanted(self._tiers, tuple(keys))  # native code points into them
 
     def advance(
         self,
@@ -101,9 +101,8 @@ class Holds:
         that is not done (all are, where one is in no tier: a load ends there), the looks that are
         left, and the first and the last chunk that was passed over; -1: none was.
         """
-        bounds = held_max, fetching_max
-        span = chunks.start, chunks.stop, local
-        done = self._held.advance(wanted, *span, looks, reason, *bounds)
+        bounds = looks, reason, held_max, fetching_max
+        done = self._held.advance(wanted, chunks.start, chunks.stop, local, *bounds)
         self._count()
         return done
 
@@ -154,12 +153,10 @@ class Holds:
 
     def _count(self) -> None:
         begun, ends = self._held.take_counts()
-        for reason, count in zip(Reason, begun, strict=True):
-            if count:
-                self._counters["prefetches", reason.name.lower()] += count
-        for how, count in zip(_ENDS, ends, strict=True):
-            if count:
-                self._counters["prefetches_ended", how] += count
+        for reason in filter(begun.__getitem__, Reason):
+            self._counters["prefetches", reason.name.lower()] += begun[reason]
+        for at in filter(ends.__getitem__, range(len(_ENDS))):
+            self._counters["prefetches_ended", _ENDS[at]] += ends[at]
 
 
 #: A preempted request that has waited this long is not overtaken by shorter ones any more.
@@ -168,8 +165,8 @@ _PATIENCE_S = 5.0
 _LOOK_AGAIN_S = 0.05
 #: Chunks that one `turn` looks at: about 1 ms. Bytes, not chunks, are to bound what is fetched.
 LOOKS_MAX = 4096
-#: Questions whether GPU memory has a chunk, which vLLM's Python answers, of one request per `turn`.
-_LOCAL_LOOKS_MAX = 64
+#: Questions whether GPU memory has a chunk, which vLLM answers: per `turn`, and per preempted one.
+_QUESTIONS_MAX, _QUESTIONS_OF_ONE_MAX = 256, 64
 #: Bytes of fetches under way: enough for a fast target between two steps.
 _FETCH_BYTES_MAX = 256 << 20
 _FETCHES_MIN = 4
@@ -200,12 +197,13 @@ class _Want:
     in_heap: bool = False  # of new requests
     done_s: float = 0.0  # when every chunk had been looked at
 
-    def ask(self, questions: int) -> None:
-        """Go on asking for the chunks at the front that are in GPU memory."""
+    def ask(self, questions: int) -> int:
+        """Ask which chunks at the front are in GPU memory; return the questions that are left."""
         while not self.local_ends and questions:
             questions -= 1
             self.local_ends = self.local == self.count or not self.in_gpu(self.local)
             self.local += not self.local_ends
+        return questions
 
     def is_due(self, now_s: float) -> bool:
         """Whether chunks are left, or were passed over and may have left GPU memory since."""
@@ -236,6 +234,7 @@ class ReloadScheduler:
         self._preempted: dict[str, _Want] = {}
         self._queue: list[tuple[Order, int, _Want]] = []  # new ones with chunks to look at, a heap
         self._arrivals = 0
+        self._questions = _QUESTIONS_MAX  # left in this turn
 
     def __len__(self) -> int:
         """Number of requests that are followed."""
@@ -292,7 +291,7 @@ class ReloadScheduler:
 
     def turn(self) -> None:
         """Hold and fetch as many chunks as the shares allow. Called once per step."""
-        looks = LOOKS_MAX
+        looks, self._questions = LOOKS_MAX, _QUESTIONS_MAX
         now_s = self._clock()
         due = [want for want in self._preempted.values() if want.is_due(now_s)]
         for want in due:
@@ -330,7 +329,9 @@ class ReloadScheduler:
 
     def _advance(self, want: _Want, reason: Reason, looks: int) -> tuple[int, bool]:
         """Go on with one request: (looks left, whether nothing is left to do for it)."""
-        want.ask(min(looks, _LOCAL_LOOKS_MAX))
+        most = _QUESTIONS_OF_ONE_MAX if reason is Reason.RELOAD else _QUESTIONS_MAX
+        questions = min(self._questions, most)
+        self._questions -= questions - want.ask(questions)
         # Reloads may have as many again: fetches for the queue must not delay them.
         most = self._fetches_max * (2 if reason is Reason.RELOAD else 1)
         chunks = range(want.next, want.count if want.local_ends else want.local)

@@ -22,7 +22,8 @@ it and closes the session.
 
 D answers each token of a `Read` once, by `Ready`, `Sent` or `Failed`, however late.
 
-With a share secret ZMQ's CURVE encrypts and authenticates every byte. All servers have two pairs of
+With a share secret ZMQ's CURVE encrypts and authenticates every byte of a message, but not chunks
+that RDMA carries, which only their checksums prove. All servers have two pairs of
 keys in common, one of those who serve and one of those who load, both derived from the secret: D
 takes in no message of a connection whose other end has not proved that it has P's key, and P of
 none that has not D's. CURVE draws new keys for each connection, so that nothing can be replayed.

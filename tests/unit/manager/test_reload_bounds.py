@@ -28,6 +28,28 @@ def test_ten_thousand_waiting_requests_cost_a_bounded_number_of_looks_per_turn()
     assert rig.holds.looks == looks, "everybody was looked at once: nothing was there"
 
 
+def test_gpu_memory_is_asked_a_bounded_number_of_times_per_turn() -> None:
+    rig = ReloadRig()
+    asked: list[int] = []
+
+    def in_gpu(chunk: int) -> bool:
+        asked.append(chunk)
+        return chunk < 500
+
+    rig.holds.put(POOL, range(1000))
+    for number in range(8):
+        rig.scheduler.follow(f"p{number}", keys_of(*range(1000)), in_gpu)
+    rig.scheduler.follow("q", keys_of(*range(1000)), in_gpu, ())
+    fetched: list[str] = []
+    turns = 0
+    while not fetched:
+        before = len(asked)
+        fetched, turns = rig.turn(), turns + 1
+        assert 0 < len(asked) - before <= 256
+    assert fetched[0] == "fetch 500", "vLLM finds the chunks before it in GPU memory"
+    assert turns <= 1 + 8 * 501 // 256
+
+
 class Keys(list[bytes]):
     """A list that can be seen to be forgotten."""
 
