@@ -23,7 +23,6 @@ from typing import Any, Literal, get_args
 
 from vllm_nvmeof_offload import BACKEND, logger
 from vllm_nvmeof_offload.errors import IntegrationError
-from vllm_nvmeof_offload.vllm_adapter import vllm_release
 
 __all__ = ["register"]
 
@@ -60,6 +59,7 @@ def _register() -> None:
 
 
 def _explain(error: Exception) -> str:
+    from vllm_nvmeof_offload.vllm_adapter import vllm_release
 
     reason = " ".join(str(error).split())
     if not isinstance(error, IntegrationError):

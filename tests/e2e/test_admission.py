@@ -35,8 +35,9 @@ SLOT_BYTES = slot_stride_bytes(SHAPE.kv_bytes_per_token * CHUNK_TOKENS)
 #: Returns after which a new rate must have been learned. Each read halves the error, and a throttle
 #: passes its first bytes at the disk's speed: from that speed to 10 MB/s takes six reads.
 LESSONS = 7
-#: So many decisions in a row must be right, within so many returns.
-STEADY, RETURNS_MAX = 3, 15
+#: So many decisions in a row must be right, within so many returns: many, because on a busy machine
+#: loads disappoint again and again, and each that does has the pool tried half as often.
+STEADY, RETURNS_MAX = 3, 60
 #: Within this factor of the crossover either choice is right, because of hysteresis and noise.
 CLOSE = 2.0
 #: The metrics that the server decides by; printed if a test fails.

@@ -47,6 +47,7 @@ class SchedulerView:
         self, scheduler: Any, groups: tuple[Group, ...], kv_cache_manager: Callable[[], Any]
     ) -> None:
         self._scheduler = scheduler
+        self.manager: NVMeoFOffloadingManager = scheduler.manager
         self.groups = groups
         self.kv_cache_manager = kv_cache_manager
         configs = scheduler.config.kv_group_configs
@@ -63,11 +64,6 @@ class SchedulerView:
             if group.kind is GroupKind.FULL
             and config.tokens_per_block == scheduler.config.tokens_per_hash
         }
-
-    @property
-    def manager(self) -> NVMeoFOffloadingManager:
-        manager: NVMeoFOffloadingManager = self._scheduler.manager
-        return manager
 
     @property
     def waiting(self) -> WaitingRequests:

@@ -73,6 +73,7 @@ class SwappedConnector(ours.NVMeoFOffloadingConnector):
         rank_groups = tuple(RankGroup(group, 1) for group in self._groups)
         hello = RankHello(0, 0, "", 1, 0, target_count=1, slot_bytes=8, groups=rank_groups)
         manager.attach([hello], 36, self._groups, self._view.queue(by_priority=False))
+        self._view.manager = manager  # vLLM's side has the mock
         return manager
 
     @functools.cached_property
