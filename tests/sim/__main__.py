@@ -24,6 +24,8 @@ from .base import CHOSEN_BY_NAME, PROFILES
 from .shapes import FULL, SHAPES
 from .world import play
 
+_PROGRESS_S = 60.0
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
@@ -88,9 +90,15 @@ def main() -> int:
     end_s = time.monotonic() + seconds
     total: Counter[str] = Counter()
     failed = played = 0
+    began_s = told_s = time.monotonic()
     for seed in range(first, first + arguments.count):
         if time.monotonic() > end_s or total["steps"] >= steps_max:
             break
+        if time.monotonic() > told_s + _PROGRESS_S:
+            told_s = time.monotonic()
+            rate = total["steps"] / (told_s - began_s)
+            done = f"{played} seeds, {total['steps']:,} steps, {rate:,.0f} a second"
+            print(f"{done}; {failed} failed", file=sys.stderr, flush=True)
         played += 1
         try:
             ranks = arguments.ranks or (1 + seed // 8 % 8 if seed % 8 == 0 else None)

@@ -34,8 +34,8 @@ class PolicyRules:
         return [key for key in keys if self._sightings[key] >= self._knobs.store_threshold]
 
     def turned(self, provisional: int) -> None:
-        """Note what a turn has taken: a request that leaves in the same step may give it back. Its
-        fetches may have evicted entries, this many provisional ones among them."""
+        """Note what fetches have taken: a request that leaves in the same step may give it back.
+        They may have evicted entries, this many provisional ones among them."""
         self._note_room()
         if self._take_dropped() > provisional:
             raise Violation("hole", "a fetch evicted a chunk that was never written")

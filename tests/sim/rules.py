@@ -147,8 +147,12 @@ class Rules:
         return command
 
     def turn(self) -> None:
+        self.fetching(self._core.turn)
+
+    def fetching(self, step: Callable[[], None]) -> None:
+        """Run a step that may begin fetches: prefetches, or a probe."""
         before = self._entries()
-        self._core.turn()
+        step()
         self._policies.turned(self._provisional_gone(before))
 
     def prepare_store(

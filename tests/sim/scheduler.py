@@ -209,7 +209,8 @@ class SimScheduler:
         dropped, self._dropped = self._dropped, []
         # vLLM names every request that has finished, whatever was reset since.
         gone, self._gone = self._gone, []
-        self._queue.step(scheduled, preempted + dropped, gone + self._ended)
+        left = preempted + dropped, gone + self._ended
+        self._rules.fetching(lambda: self._queue.step(scheduled, *left))
         for request in preempted:
             self._flush |= request.jobs
         for request in preempted + dropped if self._tails is not None else ():
