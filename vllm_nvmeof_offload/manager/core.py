@@ -72,6 +72,7 @@ __all__ = ["CoreConfig", "ManagerCore", "Source", "StorePlan"]
 _SIGHTINGS_MIN = 1 << 16
 #: By the number that the native look-up returns.
 _SOURCES = (None, Source.CPU, Source.POOL, Source.SHARED)
+_STATES = {int(state): state for state in State}
 #: The tiers that a look-up may hit, as bits.
 FROM_CPU, FROM_POOL = 1, 2
 #: How `Tiers.plan_store` stores a wanted key.
@@ -677,7 +678,7 @@ class ManagerCore:
     def entries(self) -> list[Entry]:
         """All entries, for inspection."""
         return [
-            Entry(State(state), generation, cache, place, key)
+            Entry(_STATES[state], generation, cache, place, key)
             for state, generation, cache, place, key in self._tiers.entries()
         ]
 

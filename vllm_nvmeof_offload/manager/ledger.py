@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_nvmeof_offload.errors import Outcome
 from vllm_nvmeof_offload.protocol import ChunkBatch, OpKind
@@ -134,8 +134,7 @@ class State(enum.IntEnum):
     BORROWING = 7
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One entry, for inspection. cache: -1: no cache slot. place: -1: none in the pool."""
 
     state: State
