@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_nvmeof_offload.commands.size.deployment import Deployment
-from vllm_nvmeof_offload.commands.size.kv import KvSizes, cpu_room, gpu_room, plan_reload, pool_room
+from vllm_nvmeof_offload.commands.size.kv import KvSizes
 from vllm_nvmeof_offload.commands.size.model import Weights, preset, preset_names
 from vllm_nvmeof_offload.commands.size.report import build
 from vllm_nvmeof_offload.errors import ConfigError
@@ -28,7 +28,7 @@ def sized(name: str = "Llama-3.1-8B-Instruct", **more: Any) -> tuple[KvSizes, De
 
 def test_gpu_memory_by_hand() -> None:
     sizes, _ = sized(gpus=2, gpu_memory_utilization=0.9)
-    room = gpu_room(sizes)
+    room = sizes.gpu_room()
     assert room is not None
     assert room.free_bytes == 72 * GIB - 4 * GIB - 16 * GIB
     assert room.session_bytes == 4 * GIB
@@ -46,7 +46,7 @@ def test_the_cpu_tier_is_the_servers() -> None:
     sizes, deployment = sized(staging_bytes=64 * GIB)
     cache_slots, streams = split_slots(64 * GIB, SLOT, deployment.stream_slots)
     assert streams == 64
-    room = cpu_room(sizes)
+    room = sizes.cpu_room()
     assert room.free_bytes == cache_slots * SLOT
     assert room.sessions == cache_slots // CHUNKS == 15
 
@@ -54,9 +54,9 @@ def test_the_cpu_tier_is_the_servers() -> None:
 def test_the_pool_by_hand() -> None:
     sizes, _ = sized(drive_bytes=10**13, drive_fill=0.5)
     session = CHUNKS * (SLOT + 64)
-    room = pool_room(sizes, 24)
+    room = sizes.pool_room(24)
     assert room.session_bytes == session
-    assert pool_room(sizes, 1).sessions == 5 * 10**12 // session
+    assert sizes.pool_room(1).sessions == 5 * 10**12 // session
     assert room.sessions == 12 * 10**13 // session
 
 
@@ -65,7 +65,7 @@ def test_the_reload_by_hand() -> None:
         concurrency=10, ttft_seconds=4.0, drive_read_bytes_per_s=5e9, link="3x100GbE",
         link_efficiency=0.8,
     )  # fmt: skip
-    back = plan_reload(sizes, 6)
+    back = sizes.plan_reload(6)
     assert back.session_bytes == CHUNKS * SLOT
     assert back.needed_bytes_per_s == 10 * CHUNKS * SLOT / 4
     rates = {hop.name: hop.bytes_per_s for hop in back.hops}

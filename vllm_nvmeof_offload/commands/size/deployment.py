@@ -17,15 +17,15 @@ from typing import Any
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.units import parse_bytes
 
-#: Transfers per second and lane, and the share of them that carries data (line encoding).
-_PCIE = {3: (8e9, 128 / 130), 4: (16e9, 128 / 130), 5: (32e9, 128 / 130), 6: (64e9, 242 / 256)}
+#: Transfers per second and lane, times the share of them that carries data (line encoding).
+_PCIE = {3: 8e9 * (128 / 130), 4: 16e9 * (128 / 130), 5: 32e9 * (128 / 130), 6: 64e9 * (242 / 256)}
+_LANES = (1, 2, 4, 8, 16)
 _LINK = re.compile(r"^\s*(?:(\d+)\s*x\s*)?(.+?)\s*$", re.IGNORECASE)
 _PCIE_NAME = re.compile(r"^pcie\s*(?:gen)?\s*(\d)\s*x\s*(\d+)$", re.IGNORECASE)
 _NETWORK = re.compile(r"^(\d+(?:\.\d+)?)\s*(?:gbe|gbps|gbit/s|gb/s|gbib|gib)$", re.IGNORECASE)
 _NUMBER = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*$", re.IGNORECASE)
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 _TOKENS = {"": 1, "k": 1 << 10, "m": 1 << 20}
-_LANES = (1, 2, 4, 8, 16)
 _BOUNDS = {
     "ge": (operator.ge, "greater than or equal to"),
     "gt": (operator.gt, "greater than"),
@@ -51,30 +51,25 @@ def parse_link(text: str) -> Link:
     count, name = (int(match.group(1) or 1), match.group(2)) if match else (0, "")
     rate, pcie, network = 0.0, _PCIE_NAME.match(name), _NETWORK.match(name)
     if pcie:
-        generation, lanes = int(pcie.group(1)), int(pcie.group(2))
-        if generation in _PCIE and lanes in _LANES:
-            transfers, share = _PCIE[generation]
-            rate = lanes * transfers * share / 8
+        generation, lanes = map(int, pcie.groups())
+        rate = lanes * _PCIE.get(generation, 0) / 8 if lanes in _LANES else 0
     elif network and "B/s" not in name:
         # 100Gb/s is bits, 12.5GB/s is bytes: the only place where the case of a letter counts.
         rate = float(network.group(1)) * 1e9 / 8
     else:
         with contextlib.suppress(ValueError):
             rate = parse_rate(name)
-    if not rate or not count:
-        raise ValueError(
-            f"{text!r} is not a link; write 100GbE, 2x400GbE, pcie5x16 or a rate such as 12.5GB/s"
-        )
-    return Link(count, rate)
+    if rate and count:
+        return Link(count, rate)
+    form = "100GbE, 2x400GbE, pcie5x16 or a rate such as 12.5GB/s"
+    raise ValueError(f"{text!r} is not a link; write {form}")
 
 
 def parse_rate(text: str) -> float:
     """Parse `6.5GB/s` or `900 MiB/s` into bytes per second above 0; else ValueError."""
     amount, slash, per = text.strip().rpartition("/")
-    if slash and per.lower() == "s":
-        rate = parse_bytes(amount)
-        if rate > 0:
-            return float(rate)
+    if slash and per.lower() == "s" and (rate := parse_bytes(amount)) > 0:
+        return float(rate)
     raise ValueError(f"{text!r} is not a rate above 0; write 6.5GB/s or 900MiB/s")
 
 
@@ -89,12 +84,11 @@ def parse_tokens(text: str) -> int:
 
 
 def _scaled(text: str, units: Mapping[str, float], what: str) -> float:
-    match = _NUMBER.match(text)
-    scale = units.get(match.group(2).lower()) if match else None
-    value = float(match.group(1)) * scale if match and scale else 0.0
-    if value <= 0:
-        raise ValueError(f"{text!r} is not {what}")
-    return value
+    if match := _NUMBER.match(text):
+        value = float(match.group(1)) * units.get(match.group(2).lower(), 0)
+        if value > 0:
+            return value
+    raise ValueError(f"{text!r} is not {what}")
 
 
 def _link_text(text: str) -> str:
@@ -107,11 +101,10 @@ BLOCKS_OUTERMOST, LAYERS_OUTERMOST = "BLHNC", "LBHNC"
 
 
 def _layout_name(text: str) -> str:
-    name = text.upper()
-    if name not in (BLOCKS_OUTERMOST, LAYERS_OUTERMOST):
-        known = f"{BLOCKS_OUTERMOST} or {LAYERS_OUTERMOST}"
-        raise ValueError(f"{text!r} is not a layout known here; write {known}")
-    return name
+    known = (BLOCKS_OUTERMOST, LAYERS_OUTERMOST)
+    if text.upper() in known:
+        return text.upper()
+    raise ValueError(f"{text!r} is not a layout known here; write {' or '.join(known)}")
 
 
 def _option(
@@ -224,8 +217,8 @@ class Deployment:
         for one in fields(self):
             value, option = getattr(self, one.name), one.metadata
             if option and value is not None:
-                read = read_option(option["flag"], value, option["read"], **option["bounds"])
-                object.__setattr__(self, one.name, read)
+                value = read_option(option["flag"], value, option["read"], **option["bounds"])
+                object.__setattr__(self, one.name, value)
         object.__setattr__(self, "gpus", self.gpus or self.ranks)
         if (self.prefill_nodes is None) != (self.decode_nodes is None):
             name = "--decode-nodes" if self.prefill_nodes is None else "--prefill-nodes"
@@ -250,12 +243,9 @@ class Deployment:
     @property
     def ranks_words(self) -> str:
         """The options that divide a stage among its ranks, as on the command line."""
-        words = f"--tp {self.tensor_parallel}"
-        if self.prefill_context_parallel > 1:
-            words += f" --pcp {self.prefill_context_parallel}"
-        if self.decode_context_parallel > 1:
-            words += f" --dcp {self.decode_context_parallel}"
-        return words
+        others = {"--pcp": self.prefill_context_parallel, "--dcp": self.decode_context_parallel}
+        more = (f" {flag} {size}" for flag, size in others.items() if size > 1)
+        return f"--tp {self.tensor_parallel}{''.join(more)}"
 
     @property
     def engines(self) -> int:

@@ -17,11 +17,7 @@ from dataclasses import dataclass
 
 from vllm_nvmeof_offload.commands.size.deployment import Deployment, parse_link
 from vllm_nvmeof_offload.commands.size.model import LayerCache, LayerKind, ModelShape
-from vllm_nvmeof_offload.commands.size.plan import (
-    PlannedGroup,
-    choose_blocks_per_chunk,
-    plan_groups,
-)
+from vllm_nvmeof_offload.commands.size.plan import PlannedGroup, plan_groups
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.manager.boundary import automatic
@@ -51,6 +47,48 @@ class Refusal:
     remedy: str
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Sessions that fit into the bytes for KV on one GPU, one rank's cache slots, or the pool.
+
+    free_bytes below 0: the weights do not fit. session_bytes: of one session there. engines: each
+    has as much room.
+    """
+
+    free_bytes: int
+    session_bytes: int
+    engines: int = 1
+
+    @property
+    def sessions(self) -> int:
+        each = max(0, self.free_bytes) // self.session_bytes if self.session_bytes else 0
+        return each * self.engines
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One thing that all bytes pass. needed: how many of it the objective asks for."""
+
+    name: str
+    bytes_per_s: float
+    needed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reload:
+    """All of the returning sessions, loaded at once."""
+
+    session_bytes: int
+    needed_bytes_per_s: float
+    hops: tuple[Hop, ...]
+    seconds: float
+    sessions_in_time: int
+
+    @property
+    def bottleneck(self) -> Hop:
+        return min(self.hops, key=lambda hop: hop.bytes_per_s)
+
+
 class KvSizes:
     """Formulas for one model in one deployment; results are bytes unless named otherwise."""
 
@@ -70,7 +108,7 @@ class KvSizes:
         self.plan = plan_groups(model, deployment)
         self._stages = range(deployment.pipeline_parallel)
         self.fullest = max(self._stages, key=self.plan.stride_bytes)
-        self.blocks_per_chunk = choose_blocks_per_chunk(self.plan, deployment.blocks_per_chunk)
+        self.blocks_per_chunk = self.plan.choose_blocks_per_chunk(deployment.blocks_per_chunk)
 
     @property
     def refusal(self) -> Refusal | None:
@@ -131,13 +169,10 @@ class KvSizes:
 
     def _growing(self, tensor_parallel: int, layers: range) -> float:
         """Bytes that a token adds to caches that keep every token; the others do not grow."""
+        kv_bytes = self.deployment.kv_element_bytes
         kept = (self.model.caches[at] for layer, at in self.model.order if layer in layers)
-        return sum(
-            one.entry_bytes(tensor_parallel, self.deployment.kv_element_bytes)
-            / one.tokens_per_entry
-            for one in kept
-            if one.kind.keeps_every_token
-        )
+        kept = (one for one in kept if one.kind.keeps_every_token)
+        return sum(c.entry_bytes(tensor_parallel, kv_bytes) / c.tokens_per_entry for c in kept)
 
     def copies(self) -> float:
         """Bytes on all ranks ÷ bytes that the model makes; above 1: ranks hold equal bytes."""
@@ -173,8 +208,7 @@ class KvSizes:
 
     def state_bytes(self) -> int:
         """Recurrent state of one sequence on one rank."""
-        groups = self.groups()
-        return sum(g.payload_bytes for g in groups if g.group.kind is GroupKind.STATE)
+        return sum(g.payload_bytes for g in self.groups() if g.group.kind is GroupKind.STATE)
 
     def boundary_bytes(self) -> int:
         """What a boundary needs on one rank besides the KV of all tokens before it."""
@@ -187,13 +221,11 @@ class KvSizes:
 
     def session_slots(self, context_tokens: int, stage: int | None = None) -> list[SessionSlots]:
         """Slots that one rank stores of a session: up to its last boundary, and what that needs."""
-        groups = self.groups(stage)
-        end = context_tokens - context_tokens % self.unit_tokens
-        stride = slot_stride_bytes(max(group.payload_bytes for group in groups))
+        groups, end = self.groups(stage), context_tokens - context_tokens % self.unit_tokens
+        stride = slot_stride_bytes(max(one.payload_bytes for one in groups))
         slots = []
         for one in groups:
-            count, reach = end // one.group.tokens_per_chunk, one.group.reach_chunks
-            count = count if reach is None else min(count, reach)
+            count = min(end // one.group.tokens_per_chunk, one.group.reach_chunks or end)
             slots.append(SessionSlots(count, one.payload_bytes, stride))
         return slots
 
@@ -204,13 +236,62 @@ class KvSizes:
 
     def loaded_bytes(self, context_tokens: int) -> int:
         """Bytes that all ranks read to bring a session back from the pool."""
-        slots = self._all_slots(context_tokens)
-        return sum(s.count * slot_stride_bytes(s.payload_bytes) for s in slots)
+        own = self._all_slots(context_tokens)
+        return sum(one.count * slot_stride_bytes(one.payload_bytes) for one in own)
 
     def pooled_bytes(self, context_tokens: int) -> int:
         """Bytes of a session in the pool, over all ranks, with the table's entries."""
         slots = self._all_slots(context_tokens)
         return sum(s.count * (s.stride_bytes + ENTRY_BYTES) for s in slots)
+
+    def gpu_room(self) -> Room | None:
+        """GPU memory, weights spread evenly; None if the weights' size is unknown."""
+        deployment, weights = self.deployment, self.rank_weights_bytes()
+        if weights is None:
+            return None
+        taken = int(deployment.gpu_memory_bytes * deployment.gpu_memory_utilization)
+        free = taken - deployment.gpu_reserve_bytes - weights
+        return Room(free, self.session_rank_bytes(deployment.context_tokens), deployment.engines)
+
+    def cpu_room(self) -> Room:
+        """The cache slots of the staging."""
+        deployment = self.deployment
+        slots = self.session_slots(deployment.context_tokens)
+        session = sum(one.count * one.stride_bytes for one in slots)
+        if not session:
+            return Room(0, 0)
+        stride, staging = slots[0].stride_bytes, deployment.staging_bytes // deployment.ranks
+        cache_slots, _ = split_slots(staging, stride, deployment.stream_slots)
+        return Room(cache_slots * stride, session, deployment.engines)
+
+    def pool_room(self, drives: int) -> Room:
+        """The pool on `drives` drives; a session may use several, so no drive's rest is lost.
+
+        Each rank has a log on each drive.
+        """
+        ranks = self.deployment.ranks
+        each = int(self.deployment.drive_bytes * self.deployment.drive_fill)
+        each -= ranks * log_pages_of(each // ranks) * PAGE_BYTES
+        return Room(each * drives, self.pooled_bytes(self.deployment.context_tokens))
+
+    def plan_reload(self, drives: int) -> Reload:
+        """Load `concurrency` sessions from `drives` drives within the TTFT objective."""
+        deployment, session = self.deployment, self.loaded_bytes(self.deployment.context_tokens)
+        needed = deployment.concurrency * session / deployment.ttft_seconds
+        link, gpu_link = parse_link(deployment.link), parse_link(deployment.gpu_link)
+        share = deployment.link_efficiency
+        hops = tuple(
+            Hop(name, count * each, math.ceil(needed / each))
+            for name, count, each in (
+                ("drives", drives, deployment.drive_read_bytes_per_s),
+                ("links", link.count, link.bytes_per_s * share),
+                ("GPU links", deployment.gpus, gpu_link.total_bytes_per_s * share),
+            )
+        )
+        rate = min(hop.bytes_per_s for hop in hops)
+        in_time = math.floor(rate * deployment.ttft_seconds / session) if session else 0
+        seconds = deployment.concurrency * session / rate
+        return Reload(session, needed, hops, seconds, in_time)
 
 
 def _check_context_parallel(model: ModelShape, deployment: Deployment) -> None:
@@ -255,96 +336,3 @@ def _held_blocks(group: PlannedGroup, context_tokens: int) -> int:
     if group.cache.kind is LayerKind.STATE:
         return 2  # the one that is computed, and the last one that can be found again
     return 1 if group.cache.kind is LayerKind.RING else blocks
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Sessions that fit into the bytes for KV on one GPU, one rank's cache slots, or the pool.
-
-    free_bytes below 0: the weights do not fit. session_bytes: of one session there.
-    """
-
-    free_bytes: int
-    session_bytes: int
-    sessions: int
-
-
-def _room(free_bytes: int, session_bytes: int, engines: int = 1) -> Room:
-    each = max(0, free_bytes) // session_bytes if session_bytes else 0
-    return Room(free_bytes, session_bytes, each * engines)
-
-
-def gpu_room(sizes: KvSizes) -> Room | None:
-    """GPU memory, weights spread evenly; None if the weights' size is unknown."""
-    deployment, weights = sizes.deployment, sizes.rank_weights_bytes()
-    if weights is None:
-        return None
-    taken = int(deployment.gpu_memory_bytes * deployment.gpu_memory_utilization)
-    free = taken - deployment.gpu_reserve_bytes - weights
-    return _room(free, sizes.session_rank_bytes(deployment.context_tokens), deployment.engines)
-
-
-def cpu_room(sizes: KvSizes) -> Room:
-    """The cache slots of the staging."""
-    deployment = sizes.deployment
-    slots = sizes.session_slots(deployment.context_tokens)
-    session = sum(one.count * one.stride_bytes for one in slots)
-    if not session:
-        return _room(0, 0)
-    stride, staging = slots[0].stride_bytes, deployment.staging_bytes // deployment.ranks
-    cache_slots, _ = split_slots(staging, stride, deployment.stream_slots)
-    return _room(cache_slots * stride, session, deployment.engines)
-
-
-def pool_room(sizes: KvSizes, drives: int) -> Room:
-    """The pool on `drives` drives; a session may use several, so no drive's rest is lost.
-
-    Each rank has a log on each drive.
-    """
-    each = int(sizes.deployment.drive_bytes * sizes.deployment.drive_fill)
-    ranks = sizes.deployment.ranks
-    each -= ranks * log_pages_of(each // ranks) * PAGE_BYTES
-    return _room(each * drives, sizes.pooled_bytes(sizes.deployment.context_tokens))
-
-
-@dataclass(frozen=True, slots=True)
-class Hop:
-    """One thing that all bytes pass. needed: how many of it the objective asks for."""
-
-    name: str
-    bytes_per_s: float
-    needed: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reload:
-    """All of the returning sessions, loaded at once."""
-
-    session_bytes: int
-    needed_bytes_per_s: float
-    hops: tuple[Hop, ...]
-    seconds: float
-    sessions_in_time: int
-
-    @property
-    def bottleneck(self) -> Hop:
-        return min(self.hops, key=lambda hop: hop.bytes_per_s)
-
-
-def plan_reload(sizes: KvSizes, drives: int) -> Reload:
-    """Load `concurrency` sessions from `drives` drives within the TTFT objective."""
-    deployment, session = sizes.deployment, sizes.loaded_bytes(sizes.deployment.context_tokens)
-    needed = deployment.concurrency * session / deployment.ttft_seconds
-    link, gpu_link = parse_link(deployment.link), parse_link(deployment.gpu_link)
-    hops = tuple(
-        Hop(name, count * each, math.ceil(needed / each))
-        for name, count, each in (
-            ("drives", drives, deployment.drive_read_bytes_per_s),
-            ("links", link.count, link.bytes_per_s * deployment.link_efficiency),
-            ("GPU links", deployment.gpus, gpu_link.total_bytes_per_s * deployment.link_efficiency),
-        )
-    )
-    rate = min(hop.bytes_per_s for hop in hops)
-    in_time = math.floor(rate * deployment.ttft_seconds / session) if session else 0
-    seconds = deployment.concurrency * session / rate
-    return Reload(session, needed, hops, seconds, in_time)

@@ -44,8 +44,6 @@ _NOT_SIZED = {
 _STATE_KEYS = ("mamba_", "ssm_", "linear_num_", "linear_attn_", "conv_L_")
 #: Bytes of a quantized parameter; a 4-bit value has its share of one 8-bit scale for each 32.
 _QUANTIZED_BYTES = {"fp8": 1, "mxfp4": (4 + 8 / 32) / 8}
-
-
 #: Bytes of one element, by the names that models and vLLM use.
 DTYPES = {
     **dict.fromkeys(("bfloat16", "bf16", "float16", "fp16", "half"), 2),
@@ -93,15 +91,11 @@ class RecurrentState:
     recurrent_bytes: int
     copied: bool = False
 
-    def conv_width(self, tensor_parallel: int = 1) -> int:
-        """Elements of one input of the convolution, over all ranks."""
-        copied = self.copied and self.groups % tensor_parallel
-        groups = tensor_parallel if copied else self.groups
-        return self.value_width + 2 * groups * self.key_width
-
     def rank_bytes(self, tensor_parallel: int) -> int:
         """Bytes on one of `tensor_parallel` ranks."""
-        width = self.conv_width(tensor_parallel) // tensor_parallel
+        copied = self.copied and self.groups % tensor_parallel
+        groups = tensor_parallel if copied else self.groups
+        width = (self.value_width + 2 * groups * self.key_width) // tensor_parallel
         elements = self.value_width * self.key_width // tensor_parallel
         return width * self.conv_tokens * self.conv_bytes + elements * self.recurrent_bytes
 
@@ -214,6 +208,7 @@ _V4_LAYERS = {
     128: "v4_window v4_entries v4_rows_128",
 }
 _V41_SOURCE = "v41_keys v41_window v41_entries"
+_V41_LAYERS = ("v41_window", _V41_SOURCE, f"{_V41_SOURCE} v41_ring")
 
 # Expressions over config.json that `_number` reads. Its error names a key of the last part.
 _LAYERS = "num_hidden_layers|n_layer|num_layers|num_hidden_layers"
@@ -302,29 +297,24 @@ def choose_model(path: Path | None, name: str | None, weights_text: str | None) 
         return read_model(path, weights)
     if path is None and name is not None:
         return preset(name, weights)
-    given = None if path is None else str(path)
     remedy = f"give one of --model and --preset; presets are {', '.join(preset_names())}"
-    raise ConfigError("--model", given, remedy)
+    raise ConfigError("--model", path and str(path), remedy)
 
 
 def preset(name: str, weights: Weights | None = None) -> ModelShape:
     """The preset called `name`, in full or by its last part; ConfigError names the nearest ones."""
-    names = {
-        key: full for full in _presets() for key in (full.lower().split("/")[-1], full.lower())
-    }
-    full = names.get(name.lower())
-    if full is None:
-        near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.4)
-        hint = ", ".join([names[one] for one in near] or preset_names())
-        raise ConfigError("--preset", name, f"not known; did you mean {hint}? Else give --model")
-    return parse_model(_presets()[full], full, weights)
+    names = {key: one for one in _presets() for key in (one.lower().split("/")[-1], one.lower())}
+    if full := names.get(name.lower()):
+        return parse_model(_presets()[full], full, weights)
+    near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.4)
+    hint = ", ".join([names[one] for one in near] or preset_names())
+    raise ConfigError("--preset", name, f"not known; did you mean {hint}? Else give --model")
 
 
 @functools.cache
 def _presets() -> dict[str, Config]:
     text = resources.files(__package__).joinpath("presets.json").read_text(encoding="utf-8")
-    found: dict[str, Config] = json.loads(text)["models"]
-    return found
+    return dict(json.loads(text)["models"])
 
 
 def read_model(path: Path, weights: Weights | None = None) -> ModelShape:
@@ -361,7 +351,7 @@ def _read(file: Path) -> Config:
 
 def parse_model(config: Config, name: str, weights: Weights | None = None) -> ModelShape:
     """The model of a config.json; ConfigError names a key that is missing or cannot be sized."""
-    text = _flat(_text_part(config))
+    text = _text(config)
     for key, what in _NOT_SIZED.items():
         if text.get(key):
             raise ConfigError(key, "…", f"this version does not size {what}")
@@ -372,31 +362,34 @@ def parse_model(config: Config, name: str, weights: Weights | None = None) -> Mo
     layers = len(listed) if listed else _number(text, _LAYERS)
     dtype = _first(text, "torch_dtype", "dtype") or _first(config, "torch_dtype", "dtype")
     element_bytes = dtype_bytes(dtype or "bfloat16") or 2
+    made = functools.cache(functools.partial(_cache, text, element_bytes))
     positions: dict[LayerCache, int] = {}
     order = tuple(
-        (layer, positions.setdefault(cache, len(positions)))
-        for layer, caches in enumerate(_layer_caches(text, layers, element_bytes))
-        for cache in caches
+        (layer, positions.setdefault(made(name, ratio), len(positions)))
+        for layer, (names, ratio) in enumerate(_layers(text, layers))
+        for name in names.split()
     )
     counts = Counter(position for _, position in order)
     caches = tuple(replace(one, layers=counts[at]) for one, at in positions.items())
-    _check_read(text, caches)
     limit = text.get("max_position_embeddings")
     return ModelShape(
         name,
         caches,
         order,
         layers,
-        weights or _estimate({**config, **text}, text, caches, element_bytes),
-        element_bytes,
-        _block_tokens(caches),
-        limit if isinstance(limit, int) and limit > 0 else None,
-        () if dtype else ("config.json names no dtype: taken as bfloat16",),
+        weights=weights or _estimate({**config, **text}, text, caches, element_bytes),
+        element_bytes=element_bytes,
+        block_tokens=_block_tokens(text, caches),
+        context_tokens_max=limit if isinstance(limit, int) and limit > 0 else None,
+        notes=() if dtype else ("config.json names no dtype: taken as bfloat16",),
     )
 
 
-def _check_read(text: Config, caches: tuple[LayerCache, ...]) -> None:
-    """Refuse a model whose file speaks of caches that were not found in it."""
+def _block_tokens(text: Config, caches: tuple[LayerCache, ...]) -> int:
+    """Tokens in a block, as these caches' kernels want it by default on an NVIDIA GPU.
+
+    ConfigError for a model whose file speaks of caches that were not found in it.
+    """
     kinds = {cache.kind for cache in caches}
     if not caches:
         number = text.get("num_hidden_layers")
@@ -407,24 +400,23 @@ def _check_read(text: Config, caches: tuple[LayerCache, ...]) -> None:
         raise ConfigError(found[0], text[found[0]], what)
     if {LayerKind.LATENT, LayerKind.WINDOW} <= kinds and not any(c.align_bytes > 1 for c in caches):
         raise ConfigError("layer_types", "sliding_attention", "windows of latents are not sized")
+    if any(one.tokens_per_entry > 1 for one in caches):
+        return 256
+    return 64 if LayerKind.LATENT in kinds else 128 if LayerKind.INDEXER in kinds else 16
 
 
-def _text_part(config: Config) -> Config:
-    """The language model's part: multimodal files nest it."""
+def _text(config: Config) -> Config:
+    """The language model's part, which multimodal files nest, with the keys of parts that Kimi
+    Linear and MiniMax nest, and Falcon's one head."""
     for key in ("text_config", "llm_config", "language_config", "thinker_config"):
         part = config.get(key)
         if isinstance(part, dict):
             outer = {k: v for k, v in config.items() if k == "quantization_config"}
-            return _text_part({**outer, **part})
-    return config
-
-
-def _flat(text: Config) -> Config:
-    """The file with the keys of parts that Kimi Linear and MiniMax nest, and Falcon's one head."""
-    linear, sparse = text.get("linear_attn_config"), text.get("sparse_attention_config")
+            return _text({**outer, **part})
+    linear, sparse = config.get("linear_attn_config"), config.get("sparse_attention_config")
     named = {f"linear_{key}": value for key, value in (linear or {}).items()}
-    flat = {**text, **named, **(sparse or {})}
-    if text.get("multi_query") and not text.get("new_decoder_architecture"):
+    flat = {**config, **named, **(sparse or {})}
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
         flat["num_key_value_heads"] = 1
     return flat
 
@@ -457,21 +449,6 @@ def _number(config: Config, expression: str) -> int:
     raise ConfigError(key, config.get(key), "missing in config.json; is it a language model's?")
 
 
-def _block_tokens(caches: tuple[LayerCache, ...]) -> int:
-    """Tokens in a block, as these caches' kernels want it by default on an NVIDIA GPU."""
-    kinds = {one.kind for one in caches}
-    if any(one.tokens_per_entry > 1 for one in caches):
-        return 256
-    return 64 if LayerKind.LATENT in kinds else 128 if LayerKind.INDEXER in kinds else 16
-
-
-def _layer_caches(text: Config, layers: int, element_bytes: int) -> list[list[LayerCache]]:
-    """The caches of each layer, in the order in which vLLM registers them."""
-    made = functools.cache(functools.partial(_cache, text, element_bytes))
-    named = _compressed_layers(text, layers) or [(one, 1) for one in _layer_names(text, layers)]
-    return [[made(name, ratio) for name in names.split()] for names, ratio in named]
-
-
 def _cache(text: Config, element_bytes: int, name: str, ratio: int) -> LayerCache:
     """The cache of one layer that `_CACHES` describes. ratio: tokens of a compressed entry."""
     if name == "full" and text.get("kv_lora_rank"):
@@ -488,28 +465,14 @@ def _cache(text: Config, element_bytes: int, name: str, ratio: int) -> LayerCach
     return LayerCache(LayerKind[kind], **fields)
 
 
-def _compressed_layers(text: Config, layers: int) -> list[tuple[str, int]]:
-    """Of each layer of DeepSeek V4 and V4.1 the names of its caches, and the tokens per compressed
-    entry (0: it has only a window); empty for other models."""
+def _layers(text: Config, layers: int) -> list[tuple[str, int]]:
+    """For each layer the names of its caches, in the order in which vLLM registers them (an
+    indexer's first), and the tokens per compressed entry."""
     ratios, rates, types = map(text.get, ("compress_ratios", "compress_rates", "layer_types"))
     if not isinstance(ratios, list) and isinstance(rates, dict) and isinstance(types, list):
         ratios = [rates.get(one, 0) for one in types]
-    ratios = [int(ratio) for ratio in (ratios or [])[:layers]]  # those of drafters follow
-    if sources := text.get("kv_source_layer_ids"):
-        ring = ("", " v41_ring")
-        named = [
-            f"{_V41_SOURCE}{ring[ratio > 1]}" if layer in sources else "v41_window"
-            for layer, ratio in enumerate(ratios)
-        ]
-    else:
-        if unknown := [ratio for ratio in ratios if ratio not in _V4_LAYERS]:
-            raise ConfigError("compress_ratios", unknown[0], "not sized; known are 0, 4, 128")
-        named = [_V4_LAYERS[ratio] for ratio in ratios]
-    return [(names, max(1, ratio)) for names, ratio in zip(named, ratios, strict=True)]
-
-
-def _layer_names(text: Config, layers: int) -> list[str]:
-    """For each layer of another model the names of its caches, the indexer's first."""
+    if ratios:  # those of drafters follow
+        return _compressed(list(map(int, ratios[:layers])), text.get("kv_source_layer_ids"))
     names = _listed(text) or _periodic(text, layers)
     # Some files list the layers of a drafter too, and the last layers of some models use the cache
     # of an earlier one.
@@ -518,7 +481,21 @@ def _layer_names(text: Config, layers: int) -> list[str]:
     for layer, mark in enumerate(marks[: len(names)]):
         if mark and names[layer].startswith("full"):
             names[layer] = f"{keys} {names[layer]}"
-    return names
+    return [(one, 1) for one in names]
+
+
+def _compressed(ratios: list[int], sources: list[int] | None) -> list[tuple[str, int]]:
+    """`_layers` of DeepSeek V4 and, with `sources`, V4.1. A ratio of 0: it has only a window."""
+    found = []
+    for layer, ratio in enumerate(ratios):
+        if sources:
+            names = _V41_LAYERS[(layer in sources) * (1 + (ratio > 1))]
+        elif ratio in _V4_LAYERS:
+            names = _V4_LAYERS[ratio]
+        else:
+            raise ConfigError("compress_ratios", ratio, "not sized; known are 0, 4, 128")
+        found.append((names, max(1, ratio)))
+    return found
 
 
 def _indexers(text: Config, layers: int) -> tuple[str, list[bool]]:
@@ -538,27 +515,23 @@ def _indexers(text: Config, layers: int) -> tuple[str, list[bool]]:
     return "keys", [max(layer - skipped, 0) % every == 0 for layer in range(layers)]
 
 
-def _window_tokens(config: Config) -> int | None:
-    """The reach of a windowed layer in tokens; None where no window is in use."""
-    if config.get("use_sliding_window") is False:
-        return None
-    return _number(config, f"{_WINDOW}|0") or None
+def _window_tokens(config: Config) -> int:
+    """The reach of a windowed layer in tokens; 0 where no window is in use."""
+    return 0 if config.get("use_sliding_window") is False else _number(config, f"{_WINDOW}|0")
 
 
 def _listed(config: Config) -> list[str]:
     """The names of layers that a key lists; empty: none does."""
     for key, spellings in _LISTS.items():
         names = config.get(key)
-        if not isinstance(names, list | str) or not names:
-            continue
-        for name in names:
-            if name not in spellings:
+        if isinstance(names, list | str) and names:
+            if unknown := [one for one in names if one not in spellings]:
                 known = ", ".join(map(str, spellings))
-                raise ConfigError(key, name, f"not sized; known are {known}")
-        # Some files list windows beside a window of null: then there is none.
-        absent = set() if _window_tokens(config) else {"window"}
-        absent |= set() if config.get("attention_chunk_size") else {"local"}
-        return ["full" if spellings[one] in absent else spellings[one] for one in names]
+                raise ConfigError(key, unknown[0], f"not sized; known are {known}")
+            # Some files list windows beside a window of null: then there is none.
+            reach = {"window": _window_tokens(config), "local": config.get("attention_chunk_size")}
+            found = (spellings[one] for one in names)
+            return [one if reach.get(one, True) else "full" for one in found]
     return []
 
 
@@ -566,11 +539,11 @@ def _periodic(config: Config, layers: int) -> list[str]:
     """The names of layers that follow a rule: some are full ones, the others of another kind."""
     every, others = range(layers), "state"
     family = str(config.get("model_type", ""))
-    kda, rope = config.get("linear_kda_layers"), config.get("no_rope_layers") or []
+    rope = config.get("no_rope_layers") or []
     full: Collection[int]
     if family in _ALIKE:
         full, others = (), _ALIKE[family]
-    elif kda:  # counted from 1
+    elif kda := config.get("linear_kda_layers"):  # counted from 1
         full = [layer for layer in every if layer + 1 not in kda]
     elif indices := _first(config, "attn_layer_indices", "full_attn_idxs"):
         full = indices
@@ -583,21 +556,15 @@ def _periodic(config: Config, layers: int) -> list[str]:
         full = every[period - 1 :: period]
         if len(rope) >= layers:
             full = [layer for layer in every if not rope[layer]]
+    elif not _window_tokens(config):
+        full = every
     else:
-        others, full = "window", _beside_windows(config, family, every)
+        pattern = config.get("sliding_window_pattern") or _FULL_EVERY.get(family)
+        others, period = "window", pattern if isinstance(pattern, int) else 0
+        # Qwen2's max_window_layers counts the layers below the windowed ones.
+        below = "max_window_layers|0" if config.get("use_sliding_window") else "0"
+        full = every[period - 1 :: period] if period > 1 else every[: _number(config, below)]
     return ["full" if layer in full else others for layer in every]
-
-
-def _beside_windows(config: Config, family: str, every: range) -> range:
-    """The full layers where the others have windows: all, if no window is in use."""
-    if _window_tokens(config) is None:
-        return every
-    period = config.get("sliding_window_pattern") or _FULL_EVERY.get(family)
-    if isinstance(period, int) and period > 1:
-        return every[period - 1 :: period]
-    # Qwen2's max_window_layers counts the layers below the windowed ones.
-    below = "max_window_layers|0" if config.get("use_sliding_window") else "0"
-    return every[: _number(config, below)]
 
 
 def _recurrent_state(config: Config, model_bytes: int) -> RecurrentState | None:
@@ -606,15 +573,14 @@ def _recurrent_state(config: Config, model_bytes: int) -> RecurrentState | None:
     model_bytes: of one element, also of the recurrent part's unless the file names its dtype.
     """
     family = str(config.get("model_type"))
+    dtype = _first(config, "mamba_ssm_cache_dtype", "mamba_ssm_dtype")
     for key, row in _STATES.items():
         if config.get(key) or family.endswith(key):
             values, groups, width, kernel = (_number(config, one) for one in row.split()[:4])
-            named = _first(config, "mamba_ssm_cache_dtype", "mamba_ssm_dtype")
-            recurrent_bytes = (dtype_bytes(named) if named else None) or model_bytes
-            if key == "linear_head_dim":  # Kimi's matrix has 32 bits
-                recurrent_bytes = 4
-            made = RecurrentState(values, groups, width, kernel - 1, model_bytes, recurrent_bytes)
-            return replace(made, copied=row.endswith("copied"))
+            # Kimi's matrix has 32 bits.
+            own = 4 if key == "linear_head_dim" else dtype and dtype_bytes(dtype)
+            kept = (kernel - 1, model_bytes, own or model_bytes, row.endswith("copied"))
+            return RecurrentState(values, groups, width, *kept)
     return None
 
 
@@ -625,16 +591,15 @@ def _estimate(
     # Gemma leaves the key out of the file, and ties.
     tied = text.get("tie_word_embeddings", str(text.get("model_type")).startswith("gemma"))
     try:
-        embeddings = _number(text, "vocab_size*hidden_size") * (1 if tied else 2)
-        mixers = sum(_mixer(text, cache) * cache.layers for cache in caches)
-        parameters = _feed_forward(text) + mixers + embeddings
+        parameters = _number(text, "vocab_size*hidden_size") * (1 if tied else 2)
+        parameters += sum(_mixer(text, cache) * cache.layers for cache in caches)
+        parameters += _feed_forward(text)
     except ConfigError:
         return Weights(None, "config.json does not say enough; give --weights-bytes")
     each, why = _bytes_per_parameter(whole, element_bytes)
     total = round(parameters * each)
-    return Weights(
-        total, f"estimated: {parameters / 1e9:.2f} billion parameters, {why} ({human_bytes(total)})"
-    )
+    count = f"{parameters / 1e9:.2f} billion parameters"
+    return Weights(total, f"estimated: {count}, {why} ({human_bytes(total)})")
 
 
 def _bytes_per_parameter(config: Config, model_bytes: int) -> tuple[float, str]:
@@ -643,12 +608,11 @@ def _bytes_per_parameter(config: Config, model_bytes: int) -> tuple[float, str]:
     if not isinstance(quantization, dict):
         return model_bytes, "its dtype"
     method = str(quantization.get("quant_method", "")).lower()
+    bits, unknown = _first(quantization, "bits", "w_bit"), method or "its quantization"
     if method in _QUANTIZED_BYTES:
         return _QUANTIZED_BYTES[method], f"{method} weights"
-    bits = _first(quantization, "bits", "w_bit")
     if isinstance(bits, int):
         return bits / 8, f"{bits}-bit weights"
-    unknown = method or "its quantization"
     return model_bytes, f"its dtype, because the bits of {unknown} are not known"
 
 
@@ -662,7 +626,7 @@ def _mixer(config: Config, cache: LayerCache) -> int:
         raise ConfigError("model_type", config.get("model_type"), "no parameters known")
     if state is not None:
         # In: the convolution's inputs and the gate; out: the inner width.
-        return hidden * (state.conv_width() + 2 * state.value_width)
+        return hidden * (3 * state.value_width + 2 * state.groups * state.key_width)
     heads = read("num_attention_heads")
     if cache.kind is LayerKind.LATENT:
         nope, value = read("qk_nope_head_dim|128"), read("v_head_dim|128")
@@ -680,10 +644,10 @@ def _mixer(config: Config, cache: LayerCache) -> int:
 def _feed_forward(config: Config) -> int:
     """Parameters of all layers' feed-forward networks."""
     read = functools.partial(_number, config)
-    layers, hidden = read("num_hidden_layers"), read("hidden_size")
     experts = read("n_routed_experts|num_experts|num_local_experts|0")
     if not experts:
-        return layers * 3 * hidden * read("intermediate_size")
+        return read("num_hidden_layers*3*hidden_size*intermediate_size")
+    layers, hidden = read("num_hidden_layers"), read("hidden_size")
     inner = read("moe_intermediate_size|intermediate_size")
     shared = read("n_shared_experts|0") * inner + read("shared_expert_intermediate_size|0")
     dense = min(layers, read("first_k_dense_replace|0"))

@@ -13,8 +13,9 @@ layers' pages without padding.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from vllm_nvmeof_offload.commands.size.deployment import (
@@ -95,16 +96,28 @@ class Plan:
     def stored(self) -> tuple[PlannedGroup, ...]:
         return tuple(group for group in self.groups if group.stored)
 
+    def choose_blocks_per_chunk(self, given: int | None) -> int:
+        """Blocks per chunk, as the server chooses with its default settings; ConfigError if `given`
+        cannot be."""
+        groups = [GroupBlocks(g.kind, g.block_tokens, g.cache.reach_tokens) for g in self.stored]
+        if not groups:
+            return given or 1
+        if given is not None and given > 1 and (reason := why_one_block(groups)):
+            raise ConfigError("--blocks-per-chunk", given, f"{reason}; leave it out")
+        # The stages of a pipeline have different numbers of layers: there only tokens count.
+        block_bytes = self.stride_bytes() if len(self.stages) == 1 else 1
+        wanted = chunk_blocks(OffloadConfig(), block_bytes, groups[0].block_tokens)
+        return given or blocks_that_fit(groups, wanted)
+
 
 def plan_groups(model: ModelShape, deployment: Deployment) -> Plan:
     """Form the groups; ConfigError for a layout in which vLLM refuses the model."""
     pages = _pages(model, deployment)
-    if _uniform(pages):
-        grouped = [pages]
-    elif deployment.layout == BLOCKS_OUTERMOST and len({page.page_bytes for page in pages}) > 1:
-        grouped = _packed(pages)
-    else:
-        grouped = _split_evenly(_one_page_size(pages))
+    grouped = _alike(pages, _needs)
+    if len(grouped) > 1:
+        sizes = {page.page_bytes for page in pages}
+        packed = deployment.layout == BLOCKS_OUTERMOST and len(sizes) > 1
+        grouped = _packed(grouped) if packed else _split_evenly(_one_page_size(pages))
     groups = []
     for group in grouped:
         # Ranks share the tokens of each block; a state is whole on every rank.
@@ -116,11 +129,9 @@ def plan_groups(model: ModelShape, deployment: Deployment) -> Plan:
 
 def stages_of(layers: int, count: int) -> tuple[range, ...]:
     """Decoder layers of each stage: the rest goes to the stages before the last one."""
-    sizes = [layers // count] * count
-    for back in range(2, layers % count + 2):
-        sizes[-back] += 1
-    ends = [sum(sizes[: stage + 1]) for stage in range(count)]
-    return tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))
+    each, rest = divmod(layers, count)
+    ends = [at * each + min(rest, max(0, at - (count - 1 - rest))) for at in range(count + 1)]
+    return tuple(itertools.starmap(range, itertools.pairwise(ends)))
 
 
 def _pages(model: ModelShape, deployment: Deployment) -> list[Page]:
@@ -136,33 +147,33 @@ def _pages(model: ModelShape, deployment: Deployment) -> list[Page]:
         state = max(one.block_bytes(0, ranks, kv_bytes) for one in states)
         if any(one.kind is LayerKind.LATENT for one in tokens):
             block_tokens = max(block_tokens, _LATENT_STATE_ALIGN_TOKENS)
-        block_tokens = block_tokens * max(1, -(-state // (block_tokens * entry)))
+        block_tokens *= max(1, -(-state // (block_tokens * entry)))
         padded = block_tokens * entry
     pages = []
     for layer, position in model.order:
         cache = model.caches[position]
         own = cache.block_tokens or block_tokens
         true = cache.block_bytes(own, ranks, kv_bytes)
-        page = (
-            padded or true if cache.kind is LayerKind.STATE else align_up(true, cache.align_bytes)
-        )
-        pages.append(Page(layer, cache, own, page, true))
+        whole = padded if cache.kind is LayerKind.STATE else align_up(true, cache.align_bytes)
+        pages.append(Page(layer, cache, own, whole or true, true))
     return pages
 
 
-def _uniform(pages: Sequence[Page]) -> bool:
-    """Do all pages need the same blocks for any sequence?"""
-    first = pages[0]
-    if len({page.block_tokens for page in pages}) > 1:
-        return False
-    if first.cache.kind.keeps_every_token:
-        return all(page.cache.kind.keeps_every_token for page in pages)
-    is_state = first.cache.kind is LayerKind.STATE
-    same = {
-        (p.cache.kind, p.cache.reach_tokens, p.cache.stored, is_state and p.page_bytes)
-        for p in pages
-    }
-    return len(same) == 1
+def _alike(pages: Iterable[Page], key: Callable[[Page], object]) -> list[list[Page]]:
+    """The pages of each value of `key`, in the order of the first ones."""
+    found: dict[object, list[Page]] = {}
+    for page in pages:
+        found.setdefault(key(page), []).append(page)
+    return list(found.values())
+
+
+def _needs(page: Page) -> object:
+    """Equal for pages that need the same blocks for any sequence."""
+    cache = page.cache
+    if cache.kind.keeps_every_token:
+        return page.block_tokens
+    state_bytes = page.page_bytes if cache.kind is LayerKind.STATE else 0
+    return page.block_tokens, cache.kind, cache.reach_tokens, cache.stored, state_bytes
 
 
 def _one_page_size(pages: list[Page]) -> list[Page]:
@@ -184,32 +195,25 @@ def _one_page_size(pages: list[Page]) -> list[Page]:
 
 def _split_evenly(pages: list[Page]) -> list[list[Page]]:
     """Groups with as many layers as the smallest kind has, or the largest if that is similar."""
-    kinds: dict[object, list[Page]] = {}
-    for page in pages:
-        kinds.setdefault((page.cache, page.block_tokens, page.page_bytes), []).append(page)
-    fewest, most = min(map(len, kinds.values())), max(map(len, kinds.values()))
+    kinds = _alike(pages, lambda page: (page.cache, page.block_tokens, page.page_bytes))
+    fewest, most = min(map(len, kinds)), max(map(len, kinds))
     size = most if most < fewest * _SIMILAR else fewest
-    groups = []
-    for kind in kinds.values():
-        count = -(-len(kind) // size)
-        groups += [kind[first::count] for first in range(count)]
-    return groups
+    return [group for kind in kinds for group in _split(kind, -(-len(kind) // size))]
 
 
-def _packed(pages: list[Page]) -> list[list[Page]]:
+def _packed(buckets: list[list[Page]]) -> list[list[Page]]:
     """Groups whose blocks hold pages of several sizes side by side."""
-    buckets: list[list[Page]] = []
-    for page in pages:
-        home = next((one for one in buckets if _uniform([*one, page])), None)
-        if home is None:
-            buckets.append([page])
-        else:
-            home.append(page)
     sizes = [Counter(page.page_bytes for page in bucket) for bucket in buckets]
-    repeats = _repeats(sizes)
-    counts = [
-        -(-max(one.values()) // repeats) if repeats and _balanced(one) else 1 for one in sizes
-    ]
+    even = [one for one in sizes if len(set(one.values())) == 1]
+    most = [max(one.values()) for one in even]
+    mixed = max((max(one.values()) for one in even if len(one) > 1), default=0)
+    # Layers of each page size in a group, 0 where no bucket mixes sizes evenly: those with the
+    # least padding over all buckets; of equals, the largest.
+    repeats = mixed and min(
+        range(mixed, max(most) + 1),
+        key=lambda size: (sum(-count % size for count in most), -size),
+    )
+    counts = [-(-max(one.values()) // repeats) if repeats and one in even else 1 for one in sizes]
     # States and rings may be split down to one page per group, windows if no size repeats.
     split = {LayerKind.STATE, LayerKind.RING} | (set() if repeats else {LayerKind.WINDOW})
     counts_max = [
@@ -231,46 +235,5 @@ def _split(bucket: list[Page], count: int) -> list[list[Page]]:
     """`count` groups, each with as many pages of every size, as far as they go."""
     if count == 1:
         return [bucket]
-    sizes: dict[int, list[Page]] = {}
-    for page in bucket:
-        sizes.setdefault(page.page_bytes, []).append(page)
-    patterns = list(zip(*sizes.values(), strict=False))
-    return [
-        [page for pattern in patterns[first::count] for page in pattern] for first in range(count)
-    ]
-
-
-def _balanced(sizes: Counter[int]) -> bool:
-    """Has a bucket as many pages of each size?"""
-    return len(set(sizes.values())) == 1
-
-
-def _repeats(buckets: list[Counter[int]]) -> int | None:
-    """Layers of each page size in a group; None where no bucket mixes sizes evenly."""
-    balanced = [one for one in buckets if _balanced(one)]
-    mixed = [max(one.values()) for one in balanced if len(one) > 1]
-    if not mixed:
-        return None
-    counts = [max(one.values()) for one in balanced]
-    # The least padding over all buckets; of equals, the largest.
-    return min(
-        range(max(mixed), max(counts) + 1),
-        key=lambda size: (sum(-count % size for count in counts), -size),
-    )
-
-
-def choose_blocks_per_chunk(plan: Plan, given: int | None) -> int:
-    """Blocks per chunk, as the server chooses with its default settings; ConfigError if `given`
-    cannot be."""
-    groups = [
-        GroupBlocks(group.kind, group.block_tokens, group.cache.reach_tokens)
-        for group in plan.stored
-    ]
-    if not groups:
-        return given or 1
-    if given is not None and given > 1 and (reason := why_one_block(groups)):
-        raise ConfigError("--blocks-per-chunk", given, f"{reason}; leave it out")
-    # The stages of a pipeline have different numbers of layers: there only tokens count.
-    block_bytes = plan.stride_bytes() if len(plan.stages) == 1 else 1
-    wanted = chunk_blocks(OffloadConfig(), block_bytes, groups[0].block_tokens)
-    return given or blocks_that_fit(groups, wanted)
+    patterns = list(zip(*_alike(bucket, lambda page: page.page_bytes), strict=False))
+    return [[*itertools.chain(*patterns[first::count])] for first in range(count)]

@@ -10,23 +10,15 @@ in any closed queue.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
-from rich.table import Table
-
 from vllm_nvmeof_offload.commands import table, wide_console
 from vllm_nvmeof_offload.commands.size.deployment import Deployment, parse_link
-from vllm_nvmeof_offload.commands.size.kv import (
-    KvSizes,
-    Reload,
-    Room,
-    cpu_room,
-    gpu_room,
-    plan_reload,
-    pool_room,
-)
+from vllm_nvmeof_offload.commands.size.kv import KvSizes, Reload, Room
 from vllm_nvmeof_offload.commands.size.model import LayerCache, LayerKind, ModelShape
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.units import human_bytes, human_seconds
@@ -108,10 +100,6 @@ class SizeReport:
     notes: list[str]
 
 
-#: (name, value, unit, formula) of a figure.
-_Row = tuple[str, float, str, str]
-
-
 def build(model: ModelShape, deployment: Deployment) -> SizeReport:
     """Size `model` on `deployment`; ConfigError if GPUs, ranks and KV heads do not match."""
     ranks = deployment.ranks
@@ -120,20 +108,17 @@ def build(model: ModelShape, deployment: Deployment) -> SizeReport:
         remedy = f"an engine takes {ranks} (--tp times --pp times --pcp)"
         raise ConfigError("--gpus", deployment.gpus, f"{remedy}; give a multiple, such as {up}")
     sizes = KvSizes(model, deployment)
-    room, back = gpu_room(sizes), plan_reload(sizes, deployment.drives)
-    sections = {
-        "KV cache": _model_figures(sizes),
-        "GPU memory": _gpu_figures(sizes, room),
-        "CPU tier": _cpu_figures(sizes),
-        "pool": _pool_figures(sizes),
-        "reload": _reload_figures(deployment, back),
-        "cluster": _cluster_figures(deployment, back.session_bytes),
-    }
+    room, back = sizes.gpu_room(), sizes.plan_reload(deployment.drives)
     return SizeReport(
         model=model.name,
         deployment=deployment,
         layers=[_layers_row(sizes, cache) for cache in model.caches],
-        figures=[_figure(name, *row) for name, rows in sections.items() for row in rows],
+        figures=[
+            *_model_figures(sizes),
+            *_room_figures(sizes, room),
+            *_reload_figures(deployment, back),
+            *_cluster_figures(deployment, back.session_bytes),
+        ],
         bottleneck=back.bottleneck.name,
         meets_ttft=back.seconds <= deployment.ttft_seconds,
         scaling=[_scale_row(sizes, d) for d in sorted({*DATA24_DRIVES, deployment.drives})],
@@ -143,7 +128,7 @@ def build(model: ModelShape, deployment: Deployment) -> SizeReport:
     )
 
 
-def _figure(section: str, name: str, value: float, unit: str, formula: str) -> Figure:
+def _figure(section: str, name: str, value: float, formula: str, unit: str = "bytes") -> Figure:
     texts = {
         "bytes": human_bytes(value),
         "bytes/s": f"{value / 1e9:.2f} GB/s",
@@ -153,92 +138,88 @@ def _figure(section: str, name: str, value: float, unit: str, formula: str) -> F
     return Figure(section, name, value, unit, texts.get(unit, number), formula)
 
 
-def _model_figures(sizes: KvSizes) -> Iterator[_Row]:
-    deployment = sizes.deployment
+def _model_figures(sizes: KvSizes) -> Iterator[Figure]:
+    row, deployment = functools.partial(_figure, "KV cache"), sizes.deployment
     formula = "layers × KV heads × (key + value width) × element bytes; MLA: layers × (rank + rope)"
     if any(not cache.kind.keeps_every_token for cache in sizes.model.caches):
         formula += "; only layers that keep every token"
-    yield "KV of one token", sizes.token_bytes(), "bytes", formula
+    yield row("KV of one token", sizes.token_bytes(), formula)
     tp, pp = deployment.tensor_parallel, deployment.pipeline_parallel
     formula = f"heads over --tp {tp}, layers over --pp {pp}"
     if deployment.decode_context_parallel > 1:
         formula += f", tokens over --dcp {deployment.decode_context_parallel}"
-    yield "of it on one rank", sizes.rank_token_bytes(), "bytes", formula
+    yield row("of it on one rank", sizes.rank_token_bytes(), formula)
     formula = "bytes on all ranks ÷ KV of one token; above 1: MLA, or more ranks than KV heads"
-    yield "copies over all ranks", sizes.copies(), "×", formula
+    yield row("copies over all ranks", sizes.copies(), formula, "×")
     formula = f"{sizes.block_tokens} tokens × KV of one token on one rank"
     if len(sizes.plan.groups) > 1:
         formula = f"the widest of {len(sizes.plan.groups)} KV cache groups (doctor --model)"
-    yield "block, all layers of a rank", sizes.block_bytes(), "bytes", formula
-    if sizes.state_bytes():
+    yield row("block, all layers of a rank", sizes.block_bytes(), formula)
+    if state := sizes.state_bytes():
         formula = "convolution and recurrent state of each layer: per sequence, whatever its length"
-        yield "recurrent state of a rank", sizes.state_bytes(), "bytes", formula
+        yield row("recurrent state of a rank", state, formula)
     if boundary := sizes.boundary_bytes():
         formula = "windows and states that a prefix needs at its end, on one rank"
-        yield "kept per boundary", boundary, "bytes", formula
+        yield row("kept per boundary", boundary, formula)
     blocks = f"{sizes.blocks_per_chunk} blocks"
     formula = f"{blocks}: at least chunk_bytes_min per rank, at most 256 tokens"
-    yield "chunk", sizes.chunk_tokens, "tokens", formula
+    yield row("chunk", sizes.chunk_tokens, formula, "tokens")
     context = deployment.context_tokens
     slots = sizes.session_slots(context)
+    count = sum(one.count for one in slots)
     formula = "4 KiB header page + the largest chunk padded to 4 KiB; "
-    formula += f"{sum(s.count for s in slots)} of them per session"
-    yield "slot", slots[0].stride_bytes, "bytes", formula
+    yield row("slot", slots[0].stride_bytes, f"{formula}{count} of them per session")
     once = KvSizes(sizes.model, deployment.on_one_rank()).session_rank_bytes(context)
     formula = f"KV of {context} tokens over all layers, windows as far as they reach"
-    yield "session, made once", once, "bytes", formula
+    yield row("session, made once", once, formula)
 
 
-def _gpu_figures(sizes: KvSizes, room: Room | None) -> Iterator[_Row]:
-    weights = sizes.rank_weights_bytes()
-    if room is None or weights is None:
-        return
-    shares = sizes.deployment.tensor_parallel * sizes.deployment.pipeline_parallel
-    formula = f"weights ÷ {shares} ranks; {sizes.model.weights.source}"
-    yield "weights on one GPU", weights, "bytes", formula
-    formula = "memory × utilization − reserve − weights"
-    yield "left for KV on one GPU", room.free_bytes, "bytes", formula
-    yield "session on one GPU", room.session_bytes, "bytes", "whole blocks of the context + state"
-    formula = f"⌊left ÷ session⌋ × {sizes.deployment.engines} engines"
-    yield "sessions in GPU memory", room.sessions, "sessions", formula
-
-
-def _cpu_figures(sizes: KvSizes) -> Iterator[_Row]:
-    room = cpu_room(sizes)
+def _room_figures(sizes: KvSizes, room: Room | None) -> Iterator[Figure]:
+    """room: of GPU memory."""
+    deployment, weights = sizes.deployment, sizes.rank_weights_bytes()
+    drives, engines = deployment.drives, f"{deployment.engines} engines"
+    if room is not None and weights is not None:
+        row = functools.partial(_figure, "GPU memory")
+        shares = deployment.tensor_parallel * deployment.pipeline_parallel
+        formula = f"weights ÷ {shares} ranks; {sizes.model.weights.source}"
+        yield row("weights on one GPU", weights, formula)
+        formula = "memory × utilization − reserve − weights"
+        yield row("left for KV on one GPU", room.free_bytes, formula)
+        yield row("session on one GPU", room.session_bytes, "whole blocks of the context + state")
+        formula = f"⌊left ÷ session⌋ × {engines}"
+        yield row("sessions in GPU memory", room.sessions, formula, "sessions")
+    row, room = functools.partial(_figure, "CPU tier"), sizes.cpu_room()
     formula = "staging ÷ ranks, whole slots, less the stream slots (64, at most a quarter)"
-    yield "cache slots of one rank", room.free_bytes, "bytes", formula
-    formula = f"⌊cache slots ÷ slots of a session⌋ × {sizes.deployment.engines} engines"
-    yield "sessions in the CPU tier", room.sessions, "sessions", formula
-
-
-def _pool_figures(sizes: KvSizes) -> Iterator[_Row]:
-    room, drive = pool_room(sizes, sizes.deployment.drives), pool_room(sizes, 1)
+    yield row("cache slots of one rank", room.free_bytes, formula)
+    formula = f"⌊cache slots ÷ slots of a session⌋ × {engines}"
+    yield row("sessions in the CPU tier", room.sessions, formula, "sessions")
+    row, room = functools.partial(_figure, "pool"), sizes.pool_room(drives)
     formula = "whole chunks × (slot + 64 bytes of table) over all ranks"
-    yield "session in the pool", room.session_bytes, "bytes", formula
-    yield "sessions per drive", drive.sessions, "sessions", "⌊drive × share used ÷ session⌋"
-    formula = f"{sizes.deployment.drives} drives × drive × share used"
-    yield "pool of the enclosure", room.free_bytes, "bytes", formula
-    yield "sessions per enclosure", room.sessions, "sessions", "⌊pool ÷ session⌋"
+    yield row("session in the pool", room.session_bytes, formula)
+    on_one = sizes.pool_room(1).sessions
+    yield row("sessions per drive", on_one, "⌊drive × share used ÷ session⌋", "sessions")
+    yield row("pool of the enclosure", room.free_bytes, f"{drives} drives × drive × share used")
+    yield row("sessions per enclosure", room.sessions, "⌊pool ÷ session⌋", "sessions")
 
 
-def _reload_figures(deployment: Deployment, back: Reload) -> Iterator[_Row]:
+def _reload_figures(deployment: Deployment, back: Reload) -> Iterator[Figure]:
+    row, efficiency = functools.partial(_figure, "reload"), f"{deployment.link_efficiency:g}"
     formula = "whole chunks × (header page + own bytes) over all ranks"
-    yield "read for a session", back.session_bytes, "bytes", formula
+    yield row("read for a session", back.session_bytes, formula)
     formula = f"{deployment.concurrency} sessions at once × read ÷ {deployment.ttft_seconds:g} s"
-    yield "needed for the TTFT", back.needed_bytes_per_s, "bytes/s", formula
-    efficiency = f"{deployment.link_efficiency:g}"
+    yield row("needed for the TTFT", back.needed_bytes_per_s, formula, "bytes/s")
     formulas = {
         "drives": f"{deployment.drives} × read rate of a drive",
         "links": f"{deployment.link} × {efficiency}",
         "GPU links": f"{deployment.gpus} GPUs × {deployment.gpu_link} × {efficiency}",
     }
     for hop in back.hops:
-        yield f"{hop.name} give", hop.bytes_per_s, "bytes/s", formulas[hop.name]
-        yield f"{hop.name} needed", hop.needed, hop.name, "⌈needed ÷ rate of one⌉"
+        yield row(f"{hop.name} give", hop.bytes_per_s, formulas[hop.name], "bytes/s")
+        yield row(f"{hop.name} needed", hop.needed, "⌈needed ÷ rate of one⌉", hop.name)
     formula = f"sessions × read ÷ what the {back.bottleneck.name} give (the least)"
-    yield "time to load them all", back.seconds, "s", formula
-    formula = "⌊least rate × TTFT ÷ read⌋"
-    yield "sessions at once in the TTFT", back.sessions_in_time, "sessions", formula
+    yield row("time to load them all", back.seconds, formula, "s")
+    in_time = back.sessions_in_time
+    yield row("sessions at once in the TTFT", in_time, "⌊least rate × TTFT ÷ read⌋", "sessions")
 
 
 def ratio_range(deployment: Deployment) -> tuple[float, float]:
@@ -259,18 +240,19 @@ def turns_per_s(
     return min(read, prefill / compute_s) if compute_s else read
 
 
-def _cluster_figures(deployment: Deployment, read_bytes: float) -> Iterator[_Row]:
+def _cluster_figures(deployment: Deployment, read_bytes: float) -> Iterator[Figure]:
     """Nothing without a cluster. read_bytes: of a turn, which returns with its whole context; 0:
     the context is shorter than a chunk."""
+    row = functools.partial(_figure, "cluster")
     prefill, decode = deployment.prefill_nodes, deployment.decode_nodes
     if prefill is None or decode is None:
         return
     least, most = ratio_range(deployment)
-    of = "g GPUs and s storage links of B in a node"
-    yield "least prefill per decode node", least, "×", f"s ÷ (g − s); {of}"
+    formula = "s ÷ (g − s); g GPUs and s storage links of B in a node"
+    yield row("least prefill per decode node", least, formula, "×")
     formula = "min{(g − 2s) ÷ s, (g − s) ÷ 2s, (M ÷ (B × s) − 3) ÷ 2}; memory of M"
-    yield "most prefill per decode node", most, "×", formula
-    yield "prefill per decode node", prefill / decode, "×", f"{prefill} ÷ {decode}"
+    yield row("most prefill per decode node", most, formula, "×")
+    yield row("prefill per decode node", prefill / decode, f"{prefill} ÷ {decode}", "×")
     if not read_bytes:
         return
     link, share = deployment.node_link, deployment.link_efficiency
@@ -281,12 +263,12 @@ def _cluster_figures(deployment: Deployment, read_bytes: float) -> Iterator[_Row
         formula = f"{links} × {link} × {share:g} ÷ read"
         if compute_s:
             formula = f"the less of {formula} and {prefill} nodes ÷ {compute_s:g} s"
-        yield f"turns per second{words}", turns, "/s", formula
+        yield row(f"turns per second{words}", turns, formula, "/s")
         # With fewer agents the wait is shorter; each further one makes all of them wait longer,
         # because the cluster carries no more turns.
         agents = int(turns * (deployment.ttft_seconds + gap_s))
         formula = f"turns × (TTFT + {gap_s:g} s from first token to next turn)"
-        yield f"agents at the TTFT{words}", agents, "agents", formula
+        yield row(f"agents at the TTFT{words}", agents, formula, "agents")
 
 
 def _layers_row(sizes: KvSizes, cache: LayerCache) -> LayersRow:
@@ -299,7 +281,7 @@ def _layers_row(sizes: KvSizes, cache: LayerCache) -> LayersRow:
 
 
 def _scale_row(sizes: KvSizes, drives: int) -> ScaleRow:
-    back, held = plan_reload(sizes, drives), pool_room(sizes, drives).sessions
+    back, held = sizes.plan_reload(drives), sizes.pool_room(drives).sessions
     published = drives * DATA24.gpus_per_drive, drives * DATA24.sessions_per_drive
     return ScaleRow(drives, held, back.sessions_in_time, back.bottleneck.name, *published)
 
@@ -379,19 +361,22 @@ def show(report: SizeReport) -> None:
     console.print(report.model, highlight=False, markup=False, style="bold")
     layers = ("layers", "kind", "block in one layer of a rank", "K and V apart", "kept")
     console.print(table(layers, map(_layers_cells, report.layers), "layers"))
-    console.print(_figures_table(report.figures))
+    figures = table(("", "figure", "value", "formula"), (), "figures")
+    for section, rows in itertools.groupby(report.figures, lambda one: one.section):
+        figures.add_section()
+        for at, one in enumerate(rows):
+            figures.add_row("" if at else section, one.name, one.text, one.formula)
+    console.print(figures)
     verdict = "in time" if report.meets_ttft else "NOT in time"
     console.print(f"bottleneck: {report.bottleneck}; {verdict}", highlight=False)
-    headings = (
-        *("drives", "sessions held", "at once in the TTFT", "bottleneck"),
-        *("published: GPUs", "published: sessions"),
-    )
+    headings = ("drives", "sessions held", "at once in the TTFT", "bottleneck")
+    published = ("published: GPUs", "published: sessions")
     cells = (
         [value if isinstance(value, str) else f"{value:,}" for value in astuple(row)]
         for row in report.scaling
     )
     title = "by the number of drives (other things as given)"
-    console.print(table(headings, cells, title))
+    console.print(table((*headings, *published), cells, title))
     lines = [
         *(f"assumed: {line}" for line in report.assumptions),
         *(f"note: {line}" for line in report.notes),
@@ -409,14 +394,3 @@ def _layers_cells(row: LayersRow) -> tuple[str, ...]:
         page = "unknown" if row.state_bytes is None else human_bytes(row.state_bytes)
         piece, kept = "", "one state per sequence, no KV per token"
     return str(row.layers), row.kind, page, piece, kept
-
-
-def _figures_table(figures: list[Figure]) -> Table:
-    made, last = table(("", "figure", "value", "formula"), (), "figures"), ""
-    for figure in figures:
-        section = "" if figure.section == last else figure.section
-        if section and last:
-            made.add_section()
-        last = figure.section
-        made.add_row(section, figure.name, figure.text, figure.formula)
-    return made
