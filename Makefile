@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 SETUP_INPUTS := pyproject.toml requirements/cpu.lock requirements/overrides.txt \
 	tools/setup.sh tools/need_packages.sh tools/vllm_cpu_shim.py CMakeLists.txt \
-	$(wildcard vllm_nvmeof_offload/native/*.cpp vllm_nvmeof_offload/native/*.h \
-	vllm_nvmeof_offload/native/*.def)
+	$(wildcard vllm_nvmeof_offload/native/*/*.cpp vllm_nvmeof_offload/native/*/*.h \
+	vllm_nvmeof_offload/native/*/*.def)
 PYTEST_ARGS ?= --durations=15
 # So many test files of servers run side by side, and one more where tests wait now and then; 0: one
 # after the other, in one process.

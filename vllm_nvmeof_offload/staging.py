@@ -36,9 +36,9 @@ _Progress = Callable[[int, int], None]
 class SetMap:
     """The staging of all members of a set, as this rank maps it.
 
-    words: address of the words through which they wait for each other (native/set_memory.h).
-    member: this rank. addresses: by member, of its cache slot 0. set_sizes: by group, how many
-    consecutive members have equal bytes of it.
+    words: address of the words through which they wait for each other, as in
+    native/machine/set_memory.h. member: this rank. addresses: by member, of its cache slot 0.
+    set_sizes: by group, how many consecutive members have equal bytes of it.
     """
 
     words: int

@@ -15,7 +15,7 @@ from tests.unit.follow.test_follower import followers_of
 from tests.unit.pool.kit import name, put
 from tests.unit.test_pool_keeper import Held
 from tests.wait import wait_until
-from vllm_nvmeof_offload.follow.start import start_follower
+from vllm_nvmeof_offload.follow.follower import start_follower
 from vllm_nvmeof_offload.native import ForeignReader
 from vllm_nvmeof_offload.pool.keeper import keep
 from vllm_nvmeof_offload.pool.lease import Permits

@@ -20,8 +20,8 @@
 
 #include <cerrno>
 
-#include "engine.h"
-#include "thread_ring.h"
+#include "lanes/engine.h"
+#include "lanes/thread_ring.h"
 
 using namespace nvmeof;
 

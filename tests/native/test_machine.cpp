@@ -24,7 +24,7 @@
 #include <tuple>
 #include <utility>
 
-#include "machine.h"
+#include "machine/machine.h"
 
 using namespace nvmeof;
 

@@ -18,8 +18,8 @@
 #include <string>
 #include <vector>
 
-#include "machine.h"
-#include "members.h"
+#include "machine/machine.h"
+#include "tiers/members.h"
 
 using namespace nvmeof;
 

@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-#include "tiers.h"
+#include "tiers/tiers.h"
 
 using namespace nvmeof;
 

@@ -115,7 +115,7 @@ def test_every_rule_that_is_cited_is_on_the_page() -> None:
 
 def test_the_page_draws_the_states_that_the_code_has() -> None:
     page = (ROOT / "docs/architecture.md").read_text()
-    table = (ROOT / "vllm_nvmeof_offload/native/transitions.def").read_text()
+    table = (ROOT / "vllm_nvmeof_offload/native/common/transitions.def").read_text()
     steps = re.findall(r"^STEP\((\w+), (\w+), (\w+)\)$", table, re.M)
     drawn = re.findall(r"^ *([A-Z]+) --> ([A-Z]+): ", page, re.M)
     assert set(drawn) == {(one, to) for one, event, to in steps if event != "DOOM"}

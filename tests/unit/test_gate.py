@@ -35,7 +35,7 @@ def test_scenarios_are_played() -> None:
     ("file", "mutant"),
     [
         ("vllm_nvmeof_offload/manager/look_up.py", "first_miss_is_not_asked_again"),
-        ("vllm_nvmeof_offload/native/index.h", "doom_ignores_the_generation"),
+        ("vllm_nvmeof_offload/native/tiers/index.h", "doom_ignores_the_generation"),
     ],
 )
 def test_a_file_has_the_mutants_that_break_something_in_it(file: str, mutant: str) -> None:

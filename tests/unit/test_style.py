@@ -296,7 +296,7 @@ def test_nothing_is_declared_and_never_used() -> None:
     for path in SOURCES:
         if ROOT / "tests" not in path.parents:
             words.update(words_of(path))
-    for path in [*(PACKAGE / "native").glob("*.cpp"), ROOT / "pyproject.toml"]:
+    for path in [*(PACKAGE / "native").rglob("*.cpp"), ROOT / "pyproject.toml"]:
         words.update(re.findall(r"\w+", path.read_text()))
     declared: Counter[str] = Counter()
     for path in [*PACKAGE.rglob("*.py"), *BENCH.rglob("*.py")]:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of an I/O engine: whole slots between staging and the pool, asynchronously.
 
-An engine moves slots and nothing else. The native machine (native/io_queue.h) alone owns deadlines,
-bounds and order: it submits what the engine has room for, and gives an outcome at the deadline
-whether the engine answers or not. Operations of a kind start in the order of their submission.
+An engine moves slots and nothing else. The native machine (native/machine/io_queue.h) alone owns
+deadlines, bounds and order: it submits what the engine has room for, and gives an outcome at the
+deadline whether the engine answers or not. Operations of a kind start in the order of their
+submission.
 
 Each operation yields one `Completion`, however late, unless `cancel` has taken it back. Until then
 its buffer belongs to the engine.
@@ -158,7 +159,7 @@ class Room(NamedTuple):
 
 
 class Lanes(Protocol):
-    """What the native machine drives. address: of a `NativeLanes` (native/lanes.h)."""
+    """What the native machine drives. address: of a `NativeLanes` (native/lanes/lanes.h)."""
 
     @property
     def address(self) -> int: ...

@@ -3,10 +3,10 @@
 
 A policy holds only *evictable* slots: the manager withdraws a slot while anything pins it and
 admits it again afterwards. Being pinned is not being used: the manager keeps in an array when
-each slot was last used (`Recency` in native/eviction.h), so that a write or its late release does
-not make a chunk look recent, and does not reverse the order of a prefix's chunks.
+each slot was last used (`Recency` in native/tiers/eviction.h), so that a write or its late release
+does not make a chunk look recent, and does not reverse the order of a prefix's chunks.
 
-`Lru` in native/eviction.h is what the manager uses; a user's class it calls once per slot.
+`Lru` in native/tiers/eviction.h is what the manager uses; a user's class it calls once per slot.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@
 A request leaves when it starts, when its load is planned, or when it ends. Chunks that no other
 request wants are then released, and fetches under way are cancelled. Work per step is bounded.
 
-Native code (native/holds.h) walks along a request's chunks, holds and fetches them, and lets go of
-them. Which of them GPU memory has is asked here, up to the first that it has not: vLLM's own
+Native code (native/tiers/holds.h) walks along a request's chunks, holds and fetches them, and lets
+go of them. Which of them GPU memory has is asked here, up to the first that it has not: vLLM's own
 look-up ends there, so that what follows has to be loaded.
 """
 
@@ -46,7 +46,7 @@ class Reason(enum.IntEnum):
     PROBE = 2  # to measure the pool, where admission loads nothing from it
 
 
-#: How a fetch ends: the label `how` of the metric, in the order of native/holds.h.
+#: How a fetch ends: the label `how` of the metric, in the order of native/tiers/holds.h.
 _ENDS = ("used", "wasted", "cancelled", "failed", "probe")
 
 

@@ -2,7 +2,8 @@
 """The ledger of operations: what was sent to the ranks, and the reports that they still owe.
 
 An op gets its number when its command leaves. Until then a write or a fetch is an intent, which
-`Tiers` keeps and can drop. What is known of each row of an op is in its batch (native/tiers.h).
+`Tiers` keeps and can drop. What is known of each row of an op is in its batch
+(native/tiers/tiers.h).
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class Source(enum.Enum):
 
 
 class State(enum.IntEnum):
-    """A state of an entry, as in native/transitions.def; ABSENT and DOOMED are no entry's."""
+    """A state of an entry; ABSENT and DOOMED of native/common/transitions.def are no entry's."""
 
     STORING = 1
     CACHED = 2

@@ -2,9 +2,9 @@
 """The ranks' verdicts on targets, and the rates that they measured, which decide where each write
 goes. Pure.
 
-The choice itself runs once per chunk in `native/tiers.cpp` (`choose`): a target whose queue takes
-much longer than the shortest one's (twice, in time) gets nothing. Among the others, one with a
-free slot comes before one that must evict, because a hit from a slower target is better than none.
+The choice itself runs once per chunk in `native/tiers/tiers.cpp` (`choose`): a target whose queue
+takes much longer than the shortest one's (twice, in time) gets nothing. Among the others, one with
+a free slot comes before one that must evict: a hit from a slower target is better than none.
 Among equals, the one that was given the fewest writes for its rate is chosen, so that shares follow
 the rates even while every queue is empty. Queues are pending writes over the slowest rank's
 measured rate; while any rate is unknown, all count as equal, and the targets take turns.

@@ -7,7 +7,7 @@ DROPPED and costs a credit; if its pull has not ended it is a ZOMBIE, whose buff
 later. Nothing waits for a peer: the reads of one that says nothing for half a second end, and it is
 asked for nothing until it is heard again. One that errs, stays silent, or holds a zombie for a
 second, or whose connection ends, as when its process is killed, loses its session, and is greeted
-again soon. What is lost again and again is not asked by the machine (native/peer_judge.h).
+again soon. What is lost again and again is not asked by the machine (native/machine/peer_judge.h).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_nvmeof_offload.fabric.topology import discover
-from vllm_nvmeof_offload.follow.start import start_follower
+from vllm_nvmeof_offload.follow.follower import start_follower
 from vllm_nvmeof_offload.manager.handshake import Agreement
 from vllm_nvmeof_offload.native import Foreign
 from vllm_nvmeof_offload.protocol import RankHello

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transfer pipeline: one rank's transfers between KV cache, staging and pool.
 
-`TransferPipeline` drives the native machine (native/machine.h), which has the order, the bounds and
-the state of every chunk, and connects it with the engines: it makes one call per batch, and what
-runs per chunk runs in C++. It has no thread, no vLLM and no torch, and its clock is injected.
-Commands come in, `step` moves everything that can move, reports and finished jobs come out. All
-calls come from one thread: that of a `PipelineRunner`, or the simulator's.
+`TransferPipeline` drives the native machine (native/machine/machine.h), which has the order, the
+bounds and the state of every chunk, and connects it with the engines: it makes one call per batch,
+and what runs per chunk runs in C++. It has no thread, no vLLM and no torch, and its clock is
+injected. Commands come in, `step` moves everything that can move, reports and finished jobs come
+out. All calls come from one thread: that of a `PipelineRunner`, or the simulator's.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class TransferLimits:
     serve_share: float = 0.9
     #: Likewise; None: as many as keep a target busy, and no less than two slots.
     serve_bytes_in_flight_max: int | None = None
-    #: Copies of loads check payloads, if the copy engine makes checksums; see native/machine.h.
+    #: Copies of loads check payloads, if the copy engine makes checksums: native/machine/machine.h.
     copies_check: bool = False
 
 

@@ -18,7 +18,7 @@ import pytest
 from tests.unit.follow.kit import COMPLETE, DEAD, KEYSPACE, NONE, OURS, row
 from tests.unit.pool.kit import name, put
 from tests.wait import wait_until
-from vllm_nvmeof_offload.follow.start import start_follower
+from vllm_nvmeof_offload.follow.follower import start_follower
 from vllm_nvmeof_offload.native import ForeignReader
 from vllm_nvmeof_offload.pool.pool import Pool
 
@@ -77,7 +77,7 @@ def test_a_table_can_be_read_before_the_follower_has_begun(file: int) -> None:
 def test_a_killed_follower_has_a_successor(
     file: int, engine: OpenEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_nvmeof_offload.follow.start._RESTART_S", 0.05)
+    monkeypatch.setattr("vllm_nvmeof_offload.follow.follower._RESTART_S", 0.05)
     pool = engine(1, tmp_path)
     put(pool, 3, name(1, 5))
     follower = start_follower([tmp_path], KEYSPACE, OURS, 1, file)
@@ -110,7 +110,7 @@ import os, sys
 from pathlib import Path
 from tests.unit.follow.kit import COMPLETE, KEYSPACE, OURS
 from tests.wait import wait_until
-from vllm_nvmeof_offload.follow.start import start_follower
+from vllm_nvmeof_offload.follow.follower import start_follower
 from vllm_nvmeof_offload.native import ForeignReader
 fd = os.memfd_create("foreign", os.MFD_CLOEXEC)
 follower = start_follower([Path(sys.argv[1])], KEYSPACE, OURS, 1, fd)

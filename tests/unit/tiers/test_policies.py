@@ -18,9 +18,9 @@ from vllm_nvmeof_offload.native import Tiers
 from vllm_nvmeof_offload.protocol import place_of
 
 STORE, LOAD, WRITE = 0, 1, 2
-#: Uses count from here on: `uses_` in native/tiers.h.
+#: Uses count from here on: `uses_` in native/tiers/tiers.h.
 FIRST = 1 << 32
-#: Requests beyond the first that count: `kCreditedMax` in native/eviction.h.
+#: Requests beyond the first that count: `kCreditedMax` in native/tiers/eviction.h.
 CREDITED_MAX = 3
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one table of transitions, native/transitions.def, as C++ and Python have it."""
+"""The one table of transitions, native/common/transitions.def, as C++ and Python have it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The foreign table for Python: whole owners and regions and, for tests, single rows.
-#include "bindings.h"
+#include "bindings/bindings.h"
 
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -10,8 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "foreign.h"
-#include "foreign_region.h"
+#include "tiers/foreign.h"
+#include "tiers/foreign_region.h"
 
 using namespace nb::literals;
 using namespace nvmeof;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // vLLM's look-ups, which it makes key by key in a loop of Python: a call costs less than a function
 // of Python without a body, and what it reads among millions of entries was fetched before.
-#include "bindings.h"
+#include "bindings/bindings.h"
 
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "tiers.h"
+#include "tiers/tiers.h"
 
 using namespace nb::literals;
 using namespace nvmeof;

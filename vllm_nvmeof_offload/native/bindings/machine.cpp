@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The worker's machine for Python: columns come and leave as numpy arrays. What runs per chunk runs
 // without the interpreter lock.
-#include "bindings.h"
+#include "bindings/bindings.h"
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -19,11 +19,11 @@
 #include <optional>
 #include <variant>
 
-#include "geometry.h"
-#include "instant_lanes.h"
-#include "lanes.h"
-#include "machine.h"
-#include "python_lanes.h"
+#include "common/geometry.h"
+#include "lanes/instant_lanes.h"
+#include "lanes/lanes.h"
+#include "lanes/python_lanes.h"
+#include "machine/machine.h"
 
 using namespace nb::literals;
 using namespace nvmeof;

@@ -12,7 +12,7 @@
 #include <cstring>
 #include <numeric>
 
-#include "engine.h"
+#include "lanes/engine.h"
 
 namespace nb = nanobind;
 using namespace nvmeof;

@@ -12,9 +12,9 @@
 #include <numeric>
 #include <optional>
 
-#include "bindings.h"
-#include "holds.h"
-#include "tiers.h"
+#include "bindings/bindings.h"
+#include "tiers/holds.h"
+#include "tiers/tiers.h"
 
 using namespace nb::literals;
 using namespace nvmeof;

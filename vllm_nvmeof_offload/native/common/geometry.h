@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "op.h"
+#include "common/op.h"
 
 namespace nvmeof {
 

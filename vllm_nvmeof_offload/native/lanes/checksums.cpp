@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "checksums.h"
+#include "lanes/checksums.h"
 
 #include <algorithm>
 #include <utility>
 
-#include "target_ring.h"
+#include "lanes/target_ring.h"
 
 namespace nvmeof {
 namespace {

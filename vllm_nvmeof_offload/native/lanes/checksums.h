@@ -11,8 +11,8 @@
 #include <thread>
 #include <vector>
 
-#include "lanes.h"
-#include "types.h"
+#include "lanes/lanes.h"
+#include "lanes/types.h"
 
 namespace nvmeof {
 

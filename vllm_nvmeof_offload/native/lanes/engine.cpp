@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine.h"
+#include "lanes/engine.h"
 
 #include <algorithm>
 
-#include "op.h"
-#include "thread_ring.h"
+#include "common/op.h"
+#include "lanes/thread_ring.h"
 
 namespace nvmeof {
 namespace {

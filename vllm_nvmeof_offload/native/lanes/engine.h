@@ -6,8 +6,8 @@
 #include <memory>
 #include <vector>
 
-#include "checksums.h"
-#include "target_ring.h"
+#include "lanes/checksums.h"
+#include "lanes/target_ring.h"
 
 namespace nvmeof {
 

@@ -5,7 +5,7 @@
 
 #include <sys/eventfd.h>
 
-#include "lanes.h"
+#include "lanes/lanes.h"
 
 namespace nvmeof {
 

@@ -13,8 +13,8 @@
 #include <string_view>
 #include <vector>
 
-#include "members.h"
-#include "op.h"
+#include "common/op.h"
+#include "tiers/members.h"
 
 namespace nvmeof {
 

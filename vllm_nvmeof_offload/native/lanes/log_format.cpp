@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "log_format.h"
+#include "lanes/log_format.h"
 
 #include <bit>
 #include <cstring>

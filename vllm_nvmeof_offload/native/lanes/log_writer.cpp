@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "log_writer.h"
+#include "lanes/log_writer.h"
 
 #include <fcntl.h>
 #include <unistd.h>

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "log_format.h"
+#include "lanes/log_format.h"
 
 namespace nvmeof {
 

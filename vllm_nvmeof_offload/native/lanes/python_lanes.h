@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "lanes.h"
+#include "lanes/lanes.h"
 
 namespace nvmeof {
 

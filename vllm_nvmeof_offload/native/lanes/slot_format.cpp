@@ -14,7 +14,7 @@
 #include <cstring>
 #include <span>
 
-#include "types.h"
+#include "lanes/types.h"
 
 namespace nvmeof {
 namespace {

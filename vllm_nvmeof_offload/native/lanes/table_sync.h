@@ -8,7 +8,7 @@
 #include <cerrno>
 #include <utility>
 
-#include "types.h"
+#include "lanes/types.h"
 
 namespace nvmeof {
 

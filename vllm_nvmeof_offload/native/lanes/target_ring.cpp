@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "target_ring.h"
+#include "lanes/target_ring.h"
 
 #include <pthread.h>
 #include <unistd.h>

@@ -21,10 +21,10 @@
 #include <memory>
 #include <unordered_map>
 
-#include "log_writer.h"
-#include "table_sync.h"
-#include "types.h"
-#include "uring.h"
+#include "lanes/log_writer.h"
+#include "lanes/table_sync.h"
+#include "lanes/types.h"
+#include "lanes/uring.h"
 
 namespace nvmeof {
 

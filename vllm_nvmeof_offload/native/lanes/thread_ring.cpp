@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "thread_ring.h"
+#include "lanes/thread_ring.h"
 
 #include <poll.h>
 #include <sys/eventfd.h>
@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 
-#include "target_ring.h"
+#include "lanes/target_ring.h"
 
 namespace nvmeof {
 namespace {

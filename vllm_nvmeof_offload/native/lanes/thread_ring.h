@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "ring.h"
+#include "lanes/ring.h"
 
 namespace nvmeof {
 

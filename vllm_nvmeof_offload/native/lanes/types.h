@@ -24,8 +24,8 @@
 #include <utility>
 #include <vector>
 
-#include "lanes.h"
-#include "log_format.h"
+#include "lanes/lanes.h"
+#include "lanes/log_format.h"
 
 namespace nvmeof {
 

@@ -4,8 +4,8 @@
 
 #include <liburing.h>
 
-#include "ring.h"
-#include "types.h"
+#include "lanes/ring.h"
+#include "lanes/types.h"
 
 namespace nvmeof {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "gates.h"
+#include "machine/gates.h"
 
 #include <algorithm>
 

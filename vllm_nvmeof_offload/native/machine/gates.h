@@ -10,7 +10,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "task.h"
+#include "machine/task.h"
 
 namespace nvmeof {
 

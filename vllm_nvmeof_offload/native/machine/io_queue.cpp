@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "io_queue.h"
+#include "machine/io_queue.h"
 
 #include <algorithm>
 #include <cmath>

@@ -37,10 +37,10 @@
 #include <utility>
 #include <vector>
 
-#include "lanes.h"
-#include "meters.h"
-#include "op.h"
-#include "task.h"
+#include "common/meters.h"
+#include "common/op.h"
+#include "lanes/lanes.h"
+#include "machine/task.h"
 
 namespace nvmeof {
 

@@ -52,12 +52,12 @@
 #include <utility>
 #include <vector>
 
-#include "gates.h"
-#include "io_queue.h"
-#include "peer_judge.h"
-#include "set_member.h"
-#include "stream_slots.h"
-#include "task.h"
+#include "machine/gates.h"
+#include "machine/io_queue.h"
+#include "machine/peer_judge.h"
+#include "machine/set_member.h"
+#include "machine/stream_slots.h"
+#include "machine/task.h"
 
 namespace nvmeof {
 

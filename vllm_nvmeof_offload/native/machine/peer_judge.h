@@ -20,9 +20,9 @@
 #include <utility>
 #include <vector>
 
-#include "io_queue.h"
-#include "op.h"
-#include "task.h"
+#include "common/op.h"
+#include "machine/io_queue.h"
+#include "machine/task.h"
 
 namespace nvmeof {
 

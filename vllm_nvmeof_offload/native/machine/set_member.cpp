@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "set_member.h"
+#include "machine/set_member.h"
 
 #include <poll.h>
 

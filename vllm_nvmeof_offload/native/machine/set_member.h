@@ -20,8 +20,8 @@
 #include <unordered_set>
 #include <vector>
 
-#include "set_memory.h"
-#include "task.h"
+#include "machine/set_memory.h"
+#include "machine/task.h"
 
 namespace nvmeof {
 

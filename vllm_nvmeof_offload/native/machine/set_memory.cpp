@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "set_memory.h"
+#include "machine/set_memory.h"
 
-#include "op.h"
+#include "common/op.h"
 
 namespace nvmeof {
 namespace {

@@ -19,7 +19,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "op.h"
+#include "common/op.h"
 
 namespace nvmeof {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "stream_slots.h"
+#include "machine/stream_slots.h"
 
 #include <algorithm>
 #include <numeric>

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "task.h"
+#include "machine/task.h"
 
 namespace nvmeof {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "task.h"
+#include "machine/task.h"
 
 #include <algorithm>
 

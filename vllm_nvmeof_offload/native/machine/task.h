@@ -11,9 +11,9 @@
 #include <unordered_map>
 #include <vector>
 
-#include "lanes.h"
-#include "members.h"
-#include "op.h"
+#include "common/op.h"
+#include "lanes/lanes.h"
+#include "tiers/members.h"
 
 namespace nvmeof {
 

@@ -2,8 +2,8 @@
 // Other engines' chunks in the tiers: which of them can be read, and how they come to a cache slot.
 #include <algorithm>
 
-#include "op.h"
-#include "tiers.h"
+#include "common/op.h"
+#include "tiers/tiers.h"
 
 namespace nvmeof {
 

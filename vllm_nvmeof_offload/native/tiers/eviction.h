@@ -12,10 +12,10 @@
 #include <utility>
 #include <vector>
 
-#include "huge_pages.h"
-#include "index.h"
-#include "op.h"
-#include "slot_parts.h"
+#include "common/huge_pages.h"
+#include "common/op.h"
+#include "tiers/index.h"
+#include "tiers/slot_parts.h"
 
 namespace nvmeof {
 

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "foreign.h"
+#include "tiers/foreign.h"
 
 #include <algorithm>
 #include <chrono>
 #include <iterator>
 #include <utility>
 
-#include "op.h"
+#include "common/op.h"
 
 namespace nvmeof {
 

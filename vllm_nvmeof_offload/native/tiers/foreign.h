@@ -10,7 +10,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "foreign_table.h"
+#include "tiers/foreign_table.h"
 
 namespace nvmeof {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "foreign_region.h"
+#include "tiers/foreign_region.h"
 
 #include <sys/stat.h>
 #include <unistd.h>
@@ -11,7 +11,7 @@
 #include <cstring>
 #include <utility>
 
-#include "log_format.h"
+#include "lanes/log_format.h"
 
 namespace nvmeof {
 

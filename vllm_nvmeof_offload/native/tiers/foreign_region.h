@@ -14,10 +14,10 @@
 #include <utility>
 #include <vector>
 
-#include "foreign_table.h"
-#include "huge_pages.h"
-#include "log_format.h"
-#include "members.h"
+#include "common/huge_pages.h"
+#include "lanes/log_format.h"
+#include "tiers/foreign_table.h"
+#include "tiers/members.h"
 
 namespace nvmeof {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "foreign_table.h"
+#include "tiers/foreign_table.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -11,7 +11,7 @@
 #include <cstring>
 #include <system_error>
 
-#include "op.h"
+#include "common/op.h"
 
 namespace nvmeof {
 

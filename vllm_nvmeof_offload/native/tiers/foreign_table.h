@@ -27,8 +27,8 @@
 #include <string_view>
 #include <vector>
 
-#include "lanes.h"
-#include "members.h"
+#include "lanes/lanes.h"
+#include "tiers/members.h"
 
 namespace nvmeof {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "holds.h"
+#include "tiers/holds.h"
 
 namespace nvmeof {
 

@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "tiers.h"
+#include "tiers/tiers.h"
 
 namespace nvmeof {
 

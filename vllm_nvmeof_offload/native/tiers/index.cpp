@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "index.h"
+#include "tiers/index.h"
 
 #include <algorithm>
 #include <array>
@@ -17,7 +17,7 @@ constexpr Table make_table() {
   for (auto& row : table) row.fill(kBroken);
 #define STEP(state, event, next) \
   table[static_cast<size_t>(State::state)][static_cast<size_t>(Event::event)] = State::next;
-#include "transitions.def"
+#include "common/transitions.def"
 #undef STEP
   return table;
 }

@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "huge_pages.h"
-#include "members.h"
-#include "op.h"
+#include "common/huge_pages.h"
+#include "common/op.h"
+#include "tiers/members.h"
 
 namespace nvmeof {
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Single copies of chunks in the tiers: who gets them, who proves them, how they make room.
-#include "tiers.h"
+#include "tiers/tiers.h"
 
 namespace nvmeof {
 

@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
-#include "huge_pages.h"
-#include "members.h"
-#include "op.h"
+#include "common/huge_pages.h"
+#include "common/op.h"
+#include "tiers/members.h"
 
 namespace nvmeof {
 

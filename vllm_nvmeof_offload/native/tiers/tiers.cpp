@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tiers.h"
+#include "tiers/tiers.h"
 
 #include <algorithm>
 #include <cerrno>

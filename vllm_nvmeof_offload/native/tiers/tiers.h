@@ -13,12 +13,12 @@
 #include <utility>
 #include <vector>
 
-#include "eviction.h"
-#include "foreign.h"
-#include "index.h"
-#include "op.h"
-#include "small_column.h"
-#include "trust.h"
+#include "common/op.h"
+#include "common/small_column.h"
+#include "tiers/eviction.h"
+#include "tiers/foreign.h"
+#include "tiers/index.h"
+#include "tiers/trust.h"
 
 namespace nvmeof {
 
