@@ -29,7 +29,7 @@ TABLE = {
     (state, event): after
     for state, event, after in re.findall(
         r"^STEP\((\w+), (\w+), (\w+)\)$",
-        (Path(native.__file__).parent / "transitions.def").read_text(),
+        (Path(native.__file__).parent / "common/transitions.def").read_text(),
         re.MULTILINE,
     )
 }

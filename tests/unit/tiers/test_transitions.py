@@ -23,7 +23,7 @@ EVENTS = (
 
 
 def test_the_model_has_every_line_of_the_table() -> None:
-    text = (Path(native.__file__).parent / "transitions.def").read_text()
+    text = (Path(native.__file__).parent / "common/transitions.def").read_text()
     lines = [line for line in text.splitlines() if line and not line.startswith("//")]
     assert len(TABLE) == len(lines) == len(set(lines))
     assert all(re.fullmatch(r"STEP\(\w+, \w+, \w+\)", line) for line in lines)
