@@ -23,7 +23,7 @@ key that is longer than 40 bytes is left out, and its reader has to scan the tab
 superblock that names `epoch` was written. HINT (4): chunks of another region were borrowed; slot
 and generation are of that region, and the key is its uuid (16s) and how often (u32). 2 is reserved.
 
-The engine writes it (native/lanes/log_writer.h).
+The engine writes it (native/lanes/log.h).
 
 A record is a hint: it is written after the table's entry, nobody waits for it, and one that is lost
 costs a hit. A writer that may have lost some goes on a lap later, at the same position: whoever

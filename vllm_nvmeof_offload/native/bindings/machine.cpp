@@ -20,7 +20,6 @@
 #include <variant>
 
 #include "common/geometry.h"
-#include "lanes/instant_lanes.h"
 #include "lanes/lanes.h"
 #include "lanes/python_lanes.h"
 #include "machine/machine.h"

@@ -25,7 +25,7 @@
 #include <vector>
 
 #include "lanes/lanes.h"
-#include "lanes/log_format.h"
+#include "lanes/log.h"
 
 namespace nvmeof {
 

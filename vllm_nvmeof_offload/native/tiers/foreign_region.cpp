@@ -11,7 +11,7 @@
 #include <cstring>
 #include <utility>
 
-#include "lanes/log_format.h"
+#include "lanes/log.h"
 
 namespace nvmeof {
 

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "common/huge_pages.h"
-#include "lanes/log_format.h"
+#include "lanes/log.h"
 #include "tiers/foreign_table.h"
 #include "tiers/members.h"
 

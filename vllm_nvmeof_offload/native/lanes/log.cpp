@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lanes/log_format.h"
+#include "lanes/log.h"
+
+#include <fcntl.h>
+#include <unistd.h>
 
 #include <bit>
+#include <cerrno>
 #include <cstring>
 
 namespace nvmeof {
@@ -56,6 +60,8 @@ bool is_known(uint8_t kind) {
          kind == static_cast<uint8_t>(LogKind::RESET) ||
          kind == static_cast<uint8_t>(LogKind::HINT);
 }
+
+bool is_direct(int fd) { return fd >= 0 && (fcntl(fd, F_GETFL) & O_DIRECT) != 0; }
 
 }  // namespace
 
@@ -118,6 +124,55 @@ LogRecord hint_record(const std::array<uint8_t, 16>& region_uuid, uint32_t slot,
   std::memcpy(record.key.data() + region_uuid.size(), &count, sizeof count);
   record.key_bytes = static_cast<uint8_t>(region_uuid.size() + sizeof count);
   return record;
+}
+
+int copy_of_fd(int fd) { return fd < 0 ? -1 : fcntl(fd, F_DUPFD_CLOEXEC, 0); }
+
+LogWriter::LogWriter(LogStart start, int fd)
+    : pages_(start.pages), fd_(fd), direct_(is_direct(fd)) {
+  head_.sequence = start.next;
+  head_.lease_generation = start.lease_generation;
+}
+
+LogWriter::~LogWriter() {
+  if (fd_ >= 0) close(fd_);
+}
+
+void LogWriter::add(const LogRecord& record) {
+  if (pages_ == 0 || fd_ < 0) return;
+  encode_record(page_ + kLogHeadBytes + head_.records * kLogRecordBytes, record, head_.sequence,
+                head_.records);
+  ++head_.records;
+  head_.epoch = record.epoch;
+  is_written_ = false;
+  if (head_.records < kLogRecords) return;
+  flush();
+  turn(is_written_ ? 1 : pages_);
+}
+
+void LogWriter::flush() {
+  if (is_written_) return;
+  encode_head(page_, head_);
+  const size_t bytes = direct_ ? kLogPageBytes : kLogHeadBytes + head_.records * kLogRecordBytes;
+  const auto offset = static_cast<off_t>(head_.sequence % pages_ * kLogPageBytes);
+  ssize_t done;
+  do done = pwrite(fd_, page_, bytes, offset);
+  while (done < 0 && errno == EINTR);
+  is_written_ = done == static_cast<ssize_t>(bytes);
+}
+
+void LogWriter::replace(int fd) {
+  if (fd_ >= 0) close(fd_);
+  fd_ = fd;
+  direct_ = is_direct(fd);
+  if (pages_ != 0) turn(pages_);
+}
+
+void LogWriter::turn(uint64_t pages) {
+  head_.sequence += pages;
+  head_.records = 0;
+  std::memset(page_, 0, sizeof page_);
+  is_written_ = true;
 }
 
 }  // namespace nvmeof
