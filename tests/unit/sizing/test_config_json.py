@@ -153,6 +153,10 @@ def test_nested_and_directory_and_index(tmp_path: Path) -> None:
     ("more", "message"),
     [
         ({"num_hidden_layers": None}, "num_hidden_layers=None: missing in config.json"),
+        (
+            {"use_sparse_attention": True},
+            "sparse_attention_freq=None: use_sparse_attention needs a list",
+        ),
         ({"num_hidden_layers": "12"}, "num_hidden_layers='12': in config.json: give a whole"),
         ({"layer_types": ["telepathy"] * 12}, "layer_types='telepathy': not sized; known are"),
         (

@@ -502,7 +502,10 @@ def _indexers(text: Config, layers: int) -> tuple[str, list[bool]]:
     """The name of an indexer's keys, and by layer whether it computes an index: some share one."""
     types, topk_types = text.get("layer_types"), text.get("indexer_types")
     if text.get("use_sparse_attention"):
-        return "minimax_keys", list(text["sparse_attention_freq"])
+        sparse = text.get("sparse_attention_freq")
+        if not isinstance(sparse, list):
+            raise ConfigError("sparse_attention_freq", sparse, "use_sparse_attention needs a list")
+        return "minimax_keys", [bool(one) for one in sparse]
     if isinstance(types, list) and "minimax_m3_sparse" in types:
         return "minimax_keys", [one == "minimax_m3_sparse" for one in types]
     if not text.get("index_head_dim"):
