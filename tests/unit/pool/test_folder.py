@@ -130,6 +130,7 @@ def test_a_folder_is_the_directory_that_was_found(tmp_path: Path) -> None:
     (folder.place / "file").touch()
     assert (tmp_path / "moved" / "file").exists()
     folder.renew()
+    assert not os.get_inheritable(folder.fd), "a child process would keep the file system busy"
     assert os.listdir(folder.place) == []
     folder.leave()
     with pytest.raises(NotADirectoryError):
