@@ -10,33 +10,25 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import functools
 import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from vllm_nvmeof_offload.commands.pool.offline import (
-    DAMAGED,
-    LIVE,
-    MISSING,
-    OfflineRank,
-    Progress,
-    SlotReader,
-    Table,
-    held_survey,
-    open_log,
-    open_rank,
-)
-from vllm_nvmeof_offload.errors import PoolError
+from vllm_nvmeof_offload.commands.pool import offline
+from vllm_nvmeof_offload.commands.pool.offline import DAMAGED, LIVE, MISSING, OfflineRank, Progress
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, SlotHeader
+from vllm_nvmeof_offload.pool.lease import OwnerState
 from vllm_nvmeof_offload.pool.log import damaged_pages
+from vllm_nvmeof_offload.pool.ownership import hold
 from vllm_nvmeof_offload.pool.recovery import written_slots
-from vllm_nvmeof_offload.pool.survey import RankDirectory, Surveyed
+from vllm_nvmeof_offload.pool.survey import RankDirectory, Surveyed, survey
 from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES
 
 #: Defects listed per directory; all are counted.
@@ -116,22 +108,25 @@ def check(
 ) -> list[Report]:
     """Check tables against slots. Give all parts of a pool at once: they share an epoch.
 
-    repair: rebuild wrong entries from the slots' headers, or drop them, never beside a live server.
-    A superblock is not repaired: its content is nowhere else. on_progress: counts bytes.
-    settle: called beside a live server before suspects are judged. PoolLockedError if a live
-    process holds one that is to be repaired, PoolError if something cannot be read or written.
+    repair: rebuild wrong entries from the slots' headers, or drop them, never beside a live server:
+    all directories are held from before the first survey until the last repair, so that no server
+    starts on a part of a pool that is being repaired. A superblock is not repaired: its content is
+    nowhere else. on_progress: counts bytes. settle: called beside a live server before suspects are
+    judged. PoolLockedError names a live process that holds one that is to be repaired; PoolError:
+    something cannot be read, locked or written.
     """
-    with held_survey(directories, writable=repair) as (all_surveyed, before_write):
-        reports = [Report(one, repair) for one in all_surveyed]
+    held = hold([one.path for one in directories]) if repair else contextlib.nullcontext()
+    with held as before_write:
+        reports = [Report(one, repair) for one in survey(directories)]
         for report in reports:
-            if report.surveyed.superblock is not None:
-                with open_rank(report.surveyed, before_write) as rank:
-                    slots = (
-                        contextlib.closing(SlotReader(rank)) if deep else contextlib.nullcontext()
-                    )
-                    with slots as reader:
-                        _check_rank(rank, reader, report, on_progress, settle)
-                _check_log(report)
+            if repair:
+                # This process holds it: that is not what "live" means to a reader.
+                report.surveyed = replace(report.surveyed, owner=OwnerState("free"))
+            if (superblock := report.surveyed.superblock) is not None:
+                with offline.open_rank(report.surveyed, before_write, deep) as rank:
+                    _check_rank(rank, report, on_progress, settle)
+                if superblock.log_pages:
+                    _check_log(report, superblock.log_pages)
                 continue
             problem, slab = report.surveyed.problem, report.surveyed.path / "slab"
             if problem == "there is none" and not (slab.exists() and slab.stat().st_size):
@@ -143,11 +138,7 @@ def check(
 
 
 def _check_rank(
-    rank: OfflineRank,
-    reader: SlotReader | None,
-    report: Report,
-    on_progress: Progress,
-    settle: Callable[[], None],
+    rank: OfflineRank, report: Report, on_progress: Progress, settle: Callable[[], None]
 ) -> None:
     """Find the suspects, judge each again in ascending order, list its defect, repair its entry.
 
@@ -163,35 +154,31 @@ def _check_rank(
         report.add(kind, damage=Damage.NOTE)
     if missing := int((table.states == MISSING).sum()):
         report.add(f"table has {slots - missing} of {slots} entries")
-    suspects = _suspects(rank, table, reader, report, on_progress)
+    suspects = _suspects(rank, table, report, on_progress)
     if suspects and not report.repair and report.surveyed.owner.may_live:
         settle()
-    try:
+    with offline.as_pool_error(f"cannot repair {rank.surveyed.path / 'table'}"):
         for index in suspects:
-            seen = table.identity(index) if table.states[index] == LIVE else None
-            judgement = rank.judge(index, seen, reader)
+            is_live, is_missing = table.states[index] == LIVE, table.states[index] == MISSING
+            judgement = rank.judge(index, table.identity(index) if is_live else None)
             if judgement is None:
                 continue
             if judgement.worth_listing:
                 report.add(judgement.kind, index)
-            is_missing = table.states[index] == MISSING
-            if report.repair and (any(judgement.replacement) or not is_missing):
-                rank.write_entry(index, judgement.replacement)
+            entry = judgement.replacement
+            if rank.before_write is not None and (any(entry) or not is_missing):
+                rank.before_write()
+                if os.pwrite(rank.table_fd, entry, index * ENTRY_BYTES) != ENTRY_BYTES:
+                    raise OSError(errno.ENOSPC, "short write", str(rank.surveyed.path / "table"))
         if rank.before_write is not None and report.worst is not Damage.NOTE:
             rank.before_write()
             os.ftruncate(rank.table_fd, slots * ENTRY_BYTES)
         if report.worst is Damage.REPAIRED:
             os.fsync(rank.table_fd)
-    except OSError as error:
-        raise PoolError(f"cannot repair {rank.surveyed.path / 'table'}: {error}") from error
 
 
 def _suspects(
-    rank: OfflineRank,
-    table: Table,
-    reader: SlotReader | None,
-    report: Report,
-    on_progress: Progress,
+    rank: OfflineRank, table: offline.Table, report: Report, on_progress: Progress
 ) -> list[int]:
     """Slots that do not prove their entry, or whose entry is lost; read a bounded number ahead."""
     slot_bytes, directory = rank.superblock.slot_bytes, rank.surveyed.directory
@@ -200,15 +187,15 @@ def _suspects(
 
     def is_suspect(index: int) -> bool:
         state = table.states[index]
-        if state == LIVE and reader is not None:
-            return not reader.check(index, table.identity(index)).ok
+        if state == LIVE and rank.threads:
+            return not rank.check(index, table.identity(index)).ok
         header = rank.header(index) if state != DAMAGED and index in written else None
         if not isinstance(header, SlotHeader):
             return bool(state != MISSING)
-        return bool(state == MISSING) or not rank.proves(index, header, table.identity(index))
+        return bool(state == MISSING or rank.mismatch(index, header, table.identity(index)))
 
     suspects: list[int] = []
-    workers, unit = (reader.threads, slot_bytes) if reader else (_HEADER_THREADS, HEADER_BYTES)
+    workers, unit = rank.threads or _HEADER_THREADS, slot_bytes if rank.threads else HEADER_BYTES
     began_s, batch_max = time.monotonic(), workers * _BATCH_PER_THREAD
     with ThreadPoolExecutor(workers, thread_name_prefix="pool-check") as threads:
         for start in range(0, len(indices), batch_max):
@@ -218,21 +205,18 @@ def _suspects(
             on_progress(directory, (start + len(batch)) * unit, len(indices) * unit)
     live = np.flatnonzero(table.states == LIVE).tolist()
     report.checked = len(live)
-    if reader is not None:
-        report.read_bytes = sum(reader.bytes_of(table.identity(index)) for index in live)
-        report.seconds, report.direct = time.monotonic() - began_s, reader.direct
+    if rank.threads:
+        report.read_bytes = sum(rank.bytes_of(table.identity(index)) for index in live)
+        report.seconds, report.direct = time.monotonic() - began_s, rank.direct_fd is not None
     return suspects
 
 
-def _check_log(report: Report) -> None:
+def _check_log(report: Report, pages: int) -> None:
     """Note what readers of the log do not find there: they read the table instead."""
-    superblock = report.surveyed.superblock
-    pages = superblock.log_pages if superblock else 0
-    if not pages:
-        return
-    with open_log(report.surveyed) as fd:
+    with offline.open_log(report.surveyed) as log:
         try:
-            found, damaged = os.fstat(fd).st_size // PAGE_BYTES, damaged_pages(fd, pages)
+            found = os.fstat(log.fileno()).st_size // PAGE_BYTES
+            damaged = damaged_pages(log.fileno(), pages)
         except OSError as error:
             report.add(f"log cannot be read: {error.strerror}", damage=Damage.NOTE)
             return

@@ -10,26 +10,17 @@ import contextlib
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from datetime import UTC, datetime
 from enum import Enum
-from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import typer
+from rich import progress as rich_progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.table import Table
 from rich.text import Text
 
 from vllm_nvmeof_offload.commands import print_json, table
@@ -76,20 +67,18 @@ def listing(targets: Sequence[Path]) -> dict[str, Any]:
 
     PoolError: a target cannot be read.
     """
-    parts = survey(find(targets))
-    return {"targets": [_usage(one, parts) for one in targets], "pools": summaries(parts)}
-
-
-def _usage(target: Path, parts: Iterable[Surveyed]) -> dict[str, Any]:
-    keyspaces: Counter[str] = Counter()
-    for one in parts:
-        if one.directory.target == target:
-            keyspaces[one.directory.keyspace] += one.disk_bytes
-    try:
-        free_bytes = shutil.disk_usage(target).free
-    except OSError as error:
-        raise PoolError(f"cannot read {target}: {error.strerror}") from error
-    return {"target": str(target), "free_bytes": free_bytes, "keyspaces": keyspaces}
+    parts, usages = survey(find(targets)), []
+    for target in targets:
+        keyspaces: Counter[str] = Counter()
+        for one in parts:
+            if one.directory.target == target:
+                keyspaces[one.directory.keyspace] += one.disk_bytes
+        try:
+            free_bytes = shutil.disk_usage(target).free
+        except OSError as error:
+            raise PoolError(f"cannot read {target}: {error.strerror}") from error
+        usages.append({"target": str(target), "free_bytes": free_bytes, "keyspaces": keyspaces})
+    return {"targets": usages, "pools": summaries(parts)}
 
 
 def summaries(parts: Iterable[Surveyed]) -> list[dict[str, Any]]:
@@ -178,27 +167,25 @@ def occupancy(surveyed: Surveyed) -> dict[str, int]:
 
 
 def inspect_rank(surveyed: Surveyed) -> dict[str, Any]:
-    """The region of one rank directory, with its superblock, files and log."""
-    files = {}
+    """The region of one rank directory, with its superblock, files and log.
+
+    log: the header of its newest page, with the log's `pages`; None: there is no log.
+    """
+    found, superblock = region(surveyed), surveyed.superblock
+    files, log = {}, None
     for name in ("superblock", "table", "log", "slab"):
         with contextlib.suppress(FileNotFoundError):
             files[name] = os.lstat(surveyed.path / name).st_size
-    return region(surveyed) | {
-        "superblock": _plain(surveyed.superblock),
+    if superblock and superblock.log_pages:
+        with offline.open_log(surveyed) as file:
+            head = newest_head(file.fileno(), superblock.log_pages)
+        log = {"pages": superblock.log_pages} | (head._asdict() if head else {})
+    return found | {
+        "superblock": _plain(superblock),
         "epoch_of_pool": surveyed.epoch,
         "file_bytes": files,
-        "log": log_head(surveyed),
+        "log": log,
     }
-
-
-def log_head(surveyed: Surveyed) -> dict[str, int] | None:
-    """The header of the log's newest page, with its `pages`; None: there is no log."""
-    pages = surveyed.superblock.log_pages if surveyed.superblock else 0
-    if not pages:
-        return None
-    with offline.open_log(surveyed) as fd:
-        head = newest_head(fd, pages)
-    return {"pages": pages} | (head._asdict() if head else {})
 
 
 def inspect_slot(surveyed: Surveyed, index: int) -> dict[str, Any]:
@@ -206,17 +193,16 @@ def inspect_slot(surveyed: Surveyed, index: int) -> dict[str, Any]:
 
     PoolError for a slot that the directory does not have.
     """
-    with offline.open_rank(surveyed) as rank:
+    with offline.open_rank(surveyed, deep=True) as rank:
         slots = rank.superblock.slots
         if not 0 <= index < slots:
             raise PoolError(f"slot {index}: {surveyed.path} has slots 0 to {slots - 1}")
         entry, header, payload = rank.entry(index), rank.header(index), "not checked: no header"
-        with contextlib.closing(offline.SlotReader(rank)) as reader:
-            if isinstance(header, SlotHeader):
-                payload = str(reader.check(index, header.identity, header.stamp.tag))
-            elif header is not None:
-                payload = f"not read: {header}"
-            judgement = rank.judge(index, None, reader)
+        if isinstance(header, SlotHeader):
+            payload = str(rank.check(index, header.identity, header.stamp.tag))
+        elif header is not None:
+            payload = f"not read: {header}"
+        judgement = rank.judge(index, None)
         sound = "whole" if entry.state == "live" else f"nothing stored: entry {entry.state}"
         return {
             "slot": index,
@@ -233,12 +219,12 @@ def inspect_slot(surveyed: Surveyed, index: int) -> dict[str, Any]:
 def progress() -> Iterator[Callable[[RankDirectory, int, int], None]]:
     """Yield a callback that draws one bar of bytes per directory on stderr, if it is a terminal."""
     console = Console(stderr=True)
-    tasks: dict[RankDirectory, TaskID] = {}
+    tasks: dict[RankDirectory, rich_progress.TaskID] = {}
     columns = (
-        *(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%")),
-        *(TransferSpeedColumn(), TimeRemainingColumn()),
+        *("{task.description}", rich_progress.BarColumn(), "{task.percentage:.0f}%"),
+        *(rich_progress.TransferSpeedColumn(), rich_progress.TimeRemainingColumn()),
     )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+    with rich_progress.Progress(*columns, console=console, disable=not console.is_terminal) as bars:
 
         def on_progress(directory: RankDirectory, done: int, total: int) -> None:
             if directory not in tasks:
@@ -249,22 +235,19 @@ def progress() -> Iterator[Callable[[RankDirectory, int, int], None]]:
         yield on_progress
 
 
-def _print(*parts: str | Table) -> None:
+def _print(*lines: str) -> None:
     """Print text as it is: nothing that comes from disk is read as markup or wrapped."""
     console = Console()
-    for part in parts:
-        if isinstance(part, str):
-            console.print(Text(part), soft_wrap=True)
-        else:
-            console.print(part)
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
 
 
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    made = table(headings, rows)
-    for column in made.columns:
-        if column.header == "keyspace":
-            column.no_wrap, column.min_width = True, _DIGITS
-    return made
+def _print_table(rows: Iterable[dict[str, Any]], without: Collection[str]) -> None:
+    """Print all columns but `without`: those that the rows do not have."""
+    headings = [heading for heading in _CELLS if heading not in without]
+    made = table(headings, ([_CELLS[heading](row) for heading in headings] for row in rows))
+    made.columns[0].no_wrap, made.columns[0].min_width = True, _DIGITS  # the keyspace
+    Console().print(made)
 
 
 def _time(seconds: float | None) -> str:
@@ -280,8 +263,21 @@ def _weights(row: dict[str, Any]) -> str:
     return f"{row['tag'][:_TAG_DIGITS]}{'' if row['adopts'] else ', unnamed'}"
 
 
-def _pids(row: dict[str, Any]) -> str:
-    return ", ".join(f"pid {pid}" for pid in row["readers"]) or "none"
+#: The columns of pools and of regions: the text of a row's cell, by heading.
+_CELLS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "keyspace": lambda row: row["keyspace"][:_DIGITS],
+    "model": lambda row: row["model"],
+    "engine": lambda row: str(row["engine"]),
+    "rank": lambda row: str(row["rank"]),
+    "entries": lambda row: f"{row['entries']} of {row['slots']}",
+    "region": lambda row: row["directory"].replace(f"/{row['keyspace']}/", " "),
+    "size": lambda row: format_bytes(row["disk_bytes"]),
+    "last use": lambda row: _time(row["last_use_s"]),
+    "owner": lambda row: row["owner"][:_TAG_DIGITS] if row["owner"] else "unknown",
+    "lease": lambda row: row["lease"]["text"],
+    "tag": _weights,
+    "readers": lambda row: ", ".join(f"pid {pid}" for pid in row["readers"]) or "none",
+}
 
 
 def print_pools(given: Sequence[Path] | None, regions: bool, as_json: bool) -> None:
@@ -298,45 +294,11 @@ def print_pools(given: Sequence[Path] | None, regions: bool, as_json: bool) -> N
     if not found["pools"]:
         _print("no pools")
         return
-    _print(_table(_POOL_COLUMNS, map(_pool_cells, found["pools"])))
-    parts = [(pool, one) for pool in found["pools"] for one in pool["regions"]]
+    _print_table(found["pools"], ("region", "owner"))
+    parts = [{**pool, **one} for pool in found["pools"] for one in pool["regions"]]
     if regions:
-        _print(_table(_REGION_COLUMNS, starmap(_region_cells, parts)))
-    _print(*(f"{one['directory']}: {one['problem']}" for _, one in parts if one["problem"]))
-
-
-_POOL_COLUMNS = (
-    *("keyspace", "model", "engine", "rank", "entries", "size", "last use", "lease", "tag"),
-    "readers",
-)
-_REGION_COLUMNS = ("keyspace", "region", "size", "owner", "lease", "tag", "readers")
-
-
-def _pool_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    return (
-        row["keyspace"][:_DIGITS],
-        row["model"],
-        str(row["engine"]),
-        str(row["rank"]),
-        f"{row['entries']} of {row['slots']}",
-        format_bytes(row["disk_bytes"]),
-        _time(row["last_use_s"]),
-        row["lease"]["text"],
-        _weights(row),
-        _pids(row),
-    )
-
-
-def _region_cells(pool: dict[str, Any], one: dict[str, Any]) -> tuple[str, ...]:
-    return (
-        pool["keyspace"][:_DIGITS],
-        one["directory"].replace(f"/{pool['keyspace']}/", " "),
-        format_bytes(one["disk_bytes"]),
-        one["owner"][:_TAG_DIGITS] if one["owner"] else "unknown",
-        one["lease"]["text"],
-        _weights(one),
-        _pids(one),
-    )
+        _print_table(parts, ("model", "engine", "rank", "entries", "last use"))
+    _print(*(f"{one['directory']}: {one['problem']}" for one in parts if one["problem"]))
 
 
 def print_details(
