@@ -495,6 +495,9 @@ def hold(directories: Sequence[Path]) -> Iterator[Callable[[], None]]:
     PoolLockedError: a live process holds one; it is named. None is held then. PoolError: a lock
     file cannot be opened or written.
     """
+    if not directories:
+        yield lambda: None
+        return
     takeover, permits = Takeover(), Permits.new(len(directories))
     leasings = [_last_leasing(directory) for directory in directories]
     takeover.watch(directories)

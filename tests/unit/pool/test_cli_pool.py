@@ -208,6 +208,11 @@ def test_a_name_of_no_pool_is_refused(tmp_path: Path, which: str, message: str) 
         assert message in refused(*command, which, "--target", tmp_path)
 
 
+@pytest.mark.parametrize("verb", [["ls"], ["check"], ["check", "--repair"], ["prefill"]])
+def test_a_target_without_pools_is_no_error(tmp_path: Path, verb: list[str]) -> None:
+    assert "no pools" in run(*verb, "--target", tmp_path).stdout
+
+
 def test_one_slot_of_several_pools_is_refused(tmp_path: Path) -> None:
     write_pool(tmp_path, rank=0, world_size=2)
     write_pool(tmp_path, rank=1, world_size=2)

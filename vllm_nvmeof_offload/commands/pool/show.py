@@ -405,6 +405,8 @@ def prefill(directories: Sequence[RankDirectory], as_json: bool) -> None:
     if as_json:
         print_json({"prefilled": [asdict(one) for one in filled]})
         return
+    if not filled:
+        _print("no pools")
     for one in filled:
         size = format_bytes(one.written_bytes)
         typer.echo(f"{one.directory}: filled {one.filled} of {one.slots} slots, {size}")
