@@ -42,8 +42,8 @@ FUNCTION_LINES_MAX = 70
 COLUMNS_MAX = 100
 #: Files and lines of Python and C++. They may fall (lower the number then), and a commit that
 #: raises one gives the reason.
-PRODUCT_FILES_MAX = 185
-PRODUCT_LINES_MAX = 43_720
+PRODUCT_FILES_MAX = 179
+PRODUCT_LINES_MAX = 43_470
 BENCH_FILES_MAX = 93
 BENCH_LINES_MAX = 19_180
 #: A count below its maximum by more than this share means that the maximum has to be lowered.
