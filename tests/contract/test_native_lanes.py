@@ -30,7 +30,7 @@ from vllm_nvmeof_offload.errors import (
     Outcome,
     io_error,
 )
-from vllm_nvmeof_offload.io.base import Waker
+from vllm_nvmeof_offload.io.base import NoIoEngine, Waker
 from vllm_nvmeof_offload.pool.format import read_superblock
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.slab import Slab
@@ -77,7 +77,10 @@ class Rank:
     """
 
     def __init__(self, engine: str, path: Path, serve_slots: int = 0, **limits: float) -> None:
-        self.rig = ENGINES[engine](path, targets=TARGETS, slots=POOL_SLOTS, threads=4)
+        """engine: one of the rig's; "null": that of a server without a pool."""
+        files = "threads-buffered" if engine == "null" else engine
+        self.rig = ENGINES[files](path, targets=TARGETS, slots=POOL_SLOTS, threads=4)
+        self.io = NoIoEngine() if engine == "null" else self.rig.engine
         self.pages = np.zeros((POOL_SLOTS, PAYLOAD_BYTES), np.uint8)
         self.waker = Waker()
         self.copy = HostCopyEngine(self.waker.wake)
@@ -93,7 +96,7 @@ class Rank:
         self.pipeline = TransferPipeline(
             self.staging,
             self.copy,
-            self.rig.engine,
+            self.io,
             TransferLimits(
                 group_bytes=(self.rig.pool.payload_bytes,),
                 target_count=TARGETS,
@@ -180,7 +183,7 @@ class Rank:
                     self.rows += rows_of(report, self._sizes[report.op])
             self.pipeline.take_finished()
             assert time.monotonic() < end_s, f"the pipeline does not come to rest: {self.rows}"
-            select.select([self.rig.engine.fileno(), self.waker.fd], [], [], 0.05)
+            select.select([self.io.fileno(), self.waker.fd], [], [], 0.05)
             self.waker.clear()
         rows, self.rows = self.rows, []
         return sorted(rows, key=lambda row: (row.op, row.row))
@@ -231,6 +234,23 @@ def test_bytes_go_to_the_pool_and_come_back(rank: Rank) -> None:
     rank.load((name(5), 15, None))
     assert rank.done() == [OK]
     assert rank.pages[0].tobytes() == content(name(5))
+
+
+def test_without_a_pool_the_cpu_tier_serves_and_all_else_fails_at_once(tmp_path: Path) -> None:
+    rank = Rank("null", tmp_path)
+    gone = io_error(errno.ENODEV)
+    rank.store((name(0), 0))
+    assert rank.done() == [OK]
+    rank.write((name(0), 0, 0))
+    assert rank.done() == [gone]
+    rank.load((name(0), 0, None), (name(1), None, 1))
+    assert rank.done() == [OK, gone]
+    assert rank.pages[0].tobytes() == content(name(0))
+    rank.fetch((name(2), 2, 2))
+    assert rank.done() == [gone]
+    rank.reset()
+    assert rank.done() == [OK]
+    rank.close()
 
 
 def test_a_damaged_slot_and_one_of_another_chunk_fail_their_rows_only(rank: Rank) -> None:
