@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -233,7 +234,7 @@ def test_a_checkout_takes_the_native_core_of_a_wheel_once(tmp_path: Path) -> Non
     (wheel / "vllm_nvmeof_offload" / "native").mkdir(parents=True)
     modules = gpu.NATIVE_MODULES
     built = (ROOT / "CMakeLists.txt").read_text()
-    assert f"set(modules {' '.join(modules)})" in built
+    assert set(modules) == {*re.findall(r"nanobind_add_module\((\w+)", built)} - {"_tiers_mutants"}
     for name in modules:
         (wheel / "vllm_nvmeof_offload" / "native" / f"{name}{suffix}").write_text(name)
     (wheel / "vllm_nvmeof_offload.libs").mkdir()
