@@ -105,10 +105,6 @@ class Index {
     const bool same = entry.generation == generation || mutant("doom_ignores_the_generation");
     return entry.state != State::ABSENT && same;
   }
-  State on(Row row, Event event) {
-    Entry& entry = (*this)[row];
-    return entry.state = after(entry.state, event);
-  }
   void clear();
 
   // Fetch the memory that will be read first: by `find` and `add` of this key, by whoever reads
