@@ -80,6 +80,11 @@ def test_a_server_says_what_it_serves(address: str) -> None:
     assert wrong.facts["rank"] == "0", "this port is another rank's"
 
 
+def test_a_greeting_leaves_nothing_in_the_way_of_the_next_one(address: str) -> None:
+    """ZMQ names what watches a socket by its descriptor, which the next greeting may get."""
+    assert {ask(address).error for _ in range(200)} == {""}
+
+
 def doctor(tmp_path: Path, *words: str, code: int | None = None) -> Any:
     """What the doctor says with these options, as JSON; with code 2: on stderr."""
     arguments = ["doctor", "--target", str(tmp_path), *words]

@@ -108,6 +108,7 @@ def _greet(
         for one in (socket, failed):
             poller.register(one, zmq.POLLIN)
         ready = dict(poller.poll(_ANSWER_MS))
+        socket.disable_monitor()  # else its address may still be in use at the next greeting
         failed.close()
         if failed in ready:
             raise PermissionError(STRANGER)
