@@ -173,6 +173,15 @@ def test_negative_control_a_wrong_byte_passes_as_ok(rig: Rig) -> None:
     assert plan_of(rig).fired == {"flip_with_valid_crc": 1}
 
 
+def test_a_byte_is_flipped_only_where_the_copy_checks(rig: Rig) -> None:
+    plan_of(rig).set(flip_before_copy=True)
+    assert outcomes(rig, range(1)) == [OK]
+    assert rig.payload(10) == content(name(0))
+    assert rig.run(rig.read(1, 11, name(1), header_only=True))[0].outcome == OK
+    assert rig.payload(11) != content(name(1))
+    assert plan_of(rig).fired == {"flip_before_copy": 1}
+
+
 def test_negative_control_a_swapped_slot_passes_as_ok(rig: Rig) -> None:
     plan_of(rig).set(swap_slots=1)
     for number in range(3):
@@ -187,7 +196,8 @@ def test_negative_control_a_swapped_slot_passes_as_ok(rig: Rig) -> None:
 def test_every_knob_fires_and_can_be_cleared(rig: Rig, knob: str) -> None:
     plan_of(rig).set(**{knob: 10**7 if knob == "bytes_per_s" else 5})
     rig.fill(10, name(2, 2))
-    ops = [rig.read(0, 11, name(0)), rig.read(1, 12, name(1)), rig.write(2, 10, name(2, 2))]
+    reads = [rig.read(0, 11, name(0)), rig.read(1, 12, name(1), header_only=True)]
+    ops = [*reads, rig.write(2, 10, name(2, 2))]
     rig.submit(*ops)
     before = rig.engine.poll()
     if knob.startswith("hang_"):

@@ -62,6 +62,7 @@ KNOBS = {
     "flip_byte_on_read": "a payload byte in the slab is flipped before a read: the CRC sees it",
     "swap_slots": "negative control: a read delivers, as OK, the payload of the read before it",
     "flip_with_valid_crc": "negative control: a read delivers, as OK, one wrong payload byte",
+    "flip_before_copy": "the same, of the reads alone that leave the check to the copy",
 }
 _READ_ERRORS = (("read_eio", errno.EIO),)
 _ERRORS: dict[OpKind, tuple[tuple[str, int], ...]] = {
@@ -371,7 +372,9 @@ class FaultyIoEngine:
         """Apply the negative controls to a payload that was just found intact."""
         start = op.address - self._base_address + HEADER_BYTES
         payload = self._memory[start : start + op.payload_bytes]
-        if self.plan.strikes("flip_with_valid_crc"):
+        if self.plan.strikes("flip_with_valid_crc") or (
+            op.header_only and self.plan.strikes("flip_before_copy")
+        ):
             payload[self.plan.random.randrange(len(payload))] ^= 1 << self.plan.random.randrange(8)
         if self.plan.is_set("swap_slots"):
             true_payload = bytes(payload)
