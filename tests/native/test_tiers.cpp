@@ -197,7 +197,10 @@ class World {
       if (chance(20)) foreign_.attach_failed(one.owner);
     foreign_.take_detachments();
     std::vector<const char*> keys = some();
-    CHECK(tiers_.whereabouts(hits(keys), kFromCpu | kFromPool) != 0);
+    const std::vector<const char*> found = hits(keys);
+    const Whereabouts there = tiers_.whereabouts(found, kFromCpu | kFromPool);
+    CHECK(there.mixed != 0);
+    CHECK(there.rows.empty() || tiers_.unmoved(there, kFromCpu | kFromPool));
   }
 
   // Keep a chunk, or bring it up first.

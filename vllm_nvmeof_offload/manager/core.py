@@ -42,7 +42,7 @@ from vllm_nvmeof_offload.manager.load_or_recompute import Admission, Find, LoadT
 from vllm_nvmeof_offload.manager.store_threshold import StoreThreshold
 from vllm_nvmeof_offload.manager.target_choice import Targets
 from vllm_nvmeof_offload.metrics import Counts, Series
-from vllm_nvmeof_offload.native import Batch, Foreign, LookUps, Tiers
+from vllm_nvmeof_offload.native import Batch, Foreign, LookUps, Tiers, Whereabouts
 from vllm_nvmeof_offload.protocol import (
     OURS,
     TAG_BYTES,
@@ -222,10 +222,13 @@ class ManagerCore:
         """Bytes by lane that loads have yet to read."""
         return self._load_times.reading.copy()
 
-    def whereabouts(self, keys: Sequence[bytes], sources: int) -> int:
-        """Return a number that differs once one of these keys' chunks is elsewhere or begins to be
-        loaded, or 0 if a look-up in these sources misses one of them."""
+    def whereabouts(self, keys: Sequence[bytes], sources: int) -> Whereabouts | None:
+        """Return where these keys' chunks are; None: a look-up in these sources misses one."""
         return self._tiers.whereabouts(keys, sources)
+
+    def unmoved(self, before: Whereabouts, keys: Sequence[bytes], sources: int) -> bool:
+        """Return whether they still are there, and none of them has begun to be loaded."""
+        return self._tiers.unmoved(before, keys, sources)
 
     def ended(self, keys: Sequence[bytes], ends: npt.NDArray[np.int64] | None = None) -> None:
         """A request that used `keys` has ended. ends: see `prepare_store`."""

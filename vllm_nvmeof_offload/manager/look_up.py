@@ -5,7 +5,7 @@ vLLM looks up the request at the head of its queue in every step, key by key, un
 its GPU blocks. An answer is remembered, and given again while the chunks that were found are where
 they were, none of them has begun to be loaded (vLLM delays whoever asks for one that is), and the
 keys at which the groups' look-ups stopped still miss. One call of native code asks that of all keys
-at once, at some 40 ns a key.
+at once.
 
 If admission declines the pool, the request is looked up again in the CPU tier only, and this second
 answer is remembered beside the first. vLLM's state of the request is that of the last real look-up.
@@ -26,6 +26,7 @@ from vllm_nvmeof_offload.manager.load_or_recompute import Attempt, Decision, Fin
 
 if TYPE_CHECKING:
     from vllm_nvmeof_offload.manager.core import ManagerCore
+    from vllm_nvmeof_offload.native import Whereabouts
 
 #: The decision on a remembered answer is made again after this time: rates and queues change.
 _DECIDE_AGAIN_S = 0.05
@@ -67,7 +68,8 @@ class Question:
 class Answer:
     """A look-up's answer. found: tokens; None: vLLM delays the request. hits, misses: the keys for
     which it hit and missed. later: whether the load may go on during later steps. keep: whether it
-    may be remembered. whereabouts: that of the hits when it was given. The others are admission's.
+    may be remembered. whereabouts: of the hits when it was given; None: one of them misses. The
+    others are admission's.
     """
 
     question: Question
@@ -76,7 +78,7 @@ class Answer:
     misses: Sequence[bytes]
     later: bool = True
     keep: bool = True
-    whereabouts: int = 0
+    whereabouts: Whereabouts | None = None
     find: Find | None = None
     decision: Decision | None = None
     declined: Sequence[bytes] = ()
@@ -152,7 +154,8 @@ class RequestLookUps:
             return None
         if (
             answer.question == question
-            and answer.whereabouts == self._core.whereabouts(answer.hits, question.sources)
+            and answer.whereabouts is not None
+            and self._core.unmoved(answer.whereabouts, answer.hits, question.sources)
             and 1 not in self._core.present(answer.misses, question.sources)
         ):
             return answer
@@ -170,7 +173,7 @@ class RequestLookUps:
             return answer
         # What vLLM found must be what the tiers have: all else is not remembered.
         rests_on = answer.hits or (not found and answer.misses)
-        if rests_on and answer.whereabouts:
+        if rests_on and answer.whereabouts is not None:
             known.answers[sources] = answer
         return answer
 

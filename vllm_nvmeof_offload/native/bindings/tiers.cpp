@@ -447,8 +447,16 @@ void bind_calls(nb::class_<Tiers>& type) {
 
 void bind_state(nb::class_<Tiers>& type) {
   type.def("whereabouts",
-           [](const Tiers& self, PyKeys keys, uint8_t sources) {
-             return self.whereabouts(KeyList(keys, self.index.key_bytes()), sources);
+           [](const Tiers& self, PyKeys keys, uint8_t sources) -> std::optional<Whereabouts> {
+             Whereabouts found = self.whereabouts(KeyList(keys, self.index.key_bytes()), sources);
+             return found.mixed ? std::optional(std::move(found)) : std::nullopt;
+           })
+      // The keys are read only where rows do not do.
+      .def("unmoved",
+           [](const Tiers& self, const Whereabouts& before, PyKeys keys, uint8_t sources) {
+             if (!before.rows.empty()) return self.unmoved(before, sources);
+             const KeyList list(keys, self.index.key_bytes());
+             return self.whereabouts(list, sources).mixed == before.mixed;
            })
       .def("set_usable",
            [](Tiers& self, size_t target, bool usable) { self.targets.at(target).usable = usable; })
@@ -515,6 +523,7 @@ using SomeRows = std::optional<std::vector<uint32_t>>;
 
 void bind_holds(nb::module_& m) {
   nb::class_<PyWanted>(m, "Wanted");
+  nb::class_<Whereabouts>(m, "Whereabouts");
   nb::class_<Holds>(m, "Holds")
       .def(nb::init<Tiers&, size_t>(), nb::keep_alive<1, 2>(), "tiers"_a, "room_min"_a)
       .def("wanted", [](const Holds&, const Tiers& tiers,

@@ -191,16 +191,24 @@ void Tiers::touch(const std::vector<Row>& rows, bool ended) {
 
 // -- remembered answers ---------------------------------------------------------------
 
-uint64_t Tiers::whereabouts(Keys keys, uint8_t sources) const {
+Whereabouts Tiers::whereabouts(Keys keys, uint8_t sources) const {
+  const std::vector<Row>& rows = rows_of(keys);
+  const std::vector<ForeignRow>& foreign = foreign_rows(keys, rows);
+  Whereabouts found{{}, mixed(rows, foreign, sources)};
+  if (std::ranges::find(rows, kNoRow) == rows.end()) found.rows = rows;
+  return found;
+}
+
+uint64_t Tiers::mixed(std::span<const Row> rows, std::span<const ForeignRow> foreign,
+                      uint8_t sources) const {
   if (mutant("remembered_answer_survives_an_eviction")) return 1;
   uint64_t mixed = 1;
   const auto mix = [&mixed](uint64_t word) {
     mixed = (mixed ^ word) * 0x9e3779b97f4a7c15;
     mixed ^= mixed >> 32;
   };
-  const std::vector<Row>& rows = rows_of(keys);
-  const std::vector<ForeignRow>& foreign = foreign_rows(keys, rows);
   for (size_t at = 0; at < rows.size(); ++at) {
+    if (at + kAhead < rows.size() && rows[at + kAhead] != kNoRow) index.warm(rows[at + kAhead]);
     const bool is_foreign = rows[at] == kNoRow && sources & kFromPool && !foreign.empty() &&
                             foreign[at].place != kNoPlace;
     if (is_foreign) {
@@ -210,11 +218,15 @@ uint64_t Tiers::whereabouts(Keys keys, uint8_t sources) const {
     }
     if (source_of(rows[at], sources) == Source::NONE) return 0;
     const Entry& entry = index[rows[at]];
-    if (!mutant("remembered_answer_survives_a_load")) mix(entry.loads);
-    if (mutant("remembered_answer_survives_a_move")) continue;
+    // A row may have become another key's.
+    mix(entry.generation ^ uint64_t{entry.hash} << 32);
     const Seen there = seen(entry.state);
-    mix(static_cast<uint64_t>(there));
-    if (there == Seen::POOL) mix(static_cast<uint64_t>(entry.place));
+    uint64_t word = static_cast<uint64_t>(there);
+    if (!mutant("remembered_answer_survives_a_load")) word |= uint64_t{entry.loads} << 8;
+    if (mutant("remembered_answer_survives_a_move")) word &= ~uint64_t{0xff};
+    mix(word);
+    if (there == Seen::POOL && !mutant("remembered_answer_survives_a_move"))
+      mix(static_cast<uint64_t>(entry.place));
   }
   return mixed | 1;
 }

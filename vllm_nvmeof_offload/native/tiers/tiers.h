@@ -137,6 +137,13 @@ inline uint64_t read_bytes_of(Place place, size_t group, std::span<const uint64_
   return lane_bytes[member_of(place) == kEveryMember ? group : lane_bytes.size() / 2 + group];
 }
 
+// Where a look-up finds the chunks of some keys. mixed: another number when one of them has moved
+// to another tier or place, or has begun to be loaded; 0: one of them misses.
+struct Whereabouts {
+  std::vector<Row> rows;  // empty: some are other engines', which are found by their keys alone
+  uint64_t mixed = 0;
+};
+
 // These keys, one after another, came to a tier or left it.
 struct Move {
   Source tier;
@@ -211,9 +218,11 @@ class Tiers {
   void touch(Keys keys, bool ended) { touch(rows_of(keys), ended); }
 
   // -- remembered answers: manager/look_up.py ---------------------------------------
-  // A number that is another one when these keys' chunks have moved to another tier or place, or
-  // one of them has begun to be loaded; 0: one of them misses.
-  uint64_t whereabouts(Keys keys, uint8_t sources) const;
+  Whereabouts whereabouts(Keys keys, uint8_t sources) const;
+  // Whether they are the same, of the same keys and sources.
+  bool unmoved(const Whereabouts& before, uint8_t sources) const {
+    return mixed(before.rows, {}, sources) == before.mixed;
+  }
 
   // -- plans ------------------------------------------------------------------------
   // Of a key in several places the first one is adopted. Returns the number of adopted entries.
@@ -305,6 +314,9 @@ class Tiers {
     return found_;
   }
   Source source_of(Row row, uint8_t sources) const;
+  // foreign: as `foreign_rows`.
+  uint64_t mixed(std::span<const Row> rows, std::span<const ForeignRow> foreign,
+                 uint8_t sources) const;
   // The position of the key's group; `group_ids.size()`: it is of no group that is offloaded.
   size_t group_of(const char* key) const;
   // Whether the row still is the entry that the batch names. A chunk may be borrowed again, in the
