@@ -39,6 +39,7 @@ from vllm_nvmeof_offload.peers.base import (
     SlotMemory,
 )
 from vllm_nvmeof_offload.peers.messages import (
+    CURVE_BYTES,
     MESSAGE_BYTES_MAX,
     NOT_PROVEN,
     READS_MAX,
@@ -133,7 +134,8 @@ class _Session:
     ) -> None:
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, max(MESSAGE_BYTES_MAX, common.slot_bytes))
+        frame_bytes_max = max(MESSAGE_BYTES_MAX, common.slot_bytes) + CURVE_BYTES
+        self.socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes_max)
         self.socket.setsockopt(zmq.RECONNECT_IVL, -1)  # what was sent meanwhile would be lost
         self.socket.setsockopt(zmq.IPV6, 1)
         lock(self.socket, common.secret, serves=False)

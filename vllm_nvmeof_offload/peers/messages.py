@@ -54,6 +54,8 @@ from vllm_nvmeof_offload.errors import (
 
 VERSION = 2
 MESSAGE_BYTES_MAX = 1 << 18
+#: That CURVE adds to a frame, and more: ZMQ's limit is of what arrives, encrypted or not.
+CURVE_BYTES = 64
 READS_MAX = 64  # in one message
 TOKENS_MAX = 1024  # in one message, and credits of a session
 _ERROR_MAX = 200  # of a text that names what was sent

@@ -42,6 +42,7 @@ from vllm_nvmeof_offload.peers.base import (
     SlotMemory,
 )
 from vllm_nvmeof_offload.peers.messages import (
+    CURVE_BYTES,
     MESSAGE_BYTES_MAX,
     STRANGER,
     TOKENS_MAX,
@@ -284,7 +285,7 @@ class PeerServer(SessionThread):
     def _make_socket(self) -> zmq.Socket[bytes]:
         made = self._context.socket(zmq.ROUTER)
         made.setsockopt(zmq.LINGER, 0)
-        made.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+        made.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX + CURVE_BYTES)
         made.setsockopt(zmq.IPV6, 1)
         made.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else it drops what has no room
         made.setsockopt(zmq.SNDHWM, self._memory.slots + _WAITING_MAX)

@@ -20,6 +20,7 @@ from tests.contract.rig import Rig
 from tests.wait import wait_until
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import OK
+from vllm_nvmeof_offload.peers import clients
 from vllm_nvmeof_offload.peers.base import Common, SlotMemory
 from vllm_nvmeof_offload.peers.clients import PeerClients
 from vllm_nvmeof_offload.peers.messages import MESSAGE_BYTES_MAX, VERSION, Channel, Hello, key_pair
@@ -54,7 +55,12 @@ def connected(address: str) -> socket.socket:
 
 
 @pytest.mark.parametrize("transport", ["messages"], indirect=True)
-def test_peers_with_one_secret_serve(store: Rig, transport: str, tmp_path: Path) -> None:
+def test_peers_with_one_secret_serve(
+    store: Rig, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A chunk is larger than any other message, as with a real model: the frame that it comes in is
+    # a slot's bytes, and what encryption adds.
+    monkeypatch.setattr(clients, "MESSAGE_BYTES_MAX", 1)
     serving = Serving(store, tmp_path / "d", transport, secret=OURS.hex())
     puller = Puller(store, serving.address, by_nixl=False, secret=OURS)
     puller.wait_usable()
