@@ -169,11 +169,14 @@ def demo(
     pool: Annotated[
         Path | None, typer.Option(help="Create the pool's directory here instead of in build/.")
     ] = None,
+    random: Annotated[
+        bool, typer.Option("--random", help="Take a random model, and tokens instead of text.")
+    ] = False,
 ) -> None:
     """Demonstrate the cache on this machine: a small model, a vLLM server, restart, preemption."""
     from vllm_nvmeof_bench.demo.main import run
 
-    raise typer.Exit(run(json_path, quick=quick, keep=keep, pool_dir=pool))
+    raise typer.Exit(run(json_path, quick=quick, keep=keep, pool_dir=pool, random=random))
 
 
 # -- commands over several benchmarks -------------------------------------------------------

@@ -277,7 +277,7 @@ def test_a_directory_that_was_there_before_is_not_deleted(
         raise OffloadError("no model")
 
     monkeypatch.setattr(main, "make_model", fails)
-    assert main.run(pool_dir=tmp_path / "pools") == 1
+    assert main.run(pool_dir=tmp_path / "pools", random=True) == 1
     assert kept.read_text() == "of an earlier run"
     assert [path.name for path in kept.parents[1].iterdir()] == [kept.parent.name]
 

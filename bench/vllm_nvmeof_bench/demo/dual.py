@@ -35,7 +35,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vllm_nvmeof_bench.servers.client import Answer, Client, Metrics
-from vllm_nvmeof_bench.servers.forked import ForkedServer, can_be_forked
+from vllm_nvmeof_bench.servers.forked import start
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model, random_tokens
 from vllm_nvmeof_bench.servers.server import OffloadSpec, ReservedPort, Server, ServerSpec
 from vllm_nvmeof_offload.config import ALLOW_FAULTS
@@ -103,12 +103,12 @@ class Pair:
         ]
         with console.status("starting P"):
             p = _spec(model, target, self._faults[0], peers=list(addresses))
-            self.p = _server(p, self._logs / "dual-p.log").wait_ready()
+            self.p = start(p, self._logs / "dual-p.log").wait_ready()
         self._ds: dict[int, Server] = {}
 
     def start_d(self, number: int = 0) -> Server:
         """It may read for P before it answers requests of its own, or `wait_ready` returns."""
-        self._ds[number] = _server(self._specs[number], self._logs / f"dual-d{number}.log")
+        self._ds[number] = start(self._specs[number], self._logs / f"dual-d{number}.log")
         return self._ds[number]
 
     def kill_d(self, number: int = 0) -> None:
@@ -123,11 +123,6 @@ class Pair:
         for number in list(self._ds):
             self.kill_d(number)
         self.p.stop()
-
-
-def _server(spec: ServerSpec, log: Path) -> Server:
-    """Start a server. One that is forked comes back within seconds."""
-    return (ForkedServer if can_be_forked(spec) else Server)(spec, log)
 
 
 def _slot_bytes() -> int:

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The main job, in order: model, a server without offloading, one with it, its restart.
 
+The model is a real one, which is asked about real text; a random one where there is no package
+index, no room, or an engine that would compute a small model's prompts at once.
+
 1. Without offloading: every conversation, turn by turn, and the crowd. Its tokens are what
    is right, its cold first turns and its recomputed resumes what offloading must beat.
 2. With offloading: the main conversations cold, then again from the CPU tier; other
@@ -30,6 +33,9 @@ from rich.markup import escape
 from vllm_nvmeof_bench.demo import workload
 from vllm_nvmeof_bench.demo.report import Report
 from vllm_nvmeof_bench.demo.workload import CrowdPlan, Plan, Runs
+from vllm_nvmeof_bench.servers import smollm2
+from vllm_nvmeof_bench.servers.engine import has_cpu_engine
+from vllm_nvmeof_bench.servers.forked import start
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model
 from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 from vllm_nvmeof_offload.errors import OffloadError
@@ -44,6 +50,17 @@ _QUICK = Plan(
     cpu_tier_conversations=2.4,
     crowd=CrowdPlan(count=8, prompt_tokens=360, answer_tokens=160, answer_step=8),
 )
+#: The same for the real model, whose texts are shorter than the tokens that they may have.
+_CHAT = Plan(
+    prompt_tokens=2200,
+    answer_tokens=20,
+    gpu_tokens=2656,
+    cpu_tier_conversations=2.7,
+    crowd=CrowdPlan(count=9, prompt_tokens=240, answer_tokens=96, answer_step=6),
+)
+_QUICK_CHAT = replace(
+    _CHAT, main=2, prompt_tokens=1700, gpu_tokens=2080, cpu_tier_conversations=1.9
+)
 
 
 def run(
@@ -51,10 +68,12 @@ def run(
     quick: bool = False,
     keep: bool = False,
     pool_dir: Path | None = None,
+    random: bool = False,
 ) -> int:
     """Run the main job; return 0 if every check held, else 1.
 
-    json_path: where the figures go. pool_dir: where to make a fresh directory for the pool,
+    json_path: where the figures go, and beside them a picture of what was said. random: take the
+    random model. pool_dir: where to make a fresh directory for the pool,
     default `build`. keep: leave that directory behind.
     """
     console = Console(highlight=False, soft_wrap=True)
@@ -67,7 +86,7 @@ def run(
         console.print("[red]demo failed:[/]", escape(str(error)))
         return 1
     try:
-        report = _measure(console, _QUICK if quick else Plan(), build, target)
+        report = _measure(console, quick, random, build, target)
     except (OffloadError, httpx.HTTPError) as error:
         console.print("[red]demo failed:[/]", type(error).__name__, escape(str(error)))
         console.print(f"the servers' output is in {build / 'demo-logs'}")
@@ -76,19 +95,37 @@ def run(
         if not keep:
             shutil.rmtree(target, ignore_errors=True)
     report.write(json_path)
+    if picture := report.picture():
+        json_path.with_suffix(".svg").write_text(picture)
     return _finish(console, report, json_path)
 
 
-def _measure(console: Console, plan: Plan, build: Path, target: Path) -> Report:
-    """Take the steps of the module's docstring. target: the pool's directory."""
-    began, shape = time.monotonic(), workload.model_shape()
+def _make_model(console: Console, random: bool, build: Path) -> tuple[Path, ModelShape]:
     with console.status("making the model"):
-        model = make_model(build / "models", shape)
+        if not random and has_cpu_engine():
+            try:
+                return smollm2.make(), smollm2.SHAPE
+            except smollm2.NoRealModelError as error:
+                console.print("a random model takes the real one's place:", escape(str(error)))
+        shape = workload.model_shape()
+        return make_model(build / "models", shape), shape
+
+
+def _measure(console: Console, quick: bool, random: bool, build: Path, target: Path) -> Report:
+    """Take the steps of the module's docstring. target: the pool's directory."""
+    began = time.monotonic()
+    model, shape = _make_model(console, random, build)
+    if shape == smollm2.SHAPE:
+        plan, name = _QUICK_CHAT if quick else _CHAT, smollm2.NAME
+    else:
+        plan, name = _QUICK if quick else Plan(), "random"
     console.print(
-        f"model: {shape.parameters / 1e6:.0f} M random float32 parameters, "
+        f"model: {name}, {shape.parameters / 1e6:.0f} M float32 parameters, "
         f"{format_bytes(shape.kv_bytes_per_token)} of KV cache a token"
     )
     plain = workload.server_spec(plan, model)
+    # vLLM computes as many tokens before it is ready, which takes a real model on two cores long.
+    plain = replace(plain, max_num_batched_tokens=plain.max_model_len)
     spec = replace(plain, offload=workload.offload_spec(plan, shape, target))
     runs = Runs(plan, shape, console)
     logs = build / "demo-logs"
@@ -98,7 +135,7 @@ def _measure(console: Console, plan: Plan, build: Path, target: Path) -> Report:
         offloaded = asyncio.run(runs.offloaded(server))
     with _served(console, "started again on the same pool", spec, logs) as server:
         restarted = asyncio.run(runs.restarted(server))
-    conditions = _conditions(spec, plan, shape)
+    conditions = {"model": name, **_conditions(spec, plan, shape)}
     conditions["seconds"] = round(time.monotonic() - began, 1)
     return Report(baseline, offloaded, restarted, conditions)
 
@@ -107,7 +144,7 @@ def _measure(console: Console, plan: Plan, build: Path, target: Path) -> Report:
 def _served(console: Console, what: str, spec: ServerSpec, logs: Path) -> Iterator[Server]:
     """A server that answers."""
     log_path = logs / f"{what.split(maxsplit=1)[0]}.log"
-    with console.status(f"vllm serve, {what}") as status, Server(spec, log_path) as server:
+    with console.status(f"vllm serve, {what}") as status, start(spec, log_path) as server:
         server.wait_ready(
             progress=lambda s, stage: status.update(f"vllm serve, {what}: {stage}, {s:.0f} s")
         )

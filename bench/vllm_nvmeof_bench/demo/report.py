@@ -17,15 +17,22 @@ shorter than those of the returns; for `preempted` it is `preempted_recompute`.
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich import box
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from vllm_nvmeof_bench.demo.chat import words
 from vllm_nvmeof_bench.demo.workload import Session
 from vllm_nvmeof_bench.servers.client import Answer
 from vllm_nvmeof_bench.servers.model import distinct_ratio
@@ -48,6 +55,8 @@ _TITLES = {
     "preempted_recompute": "preempted, recompute",
     "preempted": "preempted, reload",
 }
+
+_FOUND = {"cold": "computing", "gpu": "GPU cache", "cpu_tier": "CPU tier", "pool": "pool"}
 
 
 @dataclass(frozen=True)
@@ -137,7 +146,7 @@ class Report:
                 f"log-probabilities differ by up to {seen.logprob_difference_max:.2g}, "
                 f"more than {LOGPROB_TOLERANCE:g}"
             )
-        if seen.distinct_ratio_min < DISTINCT_RATIO_MIN:
+        if seen.distinct_ratio_min < DISTINCT_RATIO_MIN and not self._speaks:
             out.append(f"an answer is a loop: {seen.distinct_ratio_min:.0%} distinct 3-grams")
         out += [f"{title}: never seen" for name, title in _TITLES.items() if not samples[name]]
         out += [
@@ -178,9 +187,21 @@ class Report:
                 "cold_without_offloading_s": _rounded(self.baseline_cold()),
                 "preemptions_without_offloading": self.baseline.crowd.preemptions,
                 "startup_s": _rounded(one.startup_s for one in sessions),
-                "turns": [turn.facts() for one in sessions[1:] for turn in one.turns],
+                "turns": [
+                    {**turn.facts(), "restarted": one is self.restarted}
+                    for one in sessions[1:]
+                    for turn in one.turns
+                ],
             },
         }
+
+    @property
+    def _speaks(self) -> bool:
+        return any(turn.question for turn in self.baseline.turns)
+
+    def picture(self) -> str:
+        """Return what was asked and answered, and when, as SVG; empty: nothing can be read."""
+        return picture_of(self.data()) if self._speaks else ""
 
     def write(self, path: Path) -> None:
         """Write `data` as JSON to `path`."""
@@ -201,6 +222,34 @@ class Report:
             title = _TITLES.get(name, "cold, no offloading")
             table.add_row(title, str(len(values)), *cells, ratio)
         return table
+
+
+def picture_of(data: Mapping[str, Any]) -> str:
+    """Draw the turns of the demo's JSON as SVG, in the look of a terminal."""
+    table = Table(box=box.SIMPLE)
+    for heading in ("", "question", "answer"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("prompt tokens", justify="right", no_wrap=True)
+    table.add_column("KV came from", no_wrap=True)
+    table.add_column("first token", justify="right", no_wrap=True)
+    for turn in data["conditions"]["turns"]:
+        case = turn["case"]
+        style = "red" if case == "cold" else "green"
+        table.add_row(
+            turn["conversation"],
+            escape(words(turn["question"], 40)),
+            escape(words(turn["answer"], 54)),
+            f"{turn['prompt_tokens']:,}",
+            _FOUND.get(case, case) + (", after a restart" if turn["restarted"] else ""),
+            f"[{style}]{turn['ttft_s']:.2f} s[/]",
+        )
+    console = Console(record=True, width=175, file=io.StringIO(), highlight=False)
+    console.print(table)
+    same = "as without offloading, token by token" if data["identical"] else "DIFFERENT"
+    console.print(f"  {data['conditions']['answers_compared']} answers: {same}")
+    # A picture in a page may not load fonts from elsewhere.
+    form = re.sub(r"@font-face {{.*?}}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    return console.export_svg(title=f"make demo: {data['conditions']['model']}", code_format=form)
 
 
 def _rounded(values: Iterable[float]) -> list[float]:

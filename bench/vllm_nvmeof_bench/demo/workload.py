@@ -11,6 +11,8 @@ time from that end to its next token is what a client can see of the resume: one
 step, and bringing its KV back, by loading or by recomputing it. `resume_times_s` finds it.
 
 Model and caches are sized so that a plan's conversations leave them when they should.
+
+With the real model people ask about documents (`demo.chat`); a random one reads random tokens.
 """
 
 from __future__ import annotations
@@ -21,11 +23,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 
-from vllm_nvmeof_bench.servers.client import Answer, Client, Metrics
+from vllm_nvmeof_bench.demo import chat
+from vllm_nvmeof_bench.servers import smollm2
+from vllm_nvmeof_bench.servers.client import Answer, Client, Message, Metrics
 from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 from vllm_nvmeof_bench.servers.model import ModelShape, random_tokens
 from vllm_nvmeof_bench.servers.server import (
@@ -83,7 +89,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn: prompt length, answer, and where the prompt's KV came from (tokens)."""
+    """One turn: prompt length, answer, and where the prompt's KV came from (tokens).
+
+    question: what was asked, where the model reads text.
+    """
 
     conversation: str
     number: int
@@ -93,6 +102,7 @@ class Turn:
     external_hit_tokens: int
     cpu_tokens: int
     pool_tokens: int
+    question: str = ""
 
     @property
     def found_tokens(self) -> int:
@@ -124,6 +134,7 @@ class Turn:
             "external_hit_tokens": self.external_hit_tokens,
             "cpu_tokens": self.cpu_tokens,
             "pool_tokens": self.pool_tokens,
+            **({"question": self.question, "answer": self.answer.text} if self.question else {}),
         }
 
 
@@ -133,6 +144,7 @@ class Conversation:
     def __init__(self, name: str, seed: Sequence[int], plan: Plan, shape: ModelShape) -> None:
         self.name = name
         self.turns = 0
+        self.question = ""  # nothing that can be read
         self._rng = np.random.default_rng(list(seed))
         self._plan = plan
         self._shape = shape
@@ -159,11 +171,30 @@ class CrowdResult:
     resumes_s: list[float] = field(default_factory=list)
 
 
-def conversations(plan: Plan, shape: ModelShape) -> tuple[list[Conversation], list[Conversation]]:
+#: Either asks turn by turn.
+User: TypeAlias = Conversation | chat.Chat
+
+
+def conversations(plan: Plan, shape: ModelShape) -> tuple[list[User], list[User]]:
     """Return the main conversations and the others, the same at every call."""
-    names = [f"user {i + 1}" for i in range(plan.main + plan.others)]
-    made = [Conversation(n, (plan.seed, i), plan, shape) for i, n in enumerate(names)]
+
+    def make(i: int) -> User:
+        name = f"user {i + 1}"
+        if shape == smollm2.SHAPE:
+            return chat.Chat(name, i, plan.prompt_tokens)
+        return Conversation(name, (plan.seed, i), plan, shape)
+
+    made = [make(i) for i in range(plan.main + plan.others)]
     return made[: plan.main], made[plan.main :]
+
+
+async def ask(
+    client: Client, prompt: list[int] | list[Message], tokens: int, *, whole: bool = False
+) -> Answer:
+    """Ask for a completion of token ids, or for the next message of a chat: see `Client.chat`."""
+    if isinstance(prompt[0], dict):
+        return await client.chat(prompt, tokens, whole=whole)
+    return await client.complete(prompt, tokens)
 
 
 @dataclass
@@ -215,7 +246,7 @@ class Runs:
     async def _session(
         self,
         server: Server,
-        turns: Iterable[Conversation],
+        turns: Iterable[User],
         crowd: bool = False,
         settle: bool = False,
     ) -> Session:
@@ -238,12 +269,12 @@ class Runs:
         session.recomputed_tokens = int(end.value("vllm:nvmeof_recomputed_tokens_total"))
         return session
 
-    async def _turn(self, client: Client, one: Conversation) -> Turn:
+    async def _turn(self, client: Client, one: User) -> Turn:
         """Run the next turn, alone on the server, and see where its KV came from."""
         with self._console.status(f"{one.name}, turn {one.turns + 1}"):
             prompt = one.next_prompt()
             before = await client.metrics()
-            answer = await client.complete(prompt, self._plan.answer_tokens)
+            answer = await ask(client, prompt, self._plan.answer_tokens)
             after = await client.metrics()
         one.add(answer)
 
@@ -253,18 +284,23 @@ class Runs:
         turn = Turn(
             conversation=one.name,
             number=one.turns,
-            prompt_tokens=len(prompt),
+            prompt_tokens=answer.tokens_in,
             answer=answer,
             gpu_hit_tokens=grown("vllm:prefix_cache_hits_total"),
             external_hit_tokens=grown("vllm:external_prefix_cache_hits_total"),
             cpu_tokens=grown("vllm:nvmeof_loaded_tokens_total", source="cpu"),
             pool_tokens=grown("vllm:nvmeof_loaded_tokens_total", source="pool"),
+            question=one.question,
         )
         self._console.print(
             f"  {turn.conversation}, turn {turn.number}: {turn.prompt_tokens} tokens, "
             f"{turn.found_tokens:4} found, {turn.case:>8}: "
             f"first token after {answer.ttft_s:6.3f} s"
         )
+        if turn.question:
+            self._console.print(
+                f"    [dim]{escape(turn.question)}[/]\n    {escape(chat.words(answer.text, 84))}"
+            )
         return turn
 
     async def _crowd(self, client: Client) -> CrowdResult:
@@ -296,13 +332,17 @@ async def run_crowd(
     """Send the whole crowd at once and wait for its answers."""
     crowd = plan.crowd
     rng = np.random.default_rng([crowd.seed, 1000])
-    prompts = [random_tokens(rng, crowd.prompt_tokens, shape) for _ in range(crowd.count)]
+    prompts: Sequence[list[int] | list[Message]]
+    if shape == smollm2.SHAPE:
+        prompts = chat.crowd(crowd.count, crowd.prompt_tokens)
+    else:
+        prompts = [random_tokens(rng, crowd.prompt_tokens, shape) for _ in range(crowd.count)]
     lengths = [crowd.answer_tokens + i * crowd.answer_step for i in range(crowd.count)]
     before = await client.metrics()
     watcher = asyncio.create_task(_watch(client, progress)) if progress is not None else None
     try:
         pairs = zip(prompts, lengths, strict=True)
-        answers = await asyncio.gather(*(client.complete(p, n) for p, n in pairs))
+        answers = await asyncio.gather(*(ask(client, p, n, whole=True) for p, n in pairs))
     finally:
         if watcher is not None:
             watcher.cancel()
@@ -349,7 +389,7 @@ def _arrivals(times: Sequence[float], left: float, right: float) -> int:
 
 
 _CHUNK_BYTES = 512 * KIB
-_POOL_BYTES = 512 * MIB
+_POOL_BYTES_MIN = 512 * MIB
 #: Fifteen times what two cores get, and no more KV: else a GPU computes a prompt at once.
 _ON_A_GPU = ModelShape(hidden=4096, intermediate=14336, heads=32)
 
@@ -372,10 +412,13 @@ def server_spec(plan: Plan, model: Path) -> ServerSpec:
 def offload_spec(
     plan: Plan, shape: ModelShape, target: Path, chunk_bytes: int = _CHUNK_BYTES
 ) -> OffloadSpec:
-    """Size the CPU tier to hold `plan.cpu_tier_conversations`.
+    """Size the CPU tier to hold `plan.cpu_tier_conversations`, and the pool to hold everything.
 
     target: the pool's directory. chunk_bytes: payload bytes of a chunk.
     """
+    chunk_bytes = max(chunk_bytes, BLOCK_TOKENS * shape.kv_bytes_per_token)
     chunk_tokens = chunk_bytes // shape.kv_bytes_per_token
     tokens = plan.cpu_tier_conversations * plan.conversation_tokens_max
-    return OffloadSpec.sized(math.ceil(tokens / chunk_tokens), chunk_bytes, _POOL_BYTES, target)
+    conversation_bytes = plan.conversation_tokens_max * shape.kv_bytes_per_token
+    pool_bytes = max(_POOL_BYTES_MIN, 12 * conversation_bytes)  # five, and the crowd
+    return OffloadSpec.sized(math.ceil(tokens / chunk_tokens), chunk_bytes, pool_bytes, target)

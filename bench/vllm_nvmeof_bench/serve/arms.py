@@ -19,6 +19,7 @@ from typing import Any
 
 import vllm_nvmeof_bench
 from vllm_nvmeof_bench.results import BenchError
+from vllm_nvmeof_bench.servers import smollm2
 from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 from vllm_nvmeof_bench.servers.model import ModelShape
 from vllm_nvmeof_bench.servers.server import (
@@ -38,6 +39,7 @@ _LARGE = ModelShape(
     layers=8, hidden=2048, intermediate=7168, heads=16, kv_heads=4, positions_max=131_072
 )
 _BYTES = {"float32": 4, "bfloat16": 2}
+_RANDOM, _REAL = "random", "smollm2"
 
 #: Printed beside every figure of the peer.
 PEER_NOTE = (
@@ -112,6 +114,10 @@ class ServerSettings:
     target_mb_per_s: int = option(
         200, "MB/s that the throttled stand-in for a target reads and writes.", min=1
     )
+    model: str = option(
+        _RANDOM,
+        f"Model of the servers started here: {_RANDOM}, or {_REAL} (45 KiB of KV a token).",
+    )
     server_args: str = option(
         "", "More arguments of vllm serve, quoted, for the servers started here."
     )
@@ -123,6 +129,10 @@ class ServerSettings:
 
     def sizes_of(self, working: int, request_max: int, gpu: int, **more: Any) -> Sizes:
         """Sizes in tokens of the servers that these settings start; more: fields of `Sizes`."""
+        if self.model not in (_RANDOM, _REAL):
+            raise BenchError(f"--model {self.model!r}: give {_RANDOM} or {_REAL}")
+        if self.model == _REAL:
+            more |= {"shape": smollm2.SHAPE, "dtype": "float32"}
         args = {"target_mb_per_s": self.target_mb_per_s, "server_args": self.server_args}
         return Sizes(working, request_max, gpu, **args, **more)
 

@@ -26,6 +26,7 @@ from vllm_nvmeof_bench.serve.arms import (
     engine_id,
     server_spec,
 )
+from vllm_nvmeof_bench.servers import smollm2
 from vllm_nvmeof_bench.servers.client import Client, Tokens
 from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 from vllm_nvmeof_bench.servers.model import make_model
@@ -168,7 +169,8 @@ def run(parts: Mapping[str, Part], logged: Callable[[str], bool] = lambda what: 
         wanted: dict[str, ServerSpec | str] = {arm.name: arm.url for arm in arms if arm.url}
         if ours:
             on_progress(0, 0, "making the model")
-            model = make_model(sizes.models.resolve(), sizes.shape)
+            real = sizes.shape == smollm2.SHAPE
+            model = smollm2.make() if real else make_model(sizes.models.resolve(), sizes.shape)
             wanted = {
                 arm.name: server_spec(arm, sizes, model, home / arm.directory) for arm in ours
             }

@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import httpx
 import numpy as np
@@ -21,6 +21,9 @@ import numpy as np
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.servers.server import MODEL_NAME
 from vllm_nvmeof_offload.errors import OffloadError
+
+#: Of a chat: its role and its content.
+Message: TypeAlias = dict[str, str]
 
 _CONNECTIONS_MAX = 256
 #: vLLM's server closes an idle connection after 5 s, and so loses a request that comes just then.
@@ -243,8 +246,33 @@ class Client:
             more["kv_transfer_params"] = {"nvmeof": {"helpers": list(helpers)}}
         headers = {} if replica is None else {"X-data-parallel-rank": str(replica)}
         answer = Answer(sent=0.0)
-        await self._stream(answer, prompt, max_tokens, more, headers)
+        await self._stream(answer, {"prompt": list(prompt)}, max_tokens, more, headers)
         if len(answer.tokens) != max_tokens:
+            raise ClientError(f"{len(answer.tokens)} of {max_tokens} tokens came")
+        return answer
+
+    async def chat(
+        self, messages: Sequence[Message], max_tokens: int, *, whole: bool = False
+    ) -> Answer:
+        """Stream a greedy answer to a conversation, of `max_tokens` tokens at most. If the last
+        message is the assistant's own, the answer goes on with it.
+
+        whole: of exactly so many, past the end that the model would make.
+
+        Raises:
+            ClientError: the server refused the request, or nothing came.
+        """
+        goes_on = messages[-1]["role"] == "assistant"
+        more = {
+            "logprobs": True,
+            "top_logprobs": 2,
+            "ignore_eos": whole,
+            "continue_final_message": goes_on,
+            "add_generation_prompt": not goes_on,
+        }
+        answer = Answer(sent=0.0)
+        await self._stream(answer, {"messages": list(messages)}, max_tokens, more, {})
+        if not answer.tokens or (whole and len(answer.tokens) != max_tokens):
             raise ClientError(f"{len(answer.tokens)} of {max_tokens} tokens came")
         return answer
 
@@ -263,7 +291,7 @@ class Client:
         answer = Answer(sent=time.perf_counter()) if into is None else into
         try:
             more = {} if cache_salt is None else {"cache_salt": cache_salt}
-            await self._stream(answer, prompt, max_tokens, more, {})
+            await self._stream(answer, {"prompt": list(prompt)}, max_tokens, more, {})
             if answer.tokens_out < max_tokens or not answer.times:
                 answer.failure = f"{answer.tokens_out} of {max_tokens} tokens came"
         except ClientError as error:
@@ -276,19 +304,21 @@ class Client:
     async def _stream(
         self,
         answer: Answer,
-        prompt: Sequence[int],
+        asked: Mapping[str, Any],
         max_tokens: int,
         more: Mapping[str, Any],
         headers: Mapping[str, str],
     ) -> None:
-        """Send a request, and add to `answer` until the stream ends. more: of the body.
+        """Send a request, and add to `answer` until the stream ends.
+
+        asked: a prompt, or the messages of a chat. more: of the body.
 
         Raises:
             ClientError: the server refused the request, or reports an error in the stream.
         """
         body = {
             "model": await self.model(),
-            "prompt": list(prompt),
+            **asked,
             "max_tokens": max_tokens,
             "temperature": 0.0,
             "ignore_eos": True,
@@ -297,7 +327,8 @@ class Client:
             "return_token_ids": True,
             **more,
         }
-        call = self._http.stream("POST", "/v1/completions", json=body, headers=headers)
+        path = "/v1/chat/completions" if "messages" in asked else "/v1/completions"
+        call = self._http.stream("POST", path, json=body, headers=headers)
         answer.sent = time.perf_counter()
         async with call as response:
             if response.status_code != httpx.codes.OK:
@@ -367,6 +398,16 @@ async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
             yield line
 
 
+def _of_a_chat(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The log-probabilities of a chat's tokens in the form of a completion's."""
+    return {
+        "token_logprobs": [one["logprob"] for one in found],
+        "top_logprobs": [
+            {top["token"]: top["logprob"] for top in one["top_logprobs"]} for one in found
+        ],
+    }
+
+
 def _take(answer: Answer, event: dict[str, Any], now: float) -> None:
     """Add one streamed event to the answer.
 
@@ -378,7 +419,11 @@ def _take(answer: Answer, event: dict[str, Any], now: float) -> None:
     for choice in event.get("choices") or ():
         ids = choice.get("token_ids")
         logprobs = choice.get("logprobs") or {}
-        answer.text += choice.get("text") or ""
+        if "delta" in choice:
+            if not ids and not choice["delta"].get("content"):
+                continue  # the role, or the end
+            logprobs = _of_a_chat(logprobs.get("content") or ())
+        answer.text += choice.get("text") or choice.get("delta", {}).get("content") or ""
         answer.tokens += ids or ()
         answer.times += [now] * (1 if ids is None else len(ids))
         # JSON has no NaN; a model that computes one (wrong KV does that) gives null.

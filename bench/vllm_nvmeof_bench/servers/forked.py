@@ -40,6 +40,11 @@ def can_be_forked(spec: ServerSpec) -> bool:
     return not (spec.program or others_vllm or _MANY_SERVERS.intersection(spec.extra_args))
 
 
+def start(spec: ServerSpec, log_path: Path) -> Server:
+    """Start a server, forked where it can be: vLLM is imported once, and not at each start."""
+    return (ForkedServer if can_be_forked(spec) else Server)(spec, log_path)
+
+
 class ForkedServer(Server):
     """A server forked from a zygote. A server that fails to start leaves the zygote unchanged."""
 

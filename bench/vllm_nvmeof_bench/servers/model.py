@@ -35,7 +35,8 @@ class ModelShape:
     """Sizes of the model.
 
     `query_gain` scales the query projections (peaked attention), `embed_std` the token
-    embeddings, `logit_std` the standard deviation of the logits.
+    embeddings, `logit_std` the standard deviation of the logits. tied: the output layer is the
+    embedding; `make_model` makes no such model.
     """
 
     seed: int = 20261121
@@ -49,6 +50,7 @@ class ModelShape:
     query_gain: float = 3.0
     embed_std: float = 0.25
     logit_std: float = 4.0
+    tied: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -63,7 +65,8 @@ class ModelShape:
     def parameters(self) -> int:
         """Number of weights; two norms per layer and one more have no random ones."""
         random = sum(math.prod(dims) for _, dims, _ in _tensors(self))
-        return random + (2 * self.layers + 1) * self.hidden
+        head = self.vocab * self.hidden if self.tied else 0
+        return random - head + (2 * self.layers + 1) * self.hidden
 
     def digest(self) -> str:
         """Short name of the files that this shape gives."""

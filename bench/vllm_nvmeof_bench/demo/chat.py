@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What people say in the demo: questions about documents that every Python installation has.
+
+The documents are chapters of Python's own manual, which `help()` shows.
+"""
+
+from __future__ import annotations
+
+from pydoc_data.topics import topics
+
+from vllm_nvmeof_bench.servers.client import Answer, Message
+
+#: A chapter of the manual for each user, and its title in the opening message.
+_DOCUMENTS = (
+    ("formatstrings", "format strings"),
+    ("string-methods", "methods of strings"),
+    ("typesseq", "sequence types"),
+    ("compound", "compound statements"),
+    ("specialnames", "special methods"),
+)
+_QUESTIONS = (
+    "What is this chapter about?",
+    "Give one example from it.",
+    "Name three words that are defined in it.",
+    "Whom would you recommend it to, and why?",
+)
+_CROWDS = "types"
+#: Of these texts; cautious, because a prompt must not become longer than its plan says.
+_CHARACTERS_PER_TOKEN = 3.5
+
+
+class Chat:
+    """A user who asks about a document, of `tokens` at most."""
+
+    def __init__(self, name: str, number: int, tokens: int) -> None:
+        self.name = name
+        self.turns = 0
+        self.question = ""
+        chapter, title = _DOCUMENTS[number % len(_DOCUMENTS)]
+        text = topics[chapter][: int(tokens * _CHARACTERS_PER_TOKEN)]
+        self._opening = f"This is a chapter of Python's manual, on {title}.\n\n{text}\n\n"
+        # The name comes first: no chat begins as another one does, or its KV would be found there.
+        self._said: list[Message] = [{"role": "system", "content": f"You answer {name}."}]
+
+    def next_prompt(self) -> list[Message]:
+        """Add the user's next question and return the whole conversation."""
+        self.question = _QUESTIONS[self.turns % len(_QUESTIONS)]
+        said = self.question if self.turns else self._opening + self.question
+        self._said.append({"role": "user", "content": said})
+        self.turns += 1
+        return list(self._said)
+
+    def add(self, answer: Answer) -> None:
+        self._said.append({"role": "assistant", "content": answer.text})
+
+
+def crowd(count: int, tokens: int) -> list[list[Message]]:
+    """Return one request each of so many people, about different parts of a chapter."""
+    size = int(tokens * _CHARACTERS_PER_TOKEN)
+    text = topics[_CROWDS]
+    parts = [text[at : at + size] for at in range(0, count * size, size)]
+    return [[{"role": "user", "content": f"Explain this in detail:\n\n{one}"}] for one in parts]
+
+
+def words(text: str, length: int = 60) -> str:
+    """Return the beginning of a text, as one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= length else line[:length].rsplit(" ", 1)[0] + " …"
