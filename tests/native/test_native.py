@@ -14,6 +14,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SEED = int(os.environ.get("NATIVE_TEST_SEED", "20261121"))
 SEEDS = int(os.environ.get("NATIVE_TEST_SEEDS", "4"))
+#: To compile and run one program, where several others want the two cores: it took 900 s then.
+LIMIT_S = 2400
+
+pytestmark = pytest.mark.timeout(LIMIT_S)
 
 
 def build(sanitize: str, program: str) -> Path:
@@ -61,7 +65,7 @@ def run(command: list[str]) -> None:
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
         "TSAN_OPTIONS": f"halt_on_error=1:suppressions={Path(__file__).parent}/tsan.supp",
     }
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMIT_S)
     if "unexpected memory mapping" in done.stderr:
         pytest.skip("this kernel's address layout does not suit ThreadSanitizer")
     assert done.returncode == 0, f"seed {SEED}\n{done.stdout}{done.stderr}"

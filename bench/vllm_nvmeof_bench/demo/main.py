@@ -35,7 +35,7 @@ from vllm_nvmeof_bench.demo.report import Report
 from vllm_nvmeof_bench.demo.workload import CrowdPlan, Plan, Runs
 from vllm_nvmeof_bench.servers import smollm2
 from vllm_nvmeof_bench.servers.engine import has_cpu_engine
-from vllm_nvmeof_bench.servers.forked import start
+from vllm_nvmeof_bench.servers.forked import import_vllm, start
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model
 from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 from vllm_nvmeof_offload.errors import OffloadError
@@ -52,14 +52,14 @@ _QUICK = Plan(
 )
 #: The same for the real model, whose texts are shorter than the tokens that they may have.
 _CHAT = Plan(
-    prompt_tokens=2200,
-    answer_tokens=20,
-    gpu_tokens=2656,
+    prompt_tokens=1900,
+    answer_tokens=16,
+    gpu_tokens=2144,
     cpu_tier_conversations=2.7,
-    crowd=CrowdPlan(count=9, prompt_tokens=240, answer_tokens=96, answer_step=6),
+    crowd=CrowdPlan(count=8, prompt_tokens=240, answer_tokens=72, answer_step=6),
 )
 _QUICK_CHAT = replace(
-    _CHAT, main=2, prompt_tokens=1700, gpu_tokens=2080, cpu_tier_conversations=1.9
+    _CHAT, main=2, prompt_tokens=1400, gpu_tokens=1664, cpu_tier_conversations=1.9
 )
 
 
@@ -103,6 +103,7 @@ def run(
 def _make_model(console: Console, random: bool, build: Path) -> tuple[Path, ModelShape]:
     with console.status("making the model"):
         if not random and has_cpu_engine():
+            import_vllm(workload.server_spec(_CHAT, Path()))
             try:
                 return smollm2.make(), smollm2.SHAPE
             except smollm2.NoRealModelError as error:

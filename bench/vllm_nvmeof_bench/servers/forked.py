@@ -45,18 +45,25 @@ def start(spec: ServerSpec, log_path: Path) -> Server:
     return (ForkedServer if can_be_forked(spec) else Server)(spec, log_path)
 
 
+def import_vllm(spec: ServerSpec) -> None:
+    """Begin to import vLLM for servers of this environment, if they can be forked."""
+    if can_be_forked(spec):
+        _zygote_of(spec)
+
+
+def _zygote_of(spec: ServerSpec) -> tuple[_Zygote, dict[str, str]]:
+    """The process to fork it from, and the variables that it gets when it is forked."""
+    # pytest writes the current test's name into a variable.
+    variables = {k: v for k, v in spec.environment().items() if not k.startswith("PYTEST_")}
+    late = {name: variables.pop(name) for name in [*variables] if name.startswith(_READ_LATE)}
+    return _zygote(frozenset(variables.items())), late
+
+
 class ForkedServer(Server):
     """A server forked from a zygote. A server that fails to start leaves the zygote unchanged."""
 
     def _launch(self) -> subprocess.Popen[bytes]:
-        # pytest writes the current test's name into a variable.
-        variables = {
-            name: value
-            for name, value in self.spec.environment().items()
-            if not name.startswith("PYTEST_")
-        }
-        late = {name: variables.pop(name) for name in [*variables] if name.startswith(_READ_LATE)}
-        zygote = _zygote(frozenset(variables.items()))
+        zygote, late = _zygote_of(self.spec)
         arguments = replace(self.spec, program=("vllm",)).command(self.port)[1:]
         self.log_path.write_bytes(b"")  # the log is read before the server has opened it
         return zygote.fork(arguments, self.log_path.resolve(), late)  # type: ignore[return-value]
