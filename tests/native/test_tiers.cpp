@@ -14,6 +14,7 @@
 #include <numeric>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tiers/tiers.h"
@@ -33,7 +34,7 @@ uint64_t seed_now = 0;
     }                                                                                           \
   } while (false)
 
-constexpr size_t kKeys = 60, kKeyBytes = 12;
+constexpr size_t kKeys = 60, kKeyBytes = 12, kAnswers = 40;
 constexpr uint16_t kRanks = 2;
 constexpr uint32_t kOwners = 2;
 constexpr std::array<uint8_t, kTagBytes> kTag{1};
@@ -85,6 +86,7 @@ class World {
       if (chance(70)) report();
       tiers_.drain();
       send();
+      recall();
     }
     rest();
     return tiers_.counts.borrowed;
@@ -135,6 +137,17 @@ class World {
     for (const char* key : keys)
       if (tiers_.lookup(key, kFromCpu | kFromPool) != Source::NONE) found.push_back(key);
     return found;
+  }
+
+  // What is remembered by rows is right: a look-up of the keys says the same.
+  void recall() {
+    for (const auto& [keys, before] : answers_)
+      if (tiers_.unmoved(before, kFromCpu | kFromPool))
+        CHECK(tiers_.whereabouts(keys, kFromCpu | kFromPool).mixed == before.mixed);
+    std::vector<const char*> keys = hits(some());
+    Whereabouts there = tiers_.whereabouts(keys, kFromCpu | kFromPool);
+    if (!there.rows.empty()) answers_.emplace_back(std::move(keys), std::move(there));
+    if (answers_.size() > kAnswers) answers_.pop_front();
   }
 
   void command() {
@@ -309,6 +322,7 @@ class World {
   std::vector<std::string> keys_;
   std::list<Op> ops_;
   std::vector<Hold> holds_;
+  std::list<std::pair<std::vector<const char*>, Whereabouts>> answers_;  // remembered ones
   uint64_t generation_ = 1000;  // no other engine has one of these: each begins at random
 };
 

@@ -216,11 +216,12 @@ uint64_t Tiers::mixed(std::span<const Row> rows, std::span<const ForeignRow> for
       mix(foreign_loads_);
       continue;
     }
-    if (source_of(rows[at], sources) == Source::NONE) return 0;
+    if (rows[at] == kNoRow) return 0;
+    // A row may be free by now, and has no place then, or may have become another key's.
     const Entry& entry = index[rows[at]];
-    // A row may have become another key's.
-    mix(entry.generation ^ uint64_t{entry.hash} << 32);
     const Seen there = seen(entry.state);
+    if (there == Seen::NOWHERE || source_of(rows[at], sources) == Source::NONE) return 0;
+    mix(entry.generation ^ uint64_t{entry.hash} << 32);
     uint64_t word = static_cast<uint64_t>(there);
     if (!mutant("remembered_answer_survives_a_load")) word |= uint64_t{entry.loads} << 8;
     if (mutant("remembered_answer_survives_a_move")) word &= ~uint64_t{0xff};
