@@ -14,10 +14,10 @@ there. The workers measure the read rates. While a rate is unknown, everything i
 
 The slowness is the time that loads take over the one predicted for them, smoothed. It is below 1
 where peers read for us, and where loads hide behind the prompts of others. A load that takes longer
-than computing, or is cut off, can only raise it, and any other only lower it: loads that are slower
-than predicted do no harm while they are faster than computing. The pool is read while loading is
-faster than computing. Once it is slower, the pool is declined until loading is faster by the factor
-`_HYSTERESIS`.
+than computing, or is cut off, can only raise it, and the latter at once: what it lacked would have
+taken longer still. Any other can only lower it: loads that are slower than predicted do no harm
+while they are faster than computing. The pool is read while loading is faster than computing. Once
+it is slower, the pool is declined until loading is faster by the factor `_HYSTERESIS`.
 
 A probe reads a few declined chunks in the background (`ReloadScheduler.probe`), so that no request
 waits to find out that the pool has recovered. A probe that goes well lowers the slowness towards
@@ -175,7 +175,7 @@ class Admission:
             self._trust = min(1.0, self._trust * 2)
             self._approach(min(sample, self.slowness), _NEWEST)
             return
-        self._approach(max(sample, self.slowness), _NEWEST)
+        self._approach(max(sample, self.slowness), 1.0 if missed else _NEWEST)
         if self.reading:  # otherwise it was decided on before an earlier one disappointed
             self.reading = False
             self._trust = max(_TRUST_MIN, self._trust / 2)
