@@ -204,8 +204,10 @@ class Rules:
             self._foreign.used(keys, self._entries(), self._provisional)
 
     def _provisional_gone(self, before: Mapping[bytes, Entry]) -> int:
-        gone = before.keys() - self._entries().keys()
-        return sum(before[key].generation in self._provisional for key in gone)
+        # By generation: in the same turn a key may be evicted and borrowed from another engine.
+        left = {entry.generation for entry in self._entries().values()}
+        gone = {entry.generation for entry in before.values()} - left
+        return len(gone & self._provisional)
 
     def follows_what_is_there(
         self, refused: Collection[bytes], prefix: Sequence[bytes], keys: Sequence[bytes]
