@@ -20,8 +20,8 @@ import numpy.typing as npt
 from vllm_nvmeof_offload.groups import GroupKind, group_id_of
 from vllm_nvmeof_offload.manager.boundary import plan as boundary_of
 from vllm_nvmeof_offload.manager.boundary import unit_tokens
+from vllm_nvmeof_offload.manager.boundary_stores import BoundaryStores
 from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL, ManagerCore, StorePlan
-from vllm_nvmeof_offload.manager.tails import Tails
 
 from .base import Clock, Knobs, Trace, Violation
 from .memory import Tag
@@ -88,9 +88,11 @@ class SimScheduler:
         self._full_ids = {g.group_id for g in knobs.groups if g.kind is GroupKind.FULL}
         self._sizes = [block_tokens(group) for group in knobs.groups]
         #: Chooses among windows and states; None: those of the prompt's end are stored.
-        self._tails: Tails | None = None
+        self._boundaries: BoundaryStores | None = None
         if knobs.boundary_tokens:
-            self._tails = Tails(cast(ManagerCore, rules), knobs.groups, knobs.boundary_tokens)
+            self._boundaries = BoundaryStores(
+                cast(ManagerCore, rules), knobs.groups, knobs.boundary_tokens
+            )
 
     # -- from outside -----------------------------------------------------------------
 
@@ -162,8 +164,8 @@ class SimScheduler:
             self._preempt(self._dropped[-1])
         self._blocks.reset()
         self._flush.update(self._jobs)
-        if self._tails is not None:
-            self._tails.reset()
+        if self._boundaries is not None:
+            self._boundaries.reset()
         again = not self.core.reset()
         self._rules.reset(self.tag if self.is_named else None, again=again)
         for request in list(self._requests.values()):
@@ -213,8 +215,8 @@ class SimScheduler:
         self._rules.fetching(lambda: self._queue.step(scheduled, *left))
         for request in preempted:
             self._flush |= request.jobs
-        for request in preempted + dropped if self._tails is not None else ():
-            self._tails.preempted(str(request))
+        for request in preempted + dropped if self._boundaries is not None else ():
+            self._boundaries.preempted(str(request))
         for block in self._allocated & self._fences.keys():
             self._flush |= self._fences[block]
         for request in self._requests.values():
@@ -522,14 +524,14 @@ class SimScheduler:
             prefix = request.keys(self._knobs.groups[0])
             self._rules.follows_what_is_there(request.refused, prefix, keys)
             return self._rules.prepare_store(keys, again=request.offered), keys
-        if self._tails is None:
+        if self._boundaries is None:
             return self._rules.prepare_store(keys, ends, again=request.offered), keys
-        offer = self._tails.offered(Face(request), keys, ends)
+        offer = self._boundaries.offered(Face(request), keys, ends)
         plan = self._rules.prepare_store(
             offer.keys, offer.ends, offer.provisional, again=request.offered
         )
         if not plan.refused:
-            self._tails.stored(str(request), offer)
+            self._boundaries.stored(str(request), offer)
         return plan, offer.keys
 
     def _offered(self, request: Request, tokens: int) -> list[tuple[int, int]]:
@@ -543,7 +545,8 @@ class SimScheduler:
             for chunk in range(begin, tokens // size):
                 end = (chunk + 1) * size
                 last = self._blocks_of(position, chunk)[-1]
-                sparse = group.kind in (GroupKind.WINDOW, GroupKind.STATE) and self._tails is None
+                is_sparse = group.kind in (GroupKind.WINDOW, GroupKind.STATE)
+                sparse = is_sparse and self._boundaries is None
                 if sparse and not prompt_end - reach < end <= prompt_end:
                     continue
                 if self._block_of(request, position, last) is not None:
@@ -575,8 +578,8 @@ class SimScheduler:
             self._store(metadata, request, tokens)
         request.tables = []
         self.core.counters["refused_stores"] += self.core.present([*request.refused]).count(0)
-        if self._tails is not None:
-            self._tails.ended(str(request))
+        if self._boundaries is not None:
+            self._boundaries.ended(str(request))
         if not request.jobs:
             self._requests.pop(request.rid, None)
 

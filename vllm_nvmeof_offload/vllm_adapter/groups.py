@@ -257,7 +257,7 @@ def _reach_tokens(kind: GroupKind, spec: Any) -> int | None:
 #
 # By default vLLM keeps them only at the end of a prompt, so nothing of an answer is ever found
 # again. Here vLLM keeps a boundary in every so many tokens, and its offloading scheduler offers
-# all windows that are still in GPU memory; `manager/tails.py` chooses among them.
+# all windows that are still in GPU memory; `manager/boundary_stores.py` chooses among them.
 
 
 def keep_boundaries(

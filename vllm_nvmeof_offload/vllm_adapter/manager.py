@@ -36,13 +36,13 @@ from vllm.v1.kv_offload.base import (
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.groups import Group
 from vllm_nvmeof_offload.manager.boundary import tokens_by_source
+from vllm_nvmeof_offload.manager.boundary_stores import BoundaryStores
 from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL, CoreConfig, ManagerCore, Source
 from vllm_nvmeof_offload.manager.eviction import MakePolicy
 from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.manager.look_up import Queue
 from vllm_nvmeof_offload.manager.prefill_rate import StepMeter
 from vllm_nvmeof_offload.manager.requests import Suspension, WaitingRequests
-from vllm_nvmeof_offload.manager.tails import Tails
 from vllm_nvmeof_offload.manager.telemetry import (
     FailureLog,
     MetricsCollector,
@@ -132,7 +132,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self.config = config
         self.suspension = Suspension(clock)
         self.waiting: WaitingRequests | None = None
-        self._tails: Tails | None = None
+        self._boundaries: BoundaryStores | None = None
         self._core: ManagerCore | None = None
         self._clock, self._worked_s = clock, clock()
         self._policy = policy
@@ -212,15 +212,16 @@ class NVMeoFOffloadingManager(OffloadingManager):
             return PrepareStoreOutput([], LoadStoreSpec(), [])
         wanted = list(keys)
         ends, again = self._ends(wanted, req_context), self._state(req_context).offered
-        if self._tails is None or ends is None:
+        if self._boundaries is None or ends is None:
             plan = self.core.prepare_store(wanted, ends, again=again)
         else:
             assert self.waiting is not None
-            offer = self._tails.offered(self.waiting.request(req_context.req_id), wanted, ends)
+            request = self.waiting.request(req_context.req_id)
+            offer = self._boundaries.offered(request, wanted, ends)
             wanted = _offload_keys(offer.keys)
             plan = self.core.prepare_store(wanted, offer.ends, offer.provisional, again=again)
             if not plan.refused:
-                self._tails.stored(req_context.req_id, offer)
+                self._boundaries.stored(req_context.req_id, offer)
         self._note_refused(plan.refused, wanted, req_context)
         if plan.command is None:
             return PrepareStoreOutput([], LoadStoreSpec(), [])
@@ -257,8 +258,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         # Comes when nothing more of the request will be stored.
         self.suspension.ended(req_context.req_id)
-        if self._tails is not None:
-            self._tails.ended(req_context.req_id)
+        if self._boundaries is not None:
+            self._boundaries.ended(req_context.req_id)
         state = req_context.get_state(_RequestState)
         if state is not None:
             still = self.core.present(list(state.refused)).count(0)  # others may have stored some
@@ -306,9 +307,9 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._steps.scheduled(tokens, lambda: _computed_before(scheduler_output))
         self.core.counters["preemptions"] += len(scheduler_output.preempted_req_ids or ())
         self.waiting.step(scheduler_output)
-        if self._tails is not None:
+        if self._boundaries is not None:
             for request_id in scheduler_output.preempted_req_ids or ():
-                self._tails.preempted(request_id)
+                self._boundaries.preempted(request_id)
         self.suspension.log_while_it_lasts()
 
     def step_ended(self, scheduler_s: float) -> None:
@@ -354,8 +355,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
         if self._core is None:
             self._void = True  # the chunks that `attach` will adopt too
             return
-        if self._tails is not None:
-            self._tails.reset()
+        if self._boundaries is not None:
+            self._boundaries.reset()
         entries = self._core.gauges()["entries"]
         if self._core.reset():
             logger.info("a reset declared void what was offloaded: %d chunks", entries)
@@ -409,8 +410,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
         """Make the core: the workers' handshake has come.
 
         key_bytes: of every offload key. groups: the offloaded ones, by position. queue: of the
-        requests that wait. boundary_tokens: see `keep_boundaries`. tail_tokens: as in `Tails`.
-        share: None: with nobody.
+        requests that wait. boundary_tokens: see `keep_boundaries`. tail_tokens: as in
+        `BoundaryStores`. share: None: with nobody.
         """
         assert self._core is None, "a second handshake"
         ordered = sorted(hellos, key=lambda hello: hello.rank)
@@ -447,7 +448,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         if queue is not None:
             self.waiting = WaitingRequests(core, queue, self._clock)
         if boundary_tokens:
-            self._tails = Tails(core, groups, boundary_tokens, tail_tokens)
+            self._boundaries = BoundaryStores(core, groups, boundary_tokens, tail_tokens)
         self._export_due = True
 
     def take_commands(self) -> list[Command]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.manager.boundary import plan, unit_tokens
-from vllm_nvmeof_offload.manager.tails import Tails
+from vllm_nvmeof_offload.manager.boundary_stores import BoundaryStores
 
 FULL = Group(0, GroupKind.FULL, 16)
 WINDOW = Group(3, GroupKind.WINDOW, 16, 1, 3, 47)
@@ -36,7 +36,7 @@ class Server:
     ) -> None:
         self.groups = groups
         core: Any = self
-        self.tails = Tails(core, groups, every_tokens, tail_tokens)
+        self.stores = BoundaryStores(core, groups, every_tokens, tail_tokens)
         self.prompt, self.computed = prompt, 0
         self.chunks: dict[bytes, str] = {}
         self.shared = 0
@@ -70,7 +70,7 @@ class Server:
                 self.offer(offer)
 
     def offer(self, chunks: Sequence[tuple[Group, int]]) -> None:
-        offer = self.tails.offered(
+        offer = self.stores.offered(
             SimpleNamespace(
                 request_id="a", num_prompt_tokens=self.prompt, shared_prefix_boundary=self.shared
             ),
@@ -81,7 +81,7 @@ class Server:
             if not is_provisional:
                 self.chunks[key] = "kept"
             self.chunks.setdefault(key, "provisional")
-        self.tails.stored("a", offer)
+        self.stores.stored("a", offer)
 
     def kept(self, group: Group) -> list[int]:
         """The ends of the group's chunks that last."""
@@ -144,7 +144,7 @@ def test_in_decode_the_last_window_is_there_and_earlier_ones_are_superseded() ->
         server.run(1)
     assert server.provisional(WINDOW) == [96, 112, 128]
     assert server.resumes_at() == 128
-    server.tails.ended("a")
+    server.stores.ended("a")
     assert server.kept(WINDOW) == [16, 96, 112, 128]
 
 
@@ -153,7 +153,7 @@ def test_a_preempted_request_keeps_what_it_resumes_from() -> None:
     server.run(32)
     for _ in range(40):
         server.run(1)
-    server.tails.preempted("a")
+    server.stores.preempted("a")
     assert server.provisional(WINDOW) == []
     for _ in range(100):
         server.run(1)
@@ -169,7 +169,7 @@ def test_a_prompt_s_last_part_of_a_chunk_lasts_where_vllm_stores_and_finds_it() 
     server.offer(tails)
     for _ in range(100):
         server.run(1)
-    server.tails.ended("a")
+    server.stores.ended("a")
     assert [server.chunks[server.key(group, end)] for group, end in tails] == ["kept"] * 2
     assert server.kept(STATE) == [160, 272]
 
@@ -190,7 +190,7 @@ def test_after_a_reset_everything_is_offered_anew() -> None:
     server = Server([FULL, WINDOW], prompt=32)
     server.run(64)
     server.chunks.clear()
-    server.tails.reset()
+    server.stores.reset()
     server.computed = 0
     server.run(80)
     assert server.resumes_at() == 80
@@ -198,8 +198,8 @@ def test_after_a_reset_everything_is_offered_anew() -> None:
 
 def test_requests_without_a_store_are_ignored() -> None:
     server = Server([FULL, WINDOW])
-    server.tails.preempted("b")
-    server.tails.ended("b")
+    server.stores.preempted("b")
+    server.stores.ended("b")
 
 
 @pytest.mark.parametrize("tails", [[WINDOW], [STATE], [WINDOW, STATE], [WINDOW, LOCAL]])
@@ -223,5 +223,5 @@ def test_a_request_always_resumes_near_its_end(
         for group in tails:
             if group.kind is not GroupKind.LOCAL and STATE not in tails:
                 assert len(server.provisional(group)) <= 2 * (group.reach_chunks or 0)
-    server.tails.ended("a")
+    server.stores.ended("a")
     assert all(how == "kept" for how in server.chunks.values())

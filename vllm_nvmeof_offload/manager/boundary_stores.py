@@ -3,7 +3,7 @@
 
 A window or a state is of use only at a boundary, so not all of those that vLLM offers are stored.
 *Lasting* boundaries are the end of a prompt, the end of a prefix that vLLM found to be shared, and
-one in every so many tokens. The tails at the frontier of what was computed are stored
+one in every so many tokens. Those at the frontier of what was computed are stored
 *provisionally*: they are what a next turn, or the request itself after a preemption, resumes from.
 They are in the CPU tier only. A later frontier supersedes them. When the request ends or is
 preempted, the last of them become lasting.
@@ -49,7 +49,7 @@ class _Request:
     latest: dict[int, int] = field(default_factory=dict)
 
 
-class Tails:
+class BoundaryStores:
     """By request. groups: among them one of windows or states. every_tokens: between two lasting
     boundaries, a multiple of a chunk of every group. tail_tokens: a prompt, or a shared prefix, is
     also stored up to the last multiple of it, within a chunk; 0: up to whole chunks only."""
