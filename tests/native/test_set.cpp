@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "machine/machine.h"
-#include "tiers/members.h"
+#include "tiers/place.h"
 
 using namespace nvmeof;
 

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "tiers/foreign.h"
+#include "tiers/accepted_owners.h"
 #include "tiers/foreign_region.h"
 
 using namespace nb::literals;

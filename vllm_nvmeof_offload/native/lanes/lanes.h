@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "common/op.h"
-#include "tiers/members.h"
+#include "tiers/place.h"
 
 namespace nvmeof {
 

@@ -13,7 +13,7 @@
 
 #include "common/op.h"
 #include "lanes/lanes.h"
-#include "tiers/members.h"
+#include "tiers/place.h"
 
 namespace nvmeof {
 

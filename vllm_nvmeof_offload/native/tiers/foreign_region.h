@@ -17,7 +17,7 @@
 #include "common/huge_pages.h"
 #include "lanes/log.h"
 #include "tiers/foreign_table.h"
-#include "tiers/members.h"
+#include "tiers/place.h"
 
 namespace nvmeof {
 

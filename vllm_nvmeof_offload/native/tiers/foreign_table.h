@@ -28,7 +28,7 @@
 #include <vector>
 
 #include "lanes/lanes.h"
-#include "tiers/members.h"
+#include "tiers/place.h"
 
 namespace nvmeof {
 

@@ -12,7 +12,7 @@
 
 #include "common/huge_pages.h"
 #include "common/op.h"
-#include "tiers/members.h"
+#include "tiers/place.h"
 
 namespace nvmeof {
 

@@ -9,7 +9,7 @@
 
 #include "common/huge_pages.h"
 #include "common/op.h"
-#include "tiers/members.h"
+#include "tiers/place.h"
 
 namespace nvmeof {
 

@@ -15,8 +15,8 @@
 
 #include "common/op.h"
 #include "common/small_column.h"
+#include "tiers/accepted_owners.h"
 #include "tiers/eviction.h"
-#include "tiers/foreign.h"
 #include "tiers/index.h"
 
 namespace nvmeof {
@@ -371,7 +371,7 @@ class Tiers {
   void want_or_dedupe(Row row);
   void want_if_lost(Row row);
   Row pooled_at(Place place) const;
-  // -- members: members.cpp
+  // -- equal ranks: equal_ranks.cpp
   Part part_of(size_t group, uint32_t member) const;
   Part part_to_store(size_t group);
   bool is_single(const Batch& batch, size_t at) const;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "tiers/foreign.h"
+#include "tiers/accepted_owners.h"
 
 #include <algorithm>
 #include <chrono>
