@@ -103,19 +103,12 @@ COUNTERS = _table(
     _row("loads_cut", "loads", (),
          "Loads cancelled because recomputing would have been faster by then."),
     # -- preempted requests
-    _row("preemptions", "requests", (),
-         "Preemptions of requests by vLLM's scheduler."),
-    _row("reloaded_tokens", "tokens", (),
-         "Tokens loaded for resumed, previously preempted requests."),
-    _row("recomputed_tokens", "tokens", (),
-         "Tokens of resumed requests that had been computed before the preemption and were "
-         "neither in GPU memory nor loaded."),
-    _row("resumed_chunk_tokens", "tokens", (),
+    _row("resumed_tokens", "tokens", _one("source", "loaded", "recomputed"),
+         "Tokens of resumed, previously preempted requests. loaded: from a tier; recomputed: "
+         "computed before the preemption, and neither in GPU memory nor found in a tier."),
+    _row("resumed_chunk_tokens", "tokens", _one("source", "found", "recomputed"),
          "Tokens in full chunks of resumed requests that had been computed before the preemption "
-         "and were no longer in GPU memory."),
-    _row("resumed_chunk_tokens_lost", "tokens", (),
-         "Tokens in full chunks of resumed requests that had been computed before the preemption "
-         "and were computed again."),
+         "and were no longer in GPU memory: found in a tier, or recomputed."),
     # -- other engines' chunks
     _row("borrowed_chunks", "chunks", (),
          "Chunks that every rank read from another engine's pool."),

@@ -21,6 +21,7 @@ from tests.e2e import faults_rig as rig
 FAILED = "vllm:nvmeof_failed_chunks_total"
 LOADED = "vllm:nvmeof_loaded_tokens_total"
 HITS = "vllm:external_prefix_cache_hits_total"
+RESUMED = "vllm:nvmeof_resumed_tokens_total"
 SUSPECT = "vllm:nvmeof_suspect_targets"
 #: A deadline and a recompute on a busy machine; an operation that hangs does so for much longer.
 HANG_S_MAX = 60
@@ -222,10 +223,10 @@ def test_preemption_and_many_at_once(server: Server, reference: rig.Reference) -
         answers = rig.ask_at_once(server, reference.prompts, 150)
         for answer, expected in zip(answers, reference.answers, strict=True):
             assert answer.tokens[: rig.ANSWER_TOKENS] == expected.tokens
-        if rig.grown(server, before, "vllm:nvmeof_reloaded_tokens_total"):
+        if rig.grown(server, before, RESUMED, source="loaded"):
             break
     assert rig.grown(server, before, "vllm:num_preemptions_total") > 0
-    assert rig.grown(server, before, "vllm:nvmeof_reloaded_tokens_total") > 0
+    assert rig.grown(server, before, RESUMED, source="loaded") > 0
     again = rig.ask(server, reference.prompts, 150)
     assert [a.tokens for a in again] == [a.tokens for a in answers]
 

@@ -120,7 +120,6 @@ def outcome(
 
 def test_many_were_preempted(outcome: Outcome) -> None:
     assert outcome.grown("vllm:num_preemptions_total") >= PREEMPTIONS_MIN
-    assert outcome.ours("preemptions") == outcome.grown("vllm:num_preemptions_total")
 
 
 def test_tokens_are_the_same(outcome: Outcome) -> None:
@@ -130,14 +129,15 @@ def test_tokens_are_the_same(outcome: Outcome) -> None:
 
 def test_few_tokens_are_computed_twice(outcome: Outcome) -> None:
     """Among the computed tokens in full chunks that were no longer in GPU memory."""
-    gone = outcome.ours("resumed_chunk_tokens")
+    gone = outcome.ours("resumed_chunk_tokens")  # found, or recomputed
     assert gone > 1000
     reasons = {name: outcome.ours(name) for name in REASONS}
     allowed = 0.05 * gone
     if outcome.ahead:
-        allowed += outcome.ours("preemptions") * rig.CHUNK_TOKENS
+        allowed += outcome.grown("vllm:num_preemptions_total") * rig.CHUNK_TOKENS
     # As a text: pytest cuts a dict.
-    assert outcome.ours("resumed_chunk_tokens_lost") <= allowed, str(reasons)
+    recomputed = outcome.ours("resumed_chunk_tokens", source="recomputed")
+    assert recomputed <= allowed, str(reasons)
     assert outcome.ours("failed_chunks") == 0
 
 
@@ -148,7 +148,7 @@ def test_vllms_own_metrics_agree(outcome: Outcome) -> None:
         for prompt, answer in zip(_crowd(number), answers, strict=True):
             needed += len(prompt) + len(answer.tokens) - 1  # the last token is not fed back
     twice = outcome.ours("step_tokens") - needed
-    counted = outcome.ours("recomputed_tokens")
+    counted = outcome.ours("resumed_tokens", source="recomputed")
     # vLLM computes a resumed request's last token again even if all its KV is loaded, and the
     # steps that it had scheduled ahead for a victim are not all computed.
     resumes = outcome.grown("vllm:num_preemptions_total")

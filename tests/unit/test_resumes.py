@@ -46,19 +46,17 @@ class Resumes(ResumeCounter):
         self.counts = Counts()
         super().__init__(lambda name: tokens(), tokens_per_chunk, self.counts)
 
-    def gets(
-        self, reloaded: int, recomputed: int, chunk_tokens: int, chunk_tokens_lost: int
-    ) -> bool:
+    def gets(self, loaded: int, recomputed: int, chunk_tokens: int, chunk_tokens_lost: int) -> bool:
         """Whether the request "a" is resumed, with so many tokens of each kind."""
-        return self.resumed("a", reloaded) and self.counts == {
-            "reloaded_tokens": reloaded,
-            "recomputed_tokens": recomputed,
-            "resumed_chunk_tokens": chunk_tokens,
-            "resumed_chunk_tokens_lost": chunk_tokens_lost,
+        return self.resumed("a", loaded) and self.counts == {
+            ("resumed_tokens", "loaded"): loaded,
+            ("resumed_tokens", "recomputed"): recomputed,
+            ("resumed_chunk_tokens", "found"): chunk_tokens - chunk_tokens_lost,
+            ("resumed_chunk_tokens", "recomputed"): chunk_tokens_lost,
         }
 
 
-def test_reloaded_and_recomputed_tokens_of_a_resume() -> None:
+def test_loaded_and_recomputed_tokens_of_a_resume() -> None:
     counter = Resumes()
     counter.step(_step(new={"a": (0, 100)}))
     counter.step(_step(cached={"a": (100, 1)}))
@@ -69,13 +67,13 @@ def test_reloaded_and_recomputed_tokens_of_a_resume() -> None:
     assert not counter.resumed("a", 0)
 
 
-def test_what_vllm_does_not_have_us_load_is_not_reloaded() -> None:
+def test_what_vllm_does_not_have_us_load_is_not_counted_as_loaded() -> None:
     """Another connector has it, or GPU memory has as much."""
     counter = Resumes()
     counter.step(_step(new={"a": (0, 100)}))
     counter.step(_step(preempted=("a",)))
     counter.offered("a", 32, 48)
-    assert counter.gets(reloaded=0, recomputed=20, chunk_tokens=68, chunk_tokens_lost=20)
+    assert counter.gets(loaded=0, recomputed=20, chunk_tokens=68, chunk_tokens_lost=20)
 
 
 def test_a_first_admission_is_no_resume() -> None:
@@ -107,7 +105,7 @@ def test_chunk_tokens_are_those_of_full_chunks_outside_gpu_memory() -> None:
     counter.step(_step(new={"a": (0, 100)}))
     counter.step(_step(preempted=("a",)))
     counter.offered("a", 32, 32)
-    assert counter.gets(reloaded=32, recomputed=36, chunk_tokens=64, chunk_tokens_lost=32)
+    assert counter.gets(loaded=32, recomputed=36, chunk_tokens=64, chunk_tokens_lost=32)
 
 
 def test_an_unfinished_last_chunk_is_no_loss() -> None:
@@ -169,7 +167,7 @@ def test_rejected_drafts_were_not_computed() -> None:
     counter.step(_step(preempted=("a",)))
     assert counter.computed("a") == 29
     counter.offered("a", 16, 0)
-    assert counter.gets(reloaded=0, recomputed=13, chunk_tokens=8, chunk_tokens_lost=8)
+    assert counter.gets(loaded=0, recomputed=13, chunk_tokens=8, chunk_tokens_lost=8)
 
 
 @pytest.mark.parametrize("accepted", range(6))

@@ -101,10 +101,11 @@ class ResumeCounter:
         computed = self.computed(request_id)
         del self._preempted[request_id]
         chunked = computed - computed % self._unit_tokens
-        self._counters["reloaded_tokens"] += loaded
-        self._counters["recomputed_tokens"] += max(0, computed - local - found)
-        self._counters["resumed_chunk_tokens"] += max(0, chunked - local)
-        self._counters["resumed_chunk_tokens_lost"] += max(0, chunked - local - found)
+        lost = max(0, chunked - local - found)
+        self._counters["resumed_tokens", "loaded"] += loaded
+        self._counters["resumed_tokens", "recomputed"] += max(0, computed - local - found)
+        self._counters["resumed_chunk_tokens", "found"] += max(0, chunked - local) - lost
+        self._counters["resumed_chunk_tokens", "recomputed"] += lost
         return True
 
 

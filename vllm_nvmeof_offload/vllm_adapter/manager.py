@@ -305,7 +305,6 @@ class NVMeoFOffloadingManager(OffloadingManager):
         if tokens:
             self._worked_s = self._clock()
         self._steps.scheduled(tokens, lambda: _computed_before(scheduler_output))
-        self.core.counters["preemptions"] += len(scheduler_output.preempted_req_ids or ())
         self.waiting.step(scheduler_output)
         if self._boundaries is not None:
             for request_id in scheduler_output.preempted_req_ids or ():

@@ -44,6 +44,7 @@ from vllm_nvmeof_bench.servers.server import (
 from vllm_nvmeof_offload.units import KIB, MIB
 
 _PREEMPTIONS = "vllm:num_preemptions_total"
+_RESUMED = "vllm:nvmeof_resumed_tokens_total"
 #: A request was preempted when, during one pause of its own, another got this many tokens.
 _PREEMPTED_TOKENS_MIN = 8
 #: Tokens of one request that arrive closer than this were delivered late, in one go: a
@@ -265,8 +266,8 @@ class Runs:
                     await client.settle()
             end = await client.metrics()
         session.external_hit_tokens = int(end.value("vllm:external_prefix_cache_hits_total"))
-        session.reloaded_tokens = int(end.value("vllm:nvmeof_reloaded_tokens_total"))
-        session.recomputed_tokens = int(end.value("vllm:nvmeof_recomputed_tokens_total"))
+        session.reloaded_tokens = int(end.value(_RESUMED, source="loaded"))
+        session.recomputed_tokens = int(end.value(_RESUMED, source="recomputed"))
         return session
 
     async def _turn(self, client: Client, one: User) -> Turn:

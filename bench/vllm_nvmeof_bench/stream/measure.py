@@ -152,14 +152,14 @@ def _measure_resume(settings: Settings, home: Path, on_step: OnStep) -> Found:
 
     async def crowds(client: Client, arm: str) -> list[Sample]:
         found: list[Sample] = []
+        name = "vllm:nvmeof_resumed_tokens_total"
         await client.complete(NUDGE, 4)  # takes the costs of a first request
         for number in range(settings.server_rounds):
             on_step(f"resume · round {number + 1} · a crowd that preempts · {arm}")
             crowd = replace(plan.crowd, seed=plan.crowd.seed + 100 * settings.seed + number)
-            before = await client.metrics()
+            before = (await client.metrics()).value(name, source="loaded")
             result = await run_crowd(client, replace(plan, crowd=crowd), shape)
-            name = "vllm:nvmeof_reloaded_tokens_total"
-            loaded = (await client.metrics()).value(name) - before.value(name)
+            loaded = (await client.metrics()).value(name, source="loaded") - before
             each = round(loaded / max(1, result.preemptions))
             preemptions[arm] += result.preemptions
             for index, answer in enumerate(result.answers):

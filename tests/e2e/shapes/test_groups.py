@@ -91,8 +91,8 @@ class Same:
         assert lives.plain.grown(CROWDED, "num_preemptions") == 0
         preemptions = life.grown(CROWDED, "num_preemptions")
         assert preemptions > 0
-        loaded = life.grown(CROWDED, "nvmeof_reloaded_tokens")
-        computed = life.grown(CROWDED, "nvmeof_recomputed_tokens")
+        loaded = life.grown(CROWDED, "nvmeof_resumed_tokens:loaded")
+        computed = life.grown(CROWDED, "nvmeof_resumed_tokens:recomputed")
         allowed = RECOMPUTED_MAX * (loaded + computed) + preemptions * self.kind.boundary_tokens
         assert loaded > 0
         assert computed <= allowed

@@ -45,8 +45,8 @@ def test_a_long_request_that_was_preempted_computes_little_again(
     assert kind.same(got.answers[0], plain.answers[0], in_pieces=True)
     assert plain.grown(0, "num_preemptions") == 0
     preemptions = got.grown(0, "num_preemptions")
-    loaded = got.grown(0, "nvmeof_reloaded_tokens")
-    computed = got.grown(0, "nvmeof_recomputed_tokens")
+    loaded = got.grown(0, "nvmeof_resumed_tokens:loaded")
+    computed = got.grown(0, "nvmeof_resumed_tokens:recomputed")
     print(f"{name}: {preemptions:.0f} preemptions, {loaded:.0f} loaded, {computed:.0f} computed")
     assert preemptions > 0
     # On average half a boundary per preemption cannot be loaded: less than what is allowed.

@@ -65,7 +65,7 @@ def test_an_undeclared_series_is_not_exported() -> None:
 
 def test_series_are_exported_as_0_at_first() -> None:
     zeros = first_counts(3)
-    assert zeros["preemptions"] == zeros["evictions", "cpu"] == 0
+    assert zeros["resets"] == zeros["evictions", "cpu"] == 0
     written = [series for series in zeros if series[0] == "target_written_bytes"]
     assert written == [("target_written_bytes", number) for number in "012"]
     assert sum(series[0] == "transfer_bytes" for series in zeros) == 4
