@@ -91,13 +91,10 @@ COUNTERS = _table(
     _row("loaded_tokens", "tokens", _one("source", "cpu", "pool", "shared"),
          "Tokens for which a load was started, by the tier that had the KV; shared is another "
          "engine's pool."),
-    _row("failed_load_tokens", "tokens", (),
-         "Tokens whose load failed and which were recomputed."),
-    _row("declined_tokens", "tokens", (),
-         "Tokens found in a tier but recomputed because recomputing was expected to be faster."),
-    _row("boundary_limited_tokens", "tokens", (),
-         "Tokens recomputed although their full attention was found, because no windows or states "
-         "to continue from were found behind the last loadable boundary."),
+    _row("recomputed_tokens", "tokens", _one("reason", "load_failed", "declined", "no_boundary"),
+         "Tokens found in a tier but recomputed, by reason. declined: recomputing was expected to "
+         "be faster; no_boundary: full attention was found, but no windows or states to continue "
+         "from behind the last loadable boundary."),
     _row("admissions", "hits", _one("decision", "load", "partial", "recompute"),
          "Hits for which vLLM allocated GPU blocks, by the decision on the hit."),
     _row("loads_cut", "loads", (),

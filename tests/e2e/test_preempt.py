@@ -28,7 +28,7 @@ GPU_BLOCKS, MODEL_LEN = 37, 512
 STAGING_SLOTS = 24
 #: The counters that tell why computed chunks are not loaded.
 REASONS = (
-    *("declined_tokens", "loads_cut", "failed_load_tokens", "failed_chunks", "verdict_changes"),
+    *("recomputed_tokens", "loads_cut", "failed_chunks", "verdict_changes"),
     *("refused_stores", "refused_writes", "incomplete_chunks", "evictions", "prefetches_ended"),
 )
 #: Rounds in which enough preemptions must have happened.

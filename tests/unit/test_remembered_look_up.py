@@ -374,7 +374,7 @@ def test_what_vllm_finds_of_a_block_is_weighed_not_the_whole_block() -> None:
     assert engine.ask(request) == (2 * BLOCK, True), "what the CPU tier has"
     engine.waiting.allocated("a", 2 * BLOCK)
     assert admissions["admissions", "partial"] == 1
-    assert admissions["declined_tokens"] == BLOCK // 2
+    assert admissions["recomputed_tokens", "declined"] == BLOCK // 2
 
 
 def test_with_kv_events_every_look_up_is_real() -> None:

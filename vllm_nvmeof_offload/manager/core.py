@@ -571,7 +571,7 @@ class ManagerCore:
             first = (op.tokens.start // per_chunk + row) * per_chunk
             lost = op.tokens.stop - max(op.tokens.start, first)
         if lost > op.lost:
-            self._counters["failed_load_tokens"] += lost - op.lost
+            self._counters["recomputed_tokens", "load_failed"] += lost - op.lost
             op.lost = lost
 
     @property

@@ -169,11 +169,12 @@ class WaitingRequests:
         self.resumes.resumed(request_id, loaded)
         if attempt is not None and attempt.tokens and not loaded:
             return attempt
+        counters = self._core.counters
         if attempt is not None:
-            self._core.counters["admissions", attempt.decision] += 1
-            self._core.counters["declined_tokens"] += attempt.declined
+            counters["admissions", attempt.decision] += 1
+            counters["recomputed_tokens", "declined"] += attempt.declined
         if self._limited and found is not None:
-            self._core.counters["boundary_limited_tokens"] += self._beyond(request_id, found)
+            counters["recomputed_tokens", "no_boundary"] += self._beyond(request_id, found)
         return attempt
 
     def _beyond(self, request_id: str, found: int) -> int:

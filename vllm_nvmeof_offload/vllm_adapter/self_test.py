@@ -268,7 +268,7 @@ class _Engine:
     def _tokens(self) -> dict[str, float]:
         counters = self._manager.core.counters
         found = {source: counters["loaded_tokens", source] for source in ("cpu", "pool")}
-        return {**found, "failed": counters["failed_load_tokens"]}
+        return {**found, "failed": counters["recomputed_tokens", "load_failed"]}
 
     def _step(self) -> None:
         """One step of the engine."""

@@ -19,6 +19,8 @@ from vllm_nvmeof_offload.vllm_adapter import new_weights
 _SETTLE_S = 120.0
 #: Number of log-probabilities: the token's and the runner-up's.
 _RANKS = 2
+#: By which counters and gauges are told apart.
+_LABELS = ("source", "tier", "decision", "reason")
 
 
 def play(plan: dict[str, Any]) -> dict[str, Any]:
@@ -221,12 +223,12 @@ def _image(seed: int) -> Any:
 
 
 def _counters(llm: Any) -> dict[str, float]:
-    """Counters and gauges by name and, if present, by source, tier or decision."""
+    """Counters and gauges by name and, if present, by the first of `_LABELS`."""
     found: dict[str, float] = {}
     for metric in llm.get_metrics():
         if not hasattr(metric, "value"):
             continue
-        label = next(filter(None, map(metric.labels.get, ("source", "tier", "decision"))), None)
+        label = next(filter(None, map(metric.labels.get, _LABELS)), None)
         name = metric.name.removeprefix("vllm:")
         key = f"{name}:{label}" if label else name
         found[key] = found.get(key, 0) + metric.value

@@ -84,7 +84,7 @@ def test_the_next_turn_finds_the_prompt_and_the_answer(
     print(f"{kind}: {got.grown(1, FOUND):.0f} of {tokens} tokens found")
     per_chunk = _chunk_tokens(kind, got)
     assert got.grown(1, FOUND) == tokens // per_chunk * per_chunk
-    assert got.grown(1, "nvmeof_boundary_limited_tokens") == 0
+    assert got.grown(1, "nvmeof_recomputed_tokens:no_boundary") == 0
     # Decode has left windows or states behind; the rest was written.
     superseded = got.grown(0, "nvmeof_superseded_chunks")
     assert superseded > 0
@@ -110,7 +110,7 @@ def test_by_vllms_own_rule_it_finds_the_prompt_only(
     per_chunk = CHUNK_TOKENS[kind]
     found = TALKS[kind][0] // per_chunk * per_chunk
     assert got.grown(1, FOUND) == found
-    limited = got.grown(1, "nvmeof_boundary_limited_tokens")
+    limited = got.grown(1, "nvmeof_recomputed_tokens:no_boundary")
     assert limited == tokens // per_chunk * per_chunk - found
     assert got.grown(0, "nvmeof_superseded_chunks") == 0
 

@@ -38,7 +38,7 @@ def test_what_the_cpu_tier_has_is_loaded(zygote: Zygote, tmp_path: Path, name: s
         assert not outcome.error, outcome.error
     for answers, expected in zip(got.answers, plain.answers, strict=True):
         assert kind.same(answers, expected, in_pieces=True)
-    loaded, declined = got.grown(2, CPU), got.grown(2, "nvmeof_declined_tokens")
+    loaded, declined = got.grown(2, CPU), got.grown(2, "nvmeof_recomputed_tokens:declined")
     print(f"{name}: {loaded:.0f} tokens loaded from the CPU tier, {declined:.0f} declined")
     assert got.grown(2, "nvmeof_admissions:partial") == 1
     assert got.grown(2, POOL) == 0

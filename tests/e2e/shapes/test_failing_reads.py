@@ -24,7 +24,7 @@ def test_reads_that_fail(zygote: Zygote, tmp_path: Path) -> None:
     assert same(failed.answers[0], reference)
     assert failed.grown(0, "nvmeof_failed_chunks") > 0
     assert failed.grown(0, POOL) == whole_chunks(ASKED, 64), "all chunks were requested"
-    assert 0 < failed.grown(0, "nvmeof_failed_load_tokens") < whole_chunks(ASKED, 64)
+    assert 0 < failed.grown(0, "nvmeof_recomputed_tokens:load_failed") < whole_chunks(ASKED, 64)
     assert failed.grown(0, "nvmeof_stored_chunks") > 0, "the recomputed chunks were stored"
 
 

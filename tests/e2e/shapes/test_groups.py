@@ -102,11 +102,11 @@ class Same:
             lives.second.answers[HOLES], lives.reference(HOLED, COLD), in_pieces=True
         )
         assert lives.second.grown(HOLES, "nvmeof_failed_chunks") > 0
-        assert lives.second.grown(HOLES, "nvmeof_failed_load_tokens") > 0
+        assert lives.second.grown(HOLES, "nvmeof_recomputed_tokens:load_failed") > 0
 
     def test_all_reads_fail(self, lives: Lives) -> None:
         assert self.kind.same(lives.second.answers[LOSSES], lives.reference(LOST, COLD))
-        assert lives.second.grown(LOSSES, "nvmeof_failed_load_tokens") > 0
+        assert lives.second.grown(LOSSES, "nvmeof_recomputed_tokens:load_failed") > 0
 
     def test_wrong_bytes_change_the_answer(self, lives: Lives) -> None:
         """The negative control: otherwise equal answers would show nothing."""

@@ -135,7 +135,7 @@ def test_what_one_rank_cannot_open_is_not_borrowed_from_by_any() -> None:
     assert bench.step() == [DetachCommand(1)]
     bench.done(load.op, (0, io_error(ENOENT)))
     assert bench.failures() == {"attach": 1, "io_error": 1}
-    assert bench.core.counters["failed_load_tokens"] == 1
+    assert bench.core.counters["recomputed_tokens", "load_failed"] == 1
     bench.others.owner(1, uuid=b"w" * 16)
     assert bench.source(1) is Source.SHARED
     bench.load(1)
@@ -352,7 +352,8 @@ def test_what_is_borrowed_is_counted_when_every_rank_has_it() -> None:
     bench.report(load.op, (2, STALE), rows=[0, 1, 2, 3])
     assert bench.core.counters["borrowed_chunks"] == 2
     assert bench.core.counters["borrowed_bytes"] == 2 * 8192
-    assert bench.core.counters["failed_load_tokens"] == 32, "vLLM computes on from the third chunk"
+    failed = bench.core.counters["recomputed_tokens", "load_failed"]
+    assert failed == 32, "vLLM computes on from the third chunk"
     assert bench.failures() == {"stale": 1}
     assert [bench.source(number) for number in range(3)] == [
         *(Source.CPU, None, Source.SHARED),

@@ -244,5 +244,5 @@ def test_tokens_are_lost_from_the_first_failed_chunk_on() -> None:
     lost = []
     for row in (2, 3, 0, 1):
         bench.report(op, (row, CHECKSUM_MISMATCH), rows=[row])
-        lost.append(bench.core.counters["failed_load_tokens"])
+        lost.append(bench.core.counters["recomputed_tokens", "load_failed"])
     assert lost == [2 * CHUNK_TOKENS, 2 * CHUNK_TOKENS, len(tokens), len(tokens)]

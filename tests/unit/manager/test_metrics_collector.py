@@ -91,7 +91,7 @@ def test_failures_are_counted_by_operation_outcome_and_target() -> None:
     target = str(target_of(int(write.batch.places[0])))
     assert increases["failed_chunks", "write", "io_error", target] == 1
     assert increases["failed_chunks", "load", "checksum_mismatch", "none"] == 1
-    assert increases["failed_load_tokens"] == TOKENS
+    assert increases["recomputed_tokens", "load_failed"] == TOKENS
 
 
 def test_every_failure_was_exported_as_0_before() -> None:

@@ -192,11 +192,11 @@ def test_a_hit_that_vllm_does_not_have_us_load_is_no_admission() -> None:
     lobby.waiting.allocated("a", 0)
     counts = lobby.core.counters
     assert not any(counts["admissions", how] for how in ("load", "partial", "recompute"))
-    assert counts["boundary_limited_tokens"] == 0
+    assert counts["recomputed_tokens", "no_boundary"] == 0
     lobby.decide("a", 0, 4 * T)  # declined, so that there is nothing to load
     lobby.waiting.allocated("a", 0)
     assert counts["admissions", "recompute"] == 1
-    assert counts["declined_tokens"] == 4 * T
+    assert counts["recomputed_tokens", "declined"] == 4 * T
 
 
 def test_a_hit_on_a_fast_pool_has_a_limit_until_it_is_allocated() -> None:
@@ -427,9 +427,9 @@ def test_full_attention_behind_the_boundary_is_counted_once_per_admitted_request
     for _ in range(2):  # each step looks the request up again
         lobby.decide("a", 0, 2 * T)
     lobby.allocated("a")
-    assert lobby.core.counters["boundary_limited_tokens"] == T
+    assert lobby.core.counters["recomputed_tokens", "no_boundary"] == T
     lobby.allocated("a")  # its load has ended
-    assert lobby.core.counters["boundary_limited_tokens"] == T
+    assert lobby.core.counters["recomputed_tokens", "no_boundary"] == T
 
 
 @pytest.mark.parametrize(("found", "limited"), [(0, 4), (2, 2), (4, 0)])
@@ -439,11 +439,11 @@ def test_what_was_found_ends_where_the_windows_end(found: int, limited: int) -> 
     lobby.add("a", *range(4), prefetch=False)
     lobby.decide("a", 0, found * T)
     lobby.allocated("a")
-    assert lobby.core.counters["boundary_limited_tokens"] == limited * T
+    assert lobby.core.counters["recomputed_tokens", "no_boundary"] == limited * T
     lobby.decide("a", 0, found * T)
     lobby.run(finished=("a",))
     lobby.allocated("a")
-    assert lobby.core.counters["boundary_limited_tokens"] == limited * T
+    assert lobby.core.counters["recomputed_tokens", "no_boundary"] == limited * T
 
 
 def test_of_full_attention_only_nothing_limits_what_is_found() -> None:
@@ -452,4 +452,4 @@ def test_of_full_attention_only_nothing_limits_what_is_found() -> None:
     lobby.add("a", *range(4), prefetch=False)
     lobby.decide("a", 0, T)
     lobby.allocated("a")
-    assert lobby.core.counters["boundary_limited_tokens"] == 0
+    assert lobby.core.counters["recomputed_tokens", "no_boundary"] == 0
