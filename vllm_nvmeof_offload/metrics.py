@@ -115,9 +115,7 @@ COUNTERS = _table(
          "Chunks of another engine's pool that could not be read, by reason. Such a chunk is "
          "recomputed, or stored again when needed. attach counts engines whose files a rank could "
          "not open."),
-    _row("deduped_writes", "chunks", (),
-         "Chunks not written because another living engine's pool had the chunk. The write "
-         "follows if that engine gives the chunk up and two requests have used the chunk here."),
+
     _row("hints_sent", "hints", (),
          "Hints sent to other engines, each about a chunk of their pool that was read from here "
          "at least twice."),
@@ -161,23 +159,18 @@ COUNTERS = _table(
     # -- stores, writes, evictions
     _row("stored_chunks", "chunks", (),
          "Chunks whose store into the CPU tier was planned."),
-    _row("refused_stores", "chunks", (),
-         "Chunks at the end of a request that were never stored, because the CPU tier had no "
-         "room. Earlier chunks of the request are found."),
-    _row("incomplete_chunks", "chunks", (),
-         "Chunks not stored because vLLM handed over only some of their blocks, all ranks."),
-    _row("below_threshold_chunks", "chunks", (),
-         "New chunks not stored because fewer requests than store_threshold had contained the "
-         "chunk."),
-    _row("refused_writes", "chunks", (),
-         "Chunks dropped before the write to the pool, so that nothing behind the hole is found. "
-         "Either no target takes writes, or the CPU tier is too small for the windows and states "
-         "of running requests."),
+    _row("unstored_chunks", "chunks", _one("reason", "no_room", "incomplete", "below_threshold"),
+         "Chunks not stored, by reason. no_room: the end of a request, while the CPU tier was "
+         "full. incomplete: vLLM handed over only some of the blocks, all ranks. "
+         "below_threshold: fewer requests than store_threshold had contained the chunk."),
     _row("written_chunks", "chunks", (),
          "Chunks written to the pool by every rank."),
-    _row("superseded_chunks", "chunks", (),
-         "Chunks of windows and states stored while the request ran and never written, because "
-         "the request has a later boundary."),
+    _row("unwritten_chunks", "chunks", _one("reason", "evicted", "superseded", "shared"),
+         "Chunks stored and not written to the pool, by reason. evicted: no target takes writes, "
+         "or the CPU tier is too small for the windows and states of running requests; nothing "
+         "behind the hole is found. superseded: windows and states of a request that has a later "
+         "boundary. shared: another living engine's pool has the chunk; the write follows if that "
+         "engine gives the chunk up and two requests have used the chunk here."),
     _row("evictions", "chunks", _one("tier", "cpu", "pool"),
          "Chunks evicted, by tier."),
     # -- bytes and time

@@ -18,7 +18,7 @@ def test_chunks_are_stored_on_the_second_lookup_and_written_on_eviction(tmp_path
         assert "engine threads" in server.log()
         assert rig.same(rig.ask(server, reference.prompts[few]), reference.answers[few])
         first = rig.wait_for(server, "figures", rig.has_figures)
-        assert first.value("vllm:nvmeof_below_threshold_chunks_total") > 0
+        assert first.value("vllm:nvmeof_unstored_chunks_total", reason="below_threshold") > 0
         rig.forget_gpu(server)
         assert rig.same(rig.ask(server, reference.prompts[few]), reference.answers[few])
         now = rig.wait_for(

@@ -29,7 +29,7 @@ STAGING_SLOTS = 24
 #: The counters that tell why computed chunks are not loaded.
 REASONS = (
     *("recomputed_tokens", "loads_cut", "failed_chunks", "verdict_changes"),
-    *("refused_stores", "refused_writes", "incomplete_chunks", "evictions", "prefetches_ended"),
+    *("unstored_chunks", "unwritten_chunks", "evictions", "prefetches_ended"),
 )
 #: Rounds in which enough preemptions must have happened.
 ROUNDS_MAX, PREEMPTIONS_MIN = 4, 20

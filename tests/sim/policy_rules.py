@@ -41,7 +41,7 @@ class PolicyRules:
             raise Violation("hole", "a fetch evicted a chunk that was never written")
 
     def _take_dropped(self) -> int:
-        dropped = self._core.counters["refused_writes"] - self._dropped
+        dropped = self._core.counters["unwritten_chunks", "evicted"] - self._dropped
         self._dropped += dropped
         return int(dropped)
 
@@ -94,7 +94,7 @@ class PolicyRules:
             raise Violation("demotion", f"{writes[0]} although the CPU tier has room")
 
     def check(self) -> None:
-        self._dropped = self._core.counters["refused_writes"]
+        self._dropped = self._core.counters["unwritten_chunks", "evicted"]
         self._note_room()
         gauges, knobs = self._core.gauges(), self._knobs
         for reason, share in (("reload", knobs.reload_share), ("queue", knobs.prefetch_share)):

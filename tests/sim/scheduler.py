@@ -577,7 +577,8 @@ class SimScheduler:
         if request.blocks:
             self._store(metadata, request, tokens)
         request.tables = []
-        self.core.counters["refused_stores"] += self.core.present([*request.refused]).count(0)
+        still = self.core.present([*request.refused]).count(0)
+        self.core.counters["unstored_chunks", "no_room"] += still
         if self._boundaries is not None:
             self._boundaries.ended(str(request))
         if not request.jobs:

@@ -104,8 +104,9 @@ def test_doctor_says_whether_a_pool_fits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metrics", "severity"),
     [
-        ('vllm:nvmeof_refused_writes_total{engine="0"} 0.0', "ok"),
-        ('vllm:nvmeof_refused_writes_total{engine="0"} 3.0', "warning"),
+        ('vllm:nvmeof_unwritten_chunks_total{engine="0",reason="evicted"} 0.0', "ok"),
+        ('vllm:nvmeof_unwritten_chunks_total{engine="0",reason="evicted"} 3.0', "warning"),
+        ('vllm:nvmeof_unwritten_chunks_total{engine="0",reason="superseded"} 3.0', "warning"),
         ("vllm:num_requests_running 1.0", "warning"),
         (None, "error"),
     ],

@@ -151,7 +151,7 @@ def test_every_group_comes_back_into_other_blocks(rank: _Rank) -> None:
     assert (rank.cache[26, :200] == before[8, :200]).all()
     assert not rank.cache[23:25, 384:].any() and not rank.cache[26, 200:].any()
     assert not rank.cache[25].any() and not rank.cache[27:].any()
-    assert rank.counters["incomplete_chunks"] == 0
+    assert rank.counters["unstored_chunks", "incomplete"] == 0
 
 
 def test_an_incomplete_chunk_is_not_stored_and_its_slot_is_empty(rank: _Rank) -> None:
@@ -161,7 +161,7 @@ def test_an_incomplete_chunk_is_not_stored_and_its_slot_is_empty(rank: _Rank) ->
     # The window has lost the first block of its first chunk. Slot 1 is filled again.
     stored = rank.store([[4], [1, 5], [6], []], [[7, 8], [9, 10, 11], [12], []], [2, 3, 3, 0])
     assert stored == [True, False, True, True]
-    assert rank.counters["incomplete_chunks"] == 1
+    assert rank.counters["unstored_chunks", "incomplete"] == 1
     assert rank.payload(1, 768) == rank.pages([2, 3], 384), "nothing was copied"
     assert rank.payload(5, 768) == rank.pages([10, 11], 384)
     assert rank.load([[], [1], [], []], [[], [30, 31], [], []], [0, 0, 0, 0]) == [False]
@@ -170,7 +170,7 @@ def test_an_incomplete_chunk_is_not_stored_and_its_slot_is_empty(rank: _Rank) ->
 def test_a_hole_in_the_middle_fails_all_chunks_of_its_group(rank: _Rank) -> None:
     stored = rank.store([[0], [1, 2], [], [3]], [[0, 1], [2, 3, 4], [], [5]], [0, 4, 0, 1])
     assert stored == [True, False, False, True]
-    assert rank.counters["incomplete_chunks"] == 2
+    assert rank.counters["unstored_chunks", "incomplete"] == 2
     assert not any(rank.payload(1, 768)) and not any(rank.payload(2, 768))
 
 

@@ -84,12 +84,12 @@ _SLOT_ERRNOS = [io_error(number).scope is Scope.SLOT for number in range(max(ERR
 _NATIVE_COUNTS: tuple[Series, ...] = (
     ("evictions", "cpu"),
     ("evictions", "pool"),
-    "refused_writes",
+    ("unwritten_chunks", "evicted"),
     "written_chunks",
     "retired_pool_slots",
-    "superseded_chunks",
+    ("unwritten_chunks", "superseded"),
     "borrowed_chunks",
-    "deduped_writes",
+    ("unwritten_chunks", "shared"),
     "hints_taken",
 )
 #: Of other engines' hints, as many are taken at a time.
@@ -267,7 +267,7 @@ class ManagerCore:
         )
         stored = len(batch)
         if absent > stored:
-            self._counters["below_threshold_chunks"] += absent - stored - len(refused)
+            self._counters["unstored_chunks", "below_threshold"] += absent - stored - len(refused)
         command = None
         if stored:
             self._counters["stored_chunks"] += stored

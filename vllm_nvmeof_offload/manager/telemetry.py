@@ -266,14 +266,14 @@ class FailureLog:
                 self._core.config.groups[group].group_id,
             )
         self._unequal = len(self._core.unequal_groups)
-        lost = int(self._core.counters["refused_writes"])
+        lost = int(self._core.counters["unwritten_chunks", "evicted"])
         if lost and not self._has_lost:
             self._has_lost = True
             logger.warning(
                 "chunks leave the CPU tier before they are written (%d so far), and what was "
                 "stored behind them is not found: no target takes writes, or the CPU tier is too "
                 "small for the windows and states of the requests that run; from now on "
-                "vllm:nvmeof_refused_writes counts them",
+                'vllm:nvmeof_unwritten_chunks{reason="evicted"} counts them',
                 lost,
             )
         for kind, outcome in self._core.last_failures.items():

@@ -263,7 +263,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         state = req_context.get_state(_RequestState)
         if state is not None:
             still = self.core.present(list(state.refused)).count(0)  # others may have stored some
-            self.core.counters["refused_stores"] += still
+            self.core.counters["unstored_chunks", "no_room"] += still
             used = list(dict.fromkeys(itertools.chain.from_iterable(state.used)))
             self.core.ended(used, self._ends(used, req_context))
             if state.advice is not None:

@@ -102,7 +102,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
                 self._load_failed(*load, [row for row, _ in job.failures], request)
             elif job.failures:
                 stale = [row for row, one in job.failures if one.kind is OutcomeKind.STALE]
-                self._counters["incomplete_chunks"] += len(stale)
+                self._counters["unstored_chunks", "incomplete"] += len(stale)
             results.append(TransferResult(job_id, True, job.copied_bytes, job.seconds))
         return results
 

@@ -256,7 +256,8 @@ def _settle(llm: Any, voided_max: int = 0) -> None:
         now = _counters(llm)
         written = now.get("nvmeof_written_chunks", 0)
         stored = now.get("nvmeof_stored_chunks", 0) - voided_max
-        stored -= now.get("nvmeof_superseded_chunks", 0) + now.get("nvmeof_refused_writes", 0)
+        unwritten = "nvmeof_unwritten_chunks:superseded", "nvmeof_unwritten_chunks:evicted"
+        stored -= sum(now.get(name, 0) for name in unwritten)
         stored -= _failed_writes(llm)
         if written >= stored and not now.get("nvmeof_writes_pending"):
             return

@@ -86,7 +86,7 @@ def test_the_next_turn_finds_the_prompt_and_the_answer(
     assert got.grown(1, FOUND) == tokens // per_chunk * per_chunk
     assert got.grown(1, "nvmeof_recomputed_tokens:no_boundary") == 0
     # Decode has left windows or states behind; the rest was written.
-    superseded = got.grown(0, "nvmeof_superseded_chunks")
+    superseded = got.grown(0, "nvmeof_unwritten_chunks:superseded")
     assert superseded > 0
     stored, written = (got.grown(0, f"nvmeof_{how}_chunks") for how in ("stored", "written"))
     assert written + superseded == stored
@@ -112,7 +112,7 @@ def test_by_vllms_own_rule_it_finds_the_prompt_only(
     assert got.grown(1, FOUND) == found
     limited = got.grown(1, "nvmeof_recomputed_tokens:no_boundary")
     assert limited == tokens // per_chunk * per_chunk - found
-    assert got.grown(0, "nvmeof_superseded_chunks") == 0
+    assert got.grown(0, "nvmeof_unwritten_chunks:superseded") == 0
 
 
 def test_a_prompt_is_found_up_to_a_multiple_of_prefix_match_unit(

@@ -109,7 +109,7 @@ def test_what_found_no_room_is_offered_again_and_counted_at_the_end() -> None:
     assert manager.take_refused() == {}
     assert not offer(8, 9, 10).keys_to_store[1:]
     manager.on_request_finished(context)
-    assert counters["refused_stores"] == 2, "the end of the request, once"
+    assert counters["unstored_chunks", "no_room"] == 2, "the end of the request, once"
 
 
 def test_without_advice_the_older_request_leaves_first() -> None:

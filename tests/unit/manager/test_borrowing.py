@@ -425,7 +425,7 @@ def test_what_others_have_given_up_is_written_when_a_second_request_ends() -> No
     bench.done(bench.load(0).op)
     bench.attach()
     bench.core.ended(keys_of(0))
-    assert bench.core.counters["deduped_writes"] == 1
+    assert bench.core.counters["unwritten_chunks", "shared"] == 1
     bench.others.owner(1, state=NONE)
     bench.core.ended(keys_of(0))
     assert bench.core.has_pending_work(), "nothing else may come"

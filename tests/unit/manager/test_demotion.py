@@ -34,7 +34,7 @@ def test_the_coldest_are_written_ahead_of_need_and_then_evicted_without_a_loss()
     assert bench.write_all() == [2]
     bench.store(9, 10)
     assert [bench.source(number) for number in (1, 2, 3)] == [Source.POOL, Source.POOL, Source.CPU]
-    assert bench.core.counters["refused_writes"] == 0
+    assert bench.core.counters["unwritten_chunks", "evicted"] == 0
 
 
 def test_chunks_in_use_are_not_written() -> None:
@@ -57,7 +57,7 @@ def test_chunks_evicted_before_their_write_began_are_counted() -> None:
     bench.core.report([VerdictReport(0, 0, "suspect")])
     bench.store(1, 2, 3, 4)
     bench.store(5, 6)
-    assert bench.core.counters["refused_writes"] == 2
+    assert bench.core.counters["unwritten_chunks", "evicted"] == 2
     assert bench.hits(range(1, 7)) == [1, 2, 5, 6]
     bench.core.report([VerdictReport(0, 0, "ok")])
     assert bench.write_all() == [2]

@@ -14,7 +14,7 @@ def test_a_chunk_is_stored_when_seen_the_nth_time() -> None:
         plan = bench.core.prepare_store(keys_of(1, 2))
         assert (plan.command, plan.refused) == (None, [])
     assert bench.stored(1, 2, 3) == [1, 2]
-    assert bench.core.counters["below_threshold_chunks"] == 5
+    assert bench.core.counters["unstored_chunks", "below_threshold"] == 5
     assert bench.hits([1, 2, 3]) == [1, 2]
 
 
@@ -23,7 +23,7 @@ def test_what_finds_no_room_does_not_count_as_below_the_threshold() -> None:
     bench.core.prepare_store(keys_of(1, 2))
     plan = bench.core.prepare_store(keys_of(1, 2, 3))
     assert plan.refused == keys_of(2)
-    assert bench.core.counters["below_threshold_chunks"] == 3, "1 and 2 at first, and 3"
+    assert bench.core.counters["unstored_chunks", "below_threshold"] == 3, "1 and 2 at first, and 3"
 
 
 def test_a_threshold_of_one_stores_at_once_and_keeps_no_table() -> None:

@@ -109,7 +109,7 @@ def test_bytes_written_are_counted_by_target() -> None:
 def test_a_chunk_below_the_threshold_is_counted() -> None:
     manager = Face(store_threshold=2).manager
     assert manager.prepare_store(keys_of(1, 2), ReqContext("request")).keys_to_store == []
-    assert figures(manager)["below_threshold_chunks", ()] == 2
+    assert figures(manager)["unstored_chunks", ("below_threshold",)] == 2
 
 
 def test_requests_computed_with_earlier_weights_are_not_stored() -> None:

@@ -199,13 +199,14 @@ def check_pool(targets: list[str], pool: str) -> Finding:
 
 def check_holes(url: str) -> Finding:
     """Check a running server's metrics for holes: chunks lost before the pool had them."""
-    name = f"{PREFIX}refused_writes_total"
+    name = f"{PREFIX}unwritten_chunks_total"
     try:
         with urllib.request.urlopen(f"{url.rstrip('/')}/metrics", timeout=5) as answer:
             lines = answer.read().decode().splitlines()
     except (OSError, ValueError) as why:
         return error("holes", f"no metrics from {url}: {why}", "give the server's address")
-    found = [float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)]
+    lines = [line for line in lines if line.startswith(name) and 'reason="evicted"' in line]
+    found = [float(line.rpartition(" ")[2]) for line in lines]
     if not found:
         return warning("holes", f"{url} exports no {name}", "docs/operations.md: Rust front end")
     if lost := int(sum(found)):
