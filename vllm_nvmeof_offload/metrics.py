@@ -109,22 +109,15 @@ COUNTERS = _table(
     # -- other engines' chunks
     _row("borrowed_chunks", "chunks", (),
          "Chunks that every rank read from another engine's pool."),
-    _row("borrowed_bytes", "bytes", (),
-         "Bytes of chunks that one rank read from another engine's pool."),
     _row("borrow_failures", "chunks", _one("reason", *_OUTCOMES[:-1], "attach"),
          "Chunks of another engine's pool that could not be read, by reason. Such a chunk is "
          "recomputed, or stored again when needed. attach counts engines whose files a rank could "
          "not open."),
 
-    _row("hints_sent", "hints", (),
-         "Hints sent to other engines, each about a chunk of their pool that was read from here "
-         "at least twice."),
-    _row("hints_taken", "hints", (),
-         "Hints from other engines, each of which counted as a use of a chunk in this engine's "
+    _row("shared_hints", "hints", _one("direction", "sent", "received"),
+         "Hints between engines, each about a chunk that one engine read at least twice from the "
+         "other engine's pool. Each received hint counted as a use of a chunk in this engine's "
          "pool."),
-    _row("shared_log_overruns", "scans", (),
-         "Scans that found another engine's log overwritten or damaged before the log was read, "
-         "and read the whole table instead."),
     # -- reads through peers
     _row("peer_pulled_bytes", "bytes", (),
          "Bytes of requested chunks that peers read for loads here, all ranks."),

@@ -345,7 +345,7 @@ class ForeignRules:
         ours = {entry.place: entry.generation for entry in entries if entry.place >= 0}
         hints = self._follower.seen.take_hints(_HINTS_MAX)
         self._hints_taken += sum(ours.get(place) == generation for place, generation, _ in hints)
-        if (taken := self._core.counters["hints_taken"]) != self._hints_taken:
+        if (taken := self._core.counters["shared_hints", "received"]) != self._hints_taken:
             raise Violation("21", f"{taken} hints taken, {self._hints_taken} of {hints} are right")
 
     # -- entries ----------------------------------------------------------------------

@@ -90,7 +90,7 @@ _NATIVE_COUNTS: tuple[Series, ...] = (
     ("unwritten_chunks", "superseded"),
     "borrowed_chunks",
     ("unwritten_chunks", "shared"),
-    "hints_taken",
+    ("shared_hints", "received"),
 )
 #: Of other engines' hints, as many are taken at a time.
 _HINTS_MAX = 256
@@ -328,15 +328,17 @@ class ManagerCore:
             ends = (tokens.start // per_chunk + 1 + np.arange(len(keys))) * per_chunk
         op.tokens, op.predicted_s = tokens, predicted_s
         self._load_times.planned(op, limit_s)
-        if self._foreign is not None and op.reads and batch.borrows:
-            op.borrows = True
+        borrows = self._foreign is not None and op.reads > 0 and batch.borrows
+        if borrows:
             self._attach()
         self._holds.used(batch)
-        self._count_loaded(op, batch, ends)
+        self._count_loaded(op, batch, ends, borrows=borrows)
         self._tiers.drain()
         return LoadCommand(op.number, columns_of(batch), helpers)
 
-    def _count_loaded(self, op: Op, batch: Batch, ends: npt.NDArray[np.int64]) -> None:
+    def _count_loaded(
+        self, op: Op, batch: Batch, ends: npt.NDArray[np.int64], *, borrows: bool
+    ) -> None:
         """Count the tokens that a load brings, by source. A chunk that is gone brings none."""
         here = (batch.cache >= 0) | (batch.places >= 0)
         places, ends, positions = batch.places[here], ends[here], batch.groups[here]
@@ -345,7 +347,7 @@ class ManagerCore:
             return tokens_by_source(op.tokens, ends, chosen, positions, self.config.groups)
 
         cpu, pool = from_pools(places >= 0)
-        shared = from_pools(owners_of(places) > OURS)[1] if op.borrows else 0
+        shared = from_pools(owners_of(places) > OURS)[1] if borrows else 0
         for source, count in (("cpu", cpu), ("pool", pool - shared), ("shared", shared)):
             if count:
                 self._counters["loaded_tokens", source] += count
@@ -371,7 +373,7 @@ class ManagerCore:
         hints = self._foreign.take_due_hints()
         if not hints:
             return []
-        self._counters["hints_sent"] += len(hints)
+        self._counters["shared_hints", "sent"] += len(hints)
         of, generations, counts = zip(*hints, strict=True)
         places = np.array(of, np.int64)
         return [
@@ -420,7 +422,6 @@ class ManagerCore:
                 continue
             op = self._ledger.open(OpKind.FETCH, fetches)
             op.probe = reason is Reason.PROBE
-            op.borrows = borrows and fetches.borrows
             self._holds.sent(op)
             urgency = Urgency.URGENT if reason is Reason.RELOAD else Urgency.PREFETCH
             commands.append(FetchCommand(op.number, columns_of(fetches), urgency))
@@ -506,8 +507,6 @@ class ManagerCore:
             )
             if op.kind is OpKind.LOAD:
                 self._count_lost(op, min(failed))
-        if ended and op.borrows:
-            self._counters["borrowed_bytes"] += batch.borrowed(self._lane_bytes)
         if ended and op.kind is OpKind.LOAD:
             self._load_times.loaded(op)
         elif ended and op.probe:
@@ -580,9 +579,6 @@ class ManagerCore:
         for series, amount in zip(_NATIVE_COUNTS, self._tiers.take_counts(), strict=True):
             if amount:
                 self._counters[series] += amount
-        if self._foreign is not None:
-            counted = self._counters["shared_log_overruns"]
-            self._counters["shared_log_overruns"] += self._foreign.log_overruns - counted
         return self._counters
 
     # -- weights and resets -----------------------------------------------------------

@@ -40,8 +40,6 @@ class Op:
     lanes: Sequence[int] = field(default=(), init=False)
     #: Of a load: rows that are read from the pool.
     reads: int = field(default=0, init=False)
-    #: Of a load or fetch: whether some are read from another engine's pool.
-    borrows: bool = field(default=False, init=False)
     #: Of a load: the request's tokens that it brings; and how many of them it has lost by now.
     tokens: range = field(default=range(0), init=False)
     lost: int = field(default=0, init=False)

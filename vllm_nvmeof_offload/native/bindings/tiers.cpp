@@ -314,15 +314,6 @@ bool borrows(const Batch& batch) {
   return found;
 }
 
-// The bytes of the rows that every rank has read from other engines' regions.
-uint64_t borrowed(const Batch& batch, const std::vector<uint64_t>& lane_bytes) {
-  uint64_t bytes = 0;
-  for (size_t at = 0; at < batch.size(); ++at)
-    if (is_foreign(batch.places[at]) && batch.code[at] == Outcome::OK)
-      bytes += read_bytes_of(batch.places[at], batch.groups[at], lane_bytes);
-  return bytes;
-}
-
 // Of the rows that are read from the pool: whether any was read to its end, and whether one of the
 // others had not come by then. was_cut: the load was cut off.
 std::tuple<bool, bool> came(const Batch& batch, bool was_cut) {
@@ -367,7 +358,6 @@ void bind_batch(nb::module_& m) {
       .def("generation", [](const Batch& batch, size_t at) { return batch.generations.at(at); })
       .def("lanes", &lanes)
       .def_prop_ro("borrows", &borrows)
-      .def("borrowed", &borrowed)
       .def("came", &came)
       .def_ro("undecided", &Batch::undecided)
       .def_ro("unreleased", &Batch::unreleased)
