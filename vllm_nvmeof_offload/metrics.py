@@ -119,23 +119,18 @@ COUNTERS = _table(
          "other engine's pool. Each received hint counted as a use of a chunk in this engine's "
          "pool."),
     # -- reads through peers
-    _row("peer_pulled_bytes", "bytes", (),
-         "Bytes of requested chunks that peers read for loads here, all ranks."),
-    _row("peer_served_bytes", "bytes", (),
-         "Bytes of chunks read here for peers, all ranks, updated when the engine steps; an "
-         "engine that only serves peers does not step."),
+    _row("peer_bytes", "bytes", _one("direction", "pulled", "served"),
+         "Bytes of requested chunks that peers read for loads here (pulled) or that were read "
+         "here for peers (served), all ranks. Updated when the engine steps, which an engine that "
+         "only serves peers does not."),
     _row("peer_pulls_failed", "chunks", _one("reason", *_OUTCOMES),
          "Chunks that a peer failed to deliver, by reason; this server then reads the chunk "
          "itself. io_error includes a peer that was lost or has not opened the pool yet."),
-    _row("peer_sessions_lost", "sessions", (),
-         "Sessions with peers that ended because the peer made an error, stopped answering or was "
-         "cut off."),
-    _row("peer_rests", "rests", (),
-         "Rests during which a peer was asked for nothing. A rest follows eight loads in a row "
-         "slowed by the peer, eight fruitless reads in a row, or three losses or pauses in 10 s."),
-    _row("peer_secrets_refused", "connections", (),
-         "Connections with other servers refused because one side had no share secret, or a "
-         "different one. Each peer connects again every few seconds."),
+    _row("peer_events", "events", _one("event", "session_lost", "rest", "secret_refused"),
+         "Events between this server and peers. session_lost: the peer made an error, stopped "
+         "answering or was cut off. rest: a pause after eight loads in a row slowed by the peer, "
+         "eight fruitless reads in a row, or three losses or pauses in 10 s. secret_refused: one "
+         "side of a connection, tried every few seconds, had no share secret or another one."),
     _row("peer_hints", "helpers", _one("helper", "known", "unknown", "malformed"),
          "Helpers that requests named in kv_transfer_params. known: listed in peers; unknown: not "
          "listed, so not used; malformed: hints that were ignored."),
@@ -176,8 +171,6 @@ COUNTERS = _table(
          "Time of operations from submission to outcome, added up although operations overlap. On "
          "a GPU, stage gpu includes the wait for the running forward pass, so bytes divided by "
          "seconds are not the link's rate."),
-    _row("read_bytes", "bytes", (),
-         "Bytes read from the pool for loads and prefetches, all ranks."),
     _row("written_bytes", "bytes", (),
          "Bytes written to the pool, all ranks; writes wear the flash."),
     _row("target_written_bytes", "bytes", (_TARGET,),

@@ -13,16 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from vllm_nvmeof_bench.servers.server import ReservedPort, ServerSpec
+from vllm_nvmeof_bench.servers.client import Metrics
+from vllm_nvmeof_bench.servers.server import ReservedPort, Server, ServerSpec
 
 from tests.e2e import faults_rig as rig
 from tests.e2e.parallel_rig import FAILED
 from vllm_nvmeof_offload.units import GIB
 
-PULLED = "vllm:nvmeof_peer_pulled_bytes_total"
-SERVED = "vllm:nvmeof_peer_served_bytes_total"
-LOST = "vllm:nvmeof_peer_sessions_lost_total"
-READ = "vllm:nvmeof_read_bytes_total"
 #: A prompt takes a quarter of a second by one link.
 LINK_BYTES_PER_S = 8_000_000
 #: Of P: a quarter streams, and the others hold three prompts of twelve. D has as many, or serves.
@@ -80,6 +77,23 @@ def dual(tmp_path_factory: pytest.TempPathFactory, reference: rig.Reference) -> 
         one.stop()
 
 
+def pulled_by(now: Metrics) -> float:
+    """Bytes that peers have read for this server."""
+    return now.value("vllm:nvmeof_peer_bytes_total", direction="pulled")
+
+
+def served(now: Metrics) -> float:
+    """Bytes that this server has read for peers."""
+    return now.value("vllm:nvmeof_peer_bytes_total", direction="served")
+
+
+def came_since(server: Server, before: Metrics) -> tuple[float, float]:
+    """Bytes that came through peers since then, and those that the server read itself."""
+    name = "vllm:nvmeof_transfer_bytes_total"
+    read = rig.grown(server, before, name, direction="load", stage="pool")
+    return pulled_by(rig.metrics(server)) - pulled_by(before), read
+
+
 def load_all(
     dual: Rig, reference: rig.Reference, helpers: Sequence[str] | None = None
 ) -> tuple[float, float]:
@@ -88,7 +102,7 @@ def load_all(
     before = rig.metrics(dual.p)
     answers = rig.ask(dual.p, reference.prompts, helpers=helpers)
     assert rig.same(answers, reference.answers)
-    return rig.grown(dual.p, before, PULLED), rig.grown(dual.p, before, READ)
+    return came_since(dual.p, before)
 
 
 def load_until_pulled(
@@ -113,7 +127,7 @@ def test_chunks_come_through_the_peer_too(dual: Rig, reference: rig.Reference) -
     pulled, read = load_all(dual, reference)
     assert pulled > 0.2 * (pulled + read), "D takes its part of what is loaded"
     assert read > 0.2 * (pulled + read), "and P keeps its own"
-    rig.wait_for(dual.d, "what it served", lambda m: m.value(SERVED) > before.value(SERVED))
+    rig.wait_for(dual.d, "what it served", lambda m: served(m) > served(before))
     assert failed_loads(dual) == 0
 
 
@@ -134,7 +148,7 @@ def test_what_a_peer_has_brought_stays_in_the_cpu_tier(dual: Rig, reference: rig
         rig.forget_gpu(dual.p)
         before = rig.metrics(dual.p)
         assert rig.same(rig.ask(dual.p, prompts), wanted)
-        came.append((rig.grown(dual.p, before, PULLED), rig.grown(dual.p, before, READ)))
+        came.append(came_since(dual.p, before))
     (pulled, _), again = came
     assert pulled > 0
     assert sum(again) < pulled, "what the peer brought is there"
@@ -147,9 +161,9 @@ def test_a_peer_that_is_killed_costs_no_request_and_no_token(
     for _ in range(2):
         rig.forget_gpu(dual.p)
         loads = ThreadPoolExecutor(1)
-        before = rig.metrics(dual.p).value(PULLED)
+        before = pulled_by(rig.metrics(dual.p))
         answers = loads.submit(rig.ask_at_once, dual.p, reference.prompts)
-        rig.wait_for(dual.p, "a load through D", lambda m, x=before: m.value(PULLED) > x)
+        rig.wait_for(dual.p, "a load through D", lambda m, x=before: pulled_by(m) > x)
         dual.d.kill()
         assert rig.same(answers.result(), reference.answers)
         pulled, read = load_all(dual, reference)
@@ -157,7 +171,8 @@ def test_a_peer_that_is_killed_costs_no_request_and_no_token(
         assert read > 0
         dual.start_d()
         load_until_pulled(dual, reference)
-    assert rig.metrics(dual.p).value(LOST) >= 1
+    events = "vllm:nvmeof_peer_events_total"
+    assert rig.metrics(dual.p).value(events, event="session_lost") >= 1
     assert failed_loads(dual) == 0
 
 

@@ -42,7 +42,7 @@ PLAN = Plan(
     cpu_tier_conversations=2.0,
     crowd=CrowdPlan(count=6, prompt_tokens=160, answer_tokens=64, answer_step=8),
 )
-PULLED = "vllm:nvmeof_peer_pulled_bytes_total"
+PULLED = "vllm:nvmeof_peer_bytes_total"
 #: A prompt takes some seconds by one link.
 LINK_BYTES_PER_S = 20_000_000
 ROUNDS_MAX = 5
@@ -225,8 +225,9 @@ def test_hidden_facts_are_found_as_often(
         got = find_needles(a)
         assert found(got) == found(wanted)
         assert rig.same(got, wanted)
-        if rig.grown(a, before, PULLED):
+        if rig.grown(a, before, PULLED, direction="pulled"):
             break
     for control in servers.faults:
         control.set()
-    assert rig.grown(a, before, PULLED) > 0, "nothing came through the other server"
+    pulled = rig.grown(a, before, PULLED, direction="pulled")
+    assert pulled > 0, "nothing came through the other server"

@@ -16,7 +16,7 @@ def outcome(both_s: float = 0.5, failed: int = 0, different: int = 0) -> dual.Ou
     phases = [
         dual.Phase("computed", [2.0], [2.0]),
         dual.Phase("one path", [1.0, 1.0, 9.0], [1.0], read_bytes=100.0),
-        dual.Phase("both paths", [both_s] * 3, [both_s], pulled_bytes=40.0, read_bytes=100.0),
+        dual.Phase("both paths", [both_s] * 3, [both_s], pulled_bytes=40.0, read_bytes=60.0),
         dual.Phase("D is killed", [], [], failed=0),
         dual.Phase("D starts", [1.0], [1.0], failed, different),
     ]

@@ -177,7 +177,7 @@ class _Set:
         return {
             "stored": total["transfer_bytes", "store", "gpu"],
             "written": total["written_bytes"],
-            "read": total["read_bytes"],
+            "read": total["transfer_bytes", "load", "pool"],
             "loaded": total["transfer_bytes", "load", "gpu"],
         }
 

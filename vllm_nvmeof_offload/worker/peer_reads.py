@@ -108,7 +108,7 @@ class Peering:
     def _is_resting(self, machine: Machine, lane: int) -> bool:
         rests = machine.peer_rests(lane)
         if rests and not self._rests[lane]:
-            self._counters["peer_rests"] += 1
+            self._counters["peer_events", "rest"] += 1
             logger.info(
                 "peer%d rests: it made loads slower, its reads brought nothing, or it was lost "
                 "again and again",
@@ -181,14 +181,14 @@ class PeerLinks:
         counters = Counts()
         if self.clients is not None:
             counts = self.clients.counts
-            counters["peer_pulled_bytes"] += counts.pulled_bytes
-            counters["peer_sessions_lost"] += counts.lost
-            counters["peer_secrets_refused"] += counts.other_secret
+            counters["peer_bytes", "pulled"] += counts.pulled_bytes
+            counters["peer_events", "session_lost"] += counts.lost
+            counters["peer_events", "secret_refused"] += counts.other_secret
             for reason, failed in counts.failed.copy().items():
                 counters["peer_pulls_failed", reason] += failed
         if self._server is not None:
-            counters["peer_served_bytes"] += self._server.counts.served_bytes
-            counters["peer_secrets_refused"] += self._server.counts.other_secret
+            counters["peer_bytes", "served"] += self._server.counts.served_bytes
+            counters["peer_events", "secret_refused"] += self._server.counts.other_secret
         grown = Counts()
         for series, count in counters.items():
             if count != self._taken[series]:

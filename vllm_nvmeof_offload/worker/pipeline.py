@@ -338,7 +338,7 @@ class TransferPipeline:
     @property
     def counters(self) -> Counts:
         """What happened since it was cleared, under the names of `metrics.COUNTERS`."""
-        reads, writes, read_bytes, written = self._machine.take_counts()
+        reads, writes, written = self._machine.take_counts()
         if reads[0]:
             self._count_transfer("load", "pool", *reads)
         if writes[0]:
@@ -348,8 +348,6 @@ class TransferPipeline:
                 counts = moved.operations, moved.size_bytes, moved.seconds
                 self._count_transfer(direction, "gpu", *counts)
         self._loaded, self._stored = _Moved(), _Moved()
-        if read_bytes:
-            self._counters["read_bytes"] += read_bytes
         for target, size in enumerate(written):
             if size:
                 self._counters["written_bytes"] += size

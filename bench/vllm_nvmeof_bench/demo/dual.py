@@ -52,8 +52,8 @@ KILLS, KILL_EVERY_S = 8, 5.0
 _SHAPE = ModelShape(layers=8, hidden=256, intermediate=512, heads=4, kv_heads=4)
 _CHUNK_BYTES = 1 << 20  # 64 tokens
 _SLOTS, _SERVE_SLOTS = 96, 24
-_PULLED = "vllm:nvmeof_peer_pulled_bytes_total"
-_READ = "vllm:nvmeof_read_bytes_total"
+_PULLED = {"name": "vllm:nvmeof_peer_bytes_total", "direction": "pulled"}
+_READ = {"name": "vllm:nvmeof_transfer_bytes_total", "direction": "load", "stage": "pool"}
 _WAIT_ROUNDS_MAX = 8
 #: A D that reads nothing for P so long is killed all the same.
 _WAIT_S, _LOOK_S = 60.0, 0.1
@@ -67,7 +67,7 @@ _OTHERS = 2
 class Phase:
     """What the crowd saw in one state of D. medians_s: of each time that it came.
 
-    read_bytes: also through D.
+    pulled_bytes: that D read for P. read_bytes: that P read itself.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Phase:
 
     @property
     def pulled_share(self) -> float:
-        return self.pulled_bytes / max(1.0, self.read_bytes)
+        return self.pulled_bytes / max(1.0, self.pulled_bytes + self.read_bytes)
 
 
 class Pair:
@@ -183,8 +183,8 @@ class Crowd:
         pairs = zip(answers, self._right, strict=True)
         differ = [answer.tokens != right.tokens for answer, right in pairs if answer in whole]
         phase.different += sum(differ)
-        phase.pulled_bytes += now.value(_PULLED) - before.value(_PULLED)
-        phase.read_bytes += now.value(_READ) - before.value(_READ)
+        phase.pulled_bytes += now.value(**_PULLED) - before.value(**_PULLED)
+        phase.read_bytes += now.value(**_READ) - before.value(**_READ)
 
     async def _compute(self) -> list[Answer]:
         answers = []
@@ -261,7 +261,7 @@ class Killer:
 
     def _pulled_bytes(self) -> float:
         text = httpx.get(f"{self._pair.p.url}/metrics", timeout=30, trust_env=False).text
-        return Metrics(text).value(_PULLED)
+        return Metrics(text).value(**_PULLED)
 
 
 def _killing(killer: Killer, crowd: Crowd, phase: Phase) -> None:

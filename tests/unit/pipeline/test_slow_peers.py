@@ -81,7 +81,7 @@ class Loads:
 
     @property
     def rests(self) -> int:
-        return self.bench.pipeline.counters["peer_rests"]
+        return self.bench.pipeline.counters["peer_events", "rest"]
 
 
 def test_the_share_of_a_peer_and_the_time_without_it() -> None:

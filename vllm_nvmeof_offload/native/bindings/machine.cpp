@@ -482,15 +482,13 @@ std::optional<Health> take_health(Machine& machine) {
 
 using Transferred = std::tuple<uint64_t, uint64_t, double>;  // operations, bytes, seconds
 
-std::tuple<Transferred, Transferred, uint64_t, std::vector<uint64_t>> take_counts(
-    Machine& machine) {
+std::tuple<Transferred, Transferred, std::vector<uint64_t>> take_counts(Machine& machine) {
   const TransferCounts reads = std::exchange(machine.io.reads, {});
   const TransferCounts writes = std::exchange(machine.io.writes, {});
   std::vector<uint64_t> written;
   for (uint64_t& bytes : machine.written_bytes) written.push_back(std::exchange(bytes, 0));
   return {{reads.operations, reads.bytes, reads.seconds},
           {writes.operations, writes.bytes, writes.seconds},
-          std::exchange(machine.read_bytes, 0),
           std::move(written)};
 }
 

@@ -340,10 +340,7 @@ void Machine::io_event(const IoEvent& event) {
   }
   const OpKind kind = task.job->kind;
   const bool ok = event.code == Outcome::OK || mutant("pipeline_ignores_failed_reads");
-  if (ok && kind == OpKind::WRITE)
-    written_bytes[task.target] += io.transfer_bytes(task);
-  else if (ok && task.place >= 0)
-    read_bytes += io.transfer_bytes(task);
+  if (ok && kind == OpKind::WRITE) written_bytes[task.target] += io.transfer_bytes(task);
   if (ok && kind == OpKind::LOAD) {
     read_ended(task);
     return;
@@ -783,7 +780,6 @@ void Machine::peer_event(const IoEvent& event) {
   } else if (is_over) {
     released_late(task, false);
   } else if (ok) {
-    read_bytes += io.transfer_bytes(task);
     task.fills ? land(task) : read_ended(task);
   } else if (mutant("a_peers_failure_is_the_chunks")) {
     leave_slot(task);

@@ -221,7 +221,6 @@ class Machine {
 
   size_t streams_used() const { return streams_.used(); }
   size_t streams_waiting() const { return streams_.waiting(); }
-  uint64_t read_bytes = 0;
   std::vector<uint64_t> written_bytes;  // by target
 
   IoQueue io;
