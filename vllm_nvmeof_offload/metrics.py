@@ -171,10 +171,8 @@ COUNTERS = _table(
          "Time of operations from submission to outcome, added up although operations overlap. On "
          "a GPU, stage gpu includes the wait for the running forward pass, so bytes divided by "
          "seconds are not the link's rate."),
-    _row("written_bytes", "bytes", (),
-         "Bytes written to the pool, all ranks; writes wear the flash."),
     _row("target_written_bytes", "bytes", (_TARGET,),
-         "Bytes written to the pool, all ranks, by target."),
+         "Bytes written to the pool, all ranks, by target; writes wear the flash."),
     # -- failures
     _row("failed_chunks", "chunks",
          (Label("operation", ("store", "load", "write", "fetch", "reset")),
@@ -189,10 +187,9 @@ COUNTERS = _table(
     _row("resets", "resets", (),
          "Resets that voided everything stored so far."),
     # -- start
-    _row("adopted_chunks", "chunks", (),
-         "Chunks of an earlier run adopted from the pool at start."),
-    _row("unadopted_chunks", "chunks", (),
-         "Chunks found in the pool at start but not adopted because some rank lacks the chunk."),
+    _row("adoption_chunks", "chunks", _one("outcome", "adopted", "incomplete"),
+         "Chunks of an earlier run found in the pool at start: adopted, or not adopted because "
+         "some rank lacks the chunk (incomplete)."),
     # -- cost
     _row("scheduler_seconds", "seconds", (),
          "Time spent in the connector's scheduler side, including vLLM's part."),

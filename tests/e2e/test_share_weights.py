@@ -215,6 +215,6 @@ def test_a_later_start_adopts_nothing_of_a_named_version(
     a.stop()
     with rig.start(spec, "share-weights-again") as server:
         now = rig.wait_for(server, "figures", rig.has_figures)
-        assert now.value("vllm:nvmeof_adopted_chunks_total") == 0
+        assert now.value("vllm:nvmeof_adoption_chunks_total", outcome="adopted") == 0
         assert rig.same(rig.ask(server, old.prompts[:2]), old.answers[:2])
         assert rig.metrics(server).value(BORROWED) == 0, "B has other weights"

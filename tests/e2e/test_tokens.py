@@ -137,7 +137,7 @@ def test_preempted_requests_are_reloaded(outcome: Outcome) -> None:
 def test_the_counters_match_the_answers(outcome: Outcome) -> None:
     metrics = outcome.metrics
     assert metrics.value("vllm:nvmeof_failed_chunks_total") == 0
-    assert metrics.value("vllm:nvmeof_written_bytes_total") > 4 * PLAN.prompt_tokens * (
+    assert metrics.value("vllm:nvmeof_target_written_bytes_total") > 4 * PLAN.prompt_tokens * (
         rig.SHAPE.kv_bytes_per_token // 2
     )
     assert metrics.value("vllm:nvmeof_evictions_total", tier="cpu") > 0

@@ -41,7 +41,7 @@ EVENTS = [
     "io_single_copies",
     "unequal_groups",
     "unstored_chunks:below_threshold",
-    "adopted_chunks",
+    "adoption_chunks:adopted",
     "crashes",
     "evictions:cpu",
     "evictions:pool",

@@ -176,7 +176,7 @@ class _Set:
         total: Counter[Any] = sum(self.counters, Counter())
         return {
             "stored": total["transfer_bytes", "store", "gpu"],
-            "written": total["written_bytes"],
+            "written": total["transfer_bytes", "store", "pool"],
             "read": total["transfer_bytes", "load", "pool"],
             "loaded": total["transfer_bytes", "load", "gpu"],
         }

@@ -71,7 +71,7 @@ def main(target: str) -> None:
         "hinted": ask_with_hints(llm, prompts[0]),
         "hints": counted(llm, "kv_hints", "advice"),
         "loaded": counted(llm, "loaded_tokens", "source"),
-        "adopted": counted(llm, "adopted_chunks")[""],
+        "adopted": counted(llm, "adoption_chunks", "outcome")["adopted"],
         "known_as": known_as(llm),
     }
     # Close the engine explicitly, as in a program that continues.

@@ -166,8 +166,9 @@ class ManagerCore:
         self._generation = secrets.randbits(63) if first_generation is None else first_generation
         entries = agreement.entries
         adopted = tiers.adopt(entries.places, entries.generations, entries.keys)
-        self._counters["adopted_chunks"] += adopted
-        self._counters["unadopted_chunks"] += agreement.unadopted + len(entries) - adopted
+        incomplete = agreement.unadopted + len(entries) - adopted
+        self._counters["adoption_chunks", "adopted"] += adopted
+        self._counters["adoption_chunks", "incomplete"] += incomplete
 
     def _make_tiers(self, policy: MakePolicy | None) -> Tiers:
         config, slots = self.config, self.capacity.cache_slots

@@ -143,7 +143,7 @@ def start_line(
     group: of the servers whose chunks are loaded; empty: those of this host.
     """
     first, ranks, capacity = hellos[0], len(hellos), core.capacity
-    config, adopted = core.config, int(core.counters["adopted_chunks"])
+    config, adopted = core.config, int(core.counters["adoption_chunks", "adopted"])
     size = capacity.slot_bytes
     pinned = sum((hello.cache_slots + hello.stream_slots) * hello.slot_bytes for hello in hellos)
     replica = f"replica {first.replica}: " if first.replica is not None else ""

@@ -350,7 +350,6 @@ class TransferPipeline:
         self._loaded, self._stored = _Moved(), _Moved()
         for target, size in enumerate(written):
             if size:
-                self._counters["written_bytes"] += size
                 self._counters["target_written_bytes", str(target)] += size
         return self._counters
 

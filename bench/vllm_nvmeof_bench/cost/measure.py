@@ -268,7 +268,7 @@ def _measure(fleet: Fleet, settings: Settings, arm: str, case: str, number: int)
         quiet_after_s=quiet_after_s,
         stored_bytes=grown("vllm:kv_offload_store_bytes_total"),
         loaded_bytes=grown("vllm:kv_offload_load_bytes_total"),
-        written_bytes=grown("vllm:nvmeof_written_bytes_total"),
+        written_bytes=grown("vllm:nvmeof_target_written_bytes_total"),
         hits=sum(grown(name) for name in _HITS),
         preemptions=grown("vllm:num_preemptions_total"),
         scheduler_s=seconds_of("scheduler"),

@@ -119,7 +119,7 @@ def test_keys_of_a_group_that_is_not_offloaded_are_never_stored_or_adopted() -> 
     one = replace(one, adopted=replace(one.adopted, keys=foreign))
     core = Core(CoreConfig(1, KEY_BYTES), agree([one]))
     assert [entry.place for entry in core.entries()] == [place_of(0, 1)]
-    assert core.counters["unadopted_chunks"] == 1
+    assert core.counters["adoption_chunks", "incomplete"] == 1
 
 
 def test_the_tails_of_the_last_boundary_are_evicted_before_the_prefix_that_they_need() -> None:

@@ -293,7 +293,7 @@ def test_only_chunks_that_every_rank_holds_are_adopted() -> None:
     assert [(e.key, e.generation, e.place) for e in core.entries()] == [(key(1), 7, place_of(0, 0))]
     assert core.lookup(key(1)) is Source.POOL
     assert (core.capacity.cache_slots, core.capacity.pool_slots) == (3, (6,))
-    assert core.counters["unadopted_chunks"] == 3
+    assert core.counters["adoption_chunks", "incomplete"] == 3
     assert agreement.notes
 
 

@@ -288,7 +288,8 @@ def test_a_key_in_two_slots_keeps_the_lower_slot(open_pool: OpenPool) -> None:
     core = ManagerCore(CoreConfig(key_bytes=adopted.key_bytes), agreement)
     kept = {(entry.key, entry.generation, entry.place) for entry in core.entries()}
     assert kept == {(name(1).key, 6, place_of(0, 2)), (name(2).key, 7, place_of(1, 2))}
-    assert (core.counters["adopted_chunks"], core.counters["unadopted_chunks"]) == (2, 1)
+    assert core.counters["adoption_chunks", "adopted"] == 2
+    assert core.counters["adoption_chunks", "incomplete"] == 1
 
 
 @pytest.mark.parametrize("targets", [1, 2])
