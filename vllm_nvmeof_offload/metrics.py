@@ -54,6 +54,7 @@ _TARGET = Label("target", source="number of a configured target")
 _LANE = Label("lane", source="number of a configured target, or peer and the number of one")
 _DIRECTION = Label("direction", ("store", "load"))
 _TRANSFER = (_DIRECTION, Label("stage", ("gpu", "pool")))
+_SLOTS = Label("kind", ("cache", "stream", "pool"))
 _OUTCOMES = ("io_error", "checksum_mismatch", "stale", "deadline", "cancelled")
 
 #: The labels of `config_info`. Their values stay the same while a server runs.
@@ -205,14 +206,14 @@ GAUGES = _table(
     "gauge",
     # -- room
     _row("entries", "chunks", (), "Chunks in the index, in either tier."),
-    _row("cache_slots", "slots", (), "Cache slots in the CPU tier."),
-    _row("cache_slots_used", "slots", (), "Cache slots in use."),
+    _row("slots", "slots", (_SLOTS,),
+         "Slots: cache slots of the CPU tier, stream slots that loads pass through on all ranks, "
+         "and pool slots without retired ones."),
+    _row("slots_used", "slots", (_SLOTS,),
+         "Slots in use; stream slots as of the ranks' last reports, pool slots without retired "
+         "ones."),
     _row("held_cache_slots", "slots", _one("reason", "reload", "queue"),
          "Cache slots held for waiting requests, by reason."),
-    _row("stream_slots", "slots", (), "Stream slots that loads pass through, all ranks."),
-    _row("stream_slots_used", "slots", (), "Stream slots in use at the ranks' last reports."),
-    _row("pool_slots", "slots", (), "Pool slots, without retired ones."),
-    _row("pool_slots_used", "slots", (), "Pool slots in use, without retired ones."),
     _row("slot_bytes", "bytes", (), "Size of one slot on one rank, header included."),
     _row("slot_fill", "1", (),
          "Average share of a slot that a chunk fills, over the KV cache groups; the largest "
@@ -225,20 +226,18 @@ GAUGES = _table(
     _row("shared_age_seconds", "seconds", (),
          "Time since other engines' tables were last read; 0 if never."),
     # -- queues
-    _row("writes_pending", "chunks", (),
-         "Writes to the pool sent to the ranks and not yet reported."),
-    _row("write_backlog", "chunks", (), "Chunks in the CPU tier that wait for their write."),
+    _row("writes_pending", "chunks", _one("state", "waiting", "sent"),
+         "Chunks in the CPU tier that wait for their write to the pool (waiting), and writes sent "
+         "to the ranks and not yet reported (sent)."),
     _row("queued_operations", "operations",
          _one("queue", "stream_slot", "read", "prefetch", "write"),
          "Chunks waiting at the ranks' last reports, all ranks, by queue: for a stream slot, a "
          "load's read, a prefetch's read, or a write."),
     _row("operations_in_flight", "operations", (_DIRECTION,),
          "Reads (load) and writes (store) submitted to the I/O engine at the ranks' last reports."),
-    _row("read_queue_bytes", "bytes", (_LANE,),
-         "Bytes queued ahead of a new read at the ranks' last reports, all ranks, by lane."),
     _row("read_queue_seconds", "seconds", (_LANE,),
-         "Estimated wait of a new read on the slowest rank, by lane; 0 if there is no wait or the "
-         "rate is unknown."),
+         "Estimated wait of a new read on the slowest rank at its last report, by lane; 0 if "
+         "there is no wait or the rate is unknown."),
     _row("requests_waiting", "requests", (),
          "Requests, preempted or in vLLM's queue, whose chunks are kept or prefetched."),
     _row("stores_suspended", "requests", (),
@@ -252,12 +251,10 @@ GAUGES = _table(
     _row("load_slowness", "ratio", (),
          "Smoothed ratio of the time that loads from the pool take to the time that the learned "
          "rates predict."),
-    _row("target_read_bytes_per_second", "bytes/s", (_TARGET,),
-         "Learned rate at which the slowest rank reads each target; 0 if unknown."),
-    _row("target_write_bytes_per_second", "bytes/s", (_TARGET,),
-         "Learned rate at which the slowest rank writes each target; 0 if unknown."),
+    _row("target_bytes_per_second", "bytes/s", (_TARGET, _DIRECTION),
+         "Learned rate at which the slowest rank reads (load) or writes (store) each target; 0 if "
+         "unknown."),
     # -- health
-    _row("suspect_targets", "targets", (), "Targets that at least one rank finds suspect or gone."),
     _row("target_verdict", "verdict", (_TARGET,),
          "Verdict of the worst rank on a target: 0 ok, 1 degraded, 2 suspect, 3 gone."),
     _row("fallbacks", "parts", _one("part", "io_uring", "registration", "o_direct", "copies"),

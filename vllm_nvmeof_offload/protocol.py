@@ -423,8 +423,8 @@ class LevelReport(_Message):
     write_waiting: int = 0
     reads_in_flight: int = 0
     writes_in_flight: int = 0
-    #: By lane (the targets, then the peers): bytes that a read waits for, and seconds (0: unknown).
-    read_queues: tuple[tuple[int, float], ...] = ()
+    #: By lane (the targets, then the peers): seconds that a read waits; 0: unknown.
+    read_waits_s: tuple[float, ...] = ()
 
 
 Report = OpReport | OpReports | VerdictReport | RateReport | LevelReport

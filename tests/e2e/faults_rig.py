@@ -39,10 +39,7 @@ POOL_SLOTS = 512
 LOGPROB_TOLERANCE = 1e-3
 #: Deadlines of `spec` for tests that miss them: longer than a shared disk stalls by itself.
 SHORT_DEADLINES = {"read_deadline_ms": 4000, "write_deadline_ms": 8000}
-_UNDER_WAY = (
-    *("vllm:nvmeof_writes_pending", "vllm:nvmeof_write_backlog"),
-    "vllm:kv_cache_usage_perc",
-)
+_UNDER_WAY = ("vllm:nvmeof_writes_pending", "vllm:kv_cache_usage_perc")
 UNSTORED = "vllm:nvmeof_unstored_chunks_total"
 UNWRITTEN = "vllm:nvmeof_unwritten_chunks_total"
 _ROUNDS_MAX = 8
@@ -210,7 +207,12 @@ def grown(server: Server, before: Metrics, name: str, **labels: str) -> float:
 
 def has_figures(now: Metrics) -> bool:
     """Whether the engine exports figures, which it does from its first step on."""
-    return now.value("vllm:nvmeof_cache_slots") > 0
+    return now.value("vllm:nvmeof_slots", kind="cache") > 0
+
+
+def is_usable(now: Metrics) -> bool:
+    """Whether the server's only target is ok or degraded, not suspect (2) or gone (3)."""
+    return now.value("vllm:nvmeof_target_verdict") < 2
 
 
 def wait_for(server: Server, what: str, condition: Callable[[Metrics], bool]) -> Metrics:

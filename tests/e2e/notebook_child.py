@@ -144,7 +144,7 @@ def _with_writes_in_flight(llm: Any, faults: Any) -> float:
     faults.set(write_delay_ms=120_000)
     for prompt in life.asked()[:2]:
         _generate(llm, prompt[::-1], rig.ANSWER_TOKENS)
-    return _value(llm, "vllm:nvmeof_writes_pending")
+    return _value(llm, "vllm:nvmeof_writes_pending", state="sent")
 
 
 def _beside(llm: Any) -> list[dict[str, Any]]:

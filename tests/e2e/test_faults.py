@@ -22,7 +22,6 @@ FAILED = "vllm:nvmeof_failed_chunks_total"
 LOADED = "vllm:nvmeof_loaded_tokens_total"
 HITS = "vllm:external_prefix_cache_hits_total"
 RESUMED = "vllm:nvmeof_resumed_tokens_total"
-SUSPECT = "vllm:nvmeof_suspect_targets"
 #: A deadline and a recompute on a busy machine; an operation that hangs does so for much longer.
 HANG_S_MAX = 60
 #: Which requests meet is a matter of timing: a test that needs a preemption asks again, so often.
@@ -75,7 +74,7 @@ def server(
 def _clean(server: Server, faults: rig.Faults, reference: rig.Reference) -> Iterator[None]:
     """Before each test remove all faults and store and write every chunk."""
     faults.set()
-    rig.wait_for(server, "a usable target", lambda m: m.value(SUSPECT) == 0)
+    rig.wait_for(server, "a usable target", rig.is_usable)
     rig.store_all(server, reference)
     yield
     faults.set()
@@ -105,7 +104,7 @@ def test_read_errors(server: Server, faults: rig.Faults, reference: rig.Referenc
     faults.set(read_eio=0.2, seed=3, read_delay_ms=300)
     assert rig.same(rig.ask(server, reference.prompts), reference.answers)
     assert faults.fired("read_eio") > 0
-    assert rig.metrics(server).value(SUSPECT) == 0
+    assert rig.is_usable(rig.metrics(server))
     assert rig.grown(server, before, FAILED, outcome="io_error") > 0
     assert rig.grown(server, before, HITS) > 0, "chunks that did not fail are still loaded"
 
@@ -133,7 +132,7 @@ def test_prompts_that_are_stored_faster_than_written_have_no_holes(
     faults.set()
     rig.settle(server)
     stored = rig.grown(server, before, "vllm:nvmeof_stored_chunks_total")
-    assert stored >= before.value("vllm:nvmeof_cache_slots")
+    assert stored >= before.value("vllm:nvmeof_slots", kind="cache")
     unstored = rig.grown(server, before, rig.UNSTORED, reason="no_room")
     assert unstored > 0, "the pool was not slower than the model"
     assert rig.grown(server, before, rig.UNWRITTEN, reason="evicted") == 0
@@ -144,14 +143,14 @@ def test_prompts_that_are_stored_faster_than_written_have_no_holes(
 
 
 def test_a_full_device(server: Server, faults: rig.Faults, reference: rig.Reference) -> None:
-    slots = rig.metrics(server).value("vllm:nvmeof_pool_slots")
+    slots = rig.metrics(server).value("vllm:nvmeof_slots", kind="pool")
     rig.forget_all(server)
     faults.set(enospc_writes=20)
     assert rig.same(rig.ask(server, reference.prompts), reference.answers)
     now = rig.wait_for(
         server, "20 refused writes", lambda m: m.value("vllm:nvmeof_retired_pool_slots_total") >= 20
     )
-    assert now.value("vllm:nvmeof_pool_slots") <= slots - 20, (
+    assert now.value("vllm:nvmeof_slots", kind="pool") <= slots - 20, (
         "the capacity shrinks to the space that exists"
     )
     assert rig.same(rig.ask(server, reference.prompts), reference.answers)
@@ -177,9 +176,9 @@ def test_reads_that_hang(server: Server, faults: rig.Faults, reference: rig.Refe
     assert rig.same(answers, reference.answers)
     assert max(a.ttft_s for a in answers) < HANG_S_MAX, "bounded by the deadline and a recompute"
     assert rig.grown(server, before, FAILED, outcome="deadline") > 0
-    assert rig.metrics(server).value(SUSPECT) == 1
+    assert not rig.is_usable(rig.metrics(server))
     faults.set()
-    rig.wait_for(server, "a usable target", lambda m: m.value(SUSPECT) == 0)
+    rig.wait_for(server, "a usable target", rig.is_usable)
     before = rig.metrics(server)
     rig.ask(server, reference.prompts)
     assert rig.same(rig.ask(server, reference.prompts), reference.answers)
@@ -191,7 +190,7 @@ def test_writes_that_hang(server: Server, faults: rig.Faults, reference: rig.Ref
     faults.set(hang_writes=2)
     answers = rig.ask(server, reference.prompts)
     assert rig.same(answers, reference.answers)
-    rig.wait_for(server, "a suspect target", lambda m: m.value(SUSPECT) == 1)
+    rig.wait_for(server, "a suspect target", lambda m: not rig.is_usable(m))
     assert rig.same(rig.ask(server, reference.prompts), reference.answers)
 
 

@@ -23,7 +23,6 @@ from vllm_nvmeof_offload.pool.format import decode_table, read_superblock
 from vllm_nvmeof_offload.pool.recovery import read_table
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
-SUSPECT = "vllm:nvmeof_suspect_targets"
 #: Shares of the slots in use: how much is cut off the end of rank 0's slab, and where the loss of
 #: every LOST_EACH-th header of rank 1 begins. The tenants' chunks come before that.
 CUT_SHARE, LOST_FROM_SHARE, LOST_EACH = 0.15, 0.6, 4
@@ -155,7 +154,7 @@ def test_a_fault_on_one_rank_only(
     assert struck[1 - rank] == 0, "the other rank has completed all of its reads"
     assert rig.grown(server, before, FAILED) > 0
     assert rig.grown(server, before, HITS) > 0, "chunks that did not fail are still loaded"
-    rig.wait_for(server, "a usable target", lambda m: m.value(SUSPECT) == 0)
+    rig.wait_for(server, "a usable target", rig.is_usable)
 
 
 def test_writes_that_fail_on_one_rank_only(

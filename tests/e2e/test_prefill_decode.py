@@ -158,8 +158,8 @@ def test_the_next_turns_prefill_borrows_what_was_decoded(
     pair: Pair, reference: rig.Reference
 ) -> None:
     """The prefill server has the prompt's chunks, and never computed the answer's."""
-    rig.wait_for(pair.decode, "the last write", lambda m: m.value(PENDING) == 0)
-    chunks = rig.metrics(pair.decode).value("vllm:nvmeof_pool_slots_used")
+    rig.wait_for(pair.decode, "the last write", lambda m: m.value(PENDING, state="sent") == 0)
+    chunks = rig.metrics(pair.decode).value("vllm:nvmeof_slots_used", kind="pool")
     rig.wait_for(pair.prefill, "its chunks", lambda m: m.value(PLACES) >= chunks)
     for prompt, answer in zip(reference.prompts, reference.answers, strict=True):
         rig.forget_gpu(pair.prefill)

@@ -172,7 +172,7 @@ def test_a_second_server_loads_what_the_first_has_stored(
     servers: Servers, expected: tuple[Session, list[Answer]]
 ) -> None:
     a = servers.running["a"]
-    chunks = rig.settle(a).value("vllm:nvmeof_pool_slots_used")
+    chunks = rig.settle(a).value("vllm:nvmeof_slots_used", kind="pool")
     b = servers.start("b")
     rig.wait_for(b, "chunks of others", lambda m: m.value("vllm:nvmeof_shared_entries") >= chunks)
     before = rig.metrics(b)

@@ -62,7 +62,7 @@ def test_each_has_a_directory_and_half_of_the_pool(
 ) -> None:
     settle(server)
     now = rig.metrics(server)
-    slots = [now.value("vllm:nvmeof_pool_slots", engine=str(r)) for r in (0, 1)]
+    slots = [now.value("vllm:nvmeof_slots", kind="pool", engine=str(r)) for r in (0, 1)]
     assert slots[0] == slots[1] > 0
     assert spec.offload is not None
     slabs = sorted(place.glob("*/engine-*/rank-*/slab"))
@@ -114,13 +114,13 @@ def test_with_sharing_one_loads_what_the_other_has_stored(
         for _ in range(2):  # the gauges of the last writes come with a step after their reports
             settle(server)
         before = rig.metrics(server)
-        stored = before.value("vllm:nvmeof_pool_slots_used", engine="0")
+        stored = before.value("vllm:nvmeof_slots_used", kind="pool", engine="0")
         assert stored > 0
 
         def knows(now: Metrics) -> bool:
             for replica in (0, 1):
                 par.ask(server, [[5, 6, 7]], replica=replica)  # figures come with a step
-            written = now.value("vllm:nvmeof_pool_slots_used", engine="0")
+            written = now.value("vllm:nvmeof_slots_used", kind="pool", engine="0")
             return now.value("vllm:nvmeof_shared_entries", engine="1") >= written >= stored
 
         rig.wait_for(server, "what the other replica has", knows)
@@ -130,7 +130,7 @@ def test_with_sharing_one_loads_what_the_other_has_stored(
         settle(server)
         now = rig.metrics(server)
         assert now.value("vllm:nvmeof_borrowed_chunks_total", engine="0") == 0
-        assert now.value("vllm:nvmeof_pool_slots_used", engine="1") <= 0.05 * stored
+        assert now.value("vllm:nvmeof_slots_used", kind="pool", engine="1") <= 0.05 * stored
         assert now.value(FAILED) == 0
 
 

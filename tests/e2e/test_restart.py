@@ -42,8 +42,8 @@ def router_agrees(server: Server, router: Router) -> None:
     def agrees(now: Metrics) -> bool:
         in_cpu, in_pool, in_either = router.counts()
         return (
-            now.value("vllm:nvmeof_cache_slots_used") == in_cpu
-            and now.value("vllm:nvmeof_pool_slots_used") == in_pool
+            now.value("vllm:nvmeof_slots_used", kind="cache") == in_cpu
+            and now.value("vllm:nvmeof_slots_used", kind="pool") == in_pool
             and now.value("vllm:nvmeof_entries") == in_either
         )
 
@@ -63,7 +63,7 @@ class Lives:
             spec = replace(self.spec, extra_args=router.arguments)
             with rig.start(spec, "restart-before") as server:
                 now = rig.metrics(server)
-                slots = now.value("vllm:nvmeof_pool_slots")
+                slots = now.value("vllm:nvmeof_slots", kind="pool")
                 assert 0 < slots < rig.POOL_SLOTS
                 assert rig.same(rig.ask_and_settle(server, reference.prompts), reference.answers)
                 now = rig.wait_for(server, "evictions", _has_evicted)
@@ -74,7 +74,9 @@ class Lives:
                 self.faults.set(write_delay_ms=10_000)
                 rig.ask(server, reference.prompts[:2])
                 rig.wait_for(
-                    server, "writes under way", lambda m: m.value("vllm:nvmeof_writes_pending") > 0
+                    server,
+                    "writes under way",
+                    lambda m: m.value("vllm:nvmeof_writes_pending", state="sent") > 0,
                 )
                 server.kill()
         self.faults.set()

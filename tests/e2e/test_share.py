@@ -55,7 +55,7 @@ def b(spec: ServerSpec, a: Server) -> Iterator[Server]:
 
 def written(server: Server) -> float:
     """Wait until the server has written all that it stored; returns its chunks in the pool."""
-    return rig.settle(server).value("vllm:nvmeof_pool_slots_used")
+    return rig.settle(server).value("vllm:nvmeof_slots_used", kind="pool")
 
 
 def knows(server: Server, chunks: float) -> Metrics:

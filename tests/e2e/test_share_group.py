@@ -60,7 +60,7 @@ def lease_in(pool: Path, engine: int) -> LeasePage:
 
 def written(server: Server) -> float:
     """Wait until the server has written all that it stored; returns its chunks in the pool."""
-    return rig.settle(server).value("vllm:nvmeof_pool_slots_used")
+    return rig.settle(server).value("vllm:nvmeof_slots_used", kind="pool")
 
 
 def test_one_borrows_what_the_other_has_stored(

@@ -67,7 +67,7 @@ def same_one(answer: Answer, expected: Answer) -> bool:
 
 def written(server: Server) -> float:
     """Wait until all that the server stored is written; returns its chunks in the pool."""
-    return rig.settle(server).value("vllm:nvmeof_pool_slots_used")
+    return rig.settle(server).value("vllm:nvmeof_slots_used", kind="pool")
 
 
 def knows(server: Server, chunks: float) -> Metrics:

@@ -314,8 +314,8 @@ class ForeignRules:
     def idle(self, entries: Sequence[Entry]) -> None:
         """Check at the end: what others have lost is written, if the pool takes anything."""
         config, gauges = self._core.config, self._core.gauges()
-        able = config.write_policy is WritePolicy.THROUGH and gauges["pool_slots"]
-        if not able or gauges["suspect_targets"]:
+        able = config.write_policy is WritePolicy.THROUGH and gauges["slots", "pool"]
+        if not able or self._core.targets.suspects:
             return
         for entry in entries:
             if entry.generation in self._owed:

@@ -57,7 +57,7 @@ class PolicyRules:
         if offered is None:
             raise Violation("hole", "a load evicted a chunk that was never written")
         gauges = self._core.gauges()
-        if gauges["pool_slots"] and not gauges["suspect_targets"]:
+        if gauges["slots", "pool"] and not self._core.targets.suspects:
             raise Violation("hole", f"{dropped} chunks were evicted that could have been written")
         if self._knobs.set_size > 1:
             return  # the rows of those that are left may have other parts that cannot be evicted
@@ -73,7 +73,7 @@ class PolicyRules:
         """Check rule 9 after a store was refused because no cache slot could be had."""
         gauges = self._core.gauges()
         used, held, unwritten = set(used_cache), set(self._core.held()), 0
-        if gauges["cache_slots_used"] < gauges["cache_slots"]:
+        if gauges["slots_used", "cache"] < gauges["slots", "cache"]:
             raise Violation("9", "refused a store with a cache slot free")
         for entry in self._core.entries():
             free = entry.cache not in used and entry.key not in held
@@ -81,8 +81,9 @@ class PolicyRules:
             if entry.state is State.BOTH and free and whole:
                 raise Violation("9", f"refused a store although {entry} could be evicted")
             unwritten += entry.state is State.CACHED and free and whole
-        takes_writes = gauges["pool_slots"] and gauges["suspect_targets"] < self._knobs.targets
-        if unwritten > (gauges["write_backlog"] if takes_writes else 0):
+        suspects = len(self._core.targets.suspects)
+        takes_writes = gauges["slots", "pool"] and suspects < self._knobs.targets
+        if unwritten > (gauges["writes_pending", "waiting"] if takes_writes else 0):
             raise Violation("9", f"refused a store although {unwritten} chunks could be evicted")
 
     def commanded(self, commands: Iterable[Command]) -> None:
@@ -107,20 +108,21 @@ class PolicyRules:
 
     def _note_room(self) -> None:
         gauges = self._core.gauges()
-        free = gauges["cache_slots"] - gauges["cache_slots_used"]
+        free = gauges["slots", "cache"] - gauges["slots_used", "cache"]
         self._roomy &= free >= self._clean_min
 
     def idle(self) -> None:
         """Check with nothing under way: every chunk that was due is written."""
         gauges = self._core.gauges()
         self._check_prefetches()
-        if not gauges["pool_slots"] or gauges["suspect_targets"] or not gauges["write_backlog"]:
+        waiting = gauges["writes_pending", "waiting"]
+        if not gauges["slots", "pool"] or self._core.targets.suspects or not waiting:
             return
         if not self._demotes:
             raise Violation("leak", f"not written at the end: {gauges}")
         cached = sum(entry.cache >= 0 for entry in self._core.entries())
-        clean = cached - gauges["write_backlog"]
-        short = self._clean_min - clean - gauges["cache_slots"] + gauges["cache_slots_used"]
+        clean = cached - waiting
+        short = self._clean_min - clean - gauges["slots", "cache"] + gauges["slots_used", "cache"]
         if short > 0:
             raise Violation("demotion", f"{short} demotions are due but not started: {gauges}")
 

@@ -377,14 +377,14 @@ class Rules:
     def _check_taken(self, tier: str, rows: set[object], gauges: Mapping[Series, float]) -> None:
         """No slot leaks. rows: those of entries; a divided one may have orphans besides, and
         counts as retired with one of its parts."""
-        taken, orphaned = gauges[f"{tier}_slots_used"], gauges[f"{tier}_slots_orphaned"]
+        taken, orphaned = gauges["slots_used", tier], gauges[f"{tier}_slots_orphaned"]
         least = most = len(rows) + orphaned
         if self._knobs.set_size > 1:
             retired = self._core.counters["retired_pool_slots"] if tier == "pool" else 0
             least = len(rows) - int(retired)
         if not least <= taken <= most:
             raise Violation("leak", f"{tier}: {taken} taken, {len(rows)} + {orphaned} known")
-        if taken > gauges[f"{tier}_slots"]:
+        if taken > gauges["slots", tier]:
             raise Violation("leak", f"{tier}: {taken} slots taken of {gauges}")
 
     def check_memory(self) -> None:
@@ -460,9 +460,9 @@ class Rules:
     def idle(self) -> None:
         """Check after every op has ended and released its buffers: nothing may be left."""
         gauges = self._core.gauges()
-        names = ("ops", "cache_slots_orphaned", "pool_slots_orphaned", "writes_pending")
+        names = ("ops", "cache_slots_orphaned", "pool_slots_orphaned", "cache_slots_in_use")
         names += (
-            "cache_slots_in_use",
+            ("writes_pending", "sent"),
             ("held_cache_slots", "reload"),
             ("held_cache_slots", "queue"),
             "requests_waiting",

@@ -632,15 +632,15 @@ class ManagerCore:
         tiers = self._tiers
         return {
             "entries": len(tiers),
-            "cache_slots": self.capacity.cache_slots,
-            "cache_slots_used": tiers.cache_taken,
+            ("slots", "cache"): self.capacity.cache_slots,
+            ("slots_used", "cache"): tiers.cache_taken,
             "cache_slots_orphaned": tiers.cache_orphans,
-            "pool_slots": self.capacity.pool_slots_total - tiers.pool_retired,
-            "pool_slots_used": tiers.pool_taken - tiers.pool_retired,
+            ("slots", "pool"): self.capacity.pool_slots_total - tiers.pool_retired,
+            ("slots_used", "pool"): tiers.pool_taken - tiers.pool_retired,
             "pool_slots_orphaned": tiers.pool_orphans,
             "ops": len(self._ledger),
-            "writes_pending": tiers.writes_pending,
-            "write_backlog": tiers.backlog,
+            ("writes_pending", "waiting"): tiers.backlog,
+            ("writes_pending", "sent"): tiers.writes_pending,
             "commands_waiting": (
                 len(self._unsent) + tiers.writes_intended + tiers.fetches_intended
             ),
@@ -650,7 +650,6 @@ class ManagerCore:
             "shared_entries": self._foreign.rows if self._foreign else 0,
             "shared_age_seconds": self._shared_age_s(),
             "cache_slots_in_use": tiers.cache_in_use,
-            "suspect_targets": len(self.targets.suspects),
             "prefill_tokens_per_second": self.admission.prefill_rate,
             "pool_read_bytes_per_second": self.admission.bytes_per_s,
             "load_slowness": self.admission.slowness,

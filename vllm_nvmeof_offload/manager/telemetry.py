@@ -51,7 +51,7 @@ class MetricsCollector:
             head = re.split("[→:]", line, maxsplit=1)[0]
             gauges["fallbacks", _PARTS.get(head, head)] += 1
         gauges["adoption_seconds"] = max(hello.adoption_s for hello in hellos)
-        gauges["stream_slots"] = sum(hello.stream_slots for hello in hellos)
+        gauges["slots", "stream"] = sum(hello.stream_slots for hello in hellos)
         gauges["slot_bytes"] = core.capacity.slot_bytes
         gauges["slot_fill"] = core.capacity.slot_fill
         slots, sets = core.capacity.cache_slots, core.capacity.set_sizes
@@ -81,19 +81,20 @@ class MetricsCollector:
             for series, value in core.gauges().items()
             if (series if isinstance(series, str) else series[0]) in GAUGES
         }
-        slots, sets = int(gauges["pool_slots"]), core.capacity.set_sizes
+        slots, sets = int(gauges["slots", "pool"]), core.capacity.set_sizes
         gauges["capacity_tokens", "pool"] = core.config.tokens_in(slots, sets)
-        for target, verdict in enumerate(core.targets.worst_verdicts()):
+        targets = core.targets
+        for target, verdict in enumerate(targets.worst_verdicts()):
             gauges["target_verdict", str(target)] = verdict
-            gauges["target_read_bytes_per_second", str(target)] = core.targets.read_rates[target]
-            gauges["target_write_bytes_per_second", str(target)] = core.targets.write_rates[target]
+            gauges["target_bytes_per_second", str(target), "load"] = targets.read_rates[target]
+            gauges["target_bytes_per_second", str(target), "store"] = targets.write_rates[target]
         levels = core.levels.values()
         gauges["stores_suspended"] = len(self._suspension.requests)
-        gauges["stream_slots_used"] = sum(one.stream_slots_used for one in levels)
+        gauges["slots_used", "stream"] = sum(one.stream_slots_used for one in levels)
         for queue in _QUEUES:
             waiting = sum(getattr(one, f"{queue}_waiting") for one in levels)
             gauges["queued_operations", queue] = waiting
-        gauges.update(_read_queues(levels, len(core.targets.read_rates)))
+        gauges.update(_read_queues(levels, len(targets.read_rates)))
         gauges["operations_in_flight", "load"] = sum(one.reads_in_flight for one in levels)
         gauges["operations_in_flight", "store"] = sum(one.writes_in_flight for one in levels)
         gauges.update(self._constant)
@@ -101,16 +102,13 @@ class MetricsCollector:
 
 
 def _read_queues(levels: Iterable[LevelReport], targets: int) -> Counts:
-    """By lane, of all ranks: the targets by their numbers, and then the peers."""
-    gauges = Counts()
-    for number in range(targets):
-        gauges["read_queue_bytes", str(number)] = gauges["read_queue_seconds", str(number)] = 0
+    """On the slowest rank, by lane: the targets by their numbers, and then the peers."""
+    gauges = Counts({("read_queue_seconds", str(number)): 0 for number in range(targets)})
     for level in levels:
-        for number, (size, seconds) in enumerate(level.read_queues):
+        for number, seconds in enumerate(level.read_waits_s):
             lane = str(number) if number < targets else f"peer{number - targets}"
-            gauges["read_queue_bytes", lane] += size
-            slowest = max(gauges["read_queue_seconds", lane], seconds)
-            gauges["read_queue_seconds", lane] = slowest
+            series = "read_queue_seconds", lane
+            gauges[series] = max(gauges[series], seconds)
     return gauges
 
 

@@ -319,7 +319,8 @@ class TransferPipeline:
 
     def level_report(self) -> LevelReport:
         self._levels = self._machine.levels()
-        return LevelReport(self._limits.rank, *self._levels, tuple(self.read_queues()))
+        waits_s = tuple(seconds for _, seconds in self.read_queues())
+        return LevelReport(self._limits.rank, *self._levels, waits_s)
 
     def _report_of(self, columns: tuple[Any, ...]) -> Report:
         if len(columns) == 2:

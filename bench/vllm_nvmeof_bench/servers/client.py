@@ -39,7 +39,6 @@ _THEIRS = ("vllm:prompt_tokens_cached_by_source_total", ("host", "disk"))
 #: Gauges of work that goes on after the last answer: ours, and those of vLLM's tiering.
 _BUSY = (
     "vllm:nvmeof_writes_pending",
-    "vllm:nvmeof_write_backlog",
     "vllm:kv_offload_tiering_active_cascade_jobs",
     "vllm:kv_offload_tiering_active_promotion_jobs",
 )

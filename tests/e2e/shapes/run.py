@@ -20,7 +20,7 @@ _SETTLE_S = 120.0
 #: Number of log-probabilities: the token's and the runner-up's.
 _RANKS = 2
 #: By which counters and gauges are told apart.
-_LABELS = ("source", "tier", "decision", "reason")
+_LABELS = ("source", "tier", "decision", "reason", "state")
 
 
 def play(plan: dict[str, Any]) -> dict[str, Any]:
@@ -259,7 +259,7 @@ def _settle(llm: Any, voided_max: int = 0) -> None:
         unwritten = "nvmeof_unwritten_chunks:superseded", "nvmeof_unwritten_chunks:evicted"
         stored -= sum(now.get(name, 0) for name in unwritten)
         stored -= _failed_writes(llm)
-        if written >= stored and not now.get("nvmeof_writes_pending"):
+        if written >= stored and not now.get("nvmeof_writes_pending:sent"):
             return
         shown = {name: count for name, count in now.items() if "chunks" in name or "write" in name}
         assert time.monotonic() < deadline, f"writes do not end: {shown}"

@@ -513,7 +513,7 @@ def test_a_failed_fetch_of_others_chunks_is_not_held() -> None:
     bench.late(op, STALE)
     assert (bench.held(), bench.ended(), bench.source(0)) == ([], {"failed": 1}, None)
     bench.core.report([release(op, 0)])
-    assert bench.core.gauges()["cache_slots_used"] == 0
+    assert bench.core.gauges()["slots_used", "cache"] == 0
 
 
 def test_a_declined_pool_is_probed_with_others_chunks_too() -> None:

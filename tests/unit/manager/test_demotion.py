@@ -21,7 +21,7 @@ def test_nothing_is_written_while_there_is_room() -> None:
     bench = demoting(cache=8)
     bench.store(1, 2, 3, 4, 5, 6)
     assert bench.writes() == []
-    assert bench.core.gauges()["write_backlog"] == 6
+    assert bench.core.gauges()["writes_pending", "waiting"] == 6
     assert not bench.core.has_pending_work(), "a waiting demotion does not keep the engine stepping"
 
 
@@ -105,9 +105,9 @@ def test_a_reset_forgets_waiting_demotions() -> None:
     bench = demoting(cache=4)
     bench.store(1, 2)
     bench.core.reset()
-    assert bench.core.gauges()["write_backlog"] == 0
+    assert bench.core.gauges()["writes_pending", "waiting"] == 0
     bench.store(1, 2, 3)
-    assert bench.core.gauges()["write_backlog"] == 3
+    assert bench.core.gauges()["writes_pending", "waiting"] == 3
 
 
 def test_off_writes_nothing_and_still_reads() -> None:
@@ -115,5 +115,5 @@ def test_off_writes_nothing_and_still_reads() -> None:
     bench.store(1, 2)
     bench.store(3)
     assert bench.writes() == []
-    assert bench.core.gauges()["write_backlog"] == 0
+    assert bench.core.gauges()["writes_pending", "waiting"] == 0
     assert bench.hits([1, 2, 3]) == [1, 3]

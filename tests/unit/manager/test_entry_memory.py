@@ -85,7 +85,7 @@ def main() -> None:
         if first % (BATCH * 16) == 0:
             load = core.prepare_load(keys(first - ENTRIES // 2))
             core.report([OpReport(load.op)] * 2)
-    assert core.gauges()["entries"] == core.gauges()["pool_slots_used"] == ENTRIES
+    assert core.gauges()["entries"] == core.gauges()["slots_used", "pool"] == ENTRIES
     assert core.counters["evictions", "pool"] >= ENTRIES // 3
     show("come and gone", before)
     core.reset()

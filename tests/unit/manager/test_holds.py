@@ -203,7 +203,7 @@ def test_reset_while_chunks_are_held_being_fetched_and_to_be_fetched() -> None:
     (reset,) = bench.core.take_commands()
     assert isinstance(reset, ResetCommand)
     assert bench.held() == []
-    assert bench.core.gauges()["cache_slots_used"] == 1, "the read under way has it"
+    assert bench.core.gauges()["slots_used", "cache"] == 1, "the read under way has it"
     bench.store(0)  # the key is back before the old read has ended
     bench.write_all()
     bench.preempted("a", 0)

@@ -23,13 +23,13 @@ def cancels(commands: list[Command]) -> list[tuple[int, list[int]]]:
 def test_an_unsent_fetch_is_dropped() -> None:
     bench = HoldsBench()
     bench.in_the_pool(0)
-    free = bench.core.gauges()["cache_slots_used"]
+    free = bench.core.gauges()["slots_used", "cache"]
     bench.queued("a", 0)
     bench.core.turn()
     bench.core.reload.left("a")
     assert bench.core.take_commands() == []
     assert (bench.ended(), bench.source(0)) == ({"cancelled": 1}, Source.POOL)
-    assert bench.core.gauges()["cache_slots_used"] == free - 1, "its victim is gone"
+    assert bench.core.gauges()["slots_used", "cache"] == free - 1, "its victim is gone"
     bench.check_idle()
     bench.queued("b", 0)
     fetch = bench.fetch()

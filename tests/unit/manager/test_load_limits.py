@@ -203,7 +203,7 @@ def test_a_cache_slot_with_the_wrong_content_says_nothing_of_the_pools_copy() ->
     bench.done(bench.load(1).op, (0, STALE))
     assert bench.source(1) is Source.POOL
     gauges = bench.core.gauges()
-    assert (gauges["cache_slots_used"], gauges["pool_slots_used"]) == (0, 1)
+    assert (gauges["slots_used", "cache"], gauges["slots_used", "pool"]) == (0, 1)
 
 
 def test_a_cache_slot_with_the_wrong_content_dooms_a_chunk_that_is_nowhere_else() -> None:

@@ -101,7 +101,7 @@ def test_a_failed_chunk_misses_at_the_first_ranks_report() -> None:
     bench.report(load.op, (0, CHECKSUM_MISMATCH))
     assert bench.hits([1, 2]) == [2]
     bench.core.report([OpReport(load.op)])
-    assert bench.core.gauges()["cache_slots_used"] == 1
+    assert bench.core.gauges()["slots_used", "cache"] == 1
 
 
 def test_a_cancelled_load_dooms_nothing() -> None:

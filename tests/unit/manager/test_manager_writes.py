@@ -39,7 +39,7 @@ def test_a_write_counts_when_every_rank_has_reported_it() -> None:
     bench.core.report([OpReport(write.op)])
     bench.report(write.op, (0, io_error(errno.EIO)))
     assert bench.core.counters["written_chunks"] == 0
-    assert bench.core.gauges()["pool_slots_used"] == 0
+    assert bench.core.gauges()["slots_used", "pool"] == 0
     assert bench.source(1) is Source.CPU
     bench.store(2)
     assert bench.hits([1]) == [], "it was only in the CPU tier"
@@ -50,10 +50,10 @@ def test_writes_pin_no_more_than_their_share_and_the_rest_waits() -> None:
     bench.store(1, 2, 3, 4)
     first = bench.write()
     assert len(first.batch) == 2
-    assert bench.core.gauges()["write_backlog"] == 2
+    assert bench.core.gauges()["writes_pending", "waiting"] == 2
     bench.done(first.op)
     assert len(bench.write().batch) == 2
-    assert bench.core.gauges()["write_backlog"] == 0
+    assert bench.core.gauges()["writes_pending", "waiting"] == 0
 
 
 def test_a_chunk_whose_read_was_cut_off_gives_its_place_to_a_write_of_the_same_reports() -> None:
@@ -77,7 +77,7 @@ def test_without_a_pool_nothing_waits_to_be_written() -> None:
     bench = Bench(pool=0)
     bench.store(1)
     assert bench.writes() == []
-    assert bench.core.gauges()["write_backlog"] == 0
+    assert bench.core.gauges()["writes_pending", "waiting"] == 0
 
 
 def test_with_one_target_suspect_the_others_take_the_writes() -> None:
@@ -85,7 +85,7 @@ def test_with_one_target_suspect_the_others_take_the_writes() -> None:
     bench.core.report([VerdictReport(0, 1, "suspect")])
     bench.store(*range(6))
     assert sorted(targets_of(bench.write().batch.places)) == [0, 0, 2, 2]
-    assert bench.core.gauges()["write_backlog"] == 2
+    assert bench.core.gauges()["writes_pending", "waiting"] == 2
     bench.core.report([VerdictReport(0, 1, "ok")])
     assert targets_of(bench.write().batch.places).tolist() == [1, 1]
 
@@ -111,7 +111,7 @@ def test_a_full_file_system_shrinks_the_pool_slot_by_slot() -> None:
             full = io_error(errno.ENOSPC)
             bench.done(command.op, *((row, full) for row in range(len(command.batch))))
     gauges = bench.core.gauges()
-    assert (gauges["pool_slots"], gauges["pool_slots_used"]) == (0, 0)
+    assert (gauges["slots", "pool"], gauges["slots_used", "pool"]) == (0, 0)
     assert bench.core.counters["retired_pool_slots"] == 2
     assert bench.hits([1, 2, 3]) == [1, 2, 3], "all still in the CPU tier"
 
@@ -119,10 +119,10 @@ def test_a_full_file_system_shrinks_the_pool_slot_by_slot() -> None:
 def test_a_slot_is_retired_after_its_third_failed_write() -> None:
     bench = Bench(cache=8, pool=1)
     for number in range(3):
-        assert bench.core.gauges()["pool_slots"] == 1
+        assert bench.core.gauges()["slots", "pool"] == 1
         bench.store(number)
         bench.done(bench.write().op, (0, io_error(errno.EIO)))
-    assert bench.core.gauges()["pool_slots"] == 0
+    assert bench.core.gauges()["slots", "pool"] == 0
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_slot_whose_reads_fail_is_retired_unless_the_whole_target_fails(
 ) -> None:
     bench = Bench(cache=1, pool=1)
     for number in (0, 2, 4):
-        assert bench.core.gauges()["pool_slots"] == 1
+        assert bench.core.gauges()["slots", "pool"] == 1
         bench.store(number)
         bench.write_all()
         store = bench.core.prepare_store(keys_of(number + 1)).command  # takes the cache slot
@@ -141,7 +141,7 @@ def test_a_slot_whose_reads_fail_is_retired_unless_the_whole_target_fails(
         bench.done(load.op, (0, io_error(number_of_error)))
         assert store is not None
         bench.done(store.op, (0, io_error(errno.EIO)))
-    assert bench.core.gauges()["pool_slots"] == slots_left
+    assert bench.core.gauges()["slots", "pool"] == slots_left
 
 
 def test_failed_writes_far_apart_do_not_retire_a_slot() -> None:
@@ -151,7 +151,7 @@ def test_failed_writes_far_apart_do_not_retire_a_slot() -> None:
         for command in bench.writes():
             bench.done(command.op, *([(0, io_error(errno.EIO))] if number % 10 == 9 else []))
     assert bench.core.counters["failed_chunks", "write", "io_error", "0"] == 6
-    assert bench.core.gauges()["pool_slots"] == 1
+    assert bench.core.gauges()["slots", "pool"] == 1
 
 
 def test_failed_reads_far_apart_do_not_retire_a_slot() -> None:
@@ -166,7 +166,7 @@ def test_failed_reads_far_apart_do_not_retire_a_slot() -> None:
             assert load.batch.places.tolist() == [place_of(0, 0)]
             bench.done(load.op, *failures)
         bench.done(store.op, (0, io_error(errno.EIO)))
-    assert bench.core.gauges()["pool_slots"] == 1
+    assert bench.core.gauges()["slots", "pool"] == 1
 
 
 def test_a_reset_forgets_the_failures_of_slots() -> None:
@@ -178,7 +178,7 @@ def test_a_reset_forgets_the_failures_of_slots() -> None:
             bench.core.reset()
             (reset,) = bench.core.take_commands()
             bench.done(reset.op)
-    assert bench.core.gauges()["pool_slots"] == 1
+    assert bench.core.gauges()["slots", "pool"] == 1
 
 
 def test_a_degraded_target_is_usable_and_is_reported() -> None:
@@ -221,7 +221,7 @@ def test_reset_voids_everything_and_reuses_slots_after_release() -> None:
     bench.store(1)
     sent = bench.write()
     bench.done(bench.core.prepare_store(keys_of(2)).command.op)  # type: ignore[union-attr]
-    assert bench.core.gauges()["writes_pending"] == 1, "the bound of this small cache"
+    assert bench.core.gauges()["writes_pending", "sent"] == 1, "the bound of this small cache"
     bench.core.reset()
     commands = bench.core.take_commands()
     assert [type(command) for command in commands] == [ResetCommand]
@@ -237,8 +237,8 @@ def test_a_reset_drops_writes_that_were_not_sent() -> None:
     assert bench.core.gauges()["commands_waiting"] == 2
     bench.core.reset()
     gauges = bench.core.gauges()
-    assert (gauges["writes_pending"], gauges["commands_waiting"]) == (0, 1), "the reset"
-    assert (gauges["cache_slots_used"], gauges["pool_slots_used"]) == (0, 0)
+    assert (gauges["writes_pending", "sent"], gauges["commands_waiting"]) == (0, 1), "the reset"
+    assert (gauges["slots_used", "cache"], gauges["slots_used", "pool"]) == (0, 0)
     assert [type(command) for command in bench.core.take_commands()] == [ResetCommand]
 
 
@@ -301,7 +301,7 @@ def test_a_key_on_two_slots_is_adopted_once_and_ranks_of_other_pools_adopt_nothi
     config = CoreConfig(key_bytes=KEY_BYTES)
     alone = agree([hello(0, 2, 4, [(1, 7, 1), (3, 8, 1)])])
     core = ManagerCore(config, alone, first_generation=1)
-    assert core.gauges()["pool_slots_used"] == 1
+    assert core.gauges()["slots_used", "pool"] == 1
     entries = [(1, 7, 1)]
     agreement = agree([hello(0, 2, 4, entries), hello(1, 2, 4, entries, keyspace="x")])
     other = ManagerCore(replace(config, world_size=2), agreement, first_generation=1)

@@ -245,7 +245,7 @@ def test_single_copies_are_adopted_from_their_holders() -> None:
         key(3): place_of(0, 2, 0),
         key(4): place_of(0, 2, 1),
     }
-    assert ranks.core.gauges()["pool_slots_used"] == 2, "two parts share a slot"
+    assert ranks.core.gauges()["slots_used", "pool"] == 2, "two parts share a slot"
 
 
 def test_single_copies_are_not_adopted_where_ranks_share_none() -> None:

@@ -73,7 +73,7 @@ def test_afterwards_only_changed_series_are_exported() -> None:
     assert (metrics.take_increases(), metrics.take_gauges()) == ({}, {})
     bench.store(1)
     assert metrics.take_increases() == {"stored_chunks": 1}
-    changed = {"cache_slots_used", "entries", "pool_slots_used", "writes_pending"}
+    changed = {"entries", "slots_used", "writes_pending"}
     assert names(metrics.take_gauges()) == changed
     assert names(metrics.take_gauges(unchanged_too=True)) == set(GAUGES)
 
@@ -113,11 +113,11 @@ def test_queue_lengths_and_rates_of_all_ranks_are_exported() -> None:
     bench.core.report([LevelReport(0, 1, read_waiting=2), LevelReport(1, 3, writes_in_flight=1)])
     bench.core.report([RateReport(0, 1, 50.0, 70.0), RateReport(1, 1, 40.0, 90.0)])
     gauges = metrics.take_gauges()
-    assert gauges["stream_slots_used"] == 4
+    assert gauges["slots_used", "stream"] == 4
     assert gauges["queued_operations", "read"] == 2
     assert gauges["operations_in_flight", "store"] == 1
-    assert gauges["target_write_bytes_per_second", "1"] == 40, "the slowest rank's"
-    assert gauges["target_read_bytes_per_second", "1"] == 70
+    assert gauges["target_bytes_per_second", "1", "store"] == 40, "the slowest rank's"
+    assert gauges["target_bytes_per_second", "1", "load"] == 70
 
 
 def test_fallbacks_are_exported_by_part() -> None:

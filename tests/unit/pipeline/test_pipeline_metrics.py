@@ -49,12 +49,12 @@ def test_queue_lengths_come_with_other_reports_and_end_at_zero() -> None:
     (level,) = bench.levels
     assert (level.stream_slots_used, level.stream_slot_waiting) == (2, 2)
     assert (level.reads_in_flight, level.read_waiting) == (1, 1)
-    assert level.read_queues == ((4 * STRIDE, 0.0),), "what is under way counts"
+    assert bench.pipeline.read_queues() == [(4 * STRIDE, 0.0)], "what is under way counts"
     while bench.turn():
         pass
     bench.reports()
-    ((size_bytes, seconds),) = bench.levels[-1].read_queues
-    assert (size_bytes, seconds) == (0, 0.0)
-    assert replace(bench.levels[-1], read_queues=()) == type(level)(0), (
+    assert bench.pipeline.read_queues() == [(0, 0.0)]
+    assert bench.levels[-1].read_waits_s == (0.0,)
+    assert replace(bench.levels[-1], read_waits_s=()) == type(level)(0), (
         "the last report is of empty queues"
     )
