@@ -271,3 +271,8 @@ def test_context_parallelism_that_vllm_refuses(
     }
     with pytest.raises(ConfigError, match=message):
         KvSizes(preset(name), Deployment(**{names[key]: size for key, size in given.items()}))
+
+
+def test_a_model_of_which_no_size_is_known_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no size of its KV cache or states is known"):
+        KvSizes(shape(LayerCache(LayerKind.STATE, 4)), Deployment())

@@ -111,8 +111,10 @@ class Plan:
 
 
 def plan_groups(model: ModelShape, deployment: Deployment) -> Plan:
-    """Form the groups; ConfigError for a layout in which vLLM refuses the model."""
+    """Form the groups; ConfigError for a model without known sizes, or that vLLM refuses."""
     pages = _pages(model, deployment)
+    if not any(page.page_bytes for page in pages):
+        raise ConfigError("--model", model.name, "no size of its KV cache or states is known here")
     grouped = _alike(pages, _needs)
     if len(grouped) > 1:
         sizes = {page.page_bytes for page in pages}
