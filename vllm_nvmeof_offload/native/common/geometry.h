@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the bytes of chunks are in the KV cache: copy/geometry.py.
+// The addresses of chunks' bytes in the KV cache; see copy/geometry.py.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace nvmeof {
 
-// Block b's page: `page_bytes` at `address` + b * `stride_bytes`.
+// The page of block b has `page_bytes` bytes at `address` + b * `stride_bytes`.
 struct CacheTensor {
   uint64_t address, stride_bytes, page_bytes, block_count;
 };
@@ -30,9 +30,9 @@ class Geometry {
 
   size_t blocks_per_chunk() const { return blocks_per_chunk_; }
 
-  // Append three numbers per piece, (KV cache address, offset in the payload, bytes), and, by
-  // chunk, where its pieces end, behind where the first ones begin. blocks: of consecutive chunks,
-  // from the position `first` in the first one.
+  // Append to `rows` three numbers per piece: KV cache address, offset in the payload, bytes.
+  // Append to `firsts` the index at which each chunk's pieces end; its first item is where they
+  // begin. `blocks` belong to consecutive chunks and start at position `first` of the first chunk.
   void pieces(std::span<const int32_t> blocks, size_t first, size_t chunks,
               std::vector<uint64_t>& rows, std::vector<uint32_t>& firsts) const {
     require(first < blocks_per_chunk_, "a position behind the chunk");
@@ -59,11 +59,10 @@ class Geometry {
     firsts.push_back(static_cast<uint32_t>(rows.size() / 3));
   }
 
-  // The same of chunks that have all their blocks; the others have no pieces.
-  //
-  // vLLM names the first block's position only, and leaves out blocks that it has given away. If
-  // the missing blocks are as many as lie before the first one, they are those. Otherwise any chunk
-  // may be the one that lacks some, and every block behind would be taken for its left neighbour.
+  // As `pieces`, but a chunk that lacks blocks gets no pieces. vLLM reports only the first block's
+  // position, and omits blocks that it has already freed. If exactly `first` blocks are missing,
+  // they are those before the first one. Otherwise any chunk may lack some, and every block after
+  // the gap would be mistaken for the one before it.
   void pieces_of_whole_chunks(std::span<const int32_t> blocks, size_t first, size_t chunks,
                               std::vector<uint64_t>& rows, std::vector<uint32_t>& firsts) const {
     require(blocks.size() <= chunks * blocks_per_chunk_, "more blocks than the chunks have");
@@ -86,8 +85,9 @@ class Geometry {
   uint64_t block_count_ = uint64_t{1} << 31;
 };
 
-// The GPU blocks of a store or load. ids: of all groups, group after group; by group: how many, and
-// the index of the first one in its request. groups: of each chunk, group after group.
+// The GPU blocks of a store or load. `ids` lists the blocks of all groups, group after group.
+// `sizes` has the number of blocks of each group, and `firsts` the index of the first block in its
+// request. `groups` has the group of each chunk, in ascending order.
 struct JobBlocks {
   std::span<const int32_t> ids;
   std::vector<size_t> sizes, firsts;
@@ -99,7 +99,7 @@ class CacheGeometry {
  public:
   explicit CacheGeometry(std::vector<Geometry> groups) : groups_(std::move(groups)) {}
 
-  // The pieces of a job; of a store, of chunks that have all their blocks.
+  // Append the pieces of a job. In a store, a chunk that lacks blocks gets no pieces.
   void pieces(const JobBlocks& job, bool is_store, std::vector<uint64_t>& rows,
               std::vector<uint32_t>& firsts) const {
     require(job.sizes.size() == groups_.size() && job.firsts.size() == groups_.size(),

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Columns in huge pages. Rows are reached in random order, and with pages of 4 KiB each of them
-// would cost a walk through the page tables besides the memory's own latency: a third of all that
-// the scheduler's thread pays per chunk beside a million entries.
+// Columns in huge pages. Rows are accessed in random order, and with 4 KiB pages each access would
+// cost a page-table walk on top of the memory's own latency: a third of the scheduler thread's time
+// per chunk with a million entries.
 #pragma once
 
 #include <sys/mman.h>
@@ -19,9 +19,9 @@ namespace nvmeof {
 
 inline constexpr size_t kHugePage = size_t{2} << 20;
 
-// A fixed number of items, each of which is all zero bytes until it is written. A column of a huge
-// page or more takes memory only where it was written, because most of what is reserved for the
-// parts of divided slots is never used.
+// A fixed number of items, all zero bytes until written. A column of at least one huge page takes
+// memory only where it was written, because most of what is reserved for the parts of divided slots
+// is never used.
 template <typename T>
 class HugeColumn {
  public:
@@ -33,7 +33,7 @@ class HugeColumn {
   T* data() { return items_.get(); }
   const T* data() const { return items_.get(); }
   T& operator[](size_t at) { return items_.get()[at]; }
-  const T& at(size_t at) const {  // std::out_of_range: there is no such item
+  const T& at(size_t at) const {  // throws std::out_of_range if there is no such item
     return at < size() ? (*this)[at] : throw std::out_of_range("beyond the column's end");
   }
   const T& operator[](size_t at) const { return items_.get()[at]; }
@@ -54,14 +54,14 @@ class HugeColumn {
   static T* allocate(size_t count) {
     if (count > SIZE_MAX / sizeof(T)) throw std::bad_alloc();
     if (!is_huge(count)) {
-      void* const items = std::calloc(count + 1, sizeof(T));  // never none: `data` is not null
+      void* const items = std::calloc(count + 1, sizeof(T));  // never 0, so `data` is not null
       if (!items) throw std::bad_alloc();
       return static_cast<T*>(items);
     }
     void* const items = ::mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE,
                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (items == MAP_FAILED) throw std::bad_alloc();
-    ::madvise(items, count * sizeof(T), MADV_HUGEPAGE);  // a hint: without it all works, slower
+    ::madvise(items, count * sizeof(T), MADV_HUGEPAGE);  // only for speed: may fail
     return static_cast<T*>(items);
   }
 

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Measures the rate of each target while operations are with the engine: bytes per second are the
-// operations in flight, times the bytes of each, over the time that each took (Little's law). So
-// operations still under way when a period ends are not counted as idle time, and an idle hour does
-// not count. One operation at a time measures latency, not bandwidth. An unsaturated period
+// Measures the rate of each target while the engine has operations in flight: bytes per second are
+// the operations in flight, times the bytes of each, over the time that each took (Little's law).
+// Operations still under way when a period ends thus do not count as idle time, and idle hours do
+// not count at all. One operation at a time measures latency, not bandwidth. An unsaturated period
 // therefore gives two bounds: the target can do what it did, and, if `n` operations were in flight
-// where `s` saturate it, at most about `s / n` times as much. The rate moves towards the nearer of
-// these two bounds, and not at all between them; in a saturated period they are one. So few reads
-// do not make a target look slow, and a target that has become slow is noticed even if it is hardly
-// used any more.
+// where `s` saturate it, at most about `s / n` times as much. A rate outside these bounds moves
+// towards the nearer one; a rate between them stays. In a saturated period the bounds are equal.
+// Thus a few reads do not make a target look slow, and a target that has become slow is noticed
+// even if it is hardly used any more.
 #pragma once
 
 #include <algorithm>
@@ -16,20 +16,20 @@
 
 namespace nvmeof {
 
-// One target in one direction. Times in seconds, of one clock that does not go back.
+// The meter of one target in one direction. Times are in seconds of one monotonic clock.
 class Meter {
  public:
-  // saturating: so many operations in flight saturate the target.
+  // saturating: the number of operations in flight that saturates the target.
   explicit Meter(size_t saturating, double now_s = 0)
       : saturating_(static_cast<double>(saturating)), counted_until_s_(now_s) {}
 
-  // The engine has taken an operation.
+  // Count an operation that the engine has started.
   void began(double now_s) {
     count(now_s);
     ++in_flight_;
   }
 
-  // An operation has its outcome; done_bytes: 0 if it failed.
+  // Count an operation that has ended; done_bytes is 0 if it failed.
   void ended(double done_bytes, double began_s, double ended_s) {
     count(ended_s);
     --in_flight_;
@@ -38,10 +38,10 @@ class Meter {
     done_bytes_ += done_bytes;
   }
 
-  // As of the last `fold`.
+  // Return the rate as of the last `fold`.
   double rate() const { return rate_; }
 
-  // Close a period if it is a measurement; return the rate, in bytes per second. 0: not known.
+  // End the period if it has measured enough. Return the rate in bytes per second, 0 if unknown.
   double fold(double now_s) {
     count(now_s);
     if (!is_measurement()) return rate_;
@@ -56,14 +56,14 @@ class Meter {
   }
 
  private:
-  // Less than both of these is no measurement: it goes on into the next period.
+  // A period with less than both of these is too short to measure, and continues.
   static constexpr double kBusySMin = 0.05;
   static constexpr size_t kEndedMin = 4;
-  // After this much time in which nothing ended, the rate that was measured is that nothing came.
+  // If operations are in flight for this long and none ends, the measured rate is 0.
   static constexpr double kStallS = 1.0;
   static constexpr double kNewest = 0.5;  // weight of the newest period
 
-  // Count the time since the last call, before anything changes.
+  // Count the time since the last call. Call this before any other count changes.
   void count(double now_s) {
     const double passed_s = std::max(0.0, now_s - counted_until_s_);
     if (in_flight_ > 0) {
@@ -85,7 +85,7 @@ class Meter {
   double busy_s_ = 0;
   double operation_s_ = 0;  // operations in flight × seconds
   size_t ended_ = 0;
-  double ended_s_ = 0;  // the sum of their times
+  double ended_s_ = 0;  // total duration of the operations that have ended
   double done_bytes_ = 0;
   double rate_ = 0;
 };

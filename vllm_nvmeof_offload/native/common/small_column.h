@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A column of a batch. Few items lie within it: a step may have hundreds of ops of one chunk, whose
-// columns would otherwise cost an allocation and a cold cache line each.
+// A column of a batch that stores a few items inline. A step may have hundreds of ops of one chunk
+// each, and every column would otherwise cost an allocation and a cold cache line.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace nvmeof {
 
-// As `std::vector`, of plain items; kInside: as many need no allocation.
+// A `std::vector` of plain items, the first kInside of which need no allocation.
 template <typename T, uint32_t kInside = 1>
 class SmallColumn {
   static_assert(std::is_trivially_copyable_v<T>);
@@ -55,11 +55,11 @@ class SmallColumn {
     capacity_ = static_cast<uint32_t>(count);
   }
   void push_back(const T& item) {
-    const T kept = item;  // it may be one of this column's
+    const T kept = item;  // `item` may refer into this column
     grow(1);
     data_[size_++] = kept;
   }
-  // items: not of this column.
+  // Append `count` items, which must not be in this column.
   void append(const T* items, size_t count) {
     grow(count);
     std::copy_n(items, count, data_ + size_);
@@ -77,7 +77,7 @@ class SmallColumn {
   void drop() {
     if (data_ != inside_) delete[] data_;
   }
-  // Of a column whose own items are dropped.
+  // Move the items of `other` here. The caller has dropped this column's items.
   void take(SmallColumn& other) {
     const bool is_inside = other.data_ == other.inside_;
     if (is_inside) std::memcpy(inside_, other.inside_, sizeof(inside_));
