@@ -9,7 +9,7 @@
 namespace nvmeof {
 namespace {
 
-// The caller is woken for so many at a time, or for the last ones.
+// The caller is woken after every kTogether checksums and when none is left to compute.
 constexpr size_t kTogether = 4;
 
 }  // namespace

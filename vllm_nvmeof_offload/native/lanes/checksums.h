@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A thread that makes the checksums of payloads ahead of their writes. A device that has ended all
-// that it had must not wait for checksums before it gets more.
+// A thread that computes the checksums of payloads ahead of their writes, so that a device that has
+// completed all its writes does not wait for checksums before it gets more.
 #pragma once
 
 #include <condition_variable>
@@ -18,17 +18,17 @@ namespace nvmeof {
 
 class Checksums {
  public:
-  // completions: readable, too, while there is something to `take`. cpus: as in `EngineSetup`.
+  // `completions` is also signalled when there is something to `take`. cpus: see `EngineSetup`.
   Checksums(std::shared_ptr<CompletionQueue> completions, std::vector<int> cpus);
   ~Checksums() { stop(); }
 
-  // Nothing may change the payload before `take` has returned its CRC, or `forget` has returned.
+  // The payload must not change before `take` has returned its CRC or `forget` has returned.
   void add(uint64_t number, const std::byte* payload, size_t bytes);
-  // Drop it. Waits for a checksum that is being made: less than a millisecond per 8 MiB.
+  // Drop a payload. If its checksum is being computed, wait: less than a millisecond per 8 MiB.
   void forget(uint64_t number);
-  // Append those that were made since the last call, in the order of `add`.
+  // Append the checksums computed since the last call, in the order of `add`.
   void take(std::vector<Summed>& summed);
-  // End the thread; what was added is dropped.
+  // End the thread and drop the payloads that are still queued.
   void stop();
 
  private:
@@ -45,10 +45,10 @@ class Checksums {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Payload> waiting_;
-  uint64_t now_ = 0;  // the one that is being made; 0: none
+  uint64_t now_ = 0;  // number of the payload being summed, or 0
   std::vector<Summed> made_;
   bool stopping_ = false;
-  std::thread thread_;  // the last member: it uses the others
+  std::thread thread_;  // declared last, because the thread uses the other members
 };
 
 }  // namespace nvmeof

@@ -9,10 +9,10 @@
 namespace nvmeof {
 namespace {
 
-// Smaller payloads are summed faster than a thread is woken.
+// A smaller payload's checksum takes less time than waking a thread.
 constexpr size_t kSummedAheadMin = 256 << 10;
 
-// All of them, before any starts: a ring can share its registered memory only before it is enabled.
+// Make all rings before any of them starts: a ring can share its memory only until it is enabled.
 std::vector<std::unique_ptr<Ring>> make_rings(const EngineSetup& setup) {
   std::vector<std::unique_ptr<Ring>> rings;
   int share_with = -1;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The I/O core: one ring per target, completions behind an eventfd. It knows no Python;
-// `bindings.cpp` and `io/native.py` do.
+// The I/O core: one ring per target, with completions signalled by an eventfd. It is free of
+// Python, which is left to `bindings/` and `io/native.py`.
 #pragma once
 
 #include <memory>
@@ -11,7 +11,7 @@
 
 namespace nvmeof {
 
-// One caller thread.
+// The engine over all targets. All calls come from one thread.
 class Engine : public NativeLanes {
  public:
   // Throws RingError, or std::system_error if no eventfd can be created.
@@ -20,20 +20,20 @@ class Engine : public NativeLanes {
 
   LaneRoom room() const override;
   void kick();
-  // True: it had not started and is gone. False: it runs on, without a table entry.
+  // Cancel an operation: see `NativeLanes::cancel_one`.
   bool cancel(uint64_t token);
-  // Use these files for what is submitted from now on. Earlier operations keep the files of their
-  // submission, which must stay open until they have ended.
+  // Use these files for operations submitted from now on. Earlier operations keep the files they
+  // were submitted with, which must stay open until these operations have ended.
   void replace_target(size_t index, Target target);
-  // Read another engine's region on a target of ours; see `TargetRing::attach`.
+  // Let reads reach another engine's region on one of our targets; see `TargetRing::attach`.
   void attach(uint16_t owner, size_t target, const ForeignSlab& files);
   void detach(uint16_t owner, size_t target);
   // Append a record to the target's log.
   void note(size_t target, const LogRecord& record) { targets_.at(target)->note(record); }
-  // Completions since the last call.
+  // Return the completions since the last call.
   std::vector<LaneEnd> poll() { return completions_->take(); }
   int fd() const { return completions_->fd(); }
-  // As lanes of the worker's machine.
+  // The interface that the worker's machine drives:
   void take(const LaneOp& op) override;
   void start() override { kick(); }
   bool cancel_one(uint64_t token) override { return cancel(token); }
@@ -42,8 +42,8 @@ class Engine : public NativeLanes {
   void summed(std::vector<Summed>& sums) override { checksums_.take(sums); }
   void ended(std::vector<LaneEnd>& ends) override { ends = poll(); }
   void landed(std::vector<uint64_t>& tokens) override { tokens = completions_->take_landed(); }
-  // Cancel what has not started and wait for the rest. False: the kernel still has some of it;
-  // then threads, descriptors and memory must stay.
+  // Cancel what has not started and wait for the rest. Returns false if the kernel still has some
+  // of it after `timeout`; then threads, descriptors and memory must stay.
   bool close(std::chrono::nanoseconds timeout);
 
  private:

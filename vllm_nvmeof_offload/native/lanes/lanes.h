@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lanes, as the worker's machine drives them. A lane moves slots and nothing else. The machine owns
-// deadlines, bounds and order (`io_queue.h`).
+// The interface by which the worker's machine drives lanes. A lane only moves slots: the machine
+// decides deadlines, bounds and order (`io_queue.h`).
 #pragma once
 
 #include <sys/eventfd.h>
@@ -20,7 +20,7 @@
 
 namespace nvmeof {
 
-// `protocol.Urgency`: the most urgent first. All but WRITE are reads.
+// The urgency of an operation, most urgent first: `protocol.Urgency`. All but WRITE are reads.
 enum class Urgency : uint8_t { DEMAND, URGENT, SERVE, PREFETCH, WRITE };
 inline constexpr size_t kUrgencies = 5;
 
@@ -35,7 +35,7 @@ struct Stamp {
 
 inline constexpr size_t kKeyBytesMax = 46;
 
-// What a slot must have in it: `protocol.SlotIdentity`.
+// The identity that a slot's header must have: `protocol.SlotIdentity`.
 struct Identity {
   std::array<uint8_t, kKeyBytesMax> key{};
   uint8_t key_bytes = 0;
@@ -56,47 +56,47 @@ inline Identity identity_of(std::string_view key, uint64_t generation) {
 
 inline constexpr int64_t kNoCrc = -1;
 
-// A read or write of one slot; other owners' places are only read.
+// A read or write of one slot. Slots of other engines are only read.
 struct LaneOp {
   uint64_t token = 0;
-  OpKind kind = OpKind::LOAD;  // of the op that it belongs to, for lanes that play faults
+  OpKind kind = OpKind::LOAD;  // kind of the op that this is part of, for lanes that inject faults
   Urgency urgency = Urgency::DEMAND;
   Place place = 0;
-  uint64_t address = 0;          // of header page and payload, in staging
-  size_t payload_bytes = 0;      // at most what a slot holds; no more than this is transferred
-  int64_t payload_crc = kNoCrc;  // of a write: its payload's CRC, if the copy into staging made it
+  uint64_t address = 0;          // address in staging of the header page, which the payload follows
+  size_t payload_bytes = 0;      // at most a slot's capacity; only this much is transferred
+  int64_t payload_crc = kNoCrc;  // in a write: the payload's CRC, if the copy to staging made it
   Identity identity;
-  Stamp stamp;               // a write carries it; a read's chunk has its tag
-  bool single_copy = false;  // a write: no other member of the set has the chunk
-  // A read: its header is to be checked, and what it names as its payload's CRC is to be returned.
-  // The payload is checked where it is copied to. Lanes may check it all the same.
+  Stamp stamp;               // a write stores it; a read requires its tag
+  bool single_copy = false;  // in a write: no other rank has the chunk
+  // In a read: check only the header, and return the payload CRC found there. The payload is
+  // checked when it is copied out of staging. Lanes may check it nevertheless.
   bool header_only = false;
-  size_t peer = 0;       // of peers' lanes: which peer reads it,
-  int64_t until_ns = 0;  // and when its try ends, by the machine's clock
+  size_t peer = 0;       // in a peers' lane: the peer that reads the slot
+  int64_t until_ns = 0;  // in a peers' lane: the end of this attempt, by the machine's clock
 
   bool is_read() const { return urgency != Urgency::WRITE; }
   std::byte* data() const { return reinterpret_cast<std::byte*>(address); }
 };
 
-// The end of one, however late: nothing touches its buffer any more.
+// The end of an operation, however late. From then on nothing touches its buffer.
 struct LaneEnd {
   uint64_t token = 0;
   Outcome code = Outcome::OK;
-  int error = 0;         // of an I/O error: errno; 0: no bytes were moved, and none was given
-  int64_t ended_ns = 0;  // CLOCK_MONOTONIC; 0: not known
-  // Of a good read of which the header alone was checked: what its payload must have. -1: all was.
+  int error = 0;         // the errno of an I/O error; 0 if no bytes moved and there was no errno
+  int64_t ended_ns = 0;  // CLOCK_MONOTONIC, or 0 if unknown
+  // The CRC that the payload must have, after a good read that checked only the header; else -1.
   int64_t payload_crc = kNoCrc;
-  // False: it has failed, and its buffer may still be written; another end follows, which says only
-  // that this is over. Only peers' lanes end so.
+  // False if the operation has failed but its buffer may still be written. A second end then
+  // reports only that the buffer is free. Only peers' lanes do so.
   bool released = true;
 };
 
-// The operations of each kind that a lane takes now.
+// The number of operations of each kind that a lane can take now.
 struct LaneRoom {
   size_t reads = 0, writes = 0;
 };
 
-// A checksum that was asked for by `NativeLanes::sum`.
+// A checksum requested by `NativeLanes::sum`.
 struct Summed {
   uint64_t number = 0;
   uint32_t crc = 0;
@@ -105,41 +105,41 @@ struct Summed {
 class NativeLanes {
  public:
   virtual ~NativeLanes() = default;
-  // Make the CRC of a payload in staging ahead of its write, beside all I/O. False: the lanes make
-  // it with the write. Nothing changes the payload before `summed` or `forget`. number: not 0.
+  // Compute the CRC of a payload in staging ahead of its write, in parallel with I/O; false if the
+  // write computes it. The payload must not change before `summed` or `forget`. number: not 0.
   virtual bool sum(uint64_t /*number*/, uint64_t /*address*/, size_t /*bytes*/) { return false; }
   virtual void forget(uint64_t /*number*/) {}
   virtual void summed(std::vector<Summed>& /*sums*/) {}
   virtual LaneRoom room() const = 0;
-  // The caller keeps to the room. The target's files are those of now, until the end.
+  // Take an operation; the caller respects `room`. It uses the target's present files to its end.
   virtual void take(const LaneOp& op) = 0;
-  // What was taken starts, in its order.
+  // Start the operations taken, in their order.
   virtual void start() = 0;
-  // True: it had not started and is gone; no end follows. False: it runs on, and nobody waits for
-  // its outcome. A write then gets no table entry.
+  // Cancel an operation. Returns true if it had not started: no end follows. Otherwise it runs on
+  // and its end will be ignored; a write then gets no table entry.
   virtual bool cancel_one(uint64_t token) = 0;
   virtual void ended(std::vector<LaneEnd>& ends) = 0;
-  // Of operations that have not ended: the device is done with these, so that others may go there.
-  // A hint: lanes need not know it.
+  // Append operations that have not ended but which the device has completed, so that it can be
+  // given others. Optional.
   virtual void landed(std::vector<uint64_t>& /*tokens*/) {}
 };
 
-// -- which lane reads a chunk: the one that has it first. No state and no clock, so that the worker
-// and simulators decide alike.
+// -- The choice of the lane that reads a chunk: the one that will have it first. It needs neither
+// state nor clock, so that the worker and the simulators decide alike.
 
 struct LaneEstimate {
-  double end_s = 0;  // in which the chunk has come, if the lane is given it now
+  double end_s = 0;  // estimated time until the chunk is read, if the lane starts it now
   bool has_room = false;
 };
 
 inline constexpr int kWait = -1;
 inline constexpr int kOwnLane = 0;
 
-// 0: the own lane; i: peer i - 1; -1: the chunk waits.
+// Return 0 for the own lane, i for peer i - 1, or -1 if the chunk should wait.
 //
-// The lane with the least end gets the chunk; on a tie the own one does, because it takes no other
-// machine's time. A lane without room is waited for, since its end counts what it has already,
-// unless one with room ends even earlier, which is possible on a tie only.
+// The lane with the smallest end_s gets the chunk. On a tie the own lane does, because it costs no
+// other server's time. If that lane has no room, the chunk waits for it, since its end_s includes
+// its queue, unless a lane with room ends even earlier, which is possible only on a tie.
 inline int choose_lane(const LaneEstimate& own, std::span<const LaneEstimate> peers) {
   constexpr double kTie = 1.05;
   const auto lane = [&](int number) -> const LaneEstimate& {
@@ -156,11 +156,11 @@ inline int choose_lane(const LaneEstimate& own, std::span<const LaneEstimate> pe
   return ready != kWait && lane(ready).end_s < lane(best).end_s ? ready : kWait;
 }
 
-// Lanes whose operations have ended as soon as they start, without moving a byte: those of a server
-// without a pool, and of `bench hotpath`, which measures what remains: the machine's own cost.
+// Lanes that end each operation as soon as it starts, without moving a byte. They serve a server
+// without a pool, and `bench hotpath`, which measures the cost of the machine itself.
 class InstantLanes final : public NativeLanes {
  public:
-  // wake_fd: an eventfd. error: the errno with which everything ends; 0: everything is right.
+  // wake_fd: an eventfd. error: the errno that fails every operation; 0 if all succeed.
   InstantLanes(int wake_fd, int error) : wake_fd_(wake_fd), error_(error) {}
 
   LaneRoom room() const override { return {SIZE_MAX, SIZE_MAX}; }

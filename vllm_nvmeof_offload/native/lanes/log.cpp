@@ -27,7 +27,7 @@ struct Record {
   uint8_t key_bytes;
   uint8_t key[kLogKeyBytesMax];
 };
-// What a record's CRC covers.
+// The bytes that a record's CRC covers.
 struct Covered {
   uint64_t sequence;
   uint32_t index;

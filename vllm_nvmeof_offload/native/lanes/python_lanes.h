@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lanes whose operations Python moves: those of peers, of the injector of faults, and of the
-// simulator.
+// Lanes implemented in Python: those of peers, of the fault injector and of the simulator.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -29,8 +28,8 @@ inline LaneEnd lane_end(const PythonEnd& end) {
 
 class PythonLanes final : public NativeLanes {
  public:
-  // room() returns (reads, writes). submit takes a list of `LaneOp`. cancel(token) is
-  // `cancel_one`. poll() returns what has ended.
+  // room() returns (reads, writes). submit() takes a list of `LaneOp`. cancel(token) is
+  // `cancel_one`. poll() returns a list of `PythonEnd`.
   PythonLanes(nanobind::object room, nanobind::object submit, nanobind::object cancel,
               nanobind::object poll)
       : room_(std::move(room)),
@@ -61,7 +60,7 @@ class PythonLanes final : public NativeLanes {
       ends.push_back(lane_end(end));
   }
 
-  // For Python's collector of cycles: the functions may hold whoever holds the lanes.
+  // For Python's cycle collector: the functions may refer to an object that refers to the lanes.
   static int traverse(PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(self));
     if (!nanobind::inst_ready(self)) return 0;

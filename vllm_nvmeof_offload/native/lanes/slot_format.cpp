@@ -91,12 +91,12 @@ bool intact(const std::byte* slot, const Header& header) {
   return all_zero(header.key + header.key_bytes, header.key + kKeyBytesMax);
 }
 
-// Appending zero bytes to a message is a linear map of its CRC, without the inversions. The maps of
-// 1, 2, 4, ... bytes, each as one table per nibble of a CRC.
+// Appending zero bytes to a message is a linear map of its CRC, without the inversions. This class
+// has the maps for 1, 2, 4, ... bytes, each as one table per nibble of a CRC.
 class ZerosTable {
  public:
   ZerosTable() {
-    std::array<uint32_t, 32> map;  // by bit: its image
+    std::array<uint32_t, 32> map;  // the image of each bit
     for (unsigned bit = 0; bit < 32; ++bit) map[bit] = append_one(uint32_t{1} << bit);
     for (auto& tables : tables_) {
       for (unsigned at = 0; at < 8; ++at)
@@ -137,8 +137,8 @@ class ZerosTable {
 // Small enough to stay in the first level of cache between its copy and its checksum.
 constexpr size_t kCopyStepBytes = 16 << 10;
 
-// Copy without reading the target into cache first, where the processor can; `end_stream` before
-// another thread, or a device, is told that the bytes are there.
+// Copy without first reading the target into cache, if the processor can. Call `end_stream` before
+// another thread or a device may use the bytes.
 void stream(std::byte* to, const std::byte* from, size_t bytes) {
 #ifdef __SSE2__
   constexpr size_t kLine = 64;
@@ -162,16 +162,16 @@ void end_stream() {
 #endif
 }
 
-// The processor reads ahead within a page of 4 KiB only, so at the start of each the checksum of
-// bytes that are not in cache would wait for memory. How much of a page ahead is best fetched, and
-// into which level of cache, differs from processor to processor by a factor of two.
+// The processor prefetches only within a 4 KiB page, so at the start of each page the checksum of
+// bytes that are not in cache would wait for memory. Processors differ in how much of a later page
+// to prefetch, and into which cache level; the right choice is worth up to a factor of two.
 constexpr size_t kCrcStepBytes = 4 << 10;
 constexpr size_t kCrcAheadBytes = 8 << 10;
 constexpr size_t kLineBytes = 64;
 
 template <size_t fetched, int level>
 uint32_t crc_ahead(const void* data, size_t bytes) {
-  // ISA-L neither inverts at the start nor at the end.
+  // ISA-L inverts neither at the start nor at the end.
   auto* at = static_cast<const unsigned char*>(data);
   uint32_t crc = ~uint32_t{0};
   for (size_t done = 0; done < bytes;) {
@@ -260,7 +260,7 @@ uint32_t copy_crc32c_at_target(void* to, const void* from, size_t bytes, uint32_
   crc = ~crc;
   for (size_t done = 0; done < bytes;) {
     const size_t step = std::min(bytes - done, kCopyStepBytes);
-    std::memcpy(target + done, source + done, step);  // not streamed: it is read next
+    std::memcpy(target + done, source + done, step);  // not streamed: read next
     crc = crc32_iscsi(target + done, static_cast<int>(step), crc);
     done += step;
   }

@@ -12,19 +12,19 @@
 namespace nvmeof {
 namespace {
 
-// A transfer that the kernel turns away this often in a row has failed.
+// A transfer fails after the kernel has refused it this often in a row.
 constexpr unsigned kRetriesMax = 64;
-// So many operations that land together make a burst.
+// The number of operations that, completed together, make a burst.
 constexpr size_t kBurst = 4;
-// Records for the log that wait for a target.
+// The most log records that wait for a target.
 constexpr size_t kNotesMax = 4096;
-// Nothing wakes a thread that holds writes back when the region's permit is renewed.
+// A thread that holds writes back must poll, because nothing wakes it when the permit is renewed.
 constexpr std::chrono::milliseconds kPermitPoll{5};
 
 size_t whole_pages(size_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
 
-// Pieces are equal and of about `split` bytes: a remainder of one header page would cost as much as
-// a whole piece.
+// Pieces are equal, of about `split` bytes: a last piece of one page would cost as much as a full
+// one.
 size_t bytes_per_piece(size_t bytes, size_t split) {
   const size_t pieces = std::max<size_t>(1, (bytes - kHeaderBytes + split - 1) / split);
   return whole_pages((bytes + pieces - 1) / pieces);
@@ -44,7 +44,7 @@ void run_on(const std::vector<int>& cpus) {
   CPU_ZERO(&set);
   for (const int cpu : cpus)
     if (cpu < CPU_SETSIZE) CPU_SET(cpu, &set);
-  sched_setaffinity(0, sizeof set, &set);  // fails with no CPUs at all, too
+  sched_setaffinity(0, sizeof set, &set);  // fails, without harm, if `cpus` is empty
 }
 
 TargetRing::TargetRing(const EngineSetup& setup, size_t index,
@@ -150,7 +150,7 @@ bool TargetRing::cancel(uint64_t token) {
     uncount(op);
     for (const auto& piece : pieces_)
       if (piece->op == &op) abandoned_.push_back(piece.get());
-    kick();  // reads that wait for it need wait no longer
+    kick();  // reads that waited for it may start now
     return false;
   }
   std::erase(queue_of(op), &op);
@@ -196,27 +196,27 @@ void TargetRing::start(Op& op, std::vector<Piece*>& pieces) {
   }
 }
 
-// Whether the next one that waits may.
+// Return whether the next waiting read may start.
 bool TargetRing::read_may_start() const {
   return !reads_.empty() &&
          (read_bytes_started_ == 0 ||
           read_bytes_started_ + reads_.front()->bytes <= limits_.read_bytes_started_max);
 }
 
-// The device is done with it, or may hang with it for ever: it holds no other read back.
+// Stop counting a read that the device has completed, or on which it may hang for ever.
 void TargetRing::uncount(Op& op) { read_bytes_started_ -= std::exchange(op.counted_bytes, 0); }
 
-// Wait, without the mutex, until the region may be written. False: it may not, or the operation was
-// given up.
+// Wait, without the mutex, until the region may be written. Returns false if it may not be written,
+// or if the operation was cancelled.
 bool TargetRing::await_permit(std::unique_lock<std::mutex>& lock, const Op& op) {
   while (op.wanted && !permit_.open() && !permit_.lost() && !closing_)
     table_work_.wait_for(lock, kPermitPoll);
   return op.wanted && permit_.open();
 }
 
-// Returns whether there is more to start at once. Without a permit, writes stay where the machine
-// can cancel them. Only one write that needs a checksum is taken at a time, so that reads that come
-// meanwhile do not wait for a row of checksums.
+// Start what may start; return whether there is more to start at once. Without a permit, writes
+// stay in the queue, where the machine can cancel them. Only one write that needs a checksum is
+// started at a time, so that reads that arrive meanwhile do not wait for a series of checksums.
 bool TargetRing::start_waiting(std::vector<Piece*>& pieces) {
   for (; read_may_start(); reads_.pop_front()) start(*reads_.front(), pieces);
   if (permit_.lost())
@@ -229,7 +229,7 @@ bool TargetRing::start_waiting(std::vector<Piece*>& pieces) {
   return false;
 }
 
-// A read that ends while pieces wait for their check does not wake the caller; `check_one` does.
+// A read that ends while pieces wait to be checked does not wake the caller: `check_one` does.
 void TargetRing::finish(Op& op, Outcome code, int error) {
   LaneEnd end{op.request.token, code, error};
   if (op.request.header_only && code == Outcome::OK) end.payload_crc = op.header.payload_crc;
@@ -261,7 +261,7 @@ bool TargetRing::goes_on(Piece* piece, int result) {
     }
   }
   op.failed = true;
-  op.error = result > 0 ? EIO : -result;  // 0: the end of the file, or of the device
+  op.error = result > 0 ? EIO : -result;  // 0 at the end of the file or device
   return false;
 }
 
@@ -282,8 +282,8 @@ void TargetRing::land(Piece* piece, int result) {
   }
 }
 
-// Devices that complete in bursts would wait for the checks of all that has come. The completion of
-// one or a few follows so soon that nobody needs to be woken for them.
+// Report a burst at once: otherwise the device would wait until all of it has been checked. If only
+// a few operations have landed, their completions follow so soon that the caller is not woken.
 void TargetRing::report_landed() {
   std::lock_guard lock(mutex_);
   if (landed_.size() >= kBurst) completions_->landed(landed_);
@@ -340,8 +340,8 @@ void TargetRing::loop(Ring& ring) {
   std::vector<Piece*> pieces;
   std::vector<std::pair<Piece*, int>> landed;
   bool armed = false;
-  bool busy = false;      // there may be something to start or check: do not wait
-  bool deferred = false;  // that work was put off once
+  bool busy = false;      // there may be something to start or check, so do not wait
+  bool deferred = false;  // the checks were put off once
   for (;;) {
     if (!armed) ring.arm(wake_fd_);
     armed = true;
@@ -384,8 +384,8 @@ void TargetRing::loop(Ring& ring) {
       for (const auto& [piece, result] : landed) land(piece, result);
       next_read = read_may_start();
     }
-    // After a burst of completions, or a kick, the device comes first, and the caller's wake-up,
-    // which takes time, later; but not twice in a row, unless reads have waited for the burst.
+    // After completions or a kick, first give the device more to do, and only then wake the caller,
+    // which takes time. Do not do so twice in a row, unless a read waited for these completions.
     if ((!landed.empty() || !armed) && (!deferred || next_read)) {
       deferred = busy = true;
       continue;
@@ -400,7 +400,7 @@ void TargetRing::issue(Ring& ring, const std::vector<Piece*>& pieces) {
   for (Piece* piece : pieces) {
     Op& op = *piece->op;
     if (!op.request.is_read() && !op.sealed) {
-      if (op.request.payload_crc == kNoCrc) ring.enter(false);  // others need not wait for it
+      if (op.request.payload_crc == kNoCrc) ring.enter(false);  // do not delay the others
       seal_op(op);
     }
     if (setup_.gate && !setup_.gate->open(op.request.place)) {
@@ -414,7 +414,7 @@ void TargetRing::issue(Ring& ring, const std::vector<Piece*>& pieces) {
   }
 }
 
-// Check the piece that has waited longest. Returns whether there was one.
+// Check the piece that has waited longest. Return whether there was one.
 bool TargetRing::check_one() {
   Piece* piece;
   bool wanted;
@@ -434,7 +434,7 @@ bool TargetRing::check_one() {
   return true;
 }
 
-// Nobody else touches the operation's header and CRC, and it stays while it has unchecked pieces.
+// Needs no mutex: only this thread uses `header` and `crc`, and unchecked pieces keep `op` alive.
 void TargetRing::check(const Piece& piece) {
   Op& op = *piece.op;
   const LaneOp& request = op.request;
@@ -462,7 +462,7 @@ SlotPlace TargetRing::place_of(const Op& op) const {
   return {op.region, slot_of(op.request.place), op.request.single_copy};
 }
 
-// No start adopts a chunk of a group that the pool does not have, so any kind will do for it.
+// No start adopts a chunk of a group that is unknown to the pool, so any kind will do for it.
 uint8_t TargetRing::kind_of(const Op& op) const {
   const uint32_t id = group_id_of(op.request.identity);
   for (const auto& [group, kind] : setup_.groups)
@@ -482,7 +482,7 @@ void TargetRing::run_table() {
     if (!to_enter_.empty()) enter_front(lock);
     sync_table(lock);
     if (!to_enter_.empty()) continue;
-    if (!permit_.open()) continue;  // what waits for the log is written with a later record
+    if (!permit_.open()) continue;  // pending log records are written with a later one
     lock.unlock();
     log_.flush();
     lock.lock();
@@ -508,7 +508,7 @@ void TargetRing::await_table_work(std::unique_lock<std::mutex>& lock) {
   }
 }
 
-// An owner whose permit has run out leaves the table to whoever may have the region now.
+// Sync the table if due. Without a permit it is put off: another host may have the region now.
 void TargetRing::sync_table(std::unique_lock<std::mutex>& lock) {
   if (!table_sync_.is_waiting() || Clock::now() < table_sync_.due()) return;
   if (!permit_.open()) {
@@ -520,7 +520,7 @@ void TargetRing::sync_table(std::unique_lock<std::mutex>& lock) {
   lock.lock();
 }
 
-// A reset is noted here before a write comes that carries its epoch.
+// Add the queued notes to the log. A reset's note is queued before any write of its epoch.
 void TargetRing::log_notes(std::unique_lock<std::mutex>& lock) {
   const std::vector<TableFiles> files = std::exchange(new_files_, {});
   const std::vector<LogRecord> notes = std::exchange(notes_, {});
@@ -537,7 +537,7 @@ void TargetRing::log_notes(std::unique_lock<std::mutex>& lock) {
 void TargetRing::enter_front(std::unique_lock<std::mutex>& lock) {
   Op& op = *to_enter_.front();
   to_enter_.pop_front();
-  // It was given up, and its slot may soon hold another chunk; or the region is another's now.
+  // The write was cancelled and its slot may soon be reused, or another engine has the region.
   Outcome code = Outcome::CANCELLED;
   int error = 0;
   const LaneOp request = op.request;

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // One target: the thread that drives its ring (`ring.h`), and the thread that writes its table.
 //
-// What is submitted starts at once and in its order: the caller keeps the bounds. But the last
-// reads wait here until earlier ones have landed: a device that completes all that it has in one
-// burst then gets more before the caller is even awake. An operation is cut into pieces. The
-// ring's thread seals writes before their first piece, and checks each piece of a read when it has
-// arrived and may still be in cache, while the kernel has enough to do: after a burst nothing may
-// delay the next pieces. A second thread writes table entries, because a buffered `pwrite` may wait
-// for a journal, and reads must not wait with it. The same thread writes the log, after the entries
-// that wait: no operation waits for that; nor for the sync of a table that other hosts read.
+// Operations start at once and in order, because the caller enforces the bounds. Only the last
+// reads wait here until earlier ones have completed: a device that completes everything in one
+// burst then gets more before the caller is even awake. An operation is split into pieces. The
+// ring's thread seals a write before its first piece. It checks each piece of a read soon after its
+// arrival, when it may still be in cache, but only while the kernel has enough to do: after a burst
+// nothing may delay the next pieces. A second thread writes table entries, because a buffered
+// `pwrite` may wait for a journal and reads must not. After the entries that thread writes the log
+// and syncs a table that other hosts read; no operation waits for either.
 #pragma once
 
 #include <sched.h>
@@ -30,16 +30,16 @@
 
 namespace nvmeof {
 
-// Brings a table's entries to its file system, for readers on other hosts: an entry is 64 bytes,
-// which this kernel's page cache keeps for as long as it likes. At most one fdatasync a second, and
-// none while nothing is written: the log, whose pages bypass the page cache, has the news
-// meanwhile.
+// Syncs a table's entries to the device, for readers on other hosts: an entry is 64 bytes, which
+// may stay in this kernel's page cache for any length of time. Calls fdatasync at most once a
+// second, and only after writes. Until then readers find the entries in the log, which bypasses the
+// page cache.
 class TableSync {
  public:
   static constexpr std::chrono::seconds kPeriod{1};
 
-  // fd: from `copy_of_fd`, because nothing waits for a sync: by then the last operation on the
-  // target may have ended, and with it the use of the pool's descriptors. -1: never sync.
+  // fd: from `copy_of_fd`; -1 to never sync. Nothing waits for a sync, so by then the target's last
+  // operation may have ended and the pool may have closed its own descriptors.
   explicit TableSync(int fd) : fd_(fd) {}
   ~TableSync() { close_file(); }
   TableSync(const TableSync&) = delete;
@@ -48,12 +48,12 @@ class TableSync {
   bool is_waiting() const { return waits_; }
   Clock::time_point due() const { return due_; }
 
-  // An entry was written.
+  // Note that an entry was written.
   void wrote() {
     if (fd_ >= 0 && !std::exchange(waits_, true)) postpone();
   }
   void postpone() { due_ = Clock::now() + kPeriod; }
-  // May block. An error is kept for `take_error`, and the next sync tries again.
+  // Sync now; may block. An error is kept for `take_error`, and the next sync tries again.
   void sync() {
     if (fdatasync(fd_) == 0) {
       waits_ = false;
@@ -62,10 +62,10 @@ class TableSync {
       postpone();
     }
   }
-  // The errno of a sync that has failed since the last call; 0: none has. The entries that it lost
-  // were of writes that have ended, so the next write fails in their place.
+  // Return the errno of a sync that has failed since the last call, or 0. The lost entries belong
+  // to writes that have already ended, so the next write fails in their place.
   int take_error() { return std::exchange(error_, 0); }
-  // Go on in another file (from `copy_of_fd`).
+  // Continue in another file (from `copy_of_fd`).
   void replace(int fd) {
     close_file();
     fd_ = fd;
@@ -87,19 +87,19 @@ class TableSync {
 struct EngineSetup {
   std::vector<Target> targets;
   std::vector<Region> regions;                       // by target
-  std::vector<Permit> permits;                       // by target; empty: there are no leases
-  std::vector<LogStart> logs;                        // by target; none: no target has one
-  std::vector<std::pair<uint32_t, uint8_t>> groups;  // id and kind of each
+  std::vector<Permit> permits;                       // by target; empty if there are no leases
+  std::vector<LogStart> logs;                        // by target; empty if there are no logs
+  std::vector<std::pair<uint32_t, uint8_t>> groups;  // id and kind of each group
   Limits limits;
   Memory memory;
   bool registered = true;
-  size_t threads = 0;               // of each target; 0: io_uring
+  size_t threads = 0;               // threads per target; 0 for io_uring
   size_t operations_max = 0;        // over all targets
-  std::vector<int> cpus;            // CPUs on which threads may run; empty: those of the caller
-  std::shared_ptr<StartGate> gate;  // null but in tests
+  std::vector<int> cpus;            // CPUs on which threads may run; empty for the caller's
+  std::shared_ptr<StartGate> gate;  // null except in tests
 };
 
-// Name the calling thread, and leave signals to the others.
+// Name the calling thread, and leave signals to other threads.
 void enter_thread(const char* name);
 // Run the calling thread on these CPUs, as `EngineSetup::cpus`; a failure is harmless.
 void run_on(const std::vector<int>& cpus);
@@ -116,13 +116,13 @@ class TargetRing {
   void submit(const LaneOp& request);
   // Wake the ring's thread to look at its queues.
   void kick();
-  // Use these files for what is submitted from now on.
+  // Use these files for operations submitted from now on.
   void replace(Target target);
-  // Read this owner's slots there from now on. The descriptor stays open until `detach`, and until
-  // every read that was submitted before has ended.
+  // Use these files for reads of this engine's slots from now on. The descriptor must stay open
+  // until `detach`, and until every read submitted before that has ended.
   void attach(uint16_t owner, const ForeignSlab& files);
   void detach(uint16_t owner);
-  // Take it back if it has not started. False: not here, or it runs on, without a table entry.
+  // Cancel an operation. Returns false if it is unknown, or runs on, without a table entry.
   bool cancel(uint64_t token);
   // Append a record to the target's log.
   void note(const LogRecord& record);
@@ -133,28 +133,28 @@ class TargetRing {
   size_t held() const { return held_.load(); }
 
  private:
-  // Of the table's thread, which outlast an operation's; from `copy_of_fd`.
+  // The table thread's files (from `copy_of_fd`), which stay open longer than an operation's.
   struct TableFiles {
     int table_fd = -1;  // to be synced
     int log_fd = -1;
   };
   struct Op {
     LaneOp request;
-    Target target;  // the files and the region at the time of its submission
+    Target target;  // the files and the region at the time of submission
     Region region;
     uint64_t offset = 0;
     size_t bytes = 0;  // header page and payload, in whole pages
     size_t piece_bytes = 0;
-    size_t counted_bytes = 0;  // in `read_bytes_started_`
+    size_t counted_bytes = 0;  // this operation's share of `read_bytes_started_`
     bool started = false;
-    bool wanted = true;  // false: it was given up after its start
+    bool wanted = true;  // false if it was cancelled after its start
     unsigned pieces_in_flight = 0;
-    unsigned unchecked = 0;  // pieces of a read that have arrived and are not in `crc` yet
-    uint32_t crc = 0;        // of the payload, but for the shares of pieces to come
-    HeaderProof header;      // once the first piece was checked
+    unsigned unchecked = 0;  // pieces of a read that have arrived but are not in `crc` yet
+    uint32_t crc = 0;        // CRC of the payload without the shares of later pieces
+    HeaderProof header;      // valid once the first piece was checked
     bool sealed = false;
     bool failed = false;
-    int error = 0;  // where it failed: the first errno of any piece, or 0 for no progress
+    int error = 0;  // after a failure: the first errno of any piece, or 0 for no progress
   };
   struct Piece {
     Op* op;
@@ -215,19 +215,19 @@ class TargetRing {
   std::condition_variable ended_;
   std::unordered_map<uint64_t, std::unique_ptr<Op>> ops_;
   std::deque<Op*> reads_, writes_;  // not started
-  size_t read_bytes_started_ = 0;   // and not landed
+  size_t read_bytes_started_ = 0;   // but not completed by the device
   std::deque<Piece*> to_check_;
-  std::deque<Op*> to_enter_;      // writes whose table entry comes next
-  std::vector<uint64_t> landed_;  // tokens of what the device is done with, since the last look
+  std::deque<Op*> to_enter_;      // writes that need a table entry next
+  std::vector<uint64_t> landed_;  // operations that the device has completed since the last report
   std::vector<Piece*> again_;
   std::vector<std::unique_ptr<Piece>> pieces_;  // all that exist; they are reused
   std::vector<Piece*> free_pieces_;
   std::vector<Piece*> gated_;
   std::vector<Piece*> abandoned_;      // pieces of cancelled operations, for `Ring::abandon`
   std::vector<LogRecord> notes_;       // for the log, from other threads
-  std::vector<TableFiles> new_files_;  // in their order; only the table's thread may block
+  std::vector<TableFiles> new_files_;  // in order; only the table's thread may block on them
   LogWriter log_;                      // only the table's thread uses it
-  TableSync table_sync_;               // the same
+  TableSync table_sync_;               // only the table's thread uses it
   Target target_;
   std::unordered_map<uint16_t, ForeignSlab> foreign_;  // by owner
   bool closing_ = false;

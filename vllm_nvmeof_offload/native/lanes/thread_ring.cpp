@@ -13,7 +13,7 @@
 namespace nvmeof {
 namespace {
 
-// Threads, with the spare ones, for each call that may run.
+// The number of threads, spare ones included, per call that may run.
 constexpr size_t kThreadsPerCall = 4;
 
 }  // namespace
@@ -103,10 +103,10 @@ void ThreadRing::reap(const std::function<void(void*, int)>& each) {
   each(nullptr, sizeof ignored);
 }
 
-// ---- the threads; under the mutex but for the call itself ---------------------------------
+// ---- the threads; under the mutex except during the call itself ---------------------------
 
-// Take the next call that may start. Reads go first, but for one write: a row of reads that never
-// ends must not hold it up.
+// Take the next call that may start; false if there is none. Reads precede writes, but one write
+// may always run: an endless sequence of reads must not hold it up.
 bool ThreadRing::take(Call& call) {
   size_t all = 0, writes = 0;
   for (const Call* one : running_) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A ring without io_uring, for processes to which it is forbidden: `pread` and `pwrite` on a few
-// threads. A call that was abandoned and hangs counts as lost, and a spare thread takes its place,
-// so that it does not stop the others. All threads are started at once: later there may be none
-// left to start.
+// A ring for processes that may not use io_uring: `pread` and `pwrite` on a few threads. A call
+// that was abandoned and hangs counts as lost, and a spare thread takes over, so that it does not
+// stop the other calls. All threads are started at construction, because later the process may have
+// reached its limit.
 #pragma once
 
 #include <condition_variable>
@@ -18,11 +18,11 @@ namespace nvmeof {
 
 class ThreadRing final : public Ring {
  public:
-  // threads: calls that run at a time, at least 2, one of which is kept for reads; one write may
-  // always run. cpus: as in `EngineSetup`. Throws std::system_error if there are no more threads or
-  // descriptors.
+  // threads: the number of calls that run at a time, at least 2. One of them is reserved for reads,
+  // and one write may always run. cpus: see `EngineSetup`. Throws std::system_error if no thread or
+  // descriptor can be created.
   ThreadRing(size_t threads, const std::vector<int>& cpus);
-  // No call is under way.
+  // No call may be under way.
   ~ThreadRing() override;
 
   void prepare(bool read, int slab_fd, std::byte* at, size_t bytes, uint64_t offset,
@@ -51,16 +51,16 @@ class ThreadRing final : public Ring {
 
   const size_t threads_max_;
   const int done_fd_;
-  int wake_fd_ = -1;    // while it is armed
-  bool woken_ = false;  // it was readable in the last `enter`
+  int wake_fd_ = -1;    // -1 while not armed
+  bool woken_ = false;  // `wake_fd_` was readable in the last `enter`
   std::vector<Call> prepared_;
 
   std::mutex mutex_;
   std::condition_variable work_;
   std::deque<Call> reads_, writes_;  // not started
-  std::vector<Call*> running_;       // of each thread that has one
+  std::vector<Call*> running_;       // the call of each busy thread
   std::vector<std::pair<void*, int>> done_;
-  bool told_ = false;  // `done_fd_` is set since `done_` was taken
+  bool told_ = false;  // `done_fd_` has been set since `done_` was last taken
   bool stopping_ = false;
   std::vector<std::thread> threads_;
 };

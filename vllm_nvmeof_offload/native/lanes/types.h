@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the rings share: files, permits, the queue on which ends reach the caller; the on-disk form
-// of a slot; the gate of the contract tests.
+// The types that rings share: files, permits and the queue that delivers completions to the caller;
+// the on-disk format of a slot; and the gate of the contract tests.
 #pragma once
 
 #include <sys/eventfd.h>
@@ -40,7 +40,7 @@ inline int64_t now_ns() {
   return std::chrono::nanoseconds(Clock::now().time_since_epoch()).count();
 }
 
-// CLOCK_BOOTTIME, which goes on while the machine sleeps, as `pool/lease.py` reads it for permits.
+// Return CLOCK_BOOTTIME, which counts time in suspend. `pool/lease.py` uses it for permits too.
 inline uint64_t boot_ns() {
   timespec now;
   clock_gettime(CLOCK_BOOTTIME, &now);
@@ -53,7 +53,7 @@ inline int make_eventfd(int flags) {
   return fd;
 }
 
-// The key's group: its last four bytes, big endian.
+// Return the key's group, which is its last four bytes in big-endian order.
 inline uint32_t group_id_of(const Identity& identity) {
   uint32_t id = 0;
   for (size_t at = std::max(identity.key_bytes, uint8_t{4}) - 4u; at < identity.key_bytes; ++at)
@@ -61,7 +61,7 @@ inline uint32_t group_id_of(const Identity& identity) {
   return id;
 }
 
-// What one rank writes on one target.
+// The part of a target that one rank writes.
 struct Region {
   std::array<uint8_t, kUuidBytes> uuid{};
   uint16_t rank = 0;
@@ -72,18 +72,18 @@ struct Region {
 struct SlotPlace {
   Region region;
   uint32_t slot = 0;
-  bool single_copy = false;  // no other rank has the chunk's bytes; noted, and not compared
+  bool single_copy = false;  // no other rank has the chunk's bytes; recorded but never compared
 };
 
 // The size of one target's ring; `io/base.py` has the defaults.
 struct Limits {
-  size_t slot_bytes = 0;  // the distance of slots, in staging and in a slab
+  size_t slot_bytes = 0;  // the distance between slots, in staging and in a slab
   size_t split_bytes = 0;
-  unsigned depth = 0;  // for so many operations in flight, reads and writes each
-  size_t read_bytes_started_max = SIZE_MAX;  // and not landed; one read may always start
+  unsigned depth = 0;                        // room for this many reads and this many writes in flight
+  size_t read_bytes_started_max = SIZE_MAX;  // started but not completed; one may always start
 };
 
-// Descriptors; -1: none, and what is submitted fails with EBADF.
+// The descriptors of a target. A descriptor of -1 is absent: operations on it fail with EBADF.
 struct Target {
   int slab_fd = -1;
   int table_fd = -1;
@@ -96,15 +96,15 @@ struct ForeignSlab {
   Region region;
 };
 
-// The write permit of a region with a lease: the time by `boot_ns` before which writes may start.
-// The lease's keeper advances it in shared memory; 0: the lease is lost, for good.
+// The write permit of a region with a lease: the time, by `boot_ns`, until which writes may start.
+// The lease's keeper advances it in shared memory, and sets it to 0 if the lease is lost.
 class Permit {
  public:
-  // word: null, if the region has no lease: it may be written at any time.
+  // word: null if the region has no lease and may be written at any time.
   explicit Permit(const uint64_t* word = nullptr) : word_(word) {}
   bool open() const { return word_ == nullptr || boot_ns() < until(); }
   bool lost() const { return word_ != nullptr && until() == 0; }
-  // Whether the region has a lease, because other hosts read it.
+  // Return whether the region has a lease, because other hosts read it.
   bool leased() const { return word_ != nullptr; }
 
  private:
@@ -112,49 +112,49 @@ class Permit {
   const uint64_t* word_;
 };
 
-// All staging, for registration: the kernel then need not pin its pages at each operation.
+// All staging memory, registered so that the kernel need not pin its pages for each operation.
 struct Memory {
   std::byte* base = nullptr;
   size_t bytes = 0;
 };
 
-// The on-disk form of a pool slot and of its table entry; `pool/format.py` defines it.
+// The on-disk format of a pool slot and of its table entry, as defined in `pool/format.py`.
 
 uint32_t crc32c(const void* data, size_t bytes);
 
-// The ways in which it may read memory ahead.
+// A variant of `crc32c` that prefetches memory in one particular way.
 struct CrcVariant {
   const char* name;
   uint32_t (*crc)(const void*, size_t);
 };
 std::span<const CrcVariant> crc_variants();
 
-// Let `crc32c` read memory ahead in the way that is the fastest here, and return what that is.
-// memory: some that is not in cache, of which at most 16 MiB are read, in 1 to 2 ms.
+// Make `crc32c` use the variant that is fastest on this machine, and return its name. memory: bytes
+// that are not in cache, of which at most 16 MiB are read, in 1 to 2 ms.
 const char* choose_crc(std::span<const std::byte> memory);
 
-// The share that a part with this CRC has in the CRC of a message in which `bytes_after` follow it.
-// The message's CRC is the exclusive or of its parts' shares, in any order.
+// Return what a part with this CRC contributes to the CRC of a message in which `bytes_after` bytes
+// follow it. The message's CRC is the exclusive or of all parts' shares, in any order.
 uint32_t crc_share(uint32_t crc, size_t bytes_after);
 
-// The CRC of a message from its parts in their order. words: 32 of each part; their exclusive or is
-// the part's CRC without its inversions. sizes: bytes of each part.
+// Return the CRC of a message from its parts, in order. words: 32 per part, the exclusive or of
+// which is the part's CRC without the inversions. sizes: the bytes of each part.
 uint32_t join_crcs(const uint32_t* words, const uint64_t* sizes, size_t parts);
 
-// As `memcpy`; continues `crc`, that of what comes before, over the bytes while they are in cache.
+// As `memcpy`; also extend `crc`, that of the bytes before, while these bytes are in cache.
 uint32_t copy_crc32c(void* to, const void* from, size_t bytes, uint32_t crc);
 
-// The same, with the CRC of what arrived at `to`.
+// As `copy_crc32c`, but compute the CRC from the bytes that arrived at `to`.
 uint32_t copy_crc32c_at_target(void* to, const void* from, size_t bytes, uint32_t crc);
 
-// Fill the header page in front of a complete payload, which has this CRC.
-// kind: of the key's group, `groups.GroupKind`.
+// Fill the header page in front of a complete payload, which has this CRC. kind: the
+// `groups.GroupKind` of the key's group.
 void seal(std::byte* slot, const Identity& identity, size_t payload_bytes, uint32_t payload_crc,
           const Stamp& stamp, const SlotPlace& place, uint8_t kind);
 
 using Tag = std::array<uint8_t, kTagBytes>;
 
-// What an intact header page says.
+// The contents of an intact header page.
 struct SlotHeader {
   Identity identity;
   SlotPlace place;
@@ -162,12 +162,12 @@ struct SlotHeader {
   uint32_t payload_crc = 0;
   Stamp stamp;
 };
-// None: the page is not an intact header of this format.
+// Return the header, or nothing if the page is not an intact header of this format.
 std::optional<SlotHeader> parse_header(const std::byte* slot);
 
-// `code`: OK, STALE (an intact header of another identity, length, place or tag) or
-// kChecksumMismatch.
-// `payload_crc`: what the payload must have, where `code` is kOk.
+// The result of checking a header. `code` is OK, STALE (the header is intact but has another
+// identity, length, place or tag) or CHECKSUM_MISMATCH. If `code` is OK, `payload_crc` is the CRC
+// that the payload must have.
 struct HeaderProof {
   Outcome code = Outcome::CHECKSUM_MISMATCH;
   uint32_t payload_crc = 0;
@@ -175,44 +175,44 @@ struct HeaderProof {
 HeaderProof prove_header(const std::byte* slot, const Identity& identity, size_t payload_bytes,
                          const SlotPlace& place, const Tag& tag);
 
-// The code of a whole slot: that of its header, or kChecksumMismatch of its payload, also where
-// that has an end behind the `bytes` of the slot, which are at least those of a header.
+// Return the code of a whole slot: that of its header, or CHECKSUM_MISMATCH if the payload is wrong
+// or would extend beyond the slot's `bytes`, which must be at least those of a header.
 Outcome verify(const std::byte* slot, size_t bytes, const Identity& identity, size_t payload_bytes,
                const SlotPlace& place, const Tag& tag);
 
-// slot: its number in its region, which the CRC covers.
+// Return the table entry of a slot. slot: its number in its region, which the CRC covers.
 std::array<std::byte, kEntryBytes> encode_entry(uint64_t slot, const Identity& identity,
                                                 uint32_t epoch, bool single_copy = false);
 
-// The record of the log that follows the same entry.
+// Return the log record that reports the same entry.
 LogRecord put_record(uint32_t slot, const Identity& identity, uint32_t epoch, bool single_copy);
 
-// The CRC that table entry `entry` (64 bytes) of a slot must carry.
+// Return the CRC that the table entry `entry` (64 bytes) of a slot must have.
 uint32_t entry_crc(const std::byte* entry, uint64_t slot);
 
-// Completions for the caller, and the eventfd that is readable while there are some.
+// The completions for the caller, and an eventfd that is readable while some are waiting.
 class CompletionQueue {
  public:
   CompletionQueue() : fd_(make_eventfd(EFD_NONBLOCK)) {}
   ~CompletionQueue() { close(fd_); }
 
   int fd() const { return fd_; }
-  // `more_follow`: the caller need not wake for this one; `tell` is called soon.
+  // Add a completion. If `more_follow`, do not wake the caller: `tell` is called soon.
   void push(LaneEnd end, bool more_follow = false) {
     end.ended_ns = now_ns();
     std::lock_guard lock(mutex_);
     waiting_.push_back(end);
     if (!more_follow) wake_once();
   }
-  // Wake the caller for what was pushed, unless `more_follow` and the oldest came just now.
+  // Wake the caller for what was pushed, unless `more_follow` and the oldest is very recent.
   void tell(bool more_follow) {
     std::lock_guard lock(mutex_);
     if (told_ || waiting_.empty()) return;
     if (!more_follow || now_ns() - waiting_.front().ended_ns >= kUntoldNs) wake_once();
   }
-  // There is something to look at beside completions.
+  // Wake the caller for something other than completions.
   void wake() { eventfd_write(fd_, 1); }
-  // The device is done with these operations, whose completions follow.
+  // Report operations that the device has completed, and whose own completions follow later.
   void landed(const std::vector<uint64_t>& tokens) {
     std::lock_guard lock(mutex_);
     wake_once();
@@ -222,17 +222,17 @@ class CompletionQueue {
     std::lock_guard lock(mutex_);
     return std::exchange(landed_, {});
   }
-  // Returns all of them, oldest first; the eventfd is readable again only for later ones.
+  // Return all completions, oldest first. The eventfd becomes readable again only for later ones.
   std::vector<LaneEnd> take() {
     std::lock_guard lock(mutex_);
     eventfd_t ignored;
-    eventfd_read(fd_, &ignored);  // even if nothing waits: others may have set it
+    eventfd_read(fd_, &ignored);  // even if nothing is waiting: `wake` may have set it
     told_ = false;
     return std::exchange(waiting_, {});
   }
 
  private:
-  // The check of some 6 MiB takes as long. A caller that drives many reads can wait for that.
+  // The time to check about 6 MiB. A caller that drives many reads can wait that long.
   static constexpr int64_t kUntoldNs = 250'000;
 
   void wake_once() {
@@ -241,13 +241,13 @@ class CompletionQueue {
 
   int fd_;
   std::mutex mutex_;
-  bool told_ = false;  // since the last `take`
+  bool told_ = false;  // the caller was woken since the last `take`
   std::vector<LaneEnd> waiting_;
   std::vector<uint64_t> landed_;
 };
 
-// Only for the contract tests: operations on places that are shut start, and then stay where a
-// kernel that hangs would keep them. A server's engine has no gate.
+// A gate for the contract tests only: an operation on a place that is shut starts, and then stays
+// where a hanging kernel would keep it. A server's engine has no gate.
 class StartGate {
  public:
   void shut(const std::vector<Place>& places) {

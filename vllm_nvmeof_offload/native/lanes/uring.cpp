@@ -12,10 +12,10 @@
 namespace nvmeof {
 namespace {
 
-// The kernel's bound on one registered buffer.
+// The kernel's limit on one registered buffer.
 constexpr size_t kRegionBytesMax = size_t{1} << 30;
 
-// Linux 6.12; liburing 2.3 does not know it.
+// New in Linux 6.12, and unknown to liburing 2.3.
 constexpr unsigned kRegisterCloneBuffers = 30;
 struct CloneBuffers {
   uint32_t source_fd, flags, source_offset, offset, count, pad[3];
@@ -27,7 +27,7 @@ Uring::Uring(unsigned depth, Memory memory, int slab_fd, size_t slot_bytes, bool
              int share_with)
     : memory_(memory), slab_fd_(slab_fd), region_bytes_(0) {
   unsigned entries = 16;
-  // Reads, writes, the wake-up; chunks of several pieces need more, which the kernel takes in turn.
+  // Room for reads, writes and the wake-up; chunks of many pieces may make `next_sqe` submit.
   while (entries < 2 * depth + 8) entries *= 2;
   init(entries, true);
   try {
@@ -35,7 +35,7 @@ Uring::Uring(unsigned depth, Memory memory, int slab_fd, size_t slot_bytes, bool
     files_registered_ = rc == 0;
     if (!registered) {
       if (files_registered_) return;
-      // Where nothing can be registered, a disabled ring cannot be enabled either.
+      // A kernel that cannot register anything cannot enable a disabled ring either.
       io_uring_queue_exit(&ring_);
       init(entries, false);
       return;
@@ -54,7 +54,7 @@ Uring::~Uring() { io_uring_queue_exit(&ring_); }
 
 void Uring::init(unsigned entries, bool disabled) {
   io_uring_params params{};
-  // Disabled until its thread runs; that thread then gets completions without interrupts.
+  // The ring stays disabled until its thread runs, which then gets completions without interrupts.
   if (disabled)
     params.flags =
         IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_R_DISABLED;
@@ -101,9 +101,9 @@ int Uring::region_of(const std::byte* at, size_t bytes) const {
 
 void Uring::use(int slab_fd) {
   if (slab_fd == slab_fd_ || !files_registered_) return;
-  // Prepared operations name the registered file by its index: the kernel must look it up first.
+  // Prepared operations refer to the registered file by index: let the kernel resolve them first.
   enter(false);
-  if (io_uring_sq_ready(&ring_) > 0) return;  // the next time
+  if (io_uring_sq_ready(&ring_) > 0) return;  // try again at the next call
   if (io_uring_register_files_update(&ring_, 0, &slab_fd, 1) == 1) slab_fd_ = slab_fd;
 }
 
@@ -126,7 +126,7 @@ void Uring::prepare(bool read, int slab_fd, std::byte* at, size_t bytes, uint64_
 }
 
 void Uring::enable() {
-  // liburing 2.3 declares io_uring_enable_rings and does not export it.
+  // liburing 2.3 declares io_uring_enable_rings but does not export it.
   if (!enabled_ &&
       syscall(__NR_io_uring_register, ring_.ring_fd, IORING_REGISTER_ENABLE_RINGS, nullptr, 0) != 0)
     throw RingError(errno, "io_uring_enable_rings");
@@ -163,7 +163,7 @@ void Uring::reap(const std::function<void(void*, int)>& each) {
   unsigned count = 0;
   io_uring_for_each_cqe(&ring_, head, cqe) {
     ++count;
-    if (cqe->user_data == LIBURING_UDATA_TIMEOUT) continue;  // of `enter_for`, before Linux 5.11
+    if (cqe->user_data == LIBURING_UDATA_TIMEOUT) continue;  // from `enter_for`, before Linux 5.11
     each(io_uring_cqe_get_data(cqe), cqe->res);
   }
   io_uring_cq_advance(&ring_, count);
