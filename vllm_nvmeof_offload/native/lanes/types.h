@@ -79,7 +79,7 @@ struct SlotPlace {
 struct Limits {
   size_t slot_bytes = 0;  // the distance between slots, in staging and in a slab
   size_t split_bytes = 0;
-  unsigned depth = 0;                        // room for this many reads and this many writes in flight
+  unsigned depth = 0;                        // reads in flight at most, and likewise writes
   size_t read_bytes_started_max = SIZE_MAX;  // started but not completed; one may always start
 };
 

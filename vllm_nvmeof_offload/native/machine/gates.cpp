@@ -16,7 +16,7 @@ void SlotGates::ask(Task& task, Grants& grants) {
   if (task.fills) given_[slot] = task.content;
   require(given_[slot] == task.content, "a slot is read for which no such fill was given");
   const auto found = gates_.find(slot);
-  if (found == gates_.end() && !task.fills) {  // the usual load: nobody fills the slot
+  if (found == gates_.end() && !task.fills) {  // the usual load: nothing fills the slot
     const bool stale = held_[slot] != task.content && !mutant("gates_accept_stale");
     if (!stale) count_reader(slot, 1);
     task.payload_crc = stale ? -1 : crcs_[slot];
@@ -89,7 +89,7 @@ void SlotGates::read(int32_t slot, Grants& grants) {
   if (found != gates_.end()) grant(slot, found->second, grants);
 }
 
-// Forgets the gate if nothing fills the slot and nobody waits.
+// Grant what may run now. Erase the gate if nothing fills the slot and no task waits.
 void SlotGates::grant(int32_t slot, Gate& gate, Grants& grants) {
   const bool any_order = mutant("gates_ignore_order");
   size_t granted = 0;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// One gate per cache slot. Operations on one slot run in the order in which they were given.
+// The gates of the cache slots. Operations on one slot run in the order in which they were given.
 //
-// A fill (a store's copy, a read into the slot) excludes everything else; reads of the slot (a
-// load's copy, a write to the pool) share it. A read names the content that it expects: on a slot
-// that holds anything else it is STALE and touches nothing, because a CRC made from such a slot
-// would sign wrong bytes. Every call appends the grants that follow from it, in order.
+// A fill (a store's copy, or a read into the slot) excludes everything else; reads of the slot (a
+// load's copy, or a write to the pool) share it. A read states the content that it expects. If the
+// slot holds anything else, the read is STALE and touches nothing, because a CRC made from such a
+// slot would certify wrong bytes. Every call appends the grants that follow from it, in order.
 #pragma once
 
 #include <unordered_map>
@@ -14,7 +14,7 @@
 
 namespace nvmeof {
 
-// This task may use its slot; `stale`: the slot does not hold what the task expects.
+// The permission for a task to use its slot. `stale`: the slot does not hold what the task expects.
 struct Grant {
   Task* task;
   bool stale;
@@ -26,25 +26,25 @@ class SlotGates {
   explicit SlotGates(size_t slots)
       : held_(slots), given_(slots), crcs_(slots, -1), readers_(slots) {}
 
-  // Queue `task`, which fills the slot if `task.fills`. A stale grant holds nothing and is not
-  // given back. A read must name what the last fill before it was to bring: the caller never names
-  // a slot before its fill.
+  // Queue `task`, which fills the slot if `task.fills`, and reads it otherwise. A stale grant holds
+  // nothing and is not given back. A read must expect the content of the last fill queued before
+  // it: the caller never gives a read before its slot's fill.
   void ask(Task& task, Grants& grants);
-  // Tasks that fill the slot now or will before the next that asks, in order.
+  // Return the tasks that fill the slot now or are queued to fill it, in order.
   std::vector<Task*> fillers(int32_t slot) const;
-  // False: it is not waiting there (any more).
+  // Take a waiting task out. Returns false if it does not wait (any more).
   bool withdraw(Task& task, Grants& grants);
-  // Whether a task waits to read what is being filled in.
+  // Return whether a task waits to read what is being filled in.
   bool awaited(int32_t slot) const;
-  // End the fill, whose buffer is released; a failed one leaves the slot empty. crc: of the
-  // payload, if the fill made one; the readers of what the slot holds get it (`Task::payload_crc`).
+  // End the fill, the buffer of which is released. A failed fill leaves the slot empty. crc: the
+  // CRC of the payload if the fill computed it, or -1. Later readers get it as `Task::payload_crc`.
   void filled(int32_t slot, bool ok, Grants& grants, int64_t crc = -1);
-  // Give up a failed fill whose buffer the kernel holds, perhaps for ever. Its readers become stale
-  // at once; `filled` still has to follow.
+  // Give up a failed fill while the kernel still has its buffer, perhaps for ever. Its readers
+  // become stale at once; `filled` must still follow.
   void abandon(int32_t slot, Grants& grants);
-  // End the fill; its task goes on as a reader.
+  // End the fill. Its task continues as a reader.
   void filled_and_read(int32_t slot, Grants& grants);
-  // End one read, whose buffer is released.
+  // End one read, the buffer of which is released.
   void read(int32_t slot, Grants& grants);
   bool idle() const { return gates_.empty() && readers_in_all_ == 0; }
 
@@ -53,16 +53,16 @@ class SlotGates {
   struct Gate {
     Task* filler = nullptr;
     SlotContent filling;
-    bool abandoned = false;  // the fill has failed, and its buffer is not released yet
+    bool abandoned = false;  // the fill has failed, but its buffer is not released yet
     std::vector<Task*> queue;
   };
 
   void grant(int32_t slot, Gate& gate, Grants& grants);
   void count_reader(int32_t slot, int change);
 
-  // By slot. An empty slot has generation and hash 0, which no chunk has.
+  // The content of each slot. An empty slot has generation and hash 0, which no chunk has.
   std::vector<SlotContent> held_;
-  std::vector<SlotContent> given_;  // of the last fill that asked
+  std::vector<SlotContent> given_;  // the content of the last fill queued, by slot
   std::vector<int64_t> crcs_;
   std::vector<uint32_t> readers_;
   size_t readers_in_all_ = 0;

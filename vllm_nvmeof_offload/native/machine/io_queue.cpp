@@ -11,22 +11,22 @@ constexpr Urgency kReads[] = {Urgency::DEMAND, Urgency::URGENT, Urgency::SERVE, 
 constexpr int64_t kRatePeriodNs = 250'000'000;
 constexpr int64_t kFoldPeriodNs = 50'000'000;
 constexpr double kRateChangeMin = 0.1;
-// What a target writes in this time may be with the engine, and so much whatever its rate.
+// The engine may have what a target writes in this time, and at least this many bytes.
 constexpr double kWriteAheadS = 0.0125;
 constexpr size_t kWriteAheadBytes = size_t{32} << 20;
-// A target from which a load has read within this time will soon be read by another one.
+// If a load has read from a target within this time, another load is expected soon.
 constexpr int64_t kLoadsAgainNs = 2'000'000'000;
-constexpr size_t kOfPeers = 2;  // of `deadlines_`
+constexpr size_t kOfPeers = 2;  // the index of peers in `deadlines_`
 
 double seconds(int64_t ns) { return static_cast<double>(ns) / 1e9; }
 
-// A key for an owner's region on a target.
+// Return a key for the region of an engine on a target.
 uint32_t regions_number(uint16_t owner, size_t target) {
   return static_cast<uint32_t>(owner) << 16 | static_cast<uint32_t>(target);
 }
 
-// Whether a failure to read another engine's region says nothing of the target: the slot has been
-// used again, or the files have gone, or were cut short.
+// Return whether a failure to read another engine's region says nothing about the target: the slot
+// was reused, or the files were removed or truncated.
 bool is_of_region(Outcome code, int error) {
   if (code != Outcome::IO_ERROR) return code != Outcome::OK;
   return error == 0 || error == EBADF || error == ENOENT || error == ESTALE;
@@ -67,10 +67,10 @@ void TargetQueue::writes_at(double rate) {
   write_bytes_max_ = std::min(options_.write_bytes_max, std::max(kWriteAheadBytes, ahead));
 }
 
-// One may always go. The bounds hold while no load waits here too, so that one finds places free,
-// and few bytes ahead of it in the device's own queue, in which nothing is urgent. A short load
-// feels even these, so that they are halved where loads are to be expected. They are not halved
-// elsewhere, because the target is idle from the end of one read to the begin of the next.
+// One read may always start. The bounds apply even while no load waits here, so that the next load
+// finds free places, and few bytes before it in the device's queue, which knows no urgency. Even
+// these delay a short load, so the bound is halved where loads are expected, but not elsewhere,
+// because the target would then be idle between the end of one read and the start of the next.
 bool TargetQueue::has_serve_room(size_t bytes, int64_t now_ns) const {
   if (!held(Urgency::SERVE) || mutant("serves_take_every_place")) return true;
   const size_t bytes_max = options_.serve_bytes_max / (has_loaded(now_ns) ? 2 : 1);
@@ -82,7 +82,7 @@ bool TargetQueue::has_serve_room(size_t bytes, int64_t now_ns) const {
          fits(bytes_held(Urgency::SERVE) + bytes, options_.read_bytes_max);
 }
 
-// Whether loads read here, or did so a moment ago.
+// Return whether loads read here, or did so within kLoadsAgainNs.
 bool TargetQueue::has_loaded(int64_t now_ns) const {
   if (mutant("serves_forget_that_loads_read")) return false;
   return held(Urgency::DEMAND) || (loaded_ns_ && now_ns - *loaded_ns_ < kLoadsAgainNs);
@@ -163,7 +163,7 @@ void IoQueue::enqueue(Task& task) {
   if (task.deadline_ns) retry_deadline_ns_ = std::min(retry_deadline_ns_, task.deadline_ns);
 }
 
-// Whether the write waits for its checksum before it waits for its target.
+// Return whether the lanes now compute the write's checksum, before it is queued for its target.
 bool IoQueue::sums_first(Task& task) {
   const size_t bytes = payload_bytes(task);
   if (task.urgency != Urgency::WRITE || task.payload_crc >= 0) return false;
@@ -187,7 +187,7 @@ void IoQueue::free_landed() {
   lanes_.landed(landed_);
   for (const uint64_t token : std::exchange(landed_, {})) {
     Flights::One* const one = in_flight_.find(token);
-    if (!one || one->late) continue;  // it has ended, or holds no place
+    if (!one || one->late) continue;  // ended, or holds no place
     one->landed = true;
     const size_t bytes = transfer_bytes(*one->task);
     queue_of(*one->task).give_back(*one->task, one->urgency, bytes, now_ns_);
@@ -265,8 +265,8 @@ bool IoQueue::attached(uint16_t owner, int error) {
   return true;
 }
 
-// What waits for them ends, or goes on with its deadline, as a retry does.
-// code, error: of an op that asks for them.
+// End or continue the tasks that wait for the engine's files. Reads keep their deadlines, as
+// retries do. code, error: the outcome of an op that asked for the files.
 void IoQueue::set_files(uint16_t owner, Files files, Outcome code, int error) {
   owners_[owner] = {files};
   std::vector<Task*> going;
@@ -278,7 +278,7 @@ void IoQueue::set_files(uint16_t owner, Files files, Outcome code, int error) {
     else
       going.push_back(task);
   }
-  std::ranges::reverse(going);  // each goes before those that are queued
+  std::ranges::reverse(going);  // because each is pushed in front
   for (Task* task : going) queue_of(*task).queue(task->urgency).push(*task, true);
 }
 
@@ -305,7 +305,7 @@ void IoQueue::set_target(size_t target, bool usable, uint32_t attachment) {
   Target& one = targets_.at(target);
   if (one.attachment != attachment) {
     one.succeeded[0] = one.succeeded[1] = false;
-    one.stamp = named_;  // it came back with the newest superblock
+    one.stamp = named_;  // attaching it again wrote the newest superblock
   }
   one.usable = usable;
   one.attachment = attachment;
@@ -358,8 +358,8 @@ void IoQueue::offer_writes() {
   lanes_.start();
 }
 
-// Hand over what waits, one per target at a time, until the lane has no room. What cannot go at all
-// fails even then.
+// Hand over waiting tasks, one per target at a time, until the lane has no room. Tasks that can
+// never start fail even without room.
 void IoQueue::offer(Urgency urgency) {
   std::vector<size_t> going;
   for (size_t at = 0; at < targets_.size(); ++at) {
@@ -370,7 +370,7 @@ void IoQueue::offer(Urgency urgency) {
     std::erase_if(going, [&](size_t target) { return !offer_one(target, urgency); });
 }
 
-// Whether more of this target may go on.
+// Hand over, fail or requeue one task. Return whether another task of this target may follow.
 bool IoQueue::offer_one(size_t target, Urgency urgency) {
   FairQueue& queue = queues_[target].queue(urgency);
   Task* const task = queue.peek();
@@ -425,10 +425,10 @@ LaneOp IoQueue::describe(const Task& task, uint64_t token) const {
           !is_write && task.header_only};
 }
 
-// A superblock waits for the writes of its target before it, and writes after it wait for the
-// superblock. Otherwise a chunk from before could reach the disk as one from after. A write past
-// its deadline is not waited for: it may hang for ever, and its epoch, taken when it was handed
-// over, keeps it from being adopted, whenever it reaches the disk.
+// A superblock waits for its target's earlier writes, and later writes wait for the superblock.
+// Otherwise a chunk from before the reset could reach the disk as one from after it. A write past
+// its deadline is not awaited: it may hang for ever, and the epoch of its hand-over keeps it from
+// being adopted, whenever it reaches the disk.
 bool IoQueue::reset_may_start(const Target& target) const {
   if (target.resets.empty() || target.resetting) return false;
   if (mutant("reset_overtakes_writes")) return true;
@@ -443,7 +443,7 @@ bool IoQueue::write_may_start(const Target& target) const {
   if (mutant("a_write_behind_one_lanes_reset_passes_it"))
     return std::ranges::any_of(
         targets_, [](const Target& one) { return !one.resetting && one.resets.empty(); });
-  // What was queued before a reset has been taken out (`take_queued_writes`).
+  // Writes queued before a reset have been taken out (`take_queued_writes`).
   return !target.resetting && target.resets.empty();
 }
 
@@ -464,13 +464,13 @@ void IoQueue::offer_resets() {
     ++writes_in_flight_;
     if (!task.deadline_ns) task.deadline_ns = now_ns_ + patience_ns(true);
     if (!mutant("a_superblock_has_no_deadline")) watch(task.token, task.deadline_ns, true);
-    // Its writes wait for the superblock: their time begins again.
+    // The target's writes wait for the superblock, so their patience starts again.
     queues_[number].progressed(true);
     offered.push_back({&task, task.token});
   }
 }
 
-// The outcome of a superblock, if `one` is not late; in any case, whether the target has it.
+// Note whether the target has the superblock and, unless `one` is late, its outcome.
 void IoQueue::superblock_decided(const Flights::One& one, const LaneEnd& end) {
   const Task& task = *one.task;
   Target& target = targets_[task.target];
@@ -486,7 +486,7 @@ void IoQueue::superblock_decided(const Flights::One& one, const LaneEnd& end) {
     unwritten.push_back({task.target, one.attachment, true, code, end.error, 0});
 }
 
-// Why a read or write is not even tried. A superblock is always tried.
+// Return the outcome of a read or write that is not even tried. A superblock is always tried.
 std::optional<Outcome> IoQueue::refusal(const Task& task) const {
   if (!targets_[task.target].usable) return Outcome::DEADLINE;
   if (task.owner && files_of(task.owner) == Files::NONE) return Outcome::IO_ERROR;
@@ -502,7 +502,7 @@ void IoQueue::fail_stalled() {
 
 // ---- deadlines --------------------------------------------------------------------------
 
-// Each kind has one patience, so only a retry, which keeps its deadline, goes before others.
+// Insert the deadline in order. Each kind has one patience, so only a retry belongs before others.
 void IoQueue::watch(uint64_t token, int64_t deadline_ns, size_t kind) {
   auto& deadlines = deadlines_[kind];
   auto at = deadlines.end();
@@ -559,7 +559,7 @@ void IoQueue::give_up(uint64_t token) {
   unreleased(*found, end);
 }
 
-// The outcome of what may still touch its buffer.
+// Report the outcome of an operation that may still touch its buffer.
 void IoQueue::unreleased(Flights::One& found, const LaneEnd& end) {
   if (found.late) return;
   const Flights::One one = found;
@@ -654,7 +654,7 @@ void IoQueue::count_outcome(const Flights::One& one, const LaneEnd& end) {
   if (!one.landed) queue_of(task).give_back(task, one.urgency, transfer_bytes(task), now_ns_);
   const bool ok = end.code == Outcome::OK;
   const uint64_t bytes = ok ? transfer_bytes(task) : 0;
-  // The engine's own time if it knows it: this thread may learn of the end late.
+  // Prefer the engine's own time: this thread may learn of the end late.
   const double began_s = seconds(one.began_ns);
   const double ended_s = seconds(end.ended_ns ? end.ended_ns : now_ns_);
   (is_write ? write_meters_ : read_meters_)[task.target].ended(static_cast<double>(bytes), began_s,
@@ -669,13 +669,13 @@ void IoQueue::count_outcome(const Flights::One& one, const LaneEnd& end) {
 
 void IoQueue::note_outcome(const Flights::One& one, const LaneEnd& end) {
   const Outcome code = end.code;
-  if (code == Outcome::DEADLINE || code == Outcome::CANCELLED) return;  // no answers of the target
+  if (code == Outcome::DEADLINE || code == Outcome::CANCELLED) return;  // the target did not answer
   if (one.task->owner && is_of_region(code, end.error) &&
       !mutant("a_regions_error_marks_its_target"))
     return;
   Target& target = targets_[one.task->target];
   const bool is_current = one.attachment == target.attachment;
-  const bool answered = code != Outcome::IO_ERROR;  // with bytes, right or wrong
+  const bool answered = code != Outcome::IO_ERROR;  // right or wrong bytes
   if (!is_current || (answered && target.succeeded[one.is_write()])) return;
   target.succeeded[one.is_write()] = answered;
   health_outcomes.push_back(
@@ -689,7 +689,7 @@ HealthCounts& IoQueue::health_of(size_t target, uint32_t attachment) {
   return health_counts.back();
 }
 
-// Queue a read or superblock once more if that may help. True: the failure is not reported.
+// Queue a read or superblock again if that may help. Return whether it was queued.
 bool IoQueue::retries(const Flights::One& one, const LaneEnd& end) {
   Task& task = *one.task;
   const size_t number = static_cast<size_t>(std::max(0, end.error));

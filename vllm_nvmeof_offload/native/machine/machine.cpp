@@ -8,7 +8,7 @@
 namespace nvmeof {
 namespace {
 
-// Bit of the numbers of jobs that no manager gives.
+// A bit that marks the op numbers of reads for peers, which no manager uses.
 constexpr uint64_t kServeJobs = uint64_t{1} << 63;
 
 bool names_member(int32_t cache, int64_t place) {
@@ -95,7 +95,7 @@ void Machine::add_tasks(Job& job, Urgency urgency, const Columns& columns) {
   }
 }
 
-// Whether a load's pieces are all of the payload, in its order.
+// Return whether a load's pieces are the whole payload, in order.
 bool Machine::is_whole(const Task& task) const {
   const Job& job = *task.job;
   uint64_t next = 0;
@@ -121,7 +121,7 @@ void Machine::start(Task& task) {
   if (is_elsewhere(task)) {
     start_elsewhere(task);
   } else if (task.cache < 0 && task.place < 0) {
-    decide(task, Outcome::STALE);  // the chunk went while the load was planned
+    decide(task, Outcome::STALE);  // the chunk was evicted while the load was planned
   } else if (task.cache < 0) {
     task.step = Step::STREAM;
     streams_.wait(task);
@@ -133,7 +133,7 @@ void Machine::start(Task& task) {
   }
 }
 
-// A load is about to wait for the fetches that fill its slot.
+// Promote the fetches that fill the slot for which a load is about to wait.
 void Machine::promote_fetches(const Task& load) {
   for (Task* filler : gates_.fillers(load.cache))
     if (filler->urgency == Urgency::URGENT || filler->urgency == Urgency::PREFETCH)
@@ -141,7 +141,7 @@ void Machine::promote_fetches(const Task& load) {
 }
 
 void Machine::reset(uint64_t op, const Stamp& stamp, const Stamp& unnamed) {
-  // No write from before may follow the reset, wherever it waits.
+  // No earlier write may follow the reset, wherever that write waits.
   for (auto& [number, job] : jobs_) {
     if (job->kind != OpKind::WRITE) continue;
     for (Task& task : job->tasks)
@@ -207,7 +207,7 @@ void Machine::cancel(uint64_t op, const std::vector<uint32_t>* rows) {
 }
 
 void Machine::cancel_task(Task& task) {
-  task.header_only = false;  // no copy will check what is read from now on
+  task.header_only = false;  // no copy will check what is read after this
   if (task.step == Step::GATE) {
     Grants grants;
     require(gates_.withdraw(task, grants), "a task waits at no gate");
@@ -234,7 +234,7 @@ void Machine::cancel_task(Task& task) {
     leave_slot(task);
     decide(task, Outcome::CANCELLED);
   } else {
-    // The engine has its buffer, and nothing will be copied from it for this job.
+    // The engine has the task's buffer, from which nothing will be copied for this job.
     decide(task, Outcome::CANCELLED, 0, false);
   }
 }
@@ -324,7 +324,7 @@ void Machine::io_event(const IoEvent& event) {
   }
   streams_.leave(task);
   if (task.step == Step::ZOMBIE) {
-    // Cancelled or past its deadline: only the buffer matters any more.
+    // The task was cancelled or is past its deadline: only its buffer still matters.
     if (!event.released)
       mark_hung(task);
     else if (!read_again(task))
@@ -349,12 +349,12 @@ void Machine::io_event(const IoEvent& event) {
   decide(task, ok ? Outcome::OK : event.code, event.error, true, event.ended_ns);
 }
 
-// A load's read was good.
+// Continue after a load's good read.
 void Machine::read_ended(Task& task) {
   judge_.read(task, io);
   if (is_shared_read(task)) set_->lend(task);
   const bool is_lent = task.is_proven || mutant("an_unproven_slot_is_lent");
-  if (task.fills && is_lent) {  // landed: others may read the slot from now on
+  if (task.fills && is_lent) {  // other tasks may read the cache slot from now on
     note_fill(task, FillState::HELD);
     task.fills = false;
     task.reads = true;
@@ -365,8 +365,8 @@ void Machine::read_ended(Task& task) {
   ready_to_copy(task);
 }
 
-// Others wait for what a cancelled load has read, and no copy will check it: this time the read
-// does. False: it need not, or there is no time.
+// If other tasks wait for a slot that a cancelled load has read, no copy will check it: read it
+// again and verify the payload then. Returns false if no task waits or the deadline has passed.
 bool Machine::read_again(Task& task) {
   if (task.is_proven || mutant("a_cancelled_read_counts_as_proven")) return false;
   if (!task.fills || !gates_.awaited(task.cache) || task.deadline_ns <= io.now_ns()) return false;
@@ -378,7 +378,7 @@ bool Machine::read_again(Task& task) {
 
 // ---- jobs -------------------------------------------------------------------------------
 
-// Settle the chunk's outcome; `released`: no engine has its buffer. ended_ns 0: now.
+// Settle the chunk's outcome. released: whether no engine has its buffer. ended_ns: 0 for now.
 void Machine::decide(Task& task, Outcome code, int error, bool released, int64_t ended_ns) {
   require(task.step != Step::ZOMBIE && task.step != Step::DONE, "a chunk is decided twice");
   Job& job = *task.job;
@@ -398,7 +398,7 @@ void Machine::decide(Task& task, Outcome code, int error, bool released, int64_t
   job.decided.push_back(task.index);
   if (code != Outcome::OK) job.failed.push_back(task.index);
   --job.undecided;
-  // vLLM must learn of a failure in the very step in which the job is finished.
+  // vLLM must learn of a failure in the same step in which the job finishes.
   if (job.moves_blocks() && job.undecided) return;
   list(job);
   if (job.moves_blocks()) finish(job);
@@ -424,7 +424,7 @@ void Machine::list(Job& job) {
   news_.push_back(job.op);
 }
 
-// Count a decided task's buffer that the engine keeps, for an unknown time.
+// Record that the engine still has a decided task's buffer, for an unknown time.
 void Machine::hold_buffer(Task& task) {
   if (task.stream >= 0 && mutant("stream_slot_is_free_at_the_outcome")) streams_.give_back(task);
   if (task.cache < 0) return;
@@ -437,13 +437,13 @@ void Machine::hold_buffer(Task& task) {
   follow(grants);
 }
 
-// Whether a cancelled load's read goes on because others wait for it to land.
+// Return whether a cancelled load's read goes on because other tasks wait for its cache slot.
 bool Machine::read_for_others(const Task& task) const {
   if (task.job->kind != OpKind::LOAD || !task.fills || task.cache < 0) return false;
   return task.cancelled && gates_.awaited(task.cache);
 }
 
-// A task is past its deadline and not released: its slot may never come back.
+// Mark the slot of a task that is past its deadline but not released: it may never become free.
 void Machine::mark_hung(Task& task) {
   if (task.stream >= 0) {
     streams_.mark_hung(task);
@@ -455,7 +455,7 @@ void Machine::mark_hung(Task& task) {
   }
 }
 
-// Release the buffer of a task that was decided before.
+// Release the buffer of a task that has had its outcome before.
 void Machine::released_late(Task& task, bool filled) {
   task.step = Step::DONE;
   leave_slot(task, filled);
@@ -464,7 +464,7 @@ void Machine::released_late(Task& task, bool filled) {
   if (task.holds_buffer) {
     task.holds_buffer = false;
     --job.unreleased;
-    if (task.reported) {  // otherwise its outcome's report says that it is released
+    if (task.reported) {  // otherwise the report of its outcome includes the release
       job.late.push_back(task.index);
       list(job);
     }
@@ -532,7 +532,7 @@ void Machine::follow(Grants& grants) {
   for (const Grant& grant : grants) follow_one(grant);
 }
 
-// Let this task go on at its cache slot.
+// Continue the task that may now use its cache slot.
 void Machine::follow_one(const Grant& grant) {
   Task& task = *grant.task;
   if (grant.stale) {
@@ -551,7 +551,7 @@ void Machine::follow_one(const Grant& grant) {
   }
 }
 
-// Whether vLLM handed over a chunk to store without all of its blocks.
+// Return whether vLLM passed a chunk to store without all its blocks.
 bool Machine::lacks_blocks(const Task& task) const {
   const Job& job = *task.job;
   if (job.kind != OpKind::STORE || io.payload_bytes(task) == 0) return false;
@@ -602,7 +602,7 @@ std::vector<CopyBatch> Machine::take_copies(uint64_t passed) {
   return batches;
 }
 
-// tasks: of one job, all or none of them proven.
+// Add tasks of one job to a batch. Either all of them are proven or none.
 void Machine::batch(const std::vector<Task*>& tasks, uint64_t passed,
                     std::vector<CopyBatch>& batches) {
   if (tasks.empty()) return;
@@ -613,7 +613,7 @@ void Machine::batch(const std::vector<Task*>& tasks, uint64_t passed,
   copying.insert(copying.end(), tasks.begin(), tasks.end());
 }
 
-// The batch of the job's direction and fence, perhaps a new one. Fences that have passed are one.
+// Return a batch, perhaps a new one, of the job's direction and fence. All passed fences are equal.
 CopyBatch& Machine::batch_for(const Job& job, bool checks, uint64_t passed,
                               std::vector<CopyBatch>& batches) {
   const bool is_store = job.kind == OpKind::STORE;
@@ -669,7 +669,7 @@ void Machine::copied(uint64_t number, Outcome code, int error, std::span<const i
     Task& task = *tasks[at];
     const int64_t crc = crcs.empty() ? -1 : crcs[at];
     if (set_ && code == Outcome::OK && is_sampled(task)) keep_crc(task, crc);
-    if (set_ && set_->is_lent(task)) {  // the others still copy from its stream slot
+    if (set_ && set_->is_lent(task)) {  // other ranks still copy from its stream slot
       set_->await_return(task, io.now_ns());
       decide(task, code, error, false);
       continue;
@@ -684,7 +684,7 @@ void Machine::copied(uint64_t number, Outcome code, int error, std::span<const i
   if (set_) set_->count_progress();
 }
 
-// What a good copy is worth. crc: of what has arrived.
+// Return the outcome of a good copy. crc: the CRC of the copied bytes.
 Outcome Machine::checked(const Task& task, int64_t crc) const {
   if (task.is_proven || mutant("a_job_finishes_before_its_checks")) return Outcome::OK;
   require(crc >= 0, "a chunk is copied that nobody has checked");
@@ -693,7 +693,7 @@ Outcome Machine::checked(const Task& task, int64_t crc) const {
 
 // ---- peers ------------------------------------------------------------------------------
 
-// Give one chunk a stream slot and the lane that reads it. False: each target's next one waits.
+// Give one chunk a stream slot and the lane that reads it. Returns false if every chunk must wait.
 bool Machine::choose_next() {
   for (size_t asked = 0; asked < streams_.targets(); ++asked) {
     const size_t target = streams_.turn();
@@ -722,22 +722,22 @@ bool Machine::may_go_to_peer(const Task& task) const {
          job.tasks.size() >= options_.peer_chunks_min;
 }
 
-// As `choose_lane`.
+// Choose the chunk's lane, as `choose_lane` does.
 int Machine::choose(const Task& task) {
   const bool own_room = streams_.target_has_room(task);
   if (!may_go_to_peer(task) || !streams_.usable_peers())
-    return own_room || task.fills ? kOwnLane : kWait;  // what lands here needs no stream slot
+    return own_room || task.fills ? kOwnLane : kWait;  // a fill needs no stream slot here
   const size_t bytes = io.transfer_bytes(task);
   double rate = io.read_rate(task.target);
   for (const PeerLane& peer : io.peers)
     if (rate <= 0) rate = peer.state.bytes_per_s;
-  if (rate <= 0) rate = 1;  // of none is anything known: they are equal
+  if (rate <= 0) rate = 1;  // no rate is known, so treat all as equal
   const double before = static_cast<double>(io.bytes_before(task.target) + bytes);
   estimates_.clear();
   for (size_t peer = 0; peer < io.peers.size(); ++peer) {
     const PeerLane& lane = io.peers[peer];
     LaneEstimate& estimate = estimates_.emplace_back(lane.estimate(bytes, rate));
-    // What has room for none, and ends nothing that would make room, is not waited for.
+    // A peer that has no room, and no read that would make room, is not waited for.
     const bool may_help = task.job->lets_help(peer) || mutant("a_hint_of_helpers_is_ignored");
     if (!may_help || !lane.is_awaited()) estimate = {INFINITY, false};
     if (!streams_.peer_has_room(peer)) estimate.has_room = false;
@@ -765,12 +765,12 @@ void Machine::set_peer(size_t peer, const PeerState& state) {
       std::ranges::count_if(io.peers, [](const PeerLane& one) { return one.state.usable; })));
 }
 
-// A peer has ended a read, or failed at it.
+// Handle a read that a peer has ended, or at which it has failed.
 void Machine::peer_event(const IoEvent& event) {
-  if (streams_.release(event.peers_token)) return;  // its task went on without it
+  if (streams_.release(event.peers_token)) return;  // the task went on without this read
   Task& task = *event.task;
   judge_.ended(task.peer_number(), event.code, event.error, io.now_ns());
-  const bool is_over = task.step == Step::ZOMBIE && !task.fills;  // cancelled
+  const bool is_over = task.step == Step::ZOMBIE && !task.fills;  // it was cancelled
   const bool ok = event.code == Outcome::OK || mutant("a_failed_pull_counts_as_pulled");
   if (!event.released && is_over) {
     streams_.mark_hung(task);
@@ -790,13 +790,13 @@ void Machine::peer_event(const IoEvent& event) {
   }
 }
 
-// The peer that has it may still write into its slot, which it does without.
+// Leave the stream slot to the peer, which may still write into it. The task goes on without it.
 void Machine::leave_to_peer(Task& task) {
   streams_.abandon(task);
   io.abandon(task.token);
 }
 
-// Rule 16: once, with the deadline and the retry that it had.
+// Read the chunk here after its peer failed: once, with the deadline and the retry that it had.
 void Machine::go_home(Task& task) {
   judge_.failed(task);
   task.peer = mutant("a_chunk_is_asked_of_two_peers") ? Task::kAtNoPeer : Task::kCameHome;
@@ -818,13 +818,13 @@ void Machine::go_home(Task& task) {
   }
 }
 
-// The own lane reads it into its cache slot.
+// Let the own lane read the chunk into its cache slot.
 void Machine::read_here(Task& task) {
   if (task.step != Step::ZOMBIE) task.step = Step::IO;
   io.enqueue(task);
 }
 
-// What uses its cache slot now. A load's chunk that a peer may bring waits for its lane.
+// Queue a task that may now use its cache slot. A chunk that a peer may read waits for its lane.
 void Machine::go_to_lane(Task& task) {
   if (!task.fills || !streams_.usable_peers() || !may_go_to_peer(task)) {
     read_here(task);
@@ -834,7 +834,7 @@ void Machine::go_to_lane(Task& task) {
   streams_.wait(task);
 }
 
-// Its stream slot has what a peer has brought, and that is proven.
+// Queue the copy into the cache slot of a chunk that a peer has read and that is proven.
 void Machine::land(Task& task) {
   if (task.step != Step::ZOMBIE) task.step = Step::LAND;
   to_land_.push_back(&task);
@@ -864,14 +864,14 @@ void Machine::landed(uint64_t number) {
   landing_.erase(found);
   for (Task* task : tasks) {
     streams_.give_back(*task);
-    if (task->step == Step::ZOMBIE)  // cancelled, and others wait for it
+    if (task->step == Step::ZOMBIE)  // it was cancelled, but others wait for it
       released_late(*task, true);
     else
       read_ended(*task);
   }
 }
 
-// ---- what peers ask for -----------------------------------------------------------------
+// ---- reads for peers --------------------------------------------------------------------
 
 void Machine::serve(std::span<const uint64_t> tokens, const Columns& columns,
                     std::span<const double> within_s) {
@@ -908,7 +908,7 @@ void Machine::serve(std::span<const uint64_t> tokens, const Columns& columns,
   }
 }
 
-// Its outcome means nothing to the peer before the release, at which the slot is free.
+// Answer the peer only at the release, when the slot is free: an earlier outcome is no use to it.
 void Machine::serve_event(const IoEvent& event) {
   Task& task = *event.task;
   const bool at_outcome = mutant("a_hung_serve_slot_is_free_at_the_outcome");
@@ -978,7 +978,7 @@ void Machine::name_holder(Task& task, int32_t cache, int64_t place) {
   task.holder = set_->holder(task.group, member);
 }
 
-// A row that another member works on.
+// Start a row that another rank works on.
 void Machine::start_elsewhere(Task& task) {
   if (task.job->kind == OpKind::STORE || task.job->kind == OpKind::WRITE) {
     decide(task, Outcome::OK);
@@ -1004,7 +1004,7 @@ void Machine::set_event(const SetEvent& event) {
         ready_to_copy(task);
       break;
     case SetEvent::Kind::FAILED:
-      // Where the holder has read, its own outcome says what that means for the place.
+      // If the holder has read from a place, its own outcome reports what is wrong there.
       decide(task, task.place < 0 ? Outcome::STALE : Outcome::CANCELLED);
       break;
     case SetEvent::Kind::DEADLINE:
@@ -1019,7 +1019,7 @@ void Machine::set_event(const SetEvent& event) {
   }
 }
 
-// Let the others see what becomes of this rank's cache slot.
+// Publish the state of this rank's cache slot to the other ranks.
 void Machine::note_fill(const Task& task, FillState state) {
   if (!set_) return;
   if (task.holder != kEveryMember)
@@ -1028,12 +1028,12 @@ void Machine::note_fill(const Task& task, FillState state) {
     set_->set_fill(task, FillState::EMPTY);
 }
 
-// Whether the others wait for an announcement of this rank's read.
+// Return whether the other ranks wait for an announcement of this rank's read.
 bool Machine::is_shared_read(const Task& task) const {
   return task.holder != kEveryMember && task.cache < 0 && !task.announced && set_->holds(task);
 }
 
-// Whether the members compare the row's CRCs.
+// Return whether the ranks of the set compare the row's CRCs.
 bool Machine::is_sampled(const Task& task) const {
   return set_ && task.job->kind == OpKind::STORE && task.holder == kEveryMember &&
          set_->shares(task.group);

@@ -1,46 +1,46 @@
 // SPDX-License-Identifier: Apache-2.0
-// The worker's state machine: one rank's transfers between KV cache, staging and pool. It has no
-// thread and no clock of its own, and it calls no Python. Commands come in, `run` moves everything
-// that can move, and copies to make, operations to hand over, reports and finished jobs come out.
+// The worker's state machine for one rank's transfers between KV cache, staging and pool. It has
+// neither thread nor clock, and it calls no Python. It takes commands, `run` advances everything
+// that can advance, and the caller takes copies, operations, reports and finished jobs from it.
 //
 // The steps of a chunk, by kind of job:
 //
 //     store   gate(fill) → copy → cache slot
 //     load    gate(read) → copy                         from a cache slot
 //             stream slot → read → copy                 from the pool
-//             gate(fill) → read → copy                  from the pool, landing in a cache slot
-//             gate(fill) → stream slot → pull → land → copy    likewise, brought by a peer
+//             gate(fill) → read → copy                  from the pool, through a cache slot
+//             gate(fill) → stream slot → pull → land → copy    likewise, read by a peer
 //     write   gate(read) → write → table entry
 //     fetch   gate(fill) → read
 //
-// Where the copy engine makes checksums (`MachineOptions::copies_check`), a load's read of a whole
-// chunk of ours or another engine's region checks the header alone, and the copy the payload: the
-// chunk is OK only if the CRC of what has arrived is the one that its header names. Until then its
-// slot is not proven, and nobody else gets it: a stream slot is the load's own, and a cache slot
+// If the copy engine computes checksums (`MachineOptions::copies_check`), a load's read of a whole
+// chunk, in our or another engine's region, checks only the header, and the copy the payload: the
+// chunk is OK only if the CRC of the copied bytes is the one in its header. Until then its slot is
+// not proven and no other task may use it: a stream slot belongs to the load, and a cache slot
 // stays with its filler. If others wait for it when the load is cancelled, it is read again.
 //
-// A row of a load that names neither slot nor place is STALE: its chunk went after the look-up. So
-// is a row of a store without pieces whose group has bytes, because a part of its chunk is missing;
-// it empties its slot.
-// Chunks do not wait for each other: while some of a job are read, others are copied.
+// A load's row that names neither slot nor place is STALE: its chunk was evicted after the look-up.
+// A store's row without pieces in a group that has bytes is STALE too, because a part of its chunk
+// is missing; its slot is emptied. Chunks do not wait for each other: while some chunks of a job
+// are read, others are copied.
 //
 // A row may name the slots of one member of a set of ranks with equal bytes (set_member.h). That
-// rank, the holder, takes the steps above, and the others
+// rank, the holder, takes the steps above. The other ranks do or wait for
 //
 //     store, write   nothing
 //     fetch          holder's fill
 //     load           holder's fill or read → copy from the holder's slot
 //
-// A load's read from the pool may go to a peer instead, which is one more lane (io_queue.h): it is
-// chosen as the chunk gets its stream slot, by the rule of lanes.h. Whatever a peer says or
-// fails to say, the chunk goes home once, with the deadline and the retry that it had; if a pull
-// may still write into its slot, it takes another one. What lands in a cache slot is pulled into a
-// stream slot, too, and copied once it is proven: no pull can then write into a cache slot, however
-// late, and a chunk whose peer fails is read into its cache slot at once.
+// A load's read from the pool may go to a peer instead, which is one more lane (io_queue.h). The
+// lane is chosen when the chunk gets its stream slot, by the rule of lanes.h. If the peer fails in
+// any way, this server reads the chunk once, with the deadline and the retry that it had; if a pull
+// may still write into the stream slot, the chunk takes another one. A chunk for a cache slot is
+// also pulled into a stream slot, and copied once it is proven: thus no late pull can write into a
+// cache slot, and if the peer fails, the chunk is read into its cache slot at once.
 //
-// In return this rank reads for peers, from its own targets into serve slots, which lie behind the
-// stream slots. These reads go behind those that a load here waits for, are in no report, and end
-// once nothing touches their slots any more.
+// In return this rank reads for peers, from its own targets into serve slots, which follow the
+// stream slots. These reads yield to those that a load here waits for, appear in no report, and end
+// when nothing touches their slots any more.
 #pragma once
 
 #include <map>
@@ -65,14 +65,14 @@ struct MachineOptions {
   IoOptions io;
   size_t cache_slots = 0;
   size_t stream_slots = 1;
-  uint64_t pool_slots = 0;  // 0: not checked
+  uint64_t pool_slots = 0;  // 0 to skip the check of places
   SetOptions set;
   size_t serve_slots = 0;
-  size_t peer_chunks_min = 0;  // a load of fewer chunks goes to no peer
-  bool copies_check = false;   // the copies of loads check payloads
+  size_t peer_chunks_min = 0;  // a load of fewer chunks uses no peer
+  bool copies_check = false;   // whether the copies of loads check payloads
 };
 
-// The columns of a command; `protocol.ChunkBatch`.
+// The columns of a command, as in `protocol.ChunkBatch`.
 struct Columns {
   std::string_view keys;
   std::span<const uint64_t> generations;
@@ -81,41 +81,41 @@ struct Columns {
   std::span<const uint8_t> groups;
 };
 
-// Pieces of a store or load: `rows` has three numbers per piece, (KV cache address, offset in the
-// payload, bytes); by row of the batch, `first` has the first of its pieces, and their end.
+// The pieces of a store or load. `rows` has three numbers each: KV cache address, offset in the
+// payload, bytes. `first` has the index of each batch row's first piece, and the end of the last.
 struct Pieces {
   std::span<const uint64_t> rows;
   std::span<const uint32_t> first;
 };
 
-// Chunks that are ready to be copied in one direction: all whose fences have passed, or all behind
-// one that has not. `pieces` has staging addresses for offsets.
+// Chunks to be copied in one direction: either all those with passed fences, or all those that wait
+// for one particular fence. `pieces` is as in `Pieces`, but with staging addresses for offsets.
 struct CopyBatch {
   uint64_t number = 0;
-  uint64_t fence = 0;  // of all of them, as in `begin`; 0: theirs have passed
+  uint64_t fence = 0;  // the fence of all chunks, as in `begin`, or 0 if their fences have passed
   bool is_store = false;
-  bool checks = false;  // a load of which `copied` must have every chunk's CRC
+  bool checks = false;  // whether this is a load for which `copied` needs every chunk's CRC
   uint64_t bytes = 0;
   std::vector<uint64_t> pieces;
-  // Of a store, or where it checks, by chunk: its number of pieces, and where its payload is.
+  // The number of pieces and the payload's address of each chunk, in a store or if `checks`.
   std::vector<uint32_t> counts;
   std::vector<uint64_t> payloads;
   std::vector<uint64_t> sizes;  // bytes of each payload
-  // By chunk: whether `copied` must have its CRC, because the members of the set compare it. Empty:
-  // this rank is in no set.
+  // Whether `copied` needs the CRC of each chunk, because it is checked or the members of the set
+  // compare it. Empty if this rank is in no set and nothing is checked.
   std::vector<uint8_t> sampled;
 };
 
-// Chunks that peers have brought, to be copied into their cache slots: (address of the cache slot,
-// of the stream slot, bytes) of each.
+// Chunks that peers have read, to be copied into their cache slots. `rows` has the address of the
+// cache slot, the address of the stream slot, and the bytes of each.
 struct LandingBatch {
   uint64_t number = 0;
   std::vector<uint64_t> rows;
 };
 
-// Some rows of one op, as `protocol.OpReport`; an empty column is an absent one.
+// A report on some rows of one op, as `protocol.OpReport`. An empty column is absent.
 struct RowReport {
-  // All rows of the op are OK and released, and none has a CRC.
+  // Return whether all rows of the op are OK and released, and none has a CRC.
   bool whole() const { return all_rows && codes.empty() && released.empty() && crcs.empty(); }
 
   uint64_t op = 0;
@@ -125,14 +125,14 @@ struct RowReport {
   std::vector<int16_t> errors;
   std::vector<uint8_t> released;
   double seconds = 0;
-  std::vector<uint32_t> crcs;  // of the rows that are OK and were sampled
+  std::vector<uint32_t> crcs;  // CRCs of the rows that are OK and were sampled
 };
 
-// A store or load that no DMA works on any more.
+// A store or load on which no DMA works any more.
 struct Finished {
   uint64_t op = 0;
-  std::vector<uint32_t> failed;  // rows
-  std::vector<uint8_t> codes;    // of these rows
+  std::vector<uint32_t> failed;  // the rows that failed
+  std::vector<uint8_t> codes;    // the codes of the failed rows
   std::vector<int16_t> errors;
   uint64_t copied_bytes = 0;
   double seconds = 0;
@@ -140,42 +140,42 @@ struct Finished {
 
 class Machine {
  public:
-  // peer_lanes: of all peers; null if there are none.
+  // peer_lanes: the lanes of all peers, or null if there are no peers.
   Machine(const MachineOptions& options, NativeLanes& lanes, int64_t now_ns,
           NativeLanes* peer_lanes = nullptr);
   Machine(const Machine&) = delete;
   Machine& operator=(const Machine&) = delete;
 
-  // -- commands. A broken rule throws. fence: what the copies of a store or load come after. Fences
-  // are numbered in the order in which they pass; 0: nothing.
+  // -- commands. A broken rule throws. fence: the fence that the copies of a store or load wait
+  // for, or 0. Fences are numbered in the order in which they pass.
   void begin(uint64_t op, OpKind kind, Urgency urgency, const Columns& columns,
              const Pieces& pieces, uint64_t fence = 0);
-  // Queued writes are cancelled, and each target's superblock is written, as `IoQueue` says. The op
-  // has one row. It is OK with the first superblock that is written, which voids at a start what
-  // lies on any target; it fails if none can be, with the outcome of the last.
+  // Cancel queued writes and write each target's superblock, as `IoQueue` describes. The op has one
+  // row. It is OK once the first superblock is written, which at the next start voids the chunks on
+  // all targets. If none can be written, it fails with the outcome of the last.
   void reset(uint64_t op, const Stamp& stamp, const Stamp& unnamed);
-  // Stop what has not started; what DMA works on goes on. The reports still come. rows: of the op;
-  // null: all. Stores, resets and attaches go on, because other ops depend on them.
+  // Cancel rows of an op, or all if `rows` is null. What DMA works on goes on, and the reports
+  // still follow. Stores, resets and attaches are not cancelled, because other ops depend on them.
   void cancel(uint64_t op, const std::vector<uint32_t>* rows);
-  // Reads of this owner wait for its files (`IoQueue::await_files`). The op has one row, which is
-  // decided by `IoQueue::attached`, within the deadline of a read.
+  // Let reads from this engine wait for its files (`IoQueue::await_files`). The op has one row,
+  // which `IoQueue::attached` decides, within the deadline of a read.
   void attach(uint64_t op, uint16_t owner);
 
-  // -- progress. `copied` ends a batch of `take_copies`; `run` takes in what the lanes have ended.
-  // crcs: by chunk, the CRC of the payload, of a load as it has arrived; -1: not known; empty: none
-  // is.
+  // -- progress. `copied` ends a batch of `take_copies`; `run` handles what the lanes have ended.
+  // crcs: the CRC of each chunk's payload, of a load as it has arrived, or -1 if unknown. Empty if
+  // all are unknown.
   void copied(uint64_t number, Outcome code, int error, std::span<const int64_t> crcs = {});
-  // The chunks of a batch of copies.
+  // Return the number of chunks in a batch of copies.
   size_t copying(uint64_t number) const {
     const auto found = copying_.find(number);
     return found == copying_.end() ? 0 : found->second.size();
   }
-  bool run();  // false: nothing more can move now
-  // At most so many tasks move in the next turn, and so many rows are to copy and to report.
+  bool run();  // returns false if nothing more can advance now
+  // Upper bounds: tasks that may advance in the next turn, chunks to copy, rows to report.
   size_t to_move();
   size_t to_copy() const;
   size_t to_report() const;
-  // passed: the newest fence that has passed, and with it those before it.
+  // passed: the newest fence that has passed; all earlier ones have passed too.
   std::vector<CopyBatch> take_copies(uint64_t passed);
   std::vector<RowReport> take_reports();
   std::vector<Finished> take_finished() { return std::exchange(finished_, {}); }
@@ -184,39 +184,39 @@ class Machine {
     return jobs_.empty() && gates_.idle() && !io.busy() && streams_.idle() &&
            (!set_ || set_->idle()) && served_.empty();
   }
-  // As `IoQueue::next_deadline_ns`, also of what waits for other members or peers.
+  // As `IoQueue::next_deadline_ns`, but including tasks that wait for other ranks or peers.
   int64_t next_deadline_ns();
-  // What this rank is to the others of its set; null: it is in none.
+  // Return this rank as a member of its set, or null if it is in no set.
   SetMember* set() { return set_ ? &*set_ : nullptr; }
 
   // -- peers
   void set_peer(size_t peer, const PeerState& state);
-  // Whether it is to get nothing for now (peer_judge.h).
+  // Return whether the peer gets no reads for now (peer_judge.h).
   bool peer_rests(size_t peer) const { return judge_.rests(peer, io.now_ns()); }
-  // Of a load that has just begun: only these peers may read for it, a bit for each.
+  // Let only these peers (a bit for each) read for a load that has just begun.
   void let_help(uint64_t op, uint64_t peers);
-  // Chunks to copy; no rows: there are none. `landed` ends a batch.
+  // Return chunks to copy into cache slots, or no rows if there are none. `landed` ends the batch.
   LandingBatch take_landings();
   void landed(uint64_t number);
-  // What a read waits for, by lane: bytes, and seconds (0: not known).
+  // Return how much a read would wait for, by lane: bytes, and seconds (0 if unknown).
   std::vector<std::pair<uint64_t, double>> read_queues();
 
-  // -- what we read for peers. A row of the columns goes into the serve slot that `cache` names,
-  // which nothing else uses until the row's end; `tokens` and `within_s` have a number for each. A
-  // reset ends what has not started, and makes what has CANCELLED.
+  // -- reads for peers. Each row is read into the serve slot that its `cache` names, which nothing
+  // else may use until the row's end. `tokens` and `within_s` have one item per row. A reset ends
+  // the reads that have not started, and makes the others CANCELLED.
   void serve(std::span<const uint64_t> tokens, const Columns& columns,
              std::span<const double> within_s);
-  // They are not wanted any more; their ends still come.
+  // Cancel these reads. Their ends still follow.
   void end_serving(std::span<const uint64_t> tokens);
   struct Served {
     uint64_t token;
     Outcome code;
     int error;
   };
-  // Those whose slots nothing touches any more, each once.
+  // Return the reads for peers that have released their slots, each once.
   std::vector<Served> take_served() { return std::exchange(served_, {}); }
-  // What all our targets have to read before they read what a peer asks for now, in bytes, and how
-  // many of these they read in a second; 0: not known.
+  // Return the bytes that all our targets must read before a peer's next read, and their rate in
+  // bytes per second, or 0 if unknown.
   std::pair<uint64_t, double> serve_levels();
 
   size_t streams_used() const { return streams_.used(); }
@@ -288,11 +288,11 @@ class Machine {
   SlotGates gates_;
   StreamSlots streams_;
   std::optional<SetMember> set_;
-  std::unordered_map<uint64_t, Task*> serving_;  // by the peers' token
+  std::unordered_map<uint64_t, Task*> serving_;  // reads for peers, by the peer's token
   std::vector<Served> served_;
   uint64_t serve_jobs_ = 0;
   PeerJudge judge_;
-  std::vector<LaneEstimate> estimates_;  // of the peers, for one choice
+  std::vector<LaneEstimate> estimates_;  // peers' estimates for one choice
   std::map<uint64_t, std::unique_ptr<Job>> jobs_;
   std::map<uint64_t, std::vector<Task*>> to_copy_;  // by op
   std::unordered_map<uint64_t, std::vector<Task*>> copying_;

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decides which peers get nothing for now: those that made eight loads in a row slower than they
-// would have been without them, of which eight reads in a row brought nothing, or which lost their
-// session, or stalled, three times in ten seconds. A peer rests for 10 s if it is slow, for 30 s if
-// it is at fault, and for twice as long as the last time, up to ten minutes, if it is at fault
-// again before it was well for longer than that.
+// Decides which peers get no reads for now. A peer rests for 10 s if it is slow: it made eight
+// loads in a row slower than they would have been without peers. It rests for 30 s if it is at
+// fault: eight of its reads in a row failed, or its session was lost or stalled three times in ten
+// seconds. If it is at fault again before it has worked for longer than its last rest, it rests
+// twice as long as that, up to ten minutes.
 //
-// A load is judged when it has ended, not by what was expected at its start: loads that come
-// meanwhile take longer than expected, and no peer is to blame. A peer is late if a chunk of its
-// own came last, later than the targets here would have read what the peers brought after they had
-// read the rest. A target that was busy until then could not have, so that nobody is late while it
-// is. A chunk that came home, because the peer failed at it, is still the peer's.
+// A load is judged when it has ended, not by the estimate at its start: new loads meanwhile delay
+// it, which is no peer's fault. A peer is late if one of its chunks arrived last, later than our
+// targets would have read all the peers' chunks after they had read the rest. A target that was
+// busy until then could not have done so, and meanwhile no peer is late. A chunk at which a peer
+// failed still counts as the peer's, although this server then read it.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +30,7 @@ class PeerJudge {
  public:
   explicit PeerJudge(size_t peers) : peers_(peers) {}
 
-  // So often, since its begin, its session was lost or it stalled.
+  // Note how often, since the start, the peer's session was lost or stalled.
   void lost(size_t peer, uint64_t times, int64_t now_ns) {
     Peer& one = peers_[peer];
     const uint64_t known = std::exchange(one.lost, times);
@@ -41,17 +41,17 @@ class PeerJudge {
     }
   }
 
-  // It has ended a read, or has failed at it.
+  // Note that the peer has ended a read, or failed at it.
   void ended(size_t peer, Outcome code, int error, int64_t now_ns) {
     Peer& one = peers_[peer];
-    if (rests(peer, now_ns)) return;  // it had more reads when it began to
+    if (rests(peer, now_ns)) return;  // a read from before its rest
     if (code == Outcome::OK) one.failed = 0;
     if (brought_nothing(code, error) && ++one.failed == kFailedMax) rest_for_fault(one, now_ns);
   }
 
   bool rests(size_t peer, int64_t now_ns) const { return now_ns < peers_[peer].rests_until_ns; }
 
-  // This peer is to read a chunk of a load.
+  // Note that the peer was given a chunk of a load.
   void given(const Task& task, size_t peer, IoQueue& io) {
     Load& load = loads_[task.job->op];
     load.peers |= uint64_t{1} << peer;
@@ -60,13 +60,13 @@ class PeerJudge {
     load.targets[task.target].is_helped = true;
   }
 
-  // The peer that has the task has failed, and the chunk comes home.
+  // Note that the task's peer has failed, so that this server reads the chunk.
   void failed(const Task& task) {
     if (mutant("a_chunk_that_comes_home_is_nobodys")) return;
     if (Load* const load = find(task)) load->failed = task.peer;
   }
 
-  // A chunk of a load has been read, by a peer if the task is at one.
+  // Note that a chunk of a load has been read, by a peer if the task is at one.
   void read(const Task& task, IoQueue& io) {
     Load* const load = find(task);
     if (!load) return;
@@ -83,7 +83,7 @@ class PeerJudge {
     }
   }
 
-  // All chunks of a load have come, or some never will.
+  // Judge a load that has ended, with all its chunks or without some.
   void ended(const Job& job, int64_t now_ns) {
     const auto found = loads_.find(job.op);
     if (found == loads_.end()) return;
@@ -109,24 +109,24 @@ class PeerJudge {
 
   struct Peer {
     int64_t rests_until_ns = 0;
-    int64_t fault_rest_ns = 0;                    // its last rest for a fault
-    uint64_t lost = 0;                            // as it was last given
+    int64_t fault_rest_ns = 0;                    // the length of its last rest for a fault
+    uint64_t lost = 0;                            // the last count passed to `lost`
     unsigned late = 0, failed = 0;                // in a row
-    unsigned losses = 0;                          // since its last rest,
-    std::array<int64_t, kLostMax - 1> lost_ns{};  // and when the last ones were
+    unsigned losses = 0;                          // losses since its last rest
+    std::array<int64_t, kLostMax - 1> lost_ns{};  // the times of the last losses
   };
-  // What one of the targets here has done for a load, and need not do.
+  // The part of a load that one of our targets has read, and the part that peers saved it.
   struct Target {
-    int64_t own_ns;      // when it last read a chunk that no peer had, or the first one got one
-    uint64_t own_bytes;  // that it had read by then, for whomever
+    int64_t own_ns;      // when it last read a chunk no peer had, or else when peers got the first
+    uint64_t own_bytes;  // all bytes that it had read by then, for any purpose
     uint64_t peers_bytes = 0;
     bool is_helped = false;
   };
   struct Load {
     std::vector<Target> targets;
-    uint64_t peers = 0;                // a bit for each that has got a chunk
-    uint8_t failed = Task::kAtNoPeer;  // as `Task::peer`: the last one to fail
-    uint8_t late = Task::kAtNoPeer;    // likewise: whose is the chunk that came last, too late
+    uint64_t peers = 0;                // a bit for each peer that got a chunk
+    uint8_t failed = Task::kAtNoPeer;  // the last peer to fail, as `Task::peer`
+    uint8_t late = Task::kAtNoPeer;    // the peer whose chunk was last and late, as `Task::peer`
   };
 
   static void rest(Peer& peer, int64_t now_ns, int64_t rest_ns) {
@@ -142,7 +142,7 @@ class PeerJudge {
     rest(peer, now_ns, peer.fault_rest_ns);
   }
 
-  // What was lost with its session counts there; a region that it has not opened yet, it will.
+  // A read lost with the session counts there (ENOTCONN). The peer will yet open a region (EBADF).
   static bool brought_nothing(Outcome code, int error) {
     if (code == Outcome::IO_ERROR) return error != ENOTCONN && error != EBADF;
     return code == Outcome::STALE || code == Outcome::CHECKSUM_MISMATCH;
@@ -153,8 +153,8 @@ class PeerJudge {
     return found == loads_.end() ? nullptr : &found->second;
   }
 
-  // Whether the load would have all its chunks by now without peers. What a target has read, and is
-  // to read, since it last read for this load, it would have to read all the same.
+  // Return whether the load would have ended by now without peers. What a target has read or queued
+  // since its last read for this load, it would have had to read in any case.
   static bool is_late(const Task& task, const Load& load, IoQueue& io) {
     if (mutant("a_slow_peer_is_never_late")) return false;
     const int64_t started_ns = task.job->started_ns;
@@ -176,7 +176,7 @@ class PeerJudge {
   }
 
   std::vector<Peer> peers_;
-  std::unordered_map<uint64_t, Load> loads_;  // that peers help with, by op
+  std::unordered_map<uint64_t, Load> loads_;  // the loads that peers help with, by op
 };
 
 }  // namespace nvmeof

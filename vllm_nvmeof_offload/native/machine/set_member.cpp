@@ -12,8 +12,8 @@ namespace nvmeof {
 
 namespace {
 
-// What a fill word names: the chunk, and the op that brought it. One chunk may be read into the
-// same slot twice, and while it is, the word of the first time must not be taken for the second.
+// Return the name for a fill word, made of the chunk and the op that reads it. One chunk may be
+// read into the same slot twice, and the first fill's word must not be mistaken for the second's.
 uint64_t name_of_fill(const Task& task, uint32_t op) {
   return task.content.generation ^ op * 0x9E3779B97F4A7C15u;
 }
@@ -44,7 +44,7 @@ uint64_t SetMember::address(const Task& task, size_t slot_bytes) const {
   return options_.addresses[task.holder] + slot * slot_bytes;
 }
 
-// The members with equal bytes of the task's group, a bit each, without the holder.
+// Return a bit for each member with equal bytes of the task's group, except the holder.
 uint64_t SetMember::other_members(const Task& task) const {
   const size_t size = options_.set_sizes[task.group];
   const uint64_t all = size == 64 ? UINT64_MAX : (uint64_t{1} << size) - 1;
@@ -80,7 +80,7 @@ void SetMember::announce_failures() {
   }
 }
 
-// Whether a reader has not released this rank's announcement. One that is gone has.
+// Return whether a reader other than those that have ended still uses this rank's announcement.
 bool SetMember::is_out(size_t at) {
   for (uint64_t left = memory_.readers(options_.member, at); left; left &= left - 1) {
     const auto reader = static_cast<size_t>(std::countr_zero(left));
@@ -127,7 +127,7 @@ void SetMember::wait(Task& task, int64_t now_ns) {
   }
 }
 
-// The time of a member runs from when the first begins to wait for it.
+// Start the patience with a member when the first task begins to wait for it.
 void SetMember::watch(size_t member, int64_t now_ns) {
   Holder& holder = holders_[member];
   if (holder.waiting()) return;
@@ -161,7 +161,7 @@ bool SetMember::poll(int64_t now_ns) {
   if (!failures_.empty()) announce_failures();
   for (size_t member = 0; member < holders_.size(); ++member) {
     if (!holders_[member].watched()) continue;
-    // Before the words, so that none that was written before it left is missed.
+    // First the progress, so that no word written before the member left is missed.
     look_at_progress(member, now_ns);
     look_at_fills(member);
     look_at_reads(member);
@@ -193,7 +193,7 @@ void SetMember::look_at_fills(size_t member) {
       ++at;
       continue;
     }
-    give_up(task);  // the last one is in its place now
+    give_up(task);  // moves the last fill to position `at`
     events.push_back(
         {&task, state == FillState::HELD ? SetEvent::Kind::HELD : SetEvent::Kind::FAILED});
   }
@@ -208,7 +208,7 @@ void SetMember::look_at_reads(size_t member) {
     const SetMemory::Announced one = memory_.announced(member, at);
     const auto found = holder.reads.find(one.row);
     if (found == holder.reads.end()) {
-      // Otherwise its load has not come yet, or it is being copied.
+      // Otherwise this rank has not received the load yet, or is still copying the row.
       if (holder.given_up.erase(one.row)) memory_.release(member, at, options_.member);
       continue;
     }
@@ -224,7 +224,7 @@ void SetMember::look_at_reads(size_t member) {
   }
 }
 
-// What still waits for a member that moves nothing.
+// Fail all tasks that wait for a member that makes no progress.
 void SetMember::fail_all(size_t member) {
   Holder& holder = holders_[member];
   std::vector<Task*> tasks = std::exchange(holder.fills, {});
@@ -243,7 +243,7 @@ bool SetMember::awaits() const {
                              [](const Holder& one) { return one.watched() && !one.stalled; });
 }
 
-// Another process changes a word without waking this one.
+// Polls the words, because another process changes them without waking this one.
 void SetMember::sleep(const std::vector<int>& fds, int64_t now_ns, int64_t time_ns) {
   constexpr int64_t kLookEveryNs = 200'000;
   constexpr int64_t kSecondNs = 1'000'000'000;

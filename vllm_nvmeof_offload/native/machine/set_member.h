@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// A rank as one of the members of its set: what it waits for from the others, and what it lends
-// them. The machine asks it about rows with a member; rows of every member never come here.
+// A rank as a member of its set: what it waits for from the other members, and the slots that they
+// copy from. The machine uses it only for rows that name one member.
 //
-// A row is worked on by its holder, the member that it names. The others do nothing for a store or
-// write. For a fetch or landing they wait for the fill word of the holder's cache slot, and for a
-// read through a stream slot for the holder's announcement. Each row of such a read is announced
-// once, with its slot or as failed, and released once by each of the others; one that has given up
-// its row releases the announcement when it comes.
+// The member that a row names, its holder, works on the row. The others do nothing for a store or
+// write. For a read into a cache slot they wait for the fill word of the holder's slot, and for a
+// read through a stream slot they wait for the holder's announcement. Each row of such a read is
+// announced once, with its slot or as failed, and each of the others releases the announcement
+// once, even if it has given up the row meanwhile.
 //
-// A wait has no time of its own, because the holder may have much to read before: what waits for a
-// member fails with DEADLINE once that member has moved nothing for the time of a read's deadline,
-// as what waits for a lane does. A holder whose reads hang fails them at their deadline.
+// A wait has no deadline itself, because the holder may have much to read before. As with a lane,
+// tasks that wait for a member fail with DEADLINE once that member has made no progress for the
+// length of a read's deadline. A holder whose reads hang fails them at their deadline.
 #pragma once
 
 #include <cstdint>
@@ -26,22 +26,22 @@
 namespace nvmeof {
 
 struct SetOptions {
-  void* memory = nullptr;  // null: this rank is in no set
+  void* memory = nullptr;  // null if this rank is in no set
   size_t members = 1;
-  size_t member = 0;                // this rank
-  std::vector<uint64_t> addresses;  // by member: of its cache slot 0, as this process maps it
-  // By group: how many consecutive members have equal bytes; each divides `members`. 1: none.
+  size_t member = 0;                // this rank's number
+  std::vector<uint64_t> addresses;  // each member's cache slot 0, as this process maps it
+  // The number of consecutive members with equal bytes, by group. It divides `members`; 1 if none.
   std::vector<uint8_t> set_sizes;
 };
 
-// What has happened to a task.
+// An event of a task.
 struct SetEvent {
   enum class Kind : uint8_t {
     HELD,      // a holder's slot has the chunk of this row
     FAILED,    // the holder's fill or read has failed
-    DEADLINE,  // the holder moves nothing
-    RETURNED,  // all have released this holder's stream slot
-    OVERDUE,   // not all have, for a deadline's time
+    DEADLINE,  // the holder makes no progress
+    RETURNED,  // all others have released this holder's stream slot
+    OVERDUE,   // some have not released it for the length of a deadline
   };
   Task* task;
   Kind kind;
@@ -51,45 +51,45 @@ class SetMember {
  public:
   SetMember(const SetOptions& options, const SetShape& shape, int64_t patience_ns);
 
-  // Whether ranks have equal bytes of this group.
+  // Return whether ranks have equal bytes of this group.
   bool shares(uint8_t group) const { return options_.set_sizes[group] > 1; }
-  // The holder of what `member` of a place or cache slot of the group names.
+  // Return the rank that is `member` (of a place or cache slot) in this rank's set for the group.
   uint8_t holder(uint8_t group, uint32_t member) const;
   bool holds(const Task& task) const { return task.holder == options_.member; }
-  // Of a holder's slot, which the task copies from.
+  // Return the address of the holder's slot from which the task copies.
   uint64_t address(const Task& task, size_t slot_bytes) const;
 
-  // The row fills the cache slot of its holder; every rank is given all that do, in this order.
+  // Note a row that fills its holder's cache slot. Every rank notes all such rows, in one order.
   void give_fill(const Task& task) { last_fill(task) = static_cast<uint32_t>(task.job->op); }
 
   // -- as a holder
   void count_progress() { memory_.count_progress(options_.member); }
   void set_fill(const Task& task, FillState state);
-  // The task's stream slot has the chunk: the others may copy it.
+  // Announce that the task's stream slot has the chunk and the others may copy it.
   void lend(Task& task);
-  // The others will get nothing of this row through a stream slot.
+  // Announce that the others will not get this row through a stream slot.
   void announce_failure(Task& task, Outcome code);
-  // Whether others still use the task's stream slot. `events` says when they do not any more.
+  // Return whether others still use the task's stream slot. `RETURNED` reports the end.
   bool is_lent(const Task& task) const;
   void await_return(Task& task, int64_t now_ns);
 
   // -- as a reader
   void wait(Task& task, int64_t now_ns);
   void give_up(Task& task);
-  // It has copied from a holder's stream slot.
+  // Release the holder's stream slot from which the task has copied.
   void release(Task& task);
 
-  // Look at the words of the others. False: nothing has happened, and `events` is empty.
+  // Read the words of the others and fill `events`. Returns whether there are events.
   bool poll(int64_t now_ns);
   std::vector<SetEvent> events;
-  // Whether something may happen soon.
+  // Return whether an event may come from another process.
   bool awaits() const;
   bool idle() const;
   size_t waiting() const;
   int64_t next_deadline_ns() const;
-  // Block until something has happened, one of the files is readable, or the time is over.
+  // Block until there is an event, one of the files is readable, or `time_ns` has passed.
   void sleep(const std::vector<int>& fds, int64_t now_ns, int64_t time_ns);
-  // The others need not wait for this member any more: it moves nothing.
+  // Announce that this member ends, so that the others do not wait for it.
   void leave() { memory_.leave(options_.member); }
 
  private:
@@ -108,11 +108,11 @@ class SetMember {
     Outcome code;
     uint64_t readers;
   };
-  // What this rank waits for from one member.
+  // The tasks of this rank that wait for one member.
   struct Holder {
     std::vector<Task*> fills;
     std::unordered_map<RowOf, Task*, RowHash> reads;
-    std::unordered_set<RowOf, RowHash> given_up;  // rows whose announcements are still to come
+    std::unordered_set<RowOf, RowHash> given_up;  // cancelled rows, not announced yet
     uint64_t progress = 0;
     int64_t since_ns = 0;  // when the progress was first seen
     bool stalled = false;
@@ -140,9 +140,9 @@ class SetMember {
   const int64_t patience_ns_;
   SetMemory memory_;
   std::vector<Holder> holders_;  // by member
-  std::vector<uint32_t> fills_;  // by member and cache slot: the op of the last fill, its low bits
+  std::vector<uint32_t> fills_;  // low bits of the last fill's op, by member and cache slot
   std::vector<Loan> loans_;
-  std::deque<Failure> failures_;  // to be announced when there is room
+  std::deque<Failure> failures_;  // waiting to be announced
 };
 
 }  // namespace nvmeof

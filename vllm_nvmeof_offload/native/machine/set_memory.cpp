@@ -6,9 +6,9 @@
 namespace nvmeof {
 namespace {
 
-constexpr size_t kMembersMax = 64;  // bits of a word
-constexpr size_t kLineWords = 8;    // of a cache line
-// Readers; op; row and code; generation.
+constexpr size_t kMembersMax = 64;  // one bit of a word each
+constexpr size_t kLineWords = 8;    // words per cache line
+// The words are: readers; op; row and code; generation.
 constexpr size_t kAnnouncementWords = 4;
 constexpr unsigned kStateBits = 2;
 
@@ -45,7 +45,7 @@ uint64_t* SetMemory::fill_word(size_t member, size_t slot) const {
   return part(member) + kLineWords + slot;
 }
 
-// Readers come behind the fill words.
+// The announcements follow the fill words.
 uint64_t* SetMemory::announcement(size_t member, size_t at) const {
   require(at < announcements(), "an announcement is out of range");
   return part(member) + kLineWords + shape_.cache_slots + kAnnouncementWords * at;
@@ -58,7 +58,7 @@ void SetMemory::count_progress(size_t member) {
 
 void SetMemory::set_fill(size_t member, size_t slot, FillState state, uint64_t name) {
   store(fill_word(member, slot), fill_value(state, name));
-  // What the writer does to the slot from now on must not be seen before FILLING.
+  // Later writes to the slot must not become visible before FILLING.
   std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 

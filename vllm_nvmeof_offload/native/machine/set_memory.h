@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // The words through which the members of a set (ranks with equal bytes) read each other's slots. A
-// chunk with a member is in that member's staging only; the others copy it from there.
+// chunk that names a member is only in that member's staging; the others copy it from there.
 //
-// The words lie in memory that all members map, one part per member, which that member alone writes
-// but for the readers of its announcements:
+// The words are in memory that all members map, one part per member. Only that member writes its
+// part, except that the readers of an announcement release it:
 //
-//     progress       counts what the member moves, so that the others notice when it hangs
-//     fill words     per cache slot: the name of its last fill, and what became of it
-//     announcements  per stream slot: the row of a load whose chunk it holds, and a bit per member
-//                    that has not released it. More of them, without a slot, name rows whose reads
-//                    have failed.
+//     progress       counts what the member does, so that the others notice when it hangs
+//     fill words     the name and the state of the last fill, per cache slot
+//     announcements  the load's row that a stream slot holds, and a bit for each member that has
+//                    not released it, per stream slot. Further announcements, without a slot, name
+//                    rows with failed reads.
 //
-// Each word is atomic. A writer makes its bytes visible before the word that names them (release),
-// a reader looks at the word first (acquire). The memory begins as zeros.
+// Each word is atomic. A writer makes its bytes visible before the word that names them (release);
+// a reader reads the word first (acquire). The memory is initially zero.
 #pragma once
 
 #include <atomic>
@@ -25,8 +25,8 @@ namespace nvmeof {
 
 enum class FillState : uint8_t { EMPTY, FILLING, HELD, FAILED };
 
-// A row of a load, which all members are given. generation: of its chunk, so that the op of another
-// server, by whatever mistake, is none of ours.
+// A row of a load, which all members receive. The generation of its chunk distinguishes it from any
+// row of another server.
 struct RowOf {
   uint64_t op = 0;
   uint32_t row = 0;
@@ -42,35 +42,35 @@ struct SetShape {
 
 class SetMemory {
  public:
-  // Failed reads that a member announces at a time.
+  // The number of failed reads that a member can announce at a time.
   static constexpr size_t kNotices = 64;
   static constexpr uint64_t kLeft = UINT64_MAX;
 
   static size_t bytes(const SetShape& shape);
-  // memory: 64-byte aligned, of `bytes(shape)`.
+  // memory: `bytes(shape)` bytes, 64-byte aligned.
   SetMemory(void* memory, const SetShape& shape);
 
   const SetShape& shape() const { return shape_; }
 
-  // -- progress. `kLeft`: the member is gone, and moves nothing any more.
+  // -- progress. `kLeft` means that the member has ended.
   uint64_t progress(size_t member) const { return load(part(member)); }
   void count_progress(size_t member);
   void leave(size_t member) { store(part(member), kLeft); }
 
-  // -- fill words. EMPTY also stands for another fill's.
+  // -- fill words. `fill` returns EMPTY also if the word has another name.
   void set_fill(size_t member, size_t slot, FillState state, uint64_t name);
   FillState fill(size_t member, size_t slot, uint64_t name) const;
 
   // -- announcements, stream slots first.
   size_t announcements() const { return shape_.stream_slots + kNotices; }
-  // readers: a bit per member; the last announcement here is released by all.
+  // readers: a bit per member. All must have released the previous announcement at this position.
   void announce(size_t member, size_t at, RowOf row, Outcome code, uint64_t readers);
   uint64_t readers(size_t member, size_t at) const { return load(announcement(member, at)); }
   struct Announced {
     RowOf row;
     Outcome code = Outcome::OK;
   };
-  // Only for one of its readers that has not released it.
+  // May be called only by a reader that has not released the announcement.
   Announced announced(size_t member, size_t at) const;
   void release(size_t member, size_t at, size_t reader);
 

@@ -68,7 +68,7 @@ bool StreamSlots::target_has_room(const Task& task) const {
   return (task.fills || !free_.empty()) && has_share(target_of(task));
 }
 
-// What all peers hold leaves the targets their shares.
+// All peers together must leave the targets their shares.
 bool StreamSlots::peer_has_room(size_t peer) const {
   const size_t of_targets = std::min(slots_, queues_.size() * share());
   return !free_.empty() && peer_held_[peer] < share() && peers_held_ < slots_ - of_targets;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Jobs (one command each) and tasks (one chunk each) of the worker's machine, and the fair queue in
-// which tasks wait.
+// The jobs (one command each) and tasks (one chunk each) of the worker's machine, and the fair
+// queue in which tasks wait.
 #pragma once
 
 #include <cstdint>
@@ -17,23 +17,23 @@
 
 namespace nvmeof {
 
-// The part of its way that a task has reached.
+// The step that a task has reached.
 enum class Step : uint8_t {
   GATE,    // waits for its turn at its cache slot
   STREAM,  // waits for a stream slot
   MEMBER,  // waits for another member of the set
   IO,      // queued for, or in, the I/O engine
-  LAND,    // a peer has brought it; it is copied into its cache slot
+  LAND,    // read by a peer; being copied into its cache slot
   COPY,    // queued for, or in, the copy engine
-  ZOMBIE,  // decided; the kernel still has its buffer
+  ZOMBIE,  // decided, but the kernel still has its buffer
   DONE,
 };
 
 struct Job;
 class FairQueue;
 
-// The content of a slot, as gates compare it. A key is compared by its hash: both sides are ours,
-// and a slot whose bytes are another chunk's differs in the generation too.
+// The content of a slot, as gates compare it. Comparing the key's hash is enough: both sides are
+// ours, and the generation of another chunk differs too.
 struct SlotContent {
   uint64_t key_hash = 0;
   uint64_t generation = 0;
@@ -43,46 +43,46 @@ struct SlotContent {
 struct Task {
   Job* job = nullptr;
   uint32_t index = 0;
-  int32_t stream = -1;  // -1: none; or as below
+  int32_t stream = -1;  // the stream slot, -1 if none, or kLands
   SlotContent content;
-  int32_t cache = -1;  // -1: through a stream slot
-  // Of a row that another member of the set has. Through a cache slot: its number among those that
-  // wait for that member's fills. Through a stream slot: the announcement that it copies from.
+  int32_t cache = -1;  // the cache slot, or -1 if the task goes through a stream slot
+  // For a row that another member of the set works on. With a cache slot: the task's index among
+  // those that wait for that member's fills. Otherwise: the announcement that it copies from.
   int32_t at_holder = -1;
-  Place place = kNoPlace;  // `kNoPlace`: no I/O; otherwise it is on `target`
+  Place place = kNoPlace;  // the place on `target`, or `kNoPlace` if there is no I/O
   uint8_t target = 0;
   uint8_t group = 0;
-  // The one member of the set whose slots the row names; `kEveryMember`: each rank has its part.
+  // The member of the set that works on the row, or `kEveryMember` if each rank has its own part.
   uint8_t holder = kEveryMember;
   Step step = Step::GATE;
   Urgency urgency = Urgency::DEMAND;
   bool hung = false;  // the kernel holds its stream slot past the deadline
   bool cancelled = false;
-  bool holds_buffer = false;     // it is decided, and the kernel still has its cache slot
-  bool reported : 1 = false;     // its outcome is
-  bool announced : 1 = false;    // of a read through a stream slot, to the other members of the set
-  bool header_only : 1 = false;  // of a load: its read checks the header, and its copy the payload
-  bool is_proven : 1 = true;     // its payload is checked; false: it must have `payload_crc`
-  bool fills = false;            // the gate of `cache` counts it as its filler,
-  bool reads = false;            // or as a reader
+  bool holds_buffer = false;     // decided, but the kernel still has its cache slot
+  bool reported : 1 = false;     // whether its outcome was reported
+  bool announced : 1 = false;    // whether its read through a stream slot was announced to the set
+  bool header_only : 1 = false;  // in a load: the read checks the header, the copy the payload
+  bool is_proven : 1 = true;     // false if its payload must still prove `payload_crc`
+  bool fills = false;            // the gate of `cache` counts it as its filler
+  bool reads = false;            // the gate of `cache` counts it as a reader
   uint8_t retries_left = 1;
-  uint8_t peer = 0;    // 1 + the peer that reads it; or one of the two below
-  uint16_t owner = 0;  // whose region the place is in; 0: ours
-  // Of what it reads from its cache slot, if the fill made it; or what its read has found named.
+  uint8_t peer = 0;    // 1 + the peer that reads it, or kAtNoPeer or kCameHome
+  uint16_t owner = 0;  // the engine whose region has the place, 0 for ours
+  // The CRC made by the fill of its cache slot, or found in the header by its read; else -1.
   int64_t payload_crc = -1;
-  int64_t deadline_ns = 0;  // fixed when a lane first has it; 0: none had
-  uint64_t token = 0;       // with a lane; 0: never
-  uint64_t charged_to = 0;  // number of the job on whose share of the reads it goes
+  int64_t deadline_ns = 0;  // set when a lane first gets it; 0 before
+  uint64_t token = 0;       // of its last operation in a lane; 0 if none
+  uint64_t charged_to = 0;  // the job whose share of the reads it uses
   Task* before = nullptr;   // in the queue where it waits
   Task* behind = nullptr;
   int64_t sequence = 0;
   FairQueue* waits_in = nullptr;
 
-  // It is read into its cache slot, and needs no stream slot, but counts as if it had one.
+  // The task is read into its cache slot and needs no stream slot, but counts as if it had one.
   static constexpr int32_t kLands = -2;
 
-  static constexpr uint8_t kAtNoPeer = 0;    // it was at none, and
-  static constexpr uint8_t kCameHome = 255;  // one has failed: it goes to no other
+  static constexpr uint8_t kAtNoPeer = 0;    // no peer was given the task
+  static constexpr uint8_t kCameHome = 255;  // a peer has failed, so no other is tried
   bool is_at_peer() const { return peer != kAtNoPeer && peer != kCameHome; }
   bool came_home() const { return peer == kCameHome; }
   size_t peer_number() const { return peer - size_t{1}; }
@@ -90,7 +90,7 @@ struct Task {
 };
 static_assert(sizeof(Task) == 128, "two cache lines");
 
-// One command. Its rows are reported once they are decided, each of them once.
+// A command. Each of its rows is reported once, after it is decided.
 struct Job {
   uint64_t op = 0;
   OpKind kind = OpKind::STORE;
@@ -101,26 +101,26 @@ struct Job {
   int64_t ended_ns = 0;  // when the last of the rows to report was decided
   size_t undecided = 0;
   size_t unreported = 0;
-  size_t unreleased = 0;  // rows whose cache slots the kernel still has, and that were decided
+  size_t unreleased = 0;  // decided rows whose cache slots the kernel still has
   size_t alive = 0;       // tasks that are not done
   uint64_t copied_bytes = 0;
-  size_t superblocks_left = 0;   // of a reset: lanes on which it has no outcome
-  bool listed = false;           // it has rows to report
-  std::vector<uint64_t> served;  // of what is read for peers: their tokens, by row
-  uint64_t fence = 0;            // of a store or load, as in `Machine::begin`
-  uint64_t peers = UINT64_MAX;   // of a load: that may read for it, a bit for each
-  // Pieces of a store or load: (KV cache address, offset in the payload, bytes), and by row the
-  // first of its pieces.
+  size_t superblocks_left = 0;   // in a reset: targets without an outcome
+  bool listed = false;           // whether it has rows to report
+  std::vector<uint64_t> served;  // in reads for peers: the peer's token, by row
+  uint64_t fence = 0;            // in a store or load, as in `Machine::begin`
+  uint64_t peers = UINT64_MAX;   // in a load: a bit for each peer that may read for it
+  // Pieces of a store or load: KV cache address, offset in the payload and bytes of each, and the
+  // index of each row's first piece.
   std::vector<uint64_t> pieces;
   std::vector<uint32_t> first_piece;
   std::vector<uint8_t> code;  // by row
   std::vector<int16_t> error;
-  std::vector<uint32_t> crcs;     // by row, of a store that is compared within the set; or empty
+  std::vector<uint32_t> crcs;     // by row, in a store that the set compares; otherwise empty
   std::vector<uint32_t> decided;  // rows to report
   std::vector<uint32_t> late;     // rows released after they were reported
   std::vector<uint32_t> failed;
 
-  // From the command to the last outcome in the next report.
+  // Return the time from the command to the last outcome in the next report.
   double seconds() const { return static_cast<double>(ended_ns - started_ns) / 1e9; }
   bool serves() const { return !served.empty(); }
   bool lets_help(size_t peer) const { return peers >> peer & 1; }
@@ -133,30 +133,30 @@ inline std::string_view Task::key() const {
 
 // Shares a limited number of places fairly between jobs with many waiting tasks.
 //
-// The job that holds the fewest places goes first; among equals, the job whose first task has
-// waited longest. Within a job the order is kept. Only the first task of each job is looked at, so
-// that one job of ten thousand tasks costs as much as ten thousand jobs of one task.
+// The job with the fewest places goes first; among equals, the job whose first task has waited
+// longest. Within a job the order is kept. Only the first task of each job is examined, so that one
+// job of ten thousand tasks costs no more than ten thousand jobs of one task.
 class FairQueue {
  public:
-  // The job on which a task counts here. It must not change while the task waits or has a place.
-  enum class Share : uint8_t { NONE, JOB, CHARGED };  // NONE: first come, first served
+  // The job that a task counts for here. It must not change while the task waits or has a place.
+  enum class Share : uint8_t { NONE, JOB, CHARGED };  // NONE: first in, first out
 
   explicit FairQueue(Share share) : share_(share) {}
 
   size_t size() const { return count_; }
   size_t held() const { return held_; }
-  // Behind its job's others; `front`: as if it had waited longest of all.
+  // Queue a task after its job's other tasks or, if `front`, as if it had waited longest of all.
   void push(Task& task, bool front = false);
-  // False: it does not wait here.
+  // Take a task out. Returns false if it does not wait here.
   bool remove(Task& task);
   Task* peek();
   // Give the next task a place.
   Task* take();
   void give_back(Task& task);
-  // Take out everything that waits, the longest waiting first; no places are given.
+  // Take out all waiting tasks, the longest waiting first, without giving them places.
   std::vector<Task*> take_all();
-  // Take out the retries whose deadline has passed; they are the first of their jobs. next_ns:
-  // becomes the earliest deadline of the others, if that is earlier.
+  // Take out the retries whose deadline has passed; retries are the first tasks of their jobs.
+  // Lower `next_ns` to the earliest deadline of the others.
   std::vector<Task*> take_past(int64_t now_ns, int64_t& next_ns);
 
  private:
@@ -184,7 +184,7 @@ class FairQueue {
   size_t held_ = 0;
   int64_t sequence_ = 0;
   std::unordered_map<uint64_t, Line> lines_;
-  std::vector<Position> heap_;  // each job that waits has an entry of its present position
+  std::vector<Position> heap_;  // has the current position of each waiting job, and outdated ones
 };
 
 }  // namespace nvmeof
