@@ -14,14 +14,14 @@ namespace {
 
 constexpr double kRefusedS = 30.0, kDistrustedS = 30.0;
 constexpr size_t kRefusedMax = 4096;
-// Of so many borrows at least, one in `kFailedShare` may fail. The counts are halved at the second
-// number, so that an owner's past does not speak for it for ever.
+// After at least kTrialsMin reads, one in kFailedShare may fail. The counts are halved at
+// kTrialsMax, so that good reads long ago do not outweigh new failures.
 constexpr uint32_t kTrialsMin = 64, kTrialsMax = 1024, kFailedShare = 50;
-// Of an owner: hints in a second, and rows that wait for theirs.
+// Bounds per engine: hints in a second, and rows that wait for one.
 constexpr uint32_t kHintsPerSecond = 64;
 constexpr size_t kDueMax = 1024;
 
-// Whether the directory is the same one and holds the same things. The rows are for people.
+// Return whether the directory and its state are the same. The number of rows is not compared.
 bool is_same(const OwnerRecord& one, const OwnerRecord& other) {
   return one.version == other.version && one.tag == other.tag && one.pool_uuid == other.pool_uuid &&
          one.engine_index == other.engine_index && one.state == other.state;
@@ -163,7 +163,7 @@ std::vector<uint32_t> Foreign::take_detachments() {
 
 void Foreign::attach_failed(uint32_t number) {
   const auto found = attached_.find(number);
-  if (found == attached_.end()) return;  // it is gone
+  if (found == attached_.end()) return;  // detached meanwhile
   Distrust& distrust = distrusted_[number];
   distrust.attach_failed = true;
   distrust.record = found->second;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Other engines' chunks in the tiers: which of them can be read, and how they come to a cache slot.
+// Other engines' chunks in the tiers: which can be read, and how they are read into a cache slot.
 #include <algorithm>
 
 #include "common/op.h"
@@ -7,7 +7,7 @@
 
 namespace nvmeof {
 
-// Whether the chunk can be read from there now. The table is a hint, of which no part is believed.
+// Return whether the chunk can be read from there now. The row is a hint: nothing in it is trusted.
 bool Tiers::can_borrow(const ForeignRow& row, const char* key) const {
   const uint32_t number = target_of(row.place), member = member_of(row.place);
   if (!is_foreign(row.place) || number >= targets.size() || !targets[number].usable) return false;
@@ -54,7 +54,7 @@ void Tiers::add_foreign(Batch& batch, const char* key, const ForeignRow& row) {
   ++foreign_loads_;
 }
 
-// A new entry, whose chunk is to be read into a cache slot that was just taken.
+// Add an entry for a chunk that is read into a cache slot which was just taken.
 Row Tiers::borrow(const char* key, uint64_t generation, Slot slot, uint64_t used) {
   const Row row = add_entry(key, group_of(key), generation);
   index[row].cache = static_cast<int32_t>(slot);
@@ -78,8 +78,8 @@ Row Tiers::begin_borrow(const char* key, size_t reason) {
   return row;
 }
 
-// A rank could not read the row. Nothing of ours is worn by it, and only what was to be filled is
-// doomed. Returns whether something was.
+// Handle a row that a rank could not read. No slot of ours is at fault, and only an entry that was
+// being filled is doomed. Returns whether one was.
 bool Tiers::fails_foreign(const Batch& batch, size_t at) {
   options_.foreign->refuse({batch.places[at], batch.generations[at]});
   if (mutant("a_foreign_failure_dooms_an_own_row")) {
@@ -98,7 +98,7 @@ void Tiers::ended_borrow(const Batch& batch, size_t at) {
   counts.borrowed += ok;
 }
 
-// A chunk that is to be kept has come to a cache slot.
+// Queue the write of a chunk that is now in a cache slot, unless another engine has the chunk.
 void Tiers::want_or_dedupe(Row row) {
   if (index[row].flags & Entry::kDeduped)
     ++counts.deduped;
@@ -106,8 +106,8 @@ void Tiers::want_or_dedupe(Row row) {
     want(static_cast<Slot>(index[row].cache));
 }
 
-// A chunk that is not in our pool because another engine had it was used again. That engine may
-// have given it up, or may be gone, and nothing says so: it is asked for where it matters.
+// Queue the write of a chunk that another engine had when it was stored, if that engine has lost
+// it. No event reports the loss, so it is looked up when the chunk is used again.
 void Tiers::want_if_lost(Row row) {
   Entry& entry = index[row];
   if (entry.state != State::CACHED || !options_.writes) return;
@@ -116,12 +116,12 @@ void Tiers::want_if_lost(Row row) {
   if (mutant("a_deduped_chunk_is_never_written")) return;
   if (foreign_row(index.key(row), From::LIVING).place != kNoPlace) return;
   entry.flags &= static_cast<uint8_t>(~Entry::kDeduped);
-  clean->withdraw(slot);  // written on eviction, it waits in another order
+  clean->withdraw(slot);  // if written on eviction, it waits in another order
   want(slot);
   settle(row);
 }
 
-// The entry whose chunk is there. What another engine names may be anything.
+// Return the entry with its chunk at `place`, or kNoRow. Other engines' hints may name any place.
 Row Tiers::pooled_at(Place place) const {
   if (place < 0 || is_foreign(place) || target_of(place) >= targets.size()) return kNoRow;
   const Slots& slots = target(place).slots;

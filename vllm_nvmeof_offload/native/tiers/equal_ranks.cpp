@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Single copies of chunks in the tiers: who gets them, who proves them, how they make room.
+// Single copies of chunks in the tiers: the rank that stores them, the proof of equality, eviction.
 #include "tiers/tiers.h"
 
 namespace nvmeof {
@@ -9,8 +9,8 @@ Part Tiers::part_of(size_t group, uint32_t member) const {
   return {trust_[group].set_size, member};
 }
 
-// What a new chunk of the group gets. Until the ranks are believed, and for a sample now and then,
-// all of them store it.
+// Return the part of a slot for a new chunk of the group. All ranks store the chunk until enough
+// samples were equal, and once in a while as another sample.
 Part Tiers::part_to_store(size_t group) {
   Trust& trust = trust_[group];
   if (trust.set_size == 1 || trust.ended || trust.equal < options_.equal_min) return {};
@@ -20,7 +20,7 @@ Part Tiers::part_to_store(size_t group) {
 
 void Tiers::compare(Batch& batch, const Report& report) {
   const size_t count = report.indexes.empty() ? batch.size() : report.indexes.size();
-  size_t next = 0;  // of the CRCs
+  size_t next = 0;  // the next CRC
   for (size_t k = 0; k < count; ++k) {
     const size_t at = report.indexes.empty() ? k : report.indexes[k];
     const bool ok = report.codes.empty() || static_cast<Outcome>(report.codes[k]) == Outcome::OK;
@@ -43,7 +43,7 @@ bool Tiers::is_single(const Batch& batch, size_t at) const {
   return batch.cache[at] != kNoSlot && cache_member(batch.cache[at]) != kEveryMember;
 }
 
-// Evict chunks until a cache slot like this is free, and take it; kNone: there are none to evict.
+// Evict chunks until a cache slot for this part is free, and take it. Returns kNone if that fails.
 Slot Tiers::make_cache_room(bool is_read, const Part& part) {
   const auto may_clean = [this](Slot slot) { return clean->contains(slot); };
   const auto evict_clean = [this](Slot victim) { evict_cached(victim, true); };

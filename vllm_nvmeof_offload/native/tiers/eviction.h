@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The order in which the evictable slots of one tier, or target, are given up; `EvictionPolicy` in
-// manager/eviction.py is the same contract for a user's own class.
+// The order in which the evictable slots of a tier or target are evicted. `EvictionPolicy` in
+// manager/eviction.py is the same contract for a user's class.
 #pragma once
 
 #include <algorithm>
@@ -19,17 +19,17 @@
 
 namespace nvmeof {
 
-// What is known of one slot of a tier or target. A quarter of a line of the cache, because the
-// slots of a batch are reached in random order. All zero: it is free.
+// The record of one slot of a tier or target. It is a quarter of a cache line, because the slots of
+// a batch are accessed in random order. All zero bytes mean a free slot.
 struct SlotRecord {
   enum Kind : uint32_t { FREE, TAKEN, ORPHAN, RETIRED };
 
-  uint64_t used = 0;  // when its chunk counts as last used: `Recency`
-  Row row = 0;        // the entry that names it; kNoRow: none. Of a free slot it says nothing
+  uint64_t used = 0;  // when its chunk counts as last used; see `Recency`
+  Row row = 0;        // the entry that names it, or kNoRow; undefined in a free slot
   uint32_t users : 26 = 0;
   uint32_t kind : 2 = FREE;
-  uint32_t requests : 3 = 0;  // that used its chunk and have ended; counted to kCreditedMax + 1
-  uint32_t wanted : 1 = 0;    // its chunk waits to be written
+  uint32_t requests : 3 = 0;  // ended requests that used its chunk, at most kCreditedMax + 1
+  uint32_t wanted : 1 = 0;    // whether its chunk waits to be written
 };
 static_assert(sizeof(SlotRecord) == 16);
 inline constexpr uint32_t kUsersMax = (1U << 26) - 1;
@@ -39,10 +39,10 @@ using SlotRecords = HugeColumn<SlotRecord>;
 class Order {
  public:
   virtual ~Order() = default;
-  virtual void admit(Slot slot) = 0;     // it has become evictable
-  virtual void withdraw(Slot slot) = 0;  // it is not evictable any more; others are ignored
-  virtual void touch(Slot slot) = 0;     // its last use has changed; others are ignored
-  virtual Slot peek() = 0;               // the next victim; kNone: there is none
+  virtual void admit(Slot slot) = 0;     // makes the slot evictable
+  virtual void withdraw(Slot slot) = 0;  // makes it not evictable; no effect if it was not
+  virtual void touch(Slot slot) = 0;     // notes a new last use; no effect if not evictable
+  virtual Slot peek() = 0;               // returns the next victim, or kNone
   virtual Slot victim() {
     const Slot slot = peek();
     if (slot != kNone) withdraw(slot);
@@ -53,18 +53,18 @@ class Order {
 
   // Fetch the memory that `admit` and `withdraw` of this slot will read.
   virtual void warm(Slot) const {}
-  // Probably the victim after `count` others; kNone: unknown.
+  // Return the probable victim after `count` others, or kNone if unknown.
   virtual Slot later(size_t) const { return kNone; }
 };
 
 // Makes an order from the slots' last uses.
 using MakeOrder = std::function<std::unique_ptr<Order>(const SlotRecords& slots)>;
 
-// Least recently used first; ties by slot. A slot has one record, filed by its last use, in buckets
-// of 1024 uses each. A later use moves nothing: the record is then only the earliest time at which
-// the slot could be due, and is filed again when it comes up. A record of a withdrawn slot is
-// dropped then. The oldest bucket is sorted when its turn comes, so that victims follow each other
-// in memory, and those after the next one are known; a heap would take ten times as long.
+// The least recently used slot first; ties by slot. Each slot has one record, filed by its last use
+// in buckets of 1024 uses. A later use moves nothing: the record is then only the earliest time at
+// which the slot could be due, and is filed again when it is reached; the record of a withdrawn
+// slot is dropped then. A bucket is sorted when it becomes the oldest, so that victims are adjacent
+// in memory and later victims are known in advance; a heap would take ten times as long.
 class Lru final : public Order {
  public:
   explicit Lru(const SlotRecords& slots) : slots_(slots), filed_(slots.size()) {}
@@ -121,15 +121,15 @@ class Lru final : public Order {
   struct Record {
     uint64_t used;
     Slot slot;
-    // The oldest is at the end.
+    // Sorts the oldest last.
     bool operator<(const Record& other) const {
       return used != other.used ? used > other.used : slot > other.slot;
     }
   };
-  // The low bits of a use, above the slot.
+  // The low bits of a use in the high half, and the slot in the low half.
   using Packed = uint64_t;
   static constexpr int kBucketBits = 10, kSlotBits = 32;
-  // `filed_`: the record's use + 1, above whether the slot is evictable.
+  // An item of `filed_` is the record's use + 1, above a bit for whether the slot is evictable.
   static constexpr uint64_t kInside = 1, kFiled = 2;
 
   static uint64_t used_of(uint64_t filed) { return (filed >> 1) - 1; }
@@ -144,7 +144,7 @@ class Lru final : public Order {
       return;
     }
     if (last_ == nullptr || last_number_ != number) {
-      last_ = &buckets_[number];  // a map's items stay where they are
+      last_ = &buckets_[number];  // a map's items do not move
       last_number_ = number;
     }
     last_->push_back((used & ((1U << kBucketBits) - 1)) << kSlotBits | slot);
@@ -163,16 +163,16 @@ class Lru final : public Order {
   }
 
   const SlotRecords& slots_;
-  HugeColumn<uint64_t> filed_;  // by slot; 0: it has no record, and is not evictable
+  HugeColumn<uint64_t> filed_;  // by slot; 0 if it has no record and is not evictable
   std::map<uint64_t, std::vector<Packed>> buckets_;
-  std::vector<Packed>* last_ = nullptr;  // the bucket that was filed in last
+  std::vector<Packed>* last_ = nullptr;  // the bucket that last got a record
   uint64_t last_number_ = 0;
   std::vector<Record> open_;  // the records of uses before bucket `opened_`, the oldest at the end
   uint64_t opened_ = 0;
   size_t count_ = 0;
 };
 
-// First come, first served: a circle of slots, which begins and ends at one that is none.
+// Slots in order of arrival: a circular list that begins and ends at a sentinel.
 class Arrivals final {
  public:
   explicit Arrivals(size_t slots) : links_(slots + 1), none_(static_cast<Slot>(slots)) {
@@ -193,32 +193,32 @@ class Arrivals final {
     links_[link.next - 1].previous = link.previous;
   }
 
-  Slot first() const {  // kNone: there is none
+  Slot first() const {  // returns kNone if the list is empty
     const Slot slot = links_[none_].next - 1;
     return slot == none_ ? kNone : slot;
   }
 
  private:
   struct Link {
-    Slot next = 0, previous = 0;  // counted from 1; 0: the slot is not here
+    Slot next = 0, previous = 0;  // counted from 1; 0 if the slot is not in the list
   };
 
   HugeColumn<Link> links_;
   Slot none_;
 };
 
-// When the chunk in each slot of one tier counts as last used.
+// The rule for when the chunk in a slot of one tier counts as last used.
 //
-// Plain LRU loses each conversation just before its next turn where more of them are interleaved
-// than a tier holds. So each request beyond the first that used a chunk lets it count as used
-// later, by `credit` uses, kCreditedMax times at most: a chunk that came back is kept longer, and
-// is still evicted once its conversation is over. A prefix's head is used by every request that
-// uses its tail, so the tail is evicted first. No credit: plain LRU.
+// Plain LRU loses each conversation just before its next turn if more conversations are interleaved
+// than a tier holds. Therefore each request after the first that used a chunk makes the chunk count
+// as used later, by `credit` uses, at most kCreditedMax times: a reused chunk is kept longer, but
+// still evicted once its conversation is over. A prefix's head is used by every request that uses
+// its tail, so the tail is evicted first. Without credit this is plain LRU.
 //
-// Only the CPU tier counts returns: the pool keeps what the CPU tier gave up for them, so that the
-// tiers hold more different chunks. A pool at most twice as large as the CPU tier may evict the
-// middle of a prefix that the CPU tier still has, and keep the unreachable end: some chunks in a
-// thousand (test_eviction_order.py).
+// Only the CPU tier gives credit. The pool keeps what the CPU tier evicted for credited chunks, so
+// that the tiers hold more different chunks. A pool at most twice as large as the CPU tier may
+// evict the middle of a prefix that the CPU tier still has, and keep the unreachable end: a few
+// chunks in a thousand (test_eviction_order.py).
 class Recency {
  public:
   static constexpr uint32_t kCreditedMax = 3;
@@ -230,10 +230,10 @@ class Recency {
     slot.used = now + credit_ * beyond(slot.requests);
   }
 
-  // `slot` gets the chunk that is in `other_slot` of another tier.
+  // Set the use of `slot`, which gets the chunk that is in `other_slot` of another tier.
   void take_over(SlotRecord& slot, const Recency& other, const SlotRecord& other_slot) const {
     slot.requests = other_slot.requests;
-    // The coldest of all has no credit to lose: a use below 0 would be the latest of all.
+    // Clamp at 0: an unsigned use below 0 would be the latest of all.
     const uint64_t used = other_slot.used + credit_ * beyond(slot.requests);
     slot.used = used - std::min(used, other.credit_ * beyond(slot.requests));
   }
@@ -244,13 +244,12 @@ class Recency {
   uint64_t credit_;
 };
 
-// Slots 0 … capacity-1 of the CPU tier or of one target, and the parts of those that are divided.
-// A slot is taken until it is free again. Operations on it, and holds, are its users. A slot whose
-// entry is gone is orphaned, and free when its last user has released it, so that no buffer is
-// reused before every rank has released it.
+// Slots 0 … capacity-1 of the CPU tier or of one target, and the parts of divided slots. Operations
+// on a slot, and holds, are its users. When its entry is removed, a slot is orphaned, and free once
+// its last user has released it, so that no buffer is reused before every rank has released it.
 class Slots {
  public:
-  // set_size: of the largest set of ranks that divides a slot.
+  // set_size: the size of the largest set of ranks that divides a slot.
   explicit Slots(Slot capacity, uint32_t set_size = 1)
       : parts(capacity, set_size), records_(parts.end()), free_(capacity) {}
 
@@ -267,7 +266,7 @@ class Slots {
   }
   Slot count_in_use() const { return used_; }
 
-  Slot take() {  // kNone: none is free
+  Slot take() {  // returns kNone if none is free
     if (free_ == 0) return kNone;
     Slot slot;
     if (again_.empty()) {
@@ -282,7 +281,7 @@ class Slots {
     return slot;
   }
 
-  Slot take(const Part& wanted) {  // kNone: none is free
+  Slot take(const Part& wanted) {  // returns kNone if none is free
     if (wanted.whole()) return take();
     Slot slot = parts.take(wanted);
     if (slot == kNone) {
@@ -295,7 +294,7 @@ class Slots {
     return slot;
   }
 
-  // Before any `take`: adoption. Returns whether it is so, and the slot was free.
+  // Take a slot by number, at adoption. Returns false if the slot is taken or `take` was called.
   bool take_numbered(Slot slot) {
     if (slot >= capacity() || records_[slot].kind != SlotRecord::FREE || next_ > 0 ||
         !again_.empty())
@@ -305,13 +304,13 @@ class Slots {
     return true;
   }
 
-  // False: it is divided for another number of members.
+  // Return false if the row is divided for another number of members.
   bool can_divide(Slot row, const Part& part) const {
     if (part.whole() || row >= capacity() || !parts.set_size(row)) return true;
     return parts.set_size(row) == part.set_size;
   }
 
-  // `take_numbered` of a member's part.
+  // As `take_numbered`, for a member's part.
   bool take_numbered(Slot row, const Part& part) {
     if (part.whole()) return take_numbered(row);
     if (row >= capacity() || part.set_size < 2 || part.member >= part.set_size) return false;
@@ -326,12 +325,12 @@ class Slots {
     return true;
   }
 
-  // Whether there is a slot like `wanted` once this one is free.
+  // Return whether `wanted` could be taken if this slot were free.
   bool suits(Slot slot, const Part& wanted) const {
     if (!parts.is_part(slot)) return true;
     const Slot row = parts.row(slot);
     const uint32_t member = parts.member(slot);
-    if (parts.taken(row) == uint64_t{1} << member) return true;  // the row is whole then
+    if (parts.taken(row) == uint64_t{1} << member) return true;  // the row would be whole
     return parts.set_size(row) == wanted.set_size && wanted.takes(member);
   }
 
@@ -343,7 +342,7 @@ class Slots {
     ++record.users;
   }
 
-  bool release(Slot slot) {  // false: it had no user
+  bool release(Slot slot) {  // returns false if it had no user
     SlotRecord& record = records_[slot];
     if (record.users == 0) return mutant("cancelled_fetch_frees_its_slot_at_once");
     if (--record.users > 0) return true;
@@ -355,7 +354,7 @@ class Slots {
     return true;
   }
 
-  // The slot's entry is gone. retire: never hand it out again, because the medium refuses it.
+  // Give up the slot of a removed entry. retire: never use it again, because the medium refuses it.
   void orphan(Slot slot, bool retire) {
     SlotRecord& record = records_[slot];
     require(record.kind == SlotRecord::TAKEN, "a slot is given up, and was not taken");
@@ -373,7 +372,7 @@ class Slots {
     }
   }
 
-  // The entries of all slots are gone: a reset.
+  // Give up all slots, at a reset.
   void orphan_all() {
     for (Slot slot = parts.end(); slot-- > 0;) {
       const bool divided = !parts.is_part(slot) && parts.set_size(slot);
@@ -391,7 +390,7 @@ class Slots {
 
   SlotParts parts;
   Slot orphans = 0;
-  Slot retired = 0;  // slots of which a part at least is
+  Slot retired = 0;  // slots of which at least a part is retired
 
  private:
   void mark_taken(Slot slot) {
@@ -411,20 +410,20 @@ class Slots {
   }
 
   SlotRecords records_;
-  std::vector<Slot> again_;  // taken once, and free again
-  Slot next_ = 0;            // slots from here on were never taken
+  std::vector<Slot> again_;  // slots that were taken and are free again
+  Slot next_ = 0;            // the first slot that was never taken
   Slot free_;
   Slot used_ = 0;  // slots with users
 };
 
-// Evict until there is a slot like `wanted`, where slots may be divided; false: nothing is evicted.
+// Evict until `wanted` is free, if slots may be divided. Returns false if nothing was evicted.
 //
-// Victims come coldest first. Where a part is wanted, one that suits may be found among the next
-// victims. Otherwise all parts of the coldest victim's slot are evicted, if they can be.
-// may: whether a slot's chunk can be evicted; evict: evict it.
+// The coldest victims are examined first. If a part is wanted, one of the next victims may suit.
+// Otherwise all parts of the coldest possible victim's slot are evicted. may: whether a slot's
+// chunk can be evicted; evict: evict it.
 template <typename May, typename Evict>
 bool make_room(const Slots& slots, Order& order, const Part& wanted, May may, Evict evict) {
-  constexpr size_t kVictimsPerMember = 4, kRowsMax = 256;  // that are looked at
+  constexpr size_t kVictimsPerMember = 4, kRowsMax = 256;  // examined at most
   const size_t window = wanted.whole() ? 1 : kVictimsPerMember * wanted.set_size;
   std::vector<Slot> passed;  // victims that do not suit
   const auto free_row = [&](Slot victim) {

@@ -19,25 +19,25 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "the format is little endian");
 
-// `pool/format.py` has the layout.
+// The layout is defined in `pool/format.py`.
 constexpr size_t kEntryBytes = 64, kKeyAt = 18, kGroupIdBytes = 4;
 constexpr size_t kFlagsAt = 16, kKeyBytesAt = 17;
 constexpr uint8_t kFlagSingleCopy = 8;
-// Entries that are read at once: they stay in the second level of cache until they are compared.
+// The number of entries read at once: they stay in the L2 cache until they are compared.
 constexpr size_t kEntriesMax = 4096;
 constexpr size_t kPageBytes = 4096;
 constexpr size_t whole_pages(size_t bytes) {
   return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
 }
-// Changes ahead of the one that is made.
+// The distance, in changes, at which memory is prefetched.
 constexpr size_t kAhead = 8;
 
-// Pages of a log that are read at once.
+// The number of log pages read at once.
 constexpr uint32_t kLogPagesAtOnce = 64;
-// A log's page that is not intact may be half written. After so many reads it is damaged.
+// A log page that is not intact may be half written. After this many reads it counts as damaged.
 constexpr unsigned kLogReadsMax = 10;
 
-// An entry's CRC is over its slot and what follows the CRC.
+// Return an entry's CRC, which covers its slot and the bytes after the CRC.
 uint32_t crc_of(const std::byte* entry, uint32_t slot) {
   std::array<char, kEntryBytes> covered;
   std::memcpy(covered.data(), entry, kEntryBytes);
@@ -45,9 +45,9 @@ uint32_t crc_of(const std::byte* entry, uint32_t slot) {
   return small_crc32c(covered.data(), covered.size());
 }
 
-// Read `bytes` at `offset`, and zeros behind the end of the file. Returns an errno.
-// The file may be open for O_DIRECT: all that is given to the kernel is whole pages, so `into`, of
-// whole pages, may be written behind `bytes`.
+// Read `bytes` at `offset`, with zeros after the end of the file. Returns an errno, or 0. The file
+// may be open for O_DIRECT, so only whole pages are read: `into` must have whole pages, and may be
+// written beyond `bytes`.
 int read_whole(int fd, std::byte* into, size_t bytes, uint64_t offset) {
   const size_t room = whole_pages(bytes);
   size_t done = 0;
@@ -82,7 +82,7 @@ ForeignRegion::ForeignRegion(Home home, uint64_t slots, std::vector<Group> group
       buffer_(whole_pages(std::min<size_t>(slots, kEntriesMax) * kEntryBytes)) {}
 
 void ForeignRegion::begin(ForeignWriter& table, uint32_t epoch, bool from_now) {
-  // What the log has named may come to the table only later, and is no news then.
+  // An entry from the log may reach the table only later, and must not count as new then.
   const uint8_t known_before = from_now ? kBefore | kLogged : kBefore;
   const auto lock = table.lock();
   for (uint64_t slot = 0; slot < heads_.size(); ++slot) {
@@ -113,7 +113,7 @@ int ForeignRegion::scan(ForeignWriter& table, int fd, int64_t now_ns, bool log_i
 
 int ForeignRegion::seek_log(int fd, uint32_t pages) {
   log_pages_ = pages;
-  log_sequence_ = pages;  // of a log that is still empty
+  log_sequence_ = pages;  // the first sequence of an empty log
   log_index_ = 0;
   log_reads_ = 0;
   for (uint32_t first = 0; first < pages; first += kLogPagesAtOnce) {
@@ -133,7 +133,7 @@ int ForeignRegion::seek_log(int fd, uint32_t pages) {
 }
 
 int ForeignRegion::follow_log(ForeignWriter& table, int fd, int64_t now_ns) {
-  uint32_t wanted = 1;  // where nothing was logged, one page is read
+  uint32_t wanted = 1;  // usually nothing was logged, so begin with one page
   for (;;) {
     if (log_index_ == kLogRecords) {
       ++log_sequence_;
@@ -176,7 +176,7 @@ bool ForeignRegion::may_have_news(int fd) const {
   return head.sequence + log_pages_ != sequence;
 }
 
-// Take in the records of the page that comes next.
+// Apply the new records of the next page. Returns 0, or why the log cannot be followed.
 int ForeignRegion::take_page(ForeignWriter& table, const std::byte* page, int64_t now_ns) {
   LogHead head;
   if (!decode_head(page, head)) {
@@ -193,8 +193,8 @@ int ForeignRegion::take_page(ForeignWriter& table, const std::byte* page, int64_
   return why;
 }
 
-// Read the page's records from `log_index_` on: PUTs into `changed_`. They are taken together,
-// because each of them would wait for memory that is fetched for several at a time.
+// Read the page's records from `log_index_` on, PUTs into `changed_`, which the caller then applies
+// together: one at a time, each would wait for memory.
 int ForeignRegion::read_records(ForeignWriter& table, const std::byte* page, uint32_t records,
                                 int64_t now_ns) {
   while (log_index_ < records) {
@@ -215,7 +215,7 @@ int ForeignRegion::read_record(ForeignWriter& table, const LogRecord& record, in
     return 0;
   }
   if (record.kind == LogKind::RESET) return record.epoch == epoch_ ? 0 : kReset;
-  // The key of such a record is in the table only.
+  // A key that is too long for the record is only in the table.
   if (record.key_bytes > kLogKeyBytesMax || record.slot >= heads_.size()) return kOverrun;
   std::array<std::byte, kEntryBytes> entry{};
   Head head{0, record.epoch, record.generation};
@@ -281,7 +281,7 @@ ForeignRegion::Seen ForeignRegion::decode(const std::byte* entry, uint64_t slot,
   const auto key_bytes = static_cast<size_t>(entry[kKeyBytesAt]);
   if (key_bytes < kGroupIdBytes || key_bytes > kKeyBytesMax || (flags & ~kFlagSingleCopy) != 0 ||
       crc_of(entry, static_cast<uint32_t>(slot)) != seen.head.crc) {
-    seen.head = {};  // damaged, or being written: look at it again
+    seen.head = {};  // damaged or being written, so the next scan reads it again
     return seen;
   }
   const std::byte* const key = entry + kKeyAt;
@@ -292,7 +292,7 @@ ForeignRegion::Seen ForeignRegion::decode(const std::byte* entry, uint64_t slot,
                                   [&](const Group& one) { return one.id == group_id; });
   if (group == groups_.end()) return seen;
   seen.single_copy = (flags & kFlagSingleCopy) != 0;
-  // Only the first set is followed, and of what every rank has a part only the first rank.
+  // Follow only the first set, and if every rank has its own part, only the first rank.
   const bool is_followed =
       seen.single_copy ? group->set_size > 1 && home_.rank < group->set_size : home_.rank == 0;
   const std::string_view text(reinterpret_cast<const char*>(key), key_bytes);

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the table of one region of another engine had when it was last read, and which of its
-// chunks are in the foreign table. A scan reads the whole table and compares the first 16 bytes of
-// each entry with those of the scan before: a slot that was written again has another checksum and
-// another generation. Only what differs is decoded.
+// The last read contents of the table of another engine's region, and which of its chunks are in
+// the foreign table. A scan reads the whole table and compares the first 16 bytes of each entry
+// with the previous scan's: a slot that was rewritten has another checksum and generation. Only
+// changed entries are decoded.
 //
-// A region with a log is scanned once, and then followed by the log's records: a PUT replaces what
-// its slot had, as if a scan had found the same entry.
+// A region with a log is scanned once, and then followed through the log's records: a PUT replaces
+// the slot's entry, as if a scan had found the new one.
 #pragma once
 
 #include <array>
@@ -25,53 +25,53 @@ class ForeignRegion {
  public:
   struct Group {
     uint32_t id;
-    uint32_t set_size;  // ranks that share single copies; 1: single copies are not offered
+    uint32_t set_size;  // ranks that share single copies; if 1, single copies are not offered
   };
-  // The owner's number, our target where the region is, the owner's rank that writes it.
+  // The engine's number, our target that has the region, and the engine's rank that writes it.
   struct Home {
     uint32_t owner, target, rank;
   };
 
-  // slots: of the region. young_ns: an entry is offered so long after it was first seen.
+  // slots: the region's slots. young_ns: the delay between seeing an entry and offering it.
   ForeignRegion(Home home, uint64_t slots, std::vector<Group> groups, int64_t young_ns);
 
-  // Offer nothing of what was offered; from now on offer entries with this epoch. from_now: only
-  // what is written after the next scan, whichever epochs follow.
+  // Withdraw all entries offered so far and then offer only entries of this epoch. With from_now,
+  // and even if the epoch changes, offer only entries written after the next scan.
   void begin(ForeignWriter& table, uint32_t epoch, bool from_now);
-  // Read the table, of which fd is a file, and offer what it has. Returns an errno; 0: it was read
-  // to its end. What is cut off counts as empty. log_is_ahead: a slot that the log has named since
-  // the scan before stays as the log says, because the table may not have its entry yet.
+  // Read the table's file `fd` and offer its entries. Returns an errno, or 0 after reading all of
+  // it. A truncated part counts as empty. log_is_ahead: a slot that the log named since the
+  // previous scan keeps the log's entry, because the table may not have that entry yet.
   int scan(ForeignWriter& table, int fd, int64_t now_ns, bool log_is_ahead);
-  // Find where the log goes on, of which fd is a file with so many pages: call it before a scan,
-  // and `follow_log` after that. Returns an errno; 0: found.
+  // Find the end of the log in file `fd` with this many pages. Call this before a scan, and
+  // `follow_log` after the scan. Returns an errno, or 0.
   int seek_log(int fd, uint32_t pages);
-  // Take in what was logged since. Returns an errno, or why the log does not lead on: what is known
-  // stays, and has to be found again by a scan.
-  static constexpr int kOverrun = -1;  // it has been written over, or is damaged
+  // Apply what was logged since. Returns an errno, or why the log cannot be followed: the entries
+  // known so far stay, but a new scan is needed.
+  static constexpr int kOverrun = -1;  // the log was overwritten or is damaged
   static constexpr int kReset = -2;    // a superblock with another epoch was written
   int follow_log(ForeignWriter& table, int fd, int64_t now_ns);
-  // False: `follow_log` would find nothing, nor was the file removed. Costs a fraction of that. Not
-  // for a file that is open for O_DIRECT.
+  // Return false if `follow_log` would find nothing and the file was not removed. This costs much
+  // less than `follow_log`, but works only on a file that is open without O_DIRECT.
   bool may_have_news(int fd) const;
-  // Regions of ours: uuid, target and rank. Hints in the log that name one of them are handed on.
+  // The uuid and target of a region of ours. Hints in the log that name one are put in the table.
   struct Ours {
     std::array<uint8_t, 16> uuid;
     uint32_t target;
   };
   void set_ours(std::vector<Ours> ours) { ours_ = std::move(ours); }
-  // Offer what was too young. A scan ends with it.
+  // Offer entries that are old enough now. A scan does this at its end.
   void ripen(ForeignWriter& table, int64_t now_ns);
-  // The chunks that are offered.
+  // Return the number of chunks offered.
   uint64_t rows() const { return rows_; }
 
  private:
-  // Where an entry begins.
+  // The first bytes of an entry.
   struct Head {
     uint32_t crc = 0, epoch = 0;
     uint64_t generation = 0;
     bool operator==(const Head&) const = default;
   };
-  // An entry that was seen for the first time. fingerprint: 0: it is not to be offered.
+  // An entry that was seen for the first time. Its fingerprint is 0 if it must not be offered.
   struct Seen {
     int64_t at_ns;
     uint64_t slot;
@@ -79,8 +79,8 @@ class ForeignRegion {
     uint64_t fingerprint;
     bool single_copy;
   };
-  // Of `marks_`. BEFORE: the entry was there when only later ones were asked for. LOGGED: the entry
-  // is from the log, and no scan has ended since.
+  // Bits of `marks_`. kBefore: the entry existed when only later ones were asked for. kLogged: the
+  // entry is from the log and was not confirmed by a scan yet.
   static constexpr uint8_t kSingleCopy = 1, kBefore = 2, kLogged = 4;
 
   Seen decode(const std::byte* entry, uint64_t slot, int64_t now_ns) const;
@@ -90,7 +90,7 @@ class ForeignRegion {
   void take_hint(ForeignWriter& table, const LogRecord& record);
   void compare(ForeignWriter& table, uint64_t first, size_t count, int64_t now_ns,
                bool log_is_ahead);
-  // mark: of what is taken; kLogged or 0.
+  // mark: the mark for the changed entries, kLogged or 0.
   void take_changed(ForeignWriter& table, uint8_t mark);
   void take(ForeignWriter& table, const Seen& seen, uint8_t mark);
   void offer(ForeignWriter& table, const Seen& seen);
@@ -103,20 +103,20 @@ class ForeignRegion {
   uint32_t epoch_ = 0;
   bool from_now_ = false;
   uint64_t rows_ = 0;
-  // By slot. A fingerprint is not 0 while the chunk is offered.
+  // These are by slot. A fingerprint is not 0 while the chunk is offered.
   HugeColumn<Head> heads_;
   HugeColumn<uint64_t> fingerprints_;
   std::vector<uint8_t> marks_;
   std::vector<Ours> ours_;
   uint32_t log_pages_ = 0;
-  uint64_t log_sequence_ = 0;  // of the page that comes next, or is under way
-  uint32_t log_index_ = 0;     // of the record there
-  unsigned log_reads_ = 0;     // of the same position, which was not intact
-  // Whole pages, as O_DIRECT requires.
+  uint64_t log_sequence_ = 0;  // the sequence of the page that is read next
+  uint32_t log_index_ = 0;     // the index of the next record in that page
+  unsigned log_reads_ = 0;     // reads of this position that found it not intact
+  // Both buffers have whole pages, as O_DIRECT requires.
   PageVector<std::byte> log_buffer_;
   PageVector<std::byte> buffer_;
   std::vector<Seen> changed_;
-  std::vector<Seen> young_;  // the oldest first
+  std::vector<Seen> young_;  // entries that are not offered yet, oldest first
 };
 
 }  // namespace nvmeof

@@ -24,13 +24,13 @@ constexpr size_t kHintsWrittenAt = size_t{768} << 10, kHintsAt = kHintsWrittenAt
 constexpr size_t kHintBytes = 32;
 static_assert(kOwnersAt + (kOwnersMax + 1) * kOwnerBytes <= kHintsWrittenAt);
 static_assert(kHintsAt + kHintsKept * kHintBytes <= kAreasAt);
-// Of addresses; memory is taken as the file grows.
+// The size of the mapping; memory is used only as the file grows.
 constexpr size_t kMappedBytes = size_t{1} << 36;
 constexpr unsigned kLog2Min = 12;
 
-// An owner's words; the first one is odd while the others change.
+// The indexes of an owner's words; the first word is odd while the others change.
 constexpr size_t kVersion = 1, kTag = 2, kUuid = 4, kIndexAndState = 6, kOwnerRows = 7;
-// A hint's words.
+// The indexes of a hint's words.
 constexpr size_t kHintPlace = 0, kHintGeneration = 1, kHintCount = 2, kHintSequence = 3;
 
 [[noreturn]] void fail(const char* what) {
@@ -60,7 +60,7 @@ uint64_t fingerprint_of(std::string_view key) {
 
 ForeignTable::ForeignTable(int fd, bool writes) : fd_(fcntl(fd, F_DUPFD_CLOEXEC, 0)) {
   if (fd_ < 0) fail("dup");
-  // Both sides write words of the first page; the reader writes nowhere else.
+  // Both sides write words of the first page. The reader writes nowhere else.
   void* const mapped =
       mmap(nullptr, kMappedBytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_, 0);
   if (mapped == MAP_FAILED) {
@@ -94,7 +94,7 @@ OwnerRecord ForeignTable::owner(uint32_t number) const {
       copy[k] = shared(words[k]).load(std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_acquire);
     if (copy[0] % 2 == 0 && copy[0] == shared(words[0]).load(std::memory_order_relaxed)) break;
-    // A writer that ended in between leaves an odd count for ever.
+    // A writer that was killed during a change leaves an odd count for ever.
     if (copy[0] % 2 != 0) return {};
   }
   OwnerRecord record;
@@ -125,7 +125,7 @@ void ForeignReader::warm(std::string_view key) const {
 }
 
 uint64_t ForeignReader::ask_anew(Since since) {
-  // Only this side changes both. The follower must not find the new version without its meaning.
+  // Only this side changes both words. The follower must not see the new version before the other.
   const uint64_t version = version_asked() + 1;
   if (since == Since::EVER) word(kOfAllAt).store(version, std::memory_order_relaxed);
   word(kAskedAt).store(version, std::memory_order_release);
@@ -139,7 +139,7 @@ std::vector<Hint> ForeignReader::take_hints(size_t max) {
   while (hints_taken_ != end && hints.size() < max) {
     uint64_t* const words = hint_words(hints_taken_++);
     const auto sequence = shared(words[kHintSequence]);
-    if (sequence.load(std::memory_order_acquire) != hints_taken_) continue;  // it is overwritten
+    if (sequence.load(std::memory_order_acquire) != hints_taken_) continue;  // overwritten
     const Hint hint{
         static_cast<Place>(shared(words[kHintPlace]).load(std::memory_order_relaxed)),
         shared(words[kHintGeneration]).load(std::memory_order_relaxed),
@@ -156,7 +156,7 @@ ForeignWriter::ForeignWriter(int fd, size_t rows) : ForeignTable(fd, true), end_
   if (file.st_size != 0) {
     require(word(0).load(std::memory_order_acquire) == kMagic, "no foreign table");
     size_ = static_cast<uint64_t>(file.st_size);
-    // Its areas are this writer's now. A look-up that has begun there misses, as beside any change.
+    // This writer reuses the areas. A look-up that runs there misses, as during any change.
     if (fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, kAreasAt,
                   static_cast<off_t>(size_ - kAreasAt)) != 0)
       fail("fallocate of the foreign table");
@@ -174,7 +174,7 @@ ForeignTable::Area ForeignWriter::make_area(size_t rows, uint64_t& name) {
   const uint64_t at = end_;
   const uint64_t end = (at + bytes_of(log2_buckets) + kPage - 1) / kPage * kPage;
   require(end <= kMappedBytes, "the foreign table is full");
-  if (end > size_) {  // it never shrinks under a reader
+  if (end > size_) {  // the file never shrinks, because readers map it
     if (ftruncate(fd_, static_cast<off_t>(end)) != 0) fail("ftruncate of the foreign table");
     size_ = end;
   }
@@ -188,7 +188,7 @@ void ForeignWriter::publish(uint64_t name) {
   if (name_before_ != 0) {
     const auto at = static_cast<off_t>((name_before_ >> 8) * kPage);
     const auto bytes = static_cast<off_t>(bytes_of(name_before_));
-    fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, at, bytes);  // else it stays
+    fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, at, bytes);  // may fail
   }
   name_before_ = name_;
   name_ = name;
@@ -241,8 +241,8 @@ bool ForeignWriter::remove(uint64_t wanted, ForeignRow row) {
         bucket.generation == row.generation)
       break;
   }
-  // Move up what would not be found behind a hole. A bucket's words change before its fingerprint,
-  // which a reader looks at once more after it has read them.
+  // Move up buckets that would not be found after a hole. A bucket's other words change before its
+  // fingerprint, which a reader checks again after reading them.
   for (uint64_t at = (hole + 1) & now.mask; now.buckets[at].fingerprint != 0;
        at = (at + 1) & now.mask) {
     const Bucket moved = now.buckets[at];

@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// The foreign table: what other engines (owners) have in their pools. The follower, a process of
-// its own, is its only writer; the engine's process reads it where it lies, without locks. A row
-// has no state, no users and no policy: it is a hint, and the slot proves itself when it is read.
+// The foreign table lists the chunks that other engines (owners) have in their pools. The follower,
+// a separate process, is its only writer; the engine's process reads it in place, without locks. A
+// row has no state, users or policy: it is a hint, and the slot is verified when it is read.
 //
 // The memory is an anonymous file (memfd) that both processes map:
 //
 //     0         u64 magic · u64 area · u64 version asked for · u64 time of the last scan · u64 rows
-//               · u64 version for which all counts that the owners have
+//               · u64 last version asked for with all the owners' chunks · u64 log overruns
 //     4 KiB     states of owners 1, 2, …, 64 bytes each
 //     768 KiB   u64 hints written so far
 //     772 KiB   a ring of 4,096 hints of 32 bytes: u64 place · u64 generation · u32 count · u32
-//               zero · u64 sequence: the hint's number from 1 on, and 0 while the others change
-//     1 MiB …   areas of buckets, of which `area` names the newest
+//               zero · u64 sequence, which is the hint's number from 1 on, or 0 during a change
+//     1 MiB …   areas of buckets; `area` names the newest
 //
-// A bucket is a fingerprint of the key (0: empty), a place and a generation, 64 bits each: open
-// addressing with linear probing. Several owners may have the same key, in a bucket each. A reader
-// beside a change may miss a key, or find a place and a generation that do not belong together; the
-// first costs a hit, the second is STALE at the read.
+// A bucket is a fingerprint of the key (0 if empty), a place and a generation, 64 bits each, with
+// open addressing and linear probing. If several owners have a key, each has a bucket. A reader
+// during a change may miss a key, or find a place and a generation that do not belong together: the
+// former costs a hit, the latter makes the read STALE.
 #pragma once
 
 #include <array>
@@ -32,29 +32,29 @@
 
 namespace nvmeof {
 
-// DEAD: complete, and no process holds the owner's directory. Its chunks can still be read.
+// DEAD: as COMPLETE, but no process holds the owner's directory. Its chunks can still be read.
 enum class OwnerState : uint32_t { NONE, SCANNING, COMPLETE, DEAD };
 
-// One line of the cache.
+// The record of an owner, which fills one cache line.
 struct OwnerRecord {
-  uint64_t version = 0;  // the version asked for when its rows were last begun anew
+  uint64_t version = 0;  // the version asked for when its rows were last started again
   std::array<uint8_t, kTagBytes> tag{};
-  std::array<uint8_t, 16> pool_uuid{};  // of its first rank
-  uint32_t engine_index = 0;            // K of its directories engine-K
+  std::array<uint8_t, 16> pool_uuid{};  // the uuid of its first rank
+  uint32_t engine_index = 0;            // the K of its directories engine-K
   OwnerState state = OwnerState::NONE;
-  uint64_t rows = 0;  // for people
+  uint64_t rows = 0;  // only for display
   bool is_readable() const { return state == OwnerState::COMPLETE || state == OwnerState::DEAD; }
 };
 
 struct ForeignRow {
-  Place place = kNoPlace;  // with its owner; kNoPlace: none
+  Place place = kNoPlace;  // includes the owner; kNoPlace if there is no row
   uint64_t generation = 0;
   bool operator==(const ForeignRow&) const = default;
 };
 
-// Another engine has borrowed a chunk so often.
+// A report that another engine has read a chunk `count` times.
 struct Hint {
-  Place place = kNoPlace;  // in the regions of the engine whose chunk it is, without an owner
+  Place place = kNoPlace;  // in the regions of the engine that has the chunk, without the owner
   uint64_t generation = 0;
   uint32_t count = 0;
   bool operator==(const Hint&) const = default;
@@ -63,13 +63,13 @@ struct Hint {
 inline constexpr uint32_t kOwnersMax = 8191;  // numbered from 1
 inline constexpr size_t kHintsKept = 4096;
 
-// What of an owner's chunks is to be offered: what is written from now on, or all.
+// Which of an owner's chunks to offer: those written from now on, or all.
 enum class Since { NOW, EVER };
 
-// Never 0.
+// Return the key's fingerprint, which is never 0.
 uint64_t fingerprint_of(std::string_view key);
 
-// Both sides' view of the file.
+// The view of the file that both sides have.
 class ForeignTable {
  public:
   ForeignTable(const ForeignTable&) = delete;
@@ -79,14 +79,14 @@ class ForeignTable {
   OwnerRecord owner(uint32_t number) const;
   uint64_t rows() const { return word(kRowsAt).load(std::memory_order_relaxed); }
   bool empty() const { return rows() == 0; }
-  // CLOCK_MONOTONIC; 0: none yet.
+  // Return when the last scan ended, by CLOCK_MONOTONIC, or 0 if none has.
   int64_t scanned_ns() const {
     return static_cast<int64_t>(word(kScannedAt).load(std::memory_order_relaxed));
   }
-  // How often a log was written over, or damaged, before it was read: since the table was made.
+  // Return how often a log was overwritten or damaged before it was read.
   uint64_t log_overruns() const { return word(kOverrunsAt).load(std::memory_order_relaxed); }
   uint64_t version_asked() const { return word(kAskedAt).load(std::memory_order_acquire); }
-  // Asked for with `Since::EVER`; 0: none was yet.
+  // Return the last version that was asked for with `Since::EVER`, or 0.
   uint64_t version_of_all() const { return word(kOfAllAt).load(std::memory_order_acquire); }
 
  protected:
@@ -108,7 +108,7 @@ class ForeignTable {
   }
   uint64_t* owner_words(uint32_t number) const;
   std::atomic_ref<uint64_t> hints_written() const;
-  uint64_t* hint_words(uint64_t number) const;  // of the hint with this number, from 0 on
+  uint64_t* hint_words(uint64_t number) const;  // number: the hint's, from 0 on
   Area area() const;
   static uint64_t bytes_of(uint64_t name) { return sizeof(Bucket) << (name & 0xff); }
 
@@ -116,12 +116,12 @@ class ForeignTable {
   const int fd_;  // a duplicate
 };
 
-// The engine's side. It writes nothing but the version that it asks for.
+// The engine's side, which writes only the version that it asks for.
 class ForeignReader : public ForeignTable {
  public:
   explicit ForeignReader(int fd) : ForeignTable(fd, false) {}
 
-  // The key's rows, one after another, until `take(row)` returns true. Returns whether one did.
+  // Pass the key's rows to `take(row)` until it returns true. Returns whether it did.
   template <typename Take>
   bool find(std::string_view key, Take take) const {
     const uint64_t wanted = fingerprint_of(key);
@@ -141,27 +141,27 @@ class ForeignReader : public ForeignTable {
     return false;
   }
   void warm(std::string_view key) const;
-  // Rows that the follower knows now are void: it begins every owner anew, with what is written
-  // from then on or with all that it has, and gives the owner's record the version returned.
+  // Void all rows that the follower knows now: it starts every owner again, with the chunks written
+  // from then on or with all, and gives the owner's record the version that this returns.
   uint64_t ask_anew(Since since = Since::NOW);
-  // The oldest hints that were not taken, at most `max`; those that were overwritten are left out.
+  // Take the oldest hints, at most `max`, except those that were overwritten.
   std::vector<Hint> take_hints(size_t max);
 
  private:
   uint64_t hints_taken_ = 0;
 };
 
-// The follower's side. Its threads change rows while they hold `lock()`.
+// The follower's side. Its threads change rows only while they hold `lock()`.
 class ForeignWriter : public ForeignTable {
  public:
-  // fd: an empty memfd, or one whose writer has ended: the table is then empty again, but the
-  // owners' records and the version asked for stay. rows: room for so many at first.
+  // fd: an empty memfd, or that of a writer that has ended: the table is then emptied, but the
+  // owners' records and the version asked for stay. rows: the initial capacity.
   ForeignWriter(int fd, size_t rows);
 
   [[nodiscard]] std::unique_lock<std::mutex> lock() { return std::unique_lock(changes_); }
   void set_owner(uint32_t number, const OwnerRecord& record);
   void put(uint64_t fingerprint, ForeignRow row);
-  // Remove the row with this key, place and generation. False: there is none.
+  // Remove the row with this key, place and generation. Returns false if there is none.
   bool remove(uint64_t fingerprint, ForeignRow row);
   void put_hint(const Hint& hint);
   void warm(uint64_t fingerprint) const;
@@ -178,10 +178,10 @@ class ForeignWriter : public ForeignTable {
   void publish(uint64_t name);
 
   std::mutex changes_;
-  uint64_t end_;              // of the areas that were made
-  uint64_t size_ = 0;         // of the file
+  uint64_t end_;              // the end of the areas made so far
+  uint64_t size_ = 0;         // the size of the file
   uint64_t name_ = 0;         // as in the header: offset in pages << 8 | log2 of the buckets
-  uint64_t name_before_ = 0;  // a look-up that has begun may still be there
+  uint64_t name_before_ = 0;  // the previous area, where look-ups may still be running
 };
 
 }  // namespace nvmeof

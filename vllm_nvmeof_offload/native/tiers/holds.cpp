@@ -26,14 +26,14 @@ Holds::Advance Holds::advance(Wanted& wanted, const std::function<const char*(si
   return done;
 }
 
-// Hold or fetch one chunk; false if there is no room now.
+// Hold or fetch one chunk. Returns false if there is no room now.
 bool Holds::take(Wanted& wanted, size_t chunk, const char* key, Source source, Reason reason,
                  Bounds bounds) {
   if (wanted.taken[chunk]) return true;
   const Row row = tiers_.index.find(key);
   Held* held = row == kNoRow ? nullptr : of(row, tiers_.index[row].generation);
   if (held == nullptr) {
-    // It is in the right tier, and was used just now.
+    // The chunk is in the right tier and was just used.
     if (source == Source::CPU && reason == Reason::QUEUE) return true;
     if (this->held(reason) >= bounds.held_max) return false;
     if (source == Source::CPU) {
@@ -52,7 +52,7 @@ bool Holds::take(Wanted& wanted, size_t chunk, const char* key, Source source, R
   return true;
 }
 
-// Begin to read a chunk that is only in a pool into a cache slot, and hold it; null: no room.
+// Start reading a chunk that is only in a pool into a cache slot, and hold it. Null if no room.
 Holds::Held* Holds::fetch(const char* key, Reason reason) {
   const Row row = has_room() ? tiers_.begin_fetch(key, static_cast<size_t>(reason)) : kNoRow;
   if (row == kNoRow) return nullptr;
@@ -76,13 +76,13 @@ Holds::Held& Holds::keep(Row row, Reason reason) {
       .first->second;
 }
 
-// Null: this chunk is not held.
+// Return the hold of this chunk, or null if it is not held.
 Holds::Held* Holds::of(Row row, uint64_t generation) {
   const auto found = held_.find(row);
   return found != held_.end() && found->second.generation == generation ? &found->second : nullptr;
 }
 
-// Hold this chunk no more. how: how its fetch ended, if it was fetched.
+// Release a hold. how: how the chunk's fetch ended, if it was fetched.
 Holds::Map::iterator Holds::release(Map::iterator found, End how) {
   const auto [row, held] = *found;
   fetching_ -= held.fetching;
@@ -100,7 +100,7 @@ void Holds::leave(Wanted& wanted, std::vector<Cancel>& cancels) {
     Held* const held = of(row, generation);
     if (held == nullptr || --held->wanters > 0) continue;
     End how = held->used ? End::USED : End::WASTED;
-    // The slot's users are this hold, its fetch, and loads that wait for this very fetch.
+    // The slot's users are this hold, its fetch, and loads that wait for this fetch.
     const bool waited_for = held->used || tiers_.cache[held->slot].users != 2;
     const bool cancels_anyway = held->op && mutant("fetch_that_a_load_waits_for_is_cancelled");
     if (held->fetching && (!waited_for || cancels_anyway)) {
@@ -118,7 +118,7 @@ void Holds::leave(Wanted& wanted, std::vector<Cancel>& cancels) {
 void Holds::sent(uint64_t op, const Batch& batch) {
   for (size_t at = 0; at < batch.size(); ++at) {
     Held* const held = of(batch.rows[at], batch.generations[at]);
-    if (held == nullptr || !held->fetching) continue;  // only a load waits for it
+    if (held == nullptr || !held->fetching) continue;  // fetched only for a load
     held->op = op;
     held->index = static_cast<uint32_t>(at);
   }

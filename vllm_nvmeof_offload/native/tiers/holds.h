@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Chunks that are kept in the CPU tier, and fetched into it, for requests that wait.
-// manager/hold_and_prefetch.py chooses the requests, and how much each kind of them may have.
+// Chunks that are kept in the CPU tier, or fetched into it, for waiting requests.
+// manager/hold_and_prefetch.py chooses the requests, and how much each kind of request may hold.
 //
-// A held chunk has one more user of its cache slot, so it is not evicted. It is held once, however
-// many requests want it, and until none of them does.
+// A hold is an additional user of the chunk's cache slot, so that the chunk is not evicted. A chunk
+// is held once, however many requests want it, and until none does.
 #pragma once
 
 #include <array>
@@ -17,56 +17,56 @@
 
 namespace nvmeof {
 
-// Why a chunk is held or fetched: `Reason` in manager/hold_and_prefetch.py.
+// The reason for which a chunk is held or fetched: `Reason` in manager/hold_and_prefetch.py.
 enum class Reason : uint8_t { RELOAD, QUEUE, PROBE };
 
 class Holds {
  public:
-  // How a fetch ended: the label `how` of the metric.
+  // The way in which a fetch ended: the label `how` of the metric.
   enum class End : uint8_t { USED, WASTED, CANCELLED, FAILED, PROBE };
   static constexpr size_t kEnds = 5;
 
-  // What is held of one request's chunks.
+  // The chunks held for one request.
   struct Wanted {
-    std::vector<bool> taken;                     // by chunk
+    std::vector<bool> taken;                     // whether each chunk is held
     std::vector<std::pair<Row, uint64_t>> held;  // row, generation
   };
   struct Bounds {
     size_t held_max, fetching_max;
   };
-  // A request's chunks from `next` on; those before `local` are in GPU memory.
+  // A request's chunks from `next` to `end`. Those before `local` are in GPU memory.
   struct Range {
     size_t next, end, local;
   };
-  // next: the chunks before it are done; all of them, if a load ends here. skipped: the first chunk
-  // that was passed over because GPU memory has it, and the last one; `first` > `last`: none was.
+  // All chunks before `next` are done; all of the request's, if a load would end here. `skipped_*`
+  // are the first and last chunk skipped because GPU memory has them; first > last if none was.
   struct Advance {
     size_t next, looks;
     size_t skipped_first = SIZE_MAX, skipped_last = 0;
   };
-  // A row of a fetch whose entry is to be detached: its chunk does not come.
+  // A row of a fetch that the caller must detach from its entry, because the fetch is cancelled.
   using Cancel = std::pair<uint64_t, uint32_t>;  // op, index
 
-  // room_min: cache slots that always stay evictable.
+  // room_min: the number of cache slots that always stay evictable.
   Holds(Tiers& tiers, size_t room_min) : tiers_(tiers), room_min_(room_min) {}
 
-  // Hold and fetch chunks for a request, until the range, the looks or the room is used up.
-  // key: of a chunk.
+  // Hold and fetch chunks for a request until the range, the looks or the room is used up. key:
+  // returns the key of a chunk.
   Advance advance(Wanted& wanted, const std::function<const char*(size_t)>& key, Range range,
                   size_t looks, Reason reason, Bounds bounds);
-  // Read a chunk in the background that is only in a pool, to measure it.
+  // Read a chunk that is only in a pool in the background, as a measurement.
   void probe(const char* key);
-  // The request wants nothing any more. Appends what is cancelled.
+  // Release everything that the request holds. Appends the fetches to cancel.
   void leave(Wanted& wanted, std::vector<Cancel>& cancels);
-  // These fetches go to the ranks as this op.
+  // Note that these fetches are sent to the ranks as this op.
   void sent(uint64_t op, const Batch& batch);
-  // A load takes these chunks, from their cache slots where they have one.
+  // Note that a load takes these chunks.
   void used(const Batch& load);
-  // These rows of a fetch have their outcome on every rank.
+  // Note that these rows of a fetch have their outcome on every rank.
   void ended(uint64_t op, const Batch& batch, std::span<const uint32_t> rows, bool probe);
-  // The chunks of these rows of an op are not in their cache slots any more.
+  // Note that the chunks of these rows of an op are no longer in their cache slots.
   void lost(const Batch& batch, std::span<const uint32_t> rows);
-  // Every entry was doomed, and no fetch that was not sent will be.
+  // Release all holds, after every entry was doomed and all unsent fetches were dropped.
   void reset();
 
   std::vector<Row> rows() const;
@@ -82,10 +82,10 @@ class Holds {
     Slot slot;
     Reason reason;
     bool fetched = false;
-    bool fetching = false;  // it was fetched, and the fetch has no outcome
-    bool used = false;      // a load has taken the chunk
-    uint64_t op = 0;        // its fetch, from when that is sent until it has its outcome
-    uint32_t index = 0;     // of its row in `op`
+    bool fetching = false;  // whether its fetch has no outcome yet
+    bool used = false;      // whether a load has taken the chunk
+    uint64_t op = 0;        // its fetch, between sending and outcome
+    uint32_t index = 0;     // the index of its row in `op`
     uint32_t wanters = 0;
   };
   using Map = std::unordered_map<Row, Held>;

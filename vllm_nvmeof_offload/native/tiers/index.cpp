@@ -31,7 +31,7 @@ constexpr const char* kEventNames[] = {
     "WRITE_FAILED", "EVICT_CACHE", "EVICT_POOL",      "CACHE_LOST",  "FETCH_BEGIN",
     "BORROW_BEGIN", "FETCHED",     "FETCH_CANCELLED", "DOOM"};
 
-// How many keys are looked up side by side: as many as a core has loads under way.
+// The number of keys looked up side by side: as many as the loads that a core keeps in flight.
 constexpr size_t kBlock = 16;
 constexpr size_t kLine = 64, kAlign = 16;
 
@@ -56,16 +56,16 @@ State after(State state, Event event) {
 
 Index::Index(Row rows, size_t key_bytes)
     : key_bytes_(key_bytes),
-      // A line of the cache each; longer keys take more, because memory counts as well.
+      // One cache line per row if the key fits; longer keys take no more than they need.
       row_bytes_(std::max(kLine, (kKeyAt + key_bytes + kAlign - 1) / kAlign * kAlign)),
       capacity_(rows),
       rows_(size_t{rows} * row_bytes_),
-      // At most two thirds full, and never larger: it does not grow while requests wait for it.
+      // At most two thirds full, and never resized, because requests would wait for that.
       buckets_(std::bit_ceil(size_t{rows} * 3 / 2 + 1)),
       mask_(buckets_.size() - 1) {}
 
-// A key ends in a digest's bytes or in a counter: all of it is mixed, eight bytes at a time. The
-// last eight may overlap those before them.
+// Mix the whole key, which ends in a digest's bytes or a counter, eight bytes at a time. The last
+// eight may overlap those before them.
 uint32_t Index::hash(const char* key) const {
   uint64_t mixed = key_bytes_;
   const auto mix = [&mixed](uint64_t word) {
@@ -148,7 +148,7 @@ size_t Index::bucket_of(Row row) const {
 
 void Index::remove(Row row) {
   size_t hole = bucket_of(row);
-  // Move up what would not be found behind a hole.
+  // Move up buckets that would not be found after a hole.
   for (size_t at = (hole + 1) & mask_; buckets_[at] != 0; at = (at + 1) & mask_) {
     const size_t home = hash_of(buckets_[at]) & mask_;
     if (((at - home) & mask_) >= ((at - hole) & mask_)) {

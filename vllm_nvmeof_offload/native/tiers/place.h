@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Members of places and cache slots, as in `protocol.py`. Ranks with equal bytes of a group form a
-// set; what a place or cache slot with member m names is the only copy in each set, and the set's
-// rank m has it.
+// Places and cache slots with their members, as in `protocol.py`. Ranks with equal bytes of a group
+// form a set. A place or cache slot with member m names the only copy in each set, which the set's
+// rank m has.
 #pragma once
 
 #include <cstdint>
 
 namespace nvmeof {
 
-// Where a chunk is in the pool: owner 15 bits, member 8, target 8, slot 32; -1: nowhere. Owner 0 is
-// this engine.
+// The place of a chunk in the pool: owner (15 bits), member (8), target (8), slot (32); or -1 for
+// none. Owner 0 is this engine.
 using Place = int64_t;
 inline constexpr Place kNoPlace = -1;
 inline constexpr int32_t kNoSlot = -1;
-inline constexpr uint32_t kEveryMember = 255;  // every rank has its part
+inline constexpr uint32_t kEveryMember = 255;  // every rank has its own part
 
 inline Place place_of(uint32_t target, uint32_t slot, uint32_t member = kEveryMember) {
   return int64_t{member} << 40 | int64_t{target} << 32 | slot;
@@ -25,7 +25,7 @@ inline uint32_t owner_of(Place place) { return static_cast<uint32_t>(place >> 48
 inline bool is_foreign(Place place) { return place >= int64_t{1} << 48; }
 inline Place owned_by(uint32_t owner, Place place) { return int64_t{owner} << 48 | place; }
 
-// A cache slot of a batch: its row in 24 bits, and above it the member + 1; 0: every member.
+// A cache slot in a batch: its row in 24 bits, above these the member + 1, or 0 for every member.
 inline int32_t cache_slot(uint32_t row, uint32_t member) {
   return static_cast<int32_t>((member == kEveryMember ? 0 : member + 1) << 24 | row);
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of slots that are divided among the members of a set: in each part another chunk, of which
-// that member has its set's only copy. A row is whole again when all of its parts are free.
+// Rows of slots divided among the members of a set. Each part has another chunk, of which that
+// member has its set's only copy. A row is whole again when all its parts are free.
 #pragma once
 
 #include <cstdint>
@@ -17,9 +17,9 @@ using Slot = uint32_t;
 inline constexpr Slot kNone = UINT32_MAX;
 inline constexpr uint32_t kSetSizeMax = 64;
 
-// What a chunk needs: a whole row, or one member's part of a row that is divided for `set_size`.
+// The space that a chunk needs: a whole row, or one member's part of a row divided by `set_size`.
 struct Part {
-  static constexpr uint32_t kAnyMember = 254;  // the one whose turn it is
+  static constexpr uint32_t kAnyMember = 254;  // members take turns
 
   uint32_t set_size = 1;
   uint32_t member = kEveryMember;
@@ -28,10 +28,10 @@ struct Part {
   bool takes(uint32_t other) const { return member == kAnyMember || member == other; }
 };
 
-// The parts' numbers follow those of the rows.
+// Divided rows and their parts. The parts' numbers follow those of the rows.
 class SlotParts {
  public:
-  // set_size: of the largest set; 1: every row stays whole.
+  // set_size: the size of the largest set, or 1 if every row stays whole.
   SlotParts(Slot rows, uint32_t set_size)
       : rows_(rows),
         stride_(set_size > 1 ? set_size : 0),
@@ -50,18 +50,18 @@ class SlotParts {
   Slot part(Slot row, uint32_t member) const { return rows_ + row * stride_ + member; }
   Slot row(Slot part) const { return (part - rows_) / stride_; }
   uint32_t member(Slot part) const { return (part - rows_) % stride_; }
-  // For how many members a row is divided; 0: it is whole.
+  // Return the number of parts of a row, or 0 if it is whole.
   uint32_t set_size(Slot row) const { return stride_ ? divided_[row].set_size : 0; }
-  // Bit m: the part of member m is not free.
+  // Return a bit for each member whose part is not free.
   uint64_t taken(Slot row) const { return divided_[row].taken; }
 
-  // Divide a row; all of its parts are free.
+  // Divide a row into free parts.
   void divide(Slot row, uint32_t set_size) {
     divided_[row].set_size = static_cast<uint8_t>(set_size);
     for (uint32_t member = set_size; member-- > 0;) link(part(row, member));
   }
 
-  // Take a free part; kNone: there is none.
+  // Take a free part. Returns kNone if there is none.
   Slot take(const Part& wanted) {
     const bool any = wanted.member == Part::kAnyMember;
     for (uint32_t tried = 0; tried < (any ? wanted.set_size : 1); ++tried) {
@@ -80,7 +80,7 @@ class SlotParts {
     unlink(part);
   }
 
-  // The part is free again. Returns whether its row is whole now.
+  // Free a part. Returns whether its row is whole now.
   bool give(Slot part) {
     const Slot row = this->row(part);
     divided_[row].taken &= ~bit(part);
@@ -92,7 +92,7 @@ class SlotParts {
     return true;
   }
 
-  // The part is never handed out again. Returns whether it is the first one of its row.
+  // Note that a part is never used again. Returns whether it is the first such part of its row.
   bool retire(Slot part) {
     bool& retired = divided_[row(part)].retired;
     return !std::exchange(retired, true);
@@ -102,7 +102,7 @@ class SlotParts {
   struct Divided {
     uint64_t taken = 0;
     uint8_t set_size = 0;
-    bool retired = false;  // one of its parts
+    bool retired = false;  // whether one of its parts is
   };
   struct Link {
     Slot next, previous;
@@ -130,10 +130,10 @@ class SlotParts {
   Slot rows_;
   uint32_t stride_;
   HugeColumn<Divided> divided_;           // by row
-  HugeColumn<Link> links_;                // by part: its neighbours among the free ones like it
-  std::vector<std::vector<Slot>> first_;  // free part, by set size and member
+  HugeColumn<Link> links_;                // each part's neighbours in its list of free parts
+  std::vector<std::vector<Slot>> first_;  // the first free part, by set size and member
   Slot free_ = 0;
-  uint32_t turn_ = 0;  // the member that is next
+  uint32_t turn_ = 0;  // the member that gets the next part
 };
 
 }  // namespace nvmeof

@@ -13,7 +13,7 @@ namespace {
 
 // A pool slot is retired after this many reads, or writes, in a row have failed.
 constexpr int kFailuresMax = 3;
-// A queue may be this many times as long as the shortest one, in time, and still be added to.
+// A write may go to a queue that is, in time, up to this many times as long as the shortest.
 constexpr double kPatience = 2.0;
 // Victims between two steps of `warm_victims`.
 constexpr size_t kStep = 6;
@@ -23,7 +23,7 @@ std::unique_ptr<Order> make(const MakeOrder& make_order, const Slots& slots) {
   return std::make_unique<Lru>(slots.all());
 }
 
-// Whether the CPU tier, or the pool, holds a whole copy of an entry in this state.
+// Return whether the tier holds a whole copy of an entry in this state.
 bool copied(State state, Source tier) {
   if (state == State::FETCHING && mutant("fetch_is_reported_at_its_start")) return true;
   if (tier == Source::CPU)
@@ -31,7 +31,7 @@ bool copied(State state, Source tier) {
   return state == State::BOTH || state == State::POOLED || state == State::FETCHING;
 }
 
-// What a look-up and `weigh` tell apart.
+// The cases that a look-up and `weigh` distinguish.
 enum class Seen : uint8_t { NOWHERE, CPU, POOL, ON_ITS_WAY };
 
 Seen seen(State state) {
@@ -71,7 +71,7 @@ Tiers::Tiers(Options options)
   make_orders();
 }
 
-// Nothing is evictable, and nothing waits to be written.
+// Make new orders, in which nothing is evictable and nothing waits to be written.
 void Tiers::make_orders() {
   backlog = passed_over_ = 0;
   stays_ = HugeColumn<Stay>(stays_.size());  // all are KEPT
@@ -87,7 +87,7 @@ void Tiers::make_orders() {
 Source Tiers::lookup(const char* key, uint8_t sources) const {
   const Row row = index.find(key);
   const Foreign* const foreign = options_.foreign;
-  // Most often nobody else is there: a miss then costs no call and no fingerprint.
+  // Usually there are no other engines, and a miss then needs neither a call nor a fingerprint.
   if (row == kNoRow && foreign && !foreign->empty() && sources & kFromPool)
     return foreign_row(key).place == kNoPlace ? Source::NONE : Source::SHARED;
   return source_of(row, sources);
@@ -99,7 +99,7 @@ Source Tiers::source_of(Row row, uint8_t sources) const {
   const State state = entry.state;
   if (state == State::STORING && mutant("store_in_flight_is_a_miss")) return Source::NONE;
   if (in_cache(state)) {
-    // A fetch counts as the CPU tier, unless only what is there already is asked for.
+    // A fetch counts as the CPU tier, unless the look-up is restricted to the CPU tier.
     const bool fetched = state == State::FETCHING || state == State::BORROWING;
     const bool there = !fetched || mutant("fetching_hits_in_the_second_look_up");
     const bool allowed = sources & kFromCpu && (there || sources & kFromPool);
@@ -132,14 +132,14 @@ size_t Tiers::weigh(Keys keys, std::span<const uint64_t> lane_bytes,
   };
   for (size_t at = 0; at < rows.size(); ++at) {
     if (rows[at] == kNoRow) {
-      all_cached = false;  // it has left since, or another engine has given it up
+      all_cached = false;  // evicted since, or another engine has dropped it
       if (!foreign.empty() && foreign[at].place != kNoPlace)
         read(foreign[at].place, group_of(keys[at]));
       continue;
     }
     const Entry& entry = index[rows[at]];
     if (entry.state == State::BORROWING)
-      all_cached = false;  // it is read already
+      all_cached = false;  // being read already
     else if (in_cache(entry.state) && entry.state != State::FETCHING)
       leading += all_cached;
     else
@@ -148,7 +148,7 @@ size_t Tiers::weigh(Keys keys, std::span<const uint64_t> lane_bytes,
   return leading;
 }
 
-// Fetch the memory of this entry's slots, and of their places in the orders.
+// Prefetch the memory of this entry's slots, and of their positions in the orders.
 void Tiers::warm_slots(const Entry& entry) const {
   if (entry.cache != kNoSlot) {
     cache.warm(static_cast<Slot>(entry.cache));
@@ -217,7 +217,7 @@ uint64_t Tiers::mixed(std::span<const Row> rows, std::span<const ForeignRow> for
       continue;
     }
     if (rows[at] == kNoRow) return 0;
-    // A row may be free by now, and has no place then, or may have become another key's.
+    // A remembered row may be free by now, and then has no place, or may belong to another key.
     const Entry& entry = index[rows[at]];
     const Seen there = seen(entry.state);
     if (there == Seen::NOWHERE || source_of(rows[at], sources) == Source::NONE) return 0;
@@ -278,7 +278,7 @@ void Tiers::add(Batch& batch, Row row, int32_t slot, Place place, bool filling) 
   add_row(batch, row, index.key(row), column, place, filling);
 }
 
-// The chunk has left the tiers since its look-up: every rank fails this row with STALE.
+// Add a row for a chunk that was evicted since its look-up: every rank fails it with STALE.
 void Tiers::add_gone(Batch& batch, const char* key) const {
   const size_t group = group_of(key);
   batch.generations.push_back(0);
@@ -334,10 +334,10 @@ StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t
     held.clear();
   };
   plan.batch.reserve(fresh.size(), index.key_bytes());
-  // By key; empty: nobody else has anything.
+  // Other engines' rows by key, or empty if there are none.
   const std::vector<ForeignRow>& elsewhere = foreign_rows(keys, before, From::LIVING);
   const bool may_leave = !elsewhere.empty() && !mutant("a_duplicate_is_written");
-  std::vector<uint32_t> by;  // of the batch's rows
+  std::vector<uint32_t> by;  // the sort values of the batch's rows
   for (const uint32_t at : fresh) {
     const char* const key = keys[at];
     if (index.find(key) != kNoRow) continue;  // named twice
@@ -401,8 +401,8 @@ void Tiers::keep(Row row) {
   if (stays_[slot] == Stay::KEPT) return;
   stay(slot, Stay::KEPT);
   cache[slot].used = ++uses_;
-  if (index[row].state != State::CACHED || !options_.writes) return;  // or it is being stored
-  clean->withdraw(slot);  // written on eviction, it waits in another order
+  if (index[row].state != State::CACHED || !options_.writes) return;  // or being stored
+  clean->withdraw(slot);  // if written on eviction, it waits in another order
   want_or_dedupe(row);
   settle(row);
 }
@@ -413,15 +413,15 @@ void Tiers::cool(Keys keys) {
   for (size_t at = 0; at < rows.size(); ++at) {
     if (rows[at] == kNoRow || index[rows[at]].cache == kNoSlot) continue;
     const auto slot = static_cast<Slot>(index[rows[at]].cache);
-    if (cache[slot].wanted && !options_.demotes) continue;        // evicted now, it would be lost
+    if (cache[slot].wanted && !options_.demotes) continue;        // eviction now would lose it
     if (cache[slot].requests <= 1) cool(slot, rows.size() - at);  // others use the rest
   }
 }
 
-// This slot's chunk counts as last used then, before the first use.
+// Set the last use of this slot's chunk to `used`, which is before all real uses.
 void Tiers::cool(Slot slot, uint64_t used) {
   cache[slot].used = used;
-  if (!home(slot).contains(slot)) return;  // it is filed by its last use when it is admitted
+  if (!home(slot).contains(slot)) return;  // it is filed when it is admitted
   home(slot).withdraw(slot);
   home(slot).admit(slot);
 }
@@ -434,11 +434,11 @@ Batch Tiers::plan_load(Keys keys, size_t land_max, std::span<const uint32_t> ord
   touch(rows, false);
   const uint64_t newest = uses_;
   batch.reserve(rows.size(), index.key_bytes());
-  // Pin everything first: landing below evicts, and must not evict a chunk of this load.
+  // Pin everything first: taking cache slots below must not evict a chunk of this load.
   const std::vector<ForeignRow>& foreign = foreign_rows(keys, rows);
   const auto row_at = [&rows](size_t at) { return at < rows.size() ? rows[at] : kNoRow; };
   for (size_t at = 0; at < rows.size(); ++at) {
-    // What `touch` fetched is no longer near where a load is long.
+    // In a long load, what `touch` prefetched is no longer in cache.
     if (const Row later = row_at(at + 2 * kAhead); later != kNoRow) index.warm(later);
     if (const Row next = row_at(at + kAhead); next != kNoRow) warm_slots(index[next]);
     const Row row = rows[at];
@@ -498,7 +498,7 @@ Row Tiers::begin_fetch(const char* key, size_t reason) {
   return row;
 }
 
-// This pooled entry's chunk is to be read into a cache slot that was just taken.
+// Start reading this pooled entry's chunk into a cache slot that was just taken.
 void Tiers::fill_from_pool(Row row, Slot slot) {
   Entry& entry = index[row];
   Target& one = target(entry.place);
@@ -518,7 +518,7 @@ void Tiers::detach(Batch& fetch, size_t at) {
     cache.free_at_once(slot_of_column(fetch.cache[at]));
 }
 
-// This fetched entry's chunk does not come: it is where it was.
+// Cancel the fetch of this entry: its chunk is only where it was before.
 void Tiers::cancel_fetch(Row row) {
   if (on(row, Event::FETCH_CANCELLED) == State::ABSENT) {
     forget(row, false);
@@ -569,7 +569,7 @@ void Tiers::drain() {
     }
     const Row row = cache[slot].row;
     const Place place = take_place(part_of(index[row].group, cache_member(column_of(slot))));
-    if (place == kNoPlace) return;  // until a slot is released, or a target answers again
+    if (place == kNoPlace) return;  // wait until a slot is released or a target answers again
     unwant(slot);
     passed_over_ -= passed_over_ > 0;
     Target& one = target(place);
@@ -601,7 +601,7 @@ void Tiers::unwant(Slot slot) {
   unwritten->withdraw(slot);
 }
 
-// The target of the next write: see manager/target_choice.py.
+// Choose the target of the next write; see manager/target_choice.py.
 Target* Tiers::choose() {
   std::vector<size_t> ready;
   for (size_t number = 0; number < targets.size(); ++number)
@@ -617,7 +617,7 @@ Target* Tiers::choose() {
     least = std::min(least, targets[number].pass);
     shortest = std::min(shortest, static_cast<double>(targets[number].pending) / speed(number));
   }
-  // A target that was away does not catch up: it begins where the others are.
+  // A target that was unusable does not catch up: it continues with the others' pass.
   pass_ = std::max(pass_, least);
   const auto rank = [&](size_t number) {
     return std::tuple(targets[number].slots.free() == 0, std::max(targets[number].pass, pass_),
@@ -636,7 +636,7 @@ Target* Tiers::choose() {
 
 // -- slots ----------------------------------------------------------------------------
 
-// Fetch the memory of the next victims step by step. leaves: their entries leave the index.
+// Prefetch the memory of the next victims step by step. leaves: their entries leave the index.
 void Tiers::warm_victims(const Order& order, const Slots& slots, bool leaves) const {
   if (const Slot slot = order.later(3 * kStep); slot != kNone) {
     slots.warm(slot);
@@ -657,7 +657,7 @@ bool Tiers::may_lose(bool is_read) const {
   return std::ranges::none_of(targets, takes_writes);
 }
 
-// A free cache slot, evicting if need be; kNone: what there is is pinned, or unwritten.
+// Take a cache slot, evicting if necessary. Returns kNone if all are pinned or unwritten.
 Slot Tiers::take_cache_slot(bool is_read, const Part& part) {
   const Slot slot = cache.take(part);
   if (slot != kNone) return slot;
@@ -672,7 +672,7 @@ Slot Tiers::take_cache_slot(bool is_read, const Part& part) {
   return cache.take();
 }
 
-// This evictable slot's chunk leaves the CPU tier.
+// Evict this slot's chunk from the CPU tier.
 void Tiers::evict_cached(Slot victim, bool is_clean) {
   if (is_clean && options_.demotes) {
     const Slot coldest = unwritten->peek();
@@ -686,7 +686,7 @@ void Tiers::evict_cached(Slot victim, bool is_clean) {
   evict(row, Event::EVICT_CACHE);
 }
 
-// A slot on a usable target, evicting if need be; kNoPlace: all there are pinned.
+// Take a slot on a usable target, evicting if necessary. Returns kNoPlace if all are pinned.
 Place Tiers::take_place(const Part& part) {
   Target* const one = choose();
   if (!one) return kNoPlace;
@@ -754,7 +754,7 @@ void Tiers::log(Source tier, bool removed, const char* key) {
   moved_bytes += index.key_bytes();
 }
 
-// Admit the entry to the orders in which it is evictable, withdraw it elsewhere.
+// Admit the entry to the orders in which it is evictable, and withdraw it from the others.
 void Tiers::settle(Row row) {
   const Entry& entry = index[row];
   const State state = entry.state;
@@ -781,7 +781,7 @@ void Tiers::evict(Row row, Event event) {
   // otherwise its other copy stays as evictable as it was
 }
 
-// The key misses at once; its slots are freed at their last release.
+// Make the key miss at once. The entry's slots are freed at their last release.
 void Tiers::doom(Row row, bool retire) {
   if (mutant("doomed_entry_still_hits")) return;
   on(row, Event::DOOM);
@@ -853,8 +853,8 @@ void Tiers::warm(const Batch& batch, size_t at) const {
   }
 }
 
-// One rank's failure dooms what the row names, before the others have reported. Returns whether the
-// chunk has lost its cache slot by it.
+// Doom the row's entry after one rank's failure, before the others have reported. Returns whether
+// the chunk has lost its cache slot.
 bool Tiers::fails(OpKind kind, const Batch& batch, size_t at, Outcome code, int error) {
   if (mutant("failed_key_is_not_dropped")) return false;
   const Row row = batch.rows[at];
@@ -866,7 +866,7 @@ bool Tiers::fails(OpKind kind, const Batch& batch, size_t at, Outcome code, int 
   const State state = index[row].state;
   const bool at_gate = code == Outcome::STALE && place == kNoPlace && kind == OpKind::LOAD;
   if (at_gate && !mutant("stale_at_a_gate_dooms_a_good_copy")) {
-    // It says nothing of the chunk's place in the pool: at most its cache slot is lost.
+    // The failure says nothing about the pool's copy: at most the cache slot is lost.
     if (state == State::POOLED || state == State::FETCHING || state == State::STORING ||
         state == State::BORROWING)
       return false;
@@ -881,7 +881,7 @@ bool Tiers::fails(OpKind kind, const Batch& batch, size_t at, Outcome code, int 
   return true;
 }
 
-// Every rank has reported on the row. Returns whether the chunk has lost its cache slot by it.
+// Decide a row on which every rank has reported. Returns whether the chunk has lost its cache slot.
 bool Tiers::decide(OpKind kind, const Batch& batch, size_t at) {
   const Row row = batch.rows[at];
   const bool ok = batch.code[at] == Outcome::OK;
@@ -895,7 +895,7 @@ bool Tiers::decide(OpKind kind, const Batch& batch, size_t at) {
     failed_reads_.erase(batch.places[at]);
   if (!holds(batch, at) || !batch.filling[at]) return false;
   if (kind == OpKind::STORE) {
-    on(row, Event::COPIED);  // a failure has doomed it
+    on(row, Event::COPIED);  // a failure would have doomed the entry
     const auto slot = static_cast<Slot>(index[row].cache);
     const bool provisional =
         stays_[slot] != Stay::KEPT && !mutant("provisional_is_written_at_once");
@@ -905,7 +905,7 @@ bool Tiers::decide(OpKind kind, const Batch& batch, size_t at) {
   if (ok)
     on(row, Event::FETCHED);
   else
-    cancel_fetch(row);  // any other failure has doomed it
+    cancel_fetch(row);  // any failure but CANCELLED would have doomed the entry
   if (ok && is_foreign(batch.places[at]) && options_.writes) want_or_dedupe(row);
   return !ok;
 }
@@ -915,7 +915,7 @@ void Tiers::ended_write(const Batch& batch, size_t at) {
   const Place place = batch.places[at];
   --pending;
   --target(place).pending;
-  if (!holds(batch, at)) return;  // its slots were orphaned
+  if (!holds(batch, at)) return;  // the entry's slots were orphaned
   if (batch.code[at] == Outcome::OK || mutant("failed_write_counts_as_written")) {
     if (!failed_writes_.empty()) failed_writes_.erase(place);
     on(row, Event::WRITTEN);
@@ -936,7 +936,7 @@ void Tiers::release(const Batch& batch, size_t at) {
   if (holds(batch, at)) settle(batch.rows[at]);
 }
 
-// Count a slot's failure, unless the whole target has failed; returns whether to retire the slot.
+// Count a failure of the slot, unless it is the whole target's. Returns whether to retire the slot.
 bool Tiers::worn(std::unordered_map<Place, int>& failures, Place place, Outcome code, int error) {
   const auto number = static_cast<size_t>(error);
   const bool slots_fault = code == Outcome::IO_ERROR &&
@@ -987,7 +987,7 @@ void Batch::sort(const std::vector<uint32_t>& by, size_t key_bytes) {
   keys = std::move(sorted);
 }
 
-// Everything leaves: tier by tier, so that these are few moves of many keys.
+// Log that all entries leave, tier by tier, so that there are few moves of many keys each.
 void Tiers::log_reset() {
   if (!options_.logs_moves || mutant("reset_is_not_reported")) return;
   for (const Source tier : {Source::CPU, Source::POOL}) {
@@ -1001,7 +1001,7 @@ void Tiers::log_reset() {
 }
 
 void Tiers::reset() {
-  // What was only intended is dropped; no rank knows of it.
+  // Drop what was only planned, which no rank knows of.
   for (size_t at = 0; at < writes_.size(); ++at) {
     --pending;
     --target(writes_.places[at]).pending;
@@ -1012,7 +1012,7 @@ void Tiers::reset() {
     for (size_t at = 0; at < intended.size(); ++at) release(intended, at);
     intended = {};
   }
-  // Arrivals that were not reported are cancelled by these removals.
+  // Drop arrivals that were not reported yet, because the removals below cancel them.
   std::erase_if(moves, [this](const Move& move) {
     moved_bytes -= move.removed ? 0 : move.keys.size();
     return !move.removed;
@@ -1024,7 +1024,7 @@ void Tiers::reset() {
   for (Target& one : targets) one.slots.orphan_all();
   failed_reads_.clear();
   failed_writes_.clear();
-  // The weights may be others, whose bytes the ranks have not compared yet.
+  // The weights may have changed, and the ranks have not compared the new bytes yet.
   for (Trust& trust : trust_) trust.equal = trust.stored = 0;
   if (options_.foreign) options_.foreign->reset();
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Both tiers of the manager: the index, the slots, eviction, and the loops over the rows of a
-// batch. Python decides once per batch what is to be stored, loaded, fetched and written; what
-// runs per chunk runs here. Only the scheduler's thread calls it, and it does no I/O.
+// batch. Python decides once per batch what to store, load, fetch and write; code that runs per
+// chunk is here. Only the scheduler's thread calls it, and it does no I/O.
 #pragma once
 
 #include <array>
@@ -21,24 +21,24 @@
 
 namespace nvmeof {
 
-// Of one group: whether the ranks of its sets are believed to have equal bytes. They say of
-// samples, which all of them store, what bytes these have.
+// The evidence that the ranks of a group's sets have equal bytes. All ranks store samples and
+// report their checksums.
 struct Trust {
   explicit Trust(uint32_t members) : set_size(members) {}
 
   uint32_t set_size;
   uint32_t equal = 0;   // samples that were equal in every set
-  bool ended = false;   // two ranks of a set differed: no chunk has a single copy any more
-  uint64_t stored = 0;  // chunks, since the ranks were believed
+  bool ended = false;   // two ranks of a set differed, so that no more single copies are stored
+  uint64_t stored = 0;  // chunks stored since `equal` was high enough
 };
 
-// The samples of a store's rows, as far as ranks have reported them.
+// The checksums of a store's rows that ranks have reported so far.
 class Samples {
  public:
-  // How the bytes of a row compare once a rank has reported them.
+  // The comparison of a row's checksums after another rank's report.
   enum class Seen : uint8_t { SOME, ALL_EQUAL, DIFFERENT };
 
-  // crc: of the row's payload on `rank`. ranks: of all sets.
+  // crc: the CRC of the row's payload on `rank`. ranks: the number of ranks in all sets.
   Seen add(size_t row, uint32_t crc, uint32_t rank, uint32_t set_size, uint32_t ranks) {
     const size_t at = row * ranks + rank / set_size;  // there are no more sets than ranks
     if (crcs_.size() <= at) crcs_.resize((row + 1) * ranks);
@@ -51,72 +51,71 @@ class Samples {
   }
 
  private:
-  std::vector<uint64_t> crcs_;     // by row and set: the first one; 0: none was reported
+  std::vector<uint64_t> crcs_;     // the first CRC by row and set, or 0 if none was reported
   std::vector<uint16_t> reports_;  // by row
 };
 
 using Keys = std::span<const char* const>;
 
-// SHARED: the pool of another engine.
+// Where a look-up finds a chunk. SHARED: in the pool of another engine.
 enum class Source : uint8_t { NONE, CPU, POOL, SHARED };
 inline constexpr size_t kSources = 4;
-// The tiers that a look-up may hit. Another engine's chunks are where ours of the pool are.
+// The tiers that a look-up may hit. Another engine's chunks count as chunks of the pool.
 inline constexpr uint8_t kFromCpu = 1, kFromPool = 2;
 
-// A chunk that other engines had is written once they have it no more, if so many requests have
-// used it here.
+// Requests that must have used a chunk before it is written because other engines have dropped it.
 inline constexpr uint32_t kUsesMin = 2;
 
-// A loop over keys or rows fetches the memory of the one that is this far ahead.
+// The distance at which a loop over keys or rows prefetches memory.
 inline constexpr size_t kAhead = 16;
 
-// Why a chunk is fetched: `Reason` in manager/hold_and_prefetch.py.
+// The number of reasons for a fetch: `Reason` in manager/hold_and_prefetch.py.
 inline constexpr size_t kFetchReasons = 3;
 
-// What `wanted` says of a key that is offered for storing.
+// The decision on a key that is offered for storing, as in the column `wanted`.
 enum class Store : uint8_t { NOT, KEPT, PROVISIONALLY };
-// Of a cache slot's chunk. A provisional one is not written; once a later boundary is stored it is
-// superseded, and the next to be evicted.
+// The status of a cache slot's chunk. A provisional chunk is not written. Once a later boundary is
+// stored, it is superseded and the next to be evicted.
 enum class Stay : uint8_t { KEPT, PROVISIONAL, SUPERSEDED };
 
-// One op's rows as columns, and what the ranks have reported on each.
+// One op's rows as columns, with what the ranks have reported on each.
 struct Batch {
   size_t size() const { return rows.size(); }
   void reserve(size_t count, size_t key_bytes);
   void remove(size_t at, size_t key_bytes);
-  // Sort the rows. by: of each row, as many values as rows.
+  // Sort the rows. by: the sort value of each row.
   void sort(const std::vector<uint32_t>& by, size_t key_bytes);
 
-  SmallColumn<Row> rows;       // kNoRow: of a load, the chunk is gone, or another engine's
-  SmallColumn<char, 40> keys;  // joined
+  SmallColumn<Row> rows;       // kNoRow in a load if the chunk was evicted or is another engine's
+  SmallColumn<char, 40> keys;  // all keys, joined
   SmallColumn<uint64_t> generations;
-  SmallColumn<int32_t> cache;      // kNoSlot: none
-  SmallColumn<Place> places;       // kNoPlace: none, or it is not read
+  SmallColumn<int32_t> cache;      // kNoSlot if there is no cache slot
+  SmallColumn<Place> places;       // kNoPlace if there is no place, or it is not read
   SmallColumn<uint8_t> groups;     // positions of KV cache groups
-  SmallColumn<uint8_t> filling;    // the row's own fill: a store, a fetch, a landing; else 0
-  SmallColumn<Outcome> code;       // the worst that a rank has reported
-  SmallColumn<int16_t> error;      // errno, where code is IO_ERROR
-  SmallColumn<uint16_t> outcomes;  // ranks whose outcome is owed
-  SmallColumn<uint16_t> releases;  // ranks whose release is owed
+  SmallColumn<uint8_t> filling;    // 1 if the row fills its cache slot, else 0
+  SmallColumn<Outcome> code;       // the worst outcome that a rank has reported
+  SmallColumn<int16_t> error;      // errno, if code is IO_ERROR
+  SmallColumn<uint16_t> outcomes;  // ranks that must still report an outcome
+  SmallColumn<uint16_t> releases;  // ranks that must still report a release
   Samples samples;
   size_t undecided = 0, unreleased = 0;  // rows
 };
 
-// One rank's report on some rows of a batch. No indexes: on all of them. No codes: all are OK.
+// One rank's report on rows of a batch, on all if there are no indexes. Without codes all are OK.
 struct Report {
   std::span<const uint32_t> indexes;
   std::span<const uint8_t> codes;
   std::span<const int16_t> errors;
-  std::span<const uint8_t> released;  // none: every row's buffers are released
-  std::span<const uint32_t> crcs;     // of the rows that are samples, in this order
-  uint32_t rank = 0;                  // if there are CRCs
+  std::span<const uint8_t> released;  // empty if every row's buffers are released
+  std::span<const uint32_t> crcs;     // the CRCs of the rows that are samples, in order
+  uint32_t rank = 0;                  // valid if there are CRCs
 };
 
-// What a report has brought about, as indexes of the batch's rows.
+// The effect of a report, as indexes of the batch's rows.
 struct Effect {
-  std::vector<uint32_t> lost;     // their chunks are not in the cache slot any more
-  std::vector<uint32_t> decided;  // all ranks have reported
-  std::vector<uint32_t> failed;   // of these: one of the ranks has reported a failure
+  std::vector<uint32_t> lost;     // rows with chunks that are no longer in the cache slot
+  std::vector<uint32_t> decided;  // rows on which all ranks have reported
+  std::vector<uint32_t> failed;   // decided rows that failed on some rank
 
   void clear() {
     lost.clear();
@@ -128,36 +127,36 @@ struct Effect {
 struct StorePlan {
   Batch batch;
   size_t absent = 0;              // keys without an entry
-  std::vector<uint32_t> refused;  // the keys that were wanted and found no cache slot
+  std::vector<uint32_t> refused;  // keys that were wanted but got no cache slot
 };
 
-// Bytes that one rank reads of a chunk. lane_bytes: by group; then, where ranks share single
-// copies, of one of these, on average over the members.
+// Return the bytes of a chunk that one rank reads. lane_bytes: by group, for chunks on every rank,
+// and then by group, for single copies, averaged over the members.
 inline uint64_t read_bytes_of(Place place, size_t group, std::span<const uint64_t> lane_bytes) {
   return lane_bytes[member_of(place) == kEveryMember ? group : lane_bytes.size() / 2 + group];
 }
 
-// Where a look-up finds the chunks of some keys. mixed: another number when one of them has moved
-// to another tier or place, or has begun to be loaded; 0: one of them misses.
+// Where a look-up finds the chunks of some keys. `mixed` changes when a chunk moves to another tier
+// or place, or when a load of one begins. It is 0 if a key misses.
 struct Whereabouts {
-  std::vector<Row> rows;  // empty: some are other engines', which are found by their keys alone
+  std::vector<Row> rows;  // empty if some are other engines', which are found only by their keys
   uint64_t mixed = 0;
 };
 
-// These keys, one after another, came to a tier or left it.
+// Consecutive keys that entered a tier or left it.
 struct Move {
   Source tier;
   bool removed;
   std::string keys;
 };
 
-// Events since the counts were taken.
+// Counts of events since they were last taken.
 struct Counts {
   uint64_t cache_evictions = 0, pool_evictions = 0, refused_writes = 0, written = 0, retired = 0;
-  uint64_t superseded = 0;   // chunks that were provisional and were never written
+  uint64_t superseded = 0;   // provisional chunks that were never written
   uint64_t borrowed = 0;     // chunks read from other engines' regions by every rank
   uint64_t deduped = 0;      // chunks not written because another engine has them
-  uint64_t hints_taken = 0;  // of others' hints, those on chunks that the pool still had
+  uint64_t hints_taken = 0;  // others' hints on chunks that the pool still had
   bool operator==(const Counts&) const = default;
 };
 
@@ -165,22 +164,22 @@ struct Options {
   Slot cache_slots = 0;
   std::vector<Slot> pool_slots;  // by target
   size_t key_bytes = 0;
-  // By position, vLLM's number of each KV cache group, which ends its keys. A key of another group
+  // vLLM's number of each KV cache group, by position. Keys end with it. A key of any other group
   // is never stored or adopted.
   std::vector<uint32_t> group_ids{0};
   uint16_t ranks = 1;
-  std::vector<uint32_t> set_sizes;  // of each group; empty: all are 1
-  uint32_t equal_min = 8;           // chunks that a group's members stored alike before they share
-  uint32_t sample_every = 1024;     // from then on, one chunk of so many is stored by all of them
-  uint64_t credit = 0;              // `Recency`'s of the CPU tier, in uses
-  bool writes = true;               // chunks are written to the pool
-  bool demotes = false;             // on eviction; else as soon as they are stored
+  std::vector<uint32_t> set_sizes;  // by group; empty if all are 1
+  uint32_t equal_min = 8;           // samples of a group that must be equal before single copies
+  uint32_t sample_every = 1024;     // after that, every rank stores one chunk in this many
+  uint64_t credit = 0;              // the CPU tier's credit for `Recency`, in uses
+  bool writes = true;               // whether chunks are written to the pool
+  bool demotes = false;             // whether they are written on eviction, or when stored
   bool logs_moves = false;
-  size_t writes_max = 1;          // writes intended and under way
-  size_t clean_min = 1;           // on eviction: slots to keep free, or evictable without a loss
-  std::vector<bool> slot_errnos;  // by errno: a failure with it speaks against the slot
-  MakeOrder make_order;           // none: Lru
-  Foreign* foreign = nullptr;     // other engines' chunks; none: nothing is shared
+  size_t writes_max = 1;          // bound on writes intended and under way
+  size_t clean_min = 1;           // if `demotes`: slots to keep free or evictable without loss
+  std::vector<bool> slot_errnos;  // whether a failure means that the slot is bad, by errno
+  MakeOrder make_order;           // empty for Lru
+  Foreign* foreign = nullptr;     // other engines' chunks, or null if nothing is shared
 };
 
 // The pool's slots on one target, and the writes to it.
@@ -194,12 +193,12 @@ struct Target {
   }
 
   Slots slots;
-  Recency recency{0};  // returns do not count here
+  Recency recency{0};  // the pool gives no credit
   std::unique_ptr<Order> order;
   bool usable = true;
   size_t pending = 0;  // writes intended and under way
-  double speed = 0;    // its write rate as a share of the fastest one's; 0: unknown
-  double pass = 0;     // writes that it was given, over its speed
+  double speed = 0;    // its write rate as a share of the fastest target's, or 0 if unknown
+  double pass = 0;     // the writes that it was given, divided by its speed
 };
 
 class Tiers {
@@ -208,67 +207,67 @@ class Tiers {
 
   // -- look-ups ---------------------------------------------------------------------
   Source lookup(const char* key, uint8_t sources) const;
-  // Which of the keys a look-up would find now: 1 or 0 by key.
+  // Return which of the keys a look-up would find now, as a 1 or 0 per key.
   std::string present(Keys keys, uint8_t sources) const;
-  // Of keys that were just found: how many lead in the CPU tier; adds the others' bytes by target.
-  // lane_bytes: see `read_bytes_of`.
+  // Return how many leading keys, of keys that were just found, are in the CPU tier, and add the
+  // others' bytes to `by_target`. lane_bytes: see `read_bytes_of`.
   size_t weigh(Keys keys, std::span<const uint64_t> lane_bytes,
                std::vector<uint64_t>& by_target) const;
-  // The keys, in prefix order, were used; ended: by an ended request. Heads outlive tails.
+  // Note a use of the keys, in prefix order. ended: their request has ended. Heads outlive tails.
   void touch(Keys keys, bool ended) { touch(rows_of(keys), ended); }
 
   // -- remembered answers: manager/look_up.py ---------------------------------------
   Whereabouts whereabouts(Keys keys, uint8_t sources) const;
-  // Whether they are the same, of the same keys and sources.
+  // Return whether a look-up of the same keys and sources would find the same now.
   bool unmoved(const Whereabouts& before, uint8_t sources) const {
     return mixed(before.rows, {}, sources) == before.mixed;
   }
 
   // -- plans ------------------------------------------------------------------------
-  // Of a key in several places the first one is adopted. Returns the number of adopted entries.
+  // Adopt chunks found at a start; if a key has several, the first. Returns the number adopted.
   size_t adopt(std::span<const Place> places, std::span<const uint64_t> generations,
                const char* keys);
-  // Keys come in prefix order. order: by key, its place in vLLM's list, which is that of the
-  // batch's rows; empty: they come as in that list.
-  // wanted: by key, or empty: all are kept. A provisional entry of a key that is to be kept now is
-  // kept. Generations count up from `generation`.
+  // Plan a store. keys: in prefix order. order: each key's position in vLLM's list, by which the
+  // batch's rows are sorted; empty if the keys have that order already. wanted: a `Store` per key,
+  // or empty to keep all. A provisional entry is kept from now on if its key is wanted as KEPT.
+  // Generations count up from `generation`.
   StorePlan plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t& generation,
                        std::span<const uint32_t> order = {});
-  // A key without an entry becomes a row without slot and place. land_max: reads that may stay.
+  // A key without an entry gets a row without slot and place. land_max: reads into cache slots.
   Batch plan_load(Keys keys, size_t land_max, std::span<const uint32_t> order = {});
-  // These keys' provisional entries are superseded; others are left alone.
+  // Mark these keys' provisional entries as superseded. Other entries do not change.
   void supersede(Keys keys);
-  // They are to be kept, and written like any other.
+  // Keep these keys' entries, and write them like any other.
   void keep(Keys keys);
-  // Make these chunks the next to leave the CPU tier, the last key first, except chunks that more
-  // than one request has used. A chunk that waits to be written through keeps its turn, and without
-  // a pool nothing changes.
+  // Make these chunks the next to be evicted from the CPU tier, the last key first, except chunks
+  // that more than one request has used. A chunk that waits to be written through keeps its turn,
+  // and without a pool nothing changes.
   void cool(Keys keys);
-  // Intend to read a key that is only in a pool into a cache slot; kNoRow: there is no slot, or
-  // another engine has it no more.
+  // Plan to read a key that is only in a pool into a cache slot. Returns kNoRow if there is no
+  // slot, or if another engine no longer has the chunk.
   Row begin_fetch(const char* key, size_t reason);
-  // The intended fetches, in their order, which are sent now.
+  // Take the planned fetches, in order, to send them.
   Batch take_fetches(size_t reason) { return std::exchange(fetches_[reason], {}); }
-  // Take a fetch off its entry: later look-ups find the entry in the pool only.
+  // Detach a fetch from its entry: later look-ups find the entry only in the pool.
   void detach(Batch& fetch, size_t at);
-  // The same for a fetch that is only intended.
+  // The same for a fetch that is only planned.
   void drop_fetch(size_t reason, Row row);
   // Begin the writes that the policy wants and the bound allows; `take_writes` sends them.
   void drain();
   Batch take_writes();
-  // Keep a chunk in its cache slot, once more; kNoRow: it has none.
+  // Add a hold to a chunk's cache slot. Returns kNoRow if the chunk has none.
   Row hold(const char* key);
   void release_hold(Slot slot, Row row, uint64_t generation);
-  // Other engines have borrowed chunks of our pool, which count as used by that. Takes so many of
-  // their hints at most.
+  // Apply at most `max` hints of other engines: chunks of our pool that they have read count as
+  // used.
   void heed_hints(size_t max);
 
   // -- facts ------------------------------------------------------------------------
   void report(OpKind kind, Batch& batch, const Report& report, Effect& effect);
-  // Fetch the memory of what a report on this row changes.
+  // Prefetch the memory that a report on this row changes.
   void warm(const Batch& batch, size_t at) const;
-  // The groups whose members have turned out to differ since the last call. What one of them stored
-  // for all is then nothing to the others: the caller resets.
+  // Take the groups in which members were found to differ since the last call. A member's single
+  // copies are then wrong for the others, so the caller must reset.
   std::vector<size_t> take_unequal() { return std::exchange(unequal_, {}); }
   void reset();
 
@@ -277,15 +276,15 @@ class Tiers {
   size_t writes_intended() const { return writes_.size(); }
   size_t fetches_intended() const;
 
-  // Other engines' chunks; none: nothing is shared.
+  // Return other engines' chunks, or null if nothing is shared.
   const Foreign* foreign() const { return options_.foreign; }
 
   Index index;
   Slots cache;
-  std::unique_ptr<Order> clean;      // cache slots that are evictable without a loss
-  std::unique_ptr<Order> unwritten;  // evictable ones whose chunks would be lost: see `may_lose`
+  std::unique_ptr<Order> clean;      // cache slots that are evictable without loss
+  std::unique_ptr<Order> unwritten;  // slots of which eviction loses the chunk; see `may_lose`
   std::vector<Target> targets;
-  // What the column `cache` of a batch says of a cache slot.
+  // Return a cache slot as the column `cache` of a batch has it.
   int32_t column_of(Slot slot) const {
     const SlotParts& parts = cache.parts;
     if (!parts.is_part(slot)) return static_cast<int32_t>(slot);
@@ -293,7 +292,7 @@ class Tiers {
   }
 
   std::deque<Move> moves;
-  size_t moved_bytes = 0;  // of keys in `moves`
+  size_t moved_bytes = 0;  // the bytes of all keys in `moves`
   size_t backlog = 0;      // chunks that wait to be written
   size_t pending = 0;      // writes intended and under way
   Counts counts;
@@ -302,26 +301,26 @@ class Tiers {
   Target& target(Place place) { return targets[target_of(place)]; }
   const Target& target(Place place) const { return targets[target_of(place)]; }
   Order& home(Slot slot) { return cache[slot].wanted ? *unwritten : *clean; }
-  // The chunk to write next. Written through, they are written as they came, under any policy.
+  // Return the slot to write next. In write-through mode this is the oldest, under any policy.
   Slot next_to_write() { return options_.demotes ? unwritten->peek() : arrivals_.first(); }
-  // Whether a chunk that waits to be written may be evicted: only where no target takes writes. A
-  // store is refused until then, because the middle of a prefix would be lost and its rest with it.
+  // Return whether a chunk that waits to be written may be evicted: only if no target takes writes.
+  // Else stores are refused, because losing the middle of a prefix loses its rest.
   bool may_lose(bool is_read) const;
 
-  // Valid until the next call.
+  // Return the rows of the keys, valid until the next call.
   const std::vector<Row>& rows_of(Keys keys) const {
     index.find(keys, found_);
     return found_;
   }
   Source source_of(Row row, uint8_t sources) const;
-  // foreign: as `foreign_rows`.
+  // foreign: as from `foreign_rows`.
   uint64_t mixed(std::span<const Row> rows, std::span<const ForeignRow> foreign,
                  uint8_t sources) const;
-  // The position of the key's group; `group_ids.size()`: it is of no group that is offloaded.
+  // Return the position of the key's group, or `group_ids.size()` if the group is not offloaded.
   size_t group_of(const char* key) const;
-  // Whether the row still is the entry that the batch names. A chunk may be borrowed again, in the
-  // same generation, before all is reported on the first time. It has other slots then, because
-  // those of the batch are in use.
+  // Return whether the row is still the entry that the batch names. Another engine's chunk may be
+  // read again, with the same generation, before all ranks have reported on the first read. It then
+  // has other slots, because those of the batch are in use.
   bool holds(const Batch& batch, size_t at) const {
     const Row row = batch.rows[at];
     if (row == kNoRow || !index.holds(row, batch.generations[at])) return false;
@@ -355,11 +354,11 @@ class Tiers {
   Place take_place(const Part& part);
   void evict_pooled(Target& one, Slot victim);
   // -- other engines' chunks: borrowing.cpp
-  // From whom: a living owner only, or anybody.
+  // The engines to consider: only living ones, or all.
   enum class From : uint8_t { LIVING, ALL };
   ForeignRow foreign_row(const char* key, From from = From::ALL) const;
-  // By key of which `rows` has none: that row. Empty: others have none of the keys, or the tiers
-  // have all of them. Valid until the next call.
+  // Return other engines' rows, by key, for keys that have no row in `rows`. Empty if other engines
+  // have none of the keys, or the tiers have all. Valid until the next call.
   const std::vector<ForeignRow>& foreign_rows(Keys keys, const std::vector<Row>& rows,
                                               From from = From::ALL) const;
   bool can_borrow(const ForeignRow& row, const char* key) const;
@@ -398,20 +397,20 @@ class Tiers {
   Options options_;
   mutable std::vector<Row> found_;
   mutable std::vector<ForeignRow> foreign_found_;
-  Recency recency_;                    // of the cache slots
+  Recency recency_;                    // for the cache slots
   Arrivals arrivals_;                  // cache slots that wait to be written, pinned or not
   HugeColumn<Stay> stays_;             // by cache slot
-  size_t unkept_ = 0;                  // of these, others than KEPT
-  uint64_t uses_ = uint64_t{1} << 32;  // before the first one: what is to go before all others
+  size_t unkept_ = 0;                  // the number of slots that are not KEPT
+  uint64_t uses_ = uint64_t{1} << 32;  // smaller uses are for chunks to be evicted first
   size_t passed_over_ = 0;  // evictions of clean slots while a colder one waited to be written
-  Batch writes_;            // intended
-  std::array<Batch, kFetchReasons> fetches_;  // intended, by reason
-  uint64_t foreign_loads_ = 0;                // of other engines' chunks, which have no entry here
+  Batch writes_;            // planned
+  std::array<Batch, kFetchReasons> fetches_;  // planned, by reason
+  uint64_t foreign_loads_ = 0;                // loads of other engines' chunks without an entry
   std::vector<Trust> trust_;                  // by group
-  std::vector<size_t> unequal_;               // groups whose members differ, until they are taken
-  size_t turn_ = 0;  // the target that is chosen where nothing else decides
-  double pass_ = 0;  // the least pass of those that could be chosen
-  // By place, in a row. Counted apart: a device may take bytes and not return them.
+  std::vector<size_t> unequal_;               // groups with unequal members, until taken
+  size_t turn_ = 0;                           // the target that is chosen if all else is equal
+  double pass_ = 0;                           // the least pass of the targets that could be chosen
+  // Failures in a row, by place. Separate, because a device may accept bytes and not return them.
   std::unordered_map<Place, int> failed_reads_, failed_writes_;
 };
 
