@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The parts of the module `_tiers`.
+// The functions that bind the parts of the module `_tiers`.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The foreign table for Python: whole owners and regions and, for tests, single rows.
+// The Python bindings of the foreign table: whole owners and regions and, for tests, single rows.
 #include "bindings/bindings.h"
 
 #include <nanobind/stl/tuple.h>
@@ -33,7 +33,7 @@ nb::bytes bytes_of(const std::array<uint8_t, kSize>& array) {
   return nb::bytes(reinterpret_cast<const char*>(array.data()), kSize);
 }
 
-// Empty: no tag.
+// Return the tag, or zeros if `bytes` is empty.
 std::array<uint8_t, kTagBytes> tag_of(const nb::bytes& bytes) {
   return bytes.size() ? exactly<kTagBytes>(bytes) : std::array<uint8_t, kTagBytes>{};
 }
@@ -66,7 +66,7 @@ void bind_owner(nb::module_& m) {
       .def_ro("rows", &OwnerRecord::rows);
 }
 
-// A thread that holds the table's lock needs no interpreter: nobody waits for both.
+// These calls may wait for the table's lock, and must not keep the interpreter lock meanwhile.
 using Unlocked = nb::call_guard<nb::gil_scoped_release>;
 
 void bind_writer(nb::module_& m) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// vLLM's look-ups, which it makes key by key in a loop of Python: a call costs less than a function
-// of Python without a body, and what it reads among millions of entries was fetched before.
+// vLLM's look-ups, which it makes key by key in a Python loop. A call costs less than an empty
+// Python function, and what it reads among millions of entries was prefetched.
 #include "bindings/bindings.h"
 
 #include <nanobind/stl/tuple.h>
@@ -23,14 +23,14 @@ bool is_key(PyObject* key, const Index& index) {
   return PyBytes_Check(key) && static_cast<size_t>(PyBytes_GET_SIZE(key)) == index.key_bytes();
 }
 
-// Fetches what the next look-ups will read: it follows them along the lists of a request's keys, up
-// or down. No answer depends on it.
+// Prefetches what the next look-ups will read, by following them along the lists of a request's
+// keys, up or down. No answer depends on it.
 class Ahead {
  public:
-  // foreign: other engines' chunks; none: nothing is shared.
+  // foreign: other engines' chunks, or null if nothing is shared.
   Ahead(const Index& index, const Foreign* foreign) : index_(index), foreign_(foreign) {}
 
-  // lists: of keys, which vLLM names by these very objects. They may grow.
+  // lists: lists of keys, which may grow. vLLM's look-ups pass the same key objects.
   void begin(const nb::iterable& lists) {
     end();
     warmed_ = foreign_ && !foreign_->empty() ? foreign_ : nullptr;
@@ -43,15 +43,15 @@ class Ahead {
     list_ = nullptr;
   }
 
-  // A look-up of this key.
+  // Prefetch after a look-up of this key.
   void follow(PyObject* key) {
     if (list_ == nullptr || !(moved(key, step_) || moved(key, -step_))) search(key);
   }
 
  private:
-  // Keys from a look-up's to that whose bucket is fetched, and to that whose row is.
+  // The distances, in keys, at which the bucket and the row are prefetched.
   static constexpr Py_ssize_t kBucket = 16, kRow = 8;
-  // Searches that may fail one after another: the keys are in no list.
+  // After this many failed searches in a row, the keys are assumed to be in no list.
   static constexpr int kLostMax = 2;
 
   PyObject* at(Py_ssize_t place) const {
@@ -101,22 +101,22 @@ class Ahead {
 
   const Index& index_;
   const Foreign* foreign_;
-  const Foreign* warmed_ = nullptr;  // the same; none: it was empty at the beginning
+  const Foreign* warmed_ = nullptr;  // `foreign_`, or null if it was empty in `begin`
   std::vector<nb::list> lists_;
-  PyObject* list_ = nullptr;  // in which the last look-up's key was found
+  PyObject* list_ = nullptr;  // the list with the last look-up's key
   Py_ssize_t place_ = 0, step_ = 1;
-  bool runs_ = false;                           // the last two look-ups were of neighbours
-  int lost_ = 0;                                // searches that failed one after another
-  std::array<uint32_t, 2 * kBucket> hashes_{};  // of the last keys whose buckets were fetched
+  bool runs_ = false;                           // whether the last two keys were neighbours
+  int lost_ = 0;                                // failed searches in a row
+  std::array<uint32_t, 2 * kBucket> hashes_{};  // of the last keys with prefetched buckets
 };
 
 using PyKeys = nb::typed<nb::list, nb::bytes>;
-using Asked = std::tuple<PyKeys, PyKeys>;  // keys that hit, and that missed
+using Asked = std::tuple<PyKeys, PyKeys>;  // keys that hit, keys that missed
 
-// Looks keys up as vLLM does, notes what it asked for, and counts it.
+// Answers vLLM's look-ups, and records and counts the keys.
 class LookUps {
  public:
-  // sources_of: the sources that a load filter allows. hit, miss: vLLM's answers.
+  // sources_of: returns the sources that a load filter allows. hit, miss: vLLM's answers.
   LookUps(nb::object tiers, nb::object sources_of, nb::object hit, nb::object miss)
       : owner_(std::move(tiers)),
         tiers_(nb::cast<const Tiers&>(owner_)),
@@ -124,8 +124,8 @@ class LookUps {
         answers_{std::move(miss), hit, hit, hit},
         ahead_(tiers_.index, tiers_.foreign()) {}
 
-  // The look-ups until `end` are one request's, and may hit in these sources only. lists: of its
-  // keys, for speed.
+  // Begin one request's look-ups, until `end`. They may hit only in these sources. lists: lists of
+  // the request's keys, for speed.
   void begin(uint8_t sources, const nb::typed<nb::iterable, nb::typed<nb::list, nb::any>>& lists) {
     context_ = {};
     allowed_ = sources;
@@ -143,7 +143,7 @@ class LookUps {
     return {std::exchange(hits_, {}), std::exchange(misses_, {})};
   }
 
-  // One look-up; null: Python has an error.
+  // Look a key up. Returns null if a Python error is set.
   PyObject* look_up(PyObject* key, PyObject* context) {
     if (!is_key(key, tiers_.index)) {
       PyErr_SetString(PyExc_ValueError, "every offload key has the same number of bytes");
@@ -158,14 +158,14 @@ class LookUps {
     return answers_[static_cast<size_t>(source)].inc_ref().ptr();
   }
 
-  // That missed, and that hit in each source.
+  // Take the numbers of look-ups that missed, and that hit in each source.
   std::vector<uint64_t> take_counts() {
     const auto counts = std::exchange(counts_, {});
     return {counts.begin(), counts.end()};
   }
 
  private:
-  // vLLM asks for one request after another: its filter is read once.
+  // Read the request's filter, once for all its consecutive look-ups.
   void enter(PyObject* context) {
     const nb::object filter = nb::borrow(context).attr("load_tier_filter");
     sources_ = allowed_ & nb::cast<uint8_t>(sources_of_(filter));
@@ -176,8 +176,8 @@ class LookUps {
   const Tiers& tiers_;
   nb::object sources_of_;
   std::array<nb::object, kSources> answers_;  // by source
-  nb::object context_;                        // of the last look-up
-  uint8_t sources_ = 0;                       // of its look-ups
+  nb::object context_;                        // the context of the last look-up
+  uint8_t sources_ = 0;                       // the sources that the context allows
   uint8_t allowed_ = kFromCpu | kFromPool;
   bool begun_ = false;
   nb::list hits_, misses_;
@@ -208,7 +208,7 @@ PyMethodDef look_up_method = {"lookup",
 }  // namespace
 
 void bind_look_ups(nb::module_& m) {
-  // Of a key and a `ReqContext`.
+  // The type of a function that takes a key and a `ReqContext`.
   using LookUp = nb::typed<nb::object, nb::typed<nb::callable, nb::any(nb::bytes, nb::any)>>;
   nb::class_<LookUps>(m, "LookUps")
       .def(nb::init<nb::typed<nb::object, Tiers>, nb::typed<nb::callable, uint8_t(nb::any)>,
@@ -217,7 +217,7 @@ void bind_look_ups(nb::module_& m) {
       .def("begin", &LookUps::begin, "sources"_a, "lists"_a)
       .def("end", &LookUps::end)
       .def("take_counts", &LookUps::take_counts)
-      // A built-in function: nanobind's own calls convert and check their arguments.
+      // A built-in function, because nanobind's calls take time to convert and check arguments.
       .def_prop_ro("lookup", [](nb::handle self) {
         return LookUp(nb::steal(PyCFunction_New(&look_up_method, self.ptr())));
       });

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The worker's machine for Python: columns come and leave as numpy arrays. What runs per chunk runs
-// without the interpreter lock.
+// The Python bindings of the worker's machine. Columns are passed as numpy arrays or bytes. Code
+// that runs per chunk runs without the interpreter lock.
 #include "bindings/bindings.h"
 
 #include <nanobind/ndarray.h>
@@ -43,8 +43,8 @@ int64_t thread_cpu_ns() {
   return now.tv_sec * 1'000'000'000 + now.tv_nsec;
 }
 
-// Without the interpreter lock, if the call works on many rows: where other threads wait for the
-// lock, giving it away and taking it back costs as much as a few dozen rows.
+// Releases the interpreter lock if the call works on many rows. If other threads wait for the lock,
+// releasing and taking it again costs as much as a few dozen rows.
 class Unlocked {
  public:
   explicit Unlocked(size_t rows = kRowsMin) {
@@ -61,8 +61,8 @@ class Unlocked {
 
  private:
   static constexpr size_t kRowsMin = 64;
-  int64_t began_ns_ = 0;            // 0: not metered
-  PyThreadState* state_ = nullptr;  // null: the lock was kept
+  int64_t began_ns_ = 0;            // 0 if not metered
+  PyThreadState* state_ = nullptr;  // null if the lock was kept
 };
 
 int64_t nanoseconds(double seconds) { return std::llround(seconds * 1e9); }
@@ -72,7 +72,7 @@ std::span<const T> span_of(const Column<T>& column) {
   return {column.data(), column.size()};
 }
 
-// `nb::typed` says in the generated stubs what Python gets or gives.
+// `nb::typed` declares the Python types in the generated stubs.
 template <typename T>
 using Array = nb::typed<nb::object, nb::ndarray<nb::numpy, T>>;
 template <typename T>
@@ -87,7 +87,7 @@ using AnySequence = nb::typed<nb::handle, nb::typed<nb::sequence, Item>>;
 // A `protocol.ChunkBatch`.
 using ChunkBatch = Tuple<nb::bytes, nb::bytes, nb::bytes, nb::bytes, nb::bytes>;
 
-// An array that owns what was in the vector; `columns` 0: with one dimension.
+// Return an array that owns the vector's items, with one dimension if `columns` is 0.
 template <typename T>
 Array<T> array(std::vector<T>&& items, size_t columns = 0) {
   auto* const kept = new std::vector<T>(std::move(items));
@@ -98,7 +98,7 @@ Array<T> array(std::vector<T>&& items, size_t columns = 0) {
       nb::ndarray<nb::numpy, T>(kept->data(), {kept->size() / columns, columns}, owner));
 }
 
-// A column of a report; None for an empty one.
+// Return a column of a report, or None if it is empty.
 template <typename T>
 ArrayOrNone<T> column(std::vector<T>&& items) {
   if (items.empty()) return nb::none();
@@ -118,7 +118,7 @@ Stamp stamp_of(const PyStamp& pair) {
   return stamp;
 }
 
-// What they mean, and their defaults: `io_queue.h` and `machine.h`.
+// The options' meanings and defaults are in `io_queue.h` and `machine.h`.
 void bind_options(nb::module_& m) {
   nb::class_<IoOptions>(m, "IoOptions")
       .def_rw("targets", &IoOptions::targets)
@@ -188,7 +188,7 @@ PieceColumns pieces(const Geometry& geometry, const Blocks& blocks, size_t first
   return nb::make_tuple(array(std::move(rows), 3), array(std::move(firsts)));
 }
 
-// A column of a `protocol.ChunkBatch`.
+// Return a column of a `protocol.ChunkBatch`.
 template <typename T>
 std::span<const T> column_of(const nb::tuple& batch, size_t number) {
   const auto column = nb::cast<nb::bytes>(batch[number]);
@@ -221,7 +221,7 @@ void begin(Machine& machine, uint64_t op, uint8_t kind, uint8_t urgency, const C
                 fence);
 }
 
-// A whole number per group, in a list or tuple.
+// Return the integers, one per group, of a list or tuple.
 std::vector<size_t> numbers(nb::handle sequence) {
   std::vector<size_t> found;
   for (const nb::handle one : nb::borrow<nb::sequence>(sequence))
@@ -229,7 +229,7 @@ std::vector<size_t> numbers(nb::handle sequence) {
   return found;
 }
 
-// The buffer of an int32[n] array, which is several times faster than a `nb::ndarray`.
+// The buffer of an int32[n] array. This is several times faster than an `nb::ndarray`.
 class BlockIds {
  public:
   explicit BlockIds(nb::handle array) {
@@ -271,8 +271,8 @@ PieceColumns cache_pieces(const CacheGeometry& geometry, bool is_store, Ids ids,
   return nb::make_tuple(array(std::move(rows), 3), array(std::move(first)));
 }
 
-// Begin stores and loads that come after one fence. transfers: (op, whether it is a store, batch,
-// block ids, sizes, firsts) of each, the last three as in copy/geometry.py's `JobBlocks`.
+// Begin stores and loads that wait for the same fence. Each of `transfers` has: op, whether it is a
+// store, batch, block ids, sizes, firsts. The last three are as in `JobBlocks` of copy/geometry.py.
 using GivenTransfer = Tuple<uint64_t, bool, ChunkBatch, nb::ndarray<nb::numpy, int32_t>,
                             nb::typed<nb::sequence, size_t>, nb::typed<nb::sequence, size_t>>;
 
@@ -321,7 +321,7 @@ void ended(Machine& machine, const std::vector<PythonEnd>& ends) {
   for (const PythonEnd& end : ends) machine.io.ended(lane_end(end));
 }
 
-// In seconds; infinity: never.
+// Return the next deadline in seconds, or infinity if there is none.
 double next_deadline(Machine& machine) {
   const int64_t next_ns = machine.next_deadline_ns();
   return next_ns == INT64_MAX ? INFINITY : static_cast<double>(next_ns) / 1e9;
@@ -332,7 +332,7 @@ void set_peer(Machine& machine, size_t peer, bool usable, size_t reads_max, doub
   machine.set_peer(peer, {usable, reads_max, bytes_per_s, queued_bytes, lost});
 }
 
-// Whether a target's health may have become another one, so that Python must look.
+// Return whether a target's health may have changed, so that Python must check it.
 bool health_has_news(const IoQueue& io) {
   return std::ranges::any_of(io.health_counts,
                              [](const auto& one) { return one.late || one.released_late; }) ||
@@ -340,8 +340,8 @@ bool health_has_news(const IoQueue& io) {
                              [](const auto& one) { return one.code != Outcome::OK; });
 }
 
-// Take in what the lanes have ended, and hand over until nothing moves any more. True: a
-// target's health has news; when Python has looked at it, it goes on with another call.
+// Handle what the lanes have ended, and hand over until nothing advances any more. Returns true if
+// a target's health may have changed: Python must then check it and call again.
 bool advance(Machine& machine, double ahead_s) {
   IoQueue& io = machine.io;
   const Unlocked unlocked(machine.to_move());
@@ -353,12 +353,12 @@ bool advance(Machine& machine, double ahead_s) {
     io.offer_reads();
     io.offer_writes();
     io.fail_stalled();
-  } while (machine.run());  // what it made room for starts now: the next call may be far away
+  } while (machine.run());  // start what has room now, as the next call may be far away
   return health_has_news(io);
 }
 
-// (token, target) of each superblock to write, and (target, code, errno) of each that failed or is
-// late. None: there are none.
+// Return (token, target) of each superblock to write and (target, code, errno) of each that failed
+// or is late, or None if there are none.
 std::optional<std::pair<std::vector<std::tuple<uint64_t, size_t>>,
                         std::vector<std::tuple<size_t, uint8_t, int>>>>
 offer_resets(Machine& machine) {
@@ -373,8 +373,8 @@ offer_resets(Machine& machine) {
   return std::pair(std::move(offered), std::move(unwritten));
 }
 
-// (number, whether it is a store, fence, bytes, pieces, (counts, payloads, sizes, sampled) where
-// checksums matter) of each batch.
+// Each batch has: number, whether it is a store, fence, bytes, pieces and, if checksums are needed,
+// (counts, payloads, sizes, sampled).
 using SummedPieces =
     Tuple<nb::ndarray<nb::numpy, uint32_t>, nb::ndarray<nb::numpy, uint64_t>,
           nb::ndarray<nb::numpy, uint64_t>, std::optional<nb::ndarray<nb::numpy, uint8_t>>>;
@@ -399,7 +399,7 @@ List<Copies> take_copies(Machine& machine, uint64_t passed) {
   return all;
 }
 
-// (number, rows); None: nothing lands.
+// Return (number, rows) of the chunks to copy into cache slots, or None if there are none.
 nb::typed<nb::object, std::optional<Tuple<uint64_t, nb::ndarray<nb::numpy, uint64_t>>>>
 take_landings(Machine& machine) {
   LandingBatch batch = machine.take_landings();
@@ -412,8 +412,8 @@ nb::bytes bytes_of(const std::vector<T>& items) {
   return nb::bytes(items.data(), items.size() * sizeof(T));
 }
 
-// A tuple of `protocol.OpReports` fields per run of ops of which all rows are OK and released,
-// and one of `protocol.OpReport`'s for any other report.
+// A tuple of the fields of `protocol.OpReports` for each run of ops with all rows OK and released,
+// and one of the fields of `protocol.OpReport` for any other report.
 using WholeReports = Tuple<nb::bytes, nb::bytes>;
 using OneReport = Tuple<uint64_t, std::optional<nb::ndarray<nb::numpy, uint32_t>>,
                         std::optional<nb::ndarray<nb::numpy, uint8_t>>,
@@ -450,7 +450,7 @@ List<std::variant<WholeReports, OneReport>> take_reports(Machine& machine) {
   return all;
 }
 
-// (op, (row, code, errno) of those that failed, copied bytes, seconds) of each.
+// Return for each finished job: op, (row, code, errno) of failed rows, copied bytes, seconds.
 List<Tuple<uint64_t, List<Tuple<uint32_t, uint8_t, int>>, uint64_t, double>> take_finished(
     Machine& machine) {
   nb::list all;
@@ -463,7 +463,7 @@ List<Tuple<uint64_t, List<Tuple<uint32_t, uint8_t, int>>, uint64_t, double>> tak
   return all;
 }
 
-// Counts and outcomes of targets since the last call; None: there are none.
+// Counts and outcomes of targets since the last call, or None if there are none.
 using Health = std::pair<std::vector<std::tuple<size_t, uint32_t, size_t, size_t, size_t, size_t>>,
                          std::vector<std::tuple<size_t, uint32_t, bool, uint8_t, int, Place>>>;
 
@@ -503,13 +503,13 @@ std::vector<std::tuple<size_t, double, double>> take_rates(Machine& machine) {
   return all;
 }
 
-// Bytes of the words of a set of members that have so many slots each.
+// Return the bytes needed for the words of a set, with these slots per member.
 size_t set_words_bytes(size_t members, size_t cache_slots, size_t stream_slots) {
   return SetMemory::bytes({members, cache_slots, stream_slots});
 }
 
-// Block until a word of another member, a readable file or the time asks for a step. False, at
-// once: nothing is to be expected of the others.
+// Block until a word of another member changes, a file is readable, or the time is over. Returns
+// false at once if no event can come from the other members.
 bool await_set(Machine& machine, const std::vector<int>& fds, double seconds) {
   SetMember* const set = machine.set();
   if (!set || !set->awaits()) return false;
@@ -526,7 +526,7 @@ std::tuple<size_t, size_t, size_t, size_t, size_t, size_t, size_t> levels(Machin
           io.writes_in_flight()};
 }
 
-// Ends in seconds, and whether there is room; by peer likewise.
+// Call `choose_lane`. peers: (end in seconds, whether there is room) of each peer's lane.
 int choose(double own_end_s, bool own_room, const std::vector<std::pair<double, bool>>& peers) {
   std::vector<LaneEstimate> estimates;
   for (const auto& [end_s, has_room] : peers) estimates.push_back({end_s, has_room});
@@ -594,7 +594,7 @@ void serve(Machine& machine, const std::vector<uint64_t>& tokens, const ChunkBat
   machine.serve(tokens, columns_of(batch), within_s);
 }
 
-// (token, code, errno) of each.
+// Return (token, code, errno) of each ended read for a peer.
 std::vector<std::tuple<uint64_t, uint8_t, int>> take_served(Machine& machine) {
   std::vector<std::tuple<uint64_t, uint8_t, int>> all;
   for (const Machine::Served& one : machine.take_served())

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The core for Python, in plain numbers and bytes; `io/native.py` gives them their types.
+// The Python bindings of the I/O core, in plain numbers and bytes; `io/native.py` adds the types.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -32,9 +32,9 @@ std::array<uint8_t, 16> sixteen(const nb::bytes& given) {
 
 std::byte* pointer(uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
-// permits: by target, the addresses of their words; 0: the region has no lease.
-// limits: an `io.base.IoLimits`.
-// targets: slab, table and log of each. logs: pages, the first one's sequence, lease generation.
+// targets: the descriptors of slab, table and log. logs: the number of pages, the first page's
+// sequence, the lease generation. permits: the address of each target's permit word, or 0 if the
+// region has no lease. limits: an `io.base.IoLimits`.
 void make_engine(Engine* at, const std::vector<std::tuple<int, int, int>>& targets, uintptr_t base,
                  size_t bytes, const std::vector<nb::bytes>& regions,
                  const std::vector<std::tuple<uint32_t, uint64_t, uint64_t>>& logs, uint16_t rank,
@@ -80,7 +80,7 @@ void submit(Engine& engine, uint64_t token, unsigned urgency, Place place, uintp
   engine.take(request);
 }
 
-// Token, code, errno, time and payload CRC of each `LaneEnd`.
+// Return the token, code, errno, time and payload CRC of each `LaneEnd`.
 std::vector<std::tuple<uint64_t, uint8_t, int, int64_t, int64_t>> poll(Engine& engine) {
   std::vector<std::tuple<uint64_t, uint8_t, int, int64_t, int64_t>> found;
   for (const LaneEnd& one : engine.poll())
@@ -117,9 +117,9 @@ void copy(Words to, Words from, Words sizes) {
     std::memcpy(pointer(to.data()[i]), pointer(from.data()[i]), sizes.data()[i]);
 }
 
-// Copy pieces of payloads, and write each payload's CRC, or kNoCrc unless its pieces fill its
-// bytes in order and without a gap. counts: pieces of each payload. loads: the payloads are copied
-// from, and each CRC is that of what arrived; otherwise they are copied to.
+// Copy pieces of payloads, and write each payload's CRC, or kNoCrc if its pieces do not fill its
+// bytes in order and without a gap. counts: the number of pieces of each payload. loads: whether
+// payloads are the source, with CRCs of the bytes that arrived; otherwise they are the destination.
 void copy_payloads(Words to, Words from, Words sizes, Counts counts, Words payloads,
                    Words payload_sizes, Signed crcs, bool loads) {
   const size_t pieces = std::accumulate(counts.data(), counts.data() + counts.size(), size_t{0});
@@ -148,8 +148,8 @@ void copy_payloads(Words to, Words from, Words sizes, Counts counts, Words paylo
 
 using Lanes32 = nb::ndarray<const uint32_t, nb::shape<-1, 32>, nb::c_contig, nb::device::cpu>;
 
-// Write the CRC of each message. words, sizes: as `nvmeof::join_crcs` takes them, of the parts of
-// all messages. counts: parts of each.
+// Write the CRC of each message. words, sizes: as for `nvmeof::join_crcs`, for the parts of all
+// messages. counts: the number of parts of each message.
 void join_crcs_of(Lanes32 words, Words sizes, Counts counts, Crcs crcs) {
   const size_t parts = std::accumulate(counts.data(), counts.data() + counts.size(), size_t{0});
   if (words.shape(0) != parts || sizes.size() != parts || crcs.size() != counts.size())
@@ -189,7 +189,7 @@ nb::bytes bytes_of(const std::array<uint8_t, kSize>& from, size_t size = kSize) 
   return nb::bytes(from.data(), size);
 }
 
-// In the order of `pool.format.SlotHeader`.
+// The fields of `pool.format.SlotHeader`, in order.
 using HeaderFields =
     std::tuple<std::tuple<nb::bytes, uint64_t>, std::tuple<nb::bytes, uint16_t, uint32_t>, size_t,
                uint32_t, std::tuple<uint32_t, nb::bytes>, bool>;
@@ -300,7 +300,7 @@ NB_MODULE(_native, m) {
       .def("starts", &StartGate::starts);
 
   bind_engine(m);
-  // What the engine writes behind each table entry, for whoever plays another server.
+  // The log that the engine writes after each table entry, for tests that act as another server.
   nb::class_<LogWriter>(m, "LogWriter")
       .def("__init__", &make_log)
       .def("put", &log_put)

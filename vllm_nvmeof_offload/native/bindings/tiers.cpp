@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The manager's tiers for Python: keys come as sequences of bytes, columns leave as numpy arrays.
+// The Python bindings of the manager's tiers. Keys are bytes, and columns are numpy arrays.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
@@ -29,7 +29,7 @@ std::span<const T> span_of(const std::optional<Column<T>>& column) {
   return column ? std::span<const T>(column->data(), column->size()) : std::span<const T>();
 }
 
-// A read-only view of a batch's column; the batch lives as long as the view.
+// A read-only view of a batch's column, which keeps the batch alive.
 template <typename T>
 using View = nb::typed<nb::object, nb::ndarray<nb::numpy, const T>>;
 
@@ -39,13 +39,13 @@ View<T> view(nb::handle owner, const SmallColumn<T>& column) {
   return nb::cast(nb::ndarray<nb::numpy, const T>(column.data(), 1, shape, owner));
 }
 
-// `nb::typed` says in the generated stubs what Python gets or gives.
+// `nb::typed` declares the Python types in the generated stubs.
 using PyKey = nb::typed<nb::handle, nb::bytes>;
 using PyKeys = nb::typed<nb::handle, nb::typed<nb::sequence, nb::bytes>>;
 template <typename... Items>
 using ListOf = nb::typed<nb::list, nb::typed<nb::tuple, Items...>>;
 
-// The keys of a Python sequence, for as long as the sequence lives.
+// The keys of a Python sequence, valid as long as the sequence lives.
 class KeyList {
  public:
   KeyList(nb::handle keys, size_t key_bytes)
@@ -70,8 +70,8 @@ class KeyList {
   std::vector<const char*> keys_;
 };
 
-// A user's own `EvictionPolicy`. Which slots are evictable is known here, and not asked: a policy
-// that gave up one that is in use would let its bytes be overwritten.
+// A user's `EvictionPolicy`. Which slots are evictable is recorded here rather than left to the
+// policy: one that returned a slot in use would let its bytes be overwritten.
 class PythonOrder final : public Order {
  public:
   PythonOrder(nb::object policy, size_t slots) : policy_(std::move(policy)), inside_(slots) {}
@@ -115,7 +115,7 @@ class PythonOrder final : public Order {
 MakeOrder order_maker(nb::object make) {
   if (make.is_none()) return {};
   return [make](const SlotRecords& slots) -> std::unique_ptr<Order> {
-    // Its items are Python's own integers; a numpy array's are slow, and overflow.
+    // A memoryview's items are Python integers; a numpy array's are slow and overflow.
     static_assert(offsetof(SlotRecord, used) == 0 && sizeof(SlotRecord) % sizeof(uint64_t) == 0);
     char* const bytes = const_cast<char*>(reinterpret_cast<const char*>(slots.data()));
     const auto size = static_cast<Py_ssize_t>(slots.size() * sizeof(SlotRecord));
@@ -181,11 +181,11 @@ Stored plan_store(Tiers& tiers, PyKeys keys, std::optional<Column<uint8_t>> want
 
 using Indexes = std::vector<uint32_t>;
 
-// Rows that lost their cache slot, that are decided (none: all), and those of them that failed;
-// whether the last row was decided.
+// The rows that lost their cache slot, the rows decided (None for all), the decided rows that
+// failed, and whether the last row was decided.
 using Reported = std::tuple<Indexes, std::optional<Indexes>, Indexes, bool>;
 
-// What Python is told of an effect.
+// Convert an effect for Python.
 Reported told(Effect&& effect, const Batch& batch) {
   const bool ended = !effect.decided.empty() && batch.undecided == 0;
   std::optional<Indexes> decided;
@@ -206,7 +206,7 @@ Reported report(Tiers& tiers, int kind, Batch& batch, std::optional<Column<uint3
 
 using WholeReported = std::tuple<Indexes, std::vector<std::tuple<uint32_t, Reported>>>;
 
-// One rank's reports on all rows of several ops, all OK and released. kinds: of each op.
+// Apply one rank's reports on all rows of several ops, all OK and released. kinds: of each op.
 WholeReported report_whole(Tiers& tiers, const nb::bytes& kinds,
                            const nb::typed<nb::list, Batch>& batches) {
   if (kinds.size() != batches.size()) throw nb::value_error("the columns differ in length");
@@ -216,7 +216,7 @@ WholeReported report_whole(Tiers& tiers, const nb::bytes& kinds,
   WholeReported found;
   auto& [over, news] = found;
   Effect effect;
-  constexpr size_t kAhead = 8;  // the first rows' memory is fetched so many ops before
+  constexpr size_t kAhead = 8;  // the distance, in ops, at which the first rows are prefetched
   for (uint32_t at = 0; at < all.size(); ++at) {
     const auto kind = static_cast<OpKind>(kinds.c_str()[at]);
     Batch& batch = *all[at];
@@ -238,8 +238,8 @@ std::optional<Held> held(const Tiers& tiers, Row row) {
   return Held{row, tiers.index[row].generation, tiers.index[row].cache};
 }
 
-// (state, generation, cache slot, place, key) of every entry, for inspection; cache slots and
-// places as `protocol.cache_slot` and `protocol.place_of` make them.
+// Return (state, generation, cache slot, place, key) of every entry, for inspection. Cache slots
+// and places are as from `protocol.cache_slot` and `protocol.place_of`.
 ListOf<int, uint64_t, int32_t, Place, nb::bytes> entries(const Tiers& tiers) {
   nb::list found;
   const Index& index = tiers.index;
@@ -261,7 +261,7 @@ size_t sum(const Tiers& tiers, Count count) {
   return total;
 }
 
-// (tier, whether they left it, joined keys) of the oldest moves, as many as `limit` bytes of keys.
+// Take the oldest moves, up to `limit` bytes of keys: (tier, whether removed, joined keys).
 ListOf<int, bool, nb::bytes> take_moves(Tiers& tiers, size_t limit) {
   nb::list taken;
   while (limit > 0 && !tiers.moves.empty()) {
@@ -284,15 +284,15 @@ nb::bytes bytes_of(const SmallColumn<T, kInside>& column) {
   return nb::bytes(column.data(), column.size() * sizeof(T));
 }
 
-// `protocol.ChunkBatch`: copies, because the rows change later.
+// Return a `protocol.ChunkBatch`, with copies, because the rows change later.
 nb::typed<nb::tuple, nb::bytes, nb::bytes, nb::bytes, nb::bytes, nb::bytes> columns(
     const Batch& batch) {
   return nb::make_tuple(bytes_of(batch.keys), bytes_of(batch.generations), bytes_of(batch.cache),
                         bytes_of(batch.places), bytes_of(batch.groups));
 }
 
-// Bytes by target of the rows with a place there, and their number.
-// lane_bytes: see `read_bytes_of`.
+// Return the bytes, by target, of the rows with a place, and the number of these rows. lane_bytes:
+// see `read_bytes_of`.
 std::tuple<std::vector<uint64_t>, size_t> lanes(const Batch& batch,
                                                 const std::vector<uint64_t>& lane_bytes,
                                                 size_t targets) {
@@ -307,15 +307,15 @@ std::tuple<std::vector<uint64_t>, size_t> lanes(const Batch& batch,
   return {std::move(bytes), count};
 }
 
-// Whether a row is read from another engine's region.
+// Return whether a row is read from another engine's region.
 bool borrows(const Batch& batch) {
-  bool found = false;  // without a branch: nearly always all rows are looked at
+  bool found = false;  // branch-free, because nearly always all rows are examined
   for (size_t at = 0; at < batch.size(); ++at) found |= is_foreign(batch.places[at]);
   return found;
 }
 
-// Of the rows that are read from the pool: whether any was read to its end, and whether one of the
-// others had not come by then. was_cut: the load was cut off.
+// Return whether any row was read from the pool to its end, and whether any was not read in time.
+// was_cut: the load was cut off.
 std::tuple<bool, bool> came(const Batch& batch, bool was_cut) {
   bool any = false, missed = false;
   for (size_t at = 0; at < batch.size(); ++at) {
@@ -441,7 +441,7 @@ void bind_state(nb::class_<Tiers>& type) {
              Whereabouts found = self.whereabouts(KeyList(keys, self.index.key_bytes()), sources);
              return found.mixed ? std::optional(std::move(found)) : std::nullopt;
            })
-      // The keys are read only where rows do not do.
+      // The keys are read only if there are no rows.
       .def("unmoved",
            [](const Tiers& self, const Whereabouts& before, PyKeys keys, uint8_t sources) {
              if (!before.rows.empty()) return self.unmoved(before, sources);
@@ -485,7 +485,7 @@ void bind_state(nb::class_<Tiers>& type) {
       .def_ro("backlog", &Tiers::backlog);
 }
 
-// A request's chunks, and what is held of them.
+// A request's chunks, and the holds on them.
 struct PyWanted {
   explicit PyWanted(nb::handle sequence, size_t key_bytes) : keys(sequence, key_bytes) {
     wanted.taken.resize(Keys(keys).size());
@@ -494,7 +494,7 @@ struct PyWanted {
   Holds::Wanted wanted;
 };
 
-// (the next chunk, looks left, the first chunk that was passed over, and the last one; none: -1)
+// The next chunk, the looks left, and the first and last chunk that were skipped, or -1.
 using Advanced = std::tuple<size_t, size_t, int64_t, int64_t>;
 
 Advanced advance(Holds& holds, PyWanted& wanted, size_t next, size_t end, size_t local,
@@ -549,7 +549,7 @@ void bind_holds(nb::module_& m) {
                keys.emplace_back(tiers.index.key(row), tiers.index.key_bytes());
              return keys;
            })
-      // Fetches begun, by reason, and ended, by how, since the last call.
+      // Take the fetches begun, by reason, and ended, by way of ending, since the last call.
       .def("take_counts",
            [](Holds& holds) {
              return std::pair(std::exchange(holds.begun, {}), std::exchange(holds.ends, {}));
