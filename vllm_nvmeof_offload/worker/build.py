@@ -60,13 +60,13 @@ class RankIdentity:
     keyspace: Keyspace
     rank: int
     world_size: int
-    #: Why nothing is adopted from this pool; empty: adoption is allowed.
+    #: Why nothing is adopted from this pool; empty if adoption is allowed.
     volatile: tuple[str, ...] = ()
     replica: Replica = field(default_factory=Replica)
 
     @property
     def ranks(self) -> int:
-        """The ranks of all replicas, which share `pool_bytes` and `staging_bytes`."""
+        """Return the ranks of all replicas, which share `pool_bytes` and `staging_bytes`."""
         return self.world_size * self.replica.count
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ class RankIdentity:
 
 @dataclass(frozen=True, slots=True)
 class RankWorker:
-    """The parts of one rank's worker; `vllm_adapter.worker` drives them for vLLM."""
+    """The parts of one rank's worker. `vllm_adapter.worker` drives them for vLLM."""
 
     runner: PipelineRunner
     geometry: CacheGeometry
@@ -85,9 +85,9 @@ class RankWorker:
     staging: Staging
     pool: Pool | None
     watcher: TargetWatcher | None = None
-    #: Other engines'; None: without a pool.
+    #: The regions of other engines; None without a pool.
     regions: RegionFiles | None = None
-    #: None: this rank has no peers.
+    #: The connections with peers; None if this rank has none.
     links: PeerLinks | None = None
 
 
@@ -119,7 +119,7 @@ def build_worker(
         tuning.copy_backend, staging.map, geometry.starts, waker.wake, checksum_at
     )
     with contextlib.ExitStack() as undo:
-        undo.callback(copy.close)  # else pages without an owner stay pinned
+        undo.callback(copy.close)  # otherwise its pages would stay pinned
         io, io_fallbacks = _io_engine(settings, pool, staging, identity.rank)
         adopted, adoption_s = _adopt(pool)
         serve = Serve(ServeQueue(waker.wake), _own(pool)) if pool and served else None
@@ -163,7 +163,7 @@ def build_worker(
 
 
 def _checksum_at(tuning: Tuning, geometry: CacheGeometry) -> tuple[str, tuple[str, ...]]:
-    """Leave checksums to the CPU where the GPU could make none; and a fallback that says so."""
+    """Choose the CPU for checksums if the GPU cannot compute them. Also return fallbacks."""
     pages = [page for group in geometry.by_group for _, _, page, _ in group.columns[0]]
     odd = [page for page in pages if page % STRIPE_BYTES]
     if tuning.checksum_at != "gpu" or not odd:
@@ -189,12 +189,12 @@ def _scheduler_config(
     tuning = settings.tuning
     target_count = pool.target_count if pool else 1
 
-    # Twice the operations that the engine works on: one that ends is replaced only after a turn of
-    # the pipeline's thread. Not more: a deadline runs from the hand-over, and time in the engine's
-    # queue must not look like a target that hangs.
+    # Twice the operations that the engine works on, because one that ends is replaced only after a
+    # turn of the pipeline's thread. Not more, because a deadline runs from the hand-over: time in
+    # the engine's queue must not look like a target that hangs.
     by_threads = "threads" in io.name
     at_work = tuning.io_threads if by_threads else tuning.io_depth * target_count
-    sharing = target_count if by_threads else 1  # of a bound on bytes
+    sharing = target_count if by_threads else 1  # targets that share a bound on bytes
 
     return TransferLimits(
         group_bytes=geometry.group_bytes,
@@ -217,7 +217,7 @@ def _remote(settings: OffloadConfig) -> tuple[bool | None, ...]:
 
 
 def _own(pool: Pool) -> dict[bytes, OwnRegion]:
-    """Our regions by their uuids."""
+    """Return our regions by their uuids."""
     return {
         one.place(0).region_uuid: OwnRegion(target, one.slots)
         for target, one in enumerate(pool.superblocks)
@@ -251,8 +251,8 @@ def _peers(settings: OffloadConfig, pool: Pool | None, links: PeerLinks | None) 
 def _watcher(
     pool: Pool, io: IoEngine, health: tuple[TargetHealth, ...], runner: PipelineRunner
 ) -> TargetWatcher:
-    """Start the thread that watches the targets and attaches again those that come back."""
-    # Links are resolved now, because a later look at the path might hang.
+    """Start the thread that watches the targets and attaches them again when they return."""
+    # Resolve links now, because a later access to the path might hang.
     targets = [os.path.realpath(directory) for directory in pool.directories]
     attachments = Attachments(pool, io, health)
     return TargetWatcher(attachments, targets, lambda call: runner.hand_over(lambda _: call()))
@@ -268,13 +268,13 @@ def _slots(
     check_memory_left(settings.staging_bytes // identity.ranks)
     served = serve_slots(settings, slot_bytes)
     staging_bytes = settings.staging_bytes // identity.ranks - served * slot_bytes
-    # Loads come over the peers' links too: as much again may be under way there.
+    # Twice as many with peers, because as much again may be in flight over their connections.
     streams = settings.tuning.stream_slots * (2 if settings.peers else 1)
     return slot_bytes, *split_slots(staging_bytes, slot_bytes, streams), served
 
 
 def _pool_bytes(settings: OffloadConfig, identity: RankIdentity, slot_bytes: int) -> int:
-    """Return `pool_bytes` of all ranks and replicas. Raises: ConfigError: too few for a slot."""
+    """Return `pool_bytes` of all ranks and replicas. Raises: ConfigError: it is too small."""
     held = 0
     if settings.pool_bytes is None:
         targets = [Path(target) for target in settings.targets]
@@ -288,15 +288,15 @@ def _join_set(
 ) -> tuple[Membership | None, tuple[RankGroup, ...], tuple[str, ...]]:
     """Meet the ranks with equal KV.
 
-    slots: bytes of one, cache slots, stream slots, serve slots. Returns the groups too, and why
-    not, where the ranks cannot share memory: then each is a set by itself.
+    `slots` has the bytes of one slot, then the cache, stream and serve slots. Also returns the
+    groups and, if the ranks cannot share memory, the reason: each rank is then a set by itself.
     """
     sizes = tuple(group.set_size for group in groups)
     members = max(sizes, default=1)
     if members == 1:
         return None, groups, ()
     number, member = divmod(identity.rank, members)
-    # All ranks of an engine on this host have one parent, and no other engine has it now.
+    # All ranks of an engine on this host have the same parent process, which no other engine has.
     name = f"{identity.replica.engine}/{os.getppid()}/{number}"
     layout = SetLayout(name, identity.keyspace.digest, members, sizes, *slots)
     try:
@@ -329,7 +329,7 @@ def _open_pool(
             engine=identity.replica.engine,
             replica=identity.replica.index,
             replicas=identity.replica.count,
-            # What other hosts write, a page cache may not have.
+            # This host's page cache may miss what other hosts write.
             o_direct="on" if leasing.in_group else settings.o_direct,
             adopt=settings.adopt,
             named=not identity.volatile,
@@ -359,14 +359,14 @@ def _io_engine(
 
 
 def _adopt(pool: Pool | None) -> tuple[AdoptedEntries, float]:
-    """Return what the pool holds, and the seconds that reading it took."""
+    """Return the entries that the pool holds, and the seconds that reading them took."""
     began_s = time.monotonic()
     adopted = pool.adopt() if pool else AdoptedEntries()
     return adopted, time.monotonic() - began_s
 
 
 def _injector_of_faults(control: str) -> Callable[..., IoEngine]:
-    """Return `inject` of the benchmarks' package, which is no part of a server."""
+    """Return `inject` of the benchmarks' package, which is not part of a server."""
     logger.warning(
         "FAULT INJECTION is on: I/O fails and answers may be wrong on purpose; see %s", control
     )

@@ -2,7 +2,7 @@
 """The ranks of a set meet at start and map one memory.
 
 They have equal bytes of some KV cache group and run on one host (`RankGroup.set_size`). The first
-one makes the memory, an anonymous file, and hands it to the others over a Unix socket in the
+one creates the memory, an anonymous file, and sends it to the others over a Unix socket in the
 kernel's abstract namespace: nothing in a file system has to be named, cleaned up, or large enough.
 All must want the same layout. If one does not come, nobody gets the memory, and each rank keeps
 copies of its own.
@@ -34,14 +34,14 @@ _WELCOME = b"welcome"
 
 
 class NoSetError(Exception):
-    """The ranks of a set cannot share memory; the message names the cause."""
+    """The ranks of a set cannot share memory. The message names the cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetLayout:
-    """What all members must agree on.
+    """The layout on which all members must agree.
 
-    name: of the set, unique among those that start on this machine. keyspace: its digest.
+    `name` is unique among sets that start on this machine. `keyspace` is a digest.
     """
 
     name: str
@@ -60,7 +60,7 @@ class SetLayout:
 
     @property
     def staging_bytes(self) -> int:
-        """Of one member."""
+        """Return the staging bytes of one member."""
         return self.slot_bytes * (self.cache_slots + self.stream_slots + self.serve_slots)
 
     @property
@@ -91,7 +91,7 @@ def join_set(layout: SetLayout, member: int, timeout_s: float = MEET_S) -> SetMe
 
 
 def _lead(layout: SetLayout, end_s: float) -> int:
-    """Make the memory and hand it to the others; return its file."""
+    """Create the memory and send it to the other members. Return its file descriptor."""
     with contextlib.ExitStack() as opened:
         listener = opened.enter_context(_socket(end_s))
         listener.bind(layout.address)
@@ -115,9 +115,9 @@ def _lead(layout: SetLayout, end_s: float) -> int:
 
 
 def _greeted(other: socket.socket, layout: SetLayout, end_s: float) -> int | None:
-    """The member that has connected; None: a stranger.
+    """Return the number of the member that has connected, or None for a stranger.
 
-    Raises: NoSetError: it wants another layout.
+    Raises: NoSetError: the member wants another layout.
     """
     other.settimeout(_left(end_s))
     if _user_of(other) != os.getuid():
@@ -144,12 +144,12 @@ def _make(layout: SetLayout) -> int:
 
 
 def _follow(layout: SetLayout, member: int, end_s: float) -> int:
-    """Get the memory's file from the first member."""
+    """Receive the memory's file descriptor from the first member."""
     for first in _tries(end_s):
         with first:
             try:
                 first.connect(layout.address)
-            except ConnectionRefusedError:  # it is not there yet
+            except ConnectionRefusedError:  # the first member is not there yet
                 time.sleep(_RETRY_S)
                 continue
             if _user_of(first) != os.getuid():
@@ -170,7 +170,7 @@ def _tries(end_s: float) -> Iterator[socket.socket]:
 
 
 def _socket(end_s: float) -> socket.socket:
-    # Whole messages, and an end that is seen at once.
+    # This socket type keeps messages whole and reports the end of the connection at once.
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     made.settimeout(_left(end_s))
     return made

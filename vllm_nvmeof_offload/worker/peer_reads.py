@@ -40,25 +40,25 @@ if TYPE_CHECKING:
 
 
 class PeerPort(Protocol):
-    """The sessions with peers. Only the pipeline's thread calls, and nothing here blocks."""
+    """The sessions with peers. Only the pipeline's thread calls, and no call blocks."""
 
     def submit(self, lane: int, reads: Sequence[PeerRead]) -> None:
-        """Ask this peer for chunks, at most as many as it gives credits."""
+        """Request chunks from this peer, at most as many as it gives credits."""
 
     def cancel(self, tokens: Sequence[int]) -> None:
-        """Nobody waits for these any more. They end as all others do."""
+        """Give up these reads. They still end like all others."""
 
     def poll(self) -> list[PeerEnd]:
-        """Return what has ended since the last call."""
+        """Return the reads that have ended since the last call."""
 
     def state(self, lane: int) -> PeerState:
-        """Return what is known of this peer."""
+        """Return the last known state of this peer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """slot_place: where a slot of ours lies, as its header says. landing: copies within staging.
-    chunks_min: of a load that is split."""
+    """The peers' lanes. `slot_place` returns the place that the header of a slot of ours names.
+    `landing` copies within staging. Loads of fewer than `chunks_min` chunks use no peer."""
 
     port: PeerPort
     lanes: int
@@ -76,26 +76,26 @@ class Peering:
         foreign_place: Callable[[int], SlotPlace | None],
         counters: Counts,
     ) -> None:
-        """foreign_place: of another owner's place; None: its files are not open here. counters: the
-        pipeline's."""
+        """`foreign_place` returns another engine's place, or None if its files are not open here.
+        `counters` are the pipeline's."""
         self._peers, self._port = peers, peers.port
         self._foreign_place = foreign_place
         self._counters = counters
         self._rests = [False] * peers.lanes
-        self._landing: dict[int, int] = {}  # ticket → the machine's number
+        self._landing: dict[int, int] = {}  # the machine's number, by ticket
         self._known = [NO_PEER] * peers.lanes
-        self._ends: dict[int, PeerEnd] = {}  # that the machine has not taken, by token
+        self._ends: dict[int, PeerEnd] = {}  # ends that the machine has not taken, by token
         self._unwanted: list[int] = []
-        #: For the machine. A peer's room is that of its state.
+        #: The lanes for the machine. A peer's room is that of its state.
         self.lanes = PythonLanes(
             room=lambda: (0, 0), submit=self._submit, cancel=self._cancel, poll=self._take_ends
         )
 
     def take_in(self, machine: Machine) -> None:
-        """Let the machine know what each peer can take now, and what has landed."""
+        """Pass to the machine what each peer can take now, and which copies have completed."""
         for ticket, _ in self._peers.landing.poll():
             machine.landed(self._landing.pop(ticket))
-        for end in self._port.poll():  # before the states: what is lost takes nothing any more
+        for end in self._port.poll():  # first, because a lost peer takes no more reads
             self._ends[end.token] = end
         for lane, known in enumerate(self._known):
             state = self._port.state(lane)
@@ -118,7 +118,7 @@ class Peering:
         return rests
 
     def hand_over(self, machine: Machine) -> None:
-        """Begin to copy chunks into their cache slots, and cancel reads that no load waits for."""
+        """Start copies into cache slots, and cancel reads that no load waits for."""
         if (landing := machine.take_landings()) is not None:
             number, rows = landing
             ticket = self._peers.landing.submit(Direction.LOAD, rows, None)
@@ -127,7 +127,7 @@ class Peering:
             self._port.cancel(self._unwanted)
             self._unwanted = []
 
-    # -- as the machine's lanes
+    # -- called by the machine's lanes
 
     def _submit(self, ops: list[LaneOp]) -> None:
         reads: dict[int, list[PeerRead]] = {}
@@ -159,14 +159,14 @@ class Peering:
 
 
 class PeerLinks:
-    """clients: None: no peer reads for us. server: None: we read for none. landing: copies what
-    peers bring into cache slots."""
+    """The connections with peers. `clients` is None if no peer reads for us, `server` if we read
+    for none. `landing` copies chunks from peers into cache slots."""
 
     def __init__(
         self, clients: PeerClients | None, server: PeerServer | None, landing: CopyEngine
     ) -> None:
         self.clients, self._server, self.landing = clients, server, landing
-        #: Readable while a read through a peer may have ended.
+        #: These are readable while a read by a peer may have ended.
         self.fds: Sequence[int] = () if clients is None else (clients.fileno(),)
         self._taken = Counts()
 
@@ -177,7 +177,7 @@ class PeerLinks:
                 one.set_tag(tag)
 
     def take_counts(self) -> Counts:
-        """What has come and gone since the last call, under the names of `metrics.COUNTERS`."""
+        """Return what was sent and received since the last call, named as in `metrics.COUNTERS`."""
         counters = Counts()
         if self.clients is not None:
             counts = self.clients.counts
@@ -197,7 +197,7 @@ class PeerLinks:
         return grown
 
     def close(self) -> bool:
-        """End all sessions; True: no peer and no pull touches our memory any more."""
+        """End all sessions. Return True if no peer and no pull touches our memory any more."""
         ended = [one.close() for one in (self._server, self.clients) if one is not None]
         self.landing.close()
         return all(ended)
@@ -205,8 +205,8 @@ class PeerLinks:
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
-    """What `open_links` opens. tag: the share tag of our chunks now. wake: called once chunks of
-    peers have been copied into their cache slots."""
+    """The settings of `open_links`. `tag` is the present share tag of our chunks. `wake` is called
+    after chunks from peers were copied into their cache slots."""
 
     settings: OffloadConfig
     common: Common
@@ -216,10 +216,10 @@ class LinkSettings:
 
 
 def open_links(wanted: LinkSettings, staging: Staging) -> PeerLinks | None:
-    """Start the threads for peers; None: there are no peers.
+    """Start the threads for peers. Return None if there are no peers.
 
-    Raises: ConfigError: `peer_listen` is no address that this process may listen at, or there is a
-    secret and the library for messages cannot use it.
+    Raises: ConfigError: this process cannot listen at `peer_listen`, or there is a secret and the
+    library for messages cannot use it.
     """
     settings, rank = wanted.settings, wanted.common.rank
     if not settings.peers and wanted.serve_port is None:
@@ -281,7 +281,7 @@ def _serve(wanted: LinkSettings, staging: Staging, *, by_nixl: bool) -> PeerServ
 
 
 def _check_port(base: str, key: str, offset: int, who: str) -> None:
-    """Each rank has a port of its own, counted from that of the first one."""
+    """Check that each rank has a valid port, counted from that of the first rank."""
     if int(base.rpartition(":")[2]) + offset > PORT_MAX:
         raise ConfigError(key, base, f"{who} has no port; give one up to {PORT_MAX - offset}")
 

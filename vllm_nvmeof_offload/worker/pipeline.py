@@ -65,31 +65,31 @@ from vllm_nvmeof_offload.worker.peer_reads import Peering, PeerLinks, Peers
 from vllm_nvmeof_offload.worker.regions import RegionOpener, Regions
 from vllm_nvmeof_offload.worker.serving import Serve, Serving
 
-#: Op, whether it is a store, batch, and the columns of `copy.geometry.JobBlocks`.
+#: The op, whether it is a store, the batch, and the columns of `copy.geometry.JobBlocks`.
 Transfer: TypeAlias = tuple[
     int, bool, ChunkBatch, npt.NDArray[np.int32], Sequence[int], Sequence[int]
 ]
 
-#: This much in flight at a target saturates it: 100 Gb/s × 0.6 ms. One operation never does.
+#: This many bytes in flight saturate a target: 100 Gb/s × 0.6 ms. One operation never does.
 _SATURATING_BYTES = 8 * MIB
-#: A load of this server's own waits for all that a target reads for peers when it comes. So much
-#: keeps a target of 10 GB/s busy that answers within 400 us.
+#: A new load of this server waits for all the reads that its target has for peers. This many bytes
+#: keep a target busy that reads 10 GB/s and answers within 400 µs.
 _SERVED_BYTES = 4 * MIB
 _SATURATING_OPS_MIN = 2
-#: As the native machine numbers them.
+#: The kinds in the order of their numbers in the native machine.
 _KINDS = tuple(OpKind)
 _RETRYABLE = [ERRORS.get(number, (False,))[0] for number in range(max(ERRORS) + 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class TransferLimits:
-    """Bounds of one rank. A deadline runs from the first hand-over to the engine, in seconds.
+    """The bounds of one rank. A deadline runs from the first hand-over to the engine, in seconds.
 
-    The targets share the operations that may be in flight evenly; each may have at least one. The
-    bytes are those of each target.
+    The targets share the operations that may be in flight evenly, with at least one each. Bytes are
+    per target.
     """
 
-    #: Bytes of a chunk, by group.
+    #: The bytes of a chunk, by group.
     group_bytes: tuple[int, ...] = field(kw_only=True)
     rank: int = 0
     target_count: int = 1
@@ -97,24 +97,24 @@ class TransferLimits:
     writes_in_flight_max: int = 32
     read_deadline_s: float = 5.0
     write_deadline_s: float = TUNING.write_deadline_ms / 1000
-    #: One per target, shared with the code that attaches targets again; None: no target returns.
+    #: One per target, shared with the code that attaches targets again; None: none can return.
     health: tuple[TargetHealth, ...] | None = None
-    pool_slots: int = 0  # of the rank; 0: not checked
+    pool_slots: int = 0  # of the rank; 0 to skip the check
     read_bytes_in_flight_max: int = TUNING.read_bytes_in_flight_max
     write_bytes_in_flight_max: int = TUNING.write_bytes_in_flight_max
-    #: While reads wait or run on the target.
+    #: The bound while reads wait or run on the target.
     write_bytes_beside_reads_max: int = TUNING.write_bytes_beside_reads_max
-    #: Share of a target's reads and their bytes that may be for peers, so that this server's own
-    #: loads find places. One read may always be for a peer.
+    #: The largest share of a target's reads and bytes for peers, so that this server's own loads
+    #: find places. One read for a peer is always allowed.
     serve_share: float = 0.9
-    #: Likewise; None: as many as keep a target busy, and no less than two slots.
+    #: A bound on their bytes; None for what keeps a target busy, but at least two slots.
     serve_bytes_in_flight_max: int | None = None
-    #: Copies of loads check payloads, if the copy engine makes checksums: native/machine/machine.h.
+    #: Whether copies of loads check payloads, if the copy engine makes checksums; see machine.h.
     copies_check: bool = False
 
 
 class FinishedJob(NamedTuple):
-    """A store or load that no DMA works on any more. failures: chunk index → outcome."""
+    """A store or load on which no DMA works any more. `failures` maps chunk indexes to outcomes."""
 
     op: int
     failures: tuple[tuple[int, Outcome], ...]
@@ -123,22 +123,22 @@ class FinishedJob(NamedTuple):
 
 
 class _Ticket(NamedTuple):
-    """A batch of copies that the copy engine has. payloads: of a store, or of a load that checks
-    them; None: their checksums do not matter."""
+    """A batch of copies that the copy engine has. `payloads` is set for a store, or a load that
+    checks payloads; None if the checksums are not needed."""
 
     batch: int
     direction: Direction
     size_bytes: int
     began_s: float
     payloads: Payloads | None
-    #: uint8[n]: whether the payload's CRC is needed, because the members of the set compare it, or
-    #: because nobody has checked a load's; None: of none.
+    #: uint8[n]: whether each payload's CRC is needed, because the members of the set compare it or
+    #: a load's payload is unchecked; None if none is needed.
     sampled: npt.NDArray[np.uint8] | None
 
 
 @dataclass(slots=True)
 class _Moved:
-    """Copies of one direction since the counters were read."""
+    """The copies in one direction since the counters were read."""
 
     operations: int = 0
     size_bytes: int = 0
@@ -160,8 +160,8 @@ class TransferPipeline:
         peers: Peers | None = None,
         serve: Serve | None = None,
     ) -> None:
-        """opener: of other engines' regions; None: no command names any. peers: that read for us;
-        None: nobody does. serve: what we read for peers; None: nothing."""
+        """`opener` opens other engines' regions; None if no command names one. `peers` read for us,
+        and `serve` has what we read for peers; either may be None."""
         self._counters = Counts()
         self._copy, self._io, self._clock = copy, io, clock
         self._limits = limits
@@ -169,10 +169,10 @@ class TransferPipeline:
         self._health = limits.health or tuple(
             TargetHealth(can_return=False) for _ in range(targets)
         )
-        self._verdicts = [Verdict.OK] * targets  # as reported
-        self._known: list[tuple[Verdict, int] | None] = [None] * targets  # by the machine
+        self._verdicts = [Verdict.OK] * targets  # as last reported
+        self._known: list[tuple[Verdict, int] | None] = [None] * targets  # the machine's view
         self._lanes = io.attach()
-        self._in_python = isinstance(self._lanes, PythonLanes)  # which have our clock
+        self._in_python = isinstance(self._lanes, PythonLanes)  # these use our clock
         self._peering = Peering(peers, self._foreign_place, self._counters) if peers else None
         options = _machine_options(staging, limits, io.stamp, peers)
         options.copies_check = limits.copies_check and copy.makes_checksums
@@ -182,9 +182,9 @@ class TransferPipeline:
         self._tag = io.stamp.tag
         self._serving = self._serving_of(serve, staging) if serve else None
         self._in_set = staging.members is not None
-        self._newest: tuple[int, object] = (0, None)  # fence, which the machine knows by its number
-        self._passed = 0  # number of the newest fence that was seen to have passed
-        self._open: dict[int, object] = {}  # those after it, the oldest first
+        self._newest: tuple[int, object] = (0, None)  # the number and the fence
+        self._passed = 0  # number of the newest fence known to have passed
+        self._open: dict[int, object] = {}  # later fences, oldest first
         self._tickets: dict[int, _Ticket] = {}
         self._loaded, self._stored = _Moved(), _Moved()
         self._levels: tuple[int, ...] = (0,) * 7
@@ -198,11 +198,11 @@ class TransferPipeline:
     # -- commands ---------------------------------------------------------------------
 
     def store(self, command: StoreCommand, pieces: Pieces, fence: object) -> None:
-        """Copy KV cache → cache slots, after `fence`."""
+        """Copy from the KV cache to cache slots, after `fence`."""
         self._begin_copied(OpKind.STORE, command, pieces, fence)
 
     def load(self, command: LoadCommand, pieces: Pieces, fence: object) -> None:
-        """Copy cache slots or places → KV cache, after `fence`."""
+        """Copy from cache slots or places to the KV cache, after `fence`."""
         self._begin_copied(OpKind.LOAD, command, pieces, fence)
         if command.helpers is not None:
             self._machine.let_help(command.op, command.helpers)
@@ -216,7 +216,7 @@ class TransferPipeline:
     ) -> None:
         """Begin stores and loads, all after `fence`, in one call of the machine.
 
-        helpers: of some loads by their ops, `LoadCommand.helpers`.
+        `helpers` maps ops of loads to `LoadCommand.helpers`.
         """
         number = self._number_of(fence)
         self._machine.set_time(self._clock())
@@ -232,7 +232,7 @@ class TransferPipeline:
             case FetchCommand():
                 self._begin(command.op, OpKind.FETCH, command.urgency, command.batch)
             case ResetCommand():
-                self._set_targets()  # those attached by now lack the superblock of this reset
+                self._set_targets()  # targets attached since lack this reset's superblock
                 stamp, unnamed = self._io.begin_reset(command.tag, command.named)
                 self._machine.set_time(self._clock())
                 self._machine.reset(command.op, astuple(stamp), astuple(unnamed))
@@ -251,9 +251,9 @@ class TransferPipeline:
                     self._regions.hint(command)
 
     def cancel(self, op: int, rows: npt.NDArray[np.uint32] | None = None) -> None:
-        """Stop what has not started; what DMA works on goes on. The reports still come.
+        """Cancel `rows` of an op, or all if None. The reports still follow.
 
-        rows: of the op; None: all. Stores and resets go on, because other ops depend on them.
+        What DMA works on goes on, as do stores and resets, on which other ops depend.
         """
         self._machine.set_time(self._clock())
         self._machine.cancel(op, rows)
@@ -272,9 +272,9 @@ class TransferPipeline:
         self._machine.begin(op, _KINDS.index(kind), int(Urgency.DEMAND), batch, *moved)
 
     def _number_of(self, fence: object) -> int:
-        """Return the fence's number; 0: there is nothing to come after.
+        """Return the fence's number, or 0 if there is no fence.
 
-        The model's thread records fences in their order, so only the newest one can come again.
+        The model's thread records fences in order, so only the newest one can be passed again.
         """
         if fence is None:
             return 0
@@ -288,9 +288,9 @@ class TransferPipeline:
     # -- progress ---------------------------------------------------------------------
 
     def step(self) -> None:
-        """Move everything that can move now."""
+        """Advance everything that can advance now."""
         self._machine.set_time(self._clock())
-        if self._serving is not None:  # before anything ends: what has ended cannot be cancelled
+        if self._serving is not None:  # first, because an ended read cannot be cancelled
             self._serving.take_in(self._tag)
         for ticket, outcome in self._copy.poll():
             self._copied(self._tickets.pop(ticket), outcome)
@@ -310,7 +310,7 @@ class TransferPipeline:
         machine = self._machine
         reports = [self._report_of(columns) for columns in machine.take_reports()]
         reports += self._take_verdicts()
-        if reports:  # rates and levels ride along: they never make the engine step
+        if reports:  # rates and levels alone never make the engine step
             rank = self._limits.rank
             reports += [RateReport(rank, *rate) for rate in machine.take_rates()]
             if machine.levels() != self._levels:
@@ -338,7 +338,7 @@ class TransferPipeline:
 
     @property
     def counters(self) -> Counts:
-        """What happened since it was cleared, under the names of `metrics.COUNTERS`."""
+        """Return the counts since they were cleared, under the names of `metrics.COUNTERS`."""
         reads, writes, written = self._machine.take_counts()
         if reads[0]:
             self._count_transfer("load", "pool", *reads)
@@ -355,29 +355,30 @@ class TransferPipeline:
         return self._counters
 
     def deadline_in_s(self) -> float:
-        """Return in how many seconds `step` must be called if nothing happens; may be infinite."""
+        """Return the seconds until `step` must be called if nothing happens; may be infinite."""
         return max(0.0, self._machine.next_deadline_s() - self._clock())
 
     def await_set(self, fds: Sequence[int], seconds: float) -> bool:
-        """Wait until another member of the set has moved, `fds` are readable, or the time is over.
+        """Wait until another member of the set has progressed, `fds` are readable, or the time is
+        over.
 
-        Returns False at once where nothing is expected of the others. Their words are looked at
-        every 200 µs, because nobody wakes this process for them.
+        Returns False at once if no event can come from the others. Polls their words every 200 µs,
+        because they do not wake this process.
         """
         return self._in_set and self._machine.await_set(fds, seconds)
 
     def leave_set(self) -> None:
-        """Let the other members of the set fail at once what they wait for: nothing moves here
-        any more."""
+        """Announce that this rank ends, so that the other members fail at once what they wait
+        for."""
         if self._in_set:
             self._machine.leave_set()
 
     def idle(self) -> bool:
-        """Return whether there is no job, no gate held, and no buffer with an engine."""
+        """Return whether there is no job, no gate held, and no buffer in an engine."""
         return self._machine.idle
 
     def read_queues(self) -> list[tuple[int, float]]:
-        """Return what a read waits for, by lane: bytes, and seconds (0: not known)."""
+        """Return how much a read would wait for, by lane: bytes, and seconds (0 if unknown)."""
         return self._machine.read_queues()
 
     def _foreign_place(self, place: int) -> SlotPlace | None:
@@ -389,24 +390,24 @@ class TransferPipeline:
     # -- I/O --------------------------------------------------------------------------
 
     def _take_superblocks(self) -> None:
-        """Take in the superblocks that are written; lanes in Python bring them with all else."""
+        """Report superblocks that were written; lanes in Python report them with all other ends."""
         if self._in_python:
             return
         if ended := [end_of(one) for one in self._io.poll()]:
             self._machine.ended(ended)
 
     def _drive_lanes(self) -> None:
-        """Let the machine drive the lanes: it comes back once nothing moves any more."""
+        """Let the machine drive the lanes until nothing advances any more."""
         machine = self._machine
         self._set_targets()
         ahead_s = 0.0 if self._in_python else self._clock() - time.monotonic()
         while machine.advance(ahead_s):
-            self._look_at_targets()  # which may have ended the use of one
+            self._look_at_targets()  # which may stop the use of one
         self._look_at_targets()
         self._offer_resets()
 
     def _offer_resets(self) -> None:
-        """Hand over the superblocks whose turn it is."""
+        """Submit the superblocks that may be written now."""
         found = self._machine.offer_resets()
         if found is None:
             return
@@ -423,7 +424,7 @@ class TransferPipeline:
             )
 
     def _look_at_targets(self) -> None:
-        """Let each target's health follow from what its operations did, and act on its verdict."""
+        """Update each target's health from its operations, and apply the verdict."""
         found = self._machine.take_health()
         if found is None:
             return
@@ -440,7 +441,7 @@ class TransferPipeline:
         self._set_targets()
 
     def _set_targets(self) -> None:
-        """Let the machine know what has changed, which other threads do too."""
+        """Pass changes in the targets' states to the machine. Other threads cause them too."""
         for target, health in enumerate(self._health):
             found = health.verdict, health.attachment
             if found != self._known[target]:
@@ -450,7 +451,7 @@ class TransferPipeline:
                     self._regions.target_changed(target, *found)
 
     def _take_verdicts(self) -> list[Report]:
-        """Return the verdicts that changed since the last call; every target begins as ok."""
+        """Return the verdicts that changed since the last call. Every target starts as OK."""
         changed: list[Report] = []
         for target, health in enumerate(self._health):
             verdict = health.verdict
@@ -477,7 +478,7 @@ class TransferPipeline:
             )
 
     def _newest_passed(self) -> int:
-        """Return the number of the newest fence that has passed. Fences pass in their order."""
+        """Return the number of the newest fence that has passed. Fences pass in order."""
         while self._open:
             number, fence = next(iter(self._open.items()))
             if not self._copy.has_passed(fence):
@@ -499,7 +500,7 @@ class TransferPipeline:
         self._machine.copied(batch, code_of(outcome.kind), outcome.errno, crcs)
 
     def _add_crcs(self, payloads: Payloads, sampled: npt.NDArray[np.uint8]) -> None:
-        """Make the CRCs that are needed and that the copy engine has not made."""
+        """Compute the CRCs that are needed but that the copy engine has not computed."""
         for at in ((payloads.crcs < 0) & (sampled > 0)).nonzero()[0].tolist():
             payloads.crcs[at] = self._crc_of(int(payloads.addresses[at]), int(payloads.sizes[at]))
 
@@ -527,7 +528,7 @@ def _machine_options(
     targets = limits.target_count
     reads_max = max(1, limits.reads_in_flight_max // targets)
     writes_max = max(1, limits.writes_in_flight_max // targets)
-    # Reads of loads that a target has at a time while all targets, and all peers, are busy.
+    # The reads of loads that a target has at a time while all targets and peers are busy.
     readers = targets + (peers.lanes if peers else 0)
     streamed_max = max(1, min(reads_max, staging.stream_slots // readers))
     enough = max(_SATURATING_OPS_MIN, -(-_SATURATING_BYTES // staging.slot_bytes))
@@ -563,16 +564,16 @@ def _machine_options(
 _WAIT_S_MAX = 1.0
 
 #: The longest time for which Python lets a busy thread keep the interpreter lock. A load wakes the
-#: pipeline's thread a few times, and each time it waits so long where the engine steps meanwhile.
+#: pipeline's thread a few times, and each time it waits this long if the engine is computing.
 _SWITCH_S_MAX = 0.0005
 
 
 class PipelineRunner:
-    """Runs the pipeline on its own thread, so that transfers go on while the model computes.
+    """Runs the pipeline on a separate thread, so that transfers go on while the model computes.
 
-    The model's thread calls all methods: it hands over calls, which run in their order, and picks
-    up results. It waits only in `wait`, for copies that vLLM must see finished. Other threads may
-    call `hand_over` too.
+    The model's thread calls all methods: it hands over calls, which run in order, and takes
+    results. It blocks only in `wait`, for copies that vLLM must see finished. Other threads may
+    also call `hand_over`.
     """
 
     def __init__(
@@ -582,35 +583,35 @@ class PipelineRunner:
         io_fd: int,
         links: PeerLinks | None = None,
     ) -> None:
-        """io_fd: readable while I/O may have ended."""
+        """`io_fd` is readable while I/O may have ended."""
         self._pipeline = pipeline
         self._waker = waker
         self._links = links
         self._fds = (waker.fd, io_fd, *(links.fds if links else ()))
         self._inbox: deque[Callable[[], None]] = deque()
-        self._handing_over = threading.Lock()  # a target's watcher hands over calls too
+        self._handing_over = threading.Lock()  # a target's watcher also hands over calls
         self._changed = threading.Condition()
         self._finished: list[FinishedJob] = []
         self._reports: list[Report] = []
         self._counters = Counts()
-        self._open: set[int] = set()  # stores and loads handed over and not finished
+        self._open: set[int] = set()  # stores and loads handed over but not finished
         self._failure: BaseException | None = None
         self._stopping = False
         sys.setswitchinterval(min(_SWITCH_S_MAX, sys.getswitchinterval()))
         self._thread = threading.Thread(target=self._run, name="nvmeof-pipeline", daemon=True)
         self._thread.start()
-        # Python ends a daemon thread where it takes the interpreter lock again. Inside a native
-        # call that aborts the process.
+        # Python ends a daemon thread when it next takes the interpreter lock. Within a native call
+        # this aborts the process.
         atexit.register(self.stop)
 
     def hand_over(self, call: Callable[[TransferPipeline], None], *ops: int) -> None:
-        """Run `call` on the pipeline's thread. `ops`: the stores and loads that it starts."""
+        """Run `call` on the pipeline's thread. `ops` are the stores and loads that it starts."""
         if ops:
             with self._changed:
                 self._open.update(ops)
         with self._handing_over:
             self._inbox.append(lambda: call(self._pipeline))
-            # Otherwise a call before this one is still to be taken, and this one with it.
+            # Otherwise an earlier call was not taken yet, and this one will be taken with it.
             is_first = len(self._inbox) == 1
         if is_first:
             self._waker.wake()
@@ -624,7 +625,7 @@ class PipelineRunner:
                 self._changed.wait(timeout=1.0)
 
     def take(self) -> tuple[list[FinishedJob], list[Report], Counts]:
-        """Finished jobs, reports and counters since the last call; a consistent snapshot."""
+        """Return finished jobs, reports and counters since the last call, consistently."""
         with self._changed:
             self._raise_failure()
             taken = (self._finished, self._reports, self._counters)
@@ -632,14 +633,14 @@ class PipelineRunner:
             return taken
 
     def stop(self) -> None:
-        """End the thread. The engines' `close` ends what is under way."""
+        """End the thread. The engines' `close` ends what is still in progress."""
         atexit.unregister(self.stop)
         self._stopping = True
         self._waker.wake()
         self._thread.join(timeout=5.0)
 
     def leave_set(self) -> None:
-        """Call after `stop`, when no copy and no I/O of this rank is under way any more."""
+        """Leave the set. Call after `stop`, when no copy and no I/O of this rank is in progress."""
         self._pipeline.leave_set()
 
     def _raise_failure(self) -> None:
@@ -671,7 +672,7 @@ class PipelineRunner:
                 self._changed.notify_all()
 
     def _wait_ms(self) -> int:
-        """Return how long the next turn may wait: until the next deadline."""
+        """Return how long the next turn may wait, which is until the next deadline."""
         return math.ceil(1000 * min(self._pipeline.deadline_in_s(), _WAIT_S_MAX))
 
     def _publish(self) -> None:
@@ -681,7 +682,7 @@ class PipelineRunner:
             self._publish_links(self._links)
         if not finished and not reports:
             return
-        counters = self._pipeline.counters  # they ride along
+        counters = self._pipeline.counters  # counters are published with them
         with self._changed:
             self._finished += finished
             self._reports += reports
@@ -691,7 +692,7 @@ class PipelineRunner:
             self._changed.notify_all()
 
     def _publish_links(self, links: PeerLinks) -> None:
-        """What is read for peers makes no report that the counters could ride along with."""
+        """Publish counters of peers separately, because reads for peers make no report."""
         grown = links.take_counts()
         if not grown:
             return

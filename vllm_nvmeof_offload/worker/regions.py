@@ -45,21 +45,21 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.targets.health import Verdict
 
-#: Attaches that hang in a path, or wait for one that does. One more fails with EAGAIN.
+#: The most attaches that hang or wait for one that does. One more fails with EAGAIN.
 _OPENING_MAX = 64
-#: Threads that open files; as many may hang in a path at a time.
+#: The number of threads that open files; as many may hang at a time.
 _OPENERS = 8
-#: Owners of regions that only peers have named; the follower numbers fewer.
+#: The numbers for owners that only peers have named, above those that the follower assigns.
 _UNNAMED_OWNERS = range(OWNERS_MAX + 1, 1 << 15)
-#: Their files are closed when nobody has asked for so long.
+#: Their files are closed after this time without a request.
 _UNUSED_S = 60.0
-#: A region that was not found is looked for again after this time.
+#: A region that was not found is searched for again after this time.
 _AGAIN_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class OpenRegions:
-    """The answer to `command`. by_target: the regions found; error: an errno, if it failed."""
+    """The answer to `command`: the regions found, by target, or an errno in `error`."""
 
     command: AttachCommand
     by_target: dict[int, ForeignSlab] = field(default_factory=dict)
@@ -67,46 +67,46 @@ class OpenRegions:
 
 
 class FoundPool(NamedTuple):
-    """Where a region was found that nobody has named: `engine-K`, and the uuid of its rank."""
+    """The place of a region that no command has named: `engine-K`, and the uuid of its rank."""
 
     engine_index: int
     pool_uuid: bytes
 
 
 class RegionOpener(Protocol):
-    """Opens regions elsewhere than on the pipeline's thread, and wakes that for each answer."""
+    """Opens regions outside the pipeline's thread, and wakes that thread for each answer."""
 
     def open(self, command: AttachCommand, targets: Sequence[int]) -> None:
         """Open the owner's regions on these targets."""
 
     def take(self) -> list[OpenRegions]:
-        """Return the answers since the last call. Their files belong to the caller."""
+        """Return the answers since the last call. The caller must close their files."""
 
     def close(self, regions: Iterable[ForeignSlab]) -> None:
-        """Close their files."""
+        """Close the files of these regions."""
 
     def look_for(self, region_uuid: bytes) -> None:
-        """Look for a region on our targets, unless others are being looked for."""
+        """Search for a region on our targets, unless another search is running."""
 
     def take_found(self) -> list[FoundPool]:
-        """Return the pools of the regions that were found since the last call."""
+        """Return the pools of the regions found since the last call."""
 
 
 class Regions:
-    """The owners that the manager has named. All calls come from the pipeline's thread."""
+    """The engines (owners) named by the manager. All calls come from the pipeline's thread."""
 
     def __init__(
         self, machine: Machine, io: IoEngine, opener: RegionOpener, target_count: int
     ) -> None:
         self._machine, self._io, self._opener = machine, io, opener
-        self._wanted: dict[int, AttachCommand] = {}  # by owner, the newest
+        self._wanted: dict[int, AttachCommand] = {}  # the newest command, by owner
         self._used: dict[tuple[int, int], ForeignSlab] = {}  # by owner and target
         self._leaving: list[tuple[int, int, ForeignSlab]] = []
         self._usable = [True] * target_count
         self._attachments = [0] * target_count
-        self._unnamed: dict[int, int] = {}  # by engine, the owner that only peers have named
-        self._asked_s: dict[int, float] = {}  # by such an owner, when it was last asked for
-        #: Targets whose regions are not those that are there now, or were never looked for.
+        self._unnamed: dict[int, int] = {}  # owners that only peers have named, by engine
+        self._asked_s: dict[int, float] = {}  # when such an owner was last requested
+        #: Targets with regions that may have been replaced, or that were never searched.
         self._missed: set[int] = set()
 
     def attach(self, command: AttachCommand) -> None:
@@ -119,14 +119,14 @@ class Regions:
         self._drop_owner(owner)
 
     def slot_place(self, place: int) -> SlotPlace | None:
-        """Return what the header there must name; None: its owner's files are not open."""
+        """Return the place that the header there must name; None if the files are not open."""
         region = self._used.get((owner_of(place), target_of(place)))
         return None if region is None else region.place(slot_of(place))
 
     def find(self, uuid: bytes) -> tuple[int, int] | None:
-        """Return the owner and the target of a region that a peer names; None: it is not open yet.
+        """Return the owner and target of a region that a peer names, or None if it is not open yet.
 
-        It is looked for meanwhile: an engine that loads nothing itself has opened none.
+        A search for it then starts: an engine that loads nothing itself has opened no regions.
         """
         found = next((key for key, region in self._used.items() if region.uuid == uuid), None)
         if found is None:
@@ -158,10 +158,10 @@ class Regions:
             self._missed.discard(target)
             for owner, command in self._wanted.items():
                 self._machine.await_files(owner)
-                self._open(replace(command))  # what is under way for the other one is void
+                self._open(replace(command))  # any open in progress for the old pool is void
 
     def step(self) -> None:
-        """Take in what was opened, and close what is not used any more."""
+        """Apply the answers of the opener, and close files that are no longer used."""
         for opened in self._opener.take():
             if self._wanted.get(opened.command.owner) is opened.command:
                 self._take_in(opened)
@@ -174,7 +174,7 @@ class Regions:
             self._leaving = busy
 
     def _open_found(self) -> None:
-        """Open what only peers have named, and close what they do not ask for any more."""
+        """Open regions that only peers have named, and close those they no longer request."""
         now_s = time.monotonic()
         for found in self._opener.take_found():
             index = found.engine_index
@@ -198,7 +198,7 @@ class Regions:
         owner = opened.command.owner
         self._drop_owner(owner)
         for target, region in opened.by_target.items():
-            if target in self._missed:  # it went meanwhile, and another file system may come
+            if target in self._missed:  # lost meanwhile, perhaps to another file system
                 self._opener.close([region])
                 continue
             self._used[owner, target] = region
@@ -216,20 +216,20 @@ class Regions:
 
 
 class RegionFiles:
-    """Implements `RegionOpener` with the directories beside those of our pool."""
+    """Implements `RegionOpener` with the directories next to those of our pool."""
 
     def __init__(self, pool: Pool, wake: Callable[[], None]) -> None:
-        """wake: called on any thread when `take` has something."""
+        """`wake` is called on any thread when `take` has something."""
         self._pool = pool
         self._wake = wake
         self._background = Background("nvmeof-attach", _OPENERS)
         self._lock = threading.Lock()
         self._answers: list[OpenRegions] = []
         self._opening = 0
-        self._sought: set[bytes] = set()  # regions that peers name
+        self._sought: set[bytes] = set()  # regions that peers name, being searched for
         self._found: list[FoundPool] = []
         self._is_looking, self._look_again_s = False, 0.0
-        self._open_fds: dict[int, int] = {}  # and their targets
+        self._open_fds: dict[int, int] = {}  # descriptors and their targets
         self._ended = False
 
     def open(self, command: AttachCommand, targets: Sequence[int]) -> None:
@@ -252,7 +252,7 @@ class RegionFiles:
         with self._lock:
             targets = self._open_fds.copy()
         for fd in [region.fd for region in regions]:
-            if fd in targets:  # else `end` has closed it
+            if fd in targets:  # otherwise `end` has closed it
                 background = self._pool.background[targets[fd]]
                 background.run("close", partial(self._close, [fd]))
 
@@ -273,7 +273,7 @@ class RegionFiles:
             return found
 
     def end(self, abandon: bool = False) -> None:
-        """Close all files, and those that are still being opened. abandon: as in `Pool.close`."""
+        """Close all files, including those still being opened. `abandon` is as in `Pool.close`."""
         with self._lock:
             self._ended = True
             fds = () if abandon else tuple(self._open_fds)
@@ -282,12 +282,12 @@ class RegionFiles:
         self._close(fds, known=True)
 
     def _look(self) -> None:
-        """Look through the pools beside ours for what is sought."""
+        """Search the pools next to ours for the regions that are wanted."""
         found: list[FoundPool] = []
         try:
             for target, ours in enumerate(self._pool.superblocks):
                 if self._pool.device(target) is None:
-                    continue  # the target is away
+                    continue  # the target is lost
                 pools = self._pool.keyspace(target)
                 for name in os.listdir(pools.place):
                     index = name.removeprefix("engine-")
@@ -312,7 +312,7 @@ class RegionFiles:
             self._wake()
 
     def _run(self, command: AttachCommand, targets: Sequence[int]) -> None:
-        # An exception that is not expected is a bug; the op must end even then.
+        # An unexpected exception is a bug, but the op must end even then.
         answer = OpenRegions(command, error=errno.EIO)
         try:
             answer = self._find(command, targets)
@@ -355,7 +355,7 @@ class RegionFiles:
         return OpenRegions(command, error=error)
 
     def _region(self, command: AttachCommand, target: int) -> ForeignSlab | None:
-        """Open one region; None: there is none of this pool.
+        """Open one region. Returns None if there is none of this pool.
 
         PoolFormatError: its superblock is damaged, or of another shape. OSError: it cannot be read.
         """
@@ -366,13 +366,13 @@ class RegionFiles:
             found = read_superblock(region.place)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        # Each rank has drawn a uuid of its own; the follower knows that of rank 0. Another rank's
-        # slots prove themselves against the key and generation that rank 0's table names.
+        # Each rank has drawn a separate uuid, and the follower knows that of rank 0. Another rank's
+        # slots prove themselves by the key and generation that rank 0's table names.
         if found is None or (ours.rank == 0 and found.uuid != command.pool_uuid):
             return None
         if not _is_readable(found, ours):
             raise PoolFormatError(f"{region.path} has slots of another shape")
-        # What another host writes, this one's page cache may not have.
+        # This host's page cache may miss what another host writes.
         is_direct = found.is_leased or self._pool.is_direct[target]
         direct = os.O_DIRECT if is_direct else 0
         fd = open_private(region.place / SLAB_FILE, os.O_RDONLY | direct)
@@ -382,24 +382,24 @@ class RegionFiles:
         return ForeignSlab(fd, found.place(0).region_uuid, found.rank)
 
     def _close(self, fds: Iterable[int], known: bool = False) -> None:
-        """known: they are not among `_open_fds` any more."""
+        """Close these descriptors. If `known`, they are no longer in `_open_fds`."""
         for fd in fds:
             with self._lock:
                 if not known and fd not in self._open_fds:
-                    continue  # `end` has closed it
+                    continue  # already closed by `end`
                 self._open_fds.pop(fd, None)
             with contextlib.suppress(OSError):
                 os.close(fd)
 
 
 def _open_folder(pools: Folder, engine: str, rank: int) -> Folder:
-    """Open the directory of one region. OSError: as `Folder.open`."""
+    """Open the directory of one region. Raises OSError as `Folder.open` does."""
     part = f"{engine}/rank-{rank}"
     return Folder.open(pools.path / part, pools.place / part)
 
 
 def _is_readable(found: Superblock, ours: Superblock) -> bool:
-    """Return whether a chunk there has the shape and the key of one of ours."""
+    """Return whether chunks there have the same shape and keyspace as ours."""
     same = {
         name: getattr(ours, name)
         for name in ("uuid", "slots", "target_index", "target_count", "epoch", "tag", "sequence")

@@ -21,7 +21,7 @@ from vllm_nvmeof_offload.native import Machine
 from vllm_nvmeof_offload.peers.base import Levels, Served, ServeRead, SlotMemory
 from vllm_nvmeof_offload.protocol import OURS, ChunkBatch, owned_by, place_of
 
-#: Finds a region of another engine by its uuid: owner and target; None: it is not open here.
+#: A function that finds another engine's region by uuid: owner and target, or None if not open.
 FindRegion = Callable[[bytes], tuple[int, int] | None]
 
 
@@ -29,17 +29,17 @@ _T = TypeVar("_T")
 
 
 class OwnRegion(NamedTuple):
-    """One of ours, which is on this target. slots: how many it has."""
+    """A region of ours on this target, with this number of slots."""
 
     target: int
     slots: int
 
 
 class ServeQueue:
-    """Implements `ServePort` for the peers' server. The other half is the pipeline's thread's."""
+    """Implements `ServePort` for the peers' server, and its other half for the pipeline."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        """wake: wakes the pipeline's thread."""
+        """`wake` wakes the pipeline's thread."""
         self._wake = wake
         self._asked: collections.deque[Sequence[ServeRead]] = collections.deque()
         self._unwanted: collections.deque[Sequence[int]] = collections.deque()
@@ -71,8 +71,8 @@ class ServeQueue:
     # -- the pipeline's thread --------------------------------------------------------
 
     def take(self) -> tuple[list[ServeRead], list[int]]:
-        """Return what is wanted, and what is not wanted any more, since the last call."""
-        unwanted = _taken(self._unwanted)  # first: what is in it was asked for before
+        """Return the reads requested, and those cancelled, since the last call."""
+        unwanted = _taken(self._unwanted)  # first, because those reads were requested before
         return _taken(self._asked), unwanted
 
     def put(self, ended: Sequence[Served], levels: Levels) -> None:
@@ -91,14 +91,14 @@ def _taken(batches: collections.deque[Sequence[_T]]) -> list[_T]:
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """queue: of the peers' server. own: our regions by their uuids."""
+    """The service for peers: the `queue` of their server, and our regions by uuid."""
 
     queue: ServeQueue
     own: Mapping[bytes, OwnRegion]
 
 
 class Serving:
-    """What one machine reads for peers. All calls come from the pipeline's thread."""
+    """The reads of one machine for peers. All calls come from the pipeline's thread."""
 
     def __init__(
         self,
@@ -109,20 +109,20 @@ class Serving:
         clock: Callable[[], float],
         find_region: FindRegion,
     ) -> None:
-        """memory: the serve slots. find_region: among other engines'."""
+        """`memory` has the serve slots. `find_region` finds other engines' regions."""
         self._machine, self._serve, self._memory, self._clock = machine, serve, memory, clock
         self._find_region = find_region
-        #: Of several groups with chunks of one length, any will do.
+        #: If several groups have chunks of equal length, any of them will do.
         self._groups = {size: group for group, size in enumerate(group_bytes)}
         self._refused: list[Served] = []
 
     def take_in(self, tag: bytes) -> None:
-        """Let the machine know what is wanted. tag: that of our chunks now."""
+        """Pass the requested reads to the machine. `tag` is the present tag of our chunks."""
         reads, unwanted = self._serve.queue.take()
         rows: dict[int, list[_Row]] = {}
         for read in reads:
             row = self._row_of(read, tag)
-            if isinstance(row, _Row):  # a batch has keys of one length
+            if isinstance(row, _Row):  # all keys of a batch have one length
                 rows.setdefault(len(read.identity.key), []).append(row)
             else:
                 self._refused.append(Served(read.token, row))
@@ -132,7 +132,7 @@ class Serving:
             self._machine.end_serving(unwanted)
 
     def hand_over(self) -> None:
-        """Let the server know what has ended, and how much there is to do."""
+        """Report to the server what has ended, and how much there is to do."""
         ended = [
             Served(token, outcome_of(code, number))
             for token, code, number in self._machine.take_served()
@@ -143,7 +143,7 @@ class Serving:
         self._serve.queue.put(ended, Levels(*self._machine.serve_levels()))
 
     def _row_of(self, read: ServeRead, tag: bytes) -> _Row | Outcome | None:
-        """Return the row, or the outcome that the read has without being tried."""
+        """Return the row to read, or the outcome of a read that is not even tried."""
         uuid, slot = read.place.region_uuid, read.place.slot
         group = self._groups.get(read.payload_bytes)
         own = self._serve.own.get(uuid)
