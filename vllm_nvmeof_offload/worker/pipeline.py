@@ -72,8 +72,8 @@ Transfer: TypeAlias = tuple[
 
 #: This many bytes in flight saturate a target: 100 Gb/s × 0.6 ms. One operation never does.
 _SATURATING_BYTES = 8 * MIB
-#: A new load of this server waits for all the reads that its target has for peers. This many bytes
-#: keep a target busy that reads 10 GB/s and answers within 400 µs.
+#: A new load here waits for all reads that its target has for peers. This many bytes keep a target
+#: busy that reads 10 GB/s and answers within 400 µs.
 _SERVED_BYTES = 4 * MIB
 _SATURATING_OPS_MIN = 2
 #: The kinds in the order of their numbers in the native machine.
@@ -123,8 +123,8 @@ class FinishedJob(NamedTuple):
 
 
 class _Ticket(NamedTuple):
-    """A batch of copies that the copy engine has. `payloads` is set for a store, or a load that
-    checks payloads; None if the checksums are not needed."""
+    """A batch of copies that the copy engine has. `payloads` is None if no checksum is needed, that
+    is, except for stores and loads that check payloads."""
 
     batch: int
     direction: Direction
@@ -360,16 +360,12 @@ class TransferPipeline:
 
     def await_set(self, fds: Sequence[int], seconds: float) -> bool:
         """Wait until another member of the set has progressed, `fds` are readable, or the time is
-        over.
-
-        Returns False at once if no event can come from the others. Polls their words every 200 µs,
-        because they do not wake this process.
-        """
+        over. Returns False at once if no event can come from the others. Polls their words every
+        200 µs, because they do not wake this process."""
         return self._in_set and self._machine.await_set(fds, seconds)
 
     def leave_set(self) -> None:
-        """Announce that this rank ends, so that the other members fail at once what they wait
-        for."""
+        """Announce that this rank ends, so that the others fail at once what they wait for."""
         if self._in_set:
             self._machine.leave_set()
 
