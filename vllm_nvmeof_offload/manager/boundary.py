@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The boundary that a load could bring a request to, over several KV cache groups, and how far
-apart boundaries are kept. Pure.
-
-vLLM's own look-up finds it one key at a time, and with side effects on the request. `plan` follows
-the same rule with one question per group, so that look-ahead fetches what that look-up will find.
-"""
+"""The boundary that a load could bring a request to, with several KV cache groups, and the distance
+between the boundaries that are kept. Pure. vLLM's own look-up finds the boundary key by key, and
+with side effects on the request. `plan` follows the same rule with one question per group, so that
+look-ahead fetches what that look-up will find."""
 
 from __future__ import annotations
 
@@ -16,15 +14,15 @@ import numpy.typing as npt
 
 from vllm_nvmeof_offload.groups import GROUP_ID_BYTES, Group, GroupKind, RankGroup, group_id_of
 
-#: Which of these keys are present: one byte per key, 1 or 0.
+#: A function that returns which of these keys are present, as a byte (1 or 0) per key.
 Has = Callable[[Sequence[bytes]], bytes]
 _HIT = b"\1"
-#: Chunks: most prefixes end soon.
+#: The number of chunks in the first question, because most prefixes end soon.
 _ASKED_FIRST = 16
-#: Groups whose chunks are of use at a boundary only.
+#: Kinds of groups with chunks that are useful only at a boundary.
 SPARSE = (GroupKind.WINDOW, GroupKind.STATE)
-#: A boundary costs as many bytes as its windows and states; it may cost this share of the bytes of
-#: what is stored of every token since the one before.
+#: A boundary costs the bytes of its windows and states. It may cost this share of the bytes that
+#: are stored for all tokens since the previous boundary.
 _COST_SHARE = 0.5
 _BOUNDARY_TOKENS_MIN = 1024
 
@@ -36,10 +34,10 @@ def plan(
     limit: int,
     has: Has,
 ) -> tuple[int, list[bytes]]:
-    """The boundary in tokens, and the keys that a load up to it wants; (local, []): no load.
+    """Return the boundary in tokens and the keys of a load up to it, or (local, []) for no load.
 
-    local: tokens in GPU memory, a multiple of every group's blocks. limit: tokens that a load may
-    bring the request to, at most those that it has.
+    `local` is the number of tokens in GPU memory, a multiple of every group's blocks. `limit` is
+    the number of tokens that a load may bring the request to, at most its length.
     """
     boundary = _boundary(groups, keys_by_group, local, limit, has)
     return boundary, wanted(groups, keys_by_group, local, boundary)
@@ -48,8 +46,8 @@ def plan(
 def wanted(
     groups: Sequence[Group], keys_by_group: Sequence[Sequence[bytes]], local: int, boundary: int
 ) -> list[bytes]:
-    """The keys of a load that brings a request from `local` tokens to `boundary`, in the order in
-    which they are wanted: full prefix, the last reach of windows and local chunks, states."""
+    """Return the keys of a load that brings a request from `local` tokens to `boundary`, in order:
+    full prefix, the last reach of windows and local chunks, states."""
     keys: list[bytes] = []
     if boundary <= local:
         return keys
@@ -68,12 +66,10 @@ def taken(
     boundary: int,
     ends_of: Callable[[Sequence[bytes]], Sequence[int]],
 ) -> list[bytes]:
-    """The keys that a load from `local` tokens to `boundary` takes: for all of them vLLM's look-up
-    has hit.
-
-    vLLM may have found the head of a chunk (a partial tail) behind whole chunks; it then loads the
-    head in place of the chunk. ends_of: the request's tokens up to the end of each key's chunk.
-    """
+    """Return the keys that a load from `local` tokens to `boundary` takes, all of which vLLM's
+    look-up has hit. vLLM may have found the head of a chunk (a partial tail) after whole chunks; it
+    then loads the head instead of the chunk. `ends_of` returns the request's tokens up to the end
+    of each key's chunk."""
     keys = wanted(groups, keys_by_group, local, boundary)
     if boundary % unit_tokens(groups) == 0:
         return keys
@@ -100,8 +96,8 @@ def full_prefix(
     limit: int,
     has: Has,
 ) -> int:
-    """The tokens, at most `limit_of` so many, up to which all full attention is present; at least
-    `start`, up to which it is known to be."""
+    """Return the tokens, at most `limit_of(limit)`, up to which all full attention is present. It
+    is known to be present up to `start`."""
     end = limit_of(groups, limit)
     for group, keys in zip(groups, keys_by_group, strict=True):
         if group.kind is not GroupKind.FULL:
@@ -120,24 +116,22 @@ def full_prefix(
 
 
 def unit_tokens(groups: Sequence[Group]) -> int:
-    """The least number of tokens that is a whole number of chunks in every group."""
+    """Return the least number of tokens that is a whole number of chunks in every group."""
     return math.lcm(*(group.tokens_per_chunk for group in groups))
 
 
 def kept_every(groups: Sequence[Group], unit: int, lasting: int) -> int:
-    """Tokens between two boundaries that vLLM keeps in GPU memory, and can therefore be stored.
-
-    unit: a multiple of it. lasting: tokens between two that are stored to last. Windows are stored
-    while they are in GPU memory anyway. Where there are none, vLLM keeps a state in every unit:
-    those of an answer are stored only until the next one, so they cost no place in the pool, and
-    most answers are shorter than what a lasting one is worth.
-    """
+    """Return the tokens between two boundaries that vLLM keeps in GPU memory and that can be
+    stored. The result is a multiple of `unit`; `lasting` is the tokens between two lasting
+    boundaries. Windows are stored while they are in GPU memory anyway. Without windows, vLLM keeps
+    a state in every unit: the states of an answer are stored only until the next one, so they take
+    no place in the pool, and most answers are shorter than the distance of lasting boundaries."""
     return lasting if any(group.kind is GroupKind.WINDOW for group in groups) else unit
 
 
 def automatic(groups: Sequence[RankGroup], unit: int) -> int:
-    """Tokens between two boundaries that are stored to last, a multiple of `unit`; 0: no group
-    needs one."""
+    """Return the tokens between two lasting boundaries, a multiple of `unit`, or 0 if no group
+    needs boundaries."""
     sparse = [one for one in groups if one.group.kind in SPARSE]
     if not sparse:
         return 0
@@ -150,13 +144,13 @@ def automatic(groups: Sequence[RankGroup], unit: int) -> int:
     else:
         reaches = (one.group.tokens_per_chunk * (one.group.reach_chunks or 0) for one in sparse)
         worth = max(reaches) / _COST_SHARE
-    # A rank of a pipeline may have no layer of the groups.
+    # A rank of a pipeline may have no layer of these groups.
     interval = max(1, math.ceil(worth / unit)) * unit
     return math.ceil(_BOUNDARY_TOKENS_MIN / interval) * interval
 
 
 def limit_of(groups: Sequence[Group], tokens: int) -> int:
-    """The tokens that a load may bring a request of so many to.
+    """Return the tokens that a load may bring a request of this length to.
 
     With windows or states vLLM computes at least the last token, and resumes from states only at
     the end of a whole chunk.
@@ -171,7 +165,7 @@ def limit_of(groups: Sequence[Group], tokens: int) -> int:
 
 
 def _needed_from(group: Group, boundary: int) -> int:
-    """The first token that computing on from `boundary` needs of the group."""
+    """Return the first token of the group that is needed to compute on from `boundary`."""
     if group.kind is GroupKind.FULL:
         return 0
     reach = group.reach_tokens
@@ -191,13 +185,13 @@ def _boundary(
     limit: int,
     has: Has,
 ) -> int:
-    """vLLM's rule: full attention first, then the tails from the longest reach down. Each group
-    lowers the boundary, until a round over the tails changes nothing."""
+    """Find the boundary by vLLM's rule: full attention first, then windows and states from the
+    longest reach down. Each group lowers the boundary, until a round changes nothing."""
     full = [at for at, group in enumerate(groups) if group.reach_chunks is None]
     tails = [at for at, group in enumerate(groups) if group.reach_chunks is not None]
     tails.sort(key=lambda at: groups[at].reach_chunks or 0, reverse=True)
     boundary = limit_of(groups, limit)
-    present: dict[int, bytes] = {}  # by group, from the first chunk behind `local`
+    present: dict[int, bytes] = {}  # by group, from the first chunk after `local`
     todo, found = full + tails, 0
     while todo:
         last_round, todo = todo, []
@@ -227,8 +221,8 @@ def _boundary(
 
 
 def _reach_at(group: Group, boundary: int) -> int:
-    """The chunks of a tail that a boundary needs: a window that ends within a chunk may begin one
-    chunk earlier."""
+    """Return the chunks that a boundary needs of a window or state. A window that ends within a
+    chunk may begin one chunk earlier."""
     assert group.reach_chunks is not None
     if group.kind is not GroupKind.WINDOW or group.reach_tokens is None:
         return group.reach_chunks
@@ -237,8 +231,8 @@ def _reach_at(group: Group, boundary: int) -> int:
 
 
 def _last_run(hits: bytes, reach: int, reach_at_end: int) -> int:
-    """The end of the last run of `reach` hits; one at the very end needs `reach_at_end`. A shorter
-    run counts only at the start."""
+    """Return the end of the last run of `reach` hits; one at the very end needs `reach_at_end`. A
+    shorter run counts only at the start."""
     at_end = len(hits) - len(hits.rstrip(_HIT))
     if at_end >= reach_at_end:
         return len(hits)
@@ -249,15 +243,15 @@ def _last_run(hits: bytes, reach: int, reach_at_end: int) -> int:
 # Chunks of several KV cache groups: their order by position, and the tokens that they bring.
 # Pure.
 #
-# A boundary is of use only with the whole prefix before it and with the windows and states that
-# end there. So chunks are kept, and given up, by the token that each ends with, and at the same
-# token a chunk of full attention outlives the others: the tails of the last boundary go first.
+# A boundary is useful only with the whole prefix before it and the windows and states that end
+# there. So chunks are kept and evicted by the token that each ends with, and at the same token a
+# chunk of full attention outlives the others: windows and states of the last boundary go first.
 
 
 def prefix_order(
     keys: Sequence[bytes], ends: npt.NDArray[np.int64], groups: Sequence[Group]
 ) -> npt.NDArray[np.uint32]:
-    """The keys' indexes, sorted. ends: of each key, the number of tokens up to its chunk's end."""
+    """Return the keys' indexes in sorted order. `ends` has the tokens up to each chunk's end."""
     full = [group.group_id for group in groups if group.kind is GroupKind.FULL]
     rows = np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1)
     ids = np.ascontiguousarray(rows[:, -GROUP_ID_BYTES:]).view(">u4").ravel()
@@ -272,10 +266,10 @@ def tokens_by_source(
     positions: npt.NDArray[np.uint8],
     groups: Sequence[Group],
 ) -> tuple[int, int]:
-    """How many of `tokens` a load takes from the CPU tier, and how many from the pool.
+    """Return how many of `tokens` a load takes from the CPU tier, and how many from the pool.
 
-    ends, from_pool, positions (of groups): by chunk of the load. A token that chunks of both tiers
-    bring counts for the pool. A state brings all tokens before it. Windows may leave some out.
+    `ends`, `from_pool` and `positions` (of groups) are by chunk of the load. A token with chunks of
+    both tiers counts for the pool. A state brings all tokens before it. Windows may leave some out.
     """
     sizes = np.array([group.tokens_per_chunk for group in groups], np.int64)[positions]
     is_state = np.array([group.kind is GroupKind.STATE for group in groups])[positions]
@@ -286,9 +280,9 @@ def tokens_by_source(
 
 
 def _covered(starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> int:
-    """The length of the union of these ranges."""
+    """Return the length of the union of these ranges."""
     order = np.argsort(starts, kind="stable")
     starts, ends = starts[order], ends[order]
-    before = np.maximum.accumulate(ends)[:-1]  # of each range but the first: where those before end
+    before = np.maximum.accumulate(ends)[:-1]  # the end of all earlier ranges
     starts[1:] = np.maximum(starts[1:], before)
     return int(np.maximum(ends - starts, 0).sum())

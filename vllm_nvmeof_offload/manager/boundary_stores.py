@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chunks of windows and states that are stored, and for how long. Pure.
+"""The choice of windows and states to store, and for how long. Pure.
 
-A window or a state is of use only at a boundary, so not all of those that vLLM offers are stored.
+A window or a state is useful only at a boundary, so not all that vLLM offers are stored.
 *Lasting* boundaries are the end of a prompt, the end of a prefix that vLLM found to be shared, and
-one in every so many tokens. Those at the frontier of what was computed are stored
-*provisionally*: they are what a next turn, or the request itself after a preemption, resumes from.
-They are in the CPU tier only. A later frontier supersedes them. When the request ends or is
+one per `every_tokens` tokens. Chunks at the frontier of the computation are stored
+*provisionally*: a next turn, or the request itself after a preemption, resumes from them.
+They are only in the CPU tier. A later frontier supersedes them. When the request ends or is
 preempted, the last of them become lasting.
 """
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Chunks of one request to store. ends: the request's tokens up to each chunk's end. positions:
-    of their groups."""
+    """The chunks of one request to store, with the request's tokens up to each chunk's end and the
+    `positions` of their groups."""
 
     keys: list[bytes]
     ends: npt.NDArray[np.int64]
@@ -40,9 +40,9 @@ class Offer:
 
 @dataclass(slots=True)
 class _Request:
-    """boundary: the last one that is stored. provisional: by group position, (end, key) of chunks
-    that no later boundary has superseded, oldest first. latest: by group position, the end of the
-    last chunk that was stored."""
+    """The state of a request. `boundary` is the last one that is stored. `provisional` has (end,
+    key) of chunks that no later boundary has superseded, oldest first, by group position. `latest`
+    has the end of the last chunk that was stored, by group position."""
 
     boundary: int = 0
     provisional: dict[int, deque[tuple[int, bytes]]] = field(default_factory=dict)
@@ -50,9 +50,9 @@ class _Request:
 
 
 class BoundaryStores:
-    """By request. groups: among them one of windows or states. every_tokens: between two lasting
-    boundaries, a multiple of a chunk of every group. tail_tokens: a prompt, or a shared prefix, is
-    also stored up to the last multiple of it, within a chunk; 0: up to whole chunks only."""
+    """The choice for all requests. `groups` include windows or states. `every_tokens` lies between
+    two lasting boundaries, and is a multiple of a chunk of every group. A prompt or shared prefix
+    is also stored up to its last multiple of `tail_tokens`, within a chunk, unless that is 0."""
 
     def __init__(
         self, core: ManagerCore, groups: Sequence[Group], every_tokens: int, tail_tokens: int = 0
@@ -62,7 +62,7 @@ class BoundaryStores:
         self._unit_tokens = unit_tokens(groups)
         self._tail_tokens = tail_tokens or self._unit_tokens
         assert every_tokens % self._unit_tokens == 0
-        # A whole chunk of every token range is stored of the others, as vLLM does.
+        # Of the other groups every whole chunk is stored, as in vLLM.
         self._sparse = [at for at, group in enumerate(groups) if group.kind in SPARSE]
         assert self._sparse
         self._states = [at for at in self._sparse if groups[at].kind is GroupKind.STATE]
@@ -71,7 +71,7 @@ class BoundaryStores:
             for group in groups
         ]
         ids = [group.group_id for group in groups]
-        self._positions = np.zeros(max(ids) + 1, np.int64)  # by vLLM's number of the group
+        self._positions = np.zeros(max(ids) + 1, np.int64)  # by vLLM's group number
         self._positions[ids] = range(len(ids))
         self._reaches = np.array(self._reach_tokens, np.int64)
         self._requests: dict[str, _Request] = {}
@@ -79,7 +79,7 @@ class BoundaryStores:
     def offered(
         self, vllm_request: Any, keys: Sequence[bytes], ends: npt.NDArray[np.int64]
     ) -> Offer:
-        """The chunks to store of those that vLLM offers. ends: as in an `Offer`."""
+        """Return the chunks to store out of those that vLLM offers. `ends` is as in an `Offer`."""
         unit, request_id = self._unit_tokens, vllm_request.request_id
         request = self._requests.get(request_id)
         if request is None:
@@ -87,7 +87,7 @@ class BoundaryStores:
         positions = self._positions[_group_ids(keys)]
         reach = self._reaches[positions]
         lasts = (reach == 0) | (-ends % self._every_tokens < reach)
-        # vLLM finds a shared prefix when it looks up, again after a preemption.
+        # vLLM finds a shared prefix in a look-up, and again after a preemption.
         for tokens in (vllm_request.num_prompt_tokens - 1, vllm_request.shared_prefix_boundary):
             boundary = tokens // self._tail_tokens * self._tail_tokens
             lasts |= (ends <= boundary) & (boundary - ends < reach)
@@ -97,12 +97,12 @@ class BoundaryStores:
         return Offer(stored, ends[chosen], ~lasts[chosen], positions[chosen])
 
     def stored(self, request_id: str, offer: Offer) -> None:
-        """All chunks that `offered` chose are being stored, or were before."""
+        """Note that all chunks that `offered` chose are being stored, or were stored before."""
         request = self._requests[request_id]
         for at in np.flatnonzero(self._reaches[offer.positions]).tolist():
             position, end = int(offer.positions[at]), int(offer.ends[at])
             if end <= request.latest.get(position, 0):
-                continue  # it was offered before
+                continue  # offered before
             request.latest[position] = end
             if offer.provisional[at]:
                 request.provisional.setdefault(position, deque()).append((end, offer.keys[at]))
@@ -112,12 +112,12 @@ class BoundaryStores:
             self._supersede(request)
 
     def preempted(self, request_id: str) -> None:
-        """The request will resume from its last boundary."""
+        """Keep the request's last boundary, from which it will resume."""
         if (request := self._requests.get(request_id)) is not None:
             self._keep(request)
 
     def ended(self, request_id: str) -> None:
-        """A next turn may resume from its last boundary."""
+        """Keep the request's last boundary, from which a next turn may resume."""
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._keep(request)
@@ -126,21 +126,21 @@ class BoundaryStores:
                 self._core.supersede(beyond)
 
     def reset(self) -> None:
-        """Every chunk is void."""
+        """Forget all requests' chunks, which are void."""
         self._requests.clear()
 
     def _last_boundary(self, request: _Request) -> int:
-        """At which all windows and states are stored."""
+        """Return the last boundary at which all windows and states are stored."""
         if len(request.latest) < len(self._sparse):
             return 0
         last = min(request.latest.values())
-        if self._states:  # computing goes on only where a state is
+        if self._states:  # the computation can resume only from a state
             at_state = request.latest[self._states[0]]
             return at_state if at_state == last else 0
         return last // self._unit_tokens * self._unit_tokens
 
     def _supersede(self, request: _Request) -> None:
-        """What the last boundary does not need is not needed any more."""
+        """Supersede the chunks that the last boundary does not need."""
         old: list[bytes] = []
         for position, chunks in request.provisional.items():
             first = request.boundary - self._reach_tokens[position]
@@ -150,7 +150,7 @@ class BoundaryStores:
             self._core.supersede(old)
 
     def _keep(self, request: _Request) -> None:
-        """The last boundary's chunks last."""
+        """Make the last boundary's chunks lasting."""
         kept: list[bytes] = []
         for chunks in request.provisional.values():
             while chunks and chunks[0][0] <= request.boundary:
@@ -160,7 +160,7 @@ class BoundaryStores:
 
 
 def _group_ids(keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
-    """vLLM's number of each key's group."""
+    """Return vLLM's number of each key's group."""
     rows = np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1)
     ids = np.ascontiguousarray(rows[:, -GROUP_ID_BYTES:]).view(">u4").ravel()
     return ids.astype(np.int64)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manager's core: pure, no I/O, no vLLM, no torch. It decides; workers move bytes.
+"""The manager's core, which makes all decisions. It is pure: no I/O, no vLLM, no torch.
 
-Calls come from one thread, and every decision is made from memory at once. A decision results in
-a command with an op number, which the ranks answer with reports (protocol). `prepare_store` and
+Calls come from one thread, and every decision is made at once, from memory. A decision results in a
+command with an op number, which the ranks answer with reports (protocol). `prepare_store` and
 `prepare_load` return commands that travel inside vLLM's own transfer jobs; writes, fetches,
-cancellations and resets are queued and taken with `take_commands`.
+cancellations and resets are queued, and taken with `take_commands`.
 
-Python runs once per batch here. What runs per chunk is in `native.Tiers`: the index, the slots of
+Python runs once per batch. Code that runs per chunk is in `native.Tiers`: the index, the slots of
 both tiers, eviction, and the states of entries.
 
 The caller reports waiting requests to `reload`, which acts once per step, in `turn`.
@@ -68,19 +68,19 @@ from vllm_nvmeof_offload.protocol import (
 )
 
 __all__ = ["CoreConfig", "ManagerCore", "Source", "StorePlan"]
-#: The least number of keys whose sightings are counted; the default is the number of slots.
+#: The least number of keys for which sightings are counted. The default is the number of slots.
 _SIGHTINGS_MIN = 1 << 16
-#: By the number that the native look-up returns.
+#: The sources by the number that the native look-up returns.
 _SOURCES = (None, Source.CPU, Source.POOL, Source.SHARED)
 _STATES = {int(state): state for state in State}
 #: The tiers that a look-up may hit, as bits.
 FROM_CPU, FROM_POOL = 1, 2
-#: How `Tiers.plan_store` stores a wanted key.
+#: The ways in which `Tiers.plan_store` stores a wanted key.
 _KEPT, _PROVISIONAL = 1, 2
 _NATIVE_KIND = {OpKind.STORE: 0, OpKind.LOAD: 1, OpKind.WRITE: 2, OpKind.FETCH: 3}
-#: By errno: whether a failure with it speaks against the slot, not against its target.
+#: Whether a failure is the slot's rather than the whole target's, by errno.
 _SLOT_ERRNOS = [io_error(number).scope is Scope.SLOT for number in range(max(ERRORS) + 1)]
-#: The native core's counts, in their order.
+#: The native core's counts, in order.
 _NATIVE_COUNTS: tuple[Series, ...] = (
     ("evictions", "cpu"),
     ("evictions", "pool"),
@@ -92,14 +92,14 @@ _NATIVE_COUNTS: tuple[Series, ...] = (
     ("unwritten_chunks", "shared"),
     ("shared_hints", "received"),
 )
-#: Of other engines' hints, as many are taken at a time.
+#: The number of other engines' hints that are taken at a time.
 _HINTS_MAX = 256
 
 
 class StorePlan(NamedTuple):
-    """command None: nothing to store.
+    """The result of `prepare_store`. `command` is None if there is nothing to store.
 
-    refused: the new chunks that found no cache slot, which are those at the end of the prefix.
+    `refused` has the new chunks that got no cache slot, which are at the end of the prefix.
     """
 
     command: StoreCommand | None
@@ -107,12 +107,12 @@ class StorePlan(NamedTuple):
 
 
 class ManagerCore:
-    """The state of every offloaded chunk, over both tiers; made from the ranks' handshake.
+    """The state of every offloaded chunk in both tiers, made from the ranks' handshake.
 
-    policy: a user's own; None: the native order.
-    first_generation: for simulations; None: random.
-    prompts_s: seconds that the model has computed prompts since the start.
-    foreign: what other engines have, on the same targets; None: nothing is shared.
+    `policy` is a user's class, or None for the native order. `first_generation` is for simulations,
+    None for a random number. `prompts_s` returns the seconds that the model has computed prompts
+    since the start. `foreign` has other engines' chunks on the same targets, or is None if nothing
+    is shared.
     """
 
     def __init__(
@@ -129,32 +129,32 @@ class ManagerCore:
         self.config = config
         self.capacity = capacity = agreement.capacity
         assert len(capacity.group_bytes) == len(config.groups), "ranks of another model"
-        #: The share tag of the weights; empty: they have no name.
+        #: The share tag of the weights; empty if they have no name.
         self._tag = agreement.tag
-        #: The operator has named them, so a reset announces no new ones.
+        #: The operator has named the weights, so a reset announces no new ones.
         self._is_named = config.weights_never_change
         self._lane_bytes = list(capacity.lane_bytes)
         self._land_max = int(config.land_cache_share * capacity.cache_slots)
         self._counters = Counts()
-        #: By series of `failed_chunks`: the last failure that it counted.
+        #: The last failure counted, by series of `failed_chunks`.
         self.last_failures: dict[Series, Outcome] = {}
-        self.levels: dict[int, LevelReport] = {}  # by rank, as it last reported
-        #: Positions of groups in which ranks that should have equal bytes have not.
+        self.levels: dict[int, LevelReport] = {}  # the last report of each rank
+        #: Positions of groups in which ranks that should have equal bytes differ.
         self.unequal_groups: list[int] = []
         self._clock = clock
         self._ledger = Ledger(config.world_size, clock, prompts_s)
         self._foreign = foreign
-        #: That of others' chunks that are accepted; empty: none are.
+        #: The share tag of the others' chunks that are accepted; empty if none are.
         self._shared_tag = self._tag
         self._began: ResetCommand | None = None  # the reset that began with this tag
         if foreign is not None:
             foreign.set_tag(self._tag)
         self._tiers = tiers = self._make_tiers(policy)
-        #: Changes of the tiers' contents, if the configuration asks for them.
+        #: Changes in the tiers' contents, if the configuration asks for them.
         self.kv_events = KvEventLog(tiers, config.key_bytes) if config.kv_events else None
         self._unsent: list[Command] = []
         self._holds = Holds(tiers, self._unsent, self._counters, self._ledger.__getitem__)
-        #: The caller reports to it each request that begins to wait, and that waits no more.
+        #: The caller reports to this each request that begins or ceases to wait.
         self.reload = ReloadScheduler(config, capacity, self._holds, clock)
         #: The targets, for their verdicts and rates.
         self.targets = Targets(tiers, len(capacity.pool_slots))
@@ -162,7 +162,7 @@ class ManagerCore:
         self._load_times = LoadTimes(self._ledger, self.admission, clock, capacity, config)
         slots = capacity.cache_slots + capacity.pool_slots_total
         self._threshold = StoreThreshold(config.store_threshold, max(_SIGHTINGS_MIN, slots))
-        # Boot nonce and counter in one: compared only for equality.
+        # A boot nonce and counter in one number, compared only for equality.
         self._generation = secrets.randbits(63) if first_generation is None else first_generation
         entries = agreement.entries
         adopted = tiers.adopt(entries.places, entries.generations, entries.keys)
@@ -196,22 +196,22 @@ class ManagerCore:
     # -- look-up ----------------------------------------------------------------------
 
     def lookup(self, key: bytes, sources: int = FROM_CPU | FROM_POOL) -> Source | None:
-        """Where `key` can be loaded from now; None is a miss."""
+        """Return where `key` can be loaded from now, or None for a miss."""
         return _SOURCES[self._tiers.lookup(key, sources)]
 
     def look_ups(self, sources_of: Callable[[Any], int], hit: object, miss: object) -> LookUps:
-        """Look-ups as vLLM makes them, key by key. sources_of: what a request's filter allows. hit,
-        miss: vLLM's answers."""
+        """Return an object for vLLM's look-ups, key by key. `sources_of` returns the sources that a
+        request's filter allows. `hit` and `miss` are vLLM's answers."""
         return LookUps(self._tiers, sources_of, hit, miss)
 
     def present(self, keys: Sequence[bytes], sources: int = FROM_CPU | FROM_POOL) -> bytes:
-        """Which of `keys` a look-up in these sources finds now: 1 or 0 by key."""
+        """Return which of `keys` a look-up in these sources finds now, as a 1 or 0 per key."""
         return self._tiers.present(keys, sources)
 
     def find(self, keys: Sequence[bytes], tokens: int = 0) -> Find:
-        """Where `keys`, all of which `lookup` has just found, would be loaded from.
+        """Return where `keys`, which `lookup` has just found, would be loaded from.
 
-        tokens: that they bring; 0: whole chunks of full attention.
+        `tokens` is how many they bring, or 0 for whole chunks of full attention.
         """
         leading, read_bytes = self._tiers.weigh(keys, self._lane_bytes)
         if self.config.full_attention_only:
@@ -220,22 +220,22 @@ class ManagerCore:
         return Find(leading, read_bytes, self.queued_bytes(), tokens)
 
     def queued_bytes(self) -> list[int]:
-        """Bytes by lane that loads have yet to read."""
+        """Return the bytes that loads have yet to read, by lane."""
         return self._load_times.reading.copy()
 
     def whereabouts(self, keys: Sequence[bytes], sources: int) -> Whereabouts | None:
-        """Return where these keys' chunks are; None: a look-up in these sources misses one."""
+        """Return where these keys' chunks are, or None if a look-up in these sources misses one."""
         return self._tiers.whereabouts(keys, sources)
 
     def unmoved(self, before: Whereabouts, keys: Sequence[bytes], sources: int) -> bool:
-        """Return whether they still are there, and none of them has begun to be loaded."""
+        """Return whether they are still there, and no load of one has begun."""
         return self._tiers.unmoved(before, keys, sources)
 
     def ended(self, keys: Sequence[bytes], ends: npt.NDArray[np.int64] | None = None) -> None:
-        """A request that used `keys` has ended. ends: see `prepare_store`."""
+        """Note that a request that used `keys` has ended. `ends` is as in `prepare_store`."""
         keys, _ = self._in_prefix_order(keys, ends)
         self._tiers.touch(keys, ended=True)
-        self._tiers.drain()  # what others have given up is ours to write
+        self._tiers.drain()  # writes chunks that others have dropped
 
     # -- store ------------------------------------------------------------------------
 
@@ -247,13 +247,13 @@ class ManagerCore:
         *,
         again: Collection[bytes] = (),
     ) -> StorePlan:
-        """Plan the store of those `keys` that are new and reached the threshold: as many as fit,
-        in prefix order. The command's rows have the order of `keys`.
+        """Plan the store of the `keys` that are new and reached the threshold: as many as fit, in
+        prefix order. The command's rows have the order of `keys`.
 
-        ends: of each key, the number of the request's tokens up to its chunk's end, where there are
-        several groups; each key comes once then. None: the keys are in prefix order. provisional:
-        by key, whether its chunk is not written until `keep`; None: no chunk is. again: keys that
-        the request has offered before.
+        `ends` has the request's tokens up to each chunk's end, if there are several groups; each
+        key must then appear once. None means that the keys are in prefix order. `provisional`
+        states, by key, whether its chunk is not written until `keep`; None means no chunk. `again`
+        has keys that the request has offered before.
         """
         once = list(dict.fromkeys(keys)) if ends is None and len(keys) > 1 else keys
         in_order, order = self._in_prefix_order(once, ends)
@@ -280,24 +280,24 @@ class ManagerCore:
     def _in_prefix_order(
         self, keys: Sequence[bytes], ends: npt.NDArray[np.int64] | None
     ) -> tuple[Sequence[bytes], npt.NDArray[np.uint32] | None]:
-        """The keys sorted, and the index that each had; None: they were in order."""
+        """Return the keys sorted, and the former index of each, or None if they were in order."""
         if ends is None or not keys:
             return keys, None
         order = prefix_order(keys, ends, self.config.groups)
         return [keys[at] for at in order.tolist()], order
 
     def supersede(self, keys: Sequence[bytes]) -> None:
-        """These provisional chunks are the next to be evicted, unless somebody uses them."""
+        """Make these provisional chunks the next to be evicted, unless a request uses them."""
         self._tiers.supersede(keys)
 
     def keep(self, keys: Sequence[bytes]) -> None:
-        """These chunks, if they are provisional, are chunks like any other from now on."""
+        """Keep these chunks, if they are provisional, like any other from now on."""
         self._tiers.keep(keys)
         self._tiers.drain()
 
     def cool(self, keys: Sequence[bytes]) -> None:
-        """Those of these chunks that one request at most has used are the next to leave the CPU
-        tier for the pool, the last one first."""
+        """Make those of these chunks that at most one request has used the next to be evicted from
+        the CPU tier, the last one first."""
         self._tiers.cool(keys)
         self._tiers.drain()
 
@@ -313,12 +313,12 @@ class ManagerCore:
         helpers: int | None = None,
         predicted_s: float = 0.0,
     ) -> LoadCommand:
-        """Plan the load of `keys`; pins them. A key that is gone fails with STALE.
+        """Plan the load of `keys`, and pin them. A key that was evicted fails with STALE.
 
-        limit_s: time without prompts after which the load is cut off; None: never. tokens: the
-        request's tokens that the load brings; empty: whole chunks of full attention, from the first
-        token. ends: see `prepare_store`. helpers: as in `LoadCommand`. predicted_s: as in
-        `Decision`.
+        `limit_s` is the time, without prompts, after which the load is cut off; None for never.
+        `tokens` are those of the request that the load brings; empty for whole chunks of full
+        attention from the first token. `ends` is as in `prepare_store`, `helpers` as in
+        `LoadCommand`, `predicted_s` as in `Decision`.
         """
         in_order, order = self._in_prefix_order(keys, ends)
         batch = self._tiers.plan_load(in_order, self._land_max, order)
@@ -340,7 +340,7 @@ class ManagerCore:
     def _count_loaded(
         self, op: Op, batch: Batch, ends: npt.NDArray[np.int64], *, borrows: bool
     ) -> None:
-        """Count the tokens that a load brings, by source. A chunk that is gone brings none."""
+        """Count the tokens that a load brings, by source. An evicted chunk brings none."""
         here = (batch.cache >= 0) | (batch.places >= 0)
         places, ends, positions = batch.places[here], ends[here], batch.groups[here]
 
@@ -356,7 +356,7 @@ class ManagerCore:
     # -- other engines' chunks --------------------------------------------------------
 
     def _attach(self) -> None:
-        """Have the ranks open the regions that the next commands name for the first time."""
+        """Let the ranks open the regions that the next commands name for the first time."""
         assert self._foreign is not None
         for owner, engine_index, pool_uuid in self._foreign.take_attachments():
             op = self._ledger.open(OpKind.ATTACH)
@@ -364,12 +364,12 @@ class ManagerCore:
             self._unsent.append(AttachCommand(op.number, owner, engine_index, pool_uuid))
 
     def _detach(self) -> None:
-        """Have the ranks close the regions of engines that are gone."""
+        """Let the ranks close the regions of engines that no longer exist."""
         assert self._foreign is not None
         self._unsent += map(DetachCommand, self._foreign.take_detachments())
 
     def _hint(self) -> list[Command]:
-        """Tell owners what we borrow of their pools again and again."""
+        """Report to other engines which of their chunks we read repeatedly."""
         assert self._foreign is not None
         hints = self._foreign.take_due_hints()
         if not hints:
@@ -399,15 +399,15 @@ class ManagerCore:
     # -- commands and reports ---------------------------------------------------------
 
     def turn(self) -> None:
-        """Once per step, before its commands are taken: hold and fetch chunks for the requests that
-        wait, and cut off overdue loads."""
+        """Hold and fetch chunks for waiting requests, and cut off overdue loads. Called once per
+        step, before its commands are taken."""
         for op in self._load_times.take_overdue():
             self._unsent.append(CancelCommand(op))
             self._counters["loads_cut"] += 1
         self.reload.turn()
 
     def take_commands(self) -> list[Command]:
-        """Everything to send to every rank with this step, in order."""
+        """Return everything to send to every rank with this step, in order."""
         borrows = self._foreign is not None and self._foreign.is_used
         if borrows:
             self._attach()
@@ -430,11 +430,11 @@ class ManagerCore:
             self._tiers.heed_hints(_HINTS_MAX)
         if borrows:
             commands += self._hint()
-            self._detach()  # with the next step: this one's loads may name them
+            self._detach()  # in the next step, because loads of this one may name them
         return commands
 
     def report(self, reports: Iterable[Report]) -> None:
-        """Apply the ranks' reports, in the order in which they came."""
+        """Apply the ranks' reports, in order of arrival."""
         for report in reports:
             if isinstance(report, OpReport):  # nearly all are this or the next
                 self._reported(self._ledger[report.op], report)
@@ -470,10 +470,10 @@ class ManagerCore:
             self._ledger.close(op)
         if report.crcs is not None and (unequal := self._tiers.take_unequal()):
             self.unequal_groups += unequal
-            self.reset(same_weights=True)  # on disk too, for later starts and for other engines
+            self.reset(same_weights=True)  # on disk as well, for later starts and other engines
 
     def _reported_whole(self, report: OpReports) -> None:
-        """All rows of several ops are OK and released on a rank: take them in with one call."""
+        """Apply, in one call, a rank's report that all rows of several ops are OK and released."""
         ops, batches = [], []
         for op in self._ledger.named(report.columns()[0]):
             if op.batch is None:
@@ -497,7 +497,7 @@ class ManagerCore:
         failed: list[int],
         ended: bool,
     ) -> None:
-        """Follow what a report on these rows has brought about: see `Tiers.report`."""
+        """Apply the effects of a report on these rows; see `Tiers.report`."""
         if lost:
             self._holds.lost(op, lost)
         if op.kind is OpKind.FETCH:
@@ -524,10 +524,9 @@ class ManagerCore:
             self.last_failures[series] = op.failure
 
     def has_pending_work(self, *, count_writes: bool = True) -> bool:
-        """Whether a command waits to be sent, or a report is owed and not overdue.
-
-        count_writes: False leaves out write-behind, which can wait for the engine's next step.
-        """
+        """Return whether a command waits to be sent, or a report is awaited and not overdue. If
+        `count_writes` is False, write-behind is left out: it can wait for the engine's next
+        step."""
         if self._unsent or self._tiers.fetches_intended:
             return True
         if count_writes and self._tiers.writes_intended:
@@ -547,7 +546,7 @@ class ManagerCore:
         errnos: npt.NDArray[np.int16],
         places: npt.NDArray[np.int64],
     ) -> None:
-        """Rows of an op failed on some rank, and all ranks have reported on them."""
+        """Count rows that failed, once every rank has reported on them."""
         if self._foreign is not None:
             borrows = (owners_of(places) > OURS) & (codes != code_of(OutcomeKind.CANCELLED))
             for code in codes[borrows].tolist():
@@ -563,8 +562,8 @@ class ManagerCore:
             self.last_failures[series] = outcome
 
     def _count_lost(self, op: Op, row: int) -> None:
-        """Count the tokens that are computed again because this row of a load has failed: those
-        from there on, or all, over several groups."""
+        """Count the tokens that are recomputed because this row of a load has failed: those from
+        the row on or, with several groups, all."""
         lost = len(op.tokens)
         if self.config.full_attention_only:
             per_chunk = self.config.groups[0].tokens_per_chunk
@@ -576,7 +575,7 @@ class ManagerCore:
 
     @property
     def counters(self) -> Counts:
-        """Events since the start, under the names of `metrics.COUNTERS`."""
+        """Return the counts of events since the start, under the names of `metrics.COUNTERS`."""
         for series, amount in zip(_NATIVE_COUNTS, self._tiers.take_counts(), strict=True):
             if amount:
                 self._counters[series] += amount
@@ -585,13 +584,13 @@ class ManagerCore:
     # -- weights and resets -----------------------------------------------------------
 
     def weights_changed(self) -> None:
-        """They have no name now, and no later start adopts anything. A reset must follow."""
+        """Note that the weights have no name, so no start adopts them. A reset must follow."""
         self._tag, self._is_named = b"", False
 
     def name_weights(self, tag: bytes) -> bool:
-        """They have this share tag from now on, whatever they were. A reset must follow.
+        """Set the weights' share tag, whatever it was before. A reset must follow.
 
-        Returns False if they have it already.
+        Returns False if they have this tag already.
         """
         if self._is_named and self._tag == tag:
             return False
@@ -599,20 +598,20 @@ class ManagerCore:
         return True
 
     def reset(self, *, same_weights: bool = False) -> bool:
-        """Drop every entry, on disk too; slots come back as they are released.
+        """Drop every entry, on disk too. Slots become free as they are released.
 
-        same_weights: what is stored from now on keeps the share tag of what is dropped. Returns
-        False if nothing was left to drop and a reset is queued already.
+        With `same_weights`, later chunks keep the share tag of the dropped ones. Returns False if
+        nothing was left to drop and a reset is queued already.
         """
         tag = self._shared_tag if same_weights else self._tag if self._is_named else b""
         last = self._unsent[-1] if self._unsent else None
         if isinstance(last, ResetCommand) and _tag_of(last) == tag and not self._tiers:
             if self._foreign is not None and last is not self._began:
-                self._tiers.reset()  # others may have offered more since the last reset
-            return False  # weights come in many pieces
+                self._tiers.reset()  # because others may have offered more since the last reset
+            return False  # weights arrive in many pieces
         self._unsent[:] = [one for one in self._unsent if not isinstance(one, CancelCommand)]
         op = self._ledger.open(OpKind.RESET)
-        # Without a name: of weights that only this process knows, and that no other start can load.
+        # Weights without a name get a random tag, which no other start can use.
         command = ResetCommand(op.number, tag or secrets.token_bytes(TAG_BYTES), bool(tag))
         if tag != self._shared_tag:
             self._shared_tag, self._began = tag, command
@@ -628,7 +627,7 @@ class ManagerCore:
     # -- gauges -----------------------------------------------------------------------
 
     def gauges(self) -> dict[Series, float]:
-        """Gauges under the names of `metrics.GAUGES`; other names are for leak checks only."""
+        """Return gauges under the names of `metrics.GAUGES`; other names are for leak checks."""
         tiers = self._tiers
         return {
             "entries": len(tiers),
@@ -656,14 +655,14 @@ class ManagerCore:
         }
 
     def _shared_age_s(self) -> float:
-        """Seconds since other engines' tables were read; 0: they were not."""
+        """Return the seconds since other engines' tables were read, or 0 if they were not."""
         scanned_ns = self._foreign.scanned_ns if self._foreign else 0
         return max(0.0, self._clock() - scanned_ns / 1e9) if scanned_ns else 0.0
 
     def activity(self) -> tuple[float, ...]:
-        """A cheap value that differs after nearly every change of a counter or a gauge."""
+        """Return a cheap value that differs after nearly every change of a counter or gauge."""
         return (
-            *self.counters.values(),  # not their sum: bytes would hide the small ones
+            *self.counters.values(),  # not the sum, in which bytes would hide small counts
             len(self._ledger),
             len(self.reload),
             *map(self._holds.count, Reason),
@@ -671,11 +670,11 @@ class ManagerCore:
         )
 
     def held(self) -> Iterable[bytes]:
-        """The keys whose cache slots are held for requests that wait."""
+        """Return the keys with cache slots that are held for waiting requests."""
         return self._holds.keys()
 
     def entries(self) -> list[Entry]:
-        """All entries, for inspection."""
+        """Return all entries, for inspection."""
         return [
             Entry(_STATES[state], generation, cache, place, key)
             for state, generation, cache, place, key in self._tiers.entries()
@@ -683,5 +682,5 @@ class ManagerCore:
 
 
 def _tag_of(command: ResetCommand) -> bytes:
-    """The share tag that a reset gives to what follows; empty: one that nobody knows."""
+    """Return the share tag that a reset gives to later chunks; empty if it is a random one."""
     return command.tag if command.named else b""

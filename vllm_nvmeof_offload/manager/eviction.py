@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eviction: which evictable slot is given up first. One policy object per tier and target, pure.
+"""The order of eviction, with one policy object per tier and target. Pure.
 
-A policy holds only *evictable* slots: the manager withdraws a slot while anything pins it and
-admits it again afterwards. Being pinned is not being used: the manager keeps in an array when
-each slot was last used (`Recency` in native/tiers/eviction.h), so that a write or its late release
-does not make a chunk look recent, and does not reverse the order of a prefix's chunks.
+A policy has only *evictable* slots: the manager withdraws a slot while anything pins it and admits
+it again afterwards. Being pinned is not being used: the manager keeps in an array when each slot
+was last used (`Recency` in native/tiers/eviction.h), so that a write or its late release does not
+make a chunk look recent, and does not reverse the order of a prefix's chunks.
 
-`Lru` in native/tiers/eviction.h is what the manager uses; a user's class it calls once per slot.
+The manager uses `Lru` in native/tiers/eviction.h, and calls a user's class once per slot.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ __all__ = ["EvictionPolicy", "MakePolicy", "choose_policy"]
 
 
 class EvictionPolicy(Protocol):
-    """Order in which evictable slots are given up.
+    """The order in which evictable slots are evicted.
 
-    Made with `used`: by slot, when it was last used. The manager keeps it and a policy reads it: a
-    view of integers that cannot be written.
-    The time grows with every use of any slot; a withdrawn slot may come back with any value.
-    One is made for the CPU tier and one for each target, which have at least one slot; after each
-    reset they are made again. All slots are withdrawn at first.
+    The constructor gets `used`, the time of each slot's last use. The manager updates it and a
+    policy only reads it: it is a read-only view of integers.
+    The time grows with every use of any slot; a withdrawn slot may return with any value. One
+    policy is made for the CPU tier and one for each target, which have at least one slot; after
+    each reset they are made again. Initially all slots are withdrawn.
     """
 
     def admit(self, slot: int) -> None:
-        """`slot` has become evictable."""
+        """Make `slot` evictable."""
 
     def withdraw(self, slot: int) -> None:
-        """`slot` is not evictable any more; unknown slots are ignored."""
+        """Make `slot` not evictable; unknown slots are ignored."""
 
     def touch(self, slot: int) -> None:
-        """`used[slot]` has grown; unknown slots are ignored."""
+        """Note that `used[slot]` has grown; unknown slots are ignored."""
 
     def peek(self) -> int | None:
-        """The slot that `victim` would return."""
+        """Return the slot that `victim` would return."""
 
     def victim(self) -> int | None:
-        """Remove and return the slot to evict next; None if there is none."""
+        """Remove and return the slot to evict next, or None if there is none."""
 
 
-#: Makes a policy from the array of each slot's last use.
+#: A function that makes a policy from the array of each slot's last use.
 MakePolicy = Callable[[Sequence[int]], EvictionPolicy]
 
 
@@ -58,18 +58,18 @@ _METHODS = ("admit", "withdraw", "touch", "peek", "victim")
 
 
 def credit_share(name: str, write_policy: WritePolicy = WritePolicy.THROUGH) -> float:
-    """`CoreConfig.credit_share` for the policy `name`; 0 where chunks are written on eviction.
+    """Return `CoreConfig.credit_share` for the policy `name`; 0 if chunks are written on eviction.
 
-    Plain LRU finds more there: 52.2 % against 49.9 % by `bench simulate` on public agentic traces.
+    Plain LRU finds more then: 52.2 % against 49.9 % by `bench simulate` on public agentic traces.
     """
     return CREDIT_SHARE if name == CREDITED and write_policy is WritePolicy.THROUGH else 0.0
 
 
 def choose_policy(name: str) -> MakePolicy | None:
-    """The class for the configured `name`, "module:Class"; None for one of `POLICIES`.
+    """Return the class for the configured `name`, "module:Class", or None for one of `POLICIES`.
 
     Raises:
-        ConfigError: there is none of this name, or it lacks a method.
+        ConfigError: there is no class of this name, or it lacks a method.
     """
     if name in POLICIES:
         return None
@@ -93,7 +93,7 @@ def _imported(name: str) -> Callable[..., EvictionPolicy]:
         raise ConfigError(_KEY, name, remedy) from error
     found: Callable[..., EvictionPolicy] | None = getattr(imported, attribute, None)
     if found is None:
-        # A folder of this name is a module too, without a file.
+        # A folder of this name is a module as well, without a file.
         where = getattr(imported, "__file__", None) or ", ".join(getattr(imported, "__path__", ()))
         remedy = (
             f"the module, found at {where}, has no {attribute}; name a class that it defines, or "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the core is made from: its configuration, and the ranks' agreement in the handshake."""
+"""The core's input: its configuration, and the ranks' agreement in the handshake."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.units import slot_stride_bytes
 
-#: Configured name of the eviction policy under which a chunk's returns count (`Recency`).
+#: The configured name of the eviction policy that gives credit for a chunk's reuse (`Recency`).
 CREDITED = "credited_lru"
-#: By how many uses each return lets a chunk count as used later, as a share of the tier's slots.
-#: A request touches each of its chunks about three times.
+#: The credit for each reuse of a chunk, as a share of the tier's slots, in uses. A request touches
+#: each of its chunks about three times.
 CREDIT_SHARE = 2.0
 
 
 def ahead_shares(share: float) -> tuple[float, float, float]:
-    """Return the parts of `ahead_cache_share`: for one load, preempted and waiting requests."""
+    """Return the parts of `ahead_cache_share` for one load, preempted and waiting requests."""
     return share, share / 2, share / 2
 
 
@@ -47,7 +47,7 @@ _LAND, _RELOAD, _PREFETCH = ahead_shares(AHEAD_CACHE_SHARE)
 
 
 class WritePolicy(enum.Enum):
-    """When a chunk of the CPU tier is written to the pool."""
+    """The time at which a chunk of the CPU tier is written to the pool."""
 
     THROUGH = "through"  # as soon as it is stored
     ON_EVICTION = "on_eviction"  # when the CPU tier is about to need its slot: demotion
@@ -56,19 +56,19 @@ class WritePolicy(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class CoreConfig:
-    """world_size: ranks that report. Shares are fractions of the cache slots.
+    """The core's configuration. Shares are fractions of the cache slots.
 
-    key_bytes: of every offload key: vLLM's block hash, and four bytes of the group's number.
-    groups: the KV cache groups that are offloaded, by position.
-    store_threshold: a chunk is stored on its n-th sighting (`StoreThreshold`).
-    eviction_policy: its configured name, which the start line shows; the core gets the policy too.
-    credit_share: how much longer a chunk that came back is kept (`Recency`); 0: plain LRU.
-    clean_share: on-eviction writing keeps at least this share free, or evictable without a loss.
-    kv_events: record changes in `ManagerCore.kv_events`; the caller takes them after each step.
-    admission: False loads whatever is found.
-    equal_min: chunks of a group that the ranks of a set must have stored alike before they share
-    one copy. sample_every: from then on, one chunk of so many is stored and compared again.
-    peers: their addresses, by lane.
+    `world_size` is the number of ranks that report. `key_bytes` is the length of every offload key:
+    vLLM's block hash and four bytes of the group's number. `groups` are the KV cache groups that
+    are offloaded, by position. A chunk is stored on its n-th sighting, n being `store_threshold`
+    (`StoreThreshold`). `eviction_policy` is the configured name, for the start line; the core gets
+    the policy itself too. `credit_share` is how much longer a reused chunk is kept (`Recency`); 0
+    is plain LRU. On-eviction writing keeps at least `clean_share` free, or evictable without loss.
+    If `kv_events`, changes are recorded in `ManagerCore.kv_events`, and the caller takes them after
+    each step. Without `admission` everything that is found is loaded.
+    `equal_min` chunks of a group must be equal on a set's ranks before they share one copy; after
+    that, one chunk in `sample_every` is stored by all and compared again.
+    `peers` are their addresses, by lane.
     """
 
     world_size: int = 1
@@ -90,8 +90,8 @@ class CoreConfig:
     equal_min: int = 8
     sample_every: int = 1024
     peers: tuple[str, ...] = ()
-    #: One group, of full attention. Then every chunk brings its own tokens, and a load whose middle
-    #: is missing still brings those before it. Every op asks it several times.
+    #: Whether the only group is one of full attention. Then every chunk brings its own tokens, and
+    #: a load that lacks its middle still brings those before it. Every op reads this several times.
     full_attention_only: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -99,10 +99,9 @@ class CoreConfig:
         object.__setattr__(self, "full_attention_only", only)
 
     def tokens_in(self, slots: int, set_sizes: Sequence[int] = ()) -> int:
-        """The tokens of which so many slots hold the KV, without boundaries' windows and states.
-
-        set_sizes: by group, the ranks that share one copy of a chunk; empty: each has its own.
-        """
+        """Return the tokens that this many slots hold, without boundaries' windows and states.
+        `set_sizes` has, by group, the ranks that share one copy of a chunk; empty if each has its
+        own."""
         dense = self._dense or (self.groups[leading(self.groups)],)
         sizes = [set_sizes[self.groups.index(group)] if set_sizes else 1 for group in dense]
         per_slot = [group.tokens_per_chunk * size for group, size in zip(dense, sizes, strict=True)]
@@ -111,24 +110,23 @@ class CoreConfig:
 
     @property
     def boundary_slots(self) -> int:
-        """The slots that the windows and states of one boundary take."""
+        """Return the slots that the windows and states of one boundary take."""
         tails = (group for group in self.groups if group not in self._dense)
         return sum(group.reach_chunks or 0 for group in tails)
 
     @property
     def _dense(self) -> tuple[Group, ...]:
-        """The groups of which every chunk is kept."""
+        """Return the groups of which every chunk is kept."""
         kinds = (GroupKind.FULL, GroupKind.LOCAL)
         return tuple(group for group in self.groups if group.kind in kinds)
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Slots that every rank has, and the shape they share. pool_slots: by target.
-
-    group_bytes: by group, what one of its chunks takes of a slot, on the rank where that is most.
-    set_sizes: by group, the ranks with equal bytes, which store one copy of a chunk together.
-    """
+    """The slots that every rank has, and the shape they share. `pool_slots` is by target.
+    `group_bytes` has, by group, the bytes of a slot that a chunk takes, on the rank where that is
+    most. `set_sizes` has, by group, the ranks with equal bytes, which store one copy of a chunk
+    together."""
 
     cache_slots: int
     pool_slots: tuple[int, ...]
@@ -142,33 +140,33 @@ class Capacity:
 
     @property
     def lane_bytes(self) -> tuple[int, ...]:
-        """What one rank reads of a chunk: by group; then, by group, of a chunk of which each set
-        has one copy, on average over its ranks."""
+        """Return the bytes that one rank reads of a chunk: by group; then, by group, for a chunk of
+        which each set has one copy, averaged over the set's ranks."""
         single = (size // n for size, n in zip(self.group_bytes, self.set_sizes, strict=True))
         return (*self.group_bytes, *single)
 
     @property
     def slot_fill(self) -> float:
-        """The share of a slot that a chunk takes, on average over the groups."""
+        """Return the share of a slot that a chunk takes, averaged over the groups."""
         return sum(self.group_bytes) / len(self.group_bytes) / self.slot_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The handshake's result. notes: lines for the log."""
+    """The handshake's result. `notes` are lines for the log."""
 
     capacity: Capacity
-    #: Places in range and ascending. A key may be in several; the lowest one is adopted.
+    #: Their places are in range and ascending. If a key has several, the lowest is adopted.
     entries: AdoptedEntries
-    #: Entries of the rank that found most, less those that are adopted.
+    #: The entries of the rank that found most, minus the adopted ones.
     unadopted: int
     notes: tuple[str, ...] = ()
-    #: The share tag of the start; empty: no later start adopts what is written.
+    #: The share tag at the start; empty if no later start adopts what is written.
     tag: bytes = b""
 
 
 def agree(hellos: Sequence[RankHello]) -> Agreement:
-    """Capacity is the minimum over the ranks, the index the intersection of their tables."""
+    """Agree on the minimum capacity of the ranks, and on the intersection of their tables."""
     first = hellos[0]
     groups = tuple(of_rank.group for of_rank in first.groups)
     for hello in hellos:
@@ -185,8 +183,8 @@ def agree(hellos: Sequence[RankHello]) -> Agreement:
     tag = first.tag if len({h.tag for h in hellos}) == 1 else b""
     shapes = {(h.engine_index, h.keyspace, h.target_count) for h in hellos}
     if len(shapes) > 1:
-        # Slot numbers then mean different places on different ranks, which is harmless for
-        # chunks that are written from now on, and fatal for chunks that would be adopted.
+        # Slot numbers then mean different places on different ranks, which is harmless for chunks
+        # written from now on, but fatal for chunks that would be adopted.
         note = f"ranks opened different pools {sorted(shapes)}: nothing is adopted"
         return Agreement(capacity, AdoptedEntries(), found, (note,))
     entries, found, lost = _adopted(hellos, dict(zip(groups, capacity.set_sizes, strict=False)))
@@ -199,7 +197,7 @@ def agree(hellos: Sequence[RankHello]) -> Agreement:
 
 
 def _set_sizes(hellos: Sequence[RankHello]) -> tuple[int, ...]:
-    """By group, the ranks in a set; 1 where the ranks do not agree."""
+    """Return the ranks in a set, by group; 1 if the ranks do not agree."""
     by_rank = [[group.set_size for group in hello.groups] for hello in hellos]
     by_group = [set(of_group) for of_group in zip(*by_rank, strict=True)]
     sizes = [sizes.pop() if len(sizes) == 1 else 1 for sizes in by_group]
@@ -209,11 +207,11 @@ def _set_sizes(hellos: Sequence[RankHello]) -> tuple[int, ...]:
 def _adopted(
     hellos: Sequence[RankHello], set_sizes: Mapping[Group, int]
 ) -> tuple[AdoptedEntries, int, int]:
-    """The entries that every rank has which should; how many the rank has that found most; how many
-    the first one has that are not adopted.
+    """Return the entries that all the ranks concerned have, how many the rank that found most has,
+    and how many of the first rank's are not adopted.
 
-    A chunk that has a copy on every rank is looked for on all of them; one of which each set of
-    ranks has a single copy, on the same member of every set.
+    A chunk with a copy on every rank is required on all of them; one with a single copy per set is
+    required on the same member of every set.
     """
     all_holders = [[_of_member(_in_order(hello.adopted), EVERY_MEMBER) for hello in hellos]]
     for size in sorted(set(set_sizes.values()) - {1}):
@@ -247,7 +245,7 @@ def _of_member(entries: AdoptedEntries, member: int) -> AdoptedEntries:
 
 
 def _of_groups(entries: AdoptedEntries, ids: Sequence[int]) -> AdoptedEntries:
-    """The entries whose keys are of the groups with these ids."""
+    """Return the entries with keys of the groups with these ids."""
     if not len(entries):
         return entries
     keys = np.frombuffer(entries.keys, np.uint8).reshape(len(entries), -1)
@@ -261,14 +259,14 @@ def _group_bytes(hellos: Sequence[RankHello]) -> tuple[int, ...]:
 
 
 def _in_order(adopted: AdoptedEntries) -> AdoptedEntries:
-    """By place, each once."""
+    """Return the entries in order of place, each once."""
     if bool((np.diff(adopted.places) > 0).all()):
-        return adopted  # as `Pool.adopt` gives them
+        return adopted  # the order from `Pool.adopt`
     return _take(adopted, np.unique(adopted.places, return_index=True)[1])
 
 
 def _in_both(one: AdoptedEntries, other: AdoptedEntries) -> AdoptedEntries:
-    """The entries whose place, generation and key are equal in both."""
+    """Return the entries with equal place, generation and key in both."""
     _, ours, theirs = np.intersect1d(
         one.places, other.places, assume_unique=True, return_indices=True
     )

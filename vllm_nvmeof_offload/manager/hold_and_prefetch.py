@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks that are kept, and brought up from the pool, for requests that wait. Pure.
+"""Chunks that are kept, or fetched from the pool, for waiting requests. Pure.
 
-`ReloadScheduler` decides which, for two kinds of requests:
+`ReloadScheduler` chooses the chunks, for two kinds of requests:
 
-* preempted ones. Their cached chunks are held and the others fetched, within `reload_cache_share`:
+* preempted requests: cached chunks are held and the others fetched, within `reload_cache_share`,
   shortest remaining first, so that most requests are ready soonest; but a request that has waited
   for `_PATIENCE_S` precedes all that have not.
-* new ones in vLLM's queue. Their chunks in the pool are fetched in queue order, within
+* new requests in vLLM's queue: their chunks in the pool are fetched in queue order, within
   `prefetch_cache_share`.
 
 A request leaves when it starts, when its load is planned, or when it ends. Chunks that no other
-request wants are then released, and fetches under way are cancelled. Work per step is bounded.
+request wants are then released, and fetches in progress are cancelled. Work per step is bounded.
 
-Native code (native/tiers/holds.h) walks along a request's chunks, holds and fetches them, and lets
-go of them. Which of them GPU memory has is asked here, up to the first that it has not: vLLM's own
-look-up ends there, so that what follows has to be loaded.
+Native code (native/tiers/holds.h) iterates over a request's chunks, holds, fetches and releases
+them. Python asks which leading chunks GPU memory has, up to the first that it lacks: vLLM's own
+look-up ends there, so that all later chunks have to be loaded.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from vllm_nvmeof_offload.native import Batch, Tiers, Wanted
 from vllm_nvmeof_offload.native import Holds as NativeHolds
 from vllm_nvmeof_offload.protocol import CancelCommand, Command
 
-#: Share of the slots that always stays evictable: new chunks must find room.
+#: The share of the slots that always stays evictable, so that new chunks find room.
 _ROOM_SHARE = 0.125
 
 
 class Reason(enum.IntEnum):
-    """Why a chunk is held or fetched; `Tiers` keeps the fetches that were not sent by it."""
+    """The reason for which a chunk is held or fetched. `Tiers` keeps unsent fetches by reason."""
 
     RELOAD = 0  # for a preempted request
     QUEUE = 1  # for a request that waits in vLLM's queue
-    PROBE = 2  # to measure the pool, where admission loads nothing from it
+    PROBE = 2  # to measure the pool while admission declines it
 
 
-#: How a fetch ends: the label `how` of the metric, in the order of native/tiers/holds.h.
+#: The ways in which a fetch ends: the label `how` of the metric, in the order of holds.h.
 _ENDS = ("used", "wasted", "cancelled", "failed", "probe")
 
 
 class Holds:
     """The held chunks, with the commands and the counters that follow from them.
 
-    op_of: returns a fetch by its number, until it is over.
+    `op_of` returns a fetch by its number, until it is over.
     """
 
     def __init__(
@@ -71,18 +71,18 @@ class Holds:
 
     @property
     def fetching(self) -> int:
-        """Fetches under way that are still wanted."""
+        """Return the number of fetches in progress that are still wanted."""
         return self._held.fetching
 
     def count(self, reason: Reason) -> int:
-        """Held chunks."""
+        """Return the number of held chunks."""
         return self._held.held(reason)
 
     def keys(self) -> list[bytes]:
         return self._held.keys(self._tiers)
 
     def wanted(self, keys: Sequence[bytes]) -> Wanted:
-        """The chunks of one request, of which nothing is held."""
+        """Return an object for one request's chunks, of which none is held yet."""
         return self._held.wanted(self._tiers, tuple(keys))  # native code points into them
 
     def advance(
@@ -97,9 +97,9 @@ class Holds:
     ) -> tuple[int, int, int, int]:
         """Hold and fetch these chunks, of which those before `local` are in GPU memory.
 
-        Chunks in GPU memory are passed over, unless the CPU tier has them. Returns the first chunk
-        that is not done (all are, where one is in no tier: a load ends there), the looks that are
-        left, and the first and the last chunk that was passed over; -1: none was.
+        Chunks in GPU memory are skipped, unless the CPU tier has them. Returns the first chunk that
+        is not done (past the last if a chunk is in no tier, because a load would end there), the
+        looks left, and the first and last chunk that were skipped, or -1.
         """
         bounds = looks, reason, held_max, fetching_max
         done = self._held.advance(wanted, chunks.start, chunks.stop, local, *bounds)
@@ -112,42 +112,41 @@ class Holds:
         self._count()
 
     def sent(self, op: Op) -> None:
-        """These fetches go to the ranks."""
+        """Note that these fetches are sent to the ranks."""
         assert op.batch is not None
         self._held.sent(op.number, op.batch)
 
     def used(self, load: Batch) -> None:
-        """A load takes these chunks, from their cache slots where they have one."""
+        """Note that a load takes these chunks."""
         self._held.used(load)
 
     def leave(self, wanted: Wanted) -> None:
-        """The request wants them no more: those that no other one wants are released, and their
-        fetches cancelled."""
+        """Release the request's chunks that no other request wants, and cancel their fetches."""
         cancelled: dict[int, list[int]] = {}
         for number, index in self._held.leave(wanted):
             cancelled.setdefault(number, []).append(index)
         for number, indexes in cancelled.items():
             batch = self._op_of(number).batch
             assert batch is not None
-            for index in indexes:  # every later look-up finds the entry in the pool
+            for index in indexes:  # later look-ups find the entry in the pool
                 self._tiers.detach(batch, index)
             self._unsent.append(CancelCommand(number, np.array(indexes, np.uint32)))
         self._count()
 
     def ended(self, op: Op, rows: Sequence[int] | None) -> None:
-        """These rows of a fetch, or all, have their outcome on every rank."""
+        """Note that these rows of a fetch, or all, have their outcome on every rank."""
         assert op.batch is not None
         self._held.ended(op.number, op.batch, rows, op.probe)
         self._count()
 
     def lost(self, op: Op, rows: Sequence[int]) -> None:
-        """The chunks of these rows of an op are not in their cache slots any more."""
+        """Note that the chunks of these rows of an op are no longer in their cache slots."""
         assert op.batch is not None
         self._held.lost(op.batch, rows)
         self._count()
 
     def reset(self) -> None:
-        """Every entry was doomed, and no fetch that was not sent will be."""
+        """Release everything, after every entry was doomed and all unsent fetches were dropped."""
         self._held.reset()
         self._count()
 
@@ -159,46 +158,46 @@ class Holds:
             self._counters["prefetches_ended", _ENDS[at]] += ends[at]
 
 
-#: A preempted request that has waited this long is not overtaken by shorter ones any more.
+#: Shorter requests do not overtake a preempted request that has waited this long.
 _PATIENCE_S = 5.0
-#: Time between two looks whether a preempted request's chunks are still in GPU memory.
+#: The time between two checks whether a preempted request's chunks are still in GPU memory.
 _LOOK_AGAIN_S = 0.05
-#: Chunks that one `turn` looks at: about 1 ms. Bytes, not chunks, are to bound what is fetched.
+#: The chunks that one `turn` examines, in about 1 ms. Bytes, not chunks, should bound fetching.
 LOOKS_MAX = 4096
-#: Questions whether GPU memory has a chunk, which vLLM answers: per `turn`, and per preempted one.
+#: Bounds on questions to vLLM whether GPU memory has a chunk: per `turn`, and per request.
 _QUESTIONS_MAX, _QUESTIONS_OF_ONE_MAX = 256, 64
-#: Bytes of fetches under way: enough for a fast target between two steps.
+#: The bytes of fetches in progress, enough for a fast target between two steps.
 _FETCH_BYTES_MAX = 256 << 20
 _FETCHES_MIN = 4
 _PROBES_MAX = 4
 
-#: A request's place in vLLM's queue; lower goes first.
+#: A request's place in vLLM's queue; the lowest goes first.
 Order = tuple[float, ...]
-#: Whether the n-th of a request's followed chunks is still in GPU memory.
+#: A function that returns whether the n-th followed chunk is still in GPU memory.
 InGpu = Callable[[int], bool]
 
 
 @dataclass(slots=True, eq=False)
 class _Want:
-    """One waiting request."""
+    """A waiting request."""
 
     request_id: str
-    count: int  # its chunks: full prefix, then windows and states
+    count: int  # the number of chunks: full prefix, then windows and states
     wanted: Wanted
     in_gpu: InGpu
-    order: Order | None  # None: it was preempted
+    order: Order | None  # None if it was preempted
     arrival: int
     since_s: float
     next: int = 0  # the chunks before this one are done
-    local: int = 0  # chunks at its front that are in GPU memory, as far as it was asked
-    local_ends: bool = False  # and no more of them
-    skipped: int | None = None  # the first chunk passed over because it was in GPU memory,
-    skipped_last: int = 0  # and the last one
-    in_heap: bool = False  # of new requests
-    done_s: float = 0.0  # when every chunk had been looked at
+    local: int = 0  # leading chunks known to be in GPU memory
+    local_ends: bool = False  # whether there are no more of them
+    skipped: int | None = None  # the first chunk skipped because it was in GPU memory
+    skipped_last: int = 0  # the last skipped chunk
+    in_heap: bool = False  # the heap of new requests
+    done_s: float = 0.0  # when every chunk had been examined
 
     def ask(self, questions: int) -> int:
-        """Ask which chunks at the front are in GPU memory; return the questions that are left."""
+        """Ask which leading chunks are in GPU memory. Return the questions that are left."""
         while not self.local_ends and questions:
             questions -= 1
             self.local_ends = self.local == self.count or not self.in_gpu(self.local)
@@ -206,12 +205,12 @@ class _Want:
         return questions
 
     def is_due(self, now_s: float) -> bool:
-        """Whether chunks are left, or were passed over and may have left GPU memory since."""
+        """Return whether chunks are left, or skipped chunks may have left GPU memory since."""
         passed_over = self.skipped is not None and now_s - self.done_s >= _LOOK_AGAIN_S
         return self.next < self.count or passed_over
 
     def look_again(self) -> None:
-        """Go back to the first chunk that was passed over, and ask for it again."""
+        """Return to the first chunk that was skipped, to ask for it again."""
         assert self.skipped is not None
         self.next = self.local = self.skipped
         self.local_ends, self.skipped = False, None
@@ -232,22 +231,22 @@ class ReloadScheduler:
         self._clock = clock
         self._wants: dict[str, _Want] = {}
         self._preempted: dict[str, _Want] = {}
-        self._queue: list[tuple[Order, int, _Want]] = []  # new ones with chunks to look at, a heap
+        self._queue: list[tuple[Order, int, _Want]] = []  # a heap of new requests
         self._arrivals = 0
         self._questions = _QUESTIONS_MAX  # left in this turn
 
     def __len__(self) -> int:
-        """Number of requests that are followed."""
+        """Return the number of requests that are followed."""
         return len(self._wants)
 
     def follow(
         self, request_id: str, keys: Sequence[bytes], in_gpu: InGpu, order: Order | None = None
     ) -> None:
-        """A request waits. keys: its chunks that a load could bring: those of full attention in
-        prefix order, from the first one, then those of windows and states.
+        """Follow a waiting request.
 
-        order: its place in the queue; requests of equal order keep the order of arrival. None: the
-        request was preempted.
+        `keys` are its chunks that a load could bring: those of full attention in prefix order, from
+        the first one, then those of windows and states. `order` is its place in the queue; requests
+        of equal order keep the order of arrival. It is None if the request was preempted.
         """
         self.left(request_id)
         if keys and self._limits[Reason.RELOAD if order is None else Reason.QUEUE]:
@@ -258,10 +257,9 @@ class ReloadScheduler:
             self._queue_up(want)
 
     def looked_up(self, request_id: str, local_chunks: int) -> None:
-        """vLLM looked the request up; its first `local_chunks` chunks are in GPU memory now.
-
-        If it stays in the queue, chunks passed over because they were there are looked at again.
-        """
+        """Note vLLM's look-up: the request's first `local_chunks` chunks are in GPU memory now. If
+        it stays in the queue, chunks that were skipped because they were there are examined
+        again."""
         want = self._wants.get(request_id)
         if want is None or want.skipped is None or local_chunks > want.skipped_last:
             return
@@ -270,7 +268,7 @@ class ReloadScheduler:
         self._queue_up(want)
 
     def left(self, request_id: str) -> None:
-        """The request runs, or its load was planned, or it has ended."""
+        """Stop following a request that runs, has ended, or has its load planned."""
         want = self._wants.pop(request_id, None)
         if want is None:
             return
@@ -278,7 +276,7 @@ class ReloadScheduler:
         self._holds.leave(want.wanted)
 
     def reset(self) -> None:
-        """Every chunk is void, and none is held any more."""
+        """Start again after a reset: every chunk is void, and none is held."""
         self._wants.clear()
         self._preempted.clear()
         self._queue.clear()
@@ -302,9 +300,9 @@ class ReloadScheduler:
             full = self._holds.count(Reason.RELOAD) >= self._limits[Reason.RELOAD]
             if not looks or (full and not finished):
                 break
-            if finished:  # otherwise the next one may have chunks that only need to be held
+            if finished:  # otherwise the next request may need only holds
                 want.done_s = now_s
-        if len(self._queue) > 2 * len(self._wants):  # a head that waits keeps those that have left
+        if len(self._queue) > 2 * len(self._wants):  # a waiting head keeps entries that have left
             self._queue = [one for one in self._queue if self._waits(one[2])]
             heapq.heapify(self._queue)
         while self._queue:
@@ -317,7 +315,7 @@ class ReloadScheduler:
             want.in_heap = False
 
     def _waits(self, want: _Want) -> bool:
-        """Whether it has not left."""
+        """Return whether the request has not left."""
         return self._wants.get(want.request_id) is want
 
     def _queue_up(self, want: _Want) -> None:
@@ -328,7 +326,7 @@ class ReloadScheduler:
             heapq.heappush(self._queue, (want.order, want.arrival, want))
 
     def _advance(self, want: _Want, reason: Reason, looks: int) -> tuple[int, bool]:
-        """Go on with one request: (looks left, whether nothing is left to do for it)."""
+        """Continue with one request. Return (looks left, whether nothing is left to do for it)."""
         most = _QUESTIONS_OF_ONE_MAX if reason is Reason.RELOAD else _QUESTIONS_MAX
         questions = min(self._questions, most)
         self._questions -= questions - want.ask(questions)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chunks that came to each tier and left it, in order: the source of KV events. Pure.
+"""The chunks that entered and left each tier, in order: the source of KV events. Pure.
 
-A chunk is *in* the CPU tier from the moment its copy is complete on every rank, and in the pool
-from the moment its write is; it leaves a tier when its place there is given up by eviction,
-failure or reset. Tiers are recorded separately: a chunk that is evicted from pinned memory may
-still be in the pool. A router that applies the changes in their order has exactly the index.
+A chunk is *in* the CPU tier once its copy is complete on every rank, and in the pool once its write
+is complete. It leaves a tier when it is removed there by eviction, failure or reset. Tiers are
+recorded separately: a chunk that is evicted from pinned memory may still be in the pool. A router
+that applies the changes in order has exactly the index.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from vllm_nvmeof_offload.manager.ledger import Source
 from vllm_nvmeof_offload.native import Tiers
 from vllm_nvmeof_offload.protocol import split_keys
 
-#: Keys per step: an eighth of those that wait, within these bounds. To split and to pickle 32,768
-#: of them takes 8 ms (AMD EPYC), and a start with ten million chunks is reported within 310 steps.
+#: Keys per step: an eighth of those that wait, within these bounds. Splitting and pickling 32,768
+#: keys takes 8 ms (AMD EPYC), and a start with ten million chunks is reported within 310 steps.
 _TAKE_MIN, _TAKE_MAX = 4096, 32_768
 _TAKE_SHARE = 8
 
 
 @dataclass(slots=True)
 class Change:
-    """These keys came to a tier, or left it."""
+    """The keys that entered a tier, or left it."""
 
     tier: Source
     removed: bool
@@ -31,10 +31,10 @@ class Change:
 
 
 class KvEventLog:
-    """Changes that were not reported yet, oldest first. Its length is in keys.
+    """The changes that were not reported yet, oldest first. Its length is in keys.
 
-    The tiers log what comes to each of them and leaves it; a reset drops arrivals that were not
-    reported, because its own removals cancel them.
+    The tiers log what enters and leaves each of them. A reset drops unreported arrivals, because
+    its own removals cancel them.
     """
 
     def __init__(self, tiers: Tiers, key_bytes: int) -> None:
@@ -45,7 +45,7 @@ class KvEventLog:
         return self._tiers.moved_bytes // self._key_bytes
 
     def take(self) -> list[Change]:
-        """The oldest changes, as many as one step should carry."""
+        """Return the oldest changes, as many as one step should carry."""
         left = min(max(_TAKE_MIN, len(self) // _TAKE_SHARE), _TAKE_MAX)
         return [
             Change(

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger of operations: what was sent to the ranks, and the reports that they still owe.
+"""The ledger of operations: what was sent to the ranks, and the reports that are still awaited.
 
-An op gets its number when its command leaves. Until then a write or a fetch is an intent, which
-`Tiers` keeps and can drop. What is known of each row of an op is in its batch
-(native/tiers/tiers.h).
+An op gets its number when its command is sent. Until then a write or a fetch is only planned, and
+`Tiers` can drop it. What is known of each row of an op is in its batch (native/tiers/tiers.h).
 """
 
 from __future__ import annotations
@@ -22,32 +21,32 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Op:
-    """One operation under way.
+    """An operation in progress.
 
-    batch: its rows, as the manager knows them; None: a reset or an attach, which has one row.
+    `batch` has its rows; None for a reset or an attach, which has one row.
 
-    Most ops never set the later fields: their defaults are the class's and cost no op anything.
+    Most ops never set the later fields. Their defaults are the class's and cost an op nothing.
     """
 
     number: int
     kind: OpKind
     issued_s: float
     batch: Batch | None
-    ranks_left: int  # of an op of one row: ranks that have not reported
-    failure: Outcome | None = field(default=None, init=False)  # of it, on some rank
-    owner: int = field(default=0, init=False)  # of an attach
-    #: For a load: bytes by target that it reads.
+    ranks_left: int  # for an op of one row: ranks that have not reported
+    failure: Outcome | None = field(default=None, init=False)  # for an op of one row
+    owner: int = field(default=0, init=False)  # for an attach
+    #: For a load: the bytes that it reads, by target.
     lanes: Sequence[int] = field(default=(), init=False)
-    #: Of a load: rows that are read from the pool.
+    #: For a load: the rows that are read from the pool.
     reads: int = field(default=0, init=False)
-    #: Of a load: the request's tokens that it brings; and how many of them it has lost by now.
+    #: For a load: the request's tokens that it brings, and how many of them are lost by now.
     tokens: range = field(default=range(0), init=False)
     lost: int = field(default=0, init=False)
-    #: Of a load: as in `Decision`.
+    #: For a load: as in `Decision`.
     predicted_s: float = field(default=0.0, init=False)
-    #: A fetch that is there to be timed.
+    #: Whether this is a fetch only for measurement.
     probe: bool = field(default=False, init=False)
-    #: For a load or fetch: how long the model had computed prompts when it was planned.
+    #: For a load or fetch: the seconds of prompts that the model had computed at its plan.
     prompts_s: float = field(default=0.0, init=False)
 
     @property
@@ -56,17 +55,17 @@ class Op:
 
     @property
     def over(self) -> bool:
-        """Every rank has reported and released every row."""
+        """Return whether every rank has reported and released every row."""
         return self.batch.over if self.batch is not None else not self.ranks_left
 
 
 def columns_of(batch: Batch) -> ChunkBatch:
-    """The columns of a batch that go to the ranks. They are copies: the rows change later."""
+    """Return copies of a batch's columns for the ranks, because the rows change later."""
     return ChunkBatch(batch.columns())
 
 
 class Ledger:
-    """Ops under way, oldest first. prompts_s: for how long the model has computed prompts."""
+    """The ops in progress, oldest first. `prompts_s`: how long the model has computed prompts."""
 
     def __init__(
         self,
@@ -91,7 +90,7 @@ class Ledger:
         return self._ops[number]
 
     def named(self, numbers: Iterable[int]) -> list[Op]:
-        """Several ops on which there are reports."""
+        """Return several ops on which there are reports."""
         try:
             return [self._ops[number] for number in numbers]
         except KeyError as over:
@@ -106,11 +105,11 @@ class Ledger:
         return op
 
     def close(self, op: Op) -> None:
-        """Every rank has reported and released all of it."""
+        """Remove an op that every rank has reported and released completely."""
         del self._ops[op.number]
 
 
-# What the native index says of its entries: their state, and the tier that a look-up found.
+# The values that the native index reports: an entry's state, and a look-up's tier.
 
 
 class Source(enum.Enum):
@@ -122,7 +121,7 @@ class Source(enum.Enum):
 
 
 class State(enum.IntEnum):
-    """A state of an entry; ABSENT and DOOMED of native/common/transitions.def are no entry's."""
+    """A state of an entry. No entry is ABSENT or DOOMED (native/common/transitions.def)."""
 
     STORING = 1
     CACHED = 2
@@ -134,7 +133,7 @@ class State(enum.IntEnum):
 
 
 class Entry(NamedTuple):
-    """One entry, for inspection. cache: -1: no cache slot. place: -1: none in the pool."""
+    """An entry, for inspection. `cache` and `place` are -1 if it has none."""
 
     state: State
     generation: int

@@ -1,29 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission: load the chunks that the pool has, or recompute them, whichever is faster. Pure.
+"""Admission: load the pool's chunks or recompute them, whichever is faster. Pure.
 
 The rule:
 
     loading time = slowness * (one step + bytes of the busiest lane / read rate of that lane)
     computing time = tokens / prefill rate at their depth
 
-The depth of a token is the number of tokens that precede it. Attention reads all of them, so the
+The depth of a token is the number of tokens before it. Attention reads all of these, so the
 rate falls with the depth. The `StepMeter` measures the rate, its depth, the slope, and a step.
 
-A lane is what reads queue for: a target. Its bytes include those that other loads have yet to read
+A lane is what reads queue for, here a target. Its bytes include those that other loads will read
 there. The workers measure the read rates. While a rate is unknown, everything is loaded.
 
-The slowness is the time that loads take over the one predicted for them, smoothed. It is below 1
-where peers read for us, and where loads hide behind the prompts of others. A load that takes longer
-than computing, or is cut off, can only raise it, and the latter at once: what it lacked would have
-taken longer still. Any other can only lower it: loads that are slower than predicted do no harm
+The slowness is the ratio of the loads' time to their predicted time, smoothed. It is below 1
+if peers read for us, and if loads hide behind the prompts of others. A load that takes longer
+than computing, or is cut off, can only raise it, the latter at once: the rest would have
+taken longer still. Any other load can only lower it: loads slower than predicted do no harm
 while they are faster than computing. The pool is read while loading is faster than computing. Once
 it is slower, the pool is declined until loading is faster by the factor `_HYSTERESIS`.
 
 A probe reads a few declined chunks in the background (`ReloadScheduler.probe`), so that no request
-waits to find out that the pool has recovered. A probe that goes well lowers the slowness towards
+waits to find out that the pool has recovered. A successful probe lowers the slowness towards
 its minimum: by half of the distance, or by the trust in the pool if that is less. So a load that
-only peers would make fast is tried, too. Trust begins at 1; a load that takes longer than computing
-halves it, any other doubles it. So a pool that hangs now and then, or that is fast only for the few
+only peers would make fast is tried, too. Trust starts at 1; a load that takes longer than computing
+halves it, any other doubles it. So a pool that hangs now and then, or is fast only for the few
 chunks of a probe, is tried less and less.
 
 Chunks of the CPU tier are always loaded, because pinned memory is many times faster than any model,
@@ -43,28 +43,28 @@ from vllm_nvmeof_offload.manager.ledger import Ledger, Op
 
 #: Keeps noise from changing the decision with each request.
 _HYSTERESIS = 1.25
-#: The share of the distance by which a load moves the slowness, and a probe if trust allows it.
+#: The share of the distance by which a load changes the slowness; a probe too, if trust allows it.
 _NEWEST = 1 / 2
-#: Loads that hide behind prompts for a while will not always do so.
+#: A lower bound, because loads that hide behind prompts for a while will not always do so.
 _SLOWNESS_MIN = 0.5
-#: The slowness of what did not come and had no prediction.
+#: The slowness of a load that did not complete and had no prediction.
 _SLOWNESS_LOST = 16.0
-#: With the least trust hundreds of probes pass between two loads that are cut off after twice their
-#: computing time: a few percent of all computing.
+#: With the least trust, hundreds of probes pass between two loads that are cut off after twice
+#: their computing time, which costs a few percent of all computing.
 _TRUST_MIN = 1 / 512
-#: A load is cut off after so many times the time of computing its chunks and of one step, but not
-#: before `_LIMIT_S_MIN`. It begins when the step that brings it ends, and a later step's output
-#: reports it, so steps that only decode, but slowly, must not make it look slow.
+#: A load is cut off after this many times the time of computing its chunks and of one step, but not
+#: before `_LIMIT_S_MIN`. It begins when the step that carries it ends, and a later step's output
+#: reports it, so that slow steps which only decode must not make it look slow.
 _LIMIT_FACTOR = 2.0
 _LIMIT_S_MIN = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Find:
-    """A look-up's hit. leading_cpu: chunks at its front that the CPU tier has.
+    """A look-up's hit. `leading_cpu` is the number of leading chunks that the CPU tier has.
 
-    Of the chunks behind these, read_bytes: by lane, to be read. tokens: that reading them saves the
-    model. queued_bytes: by lane, that other loads have yet to read.
+    The rest follows for the chunks after these: `read_bytes` to read, by lane; the `tokens` that
+    reading saves the model; and `queued_bytes` that other loads have yet to read, by lane.
     """
 
     leading_cpu: int
@@ -75,8 +75,8 @@ class Find:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """load: False recomputes. predicted_s: how long loading takes if its slowness is 1; 0: unknown.
-    limit_s: when to cut the load off."""
+    """A decision; False in `load` means to recompute. `predicted_s` is the loading time at a
+    slowness of 1, or 0 if unknown. `limit_s` is when to cut the load off."""
 
     load: bool
     predicted_s: float = 0.0
@@ -85,10 +85,10 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """The decision on a hit behind `local` tokens in GPU memory.
+    """The decision on a hit after `local` tokens in GPU memory.
 
-    tokens: to load; declined: found, and not to be loaded. helpers: as in `LoadCommand`. The others
-    are as in `Decision`.
+    `tokens` are to be loaded; `declined` are found but not to be loaded. `helpers` is as in
+    `LoadCommand`, the other fields are as in `Decision`.
     """
 
     local: int
@@ -106,34 +106,34 @@ class Attempt:
 
 
 class Admission:
-    """The decision for one core, and its estimates. All bytes are by lane, and of one rank.
+    """The decisions for one core, and its estimates. All bytes are by lane, and of one rank.
 
-    read_rates: bytes per second by lane, of the slowest rank, as measured; 0: unknown. The caller
-    updates it.
+    `read_rates` has the measured bytes per second of the slowest rank, by lane, or 0 if unknown.
+    The caller updates it.
     """
 
     def __init__(self, config: CoreConfig, read_rates: Sequence[float]) -> None:
         self.automatic = config.admission
         self.read_rates = read_rates
-        #: Tokens per second of prefill, as measured, 0: unknown; and the depth of these tokens.
+        #: The measured tokens per second of prefill (0: unknown), and the depth of these tokens.
         self.prefill_rate, self.prefill_depth = 0.0, 0.0
-        #: Seconds by which each preceding token lengthens the computation of one, as measured.
+        #: The measured seconds by which each preceding token lengthens the computation of one.
         self.depth_s = 0.0
-        #: Seconds that a step takes without prompts, as measured.
+        #: The measured seconds that a step takes without prompts.
         self.step_s = 0.0
-        #: The time of loads over the one predicted for them, smoothed.
+        #: The ratio of the loads' time to their predicted time, smoothed.
         self.slowness = 1.0
-        #: The last decision about the pool was to read it, and no load has disappointed since.
+        #: Whether the last decision was to read the pool, and no load was disappointing since.
         self.reading = True
         self._trust = 1.0
 
     @property
     def bytes_per_s(self) -> float:
-        """The read rate of all lanes together; 0: unknown."""
+        """Return the read rate of all lanes together, or 0 if unknown."""
         return sum(self.read_rates)
 
     def token_s(self, tokens: int, before: int) -> float:
-        """Seconds per token of computing `tokens` that follow `before` others.
+        """Return the seconds per token of computing `tokens` that follow `before` others.
 
         Call only if the prefill rate is known.
         """
@@ -146,9 +146,9 @@ class Admission:
         tokens: int,
         before: int = 0,
     ) -> Decision:
-        """Decide whether to read these bytes, behind the queued ones, or to compute the tokens.
+        """Decide whether to read these bytes, after the queued ones, or to compute the tokens.
 
-        before: tokens that precede these.
+        `before` is the number of tokens that precede these.
         """
         if not self.automatic or not self.prefill_rate or not any(read_bytes):
             return Decision(load=True)
@@ -166,8 +166,8 @@ class Admission:
         return Decision(True, predicted_s, limit_s)
 
     def loaded(self, seconds: float, predicted_s: float, *, missed: bool, late: bool) -> None:
-        """Learn from a load. predicted_s: as in the decision. missed: some chunks had not come by
-        then. late: it took longer than computing."""
+        """Learn from a load. `predicted_s` is that of the decision. `missed`: some chunks had not
+        arrived in time. `late`: the load took longer than computing."""
         if not predicted_s and not missed:
             return
         sample = seconds / predicted_s if predicted_s else _SLOWNESS_LOST
@@ -176,12 +176,12 @@ class Admission:
             self._approach(min(sample, self.slowness), _NEWEST)
             return
         self._approach(max(sample, self.slowness), 1.0 if missed else _NEWEST)
-        if self.reading:  # otherwise it was decided on before an earlier one disappointed
+        if self.reading:  # otherwise it was planned before a disappointing load ended
             self.reading = False
             self._trust = max(_TRUST_MIN, self._trust / 2)
 
     def probed(self, *, missed: bool) -> None:
-        """Learn from a probe. missed: some chunks had not come by then."""
+        """Learn from a probe. `missed`: some chunks had not arrived in time."""
         if missed:
             self._approach(max(_SLOWNESS_LOST, self.slowness), _NEWEST)
         else:
@@ -191,8 +191,8 @@ class Admission:
         self.slowness += share * (max(sample, _SLOWNESS_MIN) - self.slowness)
 
     def _bytes_s(self, read_bytes: Sequence[int], queued_bytes: Sequence[int]) -> float:
-        """Seconds to read these bytes, behind the queued ones, at the rates that are known; 0: none
-        is."""
+        """Return the seconds to read these bytes, after the queued ones, at the known rates, or 0
+        if none is known."""
         lanes = zip(read_bytes, queued_bytes, self.read_rates, strict=True)
         return max(((own + more) / rate for own, more, rate in lanes if own and rate), default=0.0)
 
@@ -200,10 +200,10 @@ class Admission:
 class LoadTimes:
     """Times the loads of one core: what they have yet to read, and which are overdue.
 
-    A load takes from its plan until its report is applied, by this clock: the report comes with a
+    A load takes from its plan until its report is applied, by this clock: the report arrives with a
     step's output, and the request runs in the next step. Without the load it would have run in the
-    step for which it was planned, and the steps in between are what it waits for. Ranks' own times
-    would leave out the steps before and after the copy.
+    step for which it was planned, and it waits for the steps in between. Ranks' own times would
+    leave out the steps before and after the copy.
 
     The time in which the model computes prompts of other requests does not count. This request
     would not be computed then either, and a step that fills the processors slows the load itself.
@@ -217,15 +217,15 @@ class LoadTimes:
         capacity: Capacity,
         config: CoreConfig,
     ) -> None:
-        #: By lane: bytes that loads have yet to read there.
+        #: The bytes that loads have yet to read, by lane.
         self.reading = [0] * len(capacity.pool_slots)
-        self._limits_s: dict[Op, float] = {}  # of loads under way; infinite: it was cut off
+        self._limits_s: dict[Op, float] = {}  # of loads in progress; infinite once cut off
         self._ledger, self._admission, self._clock = ledger, admission, clock
         self._lane_bytes = list(capacity.lane_bytes)
         self._config = config
 
     def planned(self, op: Op, limit_s: float | None) -> None:
-        """The load goes to the workers. limit_s: when it is cut off; None: never."""
+        """Note that the load is sent. It is cut off after `limit_s`; None for never."""
         assert op.batch is not None
         op.lanes, op.reads = op.batch.lanes(self._lane_bytes, len(self.reading))
         for lane, count in enumerate(op.lanes):
@@ -234,7 +234,7 @@ class LoadTimes:
             self._limits_s[op] = limit_s
 
     def take_overdue(self) -> list[int]:
-        """Return the loads to cut off now, each of them once."""
+        """Return the loads to cut off now, each once."""
         overdue = [
             op
             for op, limit_s in self._limits_s.items()
@@ -244,7 +244,7 @@ class LoadTimes:
         return [op.number for op in overdue]
 
     def loaded(self, op: Op) -> None:
-        """Take in a load whose outcome every rank has reported."""
+        """Record a load on which every rank has reported an outcome."""
         limit_s = self._limits_s.pop(op, None)
         if not op.reads:
             return
@@ -258,20 +258,20 @@ class LoadTimes:
             self._admission.loaded(seconds, op.predicted_s, missed=missed, late=late)
 
     def probed(self, op: Op) -> None:
-        """Take in a probe whose outcome every rank has reported."""
+        """Record a probe on which every rank has reported an outcome."""
         assert op.batch is not None
         came, missed = op.batch.came(False)
         if came or missed:
             self._admission.probed(missed=missed)
 
     def _waited_s(self, op: Op) -> float:
-        """The part of the seconds since the op's plan in which the model computed no prompts."""
+        """Return the seconds since the op's plan in which the model computed no prompts."""
         seconds = self._clock() - op.issued_s
         return max(0.0, seconds - (self._ledger.prompts_s() - op.prompts_s))
 
     def _is_worth_cutting(self, op: Op) -> bool:
-        """Over several groups a load brings all of its tokens or none: once one of its reads has
-        ended, waiting for the others is better than losing it."""
+        """Return whether the load may be cut off. With several groups a load brings all of its
+        tokens or none: once one read has ended, waiting is better than losing it."""
         if self._config.full_attention_only:
             return True
         assert op.batch is not None

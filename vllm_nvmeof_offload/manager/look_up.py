@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A waiting request's look-up: the question, vLLM's answer, and what is loaded of it. Pure.
+"""A waiting request's look-up: the question, vLLM's answer, and what is then loaded. Pure.
 
 vLLM looks up the request at the head of its queue in every step, key by key, until the request gets
-its GPU blocks. An answer is remembered, and given again while the chunks that were found are where
-they were, none of them has begun to be loaded (vLLM delays whoever asks for one that is), and the
-keys at which the groups' look-ups stopped still miss. One call of native code asks that of all keys
+its GPU blocks. An answer is remembered, and repeated while the chunks that were found are where
+they were, no load of one has begun (vLLM delays a request that asks for such a chunk), and the
+keys at which the groups' look-ups stopped still miss. One native call checks this for all keys
 at once.
 
 If admission declines the pool, the request is looked up again in the CPU tier only, and this second
-answer is remembered beside the first. vLLM's state of the request is that of the last real look-up.
+answer is remembered as well. vLLM's state of the request is that of the last real look-up.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from vllm_nvmeof_offload.manager.core import ManagerCore
     from vllm_nvmeof_offload.native import Whereabouts
 
-#: The decision on a remembered answer is made again after this time: rates and queues change.
+#: The decision on a remembered answer is repeated after this time, because rates and queues change.
 _DECIDE_AGAIN_S = 0.05
-#: Between two log lines on what admission does.
+#: The time between two log lines on admission.
 _LOG_PERIOD_S = 60.0
 
 
@@ -38,10 +38,10 @@ _LOG_PERIOD_S = 60.0
 class Queue:
     """vLLM's queue.
 
-    keys_of: a request's keys so far, by group position and in prefix order; None: the request is
-    unknown. ends_of: of keys of a request that a look-up asked for, the number of its tokens up to
-    each chunk's end. is_cached: whether the request's chunk of this key is in GPU memory; those of
-    windows and states count as not. by_priority: vLLM's policy.
+    `keys_of` returns a request's keys so far, by group position and in prefix order, or None if the
+    request is unknown. `ends_of` returns, for keys that a request's look-up asked for, the tokens
+    up to each chunk's end. `is_cached` returns whether the request's chunk of this key is in GPU
+    memory; chunks of windows and states count as not. `by_priority` is vLLM's policy.
     """
 
     keys_of: Callable[[str], Sequence[Sequence[bytes]] | None]
@@ -53,9 +53,9 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a look-up asks. tokens: of the request; last_hash: of its last whole block, which stands
-    for all before; local: tokens in GPU memory; cap: tokens to load at most; sources: that may
-    hit."""
+    """The question of a look-up: the request's `tokens`; `last_hash`, of its last whole block,
+    which stands for all before; `local` tokens in GPU memory; `cap`, the most tokens to load; and
+    the `sources` that may hit."""
 
     tokens: int
     last_hash: object
@@ -66,11 +66,10 @@ class Question:
 
 @dataclass(slots=True)
 class Answer:
-    """A look-up's answer. found: tokens; None: vLLM delays the request. hits, misses: the keys for
-    which it hit and missed. later: whether the load may go on during later steps. keep: whether it
-    may be remembered. whereabouts: of the hits when it was given; None: one of them misses. The
-    others are admission's.
-    """
+    """A look-up's answer. `found` has the tokens, or None if vLLM delays the request. `hits` and
+    `misses` have the keys. `later`: the load may continue during later steps. `keep`: the answer
+    may be remembered. `whereabouts` has where the hits were, or None if one of them misses. The
+    other fields are admission's."""
 
     question: Question
     found: int | None
@@ -92,8 +91,9 @@ Ask: TypeAlias = Callable[[Question], Answer]
 
 @dataclass(slots=True)
 class _LookedUp:
-    """A request between its first look-up and its GPU blocks. answers: by set of sources. last:
-    what the last real look-up asked. boundary: the tokens up to the end of the last hit."""
+    """A request between its first look-up and its GPU blocks. `answers` is by set of sources.
+    `last` is the question of the last real look-up. `boundary` has the tokens up to the end of the
+    last hit."""
 
     answers: dict[int, Answer] = field(default_factory=dict)
     last: Question | None = None
@@ -102,10 +102,10 @@ class _LookedUp:
 
 
 class RequestLookUps:
-    """Scheduler side, one thread.
+    """The look-ups of all requests, on the scheduler's side, on one thread.
 
-    offered: told of each look-up's outcome, (request, local tokens, tokens to load). helpers_of: as
-    in `LoadCommand`.
+    `offered` is called with each look-up's outcome: (request, local tokens, tokens to load).
+    `helpers_of` is as in `LoadCommand`.
     """
 
     def __init__(
@@ -119,16 +119,16 @@ class RequestLookUps:
         self._core = core
         self._queue = queue
         self._offered, self._helpers_of, self._clock = offered, helpers_of, clock
-        #: Of the group that a request's length is counted by; and whether it needs all its chunks.
+        #: For the group that a request's length is counted by, and whether it needs all its chunks.
         self.tokens_per_chunk = queue.groups[leading(queue.groups)].tokens_per_chunk
         self.full = queue.groups[leading(queue.groups)].kind is GroupKind.FULL
         self._requests: dict[str, _LookedUp] = {}
-        self._declined: Sequence[bytes] = ()  # by the last attempt of this step
+        self._declined: Sequence[bytes] = ()  # the keys declined by this step's last attempt
         self._logged: tuple[bool, float] = (True, -_LOG_PERIOD_S)
 
     def answer(self, request_id: str, question: Question, ask: Ask, second: int) -> Answer:
-        """Return what the request is to load. second: the sources that are left if admission
-        declines what all of them have."""
+        """Return what the request should load. `second` has the sources that are left if admission
+        declines the answer of all of them."""
         answer = self._look_up(request_id, question, ask)
         if answer.found is None:
             return answer
@@ -147,7 +147,7 @@ class RequestLookUps:
         return self.recall(request_id, question) or self.asked(request_id, ask(question))
 
     def recall(self, request_id: str, question: Question) -> Answer | None:
-        """Return the answer that a look-up would give again; None: only a look-up can tell."""
+        """Return the answer that a look-up would repeat, or None if a look-up is needed."""
         known = self._requests.get(request_id)
         answer = known.answers.get(question.sources) if known else None
         if known is None or answer is None:
@@ -163,25 +163,25 @@ class RequestLookUps:
         return None
 
     def asked(self, request_id: str, answer: Answer) -> Answer:
-        """Take in a real look-up's answer, remember it if it can be, and return it."""
+        """Record a real look-up's answer, remember it if possible, and return it."""
         known = self._requests.setdefault(request_id, _LookedUp())
         known.last, sources, found = answer.question, answer.question.sources, answer.found
         known.answers.pop(sources, None)
         answer.whereabouts = self._core.whereabouts(answer.hits, sources)
         asked_one_key = not found and self._core.config.full_attention_only
-        if found is None or asked_one_key or not answer.keep:  # None: a delay
+        if found is None or asked_one_key or not answer.keep:  # None is a delay
             return answer
-        # What vLLM found must be what the tiers have: all else is not remembered.
+        # An answer is remembered only if the tiers have exactly what vLLM found.
         rests_on = answer.hits or (not found and answer.misses)
         if rests_on and answer.whereabouts is not None:
             known.answers[sources] = answer
         return answer
 
     def decide(self, request_id: str, answer: Answer) -> Attempt:
-        """Decide whether to load what a look-up in all sources has found, behind the tokens that
-        are in GPU memory.
+        """Decide whether to load what a look-up in all sources has found after the tokens that are
+        in GPU memory.
 
-        If it is declined, the caller looks the request up in the CPU tier only, and reports to
+        If it is declined, the caller looks the request up in the CPU tier only, and calls
         `declined`.
         """
         local, found = answer.question.local, answer.found or 0
@@ -196,13 +196,13 @@ class RequestLookUps:
             else:
                 attempt = replace(attempt, tokens=0, declined=found)
             self._log_change()
-        known.attempt = attempt if found else None  # none: the decision on an earlier hit is void
+        known.attempt = attempt if found else None  # None voids the decision on an earlier hit
         known.boundary = local + found
         self._offered(request_id, local, attempt.tokens)
         return attempt
 
     def declined(self, request_id: str, tokens: int) -> None:
-        """Load these tokens, which the CPU tier has of a hit that was declined."""
+        """Record that the pool was declined and that the CPU tier still supplies these tokens."""
         known = self._requests[request_id]
         assert known.attempt is not None
         left = max(0, known.attempt.declined - tokens)
@@ -231,7 +231,7 @@ class RequestLookUps:
         return decision
 
     def _taken(self, request_id: str, answer: Answer) -> Sequence[bytes]:
-        """The keys of a load of what was found: those that vLLM's look-up has hit, no others."""
+        """Return the keys of a load of what was found: those that vLLM's look-up hit, no others."""
         keys_by_group = self._queue.keys_of(request_id)
         if self._core.config.full_attention_only or keys_by_group is None:
             return answer.hits
@@ -241,31 +241,30 @@ class RequestLookUps:
         return boundary.taken(groups, keys_by_group, answer.hits, local, end, ends_of)
 
     def attempt(self, request_id: str) -> Attempt | None:
-        """Return what was decided on the load that is being planned for this request."""
+        """Return the decision on the load that is being planned for this request."""
         known = self._requests.get(request_id)
         return known.attempt if known else None
 
     def end(self, request_id: str) -> tuple[Attempt | None, int | None]:
-        """Forget a request that has got or given back GPU blocks, or has ended. Return what was
-        decided on it, and the tokens up to the end of what was found."""
+        """Forget a request that has received or given back GPU blocks, or has ended. Return the
+        decision on it, and the tokens up to the end of what was found."""
         known = self._requests.pop(request_id, None)
         return (known.attempt, known.boundary) if known else (None, None)
 
     def forget_answers(self, request_id: str) -> None:
-        """Look the request up again: vLLM's state of it is not that of a look-up."""
+        """Require a new look-up of the request, because vLLM's state of it is not a look-up's."""
         if known := self._requests.get(request_id):
             known.answers.clear()
 
     def take_declined(self) -> Sequence[bytes]:
-        """Return what the last attempt since the last call declined: chunks to probe the pool with.
-
-        Not in `decide`: a probe takes cache slots, and the chunks found there are not pinned yet.
-        """
+        """Return the chunks that the last attempt declined since the last call, to probe the pool
+        with. Not part of `decide`, because a probe takes cache slots, and the chunks found there
+        are not pinned yet."""
         declined, self._declined = self._declined, ()
         return declined
 
     def _log_change(self) -> None:
-        """Log when admission changes its decision on the pool, at most once per period."""
+        """Log a change of admission's decision on the pool, at most once per period."""
         admission = self._core.admission
         reading, logged_s = self._logged
         now_s = self._clock()

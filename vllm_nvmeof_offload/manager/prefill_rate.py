@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures how long the model takes for its steps: the prefill rate, and how much longer a token
-takes when more tokens precede it. Pure."""
+"""Measures the duration of the model's steps: the prefill rate, and how much longer a token takes
+if more tokens precede it. Pure."""
 
 from __future__ import annotations
 
@@ -8,81 +8,80 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-#: A request with at most so many tokens in a step decodes; speculative decoding has more than 1.
-#: A step counts for the prefill rate if it computes as many tokens of prompts per decode, and four
-#: times as many in any case: otherwise decodes, or the step's fixed cost, take most of its time.
+#: A request with at most this many tokens in a step decodes; speculative decoding has more than 1.
+#: A step counts for the prefill rate if it computes as many prompt tokens per decode, and at least
+#: four times as many in all: otherwise decodes, or the step's fixed cost, take most of its time.
 _DECODE_TOKENS_MAX = 16
-#: Weight of the earlier samples against a new one.
+#: The weight of the earlier samples against a new one.
 _KEPT = 0.8
 #: The slope is fitted only if the depths' standard deviation is at least this share of the largest
 #: step's tokens.
 _DEPTHS_APART = 0.25
-#: Of the measured time of a token, at most so much is attributed to the tokens before it.
+#: The largest share of a token's measured time that is attributed to the tokens before it.
 _SLOPE_SHARE_MAX = 0.9
-#: Steps between scheduling and output; more means that outputs were missed.
+#: The most steps between scheduling and output; more means that outputs were missed.
 _AHEAD_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One scheduled step."""
+    """A scheduled step."""
 
     began_s: float
-    tokens: int  # of prompts and decodes
-    share: float  # of the tokens that belong to prompts
-    counts: bool  # for the prefill rate
-    depth: float  # tokens that precede one of a prompt, on average
+    tokens: int  # tokens of prompts and decodes
+    share: float  # the share of tokens that belong to prompts
+    counts: bool  # whether it counts for the prefill rate
+    depth: float  # the tokens before a prompt's token, on average
 
 
 class StepMeter:
-    """Measures steps; call `scheduled` and `ended` once for every step.
-
-    A step lasts from its scheduling, or from the end of the step before if that is later (the
-    engine may schedule ahead), to the arrival of its output. The prefill rate is that of the
-    largest steps, because each step has a fixed cost beside its tokens: the rest of a prompt that
-    was loaded is computed in a small step, at a fraction of the rate of the whole prompt.
-
-    Attention reads all tokens before a token, so the end of a long prompt can take several times as
-    long as its beginning. `depth_s` is the slope of a line through the largest steps' times per
-    token over their depths, fitted by least squares.
-    """
+    """Measures steps. Call `scheduled` and `ended` once for every step. A step lasts from its
+    scheduling, or from the end of the previous step if that is later (the engine may schedule
+    ahead), to the arrival of its output. The prefill rate is that of the largest steps, because
+    each step has a fixed cost in addition to its tokens: the rest of a prompt that was loaded is
+    computed in a small step, at a fraction of the rate of the whole prompt. Attention reads all
+    tokens before a token, so the end of a long prompt can take several times as long as its
+    beginning. `depth_s` is the slope of a line through the largest steps' times per token over
+    their depths, fitted by least squares."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.steps = 0  # with tokens
-        self.seconds = 0.0  # they took
-        self.tokens = 0  # they computed
-        #: How long the longest of the last steps took beside its prompts.
+        self.steps = 0  # steps with tokens
+        self.seconds = 0.0  # the duration of these steps
+        self.tokens = 0  # the tokens of these steps
+        #: The longest time that one of the last steps took in addition to its prompts.
         self.decode_s = 0.0
         self._clock = clock
         self._ahead: deque[_Step] = deque(maxlen=_AHEAD_MAX)
         self._ended_s = 0.0
         self._prompts_s = 0.0
-        #: Sums over the tokens of the steps with at least half the tokens of the largest one: of 1,
-        #: depth, seconds of a token, and depth times either of these. Earlier steps count less.
+        #: Sums over the tokens of the steps with at least half the tokens of the largest step: of
+        #: 1, depth, seconds of a token, and depth times either of these. Earlier steps weigh less.
         self._sums = [0.0] * 5
-        self._slope = 0.0  # the last one that depths far enough apart have shown
+        self._slope = 0.0  # the last slope from depths far enough apart
         self._largest = 0
 
     @property
     def prefill_rate(self) -> float:
-        """Tokens per second of prefill, over the last of the largest steps; 0: unknown."""
+        """Return the tokens per second of prefill in the last of the largest steps, or 0 if
+        unknown."""
         tokens, _, seconds, *_ = self._sums
         return tokens / seconds if seconds else 0.0
 
     @property
     def depth(self) -> float:
-        """Tokens that precede one, on average, in the steps that give the `prefill_rate`."""
+        """Return the average tokens before a token in the steps that give `prefill_rate`."""
         tokens, depths, *_ = self._sums
         return depths / tokens if tokens else 0.0
 
     @property
     def depth_s(self) -> float:
-        """Seconds by which each preceding token lengthens the computation of one; 0: unknown."""
+        """Return the seconds by which each preceding token lengthens the computation of one, or
+        0."""
         _, depths, seconds, *_ = self._sums
         return max(0.0, min(self._slope, _SLOPE_SHARE_MAX * seconds / depths)) if depths else 0.0
 
     def prompts_s(self) -> float:
-        """Seconds in which the model computed prompts: of each step until now, their share."""
+        """Return the seconds in which the model computed prompts: each step's share until now."""
         if not self._ahead:
             return self._prompts_s
         step = self._ahead[0]
@@ -90,14 +89,15 @@ class StepMeter:
         return self._prompts_s + step.share * under_way_s
 
     def clear(self) -> None:
-        """Count from zero again; the learned rate stays."""
+        """Restart the counts from zero; the measured rate stays."""
         self.steps, self.seconds, self.tokens = 0, 0.0, 0
 
     def scheduled(
         self, tokens: Mapping[str, int], computed: Callable[[], Mapping[str, int]] = dict
     ) -> None:
-        """A step was scheduled. tokens: by request. computed: returns the tokens that precede
-        these, by request; called only if the step counts for the prefill rate."""
+        """Note a scheduled step. `tokens` has its tokens by request. `computed` returns the tokens
+        that precede these, by request, and is called only if the step counts for the prefill
+        rate."""
         prefill = {one: count for one, count in tokens.items() if count > _DECODE_TOKENS_MAX}
         total, prompts = sum(tokens.values()), sum(prefill.values())
         decodes, depth = len(tokens) - len(prefill), 0.0
@@ -109,7 +109,7 @@ class StepMeter:
         self._ahead.append(_Step(self._clock(), total, prompts / max(1, total), counts, depth))
 
     def ended(self) -> None:
-        """The oldest step's output has come."""
+        """Note that the oldest step's output has arrived."""
         if not self._ahead:
             return
         step, now_s = self._ahead.popleft(), self._clock()
@@ -127,7 +127,7 @@ class StepMeter:
             self._count(step.tokens, step.depth, seconds / step.tokens)
 
     def _count(self, tokens: int, depth: float, token_s: float) -> None:
-        """Take in one of the largest steps."""
+        """Include one of the largest steps."""
         sample = 1, depth, token_s, depth * depth, depth * token_s
         pairs = zip(self._sums, sample, strict=True)
         self._sums = [_KEPT * known + tokens * new for known, new in pairs]

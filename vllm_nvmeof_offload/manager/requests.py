@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's requests, as the core needs them. Imports nothing of vLLM.
+"""vLLM's requests, as the core needs them. Does not import vLLM.
 
 `WaitingRequests` passes on each request's keys and place in the queue to the core's
 `hold_and_prefetch`; `manager/look_up.py` has their look-ups. `ResumeCounter` counts what a
@@ -27,7 +27,7 @@ from vllm_nvmeof_offload.metrics import Counts
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """Tokens that a request's steps have computed, at most. drafted: the last one had drafts."""
+    """The most tokens that a request's steps have computed. `drafted`: the last step had drafts."""
 
     tokens: int = 0
     drafted: bool = False
@@ -36,13 +36,12 @@ class _Computed:
 class ResumeCounter:
     """Follows vLLM's scheduler outputs; pure.
 
-    num_tokens: the tokens that a request has now. Steps schedule more than that: drafts, of which
-    some are rejected. No scheduler output of a preempted request has the number of rejected
-    drafts. It follows from the request's tokens: the last one was sampled in the step that
+    `num_tokens` returns the tokens that a request has now. Steps schedule more than that: drafts,
+    some of which are rejected. A preempted request's scheduler output lacks the number of rejected
+    drafts, but it follows from the request's tokens: the last one was sampled in the step that
     verified the drafts, and was never computed.
 
-    unit_tokens: a load brings a request to a multiple of them, which is whole chunks in every
-    group.
+    A load brings a request to a multiple of `unit_tokens`, which is whole chunks in every group.
     """
 
     def __init__(
@@ -52,19 +51,19 @@ class ResumeCounter:
         self._unit_tokens = unit_tokens
         self._counters = counters
         self._computed: dict[str, _Computed] = {}  # running requests
-        self._preempted: dict[str, _Computed] = {}  # as of the preemption
+        self._preempted: dict[str, _Computed] = {}  # at the preemption
         self._offered: dict[str, tuple[int, int]] = {}  # resuming request → (local, found)
 
     def step(self, scheduler_output: Any) -> None:
-        """Take in one `SchedulerOutput`."""
+        """Process a `SchedulerOutput`."""
         for request_id in scheduler_output.preempted_req_ids or ():
             computed = self._computed.pop(request_id, _Computed())
             before = self._preempted.get(request_id, _Computed())
-            # Preempted again before it advanced: the tokens of the first time still count.
+            # Preempted again before it advanced: the first time's tokens still count.
             self._preempted[request_id] = max(computed, before, key=lambda c: c.tokens)
         scheduled = scheduler_output.num_scheduled_tokens
         for request_id in scheduled.keys() & self._preempted.keys():
-            # It runs again, and will have more tokens than those that bounded it before.
+            # The request runs again, and will have more tokens than those that bounded it before.
             self._preempted[request_id] = _Computed(self.computed(request_id))
         drafts = scheduler_output.scheduled_spec_decode_tokens
         for new in scheduler_output.scheduled_new_reqs:
@@ -78,22 +77,23 @@ class ResumeCounter:
                 known.pop(request_id, None)
 
     def computed(self, request_id: str) -> int:
-        """Tokens that a preempted request had computed before; 0 for any other."""
+        """Return the tokens that a preempted request had computed; 0 for any other."""
         computed = self._preempted.get(request_id)
         if computed is None:
             return 0
-        # Read each time: with asynchronous scheduling the last step's tokens come afterwards.
+        # Read each time, because with asynchronous scheduling the last step's tokens arrive later.
         tokens = self._num_tokens(request_id)
         return min(computed.tokens, max(0, tokens - 1) if computed.drafted else tokens)
 
     def offered(self, request_id: str, local: int, found: int) -> None:
-        """A look-up: `local` tokens in GPU memory, `found` more to load. The last one counts."""
+        """Note a look-up: `local` tokens in GPU memory and `found` more to load. The last one
+        counts."""
         if request_id in self._preempted:
             self._offered[request_id] = (local, found)
 
     def resumed(self, request_id: str, loaded: int) -> bool:
-        """Count what a preempted request gets back with its GPU blocks, of which we load so many
-        tokens; False for any other."""
+        """Count what a preempted request gets back with its GPU blocks, of which we load `loaded`
+        tokens. Returns False for any other request."""
         offer = self._offered.pop(request_id, None)
         if offer is None:
             return False
@@ -109,29 +109,29 @@ class ResumeCounter:
         return True
 
 
-#: Between two log lines on suspended requests.
+#: The time between two log lines on suspended requests.
 _LOG_PERIOD_S = 60.0
 
 
 class WaitingRequests:
-    """Scheduler side, one thread."""
+    """The waiting requests, on the scheduler's side, on one thread."""
 
     def __init__(
         self, core: ManagerCore, queue: Queue, clock: Callable[[], float] = time.monotonic
     ) -> None:
         unit = boundary.unit_tokens(queue.groups)
         self.resumes = ResumeCounter(self._num_tokens, unit, core.counters)
-        self._helpers: dict[str, int] = {}  # of requests that have named any
+        self._helpers: dict[str, int] = {}  # for requests that have named helpers
         offered, helpers_of = self.resumes.offered, self._helpers.get
         self.look_ups = RequestLookUps(core, queue, offered, helpers_of, clock)
         self._core = core
         self._queue = queue
         self._requests: dict[str, Any] = {}
-        self._followed: set[str] = set()  # whose chunks may be held and fetched
-        self._ended: set[str] = set()  # in the last step
+        self._followed: set[str] = set()  # requests with chunks that may be held and fetched
+        self._ended: set[str] = set()  # requests that ended in the last step
         kinds = {group.kind for group in queue.groups}
         self._limited = GroupKind.FULL in kinds and not kinds.isdisjoint(boundary.SPARSE)
-        self._going: set[str] = set()  # got their blocks in this step
+        self._going: set[str] = set()  # requests that got their blocks in this step
 
     def added(
         self,
@@ -141,8 +141,8 @@ class WaitingRequests:
         first: bool = False,
         helpers: int | None = None,
     ) -> None:
-        """A request has arrived. prefetch: whether its chunks may be held and fetched while it
-        waits. first: before those of others. helpers: as in `LoadCommand`."""
+        """Add a request that has arrived. `prefetch`: its chunks may be held and fetched while it
+        waits. `first`: before the chunks of other requests. `helpers` is as in `LoadCommand`."""
         self._requests[request.request_id] = request
         (self._followed.add if prefetch else self._followed.discard)(request.request_id)
         self._helpers.pop(request.request_id, None)
@@ -158,11 +158,9 @@ class WaitingRequests:
             self._follow(request, request.num_tokens - 1, order)
 
     def allocated(self, request_id: str, loaded: int) -> Attempt | None:
-        """The request got its GPU blocks: count what it gets back, and the decision on its hit.
-
-        loaded: tokens that vLLM has us load. It may take none: another connector has them, or GPU
-        memory has as many.
-        """
+        """Note that the request got its GPU blocks: count what it gets back, and the decision on
+        its hit. `loaded` is the number of tokens that vLLM lets us load. It may be 0: another
+        connector has them, or GPU memory has as many."""
         attempt, found = self.look_ups.end(request_id)
         self._core.reload.left(request_id)
         self._going.add(request_id)
@@ -178,8 +176,8 @@ class WaitingRequests:
         return attempt
 
     def _beyond(self, request_id: str, found: int) -> int:
-        """The tokens behind a boundary of which the tiers have full attention, and no windows or
-        states to go on from."""
+        """Return the tokens after a boundary for which the tiers have full attention, but no
+        windows or states to resume from."""
         limit, keys_by_group = self._num_tokens(request_id), self._queue.keys_of(request_id)
         if keys_by_group is None:
             return 0
@@ -187,25 +185,25 @@ class WaitingRequests:
         return boundary.full_prefix(groups, keys_by_group, found, limit, present) - found
 
     def keys(self, request_id: str) -> list[bytes]:
-        """All offload keys that a request has so far."""
+        """Return all offload keys that a request has so far."""
         by_group = self._queue.keys_of(request_id) or ()
         return list(itertools.chain.from_iterable(by_group))
 
     def request(self, request_id: str) -> Any:
-        """vLLM's request, from its arrival to the end of the step that reports its end."""
+        """Return vLLM's request, from its arrival to the end of the step that reports its end."""
         return self._requests[request_id]
 
     def step(self, scheduler_output: Any) -> None:
-        """Take in one `SchedulerOutput`."""
+        """Process a `SchedulerOutput`."""
         self.resumes.step(scheduler_output)
         for request_id in self._ended:
             self._requests.pop(request_id, None)
             self._followed.discard(request_id)
             self._helpers.pop(request_id, None)
-        # Their last chunks are stored in this step.
+        # The last chunks of ended requests are stored in this step.
         self._ended = set(scheduler_output.finished_req_ids or ())
-        # Before the running ones: a reset may preempt, between two steps, a request that this step
-        # runs or loads again.
+        # Before the running requests: a reset between two steps may preempt a request that this
+        # step runs or loads again.
         for request_id in scheduler_output.preempted_req_ids or ():
             self.look_ups.end(request_id)
             if request_id not in self._going:
@@ -223,7 +221,7 @@ class WaitingRequests:
             self._follow(request, self.resumes.computed(request_id), None)
 
     def _follow(self, request: Any, tokens: int, order: Order | None) -> None:
-        """Look ahead for a request that waits, for which a load of `tokens` is of use."""
+        """Look ahead for a waiting request for which a load of `tokens` is useful."""
         keys_by_group = self._queue.keys_of(request.request_id)
         if keys_by_group is None:
             return
@@ -231,7 +229,7 @@ class WaitingRequests:
         if len(groups) == 1 and self.look_ups.full:
             keys = keys_by_group[0][: tokens // self.look_ups.tokens_per_chunk]
         else:
-            # Which windows and states a load brings depends on what is missing.
+            # The windows and states that a load brings depend on what is missing.
             limit = min(tokens + 1, request.num_tokens)
             _, keys = boundary.plan(groups, keys_by_group, 0, limit, self._core.present)
         self._core.reload.follow(
@@ -244,19 +242,19 @@ class WaitingRequests:
 
 
 class Suspension:
-    """The requests whose chunks are not stored, because weights may have changed since their KV was
-    computed. `vllm_adapter/new_weights.py` finds them. Scheduler side, one thread.
-    """
+    """The requests with chunks that are not stored, because weights may have changed since their KV
+    was computed. `vllm_adapter/new_weights.py` finds them. Scheduler side, one thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.requests: set[str] = set()
         self._clock = clock
         self._began_s = 0.0
         self._logged_s = -_LOG_PERIOD_S
-        self._announced = False  # the beginning was logged, so the end is logged as well
+        self._announced = False  # whether the beginning was logged, so that the end will be
 
     def begin(self, call: str, requests: Iterable[str], *, known: bool) -> None:
-        """vLLM did `call`, which changes weights (known) or may, while `requests` had KV."""
+        """Suspend `requests`, which had KV when vLLM did `call`, which changes weights (`known`) or
+        may."""
         self.requests = set(requests)
         self._began_s = self._clock()
         if self._began_s - self._logged_s < _LOG_PERIOD_S:
@@ -275,7 +273,7 @@ class Suspension:
         )
 
     def ended(self, request_id: str) -> None:
-        """A request has ended, or computes everything again."""
+        """Note that a request has ended, or computes everything again."""
         self.requests.discard(request_id)
         if self._announced and not self.requests:
             self._announced = False
@@ -283,7 +281,7 @@ class Suspension:
             logger.info("every request is stored again, %.0f s after that call", lasted_s)
 
     def log_while_it_lasts(self) -> None:
-        """Log the number of requests once a minute. Called in each step."""
+        """Log the number of suspended requests once a minute. Called in each step."""
         if not self.requests:
             return
         now_s = self._clock()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores a chunk only once it was looked up often enough. Pure."""
+"""Stores a chunk only after it was offered often enough. Pure."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-#: Keys forgotten at a time, because finding the front of a dictionary is slow.
+#: The number of keys forgotten at a time, because finding the front of a dictionary is slow.
 _FORGET_BATCH = 1024
 
 
 class StoreThreshold:
-    """A chunk is stored on its n-th sighting, as with vLLM's own `store_threshold`.
+    """Counts sightings, so that a chunk is stored on its n-th, as with vLLM's own
+    `store_threshold`.
 
     A sighting is one offer for storage (`prepare_store`), which vLLM makes once per request for
-    each of its chunks, whether it computed the chunk or found it in GPU memory; look-ups do not
-    count, nor does what a request offers again, and a reset forgets nothing. At most `keys_max`
-    keys and 1023 more are counted; the least recently seen are forgotten. Threshold 1 keeps no
-    table.
+    each of its chunks, whether it computed the chunk or found it in GPU memory. Look-ups do not
+    count, nor do a request's repeated offers, and a reset forgets nothing. At most `keys_max` keys
+    and 1023 more are counted; the least recently seen are forgotten. Threshold 1 keeps no table.
     """
 
     def __init__(self, threshold: int, keys_max: int) -> None:
         assert threshold >= 1
         self._threshold = threshold
         self._keys_max = keys_max
-        # Least recently seen first. Bytes and ints: the garbage collector does not track it.
+        # The least recently seen is first. The garbage collector does not track bytes and ints.
         self._counts: dict[bytes, int] = {}
 
     def __len__(self) -> int:
@@ -36,9 +36,9 @@ class StoreThreshold:
     def see(
         self, keys: Sequence[bytes], again: Collection[bytes] = ()
     ) -> npt.NDArray[np.uint8] | None:
-        """Each of `keys` was offered for storage; returns which are due. None: all of them.
+        """Count an offer of each of `keys`. Return which are due, or None for all.
 
-        again: keys that the request has offered before.
+        `again` has keys that the request has offered before.
         """
         if self._threshold == 1:
             return None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranks' verdicts on targets, and the rates that they measured, which decide where each write
-goes. Pure.
+is sent. Pure.
 
-The choice itself runs once per chunk in `native/tiers/tiers.cpp` (`choose`): a target whose queue
-takes much longer than the shortest one's (twice, in time) gets nothing. Among the others, one with
+The choice itself runs once per chunk in `native/tiers/tiers.cpp` (`choose`). A target with a queue
+more than twice as long, in time, as the shortest gets nothing. Among the others, a target with
 a free slot comes before one that must evict: a hit from a slower target is better than none.
 Among equals, the one that was given the fewest writes for its rate is chosen, so that shares follow
 the rates even while every queue is empty. Queues are pending writes over the slowest rank's
@@ -19,26 +19,26 @@ from vllm_nvmeof_offload.protocol import VERDICTS, RateReport, VerdictReport
 if TYPE_CHECKING:
     from vllm_nvmeof_offload.native import Tiers
 
-#: The least share of the fastest target's rate that counts: a slow target must get a write now
+#: The least share of the fastest target's rate that counts: even a slow target must get a write now
 #: and then, because only a write shows that it is fast again.
 _SPEED_MIN = 1 / 32
 
 
 class Targets:
-    """Passes verdicts and rates of all ranks on to the tiers."""
+    """Passes verdicts and rates of all ranks to the tiers."""
 
     def __init__(self, tiers: Tiers, count: int) -> None:
-        #: By target: bytes/s at which its slowest rank reads, and writes; 0: unknown.
+        #: The bytes/s at which the slowest rank reads, and writes, by target; 0 if unknown.
         self.read_rates = [0.0] * count
         self.write_rates = [0.0] * count
-        #: Targets that some rank finds unusable.
+        #: Targets that are unusable for some rank.
         self.suspects: set[int] = set()
         self._tiers = tiers
         self._rates: list[dict[int, RateReport]] = [{} for _ in range(count)]  # by rank
         self._verdicts: list[dict[int, VerdictReport]] = [{} for _ in range(count)]  # by rank
 
     def verdict(self, report: VerdictReport) -> bool:
-        """Returns whether the target became usable, or unusable, for all ranks together."""
+        """Record a verdict. Return whether the target's usability for all ranks changed."""
         verdicts, target = self._verdicts[report.target], report.target
         verdicts[report.rank] = report
         usable = all(one.usable for one in verdicts.values())
@@ -49,12 +49,12 @@ class Targets:
         return True
 
     def worst_verdicts(self) -> list[int]:
-        """By target, an index of `protocol.VERDICTS`."""
+        """Return an index of `protocol.VERDICTS` by target."""
         by_target = ([VERDICTS.index(v.verdict) for v in one.values()] for one in self._verdicts)
         return [max(indices, default=0) for indices in by_target]
 
     def rate(self, report: RateReport) -> None:
-        """One rank has measured one target."""
+        """Record one rank's measurement of one target."""
         ranks, target = self._rates[report.target], report.target
         ranks[report.rank] = report
         self.read_rates[target] = min(one.read_bytes_per_s for one in ranks.values())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine's figures and log lines: its metrics, its start, and what failed. Pure.
+"""One engine's figures and log lines: its metrics, its start, and its failures. Pure.
 
-Counters are exported as increases and gauges when they change, because most steps change few. Now
-and then all gauges are exported: each of several API servers receives only the steps of its own
-requests.
+Counters are exported as increases and gauges when they change, because most steps change few. All
+gauges are exported periodically, because each of several API servers receives only the steps of its
+own requests.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from vllm_nvmeof_offload.metrics import CONFIG_LABELS, GAUGES, Counts, Series, f
 from vllm_nvmeof_offload.protocol import LevelReport, RankHello
 from vllm_nvmeof_offload.units import format_bytes
 
-#: What a fallback's line begins with → the part that runs slower, where the two differ.
+#: The start of a fallback's line → the part that runs slower, if the two differ.
 _PARTS = {"io_uring registered": "registration"}
 _QUEUES = ("stream_slot", "read", "prefetch", "write")
 
 
 class MetricsCollector:
-    """Reads one core's counters and gauges. config: the values of `CONFIG_LABELS`."""
+    """Reads one core's counters and gauges. `config` has the values of `CONFIG_LABELS`."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class MetricsCollector:
         self._core = core
         self._suspension = suspension
         self._zeros = first_counts(len(core.capacity.pool_slots))
-        self._counted = Counts()  # as of the last `take_increases`
-        self._shown: dict[Series, float] = {}  # as of the last `take_gauges`
+        self._counted = Counts()  # at the last `take_increases`
+        self._shown: dict[Series, float] = {}  # at the last `take_gauges`
         self._constant = gauges = Counts()
         gauges["config_info", *(config[name] for name in CONFIG_LABELS)] = 1
         for target, path in enumerate(hellos[0].targets):
@@ -58,7 +58,7 @@ class MetricsCollector:
         gauges["capacity_tokens", "cpu"] = core.config.tokens_in(slots, sets)
 
     def take_increases(self) -> dict[Series, float]:
-        """Counters' increases since the last call; the first has every series, if only as 0."""
+        """Return counters' increases since the last call. The first has every series, even if 0."""
         counts, before = self._core.counters, self._counted
         increases, self._zeros = self._zeros, {}
         for series, count in counts.items():
@@ -68,7 +68,7 @@ class MetricsCollector:
         return increases
 
     def take_gauges(self, *, unchanged_too: bool = False) -> dict[Series, float]:
-        """Gauges that have changed since the last call, or all of them."""
+        """Return the gauges that have changed since the last call, or all of them."""
         before, self._shown = self._shown, self._gauges()
         if unchanged_too:
             return self._shown
@@ -102,7 +102,7 @@ class MetricsCollector:
 
 
 def _read_queues(levels: Iterable[LevelReport], targets: int) -> Counts:
-    """On the slowest rank, by lane: the targets by their numbers, and then the peers."""
+    """Return the reads' waits on the slowest rank by lane: targets by number, and then peers."""
     gauges = Counts({("read_queue_seconds", str(number)): 0 for number in range(targets)})
     for level in levels:
         for number, seconds in enumerate(level.read_waits_s):
@@ -113,7 +113,7 @@ def _read_queues(levels: Iterable[LevelReport], targets: int) -> Counts:
 
 
 def config_labels(hellos: Sequence[RankHello], policies: CoreConfig) -> dict[str, str]:
-    """The values of `CONFIG_LABELS` on rank 0; the start line has what differs on other ranks."""
+    """Return the values of `CONFIG_LABELS` on rank 0; the start line has the differences."""
     first = hellos[0]
     return {
         "version": __version__,
@@ -128,17 +128,17 @@ def config_labels(hellos: Sequence[RankHello], policies: CoreConfig) -> dict[str
     }
 
 
-#: A larger share of the slots' bytes that no chunk fills is warned of.
+#: A warning is logged if no chunk fills a larger share of the slots' bytes.
 _UNUSED_MAX = 0.25
 
 
 def start_line(
     hellos: Sequence[RankHello], core: ManagerCore, alone: str | None = None, group: str = ""
 ) -> str:
-    """One log line on all ranks together; a value that differs is given with its ranks.
+    """Return one log line on all ranks together; a value that differs is shown with its ranks.
 
-    alone: why chunks of other servers are not loaded; empty: they are; None: that is configured.
-    group: of the servers whose chunks are loaded; empty: those of this host.
+    `alone` is why chunks of other servers are not loaded: empty if they are, None if that is
+    configured. `group` has the servers with chunks that are loaded: empty for those of this host.
     """
     first, ranks, capacity = hellos[0], len(hellos), core.capacity
     config, adopted = core.config, int(core.counters["adoption_chunks", "adopted"])
@@ -177,7 +177,7 @@ def start_line(
 
 
 def _tokens(config: CoreConfig, capacity: Capacity, slots: int) -> str:
-    """The tokens that so many slots hold."""
+    """Return the tokens that this many slots hold."""
     at_most = "at most " if config.boundary_slots else ""
     return f"{at_most}{config.tokens_in(slots, capacity.set_sizes):,} tokens"
 
@@ -200,7 +200,7 @@ def _groups(config: CoreConfig, capacity: Capacity) -> Iterable[str]:
 
 
 def _adopted(config: CoreConfig, chunks: int) -> str:
-    """Tokens are left out with several groups: only boundaries can be loaded."""
+    """Return the text on adopted chunks, in tokens only if there is one group."""
     tokens = f" ({config.tokens_in(chunks):,} tokens)" if config.full_attention_only else ""
     return f"{chunks} chunks adopted{tokens}"
 
@@ -217,7 +217,7 @@ def _pool(first: RankHello, capacity: Capacity, config: CoreConfig, ranks: int) 
 
 
 def _by_rank(hellos: Sequence[RankHello], name: str) -> str:
-    """The value that all ranks have, or each rank's."""
+    """Return the value that all ranks have, or each rank's value."""
     values: dict[int, str] = {hello.rank: getattr(hello, name) for hello in hellos}
     if len(set(values.values())) == 1:
         return values[hellos[0].rank]
@@ -226,7 +226,7 @@ def _by_rank(hellos: Sequence[RankHello], name: str) -> str:
 
 PERIOD_S = 60.0
 
-#: Operation → what failed, and the consequence.
+#: Operation → the failure and its consequence.
 _FAILED = {
     "store": ("copied from the GPU", "they are not offloaded"),
     "load": ("loaded", "their tokens are computed again"),
@@ -239,8 +239,8 @@ _FAILED = {
 class FailureLog:
     """Logs failed operations: the first of a kind at once, then at most one line per minute.
 
-    A kind is an operation with an outcome on a target. Each line has the number of chunks since
-    the last line of its kind, so that none is left out. targets: their directories. Cancelled
+    A kind is an operation with an outcome on a target. Each line has the number of chunks since the
+    last line of its kind, so that none is omitted. `targets` has their directories. Cancelled
     operations are not logged.
     """
 
@@ -251,11 +251,11 @@ class FailureLog:
         self._targets = {str(number): path for number, path in enumerate(targets)}
         self._logged = Counts()
         self._logged_s: dict[Series, float] = {}
-        self._unequal = 0  # groups that were logged
-        self._has_lost = False  # chunks that were not written, as was logged
+        self._unequal = 0  # the groups that were logged
+        self._has_lost = False  # whether unwritten chunks were logged
 
     def log_new(self) -> None:
-        """Log what is new and due; call after every step's reports."""
+        """Log what is new and due. Call after every step's reports."""
         for group in self._core.unequal_groups[self._unequal :]:
             logger.warning(
                 "ranks that should hold equal KV stored different bytes of KV cache group %d: "
