@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of an I/O engine: whole slots between staging and the pool, asynchronously.
+"""The contract of an I/O engine, which moves whole slots between staging and the pool.
 
-An engine moves slots and nothing else. The native machine (native/machine/io_queue.h) alone owns
+An engine only moves slots, asynchronously. The native machine (native/machine/io_queue.h) decides
 deadlines, bounds and order: it submits what the engine has room for, and gives an outcome at the
-deadline whether the engine answers or not. Operations of a kind start in the order of their
+deadline whether the engine answers or not. Operations of a kind start in their order of
 submission.
 
 Each operation yields one `Completion`, however late, unless `cancel` has taken it back. Until then
@@ -17,10 +17,10 @@ errno 0 if no byte was moved.
   After that the entry is logged (`pool.log`); the operation does not wait for it.
 * A slot read reads as much and verifies it against `identity`, length, place and share tag:
   damaged bytes are CHECKSUM_MISMATCH, and intact bytes that differ in one of these are STALE.
-  With `header_only` an engine may leave the payload to whoever copies it.
+  With `header_only` an engine may leave the check of the payload to its copy.
 * A read of another engine's region does the same with that region's files and place. Nothing is
   ever written there.
-* Each operation has its own payload length. What the slot has behind it is not touched.
+* Each operation has its own payload length. The slot's later bytes are not touched.
 """
 
 from __future__ import annotations
@@ -45,15 +45,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class IoOp:
-    """One operation.
+    """An operation.
 
-    token: the caller's number, unique among operations in flight.
-    place: in another owner's region (`attach_region`) only for reads.
-    kind: WRITE; LOAD or FETCH, which read; or RESET, which writes the newest superblock of the
-    target of `place` (`pool.write_superblock`), logs its epoch before it ends, and has no
-    `identity`, `address` or `stamp`.
-    address: staging address of the slot (its header page); the payload follows it.
-    payload_bytes: at most what a slot holds; it is transferred in whole pages.
+    `token` is the caller's number, unique among operations in flight. `place` may be in another
+    engine's region (`attach_region`), but only for reads. `kind` is WRITE; LOAD or FETCH, which
+    read; or RESET, which writes the newest superblock of the target of `place`
+    (`pool.write_superblock`), logs its epoch before it ends, and has no `identity`, `address` or
+    `stamp`. `address` is the staging address of the slot's header page, which the payload follows.
+    `payload_bytes` is at most what a slot holds, and is transferred in whole pages.
     """
 
     token: int
@@ -63,15 +62,15 @@ class IoOp:
     address: int
     identity: SlotIdentity | None
     payload_bytes: int
-    #: A write carries it; a read accepts only chunks with its tag.
+    #: A write stores it; a read accepts only chunks with its tag.
     stamp: Stamp | None = None
-    #: WRITE only: the CRC-32C of the payload of `identity`, from the copy that put it into staging;
-    #: None: not known, so that the engine reads the payload for it.
+    #: WRITE only: the CRC-32C of the payload, if the copy into staging computed it; None: the
+    #: engine computes it from the payload.
     payload_crc: int | None = None
-    #: WRITE only: no other rank of the set has the chunk; header and table entry say so.
+    #: WRITE only: no other rank of the set has the chunk, as header and table entry state.
     single_copy: bool = False
     #: Reads only: the copy of the payload checks it, so the engine need only check the header, if
-    #: its completion then says what CRC the payload must have.
+    #: its completion then states the CRC that the payload must have.
     header_only: bool = False
 
     @property
@@ -81,10 +80,10 @@ class IoOp:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The end of an operation: nothing touches its buffer any more.
+    """The end of an operation, after which nothing touches its buffer.
 
-    ended_s: the time by `time.monotonic`, which may be long before `poll`; None: not known.
-    payload_crc: of a good read with `header_only`: the CRC-32C that the header names; None: the
+    `ended_s` is the time by `time.monotonic`, which may be long before `poll`, or None if unknown.
+    `payload_crc` is, for a good read with `header_only`, the CRC-32C in the header, or None if the
     payload was checked.
     """
 
@@ -97,8 +96,8 @@ class Completion:
 class ForeignSlab(NamedTuple):
     """The slab of another engine's region on one of our targets, open for reading.
 
-    uuid: of the region, 16 bytes. Its slots have the size of ours, and the descriptor is for
-    O_DIRECT where our slab's is.
+    `uuid` is the region's, 16 bytes. Its slots have the size of ours, and the descriptor is open
+    for O_DIRECT if our slab's is.
     """
 
     fd: int
@@ -111,9 +110,9 @@ class ForeignSlab(NamedTuple):
 
 
 class HintRecord(NamedTuple):
-    """A chunk of another engine's region that was borrowed, for the log of ours.
+    """A record for our log: a chunk of another engine's region was read `times` times.
 
-    region_uuid: 16 bytes. slot, member: of its place there. times: how often.
+    `region_uuid` has 16 bytes. `slot` and `member` are those of the chunk's place there.
     """
 
     region_uuid: bytes
@@ -124,7 +123,7 @@ class HintRecord(NamedTuple):
 
 
 def _started(bytes_in_flight_max: int) -> int:
-    """Three quarters: the rest keeps a device busy for longer than the pipeline takes to wake."""
+    """Return three quarters: the rest keeps a device busy until the pipeline wakes."""
     return bytes_in_flight_max * 3 // 4
 
 
@@ -135,14 +134,14 @@ class IoLimits:
     threads: int = TUNING.io_threads
     depth: int = TUNING.io_depth
     split_bytes: int = TUNING.io_split_bytes
-    #: Operations that an engine with rings has, over all targets.
+    #: The operations that an engine with rings has, over all targets.
     operations_max: int = 4096
-    #: Of reads that a target's ring has, what its device has; the rest follows at once.
+    #: The bytes of reads that a target's device has at a time; its ring has the rest.
     read_bytes_started_max: int = _started(TUNING.read_bytes_in_flight_max)
 
     @staticmethod
     def of(tuning: Tuning) -> IoLimits:
-        """Return what `tuning` asks for."""
+        """Return the limits for `tuning`."""
         return IoLimits(
             tuning.io_threads,
             tuning.io_depth,
@@ -152,34 +151,34 @@ class IoLimits:
 
 
 class Room(NamedTuple):
-    """The operations of each kind that an engine takes now. A RESET needs no room."""
+    """The number of operations of each kind that an engine can take now. A RESET needs no room."""
 
     reads: int
     writes: int
 
 
 class Lanes(Protocol):
-    """What the native machine drives. address: of a `NativeLanes` (native/lanes/lanes.h)."""
+    """The lanes that the native machine drives. `address` is that of a `NativeLanes` (lanes.h)."""
 
     @property
     def address(self) -> int: ...
 
 
 class IoEngine(Protocol):
-    """Submit/poll; only the pipeline's thread calls. BUSY is an answer: no room."""
+    """Submit/poll; only the pipeline's thread calls. Having no room is an answer, not an error."""
 
-    #: The engine and its mode, for humans and metrics: "threads", "uring (registered)", …
+    #: The engine and its mode, for display and metrics: "threads", "uring (registered)", …
     name: str
 
     @property
     def stamp(self) -> Stamp:
-        """As `Pool.stamp`."""
+        """Return the stamp, as `Pool.stamp` does."""
 
     def begin_reset(self, tag: bytes, named: bool) -> tuple[Stamp, Stamp]:
-        """As `Pool.begin_reset`; one RESET per target follows."""
+        """Begin a reset, as `Pool.begin_reset` does; one RESET per target follows."""
 
     def attach(self) -> Lanes:
-        """Let the machine drive reads and writes; `submit` and `poll` are for resets then."""
+        """Let the machine drive reads and writes; `submit` and `poll` then only handle resets."""
 
     def room(self) -> Room:
         """Return how many operations may be submitted now."""
@@ -187,54 +186,53 @@ class IoEngine(Protocol):
     def submit(self, ops: Sequence[IoOp]) -> None:
         """Take operations; never blocks.
 
-        A RESET is submitted while no write of its target is waited for, and no write of the target
+        A RESET is submitted while no write of its target is awaited, and no write of the target
         while a RESET is. It ends with CANCELLED if a newer superblock took its place.
         """
 
     def cancel(self, tokens: Sequence[int]) -> list[int]:
-        """Take back those that have not started, and return their tokens; nothing follows.
+        """Take back operations that have not started, and return their tokens; nothing follows.
 
-        The others run on, and nobody waits for their outcome: a write gets no table entry any more.
+        The others run on, but their outcome is ignored: a write gets no table entry any more.
         """
 
     def poll(self) -> list[Completion]:
-        """Return what has ended since the last call."""
+        """Return the completions since the last call."""
 
     def replace_target(self, target: int) -> None:
-        """Use the files that the pool now has of `target` for what is submitted from now on.
+        """Use the pool's present files of `target` for operations submitted from now on.
 
-        Earlier operations use the old files, which stay open until they have ended.
+        Earlier operations use the old files, which stay open until these operations have ended.
         """
 
     def attach_region(self, owner: int, target: int, region: ForeignSlab) -> None:
-        """Read this owner's slots on our target there, as submitted from now on.
+        """Use `region` for reads of this engine's slots on our target, as submitted from now on.
 
-        The descriptor stays open until another one takes its place, or none, and every read that
-        was submitted before has ended.
+        The descriptor stays open until it is replaced or detached and every earlier read has ended.
         """
 
     def detach_region(self, owner: int, target: int) -> None:
-        """Let reads of it, as submitted from now on, fail with EBADF."""
+        """Let later reads of this engine's slots on the target fail with EBADF."""
 
     def hint(self, target: int, record: HintRecord) -> None:
-        """Append the record to the log of our region on this target; returns at once."""
+        """Append the record to the log of our region on this target. Returns at once."""
 
     def fileno(self) -> int:
         """Return an eventfd that is readable while `poll` may have something to return."""
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Stop; True if nothing is left in flight (else threads and buffers are left behind).
+        """Stop. Returns True if nothing is left in flight (else threads and buffers stay).
 
-        What has not started ends with CANCELLED.
+        Operations that have not started end with CANCELLED.
         """
 
 
-#: As the native machine numbers them.
+#: The kinds in the order of their numbers in the native machine.
 _KINDS = tuple(OpKind)
 
 
 def lanes_of(engine: IoEngine) -> Lanes:
-    """Return lanes that call `room`, `submit`, `cancel` and `poll` of an engine in Python."""
+    """Return lanes that call `room`, `submit`, `cancel` and `poll` of a Python engine."""
 
     return PythonLanes(
         room=engine.room,
@@ -245,7 +243,7 @@ def lanes_of(engine: IoEngine) -> Lanes:
 
 
 def end_of(one: Completion) -> tuple[int, int, int, float, int, bool]:
-    """Return a completion as the native machine takes it."""
+    """Return a completion in the native machine's form."""
     crc = -1 if one.payload_crc is None else one.payload_crc
     return one.token, code_of(one.outcome.kind), one.outcome.errno, one.ended_s or 0.0, crc, True
 
@@ -277,12 +275,12 @@ class Waker:
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self.fd).atexit = False
 
-    # Each turn of the pipeline calls them, and `contextlib.suppress` costs as much as they do.
+    # Each turn of the pipeline calls these, and `contextlib.suppress` would double their cost.
 
     def wake(self) -> None:
         try:  # noqa: SIM105
             os.eventfd_write(self.fd, 1)
-        except BlockingIOError:  # the counter is full: awake already
+        except BlockingIOError:  # the counter is full, so the reader is awake
             pass
 
     def clear(self) -> None:
@@ -293,7 +291,7 @@ class Waker:
 
 
 class NoIoEngine:
-    """The engine of a server without a pool: completes resets, and fails the rest with ENODEV."""
+    """The engine of a server without a pool: completes resets, fails the rest with ENODEV."""
 
     name = "none"
     stamp = Stamp(0, bytes(TAG_BYTES))
@@ -353,7 +351,7 @@ def _find_allowed() -> frozenset[int]:
 #: CPUs on which I/O threads may run: those that this process or its parent may use, at import.
 #: vLLM's CPU worker binds its threads to cores for OpenMP, and a thread inherits the binding of
 #: the one that created it: eight I/O threads would then share one core with the model's busiest
-#: thread. Nobody binds the parent for OpenMP; a user's taskset or cpuset stays respected.
+#: thread. The parent is not bound for OpenMP; a user's taskset or cpuset stays respected.
 ALLOWED_CPUS = _find_allowed()
 
 

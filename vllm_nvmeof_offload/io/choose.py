@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the I/O engine: io_uring with registered staging, io_uring without, or threads.
 
-Each is really set up, in this order, until one works. Every fallback is logged in one warning
+Each is actually set up, in this order, until one works. Every fallback is logged in one warning
 that names the cause and the remedy, and is returned in one line.
 """
 
@@ -24,8 +24,8 @@ def choose_io_engine(
 ) -> tuple[IoEngine, tuple[str, ...]]:
     """Set up the best engine that works here; return it and its fallbacks.
 
-    wanted: "auto"; "uring": fail rather than use threads; "threads": try no other.
-    A fallback is a line that names what runs slower than it could, and why.
+    `wanted` is "auto", "uring" to fail rather than use threads, or "threads" to try no other.
+    A fallback is a line that names the part that runs slower than it could, and why.
 
     Raises:
         EngineError: `wanted` is "uring", and the kernel refuses it.

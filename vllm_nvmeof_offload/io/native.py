@@ -2,7 +2,7 @@
 """The I/O engine of a pool: one ring and its thread per target, in C++ (`native/`).
 
 A ring is an io_uring, or a few threads where the kernel or a container's seccomp profile forbids
-that. What seals, verifies, enters and logs is the same code over both.
+that. The code that seals, verifies, writes entries and logs is the same for both.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NO_CRC = -1
 
 
 class How(enum.Enum):
-    """How slots are moved, with the engine's name as the value.
+    """The way in which slots are moved, with the engine's name as the value.
 
     REGISTERED registers staging with io_uring once, so that the kernel does not pin its pages for
     every operation. All targets' rings share the registration if the kernel supports that.
@@ -51,7 +51,7 @@ class How(enum.Enum):
     THREADS = "threads ({})"
 
 
-#: One is kept for reads.
+#: One thread is reserved for reads.
 _THREADS_MIN = 2
 
 
@@ -77,11 +77,11 @@ class NativeIoEngine:
         *,
         gate: StartGate | None = None,
     ) -> None:
-        """Set up the rings and start their threads. gate: for tests.
+        """Set up the rings and start their threads. `gate` is for tests.
 
         Raises:
             UringDeniedError: the kernel refuses io_uring or, if REGISTERED, the registration.
-            EngineError: there are not as many threads as THREADS needs.
+            EngineError: the threads that THREADS needs cannot be started.
         """
         assert memory.format == "B"
         assert base_address % PAGE_BYTES == 0
@@ -91,10 +91,10 @@ class NativeIoEngine:
         self._base_address = base_address
         self._offset_max = len(memory) - pool.slot_bytes
         self._payload_bytes_max = pool.slot_bytes - HEADER_BYTES
-        self._superblocks: deque[Completion] = deque()  # that were written, or not
+        self._superblocks: deque[Completion] = deque()  # writes of superblocks that have ended
         self._closed = self._attached = False
         targets = range(pool.target_count)
-        threads = max(_THREADS_MIN, -(-limits.threads // len(targets)))  # of each target
+        threads = max(_THREADS_MIN, -(-limits.threads // len(targets)))  # per target
         try:
             self._core = core.Engine(
                 [pool.files(target) for target in targets],
@@ -142,11 +142,11 @@ class NativeIoEngine:
             else:
                 self._submit_one(op)
             if not number:
-                self._core.kick()  # the first one starts while the others are handed over
+                self._core.kick()  # starts the first while the others are submitted
         self._core.kick()
 
     def _submit_one(self, op: IoOp) -> None:
-        """Hand one over. With small chunks the time of every attribute look-up counts here."""
+        """Submit one operation. With small chunks each attribute look-up takes relevant time."""
         identity, stamp = op.identity, op.stamp
         assert identity is not None
         assert stamp is not None
@@ -211,11 +211,11 @@ class NativeIoEngine:
         return self._pool.await_superblocks(max(0.0, end_s - time.monotonic())) and ended
 
     def kick(self) -> None:
-        """Let the I/O threads look at their queues again, because a test's gate has opened."""
+        """Let the I/O threads check their queues again, because a test's gate has opened."""
         self._core.kick()
 
     def _superblock_ended(self, token: int, target: int, epoch: int, outcome: Outcome) -> None:
         if outcome.ok:
-            self._core.log_reset(target, epoch)  # before any write of that epoch can come
+            self._core.log_reset(target, epoch)  # before any write of that epoch
         self._superblocks.append(Completion(token, outcome, time.monotonic()))
         os.eventfd_write(self._core.fileno(), 1)
