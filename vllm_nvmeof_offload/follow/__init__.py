@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows what other engines of the keyspace have in their pools on this server's targets."""
+"""Follows the pools of the keyspace's other engines on this server's targets."""

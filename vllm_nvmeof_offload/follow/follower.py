@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The follower: a process that fills the foreign table, `python -m …follow.follower SETTINGS FD`.
 
-It is a process of its own because its work must not take turns with the scheduler's, and because
-a thread that waits for a lost target cannot be ended. It only reads. It leaves the work to a child
-of its own and ends when its input does, with its server: `child` has the reasons.
+It is a separate process because its work must not compete with the scheduler's, and because
+a thread that waits for a lost target cannot be ended. It only reads. The work is done by a child
+process, and both end when their input does, with the server: `child` has the reasons.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from vllm_nvmeof_offload.follow.scan import Scope, TargetScan
 from vllm_nvmeof_offload.limits import memory_bytes
 from vllm_nvmeof_offload.native import ForeignWriter
 
-#: A follower that was killed has a successor after this time.
+#: A killed follower is replaced after this time.
 _RESTART_S = 5.0
-#: The interval of scans, in milliseconds. Half of it passes in the median until a write is seen;
-#: looks at ten idle regions then take 0.34 % of a core (docs/benchmarks.md). A follower whose looks
-#: take longer waits longer, so that they take 2 % at most.
+#: The interval of scans, in milliseconds. The median delay until a write is seen is half of it;
+#: polls of ten idle regions then take 0.34 % of a core (docs/benchmarks.md). A follower with slower
+#: polls waits longer, so that they take 2 % at most.
 FOLLOW_MS = 100.0
-#: What is followed takes at most this part of memory: eight engines of a host, a quarter of it.
+#: The followed regions take at most this part of memory: with eight engines per host, a quarter.
 _MEMORY_PART = 32
 #: Scans of all targets together take at most this share of a core.
 _CPU_SHARE_MAX = 0.02
@@ -45,10 +45,10 @@ def start_follower(
 ) -> Companion:
     """Follow the other engines of a keyspace on our targets.
 
-    targets: ours, in the order of our places. keyspace: its digest. engine_index: ours.
-    ranks_followed: the size of the largest set of our ranks; 1: there are no sets. fd: of an empty
-    memfd, which has a table at return, so that a reader can be opened; the caller may close it at
-    any time. follow_ms: interval of scans.
+    `targets` are ours, in the order of our places. `keyspace` is a digest. `engine_index` is ours.
+    `ranks_followed` is the size of the largest set of our ranks, or 1 without sets. `fd` is that of
+    an empty memfd, which has a table at return, so that a reader can be opened; the caller may
+    close it at any time. `follow_ms` is the interval of scans.
     """
     ForeignWriter(fd, ROWS_MIN)
     settings = {
@@ -64,19 +64,19 @@ def start_follower(
 
 
 def _run(scan: TargetScan, follow_s: float, share: float) -> None:
-    """Scan one target until the process ends; share: of a core, for this target."""
+    """Scan one target until the process ends. `share` is that of a core, for this target."""
     never = threading.Event()
     try:
         while True:
             never.wait(max(follow_s, scan.scan() / share))
     finally:
-        # Without this target's scans the table would grow old unnoticed; a successor starts.
+        # Without these scans the table would become outdated unnoticed; a successor starts.
         traceback.print_exc()
         os._exit(1)
 
 
 def main(settings: str, fd: int) -> None:
-    """settings: JSON, as `start_follower` makes it. fd: of the table's memory."""
+    """Run the follower: `settings` is JSON of `start_follower`, `fd` the table's memory."""
     if os.fork():
         os._exit(0)
     found = json.loads(settings)
@@ -89,7 +89,7 @@ def main(settings: str, fd: int) -> None:
         pace = found["follow_ms"] / 1000, _CPU_SHARE_MAX / len(targets)
         threading.Thread(target=_run, args=(of_target, *pace), daemon=True).start()
     sys.stdin.buffer.read()
-    os._exit(0)  # does not wait for threads that hang
+    os._exit(0)  # do not wait for threads that hang
 
 
 if __name__ == "__main__":

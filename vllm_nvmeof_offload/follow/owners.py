@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The owners: other engines whose pools lie whole on our targets, and their records.
+"""The owners: other engines with pools that are entirely on our targets, and their records.
 
-An owner is an `engine-K` directory together with the uuids of its pool. Its number is in the
-places of its chunks, and no other owner ever gets it; a pool that goes and comes back has its
-number again, also from a later follower. Each target's thread adds what it finds there. An owner is
+An owner is an `engine-K` directory together with its pool's uuids. Its number is part of the
+places of its chunks, and is never reused; a pool that disappears and returns gets its
+number again, even from a later follower. Each target's thread adds what it finds there. An owner is
 complete when each of its regions has been scanned under the epoch that its rank's newest superblock
 names.
 """
@@ -21,23 +21,23 @@ from vllm_nvmeof_offload.pool.format import Superblock, newest_of
 from vllm_nvmeof_offload.protocol import TAG_BYTES
 from vllm_nvmeof_offload.units import format_bytes
 
-#: Rows that the table has room for at first.
+#: The initial capacity of the table, in rows.
 ROWS_MIN = 1 << 16
-#: Numbered from 1; the table has no room for more records.
+#: The highest number. Numbers start at 1, and the table has no room for more records.
 OWNERS_MAX = 8191
-#: Slots of all owners: the table has addresses for the chunks of so many, while it grows too.
+#: The most slots of all owners: the table has addresses for this many, even while it grows.
 SLOTS_MAX = 1 << 28
-#: Memory for a slot that is followed: 25 bytes in the follower; in the table up to 96, which is
-#: three eighths full after it has grown, and whose former half stays for look-ups under way.
+#: The memory per followed slot: 25 bytes in the follower; in the table up to 96, because that is
+#: three eighths full after it has grown, and its former half stays for running look-ups.
 BYTES_PER_SLOT = 128
 NONE, SCANNING, COMPLETE, DEAD = range(4)
-#: A server that starts makes its regions one after another: nothing is logged for so long.
+#: A starting server creates its regions one after another, so nothing is logged for this long.
 _PATIENCE_S = 5.0
 _NO_TAG = bytes(TAG_BYTES)
 
 
 class RegionName(NamedTuple):
-    """`targets[target]/KEYSPACE/engine-ENGINE/rank-RANK`."""
+    """The name of a region: `targets[target]/KEYSPACE/engine-ENGINE/rank-RANK`."""
 
     engine: int
     rank: int
@@ -45,10 +45,10 @@ class RegionName(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """The rows that a region is to have in the foreign table.
+    """The rows that a region should have in the foreign table.
 
-    owner: its number. epoch: of the entries that count. version: the version asked for; only what
-    was written since then counts, unless the table says that this version takes all.
+    `owner` is its number. `epoch` is that of the entries that count. `version` is the version asked
+    for: only entries written since then count, unless the table states that this version takes all.
     """
 
     owner: int
@@ -58,7 +58,7 @@ class Wanted(NamedTuple):
 
 @dataclass(slots=True)
 class _Part:
-    """One region. done: what its rows are, after a whole scan."""
+    """One region. `done` states what its rows are, after a whole scan."""
 
     superblock: Superblock
     is_held: bool
@@ -67,7 +67,7 @@ class _Part:
 
 
 class _Pool(NamedTuple):
-    """What an engine's superblocks say together. tag: zeros while those of its ranks differ."""
+    """The joint contents of an engine's superblocks. `tag` is zeros while its ranks differ."""
 
     uuids: tuple[bytes, ...]
     epochs: tuple[int, ...]
@@ -76,7 +76,7 @@ class _Pool(NamedTuple):
 
 @dataclass(slots=True)
 class _Engine:
-    """pool: of its owner; None: the engine has none. left_out: why, and since when."""
+    """An engine. `pool`: that of its owner, or None. `left_out`: why, and since when."""
 
     parts: dict[tuple[int, int], _Part] = field(default_factory=dict)
     pool: _Pool | None = None
@@ -90,7 +90,7 @@ class _Engine:
 
 
 class Owners:
-    """Thread-safe; no call waits for a target."""
+    """All owners. Thread-safe; no call waits for a target."""
 
     def __init__(
         self,
@@ -99,10 +99,10 @@ class Owners:
         clock: Callable[[], float],
         slots_max: int = SLOTS_MAX,
     ) -> None:
-        """ranks: of each engine, the first so many are followed. clock: monotonic, seconds.
+        """The first `ranks` of each engine are followed. `clock` is monotonic, in seconds.
 
-        slots_max: of all owners; an engine with more than are left is not followed. Owners of an
-        earlier follower of this table are gone until they are found again.
+        `slots_max` is for all owners; an engine with more slots than are left is not followed.
+        Owners of an earlier follower of this table do not exist until they are found again.
         """
         self._table = table
         self._ranks = ranks
@@ -110,11 +110,11 @@ class Owners:
         self._clock = clock
         self._lock = threading.Lock()
         self._version = table.version_asked
-        #: Rises whenever `wanted` may have another answer.
+        #: This counts up whenever `wanted` may have another answer.
         self.changes = 0
         self._engines: dict[int, _Engine] = {}
         self._numbers: dict[tuple[int, tuple[bytes, ...]], int] = {}
-        self._former: dict[tuple[int, bytes], int] = {}  # by engine and its first rank's uuid
+        self._former: dict[tuple[int, bytes], int] = {}  # by engine and first rank's uuid
         self._written: dict[int, tuple[object, ...]] = {}
         self._last = 0
         while self._last < OWNERS_MAX and any(table.owner(self._last + 1).pool_uuid):
@@ -125,7 +125,7 @@ class Owners:
             table.set_owner(self._last, gone)
 
     def ask(self, version: int) -> None:
-        """Begin every owner again if `version` is a new one."""
+        """Start every owner again if `version` is new."""
         with self._lock:
             if version != self._version:
                 self._version = version
@@ -134,7 +134,7 @@ class Owners:
                     self._settle(engine)
 
     def found(self, region: RegionName, superblock: Superblock, is_held: bool) -> None:
-        """Add what is on a target now. is_held: a process holds the region's lock."""
+        """Add a region that is on a target now. `is_held`: a process holds the region's lock."""
         with self._lock:
             parts = self._engines.setdefault(region.engine, _Engine()).parts
             part = parts.setdefault(region[1:], _Part(superblock, is_held))
@@ -142,7 +142,7 @@ class Owners:
             self._settle(region.engine)
 
     def lost(self, region: RegionName) -> None:
-        """The region is not on the target any more."""
+        """Remove a region that is no longer on the target."""
         with self._lock:
             engine = self._engines.get(region.engine)
             if engine is not None and engine.parts.pop(region[1:], None) is not None:
@@ -151,13 +151,13 @@ class Owners:
                     del self._engines[region.engine]
 
     def wanted(self, region: RegionName) -> Wanted | None:
-        """Return what the region's rows have to be; None: it has none, because it has no owner."""
+        """Return the rows that the region should have; None if it has no owner, and so no rows."""
         with self._lock:
             engine = self._engines.get(region.engine)
             return None if engine is None else self._wanted(engine, region.rank)
 
     def scanned(self, region: RegionName, done: Wanted, rows: int) -> None:
-        """The region's rows in the table are what was wanted, after a whole scan."""
+        """Note that the region's rows in the table are as in `done`, after a whole scan."""
         with self._lock:
             engine = self._engines[region.engine]
             part = engine.parts[region[1:]]
@@ -173,7 +173,7 @@ class Owners:
         return Wanted(engine.number, pool.epochs[rank], self._version)
 
     def _settle(self, index: int) -> None:
-        """Find the engine's owner, and write its record if it changes."""
+        """Find the engine's owner, and write its record if that changes."""
         engine = self._engines[index]
         pool, why_not = _pool_of(engine.parts, self._ranks)
         others = (one for one in self._engines.values() if one is not engine and one.pool)
@@ -203,7 +203,7 @@ class Owners:
         self._write(index, engine, pool, state)
 
     def _number(self, owner: tuple[int, tuple[bytes, ...]]) -> int:
-        """Return the owner's number; 0: all are used up."""
+        """Return the owner's number, or 0 if all are used up."""
         index, uuids = owner
         former = 0 if owner in self._numbers else self._former.pop((index, uuids[0]), 0)
         if former:
@@ -221,7 +221,7 @@ class Owners:
             self._table.set_owner(engine.number, OwnerRecord(*record))
 
     def _log(self, index: int, engine: _Engine, why_not: str) -> None:
-        """Log once why an engine is left out, when it has been so for a while."""
+        """Log once why an engine is left out, after this has lasted for a while."""
         if engine.left_out[0] != why_not:
             engine.left_out = why_not, self._clock()
         is_old = self._clock() - engine.left_out[1] >= _PATIENCE_S
@@ -231,7 +231,7 @@ class Owners:
 
 
 def _pool_of(parts: Mapping[tuple[int, int], _Part], ranks: int) -> tuple[_Pool | None, str]:
-    """Return what the superblocks say together, or why no chunk of the engine can be read."""
+    """Return the combined superblocks, or why no chunk of the engine can be read."""
     world_size = max((part.superblock.world_size for part in parts.values()), default=1)
     newest: list[Superblock] = []
     for rank in range(min(ranks, world_size)):

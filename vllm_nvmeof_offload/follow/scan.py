@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows the regions of other engines on one target: finds them, and polls their `source`s.
+"""Follows other engines' regions on one target: finds them, and polls their `source`s.
 
-What is read is a hint, so nothing is locked and nothing is waited for: an entry that is being
+The rows are hints, so that nothing is locked or waited for: an entry that is being
 written fails its CRC and is read again in the next pass. All files are opened for reading only.
 
-Most regions rest most of the time. One call asks the logs of all that rest whether they have news,
-and only those that do are looked at before the next discovery.
+Most regions are idle most of the time. One call checks all idle regions' logs for news,
+and only regions with news are read before the next discovery.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from vllm_nvmeof_offload.pool.format import (
 from vllm_nvmeof_offload.pool.lease import Takeover
 from vllm_nvmeof_offload.pool.log import LOG_PAGES_MAX
 
-#: Interval at which a target is searched for engines, and their locks are probed.
+#: The interval at which a target is searched for engines, and their locks are probed.
 DISCOVERY_S = 1.0
-#: So many regions that rest are examined at each discovery, one after the other; files that were
-#: exchanged unannounced, and locks that were given up, are found only then.
+#: This many idle regions are examined at each discovery, in turns. Files that were replaced
+#: silently, and released locks, are found only then.
 EXAMINED = 20
-#: With several ranks, an entry is offered so long after it was first seen: the other ranks may
-#: still write their parts.
+#: With several ranks, an entry is offered this long after it was first seen, because the other
+#: ranks may still be writing their parts.
 YOUNG_S = 0.05
-#: The region is gone, or is not ours to read. Any other error leaves what is known of it.
+#: Errors that mean that the region was removed or is not ours to read. Others leave its rows.
 _GONE = frozenset(
     {errno.ENOENT, errno.ESTALE, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP}
 )
@@ -51,10 +51,10 @@ _PREFIX = "engine-"
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What is followed.
+    """What to follow.
 
-    targets: our directories. keyspace: its digest. engine_index: ours, which is left out. ranks:
-    of each engine, the first so many; more than one where ranks share single copies.
+    `targets` are our directories, `keyspace` is a digest, and `engine_index` is ours, which is left
+    out. The first `ranks` of each engine are followed: more than one if ranks share single copies.
     """
 
     targets: tuple[Path, ...]
@@ -63,7 +63,7 @@ class Scope:
     ranks: int
 
 
-#: Uuid and target of regions of this engine.
+#: The uuid and target of each region of this engine.
 OurRegions = list[tuple[bytes, int]]
 
 
@@ -76,32 +76,32 @@ class _Region:
         self.directory, self.place = space.path / part, space.place / part
         self.superblock: Superblock | None = None
         self.is_held = False
-        #: Nothing is tried before the next discovery.
+        #: Whether nothing is tried before the next discovery.
         self.has_failed = False
-        #: The superblock is to be looked at, also if the region has a log.
+        #: Whether to check the superblock, even if the region has a log.
         self.is_due = True
-        #: All that it has is known; its log tells of anything new.
+        #: Whether the region is idle: all its entries are known, and its log reports new ones.
         self.rests = False
         self._scope = scope
         self._takeover = Takeover()
-        # Joined once: these are looked at many times per second.
+        # Joined only once, because they are used many times per second.
         self._superblock_path = self.place / SUPERBLOCK_FILE
         self._superblock_seen = (0, 0)
         self._source: Source | None = None
         self._rows: ForeignRegion | None = None
-        self._of: Superblock | None = None  # the rows are of a table of this shape
+        self._of: Superblock | None = None  # the shape of the rows' table
         self._begun: Wanted | None = None
 
     def read_superblock(self) -> bool:
         """Read the superblock if it was replaced; return whether it was.
 
-        OSError, `_GONE` if there is none for us. PoolFormatError: it is damaged, or of another
-        region.
+        Raises OSError (one of `_GONE` if there is none for us), PoolFormatError if it is damaged or
+        of another region.
         """
         known = self.superblock
         is_leased = known is not None and known.is_leased
-        # A log names the epoch of a new superblock at once, and to look costs most of what an idle
-        # region does; on another host's file system it is a question to that.
+        # A log names the epoch of a new superblock at once, and checking the file is most of the
+        # cost of an idle region; on another host's file system it is a request to that host.
         if known is not None and (known.log_pages or is_leased) and not self.is_due:
             return False
         seen = _stamp_of(self._superblock_path, reopen=is_leased)
@@ -113,7 +113,7 @@ class _Region:
         is_ours = found is not None and (found.keyspace, found.rank) == ours
         if found is None or not is_ours or found.log_pages > LOG_PAGES_MAX:
             raise PoolFormatError("of another region")
-        # What it says is allocated here.
+        # Memory is allocated here for what the superblock states.
         if os.stat(self.place / SLAB_FILE).st_size < found.slots * found.slot_bytes:
             raise PoolFormatError("its slab was cut short")
         self.superblock, self._superblock_seen = found, seen
@@ -126,13 +126,13 @@ class _Region:
     def follow(
         self, table: ForeignWriter, wanted: Wanted, ours: OurRegions, now_s: float
     ) -> tuple[int, bool]:
-        """Give the region the rows that are wanted. Returns their number, and whether it began.
+        """Give the region the wanted rows. Returns their number, and whether it began.
 
-        ours: those that a hint may name. OSError: as `Source.poll`.
+        `ours` are the regions that a hint may name. Raises OSError as `Source.poll` does.
         """
         takes_all = wanted.version == table.version_of_all
         if takes_all and self._begun is not None and self._begun.version != wanted.version:
-            self.leave(table)  # what was left out counts too
+            self.leave(table)  # entries that were left out now count too
         rows, source = self._rows_of(table, wanted.owner)
         rows.set_ours(ours)
         begins = self._begun != wanted
@@ -143,18 +143,18 @@ class _Region:
             source.begin()
             self._begun = wanted
         if source.poll(rows, table, now_s):
-            self._superblock_seen = (0, 0)  # read it, whatever its file's time says
+            self._superblock_seen = (0, 0)  # read it regardless of its file's time
             self.is_due = True
         self.rests = not begins and not self.is_due and source.log_fd() >= 0
         return rows.rows, begins
 
     def log(self) -> tuple[ForeignRegion, int]:
-        """Of a region that rests: its rows, and the descriptor of the log that they follow."""
+        """Return an idle region's rows, and the descriptor of the log that they follow."""
         assert self._rows is not None and self._source is not None
         return self._rows, self._source.log_fd()
 
     def _rows_of(self, table: ForeignWriter, owner: int) -> tuple[ForeignRegion, Source]:
-        """Return the region's rows, of this owner and of a table of the present shape."""
+        """Return the region's rows for this owner, in a table of the present shape."""
         now, before = self.superblock, self._of
         assert now is not None
         same = before is not None and _shape_of(before) == _shape_of(now)
@@ -162,7 +162,7 @@ class _Region:
         if same and belongs and self._rows is not None and self._source is not None:
             return self._rows, self._source
         self.leave(table)
-        # A server whose ranks share nothing cannot read what another's have only once.
+        # A server with ranks that share nothing cannot read another server's single copies.
         shares = self._scope.ranks > 1
         groups = [(group.group_id, group.set_size if shares else 1) for group in now.groups]
         home = owner, self.name.target, self.name.rank
@@ -179,14 +179,14 @@ class _Region:
         self._rows = self._begun = self._source = None
 
     def close(self) -> None:
-        """As `Source.close`."""
+        """Close the files, as `Source.close` does."""
         self.rests = False
         if self._source is not None:
             self._source.close()
 
 
 class TargetScan:
-    """Follows the regions on one target; runs on a thread of its own, because a target may hang."""
+    """Follows the regions on one target, on a separate thread, because a target may hang."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class TargetScan:
         owners: Owners,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """clock: monotonic, seconds; the one of the table's readers."""
+        """`clock` is monotonic, in seconds, and the same as the table's readers use."""
         self._scope = scope
         self._target = target
         self._space = Folder.nowhere(scope.targets[target] / scope.keyspace)
@@ -205,13 +205,13 @@ class TargetScan:
         self._clock = clock
         self._regions: dict[RegionName, _Region] = {}
         self._discovered_s = float("-inf")
-        self._examined = 0  # of those that rest, in turns
+        self._examined = 0  # idle regions examined, in turns
         self._changes = -1
         self._ours: OurRegions = []
         self._logged = ""
 
     def scan(self) -> float:
-        """Look at every region once; return the CPU seconds, first scans of a region left out."""
+        """Check every region once. Return the CPU seconds, without first scans of a region."""
         begun_s, first_s = time.thread_time(), 0.0
         now_s = self._clock()
         self._owners.ask(self._table.version_asked)
@@ -236,7 +236,7 @@ class TargetScan:
         return [region for region in regions if not region.rests]
 
     def _due(self) -> list[_Region]:
-        """Return the regions to examine now: all that do not rest, and some that do, in turns."""
+        """Return the regions to examine now: all that are not idle, and in turns some that are."""
         regions = list(self._regions.values())
         rest = [region for region in regions if region.rests]
         begin, self._examined = self._examined, self._examined + EXAMINED
@@ -244,20 +244,20 @@ class TargetScan:
         return [region for region in regions if not region.rests] + [rest[at] for at in turn]
 
     def _discover(self) -> None:
-        """Find the regions on the target, and who holds them."""
+        """Find the regions on the target, and which of them a process holds."""
         engines: set[int] = set()
         try:
             self._space.renew()
             engines = _engines_in(self._space.place)
         except OSError as error:
-            self._space.leave()  # nothing keeps a lost file system from being unmounted
+            self._space.leave()  # so that a lost file system can be unmounted
             if error.errno != errno.ENOENT:
                 self._log(f"{self._space.path}: {error.strerror}")
             for region in self._regions.values():
                 region.close()
                 region.has_failed = True
             if error.errno not in _GONE:
-                return  # what is known stays: a target that fails is not searched
+                return  # a target that fails is not searched, and its rows stay
         if self._scope.engine_index in engines:
             self._find_ours(self._space.place)
         for engine in engines - {self._scope.engine_index}:
@@ -269,7 +269,7 @@ class TargetScan:
             region.has_failed, region.is_due = False, True
             region.close()
             try:
-                Folder.open(region.directory, region.place)  # it is ours
+                Folder.open(region.directory, region.place)  # checks that it is ours
                 region.read_superblock()
                 region.look_at_owner()
             except (OSError, PoolFormatError) as error:
@@ -279,7 +279,8 @@ class TargetScan:
                 self._owners.found(region.name, region.superblock, region.is_held)
 
     def _find_ours(self, space: Path) -> None:
-        """Learn the uuids of our first rank's regions; our own server may not have made them."""
+        """Find the uuids of our first rank's regions. Our own server may not have created them
+        yet."""
         with contextlib.suppress(OSError, PoolFormatError):
             found = read_superblock(space / f"{_PREFIX}{self._scope.engine_index}" / "rank-0")
             targets = range(len(self._scope.targets))
@@ -305,7 +306,7 @@ class TargetScan:
         return time.thread_time() - begun_s if begins else 0.0
 
     def _fail(self, region: _Region, error: OSError | PoolFormatError) -> None:
-        """Forget a region that is gone; leave one that cannot be read for a while as it is."""
+        """Forget a region that was removed; keep one that cannot be read for a while."""
         if isinstance(error, PoolFormatError) or error.errno in _GONE:
             region.leave(self._table)
             del self._regions[region.name]
@@ -315,14 +316,14 @@ class TargetScan:
             self._log(f"{region.directory}: {error.strerror}")
 
     def _log(self, line: str) -> None:
-        """Log an error of the target, if it is not the last one again."""
+        """Log an error of the target, unless it repeats the last one."""
         if line != self._logged:
             self._logged = line
             print(f"share: {line}", file=sys.stderr, flush=True)
 
 
 def _engines_in(space: Path) -> set[int]:
-    """Return the numbers of the engines' directories. OSError: they cannot be listed."""
+    """Return the numbers of the engines' directories. Raises OSError if that fails."""
     names = (name for name in os.listdir(space) if name.startswith(_PREFIX))
     numbers = (name.removeprefix(_PREFIX) for name in names)
     return {int(text) for text in numbers if text.isdecimal() and str(int(text)) == text}
@@ -333,10 +334,8 @@ def _shape_of(superblock: Superblock) -> tuple[object, ...]:
 
 
 def _stamp_of(path: Path, reopen: bool = False) -> tuple[int, int]:
-    """Return what differs when a file was written, or replaced. Raises OSError.
-
-    reopen: ask the file system's server, as each open does; else this host's cache may answer.
-    """
+    """Return a value that changes when a file is written or replaced. Raises OSError. If `reopen`,
+    ask the file system's server, as each open does; otherwise this host's cache may answer."""
     if reopen:
         fd = open_private(path, os.O_RDONLY)
         try:

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the rows of a region come from: scans of its table, or one scan and then its log.
+"""The sources of a region's rows: scans of its table, or one scan and then its log.
 
 A scan reads the table whole, which costs 9 ms per million entries, unless its file has not changed
 for a while. The kernel sets a file's time before it copies the bytes, so a change may follow the
-time that was seen by a moment: such a table is read again all the same, only less often.
+time that was seen by a moment: such a table is still read again, only less often.
 
-The log costs one read of 4 KiB when nothing was written. Whoever falls behind by a lap notices that
+The log costs one read of 4 KiB if nothing was written. A reader that falls a lap behind sees that
 from the pages' numbers, and scans again (`pool.log`).
 
-The owner writes a table's entry before the record. On another host that entry is seen only when the
-owner has synced the table, so a scan there does not undo what the log has said since the scan
+The owner writes the table's entry before the record. Another host sees the entry only after the
+owner has synced the table, so a scan there does not undo what the log has reported since the scan
 before.
 
-What another host may have written is read with O_DIRECT, because this host's page cache does not
+Files that another host may write are read with O_DIRECT, because this host's page cache does not
 learn of it; a file's time is asked for by opening the file again, which makes a network file system
-ask its server. What this host's own kernel has written is in its page cache.
+ask its server. Data written by this host's own kernel is in its page cache.
 """
 
 from __future__ import annotations
@@ -29,42 +29,39 @@ from vllm_nvmeof_offload.native import ForeignRegion, ForeignWriter
 from vllm_nvmeof_offload.pool.folder import open_private
 from vllm_nvmeof_offload.pool.format import LOG_FILE, TABLE_FILE, Superblock
 
-#: A table whose file has not changed for so long is read only at this interval.
+#: A table that has not changed for QUIET_S is read only every QUIET_READ_S.
 QUIET_S, QUIET_READ_S = 1.0, 5.0
-#: A table with a log is scanned all the same at this interval, if its file has changed: a record
-#: may be lost.
+#: A table with a log is still scanned at this interval, if its file has changed: a record may be
+#: lost.
 RESCAN_S = 30.0
-#: An owner on another host syncs its table each second. What is logged before a log's end is found
+#: An owner on another host syncs its table each second. Entries logged before a log's end is found
 #: may be in the table only then, so that table is scanned once more.
 SYNCED_S = 2.0
 
 
 class Source(Protocol):
-    """Keeps a region's rows in the foreign table up to date. For one thread."""
+    """Keeps a region's rows in the foreign table up to date. Used on one thread."""
 
     def begin(self) -> None:
-        """The rows were begun again (`ForeignRegion.begin`): they are to be found by a scan."""
+        """Start again, with a scan, because the rows were started again (`ForeignRegion.begin`)."""
 
     def poll(self, rows: ForeignRegion, table: ForeignWriter, now_s: float) -> bool:
-        """Take in what is new. Returns whether the superblock was replaced, as far as is seen here.
-
-        OSError: a file cannot be read; what is offered of it stays.
-        """
+        """Apply what is new. Returns whether the superblock was replaced, as far as this source can
+        see. Raises OSError if a file cannot be read; its offered entries stay."""
 
     def log_fd(self) -> int:
-        """A log that may be asked whether it has news (`ForeignRegion.with_news`), instead of a
-        poll; -1: there is none.
-        """
+        """Return a log that can be checked for news (`ForeignRegion.with_news`) instead of a poll,
+        or -1."""
 
     def close(self) -> None:
-        """Close the files, which the next poll opens: the path may lead to others by now."""
+        """Close the files. The next poll opens them again: the path may lead to others by then."""
 
 
 class ScanSource:
-    """Implements `Source` with the table alone."""
+    """Implements `Source` with only the table."""
 
     def __init__(self, directory: Path, is_direct: bool) -> None:
-        """is_direct: another host may write the files."""
+        """`is_direct`: another host may write the files."""
         self._path = directory / TABLE_FILE
         self._is_direct = is_direct
         self._fd = -1
@@ -86,7 +83,8 @@ class ScanSource:
         return False
 
     def has_changed(self) -> bool:
-        """Whether the table was written since the last scan began. OSError: as `poll`."""
+        """Return whether the table was written since the last scan began. Raises OSError as
+        `poll`."""
         return self._look() != self._changed_ns
 
     def scan(
@@ -96,7 +94,8 @@ class ScanSource:
         now_s: float,
         log_is_ahead: bool = False,
     ) -> None:
-        """Read the table. log_is_ahead: as `ForeignRegion.scan`. OSError: as `poll`."""
+        """Read the table. `log_is_ahead` is as in `ForeignRegion.scan`. Raises OSError as
+        `poll`."""
         changed_ns = self._look()
         _check(rows.scan(table, self._fd, int(now_s * 1e9), log_is_ahead))
         self._read_s, self._changed_ns = now_s, changed_ns
@@ -105,7 +104,7 @@ class ScanSource:
         return -1
 
     def _look(self) -> int:
-        """When the file was written, by its own clock."""
+        """Return when the file was written, by its own clock."""
         if self._is_direct:
             self.close()
         if self._fd < 0:
@@ -120,13 +119,13 @@ class LogSource:
     """Implements `Source` with the table and the log."""
 
     def __init__(self, directory: Path, pages: int, is_direct: bool) -> None:
-        """pages: of the log. is_direct: as `ScanSource`."""
+        """`pages` is the log's length. `is_direct` is as for `ScanSource`."""
         self._table = ScanSource(directory, is_direct)
         self._is_direct = is_direct
         self._path = directory / LOG_FILE
         self._pages = pages
         self._fd = -1
-        self._is_found = False  # where the log goes on
+        self._is_found = False  # whether the log's end is known
         self._rescan_s = float("-inf")
 
     def begin(self) -> None:
@@ -137,7 +136,7 @@ class LogSource:
         if self._fd < 0:
             with contextlib.suppress(FileNotFoundError):
                 self._fd = _open(self._path, self._is_direct)
-        if self._fd < 0:  # somebody has removed it
+        if self._fd < 0:  # the log was removed
             self._is_found = False
             return self._table.poll(rows, table, now_s)
         if not self._is_found:
@@ -145,7 +144,7 @@ class LogSource:
         why = rows.follow_log(table, self._fd, int(now_s * 1e9))
         if why == rows.OVERRUN:
             table.log_overran()
-            self._find(rows, table, now_s, log_is_ahead=False)  # it lacks records
+            self._find(rows, table, now_s, log_is_ahead=False)  # the log lacks records
         elif why != rows.RESET:
             _check(why)
             if now_s >= self._rescan_s:
@@ -157,7 +156,7 @@ class LogSource:
     def _find(
         self, rows: ForeignRegion, table: ForeignWriter, now_s: float, log_is_ahead: bool
     ) -> None:
-        """Find the log's end, and then scan: what is written meanwhile is in either of them."""
+        """Find the log's end, and then scan: entries written meanwhile are in one of them."""
         self._is_found = False
         _check(rows.seek_log(self._fd, self._pages))
         self._table.scan(rows, table, now_s, log_is_ahead)
@@ -173,8 +172,8 @@ class LogSource:
 
 
 def source_of(directory: Path, superblock: Superblock) -> Source:
-    """The best source that the region has. An earlier release has written no log."""
-    is_direct = superblock.is_leased  # only what is leased is written by several hosts
+    """Return the best source that the region has. An earlier release has written no log."""
+    is_direct = superblock.is_leased  # only leased regions are written by several hosts
     if superblock.log_pages:
         return LogSource(directory, superblock.log_pages, is_direct)
     return ScanSource(directory, is_direct)
