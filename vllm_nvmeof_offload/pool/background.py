@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads for calls that may block for ever: in a file of a target that is lost, for example.
+"""Threads for calls that may block for ever, for example in a file of a lost target.
 
-They are all started with their owner. A limit of threads, as containers have it, can then end a
-start but nothing that runs.
+They are all started with their owner. A container's limit on threads can then end a
+start, but no running server.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from vllm_nvmeof_offload import logger
 
 
 class Background:
-    """A fixed number of threads. Calls of one lane run in their order, one at a time.
+    """A fixed number of threads. Calls of one lane run in order, one at a time.
 
-    So each lane that hangs holds one thread. What finds no thread waits for one; whoever adds calls
-    bounds how many wait.
+    So each lane that hangs holds one thread. A call without a thread waits for one; the caller
+    bounds the number of waiting calls.
     """
 
     def __init__(self, name: str, threads: int) -> None:
-        """Start the threads. RuntimeError: the system allows no more."""
+        """Start the threads. Raises RuntimeError if the system allows no more."""
         self._changed = threading.Condition()
         self._waiting: list[tuple[Hashable, Callable[[], None]]] = []
         self._running: set[Hashable] = set()
@@ -40,7 +40,7 @@ class Background:
             self._changed.notify()
 
     def end(self) -> None:
-        """End the threads when nothing waits for them any more. Does not wait for that."""
+        """End the threads when no calls wait for them any more. Does not wait for that."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -57,7 +57,7 @@ class Background:
                     self._running.discard(lane)
 
     def _take(self) -> tuple[Hashable, Callable[[], None]] | None:
-        """Wait for a call whose lane is free; None: there are none any more."""
+        """Wait for a call with a free lane. Return None if there are no calls any more."""
         with self._changed:
             while True:
                 for at, job in enumerate(self._waiting):
@@ -65,6 +65,6 @@ class Background:
                         del self._waiting[at]
                         self._running.add(job[0])
                         return job
-                if self._ended:  # whoever runs a lane takes what waits for it
+                if self._ended:  # the thread that runs a lane takes its waiting calls
                     return None
                 self._changed.wait()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Directories and files below a target that nobody but their owner can have written.
+"""Directories and files below a target that only their owner can have written.
 
-Whoever owns a target, or may rename in it, can put files, links, pipes and whole keyspaces in the
+A user who owns a target, or may rename in it, can put files, links, pipes and keyspaces in the
 place of ours at any time, and checksums do not prove who wrote the bytes. So every file is opened
-by `open_private`, which proves the owner and never waits. What a running server opens it reaches
-through a `Folder`, a descriptor of the directory that was found and checked once; whatever has the
+by `open_private`, which checks the owner and never waits. A running server opens files
+through a `Folder`, a descriptor of the directory that was found and checked once; what has the
 directory's path by then does not matter. Paths are looked up at a start, by a prober
 (`targets.prober`), and by the follower at each discovery, which must not hold a file system that
 is to be unmounted.
@@ -26,8 +26,8 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 class Folder:
     """A directory, held open for as long as the object is referenced.
 
-    path: for people. place: leads through the descriptor, as openat(2) does; it means nothing once
-    the object is gone.
+    `path` is for display. `place` leads through the descriptor, as openat(2) does, and is valid
+    only while the object exists.
     """
 
     def __init__(self, fd: int, path: Path) -> None:
@@ -37,14 +37,14 @@ class Folder:
 
     @classmethod
     def nowhere(cls, path: Path) -> Folder:
-        """Return a folder that has nothing in it before `renew`."""
+        """Return a folder that is empty before `renew`."""
         return cls(os.open("/dev/null", os.O_PATH | os.O_CLOEXEC), path)
 
     @classmethod
     def open(cls, path: Path, place: Path | None = None) -> Folder:
         """Open the directory `path`, or, through another folder, `place`.
 
-        OSError: it is none, it belongs to another user, or others may write it.
+        Raises OSError if it is no directory, belongs to another user, or others may write it.
         """
         folder = cls(os.open(place or path, _DIRECTORY), path)
         _check(folder.fd, os.fstat(folder.fd), path, None)
@@ -56,7 +56,7 @@ class Folder:
         os.dup2(found.fd, self.fd, inheritable=False)
 
     def leave(self) -> None:
-        """Let go of the directory; `renew` finds it again."""
+        """Close the directory; `renew` finds it again."""
         nowhere = Folder.nowhere(self.path)
         os.dup2(nowhere.fd, self.fd, inheritable=False)
 
@@ -64,7 +64,7 @@ class Folder:
 def make_directory(path: Path) -> None:
     """Make `path` (0700) if it does not exist; narrow a wider mode, with a warning.
 
-    OSError: it cannot be made, is a link, or belongs to another user.
+    Raises OSError if it cannot be made, is a link, or belongs to another user.
     """
     try:
         path.mkdir(0o700)
@@ -77,12 +77,11 @@ def make_directory(path: Path) -> None:
 
 
 def open_private(path: Path, flags: int) -> int:
-    """Open a file that nobody but its owner can write; one that `O_CREAT` makes has mode 0600.
-
-    A wider mode is narrowed, with a warning, unless the file is opened for reading only. The file
-    must belong to this user; as root, it may belong to the directory's owner. Never waits for
-    another process. OSError: the file cannot be opened; EPERM: it is a pipe, or another user's.
-    """
+    """Open a file that only its owner can write; a file created by `O_CREAT` has mode 0600. A wider
+    mode is narrowed, with a warning, unless the file is opened only for reading. The file must
+    belong to this user or, for root, may belong to the directory's owner. Never waits for another
+    process. Raises OSError if the file cannot be opened, with EPERM for a pipe or another user's
+    file."""
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         status = os.fstat(fd)
@@ -101,8 +100,8 @@ def open_private(path: Path, flags: int) -> int:
 def _check(
     fd: int, status: os.stat_result, path: Path, mode: int | None, owner: int | None = None
 ) -> None:
-    """mode: to be narrowed to; None: nothing is changed, and what others can write is refused.
-    owner: who may have it besides this user."""
+    """Check the owner, and narrow the mode to `mode`; if that is None, nothing is changed and a
+    file that others can write is refused. `owner` may have the file besides this user."""
     uid, found = status.st_uid, stat.S_IMODE(status.st_mode)
     if uid not in (os.geteuid(), owner):
         why = f"belongs to uid {uid}, this runs as uid {os.geteuid()}: chown or remove it"
@@ -116,5 +115,5 @@ def _check(
 
 
 def _shown(path: Path) -> str:
-    """Return the path for people, where it leads through a descriptor."""
+    """Return a path for display, which may lead through a descriptor."""
     return os.path.join(os.path.realpath(path.parent), path.name)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Format 2 of a rank directory: slots in a slab, an index table beside it, a superblock.
+"""Format 2 of a rank directory: slots in a slab, an index table, and a superblock.
 
-A directory is a *region*: what one rank writes on one target. Slots are numbered within it. A slot
+A directory is a *region*, written by one rank on one target. Slots are numbered within it. A slot
 is a 4 KiB header page, then the payload, padded to 4 KiB. Header page, little endian::
 
     0   8s  magic "vNVMeKV\0"      88  u16  number of block CRCs, at most 983
@@ -16,14 +16,14 @@ is a 4 KiB header page, then the payload, padded to 4 KiB. Header page, little e
     82  u8  kind of the group       4092 u32 CRC-32C of bytes 0..4091
     84  u32 group id
 
-Flags: 4, the header has block CRCs, which is not written yet; 8, a single copy: no other rank of
+Flags: 4, the header has block CRCs (never written yet); 8, a single copy: no other rank of
 its set (`groups.RankGroup`) has the chunk.
 
 Key and generation are equal on all ranks of an engine. The place (region, rank, slot) proves that
 the bytes belong here: a misdirected read or write, or a file in the wrong directory, brings those
 of another place. The share tag names the weights that computed them. A group's chunks have one
 length, which the superblock has too. The header's CRC covers the whole page, so that any damaged
-bit is found. What follows the payload is not written and has no CRC; a payload without bytes has
+bit is found. Bytes after the payload are not written and have no CRC; an empty payload has
 the CRC of nothing. The native engine shares the format: a change is a new `FORMAT_VERSION`, which
 is a fact of every keyspace, and a line in the changelog.
 
@@ -33,10 +33,10 @@ The table has one 64-byte entry per slot, little endian; an entry never written 
     4   u32  epoch                                  17  u8   key length
     8   u64  generation                             18  46s  offload key, zero padded
 
-The CRC covers the slot, so that an entry in another's place is found. An entry is a hint: the
+The CRC covers the slot, so that a misplaced entry is found. An entry is a hint: the
 slot's header proves the content (docs/protocol.md, rule 6).
 
-The superblock is one 4 KiB page that describes the region and names what of it is not void::
+The superblock is one 4 KiB page that describes the region and states which chunks are valid::
 
     0   8s   magic "vNVMeSB\0"     96  u32  ranks
     8   u32  format version, 2     100 u32  epoch
@@ -52,17 +52,17 @@ The superblock is one 4 KiB page that describes the region and names what of it 
 
 A group: u32 id, u8 kind, u8 ranks in a set, u16 zero, u64 payload bytes, u32 blocks per chunk,
 u32 bytes of a block. All other bytes are zero; so are offsets, device and MAC, which later releases
-use. A region of an earlier release has no log. shared: 2 where a group of hosts uses the region
+use. A region of an earlier release has no log. shared: 2 if a group of hosts uses the region
 (`pool.lease`), else 0. The lease generation is 0 there.
 
 The superblock with the highest sequence of a rank, over its targets, has the epoch and the tag
-under which chunks are adopted; all else is void. Epochs are random. It is replaced as a whole
+under which chunks are adopted; all others are void. Epochs are random. It is replaced as a whole
 (temporary file, fsync, rename, fsync of the directory), so it is either the old one or the new
 one. A directory whose superblock is missing or damaged is empty.
 
 The directory's name is the digest of a keyspace: the facts under which KV bytes are
 interchangeable. Two servers share a pool directory only if every fact is equal. Facts describe
-the model and the geometry; nothing of a prompt reaches a name on disk.
+the model and the geometry; no part of a prompt is in a name on disk.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ from vllm_nvmeof_offload.pool.folder import open_private
 from vllm_nvmeof_offload.protocol import TAG_BYTES, SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES
 
-#: The files of a rank directory.
+#: The names of the files in a rank directory.
 SLAB_FILE = "slab"
 TABLE_FILE = "table"
 LOG_FILE = "log"  # `pool.log`
@@ -99,16 +99,16 @@ SUPERBLOCK_TEMPORARY = "superblock.new"
 LOCK_FILE = "lock"
 LEASE_FILE = "lease"
 
-#: A fact of every keyspace.
+#: The format's version, which is a fact of every keyspace.
 FORMAT_VERSION = 2
 KEY_BYTES_MAX = 46
 FLAG_SINGLE_COPY = 8
 EPOCH_MAX = (1 << 32) - 1
 UUID_BYTES = 16
-#: `Superblock.shared` of a region that the hosts of a group use.
+#: The value of `Superblock.shared` for a region that the hosts of a group use.
 LEASED = 2
 
-_CRC = struct.Struct("<I")  # or any u32
+_CRC = struct.Struct("<I")  # also for any other u32
 _PAGE_CRC_AT = PAGE_BYTES - _CRC.size
 _KINDS = frozenset(GroupKind)
 assert HEADER_BYTES == PAGE_BYTES
@@ -118,9 +118,9 @@ assert HEADER_BYTES == PAGE_BYTES
 class Stamp:
     """The mark of a write, fixed when the write is submitted.
 
-    A write that a reset overtakes must not be marked with the new epoch, in its table entry
-    either. epoch: what the newest superblock does not name is void. tag: 16 bytes, the share tag;
-    a read accepts nothing with another.
+    A write that a reset overtakes must not have the new epoch, even in its table entry. Chunks with
+    an `epoch` that the newest superblock does not name are void. `tag` is the share tag, 16 bytes;
+    a read accepts no other.
     """
 
     epoch: int
@@ -128,7 +128,7 @@ class Stamp:
 
 
 class SlotPlace(NamedTuple):
-    """The place that a slot belongs to. region_uuid: 16 bytes. slot: its number in the region."""
+    """The place of a slot: the region's uuid, 16 bytes, and the slot's number in the region."""
 
     region_uuid: bytes
     rank: int
@@ -137,15 +137,15 @@ class SlotPlace(NamedTuple):
 
 @functools.lru_cache(1024)
 def region_uuid(pool_uuid: bytes, target: int) -> bytes:
-    """The uuid of the part of a rank's pool that is on one of its targets."""
+    """Return the uuid of the part of a rank's pool on one of its targets."""
     return hashlib.sha256(pool_uuid + target.to_bytes(4, "little")).digest()[:UUID_BYTES]
 
 
 def share_tag(keyspace: str, weights_version: bytes = b"") -> bytes:
-    """Name the weights that compute a keyspace's chunks.
+    """Return a name for the weights that compute a keyspace's chunks.
 
-    keyspace: its digest, which has the weights that a server starts with. weights_version: of
-    weights that replaced these; empty: none did.
+    `keyspace` is its digest, which covers the weights that a server starts with. `weights_version`
+    is for weights that replaced these; empty if none did.
     """
     return hashlib.sha256(keyspace.encode("ascii") + b"\0" + weights_version).digest()[:TAG_BYTES]
 
@@ -173,10 +173,10 @@ def seal(
     payload_crc: int | None = None,
     single_copy: bool = False,
 ) -> None:
-    """Fill the header page of `slot` (uint8, header page + payload); ValueError: a key that does
-    not fit.
+    """Fill the header page of `slot` (uint8, header page + payload). ValueError: the key does not
+    fit.
 
-    kind: of the key's group. payload_crc: None: it is made here.
+    `kind` is that of the key's group. If `payload_crc` is None, it is computed here.
     """
     what = identity.key, identity.generation, payload_bytes
     crc = -1 if payload_crc is None else payload_crc
@@ -187,7 +187,7 @@ def seal(
 
 
 def is_intact_page(page: memoryview, magic: bytes) -> bool:
-    """Whether 4 KiB begin with `magic` and end with their CRC."""
+    """Return whether 4 KiB begin with `magic` and end with their CRC."""
     if len(page) < PAGE_BYTES or page[: len(magic)] != magic:
         return False
     return bool(crc32c(page[:_PAGE_CRC_AT]) == _CRC.unpack_from(page, _PAGE_CRC_AT)[0])
@@ -209,7 +209,7 @@ def parse_header(page: bytes | bytearray | memoryview) -> SlotHeader | None:
     )
 
 
-#: What a slot must hold: identity, payload length, place, share tag.
+#: The required content of a slot: identity, payload length, place, share tag.
 Wanted = tuple[SlotIdentity, int, SlotPlace, bytes]
 
 
@@ -218,9 +218,9 @@ def verify(
 ) -> Outcome:
     """Check that `slot` (uint8, header page + payload) holds `identity` at `place`.
 
-    CHECKSUM_MISMATCH: header or payload damaged, cut off, or never written. STALE: an intact header
-    of another key, generation, length, place or tag. OK: the payload has the bytes that were
-    sealed.
+    CHECKSUM_MISMATCH: header or payload are damaged, truncated or never written. STALE: the header
+    is intact but has another key, generation, length, place or tag. OK: the payload has the bytes
+    that were sealed.
     """
     what = identity.key, identity.generation, payload_bytes
     return outcome_of(core.verify(np.frombuffer(slot, np.uint8), *what, *place, tag), 0)
@@ -243,20 +243,20 @@ _ENTRY = np.dtype(
 def encode_entry(
     slot: int, identity: SlotIdentity, epoch: int, *, single_copy: bool = False
 ) -> bytes:
-    """Return the 64 bytes of an entry; ValueError: a key that does not fit.
+    """Return the 64 bytes of an entry. ValueError: the key does not fit.
 
-    slot: the number that the CRC covers.
+    `slot` is the number that the CRC covers.
     """
     return core.encode_entry(slot, identity.key, identity.generation, epoch, single_copy)
 
 
 @dataclass(frozen=True)
 class DecodedTable:
-    """Entries of one table, in the order of the `slots` given to `decode_table`.
+    """The entries of a table, in the order of the `slots` given to `decode_table`.
 
-    valid: bool[n], intact. damaged: bool[n], written but not intact. The others are defined only
-    where `valid`: epochs: uint32[n], flags: uint8[n], generations: uint64[n],
-    key_bytes: uint8[n], keys: uint8[n, 46].
+    `valid` is bool[n], intact; `damaged` is bool[n], written but not intact. The others are defined
+    only where `valid`: epochs: uint32[n], flags: uint8[n], generations: uint64[n], key_bytes:
+    uint8[n], keys: uint8[n, 46].
     """
 
     valid: npt.NDArray[np.bool_]
@@ -299,8 +299,8 @@ SUPERBLOCK_MAGIC = b"vNVMeSB\0"
 GROUPS_MAX = 64
 _VERSION = struct.Struct("<8sI")
 _SUPERBLOCK_BODY = struct.Struct("<8sI16s32sQQQIIIIIB7x16sQQQQQIBxH16s")
-#: The superblock's fields behind magic and version, in their order on disk. flag: unused.
-#: groups: their number.
+#: The superblock's fields after magic and version, in on-disk order. `flag` is unused; `groups` is
+#: their number.
 _FIELDS = (
     *("uuid", "keyspace", "slot_bytes", "payload_bytes", "slots", "target_index"),
     *("target_count", "rank", "world_size", "epoch", "flag", "tag", "sequence"),
@@ -315,7 +315,7 @@ _MAC_AT = _PAGE_CRC_AT - 32
 class StoredGroup:
     """A row of the superblock's group table: one rank's part of a KV cache group.
 
-    set_size: the ranks with equal bytes of the group that share one copy of a chunk.
+    `set_size` is the number of ranks with equal bytes of the group that share one copy of a chunk.
     """
 
     group_id: int
@@ -337,7 +337,7 @@ class StoredGroup:
 
     @staticmethod
     def decode(row: bytes) -> StoredGroup:
-        """Raise PoolFormatError for a kind that this format does not have."""
+        """Parse a row. Raises PoolFormatError for a kind that this format does not have."""
         group_id, kind, set_size, _, payload_bytes, blocks_per_chunk, block_bytes = _GROUP.unpack(
             row
         )
@@ -355,11 +355,11 @@ def _unshared(groups: Sequence[StoredGroup]) -> tuple[StoredGroup, ...]:
 class Superblock:
     """The content of one region.
 
-    uuid: of the pool, the same on all its targets. keyspace: 32 hex digits. payload_bytes: of
-    the longest group. slots: on this target. epoch, tag: of the chunks that are not void.
-    sequence: counts the resets of the rank. log_pages: of the log (`pool.log`); 0: there is none.
-    shared: `LEASED`, or 0. lease_generation: of the lease under which it was written, in a group.
-    Later releases use the other fields from `table_offset` on.
+    `uuid` is the pool's, the same on all its targets. `keyspace` has 32 hex digits. `payload_bytes`
+    is that of the longest group. `slots` are those on this target. `epoch` and `tag` are those of
+    valid chunks. `sequence` counts the resets of the rank. `log_pages` is the length of the log
+    (`pool.log`), or 0. `shared` is `LEASED` or 0. `lease_generation` is, in a group, that of the
+    lease under which it was written. Later releases use the other fields from `table_offset` on.
     """
 
     uuid: bytes
@@ -389,25 +389,25 @@ class Superblock:
         return SlotPlace(region_uuid(self.uuid, self.target_index), self.rank, slot)
 
     def group_of(self, key: bytes) -> StoredGroup | None:
-        """Return the key's group; None: the region has none with its id."""
+        """Return the key's group, or None if the region has none with its id."""
         group_id = group_id_of(key)
         return next((group for group in self.groups if group.group_id == group_id), None)
 
     def length_of(self, key: bytes) -> int | None:
-        """Return the payload bytes of the key's chunk; None: as in `group_of`."""
+        """Return the payload bytes of the key's chunk, or None as in `group_of`."""
         group = self.group_of(key)
         return None if group is None else group.payload_bytes
 
     @property
     def is_leased(self) -> bool:
-        """Whether other hosts may read the region, so that no page cache counts."""
+        """Return whether other hosts may read the region, so that no page cache counts."""
         return self.shared == LEASED
 
     def is_alike(self, other: Superblock) -> bool:
-        """Return whether chunks of one region can be used in the other: all but set sizes, the
-        log's and the lease is equal.
+        """Return whether chunks of one region can be used in the other: everything is equal except
+        set sizes, log and lease.
 
-        Ranks that cannot share memory at one start store copies of their own beside single ones.
+        Ranks that cannot share memory at one start store separate copies next to single ones.
         """
         ours, theirs = (
             replace(one, groups=_unshared(one.groups), log_pages=0, shared=0, lease_generation=0)
@@ -438,8 +438,8 @@ class Superblock:
     def decode(page: bytes) -> Superblock:
         """Parse a page of format 2.
 
-        UnknownFormatError: it is of another format. PoolFormatError: it is no superblock, or
-        damaged.
+        Raises UnknownFormatError for another format, PoolFormatError if the page is no superblock
+        or is damaged.
         """
         if len(page) != PAGE_BYTES or not page.startswith(SUPERBLOCK_MAGIC):
             raise PoolFormatError("not a superblock of this program")
@@ -468,11 +468,9 @@ class Superblock:
 
 
 def newest_of(superblocks: Sequence[Superblock]) -> Superblock | None:
-    """Return the superblock that decides for all targets of a rank: of the highest sequence.
-
-    None: there is none, or several that differ. These are of servers that each had a part of the
-    targets, and nothing tells which came last.
-    """
+    """Return the superblock that decides for all targets of a rank: the one of the highest
+    sequence. None if there is none, or if several differ: servers that each had a part of the
+    targets wrote them, and their order is unknown."""
     highest = max((one.sequence for one in superblocks), default=0)
     newest = [one for one in superblocks if one.sequence == highest]
     stamps = {Stamp(one.epoch, one.tag) for one in newest}
@@ -486,7 +484,7 @@ def read_superblock(directory: Path) -> Superblock | None:
 
 
 def read_superblock_page(directory: Path) -> bytes | None:
-    """Read the bytes of the directory's superblock, and one more if there are too many."""
+    """Read the bytes of the directory's superblock, plus one if there are too many."""
     return _read_start(directory / SUPERBLOCK_FILE, PAGE_BYTES + 1)
 
 
@@ -507,10 +505,10 @@ def _read_start(path: Path, size: int) -> bytes | None:
 
 
 def write_superblock(directory: Path, superblock: Superblock) -> None:
-    """Replace the directory's superblock durably; after an OSError the old one is still there.
+    """Replace the directory's superblock durably. After an OSError the old one is still there.
 
-    A writer that was stopped or hung while another one wrote fails with ESTALE: what it still
-    writes goes into a file that nobody reads.
+    A writer that was stopped or hung while another one wrote fails with ESTALE: it then writes to a
+    file that is no longer read.
     """
     temporary = directory / SUPERBLOCK_TEMPORARY
     temporary.unlink(missing_ok=True)
@@ -560,7 +558,7 @@ class Keyspace:
 
     @staticmethod
     def of(facts: Mapping[str, object]) -> Keyspace:
-        """Freeze `facts` with the pool's format; TypeError, ValueError: not JSON (or NaN)."""
+        """Freeze `facts` with the pool's format. TypeError, ValueError: not JSON (or NaN)."""
         return Keyspace.exactly({"format": FORMAT_VERSION, **facts})
 
     @staticmethod
@@ -570,5 +568,5 @@ class Keyspace:
 
     @property
     def digest(self) -> str:
-        """32 hex digits: the name of the keyspace's directory; superblocks repeat it."""
+        """Return 32 hex digits, the name of the keyspace's directory, which superblocks repeat."""
         return hashlib.sha256(self.canonical.encode()).hexdigest()[:DIGEST_HEX_DIGITS]

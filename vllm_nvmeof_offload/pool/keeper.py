@@ -3,10 +3,10 @@
 
 A write or an fdatasync on a lost path waits in the kernel and cannot be killed; a server with a
 thread in such a call could not be stopped. So the server sends the names of its leases to a child
-through a pipe, and never waits for the child, which has a thread per lease: one that hangs holds up
-no other. The child opens the page for each renewal, so that it keeps no file system from being
-unmounted. It holds no flock, which must end with the server. PID is the server's, for people.
-FD is the memory of the leases' permits (`lease`), which both share.
+through a pipe, and never waits for the child, which has a thread per lease, so that one that hangs
+blocks no other. The child opens the page for each renewal, so that it never prevents an unmount. It
+holds no flock, which must end with the server. PID is the server's, for display. FD is the memory
+of the leases' permits (`lease`), which both share.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from vllm_nvmeof_offload.pool.lock import DirectoryLock, FileId
 class Keeper:
     """Renews one lease and advances its permit. One thread; every call may wait for the disk.
 
-    A permit is open for a third of the takeover after a renewal began that found our name. A page
-    that is silent for the whole takeover may be claimed. A keeper without a renewal for that long
-    is *late*: it opens no permit, and obeys any other owner. Its own name there is either unclaimed
-    or a slow write of its own that has replaced a claim. So it claims again, in two steps of half a
-    takeover (`_wait_ns`):
+    A permit is open for a third of the takeover time from the start of a renewal that found our
+    name. A page that is unchanged for the whole takeover time may be claimed. A keeper without a
+    renewal for that long is *late*: it opens no permit, and obeys any other owner. Its own name
+    there is either unclaimed or a slow write of its own that has replaced a claim. So it claims
+    again, in two steps of half a takeover (`_wait_ns`):
 
-    1. It only reads. An owner that lives replaces a page of a lower generation than its own,
+    1. It only reads. A live owner replaces a page of a lower generation than its own,
        because no claim writes one while that owner renews.
-    2. It writes the next generation, which every other owner obeys, and waits. If its name is there
-       at the end, nobody else has found theirs for longer than a permit lasts.
+    2. It writes the next generation, which every other owner obeys, and waits. If its name is still
+       there at the end, no other has found its own for longer than a permit lasts.
 
     The second wait follows each write that ends half a takeover after the last renewal began, which
     may have replaced such a claim. So no two permits are open at once, unless a claimant stalls
@@ -68,20 +68,20 @@ class Keeper:
         self._wait_ns = self._takeover_ns // 2
         self._permit = permit
         self._clock = clock
-        #: The newest page of ours that was seen or written.
+        #: Our newest page that was seen or written.
         self._page: LeasePage | None = None
-        #: When the last renewal began that found our name, and ended before it was late.
+        #: The start of the last renewal that found our name and ended before it was late.
         self._renewed_ns = permit.until_ns - self._permit_ns
-        #: When our name was first found late, and no other since; 0: it was not.
+        #: When our name was first found late, with no other since; 0 if it was not.
         self._watched_ns = 0
-        #: Renewals that begin earlier permit nothing.
+        #: Renewals that started before this time open no permit.
         self._opens_ns = 0
 
     def renew(self, epoch: int, io: PageIo | None = None) -> None:
-        """Renew once, put the page back or claim it again; nothing if the lease is lost.
+        """Renew once, put the page back, or claim it again. Does nothing if the lease is lost.
 
-        io: the page from now on, if it is another one than so far. OSError: the page cannot be read
-        or written.
+        `io` is the page from now on, if it is another one. Raises OSError if the page cannot be
+        read or written.
         """
         self._io = io or self._io
         begun_ns = self._clock()
@@ -124,13 +124,13 @@ class Keeper:
 
 @dataclass(slots=True, eq=False)
 class Region:
-    """A region that we have claimed. lock: None: its target is away. The pool exchanges it."""
+    """A region that we have claimed. `lock` is None if its target is lost. The pool replaces it."""
 
     lock: DirectoryLock | None
     lease: Lease
 
     def release(self) -> None:
-        """Leave the region without an owner, and unlock it; not where its target is away."""
+        """Leave the region without an owner, and unlock it, unless its target is lost."""
         if self.lock is None:
             self.lease.permit.lose()
         else:
@@ -138,9 +138,9 @@ class Region:
             self.lock.release()
 
     def order(self) -> Order | None:
-        """What the child needs to know to renew the lease; None: its target is away.
+        """Return what the child must know to renew the lease, or None if its target is lost.
 
-        A group's lease must be renewed all the same. For any thread.
+        A group's lease must still be renewed. For any thread.
         """
         lease, lock = self.lease, self.lock
         if lock is None and not lease.leasing.in_group:
@@ -150,13 +150,13 @@ class Region:
         return Order(*what, takeover_s, lease.number, lease.leasing.in_group)
 
     def _file_of(self, lock: DirectoryLock | None) -> FileId | None:
-        """The page that is ours; None: the one at its path. A group's may be mounted again."""
+        """Return our page, or None for the one at its path. A group's may be mounted again."""
         return None if lock is None or self.lease.leasing.in_group else lock.lease
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A lease to be renewed. permit: the number of its word."""
+    """A lease to renew. `permit` is the number of its word."""
 
     path: str
     file: tuple[int, int] | None
@@ -168,13 +168,13 @@ class Order:
 
 
 def keep(regions: Sequence[Region], permits: Permits) -> Companion:
-    """Renew these regions as often as their leases need it, until a stop. permits: theirs.
+    """Renew these regions as often as their leases need, until a stop. `permits` are theirs.
 
-    Where no region is a group's, a lease that is held for a moment needs no process.
+    If no region is a group's, a lease that is held only for a moment needs no process.
     """
     leasings = [region.lease.leasing for region in regions]
     period_s = min(leasing.beat_s for leasing in leasings)
-    is_urgent = any(leasing.in_group for leasing in leasings)  # permits run out soon
+    is_urgent = any(leasing.in_group for leasing in leasings)  # permits expire soon
 
     def lines() -> list[bytes]:
         orders = filter(None, [region.order() for region in regions])
@@ -189,7 +189,7 @@ def keep(regions: Sequence[Region], permits: Permits) -> Companion:
 
 
 class _Renewed:
-    """A lease that is renewed whenever it is due, on a thread of its own."""
+    """A lease that is renewed whenever that is due, on a separate thread."""
 
     def __init__(self, order: Order, permits: Permits) -> None:
         permit = permits.word(order.permit, is_limited=order.in_group)
@@ -214,7 +214,7 @@ class _Renewed:
                 self._keeper.renew(order.epoch, PageFile(Path(order.path), file))
                 failing = False
             except OSError as error:
-                if not failing:  # logged once, until it works again
+                if not failing:  # log once until it works again
                     print(f"the lease {order.path} is not renewed: {error}", file=sys.stderr)
                 failing = True
 
@@ -229,7 +229,7 @@ def main(permits: Permits) -> None:
         if order.owner not in known:
             known[order.owner] = _Renewed(order, permits)
         known[order.owner].is_due(order)
-    os._exit(0)  # does not wait for threads that hang
+    os._exit(0)  # do not wait for threads that hang
 
 
 if __name__ == "__main__":

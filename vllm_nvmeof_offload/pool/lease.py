@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lease of a region: a page that names its owner, the one record of who may write there.
+"""The lease of a region: a page that names its owner, the only process that may write there.
 
 The page, 4 KiB, little endian, in the file `lease` of a rank directory::
 
@@ -11,12 +11,12 @@ The page, 4 KiB, little endian, in the file `lease` of a rank directory::
     44  u32 1: of a group of hosts         4092 u32 CRC-32C of bytes 0..4091
     48  u32 epoch of the region, for people
 
-The owner's *keeper* (`keeper`) renews the page: every 5 s where the file system is this host's, and
-every 3.3 s where a *group* of servers on several hosts writes it. Nobody compares clocks of two
+The owner's *keeper* (`keeper`) renews the page: every 5 s if the file system is this host's, and
+every 3.3 s if a *group* of servers on several hosts writes it. Clocks of two hosts are never
 hosts.
 
-A claim locks the directory (`lock`), and judges the page (`Takeover`). The region can be taken if
-nobody has claimed it; if its last owner released it; if it is no group's, and its owner was a
+A claim locks the directory (`lock`) and checks the page (`Takeover`). The region can be taken if
+no process has claimed it; if its last owner released it; if it is no group's, and its owner was a
 process of this kernel, whose flock has ended with it; or if the page has not changed for
 `takeover_s` on the claimant's own clock. In a group such a page counts even where the flock is
 refused: a stopped server keeps its flock, and an NFS server those of a lost host. The claimant
@@ -27,11 +27,11 @@ and the others look for another region.
 The keeper reads the page before it renews it. If another owner is there, the lease is lost for as
 long as the process lives, and nothing is written any more. In a group the keeper advances the write
 permit with each renewal, a word of shared memory that everything reads that writes to the region:
-it is the time before the renewal began, plus a third of `takeover_s`. A server whose renewals do
-not complete thus stops writing long before anybody takes its region. It goes on once they do, if
-nobody has taken it (`Keeper`). Permits count the time for which a machine sleeps.
+it is the time before the renewal began, plus a third of `takeover_s`. A server with renewals that
+do not complete thus stops writing long before its region can be taken. It continues once they do,
+if the region was not taken (`Keeper`). Permits count the time for which a machine sleeps.
 
-A lease is not a fence. What the kernel has queued may land after another owner came; see
+A lease is not a fence. Writes queued in the kernel may complete after a takeover; see
 docs/sharing.md for what that costs.
 """
 
@@ -68,28 +68,28 @@ _ENGINE_BYTES = 128
 _PAGE = struct.Struct(f"<8s16sQQIIII16s{_NAME_BYTES}s{_NAME_BYTES}s{_ENGINE_BYTES}s")
 _CRC = struct.Struct("<I")
 _WORD_BYTES = 8
-#: A device may write less than a page at once: a damaged page is read again before that counts.
+#: A device may write less than a page at once, so a damaged page is read again before that counts.
 _READS = 3
-#: Within the permit, a keeper of a group's region renews so many times.
+#: The renewals of a group's region within one permit.
 _BEATS_PER_PERMIT = 3
 TAKEOVER_S = 30.0
-#: Where the file system is this host's, a keeper renews so many times within `TAKEOVER_S`.
+#: The renewals within `TAKEOVER_S` if the file system is this host's.
 _BEATS_PER_TAKEOVER = 6
-#: Interval at which a claim looks again at what it waits for.
+#: The interval at which a claim checks what it waits for.
 POLL_S = 0.05
 
 _T = TypeVar("_T")
 
 
 def boot_ns() -> int:
-    """Return the time by the clock of permits: it counts sleep, and the native core reads it."""
+    """Return the time by the clock of permits, which counts sleep; the native core reads it too."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 def boot_id() -> bytes:
-    """Return 16 bytes that the running kernel alone has. Containers of one machine share it.
+    """Return 16 bytes that only the running kernel has. Containers of one machine share them.
 
-    Two machines may have one host name, so names prove nothing.
+    Two machines may have the same host name, so names prove nothing.
     """
     try:
         return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
@@ -98,15 +98,15 @@ def boot_id() -> bytes:
 
 
 def _text(value: str, size: int = _NAME_BYTES) -> bytes:
-    """Return what fits, cut between two characters."""
+    """Return the part that fits, cut between two characters."""
     return value.encode(errors="replace")[:size].decode(errors="ignore").encode()
 
 
 @dataclass(frozen=True, slots=True)
 class Leasing:
-    """How a server leases its regions. name: the server's, equal at each of its starts.
+    """The way in which a server leases its regions. `name` is the server's, equal at each start.
 
-    in_group: servers on other hosts write the same file system; else this host alone does.
+    `in_group`: servers on other hosts write the same file system; otherwise only this host does.
     """
 
     name: str = field(default_factory=socket.gethostname)
@@ -120,7 +120,7 @@ class Leasing:
 
     @property
     def beat_s(self) -> float:
-        """The period of renewals."""
+        """Return the period of renewals."""
         if self.in_group:
             return self.permit_s / _BEATS_PER_PERMIT
         return self.takeover_s / _BEATS_PER_TAKEOVER
@@ -128,10 +128,10 @@ class Leasing:
 
 @dataclass(frozen=True, slots=True)
 class LeasePage:
-    """owner: 16 bytes, `NOBODY` if it was released. generation: +1 at each claim. beat: +1 at each
-    renewal. boot: see `boot_id`. host, pid, name: for people; in a group `name` also decides whose
-    chunks are adopted. engine: the same on all ranks of one engine; empty: it has no name.
-    """
+    """A lease page. `owner` has 16 bytes: `NOBODY` after a release. `generation` grows by 1 at each
+    claim, `beat` at each renewal. `boot` is as in `boot_id`. `host`, `pid` and `name` are for
+    display; in a group `name` also decides whose chunks are adopted. `engine` is the same on all
+    ranks of one engine, or empty if it has no name."""
 
     owner: bytes
     generation: int
@@ -155,7 +155,7 @@ class LeasePage:
 
     @property
     def died_here(self) -> bool:
-        """Whether a process of this kernel was the owner, for whom a free flock is the end."""
+        """Return whether this kernel ran the owner, so that a free flock means its end."""
         return not self.in_group and self.boot == boot_id()
 
     def __str__(self) -> str:
@@ -184,30 +184,30 @@ class LeasePage:
 
     @staticmethod
     def damaged(page: bytes) -> LeasePage:
-        """Return what stands for a page that is not intact: it names an owner that nobody is.
+        """Return a stand-in for a page that is not intact, with an owner that no process has.
 
-        An owner that lives writes the page again soon.
+        A live owner writes the page again soon.
         """
         owner = hashlib.sha256(page).digest()[:OWNER_BYTES]
         return LeasePage(owner, 0, 0, 0, 0, "an unknown host", 0, "")
 
 
 class PageIo(Protocol):
-    """Reads and writes one page; a test's may be late."""
+    """Reads and writes one page; a test's implementation may be slow."""
 
     def read(self) -> bytes:
-        """Return the page; empty: there is none. Raises OSError."""
+        """Return the page, empty if there is none. Raises OSError."""
 
     def write(self, page: bytes) -> None:
-        """Return when the page is durable. Raises OSError."""
+        """Write the page, and return when it is durable. Raises OSError."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """A page that is the start of a file. Reads and writes bypass this kernel's page cache.
+    """A page at the start of a file. Reads and writes bypass this kernel's page cache.
 
-    file: the only one that is read and written, because another file system, with another owner,
-    may be mounted at the path by now; None: whichever is there.
+    `file` is the only file that is read and written, because another file system, with another
+    owner, may be mounted at the path by now. None means whichever is there.
     """
 
     path: Path
@@ -252,7 +252,7 @@ class PageFile:
 
 
 def read_lease(io: PageIo) -> LeasePage | None:
-    """Return the page; None: nobody has ever claimed the region. OSError: it cannot be read."""
+    """Return the page, or None if the region was never claimed. OSError: it cannot be read."""
     for _ in range(_READS):
         raw = io.read()
         if not any(raw):
@@ -287,8 +287,8 @@ class Takeover:
     """Decides whether owners on other hosts are dead, without comparing two hosts' clocks.
 
     Two hosts' clocks may be hours apart, so no time in a page proves a death. A live owner changes
-    its page all the time: one that has not changed for `takeover_s` on this process's own clock
-    names a dead owner.
+    its page all the time. A page that has not changed for `takeover_s`, on this process's own
+    clock, names a dead owner.
     """
 
     takeover_s: float = TAKEOVER_S
@@ -304,13 +304,13 @@ class Takeover:
         return seen
 
     def unchanged_s(self, path: Path, page: Hashable) -> float:
-        """Take in what was just read from `path`; return how long it has been seen unchanged."""
+        """Record what was just read from `path`; return how long it has been seen unchanged."""
         return self.clock() - self._watch(path, page).since_s
 
     def is_dead(self, path: Path, page: Hashable) -> bool:
-        """Return whether the owner is dead whose page was just read from `path`.
+        """Return whether the owner in the page just read from `path` is dead.
 
-        UnsettledError: it is not known yet.
+        Raises UnsettledError if that is not known yet.
         """
         if self.unchanged_s(path, page) >= self.takeover_s:
             return True
@@ -325,7 +325,7 @@ class Takeover:
         raise UnsettledError
 
     def settled(self, ask: Callable[[], _T]) -> _T:
-        """Call `ask` until it returns: `takeover_s` at most for all pages watched before."""
+        """Call `ask` until it returns: at most `takeover_s` for all pages watched before."""
         while True:
             try:
                 return ask()
@@ -335,7 +335,7 @@ class Takeover:
     def look(self, directory: Path) -> OwnerState:
         """Return the state of a region's owner, as far as this object has seen.
 
-        Writes nothing. OSError: the page, or the lock, cannot be read.
+        Writes nothing. Raises OSError if the page, or the lock, cannot be read.
         """
         path = lease_of(directory).path
         page = read_lease(lease_of(directory))
@@ -345,7 +345,7 @@ class Takeover:
         unchanged_s = self.clock() - seen.since_s
         if not page.in_group and not seen.died_here:
             # A probe could keep a server that starts at this moment out of its directory, so it is
-            # not repeated for an owner that is dead.
+            # not repeated for a dead owner.
             if is_locked(directory):
                 return OwnerState("live", page, unchanged_s)
             seen.died_here = page.died_here
@@ -354,12 +354,12 @@ class Takeover:
         return OwnerState("live" if seen.has_beaten else "silent", page, unchanged_s)
 
     def watch(self, directories: Iterable[Path]) -> None:
-        """Watch these regions from now on: many together cost one wait."""
+        """Watch these regions from now on, so that many together cost only one wait."""
         for directory in directories:
             self.look(directory)
 
     def observe(self, directories: Sequence[Path]) -> list[OwnerState]:
-        """Look at these regions until each owner that may live has shown a beat or missed one."""
+        """Watch these regions until each owner that may live has shown a beat or missed one."""
         while True:
             found = [self.look(directory) for directory in directories]
             if not any(one.is_undecided for one in found):
@@ -371,9 +371,9 @@ class Takeover:
 class OwnerState:
     """The owner of a region as this process has seen it.
 
-    kind: "free" (there is none), "live" (its flock, or a beat, was seen), "dead", or "silent" (no
-    beat was seen yet: it is dead if that goes on). page: None: nobody has ever claimed the region.
-    unchanged_s: by this process's own clock, how long the page was seen unchanged.
+    `kind` is "free" (there is none), "live" (its flock, or a beat, was seen), "dead", or "silent"
+    (no beat was seen yet: it is dead if that continues). `page` is None if the region was never
+    claimed. `unchanged_s` is, by this process's own clock, how long the page was seen unchanged.
     """
 
     kind: str
@@ -386,7 +386,7 @@ class OwnerState:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether the owner has neither shown a beat nor missed one."""
+        """Return whether the owner has neither shown a beat nor missed one."""
         if self.kind != "silent":
             return False
         assert self.page is not None
@@ -407,9 +407,9 @@ class OwnerState:
 
 
 class Permit:
-    """The word of one region: the time by `boot_ns` before which a write may start; 0: never.
+    """The word of one region: the time by `boot_ns` before which a write may start; 0 for never.
 
-    is_limited: False where the region is no group's: writes may start until the lease is lost.
+    `is_limited` is False if the region is no group's: writes may start until the lease is lost.
     """
 
     def __init__(self, word: ctypes.c_uint64, *, is_limited: bool = True) -> None:
@@ -418,7 +418,7 @@ class Permit:
 
     @property
     def address(self) -> int:
-        """Return the address of the word, for the I/O engine, or 0 if it need not look."""
+        """Return the address of the word for the I/O engine, or 0 if it need not check."""
         return ctypes.addressof(self._word) if self.is_limited else 0
 
     @property
@@ -434,14 +434,14 @@ class Permit:
         return not self._word.value
 
     def grant(self, until_ns: int) -> None:
-        """Let writes start before that time. Only a claim revives a permit that is lost."""
+        """Let writes start before that time. Only a claim revives a lost permit."""
         self._word.value = until_ns
 
     def lose(self) -> None:
         self._word.value = 0
 
     def wait(self, wanted: Callable[[], bool]) -> bool:
-        """Wait until writes may start; False: never, or not before it was not `wanted` any more."""
+        """Wait until writes may start; False if they never may or are no longer `wanted`."""
         while wanted() and not self.is_lost:
             if self.is_open:
                 return True
@@ -449,31 +449,31 @@ class Permit:
         return False
 
 
-#: Nothing wakes what waits for a permit.
+#: Waiting for a permit must poll.
 PERMIT_POLL_S = 0.01
 
 
-#: An engine's thread that hangs may look at a limited permit after the pool was closed.
+#: A hanging engine's thread may read a limited permit after the pool was closed.
 _MAPPED: list[mmap.mmap] = []
 
 
 class Permits:
-    """Memory for the permits of a process's regions, which its keeper maps too."""
+    """The memory for the permits of a process's regions, which its keeper maps too."""
 
     def __init__(self, fd: int) -> None:
-        """fd: of the memory."""
+        """Map the memory of `fd`."""
         self.fd = fd
         self._memory = mmap.mmap(fd, os.fstat(fd).st_size)
 
     @classmethod
     def new(cls, count: int) -> Permits:
-        """Make memory for so many permits, all lost."""
+        """Make memory for this many permits, all lost."""
         fd = os.memfd_create("nvmeof-permits")
         os.truncate(fd, count * _WORD_BYTES)
         return cls(fd)
 
     def close(self) -> None:
-        """Give up the descriptor; the memory stays as long as its permits."""
+        """Close the descriptor; the memory stays as long as its permits."""
         os.close(self.fd)
 
     def word(self, number: int, *, is_limited: bool = True) -> Permit:
@@ -488,11 +488,11 @@ class Permits:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A claim to a region, and then its lease. clock: as `boot_ns`.
+    """A claim to a region, and then its lease. `clock` is as `boot_ns`.
 
-    page: what the claim wrote; whoever knows the region's epoch sets it there. previous: the page
-    that was found, which names the last owner; None: there was none. path: of the page. number: of
-    its permit.
+    `page` is what the claim wrote; code that knows the region's epoch sets it there. `previous` is
+    the page that was found, which names the last owner, or None. `path` is the page's. `number` is
+    that of its permit.
     """
 
     io: PageIo
@@ -516,10 +516,9 @@ class Lease:
         clock: Callable[[], int] = boot_ns,
         engine: str = "",
     ) -> Lease:
-        """Write our name. previous: the page as it was just read, whose owner is dead or gone.
-
-        Nothing is ours before `is_ours`. OSError: the page cannot be written.
-        """
+        """Write our name. `previous` is the page as it was just read, of an owner that is dead or
+        gone. The region is not ours before `is_ours`. Raises OSError if the page cannot be
+        written."""
         page = LeasePage(
             owner=secrets.token_bytes(OWNER_BYTES),
             generation=1 + (previous.generation if previous is not None else 0),
@@ -551,20 +550,20 @@ class Lease:
         return self
 
     def has_epoch(self, epoch: int) -> None:
-        """Name the region's epoch in the page from the next renewal on."""
+        """State the region's epoch in the page from the next renewal on."""
         self.page = replace(self.page, epoch=epoch)
 
     @property
     def settles_ns(self) -> int:
-        """The time from which the page shows whether the region is ours."""
+        """Return the time from which the page shows whether the region is ours."""
         if not self.leasing.in_group:
             return self._written_ns  # the flock keeps others out
         return self._written_ns + max(round(1e9 * self.leasing.settle_s), 2 * self._took_ns)
 
     def is_ours(self) -> bool:
-        """Read the page back, after `settles_ns`; if it is ours, writes may start.
+        """Read the page back, after `settles_ns`. If it is ours, writes may start.
 
-        OSError: it cannot be read.
+        Raises OSError if it cannot be read.
         """
         begun_ns = self.clock()
         assert begun_ns >= self.settles_ns
@@ -576,14 +575,14 @@ class Lease:
 
     @property
     def was_of_another(self) -> bool:
-        """Whether another server of the group had the region: what it stored is not adopted."""
+        """Return whether another server of the group had the region: its chunks are not adopted."""
         previous = self.previous if self.leasing.in_group else None
         return previous is not None and previous.name != self.page.name
 
     def release(self, file: FileId | None = None) -> None:
-        """Leave the page without an owner, so that the next one need not wait; writes have ended.
+        """Leave the page without an owner, so that the next one need not wait. Writes have ended.
 
-        file: as in `PageFile`. An error is only logged: the next start takes the region over.
+        `file` is as in `PageFile`. An error is only logged: the next start takes the region over.
         """
         self.permit.lose()
         io = self.io if file is None else PageFile(self.path, file)
@@ -593,7 +592,7 @@ class Lease:
                 io.write(replace(found, owner=NOBODY, epoch=self.page.epoch).encode())
         except OSError as error:
             reason = errno.errorcode.get(error.errno or 0, error)
-            # A target that does not answer: nothing is lost.
+            # The target does not answer: nothing is lost.
             logger.info(
                 "lease %s is left as it is (%s): the next start takes it over", self.path, reason
             )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lock of one rank directory: an flock on its empty file `lock`.
 
-On one kernel the flock decides who may write the directory. It ends with its process, SIGKILL
-included, so a file that a dead process has left behind keeps nobody out. Other hosts may not see
-it: for them, and to name its owner, the directory has a lease (`lease`).
+On one kernel the flock decides which process may write the directory. It ends with its process,
+SIGKILL included, so a file left behind by a dead process locks no other out. Other hosts may not
+see it: for them, and to name its owner, the directory has a lease (`lease`).
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import NamedTuple
 from vllm_nvmeof_offload.pool.folder import open_private
 from vllm_nvmeof_offload.pool.format import LEASE_FILE, LOCK_FILE
 
-#: How long a start waits for a killed process that is still blocked in the kernel.
+#: The time that a start waits for a killed process that is still blocked in the kernel.
 ENDING_WAIT_S_MAX = 30.0
 _SIGKILL_BIT = 1 << 8
 
 
 class FileId(NamedTuple):
-    """One file; another file may have the same path by now."""
+    """The identity of a file; another file may have the same path by now."""
 
     device: int
     inode: int
 
 
 def try_flock(fd: int, operation: int) -> bool:
-    """Lock `fd` (LOCK_EX or LOCK_SH); False if another process holds it."""
+    """Lock `fd` (LOCK_EX or LOCK_SH). Returns False if another process holds the lock."""
     try:
         fcntl.flock(fd, operation | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -44,7 +44,7 @@ def try_flock(fd: int, operation: int) -> bool:
 class DirectoryLock:
     """A directory's lock file, open and locked. `claim` makes one; `release` or `abandon` ends it.
 
-    lease: the directory's lease file, as it was found then.
+    `lease` is the directory's lease file, as found then.
     """
 
     fd: int
@@ -53,11 +53,9 @@ class DirectoryLock:
 
     @classmethod
     def claim(cls, directory: Path, *, despite_flock: bool = False) -> DirectoryLock | None:
-        """Lock the directory; None if another process has. Makes the lock and the lease file.
-
-        despite_flock: another process's flock does not matter, because the lease has shown that it
-        no longer owns the region. OSError: a file cannot be opened.
-        """
+        """Lock the directory. Returns None if another process has. Makes the lock and the lease
+        file. `despite_flock`: another process's flock does not matter, because the lease has shown
+        that it no longer owns the region. Raises OSError if a file cannot be opened."""
         path = directory / LOCK_FILE
         fd = open_private(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -77,16 +75,16 @@ class DirectoryLock:
             raise
 
     def abandon(self) -> None:
-        """Close a file whose target is gone."""
+        """Close a file of a lost target."""
         fd, self.fd = self.fd, -1
-        with contextlib.suppress(OSError):  # a dead network mount; the descriptor goes anyway
+        with contextlib.suppress(OSError):  # a dead network mount; the descriptor is closed anyway
             os.close(fd)
 
     def release(self) -> None:
         """Unlock. An error does not matter: the flock ends with this process."""
         if self.fd >= 0:
             with contextlib.suppress(OSError):
-                # A prober that is just being started, or ending, has the descriptor too.
+                # A prober that is just starting or ending has the descriptor too.
                 fcntl.flock(self.fd, fcntl.LOCK_UN)
             self.abandon()
 
@@ -98,7 +96,7 @@ def is_locked(directory: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        # Shared, and released at once. A server that starts in these microseconds would see the
+        # A shared lock, released at once. A server that starts in these microseconds would see the
         # directory as taken.
         if not try_flock(fd, fcntl.LOCK_SH):
             return True
@@ -112,10 +110,10 @@ def is_ending(pid: int, proc: Path = Path("/proc")) -> bool:
     """Return whether process `pid` exists, but was killed or has lost its first thread.
 
     In a container `pid` may be the number of another process than was meant; then a claim waits
-    once, and goes on.
+    once, and continues.
     """
     try:
-        # The name of a process may be any bytes.
+        # The name of a process may have any bytes.
         status = (proc / str(pid) / "status").read_text(encoding="ascii", errors="replace")
     except OSError:
         return False

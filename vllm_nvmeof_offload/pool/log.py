@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log of a region: the newest changes of its table, for those who follow it.
+"""The log of a region: the newest changes of its table, for followers.
 
 A ring of 4 KiB pages in the file `log`. Page s, counted since the region was made, is at position
-`s % pages` and replaces the page of the lap before; its number is never reused. The page under way
+`s % pages` and replaces the previous lap's page; its number is never reused. The current page
 is written again as it fills. A page's header, little endian::
 
     0   u32 magic                   24  u32 epoch of the last record
@@ -18,17 +18,17 @@ Then 63 records of 64 bytes::
     16  u32 slot in the region      23  u8  key length
     20  u8  flags, as in the table  24  40s offload key, zero padded
 
-PUT (1): the table's entry of `slot` was written; it is also the deletion of what the slot had. A
-key that is longer than 40 bytes is left out, and its reader has to scan the table. RESET (3): the
-superblock that names `epoch` was written. HINT (4): chunks of another region were borrowed; slot
-and generation are of that region, and the key is its uuid (16s) and how often (u32). 2 is reserved.
+PUT (1): the table's entry of `slot` was written, which also deletes the slot's former entry. A key
+of more than 40 bytes is omitted, and the reader must scan the table. RESET (3): the superblock that
+names `epoch` was written. HINT (4): a chunk of another region was read; slot and generation are the
+chunk's, and the key is that region's uuid (16s) and a count (u32). 2 is reserved.
 
 The engine writes it (native/lanes/log.h).
 
-A record is a hint: it is written after the table's entry, nobody waits for it, and one that is lost
-costs a hit. A writer that may have lost some goes on a lap later, at the same position: whoever
-waits there finds a page that is newer than the one expected, and reads the whole table again. Every
-start of a server does so, because the last page may be torn.
+A record is a hint, written after the table's entry. Nothing waits for it, and a lost one
+costs a hit. A writer that may have lost some continues a lap later, at the same position: a reader
+that waits there finds a newer page than expected, and reads the whole table again. Every start of a
+server does so, because the last page may be torn.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from vllm_nvmeof_offload.units import PAGE_BYTES
 LOG_MAGIC = 0x474C564E
 RECORDS_PER_PAGE = 63
 LOG_KEY_BYTES_MAX = 40
-#: 64,512 records: at 6,000 writes per second, a follower may be late by ten seconds.
+#: At 6,000 writes per second, these 64,512 records let a follower be late by ten seconds.
 LOG_PAGES_MAX = 1024
-#: A log takes at most this part of a pool on a target. One that would be shorter than
-#: `LOG_PAGES_MIN` is left out: the table of such a pool is as quickly read.
+#: A log takes at most this part of a pool on a target. A log shorter than `LOG_PAGES_MIN` is
+#: omitted: such a pool's table can be read as quickly.
 LOG_PART, LOG_PAGES_MIN = 1 / 64, 16
 
 _HEAD = struct.Struct("<IIQQI")
@@ -61,13 +61,13 @@ _POSITION = struct.Struct("<QI")
 _RECORD = struct.Struct(f"<IQIBBBB{LOG_KEY_BYTES_MAX}s")
 _RECORD_BYTES = _CRC.size + _RECORD.size
 _HEAD_BYTES = 64
-#: Pages that are read at a time while the newest one is looked for.
+#: The number of pages read at a time while searching for the newest one.
 _PAGES_AT_ONCE = 256
 assert _HEAD_BYTES + RECORDS_PER_PAGE * _RECORD_BYTES == PAGE_BYTES
 
 
 class Kind(enum.IntEnum):
-    """What a record says."""
+    """The kind of a record."""
 
     PUT = 1
     RESET = 3
@@ -76,7 +76,7 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class LogRecord:
-    """One record. key_bytes: of the whole key."""
+    """A record. `key_bytes` is the length of the whole key."""
 
     kind: Kind
     epoch: int
@@ -89,7 +89,7 @@ class LogRecord:
 
     @staticmethod
     def decode(raw: bytes, sequence: int, index: int) -> LogRecord | None:
-        """Parse the record at this position; None: it is not intact, or of another position."""
+        """Parse the record at this position; None if it is not intact, or of another one."""
         (crc,), body = _CRC.unpack_from(raw), raw[_CRC.size :]
         if crc != _crc_of(sequence, index, body):
             return None
@@ -105,7 +105,7 @@ def _crc_of(sequence: int, index: int, body: bytes) -> int:
 
 
 class LogHead(NamedTuple):
-    """The header of a page. records: their number."""
+    """The header of a page, with the number of its records."""
 
     sequence: int
     records: int
@@ -114,7 +114,7 @@ class LogHead(NamedTuple):
 
     @staticmethod
     def decode(page: bytes | memoryview) -> LogHead | None:
-        """Parse the header of a page (at least 64 bytes); None: it is not intact."""
+        """Parse the header of a page (at least 64 bytes). Returns None if it is not intact."""
         body = bytes(page[: _HEAD.size])
         magic, count, sequence, lease_generation, epoch = _HEAD.unpack(body)
         intact = magic == LOG_MAGIC and _CRC.unpack_from(page, _HEAD.size)[0] == crc32c(body)
@@ -124,7 +124,7 @@ class LogHead(NamedTuple):
 
 
 def decode_page(page: bytes) -> tuple[LogHead, list[LogRecord | None]] | None:
-    """Return the head and records of a page (None: a record that is not intact); None: no page."""
+    """Return the head and records of a page (None for a record that is not intact), or None."""
     head = LogHead.decode(page)
     if head is None:
         return None
@@ -137,7 +137,7 @@ def decode_page(page: bytes) -> tuple[LogHead, list[LogRecord | None]] | None:
 
 
 def _pages(fd: int, pages: int) -> Iterator[tuple[int, bytes]]:
-    """Each page of a log with its position; fewer if the file is shorter."""
+    """Yield each page of a log with its position; fewer if the file is shorter."""
     with mmap.mmap(-1, _PAGES_AT_ONCE * PAGE_BYTES) as raw:  # aligned for O_DIRECT
         for first in range(0, pages, _PAGES_AT_ONCE):
             size = min(_PAGES_AT_ONCE, pages - first) * PAGE_BYTES
@@ -148,7 +148,7 @@ def _pages(fd: int, pages: int) -> Iterator[tuple[int, bytes]]:
 
 
 def newest_head(fd: int, pages: int) -> LogHead | None:
-    """Return the header of the newest page; None: there is none. OSError: it cannot be read."""
+    """Return the header of the newest page, or None. Raises OSError if the log cannot be read."""
     newest: LogHead | None = None
     for position, page in _pages(fd, pages):
         head = LogHead.decode(page)
@@ -159,7 +159,7 @@ def newest_head(fd: int, pages: int) -> LogHead | None:
 
 
 def damaged_pages(fd: int, pages: int) -> int:
-    """Return how many pages were written and are not intact; OSError: as `newest_head`."""
+    """Return how many pages were written but are not intact. OSError: as `newest_head`."""
     return sum(_is_damaged(page) for _, page in _pages(fd, pages))
 
 
@@ -169,7 +169,7 @@ def _is_damaged(page: bytes) -> bool:
 
 
 def next_sequence(fd: int, pages: int) -> int:
-    """Return the page with which a server that starts goes on: a lap behind the one under way."""
+    """Return the page at which a starting server continues: a lap after the current one."""
     newest = newest_head(fd, pages)
     if newest is None:
         return pages
@@ -177,18 +177,18 @@ def next_sequence(fd: int, pages: int) -> int:
 
 
 def log_pages_of(pool_bytes: int) -> int:
-    """Return the pages of the log beside a pool that takes so many bytes on a target."""
+    """Return the pages of the log for a pool of this size on a target."""
     pages = min(int(pool_bytes * LOG_PART) // PAGE_BYTES, LOG_PAGES_MAX)
     return pages if pages >= LOG_PAGES_MIN else 0
 
 
 def with_log(slots_bytes: int) -> int:
-    """Return the least `pool_bytes` on one target that leaves so many bytes beside the log."""
+    """Return the least `pool_bytes` on one target that leaves this many bytes besides the log."""
     return slots_bytes + PAGE_BYTES * log_pages_of(math.ceil(slots_bytes / (1 - LOG_PART)))
 
 
 class LogFile(NamedTuple):
-    """A log to write. pages: 0: there is none. next: the first page. fd: -1: it is away."""
+    """A log to write. `pages`: 0 if there is none. `next`: the first page. `fd`: -1 if lost."""
 
     fd: int
     pages: int
