@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ownership of rank directories `target/keyspace/engine-K/rank-R`: claims of servers, and repairs.
 
-`engine-K` is an *instance*: the ranks of one vLLM engine share it. Each rank claims its own
-directory in a process of its own. Two servers that start at the same time would otherwise each
+`engine-K` is an *instance*, which the ranks of one vLLM engine share. Each rank claims its own
+directory in a separate process. Two servers that start at the same time would otherwise each
 get some ranks' directories of both instances, and adopt nothing. So ranks claim one at a time,
-and their leases name their engine; a rank goes on to the next instance if a rank of another engine
+and their leases name their engine; a rank tries the next instance if a rank of another engine
 lives in this one. The name of a dead engine means nothing.
 
 A flock ends with the last thread of its process, and a thread that waits in the kernel for a slow
 device outlives SIGKILL until the device has answered. A supervisor starts the next server at
-once. That server should find the pool of the killed one, rather than take another instance,
+once. That server should find the killed server's pool, rather than take another instance,
 empty, on a disk that may be full. So a claim waits for a holder that is ending.
 """
 
@@ -63,11 +63,11 @@ from vllm_nvmeof_offload.pool.log import log_pages_of
 from vllm_nvmeof_offload.pool.survey import FACTS_FILE, disk_bytes, find
 from vllm_nvmeof_offload.units import PAGE_BYTES, slot_stride_bytes
 
-#: Instances of one keyspace on one set of targets.
+#: The most instances of one keyspace on one set of targets.
 INSTANCES_MAX = 64
-#: The file system is this host's.
+#: The leasing for a file system of this host.
 LOCAL = Leasing(in_group=False)
-#: A claim waits this long for another claim, and this long for a holder that is ending: its
+#: A claim waits this long for another claim, and as long for a holder that is ending, because its
 #: device may never answer.
 CLAIM_WAIT_S_MAX = 30.0
 
@@ -76,17 +76,17 @@ CLAIM_WAIT_S_MAX = 30.0
 class PoolSpec:
     """The pool to open.
 
-    targets: directories that exist or can be made. pool_bytes: this rank's share over all
-    targets. payload_bytes: of the longest group. groups: whose chunks are stored; empty: one,
-    with the id 0. engine_index: the instance; None: the first free one, of
-    replica r of n: r, r + n, r + 2n, … engine: the same on all ranks of one engine, which share
-    an instance; empty: the rank shares an instance with any rank it finds.
-    o_direct: "on" fails where "auto" falls back to buffered I/O. adopt: False voids what is
-    stored. named: False voids it too, and no superblock names what is written from now on, so
-    that no later start adopts it. leasing: in a group, servers on other hosts use the same file
-    system, so that a region is written under permits, its log bypasses the page cache (where the
-    slab does), and its table is synced every second. log_pages: of the log on each target; None: by
-    the pool's size.
+    `targets` are directories that exist or can be made. `pool_bytes` is this rank's share over all
+    targets. `payload_bytes` is that of the longest group. `groups` are those with chunks that are
+    stored; empty stands for one with the id 0. `engine_index` is the instance; None for the first
+    free one of replica r of n: r, r + n, r + 2n, … `engine` is the same on all ranks of one engine,
+    which share an instance; if empty, the rank shares an instance with any rank it finds.
+    With `o_direct` "on" an error is raised where "auto" falls back to buffered I/O. If `adopt` is
+    False, stored chunks are void. If `named` is False, they are void too, and no superblock names
+    what is written from now on, so that no later start adopts it. `leasing`: in a group, servers on
+    other hosts use the same file system, so that a region is written under permits, its log
+    bypasses the page cache (where the slab does), and its table is synced every second. `log_pages`
+    is the length of the log on each target, or None to derive it from the pool's size.
     """
 
     targets: tuple[Path, ...]
@@ -115,7 +115,7 @@ class PoolSpec:
 
     @property
     def group_table(self) -> tuple[StoredGroup, ...]:
-        """The groups as superblocks list them."""
+        """Return the groups as superblocks list them."""
         size = self.payload_bytes
         one = StoredGroup(0, GroupKind.FULL, size, blocks_per_chunk=1, block_bytes=size)
         return tuple(map(StoredGroup.of, self.groups)) or (one,)
@@ -126,20 +126,21 @@ class PoolSpec:
 
     @property
     def slots_per_target(self) -> int:
-        """The slots that `pool_bytes` buys on each target, with table entries, beside the log."""
+        """Return the slots, with table entries, that `pool_bytes` holds on each target besides the
+        log."""
         left = self.pool_bytes // len(self.targets) - self.log_pages_per_target * PAGE_BYTES
         return left // (self.slot_bytes + ENTRY_BYTES)
 
     @property
     def log_pages_per_target(self) -> int:
-        """The pages of the log on each target; 0: none."""
+        """Return the pages of the log on each target, or 0 if there is none."""
         if self.log_pages is not None:
             return self.log_pages
         return log_pages_of(self.pool_bytes // len(self.targets))
 
 
 class Claim:
-    """Regions that are ours, one per target, in the order of the targets, and their keeper."""
+    """The regions that we own, one per target, in the order of the targets, and their keeper."""
 
     def __init__(self, engine_index: int, regions: Sequence[Region], permits: Permits) -> None:
         self.engine_index = engine_index
@@ -149,18 +150,18 @@ class Claim:
         self._keeper = keep(regions, permits)
 
     def has_epoch(self, epoch: int) -> None:
-        """Name the regions' epoch in their leases."""
+        """State the regions' epoch in their leases."""
         for region in self.regions:
             region.lease.has_epoch(epoch)
 
     @property
     def permits(self) -> tuple[Permit, ...]:
-        """By target, what says whether the region may be written now."""
+        """Return, by target, the permit that states whether the region may be written now."""
         return tuple(region.lease.permit for region in self.regions)
 
     @property
     def lease_generations(self) -> tuple[int, ...]:
-        """By target, the generation of a group's lease; else 0."""
+        """Return, by target, the generation of a group's lease, or else 0."""
         leases = (region.lease for region in self.regions)
         return tuple(one.page.generation if one.leasing.in_group else 0 for one in leases)
 
@@ -176,16 +177,16 @@ class Claim:
 
     @property
     def was_of_another(self) -> bool:
-        """Whether another server of the group had one of the regions last."""
+        """Return whether another server of the group last had one of the regions."""
         return any(region.lease.was_of_another for region in self.regions)
 
     @classmethod
     def make(cls, spec: PoolSpec) -> Claim:
         """Claim instance `spec.engine_index`, or the first one that no other engine holds.
 
-        A killed process that still holds one while it ends is waited for. PoolLockedError: a live
-        process holds it, here (by index) or on another host. PoolError: a directory cannot be
-        made or locked.
+        Waits for a killed process that still holds one while it ends. Raises PoolLockedError if a
+        live process holds it, here (by index) or on another host, and PoolError if a directory
+        cannot be made or locked.
         """
         spaces = [_make_keyspace(target, spec.keyspace) for target in spec.targets]
         deadline = time.monotonic() + ENDING_WAIT_S_MAX
@@ -199,9 +200,9 @@ class Claim:
                     index, regions = _first_free(spec, spaces, takeover, permits, waits=waits)
                 if _have_settled(regions):
                     return cls(index, regions, permits)
-                # Another one has claimed it at the same time: look for another.
+                # Another server has claimed it at the same time: try the next one.
             except UnsettledError:
-                pass  # other ranks may claim theirs meanwhile
+                pass  # other ranks may claim meanwhile
             except _EndingError as error:
                 if not logged:
                     logger.warning("%s; waiting %.0f s at most", error, ENDING_WAIT_S_MAX)
@@ -211,7 +212,7 @@ class Claim:
             time.sleep(POLL_S)
 
     def release(self, keep_descriptors: bool = False) -> None:
-        """Unlock. keep_descriptors: something hangs in the kernel; the flocks then stay."""
+        """Unlock. If `keep_descriptors`, something hangs in the kernel, and the flocks stay."""
         self._keeper.stop()
         self._permits.close()
         if keep_descriptors:
@@ -229,9 +230,9 @@ def _release(regions: Iterable[Region]) -> None:
 def _first_free(
     spec: PoolSpec, spaces: Sequence[Path], takeover: Takeover, permits: Permits, *, waits: bool
 ) -> tuple[int, list[Region]]:
-    """Return an instance, and our regions in it, whose leases are to settle.
+    """Return an instance, and our regions in it, with leases that must still settle.
 
-    waits: raise `_EndingError` at an instance whose holder is ending; else pass over it.
+    If `waits`, raise `_EndingError` at an instance with a holder that is ending; else skip it.
     """
     for index in _candidates(spec, spaces[0]):
         instances = [space / f"engine-{index}" for space in spaces]
@@ -260,9 +261,9 @@ def _first_free(
 
 
 def busy_error(busy: Path) -> PoolLockedError:
-    """Return the refusal for a region that a live process has. busy: its lock file, or its lease.
+    """Return the error for a region that a live process has. `busy` is its lock file or lease.
 
-    Its age is shown only where this host's clock wrote it.
+    Its age is shown only if this host's clock wrote it.
     """
     io = lease_of(busy.parent)
     page = read_lease(io)
@@ -276,7 +277,7 @@ def busy_error(busy: Path) -> PoolLockedError:
 
 
 def _foreign_error(path: Path, page: LeasePage) -> PoolLockedError:
-    """Return the refusal for a live owner on another host that is in no group with us."""
+    """Return the error for a live owner on another host that is in no group with us."""
     return PoolLockedError(
         f"{path} is held by {page}. Two hosts that mount one xfs or ext4 destroy it: unmount it "
         f"there, or give each host its own target. If that host is gone for good, start again: a "
@@ -286,9 +287,9 @@ def _foreign_error(path: Path, page: LeasePage) -> PoolLockedError:
 
 
 def _have_settled(regions: Sequence[Region]) -> bool:
-    """Wait until the pages show which claim was the last; return whether ours was, in all.
+    """Wait until the pages show which claim was the last; return whether all were ours.
 
-    If not, or if a page cannot be read (OSError), all are given up.
+    If not, or if a page cannot be read (OSError), all claims are given up.
     """
     leases = [region.lease for region in regions]
     are_ours = False
@@ -307,10 +308,10 @@ class _EndingError(Exception):
 
 
 def _candidates(spec: PoolSpec, space: Path) -> Iterable[int]:
-    """Return instances in the order to try: first those where other ranks of the engine are.
+    """Return instances in the order to try: first those with other ranks of the engine.
 
-    In a group: then those that this server had before, those without an owner, and the others, of
-    which the file system has seen the oldest sign of life first.
+    In a group these are followed by the instances that this server had before, those without an
+    owner, and the others, starting with the oldest sign of life in the file system.
     """
     if spec.engine_index is not None:
         return [spec.engine_index]
@@ -338,10 +339,10 @@ def _ranks(instance: Path) -> list[Path]:
 
 
 def _engines_in(instance: Path) -> set[str]:
-    """Return the engines that were the last to claim the regions of an instance."""
+    """Return the engines that last claimed the regions of an instance."""
     found = set()
     for rank in _ranks(instance):
-        with contextlib.suppress(OSError):  # the instance may not be ours to use
+        with contextlib.suppress(OSError):  # the instance may not be usable for us
             page = read_lease(lease_of(rank))
             found |= set() if page is None else {page.engine}
     return found
@@ -364,7 +365,7 @@ def _make_keyspace(target: Path, keyspace: Keyspace) -> Path:
         make_directory(space)
         facts = space / FACTS_FILE
         if not facts.exists():
-            # For people and for `pool ls`; nothing relies on the file.
+            # For display and `pool ls`; nothing relies on the file.
             with (
                 contextlib.suppress(OSError),
                 open(open_private(facts, os.O_WRONLY | os.O_CREAT), "wb") as file,
@@ -380,9 +381,9 @@ def _claim_all(
     permits: Permits,
     engine: str = "",
 ) -> list[Region] | Path:
-    """Claim all of these regions; or none, and return the file that names a live owner.
+    """Claim all of these regions, or none, and then return the file that names a live owner.
 
-    permits: words for the leases, by directory. engine: to be named in them.
+    `permits` has words for the leases, by directory. `engine` is the name for them.
     """
     locks: list[DirectoryLock] = []
     regions: list[Region] = []
@@ -405,22 +406,20 @@ def _claim_all(
 
 
 def _lock(directory: Path, leasing: Leasing, takeover: Takeover) -> DirectoryLock | Path:
-    """Lock a region whose owner is dead or gone (`lease` has the rules); else return the file
-    that names a live owner.
-
-    PoolLockedError: an owner on another host lives that is in no group with us. UnsettledError: it
-    is not known yet whether the owner lives. OSError: a file cannot be opened.
-    """
+    """Lock a region with an owner that is dead or gone (`lease` has the rules); otherwise return
+    the file that names a live owner. Raises PoolLockedError for a live owner on another host that
+    is in no group with us, UnsettledError if it is not known yet whether the owner lives, OSError
+    if a file cannot be opened."""
     io, lock = lease_of(directory), DirectoryLock.claim(directory)
     with contextlib.ExitStack() as undo:
         undo.callback(lock.release if lock is not None else lambda: None)
         page = read_lease(io)
         if lock is None:
-            # A free page is watched, too: whoever has only locked the region may be about to claim
-            # it, or has lost it to one that has ended since.
+            # A free page is watched as well: a process that has only locked the region may be about
+            # to claim it, or may have lost it to one that has ended since.
             if not leasing.in_group or page is None or not takeover.is_dead(io.path, page):
                 return directory / LOCK_FILE
-            # The others who claim now settle by the lease as well.
+            # Other concurrent claims settle by the lease as well.
             lock = DirectoryLock.claim(directory, despite_flock=True)
             assert lock is not None
         elif page is None or page.is_free or page.died_here or takeover.is_dead(io.path, page):
@@ -435,10 +434,10 @@ def _lock(directory: Path, leasing: Leasing, takeover: Takeover) -> DirectoryLoc
 
 @contextlib.contextmanager
 def one_at_a_time(spaces: Sequence[Path]) -> Iterator[None]:
-    """Keep other claims in these keyspaces out meanwhile, with an flock on the directories."""
+    """Exclude other claims in these keyspaces meanwhile, with an flock on the directories."""
     limit_s = time.monotonic() + CLAIM_WAIT_S_MAX
     with contextlib.ExitStack() as stack:
-        # In one order everywhere, or two servers would wait for each other.
+        # In the same order everywhere, or two servers would wait for each other.
         for space in sorted({os.path.realpath(space) for space in spaces}):
             fd = os.open(space, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             stack.callback(os.close, fd)
@@ -454,9 +453,9 @@ def one_at_a_time(spaces: Sequence[Path]) -> Iterator[None]:
 
 
 def _held_by_another(instance: Path, spec: PoolSpec, takeover: Takeover) -> bool:
-    """Return whether ranks of another engine live in `instance`, apart from the one of `spec`.
+    """Return whether ranks of an engine other than `spec`'s live in `instance`.
 
-    PoolLockedError: they live on another host. UnsettledError: it is not known yet.
+    Raises PoolLockedError if they live on another host, UnsettledError if that is not known yet.
     """
     for sibling in _ranks(instance):
         if sibling.name == f"rank-{spec.rank}":
@@ -473,7 +472,7 @@ def _held_by_another(instance: Path, spec: PoolSpec, takeover: Takeover) -> bool
 
 
 def _ending_holder(instances: Sequence[Path]) -> Path | None:
-    """Return a rank directory in held `instances` whose holder is ending; None if there is none.
+    """Return a rank directory in held `instances` with a holder that is ending, or None.
 
     In an instance that is not held, the name that a dead process left behind means nothing.
     """
@@ -488,12 +487,11 @@ def _ending_holder(instances: Sequence[Path]) -> Path | None:
 def hold(directories: Sequence[Path]) -> Iterator[Callable[[], None]]:
     """Hold all of `directories` for a repair, so that no server starts on them.
 
-    Leases are claimed in the name of their last owner, who then still adopts what is there. Call
-    what is yielded before each change: it waits until every lease permits writes, and raises
-    PoolLockedError once another process has one, because this one was stopped for too long.
-
-    PoolLockedError: a live process holds one; it is named. None is held then. PoolError: a lock
-    file cannot be opened or written.
+    Leases are claimed in the name of their last owner, who then still adopts the chunks. Call the
+    function that is yielded before each change: it waits until every lease permits writes, and
+    raises PoolLockedError if another process has one, because this one was stopped for too long.
+    Raises PoolLockedError, naming a live process that holds one; none is held then. Raises
+    PoolError if a lock file cannot be opened or written.
     """
     if not directories:
         yield lambda: None
@@ -517,13 +515,13 @@ def hold(directories: Sequence[Path]) -> Iterator[Callable[[], None]]:
 
 
 def _last_leasing(directory: Path) -> Leasing:
-    """Return how the last owner leased the region."""
+    """Return the way in which the last owner leased the region."""
     page = read_lease(lease_of(directory))
     return LOCAL if page is None or not page.in_group else Leasing(page.name)
 
 
 def give_to_owner(path: Path) -> None:
-    """Let a file that root has created belong to its directory's owner, who must open it."""
+    """Give a file that root has created to its directory's owner, who must be able to open it."""
     if os.geteuid() == 0:
         owner = path.parent.stat()
         with contextlib.suppress(OSError):
@@ -536,15 +534,16 @@ def usable_bytes(targets: Sequence[Path], server: str = "") -> int:
 
 
 def bytes_of_pools(targets: Sequence[Path]) -> int:
-    """Return the bytes of this user's rank directories on `targets`; looks at no other file."""
+    """Return the bytes of this user's rank directories on `targets`, without reading other
+    files."""
     return sum(disk_bytes(one.path) for one in find(filter(Path.is_dir, targets), ours=True))
 
 
 def bytes_of_others(targets: Sequence[Path], server: str = "") -> int:
-    """Return the bytes on `targets` that belong to this user's live engines, but `server`'s.
+    """Return the bytes on `targets` of this user's live engines except `server`'s.
 
-    What another host has held counts: it may live. server: the part of its engines' names before
-    the slash.
+    Directories that another host has held count, because it may live. `server` is the part of its
+    engines' names before the slash.
     """
     takeover, total = Takeover(), 0
     for one in find(filter(Path.is_dir, targets), ours=True):

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's pool: its slabs and tables on all targets, claimed, preallocated and adopted.
 
-Pool slot p is slot `p // target_count` of the region on target `p % target_count`: on disk slots
-have the latter numbers only. All targets have equally many slots; the fullest target decides the
+Pool slot p is slot `p // target_count` of the region on target `p % target_count`: on disk, slots
+only have the latter numbers. All targets have equally many slots; the fullest target decides the
 number.
 
 A reset must become durable on the targets that answer although another target hangs. So each
 superblock is written in the background, one per directory at a time. While that hangs, the newest
 superblock waits for it and replaces one that has waited longer; an older superblock never follows a
-newer one. Nobody waits for that thread: `on_end` reports what became of a superblock.
-It also waits there for the write permit of the region's lease (`lease`).
+newer one. Nothing waits for that thread: `on_end` reports the outcome of a superblock.
+The thread also waits for the write permit of the region's lease (`lease`).
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ from vllm_nvmeof_offload.units import format_bytes
 __all__ = ["Pool", "PoolSpec"]
 
 
-#: Of each target: one writes its superblock, one its log, one closes files, and one is left where a
-#: superblock of the target's last attachment hangs.
+#: The threads per target: one writes its superblock, one its log, one closes files, and one remains
+#: if a superblock of the target's last attachment hangs.
 _BACKGROUND_THREADS = 4
-#: Called once, with OK, CANCELLED or an I/O error; on any thread, the caller's too.
+#: A function called once, with OK, CANCELLED or an I/O error, on any thread, even the caller's.
 OnEnd = Callable[[Outcome], None]
 
 
 @dataclass(eq=False)
 class _SuperblockWriter:
-    """Writes one directory's superblock. busy: a thread writes, or hangs.
+    """Writes one directory's superblock. `busy`: a thread writes, or hangs.
 
-    changed: notified when it is not busy any more.
+    `changed` is notified when it is not busy any more.
     """
 
-    folder: Folder | None  # None: the target is away, and nothing is written
+    folder: Folder | None  # None if the target is lost; nothing is written then
     changed: threading.Condition
-    #: Waits until the region may be written; False: never, or it is not wanted any more.
+    #: A function that waits until the region may be written; False: never, or no longer wanted.
     await_permit: Callable[[Callable[[], bool]], bool]
     background: Background
     busy: bool = False
@@ -79,7 +79,7 @@ class _SuperblockWriter:
             self.background.run(self, self._run)
 
     def withdraw(self) -> None:
-        """Cancel what waits for a thread that hangs."""
+        """Cancel the superblock that waits for a hanging thread."""
         with self.changed:
             waiting, self._next = self._next, None
         if waiting is not None:
@@ -89,7 +89,7 @@ class _SuperblockWriter:
         try:
             while (job := self._take()) is not None:
                 superblock, on_end = job
-                # An exception that is not an OSError is a bug; the write must end even then.
+                # An exception other than OSError is a bug, but the write must end even then.
                 outcome = io_error(errno.EIO)
                 try:
                     if self.await_permit(lambda: self._next is None):
@@ -120,10 +120,10 @@ class _SuperblockWriter:
 
 
 class Pool:
-    """An open pool. Everything but the fd look-ups may block: keep it off the engine's poll.
+    """An open pool. All calls but the fd look-ups may block: keep them off the engine's poll.
 
-    `slab_fd`, `table_fd`, `log_fd`, `place` and `stamp` are for any thread. The rest belongs to one
-    thread at a time: to the one that opened the pool, then to the pipeline's.
+    `slab_fd`, `table_fd`, `log_fd`, `place` and `stamp` are for any thread. The others are for one
+    thread at a time: first the one that opened the pool, then the pipeline's.
     """
 
     def __init__(
@@ -131,46 +131,46 @@ class Pool:
     ) -> None:
         """Use `Pool.open`."""
         if claim.was_of_another:
-            spec = replace(spec, adopt=False)  # whoever takes a region over begins a new epoch
+            spec = replace(spec, adopt=False)  # a takeover begins a new epoch
         prepared = prepare(spec, slabs, claim)
         superblocks, self._adopt_slots = prepared.superblocks, prepared.adopt_slots
         self._claim = claim
         self._slabs = slabs
-        #: By target, what says whether its region may be written now.
+        #: By target, the permit that states whether its region may be written now.
         self.permits = claim.permits
-        #: By target, the superblock that it must have now.
+        #: By target, the superblock that it should have now.
         self.superblocks = superblocks
-        #: Of what is written now to a target that has the newest superblock.
+        #: The stamp of writes to a target that has the newest superblock.
         self.stamp = self._unnamed = prepared.stamp
         self._named = spec.named
         self._on_progress = on_progress
         self.target_count = len(slabs)
-        #: Pool slots over all targets.
+        #: The pool slots on all targets together.
         self.slots = superblocks[0].slots * len(slabs)
-        #: Header page and padded payload.
+        #: The bytes of a header page and padded payload.
         self.slot_bytes = spec.slot_bytes
-        #: Of the longest group.
+        #: The payload bytes of the longest group.
         self.payload_bytes = spec.payload_bytes
-        #: By group id.
+        #: The kinds by group id.
         self.kinds = {group.group_id: group.kind for group in spec.group_table}
         self.engine_index = claim.engine_index
-        #: The server's in its group; empty: it is in none.
+        #: The server's name in its group; empty if it is in none.
         self.lease_name = spec.leasing.name if spec.leasing.in_group else ""
         #: This rank's directories, one per target.
         self.directories = claim.directories
-        #: What runs slower than requested, and the cause, for people.
+        #: What runs slower than requested, and the cause, for display.
         self.fallbacks = choose_direct(spec, slabs)
         for slab in slabs:
             if spec.leasing.in_group and slab.direct:
                 slab.use_direct_log()
-        #: By target: its slab is to be open for O_DIRECT.
+        #: By target, whether its slab is open for O_DIRECT.
         self.is_direct = tuple(slab.direct for slab in slabs)
-        #: True if every slab is (buffers and offsets are then 4 KiB aligned).
+        #: Whether every slab is (buffers and offsets must then be 4 KiB aligned).
         self.direct = all(self.is_direct)
         self._closed = False
         claim.has_epoch(superblocks[0].epoch)
         self._written = threading.Condition()
-        #: By target, where calls run that may hang with it.
+        #: By target, the threads for calls that may hang with it.
         self.background: list[Background] = []
         try:
             for target in range(self.target_count):
@@ -184,8 +184,8 @@ class Pool:
     def open(cls, spec: PoolSpec, on_progress: Progress | None = None) -> Pool:
         """Claim, check and preallocate. `on_progress` is for `adopt`, if it must read headers.
 
-        PoolLockedError: another live owner (named) holds the directory. PoolError: a target
-        cannot be used, or has no space for one slot.
+        Raises PoolLockedError, naming another live owner that holds the directory, and PoolError if
+        a target cannot be used, or has no space for one slot.
         """
         if spec.slots_per_target < 1:
             raise PoolError(
@@ -215,27 +215,27 @@ class Pool:
         return self._slabs[target_of(place)].table_fd, slot_of(place) * ENTRY_BYTES
 
     def files(self, target: int) -> tuple[int, int, int]:
-        """Return the descriptors of the target's slab, table and log; -1: it is away."""
+        """Return the descriptors of the target's slab, table and log, -1 if it is lost."""
         slab = self._slabs[target]
         return slab.fd, slab.table_fd, slab.log_fd
 
     def log(self, target: int) -> LogFile:
-        """Return the target's log, and the page with which a writer that starts now goes on.
+        """Return the target's log, and the page at which a writer that starts now continues.
 
-        Reads all of it. OSError: it cannot be read.
+        Reads all of it. Raises OSError if it cannot be read.
         """
         fd, pages = self._slabs[target].log_fd, self.superblocks[target].log_pages
         lease_generation = self.superblocks[target].lease_generation
         return LogFile(fd, pages, next_sequence(fd, pages) if pages else 0, lease_generation)
 
     def log_fd(self, target: int) -> int:
-        """Return the descriptor of the target's log; -1: it is away."""
+        """Return the descriptor of the target's log, -1 if it is lost."""
         return self._slabs[target].log_fd
 
     def keyspace(self, target: int) -> Folder:
         """Open the keyspace's directory from our region's, not by its path. For any thread.
 
-        OSError: the target is away, or other users can write the directory.
+        Raises OSError if the target is lost, or other users can write the directory.
         """
         folder = self._slabs[target].folder
         if folder is None:
@@ -243,33 +243,33 @@ class Pool:
         return Folder.open(self.directories[target].parents[1], folder.place / "../..")
 
     def slot_place(self, place: int) -> SlotPlace:
-        """Return what the header in this slot of ours must name."""
+        """Return the place that the header in this slot of ours must name."""
         return self.superblocks[target_of(place)].place(slot_of(place))
 
     def kind_of(self, key: bytes) -> GroupKind:
         """Return the kind of the key's group.
 
-        No start adopts a chunk of a group that the pool does not have: any kind will do for it.
+        No start adopts a chunk of a group that is unknown to the pool: any kind will do for it.
         """
         return self.kinds.get(group_id_of(key), GroupKind.FULL)
 
     def adopt(self) -> AdoptedEntries:
-        """Return the chunks that an earlier process stored; call it once, at start.
+        """Return the chunks that an earlier process stored. Call once, at start.
 
-        Empty unless `spec.adopt`. A table that is missing, cut short or damaged is rebuilt
-        from the slots' headers (`on_progress`).
+        Empty unless `spec.adopt`. A table that is missing, truncated or damaged is rebuilt from the
+        slots' headers (`on_progress`).
         """
         return adopt_entries(self._slabs, self._adopt_slots, self.superblocks, self._on_progress)
 
     def begin_reset(self, tag: bytes, named: bool) -> tuple[Stamp, Stamp]:
-        """Draw what voids everything stored so far: a new epoch, which every target's superblock
-        gets together with the next sequence and `tag`. No I/O: `write_superblock` follows for each
-        target.
+        """Draw a new epoch, which voids everything stored so far and which every target's
+        superblock gets together with the next sequence and `tag`. No I/O: `write_superblock`
+        follows for each target.
 
-        Returns the stamps of what is written from now on, where the target has its superblock, and
-        where it has not. A start adopts nothing with the latter's epoch, which no superblock names;
-        nor with the former's, if not `named` or if the pool was opened so. A target that is away
-        gets its superblock before it serves again.
+        Returns the stamps of later writes: for a target that has its superblock, and for one that
+        has not. A start adopts nothing with the latter's epoch, which no superblock names; nor with
+        the former's, if not `named` or if the pool was opened so. A lost target gets its superblock
+        before it serves again.
         """
         epoch = self._new_epoch()
         sequence = 1 + self.superblocks[0].sequence
@@ -282,11 +282,11 @@ class Pool:
         return self.stamp, self._unnamed
 
     def write_superblock(self, target: int, on_end: OnEnd) -> None:
-        """Replace the target's superblock by the newest one, durably. One of all targets is enough
-        for a start to void what was stored before.
+        """Replace the target's superblock by the newest one, durably. One target's suffices for a
+        start to void what was stored before.
 
-        on_end: gets ENODEV if the target is away, and CANCELLED if a newer superblock came while
-        this one waited for one that hangs.
+        `on_end` gets ENODEV if the target is lost, and CANCELLED if a newer superblock replaced
+        this one while it waited for one that hangs.
         """
         if self._slabs[target].is_open:
             self._writers[target].write(self.superblocks[target], on_end)
@@ -308,32 +308,32 @@ class Pool:
             )
 
     def _new_epoch(self, *others: int) -> int:
-        """An epoch that neither superblocks nor writes have, nor is one of `others`."""
+        """Return an epoch that neither superblocks nor writes have, and that is not in `others`."""
         stamps = self.stamp.epoch, self._unnamed.epoch
         return new_epoch({*stamps, *(one.epoch for one in self.superblocks), *others})
 
-    # -- targets that go and come back ------------------------------------------------------
+    # -- targets that are lost and return -------------------------------------------------------
 
     def device(self, target: int) -> int | None:
-        """Return st_dev of the file system that the target is locked on; None: it is away."""
+        """Return st_dev of the file system that the target is locked on, or None if it is lost."""
         lock = self._claim.regions[target].lock
         return None if lock is None else lock.lease.device
 
     def owner(self, target: int) -> bytes:
-        """Return whom the lease of the target's region names."""
+        """Return the owner that the lease of the target's region names."""
         return self._claim.regions[target].lease.page.owner
 
     def exchange(
         self, target: int, slab: Slab | None, lock: DirectoryLock | None
     ) -> Callable[[], None]:
-        """Serve `target` from another slab from now on; not at all if `slab` is None.
+        """Serve `target` from another slab from now on, or not at all if `slab` is None.
 
-        Returns a function that closes the old files. Call it when no operation uses them any
-        more, on a thread that nothing waits for.
+        Returns a function that closes the old files. Call it when no operation uses them any more,
+        on a thread that nothing waits for.
         """
         slab = slab or Slab(self.directories[target], (-1, -1, -1, -1))
-        # A thread that hangs in the old files is left behind, without what waits for it: the prober
-        # brings the new files up to date.
+        # A thread that hangs in the old files is left behind, but without the superblock that waits
+        # for it: the prober updates the new files.
         self._writers[target].withdraw()
         old_slab, self._slabs[target] = self._slabs[target], slab
         self._writers[target] = self._superblock_writer(target)
@@ -350,9 +350,9 @@ class Pool:
     def close(self, abandon: bool = False) -> None:
         """Close the files and give up the claim.
 
-        abandon: an engine's thread still hangs in the kernel; keep every descriptor, so that
-        their numbers are not given to other files; the process's end closes them. A superblock's
-        write that hangs has the same effect, because no other owner must come between.
+        `abandon`: an engine's thread still hangs in the kernel; keep every descriptor, so that
+        their numbers are not given to other files, until the process ends. A hanging superblock
+        write has the same effect, because no other owner must take over meanwhile.
         """
         if self._closed:
             return

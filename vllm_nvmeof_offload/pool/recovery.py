@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start of a pool: prepares the claimed directories and adopts an earlier process's chunks.
+"""Starts a pool: prepares the claimed directories and adopts an earlier process's chunks.
 
-Preparation decides what to keep, how much space there is and which epoch begins. A directory that
+Preparation decides what to keep, how much space to use and which epoch begins. A directory that
 starts empty loses its superblock first, and gets a new one last, so that a crash in between
-leaves either the old pool or an empty directory. Kept is the epoch of the superblock with the
-highest sequence, over the targets, if it has this start's share tag; else a new epoch begins.
+leaves either the old pool or an empty directory. The epoch is that of the superblock with the
+highest sequence on any target, if it has this start's share tag; else a new epoch begins.
 
-Adoption reads the table first (64 bytes per slot). Entries that are damaged or cut off are
+Adoption reads the table first (64 bytes per slot). Damaged or truncated entries are
 recovered from the slots' header pages, one 4 KiB read each, and written back.
 """
 
@@ -56,7 +56,7 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.units import HEADER_BYTES, format_bytes
 
-#: Called with (header pages read, header pages to read) while a table is rebuilt.
+#: A function called with (header pages read, header pages to read) while a table is rebuilt.
 Progress = Callable[[int, int], None]
 
 _SCAN_THREADS = 16
@@ -66,7 +66,7 @@ _READ_BYTES = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Intact entries of one target, by rows. keys: of one length, each an opaque value."""
+    """The intact entries of one target, by rows. `keys` have one length, each an opaque value."""
 
     places: npt.NDArray[np.int64]
     generations: npt.NDArray[np.uint64]
@@ -81,9 +81,9 @@ def adopt_entries(
 ) -> AdoptedEntries:
     """Return the chunks that can be looked up again, in ascending order of places.
 
-    counts: by target, the slots that an earlier process can have written and that still exist.
-    superblocks: by target. Skipped: entries of another epoch or of a group that is not in the
-    superblock, and ones that cannot be recovered. A key may be in several places.
+    `counts` has, by target, the slots that an earlier process can have written and that still
+    exist. `superblocks` is by target. Skipped are entries of another epoch or of a group that is
+    not in the superblock, and unrecoverable ones. A key may be in several places.
     """
     parts: list[_Found] = []
     for slab, count, superblock in zip(slabs, counts, superblocks, strict=True):
@@ -116,8 +116,8 @@ def read_table(fd: int, slots: int) -> npt.NDArray[np.uint8]:
 
 
 def _intact(table: DecodedTable, superblock: Superblock) -> _Found:
-    """The table's entries that are adopted."""
-    # Copies of a whole column only where they are needed: a pool has millions of entries.
+    """Return the table's entries to adopt."""
+    # Copy a whole column only if needed, because a pool has millions of entries.
     adopted = table.valid & (table.epochs == superblock.epoch)
     length = _common(table.key_bytes[adopted])
     adopted &= table.key_bytes == length
@@ -139,7 +139,7 @@ def _group_ids(keys: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint32]:
 
 
 def has_known_group(keys: npt.NDArray[np.uint8], superblock: Superblock) -> npt.NDArray[np.bool_]:
-    """Return bool[n]: the group of `keys` (uint8[n, length]) is in the superblock."""
+    """Return bool[n]: whether each key's group is in the superblock. `keys` is uint8[n, length]."""
     ids = [group.group_id for group in superblock.groups]
     known: npt.NDArray[np.bool_] = np.isin(_group_ids(keys), np.array(ids, np.uint32))
     return known
@@ -151,10 +151,10 @@ def _members(
     flags: npt.NDArray[np.uint8],
     superblock: Superblock,
 ) -> npt.NDArray[np.int64] | None:
-    """Return int64[n]: the member that the place of each of these rows names: this rank, if it has
-    a single copy; None: none has. keys: uint8[rows, length]. flags: uint8[rows].
+    """Return int64[n], the member that the place of each of these rows names: this rank if it has a
+    single copy, or -1 for a single copy of a group of which each rank now has separate copies.
 
-    -1: a single copy of a group of which each rank now has copies of its own.
+    Returns None if no row has a member. `keys` is uint8[rows, length], `flags` is uint8[rows].
     """
     single = np.flatnonzero(flags[rows] & FLAG_SINGLE_COPY)
     if not single.size:
@@ -171,14 +171,14 @@ def _members(
 def _places(
     superblock: Superblock, slots: npt.NDArray[np.int64], members: npt.NDArray[np.int64] | None
 ) -> npt.NDArray[np.int64]:
-    """The places of these slots; members: see `_members`."""
+    """Return the places of these slots. `members` is as from `_members`."""
     if members is None:
         return place_of(superblock.target_index, 0) | slots
     return places_of(superblock.target_index, slots, members)
 
 
 def _recovered(superblock: Superblock, found: Sequence[tuple[int, SlotHeader]]) -> _Found:
-    """found: slots of this target, with what they hold."""
+    """Return the entries of `found`, slots of this target with their contents."""
     length = _common(np.array([len(header.identity.key) for _, header in found], np.uint8))
     same = [(slot, header) for slot, header in found if len(header.identity.key) == length]
     keys = np.array([header.identity.key for _, header in same], f"V{length}")
@@ -195,7 +195,7 @@ def _recovered(superblock: Superblock, found: Sequence[tuple[int, SlotHeader]]) 
 
 
 def _common(lengths: npt.NDArray[np.uint8]) -> int:
-    """The length of keys that most have: a keyspace has only one."""
+    """Return the length that most keys have: a keyspace has only one."""
     return int(np.bincount(lengths).argmax()) if len(lengths) else KEY_BYTES_MAX
 
 
@@ -217,9 +217,9 @@ def _recover(
     superblock: Superblock,
     on_progress: Progress | None,
 ) -> list[tuple[int, SlotHeader]]:
-    """Read the header pages of the slots `indices`; repair the table as well.
+    """Read the header pages of the slots `indices`, and repair the table as well.
 
-    Returns the slots whose chunks are adopted.
+    Returns the slots with chunks to adopt.
     """
     found: list[tuple[int, SlotHeader]] = []
     done = 0
@@ -271,28 +271,28 @@ def scan_headers(
 def written_slots(
     fd: int, indices: npt.NDArray[np.int64], slot_bytes: int
 ) -> npt.NDArray[np.int64]:
-    """Drop slots that were never written, as the file system's holes show without any read."""
+    """Drop slots that were never written, as the file system's holes show without a read."""
     size = os.fstat(fd).st_size
-    bounds: list[int] = []  # first and end slot of each stretch of data, ascending
+    bounds: list[int] = []  # first and end slot of each data segment, ascending
     position = 0
     while position < size:
         try:
             start = os.lseek(fd, position, os.SEEK_DATA)
             position = os.lseek(fd, start, os.SEEK_HOLE)
         except OSError as error:
-            if error.errno == errno.ENXIO:  # only a hole is left
+            if error.errno == errno.ENXIO:  # only a hole remains
                 break
             return indices
         first = max(start // slot_bytes, bounds[-1] if bounds else 0)
         bounds += [first, max(first, -(-position // slot_bytes))]
-    # Inside a stretch an odd number of bounds lies at or below the index.
+    # Inside a data segment an odd number of bounds lies at or below the index.
     below = np.searchsorted(np.array(bounds, np.int64), indices, side="right")
     kept: npt.NDArray[np.int64] = indices[below % 2 == 1]
     return kept
 
 
 def new_epoch(used: Container[int]) -> int:
-    """Draw an epoch that is not in `used`. Nothing else names an epoch that no start can know."""
+    """Return a random epoch not in `used`: no start can know all epochs that were used."""
     while True:
         epoch = 1 + secrets.randbelow(EPOCH_MAX)
         if epoch not in used:
@@ -301,8 +301,8 @@ def new_epoch(used: Container[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """superblocks: by target, as they are on disk. adopt_slots: by target, the slots that may hold
-    chunks of an earlier process. stamp: of what is written from now on."""
+    """The result of `prepare`. `superblocks` are by target, as on disk. `adopt_slots` has, by
+    target, the slots that may hold an earlier process's chunks. `stamp` is that of later writes."""
 
     superblocks: list[Superblock]
     adopt_slots: list[int]
@@ -312,8 +312,8 @@ class Prepared:
 def prepare(spec: PoolSpec, slabs: Sequence[Slab], claim: Claim) -> Prepared:
     """Wipe directories of another pool, reserve space, write the superblocks.
 
-    PoolError: no space for one slot, a pool of an unknown format, or a lease was lost. OSError: a
-    file cannot be read, written or resized.
+    Raises PoolError if there is no space for one slot, a pool has an unknown format, or a lease was
+    lost; OSError if a file cannot be read, written or resized.
     """
     claim.await_permits()
     kept = _keep_or_wipe(spec, slabs)
@@ -323,7 +323,7 @@ def prepare(spec: PoolSpec, slabs: Sequence[Slab], claim: Claim) -> Prepared:
     tag = share_tag(spec.keyspace.digest) if spec.named else secrets.token_bytes(TAG_BYTES)
     newest = newest_of(living)
     if newest is not None and spec.adopt and newest.tag == tag:
-        # A reset that reached only some of the targets has voided all.
+        # A reset that reached only some targets has voided the chunks on all.
         adopt_slots = [min(superblock.slots, count) if superblock else 0 for superblock in kept]
         epoch, sequence = newest.epoch, newest.sequence
     else:
@@ -342,8 +342,8 @@ def prepare(spec: PoolSpec, slabs: Sequence[Slab], claim: Claim) -> Prepared:
     claim.await_permits()  # reserving space may have taken long
     for slab, superblock, found in zip(slabs, superblocks, kept, strict=True):
         if superblock == found:
-            # A full disk has no room for a second superblock. A kill may have kept this one from
-            # becoming durable.
+            # A full disk has no room for a second superblock. A kill may have prevented this one
+            # from becoming durable.
             sync_directory(slab.place)
         else:
             write_superblock(slab.place, superblock)
@@ -352,7 +352,7 @@ def prepare(spec: PoolSpec, slabs: Sequence[Slab], claim: Claim) -> Prepared:
 
 
 def _superblock(spec: PoolSpec, target: int, pool_uuid: bytes, slots: int) -> Superblock:
-    """The shape of the pool on one target, without epoch, tag and sequence."""
+    """Return the shape of the pool on one target, without epoch, tag and sequence."""
     return Superblock(
         uuid=pool_uuid,
         keyspace=spec.keyspace.digest,
@@ -372,12 +372,12 @@ def _superblock(spec: PoolSpec, target: int, pool_uuid: bytes, slots: int) -> Su
 
 
 def _keep_or_wipe(spec: PoolSpec, slabs: Sequence[Slab]) -> list[Superblock | None]:
-    """Wipe every directory whose superblock is not of this pool; return the others'.
+    """Wipe every directory with a superblock of another pool; return the others' superblocks.
 
-    The number of slots may differ (the pool was given more or less space): the slots that both
-    have stay in place. The sizes of sets may differ too: ranks shared copies then, or do now. So
-    may the log's. Any other difference makes it another pool. PoolError: one is of an unknown
-    format; nothing is wiped then.
+    The number of slots may differ (the pool was given more or less space): the slots that both have
+    stay in place. The sizes of sets may differ too, because ranks shared copies then or do now, and
+    so may the log's. Any other difference makes it another pool. Raises PoolError if one has an
+    unknown format; nothing is wiped then.
     """
     pages: list[Superblock | None] = []
     for slab in slabs:
@@ -428,9 +428,9 @@ def _allocate(spec: PoolSpec, slabs: Sequence[Slab]) -> int:
 
 
 def choose_direct(spec: PoolSpec, slabs: Sequence[Slab]) -> tuple[str, ...]:
-    """Open slabs for O_DIRECT where a probe proves it; return the fallbacks, for people.
+    """Open slabs for O_DIRECT if a probe succeeds; return the fallbacks, for display.
 
-    PoolError: it does not work and the specification says "on".
+    Raises PoolError if it does not work and the specification says "on".
     """
     fallbacks: list[str] = []
     for slab in slabs if spec.o_direct != "off" else ():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slab, table and log of one rank directory: opening, file modes, preallocation, O_DIRECT probe.
+"""Slab, table and log of one rank directory: opening, file modes, preallocation, O_DIRECT.
 
 `pool.Pool` decides what the directory should hold.
 """
@@ -43,15 +43,15 @@ class Slab:
         direct: bool = False,
         folder: Folder | None = None,
     ) -> None:
-        """Open all files, creating them; or use `fds`: of slab, buffered slab, table and log.
+        """Open or create all files, or use `fds` of slab, buffered slab, table and log.
 
-        A slab of a target that is away has no files: its `fds` are -1, and it has no folder.
+        The slab of a lost target has no files: its `fds` are -1, and it has no folder.
         """
         self.directory = directory
-        #: Of the directory: whatever is opened from now on is in this one.
+        #: The folder of the directory in which all files are opened from now on.
         self.folder = Folder.open(directory) if fds is None else folder
         self.direct = direct
-        #: Whole entries that the table had when it was opened: fewer than there should be is
+        #: The whole entries that the table had when it was opened. Fewer than there should be is
         #: damage, which preallocation would hide behind zeros.
         self.table_slots_found = 0
         #: `buffered_fd` reads header pages into any memory; `fd` may need aligned memory.
@@ -72,7 +72,7 @@ class Slab:
 
     @property
     def place(self) -> Path:
-        """The directory's files are there."""
+        """Return the path under which the directory's files are."""
         assert self.folder is not None
         return self.folder.place
 
@@ -88,9 +88,9 @@ class Slab:
             os.ftruncate(fd, 0)
 
     def allocate_log(self, pages: int) -> int:
-        """Reserve space for a log; return its pages, 0 if there is no space.
+        """Reserve space for a log. Return its pages, or 0 if there is no space.
 
-        A log of another size is emptied: its pages are not where readers look for them.
+        A log of another size is emptied, because readers would not find its pages.
         """
         size = pages * PAGE_BYTES
         if os.fstat(self.log_fd).st_size != size:
@@ -106,14 +106,14 @@ class Slab:
         return pages
 
     def allocate(self, slots: int, slot_bytes: int) -> int:
-        """Reserve space for `slots` slots, cutting none; return the number that fits, less what a
-        pool leaves free."""
+        """Reserve space for `slots` slots, cutting none. Return the number that fits while the pool
+        leaves enough space free."""
         slab_bytes = os.fstat(self.buffered_fd).st_size
         table_bytes = os.fstat(self.table_fd).st_size
-        # Slots that an earlier process reserved are kept although the disk is full now.
+        # Slots reserved by an earlier process are kept even if the disk is full now.
         present = min(slab_bytes // slot_bytes, table_bytes // ENTRY_BYTES)
         kept = space_bytes(self.directory)[1]
-        # Before the first byte: another service must not find its disk full, not for a moment.
+        # Before the first byte, so that no other service finds its disk full, even for a moment.
         count = min(slots, max(present, self._fitting(slot_bytes, kept)))
         while count > 0:
             try:
@@ -126,7 +126,7 @@ class Slab:
                     raise
                 if count <= present:
                     present = 0  # the file was sparse
-            # Return what the failed reservation took before the free space is read.
+            # Free the space of the failed reservation before reading the free space.
             os.ftruncate(self.buffered_fd, slab_bytes)
             os.ftruncate(self.table_fd, table_bytes)
             fits = self._fitting(slot_bytes, kept)
@@ -134,7 +134,7 @@ class Slab:
         return 0
 
     def _fitting(self, slot_bytes: int, kept: int) -> int:
-        """Return how many slots fit, with those that are there, if `kept` bytes stay free."""
+        """Return how many slots fit, including existing ones, if `kept` bytes stay free."""
         held = os.fstat(self.buffered_fd).st_blocks * 512
         return max(0, held + self._free_bytes() - kept) // (slot_bytes + ENTRY_BYTES)
 
@@ -143,7 +143,7 @@ class Slab:
         return status.f_bavail * status.f_frsize
 
     def cut(self, slots: int, slot_bytes: int) -> None:
-        """Give both files the length of `slots` slots, durably, once all targets' are known."""
+        """Truncate both files to `slots` slots, durably, once all targets' numbers are known."""
         os.ftruncate(self.table_fd, slots * ENTRY_BYTES)
         os.ftruncate(self.buffered_fd, slots * slot_bytes)
         os.fsync(self.table_fd)
@@ -152,7 +152,7 @@ class Slab:
     def use_direct(self) -> None:
         """Open the slab for O_DIRECT, after a probe.
 
-        A full disk has no room for the probe's file; reading the slab's first page decides then.
+        A full disk has no room for the probe's file; then reading the slab's first page decides.
         Raises the errors of `probe_o_direct`.
         """
         try:
@@ -172,7 +172,7 @@ class Slab:
         self.fd, self.direct = fd, True
 
     def use_direct_log(self) -> None:
-        """Open the log for O_DIRECT, where the slab is. OSError: it does not work."""
+        """Open the log for O_DIRECT if the slab is. Raises OSError if that does not work."""
         fd = open_private(self.place / LOG_FILE, os.O_RDWR | os.O_DIRECT)
         os.close(self.log_fd)
         self.log_fd = fd
@@ -204,7 +204,7 @@ def reserve(fd: int, size: int) -> None:
 def probe_o_direct(directory: Path) -> None:
     """Write and read one aligned page with O_DIRECT in `directory`.
 
-    OSError: it does not work there (most often EINVAL). PoolError: it returns other bytes.
+    Raises OSError if that does not work (mostly EINVAL), PoolError if different bytes are returned.
     """
     path = directory / "probe"
     written = os.urandom(PAGE_BYTES)
@@ -226,7 +226,7 @@ def probe_o_direct(directory: Path) -> None:
 
 
 def read_page(fd: int) -> None:
-    """Read a slab's first page, to see whether it can be read; OSError if not."""
+    """Read a slab's first page, to check that it can be read. Raises OSError if not."""
     with mmap.mmap(-1, PAGE_BYTES) as page:
         _expect_page(os.preadv(fd, [page], 0))
 

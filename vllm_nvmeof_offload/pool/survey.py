@@ -43,7 +43,7 @@ _PREFIX_MIN = 4
 
 @dataclass(frozen=True, slots=True, order=True)
 class RankDirectory:
-    """`target/keyspace/engine-K/rank-R`, found by its name only."""
+    """A directory `target/keyspace/engine-K/rank-R`, found only by its name."""
 
     target: Path
     keyspace: str
@@ -56,7 +56,7 @@ class RankDirectory:
 
     @property
     def name(self) -> str:
-        """The path below the target: the same for all parts of one pool."""
+        """Return the path below the target, which is the same for all parts of one pool."""
         return f"{self.keyspace}/engine-{self.engine}/rank-{self.rank}"
 
 
@@ -64,12 +64,12 @@ class RankDirectory:
 class Surveyed:
     """The state of one rank directory on disk.
 
-    superblock: None unless it is intact, and of this place; `problem` is then the
-    reason, else empty. epoch: what another one has is void; the pool's, over all of its parts that
-    were surveyed. tag: the share tag, as for the epoch; empty: unknown. adopts: False if a start
-    with the weights that the keyspace names would adopt nothing. disk_bytes: allocated. last_use_s:
-    Unix time; a running server renews it every few seconds. readers: processes on this machine that
-    have opened the chunks to borrow them; other users' are seen by root only.
+    `superblock` is None unless it is intact and belongs here; `problem` has the reason, else it is
+    empty. `epoch` is the pool's, from all of its surveyed parts: chunks of any other are void.
+    `tag` is the share tag of that epoch, empty if unknown. `adopts` is False if a start with the
+    weights that the keyspace names would adopt nothing. `disk_bytes` are allocated. `last_use_s` is
+    Unix time; a running server renews it every few seconds. `readers` are processes on this machine
+    that have opened the slab to read chunks; only root sees other users'.
     """
 
     directory: RankDirectory
@@ -91,8 +91,8 @@ class Surveyed:
 def find(targets: Iterable[Path], ours: bool = False) -> list[RankDirectory]:
     """Return every rank directory on `targets`, sorted by name. Links are not followed.
 
-    ours: those of other users are left out. PoolError: a target is no directory, or something in
-    it cannot be listed.
+    If `ours`, other users' directories are omitted. Raises PoolError if a target is no directory,
+    or an item in it cannot be listed.
     """
     uid = os.geteuid() if ours else None
     found: list[RankDirectory] = []
@@ -126,8 +126,8 @@ def _folders(parent: Path, pattern: re.Pattern[str], uid: int | None) -> list[Pa
 def select(targets: Sequence[Path], which: str) -> list[RankDirectory]:
     """Return the rank directories that `which` names: a keyspace (or its first digits), or a path.
 
-    A path names one keyspace's, engine's or rank's directory; it need not be on `targets`.
-    PoolError: it names nothing, or more than one keyspace.
+    A path names a keyspace's, engine's or rank's directory; it need not be on `targets`. Raises
+    PoolError if it names nothing, or more than one keyspace.
     """
     if "/" in which or which in (".", ".."):
         return _under(Path(os.path.abspath(which)))
@@ -161,8 +161,7 @@ def _under(path: Path) -> list[RankDirectory]:
 def survey(directories: Sequence[RankDirectory]) -> list[Surveyed]:
     """Survey `directories`; PoolError if one cannot be read.
 
-    Where owners may live on other hosts it takes as long as it takes to see a beat of each, or to
-    miss one.
+    If owners may live on other hosts, this takes as long as each needs to show a beat or miss one.
     """
     try:
         owners = Takeover().observe([directory.path for directory in directories])
@@ -171,7 +170,7 @@ def survey(directories: Sequence[RankDirectory]) -> list[Surveyed]:
             f"cannot read the lease of a region: {error}; run as the user that owns it"
         ) from error
     surveyed = [_survey_one(*one) for one in zip(directories, owners, strict=True)]
-    # A reset that reached only some targets has voided all.
+    # A reset that reached only some targets has voided the chunks on all.
     parts: dict[tuple[str, bytes], list[Superblock]] = {}
     for one in surveyed:
         if one.superblock is not None:
@@ -187,10 +186,10 @@ def survey(directories: Sequence[RankDirectory]) -> list[Surveyed]:
 
 
 def _readers(proc: Path = Path("/proc")) -> dict[tuple[int, int] | None, tuple[int, ...]]:
-    """By device and inode of a slab, the processes that have it open and cannot write it."""
+    """Return, by device and inode of a slab, the processes that have it open only for reading."""
     found: dict[tuple[int, int] | None, set[int]] = {}
     for process in proc.glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # another user's, or it has ended
+        with contextlib.suppress(OSError):  # another user's process, or it has ended
             for fd in (process / "fd").iterdir():
                 slab = _slab_read_by(process, fd)
                 if slab is not None:
@@ -199,7 +198,7 @@ def _readers(proc: Path = Path("/proc")) -> dict[tuple[int, int] | None, tuple[i
 
 
 def _slab_read_by(process: Path, fd: Path) -> tuple[int, int] | None:
-    """Device and inode of the slab that the descriptor is of; None: of none, or to be written."""
+    """Return device and inode of the slab that the descriptor reads, or None if it does not."""
     try:
         if os.path.basename(os.readlink(fd)) != SLAB_FILE:
             return None
@@ -212,7 +211,7 @@ def _slab_read_by(process: Path, fd: Path) -> tuple[int, int] | None:
 
 
 def _file_of(directory: Path) -> tuple[int, int] | None:
-    """Device and inode of a directory's slab."""
+    """Return device and inode of a directory's slab."""
     try:
         status = (directory / SLAB_FILE).stat(follow_symlinks=False)
     except OSError:
@@ -291,13 +290,13 @@ def _last_use(path: Path) -> float | None:
 
 
 def disk_bytes(path: Path, counts: Callable[[str], bool] = lambda _: True) -> int:
-    """Return the bytes allocated to the regular files under `path` whose name `counts`."""
+    """Return the bytes allocated to the regular files under `path` with names that `counts`."""
     total = 0
     for folder, _, names in os.walk(path):
         for name in filter(counts, names):
             try:
                 found = os.lstat(os.path.join(folder, name))
-            except FileNotFoundError:  # a probe, or a superblock being replaced
+            except FileNotFoundError:  # a probe's file, or a superblock being replaced
                 continue
             if stat.S_ISREG(found.st_mode):
                 total += found.st_blocks * 512
@@ -305,7 +304,7 @@ def disk_bytes(path: Path, counts: Callable[[str], bool] = lambda _: True) -> in
 
 
 def read_facts(space: Path) -> dict[str, Any] | None:
-    """Read the facts in a keyspace's directory; None if they are lost or of another digest."""
+    """Read the facts in a keyspace's directory; None if lost or of another digest."""
     try:
         with open(open_private(space / FACTS_FILE, os.O_RDONLY), "rb") as file:
             facts = json.loads(file.read(_FACTS_BYTES_MAX))
@@ -316,5 +315,5 @@ def read_facts(space: Path) -> dict[str, Any] | None:
 
 
 def model_name(space: Path) -> str:
-    """Return the model's name for people, or "?"."""
+    """Return the model's name for display, or "?"."""
     return str((read_facts(space) or {}).get("model", "?"))
