@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words of peers, and the seams to both sides' machines.
+"""The terms of peers, and the interfaces to both sides' machines.
 
-P is the side that loads, D the side that serves. P asks D for a chunk; D reads it into one of its
-*serve slots* and lends that to P; P pulls it into a slot of its own, and proves it there. Whatever
-a peer says decides how soon a chunk comes, never whether it is right.
+P is the loading server, D the helper. P asks D for a chunk; D reads it into one of its *serve
+slots* and lends the slot to P; P pulls the chunk into its own slot, and verifies it there. A peer's
+messages decide how soon a chunk arrives, never whether it is right.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from vllm_nvmeof_offload.errors import Outcome
 from vllm_nvmeof_offload.pool.format import SlotPlace
 from vllm_nvmeof_offload.protocol import SlotIdentity
 
-#: Both say "I live" so often while a read is open, and else.
+#: The intervals at which both send a beat while a read is open, and otherwise.
 BEAT_OPEN_S = 0.05
 BEAT_IDLE_S = 1.0
-#: Reads that are open are made elsewhere when the peer has said nothing for so long, and nothing
-#: more is asked of it until it is heard again.
+#: If a peer has sent nothing for this long, its open reads are made elsewhere, and nothing more is
+#: requested from it until it sends something.
 STALLED_S = 0.5
-#: Who has said nothing for so long is lost.
+#: A peer that has sent nothing for this long is lost.
 SILENT_S = 3.5
 
 
 class SlotMemory(NamedTuple):
-    """Slots of equal size, one after the other. address: of the first one."""
+    """Slots of equal size, one after the other, the first at `address`."""
 
     address: int
     slot_bytes: int
@@ -46,9 +46,8 @@ class SlotMemory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """What two peers must have in common, beside the share tag. secret: the share secret; empty:
-    there is none. replica: which of a server's `replicas` this is; they need not have it in common.
-    """
+    """The facts that two peers must have in common, besides the share tag. `secret` is the share
+    secret, or empty. `replica` is the number among a server's `replicas`, which may differ."""
 
     keyspace: str
     rank: int
@@ -60,16 +59,16 @@ class Common:
 
     @property
     def port_offset(self) -> int:
-        """Of the port at which this rank listens, from the server's `peer_listen`."""
+        """Return the offset of this rank's port from the server's `peer_listen`."""
         return self.replica * self.world_size + self.rank
 
 
 @dataclass(frozen=True, slots=True)
 class PeerRead:
-    """A chunk that P wants: the slot at `place` into the staging slot at `address`.
+    """A chunk that P wants: read the slot at `place` into the staging slot at `address`.
 
-    token: the caller's number. tag: only a chunk with this share tag is accepted. deadline_s: by
-    `time.monotonic`; the peer's try ends then.
+    `token` is the caller's number. Only a chunk with share tag `tag` is accepted. The peer's
+    attempt ends at `deadline_s`, by `time.monotonic`.
     """
 
     token: int
@@ -84,8 +83,8 @@ class PeerRead:
 class PeerEnd(NamedTuple):
     """The outcome of a read.
 
-    released: nothing touches its buffer any more. If not, another end of the same token follows,
-    which says only that.
+    `released`: nothing touches its buffer any more. If False, another end of the same token
+    follows, which reports only the release.
     """
 
     token: int
@@ -94,11 +93,9 @@ class PeerEnd(NamedTuple):
 
 
 class PeerState(NamedTuple):
-    """A peer's lane. credits: reads that it may have at a time. bytes_per_s: 0: not known.
-
-    queued_bytes: what the peer's storage has to read before what we ask for now. lost: how often
-    its session was lost, or it stalled.
-    """
+    """The state of a peer's lane. `credits` is the number of reads that it may have at a time.
+    `bytes_per_s` is 0 if unknown. `queued_bytes` is what the peer's storage must read before our
+    next request. `lost` counts how often its session was lost or stalled."""
 
     usable: bool
     credits: int
@@ -112,7 +109,8 @@ NO_PEER = PeerState(False, 0, 0.0, 0)
 
 @dataclass(frozen=True, slots=True)
 class ServeRead:
-    """A chunk that D reads for P into the serve slot at `address`. token: the server's number."""
+    """A chunk that D reads for P into the serve slot at `address`. `token` is the server's
+    number."""
 
     token: int
     address: int
@@ -126,7 +124,7 @@ class ServeRead:
 class Served(NamedTuple):
     """The end of a `ServeRead`: the storage does not touch its serve slot any more.
 
-    outcome: None: D has not opened the region of its place.
+    `outcome` is None if D has not opened the region of the place.
     """
 
     token: int
@@ -134,23 +132,23 @@ class Served(NamedTuple):
 
 
 class Levels(NamedTuple):
-    """D's storage: what it still has to read, and how fast it reads; 0: not known."""
+    """The state of D's storage: the bytes it must still read, and its rate, or 0 if unknown."""
 
     queued_bytes: int
     bytes_per_s: float
 
 
 class ServePort(Protocol):
-    """D's storage. Only the server's thread calls, and nothing here blocks."""
+    """The interface to D's storage. Only the server's thread calls, and no call blocks."""
 
     def serve(self, reads: Sequence[ServeRead]) -> None:
-        """Read behind D's own demand. Each ends once in `poll`, however late."""
+        """Read after D's own demand. Each read ends once in `poll`, however late."""
 
     def cancel(self, tokens: Sequence[int]) -> None:
-        """They are not wanted any more; they end as all others do."""
+        """Give up these reads. They still end like all others."""
 
     def poll(self) -> list[Served]:
-        """Return what has ended since the last call."""
+        """Return the reads that have ended since the last call."""
 
     def levels(self) -> Levels:
         """Return how busy the storage is now."""

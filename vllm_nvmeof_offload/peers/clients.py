@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P's side: one lane for each peer, and one thread for all of them.
+"""The loading server's side: one lane per peer, and one thread for all.
 
-A read is ASKED, then PULLING where NIXL moves its bytes; then it has its end. A read that is
-cancelled, or whose deadline has passed, has its outcome at once. If D still owes an answer it is
-DROPPED and costs a credit; if its pull has not ended it is a ZOMBIE, whose buffer is released
-later. Nothing waits for a peer: the reads of one that says nothing for half a second end, and it is
-asked for nothing until it is heard again. One that errs, stays silent, or holds a zombie for a
-second, or whose connection ends, as when its process is killed, loses its session, and is greeted
-again soon. What is lost again and again is not asked by the machine (native/machine/peer_judge.h).
+A read is ASKED, then PULLING if NIXL moves its bytes, and then ends. A read that is cancelled or
+past its deadline has its outcome at once. If D still owes an answer, the read is DROPPED and costs
+a credit; if its pull has not ended, it is a ZOMBIE, and its buffer is released later. Nothing waits
+for a peer: if it is silent for half a second, its reads end, and nothing more is requested from it
+until it sends something. A peer loses its session, and is greeted again soon, if it errs, stays
+silent, holds a zombie for a second, or its connection ends, for example because its process was
+killed. The machine gives no reads to a peer that is lost repeatedly (native/machine/peer_judge.h).
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ from vllm_nvmeof_offload.units import slot_stride_bytes
 
 _GREETING_S = 2.0
 _ZOMBIE_S = 1.0
-#: A peer that has not opened a region yet opens it meanwhile.
+#: A peer that has not opened a region yet gets this time to open it.
 _NOT_ATTACHED_S = 0.25
-#: The library keeps a closed socket so long for what is still to be sent.
+#: The time for which the library keeps a closed socket to send pending messages.
 _BYE_MS = 100
 _ENDED = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 LOST = io_error(errno.ENOTCONN)
@@ -98,28 +98,28 @@ class _Reading:
     read: PeerRead
     stage: _Stage = _Stage.ASKED
     pull: Pull | None = None
-    is_timed: bool = False  # its pull says how fast bytes come
+    is_timed: bool = False  # its pull measures the rate
     decided_s: float = 0.0  # when it became a zombie
 
 
 @dataclass(slots=True)
 class ClientCounts:
-    """What has come from all peers, and what has not."""
+    """Counts of what all peers sent, and what they did not."""
 
     pulled: int = 0
     pulled_bytes: int = 0
     failed: collections.Counter[str] = field(default_factory=collections.Counter)
     malformed: int = 0
     lost: int = 0  # sessions
-    other_secret: int = 0  # connections with those who have not the same share secret
+    other_secret: int = 0  # connections with peers that have another share secret
 
 
 class _SessionLostError(Exception):
-    """Ends the session; str: why."""
+    """Ends the session; its text is the reason."""
 
 
 class _OtherSecretError(_SessionLostError):
-    """It ended before a session, as where one side has no share secret, or they differ."""
+    """The connection ended before a session, as if share secrets are missing or differ."""
 
 
 class _Session:
@@ -136,25 +136,25 @@ class _Session:
         self.socket.setsockopt(zmq.LINGER, 0)
         frame_bytes_max = max(MESSAGE_BYTES_MAX, common.slot_bytes) + CURVE_BYTES
         self.socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes_max)
-        self.socket.setsockopt(zmq.RECONNECT_IVL, -1)  # what was sent meanwhile would be lost
+        self.socket.setsockopt(zmq.RECONNECT_IVL, -1)  # messages sent meanwhile would be lost
         self.socket.setsockopt(zmq.IPV6, 1)
         lock(self.socket, common.secret, serves=False)
-        #: Readable once the connection has ended, or nobody listens there.
+        #: Readable once the connection has ended, or if no server listens there.
         self.monitor = self.socket.get_monitor_socket(_ENDED | NOT_PROVEN)
         self.socket.connect(address)
         self.channel = Channel()
         self.is_up = False
         self._cut_off = ""
         self.has_pulled = False  # the first pull makes the connection, which takes milliseconds
-        self.transport: NixlTransport | None = None  # None: chunks come in messages
+        self.transport: NixlTransport | None = None  # None if chunks arrive in messages
         self._listening = listening
         self.told_s = 0.0
-        self.heard_s = self.opened_s = listening.now_s  # by that clock, as the silence is
+        self.heard_s = self.opened_s = listening.now_s  # by the clock that measures silence
         self.is_stalled = False
-        self.broken = ""  # why nothing can be sent
+        self.broken = ""  # the reason why nothing can be sent
         self.credits = self.slots = 0
         self.open: dict[int, _Reading] = {}
-        self.moving: dict[int, _Reading] = {}  # of these, PULLING and ZOMBIE
+        self.moving: dict[int, _Reading] = {}  # the PULLING and ZOMBIE reads
         self.dropped = 0
         self.done: list[int] = []
 
@@ -164,7 +164,7 @@ class _Session:
         self.socket.close(linger_ms)
 
     def why_cut_off(self) -> str:
-        """Empty: it is not."""
+        """Return why the connection was cut off; empty if it was not."""
         while self.monitor.poll(0):
             is_stranger = recv_monitor_message(self.monitor)["event"] & NOT_PROVEN
             self._cut_off = self._cut_off or (STRANGER if is_stranger else "no connection")
@@ -175,14 +175,14 @@ class _Session:
         self.is_stalled = False
 
     def opens(self) -> None:
-        """The first read is asked for: from now on it has to say something often."""
+        """Note that the first read is requested: from now on the peer must send often."""
         self.opened_s = self._listening.now_s
 
     def is_silent(self) -> bool:
         return self._listening.now_s - self.heard_s > (SILENT_S if self.is_up else _GREETING_S)
 
     def stalls(self) -> bool:
-        """Whether it has said nothing for too long since it was last asked."""
+        """Return whether the peer has been silent for too long since the last request."""
         heard_s = max(self.heard_s, self.opened_s)
         return bool(self.open) and self._listening.now_s - heard_s > STALLED_S
 
@@ -200,19 +200,19 @@ class _Lane:
     address: str
     back_off: BackOff = field(default_factory=BackOff)
     session: _Session | None = None
-    tag: bytes = b""  # of the session
-    state: PeerState = NO_PEER  # as others see it
+    tag: bytes = b""  # the session's tag
+    state: PeerState = NO_PEER  # as reported to others
     queued_bytes: int = 0
     bytes_per_s: float = 0.0
     pull_rate: BusyRate = field(default_factory=BusyRate)
     unusable_until_s: float = 0.0
-    lost: int = 0  # sessions, and stalls
-    told: str = ""  # what the log said last
+    lost: int = 0  # lost sessions, and stalls
+    told: str = ""  # the last text in the log
 
 
 class PeerClients(SessionThread):
-    """Reads through peers until it is closed. `submit`, `cancel`, `poll` and `close` belong to one
-    thread; all returns at once."""
+    """Reads through peers until it is closed. `submit`, `cancel`, `poll` and `close` are for one
+    thread, and do not wait for peers."""
 
     def __init__(
         self,
@@ -224,10 +224,9 @@ class PeerClients(SessionThread):
         *,
         by_nixl: bool = True,
     ) -> None:
-        """addresses: of each lane's peer, as `tcp://10.0.0.7:7000`. memory: where chunks may come.
-
-        view: the same memory. by_nixl: NIXL pulls where it can; else chunks come in messages.
-        """
+        """`addresses` has each lane's peer, as `tcp://10.0.0.7:7000`. `memory` is where chunks may
+        be written, and `view` the same memory. With `by_nixl` NIXL pulls if it can; otherwise
+        chunks arrive in messages."""
         self.counts = ClientCounts()
         super().__init__("peer-clients", self._run, tag)
         self._common, self._memory = common, memory
@@ -238,7 +237,7 @@ class PeerClients(SessionThread):
             collections.deque()
         )
         self._ends: collections.deque[PeerEnd] = collections.deque()
-        #: Of lost sessions, whose agents are not gone yet, with the reads that they may write into.
+        #: Agents of lost sessions that have not ended, with the reads that they may write into.
         self._leaving: list[tuple[NixlTransport, list[_Reading]]] = []
         self._heard = Waker()
         self._thread.start()
@@ -248,12 +247,12 @@ class PeerClients(SessionThread):
         return one.state if one.tag == self._tag else NO_PEER._replace(lost=one.lost)
 
     def submit(self, lane: int, reads: Sequence[PeerRead]) -> None:
-        """Ask the lane's peer. Each read has its outcome by its deadline, give or take a beat."""
+        """Request reads from the lane's peer. Each ends by its deadline, within a beat."""
         self._commands.append((lane, list(reads), []))
         self._waker.wake()
 
     def cancel(self, tokens: Sequence[int]) -> None:
-        """They are not wanted any more: each that has no outcome yet ends with CANCELLED."""
+        """Cancel these reads: each that has no outcome yet ends with CANCELLED."""
         self._commands.append((-1, [], list(tokens)))
         self._waker.wake()
 
@@ -266,7 +265,7 @@ class PeerClients(SessionThread):
         return self._heard.fd
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """End all reads; True: nothing touches their buffers any more."""
+        """End all reads. Returns True if nothing touches their buffers any more."""
         return super().close(timeout_s) and not self._leaving
 
     # The thread
@@ -313,7 +312,7 @@ class PeerClients(SessionThread):
         except (_SessionLostError, TransportError, zmq.ZMQError, ImportError) as error:
             self.counts.other_secret += isinstance(error, _OtherSecretError)
             why = str(error)
-        # Not in the handlers: what is raised refers to the agent, which has to go.
+        # Not in the handlers: an exception refers to the agent, which must be freed.
         if why:
             self._lose(lane, why)
         self._show(lane)
@@ -324,7 +323,7 @@ class PeerClients(SessionThread):
             if lane.back_off.is_over(now_s):
                 self._greet(lane)
             return
-        cut_off = lane.session.why_cut_off()  # before, so that nothing else comes
+        cut_off = lane.session.why_cut_off()  # first, so that nothing else arrives
         take = functools.partial(self._take_frames, lane, lane.session)
         drained = take_in(lane.session.socket, take)
         self._pull_on(lane, lane.session)
@@ -365,7 +364,7 @@ class PeerClients(SessionThread):
         )
         session.send(hello)
 
-    # What we ask
+    # -- what we request
 
     def _ask(self, lane: _Lane, reads: list[PeerRead]) -> None:
         session = lane.session
@@ -384,13 +383,13 @@ class PeerClients(SessionThread):
             session.open[read.token] = _Reading(read)
             wanted.append(_wanted(read, now_s))
         if wanted and session.transport is None:
-            lane.pull_rate.moves(now_s)  # with the time at the peer's storage: it cannot be told
+            lane.pull_rate.moves(now_s)  # includes the time at the peer's storage, which is unknown
         for start in range(0, len(wanted), READS_MAX):
             part = wanted[start : start + READS_MAX]
             session.send(Read(reads=part, inline=session.transport is None))
 
     def _drop(self, token: int, outcome: Outcome) -> None:
-        """Decide a read that is open."""
+        """Decide an open read."""
         for lane in self._lanes:
             session = lane.session
             reading = None if session is None else session.open.get(token)
@@ -407,7 +406,7 @@ class PeerClients(SessionThread):
                 return
 
     def _stall(self, lane: _Lane, session: _Session) -> None:
-        """It says nothing, and may live: what it was asked for is read elsewhere."""
+        """Read elsewhere what a silent peer was asked for. The peer may still live."""
         session.is_stalled = True
         for token, reading in list(session.open.items()):
             if reading.stage in (_Stage.ASKED, _Stage.PULLING):
@@ -432,7 +431,7 @@ class PeerClients(SessionThread):
         if now_s - session.told_s >= (BEAT_OPEN_S if session.open else BEAT_IDLE_S):
             session.send(Beat())
 
-    # What we hear
+    # -- what we receive
 
     def _take_frames(self, lane: _Lane, session: _Session, frames: list[bytes]) -> None:
         message = session.channel.decode(frames[0])
@@ -464,7 +463,7 @@ class PeerClients(SessionThread):
                 raise MalformedError(f"{type(message).__name__} from D")
 
     def _take_answer(self, lane: _Lane, session: _Session, message: AnyMessage) -> None:
-        """Of a peer that was greeted."""
+        """Process a message of a peer with a session."""
         match message:
             case Welcome():
                 self._welcomed(lane, session, message)
@@ -483,7 +482,7 @@ class PeerClients(SessionThread):
         self._say(lane, f"reads for us, {welcome.credits} chunks at a time, which come {how}")
 
     def _connect(self, session: _Session, welcome: Welcome) -> str:
-        """Return why nothing can be pulled; empty: it can."""
+        """Return why nothing can be pulled; empty if pulls are possible."""
         theirs = SlotMemory(welcome.address, self._common.slot_bytes, welcome.slots)
         try:
             session.transport = NixlTransport(self._memory)
@@ -511,7 +510,7 @@ class PeerClients(SessionThread):
             self._came(read)
 
     def _came(self, read: PeerRead) -> None:
-        """All bytes are there: they are what was wanted, or they are nothing."""
+        """Verify a chunk, all bytes of which have arrived. One that does not match has failed."""
         start = read.address - self._memory.address
         slot = self._view[start : start + slot_stride_bytes(read.payload_bytes)]
         outcome = verify(slot, read.identity, read.payload_bytes, read.place, read.tag)
@@ -579,7 +578,7 @@ class PeerClients(SessionThread):
                 continue
             self._came(read)
 
-    # How it ends
+    # -- how a session ends
 
     def _end(self, read: PeerRead, outcome: Outcome, *, released: bool = True) -> None:
         if outcome.ok:
@@ -595,8 +594,8 @@ class PeerClients(SessionThread):
         if session is None:
             return
         was_up = session.is_up
-        lane.lost += was_up and counts and not session.is_stalled  # which has been counted
-        self._show(lane)  # before its reads end: they must not be sent to it again
+        lane.lost += was_up and counts and not session.is_stalled  # a stall was counted already
+        self._show(lane)  # before its reads end, which must not go to it again
         lane.pull_rate.stop()
         self.counts.lost += was_up and counts
         if counts:
@@ -618,7 +617,7 @@ class PeerClients(SessionThread):
         self._look_at_leaving()
 
     def _look_at_leaving(self) -> None:
-        """End the agents of lost sessions, and with them whatever they may still write."""
+        """End the agents of lost sessions, and with them anything they may still write."""
         leaving, self._leaving = self._leaving, []
         for transport, touched in leaving:
             is_gone = transport.close()
@@ -647,7 +646,7 @@ class PeerClients(SessionThread):
         )
 
     def _say(self, lane: _Lane, text: str) -> None:
-        """Tell people once."""
+        """Log a text once."""
         if text != lane.told:
             lane.told = text
             logger.info("peer %s: %s", lane.address, text)

@@ -1,32 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two peers send each other: msgpack in a frame of ZMQ each, of a bounded size.
+"""The messages of two peers: msgpack in one ZMQ frame each, of a bounded size.
 
 Every message has `n`, its number in its direction of the session: a gap means that the connection
-was lost meanwhile. Fields that a receiver does not know are ignored, so that a later release may
-add some. What is no message, too large, or has the wrong number is malformed: the receiver counts
-it and closes the session.
+was lost meanwhile. Unknown fields are ignored by the receiver, so that a later release may add
+some. A frame that is no message, too large, or has the wrong number is malformed: the receiver
+counts it and closes the session.
 
 | message | sender | meaning |
 |---|---|---|
-| `Hello` | P | asks for a session: what P must have in common with D |
+| `Hello` | P | a request for a session: what P must have in common with D |
 | `Welcome` | D | D's serve slots, and the credits |
 | `Refused` | D | there is no session, and why |
-| `Read` | P | chunks that D is asked to read into its serve slots |
+| `Read` | P | chunks for D to read into its serve slots |
 | `Ready` | D | serve slots that are lent to P |
 | `Sent` | D | a chunk that was read, in a second frame |
 | `Failed` | D | reads that have failed |
-| `Done` | P | lent slots that P needs no more, and chunks that came in messages |
-| `Cancel` | P | reads that P does not want any more |
-| `Beat` | both | "I live", with D's levels |
+| `Done` | P | lent slots that P no longer needs, and chunks that arrived in messages |
+| `Cancel` | P | reads that P has cancelled |
+| `Beat` | both | a sign of life, with D's levels |
 | `Bye` | both | the session is over |
 
 D answers each token of a `Read` once, by `Ready`, `Sent` or `Failed`, however late.
 
 With a share secret ZMQ's CURVE encrypts and authenticates every byte of a message, but not chunks
-that RDMA carries, which only their checksums prove. All servers have two pairs of
-keys in common, one of those who serve and one of those who load, both derived from the secret: D
-takes in no message of a connection whose other end has not proved that it has P's key, and P of
-none that has not D's. CURVE draws new keys for each connection, so that nothing can be replayed.
+that RDMA carries, which only their checksums prove. All servers share two pairs of
+keys, one for the serving and one for the loading side, both derived from the secret: D
+accepts no message of a connection until the other end has proved that it has P's key, and P none
+without D's. CURVE draws new keys for each connection, so that nothing can be replayed.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ from vllm_nvmeof_offload.errors import (
 
 VERSION = 2
 MESSAGE_BYTES_MAX = 1 << 18
-#: That CURVE adds to a frame, and more: ZMQ's limit is of what arrives, encrypted or not.
+#: More than CURVE adds to a frame: ZMQ's limit applies to what arrives, encrypted or not.
 CURVE_BYTES = 64
 READS_MAX = 64  # in one message
-TOKENS_MAX = 1024  # in one message, and credits of a session
-_ERROR_MAX = 200  # of a text that names what was sent
+TOKENS_MAX = 1024  # in one message, and as credits of a session
+_ERROR_MAX = 200  # the length of a text about what was sent
 
 _Sixteen = Annotated[bytes, Meta(min_length=16, max_length=16)]
 _Key = Annotated[bytes, Meta(min_length=1, max_length=46)]
-_U64 = Annotated[int, Meta(ge=0)]  # msgpack has no larger ones
+_U64 = Annotated[int, Meta(ge=0)]  # msgpack has no larger integers
 _U32 = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 _Rate = Annotated[float, Meta(ge=0, le=1e15)]
 _Metadata = Annotated[bytes, Meta(max_length=1 << 17)]
@@ -72,11 +72,11 @@ _Tokens = Annotated[list[_U64], Meta(max_length=TOKENS_MAX)]
 
 
 class MalformedError(OffloadError):
-    """What a peer has sent is no message, or not one that it may send now."""
+    """A peer has sent a frame that is no message, or not one that it may send now."""
 
 
 class Reason(enum.IntEnum):
-    """Why a read has failed at D."""
+    """The reason why a read has failed at D."""
 
     STALE = 1
     CHECKSUM_MISMATCH = 2
@@ -88,9 +88,9 @@ class Reason(enum.IntEnum):
 
 
 class WantedRead(Struct, array_like=True, frozen=True):
-    """One read: a slot of a region, which must have this content.
+    """A read of a region's slot, which must have this content.
 
-    within_ms: the time after which P does not want it any more; clocks are not compared.
+    `within_ms` is the time after which P no longer wants it; clocks are not compared.
     """
 
     token: _U64
@@ -103,14 +103,14 @@ class WantedRead(Struct, array_like=True, frozen=True):
 
 
 class Lent(Struct, array_like=True, frozen=True):
-    """A serve slot that has what was asked for under `token`."""
+    """A serve slot with the chunk requested under `token`."""
 
     token: _U64
     slot: _U32
 
 
 class FailedRead(Struct, array_like=True, frozen=True):
-    """errno: of an IO_ERROR."""
+    """A read that has failed. `errno` is that of an IO_ERROR."""
 
     token: _U64
     reason: Reason
@@ -118,14 +118,14 @@ class FailedRead(Struct, array_like=True, frozen=True):
 
 
 class Message(Struct, kw_only=True, tag_field="type"):
-    """n: the message's number in its direction, from 0; set when it is sent."""
+    """A message. `n` is its number in its direction, from 0, set when it is sent."""
 
     n: _U64 = 0
 
 
 class Hello(Message, tag="hello"):
-    """keyspace: 32 hex digits. tag: the share tag. slot_bytes: of a staging slot. pulls: P
-    can pull by RDMA, so that D's agent is of use."""
+    """A request for a session. `keyspace` has 32 hex digits. `tag` is the share tag. `slot_bytes`
+    is that of a staging slot. `pulls`: P can pull by RDMA, so that D's agent is useful."""
 
     version: _U32
     keyspace: Annotated[str, Meta(max_length=64)]
@@ -137,9 +137,9 @@ class Hello(Message, tag="hello"):
 
 
 class Welcome(Message, tag="welcome"):
-    """credits: reads that P may have open. metadata: of D's agent; empty: chunks come in messages.
-    address, slots: of D's serve slots, for P's pulls.
-    """
+    """The answer that opens a session. `credits` is the number of reads that P may have open.
+    `metadata` is that of D's agent, or empty if chunks arrive in messages. `address` and `slots`
+    describe D's serve slots, for P's pulls."""
 
     metadata: _Metadata
     address: _U64
@@ -148,7 +148,7 @@ class Welcome(Message, tag="welcome"):
 
 
 class Refused(Message, tag="refused"):
-    """replica: which of the server's `replicas` says this."""
+    """The answer that refuses a session. `replica` is the number of the answering replica."""
 
     text: _Text
     replica: _U32 = 0
@@ -156,15 +156,15 @@ class Refused(Message, tag="refused"):
 
 
 class Read(Message, tag="read"):
-    """inline: the chunks are to be sent, not lent."""
+    """Chunks to read. `inline`: they are to be sent, not lent."""
 
     inline: bool
     reads: Annotated[list[WantedRead], Meta(max_length=READS_MAX)]
 
 
 class Ready(Message, tag="ready"):
-    """queued_bytes, bytes_per_s: what D's storage has to read before P's next one, and its rate.
-    credits: P's from now on; 0: as before."""
+    """Lent serve slots. `queued_bytes` and `bytes_per_s` are what D's storage must read before P's
+    next read, and its rate. `credits` are P's from now on, or 0 if unchanged."""
 
     lent: Annotated[list[Lent], Meta(max_length=TOKENS_MAX)]
     queued_bytes: _U64 = 0
@@ -173,7 +173,7 @@ class Ready(Message, tag="ready"):
 
 
 class Sent(Message, tag="sent"):
-    """The second frame has the start of the serve slot: the header page and the payload."""
+    """A chunk. The second frame has the serve slot's header page and payload."""
 
     token: _U64
 
@@ -191,7 +191,7 @@ class Cancel(Message, tag="cancel"):
 
 
 class Beat(Message, tag="beat"):
-    """As in `Ready`, from D."""
+    """A sign of life; the fields, from D, are as in `Ready`."""
 
     queued_bytes: _U64 = 0
     bytes_per_s: _Rate = 0.0
@@ -210,7 +210,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def decode(raw: bytes) -> AnyMessage:
-    """Decode a message, whatever its number. Raise MalformedError."""
+    """Decode a message, whatever its number. Raises MalformedError."""
     if len(raw) > MESSAGE_BYTES_MAX:
         raise MalformedError(f"{len(raw)} bytes")
     try:
@@ -220,7 +220,7 @@ def decode(raw: bytes) -> AnyMessage:
     return message
 
 
-#: What `recv_monitor_message` says of a connection whose other end has not the same secret.
+#: The events of `recv_monitor_message` for a connection to a peer with another secret.
 NOT_PROVEN = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -232,27 +232,27 @@ STRANGER = "it has not the same share secret, or is no peer; give all the same s
 def lock(socket: zmq.Socket[bytes], secret: bytes, *, serves: bool) -> None:
     """Let a socket talk only to peers with the same share secret; to any peer if `secret` is empty.
 
-    serves: the socket is the serving side's. zmq.ZMQError: the library has no CURVE.
+    `serves`: the socket is the serving side's. Raises zmq.ZMQError if the library has no CURVE.
     """
     if not secret:
         return
     socket.curve_publickey, socket.curve_secretkey = key_pair(secret, serves=serves)
     if serves:
         socket.curve_server = True
-        socket.zap_domain = b"peers"  # else ZMQ asks nobody whose keys it admits
+        socket.zap_domain = b"peers"  # otherwise ZMQ does not ask which keys to admit
     else:
         socket.curve_serverkey, _ = key_pair(secret, serves=True)
 
 
 def key_pair(secret: bytes, *, serves: bool) -> tuple[bytes, bytes]:
-    """The public and the secret key, as Z85, of all who serve, or of all who load."""
+    """Return the public and secret key, as Z85, of all serving or all loading servers."""
     about = b"vllm-nvmeof peers, key of " + (b"D" if serves else b"P")
     key = z85.encode(hmac.digest(secret, about, "sha256"))
     return zmq.curve_public(key), key
 
 
 class Channel:
-    """Numbers what goes out, and checks the numbers of what comes in."""
+    """Numbers outgoing messages, and checks the numbers of incoming ones."""
 
     def __init__(self) -> None:
         self._sent = self._received = 0
@@ -265,7 +265,7 @@ class Channel:
         return raw
 
     def decode(self, raw: bytes) -> AnyMessage:
-        """Raise MalformedError."""
+        """Decode a message and check its number. Raises MalformedError."""
         message = decode(raw)
         if message.n != self._received:
             raise MalformedError(f"message {message.n} in place of {self._received}")
@@ -291,12 +291,12 @@ _OUTCOMES = {
 
 
 def failed_read(token: int, outcome: Outcome | None) -> FailedRead:
-    """What D says of a read that its storage could not give (`base.Served`)."""
+    """Return D's message on a read that its storage could not serve (`base.Served`)."""
     if outcome is None:
         return FailedRead(token, Reason.NOT_ATTACHED)
     return FailedRead(token, _REASONS[outcome.kind], outcome.errno)
 
 
 def outcome_of_failed(one: FailedRead) -> Outcome:
-    """What P says of a read that D could not give it. It is never a verdict on P's targets."""
+    """Return P's outcome of a read that D could not serve. It is no verdict on P's targets."""
     return _OUTCOMES.get(one.reason) or io_error(one.errno)

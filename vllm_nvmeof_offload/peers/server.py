@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D's side: reads for peers into serve slots, and lends these.
+"""The helper's side: reads for peers into serve slots, and lends these.
 
-A read is QUEUED, then READING. Then its slot is LENT to a peer that can pull from it, or its bytes
-are SENT in a message, which takes a copy. Both end with the peer's `Done`, with the session, or a
-second after the read's deadline: whoever pulls from the slot then is refused by the peer's own
-proof. Until then the read costs the peer a credit, so that copies which it does not take in stay
-few. A slot into which the storage reads is free when the storage says so. Sessions have equal
+A read is QUEUED, then READING. Then its slot is LENT to a peer that can pull, or its bytes are SENT
+in a message, which takes a copy. Both end with the peer's `Done`, with the session, or a second
+after the read's deadline: a peer that pulls from the slot later is protected by its own check.
+Until then the read costs the peer a credit, so that copies which it does not receive stay few. A
+slot into which the storage reads is free when the storage reports its end. Sessions have equal
 shares of the slots.
 
-Who has connected and proved nothing yet has a frame of `MESSAGE_BYTES_MAX` and two seconds at most,
-and all that are connected are at most `CONNECTIONS_MAX`: one too many is cut off again.
+An unproven connection has a frame of `MESSAGE_BYTES_MAX` and two seconds at most,
+and there are at most `CONNECTIONS_MAX` connections: one too many is cut off again.
 """
 
 from __future__ import annotations
@@ -78,16 +78,16 @@ from vllm_nvmeof_offload.units import slot_stride_bytes
 
 SESSIONS_MAX = 64
 CONNECTIONS_MAX = 2 * SESSIONS_MAX
-#: A slot is lent, or a copy on its way, so much longer than the read may take.
+#: A slot stays lent, or a copy in flight, this much longer than the read may take.
 _DONE_MORE_S = 1.0
-#: A peer that pulls makes both sides move within less; else the thread sleeps.
+#: A pull makes both sides progress in less time than this; otherwise the thread sleeps.
 _MOVING_S = 0.01
-#: Messages that wait for the connection, either way; to a peer, beside one per credit.
+#: Messages that wait for the connection in each direction; to a peer, one more per credit.
 _WAITING_MAX = 64
-#: A connection whose other end does not answer for so long is closed, with what waits for it.
+#: A connection without an answer for this long is closed, and its waiting messages are dropped.
 _PING_MS, _PONG_MS = 1000, 3000
 _HANDSHAKE_MS = 2000
-#: For so long nobody can connect, and nobody is, after this process had no descriptor for one more.
+#: If this process has no descriptor left, all connections end, and none is accepted for this long.
 _SHUT_S = 2.0
 
 
@@ -104,9 +104,9 @@ class _Serving:
     wanted: WantedRead
     deadline_s: float
     stage: _Stage = _Stage.QUEUED
-    number: int = 0  # its token at the port
+    number: int = 0  # the token at the port
     slot: int = -1
-    inline: bool = False  # it is sent, not lent
+    inline: bool = False  # whether it is sent, not lent
     given_up: Outcome | None = None
 
     @property
@@ -118,38 +118,38 @@ class _Serving:
 class _Session:
     route: bytes
     tag: bytes
-    heard_s: float  # by the clock of `Listening`
+    heard_s: float  # by `Listening`'s clock
     channel: Channel
-    told_s: float = 0.0  # when it was last told the levels
-    told_bytes: int = 0  # what is read before what it asks for next, as it was told
+    told_s: float = 0.0  # when the levels were last sent
+    told_bytes: int = 0  # the bytes before its next read, as last sent
     told_credits: int = 0
-    lent: int = 0  # of those that are open
-    held: int = 0  # serve slots
-    queued_bytes: int = 0  # likewise, which wait for a slot
-    reading_bytes: int = 0  # that the port has to read for it
-    #: In order of arrival.
+    lent: int = 0  # open reads that are lent
+    held: int = 0  # serve slots in use
+    queued_bytes: int = 0  # bytes of open reads that wait for a slot
+    reading_bytes: int = 0  # bytes that the port must read for it
+    #: The open reads in order of arrival.
     open: dict[int, _Serving] = field(default_factory=dict)
     ready: list[Lent] = field(default_factory=list)
     failed: list[FailedRead] = field(default_factory=list)
-    is_gone: bool = False  # it takes no messages any more
+    is_gone: bool = False  # whether it takes no messages any more
 
 
 @dataclass(slots=True)
 class ServerCounts:
-    """What a server has done."""
+    """Counts of a server's work."""
 
-    sessions: int = 0  # now
-    free: int = 0  # serve slots, now
+    sessions: int = 0  # at present
+    free: int = 0  # serve slots at present
     served_bytes: int = 0
     failed: int = 0
     malformed: int = 0
     busy: int = 0
-    lost: int = 0  # sessions of peers that fell silent
-    other_secret: int = 0  # connections of those who have not the same share secret
+    lost: int = 0  # sessions of peers that became silent
+    other_secret: int = 0  # connections of peers with another share secret
 
 
 class _Door:
-    """Where peers connect: a bounded number of those who have the share secret."""
+    """The entry for peers: a bounded number of connections with the share secret."""
 
     def __init__(
         self,
@@ -158,17 +158,17 @@ class _Door:
         address: str,
         secret: bytes,
     ) -> None:
-        """zmq.ZMQError: the address cannot be used, or there is a secret and no CURVE."""
+        """Raises zmq.ZMQError: the address is unusable, or there is a secret but no CURVE."""
         self._router = router
         self._connected: set[int] = set()  # descriptors
-        self._opens_s = 0.0  # 0: it is open
+        self._opens_s = 0.0  # 0 while open
         self.refused = 0
         events = zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DISCONNECTED
         failed = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
         self._monitor = router.get_monitor_socket(events | failed)
         lock(router, secret, serves=True)
         self._key = z85.decode(key_pair(secret, serves=False)[0]) if secret else b""
-        #: ZMQ asks here whose keys it admits.
+        #: ZMQ asks here which keys to admit.
         self._asked = context.socket(zmq.REP)
         self._asked.bind("inproc://zeromq.zap.01")
         router.bind(address)
@@ -206,13 +206,13 @@ class _Door:
             self._connected.discard(descriptor)
         elif event != zmq.EVENT_ACCEPT_FAILED:
             self.refused += 1
-        elif not self._opens_s:  # else ZMQ tries all the time; all connections end with it
+        elif not self._opens_s:  # otherwise ZMQ retries all the time; this ends all connections
             self._router.unbind(self.address)
             self._connected.clear()
             self._opens_s = now_s + _SHUT_S
 
     def _cut(self, descriptor: int) -> None:
-        """End a connection. Its number may be another file's by now, which is left alone."""
+        """End a connection. Its descriptor may be another file's by now, which is left alone."""
         ours = (int(self.address.rpartition(":")[2]),)
         with socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as one:
             if one.getsockname()[1:2] == ours:
@@ -220,7 +220,7 @@ class _Door:
 
 
 class PeerServer(SessionThread):
-    """Serves peers until it is closed. Its thread sleeps while no peer asks for anything."""
+    """Serves peers until it is closed. Its thread sleeps while no peer requests anything."""
 
     def __init__(
         self,
@@ -234,18 +234,17 @@ class PeerServer(SessionThread):
         by_nixl: bool = True,
         read_deadline_s: float = 5.0,
     ) -> None:
-        """address: where peers connect, as `tcp://10.0.0.7:7000`. memory, view: the serve slots.
-
-        by_nixl: slots are lent to peers that can pull. read_deadline_s: our own, the longest that
-        a peer's read may take. EngineError: the address cannot be used.
-        """
+        """Peers connect to `address`, as `tcp://10.0.0.7:7000`. `memory` and `view` are the serve
+        slots. With `by_nixl` slots are lent to peers that can pull. `read_deadline_s` is our own,
+        the longest that a peer's read may take. Raises EngineError if the address cannot be
+        used."""
         assert 0 < memory.slots <= TOKENS_MAX
         self.counts = ServerCounts(free=memory.slots)
         super().__init__("peer-server", self._run, tag)
         self._common, self._memory, self._port = common, memory, port
         self._view, self._by_nixl = memoryview(view), by_nixl
         self._read_deadline_s = read_deadline_s
-        self._transport: NixlTransport | None = None  # None: no peer has come that can pull
+        self._transport: NixlTransport | None = None  # None until a peer can pull
         self._moved_s = 0.0
         self._free = collections.deque(range(memory.slots))
         self._sessions: dict[bytes, _Session] = {}
@@ -254,16 +253,16 @@ class PeerServer(SessionThread):
         self._turns: collections.deque[_Session] = collections.deque()
         self._wanted, self._bound = address, Future[str]()
         self._thread.start()
-        #: Where peers connect, with the port that was chosen for port 0.
+        #: The address to which peers connect, with the port that was chosen for port 0.
         self.address = self._bound.result()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Stop serving; True: no peer pulls from the serve slots any more. What the port still
-        reads into them ends as all its reads do."""
+        """Stop serving. Returns True if no peer pulls from the serve slots any more. The port's
+        reads into them end like all its reads."""
         return super().close(timeout_s) and self._transport is None
 
     def _run(self) -> None:
-        # First, because the library's own thread, which starts with a socket, is bound likewise.
+        # First, because the library's thread, started with a socket, inherits the CPU binding.
         unbind_this_thread()
         try:
             self._socket = self._make_socket()
@@ -287,7 +286,7 @@ class PeerServer(SessionThread):
         made.setsockopt(zmq.LINGER, 0)
         made.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX + CURVE_BYTES)
         made.setsockopt(zmq.IPV6, 1)
-        made.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else it drops what has no room
+        made.setsockopt(zmq.ROUTER_MANDATORY, 1)  # otherwise it drops messages without room
         made.setsockopt(zmq.SNDHWM, self._memory.slots + _WAITING_MAX)
         made.setsockopt(zmq.RCVHWM, _WAITING_MAX)
         made.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
@@ -339,7 +338,7 @@ class PeerServer(SessionThread):
                 self._tell(session, now_s)
         self.counts.sessions, self.counts.free = len(self._sessions), len(self._free)
 
-    # What comes in
+    # -- incoming messages
 
     def _take_frames(self, frames: list[bytes]) -> None:
         route, self._moved_s = frames[0], time.monotonic()
@@ -379,7 +378,7 @@ class PeerServer(SessionThread):
 
     def _greet(self, route: bytes, raw: bytes) -> None:
         if decode(raw).n:
-            return  # of a session that has ended here
+            return  # the session has ended here
         channel = Channel()
         hello = channel.decode(raw)
         if not isinstance(hello, Hello):
@@ -399,7 +398,7 @@ class PeerServer(SessionThread):
         self._send(session, welcome)
 
     def _metadata(self) -> bytes:
-        """Of an agent for peers that can pull; empty: there is none."""
+        """Return the metadata of an agent for peers that can pull, or empty if there is none."""
         if self._transport is None and self._by_nixl:
             try:
                 self._transport = NixlTransport(self._memory)
@@ -409,7 +408,7 @@ class PeerServer(SessionThread):
         return self._transport.metadata if self._transport is not None else b""
 
     def _share(self) -> int:
-        """Slots that a session may have at a time."""
+        """Return the slots that a session may have at a time."""
         return max(1, self._memory.slots // len(self._sessions))
 
     def _refusal(self, hello: Hello) -> str:
@@ -445,15 +444,15 @@ class PeerServer(SessionThread):
     def _take_done(self, session: _Session, token: int) -> None:
         serving = session.open.get(token)
         if serving is None:
-            return  # its time was over
+            return  # its time is over
         if serving.stage not in (_Stage.LENT, _Stage.SENT):
             raise MalformedError(f"token {token} is done before it was lent")
         self._done(serving)
 
-    # What is read
+    # -- reads
 
     def _begin(self, now_s: float) -> None:
-        """Give free slots to what waits, to each session in turn."""
+        """Give free slots to waiting reads, to each session in turn."""
         reads = []
         passed = 0
         share = self._share() if self._sessions else 0
@@ -519,7 +518,8 @@ class PeerServer(SessionThread):
         session.failed.append(failed_read(token, outcome))
 
     def _give_up(self, serving: _Serving, outcome: Outcome) -> None:
-        """P wants it no more: a read that has begun goes on, and its answer says so."""
+        """Give up a read that P no longer wants. If it has begun, it goes on, and its answer
+        reports it."""
         if serving.stage is _Stage.QUEUED:
             del serving.session.open[serving.wanted.token]
             serving.session.queued_bytes -= serving.size_bytes
@@ -547,7 +547,7 @@ class PeerServer(SessionThread):
         serving.session.held -= 1
         self._free.append(serving.slot)
 
-    # What goes out
+    # -- outgoing messages
 
     def _tell(self, session: _Session, now_s: float) -> None:
         queued_bytes, bytes_per_s = self._levels(session)
@@ -574,13 +574,13 @@ class PeerServer(SessionThread):
         session.told_s, session.told_bytes, session.told_credits = now_s, queued_bytes, share
 
     def _levels(self, session: _Session) -> Levels:
-        """What is read before what this peer asks for next. It counts its own reads itself."""
+        """Return what is read before this peer's next read. It counts its own reads itself."""
         queued_bytes, bytes_per_s = self._port.levels()
         others = sum(one.queued_bytes for one in self._sessions.values()) - session.queued_bytes
         return Levels(max(0, queued_bytes - session.reading_bytes) + others, bytes_per_s)
 
     def _send(self, session: _Session, message: AnyMessage, *more: memoryview) -> None:
-        """more: a second frame, which is copied."""
+        """Send a message. `more` is a second frame, which is copied."""
         try:
             raw = session.channel.encode(message)
             self._socket.send_multipart([session.route, raw, *more], zmq.NOBLOCK)
@@ -604,6 +604,6 @@ class PeerServer(SessionThread):
 
 
 def host_and_port(text: str, offset: int) -> str:
-    """The address of the port so far behind that of `HOST:PORT`."""
+    """Return the address of the port at this offset from that of `HOST:PORT`."""
     host, _, port = text.rpartition(":")
     return f"tcp://{host}:{int(port) + offset}"

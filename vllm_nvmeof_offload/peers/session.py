@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts that both ends of sessions have in common: their threads' turns, how long the other end
-has been silent, when it is greeted again, and how fast bytes come."""
+"""The common parts of both ends of sessions: their threads' turns, how long the other end has been
+silent, when it is greeted again, and the rate at which bytes arrive."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from vllm_nvmeof_offload.io.base import Waker
 
 _SOON_S = 0.2
 _AGAIN_MAX_S = 2.0
-#: A turn of a thread that listens takes less, unless it is kept from running.
+#: A listening thread's turn takes less than this, unless it is kept from running.
 _TURN_S = 0.05
-#: Bytes that moved in less time than this say little.
+#: A transfer in less time than this is no measurement.
 _WINDOW_S = 0.02
 _NEW_SHARE = 0.3
 _RECENT_S = 5.0
-FRAMES_MAX = 256  # taken in before anything else is done
+FRAMES_MAX = 256  # received before anything else is done
 _MOVING_TICK_S = 0.0001
 
 
 class BackOff:
-    """A peer is greeted again soon after a session, or a try, that took longer than two seconds,
-    and else after twice as long as the last time, up to two seconds."""
+    """The times at which a peer is greeted again: soon after a session or attempt of more than two
+    seconds, and otherwise after twice the last wait, up to two seconds."""
 
     def __init__(self) -> None:
         self._until_s = 0.0
@@ -36,7 +36,7 @@ class BackOff:
         return now_s >= self._until_s
 
     def begin(self, now_s: float) -> None:
-        """It has been greeted, and there is no session any more."""
+        """Note that the peer was greeted and there is no session any more."""
         if now_s - self._until_s > _AGAIN_MAX_S:
             self._again_s = _SOON_S
         self._until_s = now_s + self._again_s
@@ -44,21 +44,21 @@ class BackOff:
 
 
 class Listening:
-    """The clock by which others are silent: it stands still while the thread that listens is kept
-    from running. A process that was stopped, or whose interpreter was busy elsewhere, cannot tell
-    what others did meanwhile."""
+    """The clock by which others are silent. It stands still while the listening thread is kept from
+    running, because a process that was stopped, or has a busy interpreter, cannot know what others
+    sent meanwhile."""
 
     def __init__(self, now_s: float) -> None:
         self.now_s = self._turn_s = now_s
 
     def turn(self, now_s: float, sleep_s: float) -> None:
-        """A turn is over in which the thread was to sleep for so long."""
+        """Note the end of a turn in which the thread was to sleep for `sleep_s`."""
         self.now_s += min(now_s - self._turn_s, sleep_s + _TURN_S)
         self._turn_s = now_s
 
 
 class BusyRate:
-    """How fast transfers bring bytes, over the time in which any is under way."""
+    """Measures the rate of transfers over the time in which any is in progress."""
 
     def __init__(self) -> None:
         self.bytes_per_s = self._moved_s = 0.0
@@ -67,12 +67,12 @@ class BusyRate:
         self._seconds = 0.0
 
     def moves(self, now_s: float) -> None:
-        """A transfer began at `now_s`."""
+        """Note that a transfer began at `now_s`."""
         if self._since_s is None:
             self._since_s = now_s
 
     def moved(self, size_bytes: int, now_s: float, *, more: bool) -> None:
-        """A transfer has ended. more: others are under way."""
+        """Note that a transfer has ended. `more`: others are in progress."""
         assert self._since_s is not None
         self._moved_s = now_s
         self._bytes += size_bytes
@@ -85,20 +85,20 @@ class BusyRate:
             self._bytes, self._seconds = 0, 0.0
 
     def recent(self, now_s: float) -> float:
-        """Return the rate; 0: nothing has moved for long. Whoever was slow may be so no more, and
-        nobody finds out who asks for nothing."""
+        """Return the rate, or 0 if nothing has moved for a while: a peer that used to be slow must
+        be tried again."""
         return self.bytes_per_s if now_s - self._moved_s <= _RECENT_S else 0.0
 
     def stop(self) -> None:
-        """What was under way is given up."""
+        """Note that the transfers in progress were given up."""
         self._since_s = None
 
 
 class SessionThread:
-    """One end of sessions, which has a thread of its own until it is closed."""
+    """One end of sessions, with a separate thread until it is closed."""
 
     def __init__(self, name: str, run: Callable[[], None], tag: bytes) -> None:
-        """run: on the thread, which the maker starts. tag: the share tag of our chunks."""
+        """The maker starts the thread, which calls `run`. `tag` is the share tag of our chunks."""
         self._tag = tag
         self._listening = Listening(time.monotonic())
         self._waker, self._closed = Waker(), threading.Event()
@@ -108,21 +108,21 @@ class SessionThread:
         self._thread = threading.Thread(target=run, name=name, daemon=True)
 
     def set_tag(self, tag: bytes) -> None:
-        """End the sessions with another tag before anything more is asked or read."""
+        """End the sessions with another tag before anything more is requested or read."""
         self._tag = tag
         self._waker.wake()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """End all sessions; True: the thread has ended."""
+        """End all sessions. Returns True if the thread has ended."""
         self._closed.set()
         self._waker.wake()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _wake_ups(self, beat_s: Callable[[], float]) -> Iterator[None]:
-        """Let the thread sleep until something comes, and never for longer than half a beat.
+        """Let the thread sleep until an event, but never for longer than half a beat.
 
-        beat_s: 0: bytes move that need the thread's turns.
+        `beat_s` returns 0 if moving bytes need the thread's turns.
         """
         while not self._closed.is_set():
             sleep_ms = int(1000 * beat_s() / 2)
@@ -135,7 +135,7 @@ class SessionThread:
 
 
 def take_in(socket: zmq.Socket[bytes], take: Callable[[list[bytes]], None]) -> bool:
-    """Give the frames of each message to `take`; return whether all was taken in that has come."""
+    """Pass the frames of each message to `take`. Return whether all that has arrived was passed."""
     for _ in range(FRAMES_MAX):
         try:
             frames = socket.recv_multipart(zmq.NOBLOCK)

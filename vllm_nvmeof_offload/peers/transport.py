@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What moves bytes from a peer's serve slots into ours: NIXL, by READ, which the one who wants the
-bytes begins.
+"""Moves bytes from a peer's serve slots into ours, by NIXL's READ, which the side that wants the
+bytes starts.
 
 NIXL's own progress thread would keep a core busy while nothing moves, so there is none: a transfer
-progresses when somebody asks for its state, and a peer's in `progress`. All calls come from the
+progresses when its state is read, and a peer's progresses in `progress`. All calls come from the
 thread that has made the agent.
 
-NIXL is used where network cards move the bytes, by RDMA; elsewhere they come in messages
+NIXL is used if network cards move the bytes, by RDMA; otherwise they arrive in messages
 (`messages.Sent`). Without an RDMA port nothing here is imported, and UCX is kept from TCP in any
-case: its TCP transport listens on each interface, at ports that nobody chose, and writes what
-anybody sends there to whatever address the sender names (seen with NIXL 1.5.1).
+case: its TCP transport listens on each interface, at arbitrary ports, and writes data
+from any sender to any address that the sender names (seen with NIXL 1.5.1).
 
-A pull that has not ended cannot be taken back. NIXL lets go of its handle without an error, and of
-the peer, and still writes into the buffer when a peer that was stopped goes on (seen with 1.5.1
-over TCP). Only the end of the agent ends it, and that takes milliseconds. So each session has an
-agent of its own, and the end of a session is the end of all its pulls.
+A pull that has not ended cannot be cancelled. NIXL releases its handle without an error, and
+the peer, but still writes into the buffer when a stopped peer continues (seen with 1.5.1
+over TCP). Only the end of the agent ends it, which takes milliseconds. So each session has a
+separate agent, and the end of a session is the end of all its pulls.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.fabric.topology import read_text
 from vllm_nvmeof_offload.peers.base import SlotMemory
 
-#: Before NIXL's first import. UCX keeps what it has registered until so many regions wait to be
-#: freed; without a limit it leaks, so that vLLM sets the same. NIXL tells of each agent otherwise.
+#: Set before NIXL's first import. UCX keeps registered memory until this many regions wait to be
+#: freed; without a limit it leaks, and vLLM sets the same. NIXL otherwise logs each agent.
 _ENVIRONMENT = {"UCX_RCACHE_MAX_UNRELEASED": "1024", "NIXL_LOG_LEVEL": "WARN"}
 _PROBE_S = 60.0
 _DRAM = "DRAM"
-#: For the UCX of our agents only: the environment is for vLLM's own ones too.
+#: Only for the UCX of our agents: the environment also applies to vLLM's own.
 _UCX_CONFIG = "TLS=^tcp"
 
 
 def has_rdma(devices: Path = Path("/sys/class/infiniband")) -> bool:
-    """Whether this machine has an RDMA port that is in use: a device alone moves nothing."""
+    """Return whether this machine has an active RDMA port: a device alone moves nothing."""
     states = devices.glob("*/ports/*/state")  # such as "4: ACTIVE"
     return any("ACTIVE" in (read_text(str(one)) or "") for one in states)
 
@@ -54,7 +54,7 @@ class TransportError(EngineError):
 
 
 def load_nixl() -> ModuleType:
-    """Import NIXL: the only place that does. ImportError: it is not installed, or not usable."""
+    """Import NIXL, only here. Raises ImportError if it is not installed or not usable."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     import nixl
@@ -64,9 +64,9 @@ def load_nixl() -> ModuleType:
 
 
 def why_no_pulls() -> str:
-    """Return why no bytes can be pulled here, in one line; empty: they can.
+    """Return why no bytes can be pulled here, in one line; empty if they can.
 
-    NIXL is imported in another process: a library that does not fit may abort.
+    NIXL is imported in another process, because an incompatible library may abort.
     """
     if not has_rdma():
         return "no RDMA port is in use here"
@@ -84,37 +84,37 @@ def why_no_pulls() -> str:
 
 
 class Pull:
-    """A pull under way; see `NixlTransport.pull`."""
+    """A pull in progress; see `NixlTransport.pull`."""
 
     __slots__ = ("handle",)
 
     def __init__(self, handle: Any) -> None:
-        self.handle = handle  # None: it has ended
+        self.handle = handle  # None once it has ended
 
 
 class NixlTransport:
-    """Lends `memory` to whoever has the metadata, or pulls into it from one peer."""
+    """Lends `memory` to peers that have the metadata, or pulls into it from one peer."""
 
     def __init__(self, memory: SlotMemory) -> None:
-        """TransportError: NIXL refuses."""
+        """Create the agent. Raises TransportError if NIXL refuses."""
         self._memory = memory
-        self._lists: list[tuple[int, Any, Any]] = []  # length of what is pulled, ours, theirs
+        self._lists: list[tuple[int, Any, Any]] = []  # pulled length, our list, their list
         self._pulls: set[Pull] = set()
         self._peer: tuple[str, SlotMemory] | None = None
         self._agent = _checked(_new_agent)
         self._core = weakref.ref(self._agent.agent)
         whole = [(memory.address, memory.slot_bytes * memory.slots, 0, "")]
         self._registered = _checked(self._agent.register_memory, whole, mem_type=_DRAM)
-        #: What a peer needs to pull from us.
+        #: The data that a peer needs to pull from us.
         self.metadata: bytes = _checked(self._agent.get_agent_metadata)
 
     def connect(self, metadata: bytes, memory: SlotMemory) -> None:
-        """Pull from the peer with this metadata. memory: by its own addresses."""
+        """Prepare pulls from the peer with this metadata. `memory` has its own addresses."""
         name = _checked(self._agent.add_remote_agent, metadata)
         self._peer = name if isinstance(name, str) else name.decode(), memory
 
     def pull(self, slot: int, address: int, size_bytes: int) -> Pull:
-        """Begin to pull the start of a peer's slot to an address of ours. TransportError."""
+        """Start to pull the start of a peer's slot to our `address`. Raises TransportError."""
         ours, theirs = self._lists_of(size_bytes)
         places = ours, [self._memory.slot_of(address)], theirs, [slot]
         pull = Pull(_checked(self._agent.make_prepped_xfer, "READ", *places))
@@ -123,20 +123,20 @@ class NixlTransport:
         return pull
 
     def has_ended(self, pull: Pull) -> bool:
-        """Let it progress; True: all bytes are there. TransportError."""
+        """Let a pull progress. Returns True if all bytes are there. Raises TransportError."""
         if pull.handle is not None:
             self._look(pull, _checked(self._agent.check_xfer_state, pull.handle))
         return pull.handle is None
 
     def progress(self) -> None:
-        """Let what a peer pulls from us progress."""
+        """Let a peer's pulls from us progress."""
         _quietly(self._agent.get_new_notifs)
 
     def close(self) -> bool:
-        """End all pulls; True: nothing writes into our memory any more.
+        """End all pulls. Returns True if nothing writes into our memory any more.
 
-        False: something still refers to the agent, such as the frames of an exception that is
-        being handled; another call later looks again.
+        False: something still refers to the agent, such as the frames of an exception that is being
+        handled; call again later.
         """
         for pull in self._pulls:
             pull.handle = None
@@ -154,7 +154,7 @@ class NixlTransport:
             raise TransportError(state)
 
     def _lists_of(self, size_bytes: int) -> tuple[Any, Any]:
-        """The start of each slot, ours and theirs."""
+        """Return lists of the start of each slot, ours and theirs."""
         for known, ours, theirs in self._lists:
             if known == size_bytes:
                 return ours, theirs
@@ -181,7 +181,7 @@ def _new_agent() -> Any:
 
 
 def _checked(call: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
-    """Call NIXL; whatever it raises becomes a TransportError, which keeps nothing of it alive."""
+    """Call NIXL. Any error becomes a TransportError, which keeps no reference to it."""
     try:
         return call(*arguments, **more)
     except Exception as error:  # noqa: BLE001 - NIXL has one class for each of its errors
@@ -190,7 +190,7 @@ def _checked(call: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
 
 
 def _quietly(call: Callable[[], Any]) -> None:
-    """What cannot be told to others is left: the peer is gone."""
+    """Ignore errors in a message to a peer that has left."""
     with contextlib.suppress(Exception):
         call()
 
