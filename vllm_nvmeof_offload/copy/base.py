@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from vllm_nvmeof_offload.errors import Outcome
 
-#: uint64[n, 3]: (KV cache address, staging address, bytes) of n pieces.
+#: The columns of n pieces, uint64[n, 3]: KV cache address, staging address, bytes.
 Descriptors = npt.NDArray[np.uint64]
 
 
@@ -22,7 +22,7 @@ Descriptors = npt.NDArray[np.uint64]
 class Pieces:
     """The pieces of a batch of chunks.
 
-    rows: uint64[m, 3], (KV cache address, offset in the slot's payload, bytes). first: uint32[n+1]:
+    rows: uint64[m, 3], (KV cache address, offset in the slot's payload, bytes). first: uint32[n+1];
     chunk i has the rows from `first[i]` to before `first[i + 1]`.
     """
 
@@ -46,7 +46,8 @@ class Pieces:
         return Pieces(np.concatenate(rows), np.cumsum(np.concatenate(counts), dtype=np.uint32))
 
     def at(self, payloads: Sequence[int]) -> Descriptors:
-        """Return the rows with addresses in place of offsets. payloads: by chunk, in staging."""
+        """Return the rows with addresses instead of offsets. `payloads` has each chunk's, in
+        staging."""
         rows = self.rows.copy()
         rows[:, 1] += np.repeat(np.array(payloads, np.uint64), np.diff(self.first))
         return rows
@@ -63,7 +64,7 @@ class Backend(enum.Enum):
     """The way to move the bytes."""
 
     DMA = "dma"
-    OVERLAP = "dma_overlap"  # DMA with the hint that it should overlap with compute
+    OVERLAP = "dma_overlap"  # DMA with a hint to overlap it with compute
     KERNEL = "kernel"
 
 
@@ -71,11 +72,11 @@ class Backend(enum.Enum):
 class Payloads:
     """The payloads in staging that a store fills or a load copies, in the order of its pieces.
 
-    counts: uint32[n], pieces of each. addresses: uint64[n]. sizes: uint64[n], bytes of each.
-    crcs: int64[n], written by an engine that `makes_checksums`, before `poll` returns the ticket:
-    the CRC-32C of a payload that the pieces cover in order and without a gap, else -1, as where the
-    engine could not make it. It is made from the KV cache's bytes: of a load from those that
-    arrived there, of a store from those that it copies.
+    counts: uint32[n], the number of pieces of each. addresses: uint64[n]. sizes: uint64[n], the
+    bytes of each. crcs: int64[n], written by an engine that `makes_checksums` before `poll` returns
+    the ticket: the CRC-32C of a payload that the pieces cover in order and without a gap;
+    otherwise, or if the engine could not compute it, -1. It is computed from the bytes in the KV
+    cache: for a load from those that arrived there, for a store from those that it copies.
     """
 
     counts: npt.NDArray[np.uint32]
@@ -89,42 +90,41 @@ class Payloads:
         addresses: npt.NDArray[np.uint64],
         sizes: npt.NDArray[np.uint64],
     ) -> Payloads:
-        """Describe payloads whose checksums are not made yet."""
+        """Describe payloads without checksums so far."""
         return Payloads(counts, addresses, sizes, np.full(len(counts), -1, np.int64))
 
 
 class CopyEngine(Protocol):
     """Submit/poll. Called by one thread at a time, the pipeline's; never blocks in submit.
 
-    A ticket is in flight from `submit` until `poll` returns it: until then the engine may
-    touch both sides of every piece.
+    A ticket is in flight from `submit` until `poll` returns it: until then the engine may touch
+    both sides of every piece.
 
     No chunk waits for another job's fence. A ticket starts when its own fence has passed and its
-    memory is registered, whatever was submitted before it and whatever fences are still open:
-    loads that stream in from the pool hold a stream slot each, and a younger load whose fence
-    is behind a running forward pass must not keep those slots. So if one ticket writes what
-    another one touches, the caller orders them: it submits the second when `poll` has returned
-    the first. Only a ticket of no pieces waits for others: it ends behind every ticket of its
-    direction that was submitted before it, and behind its own fence.
+    memory is registered, whatever was submitted before it and whatever fences are still open: loads
+    that stream from the pool hold a stream slot each, and a younger load with a fence after a
+    running forward pass must not keep those slots. So if one ticket writes what another one
+    touches, the caller orders them: it submits the second when `poll` has returned the first. Only
+    a ticket without pieces waits for others: it ends after every ticket of its direction that was
+    submitted before it, and after its own fence.
     """
 
-    #: Set while no ticket is in flight: the KV cache's memory is gone, and every ticket fails.
+    #: Set only while no ticket is in flight: the KV cache's memory is unmapped, and every ticket
+    #: fails.
     asleep: bool
-    #: Whether it makes the checksums of payloads, of loads as well; it may leave some out.
+    #: Whether the engine computes the checksums of payloads, also of loads; it may omit some.
     makes_checksums: bool
 
     def record_fence(self) -> object:
-        """Record, on the model's thread, the point that a later copy must come after.
-
-        Fences pass in the order of their recording. CUDA: an event on the model's stream, the same
-        one for all fences. Host: None, nothing to come after; the forward pass has run.
-        """
+        """Record, on the model's thread, the point that a later copy must wait for. Fences pass in
+        the order of their recording. CUDA: an event on the model's stream, the same one for all
+        fences. Host: None, because there is nothing to wait for: the forward pass has run."""
 
     def has_passed(self, fence: object) -> bool:
         """Return whether a copy after this fence could start now. It never becomes False again.
 
-        Then copies after it may go together with those after older fences, as copies that come
-        after nothing. False also where the engine cannot know.
+        Then copies after it may be combined with those after older fences, without any fence. False
+        also if the engine cannot know.
         """
 
     def submit(
@@ -136,8 +136,8 @@ class CopyEngine(Protocol):
     ) -> int:
         """Start copying; return the ticket.
 
-        fence: None if there is nothing to come after. payloads: those of the pieces; None: no
-        checksum is wanted.
+        `fence` is None if there is nothing to wait for. `payloads` are those of the pieces; None if
+        no checksum is needed.
         """
 
     def poll(self) -> list[tuple[int, Outcome]]:
@@ -147,22 +147,21 @@ class CopyEngine(Protocol):
         """Wait for what is in flight and free everything."""
 
 
-#: Descriptors of one call, and parts of one launch. Batches of about 50,000 have crashed drivers.
+#: The most descriptors of one call and parts of one launch. Batches of about 50,000 have crashed
+#: drivers.
 DESCRIPTORS_MAX = 4096
 
 _Words = npt.NDArray[np.uint64]
 
 
 def coalesce(pieces: Descriptors, starts: _Words) -> Descriptors:
-    """Merge pieces that are neighbours in the list and on both sides.
-
-    starts: sorted addresses at which an allocation or a registration begins. No descriptor may
-    cross one, even if the next one begins at the very end of the last.
-    The columns of the result are contiguous, because they are used one by one.
-    """
+    """Merge pieces that are neighbours in the list and on both sides. `starts` has the sorted
+    addresses at which an allocation or registration begins. No descriptor may cross one, even if
+    the next begins exactly at the end of the previous one. The columns of the result are
+    contiguous, because they are used separately."""
     columns = np.ascontiguousarray(pieces.T)
     cache, staging, sizes = columns
-    # Blocks of a paged cache are seldom neighbours: mostly the first comparison decides.
+    # Blocks of a paged cache are rarely neighbours, so that usually the first comparison decides.
     neighbours = cache[:-1] + sizes[:-1] == cache[1:]
     if not np.count_nonzero(neighbours):
         return columns.T
@@ -180,10 +179,8 @@ def coalesce(pieces: Descriptors, starts: _Words) -> Descriptors:
 
 
 def cut_sizes(sizes: _Words, bytes_max: int) -> tuple[npt.NDArray[np.intp], _Words, _Words]:
-    """Cut pieces into parts of at most `bytes_max`.
-
-    Returns the number of parts of each piece; of each part its offset in the piece, and its bytes.
-    """
+    """Cut pieces into parts of at most `bytes_max`. Returns the number of parts of each piece, and
+    for each part its offset in the piece and its bytes."""
     repeats = ((sizes + np.uint64(bytes_max - 1)) // np.uint64(bytes_max)).astype(np.intp)
     before = np.cumsum(repeats) - repeats
     numbers = np.arange(int(repeats.sum())) - np.repeat(before, repeats)
@@ -205,7 +202,7 @@ def spans(sizes: _Words, bytes_max: int) -> Iterator[tuple[int, int]]:
         first, done = last, int(ends[last - 1])
 
 
-#: (destinations, sources, sizes), each uint64[n] and contiguous.
+#: The columns (destinations, sources, sizes), each uint64[n] and contiguous.
 Columns = tuple[_Words, _Words, _Words]
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses DMA, DMA with the overlap hint, or the kernel, by a table of times measured on this GPU.
+"""Chooses DMA, DMA with the overlap hint, or the kernel, by times measured on this GPU.
 
 The table is measured once, by one process of the host at a time, and kept. Ranks of one server
-start at the same moment and share the host's memory and links: two that measured at once would each
-measure the other one.
+start at the same moment and share the host's memory and links: two concurrent measurements would
+disturb each other.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from vllm_nvmeof_offload.fabric.machine import gpu_warnings
 from vllm_nvmeof_offload.staging import Staging, StagingMap
 from vllm_nvmeof_offload.units import KIB, MIB
 
-#: The table's grid: powers of two, so that the nearest one is a rounding away.
+#: The table's grid, in powers of two, so that rounding finds the nearest one.
 FRAGMENT_BYTES = tuple(KIB << k for k in range(2, 9))  # 4 KiB … 256 KiB
 COUNTS = (4, 16, 64, 256, 1024)
 _SIZE_LOG2_MIN, _SIZE_LOG2_MAX = 12, 18
 _WORD_BYTES = 16
-#: The table comes from an idle GPU. Beside a model the kernel takes multiprocessors from it, and
+#: The table is from an idle GPU. Next to a model the kernel takes multiprocessors from it, while
 #: the copy engines take none: the kernel must be this many times as fast.
 KERNEL_MARGIN = 1.5
-#: RMM and cuDF set the hint only up to here; for larger copies others saw it do harm.
+#: RMM and cuDF set the hint only up to this size; for larger copies it was seen to do harm.
 OVERLAP_BYTES_MAX = 128 * KIB
 
 _Measurement = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -65,8 +65,8 @@ _Measurement = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class Cell:
     """Median times of `count` fragments of `fragment_bytes`, in µs from submit to the end.
 
-    overlap_us: None: not tried. spread: (slowest round - fastest) / median of the way that varied
-    most.
+    `overlap_us` is None if not tried. `spread` is (slowest round - fastest) / median of the way
+    that varied most.
     """
 
     direction: Direction
@@ -82,9 +82,8 @@ _TABLE = TypeAdapter(dict[str, list[Cell]])
 
 
 def best_of(cell: Cell) -> Backend:
-    """DMA unless another way is clearly faster: the hint by more than the spread, the kernel by
-    `KERNEL_MARGIN` over the better kind of DMA.
-    """
+    """Return DMA unless another way is clearly faster: the hint by more than the spread, the kernel
+    by `KERNEL_MARGIN` over the better kind of DMA."""
     backend, took_us = Backend.DMA, cell.dma_us
     if cell.overlap_us is not None and cell.overlap_us * (1 + cell.spread) < took_us:
         backend, took_us = Backend.OVERLAP, cell.overlap_us
@@ -100,15 +99,15 @@ class Selector:
 
     def __init__(self, cells: Iterable[Cell] = ()) -> None:
         known = {(c.direction, c.fragment_bytes, c.count): best_of(c) for c in cells}
-        #: By count, the best for each size; empty: DMA for all. Of loads, and of stores.
+        #: The best way for each size, by count, for loads and for stores; empty means DMA for all.
         self._loads, self._stores = (
             _by_count(direction, known) for direction in (Direction.LOAD, Direction.STORE)
         )
 
     def choose(self, direction: Direction, pieces: Descriptors) -> Backend:
-        """Choose for pieces as they are submitted: coalesced.
+        """Choose for coalesced pieces, as they are submitted.
 
-        Every transfer waits for it, so it looks at the pieces only where something may be better
+        Every transfer waits for this, so the pieces are examined only if something may be better
         than DMA.
         """
         count = len(pieces)
@@ -176,14 +175,14 @@ def missing_cells(cells: Iterable[Cell], size: int) -> int:
 
 pause = time.sleep
 
-#: GPU memory used while measuring, and staging overwritten.
+#: The GPU memory used while measuring, and the staging overwritten.
 CALIBRATION_BYTES_MAX = 64 * MIB
-#: Less registered memory than this cannot measure the larger cells of the table.
+#: With less registered memory the larger cells of the table cannot be measured.
 _BYTES_MIN = 4 * MIB
 _ROUNDS = 3
-#: At a server's start, which waits for it; and when a user has asked for it.
+#: The budget at a server's start, which waits for it, and when a user has requested it.
 _BUDGET_S, _BUDGET_WHEN_ASKED_S = 1.5, 60.0
-#: Enough for sixteen ranks that measure in turn.
+#: Long enough for sixteen ranks that measure in turn.
 _LOCK_WAIT_S_MAX = 60.0
 _LOCK_POLL_S = 0.05
 _LOCK = "vllm-nvmeof-calibration.lock"
@@ -201,9 +200,8 @@ def calibrate(
 ) -> list[Cell]:
     """Measure the `grid`, small transfers first, as far as the budget reaches.
 
-    staging: address and bytes of registered, unused memory; its contents are lost.
-
-    Raises: CudaError: such as no free GPU memory.
+    `staging` is the address and bytes of registered, unused memory; its contents are lost. Raises:
+    CudaError: such as no free GPU memory.
     """
     size = min(CALIBRATION_BYTES_MAX, staging[1])
     cells: list[Cell] = []
@@ -289,7 +287,7 @@ def kept_or_measured(
 ) -> list[Cell]:
     """Return the kept table, or measure it now and, if complete, keep it. Empty: only DMA.
 
-    scratch: address and bytes of registered, unused memory; its contents are lost.
+    `scratch` is the address and bytes of registered, unused memory; its contents are lost.
     """
     size = min(CALIBRATION_BYTES_MAX, scratch[1])
     if (kept := _read(cuda, size)) is not None:
@@ -297,7 +295,7 @@ def kept_or_measured(
     if size < _BYTES_MIN:
         return []
     with _alone_on_this_host(lock_wait_s) as alone:
-        if (kept := _read(cuda, size)) is not None:  # by the process that had the lock
+        if (kept := _read(cuda, size)) is not None:  # written by the process that had the lock
             return kept
         if not alone:
             logger.warning(
@@ -399,7 +397,7 @@ def _open_lock(path: Path) -> int:
         return os.open(path, flags | os.O_CREAT, 0o644)
 
 
-# Opens the device of a worker's KV cache, the host or a GPU, and builds the copy engine for it.
+# Opens the device of a worker's KV cache, host or GPU, and builds the copy engine for it.
 
 
 _AUTO = "auto"
@@ -409,15 +407,15 @@ _AUTO = "auto"
 class KvDevice:
     """The device of the KV cache."""
 
-    #: None: the KV cache is in CPU memory.
+    #: None if the KV cache is in CPU memory.
     cuda: Cuda | None = None
-    #: Returns the model's current stream; called on the model's thread.
+    #: A function that returns the model's current stream; called on the model's thread.
     model_stream: Callable[[], int] = lambda: 0
     warnings: tuple[str, ...] = ()
 
     @property
     def numa_node(self) -> int | None:
-        """The NUMA node on which pinned memory should be; None: any."""
+        """Return the NUMA node on which pinned memory should be, or None for any."""
         return self.cuda.facts.numa_node if self.cuda else None
 
     def copy_engine(
@@ -430,11 +428,10 @@ class KvDevice:
     ) -> tuple[CopyEngine, tuple[str, ...]]:
         """Build the copy engine; return it and its fallbacks: lines on what it lacks, and why.
 
-        backend: auto, or the value of a `Backend`; ignored in CPU memory. cache_starts: addresses
-        of KV cache tensors. `staging` must be empty: with auto a part of it is overwritten.
-        checksum_at: "gpu": the GPU makes the checksums of payloads, where it can; in CPU memory the
-        copies make them anyway.
-
+        `backend` is auto, or the value of a `Backend`; ignored in CPU memory. `cache_starts` are
+        addresses of KV cache tensors. `staging` must be empty: with auto a part of it is
+        overwritten. With `checksum_at` "gpu" the GPU computes the checksums of payloads, if it can;
+        in CPU memory the copies compute them anyway.
         Raises: EngineError: staging cannot be registered, or `kernel` is required and unavailable.
         """
         if self.cuda is None:
@@ -458,7 +455,7 @@ class KvDevice:
         return engine, tuple(fallbacks)
 
     def engine_name(self, backend: str) -> str:
-        """The copy engine's name for logs and metrics."""
+        """Return the copy engine's name for logs and metrics."""
         return f"{backend} on {self.cuda.facts.name}" if self.cuda else "host memcpy"
 
 
@@ -483,7 +480,7 @@ def _copiers(cuda: Cuda, backend: str, scratch: tuple[int, int], fallbacks: list
                 raise
             fallbacks.append(f"copies: DMA only, also of small fragments ({error})")
             backend = Backend.DMA.value
-    if kernel is None or backend != _AUTO:  # one way for everything
+    if kernel is None or backend != _AUTO:  # only one way is used
         only = Backend(backend)
         return Copiers(dma, kernel, lambda direction, pieces: only)
     cells = kept_or_measured(cuda, dma, kernel, scratch)

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies between a KV cache in GPU memory and pinned staging, asynchronously.
 
-Each direction has one stream, on which nothing ever waits for the model: a ticket whose fence has
-not passed is held here, and `poll` starts it when it has. So a ticket waits for its own fence and
-for no other, whatever the order in which tickets and fences come, and two streams are enough. A
-wait on the stream would hold up every later ticket of an older fence, for a whole forward pass.
-A ticket is, in stream order: copy, record an event; `poll` queries the events. No call here
-waits for the GPU except `close`, and the model's thread makes two: create (at first) and record
-the fence's event.
+Each direction has one stream, on which nothing ever waits for the model: a ticket with a fence that
+has not passed is held here, and `poll` starts it when it has. So a ticket waits for its own fence
+and for no other, whatever the order of tickets and fences, and two streams are enough. A wait on
+the stream would delay every later ticket of an older fence, for a whole forward pass. A ticket is,
+in stream order: copy, record an event; `poll` queries the events. No call here waits for the GPU
+except `close`, and the model's thread makes two: create (at first) and record the fence's event.
 
-Where the GPU makes checksums, each direction has a second stream for them, and a ticket with
-payloads ends there. Of a store they are made beside the copy, whose source is complete: its fence
-has passed. Of a load they are made behind the copy, from what arrived. That stream waits for the
-copies; copies never wait for checksums, so DMA goes on meanwhile.
+If the GPU computes checksums, each direction has a second stream for them, and a ticket with
+payloads ends there. For a store they are computed next to the copy, because its source is complete:
+its fence has passed. For a load they are computed after the copy, from the bytes that arrived. That
+stream waits for the copies; copies never wait for checksums, so DMA goes on meanwhile.
 
 The caller (the pipeline's gates) guarantees: when a load is submitted, its staging bytes are
 complete in the host's eyes, and nothing else uses the staging bytes of a ticket in flight.
@@ -51,23 +50,23 @@ from vllm_nvmeof_offload.copy.pinning import Readiness, StagingPinning
 from vllm_nvmeof_offload.errors import OK, Outcome, OutcomeKind
 from vllm_nvmeof_offload.units import KIB, MIB
 
-#: Copies of one driver call. The driver takes 0.4 µs for each, and the GPU seems to begin when the
-#: call ends: the host makes the next one meanwhile. On an H200 calls of 64 reached 0.99 of one
+#: Copies per driver call. The driver takes 0.4 µs for each, and the GPU seems to begin when the
+#: call ends, while the host makes the next one. On an H200 calls of 64 reached 0.99 of one
 #: contiguous copy at 512 KiB, a call of 1000 0.92 to 0.93; fewer copies cost the host more.
 _CALL_COPIES_MAX = 64
 _THREADS = 512
 _LANES = 32
-#: One warp copies this much at once; a multiple of 16, so that parts are aligned as their piece.
+#: One warp copies this many bytes at once; a multiple of 16, so that parts are aligned like pieces.
 PART_BYTES_MAX = 16 * KIB
-#: Bytes of one launch. Its blocks keep their multiprocessors until it ends, and what the model
-#: launches for those waits: 8 MiB take 0.15 ms at 55 GB/s.
+#: Bytes per launch. Its blocks keep their multiprocessors until it ends, and the model's launches
+#: wait for those: 8 MiB take 0.15 ms at 55 GB/s.
 LAUNCH_BYTES_MAX = 8 * MIB
-#: Thread blocks of one launch; `bench copy --parts sweep` measures other numbers.
+#: Thread blocks per launch; `bench copy --parts sweep` measures other numbers.
 BLOCKS_MAX = 8
 _TABLES = 16
 _ROW_BYTES = 3 * 8
 _TABLE_BYTES = DESCRIPTORS_MAX * _ROW_BYTES
-#: CUDA refused. The same copy would fail again.
+#: The outcome if CUDA refuses. The same copy would fail again.
 _FAILED = Outcome(OutcomeKind.IO_ERROR, errno.EIO)
 
 
@@ -103,7 +102,7 @@ class DmaCopier:
 
 
 class Table:
-    """Room for 4096 parts of one or several launches, in pinned memory that the kernel reads."""
+    """Room for 4096 parts of one or more launches, in pinned memory that the kernel reads."""
 
     def __init__(self, address: int, idle: deque[Table]) -> None:
         self.address = address
@@ -119,8 +118,8 @@ class Table:
 class KernelCopier:
     """Copies by a kernel on a few multiprocessors, for fragments too small for the copy engines.
 
-    blocks_max: thread blocks of one launch; few, so that the model keeps the others.
-    tables: each of 4096 parts; a transfer takes as many as it needs, at least one.
+    `blocks_max` is the number of thread blocks per launch, which is small so that the model keeps
+    the other multiprocessors. `tables` have 4096 parts each; a transfer takes at least one.
     """
 
     def __init__(
@@ -137,9 +136,9 @@ class KernelCopier:
     def copy(
         self, direction: Direction, pieces: Descriptors, stream: int, used: list[Table]
     ) -> bool:
-        """Submit to `stream`; False, and nothing done, if not enough tables are left.
+        """Submit to `stream`. Returns False, with nothing done, if not enough tables are left.
 
-        Appends the tables to `used` before the kernel sees them, also if it raises; the caller
+        Appends the tables to `used` before the kernel sees them, even if it raises; the caller
         gives them back when the stream has passed this point.
         """
         parts = cut(*sides(direction, pieces))
@@ -154,7 +153,7 @@ class KernelCopier:
         return True
 
     def close(self) -> None:
-        """Call only when nothing is under way."""
+        """Free the kernel's memory. Call only when nothing is in progress."""
         self._idle.clear()
         self._cuda.free_host(self._memory)
 
@@ -170,7 +169,7 @@ def cut(
     sources: npt.NDArray[np.uint64],
     sizes: npt.NDArray[np.uint64],
 ) -> npt.NDArray[np.uint64]:
-    """uint64[n, 3], (destination, source, bytes) of parts of at most `PART_BYTES_MAX`, in order."""
+    """Return uint64[n, 3], (destination, source, bytes) of parts of at most `PART_BYTES_MAX`."""
     if int(sizes.max(initial=1)) <= PART_BYTES_MAX:
         rows = np.empty((len(sizes), 3), np.uint64)
         rows[:, 0], rows[:, 1], rows[:, 2] = destinations, sources, sizes
@@ -190,7 +189,7 @@ class Fence:
     event: int
     number: int
     idle: deque[int]
-    passed: bool = False  # the GPU was seen there
+    passed: bool = False  # whether the GPU was seen to have passed it
     watched: bool = False
 
     def __del__(self) -> None:
@@ -201,34 +200,34 @@ class Fence:
 class _Ticket:
     """A submitted copy, its pieces coalesced.
 
-    summed: its pieces as submitted, and their payloads; None: no checksum is made.
+    `summed` has its pieces as submitted, and their payloads; None if no checksum is computed.
     """
 
     number: int
     direction: Direction
     pieces: Descriptors
-    fence: Fence | None  # None: it has passed
+    fence: Fence | None  # None once it has passed
     summed: tuple[Descriptors, Payloads] | None = None
 
 
 @dataclass(slots=True)
 class _Launched:
-    """A ticket that the GPU works on."""
+    """A ticket on which the GPU works."""
 
     ticket: int
     event: int = 0
-    recorded: bool = False  # `event` marks its end
+    recorded: bool = False  # whether `event` marks its end
     watched: bool = False
     outcome: Outcome = OK
     tables: list[Table] = field(default_factory=list)
-    checksums: Checksums | None = None  # made, or to be given back unmade
-    checksums_failed: bool = False  # `event` does not mark the end of what was launched of them
+    checksums: Checksums | None = None  # computed, or to be given back
+    checksums_failed: bool = False  # whether `event` misses the end of their launches
 
 
 class CopyWaiter:
     """A thread that blocks in the driver until the oldest watched event is done.
 
-    The pipeline's thread sleeps on file descriptors, and a CUDA event is none. Only the engine's
+    The pipeline's thread sleeps on file descriptors, and a CUDA event has none. Only the engine's
     `poll` knows what has finished; this calls `on_done` when there is something to poll.
     """
 
@@ -242,14 +241,15 @@ class CopyWaiter:
     def watch(self, one: Fence | _Launched) -> None:
         """Call `on_done` when its event is done.
 
-        Events must be given in the order in which `poll` reports them: the thread waits for one
-        after the other. `watched` is set until the event is not needed here any more.
+        Events must be passed in the order in which `poll` reports them: the thread waits for one
+        after the other. `watched` is set until the event is no longer needed here.
         """
         one.watched = True
         self._queue.put(one)
 
     def close(self) -> None:
-        """Call only when everything watched is about to be done: this waits for it."""
+        """End the thread, after everything that is watched; call only when that is about to be
+        done."""
         self._queue.put(None)
         self._thread.join()
 
@@ -265,13 +265,13 @@ class CopyWaiter:
 
 
 class Fences:
-    """Points on the model's stream that copies come after.
+    """Points on the model's stream that copies wait for.
 
-    All fences of an engine are recorded on one stream, so they pass in the order in which they
-    were recorded: the oldest that has not passed stands for all of them. The model's thread
-    records them; the engine's thread makes all other calls.
+    All fences of an engine are recorded on one stream, so they pass in the order in which they were
+    recorded: the oldest that has not passed stands for all of them. The model's thread records
+    them; the engine's thread makes all other calls.
 
-    on_passed: called from a thread when an announced fence has passed; None: never.
+    `on_passed` is called from a thread when an announced fence has passed; None for never.
     """
 
     def __init__(
@@ -282,12 +282,12 @@ class Fences:
         self._waiter = CopyWaiter(cuda, on_passed, "nvmeof-fences") if on_passed else None
         self._idle: deque[int] = deque()
         self._count = 0
-        # Oldest first: not seen to have passed, and those of them that the waiter does not have.
+        # Oldest first: the fences not seen to have passed, and those of them that the waiter lacks.
         self._open: deque[Fence] = deque()
         self._unannounced: deque[Fence] = deque()
 
     def record(self) -> Fence:
-        """Call on the model's thread: at most two calls of the driver."""
+        """Record a fence, on the model's thread, with at most two calls of the driver."""
         self._cuda.make_current()
         try:
             event = self._idle.popleft()
@@ -301,17 +301,17 @@ class Fences:
         return fence
 
     def look(self) -> None:
-        """Update which fences have passed: mostly one call of the driver. Raises CudaError."""
+        """Update which fences have passed: usually one call of the driver. Raises CudaError."""
         while self._open and self._cuda.event_is_done(self._open[0].event):
             self._open.popleft().passed = True
         while self._unannounced and self._unannounced[0].passed:
             self._unannounced.popleft()
 
     def announce(self, fence: Fence) -> None:
-        """Have `on_passed` called when `fence` passes.
+        """Let `on_passed` be called when `fence` passes.
 
         The waiter also gets every older fence. Otherwise it would be waiting for this one when a
-        copy comes that waits for an older one, and would wake the caller too late for that copy.
+        copy arrives that waits for an older one, and would wake the caller too late for that copy.
         """
         while self._unannounced and self._unannounced[0].number <= fence.number:
             older = self._unannounced.popleft()
@@ -332,12 +332,12 @@ class _Stream:
     """The streams of one direction."""
 
     handle: int
-    #: The stream of its checksums, and the event behind the copies that they wait for; 0: none.
+    #: The stream of its checksums, and the event after the copies that they wait for; 0 if none.
     checksums: int
     copied: int
     waiter: CopyWaiter | None
     launched: deque[_Launched] = field(default_factory=deque)
-    #: Polled as finished; their events may be reused when they are not watched any more.
+    #: Tickets polled as finished. Their events may be reused when they are no longer watched.
     finished: deque[_Launched] = field(default_factory=deque)
 
     @property
@@ -347,9 +347,9 @@ class _Stream:
 
 @dataclass(frozen=True)
 class Copiers:
-    """The ways to move bytes, and the function that chooses.
+    """The ways to move bytes, and the function that chooses one.
 
-    kernel: None if unavailable. checksums: None: the GPU makes none.
+    `kernel` is None if unavailable. `checksums` is None if the GPU computes none.
     """
 
     dma: DmaCopier
@@ -359,12 +359,10 @@ class Copiers:
 
 
 class CudaCopyEngine:
-    """See `copy.base.CopyEngine`.
-
-    model_stream: returns the model's current stream; called on the model's thread. pins: closed
-    with this. cache_starts: addresses at which KV cache tensors begin. on_done: called from
-    threads of this engine when there may be something to poll; None: the caller polls unasked.
-    """
+    """See `copy.base.CopyEngine`. `model_stream` returns the model's current stream, and is called
+    on the model's thread. `pins` is closed with this engine. `cache_starts` are the addresses at
+    which KV cache tensors begin. `on_done` is called from threads of this engine when there may be
+    something to poll; None if the caller polls unasked."""
 
     def __init__(
         self,
@@ -395,13 +393,13 @@ class CudaCopyEngine:
         self._next = 1
         self._done: list[tuple[int, Outcome]] = []
         self._fences = Fences(cuda, model_stream, on_done)
-        self._held: list[_Ticket] = []  # in the order of their submission
-        self._events: list[int] = []  # all that were created for tickets
+        self._held: list[_Ticket] = []  # in order of submission
+        self._events: list[int] = []  # all events created for tickets
         self._logged: set[tuple[str, str]] = set()
 
     @property
     def streams(self) -> dict[Direction, int]:
-        """The CUDA stream of each direction's copies. `bench copy` waits for one to be empty."""
+        """Return the CUDA stream of each direction's copies. `bench copy` waits for them."""
         return {direction: stream.handle for direction, stream in self._streams.items()}
 
     def record_fence(self) -> object:
@@ -414,7 +412,7 @@ class CudaCopyEngine:
             self._cuda.enter_own_thread()
             try:
                 self._fences.look()
-            except CudaError as error:  # the tickets behind it fail when they are submitted
+            except CudaError as error:  # tickets after this fence fail when they are submitted
                 self._log(error)
         return fence.passed
 
@@ -477,10 +475,10 @@ class CudaCopyEngine:
     # -- inside -----------------------------------------------------------------------
 
     def _start(self, tickets: Sequence[_Ticket]) -> None:
-        """Start the tickets that may start, in this order; hold the others."""
+        """Start the tickets that may start, in order; hold the others."""
         try:
             self._fences.look()
-        except CudaError as error:  # from now on it is unknown whether their fences pass
+        except CudaError as error:  # whether their fences pass is unknown from now on
             self._log(error)
             self._fail(*tickets)
             return
@@ -497,13 +495,13 @@ class CudaCopyEngine:
                 self._launch(ticket)
 
     def _fail(self, *tickets: _Ticket) -> None:
-        """Fail tickets of which nothing is under way, and for which no waiter will call."""
+        """Fail tickets that have nothing in progress, and for which no waiter will call."""
         self._done += [(ticket.number, _FAILED) for ticket in tickets]
         if self._on_done is not None:
             self._on_done()
 
     def _launch_held(self) -> None:
-        """Launch all held tickets at `close`: none comes later, so the GPU may wait for fences."""
+        """Launch all held tickets at `close`: no others follow, so the GPU may wait for fences."""
         held, self._held = self._held, []
         for ticket in held:
             if self._pins.readiness(ticket.pieces[:, 1]) is Readiness.READY:
@@ -511,11 +509,11 @@ class CudaCopyEngine:
                     stream = self._streams[ticket.direction].handle
                     if ticket.fence is not None:
                         self._cuda.wait_event(stream, ticket.fence.event)
-                    # Nobody reads checksums any more, and their stream does not wait for the fence.
+                    # Checksums are not read any more, and their stream does not wait for the fence.
                     self._launch(replace(ticket, summed=None))
 
     def _must_queue(self, ticket: _Ticket) -> bool:
-        """A ticket of no pieces ends behind those before it, so it starts behind them."""
+        """Return whether to hold a ticket: one without pieces ends after those before it."""
         return not len(ticket.pieces) and any(
             earlier.direction is ticket.direction for earlier in self._held
         )
@@ -533,7 +531,7 @@ class CudaCopyEngine:
             one.outcome = _FAILED
         else:
             end = self._make_checksums(ticket, stream, one)
-        # Calls that succeeded before an error are under way: the ticket ends after them.
+        # Calls that succeeded before an error are in progress: the ticket ends after them.
         with self._logging_errors():
             if one.event:
                 self._cuda.record_event(one.event, end)
@@ -544,7 +542,7 @@ class CudaCopyEngine:
     def _copy(
         self, direction: Direction, pieces: Descriptors, stream: int, tables: list[Table]
     ) -> None:
-        if not len(pieces):  # a ticket that only waits for those before it
+        if not len(pieces):  # a ticket that only waits for earlier ones
             return
         kernel, backend = self._copiers.kernel, self._copiers.choose(direction, pieces)
         if (
@@ -557,9 +555,9 @@ class CudaCopyEngine:
         self._copiers.dma.copy(direction, pieces, stream, overlap=overlap)
 
     def _make_checksums(self, ticket: _Ticket, stream: _Stream, one: _Launched) -> int:
-        """Launch the checksums of a ticket whose copy was submitted.
+        """Launch the checksums of a ticket with a submitted copy.
 
-        Returns the stream on which the ticket ends: behind its copy and its checksums.
+        Returns the stream on which the ticket ends: after its copy and its checksums.
         """
         if self._checksums is None or ticket.summed is None:
             return stream.handle
@@ -579,12 +577,12 @@ class CudaCopyEngine:
         return stream.checksums
 
     def _wait_for_copies(self, stream: _Stream) -> None:
-        """Order what comes on the stream of checksums after the copies so far."""
+        """Order later work on the stream of checksums after the copies so far."""
         self._cuda.record_event(stream.copied, stream.handle)
         self._cuda.wait_event(stream.checksums, stream.copied)
 
     def _finish_checksums(self, one: _Launched) -> None:
-        """Call when the GPU is done with the ticket."""
+        """Write the checksums of a ticket with which the GPU is done."""
         if self._checksums is None or one.checksums is None:
             return
         if one.outcome.ok and not one.checksums_failed:
@@ -606,11 +604,11 @@ class CudaCopyEngine:
             if one.recorded and not self._cuda.event_is_done(one.event):
                 return False
             if one.checksums_failed and not self._cuda.stream_is_done(stream.checksums):
-                return False  # some may have been launched, and they use their table
+                return False  # some may have been launched and use their table
             if one.recorded:
                 return True
             ended = all(self._cuda.stream_is_done(handle) for handle in stream.handles)
-        except CudaError as error:  # the context is lost, and with it all that was under way
+        except CudaError as error:  # the context is lost, with all work in progress
             self._log(error)
             ended = True
         if ended:

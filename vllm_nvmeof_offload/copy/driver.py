@@ -2,13 +2,13 @@
 """A thin layer over cuda-python: the calls of NVIDIA's driver that are used here, on one GPU.
 
 Streams, events, kernels, addresses and sizes are plain integers. The batch copy calls the driver
-by ctypes, with arrays in memory, because cuda-python would create a Python object per pointer.
+by ctypes, with arrays in memory, because cuda-python would create one Python object per pointer.
 Both ways release the interpreter lock during a call.
 
 NVRTC compiles the kernels once per GPU architecture, without nvcc and without a GPU, and the user's
 cache keeps the machine code.
 
-Tests replace `Cuda` by a class of their own; no other module calls CUDA.
+Tests replace `Cuda` by another class; no other module calls CUDA.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from typing import Any, TextIO
 
 from vllm_nvmeof_offload.errors import EngineError
 
-#: CUmemcpySrcAccessOrder: the source is read in the stream's order, or at any time after the
-#: call, even before the stream gets there.
+#: Values of CUmemcpySrcAccessOrder: the source is read in the stream's order, or at any time after
+#: the call, even before the stream gets there.
 ORDER_STREAM, ORDER_ANY = 1, 3
 _PREFER_OVERLAP_WITH_COMPUTE = 1  # CUmemcpyFlags
 _NOT_READY = 600
@@ -38,7 +38,7 @@ _HOST_PORTABLE_MAPPED = 1 | 2
 _ATTRIBUTE_HOST_POINTER_IS_DEVICE_POINTER = 91
 _ATTRIBUTE_HOST_NUMA_ID = 134
 _ATTRIBUTE_CAPABILITY = (75, 76)
-#: The first driver with the batch call; in this version's form it names the failing copy.
+#: The first driver with the batch call. In this version's form the call names the failing copy.
 _BATCH_VERSION = 12080
 _BATCH = ctypes.CFUNCTYPE(
     ctypes.c_int,
@@ -57,7 +57,7 @@ class _CopyAttributes(ctypes.Structure):
     )
 
 
-#: Created once: the driver only reads them.
+#: Created only once, because the driver only reads them.
 _MADE = {
     (order, overlap): _CopyAttributes(
         order, (ctypes.c_int * 4)(), _PREFER_OVERLAP_WITH_COMPUTE if overlap else 0
@@ -71,7 +71,7 @@ _FIRST = ctypes.addressof(_ZERO)
 
 
 class CudaError(EngineError):
-    """A call that CUDA refused. name: CUDA's, such as CUDA_ERROR_INVALID_VALUE."""
+    """A call that CUDA refused. `name` is CUDA's, such as CUDA_ERROR_INVALID_VALUE."""
 
     def __init__(self, call: str, name: str, detail: str = "") -> None:
         super().__init__(f"{call}: {name}{detail}")
@@ -80,12 +80,12 @@ class CudaError(EngineError):
 
     @property
     def while_capturing(self) -> bool:
-        """Refused because a CUDA graph was being captured: it may succeed later."""
+        """Return whether a CUDA graph was being captured, so that the call may succeed later."""
         return self.name.startswith("CUDA_ERROR_STREAM_CAPTURE_")
 
 
 class CudaFacts:
-    """Properties of this GPU. uuid: 32 hex digits; numa_node: None if unknown."""
+    """Properties of this GPU. `uuid` has 32 hex digits; `numa_node` is None if unknown."""
 
     def __init__(self, name: str, uuid: str, driver_version: int, arch: str, node: int) -> None:
         self.name = name
@@ -99,7 +99,7 @@ class Cuda:
     """One GPU, in the context that torch uses too. Every method may raise `CudaError`."""
 
     def __init__(self, device_index: int) -> None:
-        """Raises: EngineError: no cuda-python, no driver, or no such GPU."""
+        """Open the GPU. Raises: EngineError: no cuda-python, no driver, or no such GPU."""
         try:
             self._api = importlib.import_module("cuda.bindings.driver")
             self._enter("cuInit", 0)
@@ -108,7 +108,7 @@ class Cuda:
                 f"copies to a GPU need cuda-python ({error}): "
                 "pip install 'vllm-nvmeof-offload[cuda]'"
             ) from None
-        except RuntimeError as error:  # the library of the driver is not there
+        except RuntimeError as error:  # the driver's library is missing
             raise EngineError(f"no NVIDIA driver here: {error}") from None
         self._device = self._enter("cuDeviceGet", device_index)
         self._context = self._enter("cuDevicePrimaryCtxRetain", self._device)
@@ -124,18 +124,18 @@ class Cuda:
     # -- the GPU ----------------------------------------------------------------------
 
     def make_current(self) -> None:
-        """Call before the first call of each thread; costs nothing after that."""
+        """Make the context current. Call first on each thread; later calls cost nothing."""
         if not getattr(self._thread, "current", False):
             self._enter("cuCtxSetCurrent", self._context)
             self._thread.current = True
 
     def enter_own_thread(self) -> None:
-        """Do the same on threads on which nothing of the model runs.
+        """Make the context current on a thread that runs nothing of the model.
 
         vLLM captures its CUDA graphs in the mode in which calls of other threads, such as
-        registering memory or querying an event, fail and spoil the capture (its own offloading
-        had to give up pinning in the background: vllm#46933). A thread may declare that its calls
-        have nothing to do with any capture.
+        registering memory or querying an event, fail and spoil the capture (its own offloading had
+        to give up pinning in the background: vllm#46933). A thread may declare that its calls are
+        unrelated to any capture.
         """
         self.make_current()
         if not getattr(self._thread, "relaxed", False):
@@ -168,7 +168,7 @@ class Cuda:
         return self._is_done("cuStreamQuery", stream)
 
     def wait_event(self, stream: int, event: int) -> None:
-        """Order what is submitted to `stream` from now on after what `event` recorded last."""
+        """Order later work on `stream` after what `event` last recorded."""
         self._enter("cuStreamWaitEvent", stream, event, 0)
 
     def create_event(self) -> int:
@@ -199,8 +199,8 @@ class Cuda:
     ) -> None:
         """Copy all in one call.
 
-        tables: addresses of destinations, of sources, of sizes in bytes, each uint64[count]; they
-        are read before this returns.
+        `tables` has the addresses of destinations, of sources and of sizes in bytes, each
+        uint64[count], which are read before this returns.
         """
         assert self._batch is not None
         failed = ctypes.c_size_t(0)
@@ -215,7 +215,7 @@ class Cuda:
     def _name_of(self, status: int) -> str:
         try:
             return str(self._api.CUresult(status).name)
-        except ValueError:  # newer than these bindings
+        except ValueError:  # an error newer than these bindings
             return f"CUDA error {status}"
 
     def copy(self, destination: int, source: int, count: int, stream: int) -> None:
@@ -238,7 +238,7 @@ class Cuda:
     # -- memory -----------------------------------------------------------------------
 
     def register(self, address: int, count: int) -> None:
-        """Pin host memory: DMA reaches it at full rate, kernels reach it at its own address."""
+        """Pin host memory: DMA accesses it at full rate, kernels at its own address."""
         self._enter("cuMemHostRegister", address, count, _HOST_PORTABLE_MAPPED)
 
     def unregister(self, address: int) -> None:
@@ -259,7 +259,7 @@ class Cuda:
     # -- inside -----------------------------------------------------------------------
 
     def _enter(self, call: str, *arguments: Any) -> Any:
-        """Call; return None, the value, or the tuple of values."""
+        """Call the driver; return None, the value, or the tuple of values."""
         status, *values = getattr(self._api, call)(*arguments)
         if status:
             raise CudaError(call, status.name)
@@ -299,12 +299,12 @@ class Cuda:
         return _BATCH(int(address)) if address else None
 
 
-#: File name of the copy kernel.
+#: The file name of the copy kernel.
 COPY_BLOCKS = "copy_blocks.cu"
 
 
 def kernel_source(name: str = COPY_BLOCKS) -> str:
-    """Return the CUDA source: beside this file in an installed wheel, in `kernels/` in a checkout.
+    """Return the CUDA source: from here in an installed wheel, from `kernels/` in a checkout.
 
     Raises: EngineError: neither exists.
     """
@@ -318,9 +318,8 @@ def kernel_source(name: str = COPY_BLOCKS) -> str:
 def compile_kernels(arch: str, name: str = COPY_BLOCKS, log: TextIO | None = None) -> bytes:
     """Compile machine code (a cubin) for `arch`, such as sm_90.
 
-    log: gets the assembler's report on each kernel's registers and spills.
-
-    Raises: EngineError: no cuda-core, no NVRTC, or it cannot compile for this architecture.
+    `log` gets the assembler's report on each kernel's registers and spills. Raises: EngineError: no
+    cuda-core, no NVRTC, or it cannot compile for this architecture.
     """
     source = kernel_source(name)
     try:
@@ -333,7 +332,7 @@ def compile_kernels(arch: str, name: str = COPY_BLOCKS, log: TextIO | None = Non
             f"the kernels need cuda-core ({error}): pip install 'vllm-nvmeof-offload[cuda]'"
         ) from None
     except Exception as error:
-        # cuda-core's errors have no public base: no NVRTC library, or an unknown architecture.
+        # cuda-core's errors (no NVRTC library, an unknown architecture) have no public base.
         raise EngineError(f"NVRTC: {error}") from error
     return code
 
@@ -367,13 +366,13 @@ def cache_directory() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):  # the XDG specification ignores relative values
         base = os.path.join(os.path.expanduser("~"), ".cache")
-    if not os.path.isabs(base):  # there is no home: nothing is kept
+    if not os.path.isabs(base):  # without a home nothing is kept
         base = os.devnull
     return Path(base) / "vllm-nvmeof" / "copy"
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write whole or not at all: other ranks may write the same file. Failure costs only time."""
+    """Write all or nothing, as other ranks may write it too. Failure only costs time."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent)

@@ -22,7 +22,7 @@ from vllm_nvmeof_offload.native import Geometry
 
 @dataclass(frozen=True, slots=True)
 class CacheTensor:
-    """Block b's page: `page_bytes` at `address + b * stride_bytes`."""
+    """A tensor. The page of block b is `page_bytes` at `address + b * stride_bytes`."""
 
     address: int
     stride_bytes: int
@@ -31,7 +31,7 @@ class CacheTensor:
 
 
 def joined(tensors: Sequence[CacheTensor]) -> list[CacheTensor]:
-    """Tensors in the same order; those whose pages are neighbours in each block are one."""
+    """Return the tensors in order, with those merged that have neighbouring pages in each block."""
     found: list[CacheTensor] = []
     for one in tensors:
         if found and one.address == found[-1].address + found[-1].page_bytes:
@@ -56,7 +56,7 @@ class ChunkGeometry:
         self.block_bytes = sum(t.page_bytes for t in tensors)
         self.payload_bytes = self.block_bytes * blocks_per_chunk
         self._address = np.array([t.address for t in tensors], np.uint64)
-        #: As the native geometries take it.
+        #: The columns for the native geometries.
         self.columns = (
             [(t.address, t.stride_bytes, t.page_bytes, t.block_count) for t in tensors],
             blocks_per_chunk,
@@ -65,14 +65,14 @@ class ChunkGeometry:
 
     @property
     def starts(self) -> npt.NDArray[np.uint64]:
-        """Addresses of the tensors: no descriptor may cross from one into the next."""
+        """Return the tensors' addresses: no descriptor may cross from one into the next."""
         return self._address
 
     def pieces(self, block_ids: npt.NDArray[np.int32], first_position: int) -> Descriptors:
         """Return the pieces of consecutive blocks of one chunk from `first_position` in it.
 
-        block_ids: int32[n], n ≤ blocks_per_chunk - first_position.
-        Returns uint64[n × tensors, 3]: (KV cache address, offset in the payload, bytes).
+        block_ids: int32[n], n ≤ blocks_per_chunk - first_position. Returns uint64[n × tensors, 3]:
+        (KV cache address, offset in the payload, bytes).
         """
         return self.pieces_by_chunk(block_ids, first_position, 1).rows
 
@@ -87,7 +87,7 @@ class ChunkGeometry:
     ) -> list[npt.NDArray[np.int32]]:
         """Cut the blocks of consecutive chunks at chunk boundaries.
 
-        first_position: the first block's position in the first chunk. Returns one array per
+        `first_position` is the first block's position in the first chunk. Returns one array per
         chunk; the first and the last may cover only a part of their chunk.
         """
         cuts = np.arange(
@@ -102,9 +102,9 @@ class ChunkGeometry:
 class JobBlocks:
     """The GPU blocks of a store or load, by group position.
 
-    ids: int32[m], the blocks of all groups, group after group. sizes: blocks of each group. firsts:
-    of each group, the first block's index in its request. groups: uint8[n], the group of each
-    chunk, group after group.
+    ids: int32[m], the blocks of all groups, group after group. sizes: the number of blocks of each
+    group. firsts: the index of each group's first block in its request. groups: uint8[n], the group
+    of each chunk, group after group.
     """
 
     ids: npt.NDArray[np.int32]
@@ -121,7 +121,7 @@ class CacheGeometry:
         groups: Sequence[tuple[Group, Sequence[CacheTensor]]],
         set_sizes: Sequence[int] = (),
     ) -> None:
-        """set_sizes: as `RankGroup.set_size`, by group; none: 1 of each."""
+        """`set_sizes` has `RankGroup.set_size` by group; empty if all are 1."""
         self.by_group = tuple(
             ChunkGeometry(joined(tensors), _blocks_per_chunk(group)) for group, tensors in groups
         )
@@ -131,27 +131,27 @@ class CacheGeometry:
                 groups, self.by_group, set_sizes or [1] * len(groups), strict=True
             )
         )
-        #: Bytes of a chunk, by group.
+        #: The bytes of a chunk, by group.
         self.group_bytes = tuple(one.payload_bytes for one in self.by_group)
-        #: Those of the largest group.
+        #: The bytes of a chunk of the largest group.
         self.payload_bytes = max(self.group_bytes)
         self.native = NativeGeometry([one.columns for one in self.by_group])
 
     @property
     def starts(self) -> npt.NDArray[np.uint64]:
-        """Sorted addresses of all tensors: no descriptor may cross from one into the next."""
+        """Return all tensors' sorted addresses: no descriptor may cross from one into the next."""
         return np.unique(np.concatenate([one.starts for one in self.by_group]))
 
     def stored(self, blocks: JobBlocks) -> Pieces:
-        """The pieces of a store. A chunk without all of its blocks has none."""
+        """Return the pieces of a store. A chunk without all its blocks has none."""
         return self._pieces(blocks, is_store=True)
 
     def loaded(self, blocks: JobBlocks) -> Pieces:
-        """The pieces of a load. A group's first and last chunk may have only some blocks."""
+        """Return the pieces of a load. A group's first and last chunk may have only some blocks."""
         return self._pieces(blocks, is_store=False)
 
     def split(self, blocks: JobBlocks) -> list[npt.NDArray[np.int32]]:
-        """The blocks of each chunk, of a job of one group."""
+        """Return the blocks of each chunk, for a job of one group."""
         (group,), (first,) = self.by_group, blocks.firsts
         return group.split(blocks.ids, first % group.blocks_per_chunk, len(blocks.groups))
 

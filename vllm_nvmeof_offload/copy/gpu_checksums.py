@@ -22,15 +22,15 @@ from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.units import KIB, MIB
 
-#: The file of the kernel, and its name in there.
+#: The kernel's file, and its name there.
 CRC_BLOCKS = "crc_blocks.cu"
 KERNEL_NAME = "crc_blocks"
-#: Bytes that a warp reads at once: sizes of pieces must be multiples of it.
+#: The bytes that a warp reads at once: sizes of pieces must be multiples of this.
 STRIPE_BYTES = 512
 _ALIGNMENT = 16
-#: Bytes of one part, which one warp takes; a multiple of a stripe.
+#: The bytes of one part, for one warp; a multiple of a stripe.
 PART_BYTES_MAX = 64 * KIB
-#: Parts of all transfers under way: 9 MiB of pinned memory, which describe up to 4 GiB.
+#: The parts of all transfers in progress: 9 MiB of pinned memory, which describe up to 4 GiB.
 _PARTS_MAX = 64 << 10
 _LANES = 32
 _ROW_BYTES = 2 * 8
@@ -43,14 +43,10 @@ _Counts = npt.NDArray[np.uint32]
 
 
 class Launch(NamedTuple):
-    """The shape of a launch.
-
-    The default is the best of those measured on an H200: 58 to 62 GB/s alone; at 12.5 GB/s it cost
-    a bf16 matrix product beside it 0.8 to 1.1 %.
-
-    blocks_max: thread blocks of one launch; they keep their multiprocessors until it ends. threads:
-    of a block, at most 1024. bytes_max: of one launch. urgent: on a stream whose kernels go first.
-    """
+    """The shape of a launch. The default is the best of those measured on an H200: 58 to 62 GB/s
+    alone; at 12.5 GB/s it slowed a concurrent bf16 matrix product by 0.8 to 1.1 %. `blocks_max` is
+    the number of thread blocks per launch; they keep their multiprocessors until it ends. `threads`
+    per block are at most 1024. `bytes_max` is per launch. `urgent`: on a stream with priority."""
 
     blocks_max: int = 8
     threads: int = 1024
@@ -64,7 +60,7 @@ class Launch(NamedTuple):
 
 @functools.cache
 def _zeros(count: int) -> _Words:
-    """Return uint32[32]: what each bit of a CRC becomes when `count` zero bytes follow."""
+    """Return uint32[32]: the image of each bit of a CRC if `count` zero bytes follow."""
     if count == 0:
         return np.uint32(1) << np.arange(32, dtype=np.uint32)
     if count == 1:
@@ -85,7 +81,7 @@ def _apply(columns: _Words, values: _Words) -> _Words:
 
 
 def kernel_tables() -> _Words:
-    """Return the kernel's tables, in the order that its source names."""
+    """Return the kernel's tables, in the order given in its source."""
     values = np.arange(16, dtype=np.uint32)
     nibbles = [_apply(_zeros(STRIPE_BYTES), values << np.uint32(4 * at)) for at in range(8)]
     behind = [_zeros(16 * (_LANES - 1 - lane)) for lane in range(_LANES)]
@@ -97,7 +93,7 @@ class Parts:
     """The parts of some of a transfer's payloads.
 
     rows: uint64[n, 2], (address in GPU memory, bytes) of parts. chunks: the payloads' numbers, in
-    order. counts: uint32, parts of each.
+    order. counts: uint32, the number of parts of each.
     """
 
     rows: _Rows
@@ -106,10 +102,10 @@ class Parts:
 
 
 def cut_payloads(pieces: Descriptors, payloads: Payloads) -> Parts:
-    """Cut the payloads whose checksum the kernel can make.
+    """Cut the payloads with a checksum that the kernel can compute.
 
-    It makes none of a payload that its pieces do not cover in order and without a gap, and none of
-    one with a piece that is not a multiple of 512 bytes, or not aligned to 16.
+    It computes none for a payload that its pieces do not cover in order and without a gap, or with
+    a piece that is not a multiple of 512 bytes, or not aligned to 16.
     """
     cache, staging, sizes = np.ascontiguousarray(pieces.T)
     counts = payloads.counts.astype(np.intp)
@@ -137,21 +133,21 @@ def cut_payloads(pieces: Descriptors, payloads: Payloads) -> Parts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """Neighbouring numbers of a ring."""
+    """A run of neighbouring numbers of a ring."""
 
     first: int
     end: int
 
 
 class _Ring:
-    """The numbers from 0 to before `size`: taken in runs, in turn, and given back in any order."""
+    """The numbers from 0 to before `size`, taken in runs, in turn, and given back in any order."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._taken: deque[_Run] = deque()  # oldest first
 
     def room(self, wanted: int) -> tuple[int, int]:
-        """Return first and length of the run to take from: of `wanted` numbers, or the longest."""
+        """Return first and length of the run to take: `wanted` numbers, or the longest run."""
         if not self._taken:
             return 0, self._size
         oldest, newest = self._taken[0].first, self._taken[-1].end
@@ -167,14 +163,14 @@ class _Ring:
         return run
 
     def give_back(self, run: _Run) -> None:
-        self._taken.remove(run)  # numbers between others stay unused until those are back
+        self._taken.remove(run)  # numbers in between stay unused until their neighbours return
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checksums:
-    """Those of one transfer, from `GpuChecksums.prepare` until they are given back.
+    """The checksums of one transfer, from `GpuChecksums.prepare` until they are given back.
 
-    sizes: uint64[n], bytes of the parts in `run`. chunks, counts: as in `Parts`.
+    sizes: uint64[n], the bytes of the parts in `run`. chunks, counts: as in `Parts`.
     """
 
     run: _Run
@@ -185,11 +181,10 @@ class Checksums:
 
 
 class GpuChecksums:
-    """Makes the checksums of payloads that are in GPU memory.
+    """Computes the checksums of payloads that are in GPU memory.
 
-    kernel: `crc_blocks`. parts_max: of all transfers under way; a payload for which no room is left
-    gets no checksum.
-
+    `kernel` is `crc_blocks`. `parts_max` is for all transfers in progress; a payload for which no
+    room is left gets no checksum.
     Raises: CudaError: no pinned memory.
     """
 
@@ -212,9 +207,9 @@ class GpuChecksums:
         self._tables_at = self._words_at + sizes[1]
 
     def prepare(self, pieces: Descriptors, payloads: Payloads) -> Checksums | None:
-        """Fill in the kernel's table; nothing is launched. None: there is nothing to launch.
+        """Fill in the kernel's table, without a launch. Returns None if there is nothing to launch.
 
-        It takes as many payloads as there is room for, from the first on.
+        Takes as many payloads as there is room for, from the first on.
         """
         parts = cut_payloads(pieces, payloads)
         ends = np.cumsum(parts.counts, dtype=np.intp)
@@ -229,11 +224,12 @@ class GpuChecksums:
         return Checksums(run, sizes, parts.chunks[:fitting], parts.counts[:fitting], payloads)
 
     def close(self) -> None:
-        """Call only when nothing is under way."""
+        """Free the memory. Call only when nothing is in progress."""
         self._cuda.free_host(self._memory)
 
     def launch(self, checksums: Checksums, stream: int) -> None:
-        """Have the GPU make them behind what is on `stream`. Raises CudaError: some may be made."""
+        """Let the GPU compute them after the work on `stream`. After CudaError some may be
+        computed."""
         blocks_max, threads, bytes_max, _ = self._launch
         for first, count in spans(checksums.sizes, bytes_max):
             at = checksums.run.first + first
@@ -243,14 +239,14 @@ class GpuChecksums:
             self._cuda.launch(self._kernel, blocks, threads, stream, arguments)
 
     def write(self, checksums: Checksums) -> None:
-        """Write them to their payloads. Call when the GPU has made all of them."""
+        """Write them to their payloads. Call when the GPU has computed all of them."""
         crcs = np.empty(len(checksums.counts), np.uint32)
         words = self._words[checksums.run.first : checksums.run.end]
         core.join_crcs(words, checksums.sizes, checksums.counts, crcs)
         checksums.payloads.crcs[checksums.chunks] = crcs
 
     def give_back(self, checksums: Checksums) -> None:
-        """Call only when the GPU has passed their launches."""
+        """Free their table. Call only when the GPU has passed their launches."""
         self._ring.give_back(checksums.run)
 
 

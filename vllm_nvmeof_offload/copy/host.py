@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies between a KV cache in CPU memory and staging, on one background thread.
 
-A ticket is one call, and a copy makes the payloads' checksums while their bytes are in cache, so
+A ticket is one call, and a copy computes the payloads' checksums while their bytes are in cache, so
 that sealing or checking a slot need not read it from memory again.
 
 vLLM's CPU engine uses it, and tests without a GPU. The forward pass on a CPU has run when vLLM
@@ -22,7 +22,7 @@ from vllm_nvmeof_offload.native import core
 class HostCopyEngine:
     """See `copy.base.CopyEngine`. `on_done` is called from the thread after each ticket.
 
-    Memory of a CPU stays valid when vLLM sleeps, so `asleep` changes nothing.
+    CPU memory stays valid when vLLM sleeps, so `asleep` changes nothing.
     """
 
     def __init__(self, on_done: Callable[[], None] = lambda: None) -> None:

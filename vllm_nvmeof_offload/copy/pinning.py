@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Registers staging with CUDA piece by piece, while slots of registered pieces are in use.
 
-Pieces of at most 256 MiB end at slots' ends, so that no slot is in two registrations. While a call
-pins memory the driver lets no other thread of the process in, the model's among them, and a thread
-that takes the driver's lock again at once keeps it: others measured stalls of 2.0 s in 94 GB by
-pieces of 1 GB (vllm#51414). So pieces are short, with a pause between them. The first is registered
-at once, so that a machine on which it cannot work refuses to start; a thread registers the others,
-from `start` on. Ranks that share memory each register all of it, because each copies from the
-others' slots too.
+Pieces of at most 256 MiB end at slot boundaries, so that no slot is in two registrations. While a
+call pins memory the driver blocks all other threads of the process, including the model's, and a
+thread that takes the driver's lock again at once keeps it: stalls of 2.0 s were measured in 94 GB
+by pieces of 1 GB (vllm#51414). So pieces are short, with a pause between them. The first is
+registered at once, so that a machine on which it cannot work refuses to start; a thread registers
+the others, from `start` on. Ranks that share memory each register all of it, because each copies
+from the others' slots too.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from vllm_nvmeof_offload.units import MIB, format_bytes
 
 REGISTERED_BYTES_MAX = 256 * MIB
 _LOG_EVERY_S = 5.0
-#: Lets the thread that waits for the lock wake up and get it; never measured on a GPU.
+#: The pause in which a waiting thread can wake up and take the lock; never measured on a GPU.
 _PAUSE_S = 0.001
-#: If a driver refuses a registration while a CUDA graph is captured: time until the next try.
+#: The time until the next attempt, if a driver refuses a registration during a graph capture.
 _CAPTURE_S = 0.1
 
 
 class Readiness(enum.IntEnum):
-    """May the GPU touch these bytes of staging? The largest of several holds for all of them."""
+    """Whether the GPU may touch these bytes of staging. The largest of several counts."""
 
     READY = 0
-    WAITING = 1  # their registration is under way
+    WAITING = 1  # their registration is in progress
     FAILED = 2  # their registration failed
 
 
 class StagingPinning:
-    """Staging's registration with CUDA.
+    """The registration of staging with CUDA.
 
-    on_change: called from the thread after each piece, because copies may wait for it.
+    `on_change` is called from the thread after each piece, because copies may wait for it.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class StagingPinning:
         slots = staging.cache_slots + staging.stream_slots
         slots_per_piece = max(1, piece_bytes_max // staging.slot_bytes)
         self._piece_bytes = slots_per_piece * staging.slot_bytes
-        self._part_bytes = slots * staging.slot_bytes  # of one member; the next one's follows
+        self._part_bytes = slots * staging.slot_bytes  # per member, one after the other
         self._pieces_per_part = -(-slots // slots_per_piece)
         self._own = members.member * self._pieces_per_part if members else 0
         count = len(bases) * self._pieces_per_part
         within = np.arange(self._pieces_per_part, dtype=np.uint64) * np.uint64(self._piece_bytes)
-        #: Sorted addresses at which registrations begin.
+        #: The sorted addresses at which registrations begin.
         self.starts = (np.array(bases, np.uint64)[:, None] + within).reshape(-1)
         self._states = np.full(count, Readiness.WAITING, np.uint8)
         self._all_ready = False
@@ -77,7 +77,7 @@ class StagingPinning:
         self._thread = threading.Thread(target=self._run, name="nvmeof-pinning", daemon=True)
 
     def start(self) -> None:
-        """Register the other pieces. Until this is called nothing disturbs measurements."""
+        """Register the other pieces. Until this call nothing disturbs measurements."""
         self._thread.start()
 
     def wait(self) -> None:
@@ -86,7 +86,7 @@ class StagingPinning:
 
     @property
     def first(self) -> tuple[int, int]:
-        """Address and bytes of this rank's first piece, which is ready at once."""
+        """Return address and bytes of this rank's first piece, which is ready at once."""
         return int(self.starts[self._own]), self._bytes_of(self._own)
 
     def readiness(self, addresses: npt.NDArray[np.uint64]) -> Readiness:
@@ -99,7 +99,7 @@ class StagingPinning:
         return Readiness(int(states.max(initial=Readiness.READY)))
 
     def close(self) -> None:
-        """Unregister, after the piece that is being registered. No copy may be under way."""
+        """Unregister, after the piece being registered. No copy may be in progress."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
