@@ -48,18 +48,18 @@ from vllm_nvmeof_offload.protocol import AHEAD_CACHE_SHARE
 from vllm_nvmeof_offload.units import GIB, KIB, MIB, PAGE_BYTES, format_bytes, parse_bytes
 
 ENV_PREFIX = "VLLM_NVMEOF_"
-#: Required beside `Tuning.fault_injection`, so that one slip does not turn faults on.
+#: Required in addition to `Tuning.fault_injection`, so that one slip does not turn faults on.
 ALLOW_FAULTS = "VLLM_NVMEOF_ALLOW_FAULT_INJECTION"
-#: Has fields of `Tuning` as a JSON object, for benchmarks and tests that start a server.
+#: Fields of `Tuning` as a JSON object, for benchmarks and tests that start a server.
 EXPERIMENT = "VLLM_NVMEOF_EXPERIMENT"
 
 _STAGING_BYTES_DEFAULT_MAX = 8 * GIB
 _POOL_BYTES_DEFAULT_MAX = 100 * GIB
 POOL_BYTES_DEFAULT_MAX_LAYER = GIB
 _CHUNK_TOKENS_MAX = 256
-#: One slot is read into while the other is copied from.
+#: The minimum, because one slot is read into while another is copied from.
 _STREAM_SLOTS_MIN = 2
-#: As many reads as a peer may have open.
+#: The maximum, which is the number of reads that a peer may have open.
 _SERVE_SLOTS_MAX = 1024
 _SECRET_BYTES_MIN, _SECRET_BYTES_MAX = 16, 4096
 _MAKE_SECRET = "make one by `(umask 077; openssl rand -hex 32 > FILE)`, and copy it to each server"
@@ -67,15 +67,15 @@ _MAKE_SECRET = "make one by `(umask 077; openssl rand -hex 32 > FILE)`, and copy
 _SIZE_BYTES_MAX = 1 << 60
 PORT_MAX = (1 << 16) - 1
 
-#: vLLM's own keys, which may be given beside ours.
+#: vLLM's own keys, which may be given in addition to ours.
 _VLLM_KEYS = {
     *("spec_name", "spec_module_path", "blocks_per_chunk", "block_size", "offload_prompt_only"),
     *("self_describing_kv_events", "sync_load_budget_bytes", "canonical_layout"),
 }
-#: Entry of `kv_connector_extra_config`, which every process gets: stamps of models' files, which
-#: the plugin takes before vLLM reads them. No key, because users have none to give.
+#: An entry of `kv_connector_extra_config`, which every process gets: stamps of models' files, which
+#: the plugin takes before vLLM reads them. It is no key, because users have none to give.
 WEIGHTS_SEEN = "_weights_seen"
-#: Other backends' keys that people bring along → our key.
+#: Other backends' keys that users may bring along → our key.
 _FOREIGN_KEYS = {
     "cpu_bytes_to_use": "staging_bytes",
     "num_cpu_blocks": "staging_bytes",
@@ -90,12 +90,12 @@ _NO_GROUPS = frozenset({"off", "host"})
 
 
 def default_staging_bytes() -> int:
-    """Pinned memory by default: a quarter of the memory that we may use, at most 8 GiB."""
+    """Return the default pinned memory: a quarter of the usable memory, at most 8 GiB."""
     return min(_STAGING_BYTES_DEFAULT_MAX, memory_bytes() // 4)
 
 
 def default_target(env: Mapping[str, str]) -> str:
-    """The pool directory by default, from `XDG_CACHE_HOME` or `HOME` in `env`."""
+    """Return the default pool directory, from `XDG_CACHE_HOME` or `HOME` in `env`."""
     cache = env.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(cache):  # the XDG specification ignores relative values
         cache = os.path.join(env.get("HOME") or os.path.expanduser("~"), ".cache")
@@ -120,7 +120,7 @@ _SIZE_TO_GIB = f"{_SIZE} from 4KiB to 1GiB"
 
 
 def _key(default: Any, unit: str, allowed: str, meaning: str, **limits: Any) -> Any:
-    """One key. `allowed` completes the sentence "give …" in refusals."""
+    """Declare a key. `allowed` completes the sentence "give …" in refusals."""
     limits["default_factory" if callable(default) else "default"] = default
     extra: dict[str, Any] = {"unit": unit, "allowed": allowed}
     return Field(description=meaning, json_schema_extra=extra, **limits)
@@ -146,11 +146,11 @@ class Tuning(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    #: Slots per rank that loads stream through, at most a quarter of the rank's pinned memory; with
-    #: peers twice as many. 64 of 1 MiB are what `read_bytes_in_flight_max` lets a target read.
+    #: Slots per rank that loads stream through, at most a quarter of the rank's pinned memory, and
+    #: twice as many with peers. 64 of 1 MiB are what `read_bytes_in_flight_max` lets a target read.
     stream_slots: Annotated[int, Field(ge=_STREAM_SLOTS_MIN)] = 64
-    #: Reads, and as many writes, that io_uring has in flight on each target. Twice of it, and of
-    #: the bytes of reads, reached 0.959 and 0.938 of a bare ring in place of 0.945 and 0.938.
+    #: Reads, and as many writes, that io_uring has in flight per target. Twice as many, and twice
+    #: the bytes of reads, reached 0.959 and 0.938 of a bare ring instead of 0.945 and 0.938.
     io_depth: _Count = 64
     #: Approximate size of the operations into which io_uring splits a chunk, so that none delays
     #: the others for long.
@@ -158,15 +158,15 @@ class Tuning(BaseModel):
     #: Threads per rank that read and write where io_uring is denied, shared by the targets. Each
     #: target has at least two, and keeps one for reads.
     io_threads: Annotated[int, Field(ge=2)] = 8
-    #: Per rank and, with io_uring, per target. Devices complete in bursts, so it is eight times
-    #: what a link of 100 Gb/s has under way in 0.6 ms.
+    #: Per rank and, with io_uring, per target. Because devices complete in bursts, this is eight
+    #: times the bytes that a 100 Gb/s link has in flight in 0.6 ms.
     read_bytes_in_flight_max: _Bytes = 64 * MIB
-    #: Likewise. io_uring keeps to what the target writes in 12.5 ms, from 32 MiB up to this.
+    #: The same for writes. io_uring uses what the target writes in 12.5 ms, from 32 MiB up to this.
     write_bytes_in_flight_max: _Bytes = 64 * MIB
-    #: While reads wait or run, which this keeps fast. One operation may always run.
+    #: The bound while reads wait or run, to keep these fast. One write may always run.
     write_bytes_beside_reads_max: _Bytes = 512 * KIB
-    #: After it a write counts as failed, and the chunk stays in the CPU tier only. No request waits
-    #: for a write, so a path may take its time to come back. A reset's superblock has it too.
+    #: After this time a write counts as failed: the chunk stays only in the CPU tier. No request
+    #: waits for a write, so a path may take long to return. It also limits a reset's superblock.
     write_deadline_ms: _Count = 30_000
     #: Engine that copies between a GPU and pinned memory. auto: the GPU's copy engines (dma), or a
     #: kernel on a few multiprocessors where it was measured to be at least 1.5 times as fast.
@@ -179,8 +179,8 @@ class Tuning(BaseModel):
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Tuning:
-        """The settings of an experiment. ConfigError: a field or a value that there is not, or
-        fault injection that `ALLOW_FAULTS` does not allow."""
+        """Return the settings of an experiment. Raises ConfigError for an unknown field or value,
+        or fault injection that `ALLOW_FAULTS` does not allow."""
         text = env.get(EXPERIMENT, "{}")
         try:
             tuning = cls.model_validate_json(text)
@@ -346,7 +346,7 @@ class OffloadConfig(BaseModel):
 
     @property
     def tuning(self) -> Tuning:
-        """What no key sets."""
+        """Return the settings that no key sets."""
         return self._tuning
 
     @field_validator("targets")
@@ -405,7 +405,7 @@ class OffloadConfig(BaseModel):
 
     @property
     def share_group(self) -> str:
-        """The group of servers, on any hosts, with which chunks are shared; empty: none."""
+        """Return the group of servers, on any hosts, that share chunks; empty if there is none."""
         return "" if self.share in _NO_GROUPS else self.share
 
     @model_validator(mode="after")
@@ -425,7 +425,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _check_address(address: str) -> None:
-    """ValueError: it is not HOST:PORT."""
+    """Raise ValueError unless the address is HOST:PORT."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or any(map(str.isspace, host)):
         raise ValueError("no host before a port")
@@ -436,7 +436,7 @@ def _check_address(address: str) -> None:
 
 
 def describe_keys(env: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
-    """Every key: its name, unit, default on this machine, meaning, variable, allowed values."""
+    """Return every key: name, unit, default on this machine, meaning, variable, allowed values."""
     env = os.environ if env is None else env
     variables = {key: variable for variable, key in _variables().items()}
     rows = []
@@ -458,7 +458,7 @@ def describe_keys(env: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
 
 
 def _notes(key: str) -> dict[str, str]:
-    """`unit` and `allowed` of a key."""
+    """Return `unit` and `allowed` of a key."""
     notes = OffloadConfig.model_fields[key].json_schema_extra
     assert isinstance(notes, dict), key
     return {name: str(note) for name, note in notes.items()}
@@ -495,7 +495,7 @@ def _variable(key: str) -> str:
 
 
 def _variables() -> dict[str, str]:
-    """Variable → key, for every key of ours and the one key of vLLM whose default we change."""
+    """Map variables to keys: all of ours, and the one of vLLM with a default that we change."""
     return {
         _variable(name): name
         for name in OffloadConfig.model_fields
@@ -516,7 +516,7 @@ def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _typed(name: str, text: str) -> Any:
-    """The value of a variable's text; validated later like any other."""
+    """Return the value of a variable's text; it is validated later like any other."""
     if name == "targets" and not text.startswith("["):
         return text.split(os.pathsep)
     if name == "peers" and not text.startswith("["):
@@ -538,7 +538,7 @@ def _unknown(name: str, value: object, kind: str, valid: list[str]) -> ConfigErr
 
 
 def _refusal(key: str, value: object, from_json: bool, error: Any) -> ConfigError:
-    """The plain sentence for a pydantic error."""
+    """Return a plain sentence for a pydantic error."""
     shown = key if from_json else _variable(key)
     why = str(error["ctx"]["error"]) if error["type"] == "value_error" else ""
     given = f"a value of type {type(value).__name__} " if error["type"].endswith("_type") else ""
@@ -552,7 +552,7 @@ def _refusal(key: str, value: object, from_json: bool, error: Any) -> ConfigErro
 class Replica:
     """One of `count` engines that share `pool_bytes` and `staging_bytes`.
 
-    server: identifies one start of the server; the same for all ranks of all replicas.
+    `server` identifies one start of the server, and is the same for all ranks of all replicas.
     """
 
     index: int = 0
@@ -561,7 +561,7 @@ class Replica:
 
     @property
     def engine(self) -> str:
-        """Identifies this replica on all of its ranks; "": unknown."""
+        """Return an identifier of this replica that is equal on all of its ranks; "" if unknown."""
         return f"{self.server}/{self.index}" if self.server else ""
 
 
@@ -570,7 +570,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class TargetInfo:
-    """One usable target."""
+    """A usable target."""
 
     path: str
     file_system: str
@@ -578,10 +578,10 @@ class TargetInfo:
 
 
 def check_targets(config: OffloadConfig, *, create: bool = True) -> list[TargetInfo]:
-    """Create missing targets with mode 0700 and write a byte to each; nothing without a pool.
+    """Create missing targets with mode 0700 and write a byte to each; do nothing without a pool.
 
     Refuses a target that is no directory, cannot be created or written, or is on the root file
-    system without permission. create: False changes nothing on disk.
+    system without permission. Without `create`, nothing on disk is changed.
     """
     if config.pool_bytes == 0:
         return []
@@ -621,15 +621,15 @@ def _check_target(path: str, config: OffloadConfig, create: bool) -> TargetInfo:
 
 
 def needs_permission(path: str) -> bool:
-    """Whether a target takes space of the root file system, and is not the default one."""
+    """Return whether a target uses the root file system and is not the default target."""
     return path != default_target(os.environ) and is_on_root(Path(path))
 
 
 def judge_access(path: str) -> tuple[str, str]:
-    """How other users can tamper with a target, and the remedy; both "" if they cannot.
+    """Return how other users can tamper with a target, and the remedy; both "" if they cannot.
 
     A user who may rename in a directory, or owns it, can remove our keyspaces, though not read
-    them. Root can do that everywhere and is not named.
+    them. Root can do that everywhere and is not mentioned.
     """
     status, me = os.stat(path), os.geteuid()
     mode = stat.S_IMODE(status.st_mode)
@@ -647,14 +647,14 @@ def judge_access(path: str) -> tuple[str, str]:
 
 
 def _file_system(path: str) -> str:
-    """Type of the file system that holds `path`, from the kernel's mount table."""
+    """Return the type of the file system that holds `path`, from the kernel's mount table."""
     mount = mount_of(os.path.realpath(path), read_mounts())
     return mount.file_system if mount else "unknown"
 
 
 def share_secret(config: OffloadConfig) -> bytes:
-    """Return the content of `share_secret_file` without white space around it; empty: no file is
-    named. ConfigError: it cannot be used."""
+    """Return the content of `share_secret_file` without surrounding white space; empty if no file
+    is named. Raises ConfigError if it cannot be used."""
     path = config.share_secret_file
     if not path:
         return b""
@@ -682,14 +682,14 @@ def share_secret(config: OffloadConfig) -> bytes:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Never wait for the other end of a pipe."""
+    """Open a file without ever waiting for the other end of a pipe."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def check_memory(config: OffloadConfig, node_count: int = 1, key: str = "staging_bytes") -> None:
-    """Refuse staging of which one of `node_count` machines, or containers, cannot hold its share.
+    """Refuse staging if one of `node_count` machines, or containers, cannot hold its share.
 
-    key: the option, key or variable that the user set.
+    `key` is the option, key or variable that the user set.
     """
     most = memory_bytes()
     if config.staging_bytes // node_count > most:
@@ -702,8 +702,8 @@ def check_memory(config: OffloadConfig, node_count: int = 1, key: str = "staging
 
 
 def check_memory_left(staging_bytes: int) -> None:
-    """Refuse staging that this container cannot hold besides what it uses already: the kernel would
-    end a process without a word. staging_bytes: of one rank, or of all on this machine."""
+    """Refuse staging that this container cannot hold in addition to its present use: the kernel
+    would kill a process silently. `staging_bytes` is for one rank, or for all on this machine."""
     left = memory_left_bytes()
     if staging_bytes > left:
         raise ConfigError(
@@ -715,12 +715,12 @@ def check_memory_left(staging_bytes: int) -> None:
 
 
 def check_space(config: OffloadConfig, held: Sequence[int]) -> None:
-    """Refuse a configured pool for which a target has no space, less what stays free there.
+    """Refuse a configured pool if a target lacks the space, minus what stays free there.
 
-    held: by target, the bytes of the pools there that this server may use. A pool that was made
-    before is kept at its size, however full the file system has become.
+    `held` has, by target, the bytes of existing pools that this server may use. An existing pool
+    keeps its size, however full the file system has become.
     """
-    by_device: dict[int, list[int]] = {}  # positions of targets
+    by_device: dict[int, list[int]] = {}  # positions of targets, by device
     for at, target in enumerate(config.targets):
         by_device.setdefault(existing(Path(target)).stat().st_dev, []).append(at)
     each = (config.pool_bytes or 0) // len(config.targets)
@@ -744,10 +744,10 @@ def check_space(config: OffloadConfig, held: Sequence[int]) -> None:
 
 
 def chunk_blocks(config: OffloadConfig, block_bytes: int, block_tokens: int) -> int:
-    """Blocks per chunk: as configured, else enough for `chunk_bytes_min`.
+    """Return the blocks per chunk: as configured, else enough for `chunk_bytes_min`.
 
-    block_bytes: one rank's bytes per block; block_tokens: tokens per block. The number of tokens
-    is bounded too, because a returning request loses up to a chunk at its end.
+    `block_bytes` is one rank's bytes per block, `block_tokens` the tokens per block. The number of
+    tokens is bounded too, because a returning request loses up to a chunk at its end.
     """
     if config.blocks_per_chunk is not None:
         return config.blocks_per_chunk
@@ -758,11 +758,11 @@ def chunk_blocks(config: OffloadConfig, block_bytes: int, block_tokens: int) -> 
 
 
 def resolve_pool_bytes(config: OffloadConfig, held_bytes: int) -> int:
-    """Size of the pool in bytes over all ranks and targets; 0: none.
+    """Return the size of the pool in bytes over all ranks and targets, or 0 for none.
 
-    By default the smaller of 100 GiB and half of what the targets could hold: their free space
-    plus `held_bytes`, because every restart would halve the pool otherwise. Targets on one file
-    system count once. held_bytes: size of the pools there that this server may use, from
+    The default is the smaller of 100 GiB and half of what the targets could hold: their free space
+    plus `held_bytes`, because otherwise every restart would halve the pool. Targets on one file
+    system count once. `held_bytes` is the size of existing pools that this server may use, from
     `pool.ownership.bytes_of_pools`.
     """
     if config.pool_bytes is not None:
@@ -778,12 +778,12 @@ def resolve_pool_bytes(config: OffloadConfig, held_bytes: int) -> int:
 
 
 def is_container_layer(target: str) -> bool:
-    """Whether what is written there takes the node's disk, and ends with the container."""
+    """Return whether files there use the node's disk, and end with the container."""
     return _file_system(str(existing(Path(target)))) == "overlay"
 
 
 def serve_slots(config: OffloadConfig, slot_bytes: int) -> int:
-    """Slots of a rank into which it reads for peers. ConfigError: too few bytes for one."""
+    """Return the slots into which a rank reads for peers. ConfigError: no room for one."""
     if not config.peer_listen:
         return 0
     slots = config.serve_bytes // slot_bytes
@@ -802,8 +802,8 @@ def check_fits(
 ) -> None:
     """Refuse staging or a pool that cannot hold the slots every rank needs.
 
-    The refusal names the size that would be enough. slot_bytes: header page and padded payload of
-    one rank's part of a chunk. held_bytes: see `resolve_pool_bytes`.
+    The refusal states the size that would be enough. `slot_bytes` is the header page and padded
+    payload of one rank's part of a chunk. `held_bytes` is as in `resolve_pool_bytes`.
     """
     slots = _STREAM_SLOTS_MIN + 1 + serve_slots(config, slot_bytes)
     ranks = world_size * replicas
@@ -828,7 +828,7 @@ def check_fits(
 
 
 def _at_least(count: int) -> str:
-    """`count` bytes as a value to paste; never rounded down."""
+    """Return `count` bytes as a value to paste, never rounded down."""
     units = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
     unit, size = next((one for one in units if count >= 10 * one[1]), units[-1])
     return f'"{-(-count // size)}{unit}"'

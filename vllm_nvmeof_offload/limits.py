@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory and disk space this process may take of the machine that it runs on."""
+"""The memory and disk space that this process may use on its machine."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 from vllm_nvmeof_offload.mounts import mount_of, read_mounts
 from vllm_nvmeof_offload.units import GIB, KIB
 
-#: What a pool leaves free of a file system: a twentieth of it. A larger share of a small one
-#: would leave no pool, and a namespace of many TiB needs no more than the most.
+#: A pool leaves a twentieth of a file system free. A larger share of a small one would leave no
+#: pool, and a namespace of many TiB needs no more than the maximum.
 _FREE_BYTES_MIN, _FREE_BYTES_MAX = GIB, 64 * GIB
 #: The root file system has logs, package caches and other services on it.
 _FREE_BYTES_MIN_ROOT = 4 * GIB
 _FREE_SHARE, _FREE_SHARE_MAX = 20, 10
-#: For superblocks and directories, on the smallest file system.
+#: The minimum for superblocks and directories, on the smallest file system.
 _FREE_BYTES_LEAST = 64 * KIB
 
-#: A subvolume is mounted with a root of its own.
+#: File systems with subvolumes, which are mounted with separate roots.
 _HAS_SUBVOLUMES = frozenset({"btrfs", "bcachefs"})
 
 _CGROUP_MEMORY = (

@@ -7,7 +7,7 @@ process's life and the same on every rank. A command has a batch of chunks, and 
 each row of it: its outcome once, and its release once, when neither the kernel nor the GPU touches
 the row's buffers on that rank any more.
 
-A row's fact holds when all ranks have reported it; a failure on any rank is the fact's failure.
+A row has an outcome when all ranks have reported one; a failure on any rank fails the row.
 All types are plain data in columns: they are pickled inside vLLM's metadata.
 """
 
@@ -25,8 +25,9 @@ from vllm_nvmeof_offload.groups import RankGroup
 
 
 class _Message:
-    """Pickled as a call of its class with its fields. A frozen dataclass with slots goes through
-    Python code for each object instead, and a step may carry hundreds of ops of one chunk."""
+    """A message, pickled as a call of its class with its fields. A frozen dataclass with slots
+    would run Python code for each object instead, and a step may carry hundreds of ops of one
+    chunk."""
 
     __slots__: tuple[str, ...] = ()
 
@@ -35,7 +36,7 @@ class _Message:
 
 
 class OpKind(enum.Enum):
-    """The command that an op is."""
+    """The kind of command that an op is."""
 
     STORE = "store"
     LOAD = "load"
@@ -46,53 +47,53 @@ class OpKind(enum.Enum):
 
 
 class Urgency(enum.IntEnum):
-    """How urgent an I/O operation is, the most urgent first. The native core has the same one."""
+    """The urgency of an I/O operation, most urgent first, as in the native core."""
 
     DEMAND = 0  # a read that a load waits for
     URGENT = 1  # a fetch that goes before other fetches
-    SERVE = 2  # a read that a peer has asked for
+    SERVE = 2  # a read that a peer has requested
     PREFETCH = 3
     WRITE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class SlotIdentity:
-    """The required content of a slot; every copy, read and write names it."""
+    """The required content of a slot, which every copy, read and write names."""
 
     key: bytes
     generation: int
 
 
-#: The member of a place or cache slot in which every rank has its part of the chunk. Ranks with
-#: equal bytes of a group form a set (`RankGroup.set_size`). What is in a place or cache slot with
-#: member m is the only copy in each set, and the set's rank m has it.
+#: The member of a place or cache slot if every rank has its own part of the chunk. Ranks with equal
+#: bytes of a group form a set (`RankGroup.set_size`). A place or cache slot with member m has the
+#: only copy in each set, on the set's rank m.
 EVERY_MEMBER = 255
 NOWHERE = -1
-#: Target, member and owner of a place.
+#: The positions of target, member and owner in a place.
 _TARGET_SHIFT, _MEMBER_SHIFT, _OWNER_SHIFT = 32, 40, 48
-#: The owner of this engine's own places. Others are numbered by the follower, which reads what
-#: other engines have on the same targets.
+#: The owner of this engine's own places. The follower numbers the others, by reading what other
+#: engines have on the same targets.
 OURS = 0
-#: A load of fewer chunks stays whole: no peer reads for it, because so few seldom win back the time
-#: that a peer takes to answer.
+#: Peers do not read for a load of fewer chunks, because it seldom wins back the time that a peer
+#: takes to answer.
 PEER_CHUNKS_MIN = 4
 #: The default of the key `ahead_cache_share`.
 AHEAD_CACHE_SHARE = 0.5
-#: Member + 1 of a cache slot; 0: every member.
+#: The position in a cache slot of the member + 1, which is 0 for every member.
 _CACHE_SHIFT = 24
-#: Rows of cache slots that the column `cache` can name.
+#: The number of cache slot rows that the column `cache` can name.
 CACHE_ROWS_MAX = 1 << _CACHE_SHIFT
 
 
 def place_of(target: int, slot: int, member: int = EVERY_MEMBER) -> int:
-    """Where a chunk is in our pool: owner 15 bits (`OURS`), member 8, target 8, slot 32."""
+    """Return a chunk's place in our pool: owner 15 bits (`OURS`), member 8, target 8, slot 32."""
     return member << _MEMBER_SHIFT | target << _TARGET_SHIFT | slot
 
 
 def places_of(
     target: int, slots: npt.NDArray[np.int64], members: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """The places of many chunks on one target."""
+    """Return the places of many chunks on one target."""
     return place_of(target, 0, 0) | members << _MEMBER_SHIFT | slots
 
 
@@ -101,12 +102,12 @@ def member_of(place: int) -> int:
 
 
 def members_of(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The members of places, none of which is `NOWHERE`."""
+    """Return the members of places, none of which is `NOWHERE`."""
     return places >> _MEMBER_SHIFT & 0xFF
 
 
 def cache_slot(row: int, member: int = EVERY_MEMBER) -> int:
-    """What the column `cache` says of a member's slot in a row of the CPU tier."""
+    """Return the value in the column `cache` for a member's slot in a row of the CPU tier."""
     return row if member == EVERY_MEMBER else member + 1 << _CACHE_SHIFT | row
 
 
@@ -123,12 +124,12 @@ def owner_of(place: int) -> int:
 
 
 def owners_of(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The owners of places, none of which is `NOWHERE`."""
+    """Return the owners of places, none of which is `NOWHERE`."""
     return places >> _OWNER_SHIFT
 
 
 def owned_by(owner: int, place: int) -> int:
-    """The same place in the regions of another owner."""
+    """Return the same place in the regions of another owner."""
     return owner << _OWNER_SHIFT | place
 
 
@@ -137,7 +138,7 @@ def target_of(place: int) -> int:
 
 
 def targets_of(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The targets of places, none of which is `NOWHERE`."""
+    """Return the targets of places, none of which is `NOWHERE`."""
     return places >> _TARGET_SHIFT & 0xFF
 
 
@@ -146,12 +147,12 @@ def slot_of(place: int) -> int:
 
 
 def slots_by_target(slots: int, targets: int) -> tuple[int, ...]:
-    """Pool slots on each of the targets: as many on each, and the rest on the first ones."""
+    """Return the pool slots of each target: equally many, and the rest on the first targets."""
     return tuple((slots + targets - 1 - target) // targets for target in range(targets))
 
 
 def split_keys(keys: bytes, key_bytes: int) -> list[bytes]:
-    """The keys, each of `key_bytes`, that are joined in `keys`."""
+    """Return the keys, each of `key_bytes`, that are joined in `keys`."""
     return [keys[at : at + key_bytes] for at in range(0, len(keys), key_bytes)]
 
 
@@ -159,12 +160,12 @@ class ChunkBatch(tuple[bytes, bytes, bytes, bytes, bytes]):
     """Chunks in columns of n rows: the only form in which they cross a process or a thread.
 
     keys: n keys of equal length, joined. generations: uint64[n]; with the key, the identity that
-    every copy, read and write names. cache: int32[n], cache slots (`cache_slot`); -1: none, a
-    stream slot. places: int64[n] (`place_of`); -1: no I/O. groups: uint8[n], positions of KV cache
-    groups.
+    every copy, read and write names. cache: int32[n], cache slots (`cache_slot`), or -1 for a
+    stream slot. places: int64[n] (`place_of`), or -1 for no I/O. groups: uint8[n], positions of KV
+    cache groups.
 
-    A tuple of the columns' bytes, in this order, because no Python code runs then when it is made,
-    pickled and handed to the machine. Arrays are views, made when they are asked for.
+    This is a tuple of the columns' bytes, in this order, so that no Python code runs when it is
+    made, pickled and passed to the machine. Arrays are views, made on request.
     """
 
     __slots__ = ()
@@ -217,20 +218,19 @@ class ChunkBatch(tuple[bytes, bytes, bytes, bytes, bytes]):
 
 
 class StoreCommand(NamedTuple):
-    """GPU blocks → cache slots. vLLM's own job has the GPU blocks."""
+    """A copy of GPU blocks to cache slots. vLLM's own job has the GPU blocks."""
 
     op: int
     batch: ChunkBatch
 
 
 class LoadCommand(NamedTuple):
-    """Cache slots or places → GPU blocks, which vLLM's own job has.
+    """A copy of cache slots or places to GPU blocks, which vLLM's own job has.
 
-    A row without a place is copied from its cache slot. Otherwise the place is read: into the
-    cache slot if there is one (the chunk then stays there), else through one of the worker's
-    stream slots. A row with neither fails with STALE and touches nothing: its chunk is gone.
-
-    helpers: the peers that may read for it, a bit for each; None: all.
+    A row without a place is copied from its cache slot. Otherwise the place is read: into the cache
+    slot if there is one (the chunk then stays there), else through one of the worker's stream
+    slots. A row with neither fails with STALE and touches nothing: its chunk was evicted. `helpers`
+    has a bit for each peer that may read for it; None for all.
     """
 
     op: int
@@ -239,14 +239,14 @@ class LoadCommand(NamedTuple):
 
 
 class WriteCommand(NamedTuple):
-    """Cache slot → place, then the table entry."""
+    """A write from a cache slot to a place, and then of the table entry."""
 
     op: int
     batch: ChunkBatch
 
 
 class FetchCommand(NamedTuple):
-    """Place → cache slot, ahead of need."""
+    """A read from a place into a cache slot, ahead of need."""
 
     op: int
     batch: ChunkBatch
@@ -255,25 +255,25 @@ class FetchCommand(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CancelCommand(_Message):
-    """Cancel what has not started of op `target_op`; the reports still come.
+    """Cancels what has not started of op `target_op`; the reports still follow.
 
-    indexes: the rows to cancel; None: all of them.
+    `indexes` are the rows to cancel; None for all.
     """
 
     target_op: int
     indexes: npt.NDArray[np.uint32] | None = None
 
 
-#: Bytes of a share tag.
+#: The bytes of a share tag.
 TAG_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ResetCommand(_Message):
-    """Everything stored so far is void, on disk too: every superblock gets a new epoch and `tag`.
+    """Voids everything stored so far, on disk too: every superblock gets a new epoch and `tag`.
 
-    tag: the share tag of the chunks that follow. named: they carry that epoch, and a later start
-    may adopt them; False: they carry another, which no superblock names.
+    `tag` is the share tag of later chunks. If `named`, they have that epoch, and a later start may
+    adopt them; otherwise they have another one, which no superblock names.
     """
 
     op: int
@@ -283,11 +283,11 @@ class ResetCommand(_Message):
 
 @dataclass(frozen=True, slots=True)
 class AttachCommand(_Message):
-    """Open, read-only, this rank's regions of another engine; reads of its places wait for that.
+    """Opens, read-only, this rank's regions of another engine; reads from it wait for that.
 
-    engine_index: K of its directories engine-K in our keyspace, on our targets. pool_uuid: of its
-    rank 0's superblocks; files there with another one are not its own any more. The report has one
-    row.
+    `engine_index` is the K of its directories engine-K in our keyspace, on our targets. `pool_uuid`
+    is that of its rank 0's superblocks; files there with another one are not its own any more. The
+    report has one row.
     """
 
     op: int
@@ -298,18 +298,18 @@ class AttachCommand(_Message):
 
 @dataclass(frozen=True, slots=True)
 class DetachCommand(_Message):
-    """Close an owner's files once the last read of them is released. Nothing is reported."""
+    """Closes an engine's files once the last read of them is released. No report follows."""
 
     owner: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HintCommand(_Message):
-    """Let other engines know which of their chunks this one borrows again and again: advice for
-    their eviction, which may be lost. Nothing is reported, and only rank 0 acts on it.
+    """Reports to other engines which of their chunks this one reads repeatedly: advice for their
+    eviction, which may be lost. No report follows, and only rank 0 acts on it.
 
-    owners: uint16[n], those of `places`. places: int64[n], where the chunks were borrowed from.
-    generations: uint64[n]. counts: uint32[n], how often each was borrowed since the last hint.
+    owners: uint16[n], those of `places`. places: int64[n], from which the chunks were read.
+    generations: uint64[n]. counts: uint32[n], how often each was read since the last hint.
     """
 
     owners: npt.NDArray[np.uint16]
@@ -331,24 +331,23 @@ Command = (
     | HintCommand
 )
 
-#: In `OpReport.codes`: no outcome, but the release that follows an earlier one.
+#: A value in `OpReport.codes`: not an outcome, but the release that follows an earlier one.
 RELEASED = 6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpReport(_Message):
-    """One rank's report on some rows of one op: each row's outcome once, and its release once.
+    """A rank's report on some rows of one op: each row's outcome once, and its release once.
 
-    indexes: uint32[m]; None: all rows of the op, none of which this rank has reported before.
-    codes: uint8[m], `OutcomeKind` by its order, or `RELEASED`; None: all are OK. errnos: int16[m],
-    of the I/O errors. released: uint8[m]; None: neither kernel nor GPU touches these rows'
-    buffers any more. seconds: from the command to the last of these outcomes, on this rank.
-    A reset has one row.
+    indexes: uint32[m]; None for all rows of the op, if this rank has reported none of them before.
+    codes: uint8[m], `OutcomeKind` by its order, or `RELEASED`; None if all are OK. errnos:
+    int16[m], of the I/O errors. released: uint8[m]; None if neither kernel nor GPU touches these
+    rows' buffers any more. seconds: from the command to the last of these outcomes, on this rank. A
+    reset has one row.
 
-    crcs: uint32, the CRC-32C of the payload of each row with the outcome OK that stored a chunk in
-    a cache slot of every member, of a group of which the set has several members, in the order of
-    the report's rows; None: there is no such row. rank: the reporting rank, wherever there are
-    CRCs.
+    crcs: uint32, the CRC-32C of the payload of each OK row that stored a chunk in a cache slot of
+    every member, in a group with several members per set, in the order of the report's rows; None
+    if there is no such row. rank: the reporting rank, if there are CRCs.
     """
 
     op: int
@@ -363,8 +362,8 @@ class OpReport(_Message):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpReports(_Message):
-    """One rank's reports on several ops: on all rows of each, none of which this rank has reported
-    before. All are OK and released, and none has a CRC.
+    """A rank's reports on several ops: on all rows of each, if this rank has reported none before.
+    All are OK and released, and none has a CRC.
 
     A step may end hundreds of ops of one chunk, and their reports are columns for the same reason
     as the rows of an op. ops: uint64[n], as bytes. seconds: float32[n], as in `OpReport`.
@@ -374,12 +373,12 @@ class OpReports(_Message):
     seconds: bytes
 
     def each(self) -> Iterator[OpReport]:
-        """The same as a report per op."""
+        """Yield the same as one report per op."""
         columns = zip(*self.columns(), strict=True)
         return (OpReport(op, seconds=seconds) for op, seconds in columns)
 
     def columns(self) -> tuple[list[int], list[float]]:
-        """Ops, and seconds of each."""
+        """Return the ops, and the seconds of each."""
         ops, seconds = np.frombuffer(self.ops, np.uint64), np.frombuffer(self.seconds, np.float32)
         return ops.tolist(), seconds.tolist()
 
@@ -390,7 +389,7 @@ VERDICTS = ("ok", "degraded", "suspect", "gone")
 
 @dataclass(frozen=True, slots=True)
 class VerdictReport(_Message):
-    """This rank's verdict on one target. No look-up hits on a target that is not usable."""
+    """A rank's verdict on one target. Look-ups do not hit on an unusable target."""
 
     rank: int
     target: int
@@ -403,7 +402,7 @@ class VerdictReport(_Message):
 
 @dataclass(frozen=True, slots=True)
 class RateReport(_Message):
-    """This rank's rates on one busy target, in bytes per second; 0: unknown."""
+    """A rank's rates on one busy target, in bytes per second; 0 if unknown."""
 
     rank: int
     target: int
@@ -413,7 +412,7 @@ class RateReport(_Message):
 
 @dataclass(frozen=True, slots=True)
 class LevelReport(_Message):
-    """Chunks in this rank's queues and with its I/O engine, for metrics only."""
+    """The chunks in a rank's queues and in its I/O engine, only for metrics."""
 
     rank: int
     stream_slots_used: int = 0
@@ -423,7 +422,7 @@ class LevelReport(_Message):
     write_waiting: int = 0
     reads_in_flight: int = 0
     writes_in_flight: int = 0
-    #: By lane (the targets, then the peers): seconds that a read waits; 0: unknown.
+    #: By lane (targets, then peers): the seconds that a read waits (0 if unknown).
     read_waits_s: tuple[float, ...] = ()
 
 
@@ -431,7 +430,7 @@ Report = OpReport | OpReports | VerdictReport | RateReport | LevelReport
 
 
 def unpacked(reports: Iterable[Report]) -> Iterator[Report]:
-    """The same reports, those on several ops as a report per op."""
+    """Yield the same reports, with one report per op."""
     for report in reports:
         if isinstance(report, OpReports):
             yield from report.each()
@@ -441,7 +440,7 @@ def unpacked(reports: Iterable[Report]) -> Iterator[Report]:
 
 @dataclass(frozen=True)
 class AdoptedEntries:
-    """Entries that one rank found in its table at start, in no particular order.
+    """The entries that one rank found in its table at start, in no particular order.
 
     places: int64[n], generations: uint64[n], keys: n keys of equal length, joined.
     """
@@ -458,17 +457,17 @@ class AdoptedEntries:
         return len(self.keys) // len(self) if len(self) else 0
 
     def key_rows(self) -> npt.NDArray[np.void]:
-        """One opaque value per key, which can be compared for equality."""
+        """Return one opaque value per key, which can be compared for equality."""
         return np.frombuffer(self.keys, f"V{max(1, self.key_bytes)}")
 
 
 @dataclass(frozen=True)
 class RankHello:
-    """Sent once at start by each rank (vLLM's handshake metadata).
+    """A rank's message at start (vLLM's handshake metadata).
 
     The manager's capacity is the minimum over the ranks, its index the intersection of their
-    adopted entries. pool_slots: on all targets together (`slots_by_target`). groups: by position,
-    in the same order on all ranks. Fields after `tag` are for logs and metrics only.
+    adopted entries. `pool_slots` is for all targets together (`slots_by_target`). `groups` are by
+    position, in the same order on all ranks. Fields after `tag` are only for logs and metrics.
     """
 
     rank: int
@@ -480,15 +479,15 @@ class RankHello:
     slot_bytes: int
     groups: tuple[RankGroup, ...] = ()
     adopted: AdoptedEntries = field(default_factory=AdoptedEntries)
-    tag: bytes = b""  # the share tag of this start; empty: what it writes is adopted by none
+    tag: bytes = b""  # the share tag of this start; empty if no start adopts its chunks
     fallbacks: tuple[str, ...] = ()  # parts that run slower than they could, and why
     stream_slots: int = 0
     targets: tuple[str, ...] = ()  # directories
-    remote: tuple[bool | None, ...] = ()  # by target: on another machine; None: unknown
+    remote: tuple[bool | None, ...] = ()  # by target, whether on another machine; None if unknown
     io_engine: str = "none"
     copy_engine: str = "none"
-    checksums: str = ""  # how they read memory
+    checksums: str = ""  # how checksums read memory
     adoption_s: float = 0.0
     volatile: tuple[str, ...] = ()  # why nothing is adopted
     replica: int | None = None
-    lease_name: str = ""  # the server's in its group; empty: it is in none
+    lease_name: str = ""  # the server's name in its group; empty if in none
