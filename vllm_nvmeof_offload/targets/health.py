@@ -14,11 +14,11 @@ gone       `FAILURES_MAX` of its reads, or of its writes, in a row   none, as ab
            EROFS apart; or `FAILED_SLOTS_MAX` slots in a row fail
            with EIO; or its block device has disappeared
 
-ok and degraded are *usable*; the manager only looks at that. Suspect ends by itself, when the
+ok and degraded are *usable*, which is all that the manager checks. Suspect ends by itself, when the
 kernel has returned every buffer and a controller carries I/O. Gone ends only with `attached`,
 whatever else changes meanwhile (`reattach`).
 
-The manager keeps a target's entries while the target is away; their look-ups miss. Afterwards
+The manager keeps a target's entries while the target is lost; their look-ups miss. Afterwards
 header and CRC prove the bytes on disk at each read, so a wrong or an older disk is a miss.
 """
 
@@ -32,15 +32,15 @@ from dataclasses import dataclass, field
 from vllm_nvmeof_offload.errors import Outcome, OutcomeKind, Scope
 from vllm_nvmeof_offload.protocol import slot_of
 
-#: This many failures of target scope, with no success of that direction between, mean gone.
+#: This many failures of target scope, without a success of that direction in between, mean gone.
 FAILURES_MAX = 3
-#: EIO may be one bad place; on this many slots, with no success between, the target is gone.
+#: EIO may be one bad place; on this many slots, without a success in between, the target is gone.
 FAILED_SLOTS_MAX = 8
 _READ_ONLY = "its file system is read-only"
 
 
 class Verdict(enum.Enum):
-    """From the best to the worst."""
+    """The verdicts, from best to worst."""
 
     OK = "ok"
     DEGRADED = "degraded"
@@ -54,10 +54,10 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PathStates:
-    """Counts of a target's controllers: known, carrying I/O, and live with optimized paths only.
+    """Counts of a target's controllers: known, carrying I/O, and live with only optimized paths.
 
-    known: 0 if sysfs shows none. device: the target's block device exists. attachment: the one
-    that was observed; `TargetHealth` ignores observations of an older one.
+    `known` is 0 if sysfs shows none. `device`: the target's block device exists. `attachment` is
+    the one observed; `TargetHealth` ignores observations of an older one.
     """
 
     known: int = 0
@@ -69,7 +69,7 @@ class PathStates:
 
 @dataclass(slots=True)
 class _Run:
-    """Failures of one direction since its last success."""
+    """The failures of one direction since its last success."""
 
     of_target: int = 0
     slots: set[int] = field(default_factory=set)
@@ -83,15 +83,15 @@ class TargetHealth:
     """The health of one target. An attachment is a number that each `attached` increments."""
 
     def __init__(self, *, can_return: bool = True) -> None:
-        """can_return: False if nothing attaches it again; failures then do not make it gone."""
+        """Without `can_return` nothing attaches it again, so failures do not make it gone."""
         self.verdict = Verdict.OK
-        #: The reason why it is not ok, for people.
+        #: The reason why it is not ok, for display.
         self.reason = ""
         self.attachment = 0
         self._can_return = can_return
-        self._under_way: Counter[int] = Counter()  # attachment → operations, their buffers too
-        self._late: Counter[int] = Counter()  # attachment → those past their deadline
-        self._lost = ""  # the reason why it is gone; empty: it is not
+        self._under_way: Counter[int] = Counter()  # operations in progress, by attachment
+        self._late: Counter[int] = Counter()  # operations past their deadline, by attachment
+        self._lost = ""  # the reason why it is gone; empty if it is not
         self._unwritable: set[str] = set()  # the reasons why nothing can be written
         self._paths = PathStates()
         self._runs = {False: _Run(), True: _Run()}  # by is_write
@@ -101,23 +101,23 @@ class TargetHealth:
         return self._under_way[attachment] > 0
 
     def began(self, attachment: int, count: int) -> None:
-        """Count operations that went to the engine, with the files of this attachment."""
+        """Count operations that were submitted with the files of this attachment."""
         self._under_way[attachment] += count
 
     def late(self, attachment: int, count: int) -> None:
-        """Count operations past their deadline whose buffers the kernel still has."""
+        """Count operations past their deadline, with buffers that the kernel still has."""
         self._late[attachment] += count
         self._judge()
 
     def released(self, attachment: int, count: int, late: int) -> None:
-        """The kernel has released `count` operations in time, and `late` that were counted so."""
+        """Count operations that the kernel has released, in time and `late`."""
         self._under_way[attachment] -= count + late
         if late:
             self._late[attachment] -= late
             self._judge()
 
     def ended(self, attachment: int, outcome: Outcome, place: int, *, is_write: bool) -> None:
-        """Take in an outcome. Deadlines and cancellations are not answers of the target."""
+        """Apply an outcome. Deadlines and cancellations are not answers of the target."""
         if attachment != self.attachment:
             return
         run = self._runs[is_write]
@@ -129,17 +129,17 @@ class TargetHealth:
                     self.writes(True, _READ_ONLY)
             return
         if outcome.errno == errno.EROFS:
-            self.writes(False, _READ_ONLY)  # reads go on
+            self.writes(False, _READ_ONLY)  # reads continue
             return
         if outcome.scope is Scope.TARGET:
             run.of_target += 1
         elif outcome.errno == errno.EIO:
-            run.slots.add(slot_of(place))  # whichever member's part of it
+            run.slots.add(slot_of(place))  # regardless of the member
         if run.is_too_long:
             self.lost(f"{'writes' if is_write else 'reads'} fail in a row, now with {outcome}")
 
     def watched(self, paths: PathStates) -> None:
-        """Take in the state that sysfs shows now."""
+        """Apply the state that sysfs shows now."""
         if paths.attachment != self.attachment:
             return
         self._paths = paths
@@ -148,7 +148,7 @@ class TargetHealth:
         self._judge()
 
     def writes(self, may: bool, reason: str) -> None:
-        """Nothing can be written for this reason, or it does not hold (any more)."""
+        """Note whether writes are possible, or the reason why not."""
         (self._unwritable.discard if may else self._unwritable.add)(reason)
         self._judge()
 
@@ -159,7 +159,7 @@ class TargetHealth:
             self._judge()
 
     def attached(self) -> None:
-        """New descriptors serve it; forget what was known about the old ones."""
+        """Forget the old descriptors: new ones serve the target."""
         self.attachment += 1
         self._lost = ""
         self._paths = PathStates()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opens the pool on one target's path in a child process: `python -m …targets.prober FD`.
 
-FD is a SOCK_SEQPACKET socket: a `ProbeRequest` comes in, a `ProbeAnswer` goes out, with open
-descriptors where the pool was found. Every call here may hang in the kernel without limit. The
+FD is a SOCK_SEQPACKET socket: it receives a `ProbeRequest` and sends a `ProbeAnswer`, with open
+descriptors if the pool was found. Every call here may hang in the kernel without limit. The
 server does not wait for this process, which holds nothing that the server needs; a server with
 a thread in such a call could not end. The lock is handed over with its descriptor.
 """

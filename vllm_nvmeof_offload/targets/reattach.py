@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Re-attachment: closes the files of a target that is gone, and serves it again once it is back.
+"""Re-attachment: closes the files of a target that is gone, and serves it again when it returns.
 
 `TargetWatcher` is a thread that reads sysfs and the mount table and starts `prober`s, short-lived
-child processes. Neither the thread nor any other of the server touches a target's path, which may
+child processes. No thread of the server touches a target's path, which may
 hang. The thread posts what it finds to the pipeline's thread, which runs `Attachments` and is the
 only one that changes verdicts (`health`) and descriptors.
 
@@ -13,10 +13,10 @@ every `PROBE_S_MIN` seconds, and after each failure at twice the interval, up to
 It claims the rank directory, compares the superblock (uuid, geometry, epoch), reads a page of
 the slab, updates a superblock that missed a reset, and hands its descriptors over. Operations
 submitted from then on belong to a new *attachment*; outcomes of an older one no longer count.
-Device name and wwid do not matter. A suspect target is searched for in the same way, but is only
-attached where another file system than the one that hangs is mounted by now.
+Device name and wwid do not matter. A suspect target is searched for in the same way, but only
+attached if a file system other than the one that hangs is mounted by now.
 
-Files are closed on threads of their own, when no operation uses them any more: a close may
+Files are closed on separate threads, when no operation uses them any more: a close may
 block, and a closed number soon belongs to another file.
 """
 
@@ -58,12 +58,12 @@ from vllm_nvmeof_offload.targets.prober import (
 
 PROBE_S_MIN = 1.0
 PROBE_S_MAX = 60.0
-#: A prober that has not answered by then hangs and is abandoned.
+#: A prober that has not answered after this time hangs and is abandoned.
 _ANSWER_S_MAX = 10.0
-#: Abandoned probers per target; no more are started until one of these has ended.
+#: The most abandoned probers per target; no more are started until one of these has ended.
 _ABANDONED_MAX = 4
 _LOOK_S = 1.0
-#: A verdict that is not worse than the last one that was logged is logged at most this often.
+#: A verdict that is not worse than the last one logged is logged at most this often.
 _LOG_S_MIN = 10.0
 _FROM_BEST_TO_WORST = list(Verdict)
 _COMMAND = tuple(child_command("targets.prober"))
@@ -73,9 +73,9 @@ _COMMAND = tuple(child_command("targets.prober"))
 class TargetPaths:
     """Reads the state of one target's device and controllers from sysfs, at little cost.
 
-    target: absolute, without links. The file system is observed that is mounted there at the first
-    call of `states` or the first one after `renew`. A later mount over it is not what the server
-    has open.
+    `target` is absolute, without links. The observed file system is the one that is mounted there
+    at the first call of `states`, or the first one after `renew`. A later mount over it is not what
+    the server has open.
     """
 
     target: str
@@ -84,11 +84,11 @@ class TargetPaths:
     _attachment: int = 0
     _fabric: TargetFabric | None = None
     _fabric_of: int = 0  # the attachment that `_fabric` belongs to
-    _known: int = 0  # the most controllers that were seen at a time
-    _device: str = ""  # the device's directory in sysfs; empty: there is none to watch
+    _known: int = 0  # the most controllers seen at a time
+    _device: str = ""  # the device's directory in sysfs, or empty
 
     def renew(self) -> None:
-        """Another file system serves from now on. Callable on any thread, unlike the rest."""
+        """Observe another file system from now on. Callable on any thread, unlike the rest."""
         self._attachment += 1
 
     def states(self) -> PathStates:
@@ -102,12 +102,12 @@ class TargetPaths:
                 self._device = device if os.path.isdir(device) else ""
         states = read_states(fabric)
         if any(one.state == ABSENT for one in states.values()):
-            # Controllers that were reconnected have other names.
+            # Reconnected controllers have other names.
             renamed = discover(self.target, self.sysfs, self.mountinfo)
             if renamed.mount == fabric.mount and renamed.namespaces:
                 self._fabric = renamed
                 states = read_states(renamed)
-        # The kernel removes a lost controller after ctrl_loss_tmo; its path is still missing.
+        # The kernel removes a lost controller after ctrl_loss_tmo, but its path is still missing.
         self._known = max(self._known, len(states))
         return PathStates(
             known=self._known,
@@ -125,12 +125,12 @@ class Attachments:
         self._pool = pool
         self._engine = engine
         self._health = health
-        #: (target, attachment, close) of files whose operations are not all released.
+        #: (target, attachment, close) of files with operations that are not all released.
         self._retired: list[tuple[int, int, Callable[[], None]]] = []
         self._logged = [(Verdict.OK, float("-inf")) for _ in health]
 
     def update(self, states: Sequence[PathStates]) -> list[ProbeRequest | None]:
-        """Take in the states of all targets; return what to probe for, by target."""
+        """Apply the states of all targets; return what to probe for, by target."""
         requests: list[ProbeRequest | None] = []
         for target, (health, paths) in enumerate(zip(self._health, states, strict=True)):
             health.watched(paths)
@@ -144,7 +144,7 @@ class Attachments:
                 self._replace(target, None, None)
             self._log_change(target)
             away = is_gone or health.verdict is Verdict.SUSPECT
-            away = away and not self._has_lost(target)  # for good
+            away = away and not self._has_lost(target)  # unless lost for good
             requests.append(self._request(target) if away else None)
         kept = []
         for target, attachment, close in self._retired:
@@ -158,7 +158,7 @@ class Attachments:
     def attach(
         self, target: int, request: ProbeRequest, answer: ProbeAnswer, fds: list[int]
     ) -> str:
-        """Serve `target` from these descriptors; else close them and return the reason."""
+        """Serve `target` from these descriptors, or else close them and return the reason."""
         slab_fd, buffered_fd, table_fd, log_fd, lock_fd, folder_fd = fds
         files, directory = (slab_fd, buffered_fd, table_fd, log_fd), Path(request.directory)
         slab = Slab(directory, files, request.direct, Folder(folder_fd, directory))
@@ -174,11 +174,11 @@ class Attachments:
         return ""
 
     def _has_lost(self, target: int) -> bool:
-        """Whether the target's region is not ours any more, as long as this process lives."""
+        """Return whether the target's region is lost for as long as this process lives."""
         return self._pool.permits[target].is_lost
 
     def _replace(self, target: int, slab: Slab | None, lock: DirectoryLock | None) -> None:
-        """Serve the target from new files; the old ones are closed when no operation uses them."""
+        """Serve the target from new files. The old ones are closed when no operation uses them."""
         close = self._pool.exchange(target, slab, lock)
         self._engine.replace_target(target)
         self._retired.append((target, self._health[target].attachment, close))
@@ -209,18 +209,18 @@ class Attachments:
 
 
 class _Probe:
-    """One prober that runs."""
+    """A running prober."""
 
     def __init__(self, request: ProbeRequest, command: Sequence[str], now_s: float) -> None:
-        """Raises OSError if the prober cannot be started."""
+        """Start the prober. Raises OSError if that fails."""
         self.request = request
         self.late_s = now_s + _ANSWER_S_MAX
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self.channel.send(json.dumps(asdict(request)).encode())
             with theirs:
-                # cwd="/": a working directory could hang, or keep a target from being unmounted.
-                # A session of its own: Ctrl-C is for the server, which ends its probers.
+                # cwd="/": a working directory could hang, or prevent an unmount. A separate
+                # session, because Ctrl-C is for the server, which ends its probers.
                 self.child = subprocess.Popen(
                     [*command, str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
@@ -232,7 +232,7 @@ class _Probe:
             raise
 
     def answer(self) -> tuple[ProbeAnswer, list[int]]:
-        """Receive the answer from a channel that is readable; no descriptors with a failure."""
+        """Receive the answer from a readable channel; no descriptors with a failure."""
         try:
             message, fds, *_ = socket.recv_fds(
                 self.channel, MESSAGE_BYTES_MAX, DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
@@ -261,12 +261,12 @@ class _Probe:
 
 @dataclass(slots=True)
 class _Search:
-    """The search for one target. request: written by the pipeline's thread; None: not away."""
+    """The search for one target. The pipeline's thread sets `request`, None if it is not lost."""
 
     paths: TargetPaths
     request: ProbeRequest | None = None
     probe: _Probe | None = None
-    changed: bool = False  # the mount table, since the last probe began
+    changed: bool = False  # the mount table changed since the last probe began
     wait_s: float = PROBE_S_MIN
     next_s: float = 0.0
     attached_s: float = float("-inf")
@@ -281,7 +281,7 @@ class _Search:
         self.logged = reason
 
     def succeeded(self) -> None:
-        # A target that comes and goes is searched for less and less often.
+        # A target that is lost repeatedly is searched for less and less often.
         now_s = time.monotonic()
         flaps = now_s - self.attached_s < PROBE_S_MAX
         self.wait_s = min(2 * self.wait_s, PROBE_S_MAX) if flaps else PROBE_S_MIN
@@ -296,7 +296,7 @@ class _Search:
 
 
 class TargetWatcher:
-    """The thread that watches all targets and searches for those that are away."""
+    """The thread that watches all targets and searches for lost ones."""
 
     def __init__(
         self,
@@ -306,7 +306,7 @@ class TargetWatcher:
         *,
         command: Sequence[str] = _COMMAND,
     ) -> None:
-        """targets: as in `TargetPaths`. post: runs a call on the pipeline's thread, in order."""
+        """`targets` as in `TargetPaths`. `post` runs a call on the pipeline's thread, in order."""
         self._attachments = attachments
         self._post = post
         self._command = command
@@ -318,7 +318,7 @@ class TargetWatcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; probers that hang are abandoned."""
+        """End the thread. Probers that hang are abandoned."""
         self._stopping = True
         os.eventfd_write(self._wake_fd, 1)
         self._thread.join(timeout=2.0)
@@ -369,7 +369,7 @@ class TargetWatcher:
             return
         if request is None or len(search.abandoned) >= _ABANDONED_MAX:
             return
-        # Where a prober hangs another one would hang, unless something else is mounted there.
+        # If a prober hangs, another one would too, unless something else is mounted there.
         if not search.changed and (search.abandoned or now_s < search.next_s):
             return
         search.changed, search.next_s = False, now_s + search.wait_s
@@ -384,7 +384,7 @@ class TargetWatcher:
         if answer.failure:
             search.failed(answer.failure)
             return
-        # Nothing else is searched for until the pipeline's thread has sent its next request.
+        # Nothing is searched for until the pipeline's thread has sent its next request.
         search.request = None
         self._post(lambda: self._attach(target, probe.request, answer, fds))
 
