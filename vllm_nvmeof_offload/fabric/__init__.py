@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read-only inventory of this machine and of the fabric under its targets."""
+"""A read-only inventory of this machine and of the fabric under its targets."""

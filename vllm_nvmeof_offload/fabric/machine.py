@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This machine: NUMA nodes, kernel version, GPUs and their PCIe links, and a judgement of these.
+"""This machine: NUMA nodes, kernel version, GPUs and their PCIe links, and findings on these.
 
 GPUs are read with NVML, if its Python module and a driver are installed.
 """
@@ -16,18 +16,18 @@ from typing import Any
 from vllm_nvmeof_offload.fabric.findings import Finding, Severity
 from vllm_nvmeof_offload.fabric.topology import PcieLink, children, read_number, read_text
 
-#: GT/s per lane of each PCIe generation.
+#: The GT/s per lane of each PCIe generation.
 _SPEEDS = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0, 7: 128.0}
-#: GPUs with little work are in this or a higher performance state; their link may sleep too.
+#: GPUs with little work are in this or a higher performance state, in which the link may sleep too.
 _IDLE_FROM = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU. numa_node: None if unknown or the only one. uuid: 32 hex digits.
+    """A GPU. `numa_node` is None if unknown or the only one. `uuid` has 32 hex digits.
 
-    pcie: its maxima hold for GPU and slot together. is_idle: the link may run slower than it can,
-    to save power. driver: NVIDIA's version, such as 580.95.05.
+    The maxima of `pcie` hold for GPU and slot together. `is_idle`: the link may run slower than it
+    can, to save power. `driver` is NVIDIA's version, such as 580.95.05.
     """
 
     index: int
@@ -45,7 +45,7 @@ def read_gpus(sysfs: str = "/sys") -> tuple[Gpu, ...]:
         nvml = importlib.import_module("pynvml")
     except ImportError:
         return ()
-    with contextlib.suppress(nvml.NVMLError):  # no driver, or one of another version
+    with contextlib.suppress(nvml.NVMLError):  # no driver, or another version
         nvml.nvmlInit()
         try:
             return tuple(_gpu(nvml, index, sysfs) for index in range(nvml.nvmlDeviceGetCount()))
@@ -97,7 +97,7 @@ _RANGE = re.compile(r"^([0-9]{1,6})(?:-([0-9]{1,6}))?$")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """nodes: CPUs by NUMA node. cpus: those that this process may run on. kernel: (6, 12)."""
+    """This machine: CPUs by NUMA node, `cpus` for this process, and `kernel`, as (6, 12)."""
 
     nodes: dict[int, frozenset[int]]
     cpus: frozenset[int]
@@ -107,7 +107,7 @@ class Machine:
 
     @property
     def own_nodes(self) -> frozenset[int]:
-        """NUMA nodes that this process may run on."""
+        """Return the NUMA nodes that this process may run on."""
         return frozenset(node for node, cpus in self.nodes.items() if cpus & self.cpus)
 
 
@@ -143,7 +143,7 @@ def judge_gpus(machine: Machine) -> list[Finding]:
 
 
 def gpu_warnings(uuid: str) -> tuple[str, ...]:
-    """Return what slows copies to and from this GPU, for people. uuid: 32 hex digits."""
+    """Return what slows copies to and from this GPU, for display. `uuid` has 32 hex digits."""
     machine = read_machine()
     machine = replace(machine, gpus=tuple(gpu for gpu in machine.gpus if gpu.uuid == uuid))
     slow = [one for one in judge_gpus(machine) if one.severity is not Severity.OK]

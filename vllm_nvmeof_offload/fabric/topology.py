@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The devices under a target: mount, block devices, NVMe namespaces, subsystems, controllers.
 
-They are discovered from sysfs and the mount table only. Nothing here opens, stats or resolves the
+They are discovered only from sysfs and the mount table. Nothing here opens, stats or resolves the
 target itself, because that may never return on a hung mount. A target is therefore given as an
 absolute path without symbolic links.
 
-None means unknown: the kernel does not show the value, or shows nonsense, or the device went
+None means unknown: the kernel does not show the value, or shows nonsense, or the device was removed
 during the read. An unknown value is never replaced by a likely one. Attributes have the kernel's
 names.
 
@@ -25,22 +25,22 @@ from vllm_nvmeof_offload.mounts import MOUNTINFO, Mount, mount_of, read_mounts
 
 LIVE = "live"
 OPTIMIZED = "optimized"
-#: State of a controller that has no directory in sysfs any more.
+#: The state of a controller that has no directory in sysfs any more.
 ABSENT = "absent"
 #: A timeout that sysfs shows as "off"; with `ctrl_loss_tmo` off, reconnecting never ends.
 OFF = -1
 
 
-#: File systems of one host that show no block device's number: those in memory; those that span
-#: devices; and overlay, whose upper layer belongs to one mount.
+#: File systems of one host that show no block device's number: those in memory, those that span
+#: devices, and overlay, which has its upper layer in one mount.
 _LOCAL_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "rootfs", "btrfs", "bcachefs", "zfs", "overlay"})
-#: Several hosts mount one block device with these.
+#: File systems with which several hosts mount one block device.
 _CLUSTER_FILE_SYSTEMS = frozenset({"gfs2", "ocfs2"})
 
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """Limits of a block device. dma_alignment: a mask (3: addresses are multiples of 4)."""
+    """Limits of a block device. `dma_alignment` is a mask (3: addresses are multiples of 4)."""
 
     logical_block_bytes: int | None = None
     max_hw_sectors_kb: int | None = None
@@ -50,10 +50,8 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True)
 class BlockDevice:
-    """One device of a stack. kind: disk, partition, dm, md or loop; path: its sysfs directory.
-
-    over: names of the devices directly below it.
-    """
+    """A device of a stack. `kind` is disk, partition, dm, md or loop; `path` is its sysfs
+    directory. `over` has the names of the devices directly below it."""
 
     name: str
     kind: str
@@ -76,17 +74,17 @@ class PcieLink:
 
     @property
     def is_slow(self) -> bool:
-        """Known to run at a lower speed than it can."""
+        """Return whether it is known to run at a lower speed than it can."""
         return self.speed is not None and self.speed < (self.speed_max or 0)
 
     @property
     def is_narrow(self) -> bool:
-        """Known to run on fewer lanes than it can."""
+        """Return whether it is known to run on fewer lanes than it can."""
         return self.width is not None and self.width < (self.width_max or 0)
 
     @property
     def current(self) -> str:
-        """Speed and width now, such as `32 GT/s x16`."""
+        """Return speed and width now, such as `32 GT/s x16`."""
         return _shape(self.speed, self.width)
 
     @property
@@ -101,11 +99,11 @@ def _shape(speed: float | None, width: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Controller:
-    """One controller. Times are in seconds, or `OFF`.
+    """A controller. Times are in seconds, or `OFF`.
 
-    state: live, connecting, resetting, deleting, dead or new. sqsize: the kernel's number, which
-    is one less than the entries. tls, dhchap: "on" or "off"; of a secret only its presence is
-    read.
+    `state` is live, connecting, resetting, deleting, dead or new. `sqsize` is the kernel's number,
+    which is one less than the entries. `tls` and `dhchap` are "on" or "off"; only the presence of a
+    secret is read.
     """
 
     name: str
@@ -141,9 +139,9 @@ class Controller:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A path from this host to a namespace. path: its sysfs directory, with the ANA state.
+    """A path from this host to a namespace. `path` is its sysfs directory, with the ANA state.
 
-    ana_state: optimized, non-optimized, inaccessible, persistent-loss or change; a target
+    `ana_state` is optimized, non-optimized, inaccessible, persistent-loss or change; a target
     without ANA shows none.
     """
 
@@ -156,9 +154,9 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Subsystem:
-    """An NVMe subsystem. controllers: all of this host's, also those without a path now.
+    """An NVMe subsystem. `controllers` are all of this host's, even those without a path now.
 
-    iopolicy: numa, round-robin or queue-depth; None without native multipath.
+    `iopolicy` is numa, round-robin or queue-depth; None without native multipath.
     """
 
     name: str | None
@@ -171,7 +169,8 @@ class Subsystem:
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """An NVMe namespace. device: such as nvme0n1. multipath: the device joins all its paths."""
+    """An NVMe namespace. `device` is nvme0n1, for example. `multipath`: the device joins all its
+    paths."""
 
     device: str
     nsid: int | None
@@ -187,11 +186,9 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True)
 class TargetFabric:
-    """The fabric of one target. devices: from the mounted one down; namespaces: at their end.
-
-    device_gone: the mounted block device has disappeared; its file system is dead until it is
-    unmounted and mounted again. sysfs: the root that was read.
-    """
+    """The fabric of one target, with `devices` from the mounted one down and `namespaces` at their
+    end. `device_gone`: the mounted block device has disappeared; its file system is dead until it
+    is unmounted and mounted again. `sysfs` is the root that was read."""
 
     target: str
     mount: Mount | None
@@ -206,7 +203,7 @@ class TargetFabric:
 
     @property
     def is_remote(self) -> bool | None:
-        """Whether the data lies on another machine; None: unknown."""
+        """Return whether the data is on another machine; None if unknown."""
         if self.namespaces:
             return self.over_fabric
         if self.devices:
@@ -218,9 +215,9 @@ class TargetFabric:
 
     @property
     def is_network_file_system(self) -> bool:
-        """Whether other hosts may have mounted it too, with page caches of their own.
+        """Return whether other hosts may have mounted it too, with separate page caches.
 
-        So it is unless a block device of this host, or its kind, shows that it is not.
+        This is assumed unless a block device of this host, or its kind, shows that it is not so.
         """
         if self.mount is None:
             return True
@@ -230,7 +227,7 @@ class TargetFabric:
 
     @property
     def controllers(self) -> tuple[Controller, ...]:
-        """All controllers, each once; several namespaces may share one."""
+        """Return all controllers, each once; several namespaces may share one."""
         found = {one.name: one for each in self.namespaces for one in each.subsystem.controllers}
         return tuple(found.values())
 
@@ -240,14 +237,15 @@ class TargetFabric:
 
 @dataclass(frozen=True, slots=True)
 class ControllerState:
-    """A controller's state that changes: `Controller.state` or `ABSENT`; ana: by path name."""
+    """A controller's variable state: `Controller.state` or `ABSENT`, and ANA states by path
+    name."""
 
     state: str | None
     ana: dict[str, str | None]
 
     @property
     def carries_io(self) -> bool:
-        """Whether nothing shows that it is not live or has no open path; unknown shows nothing."""
+        """Return False if it is known not to be live or to have no open path."""
         open_states = (None, OPTIMIZED, "non-optimized")
         return self.state in (LIVE, None) and (
             not self.ana or any(one in open_states for one in self.ana.values())
@@ -255,7 +253,7 @@ class ControllerState:
 
     @property
     def is_best(self) -> bool:
-        """Whether it is live and every path with a known state is optimized."""
+        """Return whether it is live and every path with a known state is optimized."""
         return self.state == LIVE and all(one in (None, OPTIMIZED) for one in self.ana.values())
 
 
@@ -285,7 +283,7 @@ def _read(*parts: str) -> str | None:
 
 
 def read_number(*parts: str) -> int | None:
-    """Read a decimal number; a negative one, which sysfs uses for "none", is unknown."""
+    """Read a decimal number. A negative one, which sysfs uses for "none", counts as unknown."""
     text = read_text(*parts) or ""
     return int(text) if _NUMBER.match(text) else None
 
@@ -309,7 +307,7 @@ def _natural(name: str) -> list[tuple[str, int]]:
 
 
 def _resolve(*parts: str) -> str | None:
-    """Resolve a link; None if it leads nowhere."""
+    """Resolve a link; None if its end does not exist."""
     try:
         return os.path.realpath(os.path.join(*parts), strict=True)
     except (OSError, ValueError):
@@ -317,7 +315,7 @@ def _resolve(*parts: str) -> str | None:
 
 
 def read_pcie_link(device: str) -> PcieLink | None:
-    """Read a device's PCIe link, which a virtual one shows in part; None if it has none."""
+    """Read a device's PCIe link, of which a virtual one shows only a part; None if it has none."""
     path = _resolve(device)
     if path is None or not _PCI_ADDRESS.match(os.path.basename(path)):
         return None
@@ -327,7 +325,7 @@ def read_pcie_link(device: str) -> PcieLink | None:
         speed=_speed(path, "current_link_speed"),
         speed_max=_speed(path, "max_link_speed"),
         width=read_number(path, "current_link_width") or None,
-        # 255 is what sysfs shows for a device without a link of its own.
+        # sysfs shows 255 for a device that has no link itself.
         width_max=width_max if width_max and width_max <= 32 else None,
         numa_node=read_number(path, "numa_node"),
     )
@@ -346,8 +344,8 @@ _DEVICES_MAX = 256
 def device_of_mount(mount: Mount, sysfs: str) -> str | None:
     """Return the sysfs directory of the mounted block device; None if there is none.
 
-    btrfs and similar file systems have a device number of their own; their mount's source names
-    the device.
+    btrfs and similar file systems have a separate device number; their mount's source names the
+    device.
     """
     if not mount.device.startswith("0:"):
         return _resolve(sysfs, "dev/block", mount.device)
@@ -397,8 +395,8 @@ def _read_device(path: str) -> tuple[BlockDevice, list[str]]:
 _HEAD = re.compile(r"^nvme([0-9]+)n([0-9]+)$")
 _PATH = re.compile(r"^nvme([0-9]+)c[0-9]+n([0-9]+)$")
 _CONTROLLER = re.compile(r"^nvme[0-9]+$")
-_NONE = re.compile(r"^[0-]*$")  # an identifier of only zeros is none
-#: Fields of `Controller`, which have the names of the attributes.
+_NONE = re.compile(r"^[0-]*$")  # an identifier of only zeros counts as none
+#: The fields of `Controller` that have the names of the attributes.
 _ADDRESSES = ("traddr", "trsvcid", "host_traddr", "host_iface", "src_addr")
 _TEXTS = ("transport", "state", "hostnqn")
 _NUMBERS = ("cntlid", "queue_count", "sqsize", "kato", "numa_node")
@@ -406,7 +404,7 @@ _TIMEOUTS = ("ctrl_loss_tmo", "fast_io_fail_tmo", "reconnect_delay")
 
 
 def namespace_at(device: BlockDevice, sysfs: str) -> Namespace | None:
-    """Read the namespace whose block device this is; None if it is no NVMe namespace."""
+    """Read the namespace that has this block device; None if it is no NVMe namespace."""
     path, name = device.path, device.name
     if not _HEAD.match(name):
         return None
