@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The connector: vLLM's OffloadingConnector, plus what a fallible, persistent backend needs.
+"""The connector: vLLM's OffloadingConnector, extended for a fallible, persistent backend.
 
 * failed loads are reported, so that vLLM recomputes from the first failed block on, or the whole
   request where it cannot compute on from there;
-* our commands travel with each step's metadata, the workers' reports with each step's output;
-* each worker's capacity and adopted chunks reach the manager by the handshake at start;
+* our commands are sent with each step's metadata, the workers' reports with each step's output;
+* each worker's capacity and adopted chunks are sent to the manager in the handshake at start;
 * the connector requires the layout in which all layers of a block are contiguous.
 
-Methods that hand vLLM's arguments on take options (`more`) that a later release may add.
+Methods that pass vLLM's arguments on accept options (`more`) that a later release may add.
 """
 
 from __future__ import annotations
@@ -70,21 +70,21 @@ __all__ = [
 
 @dataclass
 class NVMeoFHandshake(KVConnectorHandshakeMetadata):
-    """Sent by each worker once, at start."""
+    """The handshake that each worker sends once, at start."""
 
     hello: RankHello
 
 
 @dataclass
 class NVMeoFConnectorMetadata(OffloadingConnectorMetadata):
-    """One step's jobs and commands, scheduler → workers."""
+    """The jobs and commands of one step, scheduler → workers."""
 
     commands: tuple[Command, ...] = ()
 
 
 @dataclass
 class NVMeoFWorkerMetadata(OffloadingWorkerMetadata):
-    """One step's completions and reports, workers → scheduler."""
+    """The completions and reports of one step, workers → scheduler."""
 
     reports: tuple[Report, ...] = ()
     counters: Counts = field(default_factory=Counts)
@@ -103,7 +103,8 @@ class OffloadingStats(OffloadingConnectorStats):
     """vLLM's class with a shorter line `KV Transfer metrics: …`, logged every ten seconds."""
 
     def reduce(self) -> dict[str, int | float]:
-        """Counters of the last interval that are not 0, ours by their short names; no gauges."""
+        """Return the last interval's counters that are not 0, ours by their short names; no
+        gauges."""
         short: dict[str, int | float] = {}
         for key, value in super().reduce().items():  # as `vllm:nvmeof_lookups:('cpu',)`
             name, _, labels = key.removeprefix(PREFIX).partition(":")
@@ -158,7 +159,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             self._test_unknown(vllm_config)
 
     def _test_unknown(self, vllm_config: Any) -> None:
-        """Test a vLLM that we do not know, before it serves a request."""
+        """Test an unknown vLLM before it serves a request."""
         if vllm_release.release() != vllm_release.UNKNOWN:
             return
         from vllm_nvmeof_offload.vllm_adapter import self_test
@@ -189,7 +190,8 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         assert self.connector_worker is not None
         spec = self.connector_worker.spec
         assert isinstance(spec, NVMeoFOffloadingSpec)
-        # Not vLLM's own collection: of several groups in one allocation it has only whole blocks.
+        # Not vLLM's own collection, which has only whole blocks of several groups in one
+        # allocation.
         spec.layers = LayerCaches(self._kv_cache_config, kv_caches)
         with logged_in_one_line():  # no driver, pinned memory refused, a pool of others
             super().register_kv_caches(kv_caches, **more)
@@ -201,7 +203,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         return NVMeoFHandshake(spec.hello)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata, **more: Any) -> None:
-        # Stores deferred from the step before come first: commands may name their slots.
+        # Stores deferred from the previous step come first, because commands may name their slots.
         with self._worker.together():
             super().handle_preemptions(kv_connector_metadata, **more)
         self._apply(kv_connector_metadata)
@@ -222,12 +224,12 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
     # not sleep while requests run. A later vLLM may call each of them again.
 
     def unregister_kv_caches(self) -> None:
-        """Called before sleep."""
+        """Stop touching the KV cache. vLLM calls this before sleep."""
         self._submit_deferred_stores()
         self._worker.sleep()
 
     def restore_kv_caches(self) -> None:
-        """Called after waking up."""
+        """Use the KV cache again. vLLM calls this after waking up."""
         self._worker.wake()
 
     def _submit_deferred_stores(self) -> None:
@@ -245,7 +247,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         self, finished_req_ids: set[str], **more: Any
     ) -> KVConnectorTransferResults:
         results = super().get_transfer_results(finished_req_ids, **more)
-        # vLLM may report failures of its own: each request is reported once, by its wider report.
+        # vLLM may report failures itself: each request is reported once, by its wider report.
         self._worker.forget_failures(results.failed_recving)
         results.failed_recving |= self._worker.take_failed_requests()
         return results
@@ -316,7 +318,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         return found, later
 
     def _may_prefetch(self, request: Any) -> bool:
-        """Whether the request may be loaded from both tiers."""
+        """Return whether the request may be loaded from both tiers."""
         both = sources_of(self._view, request) == FROM_CPU | FROM_POOL
         return both and not request.skip_reading_prefix_cache
 
@@ -372,7 +374,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
 
     @timed
     def get_kv_connector_stats(self) -> Any:
-        # The one call of the scheduler side that comes with every step's output.
+        # The only call of the scheduler side that is made with every step's output.
         if self.connector_scheduler is not None:
             seconds, self._spent_s = self._spent_s, 0.0
             self._manager.step_ended(seconds)
@@ -399,24 +401,22 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         yield from super().take_events()
 
     def weights_may_have_changed(self, call: str, *, known: bool) -> None:
-        """vLLM did `call`, which changes weights (known) or may change them; see `new_weights`."""
+        """Note that vLLM did `call`, which changes weights (`known`) or may; see `new_weights`."""
         if self._manager.weights_may_have_changed(known=known):
             self.reset_cache()
             self._old_kv.began(call, self.scheduler._req_status, known=known)
 
     @property
     def trusts_weight_version(self) -> bool:
-        """Whether vLLM's own `weight_version` names the weights."""
+        """Return whether vLLM's own `weight_version` names the weights."""
         return self._trusts_weight_version
 
     def name_weights(self, version: str) -> str:
-        """The operator says that all ranks have this version of the weights; see `new_weights`.
-
-        Returns what follows from it, for people.
-        """
+        """Record the operator's statement that all ranks have this version of the weights; see
+        `new_weights`. Returns the consequences, for display."""
         if self._manager.name_weights(version):
             self.reset_cache()
-            # Nobody may have noticed the change.
+            # The change may have gone unnoticed.
             call = f"the update to {version!r}"
             self._old_kv.began(call, self.scheduler._req_status, known=True)
         return self._manager.who_shares()

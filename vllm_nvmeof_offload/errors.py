@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exceptions for what the world did, and the closed set of outcomes of one operation.
+"""Exceptions for external events, and the closed set of outcomes of one operation.
 
     OffloadError
     ├── ConfigError          a configuration value that cannot work (key, value, remedy)
@@ -10,7 +10,7 @@
     ├── EngineError          an I/O or copy engine that cannot be built here
     └── IntegrationError     this vLLM is not one that we know how to work with
 
-A broken invariant is an `AssertionError`: a mistake of ours, not an event of the world.
+A broken invariant is an `AssertionError`: a mistake of ours, not an external event.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dataclasses import dataclass
 
 
 class OffloadError(Exception):
-    """Base of every exception that this package raises on purpose."""
+    """The base of every exception that this package raises on purpose."""
 
 
 class ConfigError(OffloadError):
-    """A configuration value that cannot work: the message has key, value and remedy."""
+    """A configuration value that cannot work. The message has key, value and remedy."""
 
     def __init__(self, key: str, value: object, remedy: str) -> None:
         super().__init__(f"{key}={value!r}: {remedy}")
@@ -44,7 +44,7 @@ class PoolFormatError(PoolError):
 
 
 class UnknownFormatError(PoolFormatError):
-    """An intact superblock of another format: the message has its number."""
+    """An intact superblock of another format. The message has its number."""
 
 
 class PoolLockedError(PoolError):
@@ -71,7 +71,7 @@ class OutcomeKind(enum.Enum):
 
 
 class Scope(enum.Enum):
-    """How far an I/O error reaches."""
+    """The range that an I/O error affects."""
 
     SLOT = "slot"
     TARGET = "target"
@@ -79,7 +79,7 @@ class Scope(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of one operation; `errno` is 0 unless `kind` is IO_ERROR (see `ERRORS`)."""
+    """The outcome of one operation; `errno` is 0 unless `kind` is IO_ERROR (see `ERRORS`)."""
 
     kind: OutcomeKind
     errno: int = 0
@@ -106,43 +106,43 @@ DEADLINE = Outcome(OutcomeKind.DEADLINE, scope=Scope.TARGET)
 CANCELLED = Outcome(OutcomeKind.CANCELLED)
 
 
-#: The kinds in the order that columns and the native core number them.
+#: The kinds in the order of their numbers in columns and in the native core.
 _KINDS = tuple(OutcomeKind)
 _PLAIN = (OK, None, CHECKSUM_MISMATCH, STALE, DEADLINE, CANCELLED)
 
 
 def code_of(kind: OutcomeKind) -> int:
-    """The number of a kind in a column of outcomes."""
+    """Return the number of a kind in a column of outcomes."""
     return _KINDS.index(kind)
 
 
 def outcome_of(code: int, number: int) -> Outcome:
-    """The outcome that a row of columns stands for. number: the errno of an I/O error."""
+    """Return the outcome of a row of columns. `number` is the errno of an I/O error."""
     return _PLAIN[code] or io_error(number)
 
 
-#: errno of a slab's read or write → retryable, scope. 0: no bytes were moved, and no errno given.
-#: Retryable: the same operation may succeed a moment later, as the kernel's block layer judges: an
-#: operation that the device itself refused stays refused.
+#: errno of a slab's read or write → (retryable, scope). 0 means that no bytes were moved without an
+#: errno. Retryable means that the same operation may succeed a moment later, in the view of the
+#: kernel's block layer: an operation that the device itself refused stays refused.
 ERRORS = {
     0: (False, Scope.TARGET),  # the namespace is disabled, or the file was cut short
     _errno.EIO: (True, Scope.SLOT),  # path, device or file system failed
     _errno.ENODATA: (False, Scope.SLOT),  # the medium has lost these blocks
     _errno.EILSEQ: (False, Scope.SLOT),  # the blocks fail their protection check
-    _errno.ENOSPC: (False, Scope.SLOT),  # no space left behind this place
+    _errno.ENOSPC: (False, Scope.SLOT),  # no space left for this place
     _errno.EREMOTEIO: (False, Scope.TARGET),  # the controller refuses: not ready, or past the end
     _errno.EBADE: (False, Scope.TARGET),  # another host holds a reservation
-    _errno.EOPNOTSUPP: (False, Scope.TARGET),  # the controller does not know the command
+    _errno.EOPNOTSUPP: (False, Scope.TARGET),  # the controller does not support the command
     _errno.ENOLINK: (True, Scope.TARGET),  # the path was lost
     _errno.ETIMEDOUT: (True, Scope.TARGET),  # the device did not answer in time
     _errno.EAGAIN: (True, Scope.SLOT),  # the kernel is busy
     _errno.EINTR: (True, Scope.SLOT),  # interrupted
     _errno.ENODEV: (False, Scope.TARGET),  # the device is not there any more
     _errno.ENXIO: (False, Scope.TARGET),  # the device is not there any more
-    _errno.ESHUTDOWN: (False, Scope.TARGET),  # the device is being taken away
-    _errno.ENOTCONN: (False, Scope.TARGET),  # the file system's server is gone
+    _errno.ESHUTDOWN: (False, Scope.TARGET),  # the device is being removed
+    _errno.ENOTCONN: (False, Scope.TARGET),  # the file system's server is unreachable
     _errno.EROFS: (False, Scope.TARGET),  # the file system has become read-only
-    _errno.ESTALE: (False, Scope.TARGET),  # the file is another one by now
+    _errno.ESTALE: (False, Scope.TARGET),  # the file was replaced
     _errno.EBADF: (False, Scope.TARGET),  # the target's files are closed
 }
 

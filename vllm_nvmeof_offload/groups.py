@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV cache groups: layers of one kind, whose chunks have offload keys of their own.
+"""KV cache groups: layers of one kind, with separate offload keys for their chunks.
 
-One chunk is one group's blocks of one token range. A *group position* is the group's place in
+A chunk is one group's blocks of one token range. A *group position* is the group's place in
 `RankHello.groups` and in `ChunkBatch.groups`; a *group id* is vLLM's number, which ends each of the
-group's offload keys. The two differ where vLLM leaves groups out of offloading.
+group's offload keys. The two differ if vLLM leaves groups out of offloading.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: The bytes at the end of an offload key that hold the group id, big endian.
+#: The number of bytes at the end of an offload key that hold the group id, big endian.
 GROUP_ID_BYTES = 4
-#: Ranks in a set of equal ranks.
+#: The most ranks in a set of equal ranks.
 SET_SIZE_MAX = 64
 
 
 class GroupKind(enum.IntEnum):
-    """What a group keeps of a request's tokens. The numbers are those on disk."""
+    """The tokens that a group keeps of a request. The numbers are those on disk."""
 
     FULL = 0  # all tokens
     WINDOW = 1  # the last tokens before any position
@@ -29,12 +29,10 @@ class GroupKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A group, equal on all ranks.
-
-    reach_chunks: the consecutive chunks before a boundary that computing on from it needs; None:
-    all of them. The group of a full-attention model has None, a state 1. reach_tokens: of a window,
-    the tokens before a boundary that computing on needs; of local chunks, one attention chunk.
-    """
+    """A group, equal on all ranks. `reach_chunks` is the number of consecutive chunks before a
+    boundary that are needed to resume there; None for all of them, as in a full-attention group; 1
+    for a state. `reach_tokens` is, for a window, the tokens before a boundary that are needed to
+    resume; for local chunks, one attention chunk."""
 
     group_id: int
     kind: GroupKind
@@ -48,9 +46,9 @@ class Group:
 class RankGroup:
     """A group on one rank.
 
-    block_bytes: of one block, over this rank's layers of the group; 0: the rank has none of them.
-    set_size: consecutive ranks whose bytes of the group are equal, and which store one copy of a
-    chunk together. Rank r is member r % set_size of set r // set_size.
+    `block_bytes` is the size of one block, over this rank's layers of the group, or 0 if the rank
+    has none of them. `set_size` is the number of consecutive ranks with equal bytes of the group,
+    which store one copy of a chunk together. Rank r is member r % set_size of set r // set_size.
     """
 
     group: Group
@@ -59,19 +57,19 @@ class RankGroup:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of one chunk: a state is one block."""
+        """Return the bytes of one chunk. A state is one block."""
         blocks = 1 if self.group.kind is GroupKind.STATE else self.group.blocks_per_chunk
         return self.block_bytes * blocks
 
 
 def group_id_of(key: bytes) -> int:
-    """The group id in an offload key."""
+    """Return the group id in an offload key."""
     return int.from_bytes(key[-GROUP_ID_BYTES:], "big")
 
 
 def leading(groups: tuple[Group, ...]) -> int:
-    """The position of the group that a request's length is counted by: the first one with full
-    attention, else the one with the longest reach."""
+    """Return the position of the group by which a request's length is counted: the first one with
+    full attention, else the one with the longest reach."""
     for position, group in enumerate(groups):
         if group.kind is GroupKind.FULL:
             return position
@@ -82,7 +80,7 @@ def leading(groups: tuple[Group, ...]) -> int:
 class GroupBlocks:
     """A group's blocks, before a number of blocks per chunk is chosen for all groups.
 
-    span_tokens: of a window, its tokens; of local attention, those of an attention chunk.
+    `span_tokens` is the length of a window or of an attention chunk, in tokens.
     """
 
     kind: GroupKind
@@ -90,7 +88,7 @@ class GroupBlocks:
     span_tokens: int | None = None
 
     def fits(self, blocks_per_chunk: int) -> bool:
-        """Whether a chunk is whole at each boundary at which vLLM still has its last block.
+        """Return whether a chunk is whole at each boundary at which vLLM still has its last block.
 
         A chunk longer than the window, or across two attention chunks, loses its first blocks
         before its last one is computed.
@@ -104,7 +102,7 @@ class GroupBlocks:
 
 
 def why_one_block(groups: Sequence[GroupBlocks]) -> str:
-    """Why a chunk of these groups must be one block; empty: it may be more."""
+    """Return why a chunk of these groups must be one block; empty if it may be more."""
     if any(group.kind is GroupKind.STATE for group in groups):
         return "this model has states, each of which is one block"
     if len({group.block_tokens for group in groups}) > 1:
@@ -113,7 +111,7 @@ def why_one_block(groups: Sequence[GroupBlocks]) -> str:
 
 
 def blocks_that_fit(groups: Sequence[GroupBlocks], wanted: int) -> int:
-    """The largest number of blocks per chunk up to `wanted` that suits all groups."""
+    """Return the largest number of blocks per chunk up to `wanted` that suits all groups."""
     if why_one_block(groups):
         return 1
     fitting = (n for n in range(wanted, 1, -1) if all(group.fits(n) for group in groups))

@@ -20,9 +20,9 @@ _MOUNT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One line of mountinfo. options: of the mount; super_options: of the file system.
+    """A line of mountinfo. `options` are the mount's, `super_options` the file system's.
 
-    device: "major:minor"; major 0 if there is no single block device.
+    `device` is "major:minor", with major 0 if there is no single block device.
     """
 
     mount_id: int
@@ -70,7 +70,7 @@ def _unescape(field: str) -> str:
 
 
 def mount_of(path: str, mounts: Sequence[Mount]) -> Mount | None:
-    """Return the mount that a look-up of `path` (absolute, without links) ends on.
+    """Return the mount at which a look-up of `path` (absolute, without links) ends.
 
     The walk follows the mounts from the root; the longest mount point may be hidden by another.
     """
@@ -83,7 +83,7 @@ def mount_of(path: str, mounts: Sequence[Mount]) -> Mount | None:
     )
     here, left = next(roots, None), list(mounts)
     while here is not None:
-        # Each mount is taken once, so that the walk ends for a table that makes no sense.
+        # Each mount is used once, so that the walk ends even for an inconsistent table.
         left.remove(here)
         on_top = [
             mount

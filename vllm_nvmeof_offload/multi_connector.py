@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our connector beside another one that hands metadata over at start: prefill and decode servers.
+"""Our connector next to one that sends metadata at start: prefill and decode servers.
 
 vLLM's `MultiConnector` gives the first connector's handshake to all. Here each connector gets its
-own back. It is found under vLLM's name too, because vLLM treats a `MultiConnector` by that name,
+own back. It also has vLLM's name, because vLLM treats a `MultiConnector` by that name,
 for example when it asks whether all of its connectors support several KV cache groups.
 """
 
@@ -22,7 +22,7 @@ __all__ = ["MultiConnector", "NVMeoFMultiConnector"]
 
 @dataclass
 class NVMeoFMultiHandshake(KVConnectorHandshakeMetadata):
-    """One worker's handshakes of all connectors, in their order; None: that one sends nothing."""
+    """One worker's handshakes of all connectors, in order; None for one that sends nothing."""
 
     parts: tuple[KVConnectorHandshakeMetadata | None, ...]
 
@@ -38,7 +38,7 @@ class NVMeoFMultiConnector(multi_connector.MultiConnector):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """metadata: of each worker, by (pipeline rank, tensor rank)."""
+        """`metadata` is by (pipeline rank, tensor rank) of each worker."""
         for number, connector in enumerate(self._connectors):
             own: dict[tuple[int, int], KVConnectorHandshakeMetadata] = {}
             for rank, handshake in metadata.items():
@@ -51,7 +51,7 @@ class NVMeoFMultiConnector(multi_connector.MultiConnector):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """The layout of the others: ours works with any, and copies faster with BLHNC alone."""
+        """Return the layout of the others: ours works with any, and copies fastest with BLHNC."""
         ours: str | None = None
         theirs: set[str] = set()
         for connector, config in cls._get_connector_classes_and_configs(vllm_config):
@@ -72,5 +72,5 @@ class NVMeoFMultiConnector(multi_connector.MultiConnector):
         return layout
 
 
-#: The name by which vLLM knows it.
+#: The name by which vLLM finds the class.
 MultiConnector = NVMeoFMultiConnector

@@ -27,7 +27,7 @@ from vllm_nvmeof_offload.errors import IntegrationError
 __all__ = ["register"]
 
 
-#: Where a vLLM that brings this backend itself has it; two copies would register everything twice.
+#: The place of this backend in a vLLM that contains it; two copies would register everything twice.
 _IN_TREE = "v1/kv_offload/nvmeof"
 _FIELD = "kv_offloading_backend"
 _warned = False
@@ -77,8 +77,8 @@ def _install_backend_choice() -> None:
     """Make `nvmeof` a value of `CacheConfig.kv_offloading_backend`, once.
 
     vLLM derives the flag's choices from that field's `Literal`, and pydantic validates against it.
-    So the field's type is extended, and the dataclass and vLLM's table of arguments, if it exists
-    already, are rebuilt.
+    So the field's type is extended, and the dataclass is rebuilt, as is vLLM's table of arguments
+    if it exists already.
     """
     from pydantic.dataclasses import rebuild_dataclass
     from vllm.config import cache as module

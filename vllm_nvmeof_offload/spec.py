@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The spec: parses the configuration and builds the two halves.
+"""The spec, which parses the configuration and builds manager and worker.
 
 vLLM makes one in the scheduler and one in each worker; nothing heavy happens until
 `get_manager` or `get_worker`.
@@ -103,7 +103,7 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
             blocks_per_chunk=self.blocks_per_chunk,
             tokens_per_hash=self.tokens_per_hash,
             groups=facts_of(self.config, self.layers.config),
-            # A server that only locks a directory must not meet one that leases it.
+            # A server that only locks a directory must not share it with one that leases it.
             **({"share": self.settings.share_group} if self.settings.share_group else {}),
         )
         if self.settings.tuning != TUNING:

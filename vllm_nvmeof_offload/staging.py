@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Staging: all pinned CPU memory of one rank, cut into cache slots, stream slots, and serve slots.
+"""Staging: all pinned CPU memory of one rank, divided into cache, stream and serve slots.
 
 One anonymous mapping of huge pages on the GPU's NUMA node, populated at start by several threads
 and not inherited by forks (the kernel's writes would not reach a child's copy, nor the parent, if
@@ -28,7 +28,7 @@ import numpy as np
 
 from vllm_nvmeof_offload.units import GIB, MIB
 
-#: Gets (bytes done, bytes in all).
+#: A function that is called with (bytes done, total bytes).
 _Progress = Callable[[int, int], None]
 
 
@@ -36,9 +36,9 @@ _Progress = Callable[[int, int], None]
 class SetMap:
     """The staging of all members of a set, as this rank maps it.
 
-    words: address of the words through which they wait for each other, as in
-    native/machine/set_memory.h. member: this rank. addresses: by member, of its cache slot 0.
-    set_sizes: by group, how many consecutive members have equal bytes of it.
+    `words` is the address of the words through which they wait for each other, as in
+    native/machine/set_memory.h. `member` is this rank's number. `addresses` has each member's cache
+    slot 0. `set_sizes` has, by group, the number of consecutive members with equal bytes.
     """
 
     words: int
@@ -51,8 +51,8 @@ class SetMap:
 class StagingMap:
     """Addresses of slots: cache slots first, then stream slots, then serve slots; equal strides.
 
-    members: of the set that shares its staging; None: this rank is in no set. serve_slots: into
-    which chunks are read for peers; the GPU has no part in that.
+    `members` is the set that shares its staging, or None if this rank is in no set. Chunks for
+    peers are read into the `serve_slots`, which the GPU does not use.
     """
 
     base_address: int
@@ -72,13 +72,13 @@ class StagingMap:
 
     @property
     def serve_address(self) -> int:
-        """Of the first one."""
+        """Return the address of the first serve slot."""
         return self.base_address + (self.cache_slots + self.stream_slots) * self.slot_bytes
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _MBIND = {"x86_64": 237, "aarch64": 235}
-#: Uses other nodes' memory when this one's is full, where binding would end the process.
+#: A policy that uses other nodes' memory when this one's is full; binding would end the process.
 _MPOL_PREFERRED = 1
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _STEP_BYTES = 256 * MIB
@@ -86,9 +86,9 @@ _THREADS_MAX = 8
 
 
 def prefer_node(address: int, size_bytes: int, node: int | None) -> bool:
-    """Let pages that do not exist yet come from `node`; False: the kernel did not accept it.
+    """Let pages that do not exist yet come from `node`. Returns False if the kernel refuses.
 
-    node None: the GPU's node is unknown. address: page-aligned.
+    `node` is None if the GPU's node is unknown. `address` is page-aligned.
     """
     number = _MBIND.get(platform.machine())
     if node is None or number is None:
@@ -121,7 +121,7 @@ def _populate_part(address: int, size_bytes: int) -> int:
         if number == errno.EINVAL:  # before Linux 5.14: write the pages by hand
             ctypes.memset(address, 0, size_bytes)
             break
-        if number not in (errno.EINTR, errno.EAGAIN):  # a write would end the process
+        if number not in (errno.EINTR, errno.EAGAIN):  # a write would kill the process
             raise OSError(number, f"pinned memory cannot be had: {os.strerror(number)}")
     return size_bytes
 
@@ -130,12 +130,13 @@ def _keep_private(memory: mmap.mmap) -> None:
     """Keep the memory out of forks, and prompts' KV out of core dumps; ask for huge pages."""
     memory.madvise(mmap.MADV_DONTFORK)
     memory.madvise(mmap.MADV_DONTDUMP)
-    with contextlib.suppress(OSError):  # no transparent huge pages here: only slower
+    with contextlib.suppress(OSError):  # no transparent huge pages here, which is only slower
         memory.madvise(mmap.MADV_HUGEPAGE)
 
 
 def split_slots(staging_bytes: int, slot_bytes: int, stream_slots: int) -> tuple[int, int]:
-    """(cache slots, stream slots) that fit; stream slots are at most a quarter, at least one."""
+    """Return (cache slots, stream slots) that fit; stream slots are at most a quarter, at least
+    one."""
     total = staging_bytes // slot_bytes
     streams = max(1, min(stream_slots, total // 4))
     return max(0, total - streams), streams
@@ -144,12 +145,12 @@ def split_slots(staging_bytes: int, slot_bytes: int, stream_slots: int) -> tuple
 class SetMemory:
     """The memory that the members of a set share: their words, and then each one's staging.
 
-    The file is anonymous, so that nothing is left of it when the members have ended, and its size
-    is sealed.
+    The file is anonymous, so that it disappears when the members have ended, and its size is
+    sealed.
     """
 
     def __init__(self, fd: int, words_bytes: int, staging_bytes: int, members: int) -> None:
-        """Map the file. words_bytes: a multiple of pages. staging_bytes: of one member."""
+        """Map the file. `words_bytes` is whole pages, `staging_bytes` is per member."""
         size = words_bytes + members * staging_bytes
         self._memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
         _keep_private(self._memory)
@@ -162,7 +163,7 @@ class SetMemory:
         )
 
     def part(self, member: int) -> memoryview:
-        """One member's staging."""
+        """Return one member's staging."""
         start = self._words_bytes + member * self._staging_bytes
         return self._view[start : start + self._staging_bytes]
 
@@ -174,7 +175,7 @@ class SetMemory:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """This rank's place in a set. set_sizes: as in `SetMap`."""
+    """This rank's place in a set. `set_sizes` is as in `SetMap`."""
 
     memory: SetMemory
     member: int
@@ -186,11 +187,10 @@ class Membership:
 
 
 class Staging:
-    """Owns the memory. `view` covers all slots; `map` has the address of each.
-
-    numa_node: node that its pages should come from; None: any. `on_node`: the kernel accepted it.
-    membership: the set whose memory has this rank's slots; None: they are this rank's alone.
-    """
+    """Owns the memory. `view` covers all slots; `map` has the address of each. `numa_node` is the
+    node that its pages should come from, None for any. `on_node`: the kernel accepted it.
+    `membership` is the set with this rank's slots in its memory, or None if only this rank has
+    them."""
 
     def __init__(
         self,
@@ -217,19 +217,19 @@ class Staging:
         members = membership.map if membership else None
         base = self._array.ctypes.data
         self.map = StagingMap(base, slot_bytes, cache_slots, stream_slots, members, serve_slots)
-        # Before the first page exists, because pages do not move later.
+        # Set before the first page exists, because pages do not move later.
         self.on_node = prefer_node(self.map.base_address, size, numa_node)
         populate(self.map.base_address, size, _limited(on_progress, size > GIB))
 
     def close(self) -> None:
-        """Unmap. Only when no engine can touch the memory any more."""
+        """Unmap, only when no engine can touch the memory any more."""
         del self._array
         self.view.release()
         self._memory.close()
 
 
 def _limited(on_progress: _Progress, is_large: bool) -> _Progress:
-    """Limit `on_progress` to large memory, and to once per second."""
+    """Limit `on_progress` to large memory, and to one call per second."""
     reported_s = time.monotonic()
 
     def report(done: int, total: int) -> None:

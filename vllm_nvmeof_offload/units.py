@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes and alignment, and numbers formatted for people.
+"""Sizes and alignment, and numbers formatted for display.
 
 Every size in this package is in bytes, every duration in seconds unless its name ends in
 another unit (`_ms`, `_us`).
@@ -17,7 +17,7 @@ TIB = 1 << 40
 #: Alignment of O_DIRECT. 4 KiB satisfies every NVMe namespace and file system we know; a device
 #: that needs more is refused when its target is opened.
 PAGE_BYTES = 4096
-#: One header page in front of each slot's payload, both in staging and in the pool.
+#: The header page in front of each slot's payload, both in staging and in the pool.
 HEADER_BYTES = PAGE_BYTES
 
 _UNITS = {"": 1, "b": 1}
@@ -32,7 +32,7 @@ def align_up(value: int, alignment: int = PAGE_BYTES) -> int:
 
 
 def slot_stride_bytes(payload_bytes: int) -> int:
-    """Bytes one slot occupies in staging and in a slab: header page and padded payload."""
+    """Return the bytes of one slot in staging and in a slab: header page and padded payload."""
     return HEADER_BYTES + align_up(payload_bytes)
 
 
@@ -58,7 +58,7 @@ def parse_bytes(value: float | str) -> int:
 
 
 def format_bytes(count: float, form: str = ".1f") -> str:
-    """Format a byte count for people, its number by the format specification `form`: `1.5 GiB`."""
+    """Format a byte count for display, its number by the format specification `form`: `1.5 GiB`."""
     for unit, size in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(count) >= size:
             return f"{count / size:{form}} {unit}"
@@ -66,10 +66,10 @@ def format_bytes(count: float, form: str = ".1f") -> str:
 
 
 def human_bytes(count: float) -> str:
-    """Four digits, which distinguish two sizes: `1.254 MiB`."""
+    """Format with four digits, which distinguish two sizes: `1.254 MiB`."""
     return format_bytes(count, ".4g")
 
 
 def human_seconds(seconds: float) -> str:
-    """`12.34 s`, or `5.67 ms` below a tenth of a second."""
+    """Format as `12.34 s`, or `5.67 ms` below a tenth of a second."""
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.2f} ms"
