@@ -6,16 +6,16 @@ model is loaded. The plugin wraps that method, and a vLLM that has this package 
 in it: engines that name our backend or connector are handled here, all others by vLLM only. vLLM
 may run it several times on one configuration, so completing it twice equals completing it once.
 
-**`MultiConnector`** makes each connector from a mapping among its `connectors`, loads from the
-first that has something, and saves with all. Our mapping is completed like a configuration of its
+**`MultiConnector`** makes each connector from a mapping in its `connectors`, loads from the
+first that has a hit, and saves with all. Our mapping is completed like a separate
 own, and `multi_connector` replaces vLLM's class, which gives the first connector's handshake to
-all. A connector beside ours must never report a load as failed, because the KV of such a request
+all. Another connector must never report a load as failed, because the KV of such a request
 would be stored by then. NIXL's may: a request runs, and is stored, only after vLLM knows what
 became of its load.
 
 **`kv_load_failure_policy`**: vLLM's default, "fail", ends a request whose load fails; ours is
 "recompute", unless the user gives "fail". A `KVTransferConfig` does not show where its value came
-from, so a value that was given is replaced by an equal string of a type of its own. An object that
+from, so a given value is replaced by an equal string of a special type. An object that
 was made before the plugin was loaded, as by `LLM(kv_transfer_config={…})`, counts as having the
 default.
 """
@@ -47,7 +47,7 @@ from vllm_nvmeof_offload.vllm_adapter import vllm_release
 _COMBINED = "MultiConnector"
 _COMBINING = (_COMBINED, MULTI_CONNECTOR_NAME)
 _EITHER = f"use either it or {CONNECTOR_NAME}"
-#: Connectors all of whose loads end before their requests run.
+#: Connectors with loads that all end before their requests run.
 _LOADS_FIRST = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
 
 
@@ -59,7 +59,7 @@ def _is_our_connector(connector: Any, extra: Any) -> bool:
 
 
 def _children(transfer: Any) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-    """The mapping from which a `MultiConnector` makes our connector, and the mappings of others."""
+    """Return the mapping of a `MultiConnector` for our connector, and the others' mappings."""
     found = transfer.kv_connector_extra_config.get("connectors")
     children = found if transfer.kv_connector in _COMBINING and isinstance(found, list) else []
     ours: list[dict[str, Any]] = []
@@ -104,14 +104,14 @@ _FIELD = "kv_load_failure_policy"
 
 
 class _Marked(str):
-    """In the field the default, so that `__post_init__` knows it; in an object a given value."""
+    """A string that marks, in the field, the default, and in an object, a given value."""
 
     __slots__ = ()
 
 
 def _is_given(policy: str | None) -> bool:
-    """Whether the user named this policy. A vLLM that has this package in its tree has no default
-    policy, so every value was given."""
+    """Return whether the user gave this policy. A vLLM that has this package in its tree has no
+    default policy, so every value was given."""
     from vllm.config.kv_transfer import KVTransferConfig
 
     if KVTransferConfig.__dataclass_fields__[_FIELD].default is None:
@@ -120,7 +120,7 @@ def _is_given(policy: str | None) -> bool:
 
 
 def _install_failure_policy() -> None:
-    """Mark given values from now on; once."""
+    """Mark given values from now on. Effective once."""
     from pydantic.dataclasses import rebuild_dataclass
     from vllm.config.kv_transfer import KVTransferConfig
 
@@ -203,14 +203,14 @@ def complete_if_ours(vllm_config: Any) -> bool:
         complete(vllm_config)
     except (ConfigError, IntegrationError) as error:
         if _is_command_line():
-            # One line instead of vLLM's traceback; a program gets the exception.
+            # Print one line instead of vLLM's traceback; a program gets the exception.
             raise SystemExit(f"vllm: error: {error}") from None
         raise
     return True
 
 
 def _is_command_line() -> bool:
-    """Whether this process is vLLM's own command, and not a program that imports vLLM."""
+    """Return whether this process is vLLM's own command, not a program with vLLM."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     name = spec.name if spec is not None else ""
     return os.path.basename(sys.argv[0]) == "vllm" or name.startswith("vllm.entrypoints.")
@@ -241,7 +241,7 @@ def complete(vllm_config: Any) -> None:
 
     vllm_release.refuse_different()
     # Imported here, because most servers with this plugin do not use the backend, and because an
-    # unknown vLLM may lack what it imports.
+    # unknown vLLM may lack what this module imports.
     from vllm_nvmeof_offload.vllm_adapter.supported import precheck
 
     if vllm_config.kv_transfer_config is None:
@@ -304,7 +304,7 @@ def _take_size(extra: dict[str, Any], size_gib: float | None) -> str:
     if "staging_bytes" in extra:
         return "staging_bytes"
     if size_gib is not None:
-        if not 0 < size_gib < 1 << 30:  # not infinite either; NaN compares false
+        if not 0 < size_gib < 1 << 30:  # excludes infinity; NaN compares false
             raise ConfigError(_SIZE_FLAG, size_gib, "give the GiB of pinned memory, above 0")
         extra["staging_bytes"] = int(size_gib * GIB)
         return _SIZE_FLAG
@@ -326,7 +326,7 @@ def _take_size(extra: dict[str, Any], size_gib: float | None) -> str:
 
 
 def choose_blocks_per_chunk(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Give vLLM the number of blocks per chunk, unless the user did; refuse one that cannot be.
+    """Give vLLM the number of blocks per chunk, unless the user did; refuse an impossible one.
 
     The scheduler and all workers get the same result, because their inputs are the same.
     """
@@ -336,7 +336,7 @@ def choose_blocks_per_chunk(vllm_config: Any, kv_cache_config: Any) -> None:
 
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     groups = blocks_of(kv_cache_config, vllm_config.parallel_config.decode_context_parallel_size)
-    # The stages of a pipeline have different numbers of layers: there only tokens count.
+    # The stages of a pipeline have different numbers of layers, so that only tokens count there.
     block_bytes = 1
     if vllm_config.parallel_config.pipeline_parallel_size == 1:
         placed = kv_cache_config.kv_cache_tensors[0]

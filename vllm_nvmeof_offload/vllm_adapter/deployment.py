@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The facts of a vLLM deployment under which KV bytes are interchangeable.
 
-They become the keyspace: a pool written under other facts is another directory, never mixed. If the
-KV depends on something that neither the facts nor the block hashes contain, what is stored must not
-be adopted by a later start; `Deployment.volatile` has the reasons.
+They become the keyspace: a pool written under other facts is in another directory, never mixed. If
+the KV depends on something that neither the facts nor the block hashes contain, stored chunks must
+not be adopted by a later start; `Deployment.volatile` has the reasons.
 
 vLLM reads the weights long before a worker makes its keyspace. Therefore the check before model
 load stamps their files (`note_weights`), and each worker compares (`Deployment.replaced`).
 
-The keyspace is closed: every field of vLLM's configuration is a fact, in releases that nobody has
-seen too, unless `HARMLESS` names it with its reason. A value that cannot be compared with another
+The keyspace is closed: every field of vLLM's configuration is a fact, even in future
+releases, unless `HARMLESS` names it with its reason. A value that cannot be compared with another
 server's is such a reason, not a fact.
 
 Configuration objects are read by attribute, so that tests need no vLLM.
@@ -40,19 +40,19 @@ from vllm_nvmeof_offload.vllm_adapter.weights import (
     why_unknown,
 )
 
-#: Hash algorithms whose root is drawn at random by each process unless PYTHONHASHSEED is set.
+#: Hash algorithms for which each process draws the root at random unless PYTHONHASHSEED is set.
 _SEEDED_HASHES = frozenset({"xxhash", "xxhash_cbor"})
 #: Keys of a model's configuration with its path or author, not its content.
 _INCIDENTAL_KEYS = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
-#: RoPE types whose factors for *all* positions depend on the maximum length served.
+#: RoPE types with factors for *all* positions that depend on the maximum length served.
 _LENGTH_DEPENDENT_ROPE = ('"longrope"', '"su"')
-#: Variables that change weights, media or the bytes of a block, and that no field has.
+#: Variables that change weights, media or the bytes of a block, and that are in no field.
 _VARIABLES = (
     *("PYTHONHASHSEED", "VLLM_PP_LAYER_PARTITION", "VLLM_SSM_CONV_STATE_LAYOUT"),
     *("VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG"),
     *("VLLM_MARLIN_INPUT_DTYPE", "VLLM_CPU_INT4_W4A8", "VLLM_VIDEO_LOADER_BACKEND"),
 )
-#: Class of vLLM's configuration → reason → its fields that are no facts.
+#: Class of vLLM's configuration → reason → its fields that are not facts.
 HARMLESS: Mapping[str, Mapping[str, str]] = {
     "VllmConfig": {
         "numerics only": "compilation_config kernel_config optimization_level performance_mode",
@@ -155,9 +155,9 @@ HARMLESS: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Deployment:
-    """What one process of vLLM runs."""
+    """The deployment that one process of vLLM runs."""
 
-    #: Everything except weights and KV geometry.
+    #: The facts, except weights and KV geometry.
     facts: Mapping[str, Any]
     source: ModelSource
     drafter: ModelSource | None = None
@@ -165,12 +165,12 @@ class Deployment:
     volatile: tuple[str, ...] = ()
     #: Local model → stamp of its files from before vLLM read them.
     stamps: Mapping[str, str] = field(default_factory=dict)
-    #: Earliest time at which vLLM may have read a model without a stamp, in seconds of the
+    #: The earliest time at which vLLM may have read a model without a stamp, in seconds of the
     #: system's clock.
     began_s: float = float("inf")
 
     def keyspace(self, **geometry: Any) -> Keyspace:
-        """The keyspace of these facts and this KV geometry. Reads the models' files."""
+        """Return the keyspace of these facts and this KV geometry. Reads the models' files."""
         identities = {source: source.identity() for source in self._sources()}
         drafter = identities[self.drafter] if self.drafter is not None else None
         return Keyspace.of(
@@ -178,14 +178,12 @@ class Deployment:
         )
 
     def replaced(self) -> tuple[str, ...]:
-        """Why files may not be the ones that vLLM has read; empty: they are.
-
-        Call it after `keyspace`, which reads the files that are there now.
-        """
+        """Return why the weight files may differ from those that vLLM has read; empty if they do
+        not. Call after `keyspace`, which reads the present files."""
         return tuple(why for source in self._sources() if (why := self._why_replaced(source)))
 
     def _sources(self) -> list[ModelSource]:
-        """Each source once, because some drafters are a part of the model's own files."""
+        """Return each source once, because some drafters are a part of the model's own files."""
         return list(dict.fromkeys(s for s in (self.source, self.drafter) if s is not None))
 
     def _why_replaced(self, source: ModelSource) -> str:
@@ -212,13 +210,13 @@ def note_weights(vllm_config: Any, extra: MutableMapping[str, Any]) -> None:
             try:
                 stamps[source.model] = weights_stamp(Path(source.model), code=source.code)
             except OSError:
-                continue  # vLLM reports it when it reads them
+                continue  # vLLM reports the error when it reads the files
     extra[WEIGHTS_SEEN] = stamps
 
 
 def process_began_s() -> float:
-    """The start of this process, in seconds of the system's clock."""
-    # The second field, the command's name, may hold spaces; the start is the 22nd.
+    """Return the start of this process, in seconds of the system's clock."""
+    # The second field, the command's name, may contain spaces; the start is the 22nd.
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return time.time() - age_s
@@ -232,7 +230,7 @@ def describe(
     began_s: float = float("inf"),
     foreign_code: Collection[str] = (),
 ) -> Deployment:
-    """Collect the facts from a `VllmConfig`. stamps, began_s: see `Deployment`."""
+    """Collect the facts of a `VllmConfig`. `stamps`, `began_s`: see `Deployment`."""
     model, load = vllm_config.model_config, vllm_config.load_config
     drafter = drafter_of(vllm_config)
     why = why_unknown(model, load, foreign_code)
@@ -261,7 +259,7 @@ def describe(
 
 
 def _fields_facts(config: Any, where: str, unknown: list[str]) -> dict[str, Any]:
-    """The facts of a configuration object. where, unknown: see `_fact`."""
+    """Return the facts of a configuration object. `where` and `unknown` are as for `_fact`."""
     name = type(config).__name__
     harmless = " ".join(HARMLESS.get(name, {}).values()).split()
     facts = {
@@ -282,7 +280,7 @@ def _fact(value: Any, where: str, unknown: list[str]) -> Any:
     """Encode a value as JSON that is equal in all processes.
 
     Mappings become a digest, because facts are on disk in plain text. A value without such an
-    encoding adds a reason to `unknown`. where: the name of the field.
+    encoding adds a reason to `unknown`. `where` is the name of the field.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -295,7 +293,7 @@ def _fact(value: Any, where: str, unknown: list[str]) -> Any:
         if "<" not in qualified:  # not a lambda, nor local to a function
             return qualified
     elif isinstance(value, Mapping) or hasattr(value, "to_dict"):
-        # Not by its fields: the model's own configuration has what no class of it declares.
+        # Not by its fields: the model's own configuration has items that no class declares.
         items = value if isinstance(value, Mapping) else value.to_dict()
         plain = {
             str(key): _fact(item, where, unknown)
@@ -322,7 +320,7 @@ def _volatile(vllm_config: Any) -> list[str]:
     multimodal = getattr(model, "multimodal_config", None)
     hashed = cache.enable_prefix_caching or getattr(multimodal, "mm_processor_cache_gb", 0)
     if multimodal is not None and not hashed:
-        # vLLM then numbers the items of each process, from 1 again after a restart.
+        # vLLM then numbers the items of each process, starting from 1 again after a restart.
         why.append("multimodal items have no content hash with both of vLLM's caches off")
     if getattr(multimodal, "mm_encoder_fp8_scale_path", None):
         why.append("the encoder's scales (mm_encoder_fp8_scale_path) are known by path only")
@@ -337,7 +335,7 @@ def _has_amx() -> bool:
 
 
 def deployed(vllm_config: Any, stamps: Mapping[str, str]) -> Deployment:
-    """The deployment of this process."""
+    """Return the deployment of this process."""
     from vllm.version import __version__
 
     return describe(
@@ -350,12 +348,12 @@ def deployed(vllm_config: Any, stamps: Mapping[str, str]) -> Deployment:
 
 
 def foreign_code() -> frozenset[str]:
-    """Load formats and architectures whose loader or class is not vLLM's own."""
+    """Return load formats and architectures with a loader or class that is not vLLM's own."""
     from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
     from vllm.model_executor.models import ModelRegistry
 
     modules = {name: loader.__module__ for name, loader in _LOAD_FORMAT_TO_MODEL_LOADER.items()}
     for name, model in ModelRegistry.models.items():
-        known = getattr(model, "module_name", None)  # of a class that is not imported yet
+        known = getattr(model, "module_name", None)  # for a class that is not imported yet
         modules[name] = known or model.model_cls.__module__
     return frozenset(name for name, module in modules.items() if not module.startswith("vllm."))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's KV cache groups as ours: their kinds, their layers' memory, and their facts.
+"""Converts vLLM's KV cache groups to ours: their kinds, their layers' memory, and their facts.
 
 Only the groups that vLLM offloads count. Their order is that of its offloading configuration.
 """
@@ -41,7 +41,7 @@ _KINDS: dict[type, GroupKind] = {
     ChunkedLocalAttentionSpec: GroupKind.LOCAL,
     MambaSpec: GroupKind.STATE,
 }
-#: How far the layers of a kind look back, in tokens.
+#: The attribute with a kind's reach in tokens.
 _SPAN_TOKENS = {GroupKind.WINDOW: "sliding_window", GroupKind.LOCAL: "attention_chunk_size"}
 
 
@@ -54,14 +54,14 @@ class LayerCaches:
 
     @property
     def device(self) -> str:
-        """torch's name of the device, with its number."""
+        """Return torch's name of the device, with its number."""
         return str(next(iter(self.views.values())).device)
 
     def tensors(self, group_id: int) -> list[CacheTensor]:
-        """The group's pages, in the order of their addresses in a block; without padding.
+        """Return the group's pages, in the order of their addresses in a block, without padding.
 
         vLLM gives groups the same memory, and a block the stride of the widest one, so neither a
-        stride nor the size of a block says how many bytes a group has.
+        stride nor the size of a block shows how many bytes a group has.
         """
         specs = specs_of(self.config.kv_cache_groups[group_id])
         found = []
@@ -79,7 +79,7 @@ class LayerCaches:
 
 
 def specs_of(group: Any) -> dict[str, Any]:
-    """The spec of each of the group's layers on this rank."""
+    """Return the spec of each of the group's layers on this rank."""
     spec = group.kv_cache_spec
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return {name: spec.kv_cache_specs[name] for name in group.layer_names}
@@ -87,18 +87,18 @@ def specs_of(group: Any) -> dict[str, Any]:
 
 
 def offloaded(kv_cache_config: Any) -> list[Any]:
-    """The KV cache groups that vLLM offloads: the rest cannot be found again by hashes."""
+    """Return the KV cache groups that vLLM offloads: the rest cannot be found again by hashes."""
     groups = kv_cache_config.kv_cache_groups
     return [groups[group_id] for group_id in get_offloading_group_ids(kv_cache_config)]
 
 
 def kinds_of(group: Any) -> set[GroupKind | None]:
-    """The kinds of a KV cache group's layers; None: one that we do not know."""
+    """Return the kinds of a KV cache group's layers, with None for an unknown kind."""
     return {_KINDS.get(type(spec)) for spec in iter_layer_specs(group.kv_cache_spec)}
 
 
 def blocks_of(kv_cache_config: Any, decode_context_parallel: int) -> list[GroupBlocks]:
-    """The blocks of the groups that vLLM offloads."""
+    """Return the blocks of the groups that vLLM offloads."""
     found = []
     for group in offloaded(kv_cache_config):
         (kind,) = kinds_of(group)
@@ -111,10 +111,8 @@ def blocks_of(kv_cache_config: Any, decode_context_parallel: int) -> list[GroupB
 
 
 def groups_of(config: Any, kv_cache_config: Any) -> tuple[Group, ...]:
-    """The groups that vLLM offloads, by position.
-
-    config: vLLM's `OffloadingConfig`. Their layers are of one known kind (`refuse_unsupported`).
-    """
+    """Return the groups that vLLM offloads, by position. `config` is vLLM's `OffloadingConfig`. The
+    layers of a group are of one known kind (`refuse_unsupported`)."""
     groups, chunks_of_window = [], vllm_release.WINDOW_CHUNKS.take()
     for one in config.groups:
         group = kv_cache_config.kv_cache_groups[one.group_id]
@@ -138,11 +136,9 @@ def groups_of(config: Any, kv_cache_config: Any) -> tuple[Group, ...]:
 
 
 def rank_groups_of(groups: Sequence[Group], kv_cache_config: Any) -> list[RankGroup]:
-    """The groups with the bytes of a block, without padding, on the rank whose configuration it is.
-
-    The scheduler's configuration is that of one rank, with one spec for a group that has several:
-    the pages of its layers of another size count as they are placed, with padding.
-    """
+    """Return the groups with the bytes of a block, without padding, on the rank with this
+    configuration. The scheduler's configuration is that of one rank, with one spec for a group that
+    has several: pages of another size count as they are placed, with padding."""
     placed = {
         name: min(tensor.layer_stride, tensor.block_stride)
         for tensor in kv_cache_config.kv_cache_tensors
@@ -157,12 +153,11 @@ def rank_groups_of(groups: Sequence[Group], kv_cache_config: Any) -> list[RankGr
 
 
 def set_sizes_of(config: Any, kv_cache_config: Any) -> tuple[int, ...]:
-    """How many consecutive ranks hold equal bytes of each group that vLLM offloads.
-
-    config: vLLM's `OffloadingConfig`. Tensor-parallel ranks do so where layers cannot be split any
-    further: latent attention is not split at all, and of fewer KV heads than ranks each one is kept
-    several times. The largest number is a multiple of each, and at most `SET_SIZE_MAX`.
-    """
+    """Return how many consecutive ranks have equal bytes of each group that vLLM offloads. `config`
+    is vLLM's `OffloadingConfig`. Tensor-parallel ranks have equal bytes if layers cannot be split
+    any further: latent attention is not split at all, and if there are fewer KV heads than ranks,
+    each head is kept several times. The largest number is a multiple of each, and at most
+    `SET_SIZE_MAX`."""
     parallel = config.parallel
     sizes = []
     for one in config.groups:
@@ -174,7 +169,7 @@ def set_sizes_of(config: Any, kv_cache_config: Any) -> tuple[int, ...]:
 
 
 def _replicas(spec: Any, tensor_parallel: int, decode_context_parallel: int) -> int:
-    """Consecutive tensor-parallel ranks with equal KV of a layer."""
+    """Return the number of consecutive tensor-parallel ranks with equal KV of a layer."""
     if not isinstance(spec, AttentionSpec) or spec.max_tp_shards is None:
         return 1
     if spec.dcp_sharded and decode_context_parallel > 1:
@@ -183,9 +178,9 @@ def _replicas(spec: Any, tensor_parallel: int, decode_context_parallel: int) -> 
 
 
 def geometry_of(config: Any, layers: LayerCaches, *, one_copy: bool = False) -> CacheGeometry:
-    """The geometry of the groups that vLLM offloads, on this rank.
+    """Return the geometry of the groups that vLLM offloads, on this rank.
 
-    one_copy: ranks with equal bytes of a group are a set; otherwise each is one by itself.
+    `one_copy`: ranks with equal bytes of a group are a set; otherwise each is one by itself.
     """
     groups = groups_of(config, layers.config)
     set_sizes = set_sizes_of(config, layers.config) if one_copy else ()
@@ -194,9 +189,9 @@ def geometry_of(config: Any, layers: LayerCaches, *, one_copy: bool = False) -> 
 
 
 def facts_of(config: Any, kv_cache_config: Any) -> list[dict[str, Any]]:
-    """By group, what its chunks' bytes depend on besides the model and the layout.
+    """Return, by group, what its chunks' bytes depend on besides the model and the layout.
 
-    They are equal on all ranks. A stage of a pipeline knows its own layers only: there the facts
+    They are equal on all ranks. A stage of a pipeline knows only its own layers: there the facts
     are those of the kind, and the layers follow from the model and the division into stages.
     """
     facts = []
@@ -211,7 +206,7 @@ def facts_of(config: Any, kv_cache_config: Any) -> list[dict[str, Any]]:
 
 
 def _kind_facts(spec: Any) -> dict[str, Any]:
-    """The facts that all layers of a group share."""
+    """Return the facts that all layers of a group share."""
     kind = _KINDS[type(spec)]
     facts = {"kind": kind.name.lower()}
     for name in (_SPAN_TOKENS.get(kind), "mamba_cache_mode" if kind is GroupKind.STATE else None):
@@ -221,7 +216,7 @@ def _kind_facts(spec: Any) -> dict[str, Any]:
 
 
 def _layer_facts(group: Any) -> list[tuple[list[str], dict[str, Any]]]:
-    """Runs of layers whose pages are alike."""
+    """Return runs of layers with equal pages."""
     runs: list[tuple[list[str], dict[str, Any]]] = []
     for name, spec in specs_of(group).items():
         known: dict[str, Any] = {"page_bytes": _page_bytes(spec)}
@@ -234,15 +229,15 @@ def _layer_facts(group: Any) -> list[tuple[list[str], dict[str, Any]]]:
 
 
 def _page_bytes(spec: Any) -> int:
-    """Bytes of one block of one layer, without padding."""
+    """Return the bytes of one block of one layer, without padding."""
     if isinstance(spec, AttentionSpec):
         return int(spec.unpadded_page_size_bytes)
     return int(replace(spec, page_size_padded=None).page_size_bytes)
 
 
 def _placed_bytes(spec: Any, stride: int) -> int:
-    """Bytes of one block of one layer, of this spec or of another one whose pages are `stride`
-    apart."""
+    """Return the bytes of one block of one layer, of this spec or of another one with pages that
+    are `stride` apart."""
     padding = stride - spec.page_size_bytes
     return _page_bytes(spec) if 0 <= padding < spec.get_block_stride_alignment() else stride
 
@@ -255,9 +250,9 @@ def _reach_tokens(kind: GroupKind, spec: Any) -> int | None:
 
 # The boundaries at which vLLM keeps windows and states, and offers them for storing.
 #
-# By default vLLM keeps them only at the end of a prompt, so nothing of an answer is ever found
-# again. Here vLLM keeps a boundary in every so many tokens, and its offloading scheduler offers
-# all windows that are still in GPU memory; `manager/boundary_stores.py` chooses among them.
+# By default vLLM keeps them only at the end of a prompt, so that no part of an answer is ever found
+# again. Here vLLM keeps boundaries at a fixed distance, and its offloading scheduler offers all
+# windows that are still in GPU memory; `manager/boundary_stores.py` chooses among them.
 
 
 def keep_boundaries(
@@ -267,11 +262,11 @@ def keep_boundaries(
     groups: Sequence[Group],
     asked: int | Literal["auto"],
 ) -> int:
-    """Configure vLLM; returns the tokens between two lasting boundaries, or 0: vLLM chooses what is
-    stored.
+    """Configure vLLM; return the tokens between two lasting boundaries, or 0 if vLLM chooses what
+    is stored.
 
-    Comes before vLLM makes its KV cache manager. scheduler: vLLM's offloading scheduler. groups:
-    the offloaded ones. asked: boundary_tokens as configured.
+    Must run before vLLM makes its KV cache manager. `scheduler` is vLLM's offloading scheduler.
+    `groups` are the offloaded ones. `asked` is boundary_tokens as configured.
     """
     unit = unit_tokens(groups)
     # A chunk is whole only at a boundary that is a multiple of it in every group.
@@ -286,7 +281,7 @@ def keep_boundaries(
         resolve_dcp_kv_block_size(one.kv_cache_spec, parallel)
         for one in kv_cache_config.kv_cache_groups
     ]
-    unit = math.lcm(unit, *blocks)  # what vLLM demands of its interval too
+    unit = math.lcm(unit, *blocks)  # vLLM requires this of its interval too
     if given:
         every = math.lcm(unit, given)
     elif asked == "auto":
@@ -297,6 +292,6 @@ def keep_boundaries(
         interval = kept_every(groups, unit, every)
         kv_cache_config.prefix_cache_retention_interval = interval
         vllm_config.cache_config.prefix_cache_retention_interval = interval
-    # Which windows are stored is not vLLM's choice; of states it offers those that it keeps.
+    # vLLM does not choose which windows are stored; it offers the states that it keeps.
     scheduler.config = scheduler.config._replace(retention_interval=None)
     return every

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advice of an orchestrator on the KV of a request: vLLM's `kv_hints`.
+"""An orchestrator's advice on the KV of a request: vLLM's `kv_hints`.
 
 vLLM defines the envelope, a list of actions with a type, a version and a payload, and no action.
 Three are read here, in the form that their authors published; any other one, another major version
 and a payload of another form are counted and ignored. Advice is never an error, holds for the
-request that brings it, and never comes before what the request or the operator asks.
+request that carries it, and never overrides what the request or the operator asks.
 
 * `kv.prefetch` 1.x, empty payload: the request's chunks are fetched from the pool before those of
   other waiting requests.
@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-#: Actions of one request that are read; more are counted as unknown.
+#: The actions of one request that are read; more are counted as unknown.
 _ACTIONS_MAX = 16
 _DIRECTIVES_MAX = 128
 _DIRECTIVE_KEYS = {"start", "end", "priority", "duration", "covers_output"}
@@ -35,10 +35,8 @@ _HELPERS_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """retain: ranges of tokens, each up to the one before its second number; None: to the end.
-
-    helpers: as in `LoadCommand`.
-    """
+    """The advice on a request. `retain` has ranges of tokens, each up to the one before its second
+    number, or None for the end. `helpers` is as in `LoadCommand`."""
 
     prefetch: bool = False
     retain: tuple[tuple[int, int | None], ...] = ()
@@ -46,7 +44,7 @@ class Advice:
     helpers: int | None = None
 
     def retained(self, ends: Iterable[int]) -> list[int]:
-        """Which of the chunks with these last tokens + 1 are to be retained: their positions."""
+        """Return the positions of the chunks with these last tokens + 1 that should be retained."""
         return [
             at
             for at, end in enumerate(ends)
@@ -55,8 +53,8 @@ class Advice:
 
 
 def advice_of(envelope: Any, request: Any, count: Callable[[str], None]) -> Advice:
-    """Read the hints of `request`. count: called for each action with what it advises, `unknown` or
-    `malformed`."""
+    """Read the hints of `request`. `count` is called for each action with what it advises,
+    `unknown` or `malformed`."""
     prefetch = demote = False
     retain: list[tuple[int, int | None]] = []
     actions = getattr(envelope, "actions", ())
@@ -74,7 +72,7 @@ def advice_of(envelope: Any, request: Any, count: Callable[[str], None]) -> Advi
             retain += ranges or ()
             count("malformed" if ranges is None else kind)
         elif payload and not (kind == "demote" and _is_own(payload, request)):
-            count("unknown")  # of other blocks than the request's
+            count("unknown")  # for other blocks than the request's
         else:
             prefetch, demote = prefetch or kind == "prefetch", demote or kind == "demote"
             count(kind)
@@ -82,10 +80,10 @@ def advice_of(envelope: Any, request: Any, count: Callable[[str], None]) -> Advi
 
 
 def helpers_of(params: Any, peers: Sequence[str], count: Callable[[str], None]) -> int | None:
-    """Read a request's `kv_transfer_params`: as `LoadCommand.helpers`.
+    """Read a request's `kv_transfer_params`, as `LoadCommand.helpers`.
 
-    peers: the configured ones, which are named by the same letters. count: called for each helper
-    with `known` or `unknown`, or once with `malformed`: such a hint is ignored.
+    `peers` are the configured ones, which are named by the same letters. `count` is called for each
+    helper with `known` or `unknown`, or once with `malformed`: such a hint is ignored.
     """
     ours = params.get("nvmeof") if isinstance(params, dict) else None
     if ours is None or (isinstance(ours, dict) and "helpers" not in ours):
@@ -101,7 +99,7 @@ def helpers_of(params: Any, peers: Sequence[str], count: Callable[[str], None]) 
 
 
 def _kind(action: Any) -> str | None:
-    """What the action advises; None: unknown."""
+    """Return what the action advises, or None if unknown."""
     major = str(getattr(action, "action_version", "")).partition(".")[0]
     family, _, kind = str(getattr(action, "action_type", "")).partition(".")
     known = family == "kv" and kind in ("prefetch", "retain", "demote") and major == "1"
@@ -114,7 +112,7 @@ def _is_own(payload: dict[str, Any], request: Any) -> bool:
 
 
 def _ranges(payload: dict[str, Any], prompt_tokens: int) -> list[tuple[int, int | None]] | None:
-    """The ranges to retain; None: the payload is malformed."""
+    """Return the ranges to retain, or None if the payload is malformed."""
     directives = payload.get("directives")
     if not isinstance(directives, list) or len(directives) > _DIRECTIVES_MAX:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's look-up of a request that waits, as `manager/look_up.py` asks for it."""
+"""vLLM's look-up of a waiting request, as `manager/look_up.py` needs it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def look_up(
     cap: int | None,
     theirs: Callable[[Any, int], tuple[int | None, bool]],
 ) -> tuple[int | None, bool]:
-    """Return the tokens to load behind `local` ones in GPU memory, None to delay the request, and
+    """Return the tokens to load after `local` ones in GPU memory, or None to delay the request, and
     whether the load may go on during later steps.
 
-    cap: of this look-up. The request's own, `max_load_tokens`, stays as it is. theirs: vLLM's
-    method, which looks the keys up in our manager one by one.
+    `cap` is for this look-up. The request's own, `max_load_tokens`, does not change. `theirs` is
+    vLLM's method, which looks the keys up in our manager one by one.
     """
     manager, request_id = view.manager, request.request_id
     hashes = request.block_hashes
@@ -40,7 +40,7 @@ def look_up(
             rest = rest_of_a_chunk(view, request, question) if found == 0 else 0
         finally:
             hits, misses = manager.look_ups.end()
-        # With KV events every look-up is real: vLLM notes in it what it reports in events.
+        # With KV events every look-up is real: vLLM records in it what its events report.
         keep = not manager.config.kv_events and not rest
         return Answer(question, rest or found, hits, misses, later or rest > 0, keep)
 
@@ -48,7 +48,7 @@ def look_up(
     if not view.is_as_looked_up(request_id, local):
         look_ups.forget_answers(request_id)
     answer = look_ups.answer(request_id, question, ask, FROM_CPU)
-    # vLLM decides whether the load continues during later steps: since 0.33 it may not.
+    # vLLM decides whether the load continues during later steps; since 0.33 it need not.
     return answer.found, answer.later and bool(answer.found)
 
 
@@ -58,9 +58,9 @@ def sources_of(view: SchedulerView, request: Any) -> int:
 
 
 def rest_of_a_chunk(view: SchedulerView, request: Any, question: Question) -> int:
-    """Return the tokens that complete a chunk of a preempted request whose head is in GPU memory.
+    """Return the tokens that complete a chunk of a preempted request with its head in GPU memory.
 
-    vLLM loads whole chunks only, and skips this one; loading it is worth it because the request had
+    vLLM loads only whole chunks, and skips this one; loading it pays because the request had
     computed those tokens. Windows and states would have to be there too.
     """
     if len(view.groups) > 1 or view.groups[0].kind is not GroupKind.FULL:
@@ -73,7 +73,7 @@ def rest_of_a_chunk(view: SchedulerView, request: Any, question: Question) -> in
     if any(most is not None and missing > most for most in (question.cap, state.max_load_tokens)):
         return 0
     chunk = local // per_chunk
-    if keys is None or chunk >= len(keys[0]):  # the request has fewer tokens
+    if keys is None or chunk >= len(keys[0]):  # the request is shorter
         return 0
     key = keys[0][chunk]
     if state.transfer_jobs or view.is_being_loaded(key):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's OffloadingManager: a thin adapter over `manager.core`.
+"""Implements vLLM's OffloadingManager as a thin adapter over `manager.core`.
 
 vLLM makes it with the connector, and delivers the ranks' handshake before the first request, still
 in `EngineCore.__init__`. Only the handshake has the sizes, so the core is made then (`attach`).
@@ -68,22 +68,22 @@ _HIT_SOURCES = vllm_release.HIT_SOURCES.take()
 _MEDIUM = {Source.CPU: Medium.CPU, Source.POOL: Medium.STORAGE}
 _EVERYWHERE = FROM_CPU | FROM_POOL
 
-#: In a pickled command, in place of a load's helpers.
+#: A marker in a pickled command, in place of a load's helpers.
 _IS_STORE = -1
 
-#: Longest time between two exports of all gauges, and of time counters while nothing happens.
+#: The longest time between two exports of all gauges, and of time counters when idle.
 _EXPORT_PERIOD_S = 1.0
 
 
-@dataclass  # a frozen one takes several times as long to make
+@dataclass  # creating a frozen one takes several times as long
 class CommandSpec(LoadStoreSpec):
-    """Our end of a job that vLLM carries to the workers."""
+    """Our end of a job that vLLM sends to the workers."""
 
     command: StoreCommand | LoadCommand
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As one call with plain fields. Otherwise pickle goes through three objects, each of
-        which costs as much as the rest, and a step may carry hundreds of jobs."""
+        """Pickle as one call with plain fields. Otherwise pickle goes through three objects, each
+        of which costs as much as the rest, and a step may have hundreds of jobs."""
         op, batch, *helpers = self.command
         return _unpickled, (helpers[0] if helpers else _IS_STORE, op, *batch)
 
@@ -96,9 +96,9 @@ def _unpickled(helpers: int | None, op: int, *columns: bytes) -> CommandSpec:
 
 @dataclass
 class _RequestState:
-    """used: a request's chunks, by job. advice: of its kv_hints. loaded, ends: the chunks of its
-    last load, and where there are several groups the tokens up to each one's end. refused: chunks
-    that have found no room so far. offered: while there are some, all that were offered."""
+    """The state of a request. `used` has its chunks, by job; `advice` is from its kv_hints.
+    `loaded` and `ends` are its last load's chunks and, with several groups, the tokens up to each
+    end. `refused` chunks have no room so far; while there are some, `offered` has all."""
 
     used: list[Collection[bytes]]
     refused: set[bytes] = field(default_factory=set, init=False)
@@ -111,11 +111,11 @@ class _RequestState:
 class NVMeoFOffloadingManager(OffloadingManager):
     """Called on EngineCore's main thread; does no I/O and never blocks.
 
-    Before `attach` only `reset_cache`, `weights_may_have_changed` and vLLM's calls that concern no
-    chunk do something: there is no request, no work, no event and nothing to export.
+    Before `attach` only `reset_cache`, `weights_may_have_changed` and vLLM's calls without chunks
+    have an effect: there is no request, no work, no event and nothing to export.
     """
 
-    #: All made by `attach`. sources_of: the sources that a request's filter allows.
+    #: These are made by `attach`. `sources_of` returns the sources that a request's filter allows.
     sources_of: Callable[[TierFilter], int]
     look_ups: LookUps
     _metrics: MetricsCollector
@@ -136,19 +136,19 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._core: ManagerCore | None = None
         self._clock, self._worked_s = clock, clock()
         self._policy = policy
-        self._void = False  # a reset came before the core
-        self._weights_changed = False  # before the core
-        self._keyspace = ""  # empty: no name of weights can tell other servers what they are
-        self._version = ""  # the name that the operator gave last
+        self._void = False  # a reset before the core existed
+        self._weights_changed = False  # before the core existed
+        self._keyspace = ""  # empty if no name of weights is valid on other servers
+        self._version = ""  # the last name given by the operator
         self._steps = StepMeter(clock)
         self._scheduler_s = 0.0
-        self._exported_s = self._all_exported_s = 0.0  # when `get_stats` exported some, all gauges
+        self._exported_s = self._all_exported_s = 0.0  # the last exports of some, and of all gauges
         self._export_due = False  # since `attach`
-        #: Where each tier is, seen from this engine; None: unknown.
+        #: Where each tier is, seen from this engine; None if unknown.
         self._localities: dict[Source, Locality | None] = {Source.CPU: Locality.LOCAL}
         self._labels = dict.fromkeys(CONFIG_LABELS, "")
         self._sharing: Sharing | None = None
-        self._refused: dict[str, list[bytes]] = {}  # by request, of this step's stores
+        self._refused: dict[str, list[bytes]] = {}  # this step's refused chunks, by request
         self._labels["vllm"] = vllm_release.release()
         self._labels["prompts_only"] = "yes" if prompts_only else "no"
         self._activity_seen: tuple[float, ...] = ()
@@ -161,12 +161,12 @@ class NVMeoFOffloadingManager(OffloadingManager):
     # -- look-up and jobs -------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        # vLLM calls it for each chunk of every waiting request. `attach` puts the native function
-        # in its place, because a frame of Python costs more than the look-up.
+        # vLLM calls this for each chunk of every waiting request. `attach` replaces it by the
+        # native function, because a Python frame costs more than the look-up.
         raise AssertionError("vLLM delivers the handshake before any request")
 
     def load_sources(self, req_context: ReqContext, first: int, tokens: int) -> dict[Any, int]:
-        """Tokens by tier of the request's last load, which brings `tokens` from token `first`."""
+        """Return the tokens by tier of the request's last load, of `tokens` from token `first`."""
         state = req_context.get_state(_RequestState)
         if not tokens or state is None or state.loaded is None:
             return {}
@@ -180,7 +180,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         counts = {
             _HIT_SOURCES.HOST: cpu,
             _HIT_SOURCES.DISK: pool,
-            _HIT_SOURCES.EXTERNAL_UNSPECIFIED: tokens - cpu - pool,  # behind every window
+            _HIT_SOURCES.EXTERNAL_UNSPECIFIED: tokens - cpu - pool,  # after every window
         }
         return {source: count for source, count in counts.items() if count}
 
@@ -232,7 +232,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
     def _note_refused(
         self, refused: list[bytes], offered: list[OffloadKey], req_context: ReqContext
     ) -> None:
-        """vLLM counts all that it offered as stored: have the connector change that."""
+        """Note refused chunks for the connector: vLLM counts all offered ones as stored."""
         state = self._state(req_context)
         if refused or state.refused:
             state.refused = state.refused.difference(offered).union(refused)
@@ -243,12 +243,12 @@ class NVMeoFOffloadingManager(OffloadingManager):
         state.used.append(offered)
 
     def take_refused(self) -> dict[str, list[bytes]]:
-        """By request, what was refused of the chunks that it has offered since the last call."""
+        """Return, by request, its offered chunks that were refused since the last call."""
         refused, self._refused = self._refused, {}
         return refused
 
     # `complete_store` and `complete_load` are vLLM's own no-ops: the core takes outcomes from the
-    # workers' reports, which also come for jobs that vLLM forgot at a reset.
+    # workers' reports, which also cover jobs that vLLM forgot at a reset.
 
     # -- requests and steps -----------------------------------------------------------
 
@@ -256,7 +256,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        # Comes when nothing more of the request will be stored.
+        # Called when nothing more of the request will be stored.
         self.suspension.ended(req_context.req_id)
         if self._boundaries is not None:
             self._boundaries.ended(req_context.req_id)
@@ -270,7 +270,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
                 self._follow(state.advice, req_context)
 
     def advise(self, req_context: ReqContext, request: Any) -> Advice:
-        """Read what an orchestrator advises on the KV of a request that has arrived."""
+        """Read an orchestrator's advice on the KV of a request that has arrived."""
         counters = self.core.counters
 
         def count(kind: str) -> None:
@@ -289,7 +289,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return advice
 
     def _follow(self, advice: Advice, req_context: ReqContext) -> None:
-        """Follow the advice on a request that has ended."""
+        """Apply the advice on a request that has ended."""
         keys = self.waiting.keys(req_context.req_id) if self.waiting else []
         if advice.demote:
             self.core.cool(keys)
@@ -299,7 +299,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
             self.core.ended(kept, self._ends(kept, req_context))
 
     def step_scheduled(self, scheduler_output: Any) -> None:
-        """vLLM has scheduled a step; comes before its commands are taken."""
+        """Note that vLLM has scheduled a step, before its commands are taken."""
         assert self.waiting is not None
         tokens = scheduler_output.num_scheduled_tokens
         if tokens:
@@ -312,8 +312,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self.suspension.log_while_it_lasts()
 
     def step_ended(self, scheduler_s: float) -> None:
-        """A step's output has come and is applied. scheduler_s: time spent in our scheduler side
-        since the last call."""
+        """Note that a step's output has arrived and is applied. `scheduler_s` is the time spent in
+        our scheduler side since the last call."""
         self._steps.ended()
         admission, steps = self.core.admission, self._steps
         admission.prefill_rate, admission.prefill_depth = steps.prefill_rate, steps.depth
@@ -321,10 +321,10 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._scheduler_s += scheduler_s
 
     def has_pending_work(self) -> bool:
-        """Keep the engine stepping while reports are owed.
+        """Keep the engine stepping while reports are awaited.
 
         For write-behind only for a bounded time after the last token, because stepping costs an
-        idle core, and blocks pause, sleep and shutdown. The next request goes on with the writes.
+        idle core, and blocks pause, sleep and shutdown. The next request continues the writes.
         """
         if self._core is None:
             return False
@@ -335,11 +335,11 @@ class NVMeoFOffloadingManager(OffloadingManager):
 
     @property
     def has_events(self) -> bool:
-        """Whether `take_events` has something."""
+        """Return whether `take_events` has any."""
         return self._core is not None and bool(self._core.kv_events)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Chunks that came to a tier or left it, oldest first, as many as one step carries."""
+        """Return chunks that entered or left a tier, oldest first, as many as one step carries."""
         log = self._core.kv_events if self._core is not None else None
         for change in log.take() if log is not None else ():
             yield OffloadingEvent(
@@ -352,7 +352,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
 
     def reset_cache(self) -> None:
         if self._core is None:
-            self._void = True  # the chunks that `attach` will adopt too
+            self._void = True  # including the chunks that `attach` will adopt
             return
         if self._boundaries is not None:
             self._boundaries.reset()
@@ -361,7 +361,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
             logger.info("a reset declared void what was offloaded: %d chunks", entries)
 
     def weights_may_have_changed(self, *, known: bool) -> bool:
-        """Returns whether everything is void: a reset must follow, and a suspension."""
+        """Return whether everything is void: a reset must follow, and a suspension."""
         if not known and self.config.weights_never_change:
             return False
         self._weights_changed = True
@@ -370,7 +370,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return True
 
     def name_weights(self, version: str) -> bool:
-        """The weights of all ranks are this version of the keyspace's weights.
+        """Note that the weights of all ranks are this version of the keyspace's weights.
 
         Returns whether everything is void, as `weights_may_have_changed`; not if the weights have
         this name already, or cannot have one.
@@ -382,7 +382,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return is_new
 
     def who_shares(self) -> str:
-        """Who loads whose chunks, now that the weights have been named. Logs it, too."""
+        """Return, and log, who loads whose chunks, now that the weights have been named."""
         if not self._keyspace:
             text = f"the name of the weights has no effect: {NAMELESS}"
             logger.warning("%s", text)
@@ -406,11 +406,11 @@ class NVMeoFOffloadingManager(OffloadingManager):
         tail_tokens: int = 0,
         share: ShareSettings | None = None,
     ) -> None:
-        """Make the core: the workers' handshake has come.
+        """Make the core from the workers' handshake.
 
-        key_bytes: of every offload key. groups: the offloaded ones, by position. queue: of the
-        requests that wait. boundary_tokens: see `keep_boundaries`. tail_tokens: as in
-        `BoundaryStores`. share: None: with nobody.
+        `key_bytes` is that of every offload key. `groups` are the offloaded ones, by position.
+        `queue` has the waiting requests. `boundary_tokens` is as in `keep_boundaries`,
+        `tail_tokens` as in `BoundaryStores`. `share` is None to share with no other.
         """
         assert self._core is None, "a second handshake"
         ordered = sorted(hellos, key=lambda hello: hello.rank)
@@ -430,7 +430,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         )
         self._core = core
         self._localities[Source.POOL] = _locality(ordered)
-        # Not our method: Python collects no circle that goes through a native object.
+        # Not our method, because Python collects no cycle through a native object.
         self.sources_of = partial(_sources_of, self._localities)
         self.look_ups = core.look_ups(self.sources_of, LookupResult.HIT, LookupResult.MISS)
         self.lookup = self.look_ups.lookup  # type: ignore[assignment,method-assign]
@@ -463,7 +463,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
     def get_stats(self) -> OffloadingConnectorStats | None:
         if self._core is None:
             return None
-        # Called once per step, and most steps change nothing: passed time is exported now and then.
+        # Called once per step, and most steps change nothing: time is exported only periodically.
         self._count_look_ups()
         activity, now_s = self._core.activity(), self._clock()
         quiet = not self._export_due and activity == self._activity_seen
@@ -488,11 +488,11 @@ class NVMeoFOffloadingManager(OffloadingManager):
             self._sharing.stop()
 
     def config_info(self) -> list[dict[str, str | int | float | bool]]:
-        """The labels that vLLM 0.33 publishes as its own `kv_offload_config_info`."""
+        """Return the labels that vLLM 0.33 publishes as its own `kv_offload_config_info`."""
         return [dict(self._labels)]
 
     def _count(self) -> None:
-        """Hand over what was counted here since the last call."""
+        """Pass on what was counted here since the last call."""
         counters, steps = self.core.counters, self._steps
         counters["scheduler_seconds"] += self._scheduler_s
         counters["scheduler_steps"] += steps.steps
@@ -508,8 +508,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
             counters["lookups", result] += amount
 
     def _ends(self, keys: Sequence[bytes], req_context: ReqContext) -> npt.NDArray[np.int64] | None:
-        """Of each key, the number of the request's tokens up to its chunk's end; None: there is
-        full attention only, and vLLM gives the keys in prefix order."""
+        """Return the request's tokens up to the end of each key's chunk; None if there is only full
+        attention, and vLLM passes the keys in prefix order."""
         if self.core.config.full_attention_only:
             return None
         return np.array([*map(req_context.get_offload_key_position, keys)], np.int64)
@@ -523,7 +523,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
 
 
 def _sources_of(localities: Mapping[Source, Locality | None], tiers: TierFilter) -> int:
-    """The sources that a request's filter allows; an unknown locality does, as in vLLM's tiers."""
+    """Return the sources that a request's filter allows, and those of unknown locality."""
     if tiers is TierFilter.ALL:
         return _EVERYWHERE
     cpu = FROM_CPU if tiers.allows(Medium.CPU, localities[Source.CPU]) else 0
@@ -532,7 +532,7 @@ def _sources_of(localities: Mapping[Source, Locality | None], tiers: TierFilter)
 
 
 def _locality(hellos: Sequence[RankHello]) -> Locality | None:
-    """Of the pool, whose chunks have a part on every rank; None: unknown."""
+    """Return the pool's locality, over all ranks with a part; None if unknown."""
     remote = {one for hello in hellos for one in hello.remote}
     if True in remote:
         return Locality.REMOTE
@@ -544,7 +544,7 @@ def _offload_keys(keys: list[bytes]) -> list[OffloadKey]:
 
 
 def _computed_before(scheduler_output: Any) -> dict[str, int]:
-    """Each scheduled request's tokens that were computed before the step."""
+    """Return each scheduled request's tokens that were computed before the step."""
     found = {one.req_id: one.num_computed_tokens for one in scheduler_output.scheduled_new_reqs}
     cached = scheduler_output.scheduled_cached_reqs
     return found | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

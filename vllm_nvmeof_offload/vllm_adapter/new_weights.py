@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events in the life of vLLM's processes that our connector must know of.
+"""Events in vLLM's processes that our connector must know about.
 
-**New weights.** vLLM notifies a connector of a reset only. New weights go to the workers past the
-scheduler (`reload_weights`, the weight transfer API, a function of the user's own), and the
-`reset_prefix_cache` that should follow leaves connectors out unless `reset_connector` is given.
-Our chunks would then be loaded for prompts that the new weights answer. All such calls pass
+**New weights.** vLLM notifies a connector only of a reset. New weights reach the workers without
+the scheduler (`reload_weights`, the weight transfer API, a user's function), and the
+`reset_prefix_cache` that should follow leaves connectors out unless `reset_connector` is given. Our
+chunks would then be loaded for prompts that the new weights answer. All such calls go through
 `EngineCore.collective_rpc`, in the process of the connector's scheduler side. An adapter is loaded
 by `EngineCore.add_lora`, or by the workers for the first request that names it
-(`EngineCore.add_request`). These three methods are wrapped: where the connector is made, or, in a
-vLLM that has this package in its tree, where the class is defined. A program that changes weights
-past the engine (an executor of its own, a worker that listens by itself) must reset with the
+(`EngineCore.add_request`). These three methods are wrapped when the connector is made, or, in a
+vLLM that has this package in its tree, when the class is defined. A program that changes weights
+without the engine (a custom executor, a worker that listens by itself) must reset with the
 connector.
 
 The operator may name the new weights, so that servers with equal names share chunks; the name is
-believed. It comes by a call of ours, which `collective_rpc` answers without the workers, by an
-argument of the call that ends the update, which the workers do not see, or, where the configuration
-says so, by vLLM's own `EngineCore.set_weight_version`, which not every release has.
+trusted. It is given in a call of ours, which `collective_rpc` answers without the workers, in an
+argument of the call that ends the update, which the workers do not see, or, if the configuration
+allows it, by vLLM's own `EngineCore.set_weight_version`, which not every release has.
 
-**Death of the API server.** vLLM's engine process outlives a killed API server: it serves nobody,
-and keeps its memory, its GPU and the lock on its pool, so that the next server would start with an
-empty pool. The engine therefore ends. An engine within its user's own process is left alone.
+**Death of the API server.** vLLM's engine process outlives a killed API server: it serves no
+requests, but keeps its memory, its GPU and the lock on its pool, so that the next server would
+start with an empty pool. The engine therefore ends, unless it runs within its user's own process.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ KNOWN_TO_CHANGE = frozenset(
         *("start_weight_update", "start_draft_weight_update", "finish_weight_update"),
     }
 )
-#: Calls of vLLM's own API that do not. Any other call, above all a user's own, may.
+#: Calls of vLLM's own API that do not change weights. Any other call, above all a user's, may.
 HARMLESS = frozenset(
     {
         *("add_lora", "list_loras", "pin_lora", "remove_lora"),
@@ -67,9 +67,9 @@ HARMLESS = frozenset(
 )
 #: The method of `collective_rpc` that names the weights.
 NAME_WEIGHTS = "nvmeof_weights_version"
-#: The argument of vLLM's calls that does.
+#: The argument of vLLM's calls that names the weights.
 ARGUMENT = "weights_version"
-#: Calls after which the weights are whole.
+#: Calls after which the weights are complete.
 WHOLE = frozenset({"load_model", "reload_weights", "finish_weight_update"})
 _CHARACTERS_MAX = 128
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+=-]*")
@@ -105,7 +105,7 @@ def _watch_calls(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        name = method if isinstance(method, str) else ""  # "": a function of the user's own
+        name = method if isinstance(method, str) else ""  # "" for a user's function
         call = shape.bind(self, method, *args, **kwargs)
         is_ours = any(_connectors_with(self, "name_weights"))
         if is_ours and name == NAME_WEIGHTS:
@@ -113,7 +113,7 @@ def _watch_calls(stock: Callable[..., Any]) -> Callable[..., Any]:
         version = take_version(name, call) if is_ours and name in KNOWN_TO_CHANGE else None
         try:
             answer = stock(*call.args, **call.kwargs)
-        finally:  # a call that failed may have done half of its work
+        finally:  # a failed call may have done half of its work
             if name not in HARMLESS:
                 text = name or getattr(method, "__name__", repr(method))
                 _notify(self, text, known=name in KNOWN_TO_CHANGE)
@@ -125,7 +125,7 @@ def _watch_calls(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_version(what: str, version: object) -> str:
-    """Return the name. what: where it was given, for people. Raises: ConfigError."""
+    """Return the name. `what` is where it was given, for display. Raises: ConfigError."""
     if not isinstance(version, str):
         raise ConfigError(what, version, "the name of the weights must be a text")
     if len(version) > _CHARACTERS_MAX:
@@ -145,7 +145,7 @@ def check_version(what: str, version: object) -> str:
 
 
 def version_of(call: inspect.BoundArguments) -> str:
-    """The name that a call of `nvmeof_weights_version` gives. Raises: ConfigError."""
+    """Return the name in a call of `nvmeof_weights_version`. Raises: ConfigError."""
     args = tuple(call.arguments.get("args") or ())
     kwargs = dict(call.arguments.get("kwargs") or {})
     given = (*args, *kwargs.values())
@@ -157,7 +157,7 @@ def version_of(call: inspect.BoundArguments) -> str:
 
 
 def take_version(method: str, call: inspect.BoundArguments) -> str | None:
-    """Take the name out of the arguments of a call that changes weights; None: it has none.
+    """Take the name out of the arguments of a call that changes weights, or return None.
 
     Raises: ConfigError, before anything was changed.
     """
@@ -200,7 +200,7 @@ def _watch_adapters(stock: Callable[..., Any]) -> Callable[..., Any]:
             # Files that changed meanwhile may have been read in either state.
             stamp = before if stamp_of(lora_request) == before else ""
             others = _adapters(self).note(lora_request, stamp)
-            # Blocks are named after an adapter's name and path, which stay.
+            # Blocks are named after an adapter's name and path, which do not change.
             in_place = getattr(lora_request, "load_inplace", False)
             if in_place or others:
                 how = "load_inplace" if in_place else "other files than before"
@@ -232,12 +232,12 @@ def _notify(engine_core: Any, call: str, *, known: bool) -> None:
 
 
 def _name(engine_core: Any, version: str) -> list[str]:
-    """Name the weights. Returns what follows, for people."""
+    """Name the weights. Return the consequences, for display."""
     return [one.name_weights(version) for one in _connectors_with(engine_core, "name_weights")]
 
 
 def _connectors_with(engine_core: Any, method: str) -> Iterator[Any]:
-    """The engine's connectors that have this method: ours."""
+    """Yield the engine's connectors that have this method, which are ours."""
     scheduler = getattr(engine_core, "scheduler", None)
     for connector in _connectors(getattr(scheduler, "connector", None)):
         if getattr(connector, method, None) is not None:
@@ -245,23 +245,23 @@ def _connectors_with(engine_core: Any, method: str) -> Iterator[Any]:
 
 
 def _connectors(connector: Any) -> Iterator[Any]:
-    """The connector, and the connectors that it combines (`MultiConnector`)."""
+    """Yield the connector, and the connectors that it combines (`MultiConnector`)."""
     yield connector
     for child in getattr(connector, "sub_connectors", None) or ():
         yield from _connectors(child)
 
 
-#: vLLM's name of its engine's process; a number may follow.
+#: vLLM's name of its engine's process, which a number may follow.
 _ENGINE = "EngineCore"
 _LOOK_S = 1.0
-#: Time for vLLM to end by itself, before this process is killed.
+#: The time for vLLM to end by itself, before this process is killed.
 _GRACE_S = 10.0
 
 _watching = False
 
 
 def end_with_parent() -> None:
-    """If this process is vLLM's engine, let it end when its parent process does."""
+    """If this process is vLLM's engine, let it end with its parent process."""
     global _watching
     parent = multiprocessing.parent_process()
     if _watching or not multiprocessing.current_process().name.startswith(_ENGINE):
@@ -293,7 +293,7 @@ def logged_in_one_line() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Admission:
-    """A request got blocks. found: in GPU memory; loadable: tokens found there or by us."""
+    """A request that got blocks: tokens `found` in GPU memory, `loadable` there or by us."""
 
     request: Any
     found: frozenset[int]
@@ -301,15 +301,15 @@ class _Admission:
 
 
 class OldKV:
-    """Finds the requests whose KV depends on weights that may have changed since, and keeps them in
-    the `suspension` of one connector's scheduler side.
+    """Finds the requests with KV that depends on weights that may have changed since, and keeps
+    them in the `suspension` of one connector's scheduler side.
 
-    What was *stored* before the change is void by a reset. KV depends on all KV before it. So a
+    Chunks *stored* before the change are void by a reset. KV depends on all KV before it. So a
     request is *old* if it had GPU blocks when the weights changed, or has taken over a block that
     an old request computed. It stays old until it ends, or has lost its blocks and is admitted
     again without any of them. Old requests are not stored.
 
-    The change empties vLLM's prefix cache, blocks in use included, and each step takes out of it
+    The change empties vLLM's prefix cache, including blocks in use, and each step removes from it
     what old requests have added. In between, another request may find such a block: while vLLM
     schedules the very step that completes it, or, with asynchronous scheduling, right after an
     output. Each admission is therefore compared with what old requests have added since the last
@@ -324,7 +324,7 @@ class OldKV:
         self._forgotten: dict[str, int] = {}  # old request → its first blocks that are forgotten
 
     def began(self, call: str, requests: Iterable[str], *, known: bool) -> None:
-        """Weights may have changed just now. requests: all requests of vLLM."""
+        """Note that weights may have changed just now. `requests` are all requests of vLLM."""
         self._looked_up.clear()
         self._admitted.clear()
         self._forgotten.clear()
@@ -335,12 +335,12 @@ class OldKV:
         self._forget_all()
 
     def looked_up(self, request_id: str, local: int) -> None:
-        """vLLM has found `local` tokens in GPU memory for a request that has no blocks yet."""
+        """Note that vLLM has found `local` tokens in GPU memory for a request without blocks."""
         if self._old.requests:
             self._looked_up[request_id] = local
 
     def admitted(self, request: Any, blocks: Any, external: int) -> None:
-        """A request got blocks. external: tokens that we will load."""
+        """Note that a request got blocks. `external` is the number of tokens that we will load."""
         local = self._looked_up.pop(request.request_id, None)
         if local is None:  # it had blocks before
             return
@@ -350,7 +350,7 @@ class OldKV:
         self._admitted[request.request_id] = _Admission(request, ids, local + external)
 
     def step(self, preempted: Iterable[str]) -> None:
-        """vLLM has scheduled a step; called before the step's stores are made."""
+        """Note that vLLM has scheduled a step. Called before the step's stores are made."""
         self._looked_up.clear()
         admitted, self._admitted = self._admitted, {}
         if not self._old.requests:
@@ -370,11 +370,11 @@ class OldKV:
             elif name in self._old.requests:
                 self._old.ended(name)
                 self._view.store_from_the_first(name)
-        if lost:  # the blocks that they had are unknown by now
+        if lost:  # the blocks that they had are not known any more
             self._forget_all()
 
     def finished(self, request_id: str) -> None:
-        """A request ends, and still has its blocks."""
+        """Note that a request ends, which still has its blocks."""
         self._looked_up.pop(request_id, None)
         self._admitted.pop(request_id, None)
         if request_id in self._old.requests:
@@ -386,7 +386,7 @@ class OldKV:
         return self._view.kv_cache_manager()
 
     def _blocks(self, request_id: str) -> Any:
-        """Those of the leading group: vLLM finds no prefix without them."""
+        """Return the blocks of the leading group, without which vLLM finds no prefix."""
         if not self._manager:
             return ()
         return self._manager.get_blocks(request_id).blocks[self._view.leading_id]

@@ -32,15 +32,15 @@ def timed(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def key_bytes_of(hash_algorithm: str) -> int:
-    """Bytes of every offload key: a digest of vLLM's block hash, and the group's number."""
+    """Return the bytes of every offload key: vLLM's block hash, and the group's number."""
     return len(make_offload_key(get_hash_fn_by_name(hash_algorithm)(b""), 0))
 
 
 class SchedulerView:
-    """View of one `OffloadingConnectorScheduler`.
+    """A view of one `OffloadingConnectorScheduler`.
 
-    groups: the offloaded ones, in vLLM's order. kv_cache_manager: returns vLLM's, which exists only
-    after the connector was built.
+    `groups` are the offloaded ones, in vLLM's order. `kv_cache_manager` returns vLLM's, which
+    exists only after the connector was built.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SchedulerView:
         configs = scheduler.config.kv_group_configs
         assert [one.group_idx for one in configs] == [one.group_id for one in groups]
         self._leading = leading(groups)
-        #: vLLM's number of the group that a request's length is counted by.
+        #: vLLM's number of the group by which a request's length is counted.
         self.leading_id = groups[self._leading].group_id
         self.tokens_per_block: int = configs[self._leading].tokens_per_block
         self._hashes_per_chunk: int = configs[self._leading].hashes_per_chunk
@@ -71,23 +71,23 @@ class SchedulerView:
         return self.manager.waiting
 
     def queue(self, *, by_priority: bool) -> Queue:
-        """vLLM's queue, for the manager."""
+        """Return vLLM's queue, for the manager."""
         return Queue(self.keys_of, self._ends_of, self._is_cached, self.groups, by_priority)
 
     @property
     def tail_tokens(self) -> int:
-        """vLLM stores and finds prompts up to a multiple of it within a block; 0: it does not."""
+        """Return the tokens, within a block, to which vLLM rounds stored prompts, or 0."""
         config = self._scheduler.config
         return config.tokens_per_hash if config.supports_partial_tail else 0
 
     def keys_of(self, request_id: str) -> list[Sequence[bytes]] | None:
-        """A request's offload keys so far, by group position."""
+        """Return a request's offload keys so far, by group position."""
         state = self._scheduler._req_status.get(request_id)
         if state is None:
             return None
         keys = state.group_states[self._leading].offload_keys
         if len(keys) < len(state.req.block_hashes) // self._hashes_per_chunk:
-            state.update_offload_keys()  # which walks over all hashes
+            state.update_offload_keys()  # this iterates over all hashes
         return [group.offload_keys for group in state.group_states]
 
     def _ends_of(self, request_id: str, keys: Sequence[bytes]) -> list[int]:
@@ -95,13 +95,13 @@ class SchedulerView:
         return [position(OffloadKey(key)) or 0 for key in keys]
 
     def key_lists(self, request_id: str) -> list[list[OffloadKey]]:
-        """By group position, the lists of keys that vLLM's look-ups go along, once it has added
-        what the request has got since the last one."""
+        """Return, by group position, the lists of keys that vLLM's look-ups follow, after vLLM has
+        added the request's new keys."""
         states = self._scheduler._req_status[request_id].group_states
         return [group.offload_keys for group in states]
 
     def is_as_looked_up(self, request_id: str, local: int) -> bool:
-        """Whether vLLM's state of a request is the one that its last look-up left.
+        """Return whether vLLM's state of a request is the one that its last look-up left.
 
         A look-up sets the number of local tokens, and of chunks that were hit, which follows from
         its answer, and forgets the request's blocks; during a transfer it delays the request.
@@ -112,24 +112,24 @@ class SchedulerView:
         return not any(group.block_ids for group in state.group_states)
 
     def state(self, request_id: str) -> Any:
-        """vLLM's `RequestOffloadState` of a request that has arrived."""
+        """Return vLLM's `RequestOffloadState` of a request that has arrived."""
         return self._scheduler._req_status[request_id]
 
     def is_being_loaded(self, key: bytes) -> bool:
-        """Whether vLLM delays requests for this chunk, because a load is reading it."""
+        """Return whether vLLM delays requests for this chunk, because a load is reading it."""
         return key in (self._scheduler._chunks_being_loaded or ())
 
     def context(self, request_id: str) -> ReqContext:
-        """vLLM's context of a request that has arrived."""
+        """Return vLLM's context of a request that has arrived."""
         context: ReqContext = self._scheduler._req_status[request_id].req_context
         return context
 
     def store_again(self) -> None:
-        """Loads have failed: let their requests store the chunks that they compute instead.
+        """Let requests with failed loads store the chunks that they compute instead.
 
         vLLM counts the chunks of a planned load as stored, so they would be kept only after the
         next request has computed them again. By now the requests' computed tokens end before the
-        first failure: at 0 if vLLM was told of a request and not of its blocks.
+        first failure: at 0 if vLLM got the request instead of its blocks.
         """
         for state in self._scheduler._req_status.values():
             for group, stored in zip(self.groups, state.group_states, strict=True):
@@ -137,9 +137,8 @@ class SchedulerView:
                 stored.next_stored_chunk_idx = min(stored.next_stored_chunk_idx, computed)
 
     def offer_again(self, refused: Mapping[str, Sequence[bytes]]) -> None:
-        """Have vLLM offer these requests' chunks again with their next step: it counts them as
-        stored, but nothing behind them could be found. While a request runs it has their blocks.
-        """
+        """Let vLLM offer these requests' chunks again with their next step: it counts them as
+        stored, but nothing after them could be found. A running request still has their blocks."""
         for request_id, keys in refused.items():
             state = self._scheduler._req_status.get(request_id)
             if state is None or state.req.is_finished():
@@ -157,7 +156,7 @@ class SchedulerView:
             group.next_stored_chunk_idx = 0
 
     def _is_cached(self, request: Any, key: bytes) -> bool:
-        """Whether the last block of the request's chunk is in GPU memory."""
+        """Return whether the last block of the request's chunk is in GPU memory."""
         manager, group_id = self.kv_cache_manager(), group_id_of(key)
         if manager is None or group_id not in self._comparable:
             return False

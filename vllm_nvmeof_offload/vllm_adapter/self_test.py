@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A self-test of a vLLM that we do not know, in its engine's process, before the first request.
+"""A self-test of an unknown vLLM, in its engine's process, before the first request.
 
-vLLM's own scheduler, with our connector on both sides, serves made-up requests: a store, loads from
-both tiers, a failed load and a reset. The model is made up too: the KV of a token is a fixed
-function of prompt and position. Before each step it compares the KV of all earlier tokens of a
-request, wherever it came from, byte for byte. GPU, weights and users' pools are not touched: KV
+vLLM's own scheduler, with our connector on both sides, serves artificial requests: a store, loads
+from both tiers, a failed load and a reset. The model is artificial too: the KV of a token is a
+fixed function of prompt and position. Before each step it compares the KV of all earlier tokens of
+a request, whatever its source, byte for byte. GPU, weights and users' pools are not touched: KV
 cache and pool are a few hundred KiB of CPU memory and a temporary directory.
 """
 
@@ -51,9 +51,9 @@ _HEAD_SIZE = 8
 _PROMPT_TOKENS = 2 * _PER_CHUNK * _BLOCK_TOKENS + _BLOCK_TOKENS + 5
 _STORED_TOKENS = 2 * _PER_CHUNK * _BLOCK_TOKENS
 _ANSWER_TOKENS = 2
-#: Chunks of the CPU tier and slots of streams: the chunks of three prompts do not fit.
+#: The CPU tier's chunks and stream slots: the chunks of three prompts do not fit.
 _STAGING_BYTES = 64 * KIB
-#: Against a hang only; a test takes less than 2 s on an idle machine.
+#: A limit only against hangs; a test takes less than 2 s on an idle machine.
 _LIMIT_S = 20.0
 
 _running = False
@@ -62,9 +62,8 @@ _running = False
 def run(vllm_config: Any) -> None:
     """Test the imported vLLM, with `vllm_config` where the test does not need its own.
 
-    The test's own engine makes a connector, which asks for a test too: that does nothing.
-
-    Raises: IntegrationError: the test failed, or this vLLM does not let it run; with the remedy.
+    The test's own engine makes a connector, which requests a test too: that does nothing. Raises:
+    IntegrationError: the test failed, or this vLLM does not allow it; with the remedy.
     """
     global _running
     if _running:
@@ -108,7 +107,7 @@ class _MadeUpDeployment:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Log nothing of the test's own engine, whose loads fail on purpose."""
+    """Suppress the log of the test's own engine, in which loads fail on purpose."""
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
@@ -118,7 +117,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _config_like(vllm_config: Any, folder: str) -> Any:
-    """`vllm_config` for one rank, a text model and our connector over a pool in `folder`."""
+    """Return `vllm_config` for one rank, a text model and our connector over a pool in `folder`."""
     config = copy.copy(vllm_config)
     model = config.model_config = copy.copy(vllm_config.model_config)
     model.__class__ = type(
@@ -168,7 +167,7 @@ def _config_like(vllm_config: Any, folder: str) -> Any:
 
 
 def _settings(folder: str) -> dict[str, Any]:
-    """Our configuration: every key, because variables of the environment set those left out."""
+    """Return our configuration, with every key, because environment variables set omitted ones."""
     fields = OffloadConfig.model_fields.items()
     settings = {
         name: field.get_default(call_default_factory=True, validated_data={})
@@ -237,7 +236,7 @@ class _Engine:
         self._scheduler.shutdown()
 
     def serve(self, prompt: int) -> dict[str, float]:
-        """Serve a prompt until it ends and all is written; returns the tokens by source."""
+        """Serve a prompt until it ends and everything is written. Return the tokens by source."""
         before = self._tokens()
         self._requests += 1
         name = f"self-test-{self._requests}"
@@ -260,7 +259,7 @@ class _Engine:
         return {name: after[name] - before[name] for name in after}
 
     def forget(self, *, everything: bool = False) -> None:
-        """Empty the GPU's cache of prefixes, with its bytes, or everything that is offloaded."""
+        """Empty the GPU's prefix cache, with its bytes, or everything that is offloaded."""
         if not self._scheduler.reset_prefix_cache(reset_connector=everything):
             raise IntegrationError("a reset of the prefix cache did not succeed")
         self._cache.fill_(float("nan"))
@@ -271,7 +270,7 @@ class _Engine:
         return {**found, "failed": counters["recomputed_tokens", "load_failed"]}
 
     def _step(self) -> None:
-        """One step of the engine."""
+        """Run one step of the engine."""
         output = self._scheduler.schedule()
         worker, metadata = self._worker, output.kv_connector_metadata
         worker.handle_preemptions(metadata)
@@ -299,10 +298,11 @@ class _Engine:
             ),
         )
         if not names:
-            time.sleep(0.001)  # a transfer is under way
+            time.sleep(0.001)  # a transfer is in progress
 
     def _compute(self, scheduled: dict[str, int]) -> None:
-        """Read the KV of the tokens before those that are scheduled, and write that of these."""
+        """Read the KV of the tokens before the scheduled ones, and write that of the scheduled
+        ones."""
         for name, count in scheduled.items():
             end = self._scheduler.requests[name].num_computed_tokens
             (ids,) = self._scheduler.kv_cache_manager.get_block_ids(name)
@@ -322,7 +322,7 @@ class _Engine:
 
 
 def _kv_of(prompt: int, tokens: int) -> torch.Tensor:
-    """float32[tokens, layers, 2, head]: the KV of a prompt's first tokens."""
+    """Return float32[tokens, layers, 2, head]: the KV of a prompt's first tokens."""
     made = np.random.default_rng(prompt).standard_normal(
         (_PROMPT_TOKENS + _ANSWER_TOKENS, len(_LAYERS), 2, _HEAD_SIZE), np.float32
     )
@@ -341,7 +341,7 @@ def _test(config: Any, folder: Path) -> None:
         _expect("the first store", engine.serve(1))
         engine.forget()
         _expect("a load from the CPU tier", engine.serve(1), cpu=_STORED_TOKENS)
-        for prompt in (2, 3, 4, 5):  # after which the first prompt is in the pool only
+        for prompt in (2, 3, 4, 5):  # then the first prompt is only in the pool
             _expect("a store", engine.serve(prompt))
         engine.forget()
         _expect("a load from the pool", engine.serve(1), pool=_STORED_TOKENS)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks of other servers: the foreign table's memory, its follower, and what the core finds there.
+"""Chunks of other servers: the foreign table's memory, its follower, and the core's access.
 
-The follower is a process of its own that reads other engines' tables and writes the foreign table.
-The core reads the table where it lies. Neither ever waits for the other.
+The follower is a separate process that reads other engines' tables and writes the foreign table.
+The core reads the table in place. Neither ever waits for the other.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from vllm_nvmeof_offload.manager.handshake import Agreement
 from vllm_nvmeof_offload.native import Foreign
 from vllm_nvmeof_offload.protocol import RankHello
 
-#: Why a server shares nothing that starts with weights or hashes which its keyspace does not name.
+#: The reason if a server starts with weights or hashes that its keyspace does not name.
 NAMELESS = "its weights or block hashes have no name that other servers know"
 
 
 @dataclass(frozen=True, slots=True)
 class ShareSettings:
-    """one_host: whether all ranks run on this host. group: of servers, on any hosts; empty: those
-    of this host."""
+    """The settings for sharing. `one_host`: all ranks run on this host. `group` has servers on any
+    hosts; empty for those of this host."""
 
     one_host: bool = True
     group: str = ""
 
 
 def why_not(hellos: Sequence[RankHello], agreement: Agreement, settings: ShareSettings) -> str:
-    """Return why these ranks cannot share, for people; empty if they can."""
+    """Return why these ranks cannot share, for display; empty if they can."""
     if not agreement.capacity.pool_slots_total:
         return "there is no pool"
     if not settings.one_host:
@@ -55,7 +55,7 @@ class Sharing:
     def __init__(
         self, hellos: Sequence[RankHello], agreement: Agreement, settings: ShareSettings
     ) -> None:
-        """Only where `why_not` has no reason. OSError: no memory, or no descriptor."""
+        """Requires that `why_not` has no reason. OSError: no memory, or no descriptor."""
         first = hellos[0]
         fd = os.memfd_create("vllm-nvmeof-foreign", os.MFD_CLOEXEC)
         try:
@@ -63,7 +63,7 @@ class Sharing:
                 [Path(target) for target in first.targets],
                 first.keyspace,
                 first.engine_index,
-                # Where ranks share copies, each member of a set has some that no other one has.
+                # If ranks share copies, each member of a set has some that no other has.
                 max(agreement.capacity.set_sizes),
                 fd,
             )
@@ -72,5 +72,5 @@ class Sharing:
             os.close(fd)
 
     def stop(self) -> None:
-        """May be called again."""
+        """End the follower. May be called again."""
         self._follower.stop()

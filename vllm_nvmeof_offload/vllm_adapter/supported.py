@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses what this version does not serve: settings, platforms, parallel shapes, models.
+"""Refuses what this version does not support: settings, platforms, parallel shapes, models.
 
 `precheck` runs before vLLM loads the model. Models are judged later, by the KV cache that vLLM has
 laid out, in the scheduler and in every worker, because a model's own configuration does not show
-what vLLM makes of it.
+how vLLM lays out its KV.
 
 vLLM runs the replicas of a dense model as independent engines: each knows its index, but not how
 many there are. `precheck` writes their number into our configuration (`replicas`), which travels to
@@ -50,7 +50,7 @@ from vllm_nvmeof_offload.vllm_adapter.groups import kinds_of, offloaded, specs_o
 def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
     """Check `extra` against machine and model; write replicas and weight stamps into it.
 
-    staging_key: the flag, key or variable that set the staging size, for a `ConfigError`.
+    `staging_key` is the flag, key or variable that set the staging size, for a `ConfigError`.
     """
     is_first = WEIGHTS_SEEN not in extra
     parallel = vllm_config.parallel_config
@@ -61,7 +61,7 @@ def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
     note_weights(vllm_config, extra)
     refuse_platform(current_platform)
     choose_policy(config.eviction_policy)
-    if not is_first:  # vLLM repeats this in an engine that has its memory and pool by now
+    if not is_first:  # vLLM repeats this in an engine with memory and pool
         return
     check_memory(config, count_nodes(parallel), staging_key)
     check_memory_left(config.staging_bytes // count_nodes(parallel))
@@ -98,7 +98,7 @@ def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
 
 
 def slot_bytes_estimate(vllm_config: Any, config: Any) -> int | None:
-    """Bytes of one rank's slot, estimated from the model's shape; None: unknown.
+    """Return the bytes of one rank's slot, estimated from the model's shape; None if unknown.
 
     Each worker checks again with the true size once it has its KV cache. An estimate may therefore
     be missing, but must not be too large: models that may have several KV cache groups, and cache
@@ -128,7 +128,7 @@ def slot_bytes_estimate(vllm_config: Any, config: Any) -> int | None:
 
 
 def _may_have_groups(model: Any) -> bool:
-    """Whether not all layers keep the KV of all tokens, by the model's own configuration."""
+    """Return whether some layers do not keep all tokens' KV, by the model's own configuration."""
     config = model.hf_text_config
     kinds = getattr(config, "layer_types", None) or ()
     some = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
@@ -139,7 +139,7 @@ _WITHOUT = "serve this model without offloading"
 
 
 def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Refuse parallel shapes, and models whose KV would not be stored or come back right."""
+    """Refuse parallel shapes, and models with KV that would not be stored or loaded correctly."""
     refuse_parallel(vllm_config.parallel_config)
     name = vllm_config.model_config.model
     if kv_cache_config.hisparse_host_num_blocks is not None:
@@ -181,10 +181,10 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def _judge_states(vllm_config: Any, groups: list[Any]) -> None:
-    """Without prefix caching vLLM keeps one state per request, at its end only.
+    """Refuse states without prefix caching: vLLM then keeps one per request, only at its end.
 
-    A block then covers the whole context. With attention beside it, vLLM's offloading needs equal
-    units of hashes and stops with an assertion.
+    A block then covers the whole context. With attention layers as well, vLLM's offloading needs
+    equal units of hashes and stops with an assertion.
     """
     specs = [spec for group in groups for spec in specs_of(group).values()]
     if all(getattr(spec, "mamba_cache_mode", "align") == "align" for spec in specs):
@@ -204,7 +204,7 @@ def _judge_states(vllm_config: Any, groups: list[Any]) -> None:
 
 
 def _ignores_loaded_kv(vllm_config: Any) -> bool:
-    """Whether vLLM computes the rest of a prompt without reading the KV before it.
+    """Return whether vLLM computes the rest of a prompt without reading the KV before it.
 
     Its CPU kernel for latent attention does. vLLM therefore turns off chunked prefill and prefix
     caching, but accepts a connector's tokens nevertheless (0.32).
@@ -239,11 +239,11 @@ def refuse_platform(platform: Any) -> None:
 def _is_there(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package that it is in
+    except ModuleNotFoundError:  # even its parent package is missing
         return False
 
 
-#: vLLM appends this to the id of a replica's engine.
+#: The suffix that vLLM appends to the id of a replica's engine.
 _REPLICA_SUFFIX = re.compile(r"_dp\d+$")
 
 
@@ -251,7 +251,7 @@ def refuse_parallel(parallel: Any) -> None:
     """Refuse a number of replicas that changes while they run.
 
     Replicas of a model with experts compute in step: a step without tokens runs no hook of ours, so
-    nothing of ours can come between them.
+    we can do nothing between them.
     """
     if parallel.enable_elastic_ep:
         remedy = "this version supports a fixed number of replicas; leave it out"
@@ -271,20 +271,20 @@ def note_replicas(vllm_config: Any, extra: MutableMapping[str, Any]) -> None:
 
 
 def count_nodes(parallel: Any) -> int:
-    """Number of machines over which ranks and replicas are spread."""
+    """Return the number of machines over which ranks and replicas are spread."""
     local = int(getattr(parallel, "data_parallel_size_local", 1) or 1)
     spread = int(parallel.data_parallel_size) // local
     return max(1, int(getattr(parallel, "nnodes", 1)), spread)
 
 
 def replica_of(vllm_config: Any, declared: int) -> Replica:
-    """The replica that this engine is, among `declared` ones; refuses an unknown number."""
+    """Return this engine's number among `declared` replicas; refuse an unknown number."""
     parallel = vllm_config.parallel_config
     engine_id = str(vllm_config.kv_transfer_config.engine_id or "")
     index: int = parallel.data_parallel_index
     suffixed = _REPLICA_SUFFIX.search(engine_id) is not None
     if (suffixed or index or parallel.data_parallel_size > 1) and declared == 1:
-        # Each would take the whole pool and all staging.
+        # Each replica would take the whole pool and all staging.
         raise ConfigError(
             "data_parallel_size",
             max(2, index + 1, parallel.data_parallel_size),

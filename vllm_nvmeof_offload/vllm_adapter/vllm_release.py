@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which vLLM is served, by what its interface has.
+"""Decides which vLLM is supported, by its interface.
 
 vLLM's offloading interface changes with its releases. One that calls us with other parameters, or
-leaves out a call that we rely on, would give wrong tokens without an error. Therefore every vLLM
-must have all capabilities that we use, and our classes must fit its own; else it is refused, with
+omits a call that we rely on, would give wrong tokens without an error. Therefore every vLLM must
+have all capabilities that we use, and our classes must fit its own; otherwise it is refused, with
 what it lacks. Nothing else in the adapter asks for a version: builds from source have versions that
 mean little, and a new release may well have everything that we use.
 
@@ -26,7 +26,7 @@ from typing import Any
 from vllm_nvmeof_offload import CONNECTOR_MODULE
 from vllm_nvmeof_offload.errors import ConfigError, IntegrationError
 
-#: Releases of vLLM, by their first two numbers.
+#: The known releases of vLLM, by their first two numbers.
 KNOWN = ("0.32", "0.33")
 
 UNKNOWN = "unknown"
@@ -34,18 +34,18 @@ _RELEASES = " or ".join(KNOWN)
 
 
 def version() -> str:
-    """Version of the vLLM that is imported, or `unknown`."""
+    """Return the version of the vLLM that is imported, or `unknown`."""
     return str(getattr(sys.modules.get("vllm"), "__version__", UNKNOWN))
 
 
 def release() -> str:
-    """The known release that this vLLM is, or `unknown`."""
+    """Return the known release that this vLLM is, or `unknown`."""
     numbers = re.match(r"\d+\.\d+(?=\.)", version())
     return numbers[0] if numbers and numbers[0] in KNOWN else UNKNOWN
 
 
 def unknown_version() -> str | None:
-    """Why this vLLM's release is unknown, with the remedy; None: it is known."""
+    """Return why this vLLM's release is unknown, with the remedy; None if it is known."""
     if release() != UNKNOWN:
         return None
     return (
@@ -57,7 +57,7 @@ def unknown_version() -> str | None:
 def refuse_different() -> None:
     """Refuse a vLLM that lacks what we use, with an `IntegrationError`: one line with the remedy.
 
-    Whether its release is known makes no difference.
+    It makes no difference whether its release is known.
     """
     found = _difference()
     if found is None:
@@ -69,7 +69,7 @@ def refuse_different() -> None:
 
 
 def refuse_unknown(allowed: bool) -> None:
-    """Refuse an unknown release, unless `allowed`: the value of `allow_unknown_vllm`."""
+    """Refuse an unknown release unless `allowed`, the value of `allow_unknown_vllm`."""
     problem = unknown_version()
     if problem is not None and not allowed:
         raise ConfigError(
@@ -79,7 +79,7 @@ def refuse_unknown(allowed: bool) -> None:
 
 @functools.cache
 def _difference() -> str | None:
-    """The first difference between this vLLM's interface and what we use of it."""
+    """Return the first difference between this vLLM's interface and what we use of it."""
     try:
         found = next(missing(), None)
         if found is not None:
@@ -91,7 +91,7 @@ def _difference() -> str | None:
 
 
 def _differences(connector: Any) -> Iterator[str]:
-    """Methods of vLLM's classes that ours lack, or override with other parameters."""
+    """Yield methods of vLLM's classes that ours lack, or override with other parameters."""
     for cls in (
         connector.NVMeoFOffloadingConnector,
         connector.NVMeoFOffloadingManager,
@@ -108,13 +108,13 @@ def _differences(connector: Any) -> Iterator[str]:
 
 
 def _is_vllms(module: str) -> bool:
-    """Whether a module is vLLM's own: this package may be in vLLM's tree."""
+    """Return whether a module is vLLM's own: this package may be in vLLM's tree."""
     ours = CONNECTOR_MODULE.removesuffix("connector")
     return module.startswith("vllm.") and not module.startswith(ours)
 
 
 def accepts(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
-    """Whether `ours` accepts every call that `theirs` accepts."""
+    """Return whether `ours` accepts every call that `theirs` accepts."""
     signature = inspect.signature(ours)
     calls = [
         p
@@ -122,7 +122,7 @@ def accepts(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
         if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     ]
     places = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    # A parameter with a default may be passed by name only, to our `**kwargs` too.
+    # A parameter with a default may be passed only by name, and then also to our `**kwargs`.
     called = [p.name for p in calls if p.default is p.empty or p.name in signature.parameters]
     try:
         signature.bind(**{p.name: None for p in calls})
@@ -131,15 +131,15 @@ def accepts(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
     return places[: len(called)] == called
 
 
-# A capability is one thing that we use of vLLM, in one of the forms that we know. A form is a list
-# of *needs*, each of them a line of text:
+# A capability is a part of vLLM that we use, in one of the forms that we know. A form is a list of
+# *needs*, each of them a line of text:
 #
 #     module:Class.method(a, b, c=)    it takes `a` and `b` in this order and `c` by name, and
 #                                      demands nothing else
 #     module:Class has x y             instances of the class have these members
 #     module:name                      the module has this name
 #
-# An optional capability may be absent; whoever uses it asks for its form.
+# An optional capability may be absent; code that uses it checks for its form.
 _BASE = "vllm.v1.kv_offload.base"
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
@@ -148,7 +148,7 @@ _CACHE = "vllm.v1.kv_cache_interface"
 
 @dataclass(frozen=True, eq=False)
 class Capability:
-    """name: as refusals have it. forms: form → its needs, the most recent one first."""
+    """A capability, named for refusals, with the needs of each form, most recent first."""
 
     name: str
     forms: Mapping[str, tuple[str, ...]]
@@ -156,29 +156,29 @@ class Capability:
 
     @property
     def form(self) -> str | None:
-        """The first form that this vLLM has; None: it has none."""
+        """Return the first form that this vLLM has, or None."""
         for form, needs in self.forms.items():
             if not any(map(difference, needs)):
                 return form
         return None
 
     def take(self) -> Any:
-        """The object of the form's only need, or None."""
+        """Return the object of the form's only need, or None."""
         form = self.form
         return None if form is None else _find(self.forms[form][0].partition("(")[0])
 
     def differences(self) -> Iterator[str]:
-        """The differences between this vLLM and the form that comes closest."""
+        """Yield the differences between this vLLM and the closest form."""
         found = [list(filter(None, map(difference, needs))) for needs in self.forms.values()]
         yield from min(found, key=len)
 
 
 def _only(name: str, *needs: str, optional: bool = False) -> Capability:
-    """A capability with one form."""
+    """Return a capability with one form."""
     return Capability(name, {"yes": needs}, optional)
 
 
-#: The worker gets GPU block ids, or, as in vLLM's pull request 56076, the addresses of their pages.
+#: The worker gets GPU block ids or, as in vLLM's pull request 56076, addresses of their pages.
 BLOCK_IDS, POINTERS = "block ids", "device pointers"
 DEVICE_BLOCKS = Capability(
     "GPU blocks of a transfer",
@@ -199,7 +199,7 @@ DEVICE_BLOCKS = Capability(
         ),
     },
 )
-#: vLLM asks from which tier a load's tokens come, and takes an answer of this enumeration.
+#: vLLM asks for the tier of a load's tokens, and takes an answer of this enumeration.
 HIT_SOURCES = _only(
     "sources of loaded tokens", "vllm.v1.metrics.cache_hit_source:CacheHitSource", optional=True
 )
@@ -326,7 +326,7 @@ ALL = (
 
 
 def missing() -> Iterator[str]:
-    """Differences that leave an indispensable capability without a form that we know."""
+    """Yield differences that leave a required capability without a form that we know."""
     for capability in ALL:
         if not capability.optional and capability.form is None:
             yield from capability.differences()
@@ -336,7 +336,7 @@ _NEED = re.compile(r"([\w.]+:[\w.]+)(?:\((.*)\)| has (.*))?")
 
 
 def difference(need: str) -> str | None:
-    """How this vLLM differs from `need`, to be read after a release's name; None: it has it."""
+    """Return how this vLLM differs from `need`, to follow a release's name, or None."""
     matched = _NEED.fullmatch(need)
     assert matched, need
     place, arguments, members = matched.groups()
@@ -345,7 +345,7 @@ def difference(need: str) -> str | None:
         found = _find(place)
     except ModuleNotFoundError as error:
         return f"{error.name} is gone"
-    except ImportError as error:  # of a name that the module itself needs
+    except ImportError as error:  # for a name that the module itself needs
         return str(error).partition(" (/")[0]  # without the file's path
     if found is None:
         return f"{name} is gone"
@@ -358,7 +358,7 @@ def difference(need: str) -> str | None:
 
 
 def _find(place: str) -> Any:
-    """The object at a place; None: its module has no such name. Raises: ImportError."""
+    """Return the object at a place, or None if its module lacks the name. Raises: ImportError."""
     module, _, names = place.partition(":")
     found: Any = importlib.import_module(module)
     for name in names.split("."):
@@ -367,9 +367,9 @@ def _find(place: str) -> Any:
 
 
 def _takes(function: Any, arguments: str, *, bound: bool) -> bool:
-    """Whether a call with these arguments passes them to parameters of the same names.
+    """Return whether a call with these arguments passes them to parameters of the same names.
 
-    bound: `function` is a method, whose first parameter is the object.
+    `bound`: `function` is a method with the object as first parameter.
     """
     named = [one.strip() for one in arguments.split(",") if one.strip()]
     places = [name for name in named if not name.endswith("=")]
@@ -387,7 +387,7 @@ def _takes(function: Any, arguments: str, *, bound: bool) -> bool:
 
 
 def _has(cls: Any, name: str) -> bool:
-    """Whether instances of `cls` have `name`: a member, a field, or set in `__init__`."""
+    """Return whether instances of `cls` have `name`: a member, a field, or set in `__init__`."""
     if hasattr(cls, name) or name in getattr(cls, "__dataclass_fields__", ()):
         return True
     makers = (vars(base).get("__init__") for base in inspect.getmro(cls))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of models and adapters: where weights come from, their digest, whether they changed.
+"""The files of models and adapters: the weights' source, their digest, whether they changed.
 
 A **digest** names the weights across machines and restarts. It reads a bounded part of each file:
 
@@ -13,7 +13,7 @@ a file of another format. A **stamp** has no such gap, but is valid on one machi
 before the weights are read and compared afterwards.
 
 A model is identified by the content of its local files, or by the commit of a hub's repository.
-Some load formats take weights from elsewhere; chunks of such a server must not be adopted
+Some load formats read weights from elsewhere; chunks of such a server must not be adopted
 (`why_unknown`). vLLM's block hashes contain an adapter's name and path: an adapter that is
 unloaded, overwritten and loaded again has another number and the same hashes (`Adapters`).
 """
@@ -48,7 +48,7 @@ _SMALL_TENSOR_BYTES_MAX = 64 << 10
 _HEADER_BYTES_MAX = 32 << 20
 _LENGTH_BYTES = 8
 _READ_BYTES_MAX = 1 << 20
-#: Files read at once: samples are small reads, whose latency on a network file system adds up.
+#: The number of files read at once, because latencies of small reads add up on a network.
 _FILES_AT_ONCE_MAX = 8
 
 _Range = tuple[int, int]
@@ -57,9 +57,9 @@ _Range = tuple[int, int]
 def weights_digest(model: Path, *, code: bool = False) -> str:
     """Return 64 hex digits that identify the content of the weights.
 
-    model: a directory with weight files, or one weight file. In a directory without any file of a
-    known weight format all files count. code: the directory's Python files are run, so they count
-    too. Raises ConfigError if there is no file, OSError if one cannot be read.
+    `model` is a directory with weight files, or one weight file. In a directory without any file of
+    a known weight format all files count. `code`: the directory's Python files are run, so they
+    count too. Raises ConfigError if there is no file, OSError if one cannot be read.
     """
     files = _files(model, code=code)
     if not files:
@@ -93,13 +93,11 @@ def weights_stamp(model: Path, *, code: bool = False) -> str:
 
 
 def changed_since(model: Path, began_s: float, *, code: bool = False) -> str | None:
-    """The name of a file, or of a link or directory that leads to it, changed since `began_s`.
+    """Return a file, or a link or directory that leads to it, that has changed since `began_s`.
 
-    Used for a model without a stamp. Judges by ctime, which copying does not keep and which
-    renaming sets. Misses a renamed directory above the model's own, because a directory's time
-    changes with everything in it.
-
-    began_s: seconds of the system's clock.
+    Used for a model without a stamp. Judges by ctime, which copying does not keep and renaming
+    sets. Misses a renamed directory above the model's own, because a directory's time changes with
+    everything in it. `began_s` is in seconds of the system's clock.
     """
     for name, path in _files(model, code=code):
         if max(path.stat().st_ctime, path.lstat().st_ctime) >= began_s:
@@ -113,7 +111,7 @@ def changed_since(model: Path, began_s: float, *, code: bool = False) -> str | N
 
 
 def _links(model: Path) -> list[Path]:
-    """The symbolic links on the way to `model`, and on the way to where they point."""
+    """Return the symbolic links on the way to `model`, and on the way to where they point."""
     links: list[Path] = []
     paths = [Path(os.path.abspath(model))]
     while paths:
@@ -126,9 +124,9 @@ def _links(model: Path) -> list[Path]:
 
 
 def _files(model: Path, *, code: bool) -> list[tuple[str, Path]]:
-    """The files that count, by their names relative to the model's directory, in order.
+    """Return the files that count, by their names relative to the model's directory, in order.
 
-    Weights also count in subdirectories, as of some encoders.
+    Weights also count in subdirectories, as in some encoders.
     """
     if model.is_file():
         return [(model.name, model)]
@@ -165,7 +163,7 @@ def _file_digest(file: tuple[str, Path]) -> bytes:
 
 
 def _ranges(fd: int, path: Path, size: int) -> list[_Range]:
-    """The parts of a file that are read; they depend on its name, its size and its header."""
+    """Return the parts of a file to read; they depend on its name, its size and its header."""
     if path.suffix == ".py" or _is_configuration(path):
         return [(0, size)]
     generator = random.Random(f"{path.name}:{size}")
@@ -179,7 +177,7 @@ def _ranges(fd: int, path: Path, size: int) -> list[_Range]:
 
 
 def _samples(size: int, generator: random.Random) -> list[_Range]:
-    """First, last, and one in each of 62 equal stretches between.
+    """Return the first sample, the last, and one in each of 62 equal sections between.
 
     Their places are pseudo-random: a fixed stride could find the same kind of tensor each time.
     """
@@ -192,7 +190,7 @@ def _samples(size: int, generator: random.Random) -> list[_Range]:
 
 
 def _read_header(fd: int, size: int) -> bytes:
-    """The header's JSON; empty where there is none of an acceptable length."""
+    """Return the header's JSON, or nothing if there is none of an acceptable length."""
     length = int.from_bytes(os.pread(fd, _LENGTH_BYTES, 0), "little")
     if not 0 < length <= min(size - _LENGTH_BYTES, _HEADER_BYTES_MAX):
         return b""
@@ -201,7 +199,7 @@ def _read_header(fd: int, size: int) -> bytes:
 
 
 def _tensors(header: bytes, size: int) -> list[_Range] | None:
-    """The tensors' ranges in the file, in their order; None: not a header of this format.
+    """Return the tensors' ranges in the file, in order; None if the header is not of this format.
 
     Overlapping ranges are refused, so that no header makes us read a file twice.
     """
@@ -230,7 +228,7 @@ def _tensors(header: bytes, size: int) -> list[_Range] | None:
 
 
 def _of_tensors(tensors: list[_Range], generator: random.Random) -> list[_Range]:
-    """Small tensors whole, one sample of every larger one; adjacent parts in one range."""
+    """Return small tensors whole, one sample of every larger one; adjacent parts in one range."""
     ranges: list[_Range] = []
     for start, end in tensors:
         part = (start, end)
@@ -243,8 +241,8 @@ def _of_tensors(tensors: list[_Range], generator: random.Random) -> list[_Range]
     return ranges
 
 
-#: Load formats of vLLM 0.32 and 0.33 whose weights are the files of `model`, each time.
-#: Not `npcache`: it reads a copy that an earlier start made, even if the files have changed.
+#: Load formats of vLLM 0.32 and 0.33 that read the weights from the files of `model`, each time.
+#: `npcache` is not: it reads a copy that an earlier start made, even if the files have changed.
 FILE_FORMATS = frozenset(
     {
         *("auto", "hf", "safetensors", "pt", "mistral", "fastsafetensors", "instanttensor"),
@@ -256,15 +254,15 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model's weights and code come from."""
+    """The source of a model's weights and code."""
 
     model: str  # a local path or a hub's name
-    commit: str = ""  # of the hub's repository that has the weights; "": unknown
-    code: bool = False  # the model's own Python files are run
+    commit: str = ""  # of the hub's repository with the weights; "" if unknown
+    code: bool = False  # whether the model's own Python files are run
 
     @staticmethod
     def of(model: Any) -> ModelSource:
-        """The source of a `ModelConfig`."""
+        """Return the source of a `ModelConfig`."""
         return ModelSource(
             str(model.model), _commit_of_weights(model), bool(model.trust_remote_code)
         )
@@ -274,7 +272,8 @@ class ModelSource:
         return Path(self.model).exists()
 
     def identity(self) -> dict[str, str]:
-        """Facts on the content, not the path: equal weights are the same model. Reads files."""
+        """Return facts on the content, not the path, so that equal weights are equal. Reads
+        files."""
         path = Path(self.model)
         if not self.local:
             return {"model": self.model, "weights": f"revision:{self.commit}"}
@@ -282,7 +281,7 @@ class ModelSource:
 
 
 def drafter_of(vllm_config: Any) -> Any:
-    """The `ModelConfig` of speculative decoding's drafter; None: no drafter with weights."""
+    """Return the `ModelConfig` of the drafter of speculative decoding, if it has weights."""
     speculative = vllm_config.speculative_config
     if speculative is None:
         return None
@@ -291,9 +290,9 @@ def drafter_of(vllm_config: Any) -> Any:
 
 
 def why_unknown(model: Any, load: Any, foreign_code: Collection[str]) -> list[str]:
-    """Reasons why weights or code may change without a change of the facts; empty: they cannot.
+    """Return reasons why weights or code may change without a change of the facts; empty if not.
 
-    foreign_code: load formats and architectures that a plugin has added or replaced.
+    `foreign_code` has load formats and architectures that a plugin has added or replaced.
     """
     source = ModelSource.of(model)
     weights = str(getattr(model, "model_weights", "") or "")
@@ -328,15 +327,15 @@ def _unknown_format(load: Any, foreign_code: Collection[str]) -> str:
 
 
 def _commit_of_weights(model: Any) -> str:
-    """The commit of the weights' repository, which vLLM pins in `revision`; "": unknown."""
+    """Return the commit of the weights' repository (vLLM pins it in `revision`), or ""."""
     commit = _commit(model.revision)
     if commit or model.hf_config_path not in (None, "", model.model):
-        return commit  # the configuration's commit is that of another repository
+        return commit  # the configuration's commit is another repository's
     return str(getattr(model.hf_config, "_commit_hash", None) or "")
 
 
 def _commit(revision: Any) -> str:
-    """The commit of a revision; "": a branch or tag, which may move."""
+    """Return the commit of a revision, or "" for a branch or tag, which may move."""
     resolved = str(getattr(revision, "resolved", None) or revision or "")
     return resolved if _COMMIT.fullmatch(resolved) else ""
 
@@ -349,7 +348,7 @@ def _code_may_change(model: Any, *, local: bool) -> bool:
     return "--" in classes or bool(model.code_revision and not local)
 
 
-#: Beyond this number all are forgotten, and whatever was stored for any of them is void.
+#: Beyond this number all adapters are forgotten, and chunks stored for any of them are void.
 _ADAPTERS_MAX = 1 << 16
 
 
@@ -358,16 +357,16 @@ class Adapters:
 
     def __init__(self, adapters_max: int = _ADAPTERS_MAX) -> None:
         self._max = adapters_max
-        #: (Name, path) → number and stamp; an empty stamp: the files cannot be known.
+        #: (Name, path) → number and stamp. The stamp is empty if the files cannot be known.
         self._known: dict[tuple[str, str], tuple[int, str]] = {}
 
     def knows(self, lora: Any) -> bool:
-        """Whether this adapter, with this number, is the one that was noted last."""
+        """Return whether this adapter, with this number, is the one that was noted last."""
         known = self._known.get((lora.lora_name, lora.lora_path))
         return known is not None and known[0] == lora.lora_int_id
 
     def note(self, lora: Any, stamp: str) -> bool:
-        """Note an adapter that is being loaded; True: stored chunks may be of other files."""
+        """Note an adapter being loaded. Return whether stored chunks may be of other files."""
         name = (lora.lora_name, lora.lora_path)
         known = self._known.get(name)
         forgotten = known is None and len(self._known) >= self._max
@@ -378,7 +377,7 @@ class Adapters:
 
 
 def stamp_of(lora: Any) -> str:
-    """The stamp of an adapter's files; "": they are not local or cannot be read."""
+    """Return the stamp of an adapter's files, or "" if they are not local or cannot be read."""
     path = Path(os.path.expanduser(lora.lora_path))
     try:
         return weights_stamp(path) if path.exists() else ""

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter from vLLM's worker interface to the transfer pipeline.
+"""The adapter from vLLM's worker interface to the transfer pipeline.
 
 All calls come on the worker's main thread. Every transfer is reported to vLLM as successful,
 because its stock worker asserts that. The connector reports failures: block ids or requests to
 vLLM, reports to the manager, both in the step in which the job is reported finished (rule 8).
 
 If block ids are reported, vLLM recomputes from the first of them. That is right only for one group
-of full attention: the blocks of a window before it may never have been loaded, and with several
+of full attention: blocks of a window before it may never have been loaded, and with several
 groups vLLM refuses block ids. In these cases the request is reported and recomputed as a whole.
 """
 
@@ -55,17 +55,17 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self._parts = parts
         self._runner = parts.runner
         self._geometry = parts.geometry
-        self._ops: dict[int, int] = {}  # vLLM's job → our op
-        self._jobs: dict[int, int] = {}  # our op → vLLM's job
-        # By op, in case a chunk fails.
+        self._ops: dict[int, int] = {}  # our op, by vLLM's job
+        self._jobs: dict[int, int] = {}  # vLLM's job, by our op
+        # The loads by op, in case a chunk fails.
         self._loads: dict[int, tuple[LoadCommand, BlockColumns]] = {}
-        self._transfers: list[Transfer] = []  # submitted, and not handed over yet
-        self._helpers: dict[int, int] = {}  # of loads among them that only some peers may help
+        self._transfers: list[Transfer] = []  # submitted, but not handed over yet
+        self._helpers: dict[int, int] = {}  # for loads that only some peers may help
         self._gathers = False
         kinds = [one.group.kind for one in parts.geometry.groups]
         self._reports_blocks = kinds == [GroupKind.FULL]
         self._invalid_blocks: dict[str | None, set[int]] = {}  # by request
-        self._requests: dict[int, str] = {}  # vLLM's load job → its request
+        self._requests: dict[int, str] = {}  # the request, by vLLM's load job
         self._failed_requests: set[str] = set()
         self._reports: list[Report] = []
         self._counters = Counts()
@@ -107,7 +107,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         return results
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait until stores are copied, and until loads, cancelled if not started, run no DMA."""
+        """Wait until stores are copied, and loads, cancelled if not started, run no DMA."""
         self._hand_over()
         ops = [self._ops[job_id] for job_id in job_ids if job_id in self._ops]
         for op in ops:
@@ -116,7 +116,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self._runner.wait(ops)
 
     def sleep(self) -> None:
-        """vLLM is about to unmap the KV cache's memory: touch it no more until `wake`."""
+        """Stop touching the KV cache's memory until `wake`: vLLM is about to unmap it."""
         self.wait(set(self._ops))
         self._parts.copy.asleep = True
 
@@ -143,7 +143,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """While vLLM submits the jobs of a step: hand them over at its end, with one fence."""
+        """Collect the jobs of one of vLLM's steps, and hand them over with one fence."""
         self._gathers = True
         try:
             yield
@@ -152,7 +152,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
             self._hand_over()
 
     def apply(self, commands: Iterable[Command]) -> None:
-        """Start commands that move no GPU blocks, in their order."""
+        """Start commands that move no GPU blocks, in order."""
         given, links = tuple(commands), self._parts.links
 
         def command_all(pipeline: TransferPipeline) -> None:
@@ -169,7 +169,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         return bool(self._reports)
 
     def take_reports(self) -> tuple[list[Report], Counts]:
-        """Reports as of the last `get_finished`, so that a job is not reported to vLLM before."""
+        """Return the reports at the last `get_finished`: a job is not reported before."""
         taken = self._reports, self._counters
         self._reports, self._counters = [], Counts()
         return taken
@@ -179,18 +179,18 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self._requests.update(requests)
 
     def take_invalid_blocks(self) -> set[int]:
-        """GPU blocks that finished loads did not fill, if vLLM can compute on from them."""
+        """Return GPU blocks that finished loads did not fill, if vLLM can compute on from them."""
         taken, self._invalid_blocks = self._invalid_blocks, {}
         return set().union(*taken.values())
 
     def forget_failures(self, requests: Iterable[str]) -> None:
-        """vLLM itself has reported these requests' loads as failed: they start again from 0."""
+        """Forget these requests' failures: vLLM has reported them, and they start again from 0."""
         for request in requests:
             self._invalid_blocks.pop(request, None)
             self._failed_requests.discard(request)
 
     def take_failed_requests(self) -> set[str]:
-        """Requests to be computed from their start, because finished loads did not fill blocks."""
+        """Return requests to compute from the start, because finished loads did not fill blocks."""
         taken, self._failed_requests = self._failed_requests, set()
         return taken
 
@@ -203,7 +203,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
     def _load(
         self, job_id: int, spec: LoadStoreSpec, blocks: BlockColumns, *, expedited: bool
     ) -> None:
-        # Its request would run in this very step, and its failure could only be reported later.
+        # Its request would run in this same step, and its failure could only be reported later.
         assert not expedited, "parse_config accepts no sync_load_budget_bytes"
         assert isinstance(spec, CommandSpec) and isinstance(spec.command, LoadCommand)
         self._loads[spec.command.op] = spec.command, blocks
@@ -222,7 +222,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
             self._hand_over()
 
     def _hand_over(self) -> None:
-        """Hand over what was submitted, behind the fence after which it may touch GPU blocks. The
+        """Hand over the submitted jobs, with the fence after which they may touch GPU blocks. The
         pieces are made on the pipeline's thread."""
         transfers, self._transfers = self._transfers, []
         helpers, self._helpers = self._helpers, {}
@@ -245,7 +245,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
             self._failed_requests.add(request)
 
 
-# The worker for a vLLM that hands over device pointers instead of block ids.
+# The worker for a vLLM that passes device pointers instead of block ids.
 #
 # vLLM's pull request 56076 resolves the blocks of a job once, before its worker gets them: arrays
 # of addresses, group after group, in each group tensor after tensor, in each tensor block after
@@ -256,7 +256,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
 class PointersWorker(NVMeoFOffloadingWorker):
     """One rank's transfers, for a vLLM that names GPU blocks by the addresses of their pages.
 
-    kv_caches: vLLM's `CanonicalKVCaches`, from which it makes the addresses.
+    `kv_caches` is vLLM's `CanonicalKVCaches`, from which it makes the addresses.
     """
 
     def __init__(self, parts: RankWorker, kv_caches: Any) -> None:
@@ -284,7 +284,7 @@ class PointersWorker(NVMeoFOffloadingWorker):
         return True
 
     def _columns_at(self, device_ptrs: Any) -> BlockColumns:
-        """The blocks of vLLM's `DevicePointers`."""
+        """Return the blocks of vLLM's `DevicePointers`."""
         sizes, refs = device_ptrs.group_block_counts, device_ptrs.group_data_ref_counts
         if [*refs] != [one.count for one in self._rows]:
             raise IntegrationError(f"vLLM's device pointers name {refs} tensors per group")
@@ -300,7 +300,7 @@ class PointersWorker(NVMeoFOffloadingWorker):
 
 
 class _Rows:
-    """The first addresses and the strides of a group's tensors, whose rows are blocks."""
+    """The first addresses and the strides of a group's tensors, with blocks as rows."""
 
     def __init__(self, tensors: Sequence[Any]) -> None:
         self.count = len(tensors)
@@ -309,11 +309,9 @@ class _Rows:
         self._strides = np.array([one.stride(0) for one in tensors], np.uint64)[:, None]
 
     def ids_of(self, pointers: npt.NDArray[np.uint64], blocks: int) -> npt.NDArray[np.int32]:
-        """The ids of so many blocks. pointers: uint64[tensors × blocks], tensor after tensor.
-
-        A pipeline stage without a layer of the group has no addresses: the ids are then 0, and
-        nothing is copied.
-        """
+        """Return the ids of `blocks` blocks. pointers: uint64[tensors × blocks], tensor after
+        tensor. A pipeline stage without a layer of the group has no addresses: the ids are then 0,
+        and nothing is copied."""
         if not self.count:
             return np.zeros(blocks, np.int32)
         table = pointers.reshape(self.count, blocks)
@@ -324,13 +322,13 @@ class _Rows:
 
 
 def worker_class() -> type[NVMeoFOffloadingWorker]:
-    """The worker that fits this vLLM."""
+    """Return the worker class that fits this vLLM."""
     pointers = vllm_release.DEVICE_BLOCKS.form == vllm_release.POINTERS
     return PointersWorker if pointers else NVMeoFOffloadingWorker
 
 
 def make_worker(parts: RankWorker, kv_caches: Any) -> NVMeoFOffloadingWorker:
-    """A worker that fits this vLLM. kv_caches: vLLM's `CanonicalKVCaches`."""
+    """Return a worker that fits this vLLM. `kv_caches` is vLLM's `CanonicalKVCaches`."""
     if vllm_release.DEVICE_BLOCKS.form == vllm_release.POINTERS:
         return PointersWorker(parts, kv_caches)
     return NVMeoFOffloadingWorker(parts)
