@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output and the exit codes that the commands share.
+"""The output and the exit codes that all commands share.
 
 A command imports its implementation when it is called, so that `--help` stays quick.
 """
@@ -22,7 +22,7 @@ from vllm_nvmeof_offload.errors import OffloadError
 __all__ = ["EPILOG", "EXIT_CODES", "FAILED", "Commands", "print_json", "table", "wide_console"]
 
 
-#: What the exit code of any command says; docs/operations.md has the same table.
+#: The meaning of any command's exit code; docs/operations.md has the same table.
 EXIT_CODES = {
     0: "done, and nothing needs attention",
     1: "doctor: works, but slower or less resilient than it could be; pool check: all damage was "
@@ -56,7 +56,7 @@ def print_json(value: object) -> None:
 
 
 def wide_console(file_columns: int) -> Console:
-    """A console for stdout, of `file_columns` columns if stdout is not a terminal.
+    """Return a console for stdout, of `file_columns` columns if stdout is not a terminal.
 
     In a file one finding or formula per line is easier to search than text folded at 80.
     """
@@ -69,7 +69,7 @@ def wide_console(file_columns: int) -> Console:
 def table(
     headings: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None
 ) -> Table:
-    """A table for people, whose cells are printed as they are: rich reads no markup in them."""
+    """Return a table for display, with cells that are printed as they are: rich reads no markup."""
     made = Table(*headings, title=title)
     for row in rows:
         made.add_row(*map(Text, row))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-nvmeof doctor`: checks this machine and its targets, down to each NVMe-oF path."""
+"""The command `vllm-nvmeof doctor`: checks this machine, its targets and their paths."""

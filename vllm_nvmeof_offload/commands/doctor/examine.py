@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examination that `vllm-nvmeof doctor` makes, and its tree of findings for people.
+"""The examination by `vllm-nvmeof doctor`, and its tree of findings for display.
 
 Each target is examined in an order that cannot hang: sysfs comes first, and a target without a
-live path is judged, and never touched.
+live path is judged, but never touched.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from vllm_nvmeof_offload.fabric.topology import (
 )
 from vllm_nvmeof_offload.units import format_bytes
 
-#: The kernel shows nearly 2^31 for a device that has no limit of its own, as over fabrics.
+#: The kernel shows nearly 2^31 for a device without a limit, as over fabrics.
 _NO_LIMIT_KB = 1 << 30
 _STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.ERROR: "red"}
 _FILE_COLUMNS = 240
@@ -44,7 +44,7 @@ _FILE_COLUMNS = 240
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """link_bytes_per_s: of all paths together, in one direction; None is unknown."""
+    """A target's result. `link_bytes_per_s`: all paths, one direction; None if unknown."""
 
     fabric: TargetFabric
     nics: dict[str, Nic]
@@ -74,8 +74,8 @@ def examine(
 ) -> int:
     """Examine this machine, `targets` and `peers`, print the findings; return the exit code.
 
-    secret: the peers' share secret; empty: we have none. pool: the planned `pool_bytes`. url: of a
-    running server, whose metrics are looked at.
+    `secret` is the peers' share secret, or empty. `pool` is the planned `pool_bytes`. `url` is a
+    running server's, to check its metrics.
     """
     machine, places, console = read_machine(), Places(), Console(stderr=True)
     answers, of_peers = _ask_peers(peers, secret) if peers else ([], [])
@@ -141,7 +141,7 @@ def examine_target(
         touched = host.check_target(target)
         if os.path.isdir(target) and worst(touched) is not Severity.ERROR:
             touched += host.check_regions(target)
-        # Only now may links in its path be followed: they may lead to another mount.
+        # Only now may links in its path be followed, because they may lead to another mount.
         real = discover(os.path.realpath(target), places.sysfs, places.mountinfo)
         fabric = replace(real, target=target)
     if not _may_touch(fabric):
@@ -172,7 +172,7 @@ def _may_touch(fabric: TargetFabric) -> bool:
 
 
 def _judge_measured(measured: Measured, allowed: float | None) -> Finding:
-    """Never a warning: only the target's operator knows which rate is right for it."""
+    """Return a finding that is never a warning: only the target's operator knows the right rate."""
     write, read = (
         f"{format_bytes(rate)}/s" + (f" ({rate / allowed:.0%} of the links)" if allowed else "")
         for rate in (measured.write_bytes_per_s, measured.read_bytes_per_s)
@@ -197,14 +197,14 @@ def _add_findings(branch: Tree, findings: Iterable[Finding]) -> None:
 
 
 def _text(text: str, style: str = "") -> Text:
-    """Names come from a mount table, which may hold bytes that are not text."""
+    """Return text for names from a mount table, which may have bytes that are not text."""
     return Text(text.encode(errors="backslashreplace").decode(), style)
 
 
 def outline(fabric: TargetFabric, nics: dict[str, Nic]) -> Tree:
-    """One target as a tree: file system → block devices → namespace → subsystem → paths. Pure.
+    """Return one target as a tree: file system → block devices → namespace → subsystem → paths.
 
-    A line that is good or bad is green or yellow.
+    A line that is good or bad is green or yellow. Pure.
     """
     if fabric.mount is None:
         return Tree("mount unknown")
@@ -225,7 +225,7 @@ def _add_device(
     fabric: TargetFabric,
     nics: dict[str, Nic],
 ) -> None:
-    """Add a device, and those below it; `devices` has the ones that no line above is about."""
+    """Add a device, and those below it; `devices` has those without a line above."""
     below = {name: one for name, one in devices.items() if name != device.name}
     for namespace in fabric.namespaces:
         if namespace.device == device.name:

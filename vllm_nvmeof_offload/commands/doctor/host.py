@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about this host and its access to a target, found by trying: I/O, interfaces, GPUs.
+"""Facts on this host and its access to a target, found by trial: I/O, interfaces, GPUs.
 
 Each check tries the real operation and leaves nothing behind.
 """
@@ -79,7 +79,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check_host(staging_bytes: int) -> list[Finding]:
-    """Check memory, huge pages and io_uring for a server with so much staging."""
+    """Check memory, huge pages and io_uring for a server with this much staging."""
     findings = [check_memory(staging_bytes), check_huge_pages()]
     denied = _try_ring(registered=False)
     if denied is not None:
@@ -144,14 +144,14 @@ def _try_ring(*, registered: bool) -> UringDeniedError | None:
 
 
 def _may_lock_anything() -> bool:
-    """Does this process have CAP_IPC_LOCK? Then the locked-memory limit does not apply."""
+    """Return whether this process has CAP_IPC_LOCK, so that no locked-memory limit applies."""
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
     return bool(capabilities and int(capabilities.group(1), 16) >> _CAP_IPC_LOCK & 1)
 
 
 def check_target(target: str) -> list[Finding]:
-    """Check one directory for a pool. Nothing is created but a probe's file that is removed."""
+    """Check one directory for a pool. Nothing is created but a probe's file, which is removed."""
     key = f"{ENV_PREFIX}ALLOW_ROOT_FILE_SYSTEM"
     given = parse_config({"targets": [target]}, {key: os.environ.get(key, "false")})
     settings = given.model_copy(update={"allow_root_file_system": True})
@@ -188,7 +188,7 @@ def check_target(target: str) -> list[Finding]:
 
 
 def check_pool(targets: list[str], pool: str) -> Finding:
-    """Check that a pool of this size fits on the targets, less what it leaves free."""
+    """Check that a pool of this size fits on the targets, with the space that it leaves free."""
     try:
         settings = parse_config({"targets": targets, "pool_bytes": pool}, {})
         check_space(settings, [usable_bytes([Path(target)]) for target in targets])
@@ -216,7 +216,7 @@ def check_holes(url: str) -> Finding:
 
 
 def check_regions(target: str) -> list[Finding]:
-    """Say of each pool on a target who has it, and who borrows from it."""
+    """Return for each pool on a target which process has it, and which processes read from it."""
     try:
         surveyed = survey(find([Path(target)]))
     except PoolError as why:
@@ -234,7 +234,7 @@ def _region(one: Surveyed) -> str:
 
 
 def _direct_alignment(directory: str) -> tuple[int, int] | None:
-    """Bytes in memory and in a new file of `directory`; None if the kernel does not report them."""
+    """Return the bytes in memory and in a new file of `directory`, or None if unreported."""
     with tempfile.TemporaryFile(dir=directory) as file:
         found = ctypes.create_string_buffer(_STATX_BYTES)
         statx = getattr(_libc, "statx", None)  # older C libraries lack it, and `found` stays 0
@@ -247,7 +247,7 @@ def _direct_alignment(directory: str) -> tuple[int, int] | None:
 
 
 def judge_alignment(info: TargetInfo, needed: tuple[int, int] | None) -> Finding:
-    """Whether the pool's alignment of 4 KiB is enough for O_DIRECT on this file system."""
+    """Judge whether the pool's alignment of 4 KiB is enough for O_DIRECT on this file system."""
     evidence = f"works on {info.file_system}"
     if needed is None:
         return ok("o_direct", f"{evidence}; the alignment that it needs is unknown")
@@ -307,9 +307,9 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Nic:
-    """A network interface. speed_mbps: None if unknown, or if no hardware is under it.
+    """A network interface. `speed_mbps` is None if unknown, or if there is no hardware under it.
 
-    cards: PCIe links of the hardware under it; several under a bond.
+    `cards` are PCIe links of the hardware under it; several under a bond.
     """
 
     name: str
@@ -318,10 +318,10 @@ class Nic:
 
 
 def nics_of(fabric: TargetFabric, places: Places) -> dict[str, Nic]:
-    """Controller's name → the interface that carries it: its host_iface, else by routes.
+    """Map each controller's name to the interface that carries it: its host_iface, else by routes.
 
-    Routes are those of this process's network namespace, although the connection may be in
-    another; policy routing is ignored. Unknown interfaces are left out.
+    Routes are those of this process's network namespace, although the connection may be in another;
+    policy routing is ignored. Unknown interfaces are omitted.
     """
     found = {}
     for controller in fabric.controllers:
@@ -331,7 +331,7 @@ def nics_of(fabric: TargetFabric, places: Places) -> dict[str, Nic]:
         directory = os.path.join(places.sysfs, "class/net", name or "")
         if name is not None and os.path.isdir(directory):
             hardware = _hardware(directory, _DEPTH_MAX)
-            # A veth or tap pair claims 10 Gb/s, whatever it really does.
+            # A veth or tap pair claims 10 Gb/s, whatever its real rate.
             speed = read_number(directory, "speed") if hardware else None
             cards = [read_pcie_link(os.path.join(one, "device")) for one in hardware]
             found[controller.name] = Nic(name, speed, tuple(filter(None, cards)))
@@ -339,7 +339,7 @@ def nics_of(fabric: TargetFabric, places: Places) -> dict[str, Nic]:
 
 
 def _hardware(directory: str, depth: int) -> list[str]:
-    """Directories of the interfaces that have a device: this one, or those under it."""
+    """Return the directories of the interfaces that have a device: this one, or those under it."""
     if os.path.exists(os.path.join(directory, "device")):
         return [directory]
     if not depth:
@@ -373,7 +373,7 @@ def _address(text: str | None) -> ipaddress.IPv4Address | ipaddress.IPv6Address 
 
 
 def _routes(places: Places) -> list[tuple[_Network, str]]:
-    """The network and interface of every route; headings and broken lines are skipped."""
+    """Return the network and interface of every route; headings and broken lines are skipped."""
     found = []
     for path, parse in ((places.routes, _route_v4), (places.routes_v6, _route_v6)):
         with contextlib.suppress(OSError), open(path, encoding="ascii", errors="replace") as file:
@@ -384,14 +384,14 @@ def _routes(places: Places) -> list[tuple[_Network, str]]:
 
 
 def _route_v4(fields: list[str]) -> tuple[_Network, str]:
-    """Fields are: interface, destination, …, mask as the eighth, in the machine's byte order."""
+    """Parse: interface, destination, …, mask as the eighth, in the machine's byte order."""
     raw = [int(fields[at], 16).to_bytes(4, sys.byteorder) for at in (1, 7)]
     mask = ipaddress.IPv4Address(raw[1])
     return ipaddress.IPv4Network((raw[0], str(mask)), strict=False), fields[0]
 
 
 def _route_v6(fields: list[str]) -> tuple[_Network, str]:
-    """Fields are: destination, length of its prefix, …, interface as the last."""
+    """Parse the fields: destination, length of its prefix, …, interface as the last."""
     if fields[-1] == "lo":
         raise ValueError("routes to nowhere are kept on lo")
     raw = int(fields[0], 16).to_bytes(16, "big")
@@ -399,7 +399,7 @@ def _route_v6(fields: list[str]) -> tuple[_Network, str]:
 
 
 def _pcie_bytes_per_s(link: PcieLink) -> float | None:
-    """The rate of a PCIe link in one direction, before its protocol's own share."""
+    """Return the rate of a PCIe link in one direction, before its protocol's own share."""
     if link.speed is None or link.width is None:
         return None
     share = 8 / 10 if link.speed <= _OLD_SPEED_MAX else 128 / 130
@@ -407,10 +407,10 @@ def _pcie_bytes_per_s(link: PcieLink) -> float | None:
 
 
 def link_bytes_per_s(fabric: TargetFabric, nics: dict[str, Nic]) -> float | None:
-    """The rate that the links of all paths to a target allow together; None if one is unknown.
+    """Return the rate that the links of all paths to a target allow together; None if unknown.
 
-    An interface that carries two paths counts once. Several namespaces under one file system
-    that share controllers share their links too.
+    An interface that carries two paths counts once. Several namespaces under one file system that
+    share controllers share their links too.
     """
     rates: dict[str, float | None] = {}
     used = {path.controller for namespace in fabric.namespaces for path in namespace.paths}

@@ -22,14 +22,14 @@ from vllm_nvmeof_offload.fabric.topology import (
 )
 
 #: Proposed by the remedies: seconds until I/O fails when every path is lost, and until the
-#: controller is given up. Reads have deadlines of their own; these free buffers and processes.
+#: controller is given up. Reads have separate deadlines; these settings free buffers and processes.
 _FAST_IO_FAIL_S, _CTRL_LOSS_S = 5, 600
 #: ANA states in which I/O could pass; an unknown one counts.
 _OPEN = (None, OPTIMIZED, "non-optimized")
 
 
 def can_do_io(fabric: TargetFabric) -> bool:
-    """May the target be touched? No if a namespace of it has no live path: I/O would hang."""
+    """Return whether the target may be touched. If a namespace has no live path, I/O would hang."""
     live = {one.name for one in fabric.controllers if one.state in (LIVE, None)}
     return all(
         any(path.controller in live and path.ana_state in _OPEN for path in namespace.paths)
@@ -38,7 +38,7 @@ def can_do_io(fabric: TargetFabric) -> bool:
 
 
 def judge_paths(fabric: TargetFabric) -> list[Finding]:
-    """Findings about the fabric that the target is on, and the paths that lead to it."""
+    """Return findings on the target's fabric, and the paths that lead to it."""
     findings = [_judge_fabric(fabric)]
     for namespace in fabric.namespaces:
         if any(one.over_fabric for one in namespace.subsystem.controllers):
@@ -189,7 +189,7 @@ def _judge_security(controllers: list[Controller]) -> Iterator[Finding]:
 
 
 def judge_mount(fabric: TargetFabric) -> list[Finding]:
-    """Whether each read of a slab also writes its inode."""
+    """Judge whether each read of a slab also writes its inode."""
     if fabric.mount is None:
         return []
     options, remedy = fabric.mount.options, f"mount -o remount,noatime {fabric.mount.point}"
@@ -205,7 +205,7 @@ def judge_mount(fabric: TargetFabric) -> list[Finding]:
 
 
 def judge_pcie(fabric: TargetFabric, nics: dict[str, Nic]) -> list[Finding]:
-    """Links that run slower or narrower than their card can."""
+    """Return findings on links that run slower or narrower than their card can."""
     links = _links(fabric, nics)
     if not links:
         return []
@@ -231,7 +231,7 @@ def _links(fabric: TargetFabric, nics: dict[str, Nic]) -> dict[str, PcieLink]:
 
 
 def judge_numa(fabric: TargetFabric, nics: dict[str, Nic], machine: Machine) -> list[Finding]:
-    """Whether this process, and some GPU, are on the nodes where the target's links are."""
+    """Judge whether this process, and some GPU, are on the nodes of the target's links."""
     at = {name: link.numa_node for name, link in _links(fabric, nics).items()}
     nodes = {node for node in at.values() if node is not None}
     if len(machine.nodes) < 2 or not nodes:
@@ -256,7 +256,7 @@ def judge_numa(fabric: TargetFabric, nics: dict[str, Nic], machine: Machine) -> 
 
 
 def judge_kernel(machine: Machine, target_count: int) -> Finding:
-    """The features of this kernel that the I/O core must do without."""
+    """Return the features of the I/O core that this kernel lacks."""
     kernel, shown = machine.kernel, f"Linux {machine.release}"
     if kernel == (0, 0):
         return ok("kernel", f"{shown}: its version is unknown")

@@ -3,7 +3,7 @@
 
 Whole slots are written, then read back and verified, so that the times include checksums. New
 data may still be in the target's own cache: a target can be slower on old data, and on writes
-that go on for long.
+that last longer.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from vllm_nvmeof_offload.units import MIB, PAGE_BYTES, format_bytes, slot_stride
 
 PAYLOAD_BYTES = 2 * MIB
 #: Under 128 MiB of file with headers, written twice: the first writes into new space are slower
-#: than all later ones, and are not counted.
+#: than all later ones, and do not count.
 SLOTS = 62
 _DEPTH = 16
 _FILL_S_MAX, _WRITE_S_MAX, _READ_S_MAX, _SINGLE_S_MAX = 0.8, 0.6, 0.7, 0.4
 _SINGLES_MAX = 100
-#: Time without any progress after which the target hangs, or is too slow to be of use.
+#: The time without any progress after which the target hangs, or is too slow to be useful.
 _STALL_S = 5.0
 _SEED = 1
 
@@ -46,12 +46,12 @@ Progress = Callable[[str], None]
 
 
 class MeasureError(EngineError):
-    """The target cannot be measured; the message has the reason."""
+    """The target cannot be measured. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Rates count payload. singles: number of reads, one at a time, behind the latencies."""
+    """Measured rates of payload. `singles` is the number of reads behind the latencies."""
 
     engine: str
     chunk_bytes: int
@@ -65,7 +65,7 @@ class Measured:
 def measure(target: str, on_progress: Progress) -> Measured:
     """Measure the directory `target`: at most 256 MiB are written, in about three seconds.
 
-    MeasureError if an operation fails or hangs, or there is no space.
+    Raises MeasureError if an operation fails or hangs, or there is no space.
     """
     try:
         with _pool(target) as pool:
@@ -109,7 +109,7 @@ def _phases(runner: _Runner, engine: str, on_progress: Progress) -> Measured:
 def _pool(target: str) -> Iterator[Pool]:
     needed = SLOTS * (slot_stride_bytes(PAYLOAD_BYTES) + ENTRY_BYTES)
     too_little = f"{target}: {format_bytes(needed)} of free space are needed to measure"
-    # A pool takes what there is if that is less, and servers at work need it.
+    # A pool takes the available space if that is less, but running servers need it.
     if shutil.disk_usage(target).free < needed:
         raise MeasureError(too_little)
     directory = Path(tempfile.mkdtemp(prefix=".vllm-nvmeof-doctor-", dir=target))
@@ -121,11 +121,11 @@ def _pool(target: str) -> Iterator[Pool]:
                 payload_bytes=PAYLOAD_BYTES,
                 keyspace=Keyspace.of({"doctor": PAYLOAD_BYTES}),
                 named=False,
-                log_pages=0,  # nobody follows it
+                log_pages=0,  # no follower reads it
             )
         )
     finally:
-        # Delete at once: the files are open, so they vanish with this process however it ends.
+        # Delete at once: the files are open, so they disappear with this process however it ends.
         shutil.rmtree(directory, ignore_errors=True)
     try:
         if pool.slots < SLOTS:
@@ -137,7 +137,7 @@ def _pool(target: str) -> Iterator[Pool]:
 
 
 def _staging(pool: Pool) -> tuple[memoryview, int]:
-    """One buffer for each operation in flight, of bytes that no device can compress."""
+    """Return one buffer for each operation in flight, of bytes that no device can compress."""
     size = _DEPTH * pool.slot_bytes
     region = mmap.mmap(-1, size)
     with contextlib.suppress(OSError):
@@ -149,7 +149,7 @@ def _staging(pool: Pool) -> tuple[memoryview, int]:
 
 
 class _Runner:
-    """Keeps operations in flight on the engine; the engine's only caller."""
+    """Keeps operations in flight on the engine, as its only caller."""
 
     def __init__(self, engine: IoEngine, pool: Pool, address: int) -> None:
         self.slots = pool.slots
@@ -169,7 +169,7 @@ class _Runner:
         Returns the number of operations, and the seconds until the last one ended.
         """
         remaining, free = iter(slots), list(range(depth))
-        running: dict[int, tuple[int, float]] = {}  # token → buffer, when it began
+        running: dict[int, tuple[int, float]] = {}  # token → (buffer, start time)
         start_s = time.perf_counter()
         done, started, open_ = 0, 0, True
         while open_ or running:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What offloading makes of a model: its KV cache groups, their bytes, what is stored, refusals.
+"""The effect of offloading for a model: KV cache groups, their bytes, what is stored, refusals.
 
 Computed from the model's config.json by the arithmetic of `vllm-nvmeof size`: neither a GPU nor
 vLLM is needed, and no weights are read.
@@ -22,7 +22,7 @@ from vllm_nvmeof_offload.groups import GroupKind, RankGroup
 from vllm_nvmeof_offload.units import HEADER_BYTES, human_bytes, slot_stride_bytes
 
 _FILE_COLUMNS = 160
-#: A smaller share of the slots' bytes is worth a note.
+#: A smaller used share of the slots' bytes is reported.
 _FILL_MIN = 0.75
 
 _STORED = {
@@ -37,9 +37,9 @@ _STORED = {
 class GroupRow:
     """A KV cache group on a rank of the fullest stage; bytes without padding.
 
-    token_bytes: what each token adds, where all are kept. boundary_chunks, boundary_bytes: what a
-    boundary needs of the group, where only the last ones are kept. slot_fill: the share of a slot
-    that a chunk takes. None where it does not apply.
+    `token_bytes` is what each token adds, if all are kept. `boundary_chunks` and `boundary_bytes`
+    are what a boundary needs of the group, if only the last tokens are kept. `slot_fill` is the
+    share of a slot that a chunk takes. None if not applicable.
     """
 
     group: int
@@ -59,10 +59,10 @@ class GroupRow:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """The output of `vllm-nvmeof doctor --model --json`. Bytes are of one rank.
+    """The output of `vllm-nvmeof doctor --model --json`. Bytes are for one rank.
 
-    unit_tokens: a prefix that is found again ends at a multiple of it. boundary_tokens: what
-    `boundary_tokens: auto` makes of the model; 0: it has no effect.
+    A prefix that is found again ends at a multiple of `unit_tokens`. `boundary_tokens` is the value
+    of `boundary_tokens: auto` for the model, or 0 if that has no effect.
     """
 
     model: str
@@ -88,7 +88,7 @@ class ModelReport:
 def examine_model(path: Path, kv_dtype: str, as_json: bool, **given: Any) -> int:
     """Print the report of the model in `path`; return the exit code.
 
-    given: fields of `Deployment`. ConfigError names a value that cannot be used.
+    `given` has fields of `Deployment`. ConfigError names a value that cannot be used.
     """
     model = read_model(path)
     element_bytes = model.kv_element_bytes(kv_dtype)
@@ -101,7 +101,7 @@ def examine_model(path: Path, kv_dtype: str, as_json: bool, **given: Any) -> int
 
 
 def build(sizes: KvSizes) -> ModelReport:
-    """The report of a model in a deployment."""
+    """Return the report of a model in a deployment."""
     refusal, stored = sizes.refusal, sizes.groups()
     slot = slot_stride_bytes(max((one.payload_bytes for one in stored), default=0))
     ranks = {one.group.group_id: one for one in stored}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which servers read for others, and what connections with them would use here.
+"""Checks which servers read for others, and what connections with them would use here.
 
-A server refuses whoever does not match it, names one value that differs, and keeps no session.
-Greeted again with that value, it names the next one. So it says what it is without serving. One
-that has a share secret answers only those who have it too.
+A server refuses a peer that does not match it, names one value that differs, and keeps no session.
+Greeted again with that value, it names the next one, so that it reveals its values without serving.
+A server with a share secret answers only peers that have it too.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from vllm_nvmeof_offload.peers.transport import has_rdma, why_no_pulls
 from vllm_nvmeof_offload.units import human_bytes
 
 _ANSWER_MS = 2000
-#: A server's answer to what is not in common.
+#: The most values that a server names as not in common.
 _FACTS_MAX = 5
 _DIFFERS = re.compile(r"(version|keyspace|world_size|rank|slot_bytes) (\w+) here, not ")
 
 
 @dataclass
 class Answer:
-    """The answer of one rank of a server. error: why there is none, with its remedy."""
+    """The answer of one rank of a server. `error` is why there is none, with its remedy."""
 
     address: str
     rank: int = 0
@@ -55,9 +55,9 @@ class Answer:
 
 
 def ask(address: str, rank: int = 0, secret: bytes = b"", *, before: int = 0) -> Answer:
-    """Greet one rank of a server until it has said all that it has.
+    """Greet one rank of a server until it has named all its values.
 
-    before: the ports of its replicas that lie between the address and the rank's replica.
+    `before` is the number of its replicas' ports between the address and the rank's replica.
     """
     answer, began_s = Answer(address, rank), time.monotonic()
     place = host_and_port(address, before + rank)
@@ -83,9 +83,9 @@ def ask(address: str, rank: int = 0, secret: bytes = b"", *, before: int = 0) ->
 def _greet(
     context: zmq.Context[zmq.Socket[bytes]], place: str, known: Answer, secret: bytes
 ) -> str:
-    """Return the refusal. Nobody has our tag, so that there is one.
+    """Return the refusal, which is certain because no server has our tag.
 
-    PermissionError: the server and we do not have the same share secret.
+    Raises PermissionError if the server and we do not have the same share secret.
     """
     facts = known.facts
     hello = Hello(
@@ -108,7 +108,7 @@ def _greet(
         for one in (socket, failed):
             poller.register(one, zmq.POLLIN)
         ready = dict(poller.poll(_ANSWER_MS))
-        socket.disable_monitor()  # else its address may still be in use at the next greeting
+        socket.disable_monitor()  # or its address may still be in use at the next greeting
         failed.close()
         if failed in ready:
             raise PermissionError(STRANGER)
@@ -122,7 +122,7 @@ def _greet(
 
 
 def ask_all(addresses: Sequence[str], secret: bytes = b"") -> Iterator[Answer]:
-    """Ask every rank of every server: of the replica at its address, and of those behind it."""
+    """Ask every rank of every server: of the replica at its address, and of those after it."""
     for address in addresses:
         first = ask(address, secret=secret)
         yield first
@@ -136,7 +136,7 @@ def ask_all(addresses: Sequence[str], secret: bytes = b"") -> Iterator[Answer]:
 
 
 def judge_answer(one: Answer) -> Finding:
-    """Judge one rank's answer, or its silence."""
+    """Judge one rank's answer, or its absence."""
     replica = f"replica {one.replica} of {one.replicas}, " if one.replicas > 1 else ""
     evidence = f"{one.address} {replica}rank {one.rank}"
     if one.error:
@@ -147,7 +147,7 @@ def judge_answer(one: Answer) -> Finding:
 
 
 def check_transport() -> Finding:
-    """Find out what moves a peer's bytes here."""
+    """Find out how peers' chunks would be transferred here."""
     why_not = why_no_pulls()
     if not why_not:
         return ok("peer_transport", "RDMA, to peers that have it too; from others in messages")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-nvmeof pool`: commands on pools on disk, which need no server."""
+"""The command `vllm-nvmeof pool`, for pools on disk, without a server."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`pool check`: one walk over the slots that a table lists or has lost, and its repairs.
+"""The command `pool check`: a walk over the slots that a table lists or has lost, and repairs.
 
-The walk compares the table with the slots' headers, 4 KiB of each slot. A deep one reads every
+The walk compares the table with the slots' headers, 4 KiB of each slot. A deep walk reads every
 slot that the table lists whole and verifies the checksums of header and payload too, with O_DIRECT
-where the file system has it: the page cache would hide what the medium has lost.
+if the file system has it: the page cache would hide losses of the medium.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from vllm_nvmeof_offload.pool.recovery import written_slots
 from vllm_nvmeof_offload.pool.survey import RankDirectory, Surveyed, survey
 from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES
 
-#: Defects listed per directory; all are counted.
+#: The most defects listed per directory; all are counted.
 _LISTED_MAX = 1000
 _HEADER_THREADS = 16
 _BATCH_PER_THREAD = 16
-#: Waits for as long as a live server's write and its table entry may reasonably be apart.
+#: Waits for the longest reasonable time between a live server's write and its table entry.
 _let_writes_end = functools.partial(time.sleep, 1.0)
 
 
 class Damage(enum.IntEnum):
-    """How bad a defect is. The values are the exit codes of fsck(8)."""
+    """The severity of a defect. The values are the exit codes of fsck(8)."""
 
     NOTE = 0
     REPAIRED = 1
@@ -53,9 +53,9 @@ class Damage(enum.IntEnum):
 class Report:
     """The result for one rank directory.
 
-    checked: entries whose slots were read. read_bytes, seconds, direct: set by a deep check.
-    findings: kind, severity and slot of each defect, as in JSON; no slot: about the directory.
-    Slots are numbered within the directory.
+    `checked` is the number of entries with slots that were read. A deep check sets `read_bytes`,
+    `seconds` and `direct`. `findings` has kind, severity and slot of each defect, as in JSON,
+    without a slot if it is about the directory. Slots are numbered within the directory.
     """
 
     surveyed: Surveyed
@@ -79,7 +79,7 @@ class Report:
             self.findings.append({"kind": kind, "severity": severity, "slot": slot})
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON values; sizes in bytes, time in seconds."""
+        """Return plain JSON values; sizes in bytes, time in seconds."""
         found: dict[str, Any] = {
             "directory": str(self.surveyed.path),
             "live": self.surveyed.owner.kind == "live",
@@ -95,7 +95,7 @@ class Report:
 
 
 def exit_code(reports: Sequence[Report]) -> int:
-    """The worst damage of all."""
+    """Return the worst damage of all."""
     return int(max((report.worst for report in reports), default=Damage.NOTE))
 
 
@@ -106,21 +106,21 @@ def check(
     on_progress: Progress = lambda *_: None,
     settle: Callable[[], None] = _let_writes_end,
 ) -> list[Report]:
-    """Check tables against slots. Give all parts of a pool at once: they share an epoch.
+    """Check tables against slots. Pass all parts of a pool at once, because they share an epoch.
 
-    repair: rebuild wrong entries from the slots' headers, or drop them, never beside a live server:
-    all directories are held from before the first survey until the last repair, so that no server
-    starts on a part of a pool that is being repaired. A superblock is not repaired: its content is
-    nowhere else. on_progress: counts bytes. settle: called beside a live server before suspects are
-    judged. PoolLockedError names a live process that holds one that is to be repaired; PoolError:
-    something cannot be read, locked or written.
+    `repair` rebuilds wrong entries from the slots' headers, or drops them, never while a server
+    lives: all directories are held from before the first survey until the last repair, so that no
+    server starts on a part of a pool that is being repaired. A superblock is not repaired, because
+    its content is nowhere else. `on_progress` counts bytes. `settle` is called, if a server lives,
+    before suspects are judged. Raises PoolLockedError, naming a live process that holds a directory
+    to be repaired, or PoolError if a file cannot be read, locked or written.
     """
     held = hold([one.path for one in directories]) if repair else contextlib.nullcontext()
     with held as before_write:
         reports = [Report(one, repair) for one in survey(directories)]
         for report in reports:
             if repair:
-                # This process holds it: that is not what "live" means to a reader.
+                # This process holds it, which a reader would not call "live".
                 report.surveyed = replace(report.surveyed, owner=OwnerState("free"))
             if (superblock := report.surveyed.superblock) is not None:
                 with offline.open_rank(report.surveyed, before_write, deep) as rank:
@@ -142,10 +142,10 @@ def _check_rank(
 ) -> None:
     """Find the suspects, judge each again in ascending order, list its defect, repair its entry.
 
-    Beside a live server a slot that is being written looks damaged for a moment: then this waits
-    before, and each suspect is judged by itself, from its entry as it is then.
-    A table that was cut short grows with the repairs, so that a crash in between leaves it
-    short, and not with zeros in the place of entries that are only lost.
+    While a server lives, a slot that is being written looks damaged for a moment: then this waits
+    before, and each suspect is judged by itself, from its entry at that time. A truncated table
+    grows with the repairs, so that a crash in between leaves it short, rather than with zeros in
+    place of entries that are only lost.
     """
     table, slots = rank.table(), rank.superblock.slots
     if rank.slab_slots < slots:
@@ -180,7 +180,7 @@ def _check_rank(
 def _suspects(
     rank: OfflineRank, table: offline.Table, report: Report, on_progress: Progress
 ) -> list[int]:
-    """Slots that do not prove their entry, or whose entry is lost; read a bounded number ahead."""
+    """Return slots that do not prove their entry, or have lost it; read a bounded number ahead."""
     slot_bytes, directory = rank.superblock.slot_bytes, rank.surveyed.directory
     indices = np.flatnonzero(np.isin(table.states, (LIVE, DAMAGED, MISSING)))
     written = set(written_slots(rank.slab_fd, indices, slot_bytes).tolist())
@@ -212,7 +212,7 @@ def _suspects(
 
 
 def _check_log(report: Report, pages: int) -> None:
-    """Note what readers of the log do not find there: they read the table instead."""
+    """Note what readers of the log do not find there, so that they read the table instead."""
     with offline.open_log(report.surveyed) as log:
         try:
             found = os.fstat(log.fileno()).st_size // PAGE_BYTES

@@ -51,13 +51,13 @@ from vllm_nvmeof_offload.pool.survey import (
 from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES, MIB, PAGE_BYTES, slot_stride_bytes
 
-#: Called with (directory, done, total); what is counted depends on the work.
+#: A function called with (directory, done, total); the unit depends on the work.
 Progress = Callable[[RankDirectory, int, int], None]
-#: Called before each change to what is held: see `pool.ownership.hold`.
+#: A function called before each change to what is held; see `pool.ownership.hold`.
 BeforeWrite = Callable[[], None]
 
-#: In the order of removal: without its superblock a directory is empty to the next start. The
-#: lease and the lock are removed last, and only with the directory.
+#: The files in the order of removal: without its superblock a directory is empty for the next
+#: start. The lease and the lock are removed last, and only with the directory.
 _FILES = ("superblock", "superblock.new", "table", "log", "slab", "probe")
 _CLAIMS = ("lease", "lock")
 _THREADS_MAX = 8
@@ -74,7 +74,7 @@ def as_pool_error(what: str) -> Iterator[None]:
         raise PoolError(f"{what}: {error}") from error
 
 
-#: States of a table's entry: never written; adopted by the next start; intact, but of another
+#: The states of a table's entry: never written; adopted by the next start; intact, but of another
 #: epoch; not intact, or of a group that the superblock does not have; beyond the file's end.
 STATES = ("empty", "live", "void", "damaged", "missing")
 EMPTY, LIVE, VOID, DAMAGED, MISSING = range(len(STATES))
@@ -82,9 +82,9 @@ EMPTY, LIVE, VOID, DAMAGED, MISSING = range(len(STATES))
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One table entry. state: one of `STATES`. identity, epoch: of an intact one.
+    """A table entry. `state` is one of `STATES`. `identity` and `epoch` are those of an intact one.
 
-    single_copy: no other rank of its set has the chunk.
+    `single_copy`: no other rank of its set has the chunk.
     """
 
     state: str
@@ -95,7 +95,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """The table as it was read. states: uint8[n], by slot of this target, numbers of `STATES`."""
+    """A table as it was read. `states` is uint8[n], numbers of `STATES` by slot of this target."""
 
     states: npt.NDArray[np.uint8]
     entries: DecodedTable
@@ -109,8 +109,8 @@ class Table:
 class Judgement:
     """The defect of a slot.
 
-    kind: for people, and stable for programs. replacement: the 64 bytes that a repair writes
-    in the entry's place. worth_listing: False if nothing that was stored is affected.
+    `kind` is for display, and stable for programs. `replacement` has the 64 bytes that a repair
+    writes in the entry's place. `worth_listing` is False if no stored chunk is affected.
     """
 
     kind: str
@@ -120,11 +120,11 @@ class Judgement:
 
 @dataclass(frozen=True)
 class OfflineRank:
-    """One opened rank directory; made by `open_rank`. Slots are numbered within it.
+    """An opened rank directory; made by `open_rank`. Slots are numbered within it.
 
-    before_write: None: opened for reading only. threads: how many may call `check` at a time; 0:
-    none, payloads are not read. direct_fd: of the slab; None: O_DIRECT does not work. buffers: of
-    a whole slot each.
+    `before_write` is None if it is open only for reading. `threads` is how many may call `check` at
+    a time; with 0 payloads are not read. `direct_fd` is the slab's, or None if O_DIRECT does not
+    work. `buffers` have a whole slot each.
     """
 
     surveyed: Surveyed
@@ -138,12 +138,12 @@ class OfflineRank:
 
     @property
     def tag(self) -> bytes:
-        """The share tag of what a start adopts."""
+        """Return the share tag of the chunks that a start adopts."""
         return share_tag(self.superblock.keyspace)
 
     def wanted(self, index: int, identity: SlotIdentity, tag: bytes | None = None) -> Wanted:
-        """What the slot must hold. tag: None: that of what a start adopts."""
-        # A length that no chunk has, for a key of an unknown group.
+        """Return the identity that the slot must prove, with a start's tag if `tag` is None."""
+        # For a key of an unknown group, use a length that no chunk has.
         length, place = self.superblock.length_of(identity.key), self.superblock.place(index)
         return identity, -1 if length is None else length, place, tag or self.tag
 
@@ -152,7 +152,7 @@ class OfflineRank:
     ) -> str:
         """Return the reason why this header does not prove that its slot holds `identity`, or "".
 
-        tag: as in `wanted`.
+        `tag` is as in `wanted`.
         """
         _, length, place, tag = self.wanted(index, identity, tag)
         differences = {
@@ -166,7 +166,7 @@ class OfflineRank:
 
     @property
     def slab_slots(self) -> int:
-        """Whole slots that the slab file has: fewer than in the superblock is damage."""
+        """Return the whole slots of the slab file. Fewer than in the superblock is damage."""
         return os.fstat(self.slab_fd).st_size // self.superblock.slot_bytes
 
     def table(self) -> Table:
@@ -190,7 +190,7 @@ class OfflineRank:
         whole = raw.size // ENTRY_BYTES
         raw = np.pad(raw[: whole * ENTRY_BYTES], (0, (count - whole) * ENTRY_BYTES))
         decoded = decode_table(raw, np.arange(first, first + count, dtype=np.int64))
-        strange = np.zeros(count, np.bool_)  # intact, of a group that the superblock does not have
+        strange = np.zeros(count, np.bool_)  # intact, but of a group that the superblock lacks
         for length in np.unique(decoded.key_bytes[decoded.valid]).tolist():
             rows = np.flatnonzero(decoded.valid & (decoded.key_bytes == length))
             strange[rows] = ~has_known_group(decoded.keys[rows, :length], self.superblock)
@@ -208,21 +208,21 @@ class OfflineRank:
         return parse_header(page)
 
     def read_error(self, error: OSError) -> Outcome:
-        """Classify a failed read of a slot; PoolError if it reaches further than the slot."""
+        """Classify a failed read of a slot. PoolError if it affects more than the slot."""
         outcome = io_error(error.errno or errno.EIO)
         if outcome.scope is Scope.TARGET:
             raise PoolError(f"cannot read {self.surveyed.path / 'slab'}: {error}") from error
         return outcome
 
     def bytes_of(self, identity: SlotIdentity) -> int:
-        """The bytes that `check` reads: header page and the payload of the key's group, padded."""
+        """Return the bytes that `check` reads: header page and padded payload of the group."""
         return slot_stride_bytes(self.superblock.length_of(identity.key) or 0)
 
     def check(self, index: int, identity: SlotIdentity, tag: bytes | None = None) -> Outcome:
         """Verify that one slot, read whole, holds `identity`; PoolError if the whole target does
         not answer.
 
-        tag: as in `wanted`.
+        `tag` is as in `wanted`.
         """
         buffer = self.buffers.get()
         try:
@@ -252,11 +252,11 @@ class OfflineRank:
         return True
 
     def judge(self, index: int, seen: SlotIdentity | None) -> Judgement | None:
-        """Read one slot's entry and header again, and its payload where `threads` permits it;
-        return its defect, None if it has none.
+        """Read one slot's entry and header again, and its payload if `threads` permits it; return
+        its defect, or None if it has none.
 
-        seen: the entry's identity when the slot became a suspect (None: no intact entry). If
-        it is another one now, a server has written the slot since: nothing is wrong.
+        `seen` is the entry's identity when the slot became a suspect (None: no intact entry). If it
+        is another one now, a server has written the slot since: nothing is wrong.
         """
         entry = self.entry(index)
         if entry.state in ("empty", "void") or (seen is not None and entry.identity != seen):
@@ -268,7 +268,7 @@ class OfflineRank:
         elif header is not None:
             epoch, tag = header.stamp.epoch, header.stamp.tag
             adopted = self.surveyed.adopts and (epoch, tag) == (self.surveyed.epoch, self.tag)
-            # An entry with the epoch of what is adopted must not stand for other weights.
+            # An entry with the adopted epoch must not stand for other weights.
             truthful = adopted or epoch != self.surveyed.epoch
             if truthful and not self.mismatch(index, header, header.identity, tag):
                 single = header.single_copy
@@ -290,7 +290,7 @@ class OfflineRank:
 
 
 def _open_or_empty(path: Path) -> int:
-    """Open a file for reading; if it is lost, an empty one: it proves no entry."""
+    """Open a file for reading, or an empty one if it is lost, which proves no entry."""
     try:
         return open_private(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -302,7 +302,7 @@ def open_rank(
     surveyed: Surveyed, before_write: BeforeWrite | None = None, deep: bool = False
 ) -> Iterator[OfflineRank]:
     """Open the slab (for reading) and the table (for reading if there is no `before_write`, else
-    for writing, and created if it is lost). deep: so that payloads can be read too.
+    for writing, and created if it is lost). If `deep`, payloads can be read too.
 
     PoolError if there is no usable superblock, or a file cannot be opened.
     """
@@ -355,7 +355,7 @@ def _open_direct(slab: Path, flags: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """freed_bytes: allocated by the deleted files. left: names of files that are not ours."""
+    """A removal: `freed_bytes` of the deleted files, and `left`, names that are not ours."""
 
     directory: str
     freed_bytes: int
@@ -379,10 +379,10 @@ def remove(directories: Sequence[RankDirectory]) -> list[Removed]:
     """Delete `directories`, and the directories above that are empty afterwards.
 
     Nothing is deleted unless all are ours (PoolError) and none is held by a live process
-    (PoolLockedError). PoolError also if a file cannot be deleted.
+    (PoolLockedError). Also raises PoolError if a file cannot be deleted.
     """
     paths = [directory.path for directory in directories]
-    check_ours(paths)  # before a lock file is made where it should not be
+    check_ours(paths)  # before a lock file is made in a wrong place
     removed = []
     with hold(paths) as before_write:
         for path in paths:
@@ -394,8 +394,8 @@ def remove(directories: Sequence[RankDirectory]) -> list[Removed]:
                 left = sorted(set(os.listdir(path)) - set(_CLAIMS))
                 if not left:
                     before_write()
-                    # We hold the lock; a process that opened it just now sees that it has lost
-                    # its name.
+                    # We hold the lock; a process that opened it just now notices that its name is
+                    # gone.
                     for name in _CLAIMS:
                         (path / name).unlink(missing_ok=True)
                     path.rmdir()
@@ -405,7 +405,7 @@ def remove(directories: Sequence[RankDirectory]) -> list[Removed]:
         with contextlib.suppress(OSError):
             engine.rmdir()
         with contextlib.suppress(OSError):
-            # The keyspace's directory, if at most our own file is in it.
+            # The keyspace's directory, if it has at most our own file.
             if os.listdir(facts.parent) == [FACTS_FILE] and _is_file(facts):
                 facts.unlink()
             facts.parent.rmdir()
@@ -418,7 +418,7 @@ def _is_file(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """slots: of this directory. filled: how many of them this command wrote with zeros."""
+    """The result for a directory: its slots, and how many this command filled with zeros."""
 
     directory: str
     slots: int
@@ -429,9 +429,9 @@ class Prefilled:
 def prefill(
     directories: Sequence[RankDirectory], on_progress: Progress = lambda *_: None
 ) -> list[Prefilled]:
-    """Fill the never-written slots of `directories`; on_progress counts bytes.
+    """Fill the never-written slots of `directories`; `on_progress` counts bytes.
 
-    PoolLockedError if a live process holds one of them, PoolError if one has no usable
+    Raises PoolLockedError if a live process holds one of them, PoolError if one has no usable
     superblock or cannot be written.
     """
     filled = []

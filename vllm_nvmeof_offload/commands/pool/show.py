@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools as plain JSON values, and the same as tables on stdout, with progress on stderr.
+"""Pools as plain JSON values and as tables on stdout, with progress on stderr.
 
 Sizes are in bytes, times in seconds (Unix time).
 """
@@ -44,28 +44,28 @@ from vllm_nvmeof_offload.units import MIB, format_bytes
 
 _OWNER_KINDS = ("free", "dead", "silent", "live")
 _LISTED_MAX = 20
-#: Digits of a keyspace in tables: enough to name it in a command.
+#: The digits of a keyspace in tables, enough to name it in a command.
 _DIGITS = 12
-#: Digits of a share tag, or of an owner's uuid, in tables.
+#: The digits of a share tag, or of an owner's uuid, in tables.
 _TAG_DIGITS = 8
 
 
 def targets_of(given: Sequence[Path] | None) -> list[Path]:
-    """The targets, each once; configured ones that do not exist yet hold no pools."""
+    """Return the targets, each once; configured ones that do not exist yet hold no pools."""
     found = given or [path for path in map(Path, parse_config({}).targets) if path.exists()]
     return list(dict.fromkeys(Path(os.path.realpath(path)) for path in found))
 
 
 def choose(given: Sequence[Path] | None, which: str | None = None) -> list[RankDirectory]:
-    """The rank directories that `which` names on the targets; all of them without it."""
+    """Return the rank directories that `which` names on the targets, or all without `which`."""
     targets = targets_of(given)
     return find(targets) if which is None else select(targets, which)
 
 
 def listing(targets: Sequence[Path]) -> dict[str, Any]:
-    """Targets with their free bytes and the bytes of each keyspace, and pools with their regions.
+    """Return targets with their free bytes and the bytes of each keyspace, and pools with regions.
 
-    PoolError: a target cannot be read.
+    Raises PoolError if a target cannot be read.
     """
     parts, usages = survey(find(targets)), []
     for target in targets:
@@ -82,7 +82,7 @@ def listing(targets: Sequence[Path]) -> dict[str, Any]:
 
 
 def summaries(parts: Iterable[Surveyed]) -> list[dict[str, Any]]:
-    """One row per pool (keyspace, engine, rank), with its regions on all targets."""
+    """Return one row per pool (keyspace, engine, rank), with its regions on all targets."""
     pools: dict[str, list[Surveyed]] = {}
     for one in parts:
         pools.setdefault(one.directory.name, []).append(one)
@@ -93,7 +93,7 @@ def _pool(parts: Sequence[Surveyed]) -> dict[str, Any]:
     regions = [region(one) for one in parts]
     directory, tags = parts[0].directory, {one["tag"] for one in regions}
     used = [one.last_use_s for one in parts if one.last_use_s is not None]
-    # A part that a live server holds counts first, then one that a dead server left.
+    # A part that a live server holds has precedence, then one that a dead server left.
     owner = max((one.owner for one in parts), key=lambda one: _OWNER_KINDS.index(one.kind))
     return {
         "keyspace": directory.keyspace,
@@ -113,10 +113,10 @@ def _pool(parts: Sequence[Surveyed]) -> dict[str, Any]:
 
 
 def region(one: Surveyed) -> dict[str, Any]:
-    """What one rank of one engine has on one target.
+    """Return what one rank of one engine has on one target.
 
-    owner: the uuid of its superblock. tag: the share tag of its chunks; None: unknown. readers:
-    processes that have opened its chunks. problem: why it cannot be used, or "".
+    `owner` is the uuid of its superblock. `tag` is the share tag of its chunks, or None if unknown.
+    `readers` are processes that have opened its chunks. `problem` is why it cannot be used, or "".
     """
     problem, counts = one.problem and f"superblock: {one.problem}", {}
     try:
@@ -153,12 +153,12 @@ def _plain(value: Any) -> Any:
 
 
 def _with_text(state: OwnerState) -> dict[str, Any]:
-    """Return what is known of a region's owner, and the same for people."""
+    """Return what is known of a region's owner, and the same for display."""
     return {**_plain(state), "text": str(state)}
 
 
 def occupancy(surveyed: Surveyed) -> dict[str, int]:
-    """Slots by the state of their table entry, {} without a superblock; PoolError if unreadable."""
+    """Count slots by the state of their entry; {} without a superblock. PoolError if unreadable."""
     if surveyed.superblock is None:
         return {}
     with offline.open_rank(surveyed) as rank:
@@ -167,9 +167,9 @@ def occupancy(surveyed: Surveyed) -> dict[str, int]:
 
 
 def inspect_rank(surveyed: Surveyed) -> dict[str, Any]:
-    """The region of one rank directory, with its superblock, files and log.
+    """Return the region of one rank directory, with its superblock, files and log.
 
-    log: the header of its newest page, with the log's `pages`; None: there is no log.
+    `log` is the header of its newest page, with the log's `pages`, or None if there is no log.
     """
     found, superblock = region(surveyed), surveyed.superblock
     files, log = {}, None
@@ -189,9 +189,9 @@ def inspect_rank(surveyed: Surveyed) -> dict[str, Any]:
 
 
 def inspect_slot(surveyed: Surveyed, index: int) -> dict[str, Any]:
-    """One slot of a directory: its table entry, its header, and whether its payload matches them.
+    """Return one slot: its table entry, its header, and whether its payload matches them.
 
-    PoolError for a slot that the directory does not have.
+    Raises PoolError for a slot that the directory does not have.
     """
     with offline.open_rank(surveyed, deep=True) as rank:
         slots = rank.superblock.slots
@@ -236,14 +236,14 @@ def progress() -> Iterator[Callable[[RankDirectory, int, int], None]]:
 
 
 def _print(*lines: str) -> None:
-    """Print text as it is: nothing that comes from disk is read as markup or wrapped."""
+    """Print text as it is: text from disk is neither read as markup nor wrapped."""
     console = Console()
     for line in lines:
         console.print(Text(line), soft_wrap=True)
 
 
 def _print_table(rows: Iterable[dict[str, Any]], without: Collection[str]) -> None:
-    """Print all columns but `without`: those that the rows do not have."""
+    """Print all columns but `without`, those that the rows do not have."""
     headings = [heading for heading in _CELLS if heading not in without]
     made = table(headings, ([_CELLS[heading](row) for heading in headings] for row in rows))
     made.columns[0].no_wrap, made.columns[0].min_width = True, _DIGITS  # the keyspace
@@ -257,13 +257,13 @@ def _time(seconds: float | None) -> str:
 
 
 def _weights(row: dict[str, Any]) -> str:
-    """The share tag; only servers whose own tag is the same borrow."""
+    """Return the share tag; only servers with the same tag read the chunks."""
     if row["tag"] is None:
         return "unknown"
     return f"{row['tag'][:_TAG_DIGITS]}{'' if row['adopts'] else ', unnamed'}"
 
 
-#: The columns of pools and of regions: the text of a row's cell, by heading.
+#: The columns of pools and of regions: the function for a row's cell, by heading.
 _CELLS: dict[str, Callable[[dict[str, Any]], str]] = {
     "keyspace": lambda row: row["keyspace"][:_DIGITS],
     "model": lambda row: row["model"],
@@ -281,7 +281,7 @@ _CELLS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def print_pools(given: Sequence[Path] | None, regions: bool, as_json: bool) -> None:
-    """`pool ls`."""
+    """Print `pool ls`."""
     found = listing(targets_of(given))
     if as_json:
         print_json(found)
@@ -304,7 +304,7 @@ def print_pools(given: Sequence[Path] | None, regions: bool, as_json: bool) -> N
 def print_details(
     given: Sequence[Path] | None, which: str, slot: int | None, as_json: bool
 ) -> None:
-    """`pool inspect`."""
+    """Print `pool inspect`."""
     parts = survey(choose(given, which))
     space = parts[0].directory.target / parts[0].directory.keyspace
     facts, ranks = read_facts(space), [inspect_rank(one) for one in parts]
@@ -325,7 +325,7 @@ def print_details(
 
 
 def _lines(part: dict[str, Any], indent: str = "") -> Iterator[str]:
-    """Plain values as lines, what is nested below its name."""
+    """Yield plain values as lines, with nested ones below their name."""
     for name, value in part.items():
         below = value if isinstance(value, list) else [value]
         if below and isinstance(below[0], dict) and "text" not in below[0]:
@@ -340,7 +340,7 @@ def _lines(part: dict[str, Any], indent: str = "") -> Iterator[str]:
 
 
 def print_reports(reports: Sequence[Report], as_json: bool) -> int:
-    """Print what a check has found; return the exit code."""
+    """Print the results of a check; return the exit code."""
     if as_json:
         print_json({"reports": [report.as_json() for report in reports]})
         return exit_code(reports)
@@ -375,7 +375,7 @@ def print_reports(reports: Sequence[Report], as_json: bool) -> int:
 
 
 def remove(directories: Sequence[RankDirectory], yes: bool, as_json: bool) -> None:
-    """`pool rm`: ask unless `yes`, remove, print."""
+    """Run `pool rm`: ask unless `yes`, remove, print."""
     offline.check_ours(directory.path for directory in directories)
     parts = survey(directories)
     for part in parts:
@@ -399,7 +399,7 @@ def remove(directories: Sequence[RankDirectory], yes: bool, as_json: bool) -> No
 
 
 def prefill(directories: Sequence[RankDirectory], as_json: bool) -> None:
-    """`pool prefill`."""
+    """Run `pool prefill`."""
     with progress() as on_progress:
         filled = offline.prefill(directories, on_progress)
     if as_json:

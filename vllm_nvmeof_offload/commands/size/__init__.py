@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-nvmeof size`: KV bytes of a model, sessions that fit, bandwidth that loads them in time.
+"""The command `vllm-nvmeof size`: a model's KV bytes, sessions that fit, bandwidth to load them.
 
-Arithmetic over a model's config.json and a description of the hardware; nothing is measured
-and neither vLLM nor torch is imported.
+Arithmetic over a model's config.json and a description of the hardware; nothing is measured and
+neither vLLM nor torch is imported.
 """

@@ -17,7 +17,7 @@ from typing import Any
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.units import parse_bytes
 
-#: Transfers per second and lane, times the share of them that carries data (line encoding).
+#: Transfers per second and lane, times the share that carries data (line encoding).
 _PCIE = {3: 8e9 * (128 / 130), 4: 16e9 * (128 / 130), 5: 32e9 * (128 / 130), 6: 64e9 * (242 / 256)}
 _LANES = (1, 2, 4, 8, 16)
 _LINK = re.compile(r"^\s*(?:(\d+)\s*x\s*)?(.+?)\s*$", re.IGNORECASE)
@@ -96,7 +96,7 @@ def _link_text(text: str) -> str:
     return text
 
 
-#: Orders of the KV cache in GPU memory: layers (L), blocks (B), heads, tokens, values.
+#: The orders of the KV cache in GPU memory: layers (L), blocks (B), heads, tokens, values.
 BLOCKS_OUTERMOST, LAYERS_OUTERMOST = "BLHNC", "LBHNC"
 
 
@@ -110,7 +110,7 @@ def _layout_name(text: str) -> str:
 def _option(
     default: Any, flag: str, text: str, read: Callable[[str], Any] | None = None, **bounds: float
 ) -> Any:
-    """A field that the command's option `flag` sets; read: from a text to the value."""
+    """Declare a field set by the option `flag`. `read` converts a text to the value."""
     metadata = {"flag": flag, "help": text, "read": read, "bounds": bounds}
     return field(default=default, metadata=metadata)
 
@@ -124,7 +124,7 @@ _link = functools.partial(_option, read=_link_text)
 
 
 def _server_stream_slots() -> int:
-    """The server's number, so that the CPU tier comes out as the server's."""
+    """Return the server's number, so that the CPU tier has the server's size."""
     from vllm_nvmeof_offload.config import TUNING
 
     return TUNING.stream_slots
@@ -134,9 +134,9 @@ def _server_stream_slots() -> int:
 class Deployment:
     """The hardware and the load. Values are numbers, or texts as on the command line.
 
-    `gpus`, `drives` and `link` are of the whole deployment, `staging_bytes` and the parallel
-    sizes are of one engine, `stream_slots` are of one rank. ConfigError names the option of a
-    value that cannot be used.
+    `gpus`, `drives` and `link` are for the whole deployment, `staging_bytes` and the parallel sizes
+    for one engine, `stream_slots` for one rank. ConfigError names the option of a value that cannot
+    be used.
     """
 
     gpus: int = _count(None, "--gpus", "GPUs of all engines. Default: those of one engine.")
@@ -227,22 +227,22 @@ class Deployment:
 
     @property
     def ranks(self) -> int:
-        """Ranks of one engine."""
+        """Return the ranks of one engine."""
         return self.stage_ranks * self.pipeline_parallel
 
     @property
     def stage_ranks(self) -> int:
-        """Ranks of one stage of an engine's pipeline. Decode context parallelism adds none."""
+        """Return the ranks of a pipeline stage. Decode context parallelism adds none."""
         return self.tensor_parallel * self.prefill_context_parallel
 
     def on_one_rank(self) -> Deployment:
-        """The same hardware and load without parallelism."""
+        """Return the same hardware and load without parallelism."""
         sizes: Any = dict.fromkeys((n.name for n in fields(self) if "_parallel" in n.name), 1)
         return replace(self, **sizes)
 
     @property
     def ranks_words(self) -> str:
-        """The options that divide a stage among its ranks, as on the command line."""
+        """Return the options that divide a stage among its ranks, as on the command line."""
         others = {"--pcp": self.prefill_context_parallel, "--dcp": self.decode_context_parallel}
         more = (f" {flag} {size}" for flag, size in others.items() if size > 1)
         return f"--tp {self.tensor_parallel}{''.join(more)}"
@@ -253,7 +253,7 @@ class Deployment:
 
 
 def read_option(flag: str, value: Any, read: Callable[[str], Any] | None, **bounds: float) -> Any:
-    """The value of the option `flag`; ConfigError if it cannot be used."""
+    """Return the value of the option `flag`. ConfigError if it cannot be used."""
     if read is not None and isinstance(value, str):
         try:
             value = read(value)
