@@ -14,7 +14,7 @@ from itertools import product
 
 PREFIX = "vllm:nvmeof_"
 
-#: One series of a metric: the metric's name; if it has labels, the name and the labels' values.
+#: A series of a metric: the metric's name or, if it has labels, the name and the labels' values.
 Series = str | tuple[str, ...]
 
 
@@ -31,7 +31,7 @@ class Counts(dict[Series, float]):
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """values: all that the label can have; empty: they depend on the deployment, see `source`."""
+    """A label. Its `values` are empty if they depend on the deployment; see `source`."""
 
     name: str
     values: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """name: with `PREFIX`, without a counter's `_total`. kind: counter or gauge."""
+    """A metric, named with `PREFIX`, without a counter's `_total`; a counter or gauge."""
 
     name: str
     kind: str
@@ -49,7 +49,7 @@ class Metric:
     help: str
 
 
-#: A target's number: its position in the list of targets, from 0.
+#: A target's number, which is its position in the list of targets, from 0.
 _TARGET = Label("target", source="number of a configured target")
 _LANE = Label("lane", source="number of a configured target, or peer and the number of one")
 _DIRECTION = Label("direction", ("store", "load"))
@@ -71,7 +71,7 @@ def _row(name: str, unit: str, labels: tuple[Label, ...], text: str) -> _Row:
 
 
 def _table(kind: str, *rows: _Row) -> dict[str, Metric]:
-    """Metrics by name."""
+    """Return metrics by name."""
     return {
         name: Metric(PREFIX + name, kind, unit, labels, text) for name, unit, labels, text in rows
     }
@@ -276,7 +276,7 @@ METRICS = COUNTERS | GAUGES
 
 
 def exported(series: Series) -> tuple[str, tuple[str, ...]]:
-    """The exported name and the label values of a series, which must be declared."""
+    """Return the exported name and the label values of a series, which must be declared."""
     name, *labels = (series,) if isinstance(series, str) else series
     metric = METRICS[name]
     assert len(labels) == len(metric.labels), f"{series}: other labels than declared"
@@ -284,7 +284,7 @@ def exported(series: Series) -> tuple[str, tuple[str, ...]]:
 
 
 def first_counts(target_count: int) -> dict[Series, float]:
-    """0 for every series that a server with so many targets can count.
+    """Return 0 for every series that a server with this many targets can count.
 
     Every series is exported as 0 before its first event, so that increase() sees that event.
     """
