@@ -36,8 +36,8 @@ from vllm_nvmeof_offload.pool.slab import read_page
 from vllm_nvmeof_offload.units import PAGE_BYTES
 
 MESSAGE_BYTES_MAX = 64 << 10
-#: Descriptors that a success carries: slab, buffered slab, table, log, lock, directory. The first
-#: two are of one open file if the slab is not opened for O_DIRECT.
+#: The number of descriptors that come with a success: slab, buffered slab, table, log, lock,
+#: directory. The first two are one open file if the slab is not opened for O_DIRECT.
 DESCRIPTORS = 6
 _USED = "another server has used the pool meanwhile: it is served again after a restart"
 
@@ -46,9 +46,9 @@ _USED = "another server has used the pool meanwhile: it is served again after a 
 class ProbeRequest:
     """The pool to look for in `directory`.
 
-    superblock: the page that is expected, as hex digits. owner: whom the lease must name, too.
-    device: st_dev of the file system that the server has open and that hangs; the prober does
-    not open it again. None: the server has none open. in_group: hosts of a group write the pool.
+    `superblock` is the expected page, as hex digits. `owner` is the owner that the lease must name.
+    `device` is st_dev of the hanging file system that the server has open, which the prober does
+    not open again; None if the server has none open. `in_group`: hosts of a group write the pool.
     """
 
     directory: str
@@ -61,7 +61,8 @@ class ProbeRequest:
 
 @dataclass(frozen=True, slots=True)
 class ProbeAnswer:
-    """failure: empty if descriptors come with the answer. device, inode: of the lease file."""
+    """The answer. `failure` is empty if descriptors come with it. `device` and `inode` are the
+    lease file's."""
 
     failure: str = ""
     device: int = 0
@@ -74,7 +75,7 @@ class ProbeAnswer:
     def decode(message: bytes) -> ProbeAnswer:
         """Parse an answer; one that a prober of this version would not send is a failure.
 
-        An upgrade of the package under a running server starts probers of another version.
+        An upgrade of the package during a server's run starts probers of another version.
         """
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             answer = ProbeAnswer(**json.loads(message))
@@ -85,22 +86,20 @@ class ProbeAnswer:
 
 
 def probe(request: ProbeRequest) -> tuple[ProbeAnswer, list[int]]:
-    """Open the requested pool. PoolError: it cannot be served. OSError: the file system fails.
-
-    A server that runs follows the directory's path here and nowhere else; owner, mode and uuid
-    prove that it leads to the same pool.
-    """
+    """Open the requested pool. Raises PoolError if it cannot be served, OSError if the file system
+    fails. A running server follows the directory's path only here; owner, mode and uuid prove that
+    it leads to the same pool."""
     expected = Superblock.decode(bytes.fromhex(request.superblock))
     if request.device is not None and os.stat(request.directory).st_dev == request.device:
         raise PoolError("the file system that hangs is still the one that is mounted")
     folder = Folder.open(Path(request.directory))
     directory = folder.place
-    # Checked before the claim, which would create a lock file in a directory of others.
+    # Checked before the claim, which would create a lock file in another pool's directory.
     _check_superblock(directory, expected)
     lock = DirectoryLock.claim(folder.path)
     if lock is None:
         raise busy_error(folder.path / LOCK_FILE)
-    # Creates no file, because a missing one was not this pool's.
+    # Create no file, because a missing one was not this pool's.
     flags, direct = os.O_RDWR, os.O_RDWR | os.O_DIRECT
     buffered = open_private(directory / SLAB_FILE, flags)
     slab = open_private(directory / SLAB_FILE, direct) if request.direct else buffered
@@ -118,7 +117,7 @@ def probe(request: ProbeRequest) -> tuple[ProbeAnswer, list[int]]:
     except PoolError:
         lock.release()
         raise
-    # From the device, not from the page cache, which outlives the device.
+    # Read from the device, not from the page cache, which outlives the device.
     os.posix_fadvise(slab, 0, PAGE_BYTES, os.POSIX_FADV_DONTNEED)
     read_page(slab)
     if read_superblock(directory) != expected:
@@ -144,7 +143,7 @@ def _check_superblock(directory: Path, expected: Superblock) -> None:
 
 
 def _check_lease(directory: Path, owner: str) -> None:
-    """Raise PoolError if the lease names another owner; one that is damaged is written again."""
+    """Raise PoolError if the lease names another owner. A damaged one is written again."""
     page = read_lease(lease_of(directory))
     if page is not None and page.is_intact and page.owner.hex() != owner:
         raise PoolError(_USED if page.is_free else f"it is held by {page}; {_USED}")

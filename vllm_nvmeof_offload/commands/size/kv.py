@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of KV cache per token, block and session; sessions that fit; bandwidth that they need.
+"""KV cache bytes per token, block and session; sessions that fit; bandwidth that they need.
 
-A *stage* is one part of a pipeline. Figures of a rank are those of the fullest stage. Blocks in GPU
+A *stage* is one part of a pipeline. Figures of a rank are for the fullest stage. Blocks in GPU
 memory and slots have one size for all KV cache groups, that of the largest one; copies, reads and
 writes are as long as a group's own bytes.
 
-A reload is the worst case: all KV is only in the pool, and all of `concurrency` sessions come
-back at the same moment, spread evenly over drives, links and GPUs.
+A reload is the worst case: all KV is only in the pool, and all `concurrency` sessions return
+at the same moment, spread evenly over drives, links and GPUs.
 """
 
 from __future__ import annotations
@@ -29,10 +29,8 @@ from vllm_nvmeof_offload.units import PAGE_BYTES, slot_stride_bytes
 
 @dataclass(frozen=True, slots=True)
 class SessionSlots:
-    """`count` slots that one rank stores of a session in one group.
-
-    payload_bytes: of the group's chunk. stride_bytes: of a slot in staging and in a slab.
-    """
+    """The `count` slots that one rank stores of a session in one group. `payload_bytes` is that of
+    the group's chunk, `stride_bytes` that of a slot in staging and in a slab."""
 
     count: int
     payload_bytes: int
@@ -41,7 +39,7 @@ class SessionSlots:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a server with offloading would not start, and what to do."""
+    """The reason why a server with offloading would not start, and the remedy."""
 
     what: str
     remedy: str
@@ -49,10 +47,10 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Sessions that fit into the bytes for KV on one GPU, one rank's cache slots, or the pool.
+    """The sessions that fit into the bytes for KV on one GPU, one rank's cache slots, or the pool.
 
-    free_bytes below 0: the weights do not fit. session_bytes: of one session there. engines: each
-    has as much room.
+    If `free_bytes` is below 0, the weights do not fit. `session_bytes` is for one session there.
+    Each of `engines` has as much room.
     """
 
     free_bytes: int
@@ -67,7 +65,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One thing that all bytes pass. needed: how many of it the objective asks for."""
+    """A part through which all bytes pass. `needed` is how many of it the objective requires."""
 
     name: str
     bytes_per_s: float
@@ -76,7 +74,7 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Reload:
-    """All of the returning sessions, loaded at once."""
+    """A load of all returning sessions at once."""
 
     session_bytes: int
     needed_bytes_per_s: float
@@ -93,7 +91,7 @@ class KvSizes:
     """Formulas for one model in one deployment; results are bytes unless named otherwise."""
 
     def __init__(self, model: ModelShape, deployment: Deployment) -> None:
-        """ConfigError for a split or a layout of the model that vLLM refuses."""
+        """Raises ConfigError for a split or a layout of the model that vLLM refuses."""
         self.model, self.deployment = model, deployment
         ranks = deployment.tensor_parallel
         for cache in model.caches:
@@ -112,7 +110,7 @@ class KvSizes:
 
     @property
     def refusal(self) -> Refusal | None:
-        """The server's own refusals, as far as a model's configuration shows them."""
+        """Return the server's own refusal, as far as a model's configuration shows it."""
         if any(c.kind is LayerKind.WINDOW and not c.stored for c in self.model.caches):
             what = "windows that vLLM computes again after a hit (bounded replay)"
             return Refusal(what, "add --no-swa-bounded-replay to vLLM's options")
@@ -123,7 +121,7 @@ class KvSizes:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens in a block of the layers that keep every token, or of the first group."""
+        """Return a block's tokens in layers that keep every token, or in the first group."""
         kept = [one for one in self.plan.groups if one.cache.kind.keeps_every_token]
         return (kept or self.plan.groups)[0].block_tokens
 
@@ -133,13 +131,13 @@ class KvSizes:
 
     @property
     def unit_tokens(self) -> int:
-        """A prefix that is found again ends at a multiple of this."""
+        """Return the unit at a multiple of which a prefix that is found again ends."""
         return math.lcm(*(g.block_tokens for g in self.plan.stored)) * self.blocks_per_chunk
 
     @property
     def boundary_tokens(self) -> int:
-        """Tokens between two boundaries that are stored to last, by the default settings; 0: no
-        group needs one."""
+        """Return the tokens between two lasting boundaries, by the default settings, or 0 if no
+        group needs boundaries."""
         unit = math.lcm(self.unit_tokens, *(group.block_tokens for group in self.plan.groups))
         return automatic(self.groups(), unit)
 
@@ -147,7 +145,7 @@ class KvSizes:
         return self.plan.stages[self.fullest if stage is None else stage]
 
     def groups(self, stage: int | None = None) -> list[RankGroup]:
-        """The stored groups on one rank of a stage."""
+        """Return the stored groups on one rank of a stage."""
         found = []
         for position, group in enumerate(self.plan.groups):
             if group.stored:
@@ -159,23 +157,23 @@ class KvSizes:
         return found
 
     def token_bytes(self) -> int:
-        """What each token adds for good, each byte counted once however many ranks hold it."""
+        """Return what each token adds for good, counting each byte once over all ranks."""
         return round(self._growing(1, range(self.model.layers)))
 
     def rank_token_bytes(self, stage: int | None = None) -> int:
-        """What each token adds for good on one rank."""
+        """Return what each token adds for good on one rank."""
         growing = self._growing(self.deployment.tensor_parallel, self._layers(stage))
         return round(growing / self.deployment.decode_context_parallel)
 
     def _growing(self, tensor_parallel: int, layers: range) -> float:
-        """Bytes that a token adds to caches that keep every token; the others do not grow."""
+        """Return the bytes that a token adds to caches that keep every token."""
         kv_bytes = self.deployment.kv_element_bytes
         kept = (self.model.caches[at] for layer, at in self.model.order if layer in layers)
         kept = (one for one in kept if one.kind.keeps_every_token)
         return sum(c.entry_bytes(tensor_parallel, kv_bytes) / c.tokens_per_entry for c in kept)
 
     def copies(self) -> float:
-        """Bytes on all ranks ÷ bytes that the model makes; above 1: ranks hold equal bytes."""
+        """Return bytes on all ranks ÷ bytes of the model; above 1, ranks hold equal bytes."""
         ranks, kv_bytes = self.deployment.tensor_parallel, self.deployment.kv_element_bytes
         once = each = 0
         for cache in self.model.caches:
@@ -187,40 +185,40 @@ class KvSizes:
         return each * self.deployment.stage_ranks / once if once else 1.0
 
     def page_bytes(self, cache: LayerCache) -> int:
-        """One block in one layer on one rank, without padding."""
+        """Return the bytes of one block in one layer on one rank, without padding."""
         pages = (page for group in self.plan.groups for page in group.pages)
         return next(page.true_bytes for page in pages if page.cache == cache)
 
     def fragment_bytes(self, cache: LayerCache) -> int:
-        """The contiguous piece of a page where keys and values are apart."""
+        """Return the contiguous piece of a page if keys and values are apart."""
         return self.page_bytes(cache) // (2 if cache.value_width else 1)
 
     def block_bytes(self) -> int:
-        """One block in GPU memory on one rank: that of the widest group."""
+        """Return the bytes of a block in GPU memory on one rank, which are the widest group's."""
         return self.plan.stride_bytes(self.fullest)
 
     def rank_weights_bytes(self) -> int | None:
-        """Weights on one rank, spread evenly; None: unknown. Ranks of prefill context parallelism
-        have equal ones."""
+        """Return the weights on one rank, spread evenly; None if unknown. Ranks of prefill context
+        parallelism have equal weights."""
         total, deployment = self.model.weights.total_bytes, self.deployment
         shares = deployment.tensor_parallel * deployment.pipeline_parallel
         return None if total is None else -(-total // shares)
 
     def state_bytes(self) -> int:
-        """Recurrent state of one sequence on one rank."""
+        """Return the recurrent state of one sequence on one rank."""
         return sum(g.payload_bytes for g in self.groups() if g.group.kind is GroupKind.STATE)
 
     def boundary_bytes(self) -> int:
-        """What a boundary needs on one rank besides the KV of all tokens before it."""
+        """Return what a boundary needs on one rank besides the KV of all tokens before it."""
         return sum(g.payload_bytes * (g.group.reach_chunks or 0) for g in self.groups())
 
     def session_rank_bytes(self, context_tokens: int) -> int:
-        """A session in GPU memory on one rank: whole blocks of the one size."""
+        """Return a session's bytes in GPU memory on one rank: whole blocks of the one size."""
         blocks = sum(_held_blocks(group, context_tokens) for group in self.plan.groups)
         return blocks * self.block_bytes()
 
     def session_slots(self, context_tokens: int, stage: int | None = None) -> list[SessionSlots]:
-        """Slots that one rank stores of a session: up to its last boundary, and what that needs."""
+        """Return the slots that a rank stores of a session, with its last boundary."""
         groups, end = self.groups(stage), context_tokens - context_tokens % self.unit_tokens
         stride = slot_stride_bytes(max(one.payload_bytes for one in groups))
         slots = []
@@ -230,22 +228,22 @@ class KvSizes:
         return slots
 
     def _all_slots(self, context_tokens: int) -> Iterator[SessionSlots]:
-        """Slots of one rank of each stage, as often as the stage has ranks."""
+        """Yield slots of one rank of each stage, as often as the stage has ranks."""
         for stage in [*self._stages] * self.deployment.stage_ranks:
             yield from self.session_slots(context_tokens, stage)
 
     def loaded_bytes(self, context_tokens: int) -> int:
-        """Bytes that all ranks read to bring a session back from the pool."""
+        """Return the bytes that all ranks read to load a session from the pool."""
         own = self._all_slots(context_tokens)
         return sum(one.count * slot_stride_bytes(one.payload_bytes) for one in own)
 
     def pooled_bytes(self, context_tokens: int) -> int:
-        """Bytes of a session in the pool, over all ranks, with the table's entries."""
+        """Return the bytes of a session in the pool, over all ranks, with table entries."""
         slots = self._all_slots(context_tokens)
         return sum(s.count * (s.stride_bytes + ENTRY_BYTES) for s in slots)
 
     def gpu_room(self) -> Room | None:
-        """GPU memory, weights spread evenly; None if the weights' size is unknown."""
+        """Return GPU memory, weights spread evenly; None if the weights' size is unknown."""
         deployment, weights = self.deployment, self.rank_weights_bytes()
         if weights is None:
             return None
@@ -254,7 +252,7 @@ class KvSizes:
         return Room(free, self.session_rank_bytes(deployment.context_tokens), deployment.engines)
 
     def cpu_room(self) -> Room:
-        """The cache slots of the staging."""
+        """Return the room in the cache slots of the staging."""
         deployment = self.deployment
         slots = self.session_slots(deployment.context_tokens)
         session = sum(one.count * one.stride_bytes for one in slots)
@@ -265,10 +263,8 @@ class KvSizes:
         return Room(cache_slots * stride, session, deployment.engines)
 
     def pool_room(self, drives: int) -> Room:
-        """The pool on `drives` drives; a session may use several, so no drive's rest is lost.
-
-        Each rank has a log on each drive.
-        """
+        """Return the room of the pool on `drives` drives; a session may use several, so no rest is
+        lost. Each rank has a log on each drive."""
         ranks = self.deployment.ranks
         each = int(self.deployment.drive_bytes * self.deployment.drive_fill)
         each -= ranks * log_pages_of(each // ranks) * PAGE_BYTES
@@ -295,10 +291,10 @@ class KvSizes:
 
 
 def _check_context_parallel(model: ModelShape, deployment: Deployment) -> None:
-    """Raise a ConfigError for sizes of context parallelism that vLLM refuses.
+    """Raise ConfigError for sizes of context parallelism that vLLM refuses.
 
     Decode context parallelism divides the tokens of full and latent attention, and leaves states
-    whole. vLLM also wants the query heads per KV head to be a multiple of it, which is not known
+    whole. vLLM also requires the query heads per KV head to be a multiple of it, which is not known
     here.
     """
     tp, pcp = deployment.tensor_parallel, deployment.prefill_context_parallel
@@ -326,13 +322,14 @@ def _check_context_parallel(model: ModelShape, deployment: Deployment) -> None:
 
 
 def _held_blocks(group: PlannedGroup, context_tokens: int) -> int:
-    """Blocks that vLLM keeps of a context, between two steps."""
+    """Return the blocks that vLLM keeps of a context, between two steps."""
     blocks, reach = -(-context_tokens // group.block_tokens), group.cache.reach_tokens or 0
     if group.cache.kind is LayerKind.WINDOW:
-        # A window need not begin where a block does: one more than it covers.
+        # A window need not begin at a block boundary, so it may touch one more block than it
+        # covers.
         return min(blocks, -(-(reach - 1) // group.block_tokens) + 1)
     if group.cache.kind is LayerKind.LOCAL:
         return min(blocks, -(-reach // group.block_tokens))
     if group.cache.kind is LayerKind.STATE:
-        return 2  # the one that is computed, and the last one that can be found again
+        return 2  # the current one, and the last that can be found again
     return 1 if group.cache.kind is LayerKind.RING else blocks

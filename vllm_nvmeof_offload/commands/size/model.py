@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's config.json, or a preset with its keys, read into its layers' caches and weights' size.
+"""Reads a model's config.json, or a preset, into its layers' caches and the size of its weights.
 
-A *cache* is what one layer keeps of a sequence under one KV cache specification of vLLM; a layer
+A *cache* is a layer's memory of a sequence under one KV cache specification of vLLM; a layer
 may keep several (attention beside a state, keys of an indexer, a compressor's rows). Recurrent
 state (Mamba, linear attention) is fixed per sequence: a convolution's last inputs, and a matrix
 for each head, as in the families' papers and code. Weights are estimated by counting matrices;
@@ -31,7 +31,7 @@ Config = dict[str, Any]
 
 _INDEX = "model.safetensors.index.json"
 _FILE_BYTES_MAX = 64 << 20
-#: Keys of models whose layers keep something that is not sized here.
+#: Keys of models with layers that keep something which is not sized here.
 _NOT_SIZED = {
     "block_configs": "heads that differ from layer to layer",
     "index_kpool": "pooled index keys",
@@ -40,11 +40,11 @@ _NOT_SIZED = {
     "sconv_kernel_size": "windows of convolutions",
     "layer_group_size": "linear attention in groups of layers",
 }
-#: How the keys of states begin.
+#: The prefixes of the keys of states.
 _STATE_KEYS = ("mamba_", "ssm_", "linear_num_", "linear_attn_", "conv_L_")
-#: Bytes of a quantized parameter; a 4-bit value has its share of one 8-bit scale for each 32.
+#: The bytes of a quantized parameter; a 4-bit value has its share of one 8-bit scale per 32.
 _QUANTIZED_BYTES = {"fp8": 1, "mxfp4": (4 + 8 / 32) / 8}
-#: Bytes of one element, by the names that models and vLLM use.
+#: The bytes of one element, by the names that models and vLLM use.
 DTYPES = {
     **dict.fromkeys(("bfloat16", "bf16", "float16", "fp16", "half"), 2),
     **dict.fromkeys(("float32", "fp32", "float"), 4),
@@ -53,12 +53,12 @@ DTYPES = {
 
 
 def dtype_bytes(name: object) -> int | None:
-    """Bytes of one element of dtype `name`; None for a name that is not known."""
+    """Return the bytes of one element of dtype `name`, or None for an unknown name."""
     return DTYPES.get(str(name).removeprefix("torch.").lower())
 
 
 class LayerKind(enum.Enum):
-    """How a layer's memory grows with the sequence."""
+    """The way in which a layer's memory grows with the sequence."""
 
     FULL = "full attention"
     LATENT = "latent attention (MLA)"
@@ -75,12 +75,12 @@ class LayerKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RecurrentState:
-    """State of one layer for one sequence, of any length.
+    """The state of one layer for one sequence, of any length.
 
     A convolution keeps its last conv_tokens inputs of `conv_bytes` per element: value_width
     elements, and twice key_width for each of `groups`. A matrix has value_width × key_width
-    elements of `recurrent_bytes`. copied: if there are more ranks than groups, each rank has a
-    group of its own.
+    elements of `recurrent_bytes`. `copied`: if there are more ranks than groups, each rank has a
+    separate group.
     """
 
     value_width: int
@@ -92,7 +92,7 @@ class RecurrentState:
     copied: bool = False
 
     def rank_bytes(self, tensor_parallel: int) -> int:
-        """Bytes on one of `tensor_parallel` ranks."""
+        """Return the bytes on one of `tensor_parallel` ranks."""
         copied = self.copied and self.groups % tensor_parallel
         groups = tensor_parallel if copied else self.groups
         width = (self.value_width + 2 * groups * self.key_width) // tensor_parallel
@@ -102,15 +102,15 @@ class RecurrentState:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """What each of `layers` layers keeps under one KV cache specification.
+    """The cache that each of `layers` layers keeps under one KV cache specification.
 
-    key_width, value_width: elements per entry and KV head; a latent has one head and no value.
-    reach_tokens: of a WINDOW the window, of a LOCAL the attention chunk. element_bytes: set if the
-    cache does not follow the KV cache's dtype. tokens_per_entry: above 1 where tokens are
-    compressed. block_tokens: set if its blocks do not follow --block-tokens. align_bytes: pages are
-    padded to a multiple. fp8_entry_bytes: of one packed entry, where an 8-bit KV cache is packed.
-    state: of a STATE, None if its size is unknown. stored: False if vLLM never finds it again by
-    prefix, and recomputes it.
+    `key_width` and `value_width` are elements per entry and KV head; a latent has one head and no
+    value. `reach_tokens` is the length of a WINDOW, or of a LOCAL's attention chunk.
+    `element_bytes` is set if the cache does not follow the KV cache's dtype. `tokens_per_entry` is
+    above 1 if tokens are compressed. `block_tokens` is set if its blocks do not follow
+    --block-tokens. Pages are padded to a multiple of `align_bytes`. `fp8_entry_bytes` is for one
+    packed entry, if an 8-bit KV cache is packed. `state` is for a STATE, None if its size is
+    unknown. `stored` is False if vLLM never finds it again by prefix, and recomputes it.
     """
 
     kind: LayerKind
@@ -128,7 +128,7 @@ class LayerCache:
     stored: bool = True
 
     def entry_bytes(self, tensor_parallel: int, kv_bytes: int) -> int:
-        """Bytes of one entry in one layer on one rank; 0 for a STATE."""
+        """Return the bytes of one entry in one layer on one rank; 0 for a STATE."""
         if self.kind is LayerKind.STATE:
             return 0
         if self.fp8_entry_bytes is not None and kv_bytes == 1:
@@ -139,7 +139,7 @@ class LayerCache:
         return heads * (self.key_width + self.value_width) * (self.element_bytes or kv_bytes)
 
     def block_bytes(self, block_tokens: int, tensor_parallel: int, kv_bytes: int) -> int:
-        """Bytes that one block of `block_tokens` holds in one layer on one rank, unpadded."""
+        """Return the unpadded bytes of a block of `block_tokens` in one layer on one rank."""
         if self.kind is LayerKind.STATE:
             return self.state.rank_bytes(tensor_parallel) if self.state else 0
         return block_tokens // self.tokens_per_entry * self.entry_bytes(tensor_parallel, kv_bytes)
@@ -147,7 +147,7 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Bytes of all weights, over all ranks; None: unknown. `source`: how the number is known."""
+    """The bytes of all weights, over all ranks; None if unknown. `source`: their origin."""
 
     total_bytes: int | None
     source: str
@@ -157,8 +157,8 @@ class Weights:
 class ModelShape:
     """The part of a model that decides the size of its KV cache and weights.
 
-    layers: of the decoder. order: (decoder layer, position in `caches`) of every cache of a layer,
-    in the order in which vLLM registers them.
+    `layers` are the decoder's. `order` has (decoder layer, position in `caches`) of every cache of
+    a layer, in the order in which vLLM registers them.
     """
 
     name: str
@@ -172,14 +172,14 @@ class ModelShape:
     notes: tuple[str, ...] = ()
 
     def kv_element_bytes(self, name: str) -> int:
-        """Bytes of one element of a KV cache of dtype `name`, or of the model's for "auto"."""
+        """Return a KV cache element's bytes for dtype `name`, or the model's for "auto"."""
         found = self.element_bytes if name == "auto" else dtype_bytes(name)
         if found is None:
             raise ConfigError("--kv-dtype", name, f"give auto or one of {', '.join(DTYPES)}")
         return found
 
 
-#: Spellings of a layer in lists of layers → its caches in `_CACHES`.
+#: The spellings of a layer in lists of layers → its caches in `_CACHES`.
 _TYPES: dict[object, str] = {
     **dict.fromkeys(("full_attention", "attention", "global", "indexed_attention"), "full"),
     **dict.fromkeys(("minimax_m3_sparse", "deepseek_sparse_attention"), "full"),
@@ -195,9 +195,9 @@ _LISTS: dict[str, dict[object, str]] = {
     "hybrid_layer_pattern": {0: "full", 1: "window"},
     "hybrid_override_pattern": {"M": "state", "*": "full", "-": "", "E": ""},
 }
-#: Families whose layers are alike: each of Falcon-H1's has attention and Mamba side by side.
+#: Families with equal layers: each of Falcon-H1's has both attention and Mamba.
 _ALIKE = dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), "state") | {"falcon_h1": "full state"}
-#: Families in which every n-th layer is a full one, where config.json leaves it to the code.
+#: Families in which every n-th layer is a full one, if config.json leaves it to the code.
 _FULL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 _LINEAR_EVERY = {"qwen3_next": 4, "qwen3_5_text": 4, "qwen3_5_moe_text": 4}
 #: A layer of DeepSeek V4, by the tokens that make one compressed entry: a window, entries, and the
@@ -210,7 +210,7 @@ _V4_LAYERS = {
 _V41_SOURCE = "v41_keys v41_window v41_entries"
 _V41_LAYERS = ("v41_window", _V41_SOURCE, f"{_V41_SOURCE} v41_ring")
 
-# Expressions over config.json that `_number` reads. Its error names a key of the last part.
+# Expressions over config.json that `_number` evaluates. Its error names a key of the last part.
 _LAYERS = "num_hidden_layers|n_layer|num_layers|num_hidden_layers"
 _KV_HEADS = (
     "num_key_value_heads|num_kv_heads|n_head_kv|multi_query_group_num|num_attention_groups|"
@@ -250,7 +250,7 @@ _CACHES = {
     "v4_window": f"WINDOW {_V4} reach_tokens=sliding_window block_tokens=64",
     "v4_entries": f"LATENT {_V4} tokens_per_entry=ratio",
     "v4_keys": f"INDEXER {_V4} {_KEYS} tokens_per_entry=ratio",
-    # Where 4 tokens make one entry, two groups of them overlap.
+    # If 4 tokens make one entry, two groups of them overlap.
     "v4_rows": f"{_ROWS} key_width=4*head_dim reach_tokens=8 block_tokens=4",
     "v4_index_rows": f"{_ROWS} key_width=4*index_head_dim reach_tokens=8 block_tokens=4",
     "v4_rows_128": f"{_ROWS} key_width=2*head_dim reach_tokens=128 block_tokens=8",
@@ -288,7 +288,7 @@ def preset_names() -> list[str]:
 
 
 def choose_model(path: Path | None, name: str | None, weights_text: str | None) -> ModelShape:
-    """The model of --model or --preset; ConfigError names an option that cannot be used."""
+    """Return the model of --model or --preset. ConfigError names an option that cannot be used."""
     weights = None
     if weights_text is not None:
         total = read_option("--weights-bytes", weights_text, parse_bytes)
@@ -302,7 +302,7 @@ def choose_model(path: Path | None, name: str | None, weights_text: str | None) 
 
 
 def preset(name: str, weights: Weights | None = None) -> ModelShape:
-    """The preset called `name`, in full or by its last part; ConfigError names the nearest ones."""
+    """Return the preset called `name`, in full or by its last part; ConfigError has close names."""
     names = {key: one for one in _presets() for key in (one.lower().split("/")[-1], one.lower())}
     if full := names.get(name.lower()):
         return parse_model(_presets()[full], full, weights)
@@ -318,10 +318,10 @@ def _presets() -> dict[str, Config]:
 
 
 def read_model(path: Path, weights: Weights | None = None) -> ModelShape:
-    """The model in `path`: a config.json, or the directory that holds it.
+    """Return the model in `path`: a config.json, or the directory that holds it.
 
-    Weights that are not given are read from the directory's index, or estimated. ConfigError for
-    a file that is missing or not JSON, or a model that cannot be sized.
+    Weights that are not given are read from the directory's index, or estimated. Raises ConfigError
+    for a file that is missing or not JSON, or a model that cannot be sized.
     """
     file = path / "config.json" if path.is_dir() else path
     config = _read(file)
@@ -350,14 +350,14 @@ def _read(file: Path) -> Config:
 
 
 def parse_model(config: Config, name: str, weights: Weights | None = None) -> ModelShape:
-    """The model of a config.json; ConfigError names a key that is missing or cannot be sized."""
+    """Return the model of a config.json. ConfigError names a key that is missing or unusable."""
     text = _text(config)
     for key, what in _NOT_SIZED.items():
         if text.get(key):
             raise ConfigError(key, "…", f"this version does not size {what}")
     if text.get("is_encoder_decoder"):
         raise ConfigError("is_encoder_decoder", True, "only decoders are sized")
-    # Some files list the layers, and have no number beside the list.
+    # Some files list the layers, but have no number in addition.
     listed = text.get("layers_block_type")
     layers = len(listed) if listed else _number(text, _LAYERS)
     dtype = _first(text, "torch_dtype", "dtype") or _first(config, "torch_dtype", "dtype")
@@ -386,9 +386,9 @@ def parse_model(config: Config, name: str, weights: Weights | None = None) -> Mo
 
 
 def _block_tokens(text: Config, caches: tuple[LayerCache, ...]) -> int:
-    """Tokens in a block, as these caches' kernels want it by default on an NVIDIA GPU.
+    """Return the tokens in a block, as these caches' kernels need by default on an NVIDIA GPU.
 
-    ConfigError for a model whose file speaks of caches that were not found in it.
+    Raises ConfigError for a model with a file that mentions caches which were not found in it.
     """
     kinds = {cache.kind for cache in caches}
     if not caches:
@@ -406,8 +406,8 @@ def _block_tokens(text: Config, caches: tuple[LayerCache, ...]) -> int:
 
 
 def _text(config: Config) -> Config:
-    """The language model's part, which multimodal files nest, with the keys of parts that Kimi
-    Linear and MiniMax nest, and Falcon's one head."""
+    """Return the language model's part, which multimodal files nest, with the keys of parts that
+    Kimi Linear and MiniMax nest, and Falcon's one head."""
     for key in ("text_config", "llm_config", "language_config", "thinker_config"):
         part = config.get(key)
         if isinstance(part, dict):
@@ -422,15 +422,14 @@ def _text(config: Config) -> Config:
 
 
 def _first(config: Config, *keys: str) -> Any:
-    """The first value of `keys` that is set and not 0 or empty."""
+    """Return the first value of `keys` that is set and not 0 or empty."""
     return next((config[key] for key in keys if config.get(key)), None)
 
 
 def _number(config: Config, expression: str) -> int:
-    """The value of an expression such as `a+b*2|c`: of its first part whose keys are all set.
-
-    ConfigError for a value that is no whole number above 0, or for a missing key of the last part.
-    """
+    """Return the value of an expression such as `a+b*2|c`: of its first part with all keys set.
+    Raises ConfigError for a value that is no whole number above 0, or for a missing key of the last
+    part."""
     key = ""
     for part in expression.split("|"):
         done = product = 0
@@ -450,11 +449,11 @@ def _number(config: Config, expression: str) -> int:
 
 
 def _cache(text: Config, element_bytes: int, name: str, ratio: int) -> LayerCache:
-    """The cache of one layer that `_CACHES` describes. ratio: tokens of a compressed entry."""
+    """Return the cache of a layer from `_CACHES`. `ratio`: tokens per compressed entry."""
     if name == "full" and text.get("kv_lora_rank"):
         latent = "sparse_latent" if text.get("index_head_dim") else "latent"
         name = "minicpm3" if text.get("model_type") == "minicpm3" else latent
-    if name == "window":  # Step has another set of heads there
+    if name == "window":  # Step has different heads there
         text = {**text, **(text.get("attention_other_setting") or {})}
     kind, *expressions = _CACHES[name].split()
     fields: dict[str, Any] = dict(one.split("=") for one in expressions)
@@ -466,16 +465,16 @@ def _cache(text: Config, element_bytes: int, name: str, ratio: int) -> LayerCach
 
 
 def _layers(text: Config, layers: int) -> list[tuple[str, int]]:
-    """For each layer the names of its caches, in the order in which vLLM registers them (an
+    """Return for each layer the names of its caches, in the order in which vLLM registers them (an
     indexer's first), and the tokens per compressed entry."""
     ratios, rates, types = map(text.get, ("compress_ratios", "compress_rates", "layer_types"))
     if not isinstance(ratios, list) and isinstance(rates, dict) and isinstance(types, list):
         ratios = [rates.get(one, 0) for one in types]
-    if ratios:  # those of drafters follow
+    if ratios:  # drafters' ratios follow
         return _compressed(list(map(int, ratios[:layers])), text.get("kv_source_layer_ids"))
     names = _listed(text) or _periodic(text, layers)
-    # Some files list the layers of a drafter too, and the last layers of some models use the cache
-    # of an earlier one.
+    # Some files also list a drafter's layers, and the last layers of some models use the cache of
+    # an earlier layer.
     names = names[: layers - _number(text, "num_kv_shared_layers|0")]
     keys, marks = _indexers(text, layers)
     for layer, mark in enumerate(marks[: len(names)]):
@@ -485,7 +484,7 @@ def _layers(text: Config, layers: int) -> list[tuple[str, int]]:
 
 
 def _compressed(ratios: list[int], sources: list[int] | None) -> list[tuple[str, int]]:
-    """`_layers` of DeepSeek V4 and, with `sources`, V4.1. A ratio of 0: it has only a window."""
+    """Return `_layers` of DeepSeek V4 and, with `sources`, V4.1. A ratio of 0 is only a window."""
     found = []
     for layer, ratio in enumerate(ratios):
         if sources:
@@ -499,7 +498,7 @@ def _compressed(ratios: list[int], sources: list[int] | None) -> list[tuple[str,
 
 
 def _indexers(text: Config, layers: int) -> tuple[str, list[bool]]:
-    """The name of an indexer's keys, and by layer whether it computes an index: some share one."""
+    """Return the name of an indexer's keys, and by layer whether it computes an index."""
     types, topk_types = text.get("layer_types"), text.get("indexer_types")
     if text.get("use_sparse_attention"):
         sparse = text.get("sparse_attention_freq")
@@ -519,19 +518,19 @@ def _indexers(text: Config, layers: int) -> tuple[str, list[bool]]:
 
 
 def _window_tokens(config: Config) -> int:
-    """The reach of a windowed layer in tokens; 0 where no window is in use."""
+    """Return the reach of a windowed layer in tokens, or 0 if no window is in use."""
     return 0 if config.get("use_sliding_window") is False else _number(config, f"{_WINDOW}|0")
 
 
 def _listed(config: Config) -> list[str]:
-    """The names of layers that a key lists; empty: none does."""
+    """Return the names of layers that a key lists, or nothing."""
     for key, spellings in _LISTS.items():
         names = config.get(key)
         if isinstance(names, list | str) and names:
             if unknown := [one for one in names if one not in spellings]:
                 known = ", ".join(map(str, spellings))
                 raise ConfigError(key, unknown[0], f"not sized; known are {known}")
-            # Some files list windows beside a window of null: then there is none.
+            # Some files list windows but have a window of null: then there is none.
             reach = {"window": _window_tokens(config), "local": config.get("attention_chunk_size")}
             found = (spellings[one] for one in names)
             return [one if reach.get(one, True) else "full" for one in found]
@@ -539,7 +538,7 @@ def _listed(config: Config) -> list[str]:
 
 
 def _periodic(config: Config, layers: int) -> list[str]:
-    """The names of layers that follow a rule: some are full ones, the others of another kind."""
+    """Return the names of layers that follow a rule: some are full, the others of another kind."""
     every, others = range(layers), "state"
     family = str(config.get("model_type", ""))
     rope = config.get("no_rope_layers") or []
@@ -571,10 +570,9 @@ def _periodic(config: Config, layers: int) -> list[str]:
 
 
 def _recurrent_state(config: Config, model_bytes: int) -> RecurrentState | None:
-    """State of one layer, or None for a family whose state this version cannot size.
-
-    model_bytes: of one element, also of the recurrent part's unless the file names its dtype.
-    """
+    """Return the state of one layer, or None for a family with a state that this version cannot
+    size. `model_bytes` is for one element, also of the recurrent part unless the file names its
+    dtype."""
     family = str(config.get("model_type"))
     dtype = _first(config, "mamba_ssm_cache_dtype", "mamba_ssm_dtype")
     for key, row in _STATES.items():
@@ -590,8 +588,8 @@ def _recurrent_state(config: Config, model_bytes: int) -> RecurrentState | None:
 def _estimate(
     whole: Config, text: Config, caches: tuple[LayerCache, ...], element_bytes: int
 ) -> Weights:
-    """The size of all parameters of the language model, as far as its file says enough."""
-    # Gemma leaves the key out of the file, and ties.
+    """Estimate the size of the language model's parameters, as far as its file allows."""
+    # Gemma omits the key from the file, and ties.
     tied = text.get("tie_word_embeddings", str(text.get("model_type")).startswith("gemma"))
     try:
         parameters = _number(text, "vocab_size*hidden_size") * (1 if tied else 2)
@@ -606,7 +604,7 @@ def _estimate(
 
 
 def _bytes_per_parameter(config: Config, model_bytes: int) -> tuple[float, str]:
-    """Bytes of one stored parameter, and why."""
+    """Return the bytes of one stored parameter, and why."""
     quantization = _first(config, "quantization_config", "compression_config")
     if not isinstance(quantization, dict):
         return model_bytes, "its dtype"
@@ -620,7 +618,7 @@ def _bytes_per_parameter(config: Config, model_bytes: int) -> tuple[float, str]:
 
 
 def _mixer(config: Config, cache: LayerCache) -> int:
-    """Parameters of one layer's attention or recurrent part; ConfigError if they are not known."""
+    """Return parameters of one layer's attention or recurrent part; ConfigError if unknown."""
     read = functools.partial(_number, config)
     hidden, state = read("hidden_size"), cache.state
     if cache.kind is LayerKind.INDEXER:
@@ -645,7 +643,7 @@ def _mixer(config: Config, cache: LayerCache) -> int:
 
 
 def _feed_forward(config: Config) -> int:
-    """Parameters of all layers' feed-forward networks."""
+    """Return the parameters of all layers' feed-forward networks."""
     read = functools.partial(_number, config)
     experts = read("n_routed_experts|num_experts|num_local_experts|0")
     if not experts:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV cache groups of a model, as vLLM 0.32 and 0.33 form them from its layers' caches.
+"""A model's KV cache groups, as vLLM 0.32 and 0.33 form them from its layers' caches.
 
-Layers whose caches need the same blocks form one group. Otherwise the layout decides. With blocks
-outermost (BLHNC, which this package asks for on a GPU) caches of several page sizes are *packed*:
-one group per kind, except that windows and states are split until a group fits the block that the
-other groups need anyway. In all other cases pages get one size first, by larger blocks or by
-padding, and each kind is split into groups with as many layers as the smallest kind has.
+Layers with caches that need the same blocks form one group. Otherwise the layout decides. With
+blocks outermost (BLHNC, which this package requires on a GPU) caches of several page sizes are
+*packed*: one group per kind, except that windows and states are split until a group fits the block
+that the other groups need anyway. In all other cases pages get one size first, by larger blocks or
+by padding, and each kind is split into groups with as many layers as the smallest kind has.
 
-A block of the GPU's memory is as large as the largest group's; what a group has of it are its own
+A block of the GPU's memory is as large as the largest group's; each group uses its own
 layers' pages without padding.
 """
 
@@ -29,17 +29,17 @@ from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.groups import GroupBlocks, GroupKind, blocks_that_fit, why_one_block
 from vllm_nvmeof_offload.units import align_up
 
-#: Kernels of latent attention beside states want blocks of a multiple of this.
+#: Kernels of latent attention combined with states need blocks of a multiple of this.
 _LATENT_STATE_ALIGN_TOKENS = 128
-#: If the largest kind has fewer than this many times the layers of the smallest, groups are equal.
+#: If the largest kind has fewer than this many times the smallest's layers, groups are equal.
 _SIMILAR = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One layer's cache on one rank. Bytes are of one block: with padding, and without.
+    """One layer's cache on one rank. Bytes are for one block: with padding, and without.
 
-    block_tokens: of a block on all ranks that share it (decode context parallelism).
+    `block_tokens` is for a block on all ranks that share it (decode context parallelism).
     """
 
     layer: int
@@ -69,27 +69,27 @@ class PlannedGroup:
 
     @property
     def kind(self) -> GroupKind:
-        """The server's kind: latents and an indexer's keys are kept like full attention."""
+        """Return the server's kind: latents and an indexer's keys are kept like full attention."""
         return GroupKind.__members__.get(self.cache.kind.name, GroupKind.FULL)
 
     def page_bytes(self, stage: range) -> int:
-        """Bytes of GPU memory that one block needs for the layers of a stage."""
+        """Return the bytes of GPU memory that one block needs for the layers of a stage."""
         return sum(page.page_bytes for page in self.pages if page.layer in stage)
 
     def true_bytes(self, stage: range) -> int:
-        """Bytes of one block that are stored for the layers of a stage."""
+        """Return the bytes of one block that are stored for the layers of a stage."""
         return sum(page.true_bytes for page in self.pages if page.layer in stage)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All groups of a model. stages: decoder layers of each stage of the pipeline."""
+    """All groups of a model. `stages` has the decoder layers of each stage of the pipeline."""
 
     groups: tuple[PlannedGroup, ...]
     stages: tuple[range, ...]
 
     def stride_bytes(self, stage: int = 0) -> int:
-        """Bytes of a block in GPU memory on one rank of `stage`: those of the widest group."""
+        """Return the bytes of a block in GPU memory on one rank of `stage`: the widest group's."""
         return max(group.page_bytes(self.stages[stage]) for group in self.groups)
 
     @property
@@ -97,14 +97,14 @@ class Plan:
         return tuple(group for group in self.groups if group.stored)
 
     def choose_blocks_per_chunk(self, given: int | None) -> int:
-        """Blocks per chunk, as the server chooses with its default settings; ConfigError if `given`
-        cannot be."""
+        """Return the blocks per chunk, as the server chooses with its default settings; ConfigError
+        if `given` cannot be used."""
         groups = [GroupBlocks(g.kind, g.block_tokens, g.cache.reach_tokens) for g in self.stored]
         if not groups:
             return given or 1
         if given is not None and given > 1 and (reason := why_one_block(groups)):
             raise ConfigError("--blocks-per-chunk", given, f"{reason}; leave it out")
-        # The stages of a pipeline have different numbers of layers: there only tokens count.
+        # Pipeline stages have different numbers of layers, so that only tokens count there.
         block_bytes = self.stride_bytes() if len(self.stages) == 1 else 1
         wanted = chunk_blocks(OffloadConfig(), block_bytes, groups[0].block_tokens)
         return given or blocks_that_fit(groups, wanted)
@@ -130,14 +130,14 @@ def plan_groups(model: ModelShape, deployment: Deployment) -> Plan:
 
 
 def stages_of(layers: int, count: int) -> tuple[range, ...]:
-    """Decoder layers of each stage: the rest goes to the stages before the last one."""
+    """Return the decoder layers of each stage: the rest goes to the stages before the last one."""
     each, rest = divmod(layers, count)
     ends = [at * each + min(rest, max(0, at - (count - 1 - rest))) for at in range(count + 1)]
     return tuple(itertools.starmap(range, itertools.pairwise(ends)))
 
 
 def _pages(model: ModelShape, deployment: Deployment) -> list[Page]:
-    """Each cache of each layer, in the order in which vLLM registers them."""
+    """Return each cache of each layer, in the order in which vLLM registers them."""
     ranks, kv_bytes = deployment.tensor_parallel, deployment.kv_element_bytes
     block_tokens = deployment.block_tokens or model.block_tokens
     states = [one for one in model.caches if one.kind is LayerKind.STATE]
@@ -162,7 +162,7 @@ def _pages(model: ModelShape, deployment: Deployment) -> list[Page]:
 
 
 def _alike(pages: Iterable[Page], key: Callable[[Page], object]) -> list[list[Page]]:
-    """The pages of each value of `key`, in the order of the first ones."""
+    """Return the pages of each value of `key`, in the order of the first ones."""
     found: dict[object, list[Page]] = {}
     for page in pages:
         found.setdefault(key(page), []).append(page)
@@ -170,7 +170,7 @@ def _alike(pages: Iterable[Page], key: Callable[[Page], object]) -> list[list[Pa
 
 
 def _needs(page: Page) -> object:
-    """Equal for pages that need the same blocks for any sequence."""
+    """Return a value that is equal for pages that need the same blocks for any sequence."""
     cache = page.cache
     if cache.kind.keeps_every_token:
         return page.block_tokens
@@ -179,7 +179,7 @@ def _needs(page: Page) -> object:
 
 
 def _one_page_size(pages: list[Page]) -> list[Page]:
-    """Pages of the largest page's size: by more tokens in a block, or by padding."""
+    """Return pages of the largest page's size, by more tokens in a block or by padding."""
     largest = max(page.page_bytes for page in pages)
     unified = []
     for page in pages:
@@ -196,7 +196,7 @@ def _one_page_size(pages: list[Page]) -> list[Page]:
 
 
 def _split_evenly(pages: list[Page]) -> list[list[Page]]:
-    """Groups with as many layers as the smallest kind has, or the largest if that is similar."""
+    """Return groups with as many layers as the smallest kind, or the largest if similar."""
     kinds = _alike(pages, lambda page: (page.cache, page.block_tokens, page.page_bytes))
     fewest, most = min(map(len, kinds)), max(map(len, kinds))
     size = most if most < fewest * _SIMILAR else fewest
@@ -204,13 +204,13 @@ def _split_evenly(pages: list[Page]) -> list[list[Page]]:
 
 
 def _packed(buckets: list[list[Page]]) -> list[list[Page]]:
-    """Groups whose blocks hold pages of several sizes side by side."""
+    """Return groups with blocks that hold pages of several sizes side by side."""
     sizes = [Counter(page.page_bytes for page in bucket) for bucket in buckets]
     even = [one for one in sizes if len(set(one.values())) == 1]
     most = [max(one.values()) for one in even]
     mixed = max((max(one.values()) for one in even if len(one) > 1), default=0)
-    # Layers of each page size in a group, 0 where no bucket mixes sizes evenly: those with the
-    # least padding over all buckets; of equals, the largest.
+    # The layers of each page size in a group, or 0 if no bucket mixes sizes evenly: those with the
+    # least padding over all buckets; among equals, the largest.
     repeats = mixed and min(
         range(mixed, max(most) + 1),
         key=lambda size: (sum(-count % size for count in most), -size),
@@ -234,7 +234,7 @@ def _packed(buckets: list[list[Page]]) -> list[list[Page]]:
 
 
 def _split(bucket: list[Page], count: int) -> list[list[Page]]:
-    """`count` groups, each with as many pages of every size, as far as they go."""
+    """Return `count` groups, each with as many pages of every size as possible."""
     if count == 1:
         return [bucket]
     patterns = list(zip(*_alike(bucket, lambda page: page.page_bytes), strict=False))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """All figures of one model on one deployment, each with its formula; assumptions and notes.
 
-Nothing here is measured. Figures that others have published stand beside ours. For a cluster of
-prefill and decode nodes that load through the links of both, DualPath (Wu et al., arXiv 2602.21548)
-gives the ratio within which neither the links between nodes nor a node's memory is busy before all
-links to storage are. How many agents fit follows from what the busiest part can do per second, as
-in any closed queue.
+Nothing here is measured. Figures that others have published are shown next to ours. For a cluster
+of prefill and decode nodes that load through the links of both, DualPath (Wu et al., arXiv
+2602.21548) gives the ratio within which neither the links between nodes nor a node's memory is busy
+before all links to storage are. How many agents fit follows from what the busiest part can do per
+second, as in any closed queue.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ DATA24_DRIVES = (1, 6, 12, 24)
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """`value` in `unit`; `text` for people; `formula`: what it was computed from."""
+    """A `value` in `unit`, as `text` for display, and the `formula` from which it was computed."""
 
     section: str
     name: str
@@ -61,7 +61,7 @@ class Figure:
 class LayersRow:
     """One kind of layers. Bytes of one block (or of the state) in one layer on one rank.
 
-    fragment_bytes: the contiguous piece where layers, keys and values are apart.
+    `fragment_bytes` is the contiguous piece if layers, keys and values are apart.
     """
 
     kind: str
@@ -74,7 +74,7 @@ class LayersRow:
 
 @dataclass(frozen=True, slots=True)
 class ScaleRow:
-    """One number of drives: ours by formula, and a published ratio beside it."""
+    """A number of drives: our figure by formula, and a published ratio."""
 
     drives: int
     sessions_held: int
@@ -175,7 +175,7 @@ def _model_figures(sizes: KvSizes) -> Iterator[Figure]:
 
 
 def _room_figures(sizes: KvSizes, room: Room | None) -> Iterator[Figure]:
-    """room: of GPU memory."""
+    """Yield the figures of a room in GPU memory."""
     deployment, weights = sizes.deployment, sizes.rank_weights_bytes()
     drives, engines = deployment.drives, f"{deployment.engines} engines"
     if room is not None and weights is not None:
@@ -223,7 +223,7 @@ def _reload_figures(deployment: Deployment, back: Reload) -> Iterator[Figure]:
 
 
 def ratio_range(deployment: Deployment) -> tuple[float, float]:
-    """The least and the most prefill nodes per decode node; none, if the first is larger."""
+    """Return the least and the most prefill nodes per decode node; none if the first is larger."""
     gpus, links = deployment.node_gpus, deployment.node_storage_links
     rate = parse_link(deployment.node_link).total_bytes_per_s
     memory = deployment.node_memory_bytes_per_s / (links * rate)
@@ -234,15 +234,15 @@ def ratio_range(deployment: Deployment) -> tuple[float, float]:
 def turns_per_s(
     links: int, link_bytes_per_s: float, read_bytes: float, prefill: int, compute_s: float
 ) -> float:
-    """Turns that links and prefill nodes carry at most, each of which reads and computes so much;
-    compute_s 0: computing bounds nothing."""
+    """Return the most turns per second that links and prefill nodes carry, if each turn reads and
+    computes this much; if compute_s is 0, computing is no limit."""
     read = links * link_bytes_per_s / read_bytes
     return min(read, prefill / compute_s) if compute_s else read
 
 
 def _cluster_figures(deployment: Deployment, read_bytes: float) -> Iterator[Figure]:
-    """Nothing without a cluster. read_bytes: of a turn, which returns with its whole context; 0:
-    the context is shorter than a chunk."""
+    """Yield a cluster's figures, if there is one. `read_bytes` is for a turn, which returns with
+    its whole context, or 0 if the context is shorter than a chunk."""
     row = functools.partial(_figure, "cluster")
     prefill, decode = deployment.prefill_nodes, deployment.decode_nodes
     if prefill is None or decode is None:
@@ -264,7 +264,7 @@ def _cluster_figures(deployment: Deployment, read_bytes: float) -> Iterator[Figu
         if compute_s:
             formula = f"the less of {formula} and {prefill} nodes ÷ {compute_s:g} s"
         yield row(f"turns per second{words}", turns, formula, "/s")
-        # With fewer agents the wait is shorter; each further one makes all of them wait longer,
+        # With fewer agents the wait is shorter. Each additional one makes all of them wait longer,
         # because the cluster carries no more turns.
         agents = int(turns * (deployment.ttft_seconds + gap_s))
         formula = f"turns × (TTFT + {gap_s:g} s from first token to next turn)"
@@ -287,7 +287,7 @@ def _scale_row(sizes: KvSizes, drives: int) -> ScaleRow:
 
 
 def _assumptions(sizes: KvSizes) -> Iterator[str]:
-    """Values that were not given and cannot be computed, each with the option that sets it."""
+    """Yield values that were neither given nor computable, and the options that set them."""
     deployment, weights = sizes.deployment, sizes.model.weights
     if weights.total_bytes:
         yield f"weights: {weights.source} (--weights-bytes)"
