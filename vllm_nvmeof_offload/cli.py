@@ -53,7 +53,7 @@ else:
     app.command()(demo)
     app.add_typer(bench_app, name="bench")
 
-#: The part of a whole --kv-transfer-config that holds our keys.
+#: The key of a whole --kv-transfer-config that holds our keys.
 _EXTRA = "kv_connector_extra_config"
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -89,7 +89,7 @@ ServerUrl = Annotated[
 
 
 def _with_deployment(*only: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace `**given` by the options that the fields of `Deployment` declare, or some of them."""
+    """Replace `**given` by the options declared by the fields of `Deployment`, or some."""
     hints = get_type_hints(Deployment)
 
     def replaced(command: Callable[..., None]) -> Callable[..., None]:
@@ -300,10 +300,10 @@ def config_check(
 
 
 def _check_policy(name: str) -> None:
-    """Let a user's eviction policy order a small CPU tier, one slot of which stays in use.
+    """Let a user's eviction policy order a small CPU tier with one slot that stays in use.
 
     Raises:
-        ConfigError: there is none of this name, it raises, or it gives up the slot in use.
+        ConfigError: there is none of this name, it raises, or it returns the slot in use.
     """
     from vllm_nvmeof_offload.errors import ConfigError
     from vllm_nvmeof_offload.manager.eviction import choose_policy
@@ -336,7 +336,7 @@ def _refuse_other_backend(value: object) -> None:
 
 
 def _read_json(source: str) -> dict[str, Any]:
-    """The extra configuration in `source`, which is JSON or names a file of it."""
+    """Return the extra configuration in `source`, which is JSON or names a file of it."""
     from vllm_nvmeof_offload.errors import ConfigError
 
     text = source

@@ -13,7 +13,7 @@ from vllm_nvmeof_offload.units import GIB, KIB
 #: A pool leaves a twentieth of a file system free. A larger share of a small one would leave no
 #: pool, and a namespace of many TiB needs no more than the maximum.
 _FREE_BYTES_MIN, _FREE_BYTES_MAX = GIB, 64 * GIB
-#: The root file system has logs, package caches and other services on it.
+#: More must stay free on the root file system, which has logs, package caches and other services.
 _FREE_BYTES_MIN_ROOT = 4 * GIB
 _FREE_SHARE, _FREE_SHARE_MAX = 20, 10
 #: The minimum for superblocks and directories, on the smallest file system.
@@ -39,7 +39,7 @@ def memory_bytes() -> int:
 def memory_left_bytes() -> int:
     """Return the bytes that this process may still take before its control groups are full.
 
-    The page cache counts as free, because the kernel gives it up. Without a limit: all memory.
+    The page cache counts as free, because the kernel can reclaim it. Without a limit: all memory.
     """
     return min([memory_bytes(), *(limit - used for limit, used in _cgroup_limits())])
 
@@ -59,7 +59,7 @@ def _cgroup_limits() -> Iterator[tuple[int, int]]:
 
 
 def _cgroup_folders() -> Iterator[Path]:
-    """Yield the folders of this process's memory control groups: each one's, and its parents'."""
+    """Yield the folders of this process's memory control groups, and of their parents."""
     try:
         own = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -84,13 +84,13 @@ def _cgroup_folders() -> Iterator[Path]:
 
 
 def is_on_root(path: Path) -> bool:
-    """Whether what is made at `path` takes space of the root file system: this one's, or, seen from
-    a container, that of a directory of the host."""
+    """Return whether files at `path` use the root file system: this one's or, in a container, that
+    of a directory of the host."""
     place = existing(path)
     if place.stat().st_dev == os.stat("/").st_dev:
         return True
     mount = mount_of(os.path.realpath(place), read_mounts())
-    # What was mounted of the host is a part of a file system: its mount point, perhaps.
+    # A directory mounted from the host is a part of a file system, perhaps of its mount point.
     return mount is not None and mount.root != "/" and mount.file_system not in _HAS_SUBVOLUMES
 
 
