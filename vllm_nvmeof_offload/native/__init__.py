@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs per chunk, in C++.
+"""The code that runs per chunk, in C++.
 
-`core` has the I/O engine, the pool's format and checksums; the rest the manager's index, both tiers
-and the machine of transfers.
+`core` has the I/O engine, the pool's format and checksums; the rest has the manager's index, both
+tiers and the machine of transfers.
 """
 
 from __future__ import annotations

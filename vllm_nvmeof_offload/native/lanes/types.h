@@ -212,7 +212,7 @@ class CompletionQueue {
   }
   // Wake the caller for something other than completions.
   void wake() { eventfd_write(fd_, 1); }
-  // Report operations that the device has completed, and whose own completions follow later.
+  // Report operations that the device has completed; their completions follow later.
   void landed(const std::vector<uint64_t>& tokens) {
     std::lock_guard lock(mutex_);
     wake_once();

@@ -796,7 +796,7 @@ void Machine::leave_to_peer(Task& task) {
   io.abandon(task.token);
 }
 
-// Read the chunk here after its peer failed: once, with the deadline and the retry that it had.
+// Rule 16: after its peer failed, read the chunk here once, with the deadline and retry it had.
 void Machine::go_home(Task& task) {
   judge_.failed(task);
   task.peer = mutant("a_chunk_is_asked_of_two_peers") ? Task::kAtNoPeer : Task::kCameHome;

@@ -10,7 +10,7 @@
 //
 // A wait has no deadline itself, because the holder may have much to read before. As with a lane,
 // tasks that wait for a member fail with DEADLINE once that member has made no progress for the
-// length of a read's deadline. A holder whose reads hang fails them at their deadline.
+// length of a read's deadline. A holder fails hanging reads at their deadline.
 #pragma once
 
 #include <cstdint>

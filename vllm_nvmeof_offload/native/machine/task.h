@@ -67,7 +67,7 @@ struct Task {
   bool reads = false;            // the gate of `cache` counts it as a reader
   uint8_t retries_left = 1;
   uint8_t peer = 0;    // 1 + the peer that reads it, or kAtNoPeer or kCameHome
-  uint16_t owner = 0;  // the engine whose region has the place, 0 for ours
+  uint16_t owner = 0;  // the engine that the place belongs to, 0 for ours
   // The CRC made by the fill of its cache slot, or found in the header by its read; else -1.
   int64_t payload_crc = -1;
   int64_t deadline_ns = 0;  // set when a lane first gets it; 0 before

@@ -63,7 +63,7 @@ struct Hint {
 inline constexpr uint32_t kOwnersMax = 8191;  // numbered from 1
 inline constexpr size_t kHintsKept = 4096;
 
-// Which of an owner's chunks to offer: those written from now on, or all.
+// The chunks of an owner to offer: those written from now on, or all.
 enum class Since { NOW, EVER };
 
 // Return the key's fingerprint, which is never 0.
