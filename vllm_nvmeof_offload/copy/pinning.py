@@ -34,7 +34,7 @@ _CAPTURE_S = 0.1
 
 
 class Readiness(enum.IntEnum):
-    """Whether the GPU may touch these bytes of staging. The largest of several counts."""
+    """The permission of the GPU to touch bytes of staging. The largest of several counts."""
 
     READY = 0
     WAITING = 1  # their registration is in progress

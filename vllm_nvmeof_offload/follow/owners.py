@@ -99,7 +99,7 @@ class Owners:
         clock: Callable[[], float],
         slots_max: int = SLOTS_MAX,
     ) -> None:
-        """The first `ranks` of each engine are followed. `clock` is monotonic, in seconds.
+        """Follow the first `ranks` of each engine. `clock` is monotonic, in seconds.
 
         `slots_max` is for all owners; an engine with more slots than are left is not followed.
         Owners of an earlier follower of this table do not exist until they are found again.

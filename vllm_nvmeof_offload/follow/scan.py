@@ -51,7 +51,7 @@ _PREFIX = "engine-"
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What to follow.
+    """The regions to follow.
 
     `targets` are our directories, `keyspace` is a digest, and `engine_index` is ours, which is left
     out. The first `ranks` of each engine are followed: more than one if ranks share single copies.

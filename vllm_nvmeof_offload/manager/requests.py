@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's requests, as the core needs them. Does not import vLLM.
+"""The core's view of vLLM's requests. Does not import vLLM.
 
 `WaitingRequests` passes on each request's keys and place in the queue to the core's
 `hold_and_prefetch`; `manager/look_up.py` has their look-ups. `ResumeCounter` counts what a

@@ -98,7 +98,7 @@ class SessionThread:
     """One end of sessions, with a separate thread until it is closed."""
 
     def __init__(self, name: str, run: Callable[[], None], tag: bytes) -> None:
-        """The maker starts the thread, which calls `run`. `tag` is the share tag of our chunks."""
+        """Prepare a thread for `run`, which the maker starts. `tag` is our share tag."""
         self._tag = tag
         self._listening = Listening(time.monotonic())
         self._waker, self._closed = Waker(), threading.Event()

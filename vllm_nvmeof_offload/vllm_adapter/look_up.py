@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's look-up of a waiting request, as `manager/look_up.py` needs it."""
+"""The look-up by vLLM of a waiting request, as `manager/look_up.py` needs it."""
 
 from __future__ import annotations
 

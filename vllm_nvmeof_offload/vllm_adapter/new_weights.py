@@ -261,13 +261,13 @@ _watching = False
 
 
 def end_with_parent() -> None:
-    """If this process is vLLM's engine, let it end with its parent process."""
+    """Let this process end with its parent process, if it is vLLM's engine."""
     global _watching
     parent = multiprocessing.parent_process()
     if _watching or not multiprocessing.current_process().name.startswith(_ENGINE):
         return
     if parent is None or parent.pid != os.getppid():
-        return  # its parent is a fork server, whose end means nothing
+        return  # its parent is a fork server, and that one's end means nothing
     _watching = True
     threading.Thread(target=_watch, args=(parent.pid,), name="orphan-watch", daemon=True).start()
 

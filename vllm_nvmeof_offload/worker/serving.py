@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this rank reads for peers: between the thread of the peers' server, which says what is
-wanted, and the native machine, which reads it behind what loads here wait for.
+"""The reads of this rank for peers, between the thread of the peers' server, which requests them,
+and the native machine, which reads after what loads here wait for.
 
-A peer may name anything. What is not in a region that is open here, does not fit it, or is of other
-weights than ours now, never reaches the machine.
+A peer may request anything. A read that is not in a region that is open here, does not fit it, or
+is of other weights than ours now, never reaches the machine.
 """
 
 from __future__ import annotations
