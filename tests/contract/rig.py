@@ -6,6 +6,7 @@ To add an engine: one more entry in `ENGINES`.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import select
@@ -21,7 +22,7 @@ from vllm_nvmeof_bench.servers.faults import FaultPlan, FaultyIoEngine
 from tests.chunks import number_in, place_in
 from vllm_nvmeof_offload.errors import OK
 from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoLimits, IoOp, reset_op
-from vllm_nvmeof_offload.io.native import How, NativeIoEngine
+from vllm_nvmeof_offload.io.native import How, NativeIoEngine, UringDeniedError
 from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.lease import Permits
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 PAYLOAD_BYTES = 24_000  # not a multiple of 4 KiB: the padding is exercised
 STAGING_SLOTS = 32
 WAIT_S = 120.0
+#: The rings of all processes count against an ordinary user's limit of locked memory, and the
+#: kernel gives the memory of a closed ring back some time later.
+_MEMORY_S = 30.0
 
 
 class Gate:
@@ -262,8 +266,16 @@ def _native(how: How, split_bytes: int = 512 * KIB) -> MakeEngine:
     ) -> tuple[IoEngine, Gate]:
         gate = core.StartGate()
         limits = IoLimits(threads, 1024, split_bytes, operations_max)
-        engine = NativeIoEngine(pool, view, base_address, limits, how, gate=gate)
-        return engine, Gate(engine, gate, pool.target_count)
+        until_s = time.monotonic() + _MEMORY_S
+        while True:
+            try:
+                engine = NativeIoEngine(pool, view, base_address, limits, how, gate=gate)
+            except UringDeniedError as error:
+                if error.errno != errno.ENOMEM or time.monotonic() > until_s:
+                    raise
+                time.sleep(0.1)
+                continue
+            return engine, Gate(engine, gate, pool.target_count)
 
     return make
 
