@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -421,10 +422,23 @@ struct Mixer {
   }
 };
 
+// The rings of all processes count against an ordinary user's limit of locked memory, and the
+// kernel gives the memory of a closed ring back some time later.
+Engine opened(const EngineSetup& setup) {
+  for (int tries = 1;; ++tries) {
+    try {
+      return Engine(setup);
+    } catch (const RingError& error) {
+      if (error.code().value() != ENOMEM || tries == 300) throw;
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    }
+  }
+}
+
 // Over rings with registered memory, without, and over threads, by the seed.
 void test_mix(const std::string& directory, uint64_t seed, unsigned rounds) {
   Site site(directory);
-  Engine engine(site.setup(seed % 3 == 0, nullptr, seed % 3 == 2 ? 4 : 0));
+  Engine engine = opened(site.setup(seed % 3 == 0, nullptr, seed % 3 == 2 ? 4 : 0));
   Mixer mixer(site, engine, seed);
   mixer.run(rounds);
   // Rounds do not wait: while a shared disk stalls for seconds, nearly all rounds may pass.
@@ -443,7 +457,7 @@ void test_mix(const std::string& directory, uint64_t seed, unsigned rounds) {
 void test_close_under_load(const std::string& directory, uint64_t seed) {
   Site site(directory);
   auto gate = std::make_shared<StartGate>();
-  Engine engine(site.setup(true, gate, seed % 2 ? 4 : 0));
+  Engine engine = opened(site.setup(true, gate, seed % 2 ? 4 : 0));
   Mixer mixer(site, engine, seed);
   gate->shut({1, 2, 3});
   for (int i = 0; i < 60; ++i) mixer.submit_one();
@@ -468,7 +482,7 @@ Outcome run_one(Engine& engine, LaneOp request) {
 // A CRC of other bytes is found when the slot is read, in whichever piece they differ.
 void test_wrong_crc(const std::string& directory) {
   Site site(directory);
-  Engine engine(site.setup(true));
+  Engine engine = opened(site.setup(true));
   LaneOp request;
   request.address = site.address(0);
   request.payload_bytes = kPayload;
@@ -501,7 +515,7 @@ void test_wrong_crc(const std::string& directory) {
 
 void test_errors(const std::string& directory) {
   Site site(directory);
-  Engine engine(site.setup(true));
+  Engine engine = opened(site.setup(true));
   CHECK(ftruncate(site.targets[0].slab_fd, 2 * kSlot + kPageBytes) == 0);
   LaneOp request;
   request.token = 1;
@@ -531,7 +545,7 @@ void test_reads_that_wait(const std::string& directory) {
   auto gate = std::make_shared<StartGate>();
   EngineSetup setup = site.setup(true, gate);
   setup.limits.read_bytes_started_max = 2 * kSlot;
-  Engine engine(setup);
+  Engine engine = opened(setup);
   LaneOp request;
   request.payload_bytes = kPayload;
   request.identity = identity(1, 1);
