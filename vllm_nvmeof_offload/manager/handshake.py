@@ -61,8 +61,8 @@ class CoreConfig:
     `world_size` is the number of ranks that report. `key_bytes` is the length of every offload key:
     vLLM's block hash and four bytes of the group's number. `groups` are the KV cache groups that
     are offloaded, by position. A chunk is stored on its n-th sighting, n being `store_threshold`
-    (`StoreThreshold`). `eviction_policy` is the configured name, for the start line; the core gets
-    the policy itself too. `credit_share` is how much longer a reused chunk is kept (`Recency`); 0
+    (`StoreThreshold`). The start line shows `eviction_policy`, the configured name; the core also
+    gets the policy itself. `credit_share` is how much longer a reused chunk is kept (`Recency`); 0
     is plain LRU. On-eviction writing keeps at least `clean_share` free, or evictable without loss.
     If `kv_events`, changes are recorded in `ManagerCore.kv_events`, and the caller takes them after
     each step. Without `admission` everything that is found is loaded.

@@ -510,7 +510,7 @@ class PeerClients(SessionThread):
             self._came(read)
 
     def _came(self, read: PeerRead) -> None:
-        """Verify a chunk, all bytes of which have arrived. One that does not match has failed."""
+        """Verify a chunk that has arrived whole. One that does not match has failed."""
         start = read.address - self._memory.address
         slot = self._view[start : start + slot_stride_bytes(read.payload_bytes)]
         outcome = verify(slot, read.identity, read.payload_bytes, read.place, read.tag)

@@ -382,7 +382,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return is_new
 
     def who_shares(self) -> str:
-        """Return, and log, who loads whose chunks, now that the weights have been named."""
+        """Return and log which servers share chunks, now that the weights have been named."""
         if not self._keyspace:
             text = f"the name of the weights has no effect: {NAMELESS}"
             logger.warning("%s", text)

@@ -71,7 +71,7 @@ class SchedulerView:
         return self.manager.waiting
 
     def queue(self, *, by_priority: bool) -> Queue:
-        """Return vLLM's queue, for the manager."""
+        """Return what the manager may ask of vLLM's queue."""
         return Queue(self.keys_of, self._ends_of, self._is_cached, self.groups, by_priority)
 
     @property

@@ -148,8 +148,8 @@ void copy_payloads(Words to, Words from, Words sizes, Counts counts, Words paylo
 
 using Lanes32 = nb::ndarray<const uint32_t, nb::shape<-1, 32>, nb::c_contig, nb::device::cpu>;
 
-// Write the CRC of each message. words, sizes: as for `nvmeof::join_crcs`, for the parts of all
-// messages. counts: the number of parts of each message.
+// Write the CRC of each message. words, sizes: the parts of all messages, as `nvmeof::join_crcs`
+// takes them. counts: the number of parts of each message.
 void join_crcs_of(Lanes32 words, Words sizes, Counts counts, Crcs crcs) {
   const size_t parts = std::accumulate(counts.data(), counts.data() + counts.size(), size_t{0});
   if (words.shape(0) != parts || sizes.size() != parts || crcs.size() != counts.size())

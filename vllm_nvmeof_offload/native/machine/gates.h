@@ -36,7 +36,7 @@ class SlotGates {
   bool withdraw(Task& task, Grants& grants);
   // Return whether a task waits to read what is being filled in.
   bool awaited(int32_t slot) const;
-  // End the fill, the buffer of which is released. A failed fill leaves the slot empty. crc: the
+  // End the fill and release its buffer. A failed fill leaves the slot empty. crc: the
   // CRC of the payload if the fill computed it, or -1. Later readers get it as `Task::payload_crc`.
   void filled(int32_t slot, bool ok, Grants& grants, int64_t crc = -1);
   // Give up a failed fill while the kernel still has its buffer, perhaps for ever. Its readers
@@ -44,7 +44,7 @@ class SlotGates {
   void abandon(int32_t slot, Grants& grants);
   // End the fill. Its task continues as a reader.
   void filled_and_read(int32_t slot, Grants& grants);
-  // End one read, the buffer of which is released.
+  // End one read and release its buffer.
   void read(int32_t slot, Grants& grants);
   bool idle() const { return gates_.empty() && readers_in_all_ == 0; }
 

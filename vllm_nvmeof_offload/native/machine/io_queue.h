@@ -174,8 +174,9 @@ struct PeerLane {
   }
 };
 
-// The operations that lanes have, or the buffers of which the kernel has. A token contains a place
-// in a table, which saves hashing and allocation, and a count, which makes the token unique.
+// The operations that lanes have, and those with buffers that the kernel still has. A token
+// contains a place in a table, which saves hashing and allocation, and a count, which makes the
+// token unique.
 class Flights {
  public:
   struct One {
@@ -237,7 +238,7 @@ class IoQueue {
   // peer_lanes: the lanes of all peers, or null if there are no peers.
   IoQueue(const IoOptions& options, NativeLanes& lanes, NativeLanes* peer_lanes, int64_t now_ns);
 
-  // Queue a task. A task that already has a deadline, part of which a peer has used, is queued in
+  // Queue a task. A task with a deadline, because a peer has used part of its time, is queued in
   // front. A read for a peer also has a deadline, but is queued in order of arrival.
   void enqueue(Task& task);
   // Queue a fetch with the reads of the load that waits for it, on their share. If the engine has
@@ -257,13 +258,13 @@ class IoQueue {
   size_t foreign_reads(uint16_t owner, size_t target) const;
   // Let the task's peer read the chunk into the task's stream slot. The peer's lane must have room.
   void give_to_peer(Task& task);
-  // Stop waiting for a peer's read, the task of which goes on without it.
+  // Stop waiting for a peer's read; its task goes on without it.
   void abandon(uint64_t token);
   // Send the peers the reads that they were given.
   void start_peers() {
     if (peer_lanes_) peer_lanes_->start();
   }
-  // Take out every queued write, for a reset that voids them.
+  // Take out every queued write, because a reset voids them.
   std::vector<Task*> take_queued_writes();
 
   void set_target(size_t target, bool usable, uint32_t attachment);
@@ -292,7 +293,7 @@ class IoQueue {
   std::vector<IoEvent> events;
   std::vector<HealthCounts> health_counts;
   std::vector<HealthOutcome> health_outcomes;
-  std::vector<HealthOutcome> unwritten;  // superblocks that failed or are late, for the log
+  std::vector<HealthOutcome> unwritten;  // superblocks that failed or are late; the log names them
   std::vector<PeerLane> peers;
   TransferCounts reads, writes;
 

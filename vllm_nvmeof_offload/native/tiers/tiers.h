@@ -282,7 +282,7 @@ class Tiers {
   Index index;
   Slots cache;
   std::unique_ptr<Order> clean;      // cache slots that are evictable without loss
-  std::unique_ptr<Order> unwritten;  // slots of which eviction loses the chunk; see `may_lose`
+  std::unique_ptr<Order> unwritten;  // evicting one of these slots loses its chunk; see `may_lose`
   std::vector<Target> targets;
   // Return a cache slot as the column `cache` of a batch has it.
   int32_t column_of(Slot slot) const {
