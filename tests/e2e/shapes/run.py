@@ -19,7 +19,7 @@ from vllm_nvmeof_offload.vllm_adapter import new_weights
 _SETTLE_S = 120.0
 #: Number of log-probabilities: the token's and the runner-up's.
 _RANKS = 2
-#: By which counters and gauges are told apart.
+#: The labels that distinguish counters and gauges of one name.
 _LABELS = ("source", "tier", "decision", "reason", "state")
 
 
