@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-nvmeof bench …`: a command per benchmark, and one that prints its file again; the demo.
+"""`vllm-nvmeof bench …`: a command per benchmark, and one that prints their files again; the demo.
 
 The options of `bench NAME` are declared by the benchmark's settings. A benchmark is imported
 when its command is asked for, so that other commands start without waiting for it.
@@ -18,11 +18,9 @@ from typer.core import TyperGroup
 
 from vllm_nvmeof_bench import benchmark as benchmarks
 from vllm_nvmeof_bench.benchmark import Benchmark, Command
-from vllm_nvmeof_bench.results import BenchError, name_in, size_name
+from vllm_nvmeof_bench.results import name_in, size_name
 from vllm_nvmeof_bench.settings import Option, option_of
 from vllm_nvmeof_offload.units import parse_bytes
-
-_REPORT = "-report"
 
 Plot = Annotated[Path | None, typer.Option(help="Also draw them: a PNG file; needs matplotlib.")]
 Goals = Annotated[bool, typer.Option("--targets/--no-targets", help="Print the goals.")]
@@ -33,19 +31,16 @@ class _Benches(TyperGroup):
     """The benchmarks' commands, made when they are asked for."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        made = [name + end for name in benchmarks.PACKAGES for end in ("", _REPORT)]
-        return list(dict.fromkeys([*made, "serve", *super().list_commands(ctx)]))
+        return [*benchmarks.PACKAGES, "serve", *super().list_commands(ctx)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if (written := super().get_command(ctx, cmd_name)) is not None:
             return written
-        name, report = cmd_name.removesuffix(_REPORT), cmd_name.endswith(_REPORT)
-        if name == "serve" and not report:
+        if cmd_name == "serve":
             return _serve_of()
-        if name not in benchmarks.PACKAGES:
+        if cmd_name not in benchmarks.PACKAGES:
             return None
-        command = None if report else benchmarks.command(name)
-        return bench_of(cmd_name, benchmarks.benchmark(name), command)
+        return bench_of(cmd_name, benchmarks.benchmark(cmd_name), benchmarks.command(cmd_name))
 
 
 bench_app = typer.Typer(
@@ -55,31 +50,25 @@ bench_app = typer.Typer(
 )
 
 
-def bench_of(command_name: str, found: Benchmark, command: Command | None) -> Any:
-    """`bench NAME` measures, writes the file and prints it; without `command`, `bench NAME-report`
-    only prints it."""
-    name = found.name
+def bench_of(command_name: str, found: Benchmark, command: Command) -> Any:
+    """`bench NAME` measures, writes the file and prints it."""
 
     def run(**given: Any) -> None:
         json_path: Path = given["json_path"]
-        if command is not None:
-            command.measure(settings_of(command.settings, given), json_path)
+        command.measure(settings_of(command.settings, given), json_path)
         reached = found.show(json_path, given["plot"], given.get("goals", True))
         raise typer.Exit(int(given.get("check", False) and not reached))
 
-    options: dict[str, tuple[Any, Any]] = {}
-    file = typer.Argument(help="A file that the benchmark wrote.")
-    text = f"Print the tables of a file of `bench {name}` again, or draw it; measure nothing."
-    if command is not None:
-        options |= options_of(command.settings)
-        file = typer.Option("--json", help="File to write the samples to.")
-        text = command.help
-    options["json_path"] = (Annotated[Path, file], Path(f"build/bench/{name}.json"))
-    options["plot"] = (Plot, None)
+    file = typer.Option("--json", help="File to write the samples to.")
+    options: dict[str, tuple[Any, Any]] = {
+        **options_of(command.settings),
+        "json_path": (Annotated[Path, file], Path(f"build/bench/{found.name}.json")),
+        "plot": (Plot, None),
+    }
     if found.goals is not None:
         options.setdefault("goals", (Goals, True))
         options["check"] = (Check, False)
-    return _command_of(command_name, run, options, text)
+    return _command_of(command_name, run, options, command.help)
 
 
 def _command_of(
@@ -184,28 +173,36 @@ def demo(
 
 @bench_app.command()
 def report(
-    directory: Annotated[Path, typer.Argument(help="Directory of JSON files of benchmarks.")],
+    path: Annotated[
+        Path, typer.Argument(help="A file that a benchmark wrote, or a directory of such files.")
+    ],
+    plot: Plot = None,
+    goals: Goals = True,
     page: Annotated[
         Path | None,
         typer.Option(
-            help="File of the page, whose directory gets the pictures. Default: DIR/REPORT.md."
+            help="The page of a directory; pictures go beside the page. Default: DIR/REPORT.md."
         ),
     ] = None,
     plots: Annotated[
-        bool, typer.Option("--plots/--no-plots", help="Draw them; needs matplotlib.")
+        bool, typer.Option("--plots/--no-plots", help="Draw the pictures of the page.")
     ] = True,
     check: Annotated[
-        bool, typer.Option("--check", help="Exit code 1 if a file was left out.")
+        bool, typer.Option("--check", help="Exit code 1 if a goal is missed, or a file left out.")
     ] = False,
 ) -> None:
-    """Write one Markdown page of all results in a directory, with plots and published figures.
+    """Print the tables of a results file, or write one Markdown page of all files in a directory.
 
-    Measures nothing. A file that is damaged, or of no known benchmark, gets one line there.
+    Measures nothing. A file names its benchmark. The page has published figures beside ours; a file
+    that is damaged, or of no known benchmark, gets one line in the page.
     """
-    from vllm_nvmeof_bench.page.page import write
+    if path.is_dir():
+        from vllm_nvmeof_bench.page.page import write
 
-    whole = write(directory, page, plots)
-    raise typer.Exit(int(check and not whole))
+        fine = write(path, page, plots)
+    else:
+        fine = benchmarks.benchmark(name_in(path)).show(path, plot, goals)
+    raise typer.Exit(int(check and not fine))
 
 
 _SERVED = ("ttft", "hits", "turns")
@@ -242,15 +239,3 @@ def _serve_of() -> Any:
         "sizes.\n\nServers that are started here start once, and are large enough for all parts."
     )
     return _command_of("serve", serve, options, text)
-
-
-@bench_app.command("serve-report")
-def serve_report(
-    json_path: Annotated[Path, typer.Argument(help="A file of bench ttft, hits or turns.")],
-    plot: Plot = None,
-) -> None:
-    """Print the tables of such a file again, or draw it; measure nothing."""
-    name = name_in(json_path)
-    if name not in _SERVED:
-        raise BenchError(f"{json_path} is of bench {name}, not of {', '.join(_SERVED)}")
-    benchmarks.benchmark(name).show(json_path, plot)

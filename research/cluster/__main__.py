@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
-from vllm_nvmeof_bench.cli import bench_of
+from vllm_nvmeof_bench.cli import Check, Plot, bench_of
 
 from research.cluster.measure import COMMANDS
 from research.cluster.report import BENCHES
@@ -16,12 +17,12 @@ from vllm_nvmeof_offload.commands import Commands
 
 class _Parts(Commands):
     def list_commands(self, ctx: Any) -> list[str]:
-        return ["play", "report"]
+        return ["play", *super().list_commands(ctx)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in self.list_commands(ctx):
-            return None
-        return bench_of(cmd_name, BENCHES[0], COMMANDS[0] if cmd_name == "play" else None)
+        if cmd_name == "play":
+            return bench_of(cmd_name, BENCHES[0], COMMANDS[0])
+        return super().get_command(ctx, cmd_name)
 
 
 app = typer.Typer(cls=_Parts, no_args_is_help=True)
@@ -30,6 +31,16 @@ app = typer.Typer(cls=_Parts, no_args_is_help=True)
 @app.callback(help=__doc__)
 def _whole() -> None:
     """Typer makes a group of commands only where there is one."""
+
+
+@app.command()
+def report(
+    path: Annotated[Path, typer.Argument(help="A file that `play` wrote.")],
+    plot: Plot = None,
+    check: Check = False,
+) -> None:
+    """Print the tables of a file again, or draw it; measure nothing."""
+    raise typer.Exit(int(not BENCHES[0].show(path, plot) and check))
 
 
 if __name__ == "__main__":

@@ -91,17 +91,17 @@ def test_a_picture_shows_only_what_was_measured(
 def test_a_file_of_samples_is_printed_and_checked(tmp_path: Path) -> None:
     path = tmp_path / "pool.json"
     dump(path, "pool", everything((64 * KIB, 512 * KIB, 2 * MIB)), CONDITIONS)
-    result = CliRunner().invoke(app, ["bench", "pool-report", str(path), "--check"])
+    result = CliRunner().invoke(app, ["bench", "report", str(path), "--check"])
     assert result.exit_code == 0, result.output
     slow = everything((64 * KIB, 512 * KIB, 2 * MIB), ours=1000.0)
     dump(path, "pool", slow, CONDITIONS)
-    assert CliRunner().invoke(app, ["bench", "pool-report", str(path)]).exit_code == 0
-    assert CliRunner().invoke(app, ["bench", "pool-report", str(path), "--check"]).exit_code == 1
+    assert CliRunner().invoke(app, ["bench", "report", str(path)]).exit_code == 0
+    assert CliRunner().invoke(app, ["bench", "report", str(path), "--check"]).exit_code == 1
 
 
 def test_errors_are_one_plain_line(tmp_path: Path) -> None:
     for arguments, needed in (
-        (["pool-report", str(tmp_path / "none.json")], "none.json"),
+        (["report", str(tmp_path / "none.json")], "none.json"),
         (["pool", "--arms", "uring"], "no arm 'uring'; there are ours"),
         (["pool", "--blocks", "2MiB", "--bytes-per-round", "4MiB"], "fewer than 8 blocks"),
     ):
@@ -116,7 +116,7 @@ def test_without_the_benchmarks_one_line_names_the_remedy() -> None:
         "import sys; sys.modules['vllm_nvmeof_bench'] = None; "
         "from vllm_nvmeof_offload.cli import app; app()"
     )
-    command = [sys.executable, "-c", program, "bench", "pool-report", "--check"]
+    command = [sys.executable, "-c", program, "bench", "report", "--check"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2
     assert "are not installed" in result.stderr

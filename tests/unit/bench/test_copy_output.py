@@ -200,11 +200,11 @@ def test_no_picture_is_drawn_of_what_only_tables_show(tmp_path: Path) -> None:
 def test_the_report_judges_a_file(tmp_path: Path) -> None:
     file = tmp_path / "copy.json"
     dump(file, "copy", everything(), CONDITIONS)
-    done = CliRunner().invoke(app, ["bench", "copy-report", str(file), "--check"])
+    done = CliRunner().invoke(app, ["bench", "report", str(file), "--check"])
     assert done.exit_code == 0, done.output
     assert "samples in" in done.output
     dump(file, "copy", slower(everything(), 0.5, case="both", direction="both"), CONDITIONS)
-    assert CliRunner().invoke(app, ["bench", "copy-report", str(file), "--check"]).exit_code == 1
+    assert CliRunner().invoke(app, ["bench", "report", str(file), "--check"]).exit_code == 1
 
 
 @pytest.mark.skipif(not NO_GPU, reason="there is a GPU here")

@@ -54,16 +54,16 @@ def test_the_picture_is_a_png(tmp_path: Path, known: bool) -> None:
 def test_a_file_of_samples_is_printed_and_checked(tmp_path: Path) -> None:
     path = tmp_path / "cost.json"
     dump(path, "cost", everything(), CONDITIONS)
-    result = CliRunner().invoke(app, ["bench", "cost-report", str(path), "--check"])
+    result = CliRunner().invoke(app, ["bench", "report", str(path), "--check"])
     assert result.exit_code == 0, result.output
     dump(path, "cost", everything(ours=1.10), CONDITIONS)
-    assert CliRunner().invoke(app, ["bench", "cost-report", str(path)]).exit_code == 0
-    assert CliRunner().invoke(app, ["bench", "cost-report", str(path), "--check"]).exit_code == 1
+    assert CliRunner().invoke(app, ["bench", "report", str(path)]).exit_code == 0
+    assert CliRunner().invoke(app, ["bench", "report", str(path), "--check"]).exit_code == 1
 
 
 def test_errors_are_one_plain_line(tmp_path: Path) -> None:
     for arguments, needed in (
-        (["cost-report", str(tmp_path / "none.json")], "none.json"),
+        (["report", str(tmp_path / "none.json")], "none.json"),
         (["cost", "--arms", "uring"], "no arm 'uring'; there are none, ours"),
         (["cost", "--arms", "ours"], "nothing to compare"),
     ):

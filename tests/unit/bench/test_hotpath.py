@@ -164,10 +164,10 @@ def test_the_picture_is_drawn_from_incomplete_samples_too(tmp_path: Path) -> Non
 
 def test_the_report_judges_a_file(tmp_path: Path) -> None:
     file = printing.written(tmp_path / "h.json", "hotpath", everything(), CONDITIONS)
-    assert CliRunner().invoke(app, ["bench", "hotpath-report", str(file), "--check"]).exit_code == 0
+    assert CliRunner().invoke(app, ["bench", "report", str(file), "--check"]).exit_code == 0
     samples = slower(everything(), 9, stage="look_up")
     printing.written(file, "hotpath", samples, CONDITIONS)
-    assert CliRunner().invoke(app, ["bench", "hotpath-report", str(file), "--check"]).exit_code == 1
+    assert CliRunner().invoke(app, ["bench", "report", str(file), "--check"]).exit_code == 1
 
 
 def test_too_few_entries_are_refused() -> None:

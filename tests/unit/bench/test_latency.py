@@ -123,7 +123,7 @@ def test_a_file_is_printed_and_drawn_again(tmp_path: Path) -> None:
     path, picture = tmp_path / "latency.json", tmp_path / "latency.png"
     dump(path, "latency", everything(), {"targets": {"fabric": {"throttled_mb_per_s": 7}}})
     assert benchmark("latency").read(path)[0] == everything()
-    result = CliRunner().invoke(app, ["bench", "latency-report", str(path)])
+    result = CliRunner().invoke(app, ["bench", "report", str(path)])
     assert result.exit_code == 0, result.output
     words = " ".join(result.output.split())
     assert "what fabric adds to disk" in words

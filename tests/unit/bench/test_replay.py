@@ -206,7 +206,7 @@ def test_the_picture_and_the_report_of_a_file(tmp_path: Path) -> None:
     benchmark("replay").draw(tmp_path / "p" / "replay.png", samples, conditions)
     assert (tmp_path / "p" / "replay.png").read_bytes().startswith(b"\x89PNG")
     dump(tmp_path / "replay.json", "replay", samples, conditions)
-    result = CliRunner().invoke(app, ["bench", "replay-report", str(tmp_path / "replay.json")])
+    result = CliRunner().invoke(app, ["bench", "report", str(tmp_path / "replay.json")])
     assert result.exit_code == 0, result.output
     assert "Where prompt tokens were found" in result.output
 

@@ -38,7 +38,7 @@ def bench(
     result = CliRunner().invoke(app, ["bench", name, *urls, *files, *options])
     assert result.exit_code == 0, result.output
     assert picture.read_bytes().startswith(b"\x89PNG")
-    again = CliRunner().invoke(app, ["bench", "serve-report", str(path)])
+    again = CliRunner().invoke(app, ["bench", "report", str(path)])
     assert again.output.splitlines()[-1] in result.output
     assert not (tmp_path / "disk").exists()
     return result.output, json.loads(path.read_text())
@@ -168,7 +168,7 @@ def test_samples_measured_before_an_interruption_are_kept(
     samples, conditions = load(path, "ttft", TtftSample)
     assert [(one.phase, one.length) for one in samples] == [("cold", 100)]
     assert conditions["cut_off"] is True
-    shown = CliRunner().invoke(app, ["bench", "serve-report", str(path)])
+    shown = CliRunner().invoke(app, ["bench", "report", str(path)])
     assert "this run was cut off" in shown.output
 
 
@@ -221,6 +221,6 @@ def test_files_read_back_unchanged_and_their_kinds_are_distinguished(tmp_path: P
     assert load(path, "turns", TurnSample) == ([TURN], {"seed": 1})
     with pytest.raises(BenchError, match="not a file of `bench ttft"):
         load(path, "ttft", TtftSample)
-    result = CliRunner().invoke(app, ["bench", "serve-report", str(tmp_path / "none.json")])
+    result = CliRunner().invoke(app, ["bench", "report", str(tmp_path / "none.json")])
     assert result.exit_code == 2
     assert "none.json: not a file of a benchmark" in result.stderr

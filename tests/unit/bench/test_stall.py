@@ -102,7 +102,7 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 
 def test_the_report_judges_a_file(tmp_path: Path) -> None:
     file = printing.written(tmp_path / "s.json", "stall", everything(), CONDITIONS)
-    assert CliRunner().invoke(app, ["bench", "stall-report", str(file), "--check"]).exit_code == 0
+    assert CliRunner().invoke(app, ["bench", "report", str(file), "--check"]).exit_code == 0
 
 
 def test_a_gap_across_the_sending_is_one_beside_the_prompt() -> None:

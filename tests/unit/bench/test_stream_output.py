@@ -75,7 +75,7 @@ def test_the_file_holds_samples_and_conditions_and_reads_back(tmp_path: Path) ->
 def test_a_file_of_samples_is_printed_and_checked(tmp_path: Path) -> None:
     path = tmp_path / "tier.json"
     dump(path, "stream", everything(), CONDITIONS)
-    result = CliRunner().invoke(app, ["bench", "stream-report", str(path), "--check"])
+    result = CliRunner().invoke(app, ["bench", "report", str(path), "--check"])
     assert result.exit_code == 0, result.output
     dump(
         path,
@@ -83,14 +83,14 @@ def test_a_file_of_samples_is_printed_and_checked(tmp_path: Path) -> None:
         [*everything(), *times("resume", "crowd", "reload", [[9.0] * 9])],
         CONDITIONS,
     )
-    assert CliRunner().invoke(app, ["bench", "stream-report", str(path)]).exit_code == 0
-    assert CliRunner().invoke(app, ["bench", "stream-report", str(path), "--check"]).exit_code == 1
+    assert CliRunner().invoke(app, ["bench", "report", str(path)]).exit_code == 0
+    assert CliRunner().invoke(app, ["bench", "report", str(path), "--check"]).exit_code == 1
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no tmpfs here")
 def test_errors_are_one_plain_line(tmp_path: Path) -> None:
     for arguments, needed in (
-        (["stream-report", str(tmp_path / "none.json")], "none.json"),
+        (["report", str(tmp_path / "none.json")], "none.json"),
         (["stream", "--parts", "loads"], "no part 'loads'; there are load, resume"),
         (["stream", "--dir", "/dev/shm", "--parts", "load"], "give a directory on a disk"),
     ):

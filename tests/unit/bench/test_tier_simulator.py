@@ -154,7 +154,7 @@ def test_the_command_writes_draws_and_prints_again(traces: Path, tmp_path: Path)
     assert result.exit_code == 0, result.output
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert json.loads(file.read_text())["bench"] == "simulate"
-    again = CliRunner().invoke(app, ["bench", "simulate-report", str(file)])
+    again = CliRunner().invoke(app, ["bench", "report", str(file)])
     assert again.exit_code == 0 and "One tier alone" in again.output
 
 
