@@ -17,7 +17,8 @@ import typer
 from typer.core import TyperGroup
 
 from vllm_nvmeof_bench import benchmark as benchmarks
-from vllm_nvmeof_bench.benchmark import Benchmark, Command
+from vllm_nvmeof_bench.benchmark import Command
+from vllm_nvmeof_bench.report import Report
 from vllm_nvmeof_bench.results import name_in, size_name
 from vllm_nvmeof_bench.settings import Option, option_of
 from vllm_nvmeof_offload.units import parse_bytes
@@ -31,16 +32,16 @@ class _Benches(TyperGroup):
     """The benchmarks' commands, made when they are asked for."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*benchmarks.PACKAGES, "serve", *super().list_commands(ctx)]
+        return [*benchmarks.BENCHMARKS, "serve", *super().list_commands(ctx)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if (written := super().get_command(ctx, cmd_name)) is not None:
             return written
         if cmd_name == "serve":
             return _serve_of()
-        if cmd_name not in benchmarks.PACKAGES:
+        if cmd_name not in benchmarks.BENCHMARKS:
             return None
-        return bench_of(cmd_name, benchmarks.benchmark(cmd_name), benchmarks.command(cmd_name))
+        return bench_of(cmd_name, benchmarks.report_of(cmd_name), benchmarks.command(cmd_name))
 
 
 bench_app = typer.Typer(
@@ -50,7 +51,7 @@ bench_app = typer.Typer(
 )
 
 
-def bench_of(command_name: str, found: Benchmark, command: Command) -> Any:
+def bench_of(command_name: str, found: Report, command: Command) -> Any:
     """`bench NAME` measures, writes the file and prints it."""
 
     def run(**given: Any) -> None:
@@ -197,11 +198,11 @@ def report(
     that is damaged, or of no known benchmark, gets one line in the page.
     """
     if path.is_dir():
-        from vllm_nvmeof_bench.page.page import write
+        from vllm_nvmeof_bench.page import write
 
         fine = write(path, page, plots)
     else:
-        fine = benchmarks.benchmark(name_in(path)).show(path, plot, goals)
+        fine = benchmarks.report_of(name_in(path)).show(path, plot, goals)
     raise typer.Exit(int(check and not fine))
 
 
@@ -225,7 +226,7 @@ def _serve_of() -> Any:
         files = {name: given["out"] / f"{name}.json" for name in chosen}
         measure(settings, files)
         for name, path in files.items():
-            benchmarks.benchmark(name).show(path, path.with_suffix(".png"))
+            benchmarks.report_of(name).show(path, path.with_suffix(".png"))
 
     out = typer.Option(help="Directory for one JSON file and picture each.")
     options = {

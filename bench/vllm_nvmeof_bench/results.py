@@ -211,15 +211,6 @@ def spread_of(values: Sequence[float]) -> Spread | None:
     return Spread(statistics.median(values), low, high, len(values))
 
 
-def spreads_by(samples: Sequence[Any], measure: str, *names: str) -> Callable[..., Spread | None]:
-    """A function of the values of the fields `names`: the spread of the measure where they are."""
-
-    def spread(*values: object) -> Spread | None:
-        return spread_of(values_of(samples, measure, **dict(zip(names, values, strict=True))))
-
-    return spread
-
-
 def median(values: Iterable[float]) -> float | None:
     known = list(values)
     return statistics.median(known) if known else None

@@ -11,7 +11,7 @@ import typer
 from vllm_nvmeof_bench.cli import Check, Plot, bench_of
 
 from research.cluster.measure import COMMANDS
-from research.cluster.report import BENCHES
+from research.cluster.report import REPORT
 from vllm_nvmeof_offload.commands import Commands
 
 
@@ -21,7 +21,7 @@ class _Parts(Commands):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name == "play":
-            return bench_of(cmd_name, BENCHES[0], COMMANDS[0])
+            return bench_of(cmd_name, REPORT, COMMANDS[0])
         return super().get_command(ctx, cmd_name)
 
 
@@ -40,7 +40,7 @@ def report(
     check: Check = False,
 ) -> None:
     """Print the tables of a file again, or draw it; measure nothing."""
-    raise typer.Exit(int(not BENCHES[0].show(path, plot) and check))
+    raise typer.Exit(int(not REPORT.show(path, plot) and check))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulated cluster's samples: tables beside DualPath's figures, and the picture."""
+"""The simulated cluster's samples: tables beside DualPath's figures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from vllm_nvmeof_bench import plots
-from vllm_nvmeof_bench.benchmark import Benchmark, Conditions
-from vllm_nvmeof_bench.plots import Style, finish
+from vllm_nvmeof_bench.report import Column, Conditions, Report, Table, by_arm
 from vllm_nvmeof_bench.results import distinct, median, select
-from vllm_nvmeof_bench.tables import Column, Table
 
 from research.cluster.paper import Row, balance_rows, capacity, gains, goals, rows
 
@@ -52,15 +48,6 @@ class Sample:
     kept: bool = False
 
 
-_ARMS = {
-    "own": Style(plots.RED, label="own link"),
-    "alternate": Style(plots.GREY, label="in turn, blindly", linestyle=":"),
-    "request": Style(plots.ORANGE, label="rule, by request", linestyle="--"),
-    "chunk": Style(plots.BLUE, label="rule, by chunk"),
-    "none": Style(plots.BLACK, label="no reads at all", linestyle="-."),
-}
-
-
 def _lines(conditions: Conditions) -> Iterator[str]:
     agents, settings = conditions["agents"], conditions["settings"]
     drawn = "drawn from " if settings["added_tokens"] and settings["answer_tokens"] else ""
@@ -84,11 +71,11 @@ def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table
     if many := select(samples, part="agents"):
         columns = [
             Column("cluster", lambda row: row[0]),
-            Column("agents", lambda row: row[1]),
+            Column("agents", lambda row: str(row[1])),
             *_jct_columns(many, lambda one: (one.cluster, one.agents)),
         ]
         pairs = list(dict.fromkeys((one.cluster, one.agents) for one in many))
-        yield Table("JCT in seconds over the number of agents", columns, pairs)
+        yield Table("JCT in seconds over the number of agents", columns, pairs, unit="seconds")
     yield from _online_tables(samples, conditions)
     for part, title in _PARTS.items():
         if found := select(samples, part=part):
@@ -105,11 +92,16 @@ def _gains(offline: Sequence[Sample]) -> list[Column]:
 
 def _jct_columns(samples: Sequence[Sample], key: Any) -> list[Column]:
     """Medians over seeds."""
-    by_arm: dict[Any, list[float]] = {}
+    found: dict[Any, list[float]] = {}
     for one in samples:
-        by_arm.setdefault((key(one), one.arm), []).append(one.end_s)
+        found.setdefault((key(one), one.arm), []).append(one.end_s)
     return [
-        Column(f"{arm}, s", lambda row, arm=arm: median(by_arm.get((row, arm), ())), "{:,.1f}")
+        Column(
+            f"{arm}, s",
+            lambda row, arm=arm: median(found.get((row, arm), ())),
+            "{:,.1f}",
+            drawn=True,
+        )
         for arm in distinct(samples, "arm")
     ]
 
@@ -155,6 +147,24 @@ def _online_tables(samples: Sequence[Sample], conditions: Conditions) -> Iterato
         f"{1000 * settings['tpot_s']:g} ms per token"
     )
     yield Table(title, columns, best)
+    yield from _over_rates(runs)
+
+
+def _over_rates(runs: Sequence[Sample]) -> Iterator[Table]:
+    """Mean TTFT over the agents per second, of the longest window."""
+    longest = max(one.window_s for one in runs)
+    for cluster in distinct(runs, "cluster"):
+        here = select(runs, cluster=cluster, window_s=longest)
+
+        def ttft(arm: str, rate: float, here: Sequence[Sample] = here) -> float | None:
+            return median(one.ttft_mean_s for one in select(here, arm=arm, rate=rate))
+
+        columns = [
+            Column("agents/s", "{:.3g}".format),
+            *by_arm(distinct(here, "arm"), ttft, "{:.3f}"),
+        ]
+        rates = sorted(set(distinct(here, "rate")))
+        yield Table(f"{cluster}: mean TTFT in seconds", columns, rates, unit="seconds")
 
 
 _PARTS = {
@@ -207,69 +217,13 @@ def _columns(part: str) -> list[Column]:
     return [*columns, column("balance", "{:.2f}", lambda one: one.balance)]
 
 
-def _plot(path: Path, samples: Sequence[Sample], conditions: Conditions) -> None:
-    """JCT over agents, TTFT over the rate, and the balance of links over time."""
-    clusters = distinct(select(samples, part="agents") + select(samples, part="online"), "cluster")
-    agents = conditions["agents"]
-    title = (
-        f"{agents['turns']:.0f} turns, {agents['context_tokens']:,.0f} tokens of context, "
-        f"{100 * agents['hit']:.1f} % there; simulated"
-    )
-    series = conditions["balance"]
-    shown = clusters[:2] or distinct(samples, "cluster")[:1]
-    mosaic = [[f"{what} {name}" for what in ("agents", "rate", "time")] for name in shown]
-    with plots.picture(path, title, mosaic, (5.4, 4.4)) as (_, panels):
-        for row, name in enumerate(shown):
-            many, rate, time = panels[3 * row : 3 * row + 3]
-            _over_agents(many, select(samples, part="agents", cluster=name))
-            _over_rate(rate, select(samples, part="online", cluster=name))
-            for arm in ("alternate", "request", "chunk"):
-                _over_time(time, series, name, arm, conditions["window_s"])
-            jct, ttft = "seconds until all have ended", "mean TTFT, s"
-            finish(many, f"{name}: JCT", True, xlabel="agents at once", ylabel=jct)
-            finish(rate, f"{name}: TTFT", True, xlabel="agents per second", ylabel=ttft)
-            most = "most / mean of the links"
-            finish(time, f"{name}: balance", True, xlabel="seconds", ylabel=most)
-
-
-def _over_agents(panel: Any, samples: Sequence[Sample]) -> None:
-    for arm, style in _ARMS.items():
-        if found := select(samples, arm=arm):
-            look = {"color": style.color, "linestyle": style.linestyle, "label": style.label}
-            panel.plot(
-                [one.agents for one in found], [one.end_s for one in found], marker="o", **look
-            )
-
-
-def _over_rate(panel: Any, samples: Sequence[Sample]) -> None:
-    longest = max((one.window_s for one in samples), default=0.0)
-    for arm, style in _ARMS.items():
-        found = sorted(select(samples, arm=arm, window_s=longest), key=lambda one: one.rate)
-        if found:
-            look = {"color": style.color, "linestyle": style.linestyle, "label": style.label}
-            rates = [one.rate for one in found]
-            panel.plot(rates, [one.ttft_mean_s for one in found], marker="o", **look)
-    if samples:
-        panel.set_yscale("log")
-
-
-def _over_time(panel: Any, series: Any, cluster: str, arm: str, window_s: float) -> None:
-    names = [name for name in series if name.startswith(f"{cluster} {arm} ")]
-    if names:
-        row, style = series[names[-1]], _ARMS[arm]
-        seconds = [window_s * number for number in range(len(row))]
-        panel.plot(seconds, row, color=style.color, linestyle=style.linestyle, label=style.label)
-
-
-BENCHES = (
-    Benchmark(
-        "cluster",
-        Sample,
-        _lines,
-        _tables,
-        _plot,
-        goals=goals,
-        goals_title="What the prototype and DualPath found",
-        columns=190,
-    ),
+REPORT = Report(
+    "cluster",
+    "A simulated cluster",
+    Sample,
+    _tables,
+    lines=_lines,
+    goals=goals,
+    goals_title="What the prototype and DualPath found",
+    columns=190,
 )

@@ -24,14 +24,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_nvmeof_bench.alone.report import MISS, ON, SIDES, STEP, Sample
 from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.conditions import at_start, load_average
 from vllm_nvmeof_bench.home import home_in
 from vllm_nvmeof_bench.hotpath import managers
 from vllm_nvmeof_bench.hotpath.measure import frozen
-from vllm_nvmeof_bench.hotpath.report import ONE, SCHEDULER
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
+from vllm_nvmeof_bench.reports.alone import MISS, ON, SIDES, STEP, Sample
+from vllm_nvmeof_bench.reports.hotpath import ONE, SCHEDULER
 from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.settings import check_positive, option, recorded
 from vllm_nvmeof_offload.metrics import Counts

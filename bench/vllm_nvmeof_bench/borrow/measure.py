@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from vllm_nvmeof_bench.benchmark import Command
-from vllm_nvmeof_bench.borrow.report import BORROWED, KINDS, OWN, Sample
+from vllm_nvmeof_bench.reports.borrow import BORROWED, KINDS, OWN, Sample
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve.arms import Arm, ServerSettings, Sizes
 from vllm_nvmeof_bench.serve.fleet import Part, Run

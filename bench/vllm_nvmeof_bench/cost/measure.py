@@ -43,9 +43,9 @@ import numpy as np
 
 from vllm_nvmeof_bench import conditions
 from vllm_nvmeof_bench.benchmark import Command
-from vllm_nvmeof_bench.cost.report import ARMS, BASE, CASES, CPU_ONLY, OURS, PROMPT_ONLY, Sample
 from vllm_nvmeof_bench.home import drop_logs, home_in, quiet_interpreter
 from vllm_nvmeof_bench.progress import OnProgress, progress
+from vllm_nvmeof_bench.reports.cost import ARMS, BASE, CASES, CPU_ONLY, OURS, PROMPT_ONLY, Sample
 from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.serve.fleet import Fleet, serving
 from vllm_nvmeof_bench.servers.client import Client, Metrics

@@ -42,10 +42,10 @@ from crc32c import crc32c
 from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.conditions import packages
 from vllm_nvmeof_bench.gpu.crc_kernel import CrcKernel
-from vllm_nvmeof_bench.gpu.report import Sample, model_blocks
 from vllm_nvmeof_bench.gpu.world import World, load_theirs
 from vllm_nvmeof_bench.home import home_in
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
+from vllm_nvmeof_bench.reports.copy import Sample, model_blocks
 from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.settings import check_names, option, recorded
 from vllm_nvmeof_bench.stream import load as stream

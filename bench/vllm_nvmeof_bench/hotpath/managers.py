@@ -19,7 +19,7 @@ import numpy.typing as npt
 from vllm.v1.kv_offload.base import LookupResult, OffloadingManager, OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
-from vllm_nvmeof_bench.hotpath.report import CASES, Sample
+from vllm_nvmeof_bench.reports.hotpath import CASES, Sample
 from vllm_nvmeof_offload.groups import GROUP_ID_BYTES, Group, GroupKind
 from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL, CoreConfig
 from vllm_nvmeof_offload.manager.hold_and_prefetch import LOOKS_MAX

@@ -35,9 +35,9 @@ from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.conditions import at_start, load_average
 from vllm_nvmeof_bench.home import home_in
 from vllm_nvmeof_bench.hotpath import managers
-from vllm_nvmeof_bench.hotpath.report import CASES, ONE, OURS, SIDES, VLLM, Sample
 from vllm_nvmeof_bench.hotpath.worker import Worker
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
+from vllm_nvmeof_bench.reports.hotpath import CASES, ONE, OURS, SIDES, VLLM, Sample
 from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.settings import check_positive, option, recorded
 from vllm_nvmeof_offload.groups import GroupKind

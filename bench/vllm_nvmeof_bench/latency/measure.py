@@ -40,7 +40,6 @@ from typing import Any, NamedTuple, TypeVar
 from vllm_nvmeof_bench import conditions
 from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.home import home_in, quiet_interpreter
-from vllm_nvmeof_bench.latency.report import ARMS, PAYLOAD_MIN, STAND_IN, Point, Sample
 from vllm_nvmeof_bench.pool.arms import (
     EngineMover,
     Fio,
@@ -52,6 +51,7 @@ from vllm_nvmeof_bench.pool.arms import (
     write_flat,
 )
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
+from vllm_nvmeof_bench.reports.latency import ARMS, PAYLOAD_MIN, STAND_IN, Point, Sample
 from vllm_nvmeof_bench.results import BenchError, dump, percentile, size_name
 from vllm_nvmeof_bench.settings import check_names, check_positive, option, recorded, size_option
 from vllm_nvmeof_bench.throttle import Throttle

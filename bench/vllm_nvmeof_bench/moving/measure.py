@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vllm_nvmeof_bench.benchmark import Command
-from vllm_nvmeof_bench.moving.report import OURS, PEER, STICKY, Sample
+from vllm_nvmeof_bench.reports.moving import OURS, PEER, STICKY, Sample
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve.arms import Arm, ServerSettings, Sizes
 from vllm_nvmeof_bench.serve.fleet import Part, Run

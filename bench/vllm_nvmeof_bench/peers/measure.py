@@ -37,7 +37,11 @@ from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.conditions import at_start, load_average
 from vllm_nvmeof_bench.home import home_in, quiet_interpreter, sync_file_system
 from vllm_nvmeof_bench.peers.helper import BLOCK_BYTES, Helper, Plan, helper, linked_engine
-from vllm_nvmeof_bench.peers.report import (
+from vllm_nvmeof_bench.peers.serving import serving
+from vllm_nvmeof_bench.peers.vllm_tiers import Plan as VllmPlan
+from vllm_nvmeof_bench.peers.vllm_tiers import VllmPair, vllm_pair
+from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
+from vllm_nvmeof_bench.reports.peers import (
     ABSENT,
     ARMS,
     BOTH,
@@ -52,10 +56,6 @@ from vllm_nvmeof_bench.peers.report import (
     Sample,
     link_rates,
 )
-from vllm_nvmeof_bench.peers.serving import serving
-from vllm_nvmeof_bench.peers.vllm_tiers import Plan as VllmPlan
-from vllm_nvmeof_bench.peers.vllm_tiers import VllmPair, vllm_pair
-from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
 from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.settings import check_names, check_positive, option, recorded, size_option
 from vllm_nvmeof_bench.stream.load import Rig

@@ -18,7 +18,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from vllm_nvmeof_bench.peers.helper import linked_engine
-from vllm_nvmeof_bench.peers.report import (
+from vllm_nvmeof_bench.progress import OnProgress
+from vllm_nvmeof_bench.reports.peers import (
     ALONE,
     BESIDE,
     MB,
@@ -27,7 +28,6 @@ from vllm_nvmeof_bench.peers.report import (
     Sample,
     link_rates,
 )
-from vllm_nvmeof_bench.progress import OnProgress
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.stream.load import Rig
 from vllm_nvmeof_offload.io.base import Waker

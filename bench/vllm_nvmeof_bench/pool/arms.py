@@ -35,8 +35,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_nvmeof_bench.pool.report import Sample, Settings
+from vllm_nvmeof_bench.reports.pool import ARMS, CASES, KINDS, Sample
 from vllm_nvmeof_bench.results import BenchError, percentile
+from vllm_nvmeof_bench.settings import check_names, check_positive, option, size_option
 from vllm_nvmeof_offload.config import Tuning
 from vllm_nvmeof_offload.copy.base import Pieces
 from vllm_nvmeof_offload.errors import OK, Outcome
@@ -59,12 +60,93 @@ from vllm_nvmeof_offload.protocol import (
     unpacked,
 )
 from vllm_nvmeof_offload.staging import Staging
-from vllm_nvmeof_offload.units import GIB, MIB, slot_stride_bytes
+from vllm_nvmeof_offload.units import GIB, KIB, MIB, slot_stride_bytes
 from vllm_nvmeof_offload.worker.pipeline import TransferLimits, TransferPipeline
 
 _STALL_S = 60.0
 #: One read needs little time beside writes; longer waits come back to look at the clock.
 _POLL_S_MAX = 0.05
+#: Measured by every arm; the rest only by those that take jobs.
+FLAT_KINDS = frozenset({"batch_write", "batch_read", "mixed"})
+_BESIDE_KINDS = frozenset({"beside", "writes_alone"})
+_FLAT_ARMS = frozenset({"fio", "ring", "ring_slots"})
+_BLOCKS = (64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run. Less than 1 GiB per round measures how an engine starts, not how it runs.
+
+    Ours run with the product's configuration, as the conditions say. queued_bytes: what the
+    saturating writer keeps queued. episode_bytes: what it may write before it pauses and the fs
+    tier's files, which nothing else bounds, are deleted. reads: demand reads per round.
+    settle_s: the disk's time after a deletion, before the next measurement.
+    """
+
+    directory: Path = option(
+        Path("build/bench/disk"), "The disk to measure: a directory on it.", flag="--dir"
+    )
+    arms: tuple[str, ...] = option(ARMS, "Arms to measure.")
+    cases: tuple[str, ...] = option(CASES, "Cases to measure.")
+    blocks: tuple[int, ...] = size_option(_BLOCKS, "Block sizes.")
+    rounds: int = option(5, "Samples of everything.", min=1)
+    bytes_per_round: int = size_option(GIB, "Bytes that a batch moves.")
+    depth: int = option(32, "Blocks in flight of fio and the ring.")
+    seed: int = option(1, "Seed of the random bytes and of the blocks that are read.")
+    goals: bool = option(
+        True,
+        "Print the goals, and measure the manager, which has some.",
+        recorded=False,
+        flag="--targets/--no-targets",
+    )
+    single_bytes: int = 128 * MIB
+    queued_bytes: int = 64 * MIB
+    episode_bytes: int = GIB
+    reads: int = 100
+    read_gap_s: float = 0.02
+    beside_block_bytes: int = 2 * MIB
+    settle_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_names("arm", self.arms, ARMS)
+        check_names("case", self.cases, CASES)
+        check_positive(self, "blocks", "rounds", "depth", "reads")
+        for block in self.blocks:
+            if block < 4 * KIB or block % (4 * KIB):
+                raise BenchError(f"block size {block}: a multiple of 4 KiB, for O_DIRECT")
+            if self.bytes_per_round < 8 * block:
+                raise BenchError(
+                    f"{self.bytes_per_round} bytes per round are fewer than 8 blocks of {block}"
+                )
+
+    def kinds(self, arm: str, block_bytes: int) -> tuple[str, ...]:
+        """The kinds of measurement that `arm` takes part in at this block size."""
+        return tuple(
+            kind
+            for kind, cases in KINDS.items()
+            if set(cases) & set(self.cases)
+            and (kind in FLAT_KINDS or arm not in _FLAT_ARMS)
+            and (kind not in _BESIDE_KINDS or block_bytes == self.beside_block_bytes)
+        )
+
+    def batch_blocks(self, block_bytes: int) -> int:
+        return self.bytes_per_round // block_bytes
+
+    def single_blocks(self, block_bytes: int) -> int:
+        return max(1, self.single_bytes // block_bytes)
+
+    def blocks_needed(self, block_bytes: int) -> int:
+        """Blocks that memory and storage must hold."""
+        return max(self.batch_blocks(block_bytes), self.single_blocks(block_bytes))
+
+    @property
+    def disk_bytes_max(self) -> int:
+        """The most bytes on the disk at any time: pool or flat file, and the fs tier's files."""
+        data = max(self.blocks_needed(block) * (block + 8 * KIB) for block in self.blocks)
+        fs_writes = max(self.bytes_per_round, self.single_bytes)
+        if set(self.cases) & {"read_beside_writes", "writes_beside_read", "writes_alone"}:
+            fs_writes = max(fs_writes, self.episode_bytes + 2 * self.queued_bytes)
+        return data + (data + fs_writes if "vllm_fs" in self.arms else 0)
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ from vllm_nvmeof_bench.pool.arms import (
     Ground,
     Moved,
     PipelineMover,
+    Settings,
     build_ring,
     fill,
     import_fs,
@@ -56,8 +57,8 @@ from vllm_nvmeof_bench.pool.arms import (
     measure_ring_slots,
     write_flat,
 )
-from vllm_nvmeof_bench.pool.report import KINDS, Sample, Settings
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
+from vllm_nvmeof_bench.reports.pool import KINDS, Sample
 from vllm_nvmeof_bench.results import BenchError, dump, size_name
 from vllm_nvmeof_bench.settings import recorded
 from vllm_nvmeof_offload.errors import EngineError

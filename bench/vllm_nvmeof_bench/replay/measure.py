@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from vllm_nvmeof_bench.benchmark import Command
-from vllm_nvmeof_bench.replay.report import Sample
+from vllm_nvmeof_bench.reports.replay import Sample
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve.arms import ServerSettings, arms_option
 from vllm_nvmeof_bench.serve.fleet import Part, Run

@@ -33,16 +33,16 @@ from typing import Any
 import numpy as np
 
 from vllm_nvmeof_bench.benchmark import Command
-from vllm_nvmeof_bench.results import BenchError
-from vllm_nvmeof_bench.serve.arms import ServerSettings, Sizes, arms_option
-from vllm_nvmeof_bench.serve.fleet import Part, Run
-from vllm_nvmeof_bench.serve.fleet import run as run_parts
-from vllm_nvmeof_bench.serve.report import (
+from vllm_nvmeof_bench.reports.serve import (
     HitSample,
     TtftSample,
     TurnSample,
     throughput_ratios,
 )
+from vllm_nvmeof_bench.results import BenchError
+from vllm_nvmeof_bench.serve.arms import ServerSettings, Sizes, arms_option
+from vllm_nvmeof_bench.serve.fleet import Part, Run
+from vllm_nvmeof_bench.serve.fleet import run as run_parts
 from vllm_nvmeof_bench.servers.client import Answer, Client, Hits, Tokens
 from vllm_nvmeof_bench.servers.server import on_blocks
 from vllm_nvmeof_bench.settings import check_positive, option

@@ -21,10 +21,10 @@ import numpy as np
 
 from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
+from vllm_nvmeof_bench.reports.simulate import Sample
 from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.settings import check_positive, option, recorded
 from vllm_nvmeof_bench.simulate.eviction import MODELS, Ask, asks_of
-from vllm_nvmeof_bench.simulate.report import Sample
 from vllm_nvmeof_bench.traces import TRACE_HELP, Pace, read_trace
 from vllm_nvmeof_offload import __version__
 from vllm_nvmeof_offload.groups import GROUP_ID_BYTES

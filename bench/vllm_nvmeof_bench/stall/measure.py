@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from vllm_nvmeof_bench.benchmark import Command
+from vllm_nvmeof_bench.reports.stall import ALONE, BACK, IN_GPU, Sample
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve.arms import ServerSettings, Sizes, arms_option
 from vllm_nvmeof_bench.serve.fleet import Part, Run
@@ -43,7 +44,6 @@ from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 from vllm_nvmeof_bench.servers.model import ModelShape
 from vllm_nvmeof_bench.servers.server import BLOCK_TOKENS, on_blocks
 from vllm_nvmeof_bench.settings import check_positive, option
-from vllm_nvmeof_bench.stall.report import ALONE, BACK, IN_GPU, Sample
 
 _ANSWER_TOKENS = 4
 #: Of each request that decodes, behind its prompt, until it begins again.

@@ -30,9 +30,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_nvmeof_bench.home import quiet_interpreter, sync_file_system
+from vllm_nvmeof_bench.reports.stream import ARMS, PARTS, Sample
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.settings import check_names, check_positive, option
-from vllm_nvmeof_bench.stream.report import ARMS, PARTS, Sample
 from vllm_nvmeof_bench.throttle import Throttle
 from vllm_nvmeof_offload import protocol
 from vllm_nvmeof_offload.config import TUNING

@@ -34,6 +34,7 @@ from vllm_nvmeof_bench.conditions import at_start, load_average
 from vllm_nvmeof_bench.demo.workload import Plan, offload_spec, run_crowd, server_spec
 from vllm_nvmeof_bench.home import home_in
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
+from vllm_nvmeof_bench.reports.stream import ARMS, Sample, throttle_name
 from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.serve.fleet import serving
 from vllm_nvmeof_bench.servers.client import NUDGE, Answer, Client
@@ -41,7 +42,6 @@ from vllm_nvmeof_bench.servers.model import ModelShape, make_model, random_token
 from vllm_nvmeof_bench.servers.server import BLOCK_TOKENS, OffloadSpec, ServerSpec, on_blocks
 from vllm_nvmeof_bench.settings import recorded
 from vllm_nvmeof_bench.stream.load import MB, Settings, measure_load
-from vllm_nvmeof_bench.stream.report import ARMS, Sample, throttle_name
 from vllm_nvmeof_bench.throttle import Throttle
 from vllm_nvmeof_offload.units import KIB, MIB
 

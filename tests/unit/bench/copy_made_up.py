@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from vllm_nvmeof_bench.gpu.report import Sample, model_blocks
+from vllm_nvmeof_bench.reports.copy import Sample, model_blocks
 
 from vllm_nvmeof_offload.units import KIB, MIB
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_nvmeof_bench.pool.report import Sample
+from vllm_nvmeof_bench.reports.pool import Sample
 
 ROUNDS = 3
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vllm_nvmeof_bench.cost.report import Sample
+from vllm_nvmeof_bench.reports.cost import Sample
 
 from vllm_nvmeof_offload.units import MIB
 

@@ -11,8 +11,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from vllm_nvmeof_bench.pool.arms import Settings
 from vllm_nvmeof_bench.pool.measure import run
-from vllm_nvmeof_bench.pool.report import Settings
 
 from vllm_nvmeof_offload.units import KIB, MIB
 

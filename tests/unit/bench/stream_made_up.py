@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_nvmeof_bench.stream.report import Sample
+from vllm_nvmeof_bench.reports.stream import Sample
 
 SIZES = (0.5, 1, 8)
 CONDITIONS = {

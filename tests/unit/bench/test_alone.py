@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
-from vllm_nvmeof_bench.alone.report import (
+from vllm_nvmeof_bench.reports.alone import (
     AGAIN,
     FIGURES,
     OFF,
@@ -20,9 +20,7 @@ from vllm_nvmeof_bench.alone.report import (
     ratio,
     sums,
 )
-from vllm_nvmeof_bench.benchmark import benchmark
 
-from tests.unit.bench import printing
 from vllm_nvmeof_offload.cli import app
 
 STAGES = sorted({part for parts in FIGURES.values() for part in parts})
@@ -70,18 +68,6 @@ def test_the_goal_is_missed_above_one_per_cent() -> None:
     ]
     assert [goal.reached for goal in goals(slow, CONDITIONS)] == [False, True]
     assert [goal.reached for goal in goals([], {})] == [None]
-
-
-def test_ratios_are_printed_with_their_intervals_and_drawn(tmp_path: Path) -> None:
-    text = printing.printed("alone", everything(), CONDITIONS)
-    for needed in ("200,000 chunks in each index", "look-ups that miss", "1.005 (1.005 to 1.005)",
-                   "0.990 (0.990 to 0.990)", "step without work", "yes"):  # fmt: skip
-        assert needed in text, needed
-    assert printing.printed("alone", [], {})
-    pytest.importorskip("matplotlib")
-    for at, samples in enumerate((everything(), everything()[:1])):
-        benchmark("alone").draw(tmp_path / f"{at}.png", samples, CONDITIONS)
-        assert (tmp_path / f"{at}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_too_few_entries_are_refused() -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from vllm_nvmeof_bench.pool.report import Sample, goals
+from vllm_nvmeof_bench.reports.pool import Sample, goals
 from vllm_nvmeof_bench.results import Goal, missed
 
 from tests.unit.bench.made_up import ROUNDS, everything, rounds

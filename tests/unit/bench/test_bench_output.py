@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import io
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,15 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
-from vllm_nvmeof_bench import plots
-from vllm_nvmeof_bench.benchmark import benchmark, command
-from vllm_nvmeof_bench.pool.report import goals
+from vllm_nvmeof_bench.benchmark import command
 from vllm_nvmeof_bench.results import dump
-from vllm_nvmeof_bench.tables import show
 
-from tests.unit.bench.made_up import everything, rounds
+from tests.unit.bench.made_up import everything
 from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.units import KIB, MIB
 
@@ -32,60 +27,6 @@ CONDITIONS = {
     "load_average_at_start": [0.1, 0.1, 0.1],
     "load_average_at_end": [0.2, 0.2, 0.2],
 }
-
-
-def printed(samples: list, width: int = 200) -> str:  # type: ignore[type-arg]
-    out = io.StringIO()
-    console = Console(file=out, width=width)
-    show(console, benchmark("pool").parts(samples, CONDITIONS, goals(samples, {})))
-    return out.getvalue()
-
-
-def test_tables_show_medians_and_what_is_missing() -> None:
-    samples = [one for one in everything((64 * KIB, 2 * MIB)) if one.arm != "fio"]
-    samples += rounds("ours", "batch_write", 4 * MIB, [1111.0, 2222.0, 3333.0])
-    text = printed(samples)
-    assert "2,222" in text
-    assert "median of 3 rounds" in text
-    assert "fio: not measured: fio is not installed" in text
-    assert "not measured" in text
-    assert "p99 in µs" in text
-    assert "4.444 (64 KiB, vllm_fs)" in text
-
-
-def test_the_picture_is_a_png(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "pictures" / "pool.png"
-    benchmark("pool").draw(path, everything((64 * KIB, 512 * KIB, 2 * MIB)), CONDITIONS)
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("cases", "panels"),
-    [
-        ({"batch_read"}, ["batch read", "CPU time, batch read"]),
-        ({"single_read", "writes_alone"}, ["one 128 MiB job, read", "those writes"]),
-        ({"batch_read", "mixed", "read_beside_writes"}, [
-            "batch read", "half reads, half writes", "CPU time, batch read",
-            "one 2 MiB read beside 64 MiB of queued writes",
-        ]),
-    ],
-)  # fmt: skip
-def test_a_picture_shows_only_what_was_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cases: set[str], panels: list[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    drawn: list[str] = []
-    finish = plots.finish
-
-    def noted(panel: object, name: str, **rest: object) -> None:
-        drawn.append(name)
-        finish(panel, name, **rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(plots, "finish", noted)
-    samples = [one for one in everything((512 * KIB, 2 * MIB)) if one.case in cases]
-    benchmark("pool").draw(tmp_path / "pool.png", samples, CONDITIONS)
-    assert drawn == panels
 
 
 def test_a_file_of_samples_is_printed_and_checked(tmp_path: Path) -> None:

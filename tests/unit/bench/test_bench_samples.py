@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from vllm_nvmeof_bench.conditions import mount_of
-from vllm_nvmeof_bench.pool.arms import Moved, fio_moved
-from vllm_nvmeof_bench.pool.report import ARMS, CASES, Sample, Settings
+from vllm_nvmeof_bench.pool.arms import Moved, Settings, fio_moved
+from vllm_nvmeof_bench.reports.pool import ARMS, CASES, Sample
 from vllm_nvmeof_bench.results import BenchError, dump, load, median_of, percentile
 
 from tests.unit.bench.made_up import rounds

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_nvmeof_bench.pool.arms import PipelineMover
+from vllm_nvmeof_bench.pool.arms import FLAT_KINDS, PipelineMover, Settings
 from vllm_nvmeof_bench.pool.measure import run
-from vllm_nvmeof_bench.pool.report import FLAT_KINDS, KINDS, Settings
+from vllm_nvmeof_bench.reports.pool import KINDS
 from vllm_nvmeof_bench.results import BenchError
 
 from tests.wait import wait_until

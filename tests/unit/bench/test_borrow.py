@@ -5,20 +5,17 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from typer.testing import CliRunner
-from vllm_nvmeof_bench.benchmark import benchmark
 from vllm_nvmeof_bench.borrow import measure
 from vllm_nvmeof_bench.borrow.measure import Settings
-from vllm_nvmeof_bench.borrow.report import BORROWED, KINDS, OWN, Sample, goals, ratio
+from vllm_nvmeof_bench.reports.borrow import BORROWED, KINDS, OWN, Sample, goals, ratio
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve.fleet import Fleet, Run
 from vllm_nvmeof_bench.servers.client import Answer, Client, Hits, Metrics, Tokens
 
-from tests.unit.bench import printing
 from vllm_nvmeof_offload.cli import app
 
 TOKENS = 100
@@ -58,18 +55,6 @@ def test_every_goal_can_be_missed() -> None:
     wrong = [replace(samples[0], same=False), *samples[1:]]
     assert [goal.reached for goal in goals(wrong, {})] == [True, True, True, False]
     assert {goal.reached for goal in goals([], {})} == {None}
-
-
-def test_the_ratio_is_printed_with_its_interval_and_drawn(tmp_path: Path) -> None:
-    idle = {"settings": {"tokens": TOKENS, "idle_s": 60.0, "puts": 1_000_000}}
-    text = printing.printed("borrow", everything(), idle)
-    for needed in ("1.200, 95 % interval 1.200 to 1.200 (20 pairs", "60 s", "1,000,000", "96%"):
-        assert needed in text, needed
-    assert "right after another request" in printing.printed("borrow", [], {})
-    pytest.importorskip("matplotlib")
-    for at, samples in enumerate((everything(), everything()[:1])):
-        benchmark("borrow").draw(tmp_path / f"{at}.png", samples, {})
-        assert (tmp_path / f"{at}.png").read_bytes().startswith(b"\x89PNG")
 
 
 class MadeUp:

@@ -3,18 +3,13 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
-from vllm_nvmeof_bench import plots
-from vllm_nvmeof_bench.benchmark import benchmark
-from vllm_nvmeof_bench.gpu.report import Sample, goals, model_blocks
+from vllm_nvmeof_bench.reports.copy import Sample, goals, model_blocks
 from vllm_nvmeof_bench.results import BenchError, Goal, dump, load, missed
-from vllm_nvmeof_bench.tables import show
 
 from tests.unit.bench.copy_made_up import CONDITIONS, everything
 from vllm_nvmeof_offload.cli import app
@@ -35,13 +30,6 @@ def slower(samples: list[Sample], share: float, **wanted: object) -> list[Sample
         else one
         for one in samples
     ]
-
-
-def printed(samples: list[Sample]) -> str:
-    out = io.StringIO()
-    console = Console(file=out, width=240)
-    show(console, benchmark("copy").parts(samples, CONDITIONS, goals(samples, CONDITIONS)))
-    return out.getvalue()
 
 
 def test_every_goal_is_reached_by_samples_made_up_for_it() -> None:
@@ -115,35 +103,6 @@ def test_the_models_are_those_of_the_table() -> None:
     assert (llama.fragment_bytes, llama.block_bytes) == (32 * KIB, 2 * MIB)
 
 
-def test_every_case_has_its_table() -> None:
-    text = printed(everything())
-    for needed in (
-        "Made-up GPU (sm_90), PCIe 32.0 GT/s x16, driver for CUDA 13.1",
-        "vLLM's own code: 0.0.0 (made up)",
-        "One transfer of many blocks",
-        "load 25%",
-        "Llama-3.1-70B-Instruct",
-        "load vllm",
-        "matrix: steps/s",
-        "98.00 0.980",
-        "two_phase",
-        "Host time of one submit",
-        "1.700",
-    ):
-        assert needed in text, needed
-
-
-def test_an_unmeasured_case_is_a_dash() -> None:
-    only = [
-        s
-        for s in everything()
-        if s.case == "transfer" and (s.arm, s.direction) != ("kernel", "load")
-    ]
-    text = printed(only)
-    assert "–" in text and "not measured" in text
-    assert "Few small" not in text
-
-
 def test_a_file_reads_back_and_other_files_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "copy.json"
     dump(file, "copy", everything(), CONDITIONS)
@@ -155,56 +114,6 @@ def test_a_file_reads_back_and_other_files_are_refused(tmp_path: Path) -> None:
         file.write_text(content)
         with pytest.raises(BenchError, match="not a file of `bench copy --json`"):
             load(file, "copy", Sample)
-
-
-def test_the_picture_is_drawn_from_incomplete_samples_too(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    for number, samples in enumerate((everything(), everything()[:3])):
-        benchmark("copy").draw(tmp_path / f"{number}.png", samples, CONDITIONS)
-        assert (tmp_path / f"{number}.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(BenchError, match="nothing to draw"):
-        benchmark("copy").draw(tmp_path / "none.png", [], CONDITIONS)
-
-
-@pytest.mark.parametrize(
-    ("cases", "panels"),
-    [
-        ({"transfer", "few"}, ["store (GPU to CPU): one transfer of many blocks",
-                               "load (CPU to GPU): one transfer of many blocks"]),
-        ({"both", "mix", "disk"}, ["both directions at once", "loads from disk to the GPU"]),
-        ({"crc_matrix", "crc_beside"},
-         ["bf16 matrix product beside CRC-32C by the GPU, by its launches"]),
-        ({"loop_memory"}, ["compute beside full-rate copies both ways"]),
-    ],
-)  # fmt: skip
-def test_a_picture_shows_only_what_was_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cases: set[str], panels: list[str]
-) -> None:
-    pytest.importorskip("matplotlib")
-    drawn: list[str] = []
-    finish = plots.finish
-    monkeypatch.setattr(
-        plots, "finish", lambda panel, title, **more: (drawn.append(title), finish(panel, **more))
-    )
-    samples = [one for one in everything() if one.case in cases]
-    benchmark("copy").draw(tmp_path / "one.png", samples, CONDITIONS)
-    assert drawn == panels
-
-
-def test_no_picture_is_drawn_of_what_only_tables_show(tmp_path: Path) -> None:
-    few = [one for one in everything() if one.case in ("few", "submit")]
-    with pytest.raises(BenchError, match="nothing to draw"):
-        benchmark("copy").draw(tmp_path / "none.png", few, CONDITIONS)
-
-
-def test_the_report_judges_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "copy.json"
-    dump(file, "copy", everything(), CONDITIONS)
-    done = CliRunner().invoke(app, ["bench", "report", str(file), "--check"])
-    assert done.exit_code == 0, done.output
-    assert "samples in" in done.output
-    dump(file, "copy", slower(everything(), 0.5, case="both", direction="both"), CONDITIONS)
-    assert CliRunner().invoke(app, ["bench", "report", str(file), "--check"]).exit_code == 1
 
 
 @pytest.mark.skipif(not NO_GPU, reason="there is a GPU here")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from vllm_nvmeof_bench.cost.measure import Settings
-from vllm_nvmeof_bench.cost.report import (
+from vllm_nvmeof_bench.reports.cost import (
     Sample,
     goals,
     ratios_of,

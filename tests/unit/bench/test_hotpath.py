@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
-from vllm_nvmeof_bench.benchmark import benchmark
-from vllm_nvmeof_bench.hotpath.report import (
+from vllm_nvmeof_bench.reports.hotpath import (
     CASES,
     MODEL,
     ONE,
@@ -25,7 +24,6 @@ from vllm_nvmeof_bench.hotpath.report import (
 )
 from vllm_nvmeof_bench.results import Goal, missed
 
-from tests.unit.bench import printing
 from vllm_nvmeof_offload.cli import app
 
 SIZES = (ONE, 512, 8192, 65_536)
@@ -136,38 +134,6 @@ def test_a_stage_that_was_not_measured_leaves_its_goals_open() -> None:
     assert row(samples, "store, from plan to written").reached is None
     assert missed(found) == []
     assert all(goal.reached is None for goal in goals([], {}))
-
-
-def test_a_missed_goal_is_printed_as_missed() -> None:
-    text = printing.printed("hotpath", everything(), CONDITIONS)
-    for needed in (
-        "1,000,000 chunks in the index",
-        "load from the CPU tier",
-        "look-up, key by key",
-        "65,536 vllm",
-        "op of 1 ours",
-        "114",
-    ):
-        assert needed in text, needed
-    assert " no " not in text
-    samples = slower(everything(), 9, case="cpu", stage="prepare")
-    assert " no " in printing.printed("hotpath", samples, CONDITIONS)
-    assert printing.printed("hotpath", [], {})
-
-
-def test_the_picture_is_drawn_from_incomplete_samples_too(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    for number, samples in enumerate((everything(), everything()[:3])):
-        benchmark("hotpath").draw(tmp_path / f"{number}.png", samples, CONDITIONS)
-        assert (tmp_path / f"{number}.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_report_judges_a_file(tmp_path: Path) -> None:
-    file = printing.written(tmp_path / "h.json", "hotpath", everything(), CONDITIONS)
-    assert CliRunner().invoke(app, ["bench", "report", str(file), "--check"]).exit_code == 0
-    samples = slower(everything(), 9, stage="look_up")
-    printing.written(file, "hotpath", samples, CONDITIONS)
-    assert CliRunner().invoke(app, ["bench", "report", str(file), "--check"]).exit_code == 1
 
 
 def test_too_few_entries_are_refused() -> None:

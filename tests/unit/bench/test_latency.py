@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
-from vllm_nvmeof_bench.benchmark import benchmark
 from vllm_nvmeof_bench.latency.measure import Order, Place, Settings, drive, run
-from vllm_nvmeof_bench.latency.report import STAND_IN, Point, Sample, added, points_of
 from vllm_nvmeof_bench.pool.arms import Job, Mover
-from vllm_nvmeof_bench.results import BenchError, distinct, dump
+from vllm_nvmeof_bench.reports.latency import STAND_IN, Point, Sample, added, points_of
+from vllm_nvmeof_bench.results import BenchError, distinct
 
 from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.units import KIB
@@ -117,21 +116,6 @@ def test_added_latency_is_computed_from_medians_and_the_first_arm() -> None:
     assert found is not None
     assert (found.us, found.per_cent) == (30.0, 30.0)
     assert added(samples, side("disk", "fio"), side("none", "fio"), point, "mean_us") is None
-
-
-def test_a_file_is_printed_and_drawn_again(tmp_path: Path) -> None:
-    path, picture = tmp_path / "latency.json", tmp_path / "latency.png"
-    dump(path, "latency", everything(), {"targets": {"fabric": {"throttled_mb_per_s": 7}}})
-    assert benchmark("latency").read(path)[0] == everything()
-    result = CliRunner().invoke(app, ["bench", "report", str(path)])
-    assert result.exit_code == 0, result.output
-    words = " ".join(result.output.split())
-    assert "what fabric adds to disk" in words
-    assert "1 × 4 50 100 900 62 125 1,125 +12 +25 +25 +25 +225 +25" in words
-    assert "not for a network's latency" in words
-    pytest.importorskip("matplotlib")
-    benchmark("latency").draw(picture, everything(), {})
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_wrong_settings_are_one_plain_line() -> None:

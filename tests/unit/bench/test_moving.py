@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
-from vllm_nvmeof_bench.benchmark import benchmark
 from vllm_nvmeof_bench.moving.measure import Settings, server_of
-from vllm_nvmeof_bench.moving.report import (
+from vllm_nvmeof_bench.reports.moving import (
     OURS,
     PEER,
     STICKY,
@@ -26,7 +25,6 @@ from vllm_nvmeof_bench.moving.report import (
 )
 from vllm_nvmeof_bench.serve.arms import server_spec
 
-from tests.unit.bench import printing
 from tests.unit.bench.made_up_server import MadeUpServer
 from vllm_nvmeof_offload.cli import app
 
@@ -97,22 +95,6 @@ def test_every_goal_can_be_missed() -> None:
     wrong[-1] = replace(wrong[-1], failure="x", ttft_s=None)
     assert goals(wrong, CONDITIONS)[7].reached is False
     assert {goal.reached for goal in goals([], {})} == {None}
-
-
-def test_ratios_are_printed_with_their_intervals_and_drawn(tmp_path: Path) -> None:
-    text = printing.printed("moving", everything(peer=2.0), CONDITIONS)
-    for needed in (
-        "ours / peer: 0.500, 95 % interval 0.500 to 0.500 (20 pairs)",
-        "50% CPU, 50% others'",
-        "answers that differ between arms: 0 of 60",
-        "yes",
-    ):
-        assert needed in text, needed
-    assert printing.printed("moving", [], {})
-    pytest.importorskip("matplotlib")
-    for at, samples in enumerate((everything(), everything()[:1])):
-        benchmark("moving").draw(tmp_path / f"{at}.png", samples, CONDITIONS)
-        assert (tmp_path / f"{at}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_turns_alternate_and_sticky_ones_stay() -> None:

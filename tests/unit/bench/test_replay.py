@@ -12,15 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
-from vllm_nvmeof_bench.benchmark import benchmark
-from vllm_nvmeof_bench.page.published import REPLAY
+from vllm_nvmeof_bench.benchmark import report_of
 from vllm_nvmeof_bench.replay.measure import Replay, Settings, Vocabulary, trace_of
-from vllm_nvmeof_bench.replay.report import Sample, published, summary_of
-from vllm_nvmeof_bench.results import BenchError, dump
+from vllm_nvmeof_bench.reports.published import REPLAY
+from vllm_nvmeof_bench.reports.replay import Sample, summary_of
+from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.servers.client import Answer
 from vllm_nvmeof_bench.traces import Pace, Request, read_trace
 
-from tests.unit.bench import printing
 from tests.unit.bench.trace_files import agentic, mooncake
 from vllm_nvmeof_offload.cli import app
 
@@ -172,43 +171,20 @@ def made_up() -> tuple[list[Sample], dict[str, object]]:
     return [*rows("none", 4.0), cut, *rows("pool", 1.0), failed, silent], conditions
 
 
-def test_tables_show_the_work_of_each_arm(tmp_path: Path) -> None:
-    samples, conditions = made_up()
-    text = printing.printed("replay", samples, conditions)
-    for needed in (
-        "4.200",
-        "4.200",
-        "7.620",
-        "8.000",
-        "30.0 %",
-        "1,234",
-        "peer: [sic]",
-        "holds 777 tokens",
-    ):
-        assert needed in text, needed
-    assert "pool: 1 failed, the first with: HTTP 500: [no]" in text
+def test_figures_are_of_whole_requests_and_first_tokens() -> None:
+    samples, _ = made_up()
     assert summary_of(samples, "none")["tokens_in_per_s"] == pytest.approx(2000 / 28)
+    assert summary_of(samples, "none")["ttft_mean_s"] == pytest.approx(4.2)
     assert summary_of(samples, "silent") == {}
 
 
 def test_our_figures_are_shown_beside_the_study_if_all_its_arms_ran() -> None:
     samples = [*rows("none", 4.0), *rows("cpu", 2.0), *rows("pool", 1.0)]
-    ours = published(samples)
+    ours = report_of("replay").ours(samples)
     assert ours["TTFT average"] == "4.20 s / 2.10 s / 1.05 s"
     assert ours["requests completed"] == "20 / 20 / 20"
     assert ours.keys() <= {row[0] for row in REPLAY.rows}
-    assert published([one for one in samples if one.arm != "cpu"]) == {}
-
-
-def test_the_picture_and_the_report_of_a_file(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    samples, conditions = made_up()
-    benchmark("replay").draw(tmp_path / "p" / "replay.png", samples, conditions)
-    assert (tmp_path / "p" / "replay.png").read_bytes().startswith(b"\x89PNG")
-    dump(tmp_path / "replay.json", "replay", samples, conditions)
-    result = CliRunner().invoke(app, ["bench", "report", str(tmp_path / "replay.json")])
-    assert result.exit_code == 0, result.output
-    assert "Where prompt tokens were found" in result.output
+    assert report_of("replay").ours([one for one in samples if one.arm != "cpu"]) == {}
 
 
 def test_errors_are_one_plain_line(tmp_path: Path) -> None:

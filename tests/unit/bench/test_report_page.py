@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
-from vllm_nvmeof_bench.benchmark import PACKAGES, benchmark
-from vllm_nvmeof_bench.gpu import report as gpu
-from vllm_nvmeof_bench.latency import report as latency
-from vllm_nvmeof_bench.page import published
-from vllm_nvmeof_bench.page.page import KINDS, build
+from vllm_nvmeof_bench.benchmark import BENCHMARKS, report_of
+from vllm_nvmeof_bench.page import build
+from vllm_nvmeof_bench.report import Column, Published, Table, markdown
+from vllm_nvmeof_bench.reports import copy as gpu
+from vllm_nvmeof_bench.reports import latency, published
+from vllm_nvmeof_bench.reports.serve import HitSample, TtftSample
 from vllm_nvmeof_bench.results import BenchError, dump
-from vllm_nvmeof_bench.serve.report import HitSample, TtftSample
-from vllm_nvmeof_bench.tables import Column, Table, markdown
 
 from tests.unit.bench import made_up, made_up_costs, stream_made_up, test_latency
 from vllm_nvmeof_offload.cli import app
@@ -63,7 +62,7 @@ def text(results: Path) -> str:
 
 
 def section(text: str, name: str) -> str:
-    title = f"## {KINDS[name][0]}\n"
+    title = f"## {report_of(name).title}\n"
     assert text.count(title) == 1
     return text.split(title)[1].split("\n## ", maxsplit=1)[0]
 
@@ -86,8 +85,8 @@ def test_pictures_are_saved_beside_the_page_and_a_failed_one_is_reported(tmp_pat
     page = build(tmp_path, tmp_path / "REPORT.md")
     assert page.pictures == [tmp_path / "drawn.png"]
     assert page.pictures[0].read_bytes().startswith(b"\x89PNG")
-    assert f"![{KINDS['copy'][0]}](drawn.png)" in page.text
-    assert "No picture: there is nothing to draw: the file has no samples." in page.text
+    assert f"![{report_of('copy').title}](drawn.png)" in page.text
+    assert "No picture: there is nothing to draw" in page.text
 
 
 def test_published_figures_are_shown_beside_ours_by_key(text: str) -> None:
@@ -125,16 +124,16 @@ def test_our_keys_are_keys_of_published_figures() -> None:
         ]),
         ("copy", [gpu.Sample("transfer", "dma", "load", 2 * MIB, 1, 0, 3.0)]),
     ):  # fmt: skip
-        theirs = KINDS[name][1]
+        theirs = report_of(name).theirs
         assert theirs is not None
-        ours = benchmark(name).published(samples)
+        ours = report_of(name).ours(samples)
         assert ours, name
         assert name not in ("ttft", "hits") or "2.0×" in next(iter(ours.values()))
         assert set(ours) <= {row[0] for row in theirs.rows}, name
 
 
 def test_every_published_row_has_a_text_for_each_column() -> None:
-    found = [one for one in vars(published).values() if isinstance(one, published.Published)]
+    found = [one for one in vars(published).values() if isinstance(one, Published)]
     assert len(found) == 9
     for one in found:
         assert one.source
@@ -144,16 +143,12 @@ def test_every_published_row_has_a_text_for_each_column() -> None:
 def test_a_kind_that_is_not_installed_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(PACKAGES, "later", "later")
+    monkeypatch.setitem(BENCHMARKS, "later", ("later", "later"))
     (tmp_path / "x.json").write_text('{"bench": "later", "samples": []}')
     page = build(tmp_path, tmp_path / "REPORT.md")
     assert page.left_out == {"x.json": "`bench later` is not in this installation"}
     with pytest.raises(BenchError, match="not a directory"):
         build(tmp_path / "none", tmp_path / "REPORT.md")
-
-
-def test_every_benchmark_has_a_section() -> None:
-    assert set(KINDS) == set(PACKAGES)
 
 
 def test_printed_tables_become_markdown() -> None:

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 from vllm_nvmeof_bench.home import drop_logs
+from vllm_nvmeof_bench.reports import serve as report
+from vllm_nvmeof_bench.reports.serve import HitSample, TtftSample, TurnSample, ratio_of_cpu
 from vllm_nvmeof_bench.results import BenchError, dump, load
-from vllm_nvmeof_bench.serve import report
 from vllm_nvmeof_bench.serve.fleet import Fleet, merged
 from vllm_nvmeof_bench.serve.measure import HitSettings, TtftSettings, TurnSettings, prompts_of
-from vllm_nvmeof_bench.serve.report import HitSample, TtftSample, TurnSample, ratio_of_cpu
 from vllm_nvmeof_bench.servers.client import Tokens
 from vllm_nvmeof_bench.servers.server import group_cpu_s
 

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import pytest
-from vllm_nvmeof_bench.results import Goal, select, spread_of
-from vllm_nvmeof_bench.stream.report import (
+from vllm_nvmeof_bench.reports.stream import (
     admission_ratio,
     goals,
     load_ratio,
     places,
     round_ratios,
 )
+from vllm_nvmeof_bench.results import Goal, select, spread_of
 
 from tests.unit.bench.stream_made_up import CONDITIONS, everything, load, times
 

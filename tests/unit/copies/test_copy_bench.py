@@ -22,8 +22,8 @@ from vllm_nvmeof_bench.gpu.measure import (
     Settings,
     conditions_of,
 )
-from vllm_nvmeof_bench.gpu.report import Sample, lines
 from vllm_nvmeof_bench.gpu.world import World
+from vllm_nvmeof_bench.reports.copy import REPORTS, Sample
 from vllm_nvmeof_bench.results import BenchError, dump, load
 
 from tests.unit.copies.fake_cuda import FakeCuda
@@ -144,7 +144,7 @@ def test_an_arm_that_fails_is_left_out_with_its_error(times: int) -> None:
     assert {one.arm for one in samples} == {"contiguous", *ARMS}
     assert {one.case for one in samples} == {"transfer", "few", "model", "both", "mix", "submit"}
     assert about["failed_arms"] == {"vllm": "ValueError: no such"}
-    assert "left out: vllm: ValueError: no such" in lines(about)
+    assert "left out: vllm: ValueError: no such" in REPORTS[0].lines(about)
 
 
 def test_a_kernel_that_the_driver_refuses_is_left_out() -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from vllm_nvmeof_bench import plots, results
-from vllm_nvmeof_bench.benchmark import Benchmark
-from vllm_nvmeof_bench.plots import Style, finish
+from vllm_nvmeof_bench import results
+from vllm_nvmeof_bench.report import Column, Report, Table, by, medians, tails
 from vllm_nvmeof_bench.results import (
     METHOD,
     BenchError,
@@ -19,13 +17,11 @@ from vllm_nvmeof_bench.results import (
     Paired,
     bound,
     distinct,
-    median_of,
     percentile,
     select,
     values_of,
     worst,
 )
-from vllm_nvmeof_bench.tables import Column, Table, disk_in, load_in, machine_in
 
 #: Links are in MB/s, as storage is described.
 MB = 1_000_000
@@ -187,7 +183,6 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
 
 def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
     settings = conditions.get("settings", {})
-    yield f"{machine_in(conditions)}; {disk_in(conditions)}; {load_in(conditions)}"
     size = results.size_name(settings.get("chunk_bytes", 0))
     yield (
         f"loads of {settings.get('chunks', '?')} chunks of {size} by two processes on one machine, "
@@ -203,103 +198,87 @@ def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table | str]:
-    measured = {(one.rates, one.transport, one.arm) for one in select(samples, stage=LOAD)}
-    rows = [(*place, arm) for place in places_of(samples) for arm in ARMS]
-    rows = [row for row in rows if row in measured]
+    loads = select(samples, stage=LOAD)
+    rows = [
+        {"rates": rates, "transport": transport, "arm": arm}
+        for rates, transport in places_of(samples)
+        for arm in ARMS
+        if select(loads, rates=rates, transport=transport, arm=arm)
+    ]
 
-    def middle(row: tuple[str, str, str], measure: str) -> float | None:
-        rates, transport, arm = row
-        where = {"stage": LOAD, "rates": rates, "transport": transport, "arm": arm}
-        return median_of(samples, measure, **where)
-
-    def beside(row: tuple[str, str, str]) -> str:
-        found = None if row[2] == WITHOUT else ratio(samples, row[:2], row[2])
-        return found.text() if found else ""
-
-    def over_vllm(row: tuple[str, str, str]) -> str:
-        found = ratio(samples, row[:2], BOTH, VLLM_P2P) if row[2] == VLLM_P2P else None
-        return found.text() if found else ""
+    def over(row: dict[str, str], beside: str) -> Paired | None:
+        """The arm over no peer; ours over vLLM's in vLLM's row."""
+        place = row["rates"], row["transport"]
+        if beside == VLLM_P2P:
+            return ratio(samples, place, BOTH, beside) if row["arm"] == beside else None
+        return None if row["arm"] == beside else ratio(samples, place, row["arm"], beside)
 
     columns = [
-        Column("links, MB/s", lambda row: row[0]),
-        Column("chunks come by", lambda row: row[1]),
-        Column("", lambda row: ARMS[row[2]]),
-        Column("MB/s", lambda row: middle(row, "mb_per_s"), "{:,.0f}"),
-        Column("/ no peer", beside),
-        Column("ours / it", over_vllm),
-        Column("/ sum", lambda row: middle(row, "of_sum"), "{:.3f}"),
-        Column("by the peer", lambda row: middle(row, "pulled_share"), "{:.0%}"),
-        Column("CPU ms/GB", lambda row: middle(row, "cpu_ms_per_gb"), "{:,.0f}"),
-        Column("peer's", lambda row: middle(row, "helper_ms_per_gb"), "{:,.0f}"),
+        by("rates", "links, MB/s"),
+        by("transport", "chunks come by"),
+        by("arm", "", lambda arm: ARMS[arm]),
+        medians(loads, "MB/s", "mb_per_s", drawn=True),
+        Column("/ no peer", lambda row: over(row, WITHOUT), "{:.3f}"),
+        Column("ours / it", lambda row: over(row, VLLM_P2P), "{:.3f}"),
+        medians(loads, "/ sum", "of_sum", "{:.3f}"),
+        medians(loads, "by the peer", "pulled_share", "{:.0%}"),
+        medians(loads, "CPU ms/GB", "cpu_ms_per_gb"),
+        medians(loads, "peer's", "helper_ms_per_gb"),
     ]
-    if rows:
-        yield Table("One load, medians over rounds", columns, rows)
-        rounds = len(distinct(select(samples, stage=LOAD), "round"))
-        yield f"ratios over {rounds} rounds: {METHOD}"
+    title = f"One load, medians over {len(distinct(loads, 'round'))} rounds"
+    yield Table(title, columns, rows, caption=METHOD, unit="MB/s")
     yield from _tables_of_serving(samples)
-    for name in distinct(select(samples, stage=LOAD), "transport"):
+    for name in distinct(loads, "transport"):
         yield f"{name}: {TRANSPORTS[name]}"
     for one in select(samples, stage=IDLE):
-        loads, helps = (100 * cpu / one.seconds for cpu in (one.cpu_s, one.helper_cpu_s))
+        own, helper = (100 * cpu / one.seconds for cpu in (one.cpu_s, one.helper_cpu_s))
         state = "connected" if one.arm == BOTH else "not connected"
         yield (
-            f"idle, {state} ({one.transport}), over {one.seconds:.0f} s: {loads:.2f} % of a core "
-            f"where chunks are loaded, {helps:.2f} % at the peer"
+            f"idle, {state} ({one.transport}), over {one.seconds:.0f} s: {own:.2f} % of a core "
+            f"where chunks are loaded, {helper:.2f} % at the peer"
         )
 
 
 def _tables_of_serving(samples: Samples) -> Iterator[Table | str]:
     own = select(samples, stage=SERVING)
-    rows = [(size, arm) for size in _sizes_of_serving(samples) for arm in (ALONE, BESIDE)]
+    rows = [
+        {"size_bytes": size, "arm": arm}
+        for size in _sizes_of_serving(samples)
+        for arm in (ALONE, BESIDE)
+    ]
 
-    def ms(row: tuple[int, str], share: float) -> float:
-        values = values_of(own, "seconds", size_bytes=row[0], arm=row[1])
-        return 1000 * percentile(values, share)
+    def over(share: float) -> Column:
+        def get(row: dict[str, Any]) -> float | None:
+            beside = row["arm"] == BESIDE
+            found = beside_serving(samples, row["size_bytes"], share) if beside else None
+            return found and found.value
 
-    def over(row: tuple[int, str], share: float) -> float | None:
-        found = beside_serving(samples, row[0], share) if row[1] == BESIDE else None
-        return found.value if found else None
+        return Column("/ alone", get, "{:.3f}")
 
     columns = [
-        Column("load", lambda row: results.size_name(row[0])),
-        Column("", lambda row: "while it serves" if row[1] == BESIDE else "alone"),
-        Column("median, ms", lambda row: ms(row, 0.5), "{:.1f}"),
-        Column("/ alone", lambda row: over(row, 0.5), "{:.3f}"),
-        Column("P99, ms", lambda row: ms(row, 0.99), "{:.1f}"),
-        Column("/ alone", lambda row: over(row, 0.99), "{:.3f}"),
+        by("size_bytes", "load", results.size_name),
+        by("arm", "", lambda arm: "while it serves" if arm == BESIDE else "alone"),
+        tails(own, "median, ms", "seconds", 0.5, "{:.1f}", 0.001),
+        over(0.5),
+        tails(own, "P99, ms", "seconds", 0.99, "{:.1f}", 0.001),
+        over(0.99),
     ]
-    if not rows:
-        return
-    rates, loads = own[0].rates.split(":")[0], len(select(own, size_bytes=rows[0][0], arm=BESIDE))
-    yield Table(f"A helper's own loads, by a link of {rates} MB/s", columns, rows)
-    peers = [one.pulled_bytes / MB / one.seconds for one in select(own, arm=PEERS_ALONE)]
-    yield f"{loads} loads of each kind; without loads peers get " + ", ".join(
-        f"{rate:.0f} MB/s" for rate in peers
-    )
+    if rows:
+        rates, loads = own[0].rates.split(":")[0], len(select(own, **rows[1]))
+        yield Table(f"A helper's own loads, by a link of {rates} MB/s", columns, rows)
+        peers = [one.pulled_bytes / MB / one.seconds for one in select(own, arm=PEERS_ALONE)]
+        yield f"{loads} loads of each kind; without loads peers get " + ", ".join(
+            f"{rate:.0f} MB/s" for rate in peers
+        )
 
 
-_STYLES = {
-    WITHOUT: Style(plots.GREY, label=ARMS[WITHOUT]),
-    ABSENT: Style(plots.SKY, label=ARMS[ABSENT]),
-    BOTH: Style(plots.BLUE, label=ARMS[BOTH]),
-    LANDING: Style(plots.GREEN, label=ARMS[LANDING]),
-    VLLM_P2P: Style(plots.ORANGE, label=ARMS[VLLM_P2P]),
-}
-
-
-def _plot(path: Path, samples: Samples, conditions: Mapping[str, Any]) -> None:
-    """The rate of each arm, by the links' rates and the transport."""
-
-    def spread(arm: str, place: Place) -> results.Spread | None:
-        where = {"stage": LOAD, "rates": place[0], "transport": place[1], "arm": arm}
-        return results.spread_of(values_of(samples, "mb_per_s", **where))
-
-    title = f"A load over two servers' links: {plots.where_measured(conditions)}"
-    with plots.picture(path, title, "A", (10, 5)) as (_, (panel,)):
-        places = {f"{rates}\n{transport}": (rates, transport)
-                  for rates, transport in places_of(samples)}  # fmt: skip
-        plots.bars(panel, _STYLES, places, spread)
-        finish(panel, "own link : peer's link, MB/s", True, ylabel="MB/s")
-
-
-BENCHES = (Benchmark("peers", Sample, _lines, _tables, _plot, goals, columns=150),)
+REPORTS = (
+    Report(
+        "peers",
+        "A load over two servers' storage links",
+        Sample,
+        _tables,
+        lines=_lines,
+        goals=goals,
+    ),
+)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `bench stall`: the longest gaps between tokens, goals, tables, picture.
+"""The samples of `bench stall`: the longest gaps between tokens, goals, tables.
 
 A gap is the time between two tokens of one request, as its client sees them. A sample's figure is
 the longest gap of all its requests; figures here are medians over rounds.
@@ -9,15 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from vllm_nvmeof_bench import plots, results, tables
-from vllm_nvmeof_bench.benchmark import Benchmark
-from vllm_nvmeof_bench.plots import Style, finish
-from vllm_nvmeof_bench.results import Figure, Goal, bound, distinct, median_of, select, spread_of
-from vllm_nvmeof_bench.tables import Column, Table, load_in, machine_in, number, vllm_in
+from vllm_nvmeof_bench import results
+from vllm_nvmeof_bench.report import Column, Report, Table, by, medians
+from vllm_nvmeof_bench.results import Figure, Goal, bound, distinct, median_of, select
 
 ALONE, IN_GPU, BACK = "alone", "in_gpu", "back"
 #: What happens beside the requests that decode: nothing, or the prompt returns and GPU memory has
@@ -115,92 +111,53 @@ def _added_steps(samples: Samples, arm: str) -> Figure | None:
     return Figure(added_ms / step_ms, len(select(samples, arm=arm, phase=BACK)))
 
 
-def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
-    settings = conditions.get("settings", {})
-    yield f"{machine_in(conditions)}; vLLM {vllm_in(conditions)}; {load_in(conditions)}"
-    yield (
-        f"{settings.get('decoding', '?')} requests decode; a prompt of "
-        f"{conditions.get('prompt_tokens', 0):,} tokens, {conditions.get('prompt_chunks', 0):,} "
-        "chunks, returns"
-    )
-    for name, arm in conditions.get("arms", {}).items():
-        yield f"• {name}: {arm['says']}"
-    if note := conditions.get("peer_note"):
-        yield str(note)
-
-
 def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table | str]:
-    arms = distinct(samples, "arm")
+    rows = [{"arm": arm} for arm in distinct(samples, "arm")]
+    of_phase = {phase: select(samples, phase=phase) for phase in PHASES}
 
-    def gap(arm: str, phase: str) -> str:
-        chosen = select(samples, arm=arm, phase=phase)
-        spread = spread_of([one.gap_ms for one in chosen])
-        if spread is None:
-            return tables.NOTHING
-        return f"{spread.median:,.1f} [dim]{spread.low:,.1f}–{spread.high:,.1f}[/]"
-
-    def steps(arm: str) -> float | None:
-        found = _added_steps(samples, arm)
+    def steps(row: dict[str, str]) -> float | None:
+        found = _added_steps(samples, row["arm"])
         return None if found is None else found.value
 
     columns = [
-        Column("longest gap, ms", str),
-        *(Column(words, partial(gap, phase=phase)) for phase, words in PHASES.items()),
-        Column("the load adds", partial(_added_ms, samples), "{:,.1f}"),
+        by("arm", "longest gap, ms"),
+        *(
+            medians(of_phase[phase], words, "gap_ms", "{:,.1f}", ranged=True, drawn=True)
+            for phase, words in PHASES.items()
+        ),
+        Column("the load adds", lambda row: _added_ms(samples, row["arm"]), "{:,.1f}"),
         Column("in steps", steps, "{:,.1f}"),
-        Column("n", lambda arm: len(select(samples, arm=arm, phase=BACK)) or None),
+        Column("n", lambda row: len(select(of_phase[BACK], **row)) or None),
     ]
-    if samples:
-        yield Table("Gaps between two tokens of the requests that decode", columns, arms)
+    title = "Gaps between two tokens of the requests that decode"
+    yield Table(title, columns, rows, unit="longest gap, ms")
     if again := [one for one in samples if one.restarts]:
         yield (
             f"In {len(again)} of {len(samples)} samples requests had decoded all their tokens and "
             f"began again, {sum(one.restarts for one in again)} times in all; the time between is "
             "no gap"
         )
-    places = ("gpu", "cpu", "pool", "other")
-
-    def found(arm: str, name: str) -> str:
-        return number(median_of(samples, name, arm=arm, phase=BACK))
-
+    back, places = of_phase[BACK], ("gpu", "cpu", "pool", "other")
     columns = [
-        Column("the prompt, lost there", str),
-        Column("first token, s", partial(_ttft, samples), "{:.2f}"),
-        *(Column(f"tokens, {name}", partial(found, name=name)) for name in places),
-        Column("tokens/s beside it", lambda arm: median_of(
-            samples, "tokens_per_s", arm=arm, phase=BACK), "{:,.0f}"),
-        Column("alone", lambda arm: median_of(
-            samples, "tokens_per_s", arm=arm, phase=ALONE), "{:,.0f}"),
-    ]  # fmt: skip
-    if samples:
-        yield Table("The prompt that returns", columns, arms)
+        by("arm", "the prompt, lost there"),
+        medians(back, "first token, s", "ttft_s", "{:.2f}"),
+        *(medians(back, f"tokens, {name}", name) for name in places),
+        medians(back, "tokens/s beside it", "tokens_per_s"),
+        medians(of_phase[ALONE], "alone", "tokens_per_s"),
+    ]
+    yield Table("The prompt that returns", columns, rows)
 
 
-def _ttft(samples: Samples, arm: str) -> float | None:
-    return median_of(samples, "ttft_s", arm=arm, phase=BACK)
-
-
-_STYLES = {
-    ALONE: Style(plots.GREY, label=PHASES[ALONE]),
-    IN_GPU: Style(plots.SKY, label=PHASES[IN_GPU]),
-    BACK: Style(plots.BLUE, label=PHASES[BACK]),
-}
-
-
-def _plot(path: Path, samples: Samples, conditions: Mapping[str, Any]) -> None:
-    """The longest gap of each arm and phase, on a logarithmic scale: recomputing takes seconds."""
-
-    def spread(phase: str, arm: str) -> results.Spread | None:
-        return spread_of([one.gap_ms for one in select(samples, arm=arm, phase=phase)])
-
-    arms = {arm: arm for arm in distinct(samples, "arm")}
-    chunks = f"{conditions.get('prompt_chunks', 0):,}"
-    title = f"A prompt of {chunks} chunks returns: {plots.where_measured(conditions)}"
-    with plots.picture(path, title, "A", (11, 6)) as (_, (panel,)):
-        plots.bars(panel, _STYLES, arms, spread)
-        panel.set_yscale("log")
-        panel.set_ylim(1, None)
-        finish(panel, "longest gap between two tokens", True, ylabel="ms")
-
-
-BENCHES = (Benchmark("stall", Sample, _lines, _tables, _plot, goals, columns=150),)
+REPORTS = (
+    Report(
+        "stall",
+        "What a returning prompt of thousands of chunks costs those that decode",
+        Sample,
+        _tables,
+        about=(
+            "{decoding} requests decode; a prompt of {prompt_tokens:,} tokens, {prompt_chunks:,} "
+            "chunks, returns"
+        ),
+        goals=goals,
+    ),
+)

@@ -1,24 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `bench ttft`, `hits` and `turns`: ratios, tables, pictures.
+"""The samples of `bench ttft`, `hits` and `turns`: ratios and tables.
 
 Ratios are of the same prompt, or of the same round. Every difference is to the first arm.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from vllm_nvmeof_bench import plots, results, tables
-from vllm_nvmeof_bench.benchmark import Benchmark
-from vllm_nvmeof_bench.plots import Style
+from vllm_nvmeof_bench import results
+from vllm_nvmeof_bench.report import (
+    NOTHING,
+    Column,
+    Report,
+    Table,
+    arm_columns,
+    by,
+    by_arm,
+)
+from vllm_nvmeof_bench.reports import published
 from vllm_nvmeof_bench.results import distinct, mean, median, median_of, paired, select, spread_of
-from vllm_nvmeof_bench.tables import NOTHING, Column, Table, arm_columns, by_arm, load_in, number
 
 #: Ours, and the peer with the same bytes of CPU memory on the same storage.
 _RIVALS = (("full", "peer_full"), ("pool", "peer"), ("target", "peer_target"))
@@ -251,31 +255,6 @@ def _published_hits(samples: Sequence[Any]) -> dict[str, str]:
     return {}
 
 
-def _lines(conditions: Conditions) -> Iterator[str]:
-    gpus = "".join(f"{gpu}, " for gpu in conditions.get("gpus", ()))
-    where = f"{gpus}{tables.machine_in(conditions)}, vLLM {tables.vllm_in(conditions, 'not here')}"
-    yield f"{where}; {load_in(conditions)} (the servers at work count)"
-    if model := conditions.get("model"):
-        yield (
-            f"{model['name']}, {model['parameters'] / 1e6:.1f} M parameters, "
-            f"{model['kv_bytes_per_token'] // 1024} KiB of KV per token; GPU cache "
-            f"{conditions['gpu_tokens']} tokens; chunks of {conditions['chunk_bytes'] // 1024} KiB"
-        )
-    for name, arm in conditions.get("arms", {}).items():
-        staging = arm.get("staging_bytes")
-        memory = f" ({staging / (1 << 20):.0f} MiB of CPU memory)" if staging else ""
-        yield f"{name}: {arm['says']}{memory}"
-    yield from (conditions[name] for name in ("stand_in", "peer_note") if name in conditions)
-    kept = [name for name, done in conditions.get("gpu_cache_emptied", {}).items() if not done]
-    if kept:
-        yield (
-            f"the GPU's prefix cache was not emptied on {', '.join(kept)} (no /reset_prefix_cache: "
-            f"VLLM_SERVER_DEV_MODE=1): hits there are of GPU memory too"
-        )
-    if conditions.get("cut_off"):
-        yield "this run was cut off: not every arm has every sample"
-
-
 def _ordered(samples: Iterable[Any], conditions: Conditions) -> list[Any]:
     """The samples of the first arm first: the others are compared with them."""
     order = list(conditions.get("arms", {}))
@@ -284,10 +263,6 @@ def _ordered(samples: Iterable[Any], conditions: Conditions) -> list[Any]:
 
 def _levels(samples: Sequence[Any], field: str) -> list[Any]:
     return sorted(set(distinct(samples, field)))
-
-
-def _times(ratios: Sequence[float]) -> str:
-    return number(median(ratios), "{:.2f}×")
 
 
 def _found_table(samples: Sequence[Any], field: str, form: str) -> Table:
@@ -300,24 +275,26 @@ def _found_table(samples: Sequence[Any], field: str, form: str) -> Table:
     return Table(title, columns, distinct(samples, field))
 
 
-def _rival_lines(
-    samples: Sequence[Any], what: str, ratios: Callable[[str, str], list[float]]
-) -> Iterator[str]:
-    """One sentence for each of our arms whose rival was measured too."""
-    for mine, theirs in rivals(distinct(samples, "arm")):
-        if found := ratios(mine, theirs):
-            one = results.median_ratio(found)
-            between = one.text(".2f", ", 95 % interval {} to {}")
-            yield (
-                f"• {what}: {mine} / {theirs} {between} (median of {one.n} pairs, which are "
-                f"{min(found):.2f} to {max(found):.2f})"
-            )
-
-
-def _answer_lines(samples: Sequence[Any], same: int, compared: int) -> Iterator[str]:
-    for reason in sorted({one.failure for one in samples if getattr(one, "failure", None)}):
-        yield f"failed: {reason}"
-    yield f"answers that equal the first arm's: {same} of {compared}"
+def _rivals_table(
+    samples: Sequence[Any], ratios: Mapping[str, Callable[[str, str], list[float]]]
+) -> Table:
+    """A row for each of our arms whose rival was measured too."""
+    rows = [
+        (what, f"{mine} / {theirs}", found)
+        for what, of in ratios.items()
+        for mine, theirs in rivals(distinct(samples, "arm"))
+        if (found := of(mine, theirs))
+    ]
+    columns = [
+        Column("paired", lambda row: row[0]),
+        Column("", lambda row: row[1], left=True),
+        Column("median", lambda row: results.median_ratio(row[2]), "{:.2f}", drawn=True),
+        Column("from", lambda row: min(row[2]), "{:.2f}"),
+        Column("to", lambda row: max(row[2]), "{:.2f}"),
+        Column("pairs", lambda row: len(row[2])),
+    ]
+    title = "Ours / vLLM's tiering with the same memory"
+    return Table(title, columns, rows, caption=results.METHOD, unit="ratio")
 
 
 def _ttft_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Table | str]:
@@ -328,51 +305,52 @@ def _ttft_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Tab
     counts = {len(select(samples, arm=arm, **row)) for arm in arms for row in rows}
     of = " to ".join(map(str, sorted({min(counts), max(counts)}))) if counts else "0"
     columns = [
-        Column("prompt, tokens", lambda row: str(row["length"])),
-        Column("", lambda row: phases[row["phase"]]),
+        by("length", "prompt, tokens"),
+        by("phase", "", lambda phase: phases[phase]),
         *arm_columns(samples, arms, "ttft_s", scale=0.001),
     ]
-    yield Table(f"TTFT in ms, medians of {of} rounds", columns, rows, grouped=True)
-    columns = by_arm(arms, lambda arm, length: _times(ratio_of_ttft(samples, arm, length)))
-    title = "First time / returning, paired by prompt: times as fast"
-    yield Table(title, [Column("tokens", str), *columns], lengths)
+    yield Table(f"TTFT in ms, medians of {of} rounds", columns, rows, grouped=True, unit="ms")
+
+    def times(arm: str, length: int) -> results.Spread | None:
+        return spread_of(ratio_of_ttft(samples, arm, length))
+
+    columns = [Column("tokens", str), *by_arm(arms, times, "{:.2f}×")]
+    yield Table("First time / returning, paired by prompt: times as fast", columns, lengths)
     yield _found_table(select(samples, phase="back"), "length", "{}")
-    yield from _rival_lines(samples, "TTFT", lambda a, b: ratio_of_ttft(samples, a, None, b))
+    yield _rivals_table(samples, {"TTFT": lambda a, b: ratio_of_ttft(samples, a, None, b)})
     known = results.values_of(samples, "same")
-    yield from _answer_lines(samples, int(sum(known)), len(known))
+    yield f"answers that equal the first arm's: {int(sum(known))} of {len(known)}"
 
 
 def _hits_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Table | str]:
     samples = _ordered(samples, conditions)
     arms, rates = distinct(samples, "arm"), _levels(samples, "rate")
-
-    def rate_of(measure: str, form: str) -> Callable[[str, int], str]:
-        return lambda arm, rate: number(median_of(samples, measure, arm=arm, rate=rate), form)
-
-    against = f"/ {arms[0]}" if arms else "/"
-    cells: dict[str, Callable[[str, int], str]] = {
-        "tokens/s": rate_of("tokens_per_s", "{:,.0f}"),
-        "requests/s": rate_of("requests_per_s", "{:,.1f}"),
-        against: lambda arm, rate: _times(ratio_of_hits(samples, arm, arms[0], rate)),
-    }
-    if results.values_of(samples, "cpu_s"):
-        cells["CPU s"] = rate_of("cpu_s", "{:.2f}")
-    columns = [
-        Column("hit rate", lambda row: f"{row[0]} %"),
-        Column("", lambda row: row[1]),
-        *by_arm(arms, lambda arm, row: cells[row[1]](arm, row[0])),
-    ]
+    rows = [{"rate": rate} for rate in rates]
+    at = by("rate", "hit rate", "{} %".format)
     requests = samples[0].requests if samples else 0
-    title = f"Throughput of {requests} prompts at once, medians of rounds"
-    yield Table(title, columns, [(rate, what) for rate in rates for what in cells], grouped=True)
+    title = f"of {requests} prompts at once, medians of rounds"
+    for name, measure, form in (
+        ("Tokens/s", "tokens_per_s", "{:,.0f}"),
+        ("Requests/s", "requests_per_s", "{:,.1f}"),
+        ("The server's CPU seconds", "cpu_s", "{:.2f}"),
+    ):
+        if results.values_of(samples, measure):
+            columns = [at, *arm_columns(samples, arms, measure, form)]
+            yield Table(f"{name} {title}", columns, rows, unit=name)
+
+    def over_first(arm: str, rate: int) -> results.Spread | None:
+        return spread_of(ratio_of_hits(samples, arm, arms[0], rate))
+
+    columns = [Column("hit rate", "{} %".format), *by_arm(arms, over_first, "{:.2f}×")]
+    yield Table(f"Throughput / {arms[0] if arms else '?'}, paired by round", columns, rates)
     yield _found_table(samples, "rate", "{} %")
+    ratios: dict[str, Callable[[str, str], list[float]]] = {}
     for rate in rates:
-        ratios = partial(ratio_of_hits, samples, rate=rate)
-        yield from _rival_lines(samples, f"throughput at {rate} % hits", ratios)
-        spent = partial(ratio_of_cpu, samples, rate=rate)
-        yield from _rival_lines(samples, f"CPU seconds at {rate} % hits", spent)
+        ratios[f"throughput at {rate} % hits"] = partial(ratio_of_hits, samples, rate=rate)
+        ratios[f"CPU seconds at {rate} % hits"] = partial(ratio_of_cpu, samples, rate=rate)
+    yield _rivals_table(samples, ratios)
     same, compared = (sum(getattr(one, name) for one in samples) for name in ("same", "compared"))
-    yield from _answer_lines(samples, same, compared)
+    yield f"answers that equal the first arm's: {same} of {compared}"
 
 
 def _turns_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Table | str]:
@@ -380,9 +358,6 @@ def _turns_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Ta
     samples = _ordered(samples, conditions)
     arms, levels = distinct(samples, "arm"), _levels(samples, "concurrency")
     found = {(level, arm): turns_of(samples, arm, level) for level in levels for arm in arms}
-
-    def shown(name: str, scale: float = 1.0) -> Callable[[tuple[int, str]], str]:
-        return lambda row: number(getattr(found[row], name), scale=scale)
 
     def delta(name: str) -> Callable[[tuple[int, str]], str]:
         return lambda row: changed(getattr(found[row], name), getattr(found[row[0], arms[0]], name))
@@ -401,120 +376,46 @@ def _turns_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Ta
         ("ttft_p95_s", "P95", 0.001),
         ("ttft_p99_s", "P99", 0.001),
     ):
-        columns += [Column(title, shown(name, scale)), Column("Δ", delta(name))]
+        get = partial(lambda row, name: getattr(found[row], name), name=name)
+        columns += [
+            Column(title, get, "{:,.0f}", scale, drawn=name == "tokens_per_s"),
+            Column("Δ", delta(name)),
+        ]
     columns += [Column("failures", lambda row: found[row].failures), Column("found", places)]
     rounds = len(set(distinct(samples, "round")))
-    yield Table(f"Conversations; rounds, taken together: {rounds}", columns, found, grouped=True)
+    title = f"Conversations; rounds, taken together: {rounds}"
+    yield Table(title, columns, found, grouped=True, unit="prompt and answer tokens per second")
     yield "tokens/s: of all prompts and answers; found: share of the prompts' tokens"
-    for level in levels:
-        ratios = partial(ratio_of_turns, samples, concurrency=level)
-        yield from _rival_lines(samples, f"tokens/s at {level}", ratios)
-    yield from _answer_lines(samples, *_same_turns(samples))
-
-
-#: Ours solid, peers dashed.
-_STYLES = {
-    "none": Style(plots.BLACK, "s"),
-    "cpu": Style(plots.GREEN, "^"),
-    "full": Style(plots.GREEN, "o"),
-    "pool": Style(plots.BLUE, "o"),
-    "target": Style(plots.SKY, "o"),
-    "peer_full": Style(plots.ORANGE, "v", linestyle="--"),
-    "peer": Style(plots.RED, "v", linestyle="--"),
-    "peer_target": Style(plots.PINK, "v", linestyle="--"),
-}
-_OTHERS = (plots.BLUE, plots.RED, plots.GREEN, plots.PINK, plots.ORANGE, plots.SKY, plots.BLACK)
-
-
-def _styles(samples: Sequence[Any]) -> dict[str, Style]:
-    """By arm; the arm is the label."""
-    others = zip(distinct(samples, "arm"), itertools.cycle(_OTHERS), strict=False)
-    return {arm: replace(_STYLES.get(arm, Style(other)), label=arm) for arm, other in others}
-
-
-@contextmanager
-def _panels(path: Path, title: str, conditions: Conditions) -> Iterator[list[Any]]:
-    """Two panels side by side, with a legend that describes the arms."""
-    arms, model = conditions.get("arms", {}), conditions.get("model", {})
-    size = f", random model of {model['parameters'] / 1e6:.1f} M parameters" if model else ""
-    stand_in = arms.get("target", {}).get("throttled_mb_per_s")
-    note = f"; target: stand-in, local disk throttled to {stand_in} MB/s" if stand_in else ""
-
-    def named(arm: str) -> str:
-        about = arms.get(arm, {}).get("says")
-        return f"{arm}: {about}" if about else arm
-
-    where = f"{plots.where_measured(conditions)}{size}{note}"
-    with plots.picture(path, f"{title}\n{where}", "AB") as (figure, panels):
-        yield panels
-        plots.legend_below(figure, panels[:1], 2, named)
-
-
-def _plot_ttft(path: Path, samples: Sequence[Any], conditions: Conditions) -> None:
-    samples = _ordered(samples, conditions)
-    back, styles, lengths = (
-        select(samples, phase="back"),
-        _styles(samples),
-        _levels(samples, "length"),
+    yield _rivals_table(
+        samples,
+        {f"tokens/s at {one}": partial(ratio_of_turns, samples, concurrency=one) for one in levels},
     )
-    ylabel = "time to first token of a returning prompt, ms"
-    with _panels(path, "Time to first token of one request", conditions) as (times, ratios):
-        plots.lines(
-            times, styles, lengths, results.spreads_by(back, "ttft_s", "arm", "length"), 0.001
-        )
-        plots.lines(ratios, styles, lengths, lambda *at: spread_of(ratio_of_ttft(samples, *at)))
-        for panel in (times, ratios):
-            plots.size_axis(panel, lengths, "{:,}".format)
-        times.set_yscale("log")
-        times.yaxis.set_major_formatter("{x:,.0f}")
-        times.yaxis.set_minor_formatter(lambda x, _: f"{x:,.0f}" if f"{x:e}"[0] in "25" else "")
-        plots.finish(times, xlabel="prompt, tokens", ylabel=ylabel)
-        ratios.axhline(1.0, color=plots.GREY, linewidth=1)
-        ratios.set_ylim(bottom=0)
-        plots.finish(ratios, xlabel="prompt, tokens", ylabel="first time / returning")
+    same, compared = _same_turns(samples)
+    yield f"answers that equal the first arm's: {same} of {compared}"
 
 
-def _plot_hits(path: Path, samples: Sequence[Any], conditions: Conditions) -> None:
-    samples = _ordered(samples, conditions)
-    first, styles, rates = samples[0].arm, _styles(samples), _levels(samples, "rate")
-    labels = ("prompt and answer tokens per second", f"throughput / {first}")
-    with _panels(path, "Throughput against hit rate", conditions) as (speeds, ratios):
-        plots.lines(
-            speeds, styles, rates, results.spreads_by(samples, "tokens_per_s", "arm", "rate")
-        )
-        plots.lines(
-            ratios, styles, rates, lambda arm, at: spread_of(ratio_of_hits(samples, arm, first, at))
-        )
-        ratios.axhline(1.0, color=plots.GREY, linewidth=1)
-        for panel, ylabel in zip((speeds, ratios), labels, strict=True):
-            panel.set_xticks(rates)
-            panel.set_ylim(bottom=0)
-            plots.finish(panel, xlabel="prompts that return, per cent", ylabel=ylabel)
-
-
-def _plot_turns(path: Path, samples: Sequence[Any], conditions: Conditions) -> None:
-    samples = _ordered(samples, conditions)
-    levels = {str(level): level for level in _levels(samples, "concurrency")}
-    rates_label = "prompt and answer tokens per second"
-    labels = (rates_label, "time to first token, s: average; whisker: P99")
-
-    def rate(arm: str, level: int) -> results.Spread | None:
-        value = turns_of(samples, arm, level).tokens_per_s
-        return None if value is None else results.Spread(value, value, value, 1)
-
-    def ttft(arm: str, level: int) -> results.Spread | None:
-        found = turns_of(samples, arm, level)
-        low, high = found.ttft_mean_s, found.ttft_p99_s
-        return None if low is None or high is None else results.Spread(low, low, high, 1)
-
-    with _panels(path, "Conversations of four turns", conditions) as panels:
-        for panel, spread, ylabel in zip(panels, (rate, ttft), labels, strict=True):
-            plots.bars(panel, _styles(samples), levels, spread, form="")
-            plots.finish(panel, xlabel="conversations at once", ylabel=ylabel)
-
-
-BENCHES = (
-    Benchmark("ttft", TtftSample, _lines, _ttft_tables, _plot_ttft, None, "", _published_ttft, 150),
-    Benchmark("hits", HitSample, _lines, _hits_tables, _plot_hits, None, "", _published_hits, 150),
-    Benchmark("turns", TurnSample, _lines, _turns_tables, _plot_turns, columns=150),
+REPORTS = (
+    Report(
+        "ttft",
+        "TTFT of one request",
+        TtftSample,
+        _ttft_tables,
+        theirs=published.TTFT,
+        ours=_published_ttft,
+    ),
+    Report(
+        "hits",
+        "Throughput against the hit rate",
+        HitSample,
+        _hits_tables,
+        theirs=published.HITS,
+        ours=_published_hits,
+    ),
+    Report(
+        "turns",
+        "Conversations of four turns",
+        TurnSample,
+        _turns_tables,
+        theirs=published.TURNS,
+    ),
 )

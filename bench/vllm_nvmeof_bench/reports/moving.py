@@ -10,25 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from vllm_nvmeof_bench import plots, results
-from vllm_nvmeof_bench.benchmark import Benchmark
-from vllm_nvmeof_bench.plots import Style, finish
-from vllm_nvmeof_bench.results import (
-    METHOD,
-    Figure,
-    Goal,
-    Paired,
-    bound,
-    distinct,
-    median_of,
-    select,
-    values_of,
-)
-from vllm_nvmeof_bench.tables import Column, Table, load_in, machine_in, number, vllm_in
+from vllm_nvmeof_bench import results
+from vllm_nvmeof_bench.report import Column, Report, Table, arm_columns, by, medians, tails
+from vllm_nvmeof_bench.results import METHOD, Figure, Goal, Paired, bound, distinct, select
 
 OURS, STICKY, PEER = "ours", "sticky", "peer"
 #: What is compared with ours, and which share of it is required.
@@ -162,103 +148,63 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
     ]  # fmt: skip
 
 
-def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
-    settings = conditions.get("settings", {})
-    yield f"{machine_in(conditions)}; vLLM {vllm_in(conditions)}; {load_in(conditions)}"
-    if model := conditions.get("model"):
-        yield (
-            f"{model['name']}, {model['parameters'] / 1e6:.1f} M parameters, "
-            f"{model['kv_bytes_per_token'] // 1024} KiB of KV per token"
-        )
-    yield (
-        f"{settings.get('conversations', '?')} conversations of {settings.get('turns', '?')} "
-        f"turns, {settings.get('first_tokens', '?')} tokens and {settings.get('grow_tokens', '?')} "
-        f"more each turn; {settings.get('think_s', '?')} s of thinking; GPU memory emptied before "
-        "each request, one request at a time"
-    )
-    for name, arm in conditions.get("arms", {}).items():
-        staging = arm.get("staging_bytes")
-        yield f"• {name}: {arm['says']}" + (
-            f" ({staging / (1 << 20):.0f} MiB of CPU memory)" if staging else ""
-        )
-    if note := conditions.get("peer_note"):
-        yield str(note)
-    if conditions.get("cut_off"):
-        yield "this run was cut off: not every arm has every sample"
-
-
 def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table | str]:
     arms = [arm for arm in (OURS, STICKY, PEER) if arm in distinct(samples, "arm")]
+    back = later(samples)
 
-    def ttft(arm: str, share: float) -> str:
-        values = values_of(later(samples), "ttft_s", arm=arm)
-        return number(results.percentile(values, share) if values else None, scale=0.001)
+    def of_arm(name: str, value: Callable[[Samples], object], form: str = "{}") -> Column:
+        return Column(name, lambda row: value(select(samples, **row)), form)
 
-    def places(arm: str) -> str:
-        mine = select(samples, arm=arm)
+    def places(mine: Samples) -> str:
         shares = {name: _found(mine, at) for at, name in _PLACES.items()}
         return ", ".join(f"{share:.0%} {name}" for name, share in shares.items() if share)
 
     columns = [
-        Column("", str),
-        Column("tokens/s", lambda arm: tokens_per_s(select(samples, arm=arm)), "{:,.0f}"),
-        Column("TTFT, ms", lambda arm: number(
-            median_of(later(samples), "ttft_s", arm=arm), scale=0.001)),
-        Column("P95", partial(ttft, share=0.95)),
-        Column("found", lambda arm: _found(select(samples, arm=arm), *_PLACES), "{:.0%}"),
-        Column("where", places, left=True),
-        Column("failures", lambda arm: sum(
-            one.failure is not None for one in select(samples, arm=arm))),
-    ]  # fmt: skip
+        by("arm", ""),
+        of_arm("tokens/s", tokens_per_s, "{:,.0f}"),
+        medians(back, "TTFT, ms", "ttft_s", scale=0.001),
+        tails(back, "P95", "ttft_s", 0.95, scale=0.001),
+        of_arm("found", lambda mine: _found(mine, *_PLACES), "{:.0%}"),
+        of_arm("where", places),
+        of_arm("failures", lambda mine: sum(one.failure is not None for one in mine)),
+    ]
     rounds = len(set(distinct(samples, "round")))
-    if samples:
-        yield Table(f"TTFT and found: from the second turn on; rounds: {rounds}", columns, arms)
-    turns = sorted(set(distinct(samples, "turn")))
-
-    def of_turn(arm: str, turn: int) -> str:
-        return number(median_of(samples, "ttft_s", arm=arm, turn=turn), scale=0.001)
-
-    columns = [Column("turn", lambda turn: str(turn + 1))]
-    columns += [Column(arm, partial(of_turn, arm)) for arm in arms]
-    if turns:
-        yield Table("TTFT in ms by turn, medians", columns, turns)
-    for rival in _RIVALS:
-        for what, found in (
-            ("tokens/s", ratio_of_tokens(samples, OURS, rival)),
-            ("TTFT", ratio_of_ttft(samples, OURS, rival)),
-            ("share found", ratio_of_found(samples, OURS, rival)),
-        ):
-            if found:
-                between = found.text(".3f", ", 95 % interval {} to {}")
-                yield f"• {what}, ours / {rival}: {between} ({found.n} pairs)"
-    for reason in sorted({one.failure for one in samples if one.failure}):
-        yield f"failed: {reason}"
+    title = f"TTFT and found: from the second turn on; rounds: {rounds}"
+    yield Table(title, columns, [{"arm": arm} for arm in arms])
+    turns = [{"turn": turn} for turn in sorted(set(distinct(samples, "turn")))]
+    columns = [
+        by("turn", show=lambda turn: str(turn + 1)),
+        *arm_columns(samples, arms, "ttft_s", scale=0.001),
+    ]
+    yield Table("TTFT in ms by turn, medians", columns, turns, unit="ms")
+    ratios = [
+        (f"{what}, ours / {rival}", found)
+        for rival in _RIVALS
+        for what, of in _RATIOS.items()
+        if (found := of(samples, OURS, rival))
+    ]
+    columns = [
+        Column("paired", lambda row: row[0]),
+        Column("ratio", lambda row: row[1], "{:.3f}"),
+        Column("pairs", lambda row: row[1].n),
+    ]
+    yield Table("Ours beside others", columns, ratios, caption=METHOD)
     unequal, compared = different(samples)
-    yield f"answers that differ between arms: {unequal} of {compared}; ratios: {METHOD}"
+    yield f"answers that differ between arms: {unequal} of {compared}"
 
 
-_STYLES = {
-    OURS: Style(plots.BLUE, "o", "ours, another server at each turn"),
-    STICKY: Style(plots.GREEN, "s", "ours, the same server"),
-    PEER: Style(plots.RED, "v", "vLLM's tiering, another server at each turn", "--"),
-}
-
-
-def _plot(path: Path, samples: Samples, conditions: Mapping[str, Any]) -> None:
-    """TTFT by turn, and the share of the prompts' tokens that was found."""
-    turns = sorted(set(distinct(samples, "turn")))
-
-    def spread(measure: str) -> Callable[[str, int], results.Spread | None]:
-        return lambda arm, turn: results.spread_of(values_of(samples, measure, arm=arm, turn=turn))
-
-    title = f"Conversations that change servers: {plots.where_measured(conditions)}"
-    with plots.picture(path, title, "AB") as (_, (times, shares)):
-        plots.lines(times, _STYLES, turns, spread("ttft_s"), 0.001)
-        plots.lines(shares, _STYLES, turns, spread("found"))
-        labels = ("time to first token, ms", "share of the prompt found")
-        for panel, label in zip((times, shares), labels, strict=True):
-            panel.set_xticks(turns, [str(turn + 1) for turn in turns])
-            finish(panel, "", True, xlabel="turn", ylabel=label, ylim=(0, None))
-
-
-BENCHES = (Benchmark("moving", Sample, _lines, _tables, _plot, goals, columns=150),)
+_RATIOS = {"tokens/s": ratio_of_tokens, "TTFT": ratio_of_ttft, "share found": ratio_of_found}
+REPORTS = (
+    Report(
+        "moving",
+        "Conversations whose turns go to two servers in turn",
+        Sample,
+        _tables,
+        about=(
+            "{conversations} conversations of {turns} turns, {first_tokens} tokens and "
+            "{grow_tokens} more each turn; {think_s:g} s of thinking; GPU memory emptied before "
+            "each request, one request at a time"
+        ),
+        goals=goals,
+    ),
+)

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures that others have published, printed beside ours.
 
-`rows`: a key, then one text per column. `Benchmark.published(samples)` gives our own text by the
-same key. A figure that could not be read at its source is not here; `note` says so.
+`rows`: a key, then one text per column. A report's `ours` gives our own text by the same
+key. A figure that could not be read at its source is not here; `note` says so.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from vllm_nvmeof_bench.report import Published
 from vllm_nvmeof_offload.commands.size.report import DATA24
 
 _BLOG = (
@@ -17,18 +16,6 @@ _BLOG = (
 )
 _LLAMA = "Llama-3.1-8B-Instruct on one NVIDIA H100, vLLM's own CPU offloading"
 _PROJECTS = "the projects' own documents and threads, as read in November 2026"
-
-
-@dataclass(frozen=True)
-class Published:
-    """source: who and where. conditions: theirs. note: what is not known or does not compare."""
-
-    source: str
-    conditions: str
-    rows: tuple[tuple[str, ...], ...] = ()
-    columns: tuple[str, ...] = ("published",)
-    note: str = ""
-
 
 TTFT = Published(
     f"{_BLOG}, figure 1",

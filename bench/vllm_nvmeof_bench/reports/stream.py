@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `bench stream`: ratios, goals, tables, picture.
+"""The samples of `bench stream`: ratios, goals, tables.
 
 Arms that were measured within seconds of each other are compared within a round, and the median of
 the rounds' ratios counts; servers that ran one after the other are compared by their medians. The
@@ -9,17 +9,24 @@ worst size or throttle decides and is named.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from vllm_nvmeof_bench import plots, results
-from vllm_nvmeof_bench.benchmark import Benchmark
-from vllm_nvmeof_bench.plots import Style, finish
-from vllm_nvmeof_bench.results import Figure, Goal, bound, median_of, select, spread_of, values_of
-from vllm_nvmeof_bench.tables import NOTHING, Column, Table, disk_in, load_in, number
+from vllm_nvmeof_bench import results
+from vllm_nvmeof_bench.report import Column, Report, Table
+from vllm_nvmeof_bench.reports import published
+from vllm_nvmeof_bench.results import (
+    Figure,
+    Goal,
+    Spread,
+    bound,
+    median_of,
+    select,
+    spread_of,
+    values_of,
+)
 from vllm_nvmeof_offload.units import GIB
 
 PARTS = ("load", "resume", "prefetch", "admission")
@@ -156,7 +163,7 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
     return rows
 
 
-def _published(samples: Samples) -> dict[str, str]:
+def _ours(samples: Samples) -> dict[str, str]:
     """The largest load: streamed over two phases, medians of the rounds' ratios."""
     ratios = round_ratios(samples, "ours", ("two_phase",), "memory", _PUBLISHED_SIZE)
     if not ratios:
@@ -170,7 +177,6 @@ def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
         words = [f"{key.replace('_', ' ')} {part[key]}" for key in _SHOWN if key in part]
         if words:
             yield f"{name}: {', '.join(words)}"
-    yield f"{disk_in(conditions)}; {load_in(conditions)}"
 
 
 def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table | str]:
@@ -189,74 +195,74 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
             yield _pair_table(samples, part, case, title)
     if select(samples, part="admission"):
         yield _admission_table(samples)
-    if samples:
-        yield f"median, smallest to largest (p5 to p95 from {results.PERCENTILES_FROM} values on)"
+    yield f"median, smallest to largest (p5 to p95 from {results.PERCENTILES_FROM} values on)"
 
 
-def _time(values: Sequence[float], alone: bool = False) -> str:
-    """`1.23 s 1.10–1.50`, or in ms; alone: the median without its spread."""
-    spread = spread_of(values)
-    if spread is None:
-        return NOTHING
-    scale, unit = (1, "s") if spread.median >= 1 else (1000, "ms")
-    digits = 2 if unit == "s" else 1 if spread.median < 0.1 else 0
-    middle, low, high = (
-        f"{scale * value:.{digits}f}" for value in (spread.median, spread.low, spread.high)
-    )
-    return f"{middle} {unit}" if alone else f"{middle} {unit} [dim]{low}–{high}[/]"
+def _times(arms: Sequence[str], time: Any, ranged: Sequence[str] = ()) -> list[Column]:
+    """Milliseconds by arm; time: of arm and row, in seconds."""
+    return [
+        Column(
+            arm.replace("_", " "), partial(time, arm), "{:,.1f}", 0.001, ranged=arm in ranged,
+            drawn=True,
+        )
+        for arm in arms
+    ]  # fmt: skip
 
 
 def _load_table(samples: Samples, case: str, title: str) -> Table:
     """One row per size; ratios are of arms of one round, other arms show only their median."""
     chosen = select(samples, part="load", case=case)
 
-    def time(size: float, arm: str) -> str:
-        return _time(values_of(chosen, "seconds", arm=arm, at=size), alone=arm != "ours")
+    def time(arm: str, size: float) -> Spread | None:
+        return spread_of(values_of(chosen, "seconds", arm=arm, at=size))
 
-    def ratio(size: float, *below: str) -> str | None:
-        one = spread_of(round_ratios(samples, "ours", below, case, size))
-        return one and f"{one.median:.3f} [dim]{one.low:.3f}–{one.high:.3f}[/]"
+    def ratio(size: float, *below: str) -> Spread | None:
+        return spread_of(round_ratios(samples, "ours", below, case, size))
 
     def cpu(size: float, *arms: str) -> float | None:
         found = [median_of(chosen, "cpu_s_per_gib", arm=arm, at=size) for arm in arms]
         return None if None in found else sum(found)
 
     columns = (
-        Column("× tier", lambda size: size, "{:g}"),
-        *(Column(arm.replace("_", " "), partial(time, arm=arm)) for arm in ARMS["load"]),
-        Column("ours / larger alone", lambda size: ratio(size, "read", "copy")),
-        Column("ours / two phase", lambda size: ratio(size, "two_phase")),
+        Column("× tier", "{:g}".format),
+        *_times(ARMS["load"], time, ranged=("ours",)),
+        Column("ours / larger alone", lambda at: ratio(at, "read", "copy"), "{:.3f}", ranged=True),
+        Column("ours / two phase", lambda at: ratio(at, "two_phase"), "{:.3f}", ranged=True),
         Column("CPU s/GiB", lambda size: cpu(size, "ours"), "{:.2f}"),
         Column("read + copy", lambda size: cpu(size, "read", "copy"), "{:.2f}"),
     )
     caption = _TWO_PHASE if case == "memory" else None
-    return Table(title, columns, places(samples, "load", case), caption=caption)
+    rows = places(samples, "load", case)
+    return Table(f"{title}, ms", columns, rows, caption=caption, unit="ms")
 
 
-def _loaded(samples: Samples, **wanted: object) -> str:
-    return number(results.mean(values_of(samples, "loaded_tokens", **wanted)), "{:.0f}")
+def _loaded(samples: Samples, **wanted: object) -> float | None:
+    return results.mean(values_of(samples, "loaded_tokens", **wanted))
 
 
 def _pair_table(samples: Samples, part: str, case: str, title: str) -> Table:
     ratio = _ratio(samples, part, case)
     ratios = {ARMS[part][0]: ratio.value} if ratio else {}
     chosen = select(samples, part=part, case=case)
+
+    def time(arm: str) -> Spread | None:
+        return spread_of(values_of(chosen, "seconds", arm=arm))
+
     columns = (
         Column(part, str),
-        Column("time", lambda arm: _time(values_of(chosen, "seconds", arm=arm))),
+        Column("time, ms", time, "{:,.1f}", 0.001, ranged=True, drawn=True),
         Column("n", lambda arm: len(select(chosen, arm=arm))),
         Column("ratio", ratios.get, "{:.3f}"),
-        Column("loaded tokens", lambda arm: _loaded(chosen, arm=arm)),
+        Column("loaded tokens", lambda arm: _loaded(chosen, arm=arm), "{:.0f}"),
     )
-    return Table(title, columns, ARMS[part])
+    return Table(title, columns, ARMS[part], unit="ms")
 
 
 def _admission_table(samples: Samples) -> Table:
     chosen = select(samples, part="admission")
-    titles = {"auto": "auto", "always": "always (load)", "never": "never (recompute)"}
 
-    def time(at: float, arm: str) -> str:
-        return _time(_first_token_s(samples, arm, at))
+    def time(arm: str, at: float) -> Spread | None:
+        return spread_of(_first_token_s(samples, arm, at))
 
     def ratio(at: float) -> float | None:
         found = admission_ratio(samples, at)
@@ -264,110 +270,25 @@ def _admission_table(samples: Samples) -> Table:
 
     columns = (
         Column("pool reads", throttle_name),
-        *(Column(title, partial(time, arm=arm)) for arm, title in titles.items()),
+        *_times(ARMS["admission"], time, ranged=ARMS["admission"]),
         Column("auto / better", ratio, "{:.3f}"),
-        Column("tokens auto loads", lambda at: _loaded(chosen, arm="auto", at=at)),
+        Column("tokens auto loads", lambda at: _loaded(chosen, arm="auto", at=at), "{:.0f}"),
         Column("n", lambda at: len(select(chosen, arm="auto", at=at))),
     )
-    return Table("A prompt returns: time to first token", columns, places(samples, "admission"))
+    title = "A prompt returns: time to first token in ms, deciding, loading, recomputing"
+    return Table(title, columns, places(samples, "admission"), unit="ms")
 
 
-_LOAD_LINES = {
-    ("ours", "memory"): Style(plots.BLUE, "o", "ours / larger of read and copy alone"),
-    ("two_phase", "memory"): Style(plots.RED, "v", "two phases / the same"),
-    ("ours", "paced"): Style(plots.BLUE, "s", "ours, copies as slow as the target", "--"),
-    ("two_phase", "paced"): Style(plots.RED, "^", "two phases, copies as slow", "--"),
-}
-#: By the number of panels.
-_MOSAICS = ("A", "AB", "AB;C.", "AB;CD")
-_STYLES = {
-    "auto": Style(plots.BLUE, "o", "auto", linewidth=2.4),
-    "always": Style(plots.RED, "v", "always load"),
-    "never": Style(plots.GREY, "s", "recompute"),
-    "reload": Style(plots.BLUE, "o", "reloaded"),
-    "recompute": Style(plots.GREY, "s", "recomputed"),
-    "on": Style(plots.BLUE, "o", "prefetch on"),
-    "off": Style(plots.GREY, "s", "prefetch off"),
-}
-
-
-def _plot(path: Path, samples: Samples, conditions: Mapping[str, Any]) -> None:
-    """One panel per part that has samples. Whiskers reach from low to high, dots are samples."""
-    parts = [part for part in PARTS if select(samples, part=part)]
-    engine = conditions.get("parts", {}).get("load", {}).get("engine")
-    title = f"Coming back: {plots.where_measured(conditions)}\n{disk_in(conditions)}"
-    title += f", {engine}" if engine else ""
-    with plots.picture(path, title, _MOSAICS[len(parts) - 1]) as (_, panels):
-        for panel, part in zip(panels, parts, strict=True):
-            _PANELS[part](panel, samples)
-
-
-def _load_panel(panel: Any, samples: Samples) -> None:
-
-    def spread(line: tuple[str, str], size: float) -> results.Spread | None:
-        return spread_of(round_ratios(samples, line[0], ("read", "copy"), line[1], size))
-
-    plots.lines(panel, _LOAD_LINES, places(samples, "load"), spread)
-    panel.axhline(
-        _LOAD_MAX, color=plots.BLACK, linewidth=1, linestyle=":", label=f"goal: {_LOAD_MAX}"
-    )
-    plots.size_axis(panel, places(samples, "load"), "{:g}".format)
-    bottom, top = panel.get_ylim()
-    limits = (min(0.9, bottom), max(1.3, top * 1.08))
-    size, time = "size of the load, × the CPU tier", "time / larger of read and copy alone"
-    title = "load from a throttled pool"
-    finish(panel, title, legend=True, ylim=limits, xlabel=size, ylabel=time)
-
-
-def _strips(part: str, case: str, title: str) -> Callable[[Any, Samples], None]:
-    """A panel with every sample as a dot beside the arm's median."""
-
-    def draw(panel: Any, samples: Samples) -> None:
-        names, highest = [], 0.0
-        for arm in ARMS[part]:
-            values = sorted(values_of(samples, "seconds", part=part, arm=arm, case=case))
-            if not values:
-                continue
-            at, style, middle = len(names), _STYLES[arm], statistics.median(values)
-            names.append(f"{style.label} (n={len(values)})")
-            highest = max(highest, values[-1])
-            step = 0.5 / max(1, len(values) - 1)
-            spots = [at - 0.25 + step * i for i in range(len(values))] if values[1:] else [at]
-            look = {"color": style.color, "marker": style.marker}
-            panel.scatter(spots, values, s=22, alpha=0.6, **look)
-            panel.hlines(middle, at - 0.32, at + 0.32, color=style.color, linewidth=2.4)
-            place = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center"}
-            panel.annotate(f"median {1000 * middle:.0f} ms", (at, middle), fontsize=10, **place)
-        panel.set_xticks(range(len(names)), names)
-        limits = {"xlim": (-0.6, len(names) - 0.4), "ylim": (0, highest * 1.12)}
-        finish(panel, title, ylabel="seconds", **limits)
-
-    return draw
-
-
-def _admission_panel(panel: Any, samples: Samples) -> None:
-    throttles = places(samples, "admission")
-    plots.lines(
-        panel,
-        {arm: _STYLES[arm] for arm in ("never", "always", "auto")},
-        range(len(throttles)),
-        lambda arm, at: spread_of(_first_token_s(samples, arm, throttles[at])),
-    )
-    panel.set_xticks(range(len(throttles)), [throttle_name(at) for at in throttles])
-    title = "a prompt returns: admission around the crossover"
-    labels = {"xlabel": "reads of the target", "ylabel": "time to first token, s"}
-    finish(panel, title, legend=True, ylim=(0, None), **labels)
-
-
-_PANELS: dict[str, Callable[[Any, Samples], None]] = {
-    "load": _load_panel,
-    "resume": _strips("resume", "crowd", "preempted request: from room to its next token"),
-    "prefetch": _strips("prefetch", "turn", "waiting request: from its turn to its first token"),
-    "admission": _admission_panel,
-}
-
-
-_TITLE = "Goals: the worst size or throttle decides"
-BENCHES = (
-    Benchmark("stream", Sample, _lines, _tables, _plot, goals, _TITLE, _published, columns=140),
+REPORTS = (
+    Report(
+        "stream",
+        "Loads, resumes, prefetch, admission",
+        Sample,
+        _tables,
+        lines=_lines,
+        goals=goals,
+        goals_title="Goals: the worst size or throttle decides",
+        theirs=published.TIER,
+        ours=_ours,
+    ),
 )

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from vllm_nvmeof_bench import plots, results
-from vllm_nvmeof_bench.benchmark import Benchmark
-from vllm_nvmeof_bench.hotpath.report import CASES, ONE, SCHEDULER
-from vllm_nvmeof_bench.plots import Style, finish
+from vllm_nvmeof_bench import results
+from vllm_nvmeof_bench.report import Column, Report, Table
+from vllm_nvmeof_bench.reports.hotpath import CASES, ONE, SCHEDULER
 from vllm_nvmeof_bench.results import METHOD, Figure, Goal, Paired, bound, distinct, select
-from vllm_nvmeof_bench.tables import NOTHING, Column, Table, load_in, machine_in, number, vllm_in
 
 OFF, AGAIN, ON = "off", "off again", "on"
 SIDES = (OFF, AGAIN, ON)
@@ -109,15 +105,6 @@ def _figure(found: Paired | None) -> Figure | None:
     return Figure(found.middle, found.n) if found else None
 
 
-def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
-    settings = conditions.get("settings", {})
-    yield f"{machine_in(conditions)}; vLLM {vllm_in(conditions)}; {load_in(conditions)}"
-    yield (
-        f"{settings.get('entries', 0):,} chunks in each index; managers made "
-        f"{settings.get('rounds', '?')} times, {settings.get('blocks', '?')} blocks each; {METHOD}"
-    )
-
-
 def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table | str]:
     rows = [
         (chunks, name)
@@ -126,50 +113,35 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
         if sums(samples, OFF, chunks, parts)
     ]
 
-    def shown(row: tuple[int, str], side: str) -> str:
-        found = ratio(samples, side, row[0], FIGURES[row[1]])
-        return found.text() if found else NOTHING
+    def us(row: tuple[int, str]) -> float | None:
+        return results.median(sums(samples, OFF, row[0], FIGURES[row[1]]).values())
 
-    def us(row: tuple[int, str]) -> str:
-        values = sums(samples, OFF, row[0], FIGURES[row[1]]).values()
-        return number(results.median(values), "{:,.3f}")
+    def over_off(side: str) -> Column:
+        def get(row: tuple[int, str]) -> Paired | None:
+            return ratio(samples, side, row[0], FIGURES[row[1]])
+
+        return Column(f"{side} / off", get, "{:.3f}", drawn=True)
 
     columns = [
         Column("op of", lambda row: f"{row[0]:,}"),
         Column("scheduler's thread", lambda row: row[1].strip(), left=True),
-        Column("off, µs", us),
-        Column("off again / off", partial(shown, side=AGAIN)),
-        Column("on / off", partial(shown, side=ON)),
+        Column("off, µs", us, "{:,.3f}"),
+        over_off(AGAIN),
+        over_off(ON),
     ]
-    if rows:
-        title = "CPU time per chunk (op of 1: per op; a step: per step), and paired ratios"
-        yield Table(title, columns, rows, grouped=True)
+    title = "CPU time per chunk (op of 1: per op; a step: per step), and paired ratios"
+    yield Table(title, columns, rows, grouped=True, caption=METHOD, unit="ratio of CPU time")
 
 
-_STYLES = {
-    AGAIN: Style(plots.GREY, label="off again / off"),
-    ON: Style(plots.BLUE, label="on / off"),
-}
-
-
-def _plot(path: Path, samples: Samples, conditions: Mapping[str, Any]) -> None:
-    """The ratios with their intervals, by what is compared, for the largest op."""
-    chunks = max(distinct(samples, "chunks"))
-
-    def spread(side: str, name: str) -> results.Spread | None:
-        found = ratio(samples, side, chunks, FIGURES[name])
-        if found is None:
-            return None
-        return results.Spread(found.middle, *(found.interval or (found.middle,) * 2), found.n)
-
-    names = {name.strip().replace(", ", ",\n"): name for name in FIGURES}
-    title = f"Sharing with nobody there: {plots.where_measured(conditions)}"
-    with plots.picture(path, title, "A", (20, 6)) as (_, (panel,)):
-        plots.bars(panel, _STYLES, names, spread, form="{:.3f}")
-        panel.axhline(_RATIO_MAX, color=plots.RED, linewidth=1)
-        panel.set_ylim(0.9, 1.1)
-        panel.tick_params(axis="x", rotation=20)
-        finish(panel, f"CPU time of the scheduler's thread, ops of {chunks:,} chunks", True)
-
-
-BENCHES = (Benchmark("alone", Sample, _lines, _tables, _plot, goals),)
+REPORTS = (
+    Report(
+        "alone",
+        "What sharing costs where nobody else is there",
+        Sample,
+        _tables,
+        about=(
+            "{entries:,} chunks in each index; managers made {rounds} times, {blocks} blocks each"
+        ),
+        goals=goals,
+    ),
+)

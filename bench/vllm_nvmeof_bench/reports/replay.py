@@ -8,16 +8,12 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from vllm_nvmeof_bench import plots
-from vllm_nvmeof_bench.benchmark import Benchmark, Conditions
-from vllm_nvmeof_bench.plots import finish
-from vllm_nvmeof_bench.results import distinct, select, values_of
-from vllm_nvmeof_bench.tables import Column, Table, vllm_in
+from vllm_nvmeof_bench.report import Column, Conditions, Report, Table, by_arm
+from vllm_nvmeof_bench.reports import published
+from vllm_nvmeof_bench.results import Spread, distinct, select, spread_of, values_of
 
 _PLACES = {"gpu": "GPU", "cpu": "CPU tier", "pool": "pool", "other": "elsewhere"}
 #: The columns of the published study: GPU memory only, + CPU tier, + CPU tier + NVMe.
@@ -76,7 +72,7 @@ _STUDY_ROWS = (
 )
 
 
-def published(samples: Sequence[Sample]) -> dict[str, str]:
+def _ours(samples: Sequence[Sample]) -> dict[str, str]:
     """Ours for the study's rows, one figure per column; empty unless all three arms ran."""
     known = [summary_of(samples, arm) for arm in _STUDIED]
     if not all(known):
@@ -99,18 +95,8 @@ def _lines(conditions: Conditions) -> Iterator[str]:
         f"{pace['time_scale']:g}, at most {pace['think_s_max']:g} s; "
         f"{settings['duration_s']:g} s per arm, one arm after the other"
     )
-    if model := conditions.get("model"):
-        cpus = conditions["machine"].get("cpus", "?")
-        yield (
-            f"{model['name']}, {model['parameters'] / 1e6:.0f} M parameters, "
-            f"{model['kv_bytes_per_token'] // 1024} KiB of KV per token, GPU cache "
-            f"{conditions['gpu_tokens']:,} tokens; vLLM {vllm_in(conditions)} on {cpus} cores"
-        )
     if settings.get("third_tokens"):
         yield f"a CPU tier that holds a third holds {settings['third_tokens']:,} tokens"
-    yield from (conditions[name] for name in ("stand_in", "peer_note") if name in conditions)
-    if conditions.get("cut_off"):
-        yield "this run was cut off: not every arm has every sample"
 
 
 def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table | str]:
@@ -121,98 +107,66 @@ def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table
         return Column(title, lambda arm: found[arm].get(name), form)
 
     seconds = (("TTFT avg", "mean"), ("median", "median"), ("P95", "p95"), ("max", "max"))
-    columns = (
+    columns = [
         Column("arm", str),
         *(shown(name, name, "{:,}") for name in ("completed", "failed", "cut")),
         *(shown(title, f"ttft_{name}_s", "{:.3f}") for title, name in seconds),
         shown("input/s", "tokens_in_per_s", "{:,.0f}"),
         shown("output/s", "tokens_out_per_s", "{:,.1f}"),
-    )
+    ]
     title = "Requests, time to first token (s), tokens per second of whole requests"
     yield Table(title, columns, arms)
+    yield _over_time(samples, arms)
 
     def rate(arm: str, place: str) -> float | None:
         hits = conditions["hits"][arm]
         return 100 * hits[place] / hits["prompt"] if hits["prompt"] else None
 
-    columns = (
+    columns = [
         Column("arm", str),
         Column("prompt tokens", lambda arm: conditions["hits"][arm]["prompt"] or None, "{:,}"),
-        *(Column(name, partial(rate, place=place), "{:.1f} %") for place, name in _PLACES.items()),
+        *(
+            Column(name, partial(rate, place=place), "{:.1f} %", drawn=True)
+            for place, name in _PLACES.items()
+        ),
         Column("working set", lambda arm: conditions["working_set_tokens"][arm], "{:,}"),
-        Column("server", lambda arm: conditions["arms"][arm]["says"], left=True),
-    )
+    ]
     title = "Where prompt tokens were found, as the server counts; unique tokens asked for"
-    yield Table(title, columns, arms)
+    yield Table(title, columns, arms, unit="% of prompt tokens")
     for arm in arms:
         if failed := select(samples, arm=arm, ended="failed"):
             yield f"{arm}: {len(failed)} failed, the first with: {failed[0].why}"
 
 
-_COLOURS = (
-    *(plots.GREY, plots.ORANGE, plots.BLUE, plots.GREEN),
-    *(plots.RED, plots.PINK, plots.SKY, plots.BLACK),
-)
-_PLACE_COLOURS = {"gpu": plots.GREY, "cpu": plots.ORANGE, "pool": plots.BLUE, "other": plots.PINK}
+def _over_time(samples: Sequence[Sample], arms: Sequence[str]) -> Table:
+    """Where the median climbs while the users stay the same, the server is in the spiral."""
+    end_s = max((one.at_s for one in samples), default=0.0) or 1.0
+    edges = np.linspace(0, end_s, _WINDOWS + 1).tolist()
+    windows = list(itertools.pairwise(edges))
+
+    def ttft(arm: str, window: tuple[float, float]) -> Spread | None:
+        low, high = window
+        mine = [one for one in select(samples, arm=arm) if low <= one.at_s <= high]
+        return spread_of(values_of(mine, "ttft_s"))
+
+    columns = [
+        Column("sent, s", lambda window: f"{window[0]:.0f} to {window[1]:.0f}"),
+        *by_arm(arms, ttft, "{:.3f}"),
+    ]
+    title = "Medians of the time to first token (s), by when a request was sent"
+    return Table(title, columns, windows if samples else (), unit="seconds")
+
+
 _WINDOWS = 12
-
-
-def _plot(path: Path, samples: Sequence[Sample], conditions: Conditions) -> None:
-    """Left: the time to first token of each request over the time at which it was sent, and a
-    moving median: where the median climbs while the users stay the same, the server is in the
-    spiral. Top right: requests completed over time. Bottom right: where prompts were found."""
-    settings = conditions["settings"]
-    title = (
-        f"{settings['trace']}, {settings['pace']['users']} users, seed "
-        f"{settings['pace']['seed']}: the same sessions against each server"
-    )
-    with plots.picture(path, title, "AB;AC", (8, 4), width_ratios=(1.5, 1)) as (_, panels):
-        firsts, completed, found = panels
-        _first_tokens(firsts, samples)
-        for arm, colour in _coloured(samples):
-            ends = sorted(one.at_s + one.end_s for one in select(samples, arm=arm, ended="whole"))
-            counts = range(len(ends) + 1)
-            completed.step([0.0, *ends], counts, where="post", color=colour, linewidth=2.5)
-        finish(completed, "requests completed", xlabel="seconds")
-        _found(found, distinct(samples, "arm"), conditions)
-
-
-def _coloured(samples: Sequence[Sample]) -> Iterator[tuple[str, str]]:
-    return zip(distinct(samples, "arm"), itertools.cycle(_COLOURS), strict=False)
-
-
-def _first_tokens(panel: Any, samples: Sequence[Sample]) -> None:
-    edges = np.linspace(0, max(one.at_s for one in samples) or 1.0, _WINDOWS + 1)
-    for arm, colour in _coloured(samples):
-        mine = [one for one in select(samples, arm=arm) if one.ttft_s is not None]
-        sent = np.array([one.at_s for one in mine])
-        first = np.array([one.ttft_s for one in mine], float)
-        panel.plot(sent, first, ".", color=colour, alpha=0.35, markersize=6)
-        middles, medians = [], []
-        for low, high in itertools.pairwise(edges):
-            inside = (sent >= low) & (sent <= high)
-            if inside.any():
-                middles.append((low + high) / 2)
-                medians.append(float(np.median(first[inside])))
-        panel.plot(middles, medians, "-", color=colour, linewidth=2.5, label=arm)
-    panel.set_yscale("log")
-    xlabel, ylabel = "sent, seconds after the first user came", "time to first token, s"
-    finish(panel, "each request, and a moving median", True, xlabel=xlabel, ylabel=ylabel)
-
-
-def _found(panel: Any, arms: Sequence[str], conditions: Conditions) -> None:
-    left = np.zeros(len(arms))
-    for place, name in _PLACES.items():
-        hits = [conditions["hits"][arm] for arm in arms]
-        share = np.array([100 * one[place] / max(1, one["prompt"]) for one in hits])
-        if place != "other" or share.any():
-            panel.barh(arms, share, left=left, color=_PLACE_COLOURS[place], label=name)
-            left += share
-    panel.invert_yaxis()
-    title = "where prompts were found; the rest was computed"
-    finish(panel, title, xlim=(0, 100), xlabel="% of prompt tokens")
-    # Below the panel: over the bars it would hide them.
-    panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=len(_PLACES))
-
-
-BENCHES = (Benchmark("replay", Sample, _lines, _tables, _plot, published=published, columns=180),)
+REPORTS = (
+    Report(
+        "replay",
+        "Agentic traces, replayed",
+        Sample,
+        _tables,
+        lines=_lines,
+        theirs=published.REPLAY,
+        ours=_ours,
+        columns=180,
+    ),
+)

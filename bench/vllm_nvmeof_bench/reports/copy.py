@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `bench copy`: tables, goals, picture, and the block sizes of vLLM's models.
+"""The samples of `bench copy`: tables, goals, and the block sizes of vLLM's models.
 
 Goals are of medians over rounds; the worst size, count and direction decide.
 """
@@ -9,14 +9,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_nvmeof_bench import plots, results
-from vllm_nvmeof_bench.benchmark import Benchmark
-from vllm_nvmeof_bench.results import Figure, Goal, bound, distinct, median_of, select, worst
-from vllm_nvmeof_bench.tables import Column, Table, arm_columns, number, vllm_in
+from vllm_nvmeof_bench.report import Column, Report, Table, arm_columns, by, rows_of
+from vllm_nvmeof_bench.reports import published
+from vllm_nvmeof_bench.results import (
+    Figure,
+    Goal,
+    Spread,
+    bound,
+    distinct,
+    median_of,
+    select,
+    spread_of,
+    values_of,
+    worst,
+)
 from vllm_nvmeof_offload.commands.size.deployment import Deployment
 from vllm_nvmeof_offload.commands.size.kv import KvSizes
 from vllm_nvmeof_offload.commands.size.model import preset
@@ -195,18 +203,19 @@ def arms_of(samples: Iterable[Sample]) -> list[str]:
     return [arm for arm in _ORDER if arm in found] + [arm for arm in found if arm not in _ORDER]
 
 
-def _cuda(conditions: Mapping[str, Any]) -> str:
-    """The driver states 13.0 as 13000."""
-    number = conditions.get("driver")
-    return "?" if number is None else f"{number // 1000}.{number % 1000 // 10}"
-
-
-def tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterator[Table | str]:
+def _tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterator[Table]:
     """One table per case that has samples."""
     rounds = max((one.round for one in samples), default=-1) + 1
     for case, title in _TITLES.items():
-        if chosen := select(samples, case=case):
-            yield _case_table(chosen, f"{title}; median of {rounds} rounds")
+        chosen = select(samples, case=case)
+        columns = [
+            by("direction"),
+            by("block_bytes", "block", format_bytes),
+            by("count", "blocks"),
+            *arm_columns(chosen, arms_of(chosen), "value", "{:.1f}"),
+        ]
+        rows = rows_of(chosen, "direction", "block_bytes", "count")
+        yield Table(f"{title}; median of {rounds} rounds", columns, rows, grouped=True)
     if chosen := select(samples, case="model"):
         yield _model_table(chosen)
     for case in ("disk", *sorted({s.case for s in samples if s.case.startswith("loop_")})):
@@ -214,22 +223,12 @@ def tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterator
             yield _arm_table(chosen, case)
 
 
-def _case_table(samples: Sequence[Sample], title: str) -> Table:
-    columns = [
-        Column("direction", lambda row: row["direction"]),
-        Column("block", lambda row: format_bytes(row["block_bytes"])),
-        Column("blocks", lambda row: row["count"]),
-        *arm_columns(samples, arms_of(samples), "value", "{:.1f}"),
-    ]
-    return Table(title, columns, map(_fields, _keys(samples)), grouped=True)
-
-
 def _model_table(samples: Sequence[Sample]) -> Table:
     """Two rows per model: a tensor per layer, keys and values apart; all layers of a block."""
 
-    def middle(direction: str, arm: str) -> Callable[[Any], float | None]:
+    def middle(direction: str, arm: str) -> Callable[[Any], Spread | None]:
         mine = select(samples, arm=arm, direction=direction)
-        return lambda row: median_of(mine, "value", block_bytes=row[2])
+        return lambda row: spread_of(values_of(mine, "value", block_bytes=row[2]))
 
     rows = [
         (one, what, size)
@@ -242,7 +241,7 @@ def _model_table(samples: Sequence[Sample]) -> Table:
         Column("", lambda row: row[1]),
         Column("bytes", lambda row: format_bytes(row[2])),
         *(
-            Column(" ".join(way), middle(*way), "{:.1f}")
+            Column(" ".join(way), middle(*way), "{:.1f}", drawn=True)
             for way in itertools.product(("store", "load"), arms_of(samples))
         ),
     ]
@@ -256,183 +255,41 @@ def _arm_table(chosen: Sequence[Sample], case: str) -> Table:
     if case == "disk":
         title, first = "Loads from disk to the GPU, GB/s", "of"
 
-    def size_of(count: int) -> str:
-        size = next(one.block_bytes for one in chosen if one.count == count)
-        return f"{count} × {format_bytes(size)}" if size else "steps/s"
+    def size_of(row: dict[str, Any]) -> str:
+        size = select(chosen, **row)[0].block_bytes
+        return f"{row['count']} × {format_bytes(size)}" if size else "steps/s"
 
-    def cell(arm: str) -> Callable[[int], str]:
-        def of(count: int) -> str:
-            here = select(chosen, count=count)
-            value, alone = (median_of(here, "value", arm=one) for one in (arm, "alone"))
-            more = f" [dim]{value / alone:.3f}[/]" if alone and value else ""
-            return number(value, "{:.2f}") + more
+    def of_alone(arm: str) -> Callable[[Any], float | None]:
+        def get(row: dict[str, Any]) -> float | None:
+            value, alone = (median_of(chosen, "value", arm=one, **row) for one in (arm, "alone"))
+            return value / alone if value is not None and alone else None
 
-        return of
+        return get
 
-    columns = [Column(first, size_of), *(Column(a, cell(a)) for a in distinct(chosen, "arm"))]
-    return Table(title, columns, sorted({one.count for one in chosen}))
+    arms = distinct(chosen, "arm")
+    columns = [Column(first, size_of), *arm_columns(chosen, arms, "value", "{:.2f}")]
+    if "alone" in arms:
+        columns += [Column(f"{arm} / alone", of_alone(arm), "{:.3f}") for arm in arms]
+    return Table(title, columns, rows_of(chosen, "count"))
 
 
-def lines(conditions: Mapping[str, Any]) -> Iterator[str]:
+def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
     """The GPU, its link and driver, the version of vLLM's arm, arms that failed."""
     gpu, link = conditions.get("gpu", {}), conditions.get("pcie") or {}
     pcie = f", PCIe {link.get('speed')} GT/s x{link.get('width')}" if link else ""
+    number = conditions.get("driver")  # 13.0 is 13000
+    cuda = "?" if number is None else f"{number // 1000}.{number % 1000 // 10}"
     yield (
-        f"{gpu.get('name', '?')} ({gpu.get('arch', '?')}){pcie}, driver for CUDA "
-        f"{_cuda(conditions)}, NUMA node {gpu.get('numa_node')}"
+        f"{gpu.get('name', '?')} ({gpu.get('arch', '?')}){pcie}, driver for CUDA {cuda}, NUMA node "
+        f"{gpu.get('numa_node')}; vLLM's own code: {conditions.get('vllm_arm', '?')}"
     )
-    yield f"vLLM's own code: {conditions.get('vllm_arm', '?')}"
     for arm, error in conditions.get("failed_arms", {}).items():
         yield f"left out: {arm}: {error}"
     took = conditions.get("seconds", {})
-    words = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in took.items())
-    load = conditions.get("load_average_at_end", ["?"])[0]
-    yield f"set-up: {words}; load average at the end {load}"
+    yield "set-up: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in took.items())
 
 
-_STYLES = {
-    "contiguous": plots.Style(plots.BLACK, "", "one contiguous copy", "--"),
-    "dma": plots.Style(plots.BLUE, "o", "DMA"),
-    "dma_overlap": plots.Style(plots.SKY, "s", "DMA, overlap hint"),
-    "kernel": plots.Style(plots.RED, "v", "kernel"),
-    "auto": plots.Style(plots.GREEN, "D", "auto"),
-    "vllm": plots.Style(plots.GREY, "^", "vLLM's own code"),
-}
-_LOOP_ARMS = ("dma", "dma_overlap", "kernel")
-
-
-_OTHERS = (plots.BLUE, plots.SKY, plots.GREEN, plots.ORANGE, plots.RED, plots.PINK, plots.GREY)
-_BY_SIZE = {
-    "transfer": "one transfer of many blocks",
-    "model": "block sizes of models",
-    "sweep": "the kernel by its thread blocks",
-}
-
-
-def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -> None:
-    """Lines are medians over rounds, bands reach from the smallest to the largest sample. Only what
-    was measured has a panel.
-
-    Raises: BenchError: nothing of it was.
-    """
-    title = (
-        f"Copies between {conditions.get('gpu', {}).get('name', '?')} and pinned memory,\n"
-        f"driver for CUDA {_cuda(conditions)}; vLLM {vllm_in(conditions, 'none')}"
-    )
-    by_size = [
-        (select(samples, case=case, direction=direction), partial(_sizes, direction, name))
-        for case, name in _BY_SIZE.items()
-        for direction in ("store", "load")
-    ]
-    panels_of: list[tuple[list[Sample], Callable[[Any, list[Sample]], None]]] = [
-        *by_size,
-        ([one for one in samples if _loads_percent(one) is not None], _shares),
-        ([one for one in samples if one.case.startswith("loop_")], _loops),
-        ([one for one in samples if one.case in ("crc_matrix", "crc_beside")], _crcs),
-        (select(samples, case="disk"), _disk),
-    ]
-    measured = [(chosen, draw) for chosen, draw in panels_of if chosen]
-    if not measured:
-        raise results.BenchError("there is nothing to draw: these parts have tables only")
-    mosaic = plots.mosaic(len(measured), 2)
-    with plots.picture(path, title, mosaic, (6.8, 5)) as (_, panels):
-        for panel, (chosen, draw) in zip(panels, measured, strict=True):
-            draw(panel, chosen)
-
-
-def _sizes(direction: str, name: str, panel: Any, chosen: list[Sample]) -> None:
-    _lines(panel, chosen, lambda one: one.block_bytes)
-    ends = [end(one.block_bytes for one in chosen).bit_length() for end in (min, max)]
-    plots.size_axis(panel, [1 << power - 1 for power in range(ends[0], ends[1] + 1)])
-    way = "GPU to CPU" if direction == "store" else "CPU to GPU"
-    labels = {"xlabel": "bytes of a block", "ylabel": "GB/s"}
-    plots.finish(panel, f"{direction} ({way}): {name}", legend=True, **labels)
-    panel.set_ylim(bottom=0)
-
-
-def _loads_percent(one: Sample) -> int | None:
-    """The share of loads of a sample of `both` or `mix`; None for other cases."""
-    if one.case == "mix":
-        return int(one.direction.removeprefix("load ").removesuffix("%"))
-    return {"store": 0, "both": 50, "load": 100}[one.direction] if one.case == "both" else None
-
-
-def _shares(panel: Any, chosen: list[Sample]) -> None:
-    _lines(panel, chosen, _loads_percent)
-    labels = {
-        "xlabel": "share of loads, per cent of the blocks",
-        "ylabel": "GB/s, both together",
-    }
-    plots.finish(panel, "both directions at once", legend=True, **labels)
-    panel.set_ylim(bottom=0)
-
-
-def _loops(panel: Any, chosen: list[Sample]) -> None:
-    """Steps/s beside copies, relative to the loop alone."""
-    names = {"loop_matrix": "bf16 matrix product", "loop_memory": "adding arrays"}
-    styles = {arm: _STYLES[arm] for arm in _LOOP_ARMS}
-    groups = {names.get(case, case): case for case in distinct(chosen, "case")}
-    plots.bars(panel, styles, groups, partial(_of_alone, chosen), form="{:.3f}")
-    _finish_steps(panel, "compute beside full-rate copies both ways", legend=True)
-
-
-def _crcs(panel: Any, chosen: list[Sample]) -> None:
-    """Steps/s of the product beside each launch, relative to it alone."""
-    groups = {}
-    for arm in distinct(select(chosen, case="crc_beside"), "arm"):
-        rate = median_of(chosen, "value", case="crc_beside", arm=arm)
-        groups[f"{arm.replace(', ', chr(10))}\n{number(rate, '{:.1f}')} GB/s"] = arm
-    styles = {"crc_matrix": plots.Style(plots.BLUE)}
-    plots.bars(panel, styles, groups, lambda case, arm: _of_alone(chosen, arm, case), form="{:.3f}")
-    panel.tick_params("x", labelsize=plots.FONT - 4)
-    _finish_steps(panel, "bf16 matrix product beside CRC-32C by the GPU, by its launches")
-
-
-def _of_alone(chosen: Sequence[Sample], arm: str, case: str) -> results.Spread | None:
-    alone = median_of(chosen, "value", case=case, arm="alone")
-    rates = results.values_of(chosen, "value", case=case, arm=arm) if alone else []
-    return results.spread_of([rate / alone for rate in rates])
-
-
-def _finish_steps(panel: Any, title: str, legend: bool = False) -> None:
-    panel.axhline(1, color=plots.BLACK, linewidth=1, linestyle=":")
-    labels = {"ylabel": "steps/s, of those alone", "ylim": (0, 1.3)}
-    plots.finish(panel, title, legend=legend, **labels)
-
-
-def _disk(panel: Any, chosen: list[Sample]) -> None:
-    styles = {
-        "read": plots.Style(plots.GREY, label="reads alone"),
-        "streamed": plots.Style(plots.BLUE, label="streamed"),
-        "two_phase": plots.Style(plots.SKY, label="in two phases"),
-    }
-    groups = {
-        f"{one.count} × {format_bytes(one.block_bytes)}": one.count
-        for one in sorted(chosen, key=lambda one: one.count)
-    }
-    spread = results.spreads_by(chosen, "value", "arm", "count")
-    plots.bars(panel, styles, groups, spread, form="{:.2f}")
-    plots.finish(panel, "loads from disk to the GPU", legend=True, ylabel="GB/s")
-    panel.set_ylim(top=1.25 * panel.get_ylim()[1])  # room for the legend
-
-
-def _lines(panel: Any, samples: Sequence[Sample], where: Callable[[Sample], Any]) -> None:
-    styles = {
-        arm: _STYLES.get(arm, plots.Style(_OTHERS[index % len(_OTHERS)], "x", arm))
-        for index, arm in enumerate(arms_of(samples))
-    }
-    places = sorted({where(one) for one in samples})
-    here = {place: [one for one in samples if where(one) == place] for place in places}
-    plots.lines(
-        panel,
-        styles,
-        places,
-        lambda arm, at: results.spreads_by(here[at], "value", "arm")(arm),
-        band=True,
-    )
-
-
-def published(samples: Sequence[Sample]) -> dict[str, str]:
+def _ours(samples: Sequence[Sample]) -> dict[str, str]:
     """Blocks of 2 MiB in one direction and in both, DMA and kernel."""
 
     def shown(case: str, arm: str, direction: str) -> str | None:
@@ -449,5 +306,16 @@ def published(samples: Sequence[Sample]) -> dict[str, str]:
     return {key: rate for key, rate in found.items() if rate}
 
 
-_GOALS = "Goals: the worst size, count and direction decide"
-BENCHES = (Benchmark("copy", Sample, lines, tables, plot, goals, _GOALS, published, columns=150),)
+REPORTS = (
+    Report(
+        "copy",
+        "Copies between a GPU and pinned memory",
+        Sample,
+        _tables,
+        lines=_lines,
+        goals=goals,
+        goals_title="Goals: the worst size, count and direction decide",
+        theirs=published.COPY,
+        ours=_ours,
+    ),
+)

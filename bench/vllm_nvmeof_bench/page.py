@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`bench report`: all results of a directory as one Markdown page, a section per file.
 
-The sections have the order of `KINDS`. A file of no known benchmark, or one that is damaged, costs
-one line of the page.
+The sections have the order of `BENCHMARKS`. A file of no known benchmark, or one that is damaged,
+costs one line of the page.
 """
 
 from __future__ import annotations
@@ -14,37 +14,21 @@ from typing import Any
 
 from rich.console import Console
 
-from vllm_nvmeof_bench.benchmark import Benchmark, benchmark
-from vllm_nvmeof_bench.page import published
-from vllm_nvmeof_bench.page.published import Published
+from vllm_nvmeof_bench.benchmark import BENCHMARKS, report_of
+from vllm_nvmeof_bench.report import (
+    Published,
+    Report,
+    machine_in,
+    markdown,
+    markdown_table,
+    versions_in,
+)
 from vllm_nvmeof_bench.results import BenchError, name_in
-from vllm_nvmeof_bench.tables import machine_in, markdown, markdown_table, versions_in
 from vllm_nvmeof_offload.units import format_bytes
 
 #: Exceptions that damaged samples or conditions can cause in a benchmark's tables.
 _DAMAGE = (BenchError, ArithmeticError, AssertionError, AttributeError, LookupError, TypeError,
            ValueError)  # fmt: skip
-
-#: Benchmark → title of its section, and the published figures to print beside ours.
-KINDS: dict[str, tuple[str, Published | None]] = {
-    "ttft": ("TTFT of one request", published.TTFT),
-    "hits": ("Throughput against the hit rate", published.HITS),
-    "turns": ("Conversations of four turns", published.TURNS),
-    "replay": ("Agentic traces, replayed", published.REPLAY),
-    "simulate": ("Hit rates over sizes and policies, simulated", None),
-    "latency": ("Latency of two targets, and of our engine", published.LATENCY),
-    "pool": ("The pool's I/O beside fio, a bare ring and vLLM's fs tier", published.POOL),
-    "stream": ("Loads, resumes, prefetch, admission", published.TIER),
-    "stall": ("What a returning prompt of thousands of chunks costs those that decode", None),
-    "hotpath": ("The cost per chunk on every thread that a request waits for", None),
-    "follow": ("The cost and the delay of following another server's index", None),
-    "moving": ("Conversations whose turns go to two servers in turn", None),
-    "alone": ("What sharing costs where nobody else is there", None),
-    "borrow": ("A prompt that another server has stored", None),
-    "peers": ("A load over two servers' storage links", None),
-    "cost": ("What offloading costs where it cannot help", published.COST),
-    "copy": ("Copies between a GPU and pinned memory", published.COPY),
-}
 
 
 @dataclass
@@ -95,15 +79,15 @@ def build(
     for path in sorted(directory.glob("*.json")):
         try:
             name = name_in(path)
-            bench = benchmark(name)
-            found.append((list(KINDS).index(bench.name), path, bench))
+            report = report_of(name)
+            found.append((list(BENCHMARKS).index(name), path, report))
         except BenchError as error:
             page.left_out[path.name] = _without_path(error, path)
     sections = []
-    for _, path, bench in sorted(found, key=lambda one: one[:2]):
-        on_progress(f"{path.name}: {KINDS[bench.name][0]}")
+    for _, path, report in sorted(found, key=lambda one: one[:2]):
+        on_progress(f"{path.name}: {report.title}")
         try:
-            sections.append("\n\n".join(_section(path, bench, page, page_path.parent, plots)))
+            sections.append("\n\n".join(_section(path, report, page, page_path.parent, plots)))
         except _DAMAGE as error:
             page.left_out[path.name] = f"damaged: {_without_path(error, path)}"
     page.sections = len(sections)
@@ -127,21 +111,20 @@ def _without_path(error: Exception, path: Path) -> str:
     return text.removeprefix(f"{path}: ").replace(str(path), path.name)
 
 
-def _section(path: Path, bench: Benchmark, page: Page, place: Path, plots: bool) -> list[str]:
+def _section(path: Path, report: Report, page: Page, place: Path, plots: bool) -> list[str]:
     """The blocks of one file; its picture, if wanted, goes to `place`."""
-    samples, conditions, goals = bench.read(path)
-    title, theirs = KINDS[bench.name]
-    blocks = [f"## {title}", f"`bench {bench.name}`, samples in `{path.name}`."]
+    samples, conditions, goals = report.read(path)
+    blocks = [f"## {report.title}", f"`bench {report.name}`, samples in `{path.name}`."]
     blocks.append(_machine(conditions))
-    blocks += markdown(bench.parts(samples, conditions, goals))
-    if theirs is not None:
-        blocks.append(_published(theirs, bench.published(samples)))
+    blocks += markdown(report.parts(samples, conditions, goals))
+    if report.theirs is not None:
+        blocks.append(_published(report.theirs, report.ours(samples)))
     if plots:
         picture = place / f"{path.stem}.png"
         try:
-            bench.draw(picture, samples, conditions)
+            report.draw(picture, samples, conditions)
             page.pictures.append(picture)
-            blocks.append(f"![{title}]({picture.name})")
+            blocks.append(f"![{report.title}]({picture.name})")
         except BenchError as error:
             blocks.append(f"No picture: {error}.")
     return blocks

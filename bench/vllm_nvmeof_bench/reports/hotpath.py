@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `bench hotpath`: stages, totals over stages, goals, tables, picture.
+"""The samples of `bench hotpath`: stages, totals over stages, goals, tables.
 
 A total is the sum over its stages within one round; its figure is the median over the rounds. A
 total of which a stage was not measured is not measured.
@@ -12,14 +12,20 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_nvmeof_bench import plots, results
-from vllm_nvmeof_bench.benchmark import Benchmark
-from vllm_nvmeof_bench.plots import Style, finish
-from vllm_nvmeof_bench.results import Figure, Goal, bound, distinct, median_of, select, values_of
-from vllm_nvmeof_bench.tables import Column, Table, load_in, machine_in, number, vllm_in
+from vllm_nvmeof_bench import results
+from vllm_nvmeof_bench.report import Column, Report, Table
+from vllm_nvmeof_bench.results import (
+    Figure,
+    Goal,
+    Spread,
+    bound,
+    distinct,
+    select,
+    spread_of,
+    values_of,
+)
 
 OURS, VLLM = "ours", "vllm"
 SIDES = (OURS, VLLM)
@@ -268,64 +274,45 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
     ]  # fmt: skip
 
 
-def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
-    settings = conditions.get("settings", {})
-    yield f"{machine_in(conditions)}; vLLM {vllm_in(conditions)}; {load_in(conditions)}"
-    yield (
-        f"{settings.get('entries', 0):,} chunks in the index; {conditions.get('cache_slots', 0):,} "
-        f"cache slots; CPU time of each thread, medians of {settings.get('repeats', '?')} rounds, "
-        "garbage collection as in production"
-    )
-
-
-def _by_size(sizes: Sequence[int], cell: Callable[..., str]) -> Iterator[Column]:
+def _by_size(sizes: Sequence[int], cell: Callable[..., Any]) -> Iterator[Column]:
     """A column per size and side; cell: of a row, `side` and `chunks`."""
     for chunks, side in itertools.product(sizes, SIDES):
         name = "op of 1" if chunks == ONE else f"{chunks:,}"
-        yield Column(f"{name} {side}", partial(cell, side=side, chunks=chunks))
+        get = partial(cell, side=side, chunks=chunks)
+        yield Column(f"{name} {side}", get, "{:,.3f}", drawn=chunks == _CHUNKS)
 
 
-class _Row(NamedTuple):
-    case: str
-    stage: str
-
-
-def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table | str]:
+def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table]:
     sizes = sorted({one.chunks for one in samples if one.case in ("cpu", "pool", "store", "write")})
-    rows = [_Row(case, stage) for case in CASES if case != "start" for stage in CASES[case]]
     there = {(one.case, one.stage) for one in samples}
+    rows = [(case, name) for case in CASES for name in CASES[case] if (case, name) in there]
 
-    def us(row: _Row, side: str, chunks: int) -> str:
-        fields = {"case": row.case, "stage": row.stage, "chunks": chunks, "side": side}
-        return number(median_of(samples, "us_per_chunk", **fields), "{:,.3f}")
+    def us(row: tuple[str, str], side: str, chunks: int) -> Spread | None:
+        fields = {"case": row[0], "stage": row[1], "chunks": chunks, "side": side}
+        return spread_of(values_of(samples, "us_per_chunk", **fields))
 
     columns = [
-        Column("", lambda row: _TITLES[row.case]),
-        Column("stage", lambda row: CASES[row.case][row.stage].words, left=True),
-        Column("thread", lambda row: CASES[row.case][row.stage].thread, left=True),
+        Column("", lambda row: _TITLES[row[0]]),
+        Column("stage", lambda row: CASES[row[0]][row[1]].words, left=True),
+        Column("thread", lambda row: CASES[row[0]][row[1]].thread, left=True),
+        *_by_size(sizes, us),
     ]
-    columns += _by_size(sizes, us)
-    if shown := [row for row in rows if row in there]:
-        title = "µs per chunk (µs per op of one chunk), by chunks of the op"
-        yield Table(title, columns, shown, grouped=True)
-    yield from _sums(samples, sizes)
-    yield from _start(samples)
+    title = "µs per chunk (µs per op of one chunk), by chunks of the op"
+    shown = [row for row in rows if row[0] != "start"]
+    yield Table(title, columns, shown, grouped=True, unit="µs per chunk")
+    yield _sums(samples, sizes)
+    yield _start(samples, [stage for case, stage in rows if case == "start"])
 
 
-def _sums(samples: Samples, sizes: Sequence[int]) -> Iterator[Table]:
+def _sums(samples: Samples, sizes: Sequence[int]) -> Table:
     """What one op costs each thread in all."""
 
-    def sum_of(row: tuple[str, str], side: str, chunks: int) -> str:
+    def sum_of(row: tuple[str, str], side: str, chunks: int) -> Spread | None:
         case, thread = row
-        stages = {
-            one.stage
-            for one in select(samples, case=case, side=side, thread=thread, chunks=chunks)
-            if one.stage != "look_up_again"
-        }
-        if not stages:
-            return number(None)
-        values = total_us(samples, side, chunks, parts_of(case, stages))
-        return number(results.median(values), "{:,.3f}", 1000 / chunks)
+        there = select(samples, case=case, side=side, thread=thread, chunks=chunks)
+        stages = {one.stage for one in there} - {"look_up_again"}
+        totals = total_us(samples, side, chunks, parts_of(case, stages)) if stages else []
+        return spread_of([us * chunks / 1000 for us in totals])
 
     rows = [
         (case, thread)
@@ -336,65 +323,40 @@ def _sums(samples: Samples, sizes: Sequence[int]) -> Iterator[Table]:
     columns = [
         Column("", lambda row: _TITLES[row[0]]),
         Column("thread", lambda row: row[1], left=True),
+        *_by_size(sizes, sum_of),
     ]
-    columns += _by_size(sizes, sum_of)
-    if rows:
-        yield Table("ms per op, look-ups included", columns, rows, grouped=True)
+    return Table("ms per op, look-ups included", columns, rows, grouped=True, unit="ms")
 
 
-def _start(samples: Samples) -> Iterator[Table]:
-    def seconds(row: str, side: str) -> str:
-        chosen = select(samples, case="start", stage=row, side=side)
-        values = [one.us_per_chunk * one.chunks / 1e6 for one in chosen if one.us_per_chunk]
-        return number(results.median(values), "{:.3f}")
-
-    def memory(row: str, side: str) -> str:
-        return number(median_of(samples, "bytes_per_chunk", case="start", stage=row, side=side))
-
-    rows = [stage for stage in CASES["start"] if select(samples, case="start", stage=stage)]
-    columns = [Column("start", lambda row: CASES["start"][row].words)]
-    columns += [Column(f"{side}, s", partial(seconds, side=side)) for side in SIDES]
-    columns += [Column(f"{side}, bytes per chunk", partial(memory, side=side)) for side in SIDES]
-    if rows:
-        yield Table(_TITLES["start"].capitalize(), columns, rows)
-
-
-_STYLES = {
-    OURS: Style(plots.BLUE, "o", "ours"),
-    VLLM: Style(plots.RED, "v", "vLLM's CPUOffloadingManager"),
-}
-_LINES: dict[tuple[str, str], Style] = {
-    (OURS, "cpu"): Style(plots.BLUE, "o", "ours, CPU tier"),
-    (OURS, "pool"): Style(plots.SKY, "s", "ours, pool"),
-    (VLLM, "cpu"): Style(plots.RED, "v", "vLLM's own"),
-}
-_BARS = ("look_up", "find", "prepare", "pickle", "report", "end")
-
-
-def _plot(path: Path, samples: Samples, conditions: Mapping[str, Any]) -> None:
-    """Left: the stages of a load on the scheduler's thread. Right: their sum over chunks per op."""
-    sizes = sorted({one.chunks for one in samples if one.case == "cpu" and one.chunks != ONE})
-    middle = _CHUNKS if _CHUNKS in sizes else sizes[-1] if sizes else _CHUNKS
-
-    def stage(side: str, name: str) -> results.Spread | None:
-        return results.spread_of(total_us(samples, side, middle, [("cpu", name)]))
-
-    def load(line: tuple[str, str], chunks: float) -> results.Spread | None:
-        side, case = line
-        names = [name for name in _PLANNED if select(samples, side=side, case=case, stage=name)]
-        return results.spread_of(total_us(samples, side, int(chunks), parts_of(case, names)))
-
-    title = f"Hot path: {plots.where_measured(conditions)}"
-    with plots.picture(path, title, "AB") as (_, (stages, totals)):
-        plots.bars(stages, _STYLES, {name: name for name in _BARS}, stage, form="{:.2f}")
-        finish(
-            stages, f"scheduler's thread, CPU tier, {middle:,} chunks", True, ylabel="µs per chunk"
+def _start(samples: Samples, stages: Sequence[str]) -> Table:
+    def seconds(stage: str, side: str) -> float | None:
+        chosen = select(samples, case="start", stage=stage, side=side)
+        return results.median(
+            one.us_per_chunk * one.chunks / 1e6 for one in chosen if one.us_per_chunk
         )
-        if sizes:
-            plots.lines(totals, _LINES, sizes, load)
-            plots.size_axis(totals, sizes, "{:,}".format)
-        finish(totals, "plan, pickle and report of a load", True, xlabel="chunks of the load",
-               ylabel="µs per chunk", ylim=(0, None))  # fmt: skip
+
+    def memory(stage: str, side: str) -> float | None:
+        return results.median_of(samples, "bytes_per_chunk", case="start", stage=stage, side=side)
+
+    columns = [Column("start", lambda stage: CASES["start"][stage].words)]
+    columns += [Column(f"{side}, s", partial(seconds, side=side), "{:.3f}") for side in SIDES]
+    columns += [
+        Column(f"{side}, bytes per chunk", partial(memory, side=side), "{:,.0f}") for side in SIDES
+    ]
+    return Table(_TITLES["start"].capitalize(), columns, stages)
 
 
-BENCHES = (Benchmark("hotpath", Sample, _lines, _tables, _plot, goals, columns=190),)
+REPORTS = (
+    Report(
+        "hotpath",
+        "The cost per chunk on every thread that a request waits for",
+        Sample,
+        _tables,
+        about=(
+            "{entries:,} chunks in the index; {cache_slots:,} cache slots; CPU time of each "
+            "thread, medians of {repeats} rounds, garbage collection as in production"
+        ),
+        goals=goals,
+        columns=190,
+    ),
+)

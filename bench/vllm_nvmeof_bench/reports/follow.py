@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `bench follow`: goals, tables, picture."""
+"""The samples of `bench follow`: goals and tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from vllm_nvmeof_bench import plots, results
-from vllm_nvmeof_bench.benchmark import Benchmark
-from vllm_nvmeof_bench.plots import Style, finish
+from vllm_nvmeof_bench import results
+from vllm_nvmeof_bench.report import Column, Report, Table, by, counts, medians, tails
 from vllm_nvmeof_bench.results import Figure, Goal, bound, distinct, percentile, select, values_of
-from vllm_nvmeof_bench.tables import Column, Table, disk_in, load_in, machine_in
 
 FIRST, SAME, CHANGED, PUT, IDLE = "first", "same", "changed", "put", "idle"
 SCAN, LOG = "scan", "log"
-_WAYS = {SCAN: "scan", LOG: "log"}
 _LOOKS = {FIRST: "first look", SAME: "nothing changed", CHANGED: "some entries changed"}
 _MILLION = 1_000_000
 #: How many regions an idle follower has by default.
@@ -98,74 +94,62 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
     ]  # fmt: skip
 
 
-def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
-    settings = conditions.get("settings", {})
-    yield f"{machine_in(conditions)}; {disk_in(conditions)}; {load_in(conditions)}"
-    yield (
-        f"looks into a table and a log of {settings.get('entries', 0):,} entries, in the page "
-        f"cache, on one thread; delays and idleness of a follower that looks every "
-        f"{settings.get('follow_ms', '?')} ms; delays of two servers that store "
-        f"{settings.get('puts_per_s', '?')} chunks per second each, from the write's completion on"
-    )
-
-
 def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table | str]:
     rows = [
-        (by, stage, entries)
-        for by in _WAYS
+        {"by": by, "stage": stage, "entries": entries}
+        for by in (SCAN, LOG)
         for stage in _LOOKS
         for entries in distinct(select(samples, stage=stage, by=by), "entries")
     ]
 
-    def middle(row: tuple[str, str, int], measure: str) -> float | None:
-        by, stage, entries = row
-        return results.median_of(samples, measure, stage=stage, by=by, entries=entries)
-
-    def change(row: tuple[str, str, int]) -> float | None:
-        by, stage, entries = row
-        return results.median(us_per_change(samples, by, entries)) if stage == CHANGED else None
-
-    columns = [
-        Column("by", lambda row: _WAYS[row[0]]),
-        Column("", lambda row: _LOOKS[row[1]]),
-        Column("entries", lambda row: row[2], "{:,}"),
-        Column("CPU, ms", lambda row: middle(row, "cpu_ms"), "{:,.2f}"),
-        Column("wall, ms", lambda row: middle(row, "wall_ms"), "{:,.2f}"),
-        Column("CPU, µs per changed entry", change, "{:.3f}"),
-        Column("n", lambda row: len(select(samples, by=row[0], stage=row[1], entries=row[2]))),
-    ]
-    if rows:
-        yield Table("One look, medians", columns, rows)
-    for by, words in _WAYS.items():
-        if delays := values_of(samples, "wall_ms", stage=PUT, by=by):
-            p50, p99 = (percentile(delays, share) for share in (0.5, 0.99))
-            shown = f"{p50:.0f} ms (p50), {p99:.0f} ms (P99), n = {len(delays)}"
-            yield f"a write is seen by {words} after {shown}"
-    for one in select(samples, stage=IDLE):
-        yield (
-            f"idle, with {one.regions} × {one.entries:,} entries, the follower takes "
-            f"{one.share_percent:.2f} % of a core"
+    def change(row: dict[str, Any]) -> float | None:
+        changed = row["stage"] == CHANGED
+        return (
+            results.median(us_per_change(samples, row["by"], row["entries"])) if changed else None
         )
 
+    columns = [
+        by("by"),
+        by("stage", "", lambda stage: _LOOKS[stage]),
+        by("entries", show="{:,}".format),
+        medians(samples, "CPU, ms", "cpu_ms", "{:,.2f}", drawn=True),
+        medians(samples, "wall, ms", "wall_ms", "{:,.2f}", drawn=True),
+        Column("CPU, µs per changed entry", change, "{:.3f}"),
+        counts(samples),
+    ]
+    yield Table("One look, medians", columns, rows, unit="ms")
+    puts = [{"by": by, "stage": PUT} for by in (SCAN, LOG) if select(samples, stage=PUT, by=by)]
+    columns = [
+        by("by"),
+        tails(samples, "p50, ms", "wall_ms", 0.5),
+        tails(samples, "P99, ms", "wall_ms", 0.99),
+        counts(samples),
+    ]
+    yield Table("A write is seen", columns, puts)
+    idle = [
+        {"stage": IDLE, "regions": one.regions, "entries": one.entries}
+        for one in select(samples, stage=IDLE)
+    ]
+    columns = [
+        by("regions"),
+        by("entries", show="{:,}".format),
+        medians(samples, "follower, % of a core", "share_percent", "{:.2f}"),
+    ]
+    yield Table("Idle regions of so many entries each", columns, idle)
 
-_STYLES = {SCAN: Style(plots.BLUE, label="by scan"), LOG: Style(plots.SKY, label="by log")}
 
-
-def _plot(path: Path, samples: Samples, conditions: Mapping[str, Any]) -> None:
-    """Left: the CPU time of a look. Right: the delays of writes, in their order."""
-
-    def spread(by: str, stage: str) -> results.Spread | None:
-        return results.spread_of(values_of(samples, "cpu_ms", stage=stage, by=by))
-
-    title = f"Following another server's index: {plots.where_measured(conditions)}"
-    with plots.picture(path, title, "AB") as (_, (looks, delays)):
-        plots.bars(looks, _STYLES, {words: stage for stage, words in _LOOKS.items()}, spread)
-        finish(looks, "CPU time of one look", True, ylabel="ms")
-        for by, style in _STYLES.items():
-            found = sorted(values_of(samples, "wall_ms", stage=PUT, by=by))
-            shares = [100 * (at + 1) / len(found) for at in range(len(found))]
-            delays.plot(found, shares, color=style.color, label=style.label)
-        finish(delays, "a write is seen", True, xlabel="ms", ylabel="% of writes", ylim=(0, 100))
-
-
-BENCHES = (Benchmark("follow", Sample, _lines, _tables, _plot, goals, columns=150),)
+REPORTS = (
+    Report(
+        "follow",
+        "The cost and the delay of following another server's index",
+        Sample,
+        _tables,
+        about=(
+            "looks into a table and a log of {entries:,} entries, in the page cache, on one "
+            "thread; delays and idleness of a follower that looks every {follow_ms} ms; delays of "
+            "two servers that store {puts_per_s} chunks per second each, from the write's "
+            "completion on"
+        ),
+        goals=goals,
+    ),
+)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `bench cost`: medians, ratios paired by round, goals, sentences, picture.
+"""The samples of `bench cost`: medians, ratios paired by round, goals, sentences.
 
 Two arms are compared round by round: what disturbs a round disturbs both. Estimates and their
 intervals are those of `results.Paired`.
@@ -10,14 +10,13 @@ difference is then inside the noise. Both are of the default settings, `ours`.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from vllm_nvmeof_bench import plots, results
-from vllm_nvmeof_bench.benchmark import Benchmark
+from vllm_nvmeof_bench import results
+from vllm_nvmeof_bench.report import Column, Report, Table, by_arm
+from vllm_nvmeof_bench.reports import published
 from vllm_nvmeof_bench.results import (
     Figure,
     Goal,
@@ -28,9 +27,9 @@ from vllm_nvmeof_bench.results import (
     paired,
     ratios,
     select,
+    spread_of,
     values_of,
 )
-from vllm_nvmeof_bench.tables import Column, Table, by_arm, load_in, machine_in, number, vllm_in
 from vllm_nvmeof_offload.units import MIB
 
 BASE, OURS, PROMPT_ONLY, CPU_ONLY = "none", "ours", "ours_prompt_only", "ours_cpu_only"
@@ -254,7 +253,7 @@ def _noise(samples: Sequence[Sample]) -> Iterator[str]:
             )
 
 
-#: (measure, its name and unit, what it is divided by, how it is printed).
+#: Measure, its name and unit, what it is divided by, how it is printed.
 _MEDIANS = (
     ("ttft_s", "TTFT, ms", 0.001, "{:,.1f}"),
     ("seconds", "to the last token, s", 1.0, "{:.3f}"),
@@ -276,118 +275,43 @@ _COMPARED = (
 )
 
 
-def tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterator[Table | str]:
+def _tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterator[Table | str]:
     """Medians, then paired ratios, then what they say."""
     arms = arms_of(samples)
+    rounds = len(distinct(samples, "round"))
 
-    def middle(arm: str, row: Any) -> str:
+    def middle(arm: str, row: Any) -> str | None:
         case, (measure, _, scale, form) = row
-        return number(median_of(samples, measure, arm=arm, case=case), form, scale)
-
-    def ratio(arm: str, row: Any) -> str | None:
-        found = ratios_of(samples, arm, BASE, *row[:2])
-        return found and found.text(between="  [dim]{} to {}[/]")
+        spread = spread_of(values_of(samples, measure, arm=arm, case=case))
+        return spread and form.format(spread.median / scale)
 
     known = [
         (case, one) for case in CASES for one in _MEDIANS if values_of(samples, one[0], case=case)
     ]
     names = (Column("case", lambda row: row[0]), Column("", lambda row: row[1][1], left=True))
-    rounds = len(distinct(samples, "round"))
     yield Table(f"Medians of {rounds} rounds", [*names, *by_arm(arms, middle)], known, grouped=True)
     others = [arm for arm in arms if arm != BASE]
     yield Table(
         f"Against {BASE}, paired by round: ratio and 95 % interval",
-        [Column("", lambda row: row[2]), *by_arm(others, ratio)],
+        [
+            Column("", lambda row: row[2]),
+            *by_arm(others, lambda arm, row: ratios_of(samples, arm, BASE, *row[:2]), "{:.3f}"),
+        ],
         [row for row in _COMPARED if any(ratios_of(samples, a, BASE, *row[:2]) for a in others)],
+        unit=f"ratio to {BASE}",
     )
     yield results.METHOD
     for sentence in sentences(samples):
         yield f"• {sentence}"
 
 
-def lines(conditions: Mapping[str, Any]) -> Iterator[str]:
-    """What was asked of which servers, and how busy the machine was."""
-    model, idle = conditions.get("model", {}), conditions.get("idle_cores", {})
-
-    asked = defaultdict(lambda: "?", conditions.get("settings", {}))
-    yield (
-        f"single: {asked['single_prompt_tokens']} + {asked['single_answer_tokens']} tokens; "
-        f"batch: {asked['batch_requests']} × "
-        f"({asked['batch_prompt_tokens']} + {asked['batch_answer_tokens']}); "
-        f"GPU cache {conditions.get('gpu_tokens', '?')} tokens; every prompt new"
-    )
-    yield (
-        f"{model.get('parameters', 0) / 1e6:.0f} M parameters, "
-        f"{model.get('kv_bytes_per_token', 0) // 1024} KiB of KV per token; vLLM "
-        f"{vllm_in(conditions)} on {conditions.get('machine', {}).get('cpus', '?')} cores; "
-        f"{load_in(conditions)} (the servers at work count)"
-    )
+def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
+    idle = conditions.get("idle_cores", {})
     cores = ", ".join(f"{arm} {used:.3f}" for arm, used in idle.items()) or "not measured"
     yield f"cores used by idle servers: {cores}"
 
 
-_STYLES = {
-    BASE: plots.Style(plots.GREY, label="no offloading"),
-    OURS: plots.Style(plots.BLUE, label="ours, default"),
-    PROMPT_ONLY: plots.Style(plots.ORANGE, label="ours, prompts only"),
-    CPU_ONLY: plots.Style(plots.GREEN, label="ours, CPU tier only"),
-}
-_BARS = (
-    ("cpu_s_per_1k_tokens", 1.0, "CPU seconds per 1,000 tokens, all processes"),
-    ("stored_bytes_per_1k_tokens", MIB, "MiB copied to staging per 1,000 tokens"),
-    ("scheduler_us_per_step", 1.0, "our scheduler side, µs per step"),
-    ("written_bytes_per_1k_tokens", MIB, "MiB written to the pool per 1,000 tokens"),
-)
-
-
-def plot(path: Path, samples: Sequence[Sample], conditions: Mapping[str, Any]) -> None:
-    """Left: ratios to no offloading. Right: CPU time, bytes and our scheduler's time."""
-    title = (
-        f"What offloading costs where it cannot help: no hits, everything fits; "
-        f"{len(distinct(samples, 'round'))} rounds\n"
-        f"{machine_in(conditions)}, vLLM {vllm_in(conditions)}"
-    )
-    cell, ratios = (16 / 3, 4.5), (1.35, 1, 1)
-    with plots.picture(path, title, "ABC;ADE", cell, width_ratios=ratios) as (figure, panels):
-        _ratios(panels[0], samples)
-        for panel, (measure, scale, name) in zip(panels[1:], _BARS, strict=True):
-            hidden = () if measure.startswith("cpu") else (BASE,)
-            styles = {arm: _STYLES[arm] for arm in arms_of(samples) if arm not in hidden}
-            spread = results.spreads_by(samples, measure, "arm", "case")
-            plots.bars(panel, styles, {case: case for case in CASES}, spread, scale, "{:.3g}")
-            plots.finish(panel, name)
-        plots.legend_below(figure, panels)
-
-
-def _ratios(panel: Any, samples: Sequence[Sample]) -> None:
-    """One row per arm and measure: rounds, median and interval; the band is 2 % wide."""
-    panel.axvspan(1 - COST_MAX, 1 + COST_MAX, color="#dddddd", zorder=0)
-    panel.axvline(1.0, color="black", linewidth=1, zorder=1)
-    ticks, names, row = [], [], 0.0
-    for case, measure, name in _COMPARED:
-        top = row
-        for arm in arms_of(samples):
-            ratio = ratios_of(samples, arm, BASE, case, measure) if arm != BASE else None
-            if ratio is None:
-                continue
-            look = {"color": _STYLES[arm].color}
-            under = [row + 0.25] * ratio.n
-            panel.plot(ratio.values, under, "|", alpha=0.6, markersize=7, **look)
-            if ratio.interval is not None:
-                panel.plot(ratio.interval, [row, row], linewidth=4, zorder=3, **look)
-            panel.plot(ratio.middle, row, "o", markersize=9, zorder=4, **look)
-            row += 1
-        if row > top:
-            ticks.append((top + row - 1) / 2)
-            names.append(name.replace(": ", ":\n"))
-            row += 0.8
-    panel.set_yticks(ticks, names, fontsize=plots.FONT)
-    panel.invert_yaxis()
-    title = "paired ratios: rounds, median, 95 % interval; grey: ±2 %"
-    plots.finish(panel, title, xlabel="ratio to no offloading, round by round")
-
-
-def published(samples: Sequence[Sample]) -> dict[str, str]:
+def _ours(samples: Sequence[Sample]) -> dict[str, str]:
     """Throughput of the default settings against no offloading, paired by round."""
     ratio = ratios_of(samples, OURS, BASE, "batch", "tokens_per_s")
     if ratio is None:
@@ -396,5 +320,20 @@ def published(samples: Sequence[Sample]) -> dict[str, str]:
     return {name: f"{100 * (1 - ratio.middle):.1f} % less (median of {ratio.n} rounds)"}
 
 
-_GOALS = "Goals: default settings against no offloading, and whether the run is a fair one"
-BENCHES = (Benchmark("cost", Sample, lines, tables, plot, goals, _GOALS, published),)
+REPORTS = (
+    Report(
+        "cost",
+        "What offloading costs where it cannot help",
+        Sample,
+        _tables,
+        about=(
+            "single: {single_prompt_tokens} + {single_answer_tokens} tokens; batch: "
+            "{batch_requests} × ({batch_prompt_tokens} + {batch_answer_tokens}); every prompt new"
+        ),
+        lines=_lines,
+        goals=goals,
+        goals_title="Goals: default settings against no offloading, and a fair run",
+        theirs=published.COST,
+        ours=_ours,
+    ),
+)

