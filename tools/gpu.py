@@ -70,7 +70,7 @@ def run_pytest(*arguments: str, timeout_s: int = 150) -> Callable[[str], list[st
 def bench(name: str, json: str, *arguments: str) -> Callable[[str], list[str]]:
     def command(_: str) -> list[str]:
         plot = ["--plot", str(RESULTS / f"{json}.png")] if there("matplotlib") else []
-        call = [sys.executable, "-P", "-m", "vllm_nvmeof_offload.cli", "bench", name]
+        call = [sys.executable, "-P", "-m", "vllm_nvmeof_offload.cli", "bench", *name.split()]
         return [*call, *arguments, "--json", str(RESULTS / f"{json}.json"), *plot]
 
     return command
@@ -78,7 +78,7 @@ def bench(name: str, json: str, *arguments: str) -> Callable[[str], list[str]]:
 
 def servers(name: str, *arguments: str) -> Callable[[str], list[str]]:
     given = ("--server-args", os.environ.get("GPU_SERVER_ARGS", ""))
-    return bench(name, f"{name}-gpu", *arguments, *given)
+    return bench(f"serve {name}", f"{name}-gpu", *arguments, *given)
 
 
 def sanitizer(name: str) -> list[str]:
@@ -122,7 +122,7 @@ STAGES: dict[str, Stage] = {
     "benchmodel": Stage(240, bench("copy", "copy-model", "--rounds", "3", "--parts", "model,disk")),
     "sweep": Stage(240, bench("copy", "copy-sweep", "--rounds", "3", "--parts", "sweep")),
     "crc": Stage(150, bench("copy", "crc", "--rounds", "3", "--parts", "crc")),
-    "hotpath": Stage(240, bench("hotpath", "hotpath-gpu", "--repeats", "3")),
+    "hotpath": Stage(240, bench("hotpath chunks", "hotpath-gpu", "--repeats", "3")),
     "ttft": Stage(
         560,
         servers(

@@ -31,11 +31,11 @@ measure latency latency --target "local=$disk" --throttle 100 --jobs 1,2 --round
 measure tier-load stream --dir "$disk" --parts load --rounds 2
 measure tier-resume stream --dir "$disk" --parts resume,prefetch --rounds 1
 measure tier-admission stream --dir "$disk" --parts admission --rounds 2
-measure follow follow --dir /dev/shm/follow
+measure follow hotpath follow --dir /dev/shm/follow
 measure cost cost --dir "$disk" --pairs 6
 if wanted serve; then
     echo "== serve: ttft, hits, turns on the same servers"
-    "${bench[@]}" serve --dir "$disk" --out "$results" || failed+=(serve)
+    "${bench[@]}" serve all --dir "$disk" --out "$results" || failed+=(serve)
 fi
 "${bench[@]}" report "$results"
 [ ${#failed[@]} -eq 0 ] || { echo "not measured: ${failed[*]}" >&2; exit 1; }

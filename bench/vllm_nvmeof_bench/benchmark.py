@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks: each has a report, which needs only its file, and a command, which does the work.
+"""The commands of `bench`, and their cases: each has a report and a way to measure.
 
-A module of `reports` has `REPORTS`; the module `measure` of a package has `COMMANDS`.
+A report needs only a file: a module of `reports` has `REPORTS`. What measures has `COMMANDS`.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +16,66 @@ from vllm_nvmeof_bench.report import Report
 from vllm_nvmeof_bench.results import BenchError
 
 _PACKAGE = "vllm_nvmeof_bench"
-#: Benchmark → the module of its report, and the package that measures it; in the page's order.
+SERVERS, MACHINE, DEVELOPERS = "For your servers", "For this machine", "For developers"
+#: Benchmark, as files name it → the module of its report, and the one that measures it; in the
+#: order of a page.
 BENCHMARKS = {
-    "ttft": ("serve", "serve"),
-    "hits": ("serve", "serve"),
-    "turns": ("serve", "serve"),
+    "ttft": ("serve", "serve.measure"),
+    "hits": ("serve", "serve.measure"),
+    "turns": ("serve", "serve.measure"),
     "replay": ("replay", "replay"),
-    "simulate": ("simulate", "simulate"),
+    "simulate": ("simulate", "simulate.measure"),
     "latency": ("latency", "latency"),
-    "pool": ("pool", "pool"),
-    "stream": ("stream", "stream"),
-    "stall": ("stall", "stall"),
-    "hotpath": ("hotpath", "hotpath"),
-    "follow": ("follow", "follow"),
-    "moving": ("moving", "moving"),
-    "alone": ("alone", "alone"),
-    "borrow": ("borrow", "borrow"),
-    "peers": ("peers", "peers"),
+    "pool": ("pool", "pool.measure"),
+    "stream": ("stream", "stream.measure"),
+    "stall": ("stall", "serve.stall"),
+    "hotpath": ("hotpath", "hotpath.measure"),
+    "follow": ("follow", "hotpath.follow"),
+    "moving": ("moving", "serve.moving"),
+    "alone": ("alone", "hotpath.alone"),
+    "borrow": ("borrow", "serve.borrow"),
+    "peers": ("peers", "peers.measure"),
     "cost": ("cost", "cost"),
-    "copy": ("copy", "gpu"),
+    "copy": ("copy", "copy.measure"),
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """One command of `bench`. panel: of the help. cases: their names → benchmarks; a command of
+    the benchmark's name has none. help: of a command with cases.
+    """
+
+    panel: str
+    cases: Mapping[str, str] = field(default_factory=dict)
+    help: str = ""
+
+
+GROUPS = {
+    "serve": Group(
+        SERVERS,
+        {name: name for name in ("ttft", "hits", "turns", "stall", "moving", "borrow")},
+        "Measure whole servers: by their URLs, or small ones that are started here.",
+    ),
+    "replay": Group(SERVERS),
+    "simulate": Group(SERVERS),
+    "pool": Group(MACHINE),
+    "latency": Group(MACHINE),
+    "stream": Group(MACHINE),
+    "copy": Group(MACHINE),
+    "hotpath": Group(
+        DEVELOPERS,
+        {"chunks": "hotpath", "alone": "alone", "follow": "follow"},
+        "Measure the CPU time of our threads, without a GPU and without I/O.",
+    ),
+    "cost": Group(DEVELOPERS),
+    "peers": Group(DEVELOPERS),
 }
 
 
 @dataclass(frozen=True)
 class Command:
-    """`bench NAME`. help: the command's. settings: a dataclass with options (`settings`).
+    """How a benchmark is run. help: the command's. settings: a dataclass with options (`settings`).
 
     measure: takes the settings, the JSON file to write and what else the settings ask for.
     """
@@ -59,8 +94,17 @@ def report_of(name: str) -> Report:
 
 def command(name: str) -> Command:
     """As `report_of`."""
-    found: Command = _find(name, _modules(name)[1] + ".measure", "COMMANDS")
+    found: Command = _find(name, _modules(name)[1], "COMMANDS")
     return found
+
+
+def words_of(name: str) -> str:
+    """What follows `bench` to run a benchmark."""
+    for command_name, group in GROUPS.items():
+        for case, benchmark in group.cases.items():
+            if benchmark == name:
+                return f"{command_name} {case}"
+    return name
 
 
 def _modules(name: str) -> tuple[str, str]:
@@ -75,5 +119,5 @@ def _find(name: str, module_name: str, attribute: str) -> Any:
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith(_PACKAGE):
             raise
-        raise BenchError(f"`bench {name}` is not in this installation") from None
+        raise BenchError(f"the benchmark {name} is not in this installation") from None
     return next(one for one in getattr(module, attribute) if one.name == name)

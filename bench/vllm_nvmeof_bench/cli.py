@@ -32,27 +32,42 @@ class _Benches(TyperGroup):
     """The benchmarks' commands, made when they are asked for."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*benchmarks.BENCHMARKS, "serve", *super().list_commands(ctx)]
+        return [*benchmarks.GROUPS, *super().list_commands(ctx)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if (written := super().get_command(ctx, cmd_name)) is not None:
             return written
-        if cmd_name == "serve":
-            return _serve_of()
-        if cmd_name not in benchmarks.BENCHMARKS:
+        group = benchmarks.GROUPS.get(cmd_name)
+        if group is None:
             return None
-        return bench_of(cmd_name, benchmarks.report_of(cmd_name), benchmarks.command(cmd_name))
+        if not group.cases:
+            return _bench(cmd_name, cmd_name, group.panel)
+        cases = {case: _bench(case, name) for case, name in group.cases.items()}
+        if cmd_name == "serve":
+            cases["all"] = _serve_all()
+        return TyperGroup(
+            name=cmd_name,
+            commands=cases,
+            help=group.help,
+            no_args_is_help=True,
+            rich_help_panel=group.panel,
+            rich_markup_mode=self.rich_markup_mode,
+        )
 
 
 bench_app = typer.Typer(
     cls=_Benches,
-    help="Benchmarks on this machine: ours beside fio, a bare ring loop and vLLM's own fs tier.",
+    help="Benchmarks: of servers, of this machine's disks and GPU, and of this package's parts.",
     no_args_is_help=True,
 )
 
 
-def bench_of(command_name: str, found: Report, command: Command) -> Any:
-    """`bench NAME` measures, writes the file and prints it."""
+def _bench(command_name: str, name: str, panel: str | None = None) -> Any:
+    return bench_of(command_name, benchmarks.report_of(name), benchmarks.command(name), panel)
+
+
+def bench_of(command_name: str, found: Report, command: Command, panel: str | None = None) -> Any:
+    """A command that measures, writes the file and prints it. panel: of the help."""
 
     def run(**given: Any) -> None:
         json_path: Path = given["json_path"]
@@ -69,11 +84,15 @@ def bench_of(command_name: str, found: Report, command: Command) -> Any:
     if found.goals is not None:
         options.setdefault("goals", (Goals, True))
         options["check"] = (Check, False)
-    return _command_of(command_name, run, options, command.help)
+    return _command_of(command_name, run, options, command.help, panel)
 
 
 def _command_of(
-    name: str, function: Callable[..., None], options: dict[str, tuple[Any, Any]], text: str
+    name: str,
+    function: Callable[..., None],
+    options: dict[str, tuple[Any, Any]],
+    text: str,
+    panel: str | None = None,
 ) -> Any:
     """A command of which typer makes the options: name → (type, default)."""
     function.__doc__ = text
@@ -87,7 +106,7 @@ def _command_of(
         ]
     )
     app = typer.Typer(add_completion=False)
-    app.command(name)(function)
+    app.command(name, rich_help_panel=panel)(function)
     return typer.main.get_command(app)
 
 
@@ -172,7 +191,7 @@ def demo(
 # -- commands over several benchmarks -------------------------------------------------------
 
 
-@bench_app.command()
+@bench_app.command(rich_help_panel=benchmarks.SERVERS)
 def report(
     path: Annotated[
         Path, typer.Argument(help="A file that a benchmark wrote, or a directory of such files.")
@@ -209,19 +228,19 @@ def report(
 _SERVED = ("ttft", "hits", "turns")
 
 
-def _serve_of() -> Any:
+def _serve_all() -> Any:
     from vllm_nvmeof_bench.serve.arms import ServerSettings
     from vllm_nvmeof_bench.serve.measure import measure
 
     def serve(**given: Any) -> None:
-        chosen = [part.strip() for part in given["parts"].split(",") if part.strip()] or _SERVED
+        chosen = [part.strip() for part in given["cases"].split(",") if part.strip()] or _SERVED
         for part in chosen:
             if part not in _SERVED:
-                message = f"no part {part!r}; there are {', '.join(_SERVED)}"
-                raise typer.BadParameter(message, param_hint="--parts")
+                message = f"no case {part!r}; there are {', '.join(_SERVED)}"
+                raise typer.BadParameter(message, param_hint="--cases")
         servers = vars(settings_of(ServerSettings, given)) | {"seed": given["seed"]}
         if not given["arms"]:
-            del servers["arms"]  # each part has its own default
+            del servers["arms"]  # each case has its own default
         settings = {name: benchmarks.command(name).settings(**servers) for name in chosen}
         files = {name: given["out"] / f"{name}.json" for name in chosen}
         measure(settings, files)
@@ -230,13 +249,13 @@ def _serve_of() -> Any:
 
     out = typer.Option(help="Directory for one JSON file and picture each.")
     options = {
-        "parts": (Annotated[str, typer.Option(help="Of ttft,hits,turns. Default: all.")], ""),
+        "cases": (Annotated[str, typer.Option(help="Of ttft,hits,turns. Default: all.")], ""),
         **options_of(ServerSettings),
         "seed": (Annotated[int, typer.Option(help="Seed of the prompts and the order.")], 1),
         "out": (Annotated[Path, out], Path("build/bench")),
     }
     text = (
-        "`bench ttft`, `hits` and `turns` one after the other on the same servers, by default "
-        "sizes.\n\nServers that are started here start once, and are large enough for all parts."
+        "Measure ttft, hits and turns one after the other on the same servers, by default sizes."
+        "\n\nServers that are started here start once, and are large enough for all cases."
     )
-    return _command_of("serve", serve, options, text)
+    return _command_of("all", serve, options, text)

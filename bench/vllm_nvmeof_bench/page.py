@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from vllm_nvmeof_bench.benchmark import BENCHMARKS, report_of
+from vllm_nvmeof_bench.benchmark import BENCHMARKS, report_of, words_of
 from vllm_nvmeof_bench.report import (
     Published,
     Report,
@@ -114,7 +114,7 @@ def _without_path(error: Exception, path: Path) -> str:
 def _section(path: Path, report: Report, page: Page, place: Path, plots: bool) -> list[str]:
     """The blocks of one file; its picture, if wanted, goes to `place`."""
     samples, conditions, goals = report.read(path)
-    blocks = [f"## {report.title}", f"`bench {report.name}`, samples in `{path.name}`."]
+    blocks = [f"## {report.title}", f"`bench {words_of(report.name)}`, samples in `{path.name}`."]
     blocks.append(_machine(conditions))
     blocks += markdown(report.parts(samples, conditions, goals))
     if report.theirs is not None:

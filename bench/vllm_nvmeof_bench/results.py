@@ -72,7 +72,7 @@ def load(path: Path, bench: str, kind: type[Sample]) -> tuple[list[Sample], dict
         ]
         return samples, dict(content["conditions"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BenchError(f"{path}: not a file of `bench {bench} --json`: {error!r}") from None
+        raise BenchError(f"{path}: not a file of the benchmark {bench}: {error!r}") from None
 
 
 def name_in(path: Path) -> str:

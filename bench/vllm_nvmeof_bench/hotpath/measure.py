@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench hotpath`: what a chunk costs on every thread for which running requests wait.
+"""`bench hotpath chunks`: what a chunk costs on every thread for which running requests wait.
 
 Ours and vLLM's own `CPUOffloadingManager` are in one process, each beside the same number of
 entries, and take turns within a round, in an order drawn from the seed. Every time is CPU time of

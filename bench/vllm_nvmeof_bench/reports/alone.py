@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `bench alone`: ratios of CPU time, with sharing over without, block by block.
+"""The samples of `bench hotpath alone`: CPU time with sharing over that without, by block.
 
 A block measures the same chunks on every side. A ratio is of one block; its figure is the median
 over all blocks, with its 95 % interval. The ratio of two sides that are equal shows the noise.
@@ -18,7 +18,7 @@ from vllm_nvmeof_bench.results import METHOD, Figure, Goal, Paired, bound, disti
 
 OFF, AGAIN, ON = "off", "off again", "on"
 SIDES = (OFF, AGAIN, ON)
-#: Cases and stages that `bench hotpath` has not.
+#: Cases and stages that `bench hotpath chunks` has not.
 MISS, STEP = "miss", "step"
 _RATIO_MAX = 1.01
 _Parts = tuple[tuple[str, str], ...]  # (case, stage)

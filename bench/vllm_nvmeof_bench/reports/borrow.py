@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `bench borrow`: a borrowed prompt beside one in the server's own pool.
+"""The samples of `bench serve borrow`: a borrowed prompt beside one in the server's own pool.
 
 Ratios are of the two prompts of one pair, which have the same length and were asked at the same
 server one after the other.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `bench follow`: goals and tables."""
+"""The samples of `bench hotpath follow`: goals and tables."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `bench hotpath`: stages, totals over stages, goals, tables.
+"""The samples of `bench hotpath chunks`: stages, totals over stages, goals, tables.
 
 A total is the sum over its stages within one round; its figure is the median over the rounds. A
 total of which a stage was not measured is not measured.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `bench moving`: what a user sees who gets another server at each turn.
+"""The samples of `bench serve moving`: what a user sees who gets another server at each turn.
 
 TTFT, and what was found, are of turns from the second on: nobody has the first one's prompt. Their
 ratios are of the same turn of the same conversation in the same round. Throughput is of a whole

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `bench ttft`, `hits` and `turns`: ratios and tables.
+"""The samples of `bench serve ttft`, `hits` and `turns`: ratios and tables.
 
 Ratios are of the same prompt, or of the same round. Every difference is to the first arm.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `bench stall`: the longest gaps between tokens, goals, tables.
+"""The samples of `bench serve stall`: the longest gaps between tokens, goals, tables.
 
 A gap is the time between two tokens of one request, as its client sees them. A sample's figure is
 the longest gap of all its requests; figures here are medians over rounds.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench ttft`, `hits` and `turns`: whole servers, ours or any by its URL."""
+"""`bench serve ttft`, `hits` and `turns`: whole servers, ours or any by its URL."""

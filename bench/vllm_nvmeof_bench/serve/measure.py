@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench ttft`, `hits` and `turns`: what each measures on the servers of a `Fleet`.
+"""`bench serve ttft`, `hits` and `turns`: what each measures on the servers of a `Fleet`.
 
 ttft: every arm first gets every prompt once (phase "cold"); then the writes behind are waited for.
 In each round each prompt of that round returns once to each arm (phase "back"), one request at a
@@ -360,15 +360,15 @@ COMMANDS = (
     Command(
         "hits",
         "Throughput of many unique prompts at once, against the share that returns.\n\n"
-        "Servers are chosen as in `bench ttft`.",
+        "Servers are chosen as in `bench serve ttft`.",
         HitSettings,
         _alone("hits"),
     ),
     Command(
         "turns",
         "Conversations of four turns with growing context, some at once: tokens/s and TTFT.\n\n"
-        "Servers are chosen as in `bench ttft`. The arm `target` is a stand-in for an NVMe-oF "
-        "target: a directory on this disk that a control group throttles (mostly as root).",
+        "Servers are chosen as in `bench serve ttft`. The arm `target` is a stand-in for an "
+        "NVMe-oF target: a directory on this disk that a control group throttles (mostly as root).",
         TurnSettings,
         _alone("turns"),
     ),

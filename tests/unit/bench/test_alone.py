@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench alone`: its arithmetic on made-up samples, and one small run of the real code."""
+"""`bench hotpath alone`: its arithmetic on made-up samples, and one small run of the real code."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_goal_is_missed_above_one_per_cent() -> None:
 
 
 def test_too_few_entries_are_refused() -> None:
-    done = CliRunner().invoke(app, ["bench", "alone", "--entries", "40000"])
+    done = CliRunner().invoke(app, ["bench", "hotpath", "alone", "--entries", "40000"])
     assert done.exit_code == 2
     assert "40000 entries are too few for 40 blocks" in done.output
 
@@ -80,7 +80,7 @@ def test_a_small_run_measures_every_stage_of_every_side(tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="its interface is what is measured")
     sizes = ["--chunks", "16", "--entries", "60000", "--blocks", "1", "--rounds", "1"]
     files = ["--dir", str(tmp_path / "disk"), "--json", str(tmp_path / "a.json")]
-    done = CliRunner().invoke(app, ["bench", "alone", *sizes, *files])
+    done = CliRunner().invoke(app, ["bench", "hotpath", "alone", *sizes, *files])
     assert done.exit_code == 0, done.output
     assert not (tmp_path / "disk").exists(), "the run cleans up"
     rows = json.loads((tmp_path / "a.json").read_text())["samples"]

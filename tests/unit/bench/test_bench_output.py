@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from typer.testing import CliRunner
-from vllm_nvmeof_bench.benchmark import command
+from vllm_nvmeof_bench.benchmark import command, words_of
 from vllm_nvmeof_bench.results import dump
 
 from tests.unit.bench.made_up import everything
@@ -65,12 +65,16 @@ def test_without_the_benchmarks_one_line_names_the_remedy() -> None:
     assert len(result.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", ["pool", "copy", "cost", "latency", "ttft", "turns", "stream"])
+@pytest.mark.parametrize(
+    "name", ["pool", "copy", "cost", "latency", "ttft", "turns", "stream", "stall", "follow"]
+)
 def test_without_options_the_settings_have_their_own_defaults(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[Any] = []
     found = replace(command(name), measure=lambda settings, path: taken.append(settings))
     monkeypatch.setattr("vllm_nvmeof_bench.benchmark.command", lambda name: found)
-    CliRunner().invoke(app, ["bench", name, "--json", str(tmp_path / "none.json")])
+    CliRunner().invoke(
+        app, ["bench", *words_of(name).split(), "--json", str(tmp_path / "none.json")]
+    )
     assert taken == [found.settings()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench borrow`: its arithmetic on made-up samples, and a whole run with two made-up servers."""
+"""`bench serve borrow`: its arithmetic on made-up samples, and whole runs with made-up servers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import pytest
 from typer.testing import CliRunner
-from vllm_nvmeof_bench.borrow import measure
-from vllm_nvmeof_bench.borrow.measure import Settings
 from vllm_nvmeof_bench.reports.borrow import BORROWED, KINDS, OWN, Sample, goals, ratio
 from vllm_nvmeof_bench.results import BenchError
+from vllm_nvmeof_bench.serve import borrow as measure
+from vllm_nvmeof_bench.serve.borrow import Settings
 from vllm_nvmeof_bench.serve.fleet import Fleet, Run
 from vllm_nvmeof_bench.servers.client import Answer, Client, Hits, Metrics, Tokens
 
@@ -141,5 +141,5 @@ def test_a_server_that_does_not_see_the_other_one_is_named(monkeypatch: pytest.M
 
 
 def test_wrong_settings_are_refused() -> None:
-    done = CliRunner().invoke(app, ["bench", "borrow", "--pairs", "0"])
+    done = CliRunner().invoke(app, ["bench", "serve", "borrow", "--pairs", "0"])
     assert done.exit_code == 2

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
-from vllm_nvmeof_bench.cost.measure import ask as ask_at_once
+from vllm_nvmeof_bench.cost import ask as ask_at_once
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.servers.client import Client
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from vllm_nvmeof_bench.cost.measure import (
+from vllm_nvmeof_bench.cost import (
     Settings,
     cpu_of_groups,
     prompts_of,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
-from vllm_nvmeof_bench.cost.measure import Settings, extra_config, measure, server_spec
+from vllm_nvmeof_bench.cost import Settings, extra_config, measure, server_spec
 from vllm_nvmeof_bench.reports.cost import ARMS
 from vllm_nvmeof_bench.results import BenchError
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from vllm_nvmeof_bench.cost.measure import Settings
+from vllm_nvmeof_bench.cost import Settings
 from vllm_nvmeof_bench.reports.cost import (
     Sample,
     goals,

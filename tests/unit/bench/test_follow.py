@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench follow`: its arithmetic on made-up samples, and one small run of the real code."""
+"""`bench hotpath follow`: its arithmetic on made-up samples, and one small run of the real code."""
 
 from __future__ import annotations
 
@@ -100,7 +100,9 @@ def test_a_file_of_before_there_were_logs_is_of_scans(tmp_path: Path) -> None:
 
 
 def test_more_changes_than_entries_are_refused() -> None:
-    done = CliRunner().invoke(app, ["bench", "follow", "--entries", "10", "--changed", "11"])
+    done = CliRunner().invoke(
+        app, ["bench", "hotpath", "follow", "--entries", "10", "--changed", "11"]
+    )
     assert done.exit_code == 2
     assert "not 11 of 10 entries can change" in done.output
 
@@ -109,7 +111,7 @@ def test_a_small_run_measures_every_stage(tmp_path: Path) -> None:
     sizes = ["--entries", "5000", "--changed", "10,200", "--repeats", "2", "--regions", "1,2"]
     rest = ["--puts", "3", "--puts-per-s", "100", "--idle-s", "0.2", "--follow-ms", "20"]
     files = ["--dir", str(tmp_path / "disk"), "--json", str(tmp_path / "f.json")]
-    done = CliRunner().invoke(app, ["bench", "follow", *sizes, *rest, *files])
+    done = CliRunner().invoke(app, ["bench", "hotpath", "follow", *sizes, *rest, *files])
     assert done.exit_code == 0, done.output
     assert not (tmp_path / "disk").exists(), "the run cleans up"
     rows = json.loads((tmp_path / "f.json").read_text())["samples"]

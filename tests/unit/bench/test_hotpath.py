@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench hotpath`: its arithmetic on made-up samples, and one small run of the real code."""
+"""`bench hotpath chunks`: its arithmetic on made-up samples, and one small run of the real code."""
 
 from __future__ import annotations
 
@@ -137,14 +137,26 @@ def test_a_stage_that_was_not_measured_leaves_its_goals_open() -> None:
 
 
 def test_too_few_entries_are_refused() -> None:
-    done = CliRunner().invoke(app, ["bench", "hotpath", "--chunks", "512", "--entries", "1000"])
+    done = CliRunner().invoke(
+        app, ["bench", "hotpath", "chunks", "--chunks", "512", "--entries", "1000"]
+    )
     assert done.exit_code == 2
     assert "1000 entries are too few for ops of 512 chunks" in done.output
 
 
 def test_a_small_run_measures_every_stage_of_both_sides(tmp_path: Path) -> None:
     pytest.importorskip("vllm", reason="its manager is measured beside ours")
-    command = ["bench", "hotpath", "--chunks", "512", "--entries", "10000", "--repeats", "1"]
+    command = [
+        "bench",
+        "hotpath",
+        "chunks",
+        "--chunks",
+        "512",
+        "--entries",
+        "10000",
+        "--repeats",
+        "1",
+    ]
     files = ["--dir", str(tmp_path / "disk"), "--json", str(tmp_path / "h.json")]
     done = CliRunner().invoke(app, [*command, *files])
     assert done.exit_code == 0, done.output

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
-from vllm_nvmeof_bench.latency.measure import Order, Place, Settings, drive, run
+from vllm_nvmeof_bench.latency import Order, Place, Settings, drive, run
 from vllm_nvmeof_bench.pool.arms import Job, Mover
 from vllm_nvmeof_bench.reports.latency import STAND_IN, Point, Sample, added, points_of
 from vllm_nvmeof_bench.results import BenchError, distinct

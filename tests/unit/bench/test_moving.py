@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench moving`: its arithmetic on made-up samples, and a whole run against made-up servers."""
+"""`bench serve moving`: its arithmetic on made-up samples, and a run against made-up servers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
-from vllm_nvmeof_bench.moving.measure import Settings, server_of
 from vllm_nvmeof_bench.reports.moving import (
     OURS,
     PEER,
@@ -24,6 +23,7 @@ from vllm_nvmeof_bench.reports.moving import (
     tokens_per_s,
 )
 from vllm_nvmeof_bench.serve.arms import server_spec
+from vllm_nvmeof_bench.serve.moving import Settings, server_of
 
 from tests.unit.bench.made_up_server import MadeUpServer
 from vllm_nvmeof_offload.cli import app
@@ -130,7 +130,7 @@ def test_a_whole_run_on_servers_that_are_given(tmp_path: Path) -> None:
         urls = [w for name, one in servers.items() for w in ("--base-url", f"{name}={one.url}")]
         files = ["--dir", str(tmp_path / "disk"), "--json", str(path)]
         sizes = ["--conversations", "2", "--turns", "3", *SHORT]
-        done = CliRunner().invoke(app, ["bench", "moving", *urls, *files, *sizes])
+        done = CliRunner().invoke(app, ["bench", "serve", "moving", *urls, *files, *sizes])
     assert done.exit_code == 0, done.output
     rows = json.loads(path.read_text())["samples"]
     assert len(rows) == 3 * 2 * 3
@@ -147,6 +147,6 @@ def test_a_missing_server_is_named(tmp_path: Path) -> None:
     with MadeUpServer() as one:
         files = ["--dir", str(tmp_path / "disk"), "--json", str(tmp_path / "m.json")]
         urls = ["--base-url", f"ours-0={one.url}"]
-        done = CliRunner().invoke(app, ["bench", "moving", *urls, *files, *SHORT])
+        done = CliRunner().invoke(app, ["bench", "serve", "moving", *urls, *files, *SHORT])
     assert done.exit_code == 2
     assert "no server ours-1, peer-0, peer-1" in done.output

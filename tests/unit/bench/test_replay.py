@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 from vllm_nvmeof_bench.benchmark import report_of
-from vllm_nvmeof_bench.replay.measure import Replay, Settings, Vocabulary, trace_of
+from vllm_nvmeof_bench.replay import Replay, Settings, Vocabulary, trace_of
 from vllm_nvmeof_bench.reports.published import REPLAY
 from vllm_nvmeof_bench.reports.replay import Sample, summary_of
 from vllm_nvmeof_bench.results import BenchError

@@ -146,7 +146,7 @@ def test_a_kind_that_is_not_installed_is_reported(
     monkeypatch.setitem(BENCHMARKS, "later", ("later", "later"))
     (tmp_path / "x.json").write_text('{"bench": "later", "samples": []}')
     page = build(tmp_path, tmp_path / "REPORT.md")
-    assert page.left_out == {"x.json": "`bench later` is not in this installation"}
+    assert page.left_out == {"x.json": "the benchmark later is not in this installation"}
     with pytest.raises(BenchError, match="not a directory"):
         build(tmp_path / "none", tmp_path / "REPORT.md")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench ttft`, `hits`, `turns` whole, against made-up servers; and the arithmetic behind them."""
+"""`bench serve ttft`, `hits`, `turns` against made-up servers; and the arithmetic behind them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def bench(
     path, picture = tmp_path / "out" / f"{name}.json", tmp_path / "out" / f"{name}.png"
     urls = [word for i, s in enumerate(servers) for word in ("--base-url", f"{'ab'[i]}={s.url}")]
     files = ["--dir", str(tmp_path / "disk"), "--json", str(path), "--plot", str(picture)]
-    result = CliRunner().invoke(app, ["bench", name, *urls, *files, *options])
+    result = CliRunner().invoke(app, ["bench", "serve", name, *urls, *files, *options])
     assert result.exit_code == 0, result.output
     assert picture.read_bytes().startswith(b"\x89PNG")
     again = CliRunner().invoke(app, ["bench", "report", str(path)])
@@ -85,14 +85,16 @@ def test_hits_from_beginning_to_end(tmp_path: Path) -> None:
         text, content = bench(tmp_path, "hits", [one], *options)
     found = {row["rate"]: (row["cpu"], row["compared"], row["same"]) for row in content["samples"]}
     assert found == {0: (0, 0, 0), 50: (160, 2, 2), 100: (320, 4, 4)}
-    assert "Throughput of 4 prompts at once" in text
+    assert "Tokens/s of 4 prompts at once" in " ".join(text.split())
 
 
 def test_a_server_that_answers_nothing_ends_the_run(tmp_path: Path) -> None:
     with MadeUpServer(fails=80) as one:
         sizes = ("--rates", "0", "--count", "2", "--prompt-tokens", "80", "--rounds", "1")
         options = ["--base-url", f"a={one.url}", *sizes, "--json", str(tmp_path / "hits.json")]
-        result = CliRunner().invoke(app, ["bench", "hits", *options, "--dir", str(tmp_path)])
+        result = CliRunner().invoke(
+            app, ["bench", "serve", "hits", *options, "--dir", str(tmp_path)]
+        )
     assert result.exit_code != 0
     assert "arm a: all 2 requests failed" in result.stderr
 
@@ -133,14 +135,18 @@ def test_turns_from_beginning_to_end(tmp_path: Path) -> None:
 
 def test_parts_run_on_servers_that_are_large_enough_for_all(tmp_path: Path) -> None:
     with MadeUpServer() as one:
-        options = ["--base-url", one.url, "--parts", "ttft", "--out", str(tmp_path / "out")]
-        result = CliRunner().invoke(app, ["bench", "serve", *options, "--dir", str(tmp_path)])
+        options = ["--base-url", one.url, "--cases", "ttft", "--out", str(tmp_path / "out")]
+        result = CliRunner().invoke(
+            app, ["bench", "serve", "all", *options, "--dir", str(tmp_path)]
+        )
         assert result.exit_code == 0, result.output
-        refused = CliRunner().invoke(app, ["bench", "serve", *options[:2], "--parts", "tfft"])
+        refused = CliRunner().invoke(
+            app, ["bench", "serve", "all", *options[:2], "--cases", "tfft"]
+        )
     files = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert files == ["ttft.json", "ttft.png"]
     assert refused.exit_code == 2
-    assert "no part 'tfft'" in refused.stderr
+    assert "no case 'tfft'" in refused.stderr
     sizes = [settings().sizes() for settings in (TtftSettings, HitSettings, TurnSettings)]
     all_of_it = merged(sizes)
     for kind in ("all", "third"):
@@ -163,7 +169,9 @@ def test_samples_measured_before_an_interruption_are_kept(
     path = tmp_path / "out" / "ttft.json"
     with MadeUpServer() as one:
         options = ["--base-url", one.url, "--lengths", "100,200", "--json", str(path)]
-        result = CliRunner().invoke(app, ["bench", "ttft", *options, "--dir", str(tmp_path)])
+        result = CliRunner().invoke(
+            app, ["bench", "serve", "ttft", *options, "--dir", str(tmp_path)]
+        )
     assert result.exit_code == 130
     samples, conditions = load(path, "ttft", TtftSample)
     assert [(one.phase, one.length) for one in samples] == [("cold", 100)]
@@ -219,7 +227,7 @@ def test_files_read_back_unchanged_and_their_kinds_are_distinguished(tmp_path: P
     path = tmp_path / "turns.json"
     dump(path, "turns", [TURN], {"seed": 1})
     assert load(path, "turns", TurnSample) == ([TURN], {"seed": 1})
-    with pytest.raises(BenchError, match="not a file of `bench ttft"):
+    with pytest.raises(BenchError, match="not a file of the benchmark ttft"):
         load(path, "ttft", TtftSample)
     result = CliRunner().invoke(app, ["bench", "report", str(tmp_path / "none.json")])
     assert result.exit_code == 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench stall`: gaps and goals on made-up samples, and a round with a made-up server."""
+"""`bench serve stall`: gaps and goals on made-up samples, and a round with a made-up server."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 from vllm_nvmeof_bench.benchmark import report_of
 from vllm_nvmeof_bench.reports.stall import ALONE, BACK, IN_GPU, PHASES, Sample, goals
 from vllm_nvmeof_bench.results import BenchError, Goal
+from vllm_nvmeof_bench.serve.stall import Settings, Watched, Window
 from vllm_nvmeof_bench.servers.client import Answer, Hits
 from vllm_nvmeof_bench.servers.server import BLOCK_TOKENS
-from vllm_nvmeof_bench.stall.measure import Settings, Watched, Window
 
 CONDITIONS = {
     "prompt_chunks": 3072,

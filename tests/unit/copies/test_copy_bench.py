@@ -15,14 +15,14 @@ import pytest
 
 pytest.importorskip("vllm_nvmeof_bench")
 
-from vllm_nvmeof_bench.gpu.measure import (
+from vllm_nvmeof_bench.copy.measure import (
     ARMS,
     Bench,
     GpuRig,
     Settings,
     conditions_of,
 )
-from vllm_nvmeof_bench.gpu.world import World
+from vllm_nvmeof_bench.copy.world import World
 from vllm_nvmeof_bench.reports.copy import REPORTS, Sample
 from vllm_nvmeof_bench.results import BenchError, dump, load
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench moving`: conversations whose turns go to two servers in turn, as a router without memory
-sends them.
+"""`bench serve moving`: conversations whose turns go to two servers in turn, as a router without
+memory sends them.
 
     ours    two of our servers on one directory, and each turn goes to the other one
     sticky  the same servers, and each conversation stays on one

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench stall`: requests decode on a server while a prompt of thousands of chunks returns.
+"""`bench serve stall`: requests decode on a server while a prompt of thousands of chunks returns.
 
 The model is as small as one can be, and so is a chunk: one block of 32 tokens, 8 KiB. What is moved
 takes next to no time; what a chunk costs the threads that the decoding requests wait for remains.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that stores a chunk now and then: `python -m vllm_nvmeof_bench.follow.owner PLAN`.
+"""A server that stores a chunk now and then: `python -m vllm_nvmeof_bench.hotpath.owner PLAN`.
 
 The chunks go through the product's pool and I/O engine, whose table thread writes table and log.
 The process prints a line when its pool is there, begins when it is sent one, and prints when each
@@ -31,7 +31,7 @@ from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency, place_of
 from vllm_nvmeof_offload.units import KIB, PAGE_BYTES
 
-KEYSPACE = Keyspace.of({"model": "bench follow"})
+KEYSPACE = Keyspace.of({"model": "bench hotpath follow"})
 PAYLOAD_BYTES = 4 * KIB
 _CLOSE_S_MAX = 30.0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench borrow`: time to first token of a prompt that is in another server's pool.
+"""`bench serve borrow`: time to first token of a prompt that is in another server's pool.
 
 Our servers have one directory. Each of them gets prompts that only it has, of one length. Then
 those that borrow get them in pairs, one of their own and one of the owner's, in a drawn order.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench follow`: what it costs to follow another server's index, and how late it is seen.
+"""`bench hotpath follow`: what it costs to follow another server's index, and how late it is seen.
 
 The cost of a look into another server's table or log is the CPU time of the product's own code on
 this thread, with a new foreign table in each round. Delays and idleness are of a real follower, a
@@ -24,8 +24,8 @@ import numpy.typing as npt
 
 from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.conditions import at_start, load_average
-from vllm_nvmeof_bench.follow.owner import KEYSPACE, PAYLOAD_BYTES, Owner, Plan, owner
 from vllm_nvmeof_bench.home import home_in
+from vllm_nvmeof_bench.hotpath.owner import KEYSPACE, PAYLOAD_BYTES, Owner, Plan, owner
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
 from vllm_nvmeof_bench.reports.follow import CHANGED, FIRST, IDLE, LOG, PUT, SAME, SCAN, Sample
 from vllm_nvmeof_bench.results import BenchError, dump

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench alone`: the cost of sharing on the scheduler's thread, where nobody else is there.
+"""`bench hotpath alone`: the cost of sharing on the scheduler's thread, where nobody else is there.
 
 Three of our managers are in one process, each beside the same chunks: without sharing, again
 without, and with an empty foreign table, which the product's own follower keeps on an empty
