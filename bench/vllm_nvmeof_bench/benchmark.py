@@ -24,7 +24,7 @@ BENCHMARKS = {
     "hits": ("serve", "serve.measure"),
     "turns": ("serve", "serve.measure"),
     "replay": ("replay", "replay"),
-    "simulate": ("simulate", "simulate.measure"),
+    "simulate": ("simulate", "simulate"),
     "latency": ("latency", "latency"),
     "pool": ("pool", "pool.measure"),
     "stream": ("stream", "stream.measure"),

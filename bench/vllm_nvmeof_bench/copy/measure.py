@@ -41,8 +41,7 @@ from crc32c import crc32c
 
 from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.conditions import packages
-from vllm_nvmeof_bench.copy.crc_kernel import CrcKernel
-from vllm_nvmeof_bench.copy.world import World, load_theirs
+from vllm_nvmeof_bench.copy.world import CrcKernel, World, load_theirs
 from vllm_nvmeof_bench.home import home_in
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
 from vllm_nvmeof_bench.reports.copy import Sample, model_blocks

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import importlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -15,7 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_nvmeof_bench.results import BenchError
-from vllm_nvmeof_offload.copy.base import DESCRIPTORS_MAX, Backend, Descriptors, Direction, sides
+from vllm_nvmeof_offload.copy.base import (
+    DESCRIPTORS_MAX,
+    Backend,
+    Descriptors,
+    Direction,
+    Payloads,
+    sides,
+)
 from vllm_nvmeof_offload.copy.calibration import Cell, Selector, calibrate
 from vllm_nvmeof_offload.copy.cuda import (
     BLOCKS_MAX,
@@ -27,6 +34,8 @@ from vllm_nvmeof_offload.copy.cuda import (
     Table,
 )
 from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
+from vllm_nvmeof_offload.copy.gpu_checksums import PART_BYTES_MAX as CRC_PART_BYTES_MAX
+from vllm_nvmeof_offload.copy.gpu_checksums import GpuChecksums, Launch
 from vllm_nvmeof_offload.copy.pinning import REGISTERED_BYTES_MAX, Readiness, StagingPinning
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.staging import Staging
@@ -319,3 +328,44 @@ def load_theirs() -> tuple[VllmCopier | None, str]:
     if not hasattr(torch.ops._C_cache_ops, "swap_blocks_batch"):
         return None, f"vLLM {version} here has no CUDA files"
     return VllmCopier(torch, ops, small), version
+
+
+class CrcKernel:
+    """CRCs of the same chunks, on a stream of its own.
+
+    chunks: each uint64[m, 2], the (address, bytes) of its pieces in their order; multiples of 512
+    bytes, aligned to 16.
+    """
+
+    def __init__(
+        self, cuda: Cuda, kernel: int, chunks: Sequence[_Places], launch: Launch | None = None
+    ) -> None:
+        self._cuda = cuda
+        rows = np.concatenate(chunks)
+        ends = np.cumsum(rows[:, 1])
+        # Payloads one behind the other: addresses in staging count only as offsets here.
+        pieces = np.stack([rows[:, 0], ends - rows[:, 1], rows[:, 1]], axis=1)
+        counts = np.array([len(chunk) for chunk in chunks], np.uint32)
+        sizes = np.array([chunk[:, 1].sum() for chunk in chunks], np.uint64)
+        self._payloads = Payloads.of(counts, np.cumsum(sizes) - sizes, sizes)
+        parts_max = int((rows[:, 1] // np.uint64(CRC_PART_BYTES_MAX) + np.uint64(1)).sum())
+        self._kernel = GpuChecksums(cuda, kernel, launch, parts_max)
+        prepared = self._kernel.prepare(pieces, self._payloads)
+        assert prepared is not None
+        self._checksums = prepared
+        self._stream = cuda.create_stream(launch is not None and launch.urgent)
+
+    def run(self) -> None:
+        """Return when all parts are done; then `join`."""
+        self._kernel.launch(self._checksums, self._stream)
+        self._cuda.synchronize_stream(self._stream)
+
+    def join(self) -> list[int]:
+        """Return each chunk's CRC-32C."""
+        self._kernel.write(self._checksums)
+        crcs: list[int] = self._payloads.crcs.tolist()
+        return crcs
+
+    def close(self) -> None:
+        self._cuda.destroy_stream(self._stream)
+        self._kernel.close()

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
-from vllm_nvmeof_bench.simulate.eviction import MODELS, Ask, asks_of
-from vllm_nvmeof_bench.simulate.measure import Settings, Shape, World, hits_of, run
+from vllm_nvmeof_bench.simulate import MODELS, Ask, Settings, Shape, World, asks_of, hits_of, run
 from vllm_nvmeof_bench.traces import Pace, read_trace
 
 from tests.unit.bench.trace_files import agentic, entry, mooncake, session_file

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("crc32c", reason="it is the reference")
 from crc32c import crc32c
-from vllm_nvmeof_bench.copy.crc_kernel import CrcKernel
+from vllm_nvmeof_bench.copy.world import CrcKernel
 
 from tests.unit.copies.fake_cuda import FakeCuda
 from tests.unit.copies.test_kernel import ARCHITECTURES, needs_nvrtc
