@@ -43,10 +43,9 @@ from vllm_nvmeof_offload.peers.messages import (
     WantedRead,
     Welcome,
     failed_read,
-    key_pair,
     outcome_of_failed,
 )
-from vllm_nvmeof_offload.peers.session import BackOff, BusyRate, Listening
+from vllm_nvmeof_offload.peers.session import BackOff, BusyRate, Listening, key_pair
 
 u64 = st.integers(0, (1 << 64) - 1)
 u32 = st.integers(0, (1 << 32) - 1)

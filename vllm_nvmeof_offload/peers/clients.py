@@ -41,9 +41,7 @@ from vllm_nvmeof_offload.peers.base import (
 from vllm_nvmeof_offload.peers.messages import (
     CURVE_BYTES,
     MESSAGE_BYTES_MAX,
-    NOT_PROVEN,
     READS_MAX,
-    STRANGER,
     TOKENS_MAX,
     VERSION,
     AnyMessage,
@@ -64,10 +62,18 @@ from vllm_nvmeof_offload.peers.messages import (
     Sent,
     WantedRead,
     Welcome,
-    lock,
     outcome_of_failed,
 )
-from vllm_nvmeof_offload.peers.session import BackOff, BusyRate, Listening, SessionThread, take_in
+from vllm_nvmeof_offload.peers.session import (
+    NOT_PROVEN,
+    STRANGER,
+    BackOff,
+    BusyRate,
+    Listening,
+    SessionThread,
+    lock,
+    take_in,
+)
 from vllm_nvmeof_offload.peers.transport import (
     NixlTransport,
     Pull,

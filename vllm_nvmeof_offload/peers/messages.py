@@ -21,25 +21,16 @@ counts it and closes the session.
 | `Bye` | both | the session is over |
 
 D answers each token of a `Read` once, by `Ready`, `Sent` or `Failed`, however late.
-
-With a share secret ZMQ's CURVE encrypts and authenticates every byte of a message, but not chunks
-that RDMA carries, which only their checksums prove. All servers share two pairs of
-keys, one for the serving and one for the loading side, both derived from the secret: D
-accepts no message of a connection until the other end has proved that it has P's key, and P none
-without D's. CURVE draws new keys for each connection, so that nothing can be replayed.
 """
 
 from __future__ import annotations
 
 import enum
 import errno
-import hmac
 from typing import Annotated, TypeAlias
 
 import msgspec
-import zmq
 from msgspec import Meta, Struct
-from zmq.utils import z85
 
 from vllm_nvmeof_offload.errors import (
     CANCELLED,
@@ -218,37 +209,6 @@ def decode(raw: bytes) -> AnyMessage:
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise MalformedError(repr(str(error)[:_ERROR_MAX])) from None
     return message
-
-
-#: The events of `recv_monitor_message` for a connection to a peer with another secret.
-NOT_PROVEN = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
-STRANGER = "it has not the same share secret, or is no peer; give all the same share_secret_file"
-
-
-def lock(socket: zmq.Socket[bytes], secret: bytes, *, serves: bool) -> None:
-    """Let a socket talk only to peers with the same share secret; to any peer if `secret` is empty.
-
-    `serves`: the socket is the serving side's. Raises zmq.ZMQError if the library has no CURVE.
-    """
-    if not secret:
-        return
-    socket.curve_publickey, socket.curve_secretkey = key_pair(secret, serves=serves)
-    if serves:
-        socket.curve_server = True
-        socket.zap_domain = b"peers"  # otherwise ZMQ does not ask which keys to admit
-    else:
-        socket.curve_serverkey, _ = key_pair(secret, serves=True)
-
-
-def key_pair(secret: bytes, *, serves: bool) -> tuple[bytes, bytes]:
-    """Return the public and secret key, as Z85, of all serving or all loading servers."""
-    about = b"vllm-nvmeof peers, key of " + (b"D" if serves else b"P")
-    key = z85.encode(hmac.digest(secret, about, "sha256"))
-    return zmq.curve_public(key), key
 
 
 class Channel:

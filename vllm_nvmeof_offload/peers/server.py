@@ -44,7 +44,6 @@ from vllm_nvmeof_offload.peers.base import (
 from vllm_nvmeof_offload.peers.messages import (
     CURVE_BYTES,
     MESSAGE_BYTES_MAX,
-    STRANGER,
     TOKENS_MAX,
     VERSION,
     AnyMessage,
@@ -67,10 +66,15 @@ from vllm_nvmeof_offload.peers.messages import (
     Welcome,
     decode,
     failed_read,
+)
+from vllm_nvmeof_offload.peers.session import (
+    FRAMES_MAX,
+    STRANGER,
+    SessionThread,
     key_pair,
     lock,
+    take_in,
 )
-from vllm_nvmeof_offload.peers.session import FRAMES_MAX, SessionThread, take_in
 from vllm_nvmeof_offload.peers.transport import NixlTransport, TransportError
 from vllm_nvmeof_offload.pool.format import SlotPlace
 from vllm_nvmeof_offload.protocol import SlotIdentity

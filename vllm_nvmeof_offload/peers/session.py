@@ -1,14 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common parts of both ends of sessions: their threads' turns, how long the other end has been
-silent, when it is greeted again, and the rate at which bytes arrive."""
+"""The common parts of both ends of sessions: the proof of the share secret, their threads' turns,
+how long the other end has been silent, when it is greeted again, and the rate at which bytes
+arrive.
+
+With a share secret ZMQ's CURVE encrypts and authenticates every byte of a message, but not chunks
+that RDMA carries, which only their checksums prove. All servers share two pairs of keys, one for
+the serving side (D) and one for the loading side (P), both derived from the secret. D accepts no
+message of a connection until the other end has proved that it has P's key, and P none without D's.
+CURVE draws new keys for each connection, so that nothing can be replayed.
+"""
 
 from __future__ import annotations
 
+import hmac
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 import zmq
+from zmq.utils import z85
 
 from vllm_nvmeof_offload.io.base import Waker
 
@@ -143,3 +153,34 @@ def take_in(socket: zmq.Socket[bytes], take: Callable[[list[bytes]], None]) -> b
             return True
         take(frames)
     return False
+
+
+#: The events of `recv_monitor_message` for a connection to a peer with another secret.
+NOT_PROVEN = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+STRANGER = "it has not the same share secret, or is no peer; give all the same share_secret_file"
+
+
+def lock(socket: zmq.Socket[bytes], secret: bytes, *, serves: bool) -> None:
+    """Let a socket talk only to peers with the same share secret; to any peer if `secret` is empty.
+
+    `serves`: the socket is the serving side's. Raises zmq.ZMQError if the library has no CURVE.
+    """
+    if not secret:
+        return
+    socket.curve_publickey, socket.curve_secretkey = key_pair(secret, serves=serves)
+    if serves:
+        socket.curve_server = True
+        socket.zap_domain = b"peers"  # otherwise ZMQ does not ask which keys to admit
+    else:
+        socket.curve_serverkey, _ = key_pair(secret, serves=True)
+
+
+def key_pair(secret: bytes, *, serves: bool) -> tuple[bytes, bytes]:
+    """Return the public and secret key, as Z85, of all serving or all loading servers."""
+    about = b"vllm-nvmeof peers, key of " + (b"D" if serves else b"P")
+    key = z85.encode(hmac.digest(secret, about, "sha256"))
+    return zmq.curve_public(key), key

@@ -26,9 +26,9 @@ from vllm_nvmeof_offload.peers.messages import (
     Ready,
     WantedRead,
     Welcome,
-    lock,
 )
 from vllm_nvmeof_offload.peers.server import PeerServer
+from vllm_nvmeof_offload.peers.session import lock
 
 WAIT_MS = 20_000
 TAG = b"t" * 16
