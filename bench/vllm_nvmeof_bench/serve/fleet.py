@@ -244,8 +244,9 @@ def _conditions(arms: Sequence[Arm], sizes: Sizes, directory: Path) -> dict[str,
             f"writes a control group limits to {sizes.target_mb_per_s} MB/s each"
         )
     if any(arm.url is None for arm in arms):
+        real = sizes.shape == smollm2.SHAPE
         found["model"] = {
-            "name": f"random Llama, {sizes.dtype}",
+            "name": f"{smollm2.NAME if real else 'random Llama'}, {sizes.dtype}",
             "parameters": sizes.shape.parameters,
             "kv_bytes_per_token": sizes.kv_bytes_per_token,
             "shape": asdict(sizes.shape),
