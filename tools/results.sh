@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Measures everything that needs neither a GPU nor a server of yours, with settings short enough for
-# bench/results/, and makes its page. Takes about 40 minutes, in which nothing else should run. Run it
-# as root: the throttled stand-in for an NVMe-oF target is a control group.
+# Runs all benchmarks that need neither a GPU nor existing servers, short enough for bench/results/,
+# and writes the results page. Takes about an hour, during which nothing else should run. Run it
+# as root, because a control group throttles the stand-in for an NVMe-oF target.
 #
-#   tools/results.sh [RESULTS_DIR [DISK_DIR [NAME…]]]     NAME: run only these, such as pool latency
+#   tools/results.sh [RESULTS_DIR [DISK_DIR [NAME…]]]     NAME: benchmark to run, such as pool
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash tools/bench_setup.sh
@@ -16,7 +16,7 @@ bench=(.venv/bin/vllm-nvmeof bench)
 
 wanted() { [ ${#names[@]} -eq 0 ] || [[ " ${names[*]} " == *" $1 "* ]]; }
 
-# measure NAME COMMAND…: a failure does not stop the others.
+# measure NAME COMMAND…: runs a benchmark; a failure does not stop the others.
 measure() {
     local name=$1
     shift
@@ -33,9 +33,8 @@ measure tier-resume stream --dir "$disk" --parts resume,prefetch --rounds 1
 measure tier-admission stream --dir "$disk" --parts admission --rounds 2
 measure follow hotpath follow --dir /dev/shm/follow
 measure cost cost --dir "$disk" --pairs 6
-if wanted serve; then
-    echo "== serve: ttft, hits, turns on the same servers"
-    "${bench[@]}" serve all --dir "$disk" --out "$results" || failed+=(serve)
-fi
+measure ttft serve ttft --dir "$disk" --model smollm2 --rounds 6
+measure turns serve turns --dir "$disk" --model smollm2 --arms none,pool,peer --concurrency 4,8 --rounds 3
+measure hits serve hits --dir "$disk"
 "${bench[@]}" report "$results"
 [ ${#failed[@]} -eq 0 ] || { echo "not measured: ${failed[*]}" >&2; exit 1; }
