@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Only the pool, without vLLM: write chunks, open the pool again, read them, detect damage.
+"""The pool on its own, without vLLM: write chunks, reopen the pool, read them, detect damage.
 
     python examples/01_roundtrip.py [DIRECTORY]
 
-DIRECTORY: where to create the pool, best on the disk that you will use; default: a temporary one.
+DIRECTORY holds the pool, ideally on the disk that you will use; default: a temporary directory.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ GROUP = bytes(4)
 
 
 def open_pool(target: Path) -> Pool:
-    """Open a pool. A later open with the same keyspace finds its chunks."""
+    """Open a pool. If it is reopened with the same keyspace, its chunks are found."""
     keyspace = Keyspace.of({"model": "example", "dtype": "float16"})
     return Pool.open(PoolSpec((target,), 64 * MIB, PAYLOAD_BYTES, keyspace))
 
 
 class Staging:
-    """One slot of page-aligned memory, and the engine that moves it to and from the pool."""
+    """One slot of page-aligned memory, and the engine that copies it to and from the pool."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool, memory = pool, memoryview(mmap.mmap(-1, pool.slot_bytes))
@@ -46,7 +46,7 @@ class Staging:
         self.engine, _ = choose_io_engine("auto", pool, memory, self.address, IoLimits())
 
     def move(self, kind: OpKind, slot: int, name: SlotIdentity) -> Outcome:
-        """Write the slot, or read and verify it; a server has hundreds of these under way."""
+        """Write the slot, or read and verify it. A server keeps hundreds of these in flight."""
         urgency = Urgency.WRITE if kind is OpKind.WRITE else Urgency.DEMAND
         what = place_of(0, slot), self.address, name, PAYLOAD_BYTES, self.engine.stamp
         self.engine.submit([IoOp(1, kind, urgency, *what)])
@@ -60,7 +60,7 @@ class Staging:
 
 
 def main(target: Path) -> None:
-    # An offload key ends with its KV cache group, which has 4 bytes.
+    # An offload key ends with the 4-byte number of its KV cache group.
     keys = [b"chunk %02d" % i + GROUP for i in range(CHUNKS)]
     names = [SlotIdentity(key, generation=100 + i) for i, key in enumerate(keys)]
     contents = [os.urandom(PAYLOAD_BYTES) for _ in names]
@@ -76,19 +76,19 @@ def main(target: Path) -> None:
 
     staging = Staging(open_pool(target))
     found = staging.pool.adopt()
-    print(f"opened again: {len(found)} chunks adopted")
+    print(f"reopened: {len(found)} chunks adopted")
     for slot, (name, content) in enumerate(zip(names, contents, strict=True)):
         staging.payload[:] = bytes(PAYLOAD_BYTES)
         assert staging.move(OpKind.LOAD, slot, name).ok
         assert staging.payload == content
-    print("read back: every byte is right")
+    print("read back: every byte is correct")
 
     (slab,) = target.rglob("slab")
     with slab.open("r+b") as file:
         file.seek(3 * staging.pool.slot_bytes + HEADER_BYTES + 12345)
         file.write(b"?!")
     outcome = staging.move(OpKind.LOAD, 3, names[3])
-    print(f"two bytes changed behind its back: {outcome.kind.name}")
+    print(f"two bytes changed on disk: {outcome.kind.name}")
     outcome = staging.move(OpKind.LOAD, 4, names[3])
     assert outcome.kind.name == "STALE", "another chunk's slot"
     staging.close()

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Looks at the targets, then serves a model with its KV cache on them.
+# Checks the targets, then serves a model with its KV cache on them.
 #
 #   TARGETS=/mnt/nvme0:/mnt/nvme1 STAGING_GIB=64 POOL_BYTES=4TiB examples/02_serve.sh MODEL [vllm's options]
 #
-# TARGETS: directories on mounted namespaces, with ":" between them.
-# STAGING_GIB: pinned memory over all ranks. POOL_BYTES: over all ranks and targets.
+# TARGETS: directories on mounted namespaces, separated by ":".
+# STAGING_GIB: pinned memory over all ranks. POOL_BYTES: size over all ranks and targets.
 set -euo pipefail
 
 model=${1:?usage: TARGETS=/mnt/nvme0 examples/02_serve.sh MODEL [options of vllm serve]}

@@ -3,8 +3,8 @@
 
     python examples/03_offline_llm.py MODEL [DIRECTORY]
 
-MODEL: a name or a directory. DIRECTORY: where the pool goes; default: a temporary one.
-On vLLM's CPU build, set VLLM_CPU_KVCACHE_SPACE to the GiB that its KV cache may take.
+MODEL is a name or a directory. DIRECTORY holds the pool. Default: a temporary directory.
+On vLLM's CPU build, set VLLM_CPU_KVCACHE_SPACE to the GiB that its KV cache may use.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(model: str, target: str) -> None:
 
     answers = []
     for what in ("cold", "back"):
-        # Empty the GPU's cache, as if other requests had evicted it; the tiers keep their chunks.
+        # Clear the GPU's cache, as if other requests had evicted it; the tiers keep their chunks.
         llm.reset_prefix_cache()
         began = time.perf_counter()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Your own eviction policy, compared with ours.
+"""A custom eviction policy, compared with LRU.
 
     python examples/04_custom_policy.py
 
-plays a made-up day on the policy, without vLLM, and prints how many chunks were used again.
-A server takes the policy from its configuration:
+runs the policy on a day of simulated requests, without vLLM, and prints the number of hits.
+To use the policy in a server, name it in the configuration:
 
     PYTHONPATH=examples vllm serve MODEL --kv-offloading-backend nvmeof --kv-transfer-config \
       '{"kv_connector_extra_config": {"eviction_policy": "04_custom_policy:SecondChance"}}'
 
-The policy runs in the scheduler, one for the CPU tier and one per target: no I/O, no waiting.
+Policies, one for the CPU tier and one per target, run in the scheduler and must never block.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from functools import lru_cache
 class SecondChance:
     """First in, first out; a slot used since its last turn goes back to the end of the queue.
 
-    `used[slot]` is the time of a slot's last use. The manager keeps it: a use costs nothing.
+    `used[slot]` is the time of a slot's last use. The manager updates it at no cost to the policy.
     """
 
     def __init__(self, used: Sequence[int]) -> None:
         self._used = used
-        self._seen = [0] * len(used)  # used[slot] when it was last looked at
+        self._seen = [0] * len(used)  # used[slot] when the slot was last examined
         self._inside = bytearray(len(used))
         self._queued = bytearray(len(used))
         self._queue: deque[int] = deque()
@@ -45,7 +45,7 @@ class SecondChance:
         self._inside[slot] = 0
 
     def touch(self, slot: int) -> None:
-        """Nothing to do: `used` has the time."""
+        """Do nothing: `used` already holds the time."""
 
     def peek(self) -> int | None:
         while self._queue:
@@ -68,7 +68,7 @@ class SecondChance:
 
 
 def hits(slots: int, day: Sequence[int]) -> int:
-    """Play `day`, one chunk per time, on `slots` slots; return how often a chunk was found."""
+    """Run `day`, a sequence of chunks, on `slots` slots; return the number of hits."""
     used = [0] * slots
     policy, holds, free, found = SecondChance(used), dict[int, int](), list(range(slots)), 0
     for now, chunk in enumerate(day, 1):
@@ -96,7 +96,7 @@ def main() -> None:
     for chunk in day:
         lru(chunk)
     for name, found in (("lru", lru.cache_info().hits), ("SecondChance", hits(100, day))):
-        print(f"{name:12} {found} of {len(day)} chunks came back ({found / len(day):.1%})")
+        print(f"{name:12} {found} of {len(day)} chunks were hits ({found / len(day):.1%})")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 
     python examples/05_long_document.py URL [URL ...]
 
-URL: of a running `vllm serve`, such as http://localhost:8000. Name one with the pool and one
-without it, and compare: the others have to push the document out of the GPU's own cache.
+URL is the address of a running `vllm serve`, such as http://localhost:8000. Name a server with the
+pool and one without, and compare. The other documents must evict this one from the GPU's cache.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydoc_data.topics import topics  # Python's manual, chapter by chapter
 
 from openai import OpenAI
 
-CHARACTERS = 12_000  # some 3,000 tokens
+CHARACTERS = 12_000  # about 3,000 tokens
 DOCUMENT, *OTHERS = ("formatstrings", "debugger", "typesseq", "compound", "specialnames")
 QUESTION = "What is this chapter about? Answer in one sentence."
 

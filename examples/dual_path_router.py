@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Route OpenAI requests over prefill and decode servers by DualPath's scheduling.
+"""Route OpenAI requests to prefill and decode servers with DualPath's scheduling.
 
     PYTHONPATH=bench python examples/dual_path_router.py --port 8000 \
         --prefill http://a:8100 --prefill http://b:8100 \
         --decode http://c:8200,c:7300 --decode http://d:8200,d:7300
 
-The part behind a comma is the address under which that server reads for others, as the servers'
-`peers` have it. It goes to the server that computes a prompt as a hint; chunk by chunk that server
-decides itself who reads. Without --decode the prefill servers answer too, and a request counts
-until its answer has ended.
+The part after a comma is the address at which that server reads for others, as named in the other
+servers' `peers`. The router sends addresses as a hint to the server that computes a prompt, which
+decides for each chunk which server reads it. Without --decode the prefill servers also answer, and
+a request counts until its answer is complete.
 
-A prompt goes to the prefill server with the fewest outstanding tokens of those whose read queue is
-short, its answer to the decode server with the fewest requests of those that stay near the mean
-(Wu et al., arXiv 2602.21548; `vllm_nvmeof_bench.servers.dual_path`, which the simulator plays too).
+Of the prefill servers with a short read queue, the one with the fewest outstanding tokens gets the
+prompt. Of the decode servers near the mean, the one with the fewest requests gives the answer (Wu
+et al., arXiv 2602.21548; the simulator also uses `vllm_nvmeof_bench.servers.dual_path`).
 Outstanding tokens are this router's own counts; read queues are the servers' gauges, polled every
-100 ms. A server without that gauge counts as one with nothing to read. Tokens of a text are
-estimated by its length.
+100 ms. A server without that gauge counts as idle. A text's tokens are estimated from its length.
 
-Requests wait in the order in which they came while no server has room, `--waiting` at most; one
-more is refused with 503. Needs httpx, starlette and uvicorn, which vLLM brings.
+While no server has room, up to `--waiting` requests wait in order of arrival; further requests are
+refused with 503. The router needs httpx, starlette and uvicorn, which vLLM installs.
 """
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ QUEUE = re.compile(
 POLL_S, SCRAPE_S = 0.1, 1.0
 HELPERS = 3
 BYTES_PER_TOKEN = 4
-ANSWER_TOKENS = 256  # of a request that names no maximum
-#: What vLLM's NixlConnector wants of a prompt that is computed for another server.
+ANSWER_TOKENS = 256  # assumed for a request without a maximum
+#: The parameters that vLLM's NixlConnector needs to compute a prompt for another server.
 FOR_ANOTHER = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
     ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 )
 
 
 class RefusedError(Exception):
-    """An answer without a server: status and one line for people."""
+    """A refusal by the router itself, with an HTTP status and a one-line message."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -64,8 +63,8 @@ class RefusedError(Exception):
 
 @dataclass
 class Engine:
-    """A server. tokens, requests: what this router has given it. queue_s: its longest read queue,
-    as it last said. up: it answered at the last try."""
+    """A server. `tokens` and `requests` are outstanding from this router. `queue_s` is its longest
+    read queue as last reported. `up` is whether it answered the last request."""
 
     url: str
     helper: str = ""
@@ -90,8 +89,8 @@ class Engine:
 
 @dataclass(frozen=True)
 class Limits:
-    """Tokens that a prefill server gets at most, and a decode server holds (0: no bound); requests
-    that wait."""
+    """The maximum tokens of a prefill server and of a decode server (0: no limit), and the maximum
+    number of waiting requests."""
 
     prefill_tokens_max: int = 2_000_000
     decode_tokens_max: int = 0
@@ -109,13 +108,13 @@ class Router:
         self.prefill, self.decode = prefill, decode
         self._client, self._limits = client, limits
         self.waiting = 0
-        self._turn = asyncio.Lock()  # whoever waits for room holds it: the others wait behind
+        self._turn = asyncio.Lock()  # held by the first request in line; later ones queue for it
         self._room = asyncio.Event()
 
     # -- gauges -------------------------------------------------------------------------
 
     async def poll(self) -> None:
-        """Ask all servers again and again; never returns."""
+        """Poll all servers forever."""
         while True:
             await asyncio.gather(*map(self.scrape, [*self.prefill, *self.decode]))
             await asyncio.sleep(POLL_S)
@@ -135,7 +134,7 @@ class Router:
     # -- choices ------------------------------------------------------------------------
 
     def choose(self, prompt: int, answer: int) -> tuple[Engine, Engine] | None:
-        """The servers of a request; None: it waits. RefusedError: no server is there."""
+        """Return a request's servers, or None if it must wait. RefusedError: no server is up."""
         prefill = [one for one in self.prefill if one.up]
         decode = [one for one in self.decode if one.up]
         if not prefill or (self.decode and not decode):
@@ -151,11 +150,11 @@ class Router:
         room, need = self._limits.decode_tokens_max, prompt + answer
         second = choose_decode(tokens, requests, need, room)
         if second is None and not any(requests):
-            second = 0  # it fits nowhere: the server may refuse it
+            second = 0  # the request fits nowhere: let a server refuse it
         return None if first is None or second is None else (prefill[first], decode[second])
 
     def hint(self, prefill: Engine, decode: Engine) -> dict[str, Any]:
-        """Who may read for a prompt: first the server of its answer. Nothing if none is known."""
+        """Return the helpers that may read for a prompt, its decode server first, or {} if none."""
         servers = self.decode or self.prefill
         able = [one for one in servers if one is decode or (one.up and one.helper)]
         queues_s = [one.queue_s for one in able]
@@ -164,12 +163,12 @@ class Router:
         return {"nvmeof": {"helpers": names}} if names else {}
 
     async def place(self, prompt: int, answer: int) -> tuple[Engine, Engine]:
-        """Wait for room in the order of arrival and take it.
+        """Wait for room, in order of arrival, and reserve it.
 
-        Raises: RefusedError: too many wait, or no server is there.
+        Raises RefusedError if too many requests wait or no server is up.
         """
         if self.waiting >= self._limits.waiting_max:
-            raise RefusedError(503, "too many requests wait")
+            raise RefusedError(503, "too many requests are waiting")
         self.waiting += 1
         try:
             async with self._turn:
@@ -190,7 +189,7 @@ class Router:
     # -- requests -----------------------------------------------------------------------
 
     async def complete(self, path: str, body: dict[str, Any]) -> Response:
-        """Compute the prompt on one server and stream the answer from it or from another one."""
+        """Compute the prompt on one server, and stream the answer from that or another server."""
         prompt, answer = prompt_tokens(body), answer_tokens(body)
         prefill, decode = await self.place(prompt, answer)
         hint, alone = self.hint(prefill, decode), decode is prefill
@@ -219,12 +218,12 @@ class Router:
         try:
             return await self._client.send(request, stream=True)
         except httpx.TransportError as error:
-            engine.up = False  # until it answers the next poll
+            engine.up = False  # until the server answers a poll
             raise RefusedError(502, f"{engine.url} does not answer: {error!r}") from None
 
 
 class Relayed(StreamingResponse):
-    """Pass on a server's answer as it comes. done: called once, even if the client has gone."""
+    """A response that forwards a server's stream and calls `done` once, even if the client left."""
 
     def __init__(self, answer: httpx.Response, done: Callable[[], None]) -> None:
         kind = answer.headers.get("content-type")
@@ -240,14 +239,14 @@ class Relayed(StreamingResponse):
 
 
 def for_prefill(body: dict[str, Any], hint: dict[str, Any]) -> dict[str, Any]:
-    """The request for the prompt only."""
+    """Return the request that computes only the prompt."""
     asked = {key: value for key, value in body.items() if key != "stream_options"}
     asked |= {"max_tokens": 1, "stream": False, "kv_transfer_params": FOR_ANOTHER | hint}
     return asked | ({"max_completion_tokens": 1} if "max_completion_tokens" in body else {})
 
 
 def prompt_tokens(body: dict[str, Any]) -> int:
-    """Tokens of the prompt, those of a text by its length."""
+    """Return the number of prompt tokens, estimated from the length if the prompt is text."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and all(isinstance(one, int) for one in prompt):
         return max(1, len(prompt))
@@ -280,17 +279,17 @@ def application(router: Router) -> Starlette:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Route by DualPath's scheduling.")
+    parser = argparse.ArgumentParser(description="Route requests with DualPath's scheduling.")
     parser.add_argument("--prefill", action="append", required=True, metavar="URL[,HELPER]")
     parser.add_argument("--decode", action="append", default=[], metavar="URL[,HELPER]")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--decode-tokens", type=int, default=0, help="that a server holds")
+    parser.add_argument("--decode-tokens", type=int, default=0, help="most per server")
     parser.add_argument("--waiting", type=int, default=1000, help="requests that may wait")
     given = parser.parse_args()
     engines = [list(map(Engine.of, texts)) for texts in (given.prefill, given.decode)]
     limits = Limits(decode_tokens_max=given.decode_tokens, waiting_max=given.waiting)
-    # vLLM's server closes a connection that was idle for 5 s: the router's must be gone by then.
+    # vLLM's server closes connections that are idle for 5 s; the router must close its own earlier.
     client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(keepalive_expiry=2.0))
     router = Router(*engines, client, limits)
     uvicorn.run(application(router), host=given.host, port=given.port, log_level="warning")

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies many pieces between GPU memory and pinned host memory, for fragments too small for
-// the copy engines. NVRTC compiles this at run time; nothing is included. No thread waits for
-// another one, and no two pieces overlap.
+// Copies many pieces between GPU memory and pinned host memory, for fragments too small for the
+// copy engines. NVRTC compiles this at run time; nothing is included. No thread waits for
+// another, and no two pieces overlap.
 //
 // The ladder: `copy_blocks_reference` defines the result; `copy_blocks` is the one that runs.
 
@@ -23,10 +23,10 @@ extern "C" __global__ void copy_blocks_reference(const Piece* pieces, u64 count)
   }
 }
 
-// One warp copies `bytes`. kWordsInFlight words of each lane are on their way before the first
-// is stored: PCIe's bandwidth is bytes in flight over its round trip, and only few thread
-// blocks run, so that the model keeps its multiprocessors. The accesses are marked as streaming:
-// the bytes are not read again soon and should not push the model's data out of the L2 cache.
+// One warp copies `bytes`. Each lane has kWordsInFlight loads in flight before its first store:
+// PCIe's bandwidth is bytes in flight per round trip, and only a few thread blocks run, so that
+// the model keeps its multiprocessors. The accesses are streaming: the bytes are not read again
+// soon and should not evict the model's data from the L2 cache.
 constexpr int kLanes = 32;
 constexpr int kWordsInFlight = 8;
 
@@ -48,9 +48,9 @@ __device__ void copy_by(char* destination, const char* source, u64 bytes, unsign
     destination[rest] = source[rest];
 }
 
-// A warp takes one part after another; the host has cut long pieces, so that all parts are short
-// and every warp has work. The table is in host memory: the row of the next part is on its way
-// while this one is copied; otherwise each part would begin with a round trip.
+// A warp copies one part after another. The host has cut long pieces, so that all parts are short
+// and every warp has work. The table is in host memory, so the row of the next part is fetched
+// while this part is copied; otherwise each part would begin with a round trip.
 extern "C" __global__ void copy_blocks(const Piece* parts, u64 count) {
   const unsigned lane = threadIdx.x % kLanes;
   const u64 warps_per_block = blockDim.x / kLanes;

@@ -2,15 +2,15 @@
 // CRC-32C of parts of GPU memory, one warp per part. NVRTC compiles this at run time; nothing is
 // included. The host cuts pieces into parts and joins their CRCs (copy/gpu_checksums.py).
 //
-// A CRC without its first and last inversion is linear: the CRC of what several lanes read is the
-// xor of the CRCs of what each read with the zero bytes that come behind. So each lane writes
-// one word for each part, out[32 * part + lane], and the host takes the xor of 32.
+// A CRC without its initial and final inversion is linear: the CRC of what several lanes read is
+// the xor of the CRCs of each lane's bytes, with zero bytes for those of the others. So each lane
+// writes one word per part, out[32 * part + lane], and the host computes the xor of the 32 words.
 //
 // The ladder: `crc_blocks_reference` defines the result; `crc_blocks` is the one that runs.
 
 typedef unsigned long long u64;
 
-// A row of the host's table: uint64[n, 2]. source: a multiple of 16; bytes: of 512.
+// A row of the host's table, uint64[n, 2]. `source` is a multiple of 16, `bytes` one of 512.
 struct Part {
   u64 source;
   u64 bytes;
@@ -19,7 +19,7 @@ struct Part {
 constexpr int kLanes = 32;
 constexpr int kNibbles = 8;
 constexpr int kValues = 16;
-// A stripe is a 16-byte word of each lane: 512 bytes. This many stripes are read ahead.
+// A stripe is one 16-byte word per lane: 512 bytes. This many stripes are read ahead.
 constexpr int kAhead = 4;
 
 // One thread per part, one bit at a time.
@@ -37,8 +37,8 @@ extern "C" __global__ void crc_blocks_reference(const Part* parts, u64 count, co
   }
 }
 
-// 512 zero bytes behind `crc`: a table of 16 values for each of its eight nibbles. `mine` is a
-// lane's own copy, in a bank of shared memory of its own.
+// Appends 512 zero bytes to `crc`, by a table of 16 values for each of its eight nibbles. `mine`
+// is the lane's own copy of the tables, in its own bank of shared memory.
 __device__ unsigned advance(const unsigned* mine, unsigned crc) {
   unsigned found = 0;
 #pragma unroll
@@ -47,7 +47,7 @@ __device__ unsigned advance(const unsigned* mine, unsigned crc) {
   return found;
 }
 
-// Another number of zero bytes, by what each bit of `crc` becomes. Once or a few times per part.
+// Appends another number of zero bytes, by what each bit of `crc` becomes. Few calls per part.
 __device__ unsigned by_columns(const unsigned* columns, unsigned crc) {
   unsigned found = 0;
 #pragma unroll 8
@@ -56,7 +56,7 @@ __device__ unsigned by_columns(const unsigned* columns, unsigned crc) {
 }
 
 // tables: uint32, as `gpu_checksums.kernel_tables` makes them: [8][16] for 512 zero bytes, [32] for
-// 4, and [32 lanes][32] for what comes behind a lane's word in a stripe. At most 1024 threads per
+// 4, and [32 lanes][32] for the bytes after a lane's word in a stripe. At most 1024 threads per
 // block.
 extern "C" __global__ void crc_blocks(const Part* parts, u64 count, const unsigned* tables,
                                       unsigned* out) {
@@ -94,7 +94,7 @@ extern "C" __global__ void crc_blocks(const Part* parts, u64 count, const unsign
       z = advance(mine, z) ^ held.z;
       w = advance(mine, w) ^ held.w;
     }
-    // The four words of the lane, one behind the other; then what comes behind the lane.
+    // Join the four words of the lane, then append zero bytes for the lanes after it.
     unsigned crc = by_columns(word, x);
     crc = by_columns(word, crc ^ y);
     crc = by_columns(word, crc ^ z);

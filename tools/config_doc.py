@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the keys into docs/configuration.md from `config.py`; run it after a change there.
+"""Write the keys of `config.py` into docs/configuration.md; run this after changing them.
 
-.venv/bin/python tools/config_doc.py            # writes the file
-.venv/bin/python tools/config_doc.py --check    # exit code 1 if it is not up to date
+.venv/bin/python tools/config_doc.py            # write the file
+.venv/bin/python tools/config_doc.py --check    # exit with code 1 if it is out of date
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm_nvmeof_offload.config import describe_keys
 
 DOCUMENT = Document("configuration.md", "config_doc.py")
 
-#: Heading → keys. The first group has the keys that most people set.
+#: Heading → keys. The first group contains the most common keys.
 GROUPS = {
     "Set these first": "staging_bytes targets pool_bytes write_policy store_threshold admission",
     "Memory and chunks": "chunk_bytes_min ahead_cache_share one_copy replicas",
@@ -30,12 +30,12 @@ GROUPS = {
         "spec_module_path"
     ),
 }
-#: Keys whose default depends on the machine; their meaning has it.
+#: Keys whose default depends on the machine; their meaning states it.
 MACHINE_DEFAULTS = {"staging_bytes", "targets", "pool_bytes"}
 
 
 def default_of(row: dict[str, object]) -> str:
-    """The default, with its unit where the number alone is not clear."""
+    """Return a key's default, with its unit if it is in ms."""
     if row["key"] in MACHINE_DEFAULTS:
         return "by machine"
     default = row["default"]
@@ -46,7 +46,7 @@ def default_of(row: dict[str, object]) -> str:
 
 
 def keys() -> str:
-    """All keys in one Markdown table, by group."""
+    """Return a Markdown table of all keys by group."""
     rows = {str(row["key"]): row for row in describe_keys({"HOME": "~"})}
     out = ["| key | default | meaning |", "|---|---|---|"]
     for heading, names in GROUPS.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents with a hand-written head and a part that a tool generates."""
+"""Documents with a part that a tool generates."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _END = "<!-- end -->"
 
 
 class Document:
-    """docs/`name`, whose part between two marks `tool` generates."""
+    """The document docs/`name`; `tool` generates the part between two marks."""
 
     def __init__(self, name: str, tool: str) -> None:
         self._path = _DOCS / name
         self._begin = f"<!-- made by tools/{tool}: begin -->"
 
     def main(self, generated: str, arguments: list[str]) -> int:
-        """Write the generated part; with `--check` only return 1 if it is not up to date."""
+        """Write the generated part; with `--check`, only return 1 if it is out of date."""
         text = self._path.read_text()
         before, _, rest = text.partition(self._begin)
         _, _, after = rest.partition(_END)
@@ -30,7 +30,7 @@ class Document:
 
 
 def item(text: str) -> str:
-    """One Markdown list item of at most 100 columns."""
+    """Return a Markdown list item, wrapped at 100 columns."""
     return textwrap.fill(
         text,
         100,

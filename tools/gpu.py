@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the checks and benchmarks that need an NVIDIA GPU, stage by stage. `make gpu` calls it.
+"""Run the checks and benchmarks that need an NVIDIA GPU in stages; called by `make gpu`.
 
     python3 tools/gpu.py [--bundle gpu-bundle.tar.xz] [STAGE[:SECONDS][+STAGE…] ...]
 
-Each stage ends within its own limit, which is below ten minutes. Stages joined by + run side by
-side, which suits tests and spoils benchmarks. After each stage everything found so far is packed
-into gpu.tgz in the directory that the variable OUT names; gpu.log there grows while a stage runs
-alone. Needs only this Python: no network, make, tar or xz.
+Each stage ends within its limit, which is below ten minutes. Stages joined by + run concurrently,
+which is fine for tests but spoils benchmarks. After each stage all results so far are packed into
+gpu.tgz in the directory named by the variable OUT; gpu.log there shows the output of a single
+running stage. Only this Python is needed: no network, make, tar or xz.
 
-This file names the stages and decides which ones run; gpu_stage.py runs one.
+This file defines and selects the stages; gpu_stage.py runs one.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from gpu_stage import Ended, pack, run_stage  # noqa: E402 - a script's neighbou
 
 RESULTS = ROOT / "build" / "bench"
 LOGS = ROOT / "build" / "logs"
-#: Below ten minutes, the most that some lent machines give a command, packing included.
+#: Below ten minutes, the limit of some machines for a command, including packing.
 LIMIT_S_MAX = 560
 BUNDLE = "gpu-bundle"
 NATIVE_MODULES = "_tiers", "_native"
-#: The command that runs one stage with the path that this process has set up.
+#: The command that runs one stage with this process's path.
 ITSELF = (sys.executable, str(Path(__file__).resolve()), "--inside")
 NEEDED = ("numpy", "pytest", "torch", "cuda.bindings", "cuda.core", "pydantic", "rich", "typer")
 _SHAPES = "tests/e2e/shapes"
@@ -46,7 +46,7 @@ _SHAPES = "tests/e2e/shapes"
 
 @dataclass(frozen=True)
 class Stage:
-    """limit_s: seconds until the stage is ended. engine: needs a vLLM for GPUs and our plugin."""
+    """A stage. limit_s: time limit. engine: whether it needs a vLLM for GPUs and our plugin."""
 
     limit_s: int
     command: Callable[[str], list[str]]
@@ -54,7 +54,7 @@ class Stage:
 
 
 def run_pytest(*arguments: str, timeout_s: int = 150) -> Callable[[str], list[str]]:
-    """Run pytest without the project's settings, which name plugins that a machine may lack."""
+    """Return a pytest command without the project's settings, whose plugins may be missing."""
 
     def command(name: str) -> list[str]:
         limit = ["--timeout", str(timeout_s)] if there("pytest_timeout") else []
@@ -82,7 +82,7 @@ def servers(name: str, *arguments: str) -> Callable[[str], list[str]]:
 
 
 def sanitizer(name: str) -> list[str]:
-    # torch makes calls that fail and that do no harm.
+    # torch makes some harmless calls that fail.
     tool = ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no"]
     chosen = "(contiguous or per_layer) and (38 or 36 or 9216)"
     call = run_pytest("tests/gpu/test_copies.py", "-m", "gpu", "-k", chosen)(name)
@@ -151,7 +151,7 @@ def there(name: str) -> bool:
 
 
 def why_no_engine() -> str:
-    """The reason why no stage with an engine can run here; empty if one can."""
+    """Return why stages with an engine cannot run here; empty if they can."""
     try:
         version = metadata.version("vllm")
     except metadata.PackageNotFoundError:
@@ -163,10 +163,10 @@ def why_no_engine() -> str:
 
 
 def chosen(words: list[str]) -> list[list[tuple[str, int]]]:
-    """Names and limits of the stages that `words` name, those of one word together; all stages,
-    one after the other, if there are no words.
+    """Return names and limits of the stages in `words`, grouped by word; without words, those of
+    all stages, each in its own group.
 
-    Raises: SystemExit: a word names no stage, or a limit that no machine grants.
+    Raises: SystemExit: a stage is unknown, or a limit is out of range.
     """
     return [[_stage(one) for one in word.split("+")] for word in words or STAGES]
 
@@ -181,14 +181,14 @@ def _stage(word: str) -> tuple[str, int]:
 
 
 def unpacked(bundle: Path, place: Path) -> Path:
-    """The bundle's packages, unpacked into `place` by the first call for this archive."""
+    """Return the bundle's packages, which the first call for this archive unpacks to `place`."""
     about = bundle.stat()
     mark, wanted = place / "unpacked", f"{about.st_size} {about.st_mtime_ns}"
     if not (mark.exists() and mark.read_text() == wanted):
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         with tarfile.open(bundle) as archive:
-            # Python has it from 3.11.4 on.
+            # Available since Python 3.11.4.
             archive.extraction_filter = getattr(tarfile, "data_filter", None)
             archive.extractall(place)
         mark.write_text(wanted)
@@ -196,9 +196,9 @@ def unpacked(bundle: Path, place: Path) -> Path:
 
 
 def take_native_core(path: list[str], package: Path = ROOT / "vllm_nvmeof_offload") -> str:
-    """Copy the native core of an installed wheel into a checkout that has none; return its origin.
+    """Copy an installed wheel's native core into a checkout without one; return its origin.
 
-    The checkout comes first on the path, so that its changes are what runs.
+    The checkout is first on the path, so that its changes take effect.
     """
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     modules = [f"{module}{suffix}" for module in NATIVE_MODULES]
@@ -218,7 +218,7 @@ def take_native_core(path: list[str], package: Path = ROOT / "vllm_nvmeof_offloa
 
 
 def environment(path: list[str]) -> dict[str, str]:
-    """Variables of every stage: the checkout comes before installed packages, no network, no
+    """Return every stage's variables: the checkout before installed packages, no network, no
     buffered output.
     """
     from vllm_nvmeof_bench.servers.engine import engine_environment
@@ -234,16 +234,16 @@ def environment(path: list[str]) -> dict[str, str]:
 
 
 def left_out(name: str) -> str:
-    """The reason why a stage cannot run here; empty if it can."""
+    """Return why a stage cannot run here; empty if it can."""
     if STAGES[name].engine and (why := why_no_engine()):
         return why
     if name == "sanitizer" and shutil.which("compute-sanitizer") is None:
-        return "no compute-sanitizer on PATH (it comes with the CUDA toolkit)"
+        return "no compute-sanitizer on PATH (part of the CUDA toolkit)"
     return ""
 
 
 def run(groups: list[list[tuple[str, int]]], env: dict[str, str]) -> list[str]:
-    """Run the groups one after the other; return the names of the stages that failed."""
+    """Run the groups in sequence; return the names of failed stages."""
     out = Path(os.environ["OUT"]) if os.environ.get("OUT") else None
     failed = []
 
@@ -257,13 +257,13 @@ def run(groups: list[list[tuple[str, int]]], env: dict[str, str]) -> list[str]:
                 failed += run_together(group, env, keep)
             elif not run_one(*group[0], env, out / "gpu.log" if out else None):
                 failed.append(group[0][0])
-        finally:  # also if this process gets a signal
+        finally:  # also if this process receives a signal
             keep()
     return failed
 
 
 def run_one(name: str, limit_s: int, env: dict[str, str], live: Path | None) -> bool:
-    """Run a stage; False if it failed. live: also gets its output, while it runs."""
+    """Run a stage; return False if it failed. live: also receives its output while it runs."""
     if why := left_out(name):
         print(f"gpu: {name}: left out: {why}", flush=True)
         return True
@@ -277,10 +277,10 @@ def run_one(name: str, limit_s: int, env: dict[str, str], live: Path | None) -> 
 def run_together(
     group: list[tuple[str, int]], env: dict[str, str], keep: Callable[[], None]
 ) -> list[str]:
-    """Run stages side by side; return the names of those that failed.
+    """Run stages concurrently; return the names of failed ones.
 
-    Each has a process of its own, because a stage's end kills all processes that it has left
-    behind. keep: called as they end.
+    Each stage has its own process, because all remaining processes of a stage are killed at its
+    end. keep: called after each stage.
     """
     # They share the cores.
     env = {"OMP_NUM_THREADS": "4", **{key: value for key, value in env.items() if key != "OUT"}}
@@ -301,7 +301,7 @@ def run_together(
 
 def describe(ended: Ended) -> str:
     if ended.timed_out:
-        return "ENDED AT ITS LIMIT"
+        return "STOPPED AT ITS LIMIT"
     return "ok" if ended.code == 0 else f"FAILED (exit {ended.code})"
 
 
@@ -309,21 +309,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("stages", nargs="*", metavar="STAGE[:SECONDS]", help=", ".join(STAGES))
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--bundle", type=Path, help="the archive that gpu_bundle.py made")
-    parser.add_argument("--at", type=Path, default=Path("/tmp") / BUNDLE, help="unpack it there")
+    parser.add_argument("--bundle", type=Path, help="archive built by gpu_bundle.py")
+    parser.add_argument("--at", type=Path, default=Path("/tmp") / BUNDLE, help="where to unpack it")
     given = parser.parse_args()
     stages = chosen(given.stages)
     if not Path("/dev/nvidiactl").exists():
         plan = ", ".join(
-            " beside ".join(f"{name} (at most {limit_s} s)" for name, limit_s in group)
+            " with ".join(f"{name} (at most {limit_s} s)" for name, limit_s in group)
             for group in stages
         )
-        raise SystemExit(f"gpu: there is no NVIDIA GPU with its driver here to run: {plan}")
+        raise SystemExit(f"gpu: there is no NVIDIA GPU with a driver here to run: {plan}")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     if given.inside:
         ((name, limit_s),) = stages[0]
         raise SystemExit(0 if run_one(name, limit_s, dict(os.environ), None) else 1)
-    site = ROOT.parent / "site"  # where a bundle's own source runs
+    site = ROOT.parent / "site"  # exists if this is a bundle's own source
     if given.bundle:
         site = unpacked(given.bundle, given.at)
     installed = [str(site)] if site.is_dir() else []
@@ -333,7 +333,7 @@ def main() -> None:
     if missing := [name for name in NEEDED if not there(name)]:
         raise SystemExit(
             f"gpu: {sys.executable} lacks {', '.join(missing)}: pip install '.[cuda,dev,bench]' "
-            "with an index, or --bundle with the archive of tools/gpu_bundle.py"
+            "from an index, or --bundle with an archive built by tools/gpu_bundle.py"
         )
     if place := take_native_core([*installed, *sys.path]):
         print(f"gpu: the native core comes from {place}")

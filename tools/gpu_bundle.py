@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs everything that `make gpu` needs on a GPU machine without a package index.
+"""Pack everything that `make gpu` needs on a GPU machine without a package index.
 
     python3 tools/gpu_bundle.py --arch sm_90 --python 3.12 WHEEL
 
-    # there, with torch for its CUDA version, triton and transformers installed, in a checkout:
+    # on that machine, with torch for its CUDA, triton and transformers installed, in a checkout:
     python3 tools/gpu.py --bundle gpu-bundle.tar.xz smoke one copies
-    # or without one: the archive has this source in gpu-bundle/project
+    # or without a checkout: the archive contains this source in gpu-bundle/project
     python3 -m tarfile -e gpu-bundle.tar.xz
     python3 gpu-bundle/project/tools/gpu.py smoke one copies
 
-The archive holds our wheel, a vLLM of a fifth of its size, and those of vLLM's requirements that
-an engine and a server import. This vLLM has no FlashAttention, no experts' kernels and no third
-parties' kernels, so it runs Triton's attention and no experts; its machine code is for one GPU
-architecture. Add GPU_SERVER_ARGS="--attention-backend TRITON_ATTN" for the stage ttft.
+The archive contains our wheel, vLLM reduced to a fifth of its size, and those of vLLM's
+requirements that an engine and a server import. This vLLM lacks FlashAttention, the kernels for
+experts and third-party kernels, so it runs Triton's attention and no experts; its machine code is
+for one GPU architecture. Set GPU_SERVER_ARGS="--attention-backend TRITON_ATTN" for the stage ttft.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from thin_fatbin import thin  # noqa: E402 - a script's neighbour
 VLLM = "0.33.0"
 NAME = "gpu-bundle"
 MIB = 1 << 20
-#: A device machine takes 64 MiB with one command, its checkout included.
+#: A device machine accepts 64 MiB with one command, including the checkout.
 MIB_MAX = 60
 #: Parts of vLLM's wheel that are left out.
 LEFT_OUT = (
@@ -53,7 +53,7 @@ LEFT_OUT = (
 )
 #: vLLM's attention does not import without one of FlashAttention's extensions.
 STAND_IN = "vllm/vllm_flash_attn/_vllm_fa2_C.py"
-#: Packages that vLLM 0.33's engine and server import, found by importing them, and our own.
+#: Packages that vLLM 0.33's engine and server import, as found by importing, and those of ours.
 REQUIRED = (
     *("annotated-types", "apache-tvm-ffi==0.1.11", "cachetools", "cbor2", "crc32c"),
     *("compressed-tensors==0.17.0", "fastapi<0.137.0", "httpx2", "ijson", "jmespath"),
@@ -63,7 +63,7 @@ REQUIRED = (
     *("pydantic-core", "pyzmq", "sniffio", "starlette", "typing-inspection", "uvicorn"),
     *("watchfiles", "xgrammar==0.2.8"),
 )
-#: vLLM's wheels are for this glibc and later.
+#: vLLM's wheels need at least this glibc.
 PLATFORM = "manylinux_2_28_x86_64"
 #: Parts of this source tree that no stage needs.
 NOT_CARRIED = ("bench/results/", "docs/")
@@ -71,7 +71,7 @@ NOT_CARRIED = ("bench/results/", "docs/")
 
 @dataclass(frozen=True)
 class Plan:
-    """wheel: ours, for Python `python` (3.12). arch: the GPU's, sm_90. place: of the archive."""
+    """wheel: ours, for Python `python` (3.12). arch: of the GPU (sm_90). place: output folder."""
 
     wheel: Path
     arch: str
@@ -84,20 +84,20 @@ class Plan:
 
 
 def pip(*arguments: str) -> None:
-    """Run pip; SystemExit if it fails, after its own messages."""
+    """Run pip; raise SystemExit if it fails, after its own messages."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
     if subprocess.run(command, check=False).returncode:
         raise SystemExit(f"gpu_bundle: failed: pip {' '.join(arguments)}")
 
 
 def cache_place() -> Path:
-    """The directory that keeps vLLM's wheel (340 MB)."""
+    """Return the directory that caches vLLM's wheel (340 MB)."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "vllm-nvmeof" / "gpu"
 
 
 def vllm_wheel() -> Path:
-    """vLLM's wheel for CUDA, fetched from the package index once."""
+    """Return vLLM's wheel for CUDA, downloaded from the package index once."""
     place = cache_place()
     if not (known := list(place.glob(f"vllm-{VLLM}-*.whl"))):
         place.mkdir(parents=True, exist_ok=True)
@@ -110,9 +110,9 @@ def vllm_wheel() -> Path:
 
 
 def install(plan: Plan, site: Path) -> None:
-    """Install the packages that vLLM imports, and our wheel, for the machine's Python and glibc."""
+    """Install vLLM's imported packages and our wheel for the machine's Python and glibc."""
     binary = ("--no-deps", "--only-binary=:all:", "--python-version", plan.python)
-    # Our wheel may need a later glibc: its tags are the file name's last part.
+    # Our wheel may need a later glibc: its platform tags are the file name's last part.
     own = plan.wheel.stem.split("-")[-1].split(".")
     target = ("install", "--no-compile", "--upgrade", "--target", str(site))
     platforms = [PLATFORM, "manylinux2014_x86_64"]
@@ -122,7 +122,7 @@ def install(plan: Plan, site: Path) -> None:
 
 
 def unpack_slim(wheel: Path, site: Path, arch: str) -> int:
-    """Unpack vLLM's wheel without LEFT_OUT and other GPUs' code; return bytes left out."""
+    """Unpack vLLM's wheel without LEFT_OUT and other GPUs' code; return the bytes left out."""
     left_out = 0
     with zipfile.ZipFile(wheel) as archive:
         for entry in archive.infolist():
@@ -139,7 +139,7 @@ def unpack_slim(wheel: Path, site: Path, arch: str) -> int:
 
 
 def copy_project(target: Path, root: Path = ROOT) -> None:
-    """Copy the files of this checkout that git knows or would add, as they are now."""
+    """Copy this checkout's current files, those that git tracks or would add."""
     listed = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
     done = subprocess.run(["git", "-C", root, *listed], check=True, capture_output=True, text=True)
     for name in filter(None, done.stdout.split("\0")):
@@ -149,7 +149,7 @@ def copy_project(target: Path, root: Path = ROOT) -> None:
 
 
 def pack(tree: Path, archive: Path) -> int:
-    """Write `tree` as a tar.xz; return its bytes."""
+    """Write `tree` as a tar.xz; return its size."""
     fresh = archive.with_name(archive.name + ".part")
     with tarfile.open(fresh, "w:xz") as tar:
         tar.add(
@@ -167,9 +167,9 @@ def build(
     install: Callable[[Plan, Path], None] = install,
     log: Callable[[str], None] = lambda text: print(f"gpu_bundle: {text}", flush=True),
 ) -> int:
-    """Make the archive; return its bytes.
+    """Build the archive; return its size.
 
-    Raises: SystemExit: pip failed, or the archive is larger than a machine takes at once.
+    Raises: SystemExit: pip failed, or the archive is larger than a machine accepts.
     """
     plan.place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=plan.place) as scratch:
@@ -178,7 +178,7 @@ def build(
         site.mkdir(parents=True)
         log(f"vLLM {VLLM}")
         left_out = unpack_slim(vllm(), site, plan.arch)
-        log(f"left out {left_out / MIB:.0f} MiB of it; what it imports, and {plan.wheel.name}")
+        log(f"left out {left_out / MIB:.0f} MiB; installing its imports and {plan.wheel.name}")
         install(plan, site)
         copy_project(tree / "project")
         log("packing, one or two minutes")
@@ -191,7 +191,7 @@ def build(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("wheel", type=Path, help="ours, for the machine's Python, of `make wheel`")
+    parser.add_argument("wheel", type=Path, help="our wheel for that Python, by `make wheel`")
     parser.add_argument("--arch", default="sm_90", help="the machine's GPU (default: %(default)s)")
     parser.add_argument(
         "--python", default="3.12", help="the machine's Python (default: %(default)s)"
@@ -200,7 +200,7 @@ def main() -> None:
     given = parser.parse_args()
     if not given.wheel.is_file():
         parser.error(
-            f"{given.wheel} is not there: make distclean wheel PYTHON=python{given.python}"
+            f"{given.wheel} does not exist: make distclean wheel PYTHON=python{given.python}"
         )
     if f"cp{given.python.replace('.', '')}-" not in given.wheel.name:
         parser.error(f"{given.wheel.name} is not for Python {given.python}")

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports the modules that the stages of `make gpu` import, on a machine without a GPU.
+"""Import the modules that the stages of `make gpu` import, on a machine without a GPU.
 
     PYTHONPATH=gpu-bundle/project:gpu-bundle/project/bench:gpu-bundle/site \\
         python3.12 gpu-bundle/project/tools/gpu_rehearsal.py
 
-Without a GPU Triton has no active driver, and vLLM replaces its kernels by placeholders: an error
-in them would be seen only on the GPU. So this program makes Triton's NVIDIA driver look active.
-Needs torch, triton and transformers, in the versions of the GPU machine. Prints a line per module
-that does not import, then how many did; the exit status is 1 if one did not.
+Without a GPU, Triton has no active driver, and vLLM replaces its kernels with placeholders, so that
+errors in them would appear only on a GPU. So this program makes Triton's NVIDIA driver look active.
+It needs torch, triton and transformers in the GPU machine's versions. It prints a line per module
+that cannot be imported, then counts; the exit status is 1 if any import failed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from gpu import take_native_core  # noqa: E402 - a script's neighbour
 
-#: Modules that an engine of our models and an API server import, late imports included.
+#: Modules that an engine with our models and an API server import, including late imports.
 ENGINE = (
     *("vllm.triton_utils", "vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main"),
     *("vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu_model_runner", "vllm.lora.ops.triton_ops"),
@@ -31,10 +31,10 @@ ENGINE = (
     *("vllm.v1.attention.backends.triton_attn", "vllm.v1.spec_decode.utils"),
     *("vllm.v1.sample.ops.topk_topp_triton", "vllm.v1.kv_offload.cpu.swap_blocks_triton"),
     *("vllm.v1.kv_offload.cpu.gpu_worker", "vllm.v1.kv_offload.tiering.spec"),
-    # Imported when any model is loaded.
+    # Imported when a model is loaded.
     "vllm.model_executor.layers.quantization.online.base",
 )
-#: Every module inside is imported as well.
+#: Packages of which all modules are imported.
 PACKAGES = ("vllm.v1.worker.gpu", "vllm_nvmeof_offload", "vllm_nvmeof_bench")
 TESTS = (
     *("tests.gpu.test_copies", "tests.gpu.test_checksums", "tests.gpu.test_graphs"),
@@ -44,7 +44,7 @@ TESTS = (
 
 
 def activate_triton() -> None:
-    """Make Triton's NVIDIA driver look active, and no other."""
+    """Make only Triton's NVIDIA driver look active."""
     from triton.backends import backends
 
     for name, backend in backends.items():
@@ -68,7 +68,7 @@ def modules() -> list[str]:
 def main() -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     site = ROOT.parent / "site"
-    if site.is_dir():  # a bundle's own source
+    if site.is_dir():  # this is a bundle's own source
         take_native_core([str(site)])
     activate_triton()
     names, failed = modules(), 0
@@ -79,7 +79,7 @@ def main() -> int:
             failed += 1
             print(f"{name}: {type(error).__name__}: {error}".splitlines()[0])
     vllm = importlib.import_module("vllm.version").__version__
-    print(f"vLLM {vllm}: {len(names) - failed} modules were imported, {failed} were not")
+    print(f"vLLM {vllm}: {len(names) - failed} modules imported, {failed} failed")
     return 1 if failed else 0
 
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""First contact with a GPU in a minute: versions, ceilings, registration, copies, one fence.
+"""Check a GPU in a minute: versions, maximum rates, registration, copies, one fence.
 
-Prints one JSON object per line, so that earlier figures remain however the run ends. A figure that
-cannot be measured is a line with `failed`; the exit status is then 1. `tools/gpu.py smoke` calls
-this program.
+It prints one JSON object per line, so that earlier results remain if the run is cut off. If a step
+fails, its line contains `failed`, and the exit status is 1. `tools/gpu.py smoke` runs this program.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ FENCE_S_MAX = 10.0
 
 
 class Smoke:
-    """Prints figures; remembers whether one failed."""
+    """Prints results; records whether a step failed."""
 
     def __init__(self) -> None:
         self.failed = False
@@ -47,10 +46,10 @@ class Smoke:
 
     @contextlib.contextmanager
     def guarded(self, step: str) -> Iterator[None]:
-        """Print the name of a step that fails, and continue with the next one."""
+        """Run a step; if it fails, print its name and continue with the next one."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - first contact: any part may be missing
+        except Exception as error:  # noqa: BLE001 - any part may be missing here
             self.failed = True
             self.report(step=step, failed=f"{type(error).__name__}: {error}".splitlines()[0])
 
@@ -64,7 +63,7 @@ def report_versions(smoke: Smoke) -> None:
 
 
 def report_ceilings(smoke: Smoke, torch: Any) -> None:
-    """Copy one pinned GiB each way with torch: the rate that no copy of ours can exceed."""
+    """Copy one pinned GiB each way with torch: the upper bound for our copies' rate."""
     host = torch.empty(GIB, dtype=torch.uint8, pin_memory=True)
     gpu = torch.empty(GIB, dtype=torch.uint8, device="cuda")
     for name, target, source in (("load", gpu, host), ("store", host, gpu)):
@@ -78,7 +77,7 @@ def report_ceilings(smoke: Smoke, torch: Any) -> None:
 
 
 def report_vllm_kernels(smoke: Smoke, torch: Any) -> None:
-    """Run one kernel of vLLM's library: the bundle's has the code of one architecture only."""
+    """Run one kernel of vLLM's library, because a bundle's has code for only one architecture."""
     import_module("vllm._C_stable_libtorch")
     row = torch.randn(4, 256, dtype=torch.bfloat16, device="cuda")
     weight, out = torch.ones(256, dtype=torch.bfloat16, device="cuda"), torch.empty_like(row)
@@ -91,13 +90,13 @@ def report_vllm_kernels(smoke: Smoke, torch: Any) -> None:
 
 
 def report_copies(smoke: Smoke, world: World, sizes: tuple[int, ...], size_max: int) -> None:
-    """GB/s of every arm, by size and direction, and both directions at once."""
+    """Report the GB/s of every arm by size, for each direction and for both at once."""
     for arm in list(world.arms):
         for size in sizes:
             count = max(2, min(1000, size_max // size))
             with smoke.guarded(f"{arm}, {size} bytes"):
                 if not world.check(arm, size, min(count, 64)):
-                    raise ArithmeticError("the bytes that came back are others")
+                    raise ArithmeticError("the bytes that were copied back differ")
                 half = count // 2
                 works = {
                     "store": {Direction.STORE: world.pieces(size, count)},
@@ -112,7 +111,7 @@ def report_copies(smoke: Smoke, world: World, sizes: tuple[int, ...], size_max: 
 
 
 def rate(world: World, arm: str, work: dict[Direction, Any]) -> float:
-    """The median of some rounds after a first one."""
+    """Return the median of several rounds after a warm-up."""
     took_s = sorted([world.seconds_of(arm, work) for _ in range(ROUNDS + 1)][1:])
     moved = sum(int(rows[:, 2].sum()) for rows in work.values())
     return round(moved / took_s[ROUNDS // 2] / 1e9, 2)
@@ -121,9 +120,9 @@ def rate(world: World, arm: str, work: dict[Direction, Any]) -> float:
 def report_fence(
     smoke: Smoke, cuda: Cuda, stream: Callable[[], int], compute: Callable[[], None]
 ) -> None:
-    """Measure how long a load whose fence has passed waits behind one whose fence has not.
+    """Measure how long a load whose fence has passed waits for one whose fence has not.
 
-    compute: keeps `stream` busy for a while, and returns at once.
+    compute: keeps `stream` busy for a while and returns at once.
     """
     staging = Staging(2 * MIB, 6, 2, numa_node=cuda.facts.numa_node)
     memory = cuda.allocate(staging.size_bytes)
@@ -150,7 +149,7 @@ def report_fence(
 
 
 def report_world(smoke: Smoke, cuda: Cuda, kernel: int, size: int, sizes: tuple[int, ...]) -> None:
-    """Registration and copies, in staging of `size` bytes."""
+    """Report registration and copies, with staging of `size` bytes."""
     facts = cuda.facts
     smoke.report(
         gpu=facts.name,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one command within a limit, keeps its output, and leaves no process behind."""
+"""Run one command within a time limit, save its output, and kill its remaining processes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import IO
 
 _TAIL_LINES = 14
-#: A process that the driver holds in the kernel cannot be killed: the next stage runs beside it.
+#: A process blocked by the driver in the kernel cannot be killed: the next stage starts anyway.
 _KILL_S_MAX = 10.0
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True)
 class Ended:
-    """code: the exit status; negative: the signal. tail: the last lines, each with its end."""
+    """A command's end. code: the exit status, or minus the signal. tail: its last lines."""
 
     code: int
     seconds: float
@@ -41,10 +41,10 @@ def run_stage(
     live: Path | None,
     directory: Path,
 ) -> Ended:
-    """Run `command` in `directory`; append its output to `live` too, if that is a path.
+    """Run `command` in `directory`; write its output to `log`, and append it to `live` if given.
 
-    The command has a tenth of the limit, at most 15 s, to end by itself: after SIGINT pytest
-    writes its results. Then every process that the command has left is killed.
+    Before the limit, by a tenth of it but at most 15 s, the command receives SIGINT, so that pytest
+    can write its results. At the end all its remaining processes are killed.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     for path in filter(None, (log, live)):
@@ -56,7 +56,7 @@ def run_stage(
         if live is not None:
             copies.append(files.enter_context(live.open("a")))
         process = subprocess.Popen(
-            # A job that a shell runs in the background ignores SIGINT, and so would its children.
+            # A shell's background job ignores SIGINT, and so would its children.
             ["env", "--default-signal=INT", *command],
             cwd=directory,
             env=dict(env),
@@ -85,7 +85,7 @@ def run_stage(
 
 
 def pack(directories: Sequence[Path], archive: Path) -> None:
-    """Write the directories into a tar.gz, which replaces the old one only when complete."""
+    """Write the directories to a tar.gz, which replaces the old one only when complete."""
     fresh = archive.with_name(archive.name + ".part")
     archive.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(fresh, "w:gz") as tar:
@@ -96,11 +96,11 @@ def pack(directories: Sequence[Path], archive: Path) -> None:
 
 
 def _keep(stream: IO[str], copies: Sequence[IO[str]], tail: deque[str]) -> None:
-    """Keep the output until every process that has the pipe open has ended."""
+    """Save the output until every process with the open pipe has exited."""
     for line in stream:
         tail.append(line)
         for copy in copies:
-            with contextlib.suppress(ValueError):  # closed: the command outlived its stage
+            with contextlib.suppress(ValueError):  # closed, because the command outlived its stage
                 copy.write(line)
                 copy.flush()
 
@@ -116,8 +116,8 @@ def _ends(process: subprocess.Popen[str], within_s: float) -> bool:
 def _kill_all(process: subprocess.Popen[str]) -> None:
     """Kill the command's process and its descendants.
 
-    This process is their reaper: a descendant whose parent has died becomes its child. Servers
-    have sessions of their own, so that killing a process group would not reach them.
+    This process is their reaper: a descendant whose parent has died becomes its child. Servers run
+    in separate sessions, so that killing a process group would miss them.
     """
     process.kill()
     _ends(process, _KILL_S_MAX)
@@ -132,13 +132,13 @@ def _kill_all(process: subprocess.Popen[str]) -> None:
 
 
 def _children() -> list[int]:
-    """The children of this process, read from /proc."""
+    """Return the children of this process, from /proc."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             after_name = stat.read_text().rpartition(")")[2].split()
         except OSError:
-            continue  # it has ended
+            continue  # the process has exited
         if int(after_name[1]) == os.getpid():
             found.append(int(stat.parent.name))
     return found

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lays this package into a vLLM source tree and registers it where vLLM registers its own.
+"""Copy this package into a vLLM source tree and register it where vLLM registers its own parts.
 
-Use: python tools/graft.py [--diff] VLLM_TREE
+Usage: python tools/graft.py [--diff] VLLM_TREE
 
-VLLM_TREE holds vLLM's package `vllm/` and, if it is a source tree, `setup.py`. The package goes to
-`vllm/v1/kv_offload/nvmeof/` with its imports rewritten and with the compiled modules that the
-running Python has installed. vLLM's own files get the few lines of `EDITS`. A text that an edit
-looks for and does not find once is named, and nothing is changed. A second run brings the package
-up to date and leaves the edits as they are. `--diff` prints the edits and changes nothing.
+VLLM_TREE contains vLLM's package `vllm/` and, if it is a source tree, `setup.py`. The package is
+copied to `vllm/v1/kv_offload/nvmeof/` with rewritten imports and the compiled modules installed
+for the running Python. The few lines of `EDITS` are added to vLLM's own files. If the text for an
+edit does not occur exactly once, the script names it and changes nothing. A second run updates the
+package and keeps the edits. `--diff` prints the edits and changes nothing.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ IN_TREE = "vllm.v1.kv_offload.nvmeof"
 PLACE = Path(*IN_TREE.split("."))
 _COMPILED = ("_tiers", "_native")
 _KERNELS = ("copy_blocks.cu", "crc_blocks.cu")
-#: A fork needs no plugin; the type stubs are for this repository's own checks.
+#: A fork needs no plugin; the type stubs are only for this repository's checks.
 _LEFT_OUT = ("plugin.py", "*.pyi", "*.cpp", "*.h", "*.def", "*.so", "__pycache__")
 
 
 class GraftError(Exception):
-    """The tree is not as expected, or there is nothing to lay into it; nothing was changed."""
+    """The tree is not as expected, or the compiled modules are missing; nothing was changed."""
 
 
 @dataclass(frozen=True)
 class Edit:
-    """One change of one of vLLM's files.
+    """One change to one of vLLM's files.
 
-    anchor: whole lines that occur once in `file`. lines: what stands there afterwards. only_source:
-    the file is of a source tree, and an installed vLLM does not have it.
+    anchor: whole lines that occur once in `file`. lines: their replacement. only_source: the file
+    exists only in a source tree, not in an installed vLLM.
     """
 
     file: str
@@ -51,15 +51,15 @@ class Edit:
     only_source: bool = False
 
     def apply(self, text: str) -> str:
-        """The text after the edit, which it may contain already; raises `GraftError`."""
+        """Return the text with the edit, which it may already contain; raises `GraftError`."""
         if self.lines in text:
             return text
         if text.count(self.anchor) != 1:
             found = "occurs more than once" if self.anchor in text else "is gone"
             raise GraftError(
                 f"{self.file}: the text that an edit looks for {found}: "
-                f"`{self.anchor.strip().splitlines()[0].strip()}`; this vLLM is not one that "
-                "tools/graft.py knows"
+                f"`{self.anchor.strip().splitlines()[0].strip()}`; tools/graft.py does not know "
+                "this vLLM"
             )
         return text.replace(self.anchor, self.lines)
 
@@ -74,7 +74,7 @@ def _before(file: str, anchor: str, added: str) -> Edit:
 
 _CACHE, _CONFIG = "vllm/config/cache.py", "vllm/config/vllm.py"
 _TRANSFER, _ENGINE = "vllm/config/kv_transfer.py", "vllm/v1/engine/core.py"
-#: The same for all known releases, 0.32 and 0.33.
+#: The edits for all known releases, 0.32 and 0.33.
 EDITS = (
     Edit(
         _CACHE,
@@ -151,7 +151,7 @@ EDITS = (
 
 
 def edited(tree: Path) -> dict[str, tuple[str, str]]:
-    """File → its text and its text after all edits; raises `GraftError`."""
+    """Return file → (its text, its text after all edits); raises `GraftError`."""
     if not (tree / "vllm" / "__init__.py").is_file():
         raise GraftError(f"{tree}: there is no vLLM: {tree / 'vllm/__init__.py'} is missing")
     is_source = (tree / "setup.py").is_file()
@@ -168,7 +168,7 @@ def edited(tree: Path) -> dict[str, tuple[str, str]]:
 
 
 def diff(tree: Path) -> str:
-    """The edits of this tree, as `diff -u` shows them."""
+    """Return the edits of this tree in the format of `diff -u`."""
     out: list[str] = []
     for file, (before, after) in sorted(edited(tree).items()):
         lines = (before.splitlines(keepends=True), after.splitlines(keepends=True))
@@ -177,12 +177,12 @@ def diff(tree: Path) -> str:
 
 
 def rewritten(text: str) -> str:
-    """A module's text with the package's name in vLLM's tree."""
+    """Return a module's text with the package's name replaced by that in vLLM's tree."""
     return re.sub(rf"\b{PACKAGE}\b", IN_TREE, text)
 
 
 def compiled_modules() -> list[Path]:
-    """The compiled modules that are installed for the running Python; raises `GraftError`."""
+    """Return the compiled modules installed for the running Python; raises `GraftError`."""
     spec = importlib.util.find_spec(PACKAGE)
     places = [] if spec is None else list(spec.submodule_search_locations or ())
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
@@ -201,7 +201,7 @@ def compiled_modules() -> list[Path]:
 
 
 def lay(package: Path) -> None:
-    """Make `package`, which does not exist, from this repository's sources."""
+    """Create the directory `package` from this repository's sources."""
     native = compiled_modules()
     shutil.copytree(ROOT / PACKAGE, package, ignore=shutil.ignore_patterns(*_LEFT_OUT))
     for path in package.rglob("*.py"):
@@ -213,7 +213,7 @@ def lay(package: Path) -> None:
 
 
 def graft(tree: Path) -> None:
-    """Lay the package into `tree` and edit vLLM's files; raises `GraftError`, changing nothing."""
+    """Copy the package into `tree` and edit vLLM's files; a `GraftError` leaves all unchanged."""
     texts = edited(tree)
     place = tree / PLACE
     fresh = place.with_name(f".{place.name}.new")
@@ -224,7 +224,7 @@ def graft(tree: Path) -> None:
         fresh.rename(place)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-    # The package comes first: a vLLM of which only the edits are there could not be imported.
+    # The package is copied first: a vLLM with only the edits could not be imported.
     for file, (before, after) in texts.items():
         if after != before:
             _replace(tree / file, after)
@@ -239,7 +239,7 @@ def _replace(path: Path, text: str) -> None:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="graft.sh", description=__doc__.partition("\n")[0])
-    parser.add_argument("tree", type=Path, metavar="VLLM_TREE", help="where vllm/ is")
+    parser.add_argument("tree", type=Path, metavar="VLLM_TREE", help="directory with vllm/")
     parser.add_argument("--diff", action="store_true", help="print the edits and change nothing")
     options = parser.parse_args(arguments)
     try:
@@ -250,7 +250,7 @@ def main(arguments: list[str]) -> int:
     except GraftError as error:
         print(f"graft.sh: {error}", file=sys.stderr)
         return 1
-    print(f"{options.tree / PLACE}: laid, with {len(compiled_modules())} compiled modules")
+    print(f"{options.tree / PLACE}: copied, with {len(compiled_modules())} compiled modules")
     return 0
 
 

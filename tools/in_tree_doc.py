@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the edits of `graft.py` into docs/in-tree.md; run it after a change of them.
+"""Write the edits of `graft.py` into docs/in-tree.md; run this after changing them.
 
-.venv/bin/python tools/in_tree_doc.py VLLM_TREE            # writes the file
-.venv/bin/python tools/in_tree_doc.py VLLM_TREE --check    # exit code 1 if it is not up to date
+.venv/bin/python tools/in_tree_doc.py VLLM_TREE            # write the file
+.venv/bin/python tools/in_tree_doc.py VLLM_TREE --check    # exit with code 1 if it is out of date
 
-VLLM_TREE: the newest known release as its source distribution has it, without a graft.
+VLLM_TREE: the source distribution of the newest known release, without a graft.
 """
 
 from __future__ import annotations

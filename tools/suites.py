@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs suites of tests one after the other, even after one failed; prints the failed ones last.
+"""Run test suites in sequence, even after a failure; print the failed ones last.
 
-`make test` calls it: `tools/suites.py MAKE NAME…`, where each NAME is a target `suite-NAME` of
-the Makefile. Ends with 1 if a suite failed, and with 128 + the signal's number, as a shell does,
-after SIGINT or SIGTERM; the suite that was running then has ended and no other is started.
+`make test` calls `tools/suites.py MAKE NAME…`, where each NAME is a target `suite-NAME` of the
+Makefile. The exit status is 1 if a suite failed, and 128 + the signal's number, as in a shell,
+after SIGINT or SIGTERM; then the running suite has exited and no other is started.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 
 
 def run(make: str, names: list[str]) -> int:
-    """Return the exit status. make: the command, `$(MAKE)`."""
+    """Run the suites; return the exit status. make: the command `$(MAKE)`."""
     failed: list[str] = []
     for place, name in enumerate(names):
         stopped_by, status = _run_suite([make, "--no-print-directory", f"suite-{name}"])
@@ -37,21 +37,21 @@ def run(make: str, names: list[str]) -> int:
 
 
 def _run_suite(command: list[str]) -> tuple[int, int]:
-    """Return the number of the signal that stopped it, or 0; and its exit status."""
+    """Run a suite; return the number of the signal that stopped it or 0, and its exit status."""
     stopped_by = 0
     process: subprocess.Popen[bytes] | None = None
 
     def stop(number: int, _: object) -> None:
         nonlocal stopped_by
         stopped_by = number
-        # A terminal sends SIGINT to the whole process group; SIGTERM reaches only one process, and
-        # make passes it on to its own children.
+        # A terminal sends SIGINT to the whole process group, but SIGTERM reaches only one process;
+        # make forwards it to its children.
         if number == signal.SIGTERM and process is not None:
             process.terminate()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        # The descriptors of make's job server are inherited: MAKEFLAGS names them.
+        # The child needs the descriptors of make's job server, which MAKEFLAGS names.
         process = subprocess.Popen(command, close_fds=False)
         if stopped_by == signal.SIGTERM:
             process.terminate()

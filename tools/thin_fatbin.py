@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Zeroes the machine code of other GPUs in a library that nvcc built for many.
+"""Zero the machine code for other GPUs in a library that nvcc built for several.
 
-A fat binary is a header and entries, one per architecture: machine code or PTX. The driver takes
-the entry for its GPU. Zeroed code keeps its place, so that no offset changes, and packs to nothing.
-Driver 580.159 loads such a library on an H200; `tools/gpu.py smoke` runs one kernel of it.
+A fat binary is a header and entries with machine code or PTX, one per architecture. The driver uses
+the entry for its GPU. Zeroed code compresses to almost nothing, and no offset changes. Driver
+580.159 loads such a library on an H200; `tools/gpu.py smoke` runs one kernel of it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class _Entry:
 
 
 def thin(library: bytearray, arch: str) -> tuple[int, int]:
-    """Zero in place the code that a GPU of `arch` (sm_90) does not run; return (kept, zeroed).
+    """Zero code that a GPU of `arch` (such as sm_90) does not run; return bytes (kept, zeroed).
 
-    A fat binary without machine code for `arch` stays whole: its PTX may be compiled.
+    A fat binary without machine code for `arch` is not changed: its PTX may be compiled.
     """
     matched = re.fullmatch(r"sm_(\d+)", arch)
     if matched is None:
@@ -53,7 +53,7 @@ def thin(library: bytearray, arch: str) -> tuple[int, int]:
 
 
 def _entries(library: bytearray, at: int) -> tuple[list[_Entry], int]:
-    """The entries of the fat binary at `at`, and its end; none if it is not a fat binary."""
+    """Return the entries and the end of the fat binary at `at`; no entries if it is not one."""
     if at + _HEADER.size > len(library):
         return [], at + len(_MAGIC)
     _, version, header_bytes, size = _HEADER.unpack_from(library, at)
@@ -66,7 +66,7 @@ def _entries(library: bytearray, at: int) -> tuple[list[_Entry], int]:
         start = place + entry_bytes
         known = _ENTRY_BYTES_MIN <= entry_bytes <= _ENTRY_BYTES_MAX
         if not known or start + payload_bytes > end:
-            raise ValueError(f"the fat binary at byte {at} has an entry of another form")
+            raise ValueError(f"the fat binary at byte {at} has an unknown kind of entry")
         (number,) = struct.unpack_from("<I", library, place + _ARCH_AT)
         entries.append(_Entry(kind, number, start, payload_bytes))
         place = start + payload_bytes

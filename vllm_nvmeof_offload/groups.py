@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV cache groups: layers of one kind, with separate offload keys for their chunks.
 
-A chunk is one group's blocks of one token range. A *group position* is the group's place in
-`RankHello.groups` and in `ChunkBatch.groups`; a *group id* is vLLM's number, which ends each of the
-group's offload keys. The two differ if vLLM leaves groups out of offloading.
+A chunk is one group's blocks for one range of tokens. A *group position* is the group's index in
+`RankHello.groups`, as used in `ChunkBatch.groups`; a *group id* is vLLM's number, with which each
+of the group's offload keys ends. The two differ if vLLM does not offload every group.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 #: The number of bytes at the end of an offload key that hold the group id, big endian.
 GROUP_ID_BYTES = 4
-#: The most ranks in a set of equal ranks.
+#: The largest number of ranks in a set of equal ranks.
 SET_SIZE_MAX = 64
 
 
 class GroupKind(enum.IntEnum):
-    """The tokens that a group keeps of a request. The numbers are those on disk."""
+    """The kind of a group, by the tokens of a request that it keeps. Pools store the numbers."""
 
     FULL = 0  # all tokens
     WINDOW = 1  # the last tokens before any position
@@ -29,10 +29,10 @@ class GroupKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A group, equal on all ranks. `reach_chunks` is the number of consecutive chunks before a
-    boundary that are needed to resume there; None for all of them, as in a full-attention group; 1
-    for a state. `reach_tokens` is, for a window, the tokens before a boundary that are needed to
-    resume; for local chunks, one attention chunk."""
+    """A group, the same on all ranks. `reach_chunks` is the number of consecutive chunks before a
+    boundary that are needed to resume there: None for all of them, as in a full-attention group, or
+    1 for a state. `reach_tokens` is the number of tokens before a boundary that a window needs to
+    resume or, for local chunks, the length of one attention chunk."""
 
     group_id: int
     kind: GroupKind
@@ -46,9 +46,9 @@ class Group:
 class RankGroup:
     """A group on one rank.
 
-    `block_bytes` is the size of one block, over this rank's layers of the group, or 0 if the rank
-    has none of them. `set_size` is the number of consecutive ranks with equal bytes of the group,
-    which store one copy of a chunk together. Rank r is member r % set_size of set r // set_size.
+    `block_bytes` is the size of one block in all of this rank's layers of the group, or 0 if the
+    rank has no such layer. `set_size` is the number of consecutive ranks with equal bytes of the
+    group, which together store one copy. Rank r is member r % set_size of set r // set_size.
     """
 
     group: Group
@@ -68,8 +68,8 @@ def group_id_of(key: bytes) -> int:
 
 
 def leading(groups: tuple[Group, ...]) -> int:
-    """Return the position of the group by which a request's length is counted: the first one with
-    full attention, else the one with the longest reach."""
+    """Return the position of the group that determines a request's length: the first one with full
+    attention, else the one with the longest reach."""
     for position, group in enumerate(groups):
         if group.kind is GroupKind.FULL:
             return position
@@ -88,10 +88,10 @@ class GroupBlocks:
     span_tokens: int | None = None
 
     def fits(self, blocks_per_chunk: int) -> bool:
-        """Return whether a chunk is whole at each boundary at which vLLM still has its last block.
+        """Return whether vLLM still has all of a chunk's blocks when it computes the last one.
 
-        A chunk longer than the window, or across two attention chunks, loses its first blocks
-        before its last one is computed.
+        A chunk that exceeds the window or spans two attention chunks loses its first blocks before
+        its last one is computed.
         """
         tokens = self.block_tokens * blocks_per_chunk
         if self.span_tokens is None or blocks_per_chunk == 1:
@@ -102,7 +102,7 @@ class GroupBlocks:
 
 
 def why_one_block(groups: Sequence[GroupBlocks]) -> str:
-    """Return why a chunk of these groups must be one block; empty if it may be more."""
+    """Return why a chunk of these groups must be one block; empty if it may have more."""
     if any(group.kind is GroupKind.STATE for group in groups):
         return "this model has states, each of which is one block"
     if len({group.block_tokens for group in groups}) > 1:

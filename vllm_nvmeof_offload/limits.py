@@ -10,13 +10,13 @@ from pathlib import Path
 from vllm_nvmeof_offload.mounts import mount_of, read_mounts
 from vllm_nvmeof_offload.units import GIB, KIB
 
-#: A pool leaves a twentieth of a file system free. A larger share of a small one would leave no
-#: pool, and a namespace of many TiB needs no more than the maximum.
+#: A pool leaves a twentieth of a file system free, at most the maximum, which suits many TiB. It
+#: leaves at least the minimum, but at most a tenth of the file system.
 _FREE_BYTES_MIN, _FREE_BYTES_MAX = GIB, 64 * GIB
-#: More must stay free on the root file system, which has logs, package caches and other services.
+#: The minimum for the root file system, which also holds logs, package caches and other data.
 _FREE_BYTES_MIN_ROOT = 4 * GIB
 _FREE_SHARE, _FREE_SHARE_MAX = 20, 10
-#: The minimum for superblocks and directories, on the smallest file system.
+#: Room for superblocks and directories on the smallest file systems.
 _FREE_BYTES_LEAST = 64 * KIB
 
 #: File systems with subvolumes, which are mounted with separate roots.
@@ -30,16 +30,16 @@ _CGROUP_MEMORY = (
 
 
 def memory_bytes() -> int:
-    """Return the bytes of memory that this process may use: the machine's, or the least limit of
-    its control groups."""
+    """Return the bytes of memory that this process may use: the machine's memory or the lowest
+    limit of its control groups."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([physical, *(limit for limit, _ in _cgroup_limits())])
 
 
 def memory_left_bytes() -> int:
-    """Return the bytes that this process may still take before its control groups are full.
+    """Return the bytes that this process may still allocate within its control groups' limits.
 
-    The page cache counts as free, because the kernel can reclaim it. Without a limit: all memory.
+    The page cache counts as free, because the kernel can reclaim it. No limit means all memory.
     """
     return min([memory_bytes(), *(limit - used for limit, used in _cgroup_limits())])
 
@@ -84,23 +84,23 @@ def _cgroup_folders() -> Iterator[Path]:
 
 
 def is_on_root(path: Path) -> bool:
-    """Return whether files at `path` use the root file system: this one's or, in a container, that
-    of a directory of the host."""
+    """Return whether files at `path` use the root file system or, in a container, may use the
+    host's, because `path` is in a directory mounted from the host."""
     place = existing(path)
     if place.stat().st_dev == os.stat("/").st_dev:
         return True
     mount = mount_of(os.path.realpath(place), read_mounts())
-    # A directory mounted from the host is a part of a file system, perhaps of its mount point.
+    # A directory mounted from the host belongs to a larger file system, perhaps the host's root.
     return mount is not None and mount.root != "/" and mount.file_system not in _HAS_SUBVOLUMES
 
 
 def existing(path: Path) -> Path:
-    """Return the nearest of `path` and its parents that is a directory."""
+    """Return `path` or its nearest parent that is an existing directory."""
     return next(place for place in (path, *path.parents) if place.is_dir())
 
 
 def space_bytes(path: Path) -> tuple[int, int]:
-    """Return the bytes free for us on the file system of `path`, and how many a pool leaves."""
+    """Return the free bytes on the file system of `path`, and how many a pool must leave free."""
     place = existing(path)
     status = os.statvfs(place)
     size = status.f_blocks * status.f_frsize

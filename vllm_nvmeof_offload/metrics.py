@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every metric that this package exports through vLLM's `/metrics`: name, kind, unit, labels, HELP.
 
-A metric has one name: the code counts under it, and `/metrics` shows it behind `PREFIX` (a
-counter also with `_total`). vLLM drops a metric that is not declared here, or fails because of it.
-tools/metrics_doc.py makes docs/metrics.md from this module; a test compares the two.
+A metric has one name: the code counts under this name, and `/metrics` adds `PREFIX` to it (and
+`_total` to a counter's). vLLM drops a metric that is not declared here, or fails because of it.
+tools/metrics_doc.py generates docs/metrics.md from this module; a test compares the two.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Counts(dict[Series, float]):
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A label. Its `values` are empty if they depend on the deployment; see `source`."""
+    """A label. `values` is empty if the values depend on the deployment, as `source` describes."""
 
     name: str
     values: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric, named with `PREFIX`, without a counter's `_total`; a counter or gauge."""
+    """A counter or gauge. `name` includes `PREFIX`, but not a counter's `_total`."""
 
     name: str
     kind: str
@@ -86,23 +86,23 @@ COUNTERS = _table(
     "counter",
     # -- what requests find
     _row("lookups", "chunks", _one("source", "cpu", "pool", "shared", "miss"),
-         "Chunks looked up, by the tier that had the chunk; shared is another engine's pool. A "
-         "miss is the one chunk at which a look-up ended, so no share of tokens follows. A "
-         "remembered answer counts once."),
+         "Chunks looked up, by the tier that held the chunk; shared is another engine's pool. A "
+         "look-up ends at its first miss, so the counts give no hit rate in tokens. A cached "
+         "answer counts once."),
     _row("loaded_tokens", "tokens", _one("source", "cpu", "pool", "shared"),
-         "Tokens for which a load was started, by the tier that had the KV; shared is another "
-         "engine's pool."),
+         "Tokens whose load was started, by the tier that held the KV; shared is another engine's "
+         "pool."),
     _row("recomputed_tokens", "tokens", _one("reason", "load_failed", "declined", "no_boundary"),
          "Tokens found in a tier but recomputed, by reason. declined: recomputing was expected to "
-         "be faster; no_boundary: full attention was found, but no windows or states to continue "
-         "from behind the last loadable boundary."),
+         "be faster; no_boundary: past the last loadable boundary, full attention was found, but "
+         "no windows or states to resume from."),
     _row("admissions", "hits", _one("decision", "load", "partial", "recompute"),
          "Hits for which vLLM allocated GPU blocks, by the decision on the hit."),
     _row("loads_cut", "loads", (),
          "Loads cancelled because recomputing would have been faster by then."),
     # -- preempted requests
     _row("resumed_tokens", "tokens", _one("source", "loaded", "recomputed"),
-         "Tokens of resumed, previously preempted requests. loaded: from a tier; recomputed: "
+         "Tokens of requests that resumed after a preemption. loaded: from a tier; recomputed: "
          "computed before the preemption, and neither in GPU memory nor found in a tier."),
     _row("resumed_chunk_tokens", "tokens", _one("source", "found", "recomputed"),
          "Tokens in full chunks of resumed requests that had been computed before the preemption "
@@ -117,21 +117,21 @@ COUNTERS = _table(
 
     _row("shared_hints", "hints", _one("direction", "sent", "received"),
          "Hints between engines, each about a chunk that one engine read at least twice from the "
-         "other engine's pool. Each received hint counted as a use of a chunk in this engine's "
+         "other engine's pool. Each received hint counts as a use of a chunk in this engine's "
          "pool."),
     # -- reads through peers
     _row("peer_bytes", "bytes", _one("direction", "pulled", "served"),
          "Bytes of requested chunks that peers read for loads here (pulled) or that were read "
-         "here for peers (served), all ranks. Updated when the engine steps, which an engine that "
-         "only serves peers does not."),
+         "here for peers (served), all ranks. Updated when the engine steps; an engine that only "
+         "serves peers does not step."),
     _row("peer_pulls_failed", "chunks", _one("reason", *_OUTCOMES),
          "Chunks that a peer failed to deliver, by reason; this server then reads the chunk "
          "itself. io_error includes a peer that was lost or has not opened the pool yet."),
     _row("peer_events", "events", _one("event", "session_lost", "rest", "secret_refused"),
          "Events between this server and peers. session_lost: the peer made an error, stopped "
-         "answering or was cut off. rest: a pause after eight loads in a row slowed by the peer, "
-         "eight fruitless reads in a row, or three losses or pauses in 10 s. secret_refused: one "
-         "side of a connection, tried every few seconds, had no share secret or another one."),
+         "answering or was cut off. rest: a pause after the peer slowed eight loads in a row, "
+         "failed eight reads in a row, or was lost or stalled three times in 10 s. secret_refused: "
+         "a connection attempt, one every few seconds, with no or different share secrets."),
     _row("peer_hints", "helpers", _one("helper", "known", "unknown", "malformed"),
          "Helpers that requests named in kv_transfer_params. known: listed in peers; unknown: not "
          "listed, so not used; malformed: hints that were ignored."),
@@ -149,44 +149,44 @@ COUNTERS = _table(
     _row("stored_chunks", "chunks", (),
          "Chunks whose store into the CPU tier was planned."),
     _row("unstored_chunks", "chunks", _one("reason", "no_room", "incomplete", "below_threshold"),
-         "Chunks not stored, by reason. no_room: the end of a request, while the CPU tier was "
-         "full. incomplete: vLLM handed over only some of the blocks, all ranks. "
+         "Chunks not stored, by reason. no_room: the CPU tier was still full when the request "
+         "ended. incomplete: vLLM passed only some of the blocks, all ranks. "
          "below_threshold: fewer requests than store_threshold had contained the chunk."),
     _row("written_chunks", "chunks", (),
          "Chunks written to the pool by every rank."),
     _row("unwritten_chunks", "chunks", _one("reason", "evicted", "superseded", "shared"),
-         "Chunks stored and not written to the pool, by reason. evicted: no target takes writes, "
-         "or the CPU tier is too small for the windows and states of running requests; nothing "
-         "behind the hole is found. superseded: windows and states of a request that has a later "
-         "boundary. shared: another living engine's pool has the chunk; the write follows if that "
+         "Chunks stored but not written to the pool, by reason. evicted: no target takes writes, "
+         "or the CPU tier is too small for running requests' windows and states; no chunk after "
+         "such a gap is found. superseded: windows and states of a request that has a later "
+         "boundary. shared: another live engine's pool has the chunk; the write follows if that "
          "engine gives the chunk up and two requests have used the chunk here."),
     _row("evictions", "chunks", _one("tier", "cpu", "pool"),
          "Chunks evicted, by tier."),
     # -- bytes and time
     _row("transfer_operations", "operations", _TRANSFER,
-         "Operations that ended, all ranks. Stage gpu counts batches of copies between GPU and "
+         "Finished operations, all ranks. Stage gpu counts batches of copies between GPU and "
          "pinned memory; stage pool counts slot reads and writes."),
     _row("transfer_bytes", "bytes", _TRANSFER,
          "Bytes moved by transfer operations, all ranks; a failed operation counts 0."),
     _row("transfer_seconds", "seconds", _TRANSFER,
-         "Time of operations from submission to outcome, added up although operations overlap. On "
-         "a GPU, stage gpu includes the wait for the running forward pass, so bytes divided by "
-         "seconds are not the link's rate."),
+         "Time from submission to outcome, summed over operations, which may overlap. On a GPU, "
+         "stage gpu includes the wait for the running forward pass, so bytes divided by seconds do "
+         "not give the link's rate."),
     _row("target_written_bytes", "bytes", (_TARGET,),
-         "Bytes written to the pool, all ranks, by target; writes wear the flash."),
+         "Bytes written to the pool, all ranks, by target; writes wear out the flash."),
     # -- failures
     _row("failed_chunks", "chunks",
          (Label("operation", ("store", "load", "write", "fetch", "reset")),
           Label("outcome", _OUTCOMES),
           Label("target", source=_TARGET.source)),
-         "Chunks whose operation failed, by operation, outcome and target; none if the operation "
-         "used no target."),
+         "Chunks whose operation failed, by operation, outcome and target; the target is none if "
+         "the operation used no target."),
     _row("retired_pool_slots", "slots", (),
          "Pool slots taken out of use after failed reads or writes."),
     _row("verdict_changes", "changes", (),
          "Changes of a target between usable and unusable."),
     _row("resets", "resets", (),
-         "Resets that voided everything stored so far."),
+         "Resets that invalidated everything stored so far."),
     # -- start
     _row("adoption_chunks", "chunks", _one("outcome", "adopted", "incomplete"),
          "Chunks of an earlier run found in the pool at start: adopted, or not adopted because "
@@ -207,10 +207,10 @@ GAUGES = _table(
     # -- room
     _row("entries", "chunks", (), "Chunks in the index, in either tier."),
     _row("slots", "slots", (_SLOTS,),
-         "Slots: cache slots of the CPU tier, stream slots that loads pass through on all ranks, "
-         "and pool slots without retired ones."),
+         "Slots: cache slots of the CPU tier, stream slots of all ranks, through which loads pass, "
+         "and pool slots except retired ones."),
     _row("slots_used", "slots", (_SLOTS,),
-         "Slots in use; stream slots as of the ranks' last reports, pool slots without retired "
+         "Slots in use; stream slots as of the ranks' last reports, pool slots except retired "
          "ones."),
     _row("held_cache_slots", "slots", _one("reason", "reload", "queue"),
          "Cache slots held for waiting requests, by reason."),
@@ -227,8 +227,8 @@ GAUGES = _table(
          "Time since other engines' tables were last read; 0 if never."),
     # -- queues
     _row("writes_pending", "chunks", _one("state", "waiting", "sent"),
-         "Chunks in the CPU tier that wait for their write to the pool (waiting), and writes sent "
-         "to the ranks and not yet reported (sent)."),
+         "Chunks in the CPU tier that wait to be written to the pool (waiting), and writes sent "
+         "to the ranks but not yet reported (sent)."),
     _row("queued_operations", "operations",
          _one("queue", "stream_slot", "read", "prefetch", "write"),
          "Chunks waiting at the ranks' last reports, all ranks, by queue: for a stream slot, a "
@@ -258,7 +258,7 @@ GAUGES = _table(
     _row("target_verdict", "verdict", (_TARGET,),
          "Verdict of the worst rank on a target: 0 ok, 1 degraded, 2 suspect, 3 gone."),
     _row("fallbacks", "parts", _one("part", "io_uring", "registration", "o_direct", "copies"),
-         "Parts that run slower than possible since the start, all ranks. io_uring: threads "
+         "Parts replaced with a slower alternative at the start, all ranks. io_uring: threads "
          "instead; registration: unregistered memory; o_direct: the page cache instead; copies: "
          "no batch call or no kernel on the GPU."),
     # -- facts

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mount table of this process. Nothing here opens, stats or resolves a path in it, because that
-may never return on a hung mount."""
+"""The mount table of this process. Nothing here opens, stats or resolves a path listed in it,
+because such a call may never return on a hung mount."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def parse_mountinfo(text: str) -> list[Mount]:
 
 
 def _unescape(field: str) -> str:
-    r"""Undo the kernel's escapes, such as \040 for a blank; the escaped bytes are below 128."""
+    r"""Undo the kernel's escapes, such as \040 for a space; the escaped bytes are below 128."""
     return _OCTAL.sub(lambda match: chr(int(match.group(1), 8) & 0xFF), field)
 
 
 def mount_of(path: str, mounts: Sequence[Mount]) -> Mount | None:
-    """Return the mount at which a look-up of `path` (absolute, without links) ends.
+    """Return the mount that contains `path` (absolute, without symbolic links).
 
-    The walk follows the mounts from the root; the longest mount point may be hidden by another.
+    The walk starts at the root, because another mount may hide the one with the longest match.
     """
     path = os.path.normpath(path)
     ids = {mount.mount_id for mount in mounts}

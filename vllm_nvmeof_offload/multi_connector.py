@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our connector next to one that sends metadata at start: prefill and decode servers.
+"""Combines our connector with one that sends a handshake, as on prefill and decode servers.
 
-vLLM's `MultiConnector` gives the first connector's handshake to all. Here each connector gets its
-own back. It also has vLLM's name, because vLLM treats a `MultiConnector` by that name,
-for example when it asks whether all of its connectors support several KV cache groups.
+vLLM's `MultiConnector` gives the first connector's handshake to all; here each connector gets its
+own back. The class also has vLLM's name, because vLLM recognizes a `MultiConnector` by name, for
+example when it checks whether all of its connectors support several KV cache groups.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class NVMeoFMultiHandshake(KVConnectorHandshakeMetadata):
 
 
 class NVMeoFMultiConnector(multi_connector.MultiConnector):
-    """See the module's docstring; everything else is as in vLLM's class."""
+    """vLLM's `MultiConnector`, except for the handshake and the layout."""
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return NVMeoFMultiHandshake(
@@ -38,7 +38,7 @@ class NVMeoFMultiConnector(multi_connector.MultiConnector):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """`metadata` is by (pipeline rank, tensor rank) of each worker."""
+        """Give each connector its own handshakes, by each worker's (pipeline rank, tensor rank)."""
         for number, connector in enumerate(self._connectors):
             own: dict[tuple[int, int], KVConnectorHandshakeMetadata] = {}
             for rank, handshake in metadata.items():
@@ -51,7 +51,7 @@ class NVMeoFMultiConnector(multi_connector.MultiConnector):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Return the layout of the others: ours works with any, and copies fastest with BLHNC."""
+        """Return the others' layout: ours works with any layout, but copies fastest with BLHNC."""
         ours: str | None = None
         theirs: set[str] = set()
         for connector, config in cls._get_connector_classes_and_configs(vllm_config):
@@ -65,8 +65,8 @@ class NVMeoFMultiConnector(multi_connector.MultiConnector):
         layout = next(iter(theirs), ours)
         if layout != ours:
             logger.warning(
-                "nvmeof: the connector beside ours needs the KV cache layout %s: a block is then "
-                "copied in one piece per layer, and not in one",
+                "nvmeof: another connector needs KV cache layout %s: a block is then copied in "
+                "one piece per layer, not in one piece overall",
                 layout,
             )
         return layout

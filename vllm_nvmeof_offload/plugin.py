@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's general plugin: the `nvmeof` backend, and the configuration check before model load.
+"""A general plugin of vLLM: adds the `nvmeof` backend and checks its configuration early.
 
-vLLM calls `register` in every process: the command line before it builds its arguments, each
-API server, the engine core, each worker. It changes three things, each once:
+vLLM calls `register` in every process: the command line (before it builds its arguments), each API
+server, the engine core and each worker. `register` makes three changes, each once:
 
 * `nvmeof` becomes a value of `CacheConfig.kv_offloading_backend`, and therefore of the flag, of
   `--help`, of YAML files and of `LLM(...)`;
 * `VllmConfig` completes and checks a KV transfer configuration that names our backend;
-* the names of our connector and spec are registered where their factories are loaded.
+* our connector and spec are registered by name with those factories that are already imported.
 
-When vLLM is not as expected, nothing is changed and one warning is logged; the JSON form of
-`--kv-transfer-config` with module paths needs no plugin. An unknown vLLM is refused only when our
-backend is asked for (`vllm_adapter.vllm_release`), because others use this vLLM too. A vLLM with
-this backend in its own tree (`tools/graft.sh`) is left as it is.
+If vLLM differs from what is expected, nothing is changed and one warning is logged; the JSON form
+of `--kv-transfer-config` with module paths needs no plugin. An unknown vLLM is refused only when
+our backend is requested (`vllm_adapter.vllm_release`), because this vLLM also serves without it. A
+vLLM with this backend in its own tree (`tools/graft.sh`) is left unchanged.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from vllm_nvmeof_offload.errors import IntegrationError
 __all__ = ["register"]
 
 
-#: The place of this backend in a vLLM that contains it; two copies would register everything twice.
+#: This backend's folder in a vLLM that contains it; two copies would register everything twice.
 _IN_TREE = "v1/kv_offload/nvmeof"
 _FIELD = "kv_offloading_backend"
 _warned = False
 
 
 def register() -> None:
-    """Add the backend to the vLLM of this process. Idempotent; raises nothing."""
+    """Add the backend to the vLLM of this process. Idempotent; never raises."""
     global _warned
     try:
         _register()
@@ -51,7 +51,7 @@ def _register() -> None:
         return
     from vllm_nvmeof_offload.vllm_adapter import configure
 
-    # The first two check before anything changes: a flag that is accepted must also work.
+    # The first two check before anything changes, because a flag that is accepted must work.
     configure.expect()
     _install_backend_choice()
     configure.install()
@@ -76,9 +76,9 @@ def _explain(error: Exception) -> str:
 def _install_backend_choice() -> None:
     """Make `nvmeof` a value of `CacheConfig.kv_offloading_backend`, once.
 
-    vLLM derives the flag's choices from that field's `Literal`, and pydantic validates against it.
-    So the field's type is extended, and the dataclass is rebuilt, as is vLLM's table of arguments
-    if it exists already.
+    vLLM derives the flag's choices from the field's `Literal` type, and pydantic validates against
+    the same type. So the type is extended and the dataclass rebuilt; vLLM's table of arguments, if
+    it exists already, is discarded.
     """
     from pydantic.dataclasses import rebuild_dataclass
     from vllm.config import cache as module

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between the manager and the workers.
 
-Commands go manager → workers with a step's metadata and are applied in order. Reports go
-workers → manager with a step's output. An *op* is one command; its number is unique in a
-process's life and the same on every rank. A command has a batch of chunks, and each rank reports
-each row of it: its outcome once, and its release once, when neither the kernel nor the GPU touches
-the row's buffers on that rank any more.
+Commands are sent from the manager to the workers with a step's metadata and applied in order.
+Reports are sent back with a step's output. An *op* is one command; its number is unique within the
+process and the same on every rank. A command carries a batch of chunks. Each rank reports the
+outcome of each row once, and its release once, when neither the kernel nor the GPU touches the
+row's buffers on that rank any more.
 
-A row has an outcome when all ranks have reported one; a failure on any rank fails the row.
-All types are plain data in columns: they are pickled inside vLLM's metadata.
+A row's outcome is final when all ranks have reported it; a failure on any rank fails the row.
+All types are plain data in columns, because they are pickled inside vLLM's metadata.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from vllm_nvmeof_offload.groups import RankGroup
 
 
 class _Message:
-    """A message, pickled as a call of its class with its fields. A frozen dataclass with slots
-    would run Python code for each object instead, and a step may carry hundreds of ops of one
-    chunk."""
+    """A message that is pickled as a call of its class with its fields. A frozen dataclass with
+    slots would run Python code for each object instead, and a step may carry hundreds of ops of
+    one chunk."""
 
     __slots__: tuple[str, ...] = ()
 
@@ -36,7 +36,7 @@ class _Message:
 
 
 class OpKind(enum.Enum):
-    """The kind of command that an op is."""
+    """The kinds of ops."""
 
     STORE = "store"
     LOAD = "load"
@@ -50,7 +50,7 @@ class Urgency(enum.IntEnum):
     """The urgency of an I/O operation, most urgent first, as in the native core."""
 
     DEMAND = 0  # a read that a load waits for
-    URGENT = 1  # a fetch that goes before other fetches
+    URGENT = 1  # a fetch that precedes other fetches
     SERVE = 2  # a read that a peer has requested
     PREFETCH = 3
     WRITE = 4
@@ -58,30 +58,30 @@ class Urgency(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SlotIdentity:
-    """The required content of a slot, which every copy, read and write names."""
+    """The required content of a slot, which every copy, read and write specifies."""
 
     key: bytes
     generation: int
 
 
 #: The member of a place or cache slot if every rank has its own part of the chunk. Ranks with equal
-#: bytes of a group form a set (`RankGroup.set_size`). A place or cache slot with member m has the
+#: bytes of a group form a set (`RankGroup.set_size`). A place or cache slot with member m holds the
 #: only copy in each set, on the set's rank m.
 EVERY_MEMBER = 255
 NOWHERE = -1
-#: The positions of target, member and owner in a place.
+#: The bit positions of target, member and owner in a place.
 _TARGET_SHIFT, _MEMBER_SHIFT, _OWNER_SHIFT = 32, 40, 48
-#: The owner of this engine's own places. The follower numbers the others, by reading what other
-#: engines have on the same targets.
+#: The owner of this engine's own places. The follower numbers the other engines that it finds on
+#: the same targets.
 OURS = 0
-#: Peers do not read for a load of fewer chunks, because it seldom wins back the time that a peer
-#: takes to answer.
+#: Peers do not read for a load of fewer chunks, which would seldom save more time than a peer needs
+#: to answer.
 PEER_CHUNKS_MIN = 4
 #: The default of the key `ahead_cache_share`.
 AHEAD_CACHE_SHARE = 0.5
-#: The position in a cache slot of the member + 1, which is 0 for every member.
+#: The bit position of the member + 1 in a cache slot; 0 there stands for `EVERY_MEMBER`.
 _CACHE_SHIFT = 24
-#: The number of cache slot rows that the column `cache` can name.
+#: The number of cache slot rows that the column `cache` can represent.
 CACHE_ROWS_MAX = 1 << _CACHE_SHIFT
 
 
@@ -107,7 +107,7 @@ def members_of(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def cache_slot(row: int, member: int = EVERY_MEMBER) -> int:
-    """Return the value in the column `cache` for a member's slot in a row of the CPU tier."""
+    """Return the value for the column `cache` of a member's slot in a row of the CPU tier."""
     return row if member == EVERY_MEMBER else member + 1 << _CACHE_SHIFT | row
 
 
@@ -147,25 +147,25 @@ def slot_of(place: int) -> int:
 
 
 def slots_by_target(slots: int, targets: int) -> tuple[int, ...]:
-    """Return the pool slots of each target: equally many, and the rest on the first targets."""
+    """Divide pool slots equally among targets, with the remainder on the first targets."""
     return tuple((slots + targets - 1 - target) // targets for target in range(targets))
 
 
 def split_keys(keys: bytes, key_bytes: int) -> list[bytes]:
-    """Return the keys, each of `key_bytes`, that are joined in `keys`."""
+    """Split joined keys, each of which has `key_bytes` bytes."""
     return [keys[at : at + key_bytes] for at in range(0, len(keys), key_bytes)]
 
 
 class ChunkBatch(tuple[bytes, bytes, bytes, bytes, bytes]):
-    """Chunks in columns of n rows: the only form in which they cross a process or a thread.
+    """Chunks in columns of n rows, the only form that crosses threads and processes.
 
-    keys: n keys of equal length, joined. generations: uint64[n]; with the key, the identity that
-    every copy, read and write names. cache: int32[n], cache slots (`cache_slot`), or -1 for a
-    stream slot. places: int64[n] (`place_of`), or -1 for no I/O. groups: uint8[n], positions of KV
-    cache groups.
+    `keys` joins n keys of equal length. `generations` is uint64[n]; a key and its generation are
+    the identity that every copy, read and write specifies. `cache` is int32[n] of cache slots
+    (`cache_slot`), or -1 for a stream slot. `places` is int64[n] (`place_of`), or -1 for no I/O.
+    `groups` is uint8[n] of positions of KV cache groups.
 
-    This is a tuple of the columns' bytes, in this order, so that no Python code runs when it is
-    made, pickled and passed to the machine. Arrays are views, made on request.
+    This is a tuple of the columns' bytes, in this order, so that no Python code runs when a batch
+    is created, pickled and passed to the machine. Arrays are views, made on request.
     """
 
     __slots__ = ()
@@ -218,19 +218,19 @@ class ChunkBatch(tuple[bytes, bytes, bytes, bytes, bytes]):
 
 
 class StoreCommand(NamedTuple):
-    """A copy of GPU blocks to cache slots. vLLM's own job has the GPU blocks."""
+    """A copy from GPU blocks, which vLLM's own job lists, to cache slots."""
 
     op: int
     batch: ChunkBatch
 
 
 class LoadCommand(NamedTuple):
-    """A copy of cache slots or places to GPU blocks, which vLLM's own job has.
+    """A copy from cache slots or places to GPU blocks, which vLLM's own job lists.
 
     A row without a place is copied from its cache slot. Otherwise the place is read: into the cache
     slot if there is one (the chunk then stays there), else through one of the worker's stream
     slots. A row with neither fails with STALE and touches nothing: its chunk was evicted. `helpers`
-    has a bit for each peer that may read for it; None for all.
+    is a bit mask of the peers that may read for the load; None for all peers.
     """
 
     op: int
@@ -239,14 +239,14 @@ class LoadCommand(NamedTuple):
 
 
 class WriteCommand(NamedTuple):
-    """A write from a cache slot to a place, and then of the table entry."""
+    """A write from cache slots to places, followed by a write of the table entries."""
 
     op: int
     batch: ChunkBatch
 
 
 class FetchCommand(NamedTuple):
-    """A read from a place into a cache slot, ahead of need."""
+    """A read from places into cache slots, ahead of need."""
 
     op: int
     batch: ChunkBatch
@@ -255,25 +255,25 @@ class FetchCommand(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CancelCommand(_Message):
-    """Cancels what has not started of op `target_op`; the reports still follow.
+    """Cancels rows of op `target_op` that have not started; their reports still follow.
 
-    `indexes` are the rows to cancel; None for all.
+    `indexes` are the rows to cancel; None for all rows.
     """
 
     target_op: int
     indexes: npt.NDArray[np.uint32] | None = None
 
 
-#: The bytes of a share tag.
+#: The length of a share tag.
 TAG_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ResetCommand(_Message):
-    """Voids everything stored so far, on disk too: every superblock gets a new epoch and `tag`.
+    """Invalidates all stored chunks, on disk too: every superblock gets a new epoch and `tag`.
 
-    `tag` is the share tag of later chunks. If `named`, they have that epoch, and a later start may
-    adopt them; otherwise they have another one, which no superblock names.
+    `tag` is the share tag of later chunks. If `named`, these have the new epoch, and a later start
+    may adopt them; otherwise they have another epoch, which is in no superblock.
     """
 
     op: int
@@ -283,11 +283,11 @@ class ResetCommand(_Message):
 
 @dataclass(frozen=True, slots=True)
 class AttachCommand(_Message):
-    """Opens, read-only, this rank's regions of another engine; reads from it wait for that.
+    """Opens another engine's regions for this rank, read-only; reads from that engine wait for it.
 
-    `engine_index` is the K of its directories engine-K in our keyspace, on our targets. `pool_uuid`
-    is that of its rank 0's superblocks; files there with another one are not its own any more. The
-    report has one row.
+    `engine_index` is K in the engine's directories engine-K, in our keyspace on our targets.
+    `pool_uuid` is in the superblocks of the engine's rank 0; files there with a different one no
+    longer belong to the engine. The report has one row.
     """
 
     op: int
@@ -298,18 +298,18 @@ class AttachCommand(_Message):
 
 @dataclass(frozen=True, slots=True)
 class DetachCommand(_Message):
-    """Closes an engine's files once the last read of them is released. No report follows."""
+    """Closes an engine's files after the last read from them is released. No report follows."""
 
     owner: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HintCommand(_Message):
-    """Reports to other engines which of their chunks this one reads repeatedly: advice for their
-    eviction, which may be lost. No report follows, and only rank 0 acts on it.
+    """Reports to other engines which of their chunks this one reads repeatedly, as advice for their
+    eviction. A hint may be lost. No report follows, and only rank 0 acts on the command.
 
-    owners: uint16[n], those of `places`. places: int64[n], from which the chunks were read.
-    generations: uint64[n]. counts: uint32[n], how often each was read since the last hint.
+    `places` is int64[n], from which the chunks were read, and `owners` is uint16[n], their owners.
+    `generations` is uint64[n]. `counts` is uint32[n], each chunk's reads since the last hint.
     """
 
     owners: npt.NDArray[np.uint16]
@@ -331,7 +331,7 @@ Command = (
     | HintCommand
 )
 
-#: A value in `OpReport.codes`: not an outcome, but the release that follows an earlier one.
+#: A value in `OpReport.codes` that reports not an outcome but the release after an earlier one.
 RELEASED = 6
 
 
@@ -339,15 +339,15 @@ RELEASED = 6
 class OpReport(_Message):
     """A rank's report on some rows of one op: each row's outcome once, and its release once.
 
-    indexes: uint32[m]; None for all rows of the op, if this rank has reported none of them before.
-    codes: uint8[m], `OutcomeKind` by its order, or `RELEASED`; None if all are OK. errnos:
-    int16[m], of the I/O errors. released: uint8[m]; None if neither kernel nor GPU touches these
-    rows' buffers any more. seconds: from the command to the last of these outcomes, on this rank. A
-    reset has one row.
+    `indexes` is uint32[m]; None for all rows of the op, none of which was reported before. `codes`
+    is uint8[m] of `OutcomeKind` by its order, or `RELEASED`; None if all are OK. `errnos` is
+    int16[m] for I/O errors. `released` is uint8[m]; None if neither kernel nor GPU touches these
+    rows' buffers any more. `seconds` is the time from the command to the last of these outcomes on
+    this rank. A reset has one row.
 
-    crcs: uint32, the CRC-32C of the payload of each OK row that stored a chunk in a cache slot of
+    `crcs` is uint32: the payload's CRC-32C of each OK row that stored a chunk in a cache slot of
     every member, in a group with several members per set, in the order of the report's rows; None
-    if there is no such row. rank: the reporting rank, if there are CRCs.
+    if there is no such row. `rank` is the reporting rank, if there are CRCs.
     """
 
     op: int
@@ -362,23 +362,23 @@ class OpReport(_Message):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpReports(_Message):
-    """A rank's reports on several ops: on all rows of each, if this rank has reported none before.
-    All are OK and released, and none has a CRC.
+    """A rank's reports on several ops. Each covers all rows of its op, none of which this rank has
+    reported before; all rows are OK and released, and none has a CRC.
 
-    A step may end hundreds of ops of one chunk, and their reports are columns for the same reason
-    as the rows of an op. ops: uint64[n], as bytes. seconds: float32[n], as in `OpReport`.
+    A step may complete hundreds of one-chunk ops, so their reports are columns too, like an op's
+    rows. `ops` is uint64[n] and `seconds` is float32[n] (as in `OpReport`), both as bytes.
     """
 
     ops: bytes
     seconds: bytes
 
     def each(self) -> Iterator[OpReport]:
-        """Yield the same as one report per op."""
+        """Return the same reports, one per op."""
         columns = zip(*self.columns(), strict=True)
         return (OpReport(op, seconds=seconds) for op, seconds in columns)
 
     def columns(self) -> tuple[list[int], list[float]]:
-        """Return the ops, and the seconds of each."""
+        """Return the ops and the seconds of each op."""
         ops, seconds = np.frombuffer(self.ops, np.uint64), np.frombuffer(self.seconds, np.float32)
         return ops.tolist(), seconds.tolist()
 
@@ -389,7 +389,7 @@ VERDICTS = ("ok", "degraded", "suspect", "gone")
 
 @dataclass(frozen=True, slots=True)
 class VerdictReport(_Message):
-    """A rank's verdict on one target. Look-ups do not hit on an unusable target."""
+    """A rank's verdict on one target. Look-ups find nothing on an unusable target."""
 
     rank: int
     target: int
@@ -412,7 +412,7 @@ class RateReport(_Message):
 
 @dataclass(frozen=True, slots=True)
 class LevelReport(_Message):
-    """The chunks in a rank's queues and in its I/O engine, only for metrics."""
+    """The numbers of chunks in a rank's queues and I/O engine, only for metrics."""
 
     rank: int
     stream_slots_used: int = 0
@@ -422,7 +422,7 @@ class LevelReport(_Message):
     write_waiting: int = 0
     reads_in_flight: int = 0
     writes_in_flight: int = 0
-    #: By lane (targets, then peers): the seconds that a read waits (0 if unknown).
+    #: The seconds that a read waits, by lane (targets, then peers); 0 if unknown.
     read_waits_s: tuple[float, ...] = ()
 
 
@@ -442,7 +442,7 @@ def unpacked(reports: Iterable[Report]) -> Iterator[Report]:
 class AdoptedEntries:
     """The entries that one rank found in its table at start, in no particular order.
 
-    places: int64[n], generations: uint64[n], keys: n keys of equal length, joined.
+    `places` is int64[n], `generations` is uint64[n], and `keys` joins n keys of equal length.
     """
 
     places: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
@@ -457,7 +457,7 @@ class AdoptedEntries:
         return len(self.keys) // len(self) if len(self) else 0
 
     def key_rows(self) -> npt.NDArray[np.void]:
-        """Return one opaque value per key, which can be compared for equality."""
+        """Return one opaque value per key, for comparison."""
         return np.frombuffer(self.keys, f"V{max(1, self.key_bytes)}")
 
 
@@ -465,9 +465,9 @@ class AdoptedEntries:
 class RankHello:
     """A rank's message at start (vLLM's handshake metadata).
 
-    The manager's capacity is the minimum over the ranks, its index the intersection of their
-    adopted entries. `pool_slots` is for all targets together (`slots_by_target`). `groups` are by
-    position, in the same order on all ranks. Fields after `tag` are only for logs and metrics.
+    The manager's capacity is the minimum over the ranks, and its index is the intersection of their
+    adopted entries. `pool_slots` is for all targets together (`slots_by_target`). `groups` are in
+    the same order on all ranks. Fields after `tag` are only for logs and metrics.
     """
 
     rank: int
@@ -479,7 +479,7 @@ class RankHello:
     slot_bytes: int
     groups: tuple[RankGroup, ...] = ()
     adopted: AdoptedEntries = field(default_factory=AdoptedEntries)
-    tag: bytes = b""  # the share tag of this start; empty if no start adopts its chunks
+    tag: bytes = b""  # the share tag of this start; empty if no start may adopt its chunks
     fallbacks: tuple[str, ...] = ()  # parts that run slower than they could, and why
     stream_slots: int = 0
     targets: tuple[str, ...] = ()  # directories

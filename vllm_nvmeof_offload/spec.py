@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The spec, which parses the configuration and builds manager and worker.
+"""The spec, which parses the configuration and builds the manager and the worker.
 
-vLLM makes one in the scheduler and one in each worker; nothing heavy happens until
-`get_manager` or `get_worker`.
+vLLM creates one in the scheduler and one in each worker; nothing expensive happens before
+`get_manager` or `get_worker` is called.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _REPORT_GRACE_S = 5.0
 
 
 class NVMeoFOffloadingSpec(OffloadingSpec):
-    """See the module's docstring."""
+    """The class that vLLM creates; see the module's docstring."""
 
     #: Set by the connector before `get_worker`.
     deployment: Deployment | None = None
@@ -103,7 +103,7 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
             blocks_per_chunk=self.blocks_per_chunk,
             tokens_per_hash=self.tokens_per_hash,
             groups=facts_of(self.config, self.layers.config),
-            # A server that only locks a directory must not share it with one that leases it.
+            # A server that only locks a directory must not share it with servers that lease it.
             **({"share": self.settings.share_group} if self.settings.share_group else {}),
         )
         if self.settings.tuning != TUNING:

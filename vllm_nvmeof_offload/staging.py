@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Staging: all pinned CPU memory of one rank, divided into cache, stream and serve slots.
 
-One anonymous mapping of huge pages on the GPU's NUMA node, populated at start by several threads
-and not inherited by forks (the kernel's writes would not reach a child's copy, nor the parent, if
-the child touched it). The copy engine registers it with CUDA and the I/O engine with its rings, so
-that storage and GPU share one buffer. Ranks that hold equal KV map the staging of all of them
-(`SetMemory`), because each copies from the others' slots too.
+It is one anonymous mapping of huge pages on the GPU's NUMA node. Several threads populate it at
+start. Forks do not inherit it, because copy-on-write could separate the parent from the pages that
+the kernel writes. The copy engine registers it with CUDA and the I/O engine with its rings, so that
+storage and GPU share one buffer. Ranks with equal KV map each other's staging too (`SetMemory`),
+because each copies from the others' slots.
 
-Pages are populated through libc, because Python's own `madvise` keeps the interpreter lock while
-the kernel zeroes memory, which would stop the model's thread and the other populating threads.
+Pages are populated through libc, because Python's own `madvise` holds the GIL while the kernel
+zeroes memory, which would block the model's thread and the other populating threads.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _Progress = Callable[[int, int], None]
 class SetMap:
     """The staging of all members of a set, as this rank maps it.
 
-    `words` is the address of the words through which they wait for each other, as in
-    native/machine/set_memory.h. `member` is this rank's number. `addresses` has each member's cache
-    slot 0. `set_sizes` has, by group, the number of consecutive members with equal bytes.
+    `words` is the address of the words that members use to wait for each other, as in
+    native/machine/set_memory.h. `member` is this rank's number. `addresses` are those of each
+    member's cache slot 0. `set_sizes` is, by group, how many consecutive members have equal bytes.
     """
 
     words: int
@@ -49,7 +49,7 @@ class SetMap:
 
 @dataclass(frozen=True, slots=True)
 class StagingMap:
-    """Addresses of slots: cache slots first, then stream slots, then serve slots; equal strides.
+    """The layout of the slots: cache slots, then stream slots, then serve slots, of equal strides.
 
     `members` is the set that shares its staging, or None if this rank is in no set. Chunks for
     peers are read into the `serve_slots`, which the GPU does not use.
@@ -78,7 +78,7 @@ class StagingMap:
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _MBIND = {"x86_64": 237, "aarch64": 235}
-#: A policy that uses other nodes' memory when this one's is full; binding would end the process.
+#: This policy falls back to other nodes if one is full; strict binding would kill the process.
 _MPOL_PREFERRED = 1
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _STEP_BYTES = 256 * MIB
@@ -86,7 +86,7 @@ _THREADS_MAX = 8
 
 
 def prefer_node(address: int, size_bytes: int, node: int | None) -> bool:
-    """Let pages that do not exist yet come from `node`. Returns False if the kernel refuses.
+    """Prefer `node` for pages that do not exist yet. Return False if the kernel refuses.
 
     `node` is None if the GPU's node is unknown. `address` is page-aligned.
     """
@@ -101,7 +101,7 @@ def prefer_node(address: int, size_bytes: int, node: int | None) -> bool:
 
 
 def populate(address: int, size_bytes: int, on_progress: _Progress) -> None:
-    """Fault every page in now, so that no transfer and no registration pays for it."""
+    """Fault in every page now, so that no transfer or registration pays for it."""
     threads = min(_THREADS_MAX, len(os.sched_getaffinity(0)))
     done = 0
     with ThreadPoolExecutor(threads, thread_name_prefix="nvmeof-populate") as pool:
@@ -122,15 +122,15 @@ def _populate_part(address: int, size_bytes: int) -> int:
             ctypes.memset(address, 0, size_bytes)
             break
         if number not in (errno.EINTR, errno.EAGAIN):  # a write would kill the process
-            raise OSError(number, f"pinned memory cannot be had: {os.strerror(number)}")
+            raise OSError(number, f"cannot get pinned memory: {os.strerror(number)}")
     return size_bytes
 
 
 def _keep_private(memory: mmap.mmap) -> None:
-    """Keep the memory out of forks, and prompts' KV out of core dumps; ask for huge pages."""
+    """Keep the memory out of forks and prompts' KV out of core dumps; request huge pages."""
     memory.madvise(mmap.MADV_DONTFORK)
     memory.madvise(mmap.MADV_DONTDUMP)
-    with contextlib.suppress(OSError):  # no transparent huge pages here, which is only slower
+    with contextlib.suppress(OSError):  # without huge pages it is only slower
         memory.madvise(mmap.MADV_HUGEPAGE)
 
 
@@ -143,14 +143,13 @@ def split_slots(staging_bytes: int, slot_bytes: int, stream_slots: int) -> tuple
 
 
 class SetMemory:
-    """The memory that the members of a set share: their words, and then each one's staging.
+    """The memory that the members of a set share: their words, and then each member's staging.
 
-    The file is anonymous, so that it disappears when the members have ended, and its size is
-    sealed.
+    The file is anonymous, so it disappears when the last member exits, and its size is sealed.
     """
 
     def __init__(self, fd: int, words_bytes: int, staging_bytes: int, members: int) -> None:
-        """Map the file. `words_bytes` is whole pages, `staging_bytes` is per member."""
+        """Map the file. `words_bytes` is a whole number of pages, `staging_bytes` is per member."""
         size = words_bytes + members * staging_bytes
         self._memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
         _keep_private(self._memory)
@@ -168,7 +167,7 @@ class SetMemory:
         return self._view[start : start + self._staging_bytes]
 
     def close(self) -> None:
-        """Unmap. The others keep their mappings."""
+        """Unmap the memory. The other members keep their mappings."""
         self._view.release()
         self._memory.close()
 
@@ -187,10 +186,10 @@ class Membership:
 
 
 class Staging:
-    """Owns the memory. `view` covers all slots; `map` has the address of each. `numa_node` is the
-    node that its pages should come from, None for any. `on_node`: the kernel accepted it.
-    `membership` is the set with this rank's slots in its memory, or None if only this rank has
-    them."""
+    """The owner of the memory. `view` covers all slots; `map` gives their addresses. `numa_node` is
+    the preferred node for the pages, or None; `on_node` is whether the kernel accepted the node.
+    `membership` is the set whose memory contains this rank's slots, or None if the memory is
+    private."""
 
     def __init__(
         self,
@@ -222,14 +221,14 @@ class Staging:
         populate(self.map.base_address, size, _limited(on_progress, size > GIB))
 
     def close(self) -> None:
-        """Unmap, only when no engine can touch the memory any more."""
+        """Unmap the memory, once no engine can touch it any more."""
         del self._array
         self.view.release()
         self._memory.close()
 
 
 def _limited(on_progress: _Progress, is_large: bool) -> _Progress:
-    """Limit `on_progress` to large memory, and to one call per second."""
+    """Limit calls of `on_progress` to large memory, and to one per second."""
     reported_s = time.monotonic()
 
     def report(done: int, total: int) -> None:

@@ -14,7 +14,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 TIB = 1 << 40
 
-#: Alignment of O_DIRECT. 4 KiB satisfies every NVMe namespace and file system we know; a device
+#: Alignment of O_DIRECT. 4 KiB suits every NVMe namespace and file system we know; a device
 #: that needs more is refused when its target is opened.
 PAGE_BYTES = 4096
 #: The header page in front of each slot's payload, both in staging and in the pool.
@@ -27,7 +27,7 @@ _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
 
 
 def align_up(value: int, alignment: int = PAGE_BYTES) -> int:
-    """Return the smallest multiple of `alignment` that is not below `value` (bytes)."""
+    """Round `value` (bytes) up to a multiple of `alignment`."""
     return -(-value // alignment) * alignment
 
 
@@ -37,7 +37,7 @@ def slot_stride_bytes(payload_bytes: int) -> int:
 
 
 def printable(text: str) -> str:
-    """Escape what is not printable in a text that another process wrote, for logs and terminals."""
+    """Escape unprintable characters in another process's text, for logs and terminals."""
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
@@ -58,7 +58,7 @@ def parse_bytes(value: float | str) -> int:
 
 
 def format_bytes(count: float, form: str = ".1f") -> str:
-    """Format a byte count for display, its number by the format specification `form`: `1.5 GiB`."""
+    """Format a byte count for display, such as `1.5 GiB`. `form` is a format specification."""
     for unit, size in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(count) >= size:
             return f"{count / size:{form}} {unit}"
@@ -66,10 +66,10 @@ def format_bytes(count: float, form: str = ".1f") -> str:
 
 
 def human_bytes(count: float) -> str:
-    """Format with four digits, which distinguish two sizes: `1.254 MiB`."""
+    """Format a byte count with four digits, to tell similar sizes apart: `1.254 MiB`."""
     return format_bytes(count, ".4g")
 
 
 def human_seconds(seconds: float) -> str:
-    """Format as `12.34 s`, or `5.67 ms` below a tenth of a second."""
+    """Format a duration as `12.34 s`, or as `5.67 ms` below a tenth of a second."""
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.2f} ms"

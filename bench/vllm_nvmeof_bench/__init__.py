@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks of vllm_nvmeof_offload; `vllm-nvmeof bench …` is their face."""
+"""Benchmarks of vllm_nvmeof_offload, run by `vllm-nvmeof bench …`."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of `bench`, and their cases: each has a report and a way to measure.
+"""The commands of `bench` and their cases, each with a report and a measurement.
 
-A report needs only a file: a module of `reports` has `REPORTS`. What measures has `COMMANDS`.
+A report needs only a results file. Modules of `reports` define `REPORTS`; modules that measure
+define `COMMANDS`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from vllm_nvmeof_bench.results import BenchError
 
 _PACKAGE = "vllm_nvmeof_bench"
 SERVERS, MACHINE, DEVELOPERS = "For your servers", "For this machine", "For developers"
-#: Benchmark, as files name it → the module of its report, and the one that measures it; in the
-#: order of a page.
+#: Benchmark name in results files → report module, measuring module; in the page's order.
 BENCHMARKS = {
     "ttft": ("serve", "serve.measure"),
     "hits": ("serve", "serve.measure"),
@@ -42,8 +42,8 @@ BENCHMARKS = {
 
 @dataclass(frozen=True)
 class Group:
-    """One command of `bench`. panel: of the help. cases: their names → benchmarks; a command of
-    the benchmark's name has none. help: of a command with cases.
+    """One command of `bench`. panel: the help panel that lists it. cases: case name → benchmark;
+    empty if the command is itself a benchmark. help: the help text of a command with cases.
     """
 
     panel: str
@@ -75,9 +75,9 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Command:
-    """How a benchmark is run. help: the command's. settings: a dataclass with options (`settings`).
+    """A benchmark's command. help: the help text. settings: a dataclass of options (`settings`).
 
-    measure: takes the settings, the JSON file to write and what else the settings ask for.
+    measure: runs with these settings and writes the JSON file.
     """
 
     name: str
@@ -87,19 +87,19 @@ class Command:
 
 
 def report_of(name: str) -> Report:
-    """Raises: BenchError: no benchmark has this name, or it is not in this installation."""
+    """Return a benchmark's report; BenchError if it is unknown or not in this installation."""
     found: Report = _find(name, "reports." + _modules(name)[0], "REPORTS")
     return found
 
 
 def command(name: str) -> Command:
-    """As `report_of`."""
+    """Return a benchmark's command; raises errors as `report_of` does."""
     found: Command = _find(name, _modules(name)[1], "COMMANDS")
     return found
 
 
 def words_of(name: str) -> str:
-    """What follows `bench` to run a benchmark."""
+    """The words after `bench` for a benchmark."""
     for command_name, group in GROUPS.items():
         for case, benchmark in group.cases.items():
             if benchmark == name:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-nvmeof bench …`: a command per benchmark, and one that prints their files again; the demo.
+"""`vllm-nvmeof bench …`: a command per benchmark, `report` for results files, and the demo.
 
-The options of `bench NAME` are declared by the benchmark's settings. A benchmark is imported
-when its command is asked for, so that other commands start without waiting for it.
+A benchmark's settings declare the options of `bench NAME`. A benchmark is imported only when its
+command is used, so that other commands start without that delay.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from vllm_nvmeof_bench.results import name_in, size_name
 from vllm_nvmeof_bench.settings import Option, option_of
 from vllm_nvmeof_offload.units import parse_bytes
 
-Plot = Annotated[Path | None, typer.Option(help="Also draw them: a PNG file; needs matplotlib.")]
+Plot = Annotated[Path | None, typer.Option(help="Also draw this PNG file; needs matplotlib.")]
 Goals = Annotated[bool, typer.Option("--targets/--no-targets", help="Print the goals.")]
-Check = Annotated[bool, typer.Option("--check", help="Exit code 1 if a goal is missed.")]
+Check = Annotated[bool, typer.Option("--check", help="Exit with code 1 if a goal is missed.")]
 
 
 class _Benches(TyperGroup):
-    """The benchmarks' commands, made when they are asked for."""
+    """The benchmarks' commands, each built on first use."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*benchmarks.GROUPS, *super().list_commands(ctx)]
@@ -57,7 +57,7 @@ class _Benches(TyperGroup):
 
 bench_app = typer.Typer(
     cls=_Benches,
-    help="Benchmarks: of servers, of this machine's disks and GPU, and of this package's parts.",
+    help="Benchmark servers, this machine's disks and GPU, and parts of this package.",
     no_args_is_help=True,
 )
 
@@ -67,7 +67,7 @@ def _bench(command_name: str, name: str, panel: str | None = None) -> Any:
 
 
 def bench_of(command_name: str, found: Report, command: Command, panel: str | None = None) -> Any:
-    """A command that measures, writes the file and prints it. panel: of the help."""
+    """Build a command that measures, writes the file and prints it. panel: its help panel."""
 
     def run(**given: Any) -> None:
         json_path: Path = given["json_path"]
@@ -75,7 +75,7 @@ def bench_of(command_name: str, found: Report, command: Command, panel: str | No
         reached = found.show(json_path, given["plot"], given.get("goals", True))
         raise typer.Exit(int(given.get("check", False) and not reached))
 
-    file = typer.Option("--json", help="File to write the samples to.")
+    file = typer.Option("--json", help="JSON file for the samples.")
     options: dict[str, tuple[Any, Any]] = {
         **options_of(command.settings),
         "json_path": (Annotated[Path, file], Path(f"build/bench/{found.name}.json")),
@@ -94,7 +94,7 @@ def _command_of(
     text: str,
     panel: str | None = None,
 ) -> Any:
-    """A command of which typer makes the options: name → (type, default)."""
+    """Build a command with these typer options: name → (type, default)."""
     function.__doc__ = text
     function.__annotations__ = {name: kind for name, (kind, _) in options.items()}
     function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -111,7 +111,7 @@ def _command_of(
 
 
 def options_of(settings: type[Any]) -> dict[str, tuple[Any, Any]]:
-    """(type, default) of the options that settings declare, by the names of their fields."""
+    """Return the options that `settings` declares: field name → (type, default)."""
     found: dict[str, tuple[Any, Any]] = {}
     hints = get_type_hints(settings)
     for one in dataclasses.fields(settings):
@@ -124,7 +124,7 @@ def options_of(settings: type[Any]) -> dict[str, tuple[Any, Any]]:
 
 
 def settings_of(settings: type[Any], given: dict[str, Any]) -> Any:
-    """The settings that the options give."""
+    """Build settings from the values of the options."""
     chosen: dict[str, Any] = {}
     hints = get_type_hints(settings)
     for one in dataclasses.fields(settings):
@@ -137,7 +137,7 @@ def settings_of(settings: type[Any], given: dict[str, Any]) -> Any:
 
 
 def _typed(one: dataclasses.Field[Any], hint: Any, option: Option) -> tuple[Any, Any]:
-    """(type, default) for typer, which reads several values, and a size, by `read`."""
+    """Return (type, default) for typer; `read` parses sizes and lists of values."""
     if option.argument:
         return Annotated[hint, typer.Argument(help=option.help)], inspect.Parameter.empty
     flag, more = [option.flag] if option.flag else [], {"help": option.help}
@@ -170,16 +170,16 @@ def _size(count: int) -> str:
 
 
 def demo(
-    json_path: Annotated[
-        Path, typer.Option("--json", help="The file to write the measured numbers to.")
-    ] = Path("build/demo.json"),
+    json_path: Annotated[Path, typer.Option("--json", help="JSON file for the results.")] = Path(
+        "build/demo.json"
+    ),
     quick: Annotated[bool, typer.Option(help="Take fewer samples.")] = False,
-    keep: Annotated[bool, typer.Option(help="Keep the demo's pool directory afterwards.")] = False,
+    keep: Annotated[bool, typer.Option(help="Keep the demo's pool directory.")] = False,
     pool: Annotated[
-        Path | None, typer.Option(help="Create the pool's directory here instead of in build/.")
+        Path | None, typer.Option(help="Create the pool's directory here, not in build/.")
     ] = None,
     random: Annotated[
-        bool, typer.Option("--random", help="Take a random model, and tokens instead of text.")
+        bool, typer.Option("--random", help="Use a random model, with tokens instead of text.")
     ] = False,
 ) -> None:
     """Demonstrate the cache on this machine: a small model, a vLLM server, restart, preemption."""
@@ -194,27 +194,27 @@ def demo(
 @bench_app.command(rich_help_panel=benchmarks.SERVERS)
 def report(
     path: Annotated[
-        Path, typer.Argument(help="A file that a benchmark wrote, or a directory of such files.")
+        Path, typer.Argument(help="A benchmark's results file, or a directory of such files.")
     ],
     plot: Plot = None,
     goals: Goals = True,
     page: Annotated[
         Path | None,
         typer.Option(
-            help="The page of a directory; pictures go beside the page. Default: DIR/REPORT.md."
+            help="Page to write for a directory, next to its pictures. Default: DIR/REPORT.md."
         ),
     ] = None,
     plots: Annotated[
-        bool, typer.Option("--plots/--no-plots", help="Draw the pictures of the page.")
+        bool, typer.Option("--plots/--no-plots", help="Draw pictures for the page.")
     ] = True,
     check: Annotated[
-        bool, typer.Option("--check", help="Exit code 1 if a goal is missed, or a file left out.")
+        bool, typer.Option("--check", help="Exit with code 1 on a missed goal or a left-out file.")
     ] = False,
 ) -> None:
-    """Print the tables of a results file, or write one Markdown page of all files in a directory.
+    """Print a results file's tables, or write one Markdown page for a directory of results files.
 
-    Measures nothing. A file names its benchmark. The page has published figures beside ours; a file
-    that is damaged, or of no known benchmark, gets one line in the page.
+    Nothing is measured. Each file names its benchmark. The page shows published figures next to
+    ours; it gives the reason in one line if a file is damaged or its benchmark unknown.
     """
     if path.is_dir():
         from vllm_nvmeof_bench.page import write
@@ -236,7 +236,7 @@ def _serve_all() -> Any:
         chosen = [part.strip() for part in given["cases"].split(",") if part.strip()] or _SERVED
         for part in chosen:
             if part not in _SERVED:
-                message = f"no case {part!r}; there are {', '.join(_SERVED)}"
+                message = f"no case {part!r}; choose from {', '.join(_SERVED)}"
                 raise typer.BadParameter(message, param_hint="--cases")
         servers = vars(settings_of(ServerSettings, given)) | {"seed": given["seed"]}
         if not given["arms"]:
@@ -247,15 +247,15 @@ def _serve_all() -> Any:
         for name, path in files.items():
             benchmarks.report_of(name).show(path, path.with_suffix(".png"))
 
-    out = typer.Option(help="Directory for one JSON file and picture each.")
+    out = typer.Option(help="Directory for a JSON file and a picture per case.")
     options = {
-        "cases": (Annotated[str, typer.Option(help="Of ttft,hits,turns. Default: all.")], ""),
+        "cases": (Annotated[str, typer.Option(help="Cases: ttft,hits,turns. Default: all.")], ""),
         **options_of(ServerSettings),
         "seed": (Annotated[int, typer.Option(help="Seed of the prompts and the order.")], 1),
         "out": (Annotated[Path, out], Path("build/bench")),
     }
     text = (
-        "Measure ttft, hits and turns one after the other on the same servers, by default sizes."
-        "\n\nServers that are started here start once, and are large enough for all cases."
+        "Measure ttft, hits and turns in sequence on the same servers, with default sizes."
+        "\n\nServers without a given URL are started once, large enough for all cases."
     )
     return _command_of("all", serve, options, text)

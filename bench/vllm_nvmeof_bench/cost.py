@@ -1,29 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench cost`: the cost of offloading where it cannot help, by real servers side by side.
+"""`bench cost`: the cost of offloading where it cannot help, measured on real servers.
 
-Arms, each a `vllm serve` of its own:
+Arms, each a separate `vllm serve`:
 
     none               without offloading
-    ours               with it, by default settings: the chunks of prompts and of what is
-                       generated are stored in the CPU tier and written through to a pool
-    ours_prompt_only   the same with `offload_prompt_only: true`
-    ours_cpu_only      the same with `pool_bytes: 0`: stored, written nowhere
+    ours               with default settings: chunks of prompts and of generated tokens are
+                       stored in the CPU tier and written through to a pool
+    ours_prompt_only   as ours, with `offload_prompt_only: true`
+    ours_cpu_only      as ours, with `pool_bytes: 0`: stored, not written to a pool
 
 Cases, with prompts that no server has seen before:
 
-    single   one request: a prompt of many chunks, few generated tokens
-    batch    requests at once with short prompts, so that decode steps make up nearly all
+    single   one request with a prompt of many chunks and few generated tokens
+    batch    concurrent requests with short prompts, so that nearly all steps are decode steps
 
-The model keeps 32 KiB of KV per token, so that a chunk is one block of 32 tokens, 1 MiB: near
-what a model of 8 B parameters has on a GPU, and with many chunks, which decide offloading's cost.
+The model has 32 KiB of KV per token, so that a chunk is one block of 32 tokens, 1 MiB: close to
+a model of 8 B parameters on a GPU, and with many chunks, which determine offloading's cost.
 
-All servers are up at the same time; requests go to one at a time. Every round has all cases and
-arms in turn, in an order drawn from the seed. The arms of a round are compared only with each
-other: they were measured within seconds, with the same prompts.
+All servers run at the same time; requests are sent to one at a time. Every round measures all
+cases and arms, in an order drawn from the seed. Only arms of the same round are compared: they
+are measured within seconds of each other, with the same prompts.
 
-vLLM publishes what its connector counted with the next step that computes something. So every
-reading of the counters follows a short request, outside the time and the CPU seconds that are
-taken.
+vLLM publishes its connector's counters with the next step that computes something. So every
+reading of the counters follows a short request, which is excluded from the measured times.
 """
 
 from __future__ import annotations
@@ -60,28 +59,28 @@ from vllm_nvmeof_bench.servers.server import (
 from vllm_nvmeof_bench.settings import check_names, check_positive, option, recorded
 from vllm_nvmeof_offload.units import GIB
 
-#: The GPU cache holds this many times what is asked for at once.
+#: The GPU cache holds this many times the tokens of concurrent requests.
 _ROOM = 4
 _MODEL_BYTES = GIB // 2
-#: Rounds of warming up have numbers of their own, so that their prompts do too.
+#: First number of the warm-up rounds, whose prompts thus differ from those of other rounds.
 _WARM_UP = 1_000_000
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One run. warm_ups: rounds before, not kept: what only first requests cost.
+    """One run. warm_ups: rounds before the measured ones, to leave out the cost of first requests.
 
-    staging_gib, pool_bytes: of each server that offloads; far below the defaults, which several
-    servers on one machine could not have together. idle_s: how long all servers get no request,
-    to see what an idle one uses.
+    staging_gib, pool_bytes: for each server that offloads; far below the defaults, which would be
+    too much for several servers on one machine. idle_s: how long the CPU use of idle servers is
+    measured.
     """
 
     directory: Path = option(
-        Path("build/bench/disk"), "Directory for the model and the pools.", flag="--dir"
+        Path("build/bench/disk"), "Directory for model and pools.", flag="--dir"
     )
-    arms: tuple[str, ...] = option((BASE, OURS, PROMPT_ONLY), f"Servers: some of {','.join(ARMS)}.")
-    pairs: int = option(20, "Rounds, each with every server.", min=1)
-    seed: int = option(1, "Seed of the prompts and of the order.")
+    arms: tuple[str, ...] = option((BASE, OURS, PROMPT_ONLY), f"Servers: {','.join(ARMS)}.")
+    pairs: int = option(20, "Rounds, each measuring every server.", min=1)
+    seed: int = option(1, "Seed for prompts and order.")
     warm_ups: int = 2
     single_prompt_tokens: int = 1024
     single_answer_tokens: int = 16
@@ -100,14 +99,14 @@ class Settings:
         check_positive(self, "pairs")
 
     def sizes_of(self, case: str) -> tuple[int, int, int]:
-        """Requests at once, tokens of each prompt, and of each answer."""
+        """Return concurrent requests, tokens per prompt, and tokens per answer."""
         if case == "single":
             return 1, self.single_prompt_tokens, self.single_answer_tokens
         return self.batch_requests, self.batch_prompt_tokens, self.batch_answer_tokens
 
     @property
     def tokens_at_once(self) -> int:
-        """The most tokens that requests hold at the same time."""
+        """The most tokens that concurrent requests occupy."""
         sizes = map(self.sizes_of, CASES)
         return max(count * (prompt + answer) for count, prompt, answer in sizes)
 
@@ -122,7 +121,7 @@ class Settings:
 
     @property
     def disk_bytes_max(self) -> int:
-        """The most bytes on the disk at any time: the model and the pools."""
+        """The most disk space used at any time, by the model and the pools."""
         pools = sum(name in (OURS, PROMPT_ONLY) for name in self.arms)
         return _MODEL_BYTES + pools * self.pool_bytes
 
@@ -137,10 +136,10 @@ _QUIET_S_MAX = 120.0
 
 
 def cpu_of_groups(groups: Iterable[int]) -> dict[int, float]:
-    """CPU seconds of each process group, which the kernel counts in ticks of 10 ms per process.
+    """Return the CPU seconds of each process group, which the kernel counts in ticks of 10 ms.
 
-    A process counts with its own user and system time and with that of its children that have
-    ended and been waited for, so that nothing is lost or counted twice when a child ends.
+    A process's time is its user and system time plus that of children that have exited and been
+    waited for, so that nothing is lost or counted twice when a child exits.
     """
     ticks = dict.fromkeys(groups, 0)
     for stat in process_stats():
@@ -154,14 +153,14 @@ def wait_until_quiet(
     now_s: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> float:
-    """Wait until `cpu_s` hardly grows any more; return how many seconds that took.
+    """Wait until `cpu_s` hardly grows any more; return how many seconds this took.
 
-    Writes behind the last token, and the engine's steps that wait for their reports, end here:
-    they belong to the requests before. vLLM's own processes spin for a second behind their last
-    step, with and without offloading.
+    Writes after the last token, and engine steps that wait for their reports, still belong to the
+    measured requests. vLLM's processes spin for a second after their last step, with and without
+    offloading.
 
     Raises:
-        BenchError: the server goes on working for `_QUIET_S_MAX`.
+        BenchError: the server is still working after `_QUIET_S_MAX`.
     """
     start_s, before = now_s(), cpu_s()
     while True:
@@ -182,7 +181,7 @@ def wait_until_quiet(
 
 
 def extra_config(arm: str, settings: Settings, target: Path) -> dict[str, Any]:
-    """`kv_connector_extra_config` of an arm that offloads."""
+    """Return the `kv_connector_extra_config` of an arm that offloads."""
     pool_bytes = 0 if arm == CPU_ONLY else settings.pool_bytes
     extra: dict[str, Any] = {"targets": [str(target)], "pool_bytes": pool_bytes}
     return extra | ({"offload_prompt_only": True} if arm == PROMPT_ONLY else {})
@@ -198,7 +197,7 @@ def server_spec(arm: str, settings: Settings, model: Path, home: Path) -> Server
 
 
 def cpu_s_of(fleet: Fleet) -> dict[str, float]:
-    """CPU seconds of every server so far, by arm."""
+    """Return each server's CPU seconds so far, by arm."""
     found = cpu_of_groups(server.pid for server in fleet.servers.values())
     return {arm: found[server.pid] for arm, server in fleet.servers.items()}
 
@@ -209,7 +208,7 @@ _HITS = ("vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total"
 
 
 def prompts_of(settings: Settings, case: str, number: int) -> list[list[int]]:
-    """The prompts of a round: the same for every arm, never the same in two rounds."""
+    """Return a round's prompts: the same for every arm, different in every round."""
     dice = np.random.default_rng([settings.seed, CASES.index(case), number])
     count, length, _ = settings.sizes_of(case)
     return [random_tokens(dice, length, settings.shape) for _ in range(count)]
@@ -221,7 +220,7 @@ async def ask(
     """Send all prompts at once; return the seconds to the first token (median) and to the last.
 
     Raises:
-        BenchError: a request failed, or an answer is not whole.
+        BenchError: a request failed or an answer is incomplete.
     """
     start_s = time.perf_counter()
     asked = (client.attempt(prompt, answer_tokens) for prompt in prompts)
@@ -234,10 +233,10 @@ async def ask(
 
 
 def _measure(fleet: Fleet, settings: Settings, arm: str, case: str, number: int) -> Sample:
-    """Ask `arm`'s server what `case` asks for, while the others have nothing to do."""
+    """Send `case`'s requests to `arm`'s server while the other servers are idle."""
     for name, server in fleet.servers.items():
         if not server.running:
-            raise BenchError(f"arm {name}: its server has ended; its log is {server.log_path}")
+            raise BenchError(f"arm {name}: its server has exited; see {server.log_path}")
     prompts, (_, _, answer) = prompts_of(settings, case, number), settings.sizes_of(case)
     before = _counters(fleet, arm)
     wait_until_quiet(lambda: sum(cpu_s_of(fleet).values()))
@@ -251,7 +250,7 @@ def _measure(fleet: Fleet, settings: Settings, arm: str, case: str, number: int)
         return round(after.value(name) - before.value(name))
 
     def seconds_of(name: str) -> float | None:
-        """None for a counter that the server does not have, or never raises."""
+        """Return the seconds counted; None if the server lacks the counter or it did not grow."""
         full = f"vllm:nvmeof_{name}_seconds_total"
         return (after.value(full) - before.value(full)) or None
 
@@ -279,7 +278,7 @@ def _measure(fleet: Fleet, settings: Settings, arm: str, case: str, number: int)
 
 
 def _idle_shares(fleet: Fleet, settings: Settings) -> dict[str, float]:
-    """Cores that each server uses while nobody asks it anything."""
+    """Return the number of cores that each server uses while it receives no requests."""
     wait_until_quiet(lambda: sum(cpu_s_of(fleet).values()))
     before, start_s = cpu_s_of(fleet), time.perf_counter()
     time.sleep(settings.idle_s)
@@ -288,10 +287,10 @@ def _idle_shares(fleet: Fleet, settings: Settings) -> dict[str, float]:
 
 
 def _counters(fleet: Fleet, arm: str) -> Metrics:
-    """Everything that the server has counted up to now."""
+    """Return the server's counters, complete up to now."""
     metrics: Metrics = fleet.run(fleet.clients[arm].counted())
     if not metrics.has("vllm:prompt_tokens_total"):
-        raise BenchError(f"arm {arm}: the server's /metrics failed")
+        raise BenchError(f"arm {arm}: the server's /metrics cannot be read")
     return metrics
 
 
@@ -301,14 +300,14 @@ def _counters(fleet: Fleet, arm: str) -> Metrics:
 def _rounds(
     fleet: Fleet, settings: Settings, found: dict[str, Any], on_progress: OnProgress
 ) -> list[Sample]:
-    """Warm up, measure what idle servers use, which goes to the conditions, and do the rounds."""
+    """Warm up, measure idle servers, for `found`, the conditions, and run the rounds."""
     total = settings.pairs * len(CASES) * len(settings.arms)
     for number in range(settings.warm_ups):
         for case in CASES:
             for arm in settings.arms:
                 on_progress(0, total, f"warming up · {case} · {arm}")
                 _measure(fleet, settings, arm, case, _WARM_UP + number)
-    on_progress(0, total, "measuring what idle servers use")
+    on_progress(0, total, "measuring idle servers")
     found["idle_cores"] = _idle_shares(fleet, settings)
     samples: list[Sample] = []
     for number in range(settings.pairs):
@@ -321,7 +320,7 @@ def _rounds(
 
 
 def _conditions(settings: Settings, home: Path) -> dict[str, Any]:
-    """Versions, machine and disk, and what each arm is."""
+    """Return versions, machine, disk, and each arm's configuration."""
     arms: dict[str, Any] = {BASE: {}}
     for name in settings.arms:
         if name != BASE:
@@ -339,10 +338,10 @@ def _conditions(settings: Settings, home: Path) -> dict[str, Any]:
 
 
 def measure(settings: Settings, json_path: Path) -> None:
-    """Run, and write the JSON file; the servers' logs stay beside it if the run fails.
+    """Run the benchmark and write the JSON file; if it fails, the servers' logs are kept there too.
 
     Raises:
-        BenchError: too little space, a server that does not start, or one that failed.
+        BenchError: there is too little space, or a server failed or did not start.
     """
     logs = json_path.parent / "cost-logs"
     with (
@@ -364,11 +363,11 @@ def measure(settings: Settings, json_path: Path) -> None:
 COMMANDS = (
     Command(
         "cost",
-        """Measure what offloading costs when nothing is ever found and everything fits.
+        """Measure what offloading costs when no lookup ever hits and everything fits.
 
-        Starts a real `vllm serve` for each arm, all at once, asks them in turn, and compares each
-        with the one without offloading, round by round. Takes about 10 minutes, 6 GiB of memory
-        and up to 5 GiB of the disk, which is left as it was. Nothing else should run meanwhile.
+        Starts a real `vllm serve` per arm, all at once, sends requests to one at a time, and
+        compares each with the server without offloading, round by round. Takes about 10 minutes,
+        6 GiB of memory and up to 5 GiB of disk, freed at the end. Nothing else should run then.
         """,
         Settings,
         measure,

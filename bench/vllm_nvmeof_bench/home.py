@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a benchmark works: a directory that is gone afterwards, an interpreter that is quiet."""
+"""A benchmark's temporary directory, and an interpreter without garbage collection."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vllm_nvmeof_offload.units import format_bytes
 
 @contextlib.contextmanager
 def home_in(directory: Path, bytes_max: int, remedy: str = "give another --dir") -> Iterator[Path]:
-    """A new directory inside `directory`, which is deleted with all that is in it.
+    """Create a new directory inside `directory`, and delete it with its content at the end.
 
     Raises: BenchError: `directory` cannot be used, or has less than `bytes_max` free.
     """
@@ -35,7 +35,7 @@ def home_in(directory: Path, bytes_max: int, remedy: str = "give another --dir")
             free = shutil.disk_usage(home).free
             if free < bytes_max:
                 raise BenchError(
-                    f"{directory} has {format_bytes(free)} free; this run takes up to "
+                    f"{directory} has {format_bytes(free)} free; this run needs up to "
                     f"{format_bytes(bytes_max)}: {remedy}"
                 )
             yield home
@@ -47,9 +47,9 @@ def home_in(directory: Path, bytes_max: int, remedy: str = "give another --dir")
 
 
 def drop_logs(logs: Path, names: Iterable[str]) -> None:
-    """Delete the logs of the servers `names`; the directory too, unless something else is in it.
+    """Delete the logs of the servers `names`, and the directory if it is then empty.
 
-    It lies where the user has files, under a name that one of those may have had before.
+    The directory is among the user's files, and one with this name may have existed before.
     """
     for name in names:
         with contextlib.suppress(OSError):
@@ -59,7 +59,7 @@ def drop_logs(logs: Path, names: Iterable[str]) -> None:
 
 
 def sync_file_system(directory: Path) -> None:
-    """Write out what is dirty on the file system of `directory`."""
+    """Write dirty pages of the file system of `directory` to its device."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         ctypes.CDLL(None).syncfs(fd)
@@ -81,7 +81,7 @@ def _sigterm_as_interrupt() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_interpreter() -> Iterator[None]:
-    """No garbage collection inside a measurement."""
+    """Disable garbage collection during a measurement."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench latency`: random I/O on two targets at jobs × depth and two sizes, by fio and by ours.
+"""`bench latency`: random I/O on two targets by jobs × depth and size, by fio and by our engine.
 
-A *point* is a size, a number of jobs and a depth. At each, on each target, two arms:
+A *point* is a size, a number of jobs and a depth. Each is measured on each target with two arms:
 
     fio    `jobs` processes with io_uring, registered buffers and files, O_DIRECT
-    ours   `jobs` processes, each with the product's engine on a pool of its own, as ranks have
+    ours   `jobs` processes, each with the product's engine and a separate pool, like ranks
 
-A job does random reads (or writes) in 64 MiB of its own, written before, and keeps `depth` of
-them in flight: as one ends the next is submitted. A latency is measured from the submission to
-the caller's return. That of ours includes the Python caller: sealing, checksums, proof of
-identity, the ring's thread and the wake-up. At 4 KiB our slot is 8 KiB, a header page and the
-payload; at the slot's size both move the slot's bytes.
+A job does random reads (or writes) in its own 64 MiB, written before, and keeps `depth` of them in
+flight: whenever one completes, the next is submitted. Latency is measured from submission until the
+caller has the result. That of ours includes the Python caller: sealing, checksums, the identity
+check, the ring's thread and the wake-up. At 4 KiB our slot is 8 KiB, a header page and the
+payload; at the slot's size both arms move all bytes of the slot.
 
-At every point and in every round both arms run on both targets in a drawn order, so that what is
-compared was measured within seconds. Sizes follow each other, each with its own files and pools.
-The throttle, if there is one, is set before each measurement and taken off after it; this process
-and its children are in its group from the start.
+At every point and in every round both arms run on both targets in a drawn order, so that compared
+values are measured within seconds of each other. Sizes are measured in sequence, each with its own
+files and pools. The throttle, if any, is set before each measurement and removed after it; this
+process and its children are in its group from the start.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ _CASES = ("read", "write")
 _THROTTLE_MB_PER_S = 100
 _REMEDY = "give another --target, or fewer --jobs"
 _MB = 1_000_000
-#: The throttle's slices: what one has left over is not the next measurement's.
+#: A pause after setting the throttle, so that the rest of an unthrottled time slice is not used.
 _SLICE_S = 0.15
 _T = TypeVar("_T")
 
 
 class Place(NamedTuple):
-    """A target. mb_per_s: what its disk is throttled to; None: as it is."""
+    """A target. mb_per_s: its disk's throttle; None: not throttled."""
 
     name: str
     directory: Path
@@ -78,25 +78,25 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """One run. slot_bytes: the payload of the pool's slot. ramp_s: before what is counted."""
+    """One run. slot_bytes: payload of a pool slot. ramp_s: duration before operations count."""
 
     target: tuple[str, ...] = option(
         ("local=build/bench/latency-disk",),
-        "NAME=DIRECTORY, once or twice: what the second adds to the first. Given once, a "
-        "throttled stand-in on the same disk is the second.",
+        "NAME=DIRECTORY, once or twice: the second is compared with the first. If given once, "
+        "the second is a throttled stand-in on the same disk.",
         recorded=False,
         repeated=True,
     )
-    throttle: int = option(0, "MB/s of the second target's disk; 0: as it is.", min=0)
-    cases: tuple[str, ...] = option(("read",), "Of read,write.")
-    jobs: tuple[int, ...] = option((1, 2, 4), "Processes at once.")
+    throttle: int = option(0, "Throttle of the second target in MB/s; 0: none.", min=0)
+    cases: tuple[str, ...] = option(("read",), "Cases: read,write.")
+    jobs: tuple[int, ...] = option((1, 2, 4), "Concurrent processes.")
     depths: tuple[int, ...] = option((1, 4, 16), "I/Os in flight in each process.")
     slot_bytes: int = size_option(
-        512 * KIB, "Payload of the pool's slot, beside 4 KiB.", flag="--slot"
+        512 * KIB, "Payload of a pool slot, measured after 4 KiB.", flag="--slot"
     )
-    rounds: int = option(5, "Samples of everything.", min=1)
-    run_s: float = option(0.5, "Seconds of one measurement.", flag="--seconds")
-    seed: int = option(1, "Seed of contents, places and orders.")
+    rounds: int = option(5, "Samples per measurement.", min=1)
+    run_s: float = option(0.5, "Seconds per measurement.", flag="--seconds")
+    seed: int = option(1, "Seed for contents, places and orders.")
     ramp_s: float = 0.1
     job_bytes: int = 64 * MIB
 
@@ -104,9 +104,9 @@ class Settings:
         check_names("case", self.cases, _CASES)
         check_positive(self, "jobs", "depths", "rounds")
         if self.run_s <= 0:
-            raise BenchError("a measurement is longer than 0 s")
+            raise BenchError("a measurement must be longer than 0 s")
         if self.slot_bytes < PAYLOAD_MIN or self.slot_bytes % PAYLOAD_MIN:
-            raise BenchError(f"slot of {self.slot_bytes} bytes: a multiple of 4 KiB, for O_DIRECT")
+            raise BenchError(f"slot of {self.slot_bytes} bytes: O_DIRECT needs multiples of 4 KiB")
         if self.slots(self.slot_bytes) < 2 * max(self.depths):
             raise BenchError(
                 f"{max(self.depths)} slots of {self.slot_bytes} bytes in flight need more than "
@@ -117,10 +117,10 @@ class Settings:
     def places(self) -> tuple[Place, Place]:
         """The two targets.
 
-        Of one target the second is a throttled stand-in in the same directory. Of two, a throttle
-        is the second's, whose name then says so.
+        If only one was given, the second is a throttled stand-in in the same directory. Of two, the
+        second is throttled if a throttle is set; its name then says so.
 
-        Raises: BenchError: not of the form NAME=DIRECTORY, or not two targets.
+        Raises: BenchError: a target is not NAME=DIRECTORY, or there are not one or two of them.
         """
         given = [text.partition("=") for text in self.target]
         named = {name: Path(directory) for name, _, directory in given if name and directory}
@@ -149,20 +149,20 @@ class Settings:
         return [Point(*side) for side in sides]
 
     def slots(self, payload_bytes: int) -> int:
-        """Slots of one job's pool."""
+        """Return the number of slots in one job's pool."""
         return self.job_bytes // slot_stride_bytes(payload_bytes)
 
     @property
     def disk_bytes_max(self) -> int:
-        """The most bytes on one target: a pool and a file per job, and the pools' tables."""
+        """The most space used on one target: a pool and a file per job, and the pools' tables."""
         return max(self.jobs) * (2 * self.job_bytes + 8 * MIB)
 
 
-# -- one job of ours, in a process of its own ------------------------------------------------
+# -- one job of ours, in a separate process ---------------------------------------------------
 
 
 class Order(NamedTuple):
-    """Keep `depth` in flight for ramp_s + run_s, of which run_s counts."""
+    """An order to keep `depth` operations in flight for ramp_s + run_s, of which run_s counts."""
 
     case: str
     depth: int
@@ -171,9 +171,9 @@ class Order(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """latencies_us: of what was submitted after the ramp, also if it ended after the run.
+    """A job's result. latencies_us: of operations submitted after the ramp.
 
-    seconds: from the end of the ramp to the last of them; cpu_s: of the process meanwhile.
+    seconds: from the ramp's end to the last completion; cpu_s: CPU time used in that period.
     """
 
     latencies_us: list[float]
@@ -189,12 +189,12 @@ def drive(
     clock: Callable[[], float] = time.perf_counter,
     cpu: Callable[[], float] = time.process_time,
 ) -> Answer:
-    """Random slots, none twice at a time, closed loop; what is in flight at the end is awaited.
+    """Run operations on random slots, each slot at most once at a time, in a closed loop.
 
-    Raises: BenchError: an operation failed, or nothing ends for a minute.
+    Raises: BenchError: an operation failed, or none completed for a minute.
     """
     waiting = collections.deque(dice.sample(range(slots), slots))
-    handed: dict[int, tuple[float, int]] = {}  # token → when, which slot
+    handed: dict[int, tuple[float, int]] = {}  # token → (time of submission, slot)
     token, latencies = 0, []
     now_s = clock()
     counted_s, end_s = now_s + order.ramp_s, now_s + order.ramp_s + order.run_s
@@ -223,13 +223,13 @@ def drive(
 def _opened(
     directory: Path, payload_bytes: int, slots: int, seed: int
 ) -> tuple[EngineMover, random.Random]:
-    """The engine of this process, on a pool of its own that was written once."""
+    """Return this process's engine, on its own pool, which is written once."""
     staging = Staging(slot_stride_bytes(payload_bytes), slots, 0)
     fill(staging, seed)
     try:
         mover = EngineMover("uring", Ground(directory, payload_bytes, slots, staging))
         mover.fill()
-    except OffloadError as error:  # as one that the parent can read
+    except OffloadError as error:  # a BenchError can be pickled for the parent
         raise BenchError(f"a job of ours cannot start: {error}") from None
     return mover, random.Random(seed)
 
@@ -246,12 +246,12 @@ def _drive_here(order: Order, *job: Any) -> Answer:
 
 # -- arms ---------------------------------------------------------------------------------
 
-#: Measures a point, from a seed; returns the fields of a `Sample` that are measured.
+#: Measures a point with a seed; returns the measured fields of a `Sample`.
 _Measure = Callable[[Point, int], dict[str, Any]]
 
 
 def _fio_arm(fio: Fio, directory: Path, settings: Settings) -> _Measure:
-    """One file per job, written once; a run starts as many processes as the point has jobs."""
+    """Write one file per job; return fio's measurement, which runs one process per job."""
     directory.mkdir()
     files = [directory / f"file-{job}" for job in range(max(settings.jobs))]
     for number, path in enumerate(files):
@@ -272,7 +272,7 @@ def _fio_arm(fio: Fio, directory: Path, settings: Settings) -> _Measure:
         report = fio.run(options, files[: point.jobs])
         total = report["jobs"][0]["mixed"]
         if not total["total_ios"]:
-            raise BenchError(f"fio ended nothing in {settings.run_s} s: give a longer --seconds")
+            raise BenchError(f"fio completed nothing in {settings.run_s} s: increase --seconds")
         moved = fio_moved(report, "lat_ns")
         return {
             "operations": total["total_ios"],
@@ -289,10 +289,10 @@ def _fio_arm(fio: Fio, directory: Path, settings: Settings) -> _Measure:
 def _our_arm(
     stack: contextlib.ExitStack, directory: Path, settings: Settings, payload_bytes: int
 ) -> tuple[_Measure, list[str]]:
-    """Its measurement, and the engines that the kernel let it have.
+    """Return our measurement, and the names of the engines in use.
 
-    One process per job, which waits between measurements and does not stop at Ctrl-C. The seed is
-    fio's: ours goes on in the order that it drew at its start.
+    One process per job waits between measurements and ignores Ctrl-C. A measurement's seed is only
+    for fio: our jobs continue the random order from their start.
     """
     directory.mkdir()
     slots, at_start = settings.slots(payload_bytes), (signal.SIGINT, signal.SIG_IGN)
@@ -312,11 +312,11 @@ def _our_arm(
         answers = _results(child.submit(_drive_here, order, *job) for child, job in running)
         latencies = [one for answer in answers for one in answer.latencies_us]
         if not latencies:
-            raise BenchError(f"nothing ended in {order.run_s} s: give a longer --seconds")
+            raise BenchError(f"nothing completed in {order.run_s} s: increase --seconds")
         rates = [
             len(answer.latencies_us) * payload_bytes / MIB / answer.seconds
             for answer in answers
-            if answer.latencies_us  # else the target is so slow that one job had no turn
+            if answer.latencies_us  # none if the target is so slow that a job completed nothing
         ]
         moved = len(latencies) * payload_bytes
         return {
@@ -332,12 +332,12 @@ def _our_arm(
 
 
 def _results(begun: Iterable[Future[_T]]) -> list[_T]:
-    """Wait for all of them, which run at once."""
+    """Wait for all futures, which run concurrently."""
     futures = list(begun)
     try:
         return [one.result() for one in futures]
     except BrokenExecutor as error:
-        raise BenchError(f"a job of ours ended: {error}") from None
+        raise BenchError(f"a job of ours exited: {error}") from None
 
 
 # -- the run ------------------------------------------------------------------------------
@@ -348,13 +348,13 @@ def run(
     keep: Callable[[list[Sample], dict[str, Any]], None],
     on_progress: OnProgress = unheard,
 ) -> None:
-    """Measure; after each size `keep` gets all samples so far, and the conditions.
+    """Measure; after each size, pass all samples so far and the conditions to `keep`.
 
     Raises:
-        BenchError: no fio, no io_uring, too little space, or an arm failed.
-        ThrottleError: a throttle is wanted and cannot be had.
+        BenchError: fio, io_uring or space is missing, or an arm failed.
+        ThrottleError: a throttle is needed but not possible here.
     """
-    places, fio = settings.places, Fio()  # what is wrong with the settings comes first
+    places, fio = settings.places, Fio()  # report wrong settings first
     with contextlib.ExitStack() as stack:
         homes = {
             place.name: stack.enter_context(
@@ -397,12 +397,12 @@ class _Run:
     engines: set[str] = field(default_factory=set)
 
     def size(self, payload_bytes: int) -> None:
-        """Measure all points of a size, whose files are deleted at the end."""
+        """Measure all points of a size; delete its files at the end."""
         settings, name = self.settings, size_name(payload_bytes)
         with contextlib.ExitStack() as stack:
             arms: dict[tuple[str, str], _Measure] = {}
             for place in self.settings.places:
-                self._report(f"{name} · writing everything once on {place.name}")
+                self._report(f"{name} · writing all files on {place.name}")
                 home = self.homes[place.name] / f"payload-{payload_bytes}"
                 home.mkdir()
                 stack.callback(shutil.rmtree, home, ignore_errors=True)
@@ -427,7 +427,7 @@ class _Run:
             found[place, arm] = Sample(
                 target=place.name, arm=arm, round=number, **asdict(point), **measured
             )
-        # The file keeps the targets' order: what the second adds to the first.
+        # The results file keeps the order of targets: the second is compared with the first.
         self.samples += [found[pair] for pair in pairs]
 
     def _limit(self, mb_per_s: int | None) -> None:
@@ -446,9 +446,9 @@ class _Run:
 
 
 def measure(settings: Settings, json_path: Path) -> None:
-    """Run, and write the JSON file after each size.
+    """Run the benchmark, and write the JSON file after each size.
 
-    Raises: BenchError, ThrottleError: it cannot run here, or an arm failed.
+    Raises: BenchError, ThrottleError: the benchmark cannot run here, or an arm failed.
     """
     with progress() as on_progress:
         run(settings, lambda *found: dump(json_path, "latency", *found), on_progress)
@@ -457,11 +457,11 @@ def measure(settings: Settings, json_path: Path) -> None:
 COMMANDS = (
     Command(
         "latency",
-        """Measure the latency of random I/O on two targets, and what our engine adds to fio there.
+        """Measure the latency of random I/O on two targets, and what our engine adds to fio's.
 
-        At each number of jobs and depth, with 4 KiB and with whole slots, interleaved. Takes about
-        6 minutes and 0.6 GiB of each target, which is left as it was. A throttle needs a control
-        group, for which this mostly has to run as root. Nothing else should run meanwhile.
+        Measures each number of jobs and depth with 4 KiB and with whole slots, interleaved. Takes
+        about 6 minutes and 0.6 GiB on each target, freed at the end. A throttle needs a control
+        group, and so usually root. Nothing else should run at the same time.
         """,
         Settings,
         measure,

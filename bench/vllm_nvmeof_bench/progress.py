@@ -9,19 +9,19 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-#: (measurements done, of how many, what comes next)
+#: Called with: measurements done, measurements in total, what is measured next.
 OnProgress = Callable[[int, int, str], None]
 
 
 def unheard(done: int, total: int, what: str) -> None:
-    """Report progress to nobody."""
+    """Ignore progress."""
 
 
 @contextmanager
 def progress(logged: Callable[[str], bool] = lambda what: True) -> Iterator[OnProgress]:
-    """A bar that is drawn only between measurements: a refreshing thread would be measured.
+    """Show a bar that is drawn only between measurements: a refresh thread would affect them.
 
-    logged: which descriptions go to a log, where there is no terminal.
+    logged: returns whether to print a description when stderr is not a terminal.
     """
     columns = (
         TextColumn("{task.description}"),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench replay`: each arm gets the same sessions of a trace, at the same pace, one arm at a time.
+"""`bench replay`: replay the same sessions of a trace at the same pace against each arm in turn.
 
-A session's next request is sent when its answer has come and the user has thought: a server that
-falls behind is asked later, not more, and computes again the contexts that its users have lost
-meanwhile. The replay shows that spiral.
+A session's next request is sent after the last answer and the user's think time. A server that
+falls behind thus gets later requests, not more at once, and must recompute contexts that were
+evicted in the meantime. The replay shows this spiral.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from vllm_nvmeof_bench.traces import (
     thinking_s,
 )
 
-#: The first id of a tail: no trace has so many blocks.
+#: The first ID for partial blocks; no trace has this many blocks.
 _TAIL = 1 << 50
 
 
 @dataclass(frozen=True)
 class Vocabulary(Tokens):
-    """Token ids of prompts that have the prefix structure of a trace.
+    """Generates prompts with the prefix structure of a trace.
 
-    Equal block ids give equal tokens, different ids different tokens, on every machine and for the
-    same seed. Tokens behind the last whole block follow from that block; only prompts with exactly
-    the same blocks share them.
+    Equal block IDs give equal tokens, different IDs different tokens, on every machine with the
+    same seed. Tokens after the last whole block are derived from that block; only prompts with
+    exactly the same blocks share them.
     """
 
     low: int = 300
@@ -57,10 +57,10 @@ class Vocabulary(Tokens):
     seed: int = 1
 
     def prompt(self, request: Request, block_tokens: int) -> list[int]:
-        """The request's `input_tokens` token ids.
+        """Return the request's `input_tokens` token IDs.
 
-        Of each block id come `block_tokens` tokens: first its digits, so that no two ids are
-        alike, then a hash of the seed and the id.
+        Each block ID gives `block_tokens` tokens: first the digits of the ID, so that no two IDs
+        give the same tokens, then a hash of the seed and the ID.
         """
         count, base = request.input_tokens, self.high - self.low
         blocks = -(-count // block_tokens)
@@ -78,10 +78,10 @@ class Vocabulary(Tokens):
 
 @dataclass(frozen=True)
 class Settings(ServerSettings):
-    """One replay; `pace` has the seed."""
+    """One replay; the seed is in `pace`."""
 
     arms: tuple[str, ...] = arms_option("none", "cpu", "pool")
-    token_ids: str = option("300:2000", "Token ids of the prompts, LOW:HIGH, in the vocabulary.")
+    token_ids: str = option("300:2000", "Range LOW:HIGH of the prompts' token IDs.")
     directory: Path = option(
         Path("build/bench/replay-disk"),
         "Directory for the pools of the servers started here.",
@@ -91,17 +91,17 @@ class Settings(ServerSettings):
     pace: Pace = field(default_factory=Pace)
     duration_s: float = option(300.0, "Seconds per arm.", flag="--duration")
     context_tokens_max: int = option(
-        131_072, "A session ends before its first longer request.", flag="--context-max", min=1
+        131_072, "Longest request in tokens; a session ends before it.", flag="--context-max", min=1
     )
     block_tokens: int = option(
-        0, "Tokens that replay one block of the trace; 0: as many as it stands for.", min=0
+        0, "Tokens per block of the trace in the replay; 0: as in the trace.", min=0
     )
-    sessions: int = option(0, "Sessions of the trace, drawn from the seed; 0: all.", min=0)
+    sessions: int = option(0, "Sessions to draw from the trace by the seed; 0: all.", min=0)
     gpu_tokens: int = option(8192, "Tokens in the GPU cache of servers started here.", min=64)
     third_tokens: int = option(
         0,
-        "Tokens in a CPU tier that holds a third. 0: a third of the whole trace, of which a short "
-        "run may never ask for more.",
+        "Tokens in a CPU tier that holds a third. 0: a third of the whole trace, which may be all "
+        "that a short run needs.",
         min=0,
     )
 
@@ -125,10 +125,10 @@ def _measure(settings: Settings, json_path: Path) -> None:
 
 
 def trace_of(settings: Settings, path: Path) -> Trace:
-    """The part of the trace that is replayed.
+    """Return the part of the trace to replay.
 
     Raises:
-        BenchError: it cannot be read, or nothing of it is left.
+        BenchError: the trace cannot be read, or no session is left.
     """
     trace = read_trace(path)
     trace = trace.scaled(settings.block_tokens or trace.block_tokens)
@@ -140,7 +140,7 @@ def trace_of(settings: Settings, path: Path) -> Trace:
         trace = replace(trace, sessions=tuple(trace.sessions[number] for number in chosen))
     if not trace.sessions:
         raise BenchError(
-            f"{path}: no session begins with less than {settings.context_tokens_max} tokens"
+            f"{path}: no session's first request fits into {settings.context_tokens_max} tokens"
         )
     return trace
 
@@ -170,8 +170,8 @@ def _replays(settings: Settings, trace: Trace, run: Run) -> None:
 
 @dataclass
 class Replay:
-    """The users of one arm. `run` once; then `samples`, and `asked`, the ids of all blocks asked
-    for, are complete."""
+    """The users of one arm. Call `run` once; it fills `samples` and `asked`, the IDs of all
+    requested blocks."""
 
     arm: str
     client: Client
@@ -183,7 +183,7 @@ class Replay:
     asked: set[int] = field(default_factory=set)
 
     async def run(self, duration_s: float) -> None:
-        """Run until every session has ended, or the time is up; requests under way are then cut."""
+        """Run until all sessions end or time is up; requests in flight are then cut off."""
         self._begun_s = time.perf_counter()
         begun, waiting = starts(self.trace, self.pace)
         everyone = (self._user(itertools.chain([one], waiting), at_s) for at_s, one in begun)
@@ -191,7 +191,7 @@ class Replay:
         try:
             done, _ = await asyncio.wait(tasks, timeout=duration_s)
             for task in done:
-                task.result()  # a mistake of ours is not a slow server
+                task.result()  # raises our own errors
         finally:
             for task in tasks:
                 task.cancel()
@@ -233,11 +233,10 @@ class Replay:
 COMMANDS = (
     Command(
         "replay",
-        "Replay agentic sessions against servers: TTFT, throughput, hits by tier, over time.\n\n"
-        "Users arrive one after the other, think as long as the trace records, and share prefixes "
-        "as far as the trace does. Without --base-url one small server per arm is started on the "
-        "CPU; shrink the trace for them, as with --block-tokens 2 --context-max 4000 "
-        "--time-scale 0.1.",
+        "Replay agentic sessions against servers: TTFT, throughput and hits by tier, over time.\n\n"
+        "Users arrive one after another, think as long as in the trace, and share prefixes as in "
+        "the trace. Without --base-url one small server per arm is started on the CPU; shrink the "
+        "trace for these, for example with --block-tokens 2 --context-max 4000 --time-scale 0.1.",
         Settings,
         _measure,
     ),

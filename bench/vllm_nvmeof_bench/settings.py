@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of a benchmark: frozen dataclasses whose fields declare their command-line options.
+"""Benchmark settings: frozen dataclasses whose fields declare command-line options.
 
-A field made by `option` is an option of `bench NAME`: its name, type, default and bounds are
-those of the field, and its help is declared beside it. A field without `option` is fixed. A
-field that is itself a dataclass contributes the options of its fields.
+A field made by `option` is an option of `bench NAME`, with the field's name, type and default;
+its help and minimum are arguments of `option`. A field that is itself a dataclass contributes
+the options of its fields. All other fields are fixed.
 
-On the command line tuples are separated by commas; without the option the default applies.
+On the command line, the values of a tuple are separated by commas.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _KEY = "option"
 
 @dataclass(frozen=True)
 class Option:
-    """help: one sentence. flag: if it is not the field's name. min: of a number.
+    """A field's option. help: one sentence. flag: if not the field's name. min: of a number.
 
     in_bytes: a size, such as 64KiB. repeated: the option is given once per value. argument: a
-    positional argument, without a default. recorded: whether the conditions hold the value.
+    positional argument, without a default. recorded: whether the value is saved in the conditions.
     """
 
     help: str
@@ -38,23 +38,23 @@ class Option:
 
 
 def option(default: Any, text: str, **given: Any) -> Any:
-    """A field with an option; text: its help; `given`: fields of `Option`."""
+    """Declare a field with an option. text: its help. given: other fields of `Option`."""
     return field(default=default, metadata={_KEY: Option(text, **given)})
 
 
 def size_option(default: Any, text: str, **given: Any) -> Any:
-    """An option in bytes, such as 64KiB, or several of them."""
+    """Declare an option for one or several sizes in bytes, such as 64KiB."""
     return option(default, text, in_bytes=True, **given)
 
 
 def option_of(one: Any) -> Option | None:
-    """The option that a dataclass field declares."""
+    """Return the option that a dataclass field declares, if any."""
     found: Option | None = one.metadata.get(_KEY)
     return found
 
 
 def recorded(settings: Any) -> dict[str, Any]:
-    """The settings as conditions hold them: without paths, which are nobody else's business."""
+    """Return the settings to save in the conditions: without paths, which must stay private."""
     found = asdict(settings)
     for one in fields(settings):
         declared = option_of(one)
@@ -64,18 +64,18 @@ def recorded(settings: Any) -> dict[str, Any]:
 
 
 def check_names(what: str, given: Sequence[str], known: Sequence[str]) -> None:
-    """Raises: BenchError: a name that is not known, or no name at all."""
+    """Raise BenchError if one of the given names is unknown, or none is given."""
     for name in given:
         if name not in known:
-            raise BenchError(f"no {what} {name!r}; there are {', '.join(known)}")
+            raise BenchError(f"no {what} {name!r}; choose from {', '.join(known)}")
     if not given:
         raise BenchError(f"nothing to measure: give at least one {what}")
 
 
 def check_positive(settings: Any, *names: str) -> None:
-    """Raises: BenchError: one of these fields, or of its values, is below 1."""
+    """Raise BenchError if one of these fields, or one of its values, is below 1."""
     for name in names:
         value = getattr(settings, name)
         numbers = value if isinstance(value, tuple) else (value,)
         if not numbers or min(numbers) < 1:
-            raise BenchError(f"{name.replace('_', ' ')} is at least 1")
+            raise BenchError(f"{name.replace('_', ' ')} must be at least 1")

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench simulate`: both tiers over a trace, for every size and policy of the sweeps.
+"""`bench simulate`: simulate both tiers on a trace, for every size and policy of the sweeps.
 
-The product decides: look-up, eviction, write policy and store threshold are `ManagerCore`'s own.
-The rest is simulated: requests come one after the other and hold their blocks for no time, every
-copy, read and write succeeds at once, and GPU memory is plain LRU, a prefix's head younger than
-its tail, as vLLM frees blocks. Sizes are shares of the trace's working set.
+Look-up, eviction, write policy and store threshold are those of the product's `ManagerCore`. The
+rest is simulated: requests run in sequence and take no time, every copy, read and write succeeds at
+once, and GPU memory is plain LRU, with a prefix's head newer than its tail, as vLLM frees blocks.
+Sizes are shares of the trace's working set.
 
-Policies are compared with models: `s3_fifo` is Yang et al. (SOSP '23): a small queue of a tenth, a
-main queue, a ghost queue as long as the tier, counts up to 3; a chunk counts once per request,
-because the look-up and the store of one request would be two uses. `best` is Belady's: it evicts
+Policies are compared with models. `s3_fifo` is that of Yang et al. (SOSP '23), with a small queue
+of a tenth, a main queue, a ghost queue as long as the tier, and counts up to 3. A chunk counts once
+per request: otherwise the look-up and the store would be two uses. `best` is Belady's: it evicts
 the chunk that is needed last, which requires knowing the future.
 """
 
@@ -47,9 +47,9 @@ _COUNT_MAX = 3
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. prompt: its chunks by the id of their last block, which stands for all blocks
-    before it. answer: the chunks that the answer fills, each with a negative number used once,
-    because no trace records which of them return in a later prompt."""
+    """One request. prompt: its chunks, by the ID of their last block, which identifies all blocks
+    before it too. answer: the chunks that the answer fills, as unique negative numbers, because no
+    trace records which of them return in a later prompt."""
 
     at_s: float
     prompt: tuple[int, ...]
@@ -57,7 +57,7 @@ class Ask:
 
 
 def asks_of(trace: Trace, pace: Pace, blocks_per_chunk: int) -> list[Ask]:
-    """Every request of the trace, in the order of time."""
+    """Return every request of the trace in the order of time."""
     numbers = itertools.count(1)
     chunk_tokens = blocks_per_chunk * trace.block_tokens
     asks = []
@@ -71,17 +71,17 @@ def asks_of(trace: Trace, pace: Pace, blocks_per_chunk: int) -> list[Ask]:
 
 
 class Tier(ABC):
-    """A model of one tier of so many chunks, which knows all requests. counts: under `cpu` the
-    chunks of prompts that were there so far, each behind those before it."""
+    """A model of one tier of `slots` chunks, which knows all requests. counts: under `cpu`, the
+    prompts' chunks found so far, up to each prompt's first miss."""
 
     def __init__(self, slots: int, asks: Sequence[Ask]) -> None:
         self.counts: Counter[str] = Counter()
         self._slots = slots
-        self._now = -1  # the number of the request that asks
-        self._asked: dict[int, int] = {}  # by chunk of the tier: the last request that used it
+        self._now = -1  # the number of the current request
+        self._asked: dict[int, int] = {}  # chunk in the tier → last request that used it
 
     def serve(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """The next request, from its look-up to its end."""
+        """Run the next request from its look-up to its end."""
         self._now += 1
         there = itertools.takewhile(self._asked.__contains__, prompt)
         self.counts["cpu"] += sum(1 for _ in there)
@@ -95,11 +95,11 @@ class Tier(ABC):
 
     @abstractmethod
     def _use(self, chunk: int) -> None:
-        """A chunk of the tier is used."""
+        """Record a use of a chunk in the tier."""
 
     @abstractmethod
     def _insert(self, chunk: int) -> bool:
-        """Add a chunk; if necessary evict one that this request did not use. False: none is."""
+        """Add a chunk, evicting if necessary; return False if this request uses all chunks."""
 
 
 class _S3Fifo(Tier):
@@ -180,13 +180,13 @@ class _Best(Tier):
 MODELS: dict[str, type[Tier]] = {"s3_fifo": _S3Fifo, "best": _Best}
 
 
-_CHUNK_BYTES = 1 << 20  # only ratios matter: sizes are in chunks here
+_CHUNK_BYTES = 1 << 20  # arbitrary: sizes here are in chunks
 _CHUNKS_MIN = 8
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes in chunks. pool 0: no pool. policy: a value of the key `eviction_policy`."""
+    """Sizes in chunks, and policies. pool: 0: none. policy: a value of key `eviction_policy`."""
 
     gpu: int
     cache: int
@@ -198,33 +198,33 @@ class Shape:
 
 @dataclass(frozen=True)
 class Settings:
-    """One simulation. Sizes are shares of the chunks that the trace's prompts have in all. The
-    default of kv_bytes_per_token is Llama 3.1 8B in 16 bits.
+    """One simulation. Sizes are shares of the trace's working set. kv_bytes_per_token is by default
+    that of Llama 3.1 8B in 16 bits.
 
-    Raises (when made):
-        BenchError: a number out of range.
-        ConfigError: an unknown policy, or one that cannot be loaded.
+    Raises (on creation):
+        BenchError: a number is out of range.
+        ConfigError: a policy is unknown or cannot be loaded.
     """
 
     pace: Pace = field(default_factory=Pace)
-    chunk_tokens: int = option(512, "Tokens of a chunk, at least a block of the trace.", min=1)
+    chunk_tokens: int = option(512, "Tokens per chunk, at least a block of the trace.", min=1)
     context_tokens_max: int = option(
-        131_072, "A session ends before its first longer request.", flag="--context-max", min=1
+        131_072, "Longest request in tokens; a session ends before it.", flag="--context-max", min=1
     )
-    gpu: float = option(0.02, "GPU memory / working set.")
-    cpu: float = option(0.05, "CPU tier / working set.")
-    pool: float = option(0.1, "Pool / working set.")
+    gpu: float = option(0.02, "Size of GPU memory / working set.")
+    cpu: float = option(0.05, "Size of the CPU tier / working set.")
+    pool: float = option(0.1, "Size of the pool / working set.")
     pools: tuple[float, ...] = option(
-        (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.4, 0.8), "Sizes of the pool to sweep."
+        (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.4, 0.8), "Pool sizes to sweep."
     )
-    cpus: tuple[float, ...] = option((0.02, 0.05, 0.1, 0.2), "Sizes of the CPU tier to sweep.")
+    cpus: tuple[float, ...] = option((0.02, 0.05, 0.1, 0.2), "CPU tier sizes to sweep.")
     alone: tuple[float, ...] = (0.02, 0.05, 0.1, 0.15, 0.2, 0.4, 0.8)
     kv_bytes_per_token: int = option(
-        131_072, "KV bytes per token, as `vllm-nvmeof size` reports them for a model.", min=1
+        131_072, "KV bytes per token, as reported by `vllm-nvmeof size` for a model.", min=1
     )
     policies: tuple[str, ...] = option(
         tuple(sorted(POLICIES, reverse=True)),
-        "Eviction policies, as the key eviction_policy accepts them, module:Class too.",
+        "Eviction policies: values of the key eviction_policy, including module:Class.",
     )
     trace: Path = option(Path(), TRACE_HELP, argument=True)
 
@@ -232,12 +232,12 @@ class Settings:
         check_positive(self, "chunk_tokens", "context_tokens_max", "kv_bytes_per_token")
         shares = (self.gpu, self.cpu, self.pool, *self.pools, *self.cpus, *self.alone)
         if any(not 0 <= share <= 10 for share in shares):
-            raise BenchError("sizes are shares of the working set, from 0 to 10")
+            raise BenchError("sizes must be shares of the working set, from 0 to 10")
         for policy in self.policies:
             choose_policy(policy)
 
     def shapes(self, unique: int) -> Iterator[tuple[str, Shape]]:
-        """(sweep, shape) of every run; `unique` chunks are the working set."""
+        """Yield (sweep, shape) of every run. unique: chunks in the working set."""
 
         def chunks(share: float) -> int:
             return max(_CHUNKS_MIN, int(share * unique)) if share else 0
@@ -257,7 +257,7 @@ class Settings:
 
 class World:
     """One simulated server. counts: chunks so far by where they were found (`gpu`, `cpu`, `pool`,
-    `miss`), and `stored`, `written`."""
+    `miss`), and those `stored` and `written`."""
 
     def __init__(self, shape: Shape) -> None:
         self.counts: Counter[str] = Counter()
@@ -267,8 +267,8 @@ class World:
             key_bytes=len(_key(0)),
             write_policy=WritePolicy(shape.write_policy),
             store_threshold=shape.store_threshold,
-            # The product counts no returns where chunks are written on eviction; here they count
-            # there too, so that the simulation shows their worth.
+            # The product does not count returns if chunks are written on eviction; here they count
+            # too, so that the simulation shows their benefit.
             credit_share=credit_share(shape.policy),
         )
         hello = RankHello(
@@ -284,8 +284,8 @@ class World:
         self._core = ManagerCore(config, agree([hello]), policy=policy, first_generation=0)
 
     def serve(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """One request from its look-up to its end. A chunk's number stands for all tokens up to
-        the chunk's end; all chunks are whole."""
+        """Run a request from its look-up to its end. A chunk's number identifies all tokens up to
+        the chunk's end; all chunks are full."""
         core = self._core
         in_gpu = sum(1 for _ in itertools.takewhile(self._gpu.__contains__, prompt))
         keys = list(map(_key, prompt))
@@ -318,13 +318,13 @@ class World:
             self._gpu.popitem(last=False)
 
     def chunks(self) -> set[int]:
-        """All chunks in the tiers now."""
+        """Return all chunks that are now in the tiers."""
         entries = self._core.entries()
         return {int.from_bytes(entry.key[:8], "little", signed=True) for entry in entries}
 
 
 def _key(number: int) -> bytes:
-    """A key of group 0."""
+    """Return the chunk's key in group 0."""
     return number.to_bytes(8, "little", signed=True) + bytes(GROUP_ID_BYTES)
 
 
@@ -336,17 +336,17 @@ def _measure(settings: Settings, json_path: Path) -> None:
 def run(
     settings: Settings, on_progress: OnProgress = unheard
 ) -> tuple[list[Sample], dict[str, Any]]:
-    """Every shape of the sweeps, over the same requests; return the samples and the conditions.
+    """Simulate every shape of the sweeps with the same requests; return samples and conditions.
 
     Raises:
-        BenchError: the trace cannot be read, or nothing of it is left.
+        BenchError: the trace cannot be read, or no request is left.
     """
     on_progress(0, 0, "reading the trace")
     trace = read_trace(settings.trace).capped(settings.context_tokens_max)
     per_chunk = max(1, settings.chunk_tokens // trace.block_tokens)
     chunk_tokens = per_chunk * trace.block_tokens
     asks = asks_of(trace, settings.pace, per_chunk)
-    before: dict[int, int | None] = {}  # of each chunk of a prompt, the chunk before it
+    before: dict[int, int | None] = {}  # chunk of a prompt → preceding chunk
     for ask in asks:
         before.update(zip(ask.prompt, (None, *ask.prompt), strict=False))
     if not before:
@@ -385,13 +385,13 @@ def run(
         "working_set_tokens": len(before) * chunk_tokens,
         "reusable": 1 - len(before) / asked,
         "virtual_seconds": asks[-1].at_s,
-        "simulated": "requests one after the other, copies and I/O take no time; manager real",
+        "simulated": "requests in sequence, copies and I/O take no time; the manager is real",
     }
 
 
 def hits_of(policy: str, slots: int, asks: Sequence[Ask]) -> int:
-    """Chunks of the prompts that are found in one tier of `slots` chunks: the manager's CPU tier
-    with this policy, or one of `MODELS`."""
+    """Return how many chunks of the prompts are found in one tier of `slots` chunks: the manager's
+    CPU tier with this policy, or one of `MODELS`."""
     tier = MODELS[policy](slots, asks) if policy in MODELS else World(Shape(0, slots, 0, policy))
     for ask in asks:
         tier.serve(ask.prompt, ask.answer)
@@ -416,9 +416,9 @@ def _sample(
 COMMANDS = (
     Command(
         "simulate",
-        "Simulate both tiers over a trace: hits by tier and bytes, over sizes and policies.\n\n"
-        "The product's own manager decides; no server, no GPU and no disk are needed. Sizes are "
-        "shares of the trace's working set.",
+        "Simulate both tiers on a trace: hits by tier and bytes moved, by size and policy.\n\n"
+        "It uses the product's own manager, without servers, GPUs or disks. Sizes are shares of "
+        "the trace's working set.",
         Settings,
         _measure,
     ),

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits what some processes read from, or write to, one disk, with a control group of its own.
+"""Limit some processes' reads from and writes to one disk, by a new control group.
 
-The kernel's block layer limits, so that every engine is slowed alike and nothing of ours runs in
-the way: cgroup v1's `blkio.throttle`, or cgroup v2's `io.max`, whichever the machine has. A
-process joins with all its threads and with what it starts later. At the end all processes return
-to their earlier groups and the group is removed.
+The limit is applied by the kernel's block layer, so that every engine is slowed alike without code
+of ours in the path: cgroup v1's `blkio.throttle`, or cgroup v2's `io.max`, whichever the machine
+has. A process joins with all its threads and later children. At the end all processes return to
+their earlier groups and the group is removed.
 
-The limit holds for reads and writes that reach the disk: O_DIRECT, and misses of the page cache
-(under cgroup v1 no write from the page cache). The kernel works in slices of about 0.1 s: what a
-slice allows may pass at once.
+The limit applies to reads and writes that reach the disk: O_DIRECT, and misses of the page cache
+(with cgroup v1, not to writes from the page cache). The kernel works in slices of about 0.1 s: the
+bytes of a slice may pass at once.
 
     OffloadError
-    └── ThrottleError        this machine cannot throttle here; ends with the remedy
+    └── ThrottleError        throttling is not possible here; ends with the remedy
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.fabric.topology import device_of_mount
 from vllm_nvmeof_offload.mounts import Mount, read_mounts
 
-#: Tests replace it: /proc, /sys and the cgroup file systems are found below it.
+#: The root below which /proc, /sys and the cgroup file systems are found; tests replace it.
 ROOT = Path("/")
 _MEMBERS = "cgroup.procs"
 _MOVE_ROUNDS_MAX = 20
@@ -39,15 +39,15 @@ _REMOVE_PAUSE_S = 0.02
 
 
 class ThrottleError(OffloadError):
-    """This machine does not let us throttle here; the message ends with the remedy."""
+    """Throttling is not possible here; the message ends with the remedy."""
 
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """Where groups that limit I/O are made: below `parent`, in cgroups of `version` 1 or 2.
+    """A place for groups that limit I/O: below `parent`, in cgroups of `version` 1 or 2.
 
-    mount, mount_root: where the file system lies, and which group that is. enables_io: the
-    directory whose `cgroup.subtree_control` must get `+io` first, or None.
+    mount, mount_root: mount point of the file system, and the group mounted there. enables_io: the
+    directory whose `cgroup.subtree_control` first needs `+io`, or None.
     """
 
     version: int
@@ -61,9 +61,9 @@ class Hierarchy:
         return "cgroup v1 blkio.throttle" if self.version == 1 else "cgroup v2 io.max"
 
     def group_of(self, pid: int | str, root: Path = ROOT) -> Path:
-        """The directory of the group that a process is in.
+        """Return the directory of a process's group.
 
-        Raises: ProcessLookupError: there is no such process any more.
+        Raises: ProcessLookupError: the process does not exist any more.
         """
         try:
             text = (root / f"proc/{pid}/cgroup").read_text(encoding="utf-8")
@@ -76,18 +76,18 @@ class Hierarchy:
                 inner = self.mount / path[len(self.mount_root) :].lstrip("/")
                 if inner.is_dir():
                     return inner
-        return self.mount  # its group lies outside of what is mounted here
+        return self.mount  # its group is outside the mounted subtree
 
 
 def device_of(path: Path, root: Path = ROOT) -> str:
-    """The whole disk under `path`, as "MAJOR:MINOR".
+    """Return the whole disk of `path` as "MAJOR:MINOR".
 
-    Raises: ThrottleError: no disk is below it (tmpfs, overlay, a network file system).
+    Raises: ThrottleError: `path` is not on a disk (tmpfs, overlay, a network file system).
     """
     device = os.stat(path).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     entry = root / "sys/dev/block" / number
-    if os.major(device) == 0:  # btrfs and others number their own: ask what was mounted
+    if os.major(device) == 0:  # btrfs and others use virtual numbers: find the mounted device
         mount = next((one for one in reversed(_mounts(root)) if one.device == number), None)
         found = device_of_mount(mount, str(root / "sys")) if mount else None
         if found is None:
@@ -98,7 +98,7 @@ def device_of(path: Path, root: Path = ROOT) -> str:
         entry = Path(found)
     if not entry.exists():
         raise ThrottleError(f"there is no block device {number}: give a directory on a disk")
-    if (entry / "partition").exists():  # limits are the disk's
+    if (entry / "partition").exists():  # limits apply to the whole disk
         entry = entry.resolve().parent
     return (entry / "dev").read_text(encoding="ascii").strip()
 
@@ -108,9 +108,9 @@ def _mounts(root: Path) -> list[Mount]:
 
 
 def find_hierarchy(root: Path = ROOT) -> Hierarchy:
-    """Where this process can make a group that limits I/O.
+    """Return where this process can create a group that limits I/O.
 
-    Raises: ThrottleError: nowhere.
+    Raises: ThrottleError: it cannot.
     """
     mounts = sorted(_mounts(root), key=attrgetter("file_system"))  # v1 first
     for mount in mounts:
@@ -129,9 +129,9 @@ def find_hierarchy(root: Path = ROOT) -> Hierarchy:
 
 
 def _with_io(outline: Hierarchy, root: Path) -> Hierarchy | None:
-    """The nearest group, from our own upwards, whose children may have the io controller.
+    """Return the nearest group, from our own upwards, whose children may use the io controller.
 
-    A group that holds processes can give its children no controllers, but for the top one.
+    A group that contains processes, except the top one, cannot give its children controllers.
     """
     place, top = outline.group_of("self", root), outline.mount
     for group in (place, *place.parents):
@@ -143,7 +143,7 @@ def _with_io(outline: Hierarchy, root: Path) -> Hierarchy | None:
 
 
 def _words(path: Path) -> list[str]:
-    """The words of a small file; none if it cannot be read."""
+    """Return the words of a small file; none if it cannot be read."""
     try:
         return path.read_text(encoding="ascii").split()
     except OSError:
@@ -156,7 +156,7 @@ def _write_if_possible(path: Path, text: str) -> None:
 
 
 def processes_of(group: int) -> list[int]:
-    """Ids of all living processes of a process group, such as a server's."""
+    """Return the IDs of all live processes in a process group, such as a server's."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -167,13 +167,13 @@ def processes_of(group: int) -> list[int]:
 
 
 class Throttle:
-    """A group with limits on the disk under `path`. Use it as a context manager.
+    """A control group with limits on the disk of `path`. Use it as a context manager.
 
         with Throttle(directory, read_bytes_per_s=50_000_000) as throttle:
             throttle.add(os.getpid())             # or throttle.add_group(server.pid)
             throttle.limit(read_bytes_per_s=10_000_000)   # at any time
 
-    Raises: ThrottleError: no disk, no control groups, or not permitted.
+    Raises: ThrottleError: there is no disk or no control group, or it is not permitted.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class Throttle:
     ) -> None:
         self.device = device_of(path, root)
         self._hierarchy = find_hierarchy(root)
-        #: What limits, for people and for a file's conditions.
+        #: The kind of limit, for messages and conditions.
         self.kind = self._hierarchy.kind
         self._root = root
         self._group = self._hierarchy.parent / f"vllm-nvmeof-throttle-{os.getpid()}-{id(self):x}"
@@ -211,7 +211,7 @@ class Throttle:
     def limit(
         self, read_bytes_per_s: int | None = None, write_bytes_per_s: int | None = None
     ) -> None:
-        """Set both limits; None: none."""
+        """Set both limits; None means no limit."""
         limits = {"read": read_bytes_per_s, "write": write_bytes_per_s}
         assert all(value is None or value > 0 for value in limits.values())
         lines = {"io.max": " ".join(f"{k[0]}bps={value or 'max'}" for k, value in limits.items())}
@@ -225,16 +225,16 @@ class Throttle:
                 (self._group / name).write_text(f"{self.device} {line}\n", encoding="ascii")
 
     def add(self, *pids: int) -> None:
-        """Take in processes, each with all its threads and what it starts from now on."""
+        """Add processes, each with all its threads and later children."""
         for pid in pids:
-            # One that has ended meanwhile needs no limit.
+            # A process that has exited needs no limit.
             with self._permitted(), contextlib.suppress(ProcessLookupError):
                 origin = self._hierarchy.group_of(pid, self._root)
                 (self._group / _MEMBERS).write_text(f"{pid}\n", encoding="ascii")
                 self._origins.setdefault(pid, origin)
 
     def add_group(self, group: int) -> None:
-        """Take in a process group whole: it may start processes while we look."""
+        """Add a whole process group, which may start processes at the same time."""
         for _ in range(_MOVE_ROUNDS_MAX):
             missing = set(processes_of(group)) - set(self._members())
             if not missing:
@@ -246,9 +246,9 @@ class Throttle:
         return [int(word) for word in _words(self._group / _MEMBERS)]
 
     def _remove(self) -> None:
-        """Put everyone back, and remove the group.
+        """Move all processes back, and remove the group.
 
-        A child that came in with its parent goes where the first process was.
+        A process started within the group moves to where the first process was.
         """
         default = next(iter(self._origins.values()), self._hierarchy.parent)
         for _ in range(_REMOVE_TRIES_MAX):
@@ -260,19 +260,17 @@ class Throttle:
             except OSError as error:
                 if error.errno != errno.EBUSY:
                     return
-                time.sleep(_REMOVE_PAUSE_S)  # an ended process is still being taken down
+                time.sleep(_REMOVE_PAUSE_S)  # the kernel is still removing an exited process
 
     @contextlib.contextmanager
     def _permitted(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            remedy = "run as root, or give this user a group of its own (systemd: Delegate=io)"
+            remedy = "run as root, or delegate a group to this user (systemd: Delegate=io)"
             if error.errno == errno.EROFS:
-                remedy = "the control groups are mounted read-only: run outside of this container"
+                remedy = "the control groups are mounted read-only: run outside this container"
             if error.errno in (errno.ENODEV, errno.EINVAL, errno.EOPNOTSUPP):
-                remedy = (
-                    f"the kernel does not throttle device {self.device}: give another directory"
-                )
+                remedy = f"the kernel cannot throttle device {self.device}: give another directory"
             where = f"{self.kind} in {self._hierarchy.parent}"
             raise ThrottleError(f"{where}: {error.strerror}: {remedy}") from None

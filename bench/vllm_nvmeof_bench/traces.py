@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public traces of LLM requests: their files, their structure, and users on a virtual clock.
+"""Public traces of LLM requests: file formats, structure, and users on a virtual clock.
 
-A block id stands for its tokens *and all tokens before them*: two prompts share a prefix exactly
-as far as their ids are equal. The readers make ids distinct over the whole trace, and refuse a
-file in which an id has two different predecessors.
+A block ID identifies its tokens *and all tokens before them*: two prompts share a prefix exactly
+as far as their IDs are equal. The readers make IDs unique in the whole trace, and reject a file in
+which an ID has two different predecessors.
 
-Agentic sessions of kv-cache-tester: one JSON file per session, or a folder of them.
+Agentic sessions of kv-cache-tester are one JSON file per session, or a folder of such files.
 
     {"id": …, "block_size": 64, "hash_id_scope": "local", "requests": [
         {"t": 0.0, "in": 25259, "out": 86, "hash_ids": [1, 2, …], "api_time": 4.1,
          "think_time": 0.0, "type": "s", …},
         {"t": 9.0, "type": "subagent", "requests": [the same], …}]}
 
-`hash_ids` name whole blocks; ids of scope "local" are valid in their file only. As in
-kv-cache-tester's own replay, adjacent sub-agents run side by side and their parent waits for them.
+`hash_ids` identify whole blocks; IDs of scope "local" are valid only in their file. As in
+kv-cache-tester's own replay, adjacent sub-agents run concurrently and their parent waits for them.
 
-Mooncake's traces: one JSON line per request, in the order of arrival.
+Mooncake's traces are one JSON line per request, in the order of arrival.
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, …]}
 
-Timestamps are milliseconds, blocks have 512 tokens, ids stand for a prefix over the whole file,
-and the last block of a prompt may be partial. Requests arrive by the clock, not after an answer.
+Timestamps are milliseconds, blocks have 512 tokens, IDs identify prefixes in the whole file, and
+the last block of a prompt may be partial. Requests arrive by the clock, not after an answer.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.settings import option
 
 Ids = npt.NDArray[np.int64]
-#: Help of the argument that names a trace.
-TRACE_HELP = "A folder of kv-cache-tester's *.json, or a *.jsonl of Mooncake's."
+#: Help text of the argument for a trace.
+TRACE_HELP = "A folder of kv-cache-tester's *.json files, or a Mooncake *.jsonl file."
 _MOONCAKE_BLOCK_TOKENS = 512
 _DAMAGE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 
@@ -52,9 +52,9 @@ _DAMAGE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 class Request:
     """One prompt and its answer.
 
-    blocks: int64[n], ids of the prompt's blocks; the prompt may use only a part of the last block,
-    and may have more tokens than the ids cover. think_s: from the end of the previous answer to
-    this request. service_s: how long the answer took when it was recorded; 0: unknown.
+    blocks: int64[n], IDs of the prompt's blocks; the prompt may use only a part of the last block,
+    and may have more tokens than the IDs cover. think_s: time from the end of the previous answer
+    to this request. service_s: recorded duration of the answer; 0: unknown.
     """
 
     input_tokens: int
@@ -66,15 +66,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Session:
-    """One user's steps in order. A step is a request, or sessions of sub-agents that run side by
-    side while this session waits. start_s: None: the session starts when a user is free."""
+    """One user's steps in order. A step is a request, or sessions of sub-agents that run
+    concurrently while this session waits. start_s: None: the session starts when a user is free."""
 
     name: str
     steps: tuple[Step, ...]
     start_s: float | None = None
 
     def requests(self) -> Iterator[Request]:
-        """All requests, those of sub-agents included."""
+        """Yield all requests, including those of sub-agents."""
         for step in self.steps:
             if isinstance(step, Request):
                 yield step
@@ -88,7 +88,7 @@ Step = Request | tuple[Session, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """block_tokens: tokens that one block id stands for."""
+    """A trace. block_tokens: tokens per block ID."""
 
     name: str
     block_tokens: int
@@ -98,13 +98,13 @@ class Trace:
         return itertools.chain.from_iterable(session.requests() for session in self.sessions)
 
     def capped(self, context_tokens_max: int) -> Trace:
-        """End each session before its first request that, with its answer, is longer than
+        """Cut each session before its first request that, with its answer, is longer than
         `context_tokens_max`; drop empty sessions."""
         cut = (_until(session, context_tokens_max) for session in self.sessions)
         return replace(self, sessions=tuple(one for one in cut if one.steps))
 
     def scaled(self, block_tokens: int) -> Trace:
-        """The same structure with shorter blocks: prompts and answers shrink in proportion."""
+        """Return the same structure with shorter blocks; prompts and answers shrink accordingly."""
 
         def shrink(tokens: int) -> int:
             return max(1, round(tokens * block_tokens / self.block_tokens))
@@ -123,7 +123,7 @@ class Trace:
         return Trace(self.name, block_tokens, tuple(map(session, self.sessions)))
 
     def unique_tokens(self) -> int:
-        """The working set: tokens of all distinct blocks."""
+        """Return the working set, the tokens of all distinct blocks."""
         every = [one.blocks for one in self.requests()]
         return len(np.unique(np.concatenate(every))) * self.block_tokens if every else 0
 
@@ -145,22 +145,20 @@ def _until(session: Session, tokens_max: int) -> Session:
 
 @dataclass(frozen=True)
 class Pace:
-    """The users of a trace: how many, and how they arrive and think."""
+    """The number of users, and how they arrive and think."""
 
-    users: int = option(16, "Users at the same time.", min=1)
-    ramp_s: float = option(
-        5.0, "Seconds from one user's arrival to the next one's.", flag="--ramp", min=0
-    )
-    time_scale: float = option(1.0, "Factor of think times and arrivals; 0: no waiting.", min=0)
+    users: int = option(16, "Concurrent users.", min=1)
+    ramp_s: float = option(5.0, "Seconds between users' arrivals.", flag="--ramp", min=0)
+    time_scale: float = option(1.0, "Factor for think times and arrivals; 0: no waiting.", min=0)
     think_s_max: float = option(
         60.0, "Longest think time in seconds, after scaling.", flag="--think-max", min=0
     )
-    seed: int = option(1, "Seed of the order of the sessions.")
+    seed: int = option(1, "Seed for the order of sessions.")
 
 
 def starts(trace: Trace, pace: Pace) -> tuple[list[tuple[float, Session]], Iterator[Session]]:
-    """(when, session) of those that begin by the clock or with a first user; then the others, which
-    free users take. The order of sessions without a clock is drawn from the seed."""
+    """Return (time, session) of sessions that start by the clock or with a first user; then the
+    others, for free users. The order of sessions without a clock is drawn from the seed."""
     free = [one for one in trace.sessions if one.start_s is None]
     random.Random(pace.seed).shuffle(free)
     timed = [(one.start_s, one) for one in trace.sessions if one.start_s is not None]
@@ -175,7 +173,7 @@ def thinking_s(request: Request, pace: Pace) -> float:
 
 @dataclass(slots=True)
 class _Cursor:
-    """A position in a session. children: sub-agents still running. ready: the next request."""
+    """A position in a session. children: running sub-agents. ready: the next request."""
 
     steps: Iterator[Step]
     parent: _Cursor | None
@@ -184,8 +182,8 @@ class _Cursor:
 
 
 def virtual(trace: Trace, pace: Pace) -> Iterator[tuple[float, Request]]:
-    """(when, request) in the order of time; an answer takes as long as it took when recorded."""
-    numbers = itertools.count()  # events at the same time happen in this order
+    """Yield (time, request) in the order of time; answers take as long as recorded."""
+    numbers = itertools.count()  # the order of simultaneous events
     heap: list[tuple[float, int, _Cursor]] = []
 
     def push(at_s: float, cursor: _Cursor) -> None:
@@ -223,12 +221,12 @@ def virtual(trace: Trace, pace: Pace) -> Iterator[tuple[float, Request]]:
 
 
 def read_trace(path: Path) -> Trace:
-    """A folder of *.json or one such file: kv-cache-tester's; *.jsonl: Mooncake's.
+    """Read a trace: kv-cache-tester's *.json, as a folder or a file, or Mooncake's *.jsonl.
 
-    Raises: BenchError: neither, or malformed; names the file and the line or place.
+    Raises: BenchError: the path is neither or malformed; names the file and the position.
     """
     if not path.exists():
-        raise BenchError(f"{path}: there is no such file or folder")
+        raise BenchError(f"{path}: no such file or folder")
     try:
         if path.is_dir() or path.suffix == ".json":
             return _read_folder(path)
@@ -237,12 +235,12 @@ def read_trace(path: Path) -> Trace:
     except (OSError, UnicodeDecodeError) as error:
         raise BenchError(f"{path}: cannot be read ({error})") from None
     raise BenchError(
-        f"{path}: give a folder of kv-cache-tester's *.json files, or a *.jsonl file of Mooncake's"
+        f"{path}: give a folder of kv-cache-tester's *.json files, or a Mooncake *.jsonl file"
     )
 
 
 def _read_folder(path: Path) -> Trace:
-    """All session files of a folder, in the order of their names; or one such file."""
+    """Read a folder's session files in order of name, or a single session file."""
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     if not files:
         raise BenchError(f"{path}: no *.json files in this folder")
@@ -253,7 +251,7 @@ def _read_folder(path: Path) -> Trace:
         sessions.append(reader.session())
         if block_tokens not in (0, reader.block_tokens):
             raise BenchError(
-                f"{file}: block_size {reader.block_tokens}, but {block_tokens} in the files before"
+                f"{file}: block_size {reader.block_tokens}, but {block_tokens} in earlier files"
             )
         block_tokens = reader.block_tokens
         ends = (int(one.blocks.max(initial=-1)) + 1 for one in sessions[-1].requests())
@@ -262,7 +260,7 @@ def _read_folder(path: Path) -> Trace:
 
 
 class _File:
-    """One session file. Its ids of scope "local" get a range of their own, from `first_id` on."""
+    """A reader of one session file. IDs of scope "local" are shifted to start at `first_id`."""
 
     def __init__(self, file: Path, first_id: int) -> None:
         self._file = file
@@ -310,7 +308,7 @@ class _File:
         return (*steps, tuple(children)) if children else tuple(steps)
 
     def _request(self, entry: dict[str, Any], gap_s: float) -> Request:
-        """gap_s: since the previous answer, used where the file has no think time."""
+        """Read a request. gap_s: time since the previous answer, used without a think time."""
         ids = np.array(entry["hash_ids"], np.int64).reshape(-1)
         if len(ids) and int(ids.min()) < 0:
             raise ValueError(f"hash id {int(ids.min())} is negative")
@@ -331,7 +329,7 @@ def _read_lines(path: Path) -> Trace:
     with path.open(encoding="utf-8") as file:
         sessions = [_session(path, n, line) for n, line in enumerate(file, 1) if line.strip()]
     if not sessions:
-        raise BenchError(f"{path}: no requests in it")
+        raise BenchError(f"{path}: the file has no requests")
     trace = Trace(path.stem, _MOONCAKE_BLOCK_TOKENS, tuple(sessions))
     _check_chained(path, trace.requests())
     return trace
@@ -351,7 +349,7 @@ def _session(path: Path, number: int, line: str) -> Session:
 
 
 def _check_chained(path: Path, requests: Iterable[Request]) -> None:
-    """Raises: BenchError: an id has two different predecessors."""
+    """Raise BenchError if an ID has two different predecessors."""
     prompts = [one.blocks for one in requests if len(one.blocks)]
     if not prompts:
         return
@@ -360,4 +358,4 @@ def _check_chained(path: Path, requests: Iterable[Request]) -> None:
     one_of = np.empty(len(names), np.int64)
     one_of[numbers] = before
     if (one_of[numbers] != before).any():
-        raise BenchError(f"{path}: a hash id stands behind two different prefixes")
+        raise BenchError(f"{path}: a hash ID follows two different prefixes")

@@ -3,8 +3,8 @@
 
     python examples/kubernetes/seccomp.py default.json > vllm-io-uring.json
 
-default.json: the profile that your runtime ships (for Docker and containerd: default.json of
-moby's profiles/seccomp, in the release you run). Kubernetes: put the result on each node as
+default.json is the profile that your runtime ships (for Docker and containerd: default.json from
+moby's profiles/seccomp, in the release that you run). Kubernetes: put the result on each node as
 /var/lib/kubelet/seccomp/profiles/vllm-io-uring.json. Docker: --security-opt seccomp=FILE.
 """
 
@@ -18,9 +18,9 @@ CALLS = ["io_uring_setup", "io_uring_enter", "io_uring_register"]
 
 
 def allow_io_uring(profile: dict[str, Any]) -> dict[str, Any]:
-    """`profile` with a rule that allows `CALLS`, otherwise unchanged.
+    """Return `profile` with a rule that allows `CALLS`, otherwise unchanged.
 
-    Rules that name these calls, to deny them, lose them: two rules for one call would contradict.
+    The calls are removed from other rules, because two rules for one call could contradict.
     """
     rules = []
     for rule in profile.get("syscalls", []):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# The steps of README.md in the emulated guest of the tests, where they can do no harm:
+# Runs the steps of README.md in the tests' emulated guest, where they can do no harm:
 #   .venv/bin/python -m tests.fabric.rig examples/nvme-tcp-loopback/in-guest.sh
 set -euo pipefail
 here=$(dirname "${BASH_SOURCE[0]}")
@@ -12,7 +12,7 @@ step() { printf '\n=== %s\n' "$*"; }
 step "a target with two paths, mounted"
 target=$("$here/loopback.sh" up)
 "$here/loopback.sh" status
-step "the report of the doctor"
+step "the doctor's report"
 "$nvmeof" doctor --target "$target" || echo "(exit code $?: the doctor has findings)"
 step "one path is removed"
 "$here/loopback.sh" cut

@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# A real NVMe/TCP target on this machine for experiments: the kernel's target over a file, two paths
-# through the loopback addresses, and xfs. Changes nothing that it did not make.
+# Sets up a real NVMe/TCP target on this machine for experiments: the kernel's target on a file, two
+# paths over loopback addresses, and xfs. Changes only what it has created.
 #
-#   sudo ./loopback.sh up        make and mount it; prints where
+#   sudo ./loopback.sh up        create and mount it; prints where
 #   sudo ./loopback.sh cut       remove path 1 (the target removes the port)
 #   sudo ./loopback.sh mend      restore path 1
 #   sudo ./loopback.sh status    controllers, their states, the mount
 #   sudo ./loopback.sh down      remove everything
 #
-# Environment, all optional: PLACE (the file's directory, made and removed), SIZE (of the file),
-# BUFFERED=1 where PLACE is on a file system without O_DIRECT, such as tmpfs.
+# Optional variables: PLACE (the file's directory, created and removed), SIZE (of the file),
+# BUFFERED=1 if PLACE is on a file system without O_DIRECT, such as tmpfs.
 set -euo pipefail
 
 place=${PLACE:-/var/tmp/vllm-nvmeof-loopback}
 size=${SIZE:-4G}
 mount_point=$place/mnt
 nqn=nqn.2026-11.example.vllm-nvmeof:loopback
-uuid=6c6f6f70-6261-636b-0000-766c6c6d6e76 # by which the device is found, whatever its name
+uuid=6c6f6f70-6261-636b-0000-766c6c6d6e76 # identifies the device, whatever its name
 configfs=/sys/kernel/config/nvmet
 subsystem=$configfs/subsystems/$nqn
 port=4420
@@ -28,22 +28,22 @@ fail() {
     exit 1
 }
 
-# Our numbers of ports in configfs: high, so that no port of others is met.
+# The numbers of our ports in configfs are high, to avoid existing ports.
 port_of() { echo "$configfs/ports/5474$1"; }
 
-device() { # the namespace's block device; nothing while there is none
+device() { # the namespace's block device, or nothing if there is none
     local wwid
     for wwid in /sys/block/nvme*n*/wwid; do
         if [ "$(cat "$wwid" 2>/dev/null)" = "uuid.$uuid" ]; then
             wwid=${wwid%/wwid}
             wwid=${wwid##*/}
-            # With native multipath each path has a hidden device beside the one that counts.
+            # With native multipath each path also has a hidden device, which is skipped.
             case ${wwid#nvme} in *c*) ;; *) echo "/dev/$wwid" ;; esac
         fi
     done
 }
 
-controllers() { # those that are connected to our subsystem, and no others
+controllers() { # only those connected to our subsystem
     local name
     for name in /sys/class/nvme/nvme*/subsysnqn; do
         [ "$(cat "$name" 2>/dev/null)" != "$nqn" ] || dirname "$name"
@@ -67,7 +67,7 @@ disconnected() { [ -z "$(controllers)" ]; }
 offer() { ln -s "$subsystem" "$(port_of "$1")/subsystems/$nqn"; }
 
 up() {
-    [ ! -e "$place" ] || fail "$place is there already; run '${0##*/} down', or set PLACE"
+    [ ! -e "$place" ] || fail "$place already exists; run '${0##*/} down', or set PLACE"
     local module
     for module in nvmet nvmet-tcp nvme-tcp; do
         [ -e "/sys/module/${module//-/_}" ] || modprobe "$module" ||
@@ -75,7 +75,7 @@ up() {
     done
     command -v mkfs.xfs >/dev/null || fail "mkfs.xfs is missing: install xfsprogs"
     mountpoint -q /sys/kernel/config || mount -t configfs configfs /sys/kernel/config
-    [ ! -e "$subsystem" ] || fail "$subsystem is there already; run '${0##*/} down'"
+    [ ! -e "$subsystem" ] || fail "$subsystem already exists; run '${0##*/} down'"
     trap 'down >/dev/null 2>&1' EXIT # a partial failure leaves nothing behind
 
     mkdir -p "$mount_point"
@@ -96,7 +96,7 @@ up() {
         echo "127.0.0.$path" >"$there/addr_traddr"
         echo "$port" >"$there/addr_trsvcid"
         offer "$path"
-        # As `nvme connect`. fast_io_fail_tmo: hanging I/O ends soon; by default it never ends.
+        # Like `nvme connect`. fast_io_fail_tmo: hanging I/O fails soon; by default it hangs.
         echo "transport=tcp,traddr=127.0.0.$path,trsvcid=$port,nqn=$nqn,\
 ctrl_loss_tmo=600,fast_io_fail_tmo=10,keep_alive_tmo=5,reconnect_delay=2" >/dev/nvme-fabrics
     done
@@ -110,13 +110,13 @@ ctrl_loss_tmo=600,fast_io_fail_tmo=10,keep_alive_tmo=5,reconnect_delay=2" >/dev/
 down() {
     # A part in use stays, and so does everything below it.
     if mountpoint -q "$mount_point"; then
-        umount "$mount_point" || fail "$mount_point is in use: stop what uses it"
+        umount "$mount_point" || fail "$mount_point is in use: stop its users first"
     fi
     local controller path there
     for controller in $(controllers); do
         echo 1 >"$controller/delete_controller" || true
     done
-    wait_for 10 disconnected || fail "controllers do not go: $(controllers)"
+    wait_for 10 disconnected || fail "controllers are still connected: $(controllers)"
     for path in $paths; do
         there=$(port_of "$path")
         rm -f "$there/subsystems/$nqn"
@@ -138,7 +138,7 @@ status() {
     grep " $mount_point " /proc/self/mounts || echo "not mounted"
 }
 
-[ "$(id -u)" = 0 ] || fail "needs root: it makes a target and mounts it"
+[ "$(id -u)" = 0 ] || fail "needs root to create and mount a target"
 case ${1:-} in
 up) up ;;
 down) down ;;

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Serves a model as one half of a pair: a prefill server computes prompts, and a decode server, to
-# which NIXL brings their KV, answers. Each keeps its KV cache in CPU memory and on the targets.
+# Serves a model as one half of a pair: a prefill server computes prompts, and a decode server gets
+# their KV over NIXL and answers. Each keeps its KV cache in CPU memory and on the targets.
 #
 #   TARGETS=/mnt/nvme0 SIDE_PORT=5600 examples/prefill-decode/serve.sh prefill MODEL --port 8100
 #   TARGETS=/mnt/nvme0 SIDE_PORT=5700 examples/prefill-decode/serve.sh decode  MODEL --port 8200
 #
-# TARGETS: directories on mounted namespaces, with ":" between them. STAGING_GIB: pinned memory over
-# all ranks. HOST: the address at which the other server reaches this one. SIDE_PORT: on it, for
-# NIXL's handshake; every rank takes one port, from this one on.
+# TARGETS: directories on mounted namespaces, separated by ":". STAGING_GIB: pinned memory over all
+# ranks. HOST: the address at which the other server reaches this one. SIDE_PORT: the first port for
+# NIXL's handshake; every rank uses one port.
 set -euo pipefail
 
 usage="usage: TARGETS=/mnt/nvme0 examples/prefill-decode/serve.sh prefill|decode MODEL [vllm's options]"
@@ -22,8 +22,8 @@ nixl() { # kv_role
     printf '{"kv_connector": "NixlConnector", "kv_role": "%s"%s}' "$1" \
         "${KV_BUFFER_DEVICE:+, \"kv_buffer_device\": \"$KV_BUFFER_DEVICE\"}"
 }
-# A request is loaded by the first connector that has some of it. What prefill has computed comes
-# by NIXL; where NIXL has nothing, what is stored is loaded.
+# The first connector with a part of a request loads it: NIXL brings what prefill has computed, and
+# where NIXL has nothing, stored chunks are loaded.
 case $role in
 prefill) connectors="$ours, $(nixl kv_producer)" ;;
 decode) connectors="$(nixl kv_consumer), $ours" ;;

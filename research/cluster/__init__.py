@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m research.cluster`: a cluster of prefill and decode engines on a virtual clock."""
+"""`python -m research.cluster`: simulate prefill and decode engines on a virtual clock."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m research.cluster play TRACE` simulates clusters and writes a file of samples;
+"""`python -m research.cluster play TRACE` simulates clusters and writes a results file;
 `python -m research.cluster report FILE` prints it again."""
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ app = typer.Typer(cls=_Parts, no_args_is_help=True)
 
 @app.callback(help=__doc__)
 def _whole() -> None:
-    """Typer makes a group of commands only where there is one."""
+    """Make Typer create a group of commands, for which it needs a callback."""
 
 
 @app.command()
 def report(
-    path: Annotated[Path, typer.Argument(help="A file that `play` wrote.")],
+    path: Annotated[Path, typer.Argument(help="A results file written by `play`.")],
     plot: Plot = None,
     check: Check = False,
 ) -> None:
-    """Print the tables of a file again, or draw it; measure nothing."""
+    """Print a results file's tables again, and optionally draw the results."""
     raise typer.Exit(int(not REPORT.show(path, plot) and check))
 
 

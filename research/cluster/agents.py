@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agents: what each of their turns finds, adds and answers; from a trace or drawn from one.
+"""Agents and the tokens that their turns find, add and answer; recorded in or drawn from a trace.
 
-An agent's context only grows, by the turn's new tokens and by its answer. `blocks` name what a
-prompt shares with others, for simulations that look tokens up; without them agents share nothing.
+An agent's context only grows, by each turn's new tokens and answer. `blocks` identify what prompts
+share, for simulations that look up tokens; without them agents share nothing.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import numpy as np
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.traces import Ids, Request, Session, Trace
 
-#: A drawn agent begins with a prompt of so many tokens.
+#: The range of a drawn agent's first prompt.
 _FIRST_TOKENS = (2000, 8000)
-#: A longer addition is a context that was made new, not a turn.
+#: A larger addition is a new context, not a turn.
 _ADDED_MAX = 4000
 
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """By turn: tokens found, if everything is kept; tokens to compute; tokens of the answer;
-    seconds before the turn. blocks: of each turn's prompt, or nothing. start_s: None: at once."""
+    """An agent. By turn: tokens found if everything is kept, tokens to compute, tokens of the
+    answer, seconds before the turn; blocks of the prompt, or none. start_s: None: at once."""
 
     hit: tuple[int, ...]
     new: tuple[int, ...]
@@ -38,15 +38,15 @@ class Agent:
 
 @dataclass(frozen=True)
 class Means:
-    """Tokens that a drawn turn adds and answers, on average."""
+    """Mean tokens that a drawn turn adds and answers."""
 
     added: float
     answer: float
 
 
 def recorded_agents(trace: Trace, think_scale: float) -> list[Agent]:
-    """The sessions as they are, those of sub-agents apart. Sessions without a clock find what
-    they had before; those with one, which are single requests, what anybody had before."""
+    """Return the sessions as recorded, sub-agents separately. Sessions without a clock find their
+    own earlier tokens; those with one, single requests, find those of all earlier requests."""
     shared: set[int] = set()
     agents = []
     for session in trace.sessions:
@@ -70,12 +70,12 @@ def _alone(session: Session) -> Iterator[Session]:
 def _recorded(session: Session, seen: set[int], block_tokens: int, think_scale: float) -> Agent:
     hits, new, think_s, blocks = [], [], [], []
     requests = [step for step in session.steps if isinstance(step, Request)]
-    had = answer = 0  # tokens of the previous prompt and answer; of that answer
+    had = answer = 0  # tokens of the previous prompt and answer; tokens of that answer
     for request in requests:
         ids = request.blocks.tolist()
         known = next((n for n, one in enumerate(ids) if one not in seen), len(ids))
         hit = known * block_tokens
-        if had and hit + 2 * block_tokens > had - answer:  # it continues the one before
+        if had and hit + 2 * block_tokens > had - answer:  # it continues the previous request
             hit = max(hit, had // block_tokens * block_tokens)
         hit = max(0, min(hit, request.input_tokens - 1))
         seen.update(ids)
@@ -91,8 +91,8 @@ def _recorded(session: Session, seen: set[int], block_tokens: int, think_scale: 
 
 
 def drawn_agents(trace: Trace, means: Means, tokens_max: int, count: int, seed: int) -> list[Agent]:
-    """Agents whose context grows to `tokens_max` by turns drawn from those of the trace, scaled to
-    the means. They do not think."""
+    """Return agents whose context grows to `tokens_max` by turns drawn from the trace and scaled to
+    the means, without think times."""
     pairs = _turns(trace)
     if not pairs:
         raise BenchError(f"{trace.name}: no session has a second turn to draw from")
@@ -128,7 +128,7 @@ def _drawn(
 
 
 def _turns(trace: Trace) -> list[tuple[int, int]]:
-    """(tokens added, tokens answered) of each turn that continues the one before."""
+    """Return (tokens added, tokens answered) of each turn that continues the previous one."""
     found = []
     for session in trace.sessions:
         requests = [step for step in session.steps if isinstance(step, Request)]
@@ -141,7 +141,7 @@ def _turns(trace: Trace) -> list[tuple[int, int]]:
 
 
 def described(agents: Sequence[Agent]) -> dict[str, float]:
-    """The means over all turns."""
+    """Return means over all turns."""
     turns = sum(len(one.new) for one in agents)
     hit = sum(sum(one.hit) for one in agents)
     prompt = hit + sum(sum(one.new) for one in agents)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cluster on a virtual clock: a turn is routed, read, computed, handed on and answered.
+"""The cluster on a virtual clock: a turn is routed, read, computed, transferred and answered.
 
-Links, prefill nodes and the way to the decode nodes serve one after the other, unless the machine
-says that loads share a link; decode is a delay.
-Which link reads a piece is the product's own rule (`choose_lane`), and whether to read at all is
-its `Admission`. A read is given to its link when it is decided, not when the link has room, so
-a wrong guess costs a whole load here and a few chunks in the product.
+Links, prefill nodes and transfers to decode nodes handle one item at a time, unless loads share a
+link in this cluster; decode is a delay. The product's rules decide which link reads a piece
+(`choose_lane`) and whether to read at all (`Admission`). A read is queued on its link when decided,
+not when the link has room. So a wrong choice costs a whole load here, but only a few chunks in the
+product.
 
-An event is (time, number of the agent and kind): equal times have one order, and equal seeds give
-equal results.
+An event is (time, number of the agent and kind): simultaneous events have a fixed order, and equal
+seeds give equal results.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.manager.load_or_recompute import Admission
 from vllm_nvmeof_offload.native import choose_lane
 
-#: Own link only; own and helper's in turn; the whole load by the rule; each piece of it by the
-#: rule; no reads at all, the bound.
+#: Only the own link; own and helper's link in turn; whole loads by the rule; pieces of loads by the
+#: rule; no reads, as a bound.
 PATHS = ("own", "alternate", "request", "chunk", "none")
 ROUTERS = ("least", "round_robin", "sticky")
 _TURN, _LOADED, _PREFILLED, _DECODED, _LOST, _READ = range(6)
 _KINDS = 8
-#: A load in fewer chunks is not split, and into no more pieces.
+#: The fewest chunks of a load that is split, and the most pieces.
 _SPLIT_CHUNKS_MIN, _PIECES_MAX = 4, 16
-#: A read ends by its deadline, and goes elsewhere, so long after its link is lost.
+#: The time after the loss of a link when its reads reach their deadline and are moved.
 _NOTICED_S = 0.5
 
 
 @dataclass(frozen=True)
 class Rules:
-    """path: one of `PATHS`. router: one of `ROUTERS`; sticky: an agent's prompts stay on its
-    engine. helpers: decode engines that may read for a prompt. admission: computes again what
-    it computes faster than it reads, as the product decides it; queue: it also counts the prompts
-    that wait for the engine, which the product does not. lost: (node, from, until) of a link."""
+    """Rules of a run. path: one of `PATHS`. router: one of `ROUTERS`; sticky: an agent's prompts
+    stay on its engine. helpers: decode engines that may read for a prompt. admission: recompute
+    what is computed faster than read, as in the product; queue: also count prompts that wait for
+    the engine, unlike the product. lost: (node, from, until) of a lost link."""
 
     path: str = "chunk"
     router: str = "least"
@@ -62,20 +62,20 @@ class Rules:
 
 
 class Finds(Protocol):
-    """What a prompt finds in the tiers of its engine and of others."""
+    """A model of what prompts find in the tiers of their engine and of others."""
 
     def find(self, agent: int, turn: int, prefill: int) -> tuple[int, int]:
-        """(tokens found, tokens of them to be read)."""
+        """Return (tokens found, tokens of these to read)."""
 
     def prefilled(self, agent: int, turn: int, prefill: int) -> None:
-        """The prompt is in the engine's memory, and is stored."""
+        """Store the prompt, now in the engine's memory."""
 
     def decoded(self, agent: int, turn: int, decode: int) -> None:
-        """The answer too is in the decode engine's memory, and is stored."""
+        """Store the answer, now in the decode engine's memory."""
 
 
 class Given:
-    """Everything that the trace says is found, and read; `local`: only where it was computed."""
+    """Hits as given by the trace, all read; with `local`, only where they were computed."""
 
     def __init__(self, agents: Sequence[Agent], local: bool) -> None:
         self._hits = [one.hit for one in agents]
@@ -97,8 +97,8 @@ class Given:
 
 @dataclass
 class Outcome:
-    """What happened. By turn in the order of first tokens: when it began, and its TTFT. ended_s:
-    by agent, when its last answer ended; 0: not. loads: those by lane of the whole run."""
+    """A run's results. begun_s, ttft_s: each turn's start and TTFT, in the order of first tokens.
+    ended_s: by agent, the end of its last answer; 0: not ended."""
 
     begun_s: list[float] = field(default_factory=list)
     ttft_s: list[float] = field(default_factory=list)
@@ -113,7 +113,7 @@ class Outcome:
 
 
 class Cluster:
-    """One run. starts_s: by agent; horizon_s: nothing that begins later is played."""
+    """One run. starts_s: start time by agent; horizon_s: later events are ignored."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Cluster:
         self._turn, self._begun_s = [0] * count, [0.0] * count
         self._prefill, self._decode, self._home = [0] * count, [0] * count, [-1] * count
         self._found, self._new = [0] * count, [0] * count
-        #: Only where a link is lost: when a load ends, and what each lane has of it.
+        #: By agent: when its load ends and, if a link is lost, each lane's part of it.
         self._due_s = [-1.0] * count
         self._loads: dict[int, list[tuple[int, float, float]]] = {}
         self._routed = itertools.count()
@@ -176,7 +176,7 @@ class Cluster:
             self._waiting.append(agent)
 
     def _place(self, now_s: float, agent: int) -> bool:
-        """Route a turn and start its read; False: no engine has room."""
+        """Route a turn and start its read; return False if no engine has room."""
         one, turn, machines = self._agents[agent], self._turn[agent], self._machines
         need = one.hit[turn] + one.new[turn] + one.answer[turn]
         prefill = self._route(now_s, agent)
@@ -242,7 +242,7 @@ class Cluster:
 
     def _loaded(self, now_s: float, agent: int) -> None:
         if now_s != self._due_s[agent]:
-            return  # the read went elsewhere after its link was lost
+            return  # the read was moved after its link was lost
         self._due_s[agent] = -1.0
         self._loads.pop(agent, None)
         prefill = self._prefill[agent]
@@ -252,7 +252,7 @@ class Cluster:
         heappush(self._events, (end_s, _KINDS * agent + _PREFILLED))
 
     def _prefilled(self, now_s: float, agent: int) -> None:
-        """The first token is there; the prompt's KV goes to the decode node."""
+        """Record the first token; transfer the prompt's KV to the decode node."""
         machines, out = self._machines, self.out
         prefill, decode, turn = self._prefill[agent], self._decode[agent], self._turn[agent]
         prompt = self._found[agent] + self._new[agent]
@@ -289,7 +289,7 @@ class Cluster:
     # -- reads ------------------------------------------------------------------------
 
     def _read(self, now_s: float, agent: int, count: float) -> float:
-        """Give a load to its lanes; return when it has come."""
+        """Queue a load on its lanes; return when it is complete."""
         prefill, path = self._prefill[agent], self._rules.path
         if path == "own" or not self._machines.decode:
             parts = {prefill: count}
@@ -323,7 +323,7 @@ class Cluster:
             self._loaded(now_s, agent)
 
     def _chosen(self, now_s: float, agent: int, count: float) -> dict[int, float]:
-        """Bytes by lane, as the product's rule shares them out."""
+        """Return bytes by lane, as distributed by the product's rule."""
         lanes, machines, prefill = self.lanes, self._machines, self._prefill[agent]
         chunks = int(count / (machines.bytes_per_token * machines.chunk_tokens))
         pieces = min(chunks, _PIECES_MAX) if self._rules.path == "chunk" else 1
@@ -338,7 +338,7 @@ class Cluster:
             own_s, own_room = lanes[prefill].queue_s(now_s) + part / lanes[prefill].rate, True
         numbers = [prefill, *helpers]
         rates = [lanes[one].rate for one in numbers]
-        # A pulled piece is no faster than the way between the nodes.
+        # A pulled piece is no faster than the link between the nodes.
         rates[1:] = [min(rate, machines.compute_bytes_per_s) for rate in rates[1:]]
         steps = [part / rate for rate in rates]
         ends = [
@@ -347,7 +347,7 @@ class Cluster:
         ]
         given = [0] * len(numbers)
         for _ in range(pieces):
-            # Without any room the own queue holds the piece.
+            # Without room anywhere, the piece waits in the own queue.
             lane = max(0, choose_lane(own_s, own_room, ends))
             given[lane] += 1
             if lane:
@@ -357,7 +357,7 @@ class Cluster:
         return {one: n * part for one, n in zip(numbers, given, strict=True) if n}
 
     def _helpers(self, now_s: float, agent: int) -> list[int]:
-        """Lanes of the decode engines that the router names and that have not lost their link."""
+        """Return lanes of the decode engines that the router names and whose links work."""
         machines, prefill, rules = self._machines, self._prefill[agent], self._rules
         queues_s = []
         if rules.helpers > 1:
@@ -375,8 +375,8 @@ class Cluster:
         return own or (helped and bool(self._helpers(now_s, agent)))
 
     def _worth(self, now_s: float, agent: int, count: float, tokens: int) -> bool:
-        """Whether to read rather than to compute, as the product decides it. What no link can
-        read is computed."""
+        """Return whether to read rather than compute, as the product decides; compute if no link
+        can read."""
         if self._rules.lost and not self._readable(now_s, agent):
             return False
         prefill = self._prefill[agent]
@@ -389,16 +389,16 @@ class Cluster:
         lanes = [self.lanes[prefill]]
         if self._rules.path in ("request", "chunk"):
             lanes += self.lanes[self._machines.prefill :][: self._rules.helpers]
-        # Several lanes fill up like one.
+        # Several lanes act like one.
         rate = sum(lane.rate for lane in lanes)
         if shared := self._machines.shared_bytes_per_s:
-            rate = min(rate, shared / self._machines.prefill)  # what a busy link is seen to give
+            rate = min(rate, shared / self._machines.prefill)  # the measured rate of a busy link
         queued = sum(lane.queue_s(now_s) * lane.rate for lane in lanes)
         admission.read_rates = [rate]
         return admission.decide([int(count)], [int(queued)], tokens).load
 
     def _link_lost(self, now_s: float, _: int) -> None:
-        """The deadline of what the lost link has not read: it goes elsewhere, or is computed."""
+        """Handle the deadline of the lost link's reads: move them to other links, or compute."""
         assert self._rules.lost is not None
         lost, since_s, until_s = self._rules.lost
         self.lanes[lost].free_s = until_s

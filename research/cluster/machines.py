@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cluster as a file describes it: nodes, links, compute, memory, and bytes of the model."""
+"""A cluster described in a file: nodes, links, compute, memory, and sizes of the model."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _LIKE_MAX = 8
 
 @dataclass(frozen=True)
 class Machines:
-    """A cluster. Nodes of one kind are alike; an engine is a node. Rates are of one node and in
-    one direction.
+    """A cluster. Nodes of one kind are equal; an engine is a node. Rates are per node and
+    direction.
 
-    decode 0: prefill nodes decode too, and nothing is handed on. storage: the node's link to
-    the pool. compute: its links to other nodes together. flop_per_pair: attention's, per pair of
-    a new token and one before it. request_s: what a prompt takes besides, however short it is.
-    weight_bytes: what a step of decoding reads of the model; memory_bytes_per_s: a node's GPUs
-    together; step_s_min: no step is shorter. step_kv_share: of the KV in a decode node's memory,
-    what a step reads. *_tokens_max: of KV in a node's GPU memory, 0: no bound. batch_tokens_max:
-    outstanding at a prefill node, before it gets no more. drives: of an enclosure that all nodes
-    share; 0: none in the way. local: only the node that stored a chunk can read it. report_s: how
-    old a peer's report of its queue becomes. places: chunks in flight at a link that loads share;
-    0: loads are read one after the other.
+    decode: 0: prefill nodes decode too, without transfers. storage_bytes_per_s: the node's link to
+    the pool. compute_bytes_per_s: its links to other nodes together. flop_per_pair: FLOP of
+    attention per pair of a new token and an earlier one. request_s: fixed time per prompt.
+    weight_bytes: bytes of the model that a decode step reads; memory_bytes_per_s: of a node's GPUs
+    together; step_s_min: shortest step. step_kv_share: share of the KV in a decode node's memory
+    that a step reads. *_tokens_max: KV in a node's GPU memory, 0: no bound. batch_tokens_max: a
+    prefill node with more outstanding tokens gets no prompts. drives: in an enclosure that all
+    nodes share; 0: no enclosure. local: only the node that stored a chunk can read it. report_s:
+    interval of a peer's queue reports. places: chunks in flight on a link that loads share; 0:
+    loads are read sequentially.
     """
 
     name: str
@@ -65,22 +65,22 @@ class Machines:
         model = ("flop_per_token", "flop_per_s", "weight_bytes", "memory_bytes_per_s")
         for one in (*positive, *model, "report_s", "chunk_tokens"):
             if getattr(self, one) <= 0:
-                raise BenchError(f"{self.name}: {one} is above 0")
+                raise BenchError(f"{self.name}: {one} must be above 0")
         for field in fields(self):
             if field.type in ("float", "int") and getattr(self, field.name) < 0:
-                raise BenchError(f"{self.name}: {field.name} is at least 0")
+                raise BenchError(f"{self.name}: {field.name} must be at least 0")
 
         if self.places and (self.decode or self.drives):
-            raise BenchError(f"{self.name}: places are for nodes that decode, each with its drives")
+            raise BenchError(f"{self.name}: places needs decode = 0 and drives = 0")
 
     @property
     def shared_bytes_per_s(self) -> float:
-        """What all nodes together can read of the enclosure; 0: it bounds nothing."""
+        """The rate at which all nodes together can read from the enclosure; 0: no bound."""
         rates = (self.drives * self.drive_bytes_per_s, self.enclosure_bytes_per_s)
         return min((rate for rate in rates if rate), default=0.0)
 
     def step_s(self, held_tokens: float) -> float:
-        """Seconds per token of the answers of a decode node that holds so many tokens' KV."""
+        """Return the seconds per answer token of a decode node that holds this many tokens' KV."""
         read_bytes = self.weight_bytes
         if self.step_kv_share:
             read_bytes += self.step_kv_share * held_tokens * self.bytes_per_token
@@ -88,16 +88,16 @@ class Machines:
         return step_s if step_s > self.step_s_min else self.step_s_min
 
     def compute_s(self, before: float, new: float) -> float:
-        """Seconds in which a prefill node computes `new` tokens behind `before` others."""
+        """Return the seconds to compute `new` tokens after `before` others on a prefill node."""
         pairs = new * (before + new / 2)
         flop = new * self.flop_per_token + pairs * self.flop_per_pair
         return self.request_s + flop / self.flop_per_s
 
 
 def read_machines(path: Path, name: str) -> Machines:
-    """The cluster of this name.
+    """Read the cluster of this name.
 
-    Raises: BenchError: no such file or name, or a value that cannot be used.
+    Raises: BenchError: the file or name does not exist, or a value is invalid.
     """
     try:
         content: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -117,20 +117,20 @@ def read_machines(path: Path, name: str) -> Machines:
 
 
 def _inherited(content: dict[str, Any], name: str, path: Path) -> dict[str, Any]:
-    """The values of a table over those of the tables that it is like."""
+    """Return a table's values, with those of the tables in its `like` chain as defaults."""
     found: dict[str, Any] = {}
     for _ in range(_LIKE_MAX):
         if not isinstance(content.get(name), dict):
-            raise BenchError(f"{path}: no cluster {name!r}; there are {', '.join(content)}")
+            raise BenchError(f"{path}: no cluster {name!r}; choose from {', '.join(content)}")
         found = content[name] | found
         if "like" not in content[name]:
             return {key: value for key, value in found.items() if key != "like"}
         name = content[name]["like"]
-    raise BenchError(f"{path}: {name!r} is like another one more than {_LIKE_MAX} times over")
+    raise BenchError(f"{path}: {name!r}: a chain of more than {_LIKE_MAX} `like` references")
 
 
 def _model_bytes(model: str) -> float:
-    """KV bytes of a token, as `vllm-nvmeof size` computes them for a preset or a config.json."""
+    """Return KV bytes per token, computed as in `vllm-nvmeof size`, of a preset or config.json."""
     place = Path(model)
     shape = read_model(place) if place.exists() else preset(model)
     deployment = Deployment(kv_element_bytes=shape.kv_element_bytes("auto"))

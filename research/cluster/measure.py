@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m research.cluster`: what a whole cluster gains, by parts.
+"""`python -m research.cluster`: the benefit for a whole cluster, in parts.
 
-`offline`: DualPath's clusters, all agents at once. `agents`: one cluster over the number of
-agents. `online`: the rate of arriving agents that a cluster carries within its objectives.
-`recorded`: the sessions of the trace as they are. `open`: what DualPath leaves open. `enclosure`:
-drives in an enclosure beside the same drives in the nodes. Agents are drawn again from each seed
-for `offline`, `split` and `enclosure`; the other parts take the first seed. Nothing depends on this
-machine, and equal seeds give equal files.
+`offline`: DualPath's clusters with all agents at once. `agents`: a cluster by the number of
+agents. `online`: the arrival rate of agents that a cluster sustains within its objectives.
+`recorded`: the trace's sessions as recorded. `open`: questions that DualPath leaves open.
+`enclosure`: drives in an enclosure, compared with the same drives in the nodes. `offline`, `split`,
+`routers` and `enclosure` are run with every seed, the other parts with the first. Results do not
+depend on this machine, and equal seeds give equal files.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ ARMS = {
     "chunk": Rules(path="chunk"),
     "none": Rules(path="none"),
 }
-#: All agents of an offline run begin within so long.
+#: The period in which all agents of an offline run start.
 _START_S = 0.5
-#: Share of an online run that is not counted, because the cluster is still filling.
+#: The share of an online run that does not count, because the cluster is still filling.
 _WARM = 0.4
 _SEARCH_STEPS = 8
 _BALANCE_POINTS = 100
@@ -59,31 +59,31 @@ _BALANCE_POINTS = 100
 
 @dataclass(frozen=True)
 class Settings:
-    """Means of 0 tokens: agents are the trace's sessions as they are."""
+    """Settings of a study. If a mean is 0 tokens, agents are the trace's sessions as recorded."""
 
-    machines: Path = option(KNOWN, "File of clusters, as machines.toml of this benchmark.")
+    machines: Path = option(KNOWN, "File with clusters, such as this benchmark's machines.toml.")
     clusters: tuple[str, ...] = option(
         ("660b-2p4d", "27b-1p1d"),
-        "Clusters of the machines file to play in the parts agents, online and recorded.",
+        "Clusters in the machines file, for the parts agents, online and recorded.",
     )
-    parts: tuple[str, ...] = option(PARTS, f"Parts to play, of {', '.join(PARTS)}.")
+    parts: tuple[str, ...] = option(PARTS, f"Parts to simulate: {', '.join(PARTS)}.")
     agents: tuple[int, ...] = option(
-        (64, 128, 256, 512, 1024), "Numbers of agents at once that the part `agents` plays."
+        (64, 128, 256, 512, 1024), "Numbers of concurrent agents in the part `agents`."
     )
     added_tokens: float = option(429.0, "Mean tokens that a turn adds; 0: the trace's.", min=0)
     answer_tokens: float = option(120.0, "Mean tokens of an answer; 0: the trace's.", min=0)
     context_tokens_max: int = option(
-        64_000, "An agent ends before a longer context.", flag="--context-max", min=1
+        64_000, "Longest context of an agent in tokens.", flag="--context-max", min=1
     )
     drawn: int = option(200, "Agents to draw from the trace's turns.", min=1)
     windows_s: tuple[int, ...] = option(
         (900, 3600),
-        "Seconds of an online run; several show whether it is steady.",
+        "Seconds of an online run; several values show whether a run is steady.",
         flag="--windows",
     )
     ttft_s: float = option(4.0, "Objective of an online run: mean TTFT in seconds.", min=0)
     tpot_s: float = option(0.05, "Objective: mean seconds per token of an answer.", min=0)
-    seeds: tuple[int, ...] = option((1, 2, 3, 4, 5), "Seeds of agents, arrivals and order.")
+    seeds: tuple[int, ...] = option((1, 2, 3, 4, 5), "Seeds for agents, arrivals and order.")
     trace: Path = option(Path(), TRACE_HELP, argument=True)
 
     def __post_init__(self) -> None:
@@ -92,7 +92,7 @@ class Settings:
 
 
 class Study:
-    """All runs over one trace. series: balance over time, by run."""
+    """All runs with one trace. series: balance over time, by run."""
 
     def __init__(self, settings: Settings, on_progress: OnProgress) -> None:
         self.settings = settings
@@ -104,7 +104,7 @@ class Study:
         self._drawn: dict[int, list[Agent]] = {}
 
     def population(self, seed: int = 0) -> list[Agent]:
-        """The agents to choose from. seed 0: the first one."""
+        """Return the agents to choose from. seed: 0: the first seed."""
         settings, seed = self.settings, seed or self.settings.seeds[0]
         if not settings.added_tokens or not settings.answer_tokens:
             return self.as_recorded
@@ -123,7 +123,7 @@ class Study:
         self._on_progress(self._done, 0, what)
 
     def crowd(self, count: int, seed: int = 0) -> tuple[list[Agent], list[float]]:
-        """So many agents that begin at once, and when."""
+        """Return `count` agents that start together, and their start times."""
         rng = random.Random(seed or self.settings.seeds[0])
         population = self.population(seed)
         agents = [rng.choice(population) for _ in range(count)]
@@ -132,7 +132,7 @@ class Study:
     def arrivals(
         self, rate: float, window_s: float, seed: int = 0
     ) -> tuple[list[Agent], list[float]]:
-        """Agents that arrive at random, so many per second, and when."""
+        """Return agents that arrive at random, `rate` per second, and their start times."""
         rng = random.Random(seed or self.settings.seeds[0])
         population = self.population(seed)
         starts_s: list[float] = []
@@ -145,12 +145,12 @@ class Study:
     def offline(
         self, base: Sample, machines: Machines, rules: Rules | None = None, **more: Any
     ) -> Sample:
-        """base: with its seed and its number of agents."""
+        """Run a crowd. base: sets the seed and the number of agents."""
         agents, starts_s = self.crowd(base.agents, base.seed)
         return self.play(base, machines, agents, starts_s, rules, **more)
 
     def online(self, base: Sample, machines: Machines, rules: Rules | None = None) -> Sample:
-        """base: with its seed, rate and window."""
+        """Run arrivals. base: sets the seed, the rate and the window."""
         agents, starts_s = self.arrivals(base.rate, base.window_s, base.seed)
         base = replace(base, agents=len(agents))
         return self.play(base, machines, agents, starts_s, rules)
@@ -164,7 +164,7 @@ class Study:
         rules: Rules | None = None,
         sizes: Sizes | None = None,
     ) -> Sample:
-        """One run. sizes: hits are found by the product's manager, not given."""
+        """Simulate one run. sizes: if given, the product's manager determines hits."""
         base = replace(base, cluster=machines.name)
         seed = f"seed {base.seed}" if base.seed else ""
         self.note(" · ".join(filter(None, (base.part, base.cluster, base.arm, base.knob, seed))))
@@ -186,7 +186,7 @@ class Study:
 
 
 def _sampled(base: Sample, out: Outcome) -> Sample:
-    """The figures of a run; of an online one without the time in which it fills."""
+    """Return a run's results; for an online run, without the filling period."""
     since_s = _WARM * base.window_s
     counted = [
         (at_s, ttft_s)
@@ -234,8 +234,8 @@ def _agents(study: Study) -> Iterator[Sample]:
 
 
 def _online(study: Study) -> Iterator[Sample]:
-    """A search from half of what links and compute bound: up while the objectives are kept, which
-    in a short window they are far above that bound, and then by halves."""
+    """Search for the highest rate, from half of what links and compute allow: upwards while the
+    objectives are met, in short windows far above that bound, and then by bisection."""
     for name in study.settings.clusters:
         machines = study.machines(name)
         for arm in ("own", "request", "chunk"):
@@ -251,7 +251,7 @@ def _online(study: Study) -> Iterator[Sample]:
 
 
 def carried(machines: Machines, what: Mapping[str, float], helped: bool) -> float:
-    """Agents per second whose reads and prompts links and compute can carry at most."""
+    """Return the most agents per second that links and compute can sustain."""
     hit_tokens = what["context_tokens"] * what["hit"]
     read_bytes = what["turns"] * hit_tokens * machines.bytes_per_token
     compute_s = what["turns"] * machines.compute_s(hit_tokens, what["new_tokens"])
@@ -274,7 +274,7 @@ def _open(study: Study) -> Iterator[Sample]:
         yield from part(study)
 
 
-#: Agents per second at which links are busy a third to a half of the time.
+#: Agents per second at which links are busy for a third to a half of the time.
 _CALM = {"27b-1p1d": 0.45, "660b-2p4d": 0.4}
 
 
@@ -286,7 +286,7 @@ def _split(study: Study) -> Iterator[Sample]:
                 yield study.online(base, study.machines(name))
 
 
-#: The share of what a cluster carries at which routers are compared.
+#: The share of the sustainable rate at which routers are compared.
 _BUSY = 0.85
 
 
@@ -310,7 +310,7 @@ _DECISIONS: dict[str, dict[str, Any]] = {
 
 
 def _admission(study: Study) -> Iterator[Sample]:
-    """Links of full rate, and of fractions of it."""
+    """Compare decisions with links at full rate and at fractions of it."""
     machines = study.machines("27b-1p1d")
     for share in (1.0, 0.2, 0.05):
         slow = replace(machines, storage_bytes_per_s=share * machines.storage_bytes_per_s)
@@ -321,7 +321,7 @@ def _admission(study: Study) -> Iterator[Sample]:
 
 
 def _sharing(study: Study) -> Iterator[Sample]:
-    """Pools of one engine as shares of what all agents have at their ends."""
+    """Compare pool sizes per engine, as shares of all agents' final tokens."""
     machines, count = study.machines("27b-2p2d"), 64
     agents, _ = study.crowd(count)
     whole = sum(one.hit[-1] + one.new[-1] + one.answer[-1] for one in agents)
@@ -336,7 +336,7 @@ def _sharing(study: Study) -> Iterator[Sample]:
 
 
 def _lost(study: Study) -> Iterator[Sample]:
-    """A minute without one node's link: a prefill node's, a decode node's."""
+    """Simulate a minute without the link of a prefill node or of a decode node."""
     machines = study.machines("27b-1p1d")
     for arm in ("own", "chunk"):
         for what, node in (("none", None), ("prefill", 0), ("decode", machines.prefill)):
@@ -373,7 +373,7 @@ _PLAYED: dict[str, Callable[[Study], Iterator[Sample]]] = dict(
 def run(
     settings: Settings, on_progress: OnProgress = unheard
 ) -> tuple[list[Sample], dict[str, Any]]:
-    """Play the parts; return the samples and the conditions.
+    """Simulate the parts; return the samples and the conditions.
 
     Raises:
         BenchError: the trace or the clusters cannot be read, or a part is unknown.
@@ -401,9 +401,9 @@ def _measure(settings: Settings, json_path: Path) -> None:
 COMMANDS = (
     Command(
         "cluster",
-        "Simulate a cluster of prefill and decode engines over a trace: what dual-path loading, "
-        "sharing and the choice of links gain.\n\nThe product's own rules decide; no server, no "
-        "GPU and no disk are needed. Clusters are described in a file.",
+        "Simulate a cluster of prefill and decode engines on a trace: the benefit of dual-path "
+        "loading, sharing and the choice of links.\n\nIt uses the product's own rules, without "
+        "servers, GPUs or disks. Clusters are described in a file.",
         Settings,
         _measure,
     ),

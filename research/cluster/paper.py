@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What DualPath (Wu et al., arXiv 2602.21548, 2026) published, beside what the simulation gives.
+"""DualPath's published figures (Wu et al., arXiv 2602.21548, 2026) and the simulated ones.
 
-The paper's machines were not measured here. Two numbers are fitted: the rate of a node's compute,
-one for all rows, and the shortest step of decoding of the smaller model. The paper's offline ratios
-are maxima over numbers of agents ("up to"). Ours are medians over seeds.
+The paper's machines were not measured here. Two numbers are fitted: a node's compute rate, for all
+rows, and the smaller model's shortest decode step. The paper's offline ratios are maxima over
+numbers of agents ("up to"). Ours are medians over seeds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm_nvmeof_bench.results import Goal, median, median_of, paired, select, values_of
 
-#: Cluster → agents at once.
+#: Cluster → concurrent agents.
 OFFLINE = {"660b-2p4d": 512, "27b-1p1d": 256, "27b-1p2d": 256, "27b-2p1d": 256}
 _SMALL = ("27b-1p1d", "27b-1p2d", "27b-2p1d")
 _NEAR = 0.1
@@ -24,7 +24,7 @@ _ROWS_MIN = 6
 
 @dataclass(frozen=True)
 class Row:
-    """A published figure and ours by seed; none: not simulated."""
+    """A published figure and ours by seed; no values: not simulated."""
 
     name: str
     published: float
@@ -45,14 +45,14 @@ class Row:
 
 
 def gains(samples: Sequence[Any], cluster: str, arm: str) -> list[float]:
-    """By seed: JCT by the own link only / JCT of the arm."""
+    """Return by seed JCT with only the own link / JCT of the arm."""
     runs = select(samples, part="offline", cluster=cluster)
     pairs = paired(runs, "end_s", {"arm": "own"}, {"arm": arm}, key=lambda one: one.seed)
     return [own / other for own, other in pairs]
 
 
 def capacity(samples: Sequence[Any], cluster: str, arm: str, window_s: float) -> Any | None:
-    """The run of the highest rate within the objectives."""
+    """Return the run with the highest rate within the objectives."""
     runs = select(samples, part="online", cluster=cluster, arm=arm, window_s=window_s)
     return max((one for one in runs if one.kept), key=lambda one: one.rate, default=None)
 
@@ -66,7 +66,7 @@ def _served(samples: Sequence[Any], cluster: str) -> list[float]:
 
 
 def rows(samples: Sequence[Any]) -> list[Row]:
-    """The eight rows that the simulation is held to."""
+    """Return the eight rows against which the simulation is checked."""
     small = [gains(samples, name, "request") for name in _SMALL]
     mean = [fmean(seed) for seed in zip(*small, strict=False)] if all(small) else []
     path, rule = (gains(samples, "660b-2p4d", arm) for arm in ("alternate", "request"))
@@ -87,7 +87,7 @@ def _less(ratios: Sequence[float]) -> list[float]:
 
 
 def balance_rows(samples: Sequence[Any]) -> list[Row]:
-    """Most over mean of the links' bytes, in windows of two seconds."""
+    """Return the links' maximum / mean bytes in windows of two seconds."""
     return [
         Row(
             f"{cluster}, {words}",
@@ -116,7 +116,7 @@ def _rows_goal(samples: Sequence[Any]) -> Goal:
 
 
 def _equivalences(samples: Sequence[Any]) -> list[Goal]:
-    """JCT of two clusters, by seed; the seed that is the farthest off decides."""
+    """Return goals for JCT ratios of two clusters; the seed with the largest deviation decides."""
     clusters = {
         "own link: 1P1D = 1P2D": (("27b-1p1d", "own"), ("27b-1p2d", "own")),
         "both paths 1P1D = own link 2P1D": (("27b-1p1d", "request"), ("27b-2p1d", "own")),

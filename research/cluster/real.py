@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two real servers on this machine's CPU, each behind a slow link to its pool, and the simulator.
+"""Two real servers on this machine's CPU, each with a slow link to its pool, and the simulator.
 
     python -m research.cluster.real [--seeds 1,2,3] [--json FILE] [--vllm-router PROGRAM]
 
-The machine's own numbers are measured first, one request at a time: what prompts cost whose KV is
-in memory, or nowhere, and how fast a link reads. They make a table of a machine file. Then prompts
-return at random times, in turn to both servers and through `examples/dual_path_router.py`, round
-by round, and the simulator plays the same requests at the same times on that machine. A prompt
-returns behind so many others that its KV is in the pool alone. With the program of the
-`vllm-router` package its policies stand before the same servers too.
+First the machine is measured, one request at a time: the cost of prompts with and without KV in
+memory, and a link's rate. The results become a table of a machine file. Then prompts return at
+random times, in turn to both servers and through `examples/dual_path_router.py`, round by round,
+and the simulator plays the same requests at the same times on that machine. So many other prompts
+precede a returning one that its KV is only in the pool. With the program of the package
+`vllm-router`, its policies are run with the same servers too.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.units import GIB, slot_stride_bytes
 
 LINK_BYTES_PER_S = 30_000_000
-#: Of what the links can read, what the prompts ask for.
+#: The prompts' reads as a share of the links' capacity.
 LOAD = 0.8
 REQUESTS = 80
 OFF_MAX = 0.15
@@ -55,10 +55,10 @@ PROMPTS, NEW_TOKENS, ANSWER_TOKENS = 35, 40, 8
 _SHAPE = ModelShape(layers=8, hidden=256, intermediate=512, heads=4, kv_heads=4)
 _CHUNK_TOKENS = 64
 _CHUNK_BYTES = _CHUNK_TOKENS * _SHAPE.kv_bytes_per_token
-#: Of a stored prompt: three in four are short, as chats beside the sessions of agents.
+#: Lengths of stored prompts in chunks, and shares: short like chats, long like agents' sessions.
 _CHUNKS, _SHARES = (8, 60), (0.75, 0.25)
 _SLOTS, _STREAM_SLOTS = 96, 24
-#: Prompts by which the machine is measured: found in memory, loaded, and computed.
+#: Tokens of the prompts for measuring the machine: found in memory or loaded, and computed.
 _SHORT, _LONG, _COMPUTED = _CHUNKS[0] * _CHUNK_TOKENS, _CHUNKS[1] * _CHUNK_TOKENS, 2048
 _TRIES = 5
 _MEASURED = "measured"
@@ -69,9 +69,9 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Numbers:
-    """Medians in seconds of one request at a time. hit: TTFT of `NEW_TOKENS` behind a short and a
-    long prompt that are in memory; loaded: the same, read from the pool. computed: TTFT of
-    `_COMPUTED` tokens of which nothing is found. step: per token of an answer."""
+    """Medians of single requests. hit_s: TTFT of `NEW_TOKENS` after a short and a long prompt that
+    are in memory; loaded_s: the same with prompts read from the pool. computed_s: TTFT of
+    `_COMPUTED` new tokens. step_s: seconds per answer token."""
 
     hit_s: tuple[float, float]
     loaded_s: tuple[float, float]
@@ -81,7 +81,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: when, and behind which stored prompt."""
+    """A request: its time, and the stored prompt with which it begins."""
 
     at_s: float
     prompt: int
@@ -89,7 +89,7 @@ class Asked:
 
 @dataclass
 class Arm:
-    """What one way to the servers gave over all rounds, and what the simulator says of it."""
+    """The results of one way of routing over all rounds, measured and simulated."""
 
     name: str
     ttft_s: list[float] = field(default_factory=list)
@@ -97,7 +97,7 @@ class Arm:
     hits: Hits = field(default_factory=Hits)
 
     def off(self, share: float = 0.0) -> float:
-        """The simulator's mean, or percentile, over the servers', less one."""
+        """Return the simulator's mean or percentile / the servers', minus 1."""
         return _figure(self.simulated_s, share) / _figure(self.ttft_s, share) - 1
 
 
@@ -106,11 +106,11 @@ def _figure(values: Sequence[float], share: float) -> float:
 
 
 def machine_values(numbers: Numbers) -> dict[str, float]:
-    """The values of a machine file's table that the numbers give. A FLOP is a nanosecond here.
+    """Convert the numbers to values of a machine file's table. A FLOP is a nanosecond here.
 
-    A new token costs what it does in a prompt of which nothing is found. Per pair of a new token
-    and one before it comes what a longer prompt costs more, which here is the server's work on
-    the prompt too. The rest is fixed.
+    A new token's cost is that in an all-new prompt. The cost per pair of a new token and an earlier
+    one is derived from the extra cost of a longer prompt, which here includes the server's work on
+    the prompt. The rest is a fixed cost.
     """
     short_s, long_s = numbers.hit_s
     token_s = numbers.computed_s / _COMPUTED
@@ -130,9 +130,9 @@ def machine_values(numbers: Numbers) -> dict[str, float]:
 
 
 def machine_file(path: Path, numbers: Numbers) -> Machines:
-    """Write the machine file, with two servers that compute and answer, and read it."""
+    """Write and read a machine file with two servers that both prefill and decode."""
     fixed = {"prefill": 2, "decode": 0, "compute_bytes_per_s": 1e12}
-    # What a step takes is measured as a whole.
+    # The time of a step is measured as a whole.
     fixed |= {"weight_bytes": 1.0, "memory_bytes_per_s": 1e12}
     fixed |= {"chunk_tokens": _CHUNK_TOKENS, "places": _STREAM_SLOTS}
     values = {**fixed, **machine_values(numbers)}
@@ -144,7 +144,7 @@ def machine_file(path: Path, numbers: Numbers) -> Machines:
 def simulated(
     machines: Machines, lengths: Sequence[int], asked: Sequence[Asked], router: str
 ) -> list[float]:
-    """TTFT of the requests, as the simulator plays them."""
+    """Return the requests' simulated TTFT."""
     agents = [
         Agent((lengths[one.prompt],), (NEW_TOKENS,), (ANSWER_TOKENS,), (0.0,)) for one in asked
     ]
@@ -154,7 +154,7 @@ def simulated(
 
 
 class Crowd:
-    """The stored prompts, and who asks for them."""
+    """The stored prompts, and the requests that use them."""
 
     def __init__(self, servers: Sequence[Server]) -> None:
         self._servers = servers
@@ -166,11 +166,11 @@ class Crowd:
         self._next = 0
 
     def store(self) -> None:
-        """Let both servers compute and store all prompts."""
+        """Make both servers compute and store all prompts."""
         asyncio.run(_each(self._servers, self._store))
 
     def numbers(self, throttle: Mapping[Server, Path]) -> Numbers:
-        """Measure both servers, one request at a time; their links are slow from here on."""
+        """Measure both servers, one request at a time; their links stay throttled after this."""
         found = [asyncio.run(self._measure(one, throttle[one])) for one in self._servers]
         first, second = map(asdict, found)
         both = {name: np.mean([first[name], second[name]], axis=0) for name in first}
@@ -178,7 +178,7 @@ class Crowd:
         return Numbers(hit_s, loaded_s, float(both["computed_s"]), float(both["step_s"]))
 
     def arrivals(self, machines: Machines, seed: int) -> list[Asked]:
-        """One after the other, at random times at which links have `LOAD` of what they can do."""
+        """Return prompts in sequence, at random times, for a load of `LOAD` on the links."""
         mean_bytes = statistics.fmean(self.lengths) * machines.bytes_per_token
         rate = LOAD * machines.prefill * machines.storage_bytes_per_s / mean_bytes
         gaps_s = np.random.default_rng(seed).exponential(1 / rate, REQUESTS)
@@ -189,16 +189,16 @@ class Crowd:
         return found
 
     def come(self, urls: Sequence[str], asked: Sequence[Asked], seed: int) -> list[float]:
-        """Return at their times, to the addresses in turn; TTFT of each."""
+        """Send requests at their times, to the addresses in turn; return the TTFT of each."""
         return asyncio.run(self._come(urls, asked, seed))
 
     def forget_gpu(self) -> None:
-        """The next prompts find nothing of the last ones."""
+        """Empty GPU memory, so that the next prompts do not find earlier ones there."""
         if not all(asyncio.run(_each(self._servers, Client.forget_gpu))):
             raise BenchError("the prefix cache cannot be emptied")
 
     def hits(self) -> Hits:
-        """Of both servers since they started."""
+        """Return the hits of both servers since their start."""
         return _sum(*asyncio.run(_each(self._servers, Client.hits)))
 
     async def _store(self, client: Client) -> None:
@@ -266,7 +266,7 @@ def _sum(*hits: Hits) -> Hits:
 
 @contextlib.contextmanager
 def _way(name: str, servers: Sequence[Server], program: str, logs: Path) -> Iterator[list[str]]:
-    """The addresses that the crowd asks in turn."""
+    """Yield the addresses to which requests are sent in turn."""
     if name == "in turn":
         yield [one.url for one in servers]
         return
@@ -291,7 +291,7 @@ def _spec(model: Path, pool: Path, control: Path) -> ServerSpec:
         "stream_slots": _STREAM_SLOTS,
         "admission": "always",
         "share": "off",
-        # What was loaded leaves nothing in memory but in the GPU's cache.
+        # Loaded chunks are kept only in the GPU's cache.
         "ahead_cache_share": 0.0,
         "read_deadline_ms": 60_000,
         "fault_injection": str(control),
@@ -305,7 +305,7 @@ def _spec(model: Path, pool: Path, control: Path) -> ServerSpec:
         env={
             "VLLM_SERVER_DEV_MODE": "1",
             ALLOW_FAULTS: "1",
-            # Both servers compute with one thread, on whichever core is free.
+            # Both servers compute with one thread on any free core.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
         },
@@ -315,7 +315,7 @@ def _spec(model: Path, pool: Path, control: Path) -> ServerSpec:
 def measure(
     console: Console, place: Path, seeds: Sequence[int], program: str
 ) -> tuple[Numbers, Machines, list[Arm]]:
-    """Start both servers, measure them, and play the rounds."""
+    """Start both servers, measure them, and run the rounds."""
     model = make_model(place.parent / "models", _SHAPE)
     logs = place.parent / "cluster-logs"
     controls = [place / f"{name}.json" for name in "ab"]
@@ -383,8 +383,8 @@ def _facts(numbers: Numbers, machines: Machines, arms: Sequence[Arm]) -> dict[st
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description="Two real servers beside the simulator.")
-    parser.add_argument("--seeds", default="1,2,3", help="one round of arrivals each")
+    parser = argparse.ArgumentParser(description="Compare two real servers with the simulator.")
+    parser.add_argument("--seeds", default="1,2,3", help="seeds, one round of arrivals per seed")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--vllm-router", default="", metavar="PROGRAM")
     given = parser.parse_args(arguments)
@@ -406,8 +406,8 @@ def main(arguments: Sequence[str]) -> int:
     off = max(abs(arm.off(share)) for arm in (turn, least) for share in (0.0, 0.5))
     ratio = _figure(least.ttft_s, 0.95) / _figure(turn.ttft_s, 0.95)
     console.print(
-        f"simulated mean and median are off by {off:.0%} at most (at most {OFF_MAX:.0%} is "
-        f"wanted); p95 by the router is {ratio:.2f} of that in turn (at most 1)"
+        f"simulated mean and median are off by up to {off:.0%} (goal: at most {OFF_MAX:.0%}); p95 "
+        f"with the router / in turn is {ratio:.2f} (goal: at most 1)"
     )
     return int(off > OFF_MAX or ratio > 1)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulated cluster's samples: tables beside DualPath's figures."""
+"""The report of simulated clusters: tables, and a comparison with DualPath's figures."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ PARTS = ("offline", "agents", "online", "recorded", "open", "enclosure")
 
 @dataclass(frozen=True)
 class Sample:
-    """One run. part: which question. arm: how reads find their link. rate: agents per second that
-    arrive, and for how long; 0: `agents` begin at once. knob: what else differs. seed: of agents
-    and arrivals, 0: the first one. end_s: when the last answer ended. drift: mean TTFT of the
-    second half of what is counted / of the first. balance: most over mean of the links' bytes in
-    windows. hit: share of prompts' tokens found. recomputed: tokens found and computed all the
-    same. kept: mean TTFT and time per token were within the objectives."""
+    """One run. arm: how links are chosen for reads. rate: agents arriving per second during
+    window_s; 0: `agents` start together. knob: other differences. seed: for agents and arrivals; 0:
+    the first seed. end_s: the end of the last answer. drift: mean TTFT of the counted period's
+    second half / first half. balance: the links' maximum / mean bytes in windows. hit: share of
+    prompt tokens found. recomputed: tokens found but recomputed. kept: whether mean TTFT and time
+    per token met the objectives."""
 
     part: str
     cluster: str
@@ -53,7 +53,7 @@ def _lines(conditions: Conditions) -> Iterator[str]:
     drawn = "drawn from " if settings["added_tokens"] and settings["answer_tokens"] else ""
     yield (
         f"agents {drawn}{conditions['trace']}: {agents['turns']:.0f} turns, context "
-        f"{agents['context_tokens']:,.0f} tokens, of which {100 * agents['hit']:.1f} % are there, "
+        f"{agents['context_tokens']:,.0f} tokens, of which {100 * agents['hit']:.1f} % are found, "
         f"{agents['new_tokens']:,.0f} new, {agents['answer_tokens']:,.0f} answered; seeds "
         f"{', '.join(map(str, settings['seeds']))}"
     )
@@ -91,7 +91,7 @@ def _gains(offline: Sequence[Sample]) -> list[Column]:
 
 
 def _jct_columns(samples: Sequence[Sample], key: Any) -> list[Column]:
-    """Medians over seeds."""
+    """Return columns of JCT by arm, as medians over seeds."""
     found: dict[Any, list[float]] = {}
     for one in samples:
         found.setdefault((key(one), one.arm), []).append(one.end_s)
@@ -151,7 +151,7 @@ def _online_tables(samples: Sequence[Sample], conditions: Conditions) -> Iterato
 
 
 def _over_rates(runs: Sequence[Sample]) -> Iterator[Table]:
-    """Mean TTFT over the agents per second, of the longest window."""
+    """Yield tables of mean TTFT by agents per second, in the longest window."""
     longest = max(one.window_s for one in runs)
     for cluster in distinct(runs, "cluster"):
         here = select(runs, cluster=cluster, window_s=longest)
@@ -181,7 +181,7 @@ _ONLINE = ("split", "routers", "lost")
 
 
 def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """The samples of each table's row: those that differ in their seed only."""
+    """Return the samples of each row, which differ only in their seed."""
     rows: dict[tuple[str, str, str], list[Sample]] = {}
     for one in samples:
         rows.setdefault((one.cluster, one.arm, one.knob), []).append(one)
@@ -189,7 +189,7 @@ def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def _columns(part: str) -> list[Column]:
-    """Medians over seeds."""
+    """Return a part's columns, as medians over seeds."""
 
     def column(title: str, form: str, value: Callable[[Sample], float]) -> Column:
         return Column(title, lambda group: median(map(value, group)), form)

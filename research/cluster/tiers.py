@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hits as the product's own manager finds them: one per engine, with a CPU tier and a pool.
+"""Hits determined by the product's own managers, one per engine, with a CPU tier and a pool.
 
-Copies and I/O of the managers succeed at once; the time of reads is the cluster's. With sharing,
-an engine also reads what is in another engine's pool, as its follower would know it, and does not
-store that again.
+The managers' copies and I/O succeed at once; the cluster determines the time of reads. With
+sharing, an engine also reads chunks in other engines' pools, as if a follower had found them, and
+does not store them again.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL, CoreConfig, Ma
 from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.protocol import OpReport, RankHello
 
-_CHUNK_BYTES = 1 << 20  # the manager decides by chunks; time is the cluster's
+_CHUNK_BYTES = 1 << 20  # arbitrary: the manager counts chunks, and the cluster determines times
 _CHUNKS_MIN = 8
-#: Chunks of one drawn agent; more than any context has.
+#: Chunk numbers reserved for each drawn agent; more than any context has.
 _AGENT_CHUNKS = 1 << 24
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one engine, in tokens. chunk_tokens: at least a block of the trace."""
+    """Sizes of one engine in tokens. chunk_tokens: at least a block of the trace."""
 
     cpu_tokens: int
     pool_tokens: int
@@ -37,7 +37,7 @@ class Sizes:
 
 
 class Tiers:
-    """The managers of all engines: those of the prefill nodes, then those of the decode nodes."""
+    """The managers of all engines, first those of prefill nodes, then those of decode nodes."""
 
     def __init__(
         self, agents: Sequence[Agent], sizes: Sizes, engines: tuple[int, int], block_tokens: int
@@ -68,11 +68,11 @@ class Tiers:
         self._store(prefill, self._keys(agent, turn, one.hit[turn] + one.new[turn]))
 
     def decoded(self, agent: int, turn: int, decode: int) -> None:
-        """The decode engine stores what the answer has filled; where there is none, the engine of
-        the prompt does."""
+        """Store the chunks that the answer has filled, on the decode engine or, without one, on
+        the prompt's engine."""
         one = self._agents[agent]
         if turn + 1 == len(one.hit):
-            return  # nobody comes back
+            return  # this was the last turn
         prompt = one.hit[turn] + one.new[turn]
         whole = self._keys(agent, turn + 1, prompt + one.answer[turn])
         tail = whole[prompt // self._sizes.chunk_tokens :]
@@ -93,7 +93,7 @@ class Tiers:
     def _elsewhere(
         self, keys: list[bytes], engine: int
     ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Return, by key, whether another engine's pool has it for this one to read."""
+        """Return, by key, whether this engine can read it from another engine's pool."""
         there = np.zeros(len(keys), bool)
         if self._sizes.sharing and keys:
             for number, core in enumerate(self._cores):
@@ -102,7 +102,7 @@ class Tiers:
         return there
 
     def _keys(self, agent: int, turn: int, tokens: int) -> list[bytes]:
-        """The keys of the whole chunks in a prompt's first `tokens`."""
+        """Return the keys of the full chunks in a prompt's first `tokens`."""
         one, count = self._agents[agent], tokens // self._sizes.chunk_tokens
         if one.blocks:
             ends = one.blocks[turn][self._per_chunk - 1 :: self._per_chunk]
@@ -117,7 +117,7 @@ def _core(sizes: Sizes) -> ManagerCore:
         for tokens in (sizes.cpu_tokens, sizes.pool_tokens)
     )
     if not cache:
-        raise BenchError("the CPU tier of an engine holds at least a few chunks")
+        raise BenchError("the CPU tier of an engine must hold at least a few chunks")
     hello = RankHello(
         rank=0,
         engine_index=0,
@@ -131,5 +131,5 @@ def _core(sizes: Sizes) -> ManagerCore:
 
 
 def _key(number: int) -> bytes:
-    """A key of group 0."""
+    """Return the chunk's key in group 0."""
     return number.to_bytes(8, "little", signed=True) + bytes(GROUP_ID_BYTES)

@@ -156,7 +156,7 @@ def test_without_our_plugin_replicas_are_refused(spec: ServerSpec) -> None:
     with pytest.raises(ServerError) as refusal:
         rig.start(rig.without_plugin(spec), "replicas-refused")
     log = (rig.BUILD / "logs" / "replicas-refused.log").read_text()
-    assert "data_parallel_size=2: our plugin has not run" in log, refusal.value
+    assert "data_parallel_size=2: our plugin did not run" in log, refusal.value
 
 
 @pytest.mark.soak  # the same text comes from tests/unit/test_parallel.py in seconds

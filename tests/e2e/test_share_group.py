@@ -74,7 +74,7 @@ def test_one_borrows_what_the_other_has_stored(
     now = rig.metrics(b)
     assert now.value(BORROWED) > 0
     assert now.value(REFUSED) == now.value(FAILED) == 0
-    assert f"loads what other servers of group {GROUP} have stored" in b.log()
+    assert f"loads chunks stored by other servers of group {GROUP}" in b.log()
 
 
 def test_each_holds_its_regions_by_a_lease_of_its_name(a: Server, b: Server, pool: Path) -> None:

@@ -164,7 +164,7 @@ REPLACED = {
     # The machine refuses such a read; the mutant is `loads_come_before_the_fills_that_they_need`.
     "a_fill_that_was_never_given_is_stale": (
         "vllm_nvmeof_offload/native/machine/gates.cpp",
-        "a slot is read for which no such fill was given",
+        "a slot is read, but no such fill was queued",
     ),
     # No seed of 1,300 has an answer that another engine's chunk made, then a store of that chunk,
     # and then something that only the stored copy can change.

@@ -18,7 +18,7 @@ from vllm_nvmeof_offload.units import MIB
 from vllm_nvmeof_offload.worker.build import RankIdentity, build_worker
 
 BLOCKS = 8
-ODD = "checksums: on the CPU (3000 bytes of a block in a row; the GPU takes multiples of 512)"
+ODD = "checksums: on the CPU (a block has 3000 contiguous bytes; the GPU needs multiples of 512)"
 
 
 def _hello(directory: Path, checksum_at: str, *pages: int) -> RankHello:

@@ -56,7 +56,7 @@ def test_xdg_cache_home_moves_the_default_target_unless_it_is_relative() -> None
 
 def test_a_home_that_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as without a passwd entry
-    with pytest.raises(ConfigError, match="neither HOME nor the user database names a home"):
+    with pytest.raises(ConfigError, match="HOME and the user database name no directory"):
         parse_config({}, {})
 
 
@@ -122,7 +122,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     *(("peers", value, "no port from 1") for value in ("d0:", "d0:0", "d0:65536", "d0:x")),
     ("peers", ["d0:1", "d0:1"], "twice"),
     *(
-        (key, value, "name a share_secret_file")
+        (key, value, "give a share_secret_file")
         for key in ("peers", "peer_listen")
         for value in (
             "10.0.0.7:7000",
@@ -386,7 +386,7 @@ def test_a_secret_of_another_size_is_refused(tmp_path: Path, content: bytes, why
     file = tmp_path / "secret"
     file.write_bytes(content)
     file.chmod(0o600)
-    with pytest.raises(ConfigError, match=f"{why} bytes; make one by .*openssl rand") as refused:
+    with pytest.raises(ConfigError, match=f"{why} bytes; create one .*openssl rand") as refused:
         share_secret(parse({"share_secret_file": str(file)}))
     assert content.decode().strip() not in str(refused.value)
 

@@ -45,5 +45,5 @@ def test_the_table_has_all_that_was_asked(capsys: pytest.CaptureFixture[str]) ->
     dual.show(Console(width=120), replace(outcome(failed=2), kills=0, kill_gaps_s=[]))
     shown = capsys.readouterr().out
     assert "40%" in shown
-    assert "0.50 of one" in shown
+    assert "both/one: 0.50" in shown
     assert "2 failed requests" in shown

@@ -96,7 +96,7 @@ def test_a_server_that_ends_reports_the_reason(tmp_path: Path) -> None:
     spec = FakeSpec(tmp_path, 64, 8, script=_BROKEN)
     with (
         Server(spec, tmp_path / "log") as server,
-        pytest.raises(ServerError, match=r"ended with 3[\s\S]*no such model"),
+        pytest.raises(ServerError, match=r"exited with 3[\s\S]*no such model"),
     ):
         server.wait_ready(30)
 
@@ -116,7 +116,7 @@ def test_the_errors_of_all_processes_are_named_first(tmp_path: Path) -> None:
     with Server(spec, tmp_path / "log") as server, pytest.raises(ServerError) as failed:
         server.wait_ready(30)
     assert str(failed.value).splitlines()[:4] == [
-        "vllm serve ended with 1",
+        "vllm serve exited with 1",
         "vllm_nvmeof_offload.PoolError: no space",
         "vllm_nvmeof_offload.RuntimeError: see above",
         f"the end of {server.log_path}:",

@@ -33,13 +33,13 @@ def run(*command: object) -> str:
 def test_the_round_trip(tmp_path: Path) -> None:
     output = run(sys.executable, EXAMPLES / "01_roundtrip.py", tmp_path / "pool")
     assert "16 chunks adopted" in output
-    assert "every byte is right" in output
+    assert "every byte is correct" in output
     assert "CHECKSUM_MISMATCH" in output
 
 
 def test_the_custom_policy_runs_its_example() -> None:
     output = run(sys.executable, EXAMPLES / "04_custom_policy.py")
-    assert re.search(r"^SecondChance +\d+ of 20000 chunks came back", output, re.MULTILINE)
+    assert re.search(r"^SecondChance +\d+ of 20000 chunks were hits", output, re.MULTILINE)
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda p: p.name)

@@ -85,9 +85,9 @@ def test_versions_are_asked_for_by_the_reader(file: int) -> None:
 
 def test_a_file_without_a_table_is_refused(file: int) -> None:
     os.ftruncate(file, 4096)
-    with pytest.raises(AssertionError, match="no foreign table"):
+    with pytest.raises(AssertionError, match="not a foreign table"):
         ForeignReader(file)
-    with pytest.raises(AssertionError, match="no foreign table"):
+    with pytest.raises(AssertionError, match="not a foreign table"):
         ForeignWriter(file, 10)
     assert os.fstat(file).st_size == 4096, "another file is left as it is"
 

@@ -60,7 +60,7 @@ def test_an_arm_that_fails_is_named_and_the_others_are_measured(
     lines = printed(capsys)
     assert smoke.failed
     failed = {line["step"]: line["failed"] for line in lines if "failed" in line}
-    wrong = "ArithmeticError: the bytes that came back are others"
+    wrong = "ArithmeticError: the bytes that were copied back differ"
     assert failed["dma, 4096 bytes"] == failed["dma_overlap, 4096 bytes"] == wrong
     assert "kernel" in {line["arm"] for line in lines if "arm" in line}
 

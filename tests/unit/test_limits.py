@@ -78,7 +78,7 @@ def test_sizes_go_by_the_limit_of_the_control_group(limited: Path) -> None:
     assert limit == LIMIT_BYTES
     assert left < limit, "this process uses some"
     assert staging == LIMIT_BYTES // 4
-    assert too_large.startswith("staging_bytes='1.0 GiB': this machine has 300.0 MiB")
+    assert too_large.startswith("staging_bytes='1.0 GiB': this machine has only 300.0 MiB")
     assert "memory left" in too_full
 
 
@@ -139,7 +139,7 @@ def test_a_pool_that_does_not_fit_is_refused_with_both_numbers(
 
 
 def test_memory_that_cannot_be_had_ends_no_process() -> None:
-    with pytest.raises(OSError, match="pinned memory cannot be had"):
+    with pytest.raises(OSError, match="cannot get pinned memory"):
         populate(0x1000, 4096, lambda done, total: None)  # no page may be there
 
 
@@ -170,7 +170,7 @@ def test_a_target_on_the_root_file_system_needs_permission(tmp_path: Path) -> No
     if tmp_path.stat().st_dev != os.stat("/").st_dev:
         pytest.skip("the temporary directory is on a file system of its own")
     missing = tmp_path / "not" / "mounted"
-    with pytest.raises(ConfigError, match="would be made on the root file system"):
+    with pytest.raises(ConfigError, match="would be created on the root file system"):
         check_targets(parse_config({"targets": str(missing)}, {}))
     assert not missing.parent.exists()
     allowed = parse_config({"targets": str(missing), "allow_root_file_system": True}, {})

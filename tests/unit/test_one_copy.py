@@ -332,7 +332,7 @@ def _layout(name: str = "", **more: Any) -> SetLayout:
 
 @pytest.mark.parametrize("member", [0, 1])
 def test_a_rank_alone_gets_no_set(member: int) -> None:
-    with pytest.raises(NoSetError, match=r"did not come within 0 s"):
+    with pytest.raises(NoSetError, match=r"did not connect within 0 s"):
         join_set(_layout(), member, timeout_s=0.2)
 
 
@@ -352,8 +352,8 @@ def test_ranks_with_other_slots_are_no_set() -> None:
     for thread in threads:
         thread.join(60)
     assert sorted(failures) == [
-        "the first rank has no memory for the set",
-        "the ranks have different slots",
+        "the first rank sent no memory for the set",
+        "the ranks want different slot layouts",
     ]
 
 

@@ -91,10 +91,10 @@ def test_addresses_that_cannot_be_used_are_refused_by_key(staging: Staging) -> N
             open_links(wanted(peer_listen=address), staging)
     third = Common("k" * 32, 3, 4, SLOT_BYTES)
     for key in ("peers", "peer_listen"):
-        with pytest.raises(ConfigError, match="rank 3 has no port; give one up to 65532"):
+        with pytest.raises(ConfigError, match="no port is left for rank 3; use 65532 or lower"):
             open_links(wanted(third, **{key: "127.0.0.1:65533"}), staging)
     again = replace(third, replica=1, replicas=2)
-    with pytest.raises(ConfigError, match="replica 1, rank 3 has no port; give one up to 65528"):
+    with pytest.raises(ConfigError, match="left for replica 1, rank 3; use 65528 or lower"):
         open_links(wanted(again, peer_listen="127.0.0.1:65529"), staging)
 
 

@@ -147,7 +147,7 @@ def test_a_gap_in_the_numbers_is_malformed() -> None:
     first, second, third = (ours.encode(Beat()) for _ in range(3))
     theirs.decode(first)
     for raw in (third, first):
-        with pytest.raises(MalformedError, match="in place of 1"):
+        with pytest.raises(MalformedError, match="instead of 1"):
             theirs.decode(raw)
     theirs.decode(second)
 

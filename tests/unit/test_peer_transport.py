@@ -31,7 +31,7 @@ def test_a_port_that_is_not_active_is_no_rdma(tmp_path: Path, state: str, in_use
     ("source", "says"),
     [
         ("raise ImportError('no such CUDA')", "no such CUDA"),
-        ("import os; os.abort()", "ends with -6"),
+        ("import os; os.abort()", "exits with -6"),
         ("", ""),
     ],
     ids=["raises", "aborts", "loads"],

@@ -94,7 +94,7 @@ def test_without_a_size_the_default_is_used_and_logged(probed: dict[str, Any]) -
     assert found["kv_connector"] == CONNECTOR
     assert found["kv_connector_extra_config"]["staging_bytes"] > 0
     (line,) = found["log"]
-    assert "no --kv-offloading-size given; taking" in line
+    assert "no --kv-offloading-size given; using" in line
 
 
 def test_flag_and_json_merge_and_the_json_wins(probed: dict[str, Any]) -> None:
@@ -150,11 +150,11 @@ def test_vllms_default_policy_is_pickled_as_a_plain_string(probed: dict[str, Any
         ("role", ["kv_role='kv_producer'", "leave it out"]),
         ("lmcache_and_ours", ["--kv-offloading-backend='lmcache'", CONNECTOR, "leave out one"]),
         ("combined_role", ["kv_role='kv_consumer'", "leave it out"]),
-        ("combined_twice", [f"connectors='{CONNECTOR}'", "name it once"]),
+        ("combined_twice", [f"connectors='{CONNECTOR}'", "name it only once"]),
         ("combined_stock", ["connectors='OffloadingConnector'", "offloads as", "use either"]),
         (
             "combined_mooncake",
-            ["connectors='MooncakeStoreConnector'", "may fail to load", "use either"],
+            ["connectors='MooncakeStoreConnector'", "may report failed loads", "use either"],
         ),
         ("combined_without", ["kv_connector='MultiConnector'", "among its connectors"]),
         ("bad_target", ["targets='/proc/x'", "cannot be written", "pool_bytes=0"]),

@@ -130,7 +130,7 @@ def test_unsupported_features_are_refused_by_name(imported_vllm: ImportedVllm) -
         "derived": ["org/name", "does not know (2 x Derived)", without],
         "derived, among others": ["org/name", "does not know (2 x Derived)", without],
         "sink": ["org/name", "does not know (2 x SinkFullAttentionSpec)", without],
-        "ahead": ["org/name", "attention to later tokens", "unequal KV", without],
+        "ahead": ["org/name", "attends to later tokens", "unequal KV", without],
         "replayed": ["org/name", "bounded replay", "--no-swa-bounded-replay", without],
         "heads first": ["VLLM_KV_CACHE_LAYOUT='LHBNC'", "LBHNC"],
         "hosts": ["hisparse_config", "HiSparse"],

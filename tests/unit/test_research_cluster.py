@@ -340,7 +340,7 @@ def test_every_known_cluster_can_be_read() -> None:
     ("text", "needed"),
     [
         ("[a]\nprefill = 1\n", "needs"),
-        ('[a]\nlike = "b"\n', "no cluster 'b'; there are a"),
+        ('[a]\nlike = "b"\n', "no cluster 'b'; choose from a"),
         ('[a]\nlike = "a"\n', "more than"),
         ("[a", "cannot be read"),
     ],
@@ -385,7 +385,7 @@ def test_measured_numbers_give_the_machine_that_they_come_from(tmp_path: Path) -
 def test_unknown_keys_and_impossible_values_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "machines.toml"
     known = KNOWN.read_text()
-    for line, needed in (("prefil = 2", "unknown prefil"), ("flop_per_s = 0", "is above 0")):
+    for line, needed in (("prefil = 2", "unknown prefil"), ("flop_per_s = 0", "must be above 0")):
         path.write_text(f'{known}\n[a]\nlike = "27b-1p1d"\n{line}\n')
         with pytest.raises(BenchError, match=needed):
             read_machines(path, "a")
@@ -526,7 +526,7 @@ def test_the_command_writes_a_file_a_table_and_a_picture(tmp_path: Path) -> None
     [
         (["--parts", "offlin"], "no part 'offlin'"),
         (["--clusters", "27b-9p9d", "--parts", "recorded"], "no cluster '27b-9p9d'"),
-        (["--seeds", "0"], "seeds is at least 1"),
+        (["--seeds", "0"], "seeds must be at least 1"),
     ],
 )
 def test_errors_are_one_plain_line(tmp_path: Path, options: list[str], needed: str) -> None:

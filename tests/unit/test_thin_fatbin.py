@@ -53,7 +53,7 @@ def test_bytes_that_only_begin_like_a_fat_binary_stay(version: int) -> None:
 def test_entries_of_an_unknown_form_are_an_error() -> None:
     library = bytearray(fat_binary((CODE, 80, b"a" * 8), (CODE, 90, b"b" * 8)))
     library[16 + 4] = 8  # the bytes of the first entry's header
-    with pytest.raises(ValueError, match="the fat binary at byte 0 has an entry of another form"):
+    with pytest.raises(ValueError, match="the fat binary at byte 0 has an unknown kind of entry"):
         thin(library, "sm_90")
 
 

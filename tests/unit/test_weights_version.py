@@ -150,9 +150,9 @@ BAD = [
     ("step\x002", "letters, digits"),
     ("Schritt-zwölf", "letters, digits"),
     ("a" * 129, "has 129 characters; use at most 128"),
-    (1200, "must be a text"),
-    (None, "must be a text"),
-    (b"step-2", "must be a text"),
+    (1200, "must be a string"),
+    (None, "must be a string"),
+    (b"step-2", "must be a string"),
 ]
 
 

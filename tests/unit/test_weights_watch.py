@@ -119,7 +119,7 @@ def test_an_adapter_loaded_again_with_other_files_is_reported(adapter: Path) -> 
     assert connector.reported == []
     (adapter / "adapter_model.safetensors").write_bytes(b"new")
     core.add_lora(lora(4, adapter))
-    assert connector.reported == [("add_lora with other files than before", True)]
+    assert connector.reported == [("add_lora with different files", True)]
     core.add_lora(lora(5, adapter))
     assert len(connector.reported) == 1
 
@@ -137,7 +137,7 @@ def test_an_adapter_that_only_requests_name_is_reported(adapter: Path) -> None:
     core.add_request(SimpleNamespace(lora_request=lora(2, adapter)))
     assert connector.reported == [], "the workers have that one already"
     core.add_request(SimpleNamespace(lora_request=lora(3, adapter)))
-    reported = ("a request for an adapter with other files than before", True)
+    reported = ("a request for an adapter with different files", True)
     assert connector.reported == [reported]
 
 
@@ -146,7 +146,7 @@ def test_files_that_change_while_they_are_read_are_not_known(adapter: Path) -> N
     core = engine(connector, loads=lambda: make_adapter(adapter, b"meanwhile"))
     core.add_lora(lora(1, adapter))
     core.add_lora(lora(2, adapter))
-    assert connector.reported == [("add_lora with other files than before", True)]
+    assert connector.reported == [("add_lora with different files", True)]
 
 
 def test_an_adapter_of_a_hub_may_have_moved() -> None:
@@ -155,7 +155,7 @@ def test_an_adapter_of_a_hub_may_have_moved() -> None:
     core.add_lora(lora(1, Path("org/adapter")))
     assert connector.reported == []
     core.add_lora(lora(2, Path("org/adapter")))
-    assert connector.reported == [("add_lora with other files than before", True)]
+    assert connector.reported == [("add_lora with different files", True)]
 
 
 def test_adapters_that_were_forgotten_count_as_new() -> None:

@@ -234,4 +234,4 @@ def test_chunks_of_groups_in_another_order_are_an_error(rank: _Rank) -> None:
     rank.worker.submit_store(1, spec, CommandSpec(StoreCommand(1, turned)))
     with pytest.raises(EngineError) as stopped:
         rank.worker.wait({1})
-    assert "not group after group" in str(stopped.value.__cause__)
+    assert "not sorted by group" in str(stopped.value.__cause__)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output and the exit codes that all commands share.
+"""Output helpers and exit codes that all commands share.
 
-A command imports its implementation when it is called, so that `--help` stays quick.
+A command imports its implementation only when it is called, so that `--help` stays fast.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from vllm_nvmeof_offload.errors import OffloadError
 __all__ = ["EPILOG", "EXIT_CODES", "FAILED", "Commands", "print_json", "table", "wide_console"]
 
 
-#: The meaning of any command's exit code; docs/operations.md has the same table.
+#: The exit codes of all commands; docs/operations.md repeats this table.
 EXIT_CODES = {
-    0: "done, and nothing needs attention",
+    0: "success; nothing needs attention",
     1: "doctor: works, but slower or less resilient than it could be; pool check: all damage was "
     "repaired; pool rm: not confirmed; bench --check, demo: a goal was missed",
-    2: "not done: an option, a configuration or a file was refused, or the work failed; doctor: "
-    "something cannot run",
-    4: "pool check: damage is left; the damaged chunks are computed again",
+    2: "failure: an option, a configuration or a file was rejected, or the command failed; "
+    "doctor: something cannot run",
+    4: "pool check: damage remains; the damaged chunks are recomputed",
     8: "pool check: a pool cannot be used",
     130: "interrupted",
 }
@@ -38,7 +38,7 @@ EPILOG = "Exit codes:\n\n" + "\n\n".join(f"{code}: {says}." for code, says in EX
 
 
 class Commands(TyperGroup):
-    """Commands that print an `OffloadError` as one line on stderr, and then exit with `FAILED`."""
+    """A command group that reports an `OffloadError` in one line and exits with `FAILED`."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -56,9 +56,9 @@ def print_json(value: object) -> None:
 
 
 def wide_console(file_columns: int) -> Console:
-    """Return a console for stdout, of `file_columns` columns if stdout is not a terminal.
+    """Return a console for stdout, `file_columns` wide if stdout is not a terminal.
 
-    In a file one finding or formula per line is easier to search than text folded at 80.
+    In a file, one finding or formula per line is easier to search than text wrapped at 80 columns.
     """
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
@@ -69,7 +69,7 @@ def wide_console(file_columns: int) -> Console:
 def table(
     headings: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None
 ) -> Table:
-    """Return a table for display, with cells that are printed as they are: rich reads no markup."""
+    """Return a table for display. Cells are printed verbatim: rich interprets no markup in them."""
     made = Table(*headings, title=title)
     for row in rows:
         made.add_row(*map(Text, row))

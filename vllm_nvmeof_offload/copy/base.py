@@ -22,8 +22,8 @@ Descriptors = npt.NDArray[np.uint64]
 class Pieces:
     """The pieces of a batch of chunks.
 
-    rows: uint64[m, 3], (KV cache address, offset in the slot's payload, bytes). first: uint32[n+1];
-    chunk i has the rows from `first[i]` to before `first[i + 1]`.
+    `rows` is uint64[m, 3]: (KV cache address, offset in the slot's payload, bytes). `first` is
+    uint32[n + 1]; chunk i has the rows from `first[i]` up to, but not including, `first[i + 1]`.
     """
 
     rows: Descriptors
@@ -31,14 +31,14 @@ class Pieces:
 
     @staticmethod
     def of(chunks: Sequence[Descriptors]) -> Pieces:
-        """Join the pieces of chunks."""
+        """Join the pieces of several chunks."""
         first = np.zeros(len(chunks) + 1, np.uint32)
         np.cumsum([len(rows) for rows in chunks], out=first[1:])
         return Pieces(np.concatenate(chunks), first)
 
     @staticmethod
     def together(batches: Sequence[Pieces]) -> Pieces:
-        """Join batches into one, with their chunks in the same order."""
+        """Join batches into one, keeping the order of their chunks."""
         if len(batches) == 1:
             return batches[0]
         rows = [np.empty((0, 3), np.uint64), *(one.rows for one in batches)]
@@ -46,8 +46,8 @@ class Pieces:
         return Pieces(np.concatenate(rows), np.cumsum(np.concatenate(counts), dtype=np.uint32))
 
     def at(self, payloads: Sequence[int]) -> Descriptors:
-        """Return the rows with addresses instead of offsets. `payloads` has each chunk's, in
-        staging."""
+        """Return the rows with staging addresses instead of offsets. `payloads` holds the staging
+        address of each chunk's payload."""
         rows = self.rows.copy()
         rows[:, 1] += np.repeat(np.array(payloads, np.uint64), np.diff(self.first))
         return rows
@@ -72,11 +72,12 @@ class Backend(enum.Enum):
 class Payloads:
     """The payloads in staging that a store fills or a load copies, in the order of its pieces.
 
-    counts: uint32[n], the number of pieces of each. addresses: uint64[n]. sizes: uint64[n], the
-    bytes of each. crcs: int64[n], written by an engine that `makes_checksums` before `poll` returns
-    the ticket: the CRC-32C of a payload that the pieces cover in order and without a gap;
-    otherwise, or if the engine could not compute it, -1. It is computed from the bytes in the KV
-    cache: for a load from those that arrived there, for a store from those that it copies.
+    `counts` (uint32[n]) is the number of pieces per payload. `addresses` and `sizes` (uint64[n])
+    are the payloads' addresses and lengths in bytes. `crcs` (int64[n]) are their CRC-32Cs, which an
+    engine that `makes_checksums` writes before `poll` returns the ticket. A CRC stays -1 if the
+    pieces do not cover the payload in order and without gaps, or if the engine could not compute
+    it. A load's CRC covers the bytes that arrived in the KV cache; a store's covers the bytes
+    copied from there.
     """
 
     counts: npt.NDArray[np.uint32]
@@ -90,41 +91,41 @@ class Payloads:
         addresses: npt.NDArray[np.uint64],
         sizes: npt.NDArray[np.uint64],
     ) -> Payloads:
-        """Describe payloads without checksums so far."""
+        """Describe payloads that have no checksums yet."""
         return Payloads(counts, addresses, sizes, np.full(len(counts), -1, np.int64))
 
 
 class CopyEngine(Protocol):
-    """Submit/poll. Called by one thread at a time, the pipeline's; never blocks in submit.
+    """A submit/poll interface for one thread at a time, the pipeline's. `submit` never blocks.
 
-    A ticket is in flight from `submit` until `poll` returns it: until then the engine may touch
+    A ticket is in flight from `submit` until `poll` returns it. Until then the engine may touch
     both sides of every piece.
 
-    No chunk waits for another job's fence. A ticket starts when its own fence has passed and its
-    memory is registered, whatever was submitted before it and whatever fences are still open: loads
-    that stream from the pool hold a stream slot each, and a younger load with a fence after a
-    running forward pass must not keep those slots. So if one ticket writes what another one
-    touches, the caller orders them: it submits the second when `poll` has returned the first. Only
-    a ticket without pieces waits for others: it ends after every ticket of its direction that was
-    submitted before it, and after its own fence.
+    No chunk waits for another job's fence. A ticket starts once its own fence has passed and its
+    memory is registered, regardless of earlier tickets and other open fences. Loads that stream
+    from the pool hold one stream slot each, and a later load that waits for a running forward pass
+    must not delay the release of those slots. So if one ticket writes what another touches, the
+    caller submits the second only after `poll` has returned the first. Only a ticket without pieces
+    waits for others: it ends after all earlier tickets of its direction, and after its own fence.
     """
 
-    #: Set only while no ticket is in flight: the KV cache's memory is unmapped, and every ticket
-    #: fails.
+    #: Whether the KV cache's memory is unmapped, so that every ticket fails. Set only while no
+    #: ticket is in flight.
     asleep: bool
-    #: Whether the engine computes the checksums of payloads, also of loads; it may omit some.
+    #: Whether the engine computes payload checksums, for loads too; it may omit some.
     makes_checksums: bool
 
     def record_fence(self) -> object:
-        """Record, on the model's thread, the point that a later copy must wait for. Fences pass in
-        the order of their recording. CUDA: an event on the model's stream, the same one for all
-        fences. Host: None, because there is nothing to wait for: the forward pass has run."""
+        """Record, on the model's thread, a point that later copies must wait for. Fences pass in
+        the order in which they were recorded. With CUDA a fence is an event on the model's stream,
+        the same stream for all fences. On the host it is None, because the forward pass has already
+        run."""
 
     def has_passed(self, fence: object) -> bool:
-        """Return whether a copy after this fence could start now. It never becomes False again.
+        """Return whether a copy after this fence could start now; False if the engine cannot know.
 
-        Then copies after it may be combined with those after older fences, without any fence. False
-        also if the engine cannot know.
+        Once True, the answer stays True. Copies after this fence may then be combined with copies
+        after older fences, without any fence.
         """
 
     def submit(
@@ -136,32 +137,31 @@ class CopyEngine(Protocol):
     ) -> int:
         """Start copying; return the ticket.
 
-        `fence` is None if there is nothing to wait for. `payloads` are those of the pieces; None if
-        no checksum is needed.
+        `fence` is None if there is nothing to wait for. `payloads` are the payloads of the pieces;
+        None if no checksum is needed.
         """
 
     def poll(self) -> list[tuple[int, Outcome]]:
-        """Return the tickets that have finished since the last call, with their outcome."""
+        """Return the tickets that finished since the last call, with their outcomes."""
 
     def close(self) -> None:
-        """Wait for what is in flight and free everything."""
+        """Wait for all tickets in flight, and free all resources."""
 
 
-#: The most descriptors of one call and parts of one launch. Batches of about 50,000 have crashed
-#: drivers.
+#: The most descriptors per call, and parts per launch. Batches of about 50,000 crashed drivers.
 DESCRIPTORS_MAX = 4096
 
 _Words = npt.NDArray[np.uint64]
 
 
 def coalesce(pieces: Descriptors, starts: _Words) -> Descriptors:
-    """Merge pieces that are neighbours in the list and on both sides. `starts` has the sorted
-    addresses at which an allocation or registration begins. No descriptor may cross one, even if
-    the next begins exactly at the end of the previous one. The columns of the result are
+    """Merge pieces that are adjacent in the list and contiguous on both sides. `starts` holds the
+    sorted addresses at which allocations and registrations begin. No descriptor may cross such an
+    address, even if one allocation begins exactly where another ends. The result's columns are
     contiguous, because they are used separately."""
     columns = np.ascontiguousarray(pieces.T)
     cache, staging, sizes = columns
-    # Blocks of a paged cache are rarely neighbours, so that usually the first comparison decides.
+    # Blocks of a paged cache are rarely adjacent, so the first comparison usually decides.
     neighbours = cache[:-1] + sizes[:-1] == cache[1:]
     if not np.count_nonzero(neighbours):
         return columns.T
@@ -180,7 +180,7 @@ def coalesce(pieces: Descriptors, starts: _Words) -> Descriptors:
 
 def cut_sizes(sizes: _Words, bytes_max: int) -> tuple[npt.NDArray[np.intp], _Words, _Words]:
     """Cut pieces into parts of at most `bytes_max`. Returns the number of parts of each piece, and
-    for each part its offset in the piece and its bytes."""
+    each part's offset in its piece and size in bytes."""
     repeats = ((sizes + np.uint64(bytes_max - 1)) // np.uint64(bytes_max)).astype(np.intp)
     before = np.cumsum(repeats) - repeats
     numbers = np.arange(int(repeats.sum())) - np.repeat(before, repeats)
@@ -189,9 +189,9 @@ def cut_sizes(sizes: _Words, bytes_max: int) -> tuple[npt.NDArray[np.intp], _Wor
 
 
 def spans(sizes: _Words, bytes_max: int) -> Iterator[tuple[int, int]]:
-    """Divide parts into launches of at most `bytes_max`: yield (first, count) of each.
+    """Group parts into launches of at most `bytes_max`; yield (first, count) for each launch.
 
-    No part may be larger than that.
+    No part may be larger than `bytes_max`.
     """
     ends = np.cumsum(sizes)
     first, done = 0, 0
@@ -207,7 +207,7 @@ Columns = tuple[_Words, _Words, _Words]
 
 
 def sides(direction: Direction, pieces: Descriptors) -> Columns:
-    """Return the columns of pieces that are copied in this direction."""
+    """Return the columns of pieces for a copy in this direction."""
     columns = np.ascontiguousarray(pieces.T)
     if direction is Direction.STORE:
         return columns[1], columns[0], columns[2]
@@ -215,7 +215,7 @@ def sides(direction: Direction, pieces: Descriptors) -> Columns:
 
 
 def address_of(words: _Words) -> int:
-    """Return a writable, contiguous array's address, four times as fast as `ndarray.ctypes`."""
+    """Return the address of a writable, contiguous array; 4 times as fast as `ndarray.ctypes`."""
     return ctypes.addressof(ctypes.c_char.from_buffer(cast(Any, words)))
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses DMA, DMA with the overlap hint, or the kernel, by times measured on this GPU.
+"""Chooses DMA, DMA with the overlap hint, or the kernel, based on times measured on this GPU.
 
-The table is measured once, by one process of the host at a time, and kept. Ranks of one server
-start at the same moment and share the host's memory and links: two concurrent measurements would
+The table is measured once and cached. Only one process per host measures at a time: the ranks of a
+server start together and share the host's memory and links, so concurrent measurements would
 disturb each other.
 """
 
@@ -47,15 +47,15 @@ from vllm_nvmeof_offload.fabric.machine import gpu_warnings
 from vllm_nvmeof_offload.staging import Staging, StagingMap
 from vllm_nvmeof_offload.units import KIB, MIB
 
-#: The table's grid, in powers of two, so that rounding finds the nearest one.
+#: The table's grid, in powers of two, so that rounding finds the nearest cell.
 FRAGMENT_BYTES = tuple(KIB << k for k in range(2, 9))  # 4 KiB … 256 KiB
 COUNTS = (4, 16, 64, 256, 1024)
 _SIZE_LOG2_MIN, _SIZE_LOG2_MAX = 12, 18
 _WORD_BYTES = 16
-#: The table is from an idle GPU. Next to a model the kernel takes multiprocessors from it, while
-#: the copy engines take none: the kernel must be this many times as fast.
+#: The table is measured on an idle GPU. The kernel takes multiprocessors away from a running model,
+#: and the copy engines take none, so the kernel must be this many times as fast.
 KERNEL_MARGIN = 1.5
-#: RMM and cuDF set the hint only up to this size; for larger copies it was seen to do harm.
+#: RMM and cuDF set the hint only up to this size; larger copies became slower with it.
 OVERLAP_BYTES_MAX = 128 * KIB
 
 _Measurement = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -63,10 +63,10 @@ _Measurement = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Median times of `count` fragments of `fragment_bytes`, in µs from submit to the end.
+    """Median times to copy `count` fragments of `fragment_bytes`, in µs from submission to end.
 
-    `overlap_us` is None if not tried. `spread` is (slowest round - fastest) / median of the way
-    that varied most.
+    `overlap_us` is None if not measured. `spread` is (slowest - fastest round) / median, of the
+    method that varied most.
     """
 
     direction: Direction
@@ -82,8 +82,8 @@ _TABLE = TypeAdapter(dict[str, list[Cell]])
 
 
 def best_of(cell: Cell) -> Backend:
-    """Return DMA unless another way is clearly faster: the hint by more than the spread, the kernel
-    by `KERNEL_MARGIN` over the better kind of DMA."""
+    """Return DMA unless another method is clearly faster: the hint by more than the spread, or the
+    kernel by a factor of `KERNEL_MARGIN` over the faster kind of DMA."""
     backend, took_us = Backend.DMA, cell.dma_us
     if cell.overlap_us is not None and cell.overlap_us * (1 + cell.spread) < took_us:
         backend, took_us = Backend.OVERLAP, cell.overlap_us
@@ -91,24 +91,23 @@ def best_of(cell: Cell) -> Backend:
 
 
 class Selector:
-    """Chooses by measured cells; without cells always DMA.
+    """Chooses a method from measured cells; without cells, always DMA.
 
-    For a count that was not measured, for lack of time or memory, the result of fewer fragments of
-    that size holds: that is nearer than any other size.
+    A count that was not measured, for lack of time or memory, uses the result for fewer fragments
+    of its size: that is closer than the result for another size.
     """
 
     def __init__(self, cells: Iterable[Cell] = ()) -> None:
         known = {(c.direction, c.fragment_bytes, c.count): best_of(c) for c in cells}
-        #: The best way for each size, by count, for loads and for stores; empty means DMA for all.
+        #: The best method per size, by count, for loads and for stores; empty means DMA for all.
         self._loads, self._stores = (
             _by_count(direction, known) for direction in (Direction.LOAD, Direction.STORE)
         )
 
     def choose(self, direction: Direction, pieces: Descriptors) -> Backend:
-        """Choose for coalesced pieces, as they are submitted.
+        """Choose the method for coalesced pieces when they are submitted.
 
-        Every transfer waits for this, so the pieces are examined only if something may be better
-        than DMA.
+        Every transfer waits for this, so the pieces are examined only if some method may beat DMA.
         """
         count = len(pieces)
         table = self._loads if direction is Direction.LOAD else self._stores
@@ -146,7 +145,7 @@ def _log2(number: int) -> int:
 
 
 def grid(size: int) -> list[tuple[int, int]]:
-    """Return (bytes, count) of the fragments to measure within `size` bytes, smallest first."""
+    """Return the (bytes, count) of each cell that fits in `size` bytes, smallest first."""
     cells = [cell for cell in itertools.product(FRAGMENT_BYTES, COUNTS) if math.prod(cell) <= size]
     return sorted(cells, key=math.prod)
 
@@ -157,7 +156,7 @@ def dump_cells(cells: list[Cell]) -> bytes:
 
 
 def parse_cells(content: bytes, size: int) -> list[Cell]:
-    """Read cells from JSON. Raises: ValueError: not cells, or a cell of `grid(size)` is missing."""
+    """Parse cells from JSON. Raises ValueError if it is invalid or lacks a cell of `grid(size)`."""
     try:
         cells = _TABLE.validate_json(content, strict=True)["cells"]
     except (KeyError, ValidationError) as error:
@@ -175,14 +174,14 @@ def missing_cells(cells: Iterable[Cell], size: int) -> int:
 
 pause = time.sleep
 
-#: The GPU memory used while measuring, and the staging overwritten.
+#: The most GPU memory used, and staging overwritten, by a measurement.
 CALIBRATION_BYTES_MAX = 64 * MIB
 #: With less registered memory the larger cells of the table cannot be measured.
 _BYTES_MIN = 4 * MIB
 _ROUNDS = 3
-#: The budget at a server's start, which waits for it, and when a user has requested it.
+#: The time budgets at a server's start, which waits for the measurement, and on a user's request.
 _BUDGET_S, _BUDGET_WHEN_ASKED_S = 1.5, 60.0
-#: Long enough for sixteen ranks that measure in turn.
+#: Long enough for sixteen ranks that measure one after another.
 _LOCK_WAIT_S_MAX = 60.0
 _LOCK_POLL_S = 0.05
 _LOCK = "vllm-nvmeof-calibration.lock"
@@ -198,10 +197,10 @@ def calibrate(
     budget_s: float = _BUDGET_S,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Cell]:
-    """Measure the `grid`, small transfers first, as far as the budget reaches.
+    """Measure the cells of `grid`, smallest first, until the budget runs out.
 
-    `staging` is the address and bytes of registered, unused memory; its contents are lost. Raises:
-    CudaError: such as no free GPU memory.
+    `staging` is the address and size in bytes of registered, unused memory, which is overwritten.
+    Raises: CudaError: for example, if no GPU memory is free.
     """
     size = min(CALIBRATION_BYTES_MAX, staging[1])
     cells: list[Cell] = []
@@ -226,7 +225,7 @@ def calibrate(
 
 
 def _scattered(memory: int, staging: int, fragment_bytes: int, count: int) -> Descriptors:
-    """Lay pieces out in order in staging and at random in GPU memory, like a paged cache."""
+    """Place pieces in order in staging and at random in GPU memory, as in a paged cache."""
     pieces = np.empty((count, 3), np.uint64)
     places = np.arange(count, dtype=np.uint64) * np.uint64(fragment_bytes)
     pieces[:, 0] = np.uint64(memory) + np.random.default_rng(0).permutation(places)
@@ -238,7 +237,7 @@ def _scattered(memory: int, staging: int, fragment_bytes: int, count: int) -> De
 def _ways(
     cuda: Cuda, dma: DmaCopier, kernel: KernelCopier, direction: Direction, pieces: Descriptors
 ) -> dict[Backend, _Way]:
-    """Return the ways to copy these pieces to a stream, each noting the tables that it uses."""
+    """Return functions that copy these pieces on a stream and note the tables that they use."""
     ways: dict[Backend, _Way] = {
         Backend.DMA: lambda stream, used: dma.copy(direction, pieces, stream),
         Backend.KERNEL: lambda stream, used: kernel.copy(direction, pieces, stream, used),
@@ -253,7 +252,7 @@ def _ways(
 def _measure(
     ways: dict[Backend, _Way], cuda: Cuda, stream: int, clock: Callable[[], float]
 ) -> tuple[float, float, float | None, float]:
-    """Return a cell's measurements. The ways run in turn; the first round only warms up."""
+    """Return a cell's measurements. The methods alternate; the first round is a warm-up."""
     used: list[Table] = []
     took_us: dict[Backend, list[float]] = {way: [] for way in ways}
     for number, way in itertools.product(range(1 + _ROUNDS), ways):
@@ -271,9 +270,9 @@ def _measure(
 
 
 def load_kernel(cuda: Cuda) -> KernelCopier:
-    """Load the copy kernel. Raises: EngineError: it is not available here; names the cause."""
+    """Load the copy kernel. Raises EngineError, with the cause, if it is not available here."""
     if not cuda.host_pointers_work_in_kernels:
-        raise EngineError("kernels cannot reach host memory at its own address here")
+        raise EngineError("kernels cannot access host memory at its host address here")
     code = load_or_compile(cuda.facts.arch, cache_directory())
     return KernelCopier(cuda, cuda.load_kernel(code, "copy_blocks"))
 
@@ -285,9 +284,9 @@ def kept_or_measured(
     scratch: tuple[int, int],
     lock_wait_s: float = _LOCK_WAIT_S_MAX,
 ) -> list[Cell]:
-    """Return the kept table, or measure it now and, if complete, keep it. Empty: only DMA.
+    """Return the cached table, or measure it now and, if complete, cache it; empty means DMA only.
 
-    `scratch` is the address and bytes of registered, unused memory; its contents are lost.
+    `scratch` is the address and size in bytes of registered, unused memory, which is overwritten.
     """
     size = min(CALIBRATION_BYTES_MAX, scratch[1])
     if (kept := _read(cuda, size)) is not None:
@@ -295,12 +294,12 @@ def kept_or_measured(
     if size < _BYTES_MIN:
         return []
     with _alone_on_this_host(lock_wait_s) as alone:
-        if (kept := _read(cuda, size)) is not None:  # written by the process that had the lock
+        if (kept := _read(cuda, size)) is not None:  # written by the process that held the lock
             return kept
         if not alone:
             logger.warning(
-                "copies: other processes have measured for %.0f s; this server copies by DMA only, "
-                "and the next start tries again",
+                "copies: other processes have been measuring for %.0f s; this server copies by DMA "
+                "only, and the next start tries again",
                 lock_wait_s,
             )
             return []
@@ -308,9 +307,9 @@ def kept_or_measured(
 
 
 def calibrate_again(cuda: Cuda, lock_wait_s: float = _LOCK_WAIT_S_MAX) -> list[Cell]:
-    """Measure even if a table is kept, keep the new one, and return it.
+    """Measure even if a table is cached; cache the new table and return it.
 
-    Raises: EngineError: no kernel, no memory, another process measures, or time ran out.
+    Raises: EngineError: no kernel, no memory, another process is measuring, or time ran out.
     """
     with contextlib.ExitStack() as undo:
         kernel = load_kernel(cuda)
@@ -321,10 +320,10 @@ def calibrate_again(cuda: Cuda, lock_wait_s: float = _LOCK_WAIT_S_MAX) -> list[C
         cuda.register(*scratch)
         undo.callback(cuda.unregister, scratch[0])
         if not undo.enter_context(_alone_on_this_host(lock_wait_s)):
-            raise EngineError("another process of this host is measuring")
+            raise EngineError("another process on this host is measuring")
         cells = _measured(cuda, DmaCopier(cuda), kernel, scratch, _BUDGET_WHEN_ASKED_S)
     if missing_cells(cells, CALIBRATION_BYTES_MAX):
-        raise EngineError("the comparison did not end in time; nothing was kept")
+        raise EngineError("the comparison did not finish in time; nothing was saved")
     return cells
 
 
@@ -335,14 +334,14 @@ def _measured(
     try:
         cells = calibrate(cuda, dma, kernel, scratch, budget_s)
     except CudaError as error:  # such as no GPU memory left
-        logger.warning("copies: DMA and kernel were not compared: %s", error)
+        logger.warning("copies: cannot compare DMA with a kernel: %s", error)
         return []
     took_s = time.perf_counter() - started_s
     missing = missing_cells(cells, min(CALIBRATION_BYTES_MAX, scratch[1]))
     if missing:
         logger.warning(
             "copies: the comparison of DMA and kernel was stopped after %.1f s with %d cells "
-            "missing, and is not kept; `vllm-nvmeof doctor --calibrate` takes the time it needs",
+            "missing, and was not saved; `vllm-nvmeof doctor --calibrate` allows it more time",
             *(took_s, missing),
         )
     else:
@@ -366,7 +365,7 @@ def _path(cuda: Cuda) -> Path:
 
 @contextlib.contextmanager
 def _alone_on_this_host(wait_s: float) -> Iterator[bool]:
-    """Yield False if others still measure after `wait_s`. Without a lock file measure anyway."""
+    """Yield True if this process may measure, False if others still measure after `wait_s`."""
     try:
         handle = _open_lock(Path(tempfile.gettempdir()) / _LOCK)
     except OSError:
@@ -389,7 +388,7 @@ def _alone_on_this_host(wait_s: float) -> Iterator[bool]:
 
 
 def _open_lock(path: Path) -> int:
-    """Open for reading: enough for a lock, so that servers of other users can take it as well."""
+    """Open for reading, which is enough for a lock and lets other users' servers lock it too."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         return os.open(path, flags)
@@ -415,7 +414,7 @@ class KvDevice:
 
     @property
     def numa_node(self) -> int | None:
-        """Return the NUMA node on which pinned memory should be, or None for any."""
+        """Return the NUMA node for pinned memory, or None for any node."""
         return self.cuda.facts.numa_node if self.cuda else None
 
     def copy_engine(
@@ -426,19 +425,20 @@ class KvDevice:
         on_done: Callable[[], None],
         checksum_at: str = "cpu",
     ) -> tuple[CopyEngine, tuple[str, ...]]:
-        """Build the copy engine; return it and its fallbacks: lines on what it lacks, and why.
+        """Build the copy engine. Return it and its fallbacks: lines that name what is missing, and
+        why.
 
-        `backend` is auto, or the value of a `Backend`; ignored in CPU memory. `cache_starts` are
-        addresses of KV cache tensors. `staging` must be empty: with auto a part of it is
-        overwritten. With `checksum_at` "gpu" the GPU computes the checksums of payloads, if it can;
-        in CPU memory the copies compute them anyway.
-        Raises: EngineError: staging cannot be registered, or `kernel` is required and unavailable.
+        `backend` is auto or the value of a `Backend`, and is ignored for CPU memory. `cache_starts`
+        are the addresses of the KV cache tensors. `staging` must be unused, because auto overwrites
+        a part of it. With `checksum_at` "gpu" the GPU computes checksums if it can; copies in CPU
+        memory compute them anyway. Raises: EngineError: staging cannot be registered, or `kernel`
+        is required and unavailable.
         """
         if self.cuda is None:
             return HostCopyEngine(on_done=on_done), ()
         fallbacks: list[str] = []
         if not self.cuda.has_batch:
-            fallbacks.append("copies: this driver has no batch call; 12.8 and later have one")
+            fallbacks.append("copies: this driver lacks the batch call of CUDA 12.8 and later")
         pins = StagingPinning(self.cuda, staging, on_done)
         try:
             copiers = _copiers(self.cuda, backend, pins.first, fallbacks)
@@ -478,7 +478,7 @@ def _copiers(cuda: Cuda, backend: str, scratch: tuple[int, int], fallbacks: list
         except EngineError as error:
             if backend != _AUTO:
                 raise
-            fallbacks.append(f"copies: DMA only, also of small fragments ({error})")
+            fallbacks.append(f"copies: DMA only, even for small fragments ({error})")
             backend = Backend.DMA.value
     if kernel is None or backend != _AUTO:  # only one way is used
         only = Backend(backend)
@@ -486,7 +486,7 @@ def _copiers(cuda: Cuda, backend: str, scratch: tuple[int, int], fallbacks: list
     cells = kept_or_measured(cuda, dma, kernel, scratch)
     wins = Counter(best_of(cell) for cell in cells)
     logger.info(
-        "copies: of %d kinds of transfer the kernel takes %d, DMA with the overlap hint %d",
+        "copies: of %d kinds of transfer, %d use the kernel and %d use DMA with the overlap hint",
         *(len(cells), wins[Backend.KERNEL], wins[Backend.OVERLAP]),
     )
     return Copiers(dma, kernel, Selector(cells).choose)
@@ -502,15 +502,15 @@ def open_device(device: str) -> KvDevice:
         return KvDevice()
     if kind != "cuda":
         raise EngineError(
-            f"no copy engine for device {device!r}: this version serves NVIDIA GPUs and vLLM's "
+            f"no copy engine for device {device!r}: this version supports NVIDIA GPUs and vLLM's "
             "CPU engine"
         )
     torch = importlib.import_module("torch")
     if torch.version.hip:
-        raise EngineError("no copy engine for AMD GPUs: this version serves NVIDIA GPUs")
+        raise EngineError("no copy engine for AMD GPUs: this version supports NVIDIA GPUs")
     try:
         cuda = Cuda(int(index) if index else torch.cuda.current_device())
-    except RuntimeError as error:  # torch raises it for every cause
+    except RuntimeError as error:  # torch raises this for any cause
         raise EngineError(f"CUDA cannot be used here: {error}") from None
     return KvDevice(
         cuda, lambda: int(torch.cuda.current_stream().cuda_stream), gpu_warnings(cuda.facts.uuid)

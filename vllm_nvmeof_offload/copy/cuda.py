@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between a KV cache in GPU memory and pinned staging, asynchronously.
+"""Asynchronous copies between a KV cache in GPU memory and pinned staging.
 
-Each direction has one stream, on which nothing ever waits for the model: a ticket with a fence that
-has not passed is held here, and `poll` starts it when it has. So a ticket waits for its own fence
-and for no other, whatever the order of tickets and fences, and two streams are enough. A wait on
-the stream would delay every later ticket of an older fence, for a whole forward pass. A ticket is,
-in stream order: copy, record an event; `poll` queries the events. No call here waits for the GPU
-except `close`, and the model's thread makes two: create (at first) and record the fence's event.
+Each direction has one stream, on which nothing ever waits for the model. A ticket whose fence has
+not passed is held here until `poll` sees that it has passed. So each ticket waits only for its own
+fence, and two streams suffice. A wait on the stream would delay every later ticket with an older
+fence, for a whole forward pass. A started ticket is a copy and then an event on the stream; `poll`
+queries the events. Only `close` waits for the GPU. The model's thread makes at most two driver
+calls per fence: to create its event, if none is idle, and to record it.
 
 If the GPU computes checksums, each direction has a second stream for them, and a ticket with
-payloads ends there. For a store they are computed next to the copy, because its source is complete:
-its fence has passed. For a load they are computed after the copy, from the bytes that arrived. That
-stream waits for the copies; copies never wait for checksums, so DMA goes on meanwhile.
+payloads ends on that stream. A store's checksums are computed alongside its copy, because its
+source is complete once its fence has passed. A load's are computed after its copy, from the bytes
+that arrived. The checksum stream waits for copies, but copies never wait for checksums, so DMA
+keeps running.
 
-The caller (the pipeline's gates) guarantees: when a load is submitted, its staging bytes are
-complete in the host's eyes, and nothing else uses the staging bytes of a ticket in flight.
+The caller (the pipeline's gates) guarantees two things. When a load is submitted, its staging bytes
+are complete and visible to the host. Nothing else uses the staging bytes of a ticket in flight.
 """
 
 from __future__ import annotations
@@ -50,28 +51,28 @@ from vllm_nvmeof_offload.copy.pinning import Readiness, StagingPinning
 from vllm_nvmeof_offload.errors import OK, Outcome, OutcomeKind
 from vllm_nvmeof_offload.units import KIB, MIB
 
-#: Copies per driver call. The driver takes 0.4 µs for each, and the GPU seems to begin when the
-#: call ends, while the host makes the next one. On an H200 calls of 64 reached 0.99 of one
-#: contiguous copy at 512 KiB, a call of 1000 0.92 to 0.93; fewer copies cost the host more.
+#: Copies per driver call. The driver needs 0.4 µs for each, and the GPU seems to start when a call
+#: returns. On an H200, calls of 64 copies of 512 KiB reached 0.99 of the rate of one contiguous
+#: copy, and calls of 1000 reached 0.92 to 0.93. Smaller calls cost the host more.
 _CALL_COPIES_MAX = 64
 _THREADS = 512
 _LANES = 32
-#: One warp copies this many bytes at once; a multiple of 16, so that parts are aligned like pieces.
+#: The most bytes per part, which one warp copies; a multiple of 16 to keep the pieces' alignment.
 PART_BYTES_MAX = 16 * KIB
-#: Bytes per launch. Its blocks keep their multiprocessors until it ends, and the model's launches
-#: wait for those: 8 MiB take 0.15 ms at 55 GB/s.
+#: Bytes per launch. A launch's blocks keep their multiprocessors until it ends, and the model's
+#: launches wait for these: 8 MiB take 0.15 ms at 55 GB/s.
 LAUNCH_BYTES_MAX = 8 * MIB
 #: Thread blocks per launch; `bench copy --parts sweep` measures other numbers.
 BLOCKS_MAX = 8
 _TABLES = 16
 _ROW_BYTES = 3 * 8
 _TABLE_BYTES = DESCRIPTORS_MAX * _ROW_BYTES
-#: The outcome if CUDA refuses. The same copy would fail again.
+#: The outcome if CUDA refuses a copy. A retry would fail again.
 _FAILED = Outcome(OutcomeKind.IO_ERROR, errno.EIO)
 
 
 class DmaCopier:
-    """Copies by the GPU's copy engines: few driver calls for many pieces, if the driver has it."""
+    """Copies with the GPU's copy engines, in few driver calls if the driver supports batches."""
 
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
@@ -79,14 +80,14 @@ class DmaCopier:
     def copy(
         self, direction: Direction, pieces: Descriptors, stream: int, *, overlap: bool = False
     ) -> None:
-        """Submit to `stream`; pieces as `coalesce` returns them.
+        """Submit pieces, as returned by `coalesce`, to `stream`.
 
-        overlap: set CUDA 13.1's hint that copies should overlap with compute; a driver without
-        the batch call ignores it.
+        `overlap` sets CUDA 13.1's hint that copies should overlap with compute; it is ignored if
+        the driver has no batch call.
 
-        A store reads what the model's kernels write, so the driver must read the source in the
-        stream's order, after the fence. A load reads staging, which no kernel writes and which
-        the host has seen complete (docs/protocol.md, rule 3), so the driver may read it at once.
+        A store reads what the model's kernels write, so the driver must read the source in stream
+        order, after the fence. A load reads staging, which no kernel writes and which is already
+        complete (docs/protocol.md, rule 3), so the driver may read it at once.
         """
         destinations, sources, sizes = sides(direction, pieces)
         if not self._cuda.has_batch:
@@ -102,7 +103,7 @@ class DmaCopier:
 
 
 class Table:
-    """Room for 4096 parts of one or more launches, in pinned memory that the kernel reads."""
+    """A table of 4096 parts for one or more launches, in pinned memory that the kernel reads."""
 
     def __init__(self, address: int, idle: deque[Table]) -> None:
         self.address = address
@@ -111,15 +112,15 @@ class Table:
         self.rows = np.ctypeslib.as_array(memory).reshape(DESCRIPTORS_MAX, 3)
 
     def give_back(self) -> None:
-        """Call only when the kernel has finished."""
+        """Return the table to the idle tables. Call this only when the kernel has finished."""
         self._idle.append(self)
 
 
 class KernelCopier:
-    """Copies by a kernel on a few multiprocessors, for fragments too small for the copy engines.
+    """Copies with a kernel on a few multiprocessors, for fragments too small for the copy engines.
 
-    `blocks_max` is the number of thread blocks per launch, which is small so that the model keeps
-    the other multiprocessors. `tables` have 4096 parts each; a transfer takes at least one.
+    `blocks_max` bounds the thread blocks per launch, so that the model keeps the other
+    multiprocessors. `tables` is the number of tables of 4096 parts; a transfer uses at least one.
     """
 
     def __init__(
@@ -136,10 +137,10 @@ class KernelCopier:
     def copy(
         self, direction: Direction, pieces: Descriptors, stream: int, used: list[Table]
     ) -> bool:
-        """Submit to `stream`. Returns False, with nothing done, if not enough tables are left.
+        """Submit pieces to `stream`. Returns False, with nothing done, if too few tables are idle.
 
-        Appends the tables to `used` before the kernel sees them, even if it raises; the caller
-        gives them back when the stream has passed this point.
+        Appends the tables to `used` before the kernel reads them, even if an error follows; the
+        caller gives them back when the stream has passed this point.
         """
         parts = cut(*sides(direction, pieces))
         if -(-len(parts) // DESCRIPTORS_MAX) > len(self._idle):
@@ -169,7 +170,7 @@ def cut(
     sources: npt.NDArray[np.uint64],
     sizes: npt.NDArray[np.uint64],
 ) -> npt.NDArray[np.uint64]:
-    """Return uint64[n, 3], (destination, source, bytes) of parts of at most `PART_BYTES_MAX`."""
+    """Return parts of at most `PART_BYTES_MAX`, as uint64[n, 3]: (destination, source, bytes)."""
     if int(sizes.max(initial=1)) <= PART_BYTES_MAX:
         rows = np.empty((len(sizes), 3), np.uint64)
         rows[:, 0], rows[:, 1], rows[:, 2] = destinations, sources, sizes
@@ -184,7 +185,7 @@ def cut(
 
 @dataclass(slots=True, eq=False)
 class Fence:
-    """One recording of an event, which is reused when no reference to this fence is left."""
+    """One recording of an event, which is reused once no reference to this fence is left."""
 
     event: int
     number: int
@@ -198,9 +199,9 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class _Ticket:
-    """A submitted copy, its pieces coalesced.
+    """A submitted copy with coalesced pieces.
 
-    `summed` has its pieces as submitted, and their payloads; None if no checksum is computed.
+    `summed` holds its pieces as submitted and their payloads; None if no checksum is computed.
     """
 
     number: int
@@ -212,7 +213,7 @@ class _Ticket:
 
 @dataclass(slots=True)
 class _Launched:
-    """A ticket on which the GPU works."""
+    """A ticket that the GPU works on."""
 
     ticket: int
     event: int = 0
@@ -220,15 +221,15 @@ class _Launched:
     watched: bool = False
     outcome: Outcome = OK
     tables: list[Table] = field(default_factory=list)
-    checksums: Checksums | None = None  # computed, or to be given back
-    checksums_failed: bool = False  # whether `event` misses the end of their launches
+    checksums: Checksums | None = None  # until they are given back
+    checksums_failed: bool = False  # whether `event` may precede their end
 
 
 class CopyWaiter:
     """A thread that blocks in the driver until the oldest watched event is done.
 
-    The pipeline's thread sleeps on file descriptors, and a CUDA event has none. Only the engine's
-    `poll` knows what has finished; this calls `on_done` when there is something to poll.
+    The pipeline's thread sleeps on file descriptors, and CUDA events have none. This thread only
+    calls `on_done` when there is something to poll; the engine's `poll` finds what has finished.
     """
 
     def __init__(self, cuda: Cuda, on_done: Callable[[], None], name: str) -> None:
@@ -239,17 +240,17 @@ class CopyWaiter:
         self._thread.start()
 
     def watch(self, one: Fence | _Launched) -> None:
-        """Call `on_done` when its event is done.
+        """Call `on_done` when the event of `one` is done.
 
-        Events must be passed in the order in which `poll` reports them: the thread waits for one
-        after the other. `watched` is set until the event is no longer needed here.
+        Events must be watched in the order in which `poll` reports them, because the thread waits
+        for one after another. `watched` stays set until this thread no longer needs the event.
         """
         one.watched = True
         self._queue.put(one)
 
     def close(self) -> None:
-        """End the thread, after everything that is watched; call only when that is about to be
-        done."""
+        """End the thread after the last watched event. Call this only when all watched events will
+        be done soon."""
         self._queue.put(None)
         self._thread.join()
 
@@ -267,11 +268,11 @@ class CopyWaiter:
 class Fences:
     """Points on the model's stream that copies wait for.
 
-    All fences of an engine are recorded on one stream, so they pass in the order in which they were
-    recorded: the oldest that has not passed stands for all of them. The model's thread records
-    them; the engine's thread makes all other calls.
+    All fences of an engine are recorded on one stream, so they pass in order, and it is enough to
+    check the oldest open one. The model's thread records them; the engine's thread makes all other
+    calls.
 
-    `on_passed` is called from a thread when an announced fence has passed; None for never.
+    `on_passed` is called from a thread when an announced fence has passed; None for no calls.
     """
 
     def __init__(
@@ -282,12 +283,12 @@ class Fences:
         self._waiter = CopyWaiter(cuda, on_passed, "nvmeof-fences") if on_passed else None
         self._idle: deque[int] = deque()
         self._count = 0
-        # Oldest first: the fences not seen to have passed, and those of them that the waiter lacks.
+        # Oldest first: fences not yet seen to have passed, and those not yet passed to the waiter.
         self._open: deque[Fence] = deque()
         self._unannounced: deque[Fence] = deque()
 
     def record(self) -> Fence:
-        """Record a fence, on the model's thread, with at most two calls of the driver."""
+        """Record a fence on the model's thread, with at most two driver calls."""
         self._cuda.make_current()
         try:
             event = self._idle.popleft()
@@ -301,17 +302,17 @@ class Fences:
         return fence
 
     def look(self) -> None:
-        """Update which fences have passed: usually one call of the driver. Raises CudaError."""
+        """Update which fences have passed, usually with one driver call. Raises CudaError."""
         while self._open and self._cuda.event_is_done(self._open[0].event):
             self._open.popleft().passed = True
         while self._unannounced and self._unannounced[0].passed:
             self._unannounced.popleft()
 
     def announce(self, fence: Fence) -> None:
-        """Let `on_passed` be called when `fence` passes.
+        """Have `on_passed` called when `fence` passes.
 
-        The waiter also gets every older fence. Otherwise it would be waiting for this one when a
-        copy arrives that waits for an older one, and would wake the caller too late for that copy.
+        The waiter also gets every older fence. Otherwise it could be waiting for this fence when a
+        copy arrives that needs an older one, and would wake the caller too late for that copy.
         """
         while self._unannounced and self._unannounced[0].number <= fence.number:
             older = self._unannounced.popleft()
@@ -319,7 +320,7 @@ class Fences:
                 self._waiter.watch(older)
 
     def close(self) -> list[int]:
-        """Wait until the model's stream has passed all; return the events to destroy."""
+        """Wait for the model's stream to pass all fences; return events to destroy."""
         if self._waiter is not None:
             self._waiter.close()
         self._open.clear()
@@ -332,7 +333,7 @@ class _Stream:
     """The streams of one direction."""
 
     handle: int
-    #: The stream of its checksums, and the event after the copies that they wait for; 0 if none.
+    #: The checksum stream, and the event that marks the copies it waits for; 0 without checksums.
     checksums: int
     copied: int
     waiter: CopyWaiter | None
@@ -359,10 +360,10 @@ class Copiers:
 
 
 class CudaCopyEngine:
-    """See `copy.base.CopyEngine`. `model_stream` returns the model's current stream, and is called
-    on the model's thread. `pins` is closed with this engine. `cache_starts` are the addresses at
-    which KV cache tensors begin. `on_done` is called from threads of this engine when there may be
-    something to poll; None if the caller polls unasked."""
+    """Implements `copy.base.CopyEngine`. `model_stream` returns the model's current stream, and is
+    called on the model's thread. `pins` is closed with this engine. `cache_starts` are the start
+    addresses of the KV cache tensors. `on_done` is called from this engine's threads when there may
+    be something to poll; None if the caller polls on its own."""
 
     def __init__(
         self,
@@ -403,7 +404,8 @@ class CudaCopyEngine:
         return {direction: stream.handle for direction, stream in self._streams.items()}
 
     def record_fence(self) -> object:
-        """Call on the model's thread. Raises CudaError: then the model cannot go on either."""
+        """Record a fence, on the model's thread. After CudaError the model cannot continue
+        either."""
         return self._fences.record()
 
     def has_passed(self, fence: object) -> bool:
@@ -478,7 +480,7 @@ class CudaCopyEngine:
         """Start the tickets that may start, in order; hold the others."""
         try:
             self._fences.look()
-        except CudaError as error:  # whether their fences pass is unknown from now on
+        except CudaError as error:  # it is unknown whether their fences will ever pass
             self._log(error)
             self._fail(*tickets)
             return
@@ -495,7 +497,7 @@ class CudaCopyEngine:
                 self._launch(ticket)
 
     def _fail(self, *tickets: _Ticket) -> None:
-        """Fail tickets that have nothing in progress, and for which no waiter will call."""
+        """Fail tickets that were not launched, and call `on_done`, because no waiter will."""
         self._done += [(ticket.number, _FAILED) for ticket in tickets]
         if self._on_done is not None:
             self._on_done()
@@ -509,11 +511,11 @@ class CudaCopyEngine:
                     stream = self._streams[ticket.direction].handle
                     if ticket.fence is not None:
                         self._cuda.wait_event(stream, ticket.fence.event)
-                    # Checksums are not read any more, and their stream does not wait for the fence.
+                    # Nothing reads their checksums, and that stream does not wait for the fence.
                     self._launch(replace(ticket, summed=None))
 
     def _must_queue(self, ticket: _Ticket) -> bool:
-        """Return whether to hold a ticket: one without pieces ends after those before it."""
+        """Return whether to hold a ticket without pieces, which must end after earlier tickets."""
         return not len(ticket.pieces) and any(
             earlier.direction is ticket.direction for earlier in self._held
         )
@@ -531,7 +533,7 @@ class CudaCopyEngine:
             one.outcome = _FAILED
         else:
             end = self._make_checksums(ticket, stream, one)
-        # Calls that succeeded before an error are in progress: the ticket ends after them.
+        # Calls made before an error are in progress, so the ticket must end after them.
         with self._logging_errors():
             if one.event:
                 self._cuda.record_event(one.event, end)
@@ -555,9 +557,9 @@ class CudaCopyEngine:
         self._copiers.dma.copy(direction, pieces, stream, overlap=overlap)
 
     def _make_checksums(self, ticket: _Ticket, stream: _Stream, one: _Launched) -> int:
-        """Launch the checksums of a ticket with a submitted copy.
+        """Launch the checksums of a ticket whose copy has been submitted.
 
-        Returns the stream on which the ticket ends: after its copy and its checksums.
+        Returns the stream on which both the copy and the checksums have ended when the ticket ends.
         """
         if self._checksums is None or ticket.summed is None:
             return stream.handle
@@ -571,18 +573,18 @@ class CudaCopyEngine:
             if ticket.direction is Direction.STORE:
                 self._wait_for_copies(stream)
         except CudaError as error:
-            self._log(error, "the GPU makes no checksums of a copy, the CPU does")
+            self._log(error, "the GPU cannot compute a copy's checksums, so the CPU does")
             one.checksums_failed = True
             return stream.handle
         return stream.checksums
 
     def _wait_for_copies(self, stream: _Stream) -> None:
-        """Order later work on the stream of checksums after the copies so far."""
+        """Order later work on the checksum stream after all copies so far."""
         self._cuda.record_event(stream.copied, stream.handle)
         self._cuda.wait_event(stream.checksums, stream.copied)
 
     def _finish_checksums(self, one: _Launched) -> None:
-        """Write the checksums of a ticket with which the GPU is done."""
+        """Write the checksums of a ticket that the GPU has finished."""
         if self._checksums is None or one.checksums is None:
             return
         if one.outcome.ok and not one.checksums_failed:
@@ -604,7 +606,7 @@ class CudaCopyEngine:
             if one.recorded and not self._cuda.event_is_done(one.event):
                 return False
             if one.checksums_failed and not self._cuda.stream_is_done(stream.checksums):
-                return False  # some may have been launched and use their table
+                return False  # launched ones may still use their table
             if one.recorded:
                 return True
             ended = all(self._cuda.stream_is_done(handle) for handle in stream.handles)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thin layer over cuda-python: the calls of NVIDIA's driver that are used here, on one GPU.
+"""A thin layer over cuda-python: the NVIDIA driver calls that are used here, on one GPU.
 
 Streams, events, kernels, addresses and sizes are plain integers. The batch copy calls the driver
-by ctypes, with arrays in memory, because cuda-python would create one Python object per pointer.
-Both ways release the interpreter lock during a call.
+through ctypes with arrays in memory, because cuda-python would create one Python object per
+pointer. Both paths release the interpreter lock during a call.
 
-NVRTC compiles the kernels once per GPU architecture, without nvcc and without a GPU, and the user's
-cache keeps the machine code.
+NVRTC compiles the kernels once per GPU architecture, without nvcc or a GPU, and the machine code is
+stored in the user's cache.
 
-Tests replace `Cuda` by another class; no other module calls CUDA.
+Tests replace `Cuda` with another class; no other module calls CUDA.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from typing import Any, TextIO
 
 from vllm_nvmeof_offload.errors import EngineError
 
-#: Values of CUmemcpySrcAccessOrder: the source is read in the stream's order, or at any time after
-#: the call, even before the stream gets there.
+#: Values of CUmemcpySrcAccessOrder: the source is read in stream order, or at any time after the
+#: call, even before the stream reaches the copy.
 ORDER_STREAM, ORDER_ANY = 1, 3
 _PREFER_OVERLAP_WITH_COMPUTE = 1  # CUmemcpyFlags
 _NOT_READY = 600
@@ -38,7 +38,7 @@ _HOST_PORTABLE_MAPPED = 1 | 2
 _ATTRIBUTE_HOST_POINTER_IS_DEVICE_POINTER = 91
 _ATTRIBUTE_HOST_NUMA_ID = 134
 _ATTRIBUTE_CAPABILITY = (75, 76)
-#: The first driver with the batch call. In this version's form the call names the failing copy.
+#: The first driver version with the batch call, in the form that reports the failing copy.
 _BATCH_VERSION = 12080
 _BATCH = ctypes.CFUNCTYPE(
     ctypes.c_int,
@@ -71,7 +71,7 @@ _FIRST = ctypes.addressof(_ZERO)
 
 
 class CudaError(EngineError):
-    """A call that CUDA refused. `name` is CUDA's, such as CUDA_ERROR_INVALID_VALUE."""
+    """An error from a CUDA call. `name` is CUDA's name for it, such as CUDA_ERROR_INVALID_VALUE."""
 
     def __init__(self, call: str, name: str, detail: str = "") -> None:
         super().__init__(f"{call}: {name}{detail}")
@@ -85,7 +85,7 @@ class CudaError(EngineError):
 
 
 class CudaFacts:
-    """Properties of this GPU. `uuid` has 32 hex digits; `numa_node` is None if unknown."""
+    """Properties of this GPU. `uuid` is 32 hex digits; `numa_node` is None if unknown."""
 
     def __init__(self, name: str, uuid: str, driver_version: int, arch: str, node: int) -> None:
         self.name = name
@@ -124,18 +124,18 @@ class Cuda:
     # -- the GPU ----------------------------------------------------------------------
 
     def make_current(self) -> None:
-        """Make the context current. Call first on each thread; later calls cost nothing."""
+        """Make the context current. Call this first on each thread; later calls cost nothing."""
         if not getattr(self._thread, "current", False):
             self._enter("cuCtxSetCurrent", self._context)
             self._thread.current = True
 
     def enter_own_thread(self) -> None:
-        """Make the context current on a thread that runs nothing of the model.
+        """Make the context current on a thread that runs no part of the model.
 
-        vLLM captures its CUDA graphs in the mode in which calls of other threads, such as
-        registering memory or querying an event, fail and spoil the capture (its own offloading had
-        to give up pinning in the background: vllm#46933). A thread may declare that its calls are
-        unrelated to any capture.
+        vLLM captures CUDA graphs in a mode in which calls from other threads, such as registering
+        memory or querying an event, fail and invalidate the capture. For this reason vLLM's own
+        offloading had to stop pinning in the background (vllm#46933). A thread may declare that its
+        calls are unrelated to any capture.
         """
         self.make_current()
         if not getattr(self._thread, "relaxed", False):
@@ -150,10 +150,11 @@ class Cuda:
     # -- streams and events -----------------------------------------------------------
 
     def create_stream(self, urgent: bool = False) -> int:
-        """Create a stream that does not wait for the default stream; urgent: its kernels go first.
+        """Create a stream that does not wait for the default stream.
 
-        Otherwise of the lowest priority, which on NVIDIA GPUs the default stream has too: copies do
-        not yield to the model; few thread blocks and short launches keep them out of its way.
+        `urgent` lets its kernels go first. Otherwise the stream has the lowest priority, as the
+        default stream does on NVIDIA GPUs. Copies then do not yield to the model, but few thread
+        blocks and short launches keep them out of its way.
         """
         priority = self._enter("cuCtxGetStreamPriorityRange")[1 if urgent else 0]
         return int(self._enter("cuStreamCreateWithPriority", _STREAM_NON_BLOCKING, priority))
@@ -181,7 +182,7 @@ class Cuda:
         return self._is_done("cuEventQuery", event)
 
     def synchronize_event(self, event: int) -> None:
-        """Block the calling thread, without using a core."""
+        """Block the calling thread until the event is done, without using a core."""
         self._enter("cuEventSynchronize", event)
 
     def destroy_event(self, event: int) -> None:
@@ -197,10 +198,10 @@ class Cuda:
         source_order: int,
         overlap: bool = False,
     ) -> None:
-        """Copy all in one call.
+        """Submit all copies in one call.
 
-        `tables` has the addresses of destinations, of sources and of sizes in bytes, each
-        uint64[count], which are read before this returns.
+        `tables` holds the addresses of three uint64[count] arrays: destinations, sources and sizes
+        in bytes. They are read before this returns.
         """
         assert self._batch is not None
         failed = ctypes.c_size_t(0)
@@ -223,7 +224,7 @@ class Cuda:
         self._enter("cuMemcpyAsync", destination, source, count, stream)
 
     def load_kernel(self, code: bytes, name: str) -> int:
-        """Load a kernel of a cubin, by its C name, until the process ends."""
+        """Load a kernel from a cubin by its C name. It stays loaded until the process exits."""
         library = self._enter("cuLibraryLoadData", code, [], [], 0, [], [], 0)
         kernel = self._enter("cuLibraryGetKernel", library, name.encode())
         return int(self._enter("cuKernelGetFunction", kernel))
@@ -238,7 +239,7 @@ class Cuda:
     # -- memory -----------------------------------------------------------------------
 
     def register(self, address: int, count: int) -> None:
-        """Pin host memory: DMA accesses it at full rate, kernels at its own address."""
+        """Pin host memory, so that DMA runs at full rate and kernels can use its host address."""
         self._enter("cuMemHostRegister", address, count, _HOST_PORTABLE_MAPPED)
 
     def unregister(self, address: int) -> None:
@@ -259,7 +260,7 @@ class Cuda:
     # -- inside -----------------------------------------------------------------------
 
     def _enter(self, call: str, *arguments: Any) -> Any:
-        """Call the driver; return None, the value, or the tuple of values."""
+        """Call the driver. Return None, a single value, or a tuple of values."""
         status, *values = getattr(self._api, call)(*arguments)
         if status:
             raise CudaError(call, status.name)
@@ -304,9 +305,9 @@ COPY_BLOCKS = "copy_blocks.cu"
 
 
 def kernel_source(name: str = COPY_BLOCKS) -> str:
-    """Return the CUDA source: from here in an installed wheel, from `kernels/` in a checkout.
+    """Return the CUDA source, from this directory in a wheel or from `kernels/` in a checkout.
 
-    Raises: EngineError: neither exists.
+    Raises: EngineError: neither file exists.
     """
     here = Path(__file__).parent
     for path in (here / name, here.parents[1] / "kernels" / name):
@@ -316,10 +317,10 @@ def kernel_source(name: str = COPY_BLOCKS) -> str:
 
 
 def compile_kernels(arch: str, name: str = COPY_BLOCKS, log: TextIO | None = None) -> bytes:
-    """Compile machine code (a cubin) for `arch`, such as sm_90.
+    """Compile the kernels to machine code (a cubin) for `arch`, such as sm_90.
 
-    `log` gets the assembler's report on each kernel's registers and spills. Raises: EngineError: no
-    cuda-core, no NVRTC, or it cannot compile for this architecture.
+    `log` receives the assembler's report on each kernel's registers and spills. Raises:
+    EngineError: cuda-core or NVRTC is missing, or it cannot compile for this architecture.
     """
     source = kernel_source(name)
     try:
@@ -338,7 +339,7 @@ def compile_kernels(arch: str, name: str = COPY_BLOCKS, log: TextIO | None = Non
 
 
 def load_or_compile(arch: str, directory: Path, name: str = COPY_BLOCKS) -> bytes:
-    """Return the kernels of a source, from `directory` if this user has compiled them for `arch`.
+    """Return a source's kernels, from `directory` if this user has compiled them for `arch`.
 
     Raises: EngineError: as `compile_kernels`.
     """
@@ -353,7 +354,7 @@ def load_or_compile(arch: str, directory: Path, name: str = COPY_BLOCKS) -> byte
 
 
 def _read_own(path: Path) -> bytes:
-    """Read code that only this user can have written. Raises OSError otherwise."""
+    """Read a file that only this user can have written. Raises OSError otherwise."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         status = os.fstat(file.fileno())
         if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -362,17 +363,17 @@ def _read_own(path: Path) -> bytes:
 
 
 def cache_directory() -> Path:
-    """Return the directory of compiled kernels and measured tables."""
+    """Return the directory for compiled kernels and measured tables."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):  # the XDG specification ignores relative values
         base = os.path.join(os.path.expanduser("~"), ".cache")
-    if not os.path.isabs(base):  # without a home nothing is kept
+    if not os.path.isabs(base):  # without a home directory nothing is saved
         base = os.devnull
     return Path(base) / "vllm-nvmeof" / "copy"
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write all or nothing, as other ranks may write it too. Failure only costs time."""
+    """Replace a file atomically, as other ranks may write it too. Failure only costs time."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The addresses of a chunk's bytes in the KV cache, and their offsets in a slot.
 
-A slot's payload holds the chunk's blocks in order; a block holds its page of each of its group's
-tensors in order. Groups share memory, because a block belongs to one of them at a time: only the
-bytes of that group's pages are touched, whatever the stride of blocks is.
+A slot's payload holds the chunk's blocks in order. A block holds one page from each of its group's
+tensors, in order. Groups share memory, because a block belongs to one group at a time. Only the
+bytes of that group's pages are touched, whatever the distance between blocks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm_nvmeof_offload.native import Geometry
 
 @dataclass(frozen=True, slots=True)
 class CacheTensor:
-    """A tensor. The page of block b is `page_bytes` at `address + b * stride_bytes`."""
+    """A KV cache tensor. Block b's page is `page_bytes` at `address + b * stride_bytes`."""
 
     address: int
     stride_bytes: int
@@ -31,7 +31,7 @@ class CacheTensor:
 
 
 def joined(tensors: Sequence[CacheTensor]) -> list[CacheTensor]:
-    """Return the tensors in order, with those merged that have neighbouring pages in each block."""
+    """Return the tensors in order, merging those with adjacent pages in every block."""
     found: list[CacheTensor] = []
     for one in tensors:
         if found and one.address == found[-1].address + found[-1].page_bytes:
@@ -46,7 +46,7 @@ def joined(tensors: Sequence[CacheTensor]) -> list[CacheTensor]:
 
 
 class ChunkGeometry:
-    """Descriptors of one group's chunks of `blocks_per_chunk` blocks over `tensors`.
+    """Builds the descriptors of one group's chunks of `blocks_per_chunk` blocks over `tensors`.
 
     Without tensors, as on a pipeline stage that has no layer of the group, chunks have no pieces.
     """
@@ -65,30 +65,30 @@ class ChunkGeometry:
 
     @property
     def starts(self) -> npt.NDArray[np.uint64]:
-        """Return the tensors' addresses: no descriptor may cross from one into the next."""
+        """Return the tensors' addresses. No descriptor may cross from one tensor into the next."""
         return self._address
 
     def pieces(self, block_ids: npt.NDArray[np.int32], first_position: int) -> Descriptors:
-        """Return the pieces of consecutive blocks of one chunk from `first_position` in it.
+        """Return the pieces of consecutive blocks of one chunk, starting at `first_position` in it.
 
-        block_ids: int32[n], n ≤ blocks_per_chunk - first_position. Returns uint64[n × tensors, 3]:
-        (KV cache address, offset in the payload, bytes).
+        `block_ids` is int32[n], n ≤ blocks_per_chunk - first_position. Returns uint64[n × tensors,
+        3]: (KV cache address, offset in the payload, bytes).
         """
         return self.pieces_by_chunk(block_ids, first_position, 1).rows
 
     def pieces_by_chunk(
         self, block_ids: npt.NDArray[np.int32], first_position: int, chunk_count: int
     ) -> Pieces:
-        """Return the pieces of the blocks of consecutive chunks: those of each part of `split`."""
+        """Return the pieces of consecutive chunks, divided into the same parts as by `split`."""
         return Pieces(*self._native.pieces(block_ids, first_position, chunk_count))
 
     def split(
         self, block_ids: npt.NDArray[np.int32], first_position: int, chunk_count: int
     ) -> list[npt.NDArray[np.int32]]:
-        """Cut the blocks of consecutive chunks at chunk boundaries.
+        """Split the blocks of consecutive chunks at chunk boundaries.
 
         `first_position` is the first block's position in the first chunk. Returns one array per
-        chunk; the first and the last may cover only a part of their chunk.
+        chunk; the first and last arrays may cover only part of their chunks.
         """
         cuts = np.arange(
             self.blocks_per_chunk - first_position, len(block_ids), self.blocks_per_chunk
@@ -102,9 +102,9 @@ class ChunkGeometry:
 class JobBlocks:
     """The GPU blocks of a store or load, by group position.
 
-    ids: int32[m], the blocks of all groups, group after group. sizes: the number of blocks of each
-    group. firsts: the index of each group's first block in its request. groups: uint8[n], the group
-    of each chunk, group after group.
+    `ids` (int32[m]) lists the blocks of all groups, group by group. `sizes` is the number of blocks
+    of each group. `firsts` is the index of each group's first block in its request. `groups`
+    (uint8[n]) is the group of each chunk, group by group.
     """
 
     ids: npt.NDArray[np.int32]
@@ -121,7 +121,7 @@ class CacheGeometry:
         groups: Sequence[tuple[Group, Sequence[CacheTensor]]],
         set_sizes: Sequence[int] = (),
     ) -> None:
-        """`set_sizes` has `RankGroup.set_size` by group; empty if all are 1."""
+        """`set_sizes` is `RankGroup.set_size` by group; empty if all are 1."""
         self.by_group = tuple(
             ChunkGeometry(joined(tensors), _blocks_per_chunk(group)) for group, tensors in groups
         )
@@ -139,19 +139,19 @@ class CacheGeometry:
 
     @property
     def starts(self) -> npt.NDArray[np.uint64]:
-        """Return all tensors' sorted addresses: no descriptor may cross from one into the next."""
+        """Return all tensors' addresses, sorted. No descriptor may cross from one into the next."""
         return np.unique(np.concatenate([one.starts for one in self.by_group]))
 
     def stored(self, blocks: JobBlocks) -> Pieces:
-        """Return the pieces of a store. A chunk without all its blocks has none."""
+        """Return the pieces of a store. An incomplete chunk has no pieces."""
         return self._pieces(blocks, is_store=True)
 
     def loaded(self, blocks: JobBlocks) -> Pieces:
-        """Return the pieces of a load. A group's first and last chunk may have only some blocks."""
+        """Return the pieces of a load. A group's first and last chunks may lack some blocks."""
         return self._pieces(blocks, is_store=False)
 
     def split(self, blocks: JobBlocks) -> list[npt.NDArray[np.int32]]:
-        """Return the blocks of each chunk, for a job of one group."""
+        """Return each chunk's blocks, for a job with one group."""
         (group,), (first,) = self.by_group, blocks.firsts
         return group.split(blocks.ids, first % group.blocks_per_chunk, len(blocks.groups))
 

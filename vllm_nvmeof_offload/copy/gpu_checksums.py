@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CRC-32C of payloads in GPU memory, by the GPU: the host's half of `kernels/crc_blocks.cu`.
+"""CRC-32C of payloads in GPU memory, computed by the GPU: the host side of `kernels/crc_blocks.cu`.
 
-Pieces are cut into parts, one for a warp. The kernel reads the table of parts in pinned memory and
-writes there 32 words for each part; the native core joins them to the CRC of a payload.
+Pieces are cut into parts, one per warp. The kernel reads the table of parts from pinned memory and
+writes 32 words per part back to it; the native core combines them into each payload's CRC.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from vllm_nvmeof_offload.units import KIB, MIB
 #: The kernel's file, and its name there.
 CRC_BLOCKS = "crc_blocks.cu"
 KERNEL_NAME = "crc_blocks"
-#: The bytes that a warp reads at once: sizes of pieces must be multiples of this.
+#: The bytes that a warp reads at once. Piece sizes must be multiples of this.
 STRIPE_BYTES = 512
 _ALIGNMENT = 16
-#: The bytes of one part, for one warp; a multiple of a stripe.
+#: The most bytes per part, which one warp processes; a multiple of a stripe.
 PART_BYTES_MAX = 64 * KIB
-#: The parts of all transfers in progress: 9 MiB of pinned memory, which describe up to 4 GiB.
+#: The most parts of all transfers in progress: 9 MiB of pinned memory, for up to 4 GiB.
 _PARTS_MAX = 64 << 10
 _LANES = 32
 _ROW_BYTES = 2 * 8
@@ -43,10 +43,11 @@ _Counts = npt.NDArray[np.uint32]
 
 
 class Launch(NamedTuple):
-    """The shape of a launch. The default is the best of those measured on an H200: 58 to 62 GB/s
-    alone; at 12.5 GB/s it slowed a concurrent bf16 matrix product by 0.8 to 1.1 %. `blocks_max` is
-    the number of thread blocks per launch; they keep their multiprocessors until it ends. `threads`
-    per block are at most 1024. `bytes_max` is per launch. `urgent`: on a stream with priority."""
+    """The shape of a launch. The default was the best one measured on an H200: 58 to 62 GB/s on an
+    idle GPU; at 12.5 GB/s it slowed a concurrent bf16 matrix product by 0.8 to 1.1 %. `blocks_max`
+    bounds the thread blocks per launch, which keep their multiprocessors until it ends. `threads`
+    is per block, at most 1024. `bytes_max` is per launch. `urgent` selects a stream with
+    priority."""
 
     blocks_max: int = 8
     threads: int = 1024
@@ -60,7 +61,7 @@ class Launch(NamedTuple):
 
 @functools.cache
 def _zeros(count: int) -> _Words:
-    """Return uint32[32]: the image of each bit of a CRC if `count` zero bytes follow."""
+    """Return uint32[32]: what each bit of a CRC becomes if `count` zero bytes follow."""
     if count == 0:
         return np.uint32(1) << np.arange(32, dtype=np.uint32)
     if count == 1:
@@ -92,8 +93,8 @@ def kernel_tables() -> _Words:
 class Parts:
     """The parts of some of a transfer's payloads.
 
-    rows: uint64[n, 2], (address in GPU memory, bytes) of parts. chunks: the payloads' numbers, in
-    order. counts: uint32, the number of parts of each.
+    `rows` is uint64[n, 2]: (address in GPU memory, bytes) of each part. `chunks` holds the
+    payloads' indexes, in order. `counts` (uint32) is the number of parts of each payload.
     """
 
     rows: _Rows
@@ -102,10 +103,10 @@ class Parts:
 
 
 def cut_payloads(pieces: Descriptors, payloads: Payloads) -> Parts:
-    """Cut the payloads with a checksum that the kernel can compute.
+    """Cut payloads into parts, skipping those whose checksum the kernel cannot compute.
 
-    It computes none for a payload that its pieces do not cover in order and without a gap, or with
-    a piece that is not a multiple of 512 bytes, or not aligned to 16.
+    The kernel needs pieces that cover the payload in order and without gaps, are multiples of 512
+    bytes, and are aligned to 16 bytes.
     """
     cache, staging, sizes = np.ascontiguousarray(pieces.T)
     counts = payloads.counts.astype(np.intp)
@@ -133,21 +134,21 @@ def cut_payloads(pieces: Descriptors, payloads: Payloads) -> Parts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """A run of neighbouring numbers of a ring."""
+    """A run of consecutive numbers in a ring."""
 
     first: int
     end: int
 
 
 class _Ring:
-    """The numbers from 0 to before `size`, taken in runs, in turn, and given back in any order."""
+    """Hands out the numbers below `size` in runs, in ring order; they return in any order."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._taken: deque[_Run] = deque()  # oldest first
 
     def room(self, wanted: int) -> tuple[int, int]:
-        """Return first and length of the run to take: `wanted` numbers, or the longest run."""
+        """Return the start and length of a free run that fits `wanted`, or of the longest one."""
         if not self._taken:
             return 0, self._size
         oldest, newest = self._taken[0].first, self._taken[-1].end
@@ -157,20 +158,20 @@ class _Ring:
         return (newest, behind) if behind >= min(wanted, oldest) else (0, oldest)
 
     def take(self, first: int, count: int) -> _Run:
-        """Take a part of what `room` returned, from its first number on."""
+        """Take the first `count` numbers of the run that `room` returned."""
         run = _Run(first, first + count)
         self._taken.append(run)
         return run
 
     def give_back(self, run: _Run) -> None:
-        self._taken.remove(run)  # numbers in between stay unused until their neighbours return
+        self._taken.remove(run)  # a gap is reused only when its neighbours have returned
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checksums:
-    """The checksums of one transfer, from `GpuChecksums.prepare` until they are given back.
+    """The checksums of one transfer, from `GpuChecksums.prepare` to `give_back`.
 
-    sizes: uint64[n], the bytes of the parts in `run`. chunks, counts: as in `Parts`.
+    `sizes` (uint64[n]) is the bytes of each part in `run`. `chunks` and `counts` are as in `Parts`.
     """
 
     run: _Run
@@ -181,11 +182,10 @@ class Checksums:
 
 
 class GpuChecksums:
-    """Computes the checksums of payloads that are in GPU memory.
+    """Computes the checksums of payloads in GPU memory.
 
-    `kernel` is `crc_blocks`. `parts_max` is for all transfers in progress; a payload for which no
-    room is left gets no checksum.
-    Raises: CudaError: no pinned memory.
+    `kernel` is `crc_blocks`. `parts_max` is the most parts of all transfers in progress; a payload
+    that would exceed it gets no checksum. Raises: CudaError: no pinned memory is available.
     """
 
     def __init__(
@@ -207,9 +207,9 @@ class GpuChecksums:
         self._tables_at = self._words_at + sizes[1]
 
     def prepare(self, pieces: Descriptors, payloads: Payloads) -> Checksums | None:
-        """Fill in the kernel's table, without a launch. Returns None if there is nothing to launch.
+        """Fill in the kernel's table without launching. Returns None if there is nothing to launch.
 
-        Takes as many payloads as there is room for, from the first on.
+        Includes as many payloads as fit, starting with the first.
         """
         parts = cut_payloads(pieces, payloads)
         ends = np.cumsum(parts.counts, dtype=np.intp)
@@ -228,8 +228,8 @@ class GpuChecksums:
         self._cuda.free_host(self._memory)
 
     def launch(self, checksums: Checksums, stream: int) -> None:
-        """Let the GPU compute them after the work on `stream`. After CudaError some may be
-        computed."""
+        """Launch the checksums after the work on `stream`. After a CudaError some may be
+        running."""
         blocks_max, threads, bytes_max, _ = self._launch
         for first, count in spans(checksums.sizes, bytes_max):
             at = checksums.run.first + first
@@ -239,20 +239,20 @@ class GpuChecksums:
             self._cuda.launch(self._kernel, blocks, threads, stream, arguments)
 
     def write(self, checksums: Checksums) -> None:
-        """Write them to their payloads. Call when the GPU has computed all of them."""
+        """Write the checksums to their payloads. Call this when the GPU has computed them all."""
         crcs = np.empty(len(checksums.counts), np.uint32)
         words = self._words[checksums.run.first : checksums.run.end]
         core.join_crcs(words, checksums.sizes, checksums.counts, crcs)
         checksums.payloads.crcs[checksums.chunks] = crcs
 
     def give_back(self, checksums: Checksums) -> None:
-        """Free their table. Call only when the GPU has passed their launches."""
+        """Free the checksums' rows of the table. Call this only when their launches have ended."""
         self._ring.give_back(checksums.run)
 
 
 def load_checksums(cuda: Cuda) -> GpuChecksums:
-    """Load the kernel. Raises: EngineError: it is not available here; names the cause."""
+    """Load the kernel. Raises EngineError, with the cause, if it is not available here."""
     if not cuda.host_pointers_work_in_kernels:
-        raise EngineError("kernels cannot reach host memory at its own address here")
+        raise EngineError("kernels cannot access host memory at its host address here")
     code = load_or_compile(cuda.facts.arch, cache_directory(), CRC_BLOCKS)
     return GpuChecksums(cuda, cuda.load_kernel(code, KERNEL_NAME))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies between a KV cache in CPU memory and staging, on one background thread.
 
-A ticket is one call, and a copy computes the payloads' checksums while their bytes are in cache, so
-that sealing or checking a slot need not read it from memory again.
+Each ticket is one native call. A copy computes the payloads' checksums while their bytes are in the
+CPU's caches, so that sealing or verifying a slot need not read it from memory again.
 
-vLLM's CPU engine uses it, and tests without a GPU. The forward pass on a CPU has run when vLLM
-calls the worker, so no fence is needed.
+vLLM's CPU engine uses this module, and so do tests without a GPU. On a CPU the forward pass has
+completed when vLLM calls the worker, so no fence is needed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from vllm_nvmeof_offload.native import core
 
 
 class HostCopyEngine:
-    """See `copy.base.CopyEngine`. `on_done` is called from the thread after each ticket.
+    """Implements `copy.base.CopyEngine`. The copying thread calls `on_done` after each ticket.
 
-    CPU memory stays valid when vLLM sleeps, so `asleep` changes nothing.
+    CPU memory stays valid while vLLM sleeps, so `asleep` has no effect.
     """
 
     def __init__(self, on_done: Callable[[], None] = lambda: None) -> None:
@@ -54,7 +54,7 @@ class HostCopyEngine:
 
     def poll(self) -> list[tuple[int, Outcome]]:
         if self._failure is not None:
-            raise EngineError("a copy in host memory stopped; see the cause") from self._failure
+            raise EngineError("a copy in host memory failed; see the cause") from self._failure
         return [(self._done.popleft(), OK) for _ in range(len(self._done))]
 
     def close(self) -> None:

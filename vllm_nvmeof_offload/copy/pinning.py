@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Registers staging with CUDA piece by piece, while slots of registered pieces are in use.
 
-Pieces of at most 256 MiB end at slot boundaries, so that no slot is in two registrations. While a
-call pins memory the driver blocks all other threads of the process, including the model's, and a
-thread that takes the driver's lock again at once keeps it: stalls of 2.0 s were measured in 94 GB
-by pieces of 1 GB (vllm#51414). So pieces are short, with a pause between them. The first is
-registered at once, so that a machine on which it cannot work refuses to start; a thread registers
-the others, from `start` on. Ranks that share memory each register all of it, because each copies
-from the others' slots too.
+Pieces of at most 256 MiB end at slot boundaries, so no slot spans two registrations. While a call
+pins memory, the driver blocks all other threads of the process, including the model's, and a thread
+that retakes the driver's lock at once keeps it. With 94 GB in pieces of 1 GB, stalls of 2.0 s were
+measured (vllm#51414). So pieces are small, with a pause between them. The first is registered in
+the constructor, so that a start fails on a machine where this cannot work; a thread registers the
+others after `start`. Ranks that share memory each register all of it, because each copies from the
+others' slots too.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from vllm_nvmeof_offload.units import MIB, format_bytes
 
 REGISTERED_BYTES_MAX = 256 * MIB
 _LOG_EVERY_S = 5.0
-#: The pause in which a waiting thread can wake up and take the lock; never measured on a GPU.
+#: A pause in which a waiting thread can wake up and take the lock; not tuned on a GPU.
 _PAUSE_S = 0.001
-#: The time until the next attempt, if a driver refuses a registration during a graph capture.
+#: The delay before a retry if the driver refuses a registration during a graph capture.
 _CAPTURE_S = 0.1
 
 
 class Readiness(enum.IntEnum):
-    """The permission of the GPU to touch bytes of staging. The largest of several counts."""
+    """Whether the GPU may touch bytes of staging. For several pieces the largest value applies."""
 
     READY = 0
-    WAITING = 1  # their registration is in progress
-    FAILED = 2  # their registration failed
+    WAITING = 1  # the registration is not complete
+    FAILED = 2  # the registration failed
 
 
 class StagingPinning:
     """The registration of staging with CUDA.
 
-    `on_change` is called from the thread after each piece, because copies may wait for it.
+    The registering thread calls `on_change` after each piece, because copies may wait for it.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class StagingPinning:
         self._thread = threading.Thread(target=self._run, name="nvmeof-pinning", daemon=True)
 
     def start(self) -> None:
-        """Register the other pieces. Until this call nothing disturbs measurements."""
+        """Start registering the other pieces. Before this call nothing disturbs measurements."""
         self._thread.start()
 
     def wait(self) -> None:
@@ -86,11 +86,11 @@ class StagingPinning:
 
     @property
     def first(self) -> tuple[int, int]:
-        """Return address and bytes of this rank's first piece, which is ready at once."""
+        """Return the address and bytes of this rank's first piece, which is ready at once."""
         return int(self.starts[self._own]), self._bytes_of(self._own)
 
     def readiness(self, addresses: npt.NDArray[np.uint64]) -> Readiness:
-        """Return the readiness of the pieces of staging that begin at `addresses`."""
+        """Return the readiness of the staging memory at `addresses`."""
         if self._all_ready:
             return Readiness.READY
         parts, within = np.divmod(addresses - self._base, np.uint64(self._part_bytes))
@@ -99,7 +99,7 @@ class StagingPinning:
         return Readiness(int(states.max(initial=Readiness.READY)))
 
     def close(self) -> None:
-        """Unregister, after the piece being registered. No copy may be in progress."""
+        """Unregister all pieces, after a registration in progress. No copy may be running."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -107,7 +107,7 @@ class StagingPinning:
             try:
                 self._cuda.unregister(int(self.starts[number]))
             except CudaError as error:
-                logger.warning("pinned memory was not given back: %s", error)
+                logger.warning("cannot unregister pinned memory: %s", error)
                 return
 
     def _bytes_of(self, number: int) -> int:
@@ -141,7 +141,7 @@ class StagingPinning:
                 if error.while_capturing and not self._stopping.wait(_CAPTURE_S):
                     continue
                 logger.error(
-                    "%s of pinned memory cannot be registered, and the slots in it fail: %s",
+                    "cannot register %s of pinned memory, so copies of its slots fail: %s",
                     *(format_bytes(self._bytes_of(number)), error),
                 )
                 return Readiness.FAILED

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This machine: NUMA nodes, kernel version, GPUs and their PCIe links, and findings on these.
+"""This machine: NUMA nodes, kernel version, GPUs and their PCIe links, and findings about them.
 
-GPUs are read with NVML, if its Python module and a driver are installed.
+GPUs are queried with NVML, if its Python module and a driver are installed.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from vllm_nvmeof_offload.fabric.topology import PcieLink, children, read_number,
 
 #: The GT/s per lane of each PCIe generation.
 _SPEEDS = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0, 7: 128.0}
-#: GPUs with little work are in this or a higher performance state, in which the link may sleep too.
+#: A GPU with little work is in this performance state or a higher one, and its link may be slow.
 _IDLE_FROM = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU. `numa_node` is None if unknown or the only one. `uuid` has 32 hex digits.
+    """A GPU. `numa_node` is None if it is unknown or there is only one. `uuid` is 32 hex digits.
 
-    The maxima of `pcie` hold for GPU and slot together. `is_idle`: the link may run slower than it
-    can, to save power. `driver` is NVIDIA's version, such as 580.95.05.
+    The maxima in `pcie` are those of GPU and slot together. `is_idle` means that the link may be
+    slow to save power. `driver` is the NVIDIA driver's version, such as 580.95.05.
     """
 
     index: int
@@ -40,7 +40,7 @@ class Gpu:
 
 
 def read_gpus(sysfs: str = "/sys") -> tuple[Gpu, ...]:
-    """Read all GPUs; none without `pynvml` or without a driver that answers."""
+    """Read all GPUs; empty without `pynvml` or a working driver."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
@@ -97,7 +97,7 @@ _RANGE = re.compile(r"^([0-9]{1,6})(?:-([0-9]{1,6}))?$")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """This machine: CPUs by NUMA node, `cpus` for this process, and `kernel`, as (6, 12)."""
+    """This machine: CPUs by NUMA node, this process's `cpus`, and `kernel`, such as (6, 12)."""
 
     nodes: dict[int, frozenset[int]]
     cpus: frozenset[int]
@@ -112,7 +112,7 @@ class Machine:
 
 
 def read_machine(sysfs: str = "/sys") -> Machine:
-    """Read this machine. Never raises; what is unknown is empty, an unknown kernel (0, 0)."""
+    """Read this machine. Never raises; unknown facts are empty, an unknown kernel is (0, 0)."""
     release = os.uname().release
     version = re.match(r"([0-9]+)\.([0-9]+)", release)
     kernel = (int(version.group(1)), int(version.group(2))) if version else (0, 0)
@@ -137,13 +137,13 @@ def parse_cpus(text: str | None) -> frozenset[int]:
 
 
 def judge_gpus(machine: Machine) -> list[Finding]:
-    """Judge each GPU's link and NUMA node; no finding for what is unknown."""
+    """Check each GPU's link and NUMA node. Unknown facts yield no finding."""
     gpus = machine.gpus
     return [one for gpu in gpus for one in (*_judge_link(gpu), *_judge_node(gpu, machine))]
 
 
 def gpu_warnings(uuid: str) -> tuple[str, ...]:
-    """Return what slows copies to and from this GPU, for display. `uuid` has 32 hex digits."""
+    """Return what slows copies to and from this GPU, for display. `uuid` is 32 hex digits."""
     machine = read_machine()
     machine = replace(machine, gpus=tuple(gpu for gpu in machine.gpus if gpu.uuid == uuid))
     slow = [one for one in judge_gpus(machine) if one.severity is not Severity.OK]
@@ -157,11 +157,11 @@ def _judge_link(gpu: Gpu) -> list[Finding]:
     shown = f"{gpu.name or 'it'} runs at {link.current}"
     if not (link.is_slow or link.is_narrow):
         return [Finding("gpu_link", subject, Severity.OK, shown)]
-    shown += f", and can do {link.maximum}"
+    shown += f", but supports {link.maximum}"
     if gpu.is_idle and not link.is_narrow:
-        shown += "; it is idle, and the link may sleep"
-        return [Finding("gpu_link", subject, Severity.OK, shown, "ask again while it computes")]
-    remedy = f"another slot, or reseat it; lspci -vv -s {link.address} shows LnkCap and LnkSta"
+        shown += "; it is idle, and its link may be slow to save power"
+        return [Finding("gpu_link", subject, Severity.OK, shown, "check again while it computes")]
+    remedy = f"reseat it or use another slot; lspci -vv -s {link.address} shows LnkCap and LnkSta"
     return [Finding("gpu_link", subject, Severity.WARNING, shown, remedy)]
 
 

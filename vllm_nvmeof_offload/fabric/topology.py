@@ -5,13 +5,12 @@ They are discovered only from sysfs and the mount table. Nothing here opens, sta
 target itself, because that may never return on a hung mount. A target is therefore given as an
 absolute path without symbolic links.
 
-None means unknown: the kernel does not show the value, or shows nonsense, or the device was removed
-during the read. An unknown value is never replaced by a likely one. Attributes have the kernel's
-names.
+None means unknown: the kernel shows no value or a nonsensical one, or the device was removed during
+the read. Unknown values are never guessed. Fields are named after the kernel's attributes.
 
-With native multipath nvme0n1 is a head below the subsystem, and each path is a hidden device
-below its controller: nvme0c1n1 is the path of head nvme0n1 through controller nvme1. Without
-native multipath nvme1n1 is below controller nvme1 and is its own only path.
+With native multipath, nvme0n1 is a head below the subsystem, and each path is a hidden device below
+its controller: nvme0c1n1 is the path of head nvme0n1 through controller nvme1. Without it, nvme1n1
+is below controller nvme1 and is itself the only path.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from vllm_nvmeof_offload.mounts import MOUNTINFO, Mount, mount_of, read_mounts
 
 LIVE = "live"
 OPTIMIZED = "optimized"
-#: The state of a controller that has no directory in sysfs any more.
+#: The state of a controller whose directory has disappeared from sysfs.
 ABSENT = "absent"
-#: A timeout that sysfs shows as "off"; with `ctrl_loss_tmo` off, reconnecting never ends.
+#: A timeout that sysfs shows as "off". With `ctrl_loss_tmo` off, the kernel reconnects forever.
 OFF = -1
 
 
-#: File systems of one host that show no block device's number: those in memory, those that span
-#: devices, and overlay, which has its upper layer in one mount.
+#: File systems of one host without a block device's number: in-memory ones, those that span
+#: devices, and overlay, whose upper layer is on one mount.
 _LOCAL_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "rootfs", "btrfs", "bcachefs", "zfs", "overlay"})
-#: File systems with which several hosts mount one block device.
+#: File systems that several hosts can mount from one block device.
 _CLUSTER_FILE_SYSTEMS = frozenset({"gfs2", "ocfs2"})
 
 
@@ -50,8 +49,8 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True)
 class BlockDevice:
-    """A device of a stack. `kind` is disk, partition, dm, md or loop; `path` is its sysfs
-    directory. `over` has the names of the devices directly below it."""
+    """A block device in a stack. `kind` is disk, partition, dm, md or loop; `path` is its sysfs
+    directory. `over` names the devices directly below it."""
 
     name: str
     kind: str
@@ -74,17 +73,17 @@ class PcieLink:
 
     @property
     def is_slow(self) -> bool:
-        """Return whether it is known to run at a lower speed than it can."""
+        """Return whether the link is known to be slower than its maximum."""
         return self.speed is not None and self.speed < (self.speed_max or 0)
 
     @property
     def is_narrow(self) -> bool:
-        """Return whether it is known to run on fewer lanes than it can."""
+        """Return whether the link is known to have fewer lanes than its maximum."""
         return self.width is not None and self.width < (self.width_max or 0)
 
     @property
     def current(self) -> str:
-        """Return speed and width now, such as `32 GT/s x16`."""
+        """Return the current speed and width, such as `32 GT/s x16`."""
         return _shape(self.speed, self.width)
 
     @property
@@ -99,11 +98,11 @@ def _shape(speed: float | None, width: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Controller:
-    """A controller. Times are in seconds, or `OFF`.
+    """An NVMe controller. Times are in seconds, or `OFF`.
 
     `state` is live, connecting, resetting, deleting, dead or new. `sqsize` is the kernel's number,
-    which is one less than the entries. `tls` and `dhchap` are "on" or "off"; only the presence of a
-    secret is read.
+    one less than the number of entries. `tls` and `dhchap` are "on" or "off"; a secret itself is
+    never stored.
     """
 
     name: str
@@ -141,8 +140,8 @@ class Controller:
 class Path:
     """A path from this host to a namespace. `path` is its sysfs directory, with the ANA state.
 
-    `ana_state` is optimized, non-optimized, inaccessible, persistent-loss or change; a target
-    without ANA shows none.
+    `ana_state` is optimized, non-optimized, inaccessible, persistent-loss or change; None if the
+    target does not use ANA.
     """
 
     name: str
@@ -154,7 +153,7 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Subsystem:
-    """An NVMe subsystem. `controllers` are all of this host's, even those without a path now.
+    """An NVMe subsystem. `controllers` are all those of this host, even without a path now.
 
     `iopolicy` is numa, round-robin or queue-depth; None without native multipath.
     """
@@ -169,8 +168,8 @@ class Subsystem:
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """An NVMe namespace. `device` is nvme0n1, for example. `multipath`: the device joins all its
-    paths."""
+    """An NVMe namespace. `device` is, for example, nvme0n1. With `multipath` the device combines
+    all of its paths."""
 
     device: str
     nsid: int | None
@@ -186,9 +185,9 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True)
 class TargetFabric:
-    """The fabric of one target, with `devices` from the mounted one down and `namespaces` at their
-    end. `device_gone`: the mounted block device has disappeared; its file system is dead until it
-    is unmounted and mounted again. `sysfs` is the root that was read."""
+    """The fabric under one target: `devices` from the mounted one down, and the `namespaces` at the
+    bottom. `device_gone` means that the mounted block device has disappeared; its file system is
+    dead until it is remounted. `sysfs` is the directory that was read."""
 
     target: str
     mount: Mount | None
@@ -215,9 +214,9 @@ class TargetFabric:
 
     @property
     def is_network_file_system(self) -> bool:
-        """Return whether other hosts may have mounted it too, with separate page caches.
+        """Return whether other hosts may also mount the file system, with separate page caches.
 
-        This is assumed unless a block device of this host, or its kind, shows that it is not so.
+        This is assumed unless a block device of this host or the file system's type rules it out.
         """
         if self.mount is None:
             return True
@@ -237,7 +236,7 @@ class TargetFabric:
 
 @dataclass(frozen=True, slots=True)
 class ControllerState:
-    """A controller's variable state: `Controller.state` or `ABSENT`, and ANA states by path
+    """A controller's changing state: `Controller.state` or `ABSENT`, and ANA states by path
     name."""
 
     state: str | None
@@ -245,7 +244,7 @@ class ControllerState:
 
     @property
     def carries_io(self) -> bool:
-        """Return False if it is known not to be live or to have no open path."""
+        """Return False if the controller is known not to be live or to have no usable path."""
         open_states = (None, OPTIMIZED, "non-optimized")
         return self.state in (LIVE, None) and (
             not self.ana or any(one in open_states for one in self.ana.values())
@@ -253,7 +252,7 @@ class ControllerState:
 
     @property
     def is_best(self) -> bool:
-        """Return whether it is live and every path with a known state is optimized."""
+        """Return whether the controller is live and all known paths are optimized."""
         return self.state == LIVE and all(one in (None, OPTIMIZED) for one in self.ana.values())
 
 
@@ -265,7 +264,7 @@ _DECIMAL = re.compile(r"^[0-9]{1,6}(\.[0-9]{1,6})?")
 
 
 def read_text(*parts: str) -> str | None:
-    """Read a stripped attribute; None if it is absent, unreadable or empty."""
+    """Read an attribute without surrounding spaces; None if absent, unreadable or empty."""
     return _read(*parts) or None
 
 
@@ -289,12 +288,12 @@ def read_number(*parts: str) -> int | None:
 
 
 def _read_timeout(*parts: str) -> int | None:
-    """Read seconds, or `OFF`."""
+    """Read a timeout in seconds, or `OFF`."""
     return OFF if read_text(*parts) in ("off", "-1") else read_number(*parts)
 
 
 def children(*parts: str) -> list[str]:
-    """List a directory, nvme2 before nvme10; empty if it cannot be read."""
+    """List a directory in natural order (nvme2 before nvme10); empty if it cannot be read."""
     try:
         return sorted(os.listdir(os.path.join(*parts)), key=_natural)
     except (OSError, ValueError):
@@ -307,7 +306,7 @@ def _natural(name: str) -> list[tuple[str, int]]:
 
 
 def _resolve(*parts: str) -> str | None:
-    """Resolve a link; None if its end does not exist."""
+    """Resolve a link; None if its target does not exist."""
     try:
         return os.path.realpath(os.path.join(*parts), strict=True)
     except (OSError, ValueError):
@@ -315,7 +314,7 @@ def _resolve(*parts: str) -> str | None:
 
 
 def read_pcie_link(device: str) -> PcieLink | None:
-    """Read a device's PCIe link, of which a virtual one shows only a part; None if it has none."""
+    """Read a device's PCIe link, which is incomplete for a virtual device; None if it has none."""
     path = _resolve(device)
     if path is None or not _PCI_ADDRESS.match(os.path.basename(path)):
         return None
@@ -325,7 +324,7 @@ def read_pcie_link(device: str) -> PcieLink | None:
         speed=_speed(path, "current_link_speed"),
         speed_max=_speed(path, "max_link_speed"),
         width=read_number(path, "current_link_width") or None,
-        # sysfs shows 255 for a device that has no link itself.
+        # sysfs shows 255 for a device without a link of its own.
         width_max=width_max if width_max and width_max <= 32 else None,
         numa_node=read_number(path, "numa_node"),
     )
@@ -344,7 +343,7 @@ _DEVICES_MAX = 256
 def device_of_mount(mount: Mount, sysfs: str) -> str | None:
     """Return the sysfs directory of the mounted block device; None if there is none.
 
-    btrfs and similar file systems have a separate device number; their mount's source names the
+    btrfs and similar file systems use a separate device number, but the mount's source names the
     device.
     """
     if not mount.device.startswith("0:"):
@@ -396,7 +395,7 @@ _HEAD = re.compile(r"^nvme([0-9]+)n([0-9]+)$")
 _PATH = re.compile(r"^nvme([0-9]+)c[0-9]+n([0-9]+)$")
 _CONTROLLER = re.compile(r"^nvme[0-9]+$")
 _NONE = re.compile(r"^[0-]*$")  # an identifier of only zeros counts as none
-#: The fields of `Controller` that have the names of the attributes.
+#: The fields of `Controller` that are named after sysfs attributes.
 _ADDRESSES = ("traddr", "trsvcid", "host_traddr", "host_iface", "src_addr")
 _TEXTS = ("transport", "state", "hostnqn")
 _NUMBERS = ("cntlid", "queue_count", "sqsize", "kato", "numa_node")
@@ -404,7 +403,7 @@ _TIMEOUTS = ("ctrl_loss_tmo", "fast_io_fail_tmo", "reconnect_delay")
 
 
 def namespace_at(device: BlockDevice, sysfs: str) -> Namespace | None:
-    """Read the namespace that has this block device; None if it is no NVMe namespace."""
+    """Read the NVMe namespace behind this block device; None if it is not one."""
     path, name = device.path, device.name
     if not _HEAD.match(name):
         return None
@@ -440,7 +439,7 @@ def _subsystem_of(controller: str, sysfs: str) -> str | None:
 
 
 def _controllers_of(subsystem: str, sysfs: str) -> list[str]:
-    """Return the directories of a subsystem's controllers, which it links to."""
+    """Return the directories of the controllers that a subsystem links to."""
     names = [name for name in children(subsystem) if _CONTROLLER.match(name)]
     found = (_resolve(subsystem, name) or _resolve(sysfs, "class/nvme", name) for name in names)
     return list(filter(None, found))
@@ -466,7 +465,7 @@ def _path(directory: str, controller: str) -> Path:
 
 
 def _subsystem(directory: str | None, controllers: list[str]) -> Subsystem:
-    """Read a subsystem; a controller shows most of it if the directory is not found."""
+    """Read a subsystem. If its directory is not found, a controller supplies most fields."""
     places = [*([directory] if directory else []), *controllers]
 
     def first(attribute: str) -> str | None:
@@ -512,7 +511,7 @@ def _tls(directory: str) -> str | None:
 
 
 def _dhchap(directory: str) -> str | None:
-    """Read whether there is a secret, which does not leave this function."""
+    """Read whether there is a secret. The secret does not leave this function."""
     secret = read_text(directory, "dhchap_secret")
     if secret == "none":
         return "off"
@@ -530,7 +529,7 @@ def discover(target: str, sysfs: str = "/sys", mountinfo: str = MOUNTINFO) -> Ta
         mount=mount,
         devices=devices,
         namespaces=tuple(one for one in found if one is not None),
-        # Without a sysfs there is nothing that could show the device.
+        # Without sysfs nothing could show the device.
         device_gone=mount is not None
         and top is None
         and not mount.device.startswith("0:")
@@ -542,8 +541,8 @@ def discover(target: str, sysfs: str = "/sys", mountinfo: str = MOUNTINFO) -> Ta
 def read_states(fabric: TargetFabric) -> dict[str, ControllerState]:
     """Return the current states of the controllers of `fabric`, by name; two reads per path.
 
-    The list of controllers is not read again. Reconnected controllers may have other names, and
-    other controllers theirs: call `discover` again when one is `ABSENT`.
+    The list of controllers is not read again. After a reconnect a controller may have another name,
+    or another controller's former name: call `discover` again if one is `ABSENT`.
     """
     states: dict[str, ControllerState] = {}
     for controller in fabric.controllers:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The follower: a process that fills the foreign table, `python -m …follow.follower SETTINGS FD`.
 
-It is a separate process because its work must not compete with the scheduler's, and because
-a thread that waits for a lost target cannot be ended. It only reads. The work is done by a child
-process, and both end when their input does, with the server: `child` has the reasons.
+It is a separate process so that its work does not compete with the scheduler's, and because a
+thread stuck on a lost target cannot be ended. It only reads. A child process does the work and
+exits when the server closes its input; see `child` for the reasons.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from vllm_nvmeof_offload.native import ForeignWriter
 
 #: A killed follower is replaced after this time.
 _RESTART_S = 5.0
-#: The interval of scans, in milliseconds. The median delay until a write is seen is half of it;
-#: polls of ten idle regions then take 0.34 % of a core (docs/benchmarks.md). A follower with slower
-#: polls waits longer, so that they take 2 % at most.
+#: The interval of scans, in milliseconds. The median delay until a write is seen is half of it.
+#: Polls of ten idle regions then take 0.34 % of a core (docs/benchmarks.md). A follower with slower
+#: polls waits longer, so that polls take at most 2 %.
 FOLLOW_MS = 100.0
-#: The followed regions take at most this part of memory: with eight engines per host, a quarter.
+#: Followed regions use at most 1/32 of memory: with eight engines per host, a quarter.
 _MEMORY_PART = 32
 #: Scans of all targets together take at most this share of a core.
 _CPU_SHARE_MAX = 0.02
@@ -46,9 +46,9 @@ def start_follower(
     """Follow the other engines of a keyspace on our targets.
 
     `targets` are ours, in the order of our places. `keyspace` is a digest. `engine_index` is ours.
-    `ranks_followed` is the size of the largest set of our ranks, or 1 without sets. `fd` is that of
-    an empty memfd, which has a table at return, so that a reader can be opened; the caller may
-    close it at any time. `follow_ms` is the interval of scans.
+    `ranks_followed` is the size of the largest set of our ranks, or 1 without sets. `fd` is an
+    empty memfd, which holds a table on return, so that a reader can be opened; the caller may close
+    it at any time. `follow_ms` is the interval of scans.
     """
     ForeignWriter(fd, ROWS_MIN)
     settings = {
@@ -64,19 +64,19 @@ def start_follower(
 
 
 def _run(scan: TargetScan, follow_s: float, share: float) -> None:
-    """Scan one target until the process ends. `share` is that of a core, for this target."""
+    """Scan one target until the process exits. `share` is this target's share of a core."""
     never = threading.Event()
     try:
         while True:
             never.wait(max(follow_s, scan.scan() / share))
     finally:
-        # Without these scans the table would become outdated unnoticed; a successor starts.
+        # Without these scans the table would silently become outdated. A successor starts.
         traceback.print_exc()
         os._exit(1)
 
 
 def main(settings: str, fd: int) -> None:
-    """Run the follower: `settings` is JSON of `start_follower`, `fd` the table's memory."""
+    """Run the follower. `settings` is JSON from `start_follower`; `fd` is the table's memory."""
     if os.fork():
         os._exit(0)
     found = json.loads(settings)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The owners: other engines with pools that are entirely on our targets, and their records.
+"""The owners: other engines whose pools are entirely on our targets, and their records.
 
-An owner is an `engine-K` directory together with its pool's uuids. Its number is part of the
-places of its chunks, and is never reused; a pool that disappears and returns gets its
-number again, even from a later follower. Each target's thread adds what it finds there. An owner is
-complete when each of its regions has been scanned under the epoch that its rank's newest superblock
-names.
+An owner is an `engine-K` directory together with its pool's uuids. Its number is part of its
+chunks' places and is never reused. A pool that disappears and returns gets its number again, even
+from a later follower. Each target's thread adds the regions that it finds. An owner is complete
+once all its regions have been scanned under the epochs in their ranks' newest superblocks.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from vllm_nvmeof_offload.units import format_bytes
 
 #: The initial capacity of the table, in rows.
 ROWS_MIN = 1 << 16
-#: The highest number. Numbers start at 1, and the table has no room for more records.
+#: The highest owner number. Numbers start at 1, and the table has no room for more records.
 OWNERS_MAX = 8191
-#: The most slots of all owners: the table has addresses for this many, even while it grows.
+#: The most slots of all owners together. The table can address this many even while it grows.
 SLOTS_MAX = 1 << 28
-#: The memory per followed slot: 25 bytes in the follower; in the table up to 96, because that is
-#: three eighths full after it has grown, and its former half stays for running look-ups.
+#: The memory per followed slot: 25 bytes in the follower, and up to 96 in the table, which is three
+#: eighths full after it has grown and keeps its former half for look-ups in progress.
 BYTES_PER_SLOT = 128
 NONE, SCANNING, COMPLETE, DEAD = range(4)
 #: A starting server creates its regions one after another, so nothing is logged for this long.
@@ -47,8 +46,8 @@ class RegionName(NamedTuple):
 class Wanted(NamedTuple):
     """The rows that a region should have in the foreign table.
 
-    `owner` is its number. `epoch` is that of the entries that count. `version` is the version asked
-    for: only entries written since then count, unless the table states that this version takes all.
+    `owner` is its number. Only entries of `epoch` count. `version` is the requested version: only
+    entries written since then count, unless it is the table's `version_of_all`.
     """
 
     owner: int
@@ -58,7 +57,7 @@ class Wanted(NamedTuple):
 
 @dataclass(slots=True)
 class _Part:
-    """One region. `done` states what its rows are, after a whole scan."""
+    """One region. `done` states which rows it has after a complete scan."""
 
     superblock: Superblock
     is_held: bool
@@ -67,7 +66,7 @@ class _Part:
 
 
 class _Pool(NamedTuple):
-    """The joint contents of an engine's superblocks. `tag` is zeros while its ranks differ."""
+    """The combined contents of an engine's superblocks. `tag` is zero while the ranks differ."""
 
     uuids: tuple[bytes, ...]
     epochs: tuple[int, ...]
@@ -76,7 +75,7 @@ class _Pool(NamedTuple):
 
 @dataclass(slots=True)
 class _Engine:
-    """An engine. `pool`: that of its owner, or None. `left_out`: why, and since when."""
+    """An engine. `pool` is its owner's, or None. `left_out`: why it is left out, since when."""
 
     parts: dict[tuple[int, int], _Part] = field(default_factory=dict)
     pool: _Pool | None = None
@@ -101,8 +100,8 @@ class Owners:
     ) -> None:
         """Follow the first `ranks` of each engine. `clock` is monotonic, in seconds.
 
-        `slots_max` is for all owners; an engine with more slots than are left is not followed.
-        Owners of an earlier follower of this table do not exist until they are found again.
+        `slots_max` is for all owners; an engine with more slots than are left is not followed. The
+        owners of an earlier follower of this table are absent until they are found again.
         """
         self._table = table
         self._ranks = ranks
@@ -110,7 +109,7 @@ class Owners:
         self._clock = clock
         self._lock = threading.Lock()
         self._version = table.version_asked
-        #: This counts up whenever `wanted` may have another answer.
+        #: Increments whenever `wanted` may return another answer.
         self.changes = 0
         self._engines: dict[int, _Engine] = {}
         self._numbers: dict[tuple[int, tuple[bytes, ...]], int] = {}
@@ -125,7 +124,7 @@ class Owners:
             table.set_owner(self._last, gone)
 
     def ask(self, version: int) -> None:
-        """Start every owner again if `version` is new."""
+        """Restart every owner if `version` is new."""
         with self._lock:
             if version != self._version:
                 self._version = version
@@ -134,7 +133,7 @@ class Owners:
                     self._settle(engine)
 
     def found(self, region: RegionName, superblock: Superblock, is_held: bool) -> None:
-        """Add a region that is on a target now. `is_held`: a process holds the region's lock."""
+        """Add or update a region on a target. `is_held`: a process holds the region's lock."""
         with self._lock:
             parts = self._engines.setdefault(region.engine, _Engine()).parts
             part = parts.setdefault(region[1:], _Part(superblock, is_held))
@@ -151,13 +150,13 @@ class Owners:
                     del self._engines[region.engine]
 
     def wanted(self, region: RegionName) -> Wanted | None:
-        """Return the rows that the region should have; None if it has no owner, and so no rows."""
+        """Return the rows that the region should have; None if it has no owner and so no rows."""
         with self._lock:
             engine = self._engines.get(region.engine)
             return None if engine is None else self._wanted(engine, region.rank)
 
     def scanned(self, region: RegionName, done: Wanted, rows: int) -> None:
-        """Note that the region's rows in the table are as in `done`, after a whole scan."""
+        """Record that the region's rows in the table match `done`, after a complete scan."""
         with self._lock:
             engine = self._engines[region.engine]
             part = engine.parts[region[1:]]
@@ -173,7 +172,7 @@ class Owners:
         return Wanted(engine.number, pool.epochs[rank], self._version)
 
     def _settle(self, index: int) -> None:
-        """Find the engine's owner, and write its record if that changes."""
+        """Update the engine's owner, and write its record if it changed."""
         engine = self._engines[index]
         pool, why_not = _pool_of(engine.parts, self._ranks)
         others = (one for one in self._engines.values() if one is not engine and one.pool)
@@ -181,7 +180,7 @@ class Owners:
         if pool is not None and slots > self._slots_max:
             need, room = engine.slots * BYTES_PER_SLOT, self._slots_max * BYTES_PER_SLOT
             why_not = f"following its slots may take {format_bytes(need)} of memory, "
-            why_not += f"and all that is followed may take {format_bytes(room)}"
+            why_not += f"and all followed engines together may take {format_bytes(room)}"
             pool = None
         self.changes += pool != engine.pool
         if engine.pool is not None and (pool is None or pool.uuids != engine.pool.uuids):
@@ -192,7 +191,7 @@ class Owners:
             return
         number = self._number((index, pool.uuids))
         if number == 0:
-            self._log(index, engine, f"{OWNERS_MAX} owners were numbered before it")
+            self._log(index, engine, f"all {OWNERS_MAX} owner numbers have been used")
             return
         engine.pool, engine.number = pool, number
         parts = engine.parts.items()
@@ -221,7 +220,7 @@ class Owners:
             self._table.set_owner(engine.number, OwnerRecord(*record))
 
     def _log(self, index: int, engine: _Engine, why_not: str) -> None:
-        """Log once why an engine is left out, after this has lasted for a while."""
+        """Log once why an engine is not followed, after this has lasted for a while."""
         if engine.left_out[0] != why_not:
             engine.left_out = why_not, self._clock()
         is_old = self._clock() - engine.left_out[1] >= _PATIENCE_S
@@ -242,7 +241,7 @@ def _pool_of(parts: Mapping[tuple[int, int], _Part], ranks: int) -> tuple[_Pool 
         if sorted(one.target_index for one in all_of) != list(range(count)):
             return None, f"its pool is on {count} targets, and {len(all_of)} of them are ours"
         if len({one.uuid for one in all_of}) > 1:
-            return None, "its targets have parts of different pools"
+            return None, "its targets hold parts of different pools"
         last = newest_of(all_of)
         if last is None:
             return None, "its superblocks contradict each other"

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follows other engines' regions on one target: finds them, and polls their `source`s.
 
-The rows are hints, so that nothing is locked or waited for: an entry that is being
-written fails its CRC and is read again in the next pass. All files are opened for reading only.
+The rows are hints, so nothing is locked or waited for: an entry that is being written fails its CRC
+and is read again in the next pass. All files are opened read-only.
 
-Most regions are idle most of the time. One call checks all idle regions' logs for news,
-and only regions with news are read before the next discovery.
+Most regions are idle most of the time. One call checks all idle regions' logs for new records, and
+only regions with new records are read before the next discovery.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from vllm_nvmeof_offload.pool.log import LOG_PAGES_MAX
 
 #: The interval at which a target is searched for engines, and their locks are probed.
 DISCOVERY_S = 1.0
-#: This many idle regions are examined at each discovery, in turns. Files that were replaced
-#: silently, and released locks, are found only then.
+#: This many idle regions are examined at each discovery, in turn. Only this finds silently replaced
+#: files and released locks.
 EXAMINED = 20
 #: With several ranks, an entry is offered this long after it was first seen, because the other
 #: ranks may still be writing their parts.
 YOUNG_S = 0.05
-#: Errors that mean that the region was removed or is not ours to read. Others leave its rows.
+#: Errors meaning that the region was removed or is not ours to read. Others leave its rows.
 _GONE = frozenset(
     {errno.ENOENT, errno.ESTALE, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP}
 )
@@ -76,9 +76,9 @@ class _Region:
         self.directory, self.place = space.path / part, space.place / part
         self.superblock: Superblock | None = None
         self.is_held = False
-        #: Whether nothing is tried before the next discovery.
+        #: Whether to skip the region until the next discovery.
         self.has_failed = False
-        #: Whether to check the superblock, even if the region has a log.
+        #: Whether to check the superblock file even if the region has a log.
         self.is_due = True
         #: Whether the region is idle: all its entries are known, and its log reports new ones.
         self.rests = False
@@ -95,13 +95,13 @@ class _Region:
     def read_superblock(self) -> bool:
         """Read the superblock if it was replaced; return whether it was.
 
-        Raises OSError (one of `_GONE` if there is none for us), PoolFormatError if it is damaged or
-        of another region.
+        Raises OSError (one of `_GONE` if there is none for us), PoolFormatError if the superblock
+        is damaged or belongs to another region.
         """
         known = self.superblock
         is_leased = known is not None and known.is_leased
-        # A log names the epoch of a new superblock at once, and checking the file is most of the
-        # cost of an idle region; on another host's file system it is a request to that host.
+        # A log reports a new superblock's epoch at once. Checking the file is most of the cost of
+        # an idle region, and on another host's file system it is a request to that host.
         if known is not None and (known.log_pages or is_leased) and not self.is_due:
             return False
         seen = _stamp_of(self._superblock_path, reopen=is_leased)
@@ -112,21 +112,21 @@ class _Region:
         ours = self._scope.keyspace, self.name.rank
         is_ours = found is not None and (found.keyspace, found.rank) == ours
         if found is None or not is_ours or found.log_pages > LOG_PAGES_MAX:
-            raise PoolFormatError("of another region")
-        # Memory is allocated here for what the superblock states.
+            raise PoolFormatError("another region's")
+        # The superblock determines how much memory is allocated here.
         if os.stat(self.place / SLAB_FILE).st_size < found.slots * found.slot_bytes:
-            raise PoolFormatError("its slab was cut short")
+            raise PoolFormatError("its slab is truncated")
         self.superblock, self._superblock_seen = found, seen
         return True
 
     def look_at_owner(self) -> None:
-        """Learn whether a process holds the region."""
+        """Update `is_held`: whether a process holds the region."""
         self.is_held = self._takeover.look(self.place).may_live
 
     def follow(
         self, table: ForeignWriter, wanted: Wanted, ours: OurRegions, now_s: float
     ) -> tuple[int, bool]:
-        """Give the region the wanted rows. Returns their number, and whether it began.
+        """Update the rows to the wanted ones. Returns their number, and whether it started over.
 
         `ours` are the regions that a hint may name. Raises OSError as `Source.poll` does.
         """
@@ -154,7 +154,7 @@ class _Region:
         return self._rows, self._source.log_fd()
 
     def _rows_of(self, table: ForeignWriter, owner: int) -> tuple[ForeignRegion, Source]:
-        """Return the region's rows for this owner, in a table of the present shape."""
+        """Return the region's rows for this owner, in a table of the current shape."""
         now, before = self.superblock, self._of
         assert now is not None
         same = before is not None and _shape_of(before) == _shape_of(now)
@@ -162,7 +162,7 @@ class _Region:
         if same and belongs and self._rows is not None and self._source is not None:
             return self._rows, self._source
         self.leave(table)
-        # A server with ranks that share nothing cannot read another server's single copies.
+        # A server whose ranks share nothing cannot read another server's single copies.
         shares = self._scope.ranks > 1
         groups = [(group.group_id, group.set_size if shares else 1) for group in now.groups]
         home = owner, self.name.target, self.name.rank
@@ -196,7 +196,7 @@ class TargetScan:
         owners: Owners,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` is monotonic, in seconds, and the same as the table's readers use."""
+        """`clock` is monotonic, in seconds: the clock that the table's readers use."""
         self._scope = scope
         self._target = target
         self._space = Folder.nowhere(scope.targets[target] / scope.keyspace)
@@ -205,13 +205,13 @@ class TargetScan:
         self._clock = clock
         self._regions: dict[RegionName, _Region] = {}
         self._discovered_s = float("-inf")
-        self._examined = 0  # idle regions examined, in turns
+        self._examined = 0  # idle regions examined so far
         self._changes = -1
         self._ours: OurRegions = []
         self._logged = ""
 
     def scan(self) -> float:
-        """Check every region once. Return the CPU seconds, without first scans of a region."""
+        """Check every region once. Return the CPU seconds used, excluding regions' first scans."""
         begun_s, first_s = time.thread_time(), 0.0
         now_s = self._clock()
         self._owners.ask(self._table.version_asked)
@@ -225,7 +225,7 @@ class TargetScan:
         return time.thread_time() - begun_s - first_s
 
     def _restless(self) -> list[_Region]:
-        """Return the regions that may have something new."""
+        """Return the regions that may have new entries."""
         regions = list(self._regions.values())
         if self._changes != self._owners.changes:
             self._changes = self._owners.changes
@@ -236,7 +236,7 @@ class TargetScan:
         return [region for region in regions if not region.rests]
 
     def _due(self) -> list[_Region]:
-        """Return the regions to examine now: all that are not idle, and in turns some that are."""
+        """Return the regions to examine now: all that are not idle and, in turn, some that are."""
         regions = list(self._regions.values())
         rest = [region for region in regions if region.rests]
         begin, self._examined = self._examined, self._examined + EXAMINED
@@ -306,7 +306,7 @@ class TargetScan:
         return time.thread_time() - begun_s if begins else 0.0
 
     def _fail(self, region: _Region, error: OSError | PoolFormatError) -> None:
-        """Forget a region that was removed; keep one that cannot be read for a while."""
+        """Forget a region that was removed; keep one that is temporarily unreadable."""
         if isinstance(error, PoolFormatError) or error.errno in _GONE:
             region.leave(self._table)
             del self._regions[region.name]
@@ -335,7 +335,7 @@ def _shape_of(superblock: Superblock) -> tuple[object, ...]:
 
 def _stamp_of(path: Path, reopen: bool = False) -> tuple[int, int]:
     """Return a value that changes when a file is written or replaced. Raises OSError. If `reopen`,
-    ask the file system's server, as each open does; otherwise this host's cache may answer."""
+    ask the file system's server by opening it; otherwise this host's cache may answer."""
     if reopen:
         fd = open_private(path, os.O_RDONLY)
         try:

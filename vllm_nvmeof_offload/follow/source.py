@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sources of a region's rows: scans of its table, or one scan and then its log.
 
-A scan reads the table whole, which costs 9 ms per million entries, unless its file has not changed
-for a while. The kernel sets a file's time before it copies the bytes, so a change may follow the
-time that was seen by a moment: such a table is still read again, only less often.
+A scan reads the whole table, which costs 9 ms per million entries. A table whose file has not
+changed for a while is scanned less often, but still scanned: the kernel sets a file's time before
+it copies the bytes, so a change may slightly follow the time that was seen.
 
-The log costs one read of 4 KiB if nothing was written. A reader that falls a lap behind sees that
-from the pages' numbers, and scans again (`pool.log`).
+If nothing was written, the log costs one read of 4 KiB. A reader that falls a lap behind notices
+this from the pages' numbers, and scans again (`pool.log`).
 
-The owner writes the table's entry before the record. Another host sees the entry only after the
-owner has synced the table, so a scan there does not undo what the log has reported since the scan
-before.
+The owner writes the table entry before the log record. Another host sees the entry only after the
+owner has synced the table, so a scan there does not undo what the log reported since the previous
+scan.
 
-Files that another host may write are read with O_DIRECT, because this host's page cache does not
-learn of it; a file's time is asked for by opening the file again, which makes a network file system
-ask its server. Data written by this host's own kernel is in its page cache.
+Files that another host may write are read with O_DIRECT, because this host's page cache may not
+show what was written. Their times are read by reopening them, which makes a network file system ask
+its server. Data written by this host's own kernel is in its page cache.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from vllm_nvmeof_offload.pool.format import LOG_FILE, TABLE_FILE, Superblock
 
 #: A table that has not changed for QUIET_S is read only every QUIET_READ_S.
 QUIET_S, QUIET_READ_S = 1.0, 5.0
-#: A table with a log is still scanned at this interval, if its file has changed: a record may be
-#: lost.
+#: A table with a log is still scanned at this interval if its file has changed, because records may
+#: be lost.
 RESCAN_S = 30.0
-#: An owner on another host syncs its table each second. Entries logged before a log's end is found
-#: may be in the table only then, so that table is scanned once more.
+#: An owner on another host syncs its table every second. Entries logged before the log's end was
+#: found may reach the table only then, so the table is scanned once more after this time.
 SYNCED_S = 2.0
 
 
@@ -43,25 +43,25 @@ class Source(Protocol):
     """Keeps a region's rows in the foreign table up to date. Used on one thread."""
 
     def begin(self) -> None:
-        """Start again, with a scan, because the rows were started again (`ForeignRegion.begin`)."""
+        """Start over with a scan, because the rows were restarted (`ForeignRegion.begin`)."""
 
     def poll(self, rows: ForeignRegion, table: ForeignWriter, now_s: float) -> bool:
-        """Apply what is new. Returns whether the superblock was replaced, as far as this source can
-        see. Raises OSError if a file cannot be read; its offered entries stay."""
+        """Apply new entries. Returns whether the superblock was replaced, as far as this source can
+        see. Raises OSError if a file cannot be read; its entries already offered stay."""
 
     def log_fd(self) -> int:
-        """Return a log that can be checked for news (`ForeignRegion.with_news`) instead of a poll,
-        or -1."""
+        """Return the descriptor of a log that `ForeignRegion.with_news` can check instead of a
+        poll, or -1."""
 
     def close(self) -> None:
-        """Close the files. The next poll opens them again: the path may lead to others by then."""
+        """Close the files. The next poll reopens them: the path may lead to other files by then."""
 
 
 class ScanSource:
-    """Implements `Source` with only the table."""
+    """Implements `Source` with the table only."""
 
     def __init__(self, directory: Path, is_direct: bool) -> None:
-        """`is_direct`: another host may write the files."""
+        """`is_direct` states whether another host may write the files."""
         self._path = directory / TABLE_FILE
         self._is_direct = is_direct
         self._fd = -1
@@ -104,7 +104,7 @@ class ScanSource:
         return -1
 
     def _look(self) -> int:
-        """Return when the file was written, by its own clock."""
+        """Return the file's modification time, by its file system's clock."""
         if self._is_direct:
             self.close()
         if self._fd < 0:
@@ -144,7 +144,7 @@ class LogSource:
         why = rows.follow_log(table, self._fd, int(now_s * 1e9))
         if why == rows.OVERRUN:
             table.log_overran()
-            self._find(rows, table, now_s, log_is_ahead=False)  # the log lacks records
+            self._find(rows, table, now_s, log_is_ahead=False)  # the log has lost records
         elif why != rows.RESET:
             _check(why)
             if now_s >= self._rescan_s:
@@ -156,7 +156,7 @@ class LogSource:
     def _find(
         self, rows: ForeignRegion, table: ForeignWriter, now_s: float, log_is_ahead: bool
     ) -> None:
-        """Find the log's end, and then scan: entries written meanwhile are in one of them."""
+        """Find the log's end, then scan, so that each entry is in the scan or the later log."""
         self._is_found = False
         _check(rows.seek_log(self._fd, self._pages))
         self._table.scan(rows, table, now_s, log_is_ahead)
@@ -172,7 +172,7 @@ class LogSource:
 
 
 def source_of(directory: Path, superblock: Superblock) -> Source:
-    """Return the best source that the region has. An earlier release has written no log."""
+    """Return the region's best source: its log, or scans if an older release wrote none."""
     is_direct = superblock.is_leased  # only leased regions are written by several hosts
     if superblock.log_pages:
         return LogSource(directory, superblock.log_pages, is_direct)

@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of an I/O engine, which moves whole slots between staging and the pool.
 
-An engine only moves slots, asynchronously. The native machine (native/machine/io_queue.h) decides
-deadlines, bounds and order: it submits what the engine has room for, and gives an outcome at the
-deadline whether the engine answers or not. Operations of a kind start in their order of
+An engine only moves slots, asynchronously. The native machine (native/machine/io_queue.h) handles
+deadlines, bounds and order. It submits only what the engine has room for, and decides an outcome at
+the deadline whether or not the engine answers. Operations of one kind start in the order of their
 submission.
 
-Each operation yields one `Completion`, however late, unless `cancel` has taken it back. Until then
-its buffer belongs to the engine.
+Each operation yields one `Completion`, however late, unless `cancel` has removed it. Until then its
+buffer belongs to the engine.
 
-The engine requeues the rest of a short transfer; one that makes no progress is an IO_ERROR, with
-errno 0 if no byte was moved.
+The engine requeues the remainder of a short transfer. One that makes no progress ends with
+IO_ERROR, with errno 0 if no byte was moved.
 
 * A slot write seals the slot (header and payload CRC-32C, `pool.format`), writes header page and
-  payload, and after that the slot's table entry, so that a table entry never precedes its data.
-  After that the entry is logged (`pool.log`); the operation does not wait for it.
-* A slot read reads as much and verifies it against `identity`, length, place and share tag:
-  damaged bytes are CHECKSUM_MISMATCH, and intact bytes that differ in one of these are STALE.
-  With `header_only` an engine may leave the check of the payload to its copy.
+  payload, and then the slot's table entry, so that an entry never precedes its data. Then the
+  entry is logged (`pool.log`); the operation does not wait for that.
+* A slot read reads the same bytes and verifies them against `identity`, length, place and share
+  tag: damaged bytes are CHECKSUM_MISMATCH, and intact bytes that differ in one of these are
+  STALE. With `header_only` an engine may leave the payload check to the copy.
 * A read of another engine's region does the same with that region's files and place. Nothing is
   ever written there.
-* Each operation has its own payload length. The slot's later bytes are not touched.
+* Each operation has its own payload length. The rest of the slot is not touched.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class IoOp:
-    """An operation.
+    """One I/O operation.
 
     `token` is the caller's number, unique among operations in flight. `place` may be in another
-    engine's region (`attach_region`), but only for reads. `kind` is WRITE; LOAD or FETCH, which
-    read; or RESET, which writes the newest superblock of the target of `place`
+    engine's region (`attach_region`), but only for reads. `kind` is WRITE, LOAD, FETCH or RESET;
+    LOAD and FETCH read. A RESET writes the newest superblock to the target of `place`
     (`pool.write_superblock`), logs its epoch before it ends, and has no `identity`, `address` or
     `stamp`. `address` is the staging address of the slot's header page, which the payload follows.
-    `payload_bytes` is at most what a slot holds, and is transferred in whole pages.
+    `payload_bytes` is at most a slot's capacity, and is transferred in whole pages.
     """
 
     token: int
@@ -64,13 +64,13 @@ class IoOp:
     payload_bytes: int
     #: A write stores it; a read accepts only chunks with its tag.
     stamp: Stamp | None = None
-    #: WRITE only: the CRC-32C of the payload, if the copy into staging computed it; None: the
-    #: engine computes it from the payload.
+    #: WRITE only: the payload's CRC-32C, if the copy into staging computed it; if None, the engine
+    #: computes it.
     payload_crc: int | None = None
-    #: WRITE only: no other rank of the set has the chunk, as header and table entry state.
+    #: WRITE only: no other rank of the set has the chunk; header and table entry record this.
     single_copy: bool = False
-    #: Reads only: the copy of the payload checks it, so the engine need only check the header, if
-    #: its completion then states the CRC that the payload must have.
+    #: Reads only: the copy verifies the payload, so the engine may verify only the header if its
+    #: completion reports the CRC that the payload must have.
     header_only: bool = False
 
     @property
@@ -82,9 +82,9 @@ class IoOp:
 class Completion:
     """The end of an operation, after which nothing touches its buffer.
 
-    `ended_s` is the time by `time.monotonic`, which may be long before `poll`, or None if unknown.
-    `payload_crc` is, for a good read with `header_only`, the CRC-32C in the header, or None if the
-    payload was checked.
+    `ended_s` is the time of the end by `time.monotonic`, possibly long before `poll`; None if
+    unknown. After a successful read with `header_only`, `payload_crc` is the CRC-32C from the
+    header, or None if the payload was verified.
     """
 
     token: int
@@ -96,8 +96,8 @@ class Completion:
 class ForeignSlab(NamedTuple):
     """The slab of another engine's region on one of our targets, open for reading.
 
-    `uuid` is the region's, 16 bytes. Its slots have the size of ours, and the descriptor is open
-    for O_DIRECT if our slab's is.
+    `uuid` is the region's, 16 bytes. Its slots are as large as ours. The descriptor is open for
+    O_DIRECT if our slab's is, or if the region is leased.
     """
 
     fd: int
@@ -112,7 +112,7 @@ class ForeignSlab(NamedTuple):
 class HintRecord(NamedTuple):
     """A record for our log: a chunk of another engine's region was read `times` times.
 
-    `region_uuid` has 16 bytes. `slot` and `member` are those of the chunk's place there.
+    `region_uuid` is 16 bytes. `slot` and `member` are those of the chunk's place.
     """
 
     region_uuid: bytes
@@ -123,20 +123,20 @@ class HintRecord(NamedTuple):
 
 
 def _started(bytes_in_flight_max: int) -> int:
-    """Return three quarters: the rest keeps a device busy until the pipeline wakes."""
+    """Return three quarters of the bound; the rest keeps a device busy until the pipeline wakes."""
     return bytes_in_flight_max * 3 // 4
 
 
 @dataclass(frozen=True, slots=True)
 class IoLimits:
-    """The size of an engine; see `config.Tuning`."""
+    """The limits of an engine; see `config.Tuning`."""
 
     threads: int = TUNING.io_threads
     depth: int = TUNING.io_depth
     split_bytes: int = TUNING.io_split_bytes
-    #: The operations that an engine with rings has, over all targets.
+    #: The most operations in an engine with rings, over all targets.
     operations_max: int = 4096
-    #: The bytes of reads that a target's device has at a time; its ring has the rest.
+    #: The most bytes of reads that a target's device works on; more wait in its ring.
     read_bytes_started_max: int = _started(TUNING.read_bytes_in_flight_max)
 
     @staticmethod
@@ -158,21 +158,21 @@ class Room(NamedTuple):
 
 
 class Lanes(Protocol):
-    """The lanes that the native machine drives. `address` is that of a `NativeLanes` (lanes.h)."""
+    """The lanes that the native machine drives. `address` points to a `NativeLanes` (lanes.h)."""
 
     @property
     def address(self) -> int: ...
 
 
 class IoEngine(Protocol):
-    """Submit/poll; only the pipeline's thread calls. Having no room is an answer, not an error."""
+    """Submit/poll, on the pipeline's thread. Lack of room is an answer, not an error."""
 
     #: The engine and its mode, for display and metrics: "threads", "uring (registered)", …
     name: str
 
     @property
     def stamp(self) -> Stamp:
-        """Return the stamp, as `Pool.stamp` does."""
+        """Return the stamp of new writes; see `Pool.stamp`."""
 
     def begin_reset(self, tag: bytes, named: bool) -> tuple[Stamp, Stamp]:
         """Begin a reset, as `Pool.begin_reset` does; one RESET per target follows."""
@@ -184,44 +184,44 @@ class IoEngine(Protocol):
         """Return how many operations may be submitted now."""
 
     def submit(self, ops: Sequence[IoOp]) -> None:
-        """Take operations; never blocks.
+        """Accept operations; never blocks.
 
-        A RESET is submitted while no write of its target is awaited, and no write of the target
-        while a RESET is. It ends with CANCELLED if a newer superblock took its place.
+        The caller never awaits a RESET and a write of the same target at once. A RESET ends with
+        CANCELLED if a newer superblock replaced it.
         """
 
     def cancel(self, tokens: Sequence[int]) -> list[int]:
-        """Take back operations that have not started, and return their tokens; nothing follows.
+        """Remove operations that have not started, and return their tokens. These never complete.
 
-        The others run on, but their outcome is ignored: a write gets no table entry any more.
+        Other operations continue, but their outcomes are ignored, and a write adds no table entry.
         """
 
     def poll(self) -> list[Completion]:
         """Return the completions since the last call."""
 
     def replace_target(self, target: int) -> None:
-        """Use the pool's present files of `target` for operations submitted from now on.
+        """Use the pool's current files of `target` for later operations.
 
-        Earlier operations use the old files, which stay open until these operations have ended.
+        Earlier operations use the old files, which stay open until those operations have ended.
         """
 
     def attach_region(self, owner: int, target: int, region: ForeignSlab) -> None:
-        """Use `region` for reads of this engine's slots on our target, as submitted from now on.
+        """Use `region` for later reads of the owner's slots on this target.
 
-        The descriptor stays open until it is replaced or detached and every earlier read has ended.
+        The descriptor stays open until it is replaced or detached and all earlier reads have ended.
         """
 
     def detach_region(self, owner: int, target: int) -> None:
-        """Let later reads of this engine's slots on the target fail with EBADF."""
+        """Make later reads of the owner's slots on this target fail with EBADF."""
 
     def hint(self, target: int, record: HintRecord) -> None:
-        """Append the record to the log of our region on this target. Returns at once."""
+        """Append the record to our region's log on this target. Returns at once."""
 
     def fileno(self) -> int:
         """Return an eventfd that is readable while `poll` may have something to return."""
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Stop. Returns True if nothing is left in flight (else threads and buffers stay).
+        """Stop. Returns True if nothing is left in flight; otherwise threads and buffers stay.
 
         Operations that have not started end with CANCELLED.
         """
@@ -269,7 +269,7 @@ def _op_of(one: LaneOp) -> IoOp:
 
 
 class Waker:
-    """An eventfd that any thread can set; closed when the last reference to this is gone."""
+    """An eventfd that any thread can set. It is closed with the last reference to this object."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -291,7 +291,7 @@ class Waker:
 
 
 class NoIoEngine:
-    """The engine of a server without a pool: completes resets, fails the rest with ENODEV."""
+    """The engine of a server without a pool: completes resets, fails all else with ENODEV."""
 
     name = "none"
     stamp = Stamp(0, bytes(TAG_BYTES))
@@ -348,10 +348,10 @@ def _find_allowed() -> frozenset[int]:
     return frozenset(cpus)
 
 
-#: CPUs on which I/O threads may run: those that this process or its parent may use, at import.
-#: vLLM's CPU worker binds its threads to cores for OpenMP, and a thread inherits the binding of
-#: the one that created it: eight I/O threads would then share one core with the model's busiest
-#: thread. The parent is not bound for OpenMP; a user's taskset or cpuset stays respected.
+#: The CPUs for I/O threads: those that this process or its parent may use at import time. vLLM's
+#: CPU worker binds its threads to cores for OpenMP. A new thread inherits its creator's binding, so
+#: eight I/O threads would share one core with the model's busiest thread. The parent is not bound
+#: for OpenMP, and a user's taskset or cpuset still applies.
 ALLOWED_CPUS = _find_allowed()
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the I/O engine: io_uring with registered staging, io_uring without, or threads.
 
-Each is actually set up, in this order, until one works. Every fallback is logged in one warning
-that names the cause and the remedy, and is returned in one line.
+They are set up in this order until one works. Each fallback is logged as one warning that names the
+cause and the remedy, and is returned as one line.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def choose_io_engine(
 ) -> tuple[IoEngine, tuple[str, ...]]:
     """Set up the best engine that works here; return it and its fallbacks.
 
-    `wanted` is "auto", "uring" to fail rather than use threads, or "threads" to try no other.
-    A fallback is a line that names the part that runs slower than it could, and why.
+    `wanted` is "auto", "uring" to fail rather than use threads, or "threads" to try no other. A
+    fallback is a line that names what runs slower than it could, and why.
 
     Raises:
         EngineError: `wanted` is "uring", and the kernel refuses it.
@@ -38,7 +38,7 @@ def choose_io_engine(
             goes_on = how is How.REGISTERED and "register" in error.step
             step = "io_uring registered→unregistered" if goes_on else "io_uring→threads"
             fallbacks.append(f"{step}: {explain_denial(error, len(memory))}")
-        logger.warning("I/O falls back to something slower: %s", fallbacks[-1])
+        logger.warning("I/O falls back to a slower method: %s", fallbacks[-1])
         if not goes_on:
             break
     if wanted == "uring":

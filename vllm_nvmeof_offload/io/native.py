@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The I/O engine of a pool: one ring and its thread per target, in C++ (`native/`).
+"""The I/O engine of a pool: one ring and one thread per target, in C++ (`native/`).
 
 A ring is an io_uring, or a few threads where the kernel or a container's seccomp profile forbids
-that. The code that seals, verifies, writes entries and logs is the same for both.
+io_uring. Both share the code that seals, verifies, writes entries and logs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NO_CRC = -1
 
 
 class How(enum.Enum):
-    """The way in which slots are moved, with the engine's name as the value.
+    """The ways to move slots. Each value is the engine's name.
 
     REGISTERED registers staging with io_uring once, so that the kernel does not pin its pages for
     every operation. All targets' rings share the registration if the kernel supports that.
@@ -56,7 +56,7 @@ _THREADS_MIN = 2
 
 
 class UringDeniedError(EngineError):
-    """The kernel, or the sandbox of this process, refuses the ring or a step of its set-up."""
+    """The kernel or this process's sandbox refused io_uring or a step of its setup."""
 
     def __init__(self, step: str, number: int) -> None:
         super().__init__(f"{step}: {os.strerror(number)}")
@@ -91,7 +91,7 @@ class NativeIoEngine:
         self._base_address = base_address
         self._offset_max = len(memory) - pool.slot_bytes
         self._payload_bytes_max = pool.slot_bytes - HEADER_BYTES
-        self._superblocks: deque[Completion] = deque()  # writes of superblocks that have ended
+        self._superblocks: deque[Completion] = deque()  # completed writes of superblocks
         self._closed = self._attached = False
         targets = range(pool.target_count)
         threads = max(_THREADS_MIN, -(-limits.threads // len(targets)))  # per target
@@ -146,7 +146,7 @@ class NativeIoEngine:
         self._core.kick()
 
     def _submit_one(self, op: IoOp) -> None:
-        """Submit one operation. With small chunks each attribute look-up takes relevant time."""
+        """Submit one operation. With small chunks even attribute look-ups take noticeable time."""
         identity, stamp = op.identity, op.stamp
         assert identity is not None
         assert stamp is not None

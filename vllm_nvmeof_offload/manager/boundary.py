@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The boundary that a load could bring a request to, with several KV cache groups, and the distance
-between the boundaries that are kept. Pure. vLLM's own look-up finds the boundary key by key, and
-with side effects on the request. `plan` follows the same rule with one question per group, so that
-look-ahead fetches what that look-up will find."""
+"""The boundary that a load can reach in a request with several KV cache groups, and the distance
+between the boundaries that are kept. Pure. vLLM's own look-up finds the boundary key by key and
+has side effects on the request. `plan` applies the same rule with one query per group, so that
+prefetching fetches what the look-up will find."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from vllm_nvmeof_offload.groups import GROUP_ID_BYTES, Group, GroupKind, RankGro
 #: A function that returns which of these keys are present, as a byte (1 or 0) per key.
 Has = Callable[[Sequence[bytes]], bytes]
 _HIT = b"\1"
-#: The number of chunks in the first question, because most prefixes end soon.
+#: The number of chunks in the first query; small, because most prefixes end early.
 _ASKED_FIRST = 16
-#: Kinds of groups with chunks that are useful only at a boundary.
+#: Kinds of groups whose chunks are useful only at a boundary.
 SPARSE = (GroupKind.WINDOW, GroupKind.STATE)
-#: A boundary costs the bytes of its windows and states. It may cost this share of the bytes that
-#: are stored for all tokens since the previous boundary.
+#: The windows and states of a boundary may take this share of the bytes that are stored for all
+#: tokens since the previous boundary.
 _COST_SHARE = 0.5
 _BOUNDARY_TOKENS_MIN = 1024
 
@@ -37,7 +37,7 @@ def plan(
     """Return the boundary in tokens and the keys of a load up to it, or (local, []) for no load.
 
     `local` is the number of tokens in GPU memory, a multiple of every group's blocks. `limit` is
-    the number of tokens that a load may bring the request to, at most its length.
+    the number of tokens that a load may reach, at most the request's length.
     """
     boundary = _boundary(groups, keys_by_group, local, limit, has)
     return boundary, wanted(groups, keys_by_group, local, boundary)
@@ -46,8 +46,8 @@ def plan(
 def wanted(
     groups: Sequence[Group], keys_by_group: Sequence[Sequence[bytes]], local: int, boundary: int
 ) -> list[bytes]:
-    """Return the keys of a load that brings a request from `local` tokens to `boundary`, in order:
-    full prefix, the last reach of windows and local chunks, states."""
+    """Return the keys of a load that takes a request from `local` tokens to `boundary`, in order:
+    the full prefix, windows and local chunks as far back as they reach, states."""
     keys: list[bytes] = []
     if boundary <= local:
         return keys
@@ -66,10 +66,10 @@ def taken(
     boundary: int,
     ends_of: Callable[[Sequence[bytes]], Sequence[int]],
 ) -> list[bytes]:
-    """Return the keys that a load from `local` tokens to `boundary` takes, all of which vLLM's
-    look-up has hit. vLLM may have found the head of a chunk (a partial tail) after whole chunks; it
-    then loads the head instead of the chunk. `ends_of` returns the request's tokens up to the end
-    of each key's chunk."""
+    """Return the keys of a load from `local` tokens to `boundary`, all of which vLLM's look-up has
+    hit. After whole chunks, vLLM may have found the head of a chunk (a partial tail), and then
+    loads the head instead of the chunk. `ends_of` returns the request's tokens up to the end of
+    each key's chunk."""
     keys = wanted(groups, keys_by_group, local, boundary)
     if boundary % unit_tokens(groups) == 0:
         return keys
@@ -96,8 +96,8 @@ def full_prefix(
     limit: int,
     has: Has,
 ) -> int:
-    """Return the tokens, at most `limit_of(limit)`, up to which all full attention is present. It
-    is known to be present up to `start`."""
+    """Return the number of tokens, at most `limit_of(limit)`, up to which all full-attention chunks
+    are present. Those up to `start` are known to be present."""
     end = limit_of(groups, limit)
     for group, keys in zip(groups, keys_by_group, strict=True):
         if group.kind is not GroupKind.FULL:
@@ -116,16 +116,16 @@ def full_prefix(
 
 
 def unit_tokens(groups: Sequence[Group]) -> int:
-    """Return the least number of tokens that is a whole number of chunks in every group."""
+    """Return the smallest number of tokens that is a whole number of chunks in every group."""
     return math.lcm(*(group.tokens_per_chunk for group in groups))
 
 
 def kept_every(groups: Sequence[Group], unit: int, lasting: int) -> int:
-    """Return the tokens between two boundaries that vLLM keeps in GPU memory and that can be
+    """Return the tokens between two boundaries that vLLM keeps in GPU memory so that they can be
     stored. The result is a multiple of `unit`; `lasting` is the tokens between two lasting
     boundaries. Windows are stored while they are in GPU memory anyway. Without windows, vLLM keeps
-    a state in every unit: the states of an answer are stored only until the next one, so they take
-    no place in the pool, and most answers are shorter than the distance of lasting boundaries."""
+    a state in every unit: an answer's state is stored only until the next one, so it takes no
+    pool space, and most answers are shorter than the distance between lasting boundaries."""
     return lasting if any(group.kind is GroupKind.WINDOW for group in groups) else unit
 
 
@@ -150,9 +150,9 @@ def automatic(groups: Sequence[RankGroup], unit: int) -> int:
 
 
 def limit_of(groups: Sequence[Group], tokens: int) -> int:
-    """Return the tokens that a load may bring a request of this length to.
+    """Return the number of tokens that a load may reach in a request of this length.
 
-    With windows or states vLLM computes at least the last token, and resumes from states only at
+    With windows or states, vLLM computes at least the last token, and resumes from states only at
     the end of a whole chunk.
     """
     if all(group.kind is GroupKind.FULL for group in groups):
@@ -165,7 +165,7 @@ def limit_of(groups: Sequence[Group], tokens: int) -> int:
 
 
 def _needed_from(group: Group, boundary: int) -> int:
-    """Return the first token of the group that is needed to compute on from `boundary`."""
+    """Return the first token of the group that is needed to resume at `boundary`."""
     if group.kind is GroupKind.FULL:
         return 0
     reach = group.reach_tokens
@@ -185,8 +185,8 @@ def _boundary(
     limit: int,
     has: Has,
 ) -> int:
-    """Find the boundary by vLLM's rule: full attention first, then windows and states from the
-    longest reach down. Each group lowers the boundary, until a round changes nothing."""
+    """Find the boundary by vLLM's rule: full attention first, then windows and states by falling
+    reach. Each group may lower the boundary. The rounds end when none changes it."""
     full = [at for at, group in enumerate(groups) if group.reach_chunks is None]
     tails = [at for at, group in enumerate(groups) if group.reach_chunks is not None]
     tails.sort(key=lambda at: groups[at].reach_chunks or 0, reverse=True)
@@ -221,8 +221,8 @@ def _boundary(
 
 
 def _reach_at(group: Group, boundary: int) -> int:
-    """Return the chunks that a boundary needs of a window or state. A window that ends within a
-    chunk may begin one chunk earlier."""
+    """Return the number of chunks of a window or state that a boundary needs. A window that ends
+    within a chunk may begin one chunk earlier."""
     assert group.reach_chunks is not None
     if group.kind is not GroupKind.WINDOW or group.reach_tokens is None:
         return group.reach_chunks
@@ -240,18 +240,18 @@ def _last_run(hits: bytes, reach: int, reach_at_end: int) -> int:
     return at + reach if at >= 0 else len(hits) - len(hits.lstrip(_HIT))
 
 
-# Chunks of several KV cache groups: their order by position, and the tokens that they bring.
+# Chunks of several KV cache groups: their order by position, and the tokens that they cover.
 # Pure.
 #
 # A boundary is useful only with the whole prefix before it and the windows and states that end
-# there. So chunks are kept and evicted by the token that each ends with, and at the same token a
-# chunk of full attention outlives the others: windows and states of the last boundary go first.
+# there. So chunks are evicted in the order of their last tokens, and at the same token a chunk of
+# full attention outlives the others: the last boundary's windows and states are evicted first.
 
 
 def prefix_order(
     keys: Sequence[bytes], ends: npt.NDArray[np.int64], groups: Sequence[Group]
 ) -> npt.NDArray[np.uint32]:
-    """Return the keys' indexes in sorted order. `ends` has the tokens up to each chunk's end."""
+    """Return the indexes that sort the keys. `ends` gives the tokens up to each chunk's end."""
     full = [group.group_id for group in groups if group.kind is GroupKind.FULL]
     rows = np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1)
     ids = np.ascontiguousarray(rows[:, -GROUP_ID_BYTES:]).view(">u4").ravel()
@@ -268,8 +268,8 @@ def tokens_by_source(
 ) -> tuple[int, int]:
     """Return how many of `tokens` a load takes from the CPU tier, and how many from the pool.
 
-    `ends`, `from_pool` and `positions` (of groups) are by chunk of the load. A token with chunks of
-    both tiers counts for the pool. A state brings all tokens before it. Windows may leave some out.
+    `ends`, `from_pool` and `positions` (of groups) are by chunk of the load. A token with chunks in
+    both tiers counts for the pool. A state covers all tokens before it. Windows may not cover all.
     """
     sizes = np.array([group.tokens_per_chunk for group in groups], np.int64)[positions]
     is_state = np.array([group.kind is GroupKind.STATE for group in groups])[positions]

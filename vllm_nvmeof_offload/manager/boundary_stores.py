@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of windows and states to store, and for how long. Pure.
+"""Chooses which windows and states are stored, and for how long. Pure.
 
-A window or a state is useful only at a boundary, so not all that vLLM offers are stored.
-*Lasting* boundaries are the end of a prompt, the end of a prefix that vLLM found to be shared, and
-one per `every_tokens` tokens. Chunks at the frontier of the computation are stored
-*provisionally*: a next turn, or the request itself after a preemption, resumes from them.
-They are only in the CPU tier. A later frontier supersedes them. When the request ends or is
-preempted, the last of them become lasting.
+A window or state is useful only at a boundary, so only some that vLLM offers are stored. *Lasting*
+boundaries are the end of a prompt, the end of a prefix that vLLM found to be shared, and one per
+`every_tokens` tokens. Chunks at the frontier of the computation are stored *provisionally*, only
+in the CPU tier, so that the next turn, or the request itself after a preemption, can resume from
+these chunks. A later frontier supersedes the chunks. When the request ends or is preempted, the
+last ones become lasting.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The chunks of one request to store, with the request's tokens up to each chunk's end and the
-    `positions` of their groups."""
+    """The chunks of one request to store. `ends` are the request's tokens up to each chunk's end,
+    and `positions` are those of the chunks' groups."""
 
     keys: list[bytes]
     ends: npt.NDArray[np.int64]
@@ -40,9 +40,9 @@ class Offer:
 
 @dataclass(slots=True)
 class _Request:
-    """The state of a request. `boundary` is the last one that is stored. `provisional` has (end,
-    key) of chunks that no later boundary has superseded, oldest first, by group position. `latest`
-    has the end of the last chunk that was stored, by group position."""
+    """The state of a request. `boundary` is the last one stored. `provisional` lists, by group
+    position, the (end, key) of chunks that no later boundary has superseded, oldest first. `latest`
+    is, by group position, the end of the last chunk stored."""
 
     boundary: int = 0
     provisional: dict[int, deque[tuple[int, bytes]]] = field(default_factory=dict)
@@ -50,9 +50,9 @@ class _Request:
 
 
 class BoundaryStores:
-    """The choice for all requests. `groups` include windows or states. `every_tokens` lies between
-    two lasting boundaries, and is a multiple of a chunk of every group. A prompt or shared prefix
-    is also stored up to its last multiple of `tail_tokens`, within a chunk, unless that is 0."""
+    """The choice for all requests. `groups` include windows or states. `every_tokens` is the
+    distance between lasting boundaries, a multiple of every group's chunk. Unless `tail_tokens` is
+    0, a prompt or shared prefix is also stored up to its last multiple of that, within a chunk."""
 
     def __init__(
         self, core: ManagerCore, groups: Sequence[Group], every_tokens: int, tail_tokens: int = 0
@@ -62,7 +62,7 @@ class BoundaryStores:
         self._unit_tokens = unit_tokens(groups)
         self._tail_tokens = tail_tokens or self._unit_tokens
         assert every_tokens % self._unit_tokens == 0
-        # Of the other groups every whole chunk is stored, as in vLLM.
+        # Every whole chunk of the other groups is stored, as in vLLM.
         self._sparse = [at for at, group in enumerate(groups) if group.kind in SPARSE]
         assert self._sparse
         self._states = [at for at in self._sparse if groups[at].kind is GroupKind.STATE]
@@ -79,7 +79,7 @@ class BoundaryStores:
     def offered(
         self, vllm_request: Any, keys: Sequence[bytes], ends: npt.NDArray[np.int64]
     ) -> Offer:
-        """Return the chunks to store out of those that vLLM offers. `ends` is as in an `Offer`."""
+        """Return the chunks to store, out of those that vLLM offers. `ends` is as in `Offer`."""
         unit, request_id = self._unit_tokens, vllm_request.request_id
         request = self._requests.get(request_id)
         if request is None:
@@ -97,7 +97,7 @@ class BoundaryStores:
         return Offer(stored, ends[chosen], ~lasts[chosen], positions[chosen])
 
     def stored(self, request_id: str, offer: Offer) -> None:
-        """Note that all chunks that `offered` chose are being stored, or were stored before."""
+        """Record that all chunks that `offered` chose are being stored or were stored before."""
         request = self._requests[request_id]
         for at in np.flatnonzero(self._reaches[offer.positions]).tolist():
             position, end = int(offer.positions[at]), int(offer.ends[at])
@@ -117,7 +117,7 @@ class BoundaryStores:
             self._keep(request)
 
     def ended(self, request_id: str) -> None:
-        """Keep the request's last boundary, from which a next turn may resume."""
+        """Keep the request's last boundary, from which the next turn may resume."""
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._keep(request)
@@ -126,7 +126,7 @@ class BoundaryStores:
                 self._core.supersede(beyond)
 
     def reset(self) -> None:
-        """Forget all requests' chunks, which are void."""
+        """Forget all requests' chunks, which are no longer valid."""
         self._requests.clear()
 
     def _last_boundary(self, request: _Request) -> int:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The manager's core, which makes all decisions. It is pure: no I/O, no vLLM, no torch.
 
-Calls come from one thread, and every decision is made at once, from memory. A decision results in a
-command with an op number, which the ranks answer with reports (protocol). `prepare_store` and
-`prepare_load` return commands that travel inside vLLM's own transfer jobs; writes, fetches,
-cancellations and resets are queued, and taken with `take_commands`.
+All calls are made on one thread, and every decision is made immediately, from memory. A decision
+results in a command with an op number, to which the ranks respond with reports (protocol).
+`prepare_store` and `prepare_load` return commands that are sent inside vLLM's own transfer jobs;
+writes, fetches, cancellations and resets are queued until `take_commands`.
 
 Python runs once per batch. Code that runs per chunk is in `native.Tiers`: the index, the slots of
 both tiers, eviction, and the states of entries.
@@ -68,7 +68,7 @@ from vllm_nvmeof_offload.protocol import (
 )
 
 __all__ = ["CoreConfig", "ManagerCore", "Source", "StorePlan"]
-#: The least number of keys for which sightings are counted. The default is the number of slots.
+#: Sightings are counted for as many keys as there are slots, but at least for this many.
 _SIGHTINGS_MIN = 1 << 16
 #: The sources by the number that the native look-up returns.
 _SOURCES = (None, Source.CPU, Source.POOL, Source.SHARED)
@@ -78,7 +78,7 @@ FROM_CPU, FROM_POOL = 1, 2
 #: The ways in which `Tiers.plan_store` stores a wanted key.
 _KEPT, _PROVISIONAL = 1, 2
 _NATIVE_KIND = {OpKind.STORE: 0, OpKind.LOAD: 1, OpKind.WRITE: 2, OpKind.FETCH: 3}
-#: Whether a failure is the slot's rather than the whole target's, by errno.
+#: Whether a failure affects only a slot, not the whole target, by errno.
 _SLOT_ERRNOS = [io_error(number).scope is Scope.SLOT for number in range(max(ERRORS) + 1)]
 #: The native core's counts, in order.
 _NATIVE_COUNTS: tuple[Series, ...] = (
@@ -92,14 +92,14 @@ _NATIVE_COUNTS: tuple[Series, ...] = (
     ("unwritten_chunks", "shared"),
     ("shared_hints", "received"),
 )
-#: The number of other engines' hints that are taken at a time.
+#: The most hints from other engines that are applied in one step.
 _HINTS_MAX = 256
 
 
 class StorePlan(NamedTuple):
     """The result of `prepare_store`. `command` is None if there is nothing to store.
 
-    `refused` has the new chunks that got no cache slot, which are at the end of the prefix.
+    `refused` lists new chunks that got no cache slot, which are at the end of the prefix.
     """
 
     command: StoreCommand | None
@@ -109,10 +109,10 @@ class StorePlan(NamedTuple):
 class ManagerCore:
     """The state of every offloaded chunk in both tiers, made from the ranks' handshake.
 
-    `policy` is a user's class, or None for the native order. `first_generation` is for simulations,
-    None for a random number. `prompts_s` returns the seconds that the model has computed prompts
-    since the start. `foreign` has other engines' chunks on the same targets, or is None if nothing
-    is shared.
+    `policy` is a user's class, or None for the native order. `first_generation` is for simulations;
+    None selects a random number. `prompts_s` returns the seconds that the model has spent on
+    prompts since the start. `foreign` gives access to other engines' chunks on the same targets; it
+    is None if nothing is shared.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class ManagerCore:
         assert len(capacity.group_bytes) == len(config.groups), "ranks of another model"
         #: The share tag of the weights; empty if they have no name.
         self._tag = agreement.tag
-        #: The operator has named the weights, so a reset announces no new ones.
+        #: Whether a reset keeps the tag: the operator named the weights, or they never change.
         self._is_named = config.weights_never_change
         self._lane_bytes = list(capacity.lane_bytes)
         self._land_max = int(config.land_cache_share * capacity.cache_slots)
@@ -139,14 +139,14 @@ class ManagerCore:
         #: The last failure counted, by series of `failed_chunks`.
         self.last_failures: dict[Series, Outcome] = {}
         self.levels: dict[int, LevelReport] = {}  # the last report of each rank
-        #: Positions of groups in which ranks that should have equal bytes differ.
+        #: Positions of groups whose bytes differ on ranks that should have equal ones.
         self.unequal_groups: list[int] = []
         self._clock = clock
         self._ledger = Ledger(config.world_size, clock, prompts_s)
         self._foreign = foreign
-        #: The share tag of the others' chunks that are accepted; empty if none are.
+        #: The share tag of other engines' chunks that are accepted; empty if none are.
         self._shared_tag = self._tag
-        self._began: ResetCommand | None = None  # the reset that began with this tag
+        self._began: ResetCommand | None = None  # the reset that introduced this tag
         if foreign is not None:
             foreign.set_tag(self._tag)
         self._tiers = tiers = self._make_tiers(policy)
@@ -154,7 +154,7 @@ class ManagerCore:
         self.kv_events = KvEventLog(tiers, config.key_bytes) if config.kv_events else None
         self._unsent: list[Command] = []
         self._holds = Holds(tiers, self._unsent, self._counters, self._ledger.__getitem__)
-        #: The caller reports to this each request that begins or ceases to wait.
+        #: The caller reports here each request that starts or stops waiting.
         self.reload = ReloadScheduler(config, capacity, self._holds, clock)
         #: The targets, for their verdicts and rates.
         self.targets = Targets(tiers, len(capacity.pool_slots))
@@ -162,7 +162,7 @@ class ManagerCore:
         self._load_times = LoadTimes(self._ledger, self.admission, clock, capacity, config)
         slots = capacity.cache_slots + capacity.pool_slots_total
         self._threshold = StoreThreshold(config.store_threshold, max(_SIGHTINGS_MIN, slots))
-        # A boot nonce and counter in one number, compared only for equality.
+        # A random number at start, then a counter; compared only for equality.
         self._generation = secrets.randbits(63) if first_generation is None else first_generation
         entries = agreement.entries
         adopted = tiers.adopt(entries.places, entries.generations, entries.keys)
@@ -200,18 +200,18 @@ class ManagerCore:
         return _SOURCES[self._tiers.lookup(key, sources)]
 
     def look_ups(self, sources_of: Callable[[Any], int], hit: object, miss: object) -> LookUps:
-        """Return an object for vLLM's look-ups, key by key. `sources_of` returns the sources that a
-        request's filter allows. `hit` and `miss` are vLLM's answers."""
+        """Return an object that answers vLLM's look-ups of single keys. `sources_of` returns the
+        sources that a request's filter allows. `hit` and `miss` are vLLM's answers."""
         return LookUps(self._tiers, sources_of, hit, miss)
 
     def present(self, keys: Sequence[bytes], sources: int = FROM_CPU | FROM_POOL) -> bytes:
-        """Return which of `keys` a look-up in these sources finds now, as a 1 or 0 per key."""
+        """Return which of `keys` a look-up in these sources would find, as a byte per key."""
         return self._tiers.present(keys, sources)
 
     def find(self, keys: Sequence[bytes], tokens: int = 0) -> Find:
-        """Return where `keys`, which `lookup` has just found, would be loaded from.
+        """Return what a load of `keys`, which `lookup` has just found, would read and from where.
 
-        `tokens` is how many they bring, or 0 for whole chunks of full attention.
+        `tokens` is the number of tokens that the keys cover, or 0 for whole full-attention chunks.
         """
         leading, read_bytes = self._tiers.weigh(keys, self._lane_bytes)
         if self.config.full_attention_only:
@@ -228,14 +228,14 @@ class ManagerCore:
         return self._tiers.whereabouts(keys, sources)
 
     def unmoved(self, before: Whereabouts, keys: Sequence[bytes], sources: int) -> bool:
-        """Return whether they are still there, and no load of one has begun."""
+        """Return whether these keys' chunks have not moved, and no load of one has begun."""
         return self._tiers.unmoved(before, keys, sources)
 
     def ended(self, keys: Sequence[bytes], ends: npt.NDArray[np.int64] | None = None) -> None:
-        """Note that a request that used `keys` has ended. `ends` is as in `prepare_store`."""
+        """Record that a request that used `keys` has ended. `ends` is as in `prepare_store`."""
         keys, _ = self._in_prefix_order(keys, ends)
         self._tiers.touch(keys, ended=True)
-        self._tiers.drain()  # writes chunks that others have dropped
+        self._tiers.drain()  # writes chunks that other engines have dropped
 
     # -- store ------------------------------------------------------------------------
 
@@ -247,13 +247,13 @@ class ManagerCore:
         *,
         again: Collection[bytes] = (),
     ) -> StorePlan:
-        """Plan the store of the `keys` that are new and reached the threshold: as many as fit, in
-        prefix order. The command's rows have the order of `keys`.
+        """Plan the store of those `keys` that are new and have reached the threshold: as many as
+        fit, in prefix order. The command's rows are in the order of `keys`.
 
-        `ends` has the request's tokens up to each chunk's end, if there are several groups; each
-        key must then appear once. None means that the keys are in prefix order. `provisional`
-        states, by key, whether its chunk is not written until `keep`; None means no chunk. `again`
-        has keys that the request has offered before.
+        With several groups, `ends` gives the request's tokens up to each chunk's end, and each key
+        must appear once. None means that the keys are in prefix order. `provisional` states, by
+        key, whether its chunk stays unwritten until `keep`; None means that no chunk does. `again`
+        contains keys that the request has offered before.
         """
         once = list(dict.fromkeys(keys)) if ends is None and len(keys) > 1 else keys
         in_order, order = self._in_prefix_order(once, ends)
@@ -280,7 +280,7 @@ class ManagerCore:
     def _in_prefix_order(
         self, keys: Sequence[bytes], ends: npt.NDArray[np.int64] | None
     ) -> tuple[Sequence[bytes], npt.NDArray[np.uint32] | None]:
-        """Return the keys sorted, and the former index of each, or None if they were in order."""
+        """Return the sorted keys, and each key's previous index or None if they were in order."""
         if ends is None or not keys:
             return keys, None
         order = prefix_order(keys, ends, self.config.groups)
@@ -291,13 +291,13 @@ class ManagerCore:
         self._tiers.supersede(keys)
 
     def keep(self, keys: Sequence[bytes]) -> None:
-        """Keep these chunks, if they are provisional, like any other from now on."""
+        """Make these chunks, if they are provisional, ordinary ones that are kept and written."""
         self._tiers.keep(keys)
         self._tiers.drain()
 
     def cool(self, keys: Sequence[bytes]) -> None:
-        """Make those of these chunks that at most one request has used the next to be evicted from
-        the CPU tier, the last one first."""
+        """Make these chunks, except those that several requests have used, the next to be evicted
+        from the CPU tier, the last one first."""
         self._tiers.cool(keys)
         self._tiers.drain()
 
@@ -313,11 +313,11 @@ class ManagerCore:
         helpers: int | None = None,
         predicted_s: float = 0.0,
     ) -> LoadCommand:
-        """Plan the load of `keys`, and pin them. A key that was evicted fails with STALE.
+        """Plan the load of `keys` and pin their chunks. A key that was evicted fails with STALE.
 
-        `limit_s` is the time, without prompts, after which the load is cut off; None for never.
-        `tokens` are those of the request that the load brings; empty for whole chunks of full
-        attention from the first token. `ends` is as in `prepare_store`, `helpers` as in
+        `limit_s` is the time, excluding that of prompts, after which the load is cut off; None for
+        never. `tokens` are the request's tokens that the load covers; empty for whole chunks of
+        full attention from the first token. `ends` is as in `prepare_store`, `helpers` as in
         `LoadCommand`, `predicted_s` as in `Decision`.
         """
         in_order, order = self._in_prefix_order(keys, ends)
@@ -340,7 +340,7 @@ class ManagerCore:
     def _count_loaded(
         self, op: Op, batch: Batch, ends: npt.NDArray[np.int64], *, borrows: bool
     ) -> None:
-        """Count the tokens that a load brings, by source. An evicted chunk brings none."""
+        """Count the tokens that a load covers, by source. An evicted chunk covers none."""
         here = (batch.cache >= 0) | (batch.places >= 0)
         places, ends, positions = batch.places[here], ends[here], batch.groups[here]
 
@@ -356,7 +356,7 @@ class ManagerCore:
     # -- other engines' chunks --------------------------------------------------------
 
     def _attach(self) -> None:
-        """Let the ranks open the regions that the next commands name for the first time."""
+        """Make the ranks open the regions that the next commands name for the first time."""
         assert self._foreign is not None
         for owner, engine_index, pool_uuid in self._foreign.take_attachments():
             op = self._ledger.open(OpKind.ATTACH)
@@ -364,7 +364,7 @@ class ManagerCore:
             self._unsent.append(AttachCommand(op.number, owner, engine_index, pool_uuid))
 
     def _detach(self) -> None:
-        """Let the ranks close the regions of engines that no longer exist."""
+        """Make the ranks close the regions of engines that no longer exist."""
         assert self._foreign is not None
         self._unsent += map(DetachCommand, self._foreign.take_detachments())
 
@@ -394,20 +394,20 @@ class ManagerCore:
             self._foreign.attach_failed(op.owner)
             self._counters["borrow_failures", "attach"] += 1
         if op.failure is not None and not op.ranks_left and self._foreign.detach(op.owner):
-            self._unsent.append(DetachCommand(op.owner))  # some ranks may have opened them
+            self._unsent.append(DetachCommand(op.owner))  # some ranks may have opened the regions
 
     # -- commands and reports ---------------------------------------------------------
 
     def turn(self) -> None:
-        """Hold and fetch chunks for waiting requests, and cut off overdue loads. Called once per
-        step, before its commands are taken."""
+        """Hold and fetch chunks for waiting requests, and cut off overdue loads. Call this once per
+        step, before the step's commands are taken."""
         for op in self._load_times.take_overdue():
             self._unsent.append(CancelCommand(op))
             self._counters["loads_cut"] += 1
         self.reload.turn()
 
     def take_commands(self) -> list[Command]:
-        """Return everything to send to every rank with this step, in order."""
+        """Return all commands to send to every rank with this step, in order."""
         borrows = self._foreign is not None and self._foreign.is_used
         if borrows:
             self._attach()
@@ -430,13 +430,13 @@ class ManagerCore:
             self._tiers.heed_hints(_HINTS_MAX)
         if borrows:
             commands += self._hint()
-            self._detach()  # in the next step, because loads of this one may name them
+            self._detach()  # in the next step, because this step's loads may name them
         return commands
 
     def report(self, reports: Iterable[Report]) -> None:
         """Apply the ranks' reports, in order of arrival."""
         for report in reports:
-            if isinstance(report, OpReport):  # nearly all are this or the next
+            if isinstance(report, OpReport):  # most are of this kind or the next
                 self._reported(self._ledger[report.op], report)
             elif isinstance(report, OpReports):
                 self._reported_whole(report)
@@ -473,7 +473,7 @@ class ManagerCore:
             self.reset(same_weights=True)  # on disk as well, for later starts and other engines
 
     def _reported_whole(self, report: OpReports) -> None:
-        """Apply, in one call, a rank's report that all rows of several ops are OK and released."""
+        """Apply, in one call, a rank's reports on ops whose rows are all OK and released."""
         ops, batches = [], []
         for op in self._ledger.named(report.columns()[0]):
             if op.batch is None:
@@ -525,7 +525,7 @@ class ManagerCore:
 
     def has_pending_work(self, *, count_writes: bool = True) -> bool:
         """Return whether a command waits to be sent, or a report is awaited and not overdue. If
-        `count_writes` is False, write-behind is left out: it can wait for the engine's next
+        `count_writes` is False, write-behind is ignored, because it can wait for the engine's next
         step."""
         if self._unsent or self._tiers.fetches_intended:
             return True
@@ -563,7 +563,7 @@ class ManagerCore:
 
     def _count_lost(self, op: Op, row: int) -> None:
         """Count the tokens that are recomputed because this row of a load has failed: those from
-        the row on or, with several groups, all."""
+        this row on or, with several groups, all of the load's tokens."""
         lost = len(op.tokens)
         if self.config.full_attention_only:
             per_chunk = self.config.groups[0].tokens_per_chunk
@@ -584,13 +584,13 @@ class ManagerCore:
     # -- weights and resets -----------------------------------------------------------
 
     def weights_changed(self) -> None:
-        """Note that the weights have no name, so no start adopts them. A reset must follow."""
+        """Record that the weights have no name, so no start adopts chunks. A reset must follow."""
         self._tag, self._is_named = b"", False
 
     def name_weights(self, tag: bytes) -> bool:
         """Set the weights' share tag, whatever it was before. A reset must follow.
 
-        Returns False if they have this tag already.
+        Returns False if the weights have this tag already.
         """
         if self._is_named and self._tag == tag:
             return False
@@ -598,7 +598,7 @@ class ManagerCore:
         return True
 
     def reset(self, *, same_weights: bool = False) -> bool:
-        """Drop every entry, on disk too. Slots become free as they are released.
+        """Drop every entry, also on disk. Slots become free as they are released.
 
         With `same_weights`, later chunks keep the share tag of the dropped ones. Returns False if
         nothing was left to drop and a reset is queued already.
@@ -660,7 +660,7 @@ class ManagerCore:
         return max(0.0, self._clock() - scanned_ns / 1e9) if scanned_ns else 0.0
 
     def activity(self) -> tuple[float, ...]:
-        """Return a cheap value that differs after nearly every change of a counter or gauge."""
+        """Return a value, cheap to compute, that changes with nearly every counter or gauge."""
         return (
             *self.counters.values(),  # not the sum, in which bytes would hide small counts
             len(self._ledger),
@@ -682,5 +682,5 @@ class ManagerCore:
 
 
 def _tag_of(command: ResetCommand) -> bytes:
-    """Return the share tag that a reset gives to later chunks; empty if it is a random one."""
+    """Return the share tag that a reset gives to later chunks; empty if the tag is random."""
     return command.tag if command.named else b""

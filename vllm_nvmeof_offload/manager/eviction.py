@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order of eviction, with one policy object per tier and target. Pure.
 
-A policy has only *evictable* slots: the manager withdraws a slot while anything pins it and admits
-it again afterwards. Being pinned is not being used: the manager keeps in an array when each slot
-was last used (`Recency` in native/tiers/eviction.h), so that a write or its late release does not
-make a chunk look recent, and does not reverse the order of a prefix's chunks.
+A policy sees only *evictable* slots: the manager withdraws a slot while it is pinned and admits it
+again afterwards. A pin is not a use. The manager keeps each slot's last use in an array (`Recency`
+in native/tiers/eviction.h). So a write or its late release neither makes a chunk look recent nor
+reverses the order of a prefix's chunks.
 
-The manager uses `Lru` in native/tiers/eviction.h, and calls a user's class once per slot.
+The manager uses `Lru` in native/tiers/eviction.h, or calls a user's class once per slot.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ __all__ = ["EvictionPolicy", "MakePolicy", "choose_policy"]
 class EvictionPolicy(Protocol):
     """The order in which evictable slots are evicted.
 
-    The constructor gets `used`, the time of each slot's last use. The manager updates it and a
-    policy only reads it: it is a read-only view of integers.
-    The time grows with every use of any slot; a withdrawn slot may return with any value. One
-    policy is made for the CPU tier and one for each target, which have at least one slot; after
-    each reset they are made again. Initially all slots are withdrawn.
+    The constructor gets `used`, a read-only view of integers, which are the times of each slot's
+    last use and are updated by the manager. Time advances with every use of any slot; a withdrawn
+    slot may return with any value. One policy is created for the CPU tier and one for each target,
+    all with at least one slot, and again after each reset. Initially all slots are withdrawn.
     """
 
     def admit(self, slot: int) -> None:
@@ -38,7 +37,7 @@ class EvictionPolicy(Protocol):
         """Make `slot` not evictable; unknown slots are ignored."""
 
     def touch(self, slot: int) -> None:
-        """Note that `used[slot]` has grown; unknown slots are ignored."""
+        """Record that `used[slot]` has increased; unknown slots are ignored."""
 
     def peek(self) -> int | None:
         """Return the slot that `victim` would return."""
@@ -60,7 +59,7 @@ _METHODS = ("admit", "withdraw", "touch", "peek", "victim")
 def credit_share(name: str, write_policy: WritePolicy = WritePolicy.THROUGH) -> float:
     """Return `CoreConfig.credit_share` for the policy `name`; 0 if chunks are written on eviction.
 
-    Plain LRU finds more then: 52.2 % against 49.9 % by `bench simulate` on public agentic traces.
+    Plain LRU then has more hits: 52.2 % versus 49.9 % in `bench simulate` on public agentic traces.
     """
     return CREDIT_SHARE if name == CREDITED and write_policy is WritePolicy.THROUGH else 0.0
 
@@ -93,7 +92,7 @@ def _imported(name: str) -> Callable[..., EvictionPolicy]:
         raise ConfigError(_KEY, name, remedy) from error
     found: Callable[..., EvictionPolicy] | None = getattr(imported, attribute, None)
     if found is None:
-        # A folder of this name is a module as well, without a file.
+        # A folder of this name can be imported as a module too, but has no file.
         where = getattr(imported, "__file__", None) or ", ".join(getattr(imported, "__path__", ()))
         remedy = (
             f"the module, found at {where}, has no {attribute}; name a class that it defines, or "

@@ -33,13 +33,13 @@ from vllm_nvmeof_offload.units import slot_stride_bytes
 
 #: The configured name of the eviction policy that gives credit for a chunk's reuse (`Recency`).
 CREDITED = "credited_lru"
-#: The credit for each reuse of a chunk, as a share of the tier's slots, in uses. A request touches
+#: The credit for each reuse of a chunk, in uses, as a share of the tier's slots. A request touches
 #: each of its chunks about three times.
 CREDIT_SHARE = 2.0
 
 
 def ahead_shares(share: float) -> tuple[float, float, float]:
-    """Return the parts of `ahead_cache_share` for one load, preempted and waiting requests."""
+    """Return the shares for one load, for preempted requests and for queued ones."""
     return share, share / 2, share / 2
 
 
@@ -59,16 +59,16 @@ class CoreConfig:
     """The core's configuration. Shares are fractions of the cache slots.
 
     `world_size` is the number of ranks that report. `key_bytes` is the length of every offload key:
-    vLLM's block hash and four bytes of the group's number. `groups` are the KV cache groups that
-    are offloaded, by position. A chunk is stored on its n-th sighting, n being `store_threshold`
-    (`StoreThreshold`). The start line shows `eviction_policy`, the configured name; the core also
-    gets the policy itself. `credit_share` is how much longer a reused chunk is kept (`Recency`); 0
-    is plain LRU. On-eviction writing keeps at least `clean_share` free, or evictable without loss.
-    If `kv_events`, changes are recorded in `ManagerCore.kv_events`, and the caller takes them after
-    each step. Without `admission` everything that is found is loaded.
-    `equal_min` chunks of a group must be equal on a set's ranks before they share one copy; after
-    that, one chunk in `sample_every` is stored by all and compared again.
-    `peers` are their addresses, by lane.
+    vLLM's block hash and four bytes of the group's number. `groups` are the offloaded KV cache
+    groups, by position. A chunk is stored on its n-th sighting, where n is `store_threshold`
+    (`StoreThreshold`). `eviction_policy` is the configured name, for the start line; the core gets
+    the policy separately. `credit_share` is how much longer a reused chunk is kept (`Recency`); 0
+    is plain LRU. On-eviction writing keeps at least `clean_share` free or evictable without loss.
+    With `kv_events`, changes are recorded in `ManagerCore.kv_events`, from which the caller takes
+    them after each step. Without `admission`, everything that is found is loaded. `equal_min`
+    chunks of a group must be equal on a set's ranks before the ranks share one copy; after that,
+    every rank stores one chunk in `sample_every`, which is compared again. `peers` are the peers'
+    addresses, by lane.
     """
 
     world_size: int = 1
@@ -90,8 +90,8 @@ class CoreConfig:
     equal_min: int = 8
     sample_every: int = 1024
     peers: tuple[str, ...] = ()
-    #: Whether the only group is one of full attention. Then every chunk brings its own tokens, and
-    #: a load that lacks its middle still brings those before it. Every op reads this several times.
+    #: Whether the only group has full attention. Every chunk then covers its own tokens, and a load
+    #: with a gap still covers the tokens before the gap. Every op reads this several times.
     full_attention_only: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -100,8 +100,8 @@ class CoreConfig:
 
     def tokens_in(self, slots: int, set_sizes: Sequence[int] = ()) -> int:
         """Return the tokens that this many slots hold, without boundaries' windows and states.
-        `set_sizes` has, by group, the ranks that share one copy of a chunk; empty if each has its
-        own."""
+        `set_sizes` is, by group, the number of ranks that share one copy of a chunk; empty if each
+        rank has its own."""
         dense = self._dense or (self.groups[leading(self.groups)],)
         sizes = [set_sizes[self.groups.index(group)] if set_sizes else 1 for group in dense]
         per_slot = [group.tokens_per_chunk * size for group, size in zip(dense, sizes, strict=True)]
@@ -110,23 +110,23 @@ class CoreConfig:
 
     @property
     def boundary_slots(self) -> int:
-        """Return the slots that the windows and states of one boundary take."""
+        """Return the number of slots that one boundary's windows and states occupy."""
         tails = (group for group in self.groups if group not in self._dense)
         return sum(group.reach_chunks or 0 for group in tails)
 
     @property
     def _dense(self) -> tuple[Group, ...]:
-        """Return the groups of which every chunk is kept."""
+        """Return the groups all of whose chunks are kept."""
         kinds = (GroupKind.FULL, GroupKind.LOCAL)
         return tuple(group for group in self.groups if group.kind in kinds)
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The slots that every rank has, and the shape they share. `pool_slots` is by target.
-    `group_bytes` has, by group, the bytes of a slot that a chunk takes, on the rank where that is
-    most. `set_sizes` has, by group, the ranks with equal bytes, which store one copy of a chunk
-    together."""
+    """The slots that every rank has, and their common shape. `pool_slots` is by target.
+    `group_bytes` is, by group, the number of bytes that a chunk occupies in a slot, on the rank
+    where that is largest. `set_sizes` is, by group, the number of ranks with equal bytes, which
+    together store one copy of a chunk."""
 
     cache_slots: int
     pool_slots: tuple[int, ...]
@@ -140,14 +140,14 @@ class Capacity:
 
     @property
     def lane_bytes(self) -> tuple[int, ...]:
-        """Return the bytes that one rank reads of a chunk: by group; then, by group, for a chunk of
-        which each set has one copy, averaged over the set's ranks."""
+        """Return the bytes that one rank reads per chunk, by group, and then, by group again, those
+        of a chunk with one copy per set, averaged over the set's ranks."""
         single = (size // n for size, n in zip(self.group_bytes, self.set_sizes, strict=True))
         return (*self.group_bytes, *single)
 
     @property
     def slot_fill(self) -> float:
-        """Return the share of a slot that a chunk takes, averaged over the groups."""
+        """Return the share of a slot that a chunk fills, averaged over the groups."""
         return sum(self.group_bytes) / len(self.group_bytes) / self.slot_bytes
 
 
@@ -156,12 +156,12 @@ class Agreement:
     """The handshake's result. `notes` are lines for the log."""
 
     capacity: Capacity
-    #: Their places are in range and ascending. If a key has several, the lowest is adopted.
+    #: The places are in range and ascending. If a key has several, the lowest one is adopted.
     entries: AdoptedEntries
-    #: The entries of the rank that found most, minus the adopted ones.
+    #: The number of entries of the rank that found the most, minus the adopted ones.
     unadopted: int
     notes: tuple[str, ...] = ()
-    #: The share tag at the start; empty if no later start adopts what is written.
+    #: The share tag at the start; empty if no later start adopts the chunks written.
     tag: bytes = b""
 
 
@@ -183,8 +183,8 @@ def agree(hellos: Sequence[RankHello]) -> Agreement:
     tag = first.tag if len({h.tag for h in hellos}) == 1 else b""
     shapes = {(h.engine_index, h.keyspace, h.target_count) for h in hellos}
     if len(shapes) > 1:
-        # Slot numbers then mean different places on different ranks, which is harmless for chunks
-        # written from now on, but fatal for chunks that would be adopted.
+        # Slot numbers then mean different places on different ranks, which is harmless for new
+        # chunks, but would be fatal for adopted ones.
         note = f"ranks opened different pools {sorted(shapes)}: nothing is adopted"
         return Agreement(capacity, AdoptedEntries(), found, (note,))
     entries, found, lost = _adopted(hellos, dict(zip(groups, capacity.set_sizes, strict=False)))
@@ -197,7 +197,7 @@ def agree(hellos: Sequence[RankHello]) -> Agreement:
 
 
 def _set_sizes(hellos: Sequence[RankHello]) -> tuple[int, ...]:
-    """Return the ranks in a set, by group; 1 if the ranks do not agree."""
+    """Return the number of ranks in a set, by group; 1 if the ranks do not agree."""
     by_rank = [[group.set_size for group in hello.groups] for hello in hellos]
     by_group = [set(of_group) for of_group in zip(*by_rank, strict=True)]
     sizes = [sizes.pop() if len(sizes) == 1 else 1 for sizes in by_group]
@@ -207,8 +207,8 @@ def _set_sizes(hellos: Sequence[RankHello]) -> tuple[int, ...]:
 def _adopted(
     hellos: Sequence[RankHello], set_sizes: Mapping[Group, int]
 ) -> tuple[AdoptedEntries, int, int]:
-    """Return the entries that all the ranks concerned have, how many the rank that found most has,
-    and how many of the first rank's are not adopted.
+    """Return the entries that all ranks concerned have, the number on the rank that found the most,
+    and the number of the first rank's that are not adopted.
 
     A chunk with a copy on every rank is required on all of them; one with a single copy per set is
     required on the same member of every set.
@@ -259,7 +259,7 @@ def _group_bytes(hellos: Sequence[RankHello]) -> tuple[int, ...]:
 
 
 def _in_order(adopted: AdoptedEntries) -> AdoptedEntries:
-    """Return the entries in order of place, each once."""
+    """Return the entries in order of place, without duplicates."""
     if bool((np.diff(adopted.places) > 0).all()):
         return adopted  # the order from `Pool.adopt`
     return _take(adopted, np.unique(adopted.places, return_index=True)[1])

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks that are kept, or fetched from the pool, for waiting requests. Pure.
+"""Holds chunks in the CPU tier, or fetches them from the pool, for waiting requests. Pure.
 
 `ReloadScheduler` chooses the chunks, for two kinds of requests:
 
 * preempted requests: cached chunks are held and the others fetched, within `reload_cache_share`,
-  shortest remaining first, so that most requests are ready soonest; but a request that has waited
-  for `_PATIENCE_S` precedes all that have not.
+  fewest remaining chunks first, so that the most requests are ready soonest; but a request that
+  has waited for `_PATIENCE_S` precedes all that have not.
 * new requests in vLLM's queue: their chunks in the pool are fetched in queue order, within
   `prefetch_cache_share`.
 
 A request leaves when it starts, when its load is planned, or when it ends. Chunks that no other
 request wants are then released, and fetches in progress are cancelled. Work per step is bounded.
 
-Native code (native/tiers/holds.h) iterates over a request's chunks, holds, fetches and releases
-them. Python asks which leading chunks GPU memory has, up to the first that it lacks: vLLM's own
-look-up ends there, so that all later chunks have to be loaded.
+Native code (native/tiers/holds.h) iterates over a request's chunks to hold, fetch and release
+them. Python asks which leading chunks are in GPU memory, up to the first that is not: vLLM's own
+look-up ends there, so all later chunks have to be loaded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ROOM_SHARE = 0.125
 
 
 class Reason(enum.IntEnum):
-    """The reason for which a chunk is held or fetched. `Tiers` keeps unsent fetches by reason."""
+    """The reason for holding or fetching a chunk. `Tiers` keeps unsent fetches by reason."""
 
     RELOAD = 0  # for a preempted request
     QUEUE = 1  # for a request that waits in vLLM's queue
@@ -51,9 +51,9 @@ _ENDS = ("used", "wasted", "cancelled", "failed", "probe")
 
 
 class Holds:
-    """The held chunks, with the commands and the counters that follow from them.
+    """The held chunks, with the resulting commands and counters.
 
-    `op_of` returns a fetch by its number, until it is over.
+    `op_of` returns a fetch by its number until the fetch is over.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class Holds:
         return self._held.keys(self._tiers)
 
     def wanted(self, keys: Sequence[bytes]) -> Wanted:
-        """Return an object for one request's chunks, of which none is held yet."""
-        return self._held.wanted(self._tiers, tuple(keys))  # native code points into them
+        """Return an object for one request's chunks, none of which is held yet."""
+        return self._held.wanted(self._tiers, tuple(keys))  # native code keeps pointers into it
 
     def advance(
         self,
@@ -98,8 +98,8 @@ class Holds:
         """Hold and fetch these chunks, of which those before `local` are in GPU memory.
 
         Chunks in GPU memory are skipped, unless the CPU tier has them. Returns the first chunk that
-        is not done (past the last if a chunk is in no tier, because a load would end there), the
-        looks left, and the first and last chunk that were skipped, or -1.
+        is not done, the remaining looks, and the first and last skipped chunk, or -1. If a chunk is
+        in no tier, all later ones count as done, because a load would end there.
         """
         bounds = looks, reason, held_max, fetching_max
         done = self._held.advance(wanted, chunks.start, chunks.stop, local, *bounds)
@@ -112,12 +112,12 @@ class Holds:
         self._count()
 
     def sent(self, op: Op) -> None:
-        """Note that these fetches are sent to the ranks."""
+        """Record that these fetches are sent to the ranks."""
         assert op.batch is not None
         self._held.sent(op.number, op.batch)
 
     def used(self, load: Batch) -> None:
-        """Note that a load takes these chunks."""
+        """Record that a load uses these chunks."""
         self._held.used(load)
 
     def leave(self, wanted: Wanted) -> None:
@@ -134,19 +134,19 @@ class Holds:
         self._count()
 
     def ended(self, op: Op, rows: Sequence[int] | None) -> None:
-        """Note that these rows of a fetch, or all, have their outcome on every rank."""
+        """Record that these rows of a fetch, or all, have their outcome on every rank."""
         assert op.batch is not None
         self._held.ended(op.number, op.batch, rows, op.probe)
         self._count()
 
     def lost(self, op: Op, rows: Sequence[int]) -> None:
-        """Note that the chunks of these rows of an op are no longer in their cache slots."""
+        """Record that the chunks of these rows of an op are no longer in their cache slots."""
         assert op.batch is not None
         self._held.lost(op.batch, rows)
         self._count()
 
     def reset(self) -> None:
-        """Release everything, after every entry was doomed and all unsent fetches were dropped."""
+        """Release everything. Every entry must be doomed and all unsent fetches dropped before."""
         self._held.reset()
         self._count()
 
@@ -160,18 +160,18 @@ class Holds:
 
 #: Shorter requests do not overtake a preempted request that has waited this long.
 _PATIENCE_S = 5.0
-#: The time between two checks whether a preempted request's chunks are still in GPU memory.
+#: The time between checks of whether a preempted request's chunks are still in GPU memory.
 _LOOK_AGAIN_S = 0.05
-#: The chunks that one `turn` examines, in about 1 ms. Bytes, not chunks, should bound fetching.
+#: The most chunks that one `turn` examines, in about 1 ms. Bytes should bound fetching, not this.
 LOOKS_MAX = 4096
-#: Bounds on questions to vLLM whether GPU memory has a chunk: per `turn`, and per request.
+#: Bounds on queries to vLLM about chunks in GPU memory: per `turn`, and per request.
 _QUESTIONS_MAX, _QUESTIONS_OF_ONE_MAX = 256, 64
-#: The bytes of fetches in progress, enough for a fast target between two steps.
+#: The most bytes of fetches in progress, enough for a fast target between two steps.
 _FETCH_BYTES_MAX = 256 << 20
 _FETCHES_MIN = 4
 _PROBES_MAX = 4
 
-#: A request's place in vLLM's queue; the lowest goes first.
+#: A request's place in vLLM's queue; the lowest is served first.
 Order = tuple[float, ...]
 #: A function that returns whether the n-th followed chunk is still in GPU memory.
 InGpu = Callable[[int], bool]
@@ -190,14 +190,14 @@ class _Want:
     since_s: float
     next: int = 0  # the chunks before this one are done
     local: int = 0  # leading chunks known to be in GPU memory
-    local_ends: bool = False  # whether there are no more of them
+    local_ends: bool = False  # whether `local` is final
     skipped: int | None = None  # the first chunk skipped because it was in GPU memory
     skipped_last: int = 0  # the last skipped chunk
-    in_heap: bool = False  # the heap of new requests
+    in_heap: bool = False  # whether it is in the heap of new requests
     done_s: float = 0.0  # when every chunk had been examined
 
     def ask(self, questions: int) -> int:
-        """Ask which leading chunks are in GPU memory. Return the questions that are left."""
+        """Ask which leading chunks are in GPU memory. Return the number of questions left."""
         while not self.local_ends and questions:
             questions -= 1
             self.local_ends = self.local == self.count or not self.in_gpu(self.local)
@@ -217,7 +217,7 @@ class _Want:
 
 
 class ReloadScheduler:
-    """See the module's docstring. A share of 0 switches its part off."""
+    """See the module's docstring. A share of 0 disables its part."""
 
     def __init__(
         self, config: CoreConfig, capacity: Capacity, holds: Holds, clock: Callable[[], float]
@@ -244,9 +244,9 @@ class ReloadScheduler:
     ) -> None:
         """Follow a waiting request.
 
-        `keys` are its chunks that a load could bring: those of full attention in prefix order, from
-        the first one, then those of windows and states. `order` is its place in the queue; requests
-        of equal order keep the order of arrival. It is None if the request was preempted.
+        `keys` are the chunks that a load could bring: those of full attention in prefix order, from
+        the first one, then those of windows and states. `order` is the request's place in the queue
+        or, if it was preempted, None; requests of equal order keep their order of arrival.
         """
         self.left(request_id)
         if keys and self._limits[Reason.RELOAD if order is None else Reason.QUEUE]:
@@ -257,9 +257,9 @@ class ReloadScheduler:
             self._queue_up(want)
 
     def looked_up(self, request_id: str, local_chunks: int) -> None:
-        """Note vLLM's look-up: the request's first `local_chunks` chunks are in GPU memory now. If
-        it stays in the queue, chunks that were skipped because they were there are examined
-        again."""
+        """Record vLLM's look-up, which found the request's first `local_chunks` chunks in GPU
+        memory. If skipped chunks are no longer there, all chunks from the first skipped one on are
+        examined again."""
         want = self._wants.get(request_id)
         if want is None or want.skipped is None or local_chunks > want.skipped_last:
             return
@@ -276,19 +276,19 @@ class ReloadScheduler:
         self._holds.leave(want.wanted)
 
     def reset(self) -> None:
-        """Start again after a reset: every chunk is void, and none is held."""
+        """Start over after a reset, when no chunk is valid and none is held."""
         self._wants.clear()
         self._preempted.clear()
         self._queue.clear()
 
     def probe(self, keys: Sequence[bytes]) -> None:
-        """Read a few of these pool-only chunks in the background, if no probe is under way."""
+        """Read a few of these pool-only chunks in the background, if no probe is in progress."""
         if not self._holds.count(Reason.PROBE):
             for key in keys[:_PROBES_MAX]:
                 self._holds.probe(key)
 
     def turn(self) -> None:
-        """Hold and fetch as many chunks as the shares allow. Called once per step."""
+        """Hold and fetch as many chunks as the shares allow. Call once per step."""
         looks, self._questions = LOOKS_MAX, _QUESTIONS_MAX
         now_s = self._clock()
         due = [want for want in self._preempted.values() if want.is_due(now_s)]
@@ -302,7 +302,7 @@ class ReloadScheduler:
                 break
             if finished:  # otherwise the next request may need only holds
                 want.done_s = now_s
-        if len(self._queue) > 2 * len(self._wants):  # a waiting head keeps entries that have left
+        if len(self._queue) > 2 * len(self._wants):  # drop entries that have left
             self._queue = [one for one in self._queue if self._waits(one[2])]
             heapq.heapify(self._queue)
         while self._queue:
@@ -326,11 +326,11 @@ class ReloadScheduler:
             heapq.heappush(self._queue, (want.order, want.arrival, want))
 
     def _advance(self, want: _Want, reason: Reason, looks: int) -> tuple[int, bool]:
-        """Continue with one request. Return (looks left, whether nothing is left to do for it)."""
+        """Continue with one request. Return (remaining looks, whether the request is done)."""
         most = _QUESTIONS_OF_ONE_MAX if reason is Reason.RELOAD else _QUESTIONS_MAX
         questions = min(self._questions, most)
         self._questions -= questions - want.ask(questions)
-        # Reloads may have as many again: fetches for the queue must not delay them.
+        # Reloads get twice the limit, because fetches for the queue must not delay reloads.
         most = self._fetches_max * (2 if reason is Reason.RELOAD else 1)
         chunks = range(want.next, want.count if want.local_ends else want.local)
         want.next, looks, first, last = self._holds.advance(

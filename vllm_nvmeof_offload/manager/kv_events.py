@@ -2,9 +2,9 @@
 """The chunks that entered and left each tier, in order: the source of KV events. Pure.
 
 A chunk is *in* the CPU tier once its copy is complete on every rank, and in the pool once its write
-is complete. It leaves a tier when it is removed there by eviction, failure or reset. Tiers are
-recorded separately: a chunk that is evicted from pinned memory may still be in the pool. A router
-that applies the changes in order has exactly the index.
+is complete. It leaves a tier when eviction, failure or a reset removes it there. Tiers are recorded
+separately: a chunk that is evicted from pinned memory may still be in the pool. A router that
+applies the changes in order reconstructs the index exactly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TAKE_SHARE = 8
 
 @dataclass(slots=True)
 class Change:
-    """The keys that entered a tier, or left it."""
+    """The keys that entered or left a tier."""
 
     tier: Source
     removed: bool
@@ -31,7 +31,7 @@ class Change:
 
 
 class KvEventLog:
-    """The changes that were not reported yet, oldest first. Its length is in keys.
+    """The changes not reported yet, oldest first. The length is in keys.
 
     The tiers log what enters and leaves each of them. A reset drops unreported arrivals, because
     its own removals cancel them.

@@ -2,7 +2,7 @@
 """The ledger of operations: what was sent to the ranks, and the reports that are still awaited.
 
 An op gets its number when its command is sent. Until then a write or a fetch is only planned, and
-`Tiers` can drop it. What is known of each row of an op is in its batch (native/tiers/tiers.h).
+`Tiers` can drop it. The state of each row of an op is in the op's batch (native/tiers/tiers.h).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 class Op:
     """An operation in progress.
 
-    `batch` has its rows; None for a reset or an attach, which has one row.
+    `batch` holds the op's rows; None for a reset or an attach, which has one row.
 
-    Most ops never set the later fields. Their defaults are the class's and cost an op nothing.
+    Most ops never set the later fields, whose defaults are in the class and cost nothing per op.
     """
 
     number: int
@@ -39,14 +39,14 @@ class Op:
     lanes: Sequence[int] = field(default=(), init=False)
     #: For a load: the rows that are read from the pool.
     reads: int = field(default=0, init=False)
-    #: For a load: the request's tokens that it brings, and how many of them are lost by now.
+    #: For a load: the request's tokens that it covers, and how many of these are lost so far.
     tokens: range = field(default=range(0), init=False)
     lost: int = field(default=0, init=False)
     #: For a load: as in `Decision`.
     predicted_s: float = field(default=0.0, init=False)
     #: Whether this is a fetch only for measurement.
     probe: bool = field(default=False, init=False)
-    #: For a load or fetch: the seconds of prompts that the model had computed at its plan.
+    #: For a load or fetch: the seconds that the model had spent on prompts when it was planned.
     prompts_s: float = field(default=0.0, init=False)
 
     @property
@@ -65,7 +65,7 @@ def columns_of(batch: Batch) -> ChunkBatch:
 
 
 class Ledger:
-    """The ops in progress, oldest first. `prompts_s`: how long the model has computed prompts."""
+    """The ops in progress, oldest first. `prompts_s` returns the seconds spent on prompts."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Ledger:
         return self._ops[number]
 
     def named(self, numbers: Iterable[int]) -> list[Op]:
-        """Return several ops on which there are reports."""
+        """Return the ops with these numbers, on which there are reports."""
         try:
             return [self._ops[number] for number in numbers]
         except KeyError as over:
@@ -133,7 +133,7 @@ class State(enum.IntEnum):
 
 
 class Entry(NamedTuple):
-    """An entry, for inspection. `cache` and `place` are -1 if it has none."""
+    """An entry, for inspection. `cache` and `place` are -1 for none."""
 
     state: State
     generation: int

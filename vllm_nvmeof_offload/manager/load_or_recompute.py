@@ -6,28 +6,28 @@ The rule:
     loading time = slowness * (one step + bytes of the busiest lane / read rate of that lane)
     computing time = tokens / prefill rate at their depth
 
-The depth of a token is the number of tokens before it. Attention reads all of these, so the
-rate falls with the depth. The `StepMeter` measures the rate, its depth, the slope, and a step.
+The depth of a token is the number of tokens before it. Attention reads all of these, so the rate
+falls with the depth. The `StepMeter` measures the rate, its depth, its slope and a step's time.
 
 A lane is what reads queue for, here a target. Its bytes include those that other loads will read
 there. The workers measure the read rates. While a rate is unknown, everything is loaded.
 
-The slowness is the ratio of the loads' time to their predicted time, smoothed. It is below 1
-if peers read for us, and if loads hide behind the prompts of others. A load that takes longer
-than computing, or is cut off, can only raise it, the latter at once: the rest would have
-taken longer still. Any other load can only lower it: loads slower than predicted do no harm
-while they are faster than computing. The pool is read while loading is faster than computing. Once
-it is slower, the pool is declined until loading is faster by the factor `_HYSTERESIS`.
+The slowness is the smoothed ratio of the loads' time to their predicted time. It is below 1 if
+peers read for us, or if loads overlap with other requests' prompts. A load that takes longer than
+computing can only raise the slowness; one that is cut off raises it at once, because the rest would
+have taken even longer. Any other load can only lower it: a load slower than predicted does no harm
+while it is faster than computing. The pool is read while loading is faster than computing. Once
+loading is slower, the pool is declined until loading is faster by the factor `_HYSTERESIS`.
 
 A probe reads a few declined chunks in the background (`ReloadScheduler.probe`), so that no request
-waits to find out that the pool has recovered. A successful probe lowers the slowness towards
-its minimum: by half of the distance, or by the trust in the pool if that is less. So a load that
-only peers would make fast is tried, too. Trust starts at 1; a load that takes longer than computing
-halves it, any other doubles it. So a pool that hangs now and then, or is fast only for the few
-chunks of a probe, is tried less and less.
+waits to find out that the pool has recovered. A successful probe lowers the slowness towards its
+minimum: by half of the distance, or by the trust in the pool if that is less. So a load that only
+peers would make fast is tried too. Trust starts at 1; a load that takes longer than computing
+halves it, and any other load doubles it. So a pool that hangs now and then, or is fast only for the
+few chunks of a probe, is tried less and less.
 
 Chunks of the CPU tier are always loaded, because pinned memory is many times faster than any model,
-and loading keeps the model free for others.
+and loading keeps the model free for other requests.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from vllm_nvmeof_offload.manager.ledger import Ledger, Op
 _HYSTERESIS = 1.25
 #: The share of the distance by which a load changes the slowness; a probe too, if trust allows it.
 _NEWEST = 1 / 2
-#: A lower bound, because loads that hide behind prompts for a while will not always do so.
+#: A lower bound, because loads that overlap with prompts for a while will not always do so.
 _SLOWNESS_MIN = 0.5
 #: The slowness of a load that did not complete and had no prediction.
 _SLOWNESS_LOST = 16.0
@@ -53,8 +53,8 @@ _SLOWNESS_LOST = 16.0
 #: their computing time, which costs a few percent of all computing.
 _TRUST_MIN = 1 / 512
 #: A load is cut off after this many times the time of computing its chunks and of one step, but not
-#: before `_LIMIT_S_MIN`. It begins when the step that carries it ends, and a later step's output
-#: reports it, so that slow steps which only decode must not make it look slow.
+#: before `_LIMIT_S_MIN`. It begins when the step that carries it ends and is reported with a later
+#: step's output, so slow decode-only steps must not make it look slow.
 _LIMIT_FACTOR = 2.0
 _LIMIT_S_MIN = 0.25
 
@@ -63,8 +63,8 @@ _LIMIT_S_MIN = 0.25
 class Find:
     """A look-up's hit. `leading_cpu` is the number of leading chunks that the CPU tier has.
 
-    The rest follows for the chunks after these: `read_bytes` to read, by lane; the `tokens` that
-    reading saves the model; and `queued_bytes` that other loads have yet to read, by lane.
+    The other fields concern the chunks after these: `read_bytes` are to be read, by lane; `tokens`
+    need not be computed then; other loads have yet to read `queued_bytes`, by lane.
     """
 
     leading_cpu: int
@@ -75,8 +75,8 @@ class Find:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A decision; False in `load` means to recompute. `predicted_s` is the loading time at a
-    slowness of 1, or 0 if unknown. `limit_s` is when to cut the load off."""
+    """A decision to load or, if `load` is False, to recompute. `predicted_s` is the loading time at
+    a slowness of 1, or 0 if unknown. `limit_s` is the time after which the load is cut off."""
 
     load: bool
     predicted_s: float = 0.0
@@ -106,10 +106,10 @@ class Attempt:
 
 
 class Admission:
-    """The decisions for one core, and its estimates. All bytes are by lane, and of one rank.
+    """Decides for one core, and keeps its estimates. All bytes are those of one rank, by lane.
 
-    `read_rates` has the measured bytes per second of the slowest rank, by lane, or 0 if unknown.
-    The caller updates it.
+    `read_rates` is the slowest rank's measured bytes per second, by lane, or 0 if unknown. The
+    caller updates it.
     """
 
     def __init__(self, config: CoreConfig, read_rates: Sequence[float]) -> None:
@@ -121,9 +121,9 @@ class Admission:
         self.depth_s = 0.0
         #: The measured seconds that a step takes without prompts.
         self.step_s = 0.0
-        #: The ratio of the loads' time to their predicted time, smoothed.
+        #: The smoothed ratio of the loads' time to their predicted time.
         self.slowness = 1.0
-        #: Whether the last decision was to read the pool, and no load was disappointing since.
+        #: Whether the last decision was to read the pool, and no load has been too slow since.
         self.reading = True
         self._trust = 1.0
 
@@ -133,7 +133,7 @@ class Admission:
         return sum(self.read_rates)
 
     def token_s(self, tokens: int, before: int) -> float:
-        """Return the seconds per token of computing `tokens` that follow `before` others.
+        """Return the seconds per token for computing `tokens` that follow `before` others.
 
         Call only if the prefill rate is known.
         """
@@ -166,8 +166,8 @@ class Admission:
         return Decision(True, predicted_s, limit_s)
 
     def loaded(self, seconds: float, predicted_s: float, *, missed: bool, late: bool) -> None:
-        """Learn from a load. `predicted_s` is that of the decision. `missed`: some chunks had not
-        arrived in time. `late`: the load took longer than computing."""
+        """Learn from a load. `predicted_s` is the decision's. `missed`: some chunks had not arrived
+        in time. `late`: the load took longer than computing."""
         if not predicted_s and not missed:
             return
         sample = seconds / predicted_s if predicted_s else _SLOWNESS_LOST
@@ -176,7 +176,7 @@ class Admission:
             self._approach(min(sample, self.slowness), _NEWEST)
             return
         self._approach(max(sample, self.slowness), 1.0 if missed else _NEWEST)
-        if self.reading:  # otherwise it was planned before a disappointing load ended
+        if self.reading:  # else it was planned before an earlier slow load ended
             self.reading = False
             self._trust = max(_TRUST_MIN, self._trust / 2)
 
@@ -198,15 +198,15 @@ class Admission:
 
 
 class LoadTimes:
-    """Times the loads of one core: what they have yet to read, and which are overdue.
+    """Times the loads of one core, and tracks what they have yet to read and which are overdue.
 
-    A load takes from its plan until its report is applied, by this clock: the report arrives with a
-    step's output, and the request runs in the next step. Without the load it would have run in the
-    step for which it was planned, and it waits for the steps in between. Ranks' own times would
-    leave out the steps before and after the copy.
+    A load lasts from its plan until its report is applied, by this clock: the report arrives with a
+    step's output, and the request runs in the next step. Without the load, the request would have
+    run in the step for which the load was planned, so it waits for all steps in between. The ranks'
+    own times would leave out the steps before and after the copy.
 
-    The time in which the model computes prompts of other requests does not count. This request
-    would not be computed then either, and a step that fills the processors slows the load itself.
+    The time in which the model computes other requests' prompts does not count. This request would
+    not be computed then either, and a step that fills the processors slows the load itself.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class LoadTimes:
         self._config = config
 
     def planned(self, op: Op, limit_s: float | None) -> None:
-        """Note that the load is sent. It is cut off after `limit_s`; None for never."""
+        """Record that the load is sent. It is cut off after `limit_s`; None for never."""
         assert op.batch is not None
         op.lanes, op.reads = op.batch.lanes(self._lane_bytes, len(self.reading))
         for lane, count in enumerate(op.lanes):
@@ -271,7 +271,7 @@ class LoadTimes:
 
     def _is_worth_cutting(self, op: Op) -> bool:
         """Return whether the load may be cut off. With several groups a load brings all of its
-        tokens or none: once one read has ended, waiting is better than losing it."""
+        tokens or none: once one read is complete, waiting is better than losing it."""
         if self._config.full_attention_only:
             return True
         assert op.batch is not None

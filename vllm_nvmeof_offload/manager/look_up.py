@@ -2,13 +2,12 @@
 """A waiting request's look-up: the question, vLLM's answer, and what is then loaded. Pure.
 
 vLLM looks up the request at the head of its queue in every step, key by key, until the request gets
-its GPU blocks. An answer is remembered, and repeated while the chunks that were found are where
-they were, no load of one has begun (vLLM delays a request that asks for such a chunk), and the
-keys at which the groups' look-ups stopped still miss. One native call checks this for all keys
-at once.
+its GPU blocks. An answer is cached and reused as long as three conditions hold: the chunks found
+have not moved; no load of one has begun (vLLM delays a request that asks for such a chunk); the
+keys at which the groups' look-ups stopped still miss. One native call checks this for all keys.
 
 If admission declines the pool, the request is looked up again in the CPU tier only, and this second
-answer is remembered as well. vLLM's state of the request is that of the last real look-up.
+answer is cached too. vLLM's state of the request is that of the last real look-up.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from vllm_nvmeof_offload.manager.core import ManagerCore
     from vllm_nvmeof_offload.native import Whereabouts
 
-#: The decision on a remembered answer is repeated after this time, because rates and queues change.
+#: The decision on a cached answer is made again after this time, because rates and queues change.
 _DECIDE_AGAIN_S = 0.05
 #: The time between two log lines on admission.
 _LOG_PERIOD_S = 60.0
@@ -40,8 +39,8 @@ class Queue:
 
     `keys_of` returns a request's keys so far, by group position and in prefix order, or None if the
     request is unknown. `ends_of` returns, for keys that a request's look-up asked for, the tokens
-    up to each chunk's end. `is_cached` returns whether the request's chunk of this key is in GPU
-    memory; chunks of windows and states count as not. `by_priority` is vLLM's policy.
+    up to each chunk's end. `is_cached` returns whether the request's chunk with this key is in GPU
+    memory, and False for windows and states. `by_priority`: vLLM orders the queue by priority.
     """
 
     keys_of: Callable[[str], Sequence[Sequence[bytes]] | None]
@@ -53,9 +52,9 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The question of a look-up: the request's `tokens`; `last_hash`, of its last whole block,
-    which stands for all before; `local` tokens in GPU memory; `cap`, the most tokens to load; and
-    the `sources` that may hit."""
+    """The question of a look-up. `tokens` is the request's length, and `last_hash` is the hash of
+    its last whole block, which depends on all earlier ones. `local` tokens are in GPU memory. At
+    most `cap` tokens are loaded. Only `sources` may hit."""
 
     tokens: int
     last_hash: object
@@ -66,10 +65,10 @@ class Question:
 
 @dataclass(slots=True)
 class Answer:
-    """A look-up's answer. `found` has the tokens, or None if vLLM delays the request. `hits` and
-    `misses` have the keys. `later`: the load may continue during later steps. `keep`: the answer
-    may be remembered. `whereabouts` has where the hits were, or None if one of them misses. The
-    other fields are admission's."""
+    """A look-up's answer. `found` is the number of tokens, or None if vLLM delays the request.
+    `hits` and `misses` are keys. `later`: the load may continue during later steps. `keep`: the
+    answer may be cached. `whereabouts` records where the hits are; it is None if one of them now
+    misses. The other fields are admission's."""
 
     question: Question
     found: int | None
@@ -92,8 +91,8 @@ Ask: TypeAlias = Callable[[Question], Answer]
 @dataclass(slots=True)
 class _LookedUp:
     """A request between its first look-up and its GPU blocks. `answers` is by set of sources.
-    `last` is the question of the last real look-up. `boundary` has the tokens up to the end of the
-    last hit."""
+    `last` is the question of the last real look-up. `boundary` is the number of tokens up to the
+    end of the last hit."""
 
     answers: dict[int, Answer] = field(default_factory=dict)
     last: Question | None = None
@@ -119,7 +118,7 @@ class RequestLookUps:
         self._core = core
         self._queue = queue
         self._offered, self._helpers_of, self._clock = offered, helpers_of, clock
-        #: For the group that a request's length is counted by, and whether it needs all its chunks.
+        #: For the leading group: the tokens per chunk, and whether it has full attention.
         self.tokens_per_chunk = queue.groups[leading(queue.groups)].tokens_per_chunk
         self.full = queue.groups[leading(queue.groups)].kind is GroupKind.FULL
         self._requests: dict[str, _LookedUp] = {}
@@ -127,8 +126,8 @@ class RequestLookUps:
         self._logged: tuple[bool, float] = (True, -_LOG_PERIOD_S)
 
     def answer(self, request_id: str, question: Question, ask: Ask, second: int) -> Answer:
-        """Return what the request should load. `second` has the sources that are left if admission
-        declines the answer of all of them."""
+        """Return what the request should load. `second` are the sources that remain if admission
+        declines what was found in all of them."""
         answer = self._look_up(request_id, question, ask)
         if answer.found is None:
             return answer
@@ -139,7 +138,7 @@ class RequestLookUps:
                 return answer
             self.declined(request_id, answer.found)
         if answer.found and self._requests[request_id].last != question:
-            # vLLM's state of the request is that of the look-up in the other sources.
+            # vLLM's state of the request is still that of the look-up in the other sources.
             answer = self.asked(request_id, ask(question))
         return answer
 
@@ -147,7 +146,7 @@ class RequestLookUps:
         return self.recall(request_id, question) or self.asked(request_id, ask(question))
 
     def recall(self, request_id: str, question: Question) -> Answer | None:
-        """Return the answer that a look-up would repeat, or None if a look-up is needed."""
+        """Return the cached answer if it is still valid, or None if a look-up is needed."""
         known = self._requests.get(request_id)
         answer = known.answers.get(question.sources) if known else None
         if known is None or answer is None:
@@ -163,7 +162,7 @@ class RequestLookUps:
         return None
 
     def asked(self, request_id: str, answer: Answer) -> Answer:
-        """Record a real look-up's answer, remember it if possible, and return it."""
+        """Record a real look-up's answer, cache it if possible, and return it."""
         known = self._requests.setdefault(request_id, _LookedUp())
         known.last, sources, found = answer.question, answer.question.sources, answer.found
         known.answers.pop(sources, None)
@@ -171,7 +170,7 @@ class RequestLookUps:
         asked_one_key = not found and self._core.config.full_attention_only
         if found is None or asked_one_key or not answer.keep:  # None is a delay
             return answer
-        # An answer is remembered only if the tiers have exactly what vLLM found.
+        # An answer is cached only if the tiers have exactly what vLLM found.
         rests_on = answer.hits or (not found and answer.misses)
         if rests_on and answer.whereabouts is not None:
             known.answers[sources] = answer
@@ -181,7 +180,7 @@ class RequestLookUps:
         """Decide whether to load what a look-up in all sources has found after the tokens that are
         in GPU memory.
 
-        If it is declined, the caller looks the request up in the CPU tier only, and calls
+        If the decision is no, the caller looks up the request in the CPU tier only, and calls
         `declined`.
         """
         local, found = answer.question.local, answer.found or 0
@@ -196,7 +195,7 @@ class RequestLookUps:
             else:
                 attempt = replace(attempt, tokens=0, declined=found)
             self._log_change()
-        known.attempt = attempt if found else None  # None voids the decision on an earlier hit
+        known.attempt = attempt if found else None  # None clears the decision on an earlier hit
         known.boundary = local + found
         self._offered(request_id, local, attempt.tokens)
         return attempt
@@ -231,7 +230,7 @@ class RequestLookUps:
         return decision
 
     def _taken(self, request_id: str, answer: Answer) -> Sequence[bytes]:
-        """Return the keys of a load of what was found: those that vLLM's look-up hit, no others."""
+        """Return the keys of a load of what was found: only those that vLLM's look-up hit."""
         keys_by_group = self._queue.keys_of(request_id)
         if self._core.config.full_attention_only or keys_by_group is None:
             return answer.hits
@@ -246,20 +245,20 @@ class RequestLookUps:
         return known.attempt if known else None
 
     def end(self, request_id: str) -> tuple[Attempt | None, int | None]:
-        """Forget a request that has received or given back GPU blocks, or has ended. Return the
-        decision on it, and the tokens up to the end of what was found."""
+        """Forget a request that has received or returned GPU blocks, or has ended. Return the
+        decision on the request, and the number of tokens up to the end of what was found."""
         known = self._requests.pop(request_id, None)
         return (known.attempt, known.boundary) if known else (None, None)
 
     def forget_answers(self, request_id: str) -> None:
-        """Require a new look-up of the request, because vLLM's state of it is not a look-up's."""
+        """Require a new look-up, because vLLM's state of the request is no longer a look-up's."""
         if known := self._requests.get(request_id):
             known.answers.clear()
 
     def take_declined(self) -> Sequence[bytes]:
-        """Return the chunks that the last attempt declined since the last call, to probe the pool
-        with. Not part of `decide`, because a probe takes cache slots, and the chunks found there
-        are not pinned yet."""
+        """Return the chunks that the last attempt declined since the last call, for probing the
+        pool. This is not part of `decide`, because a probe takes cache slots, and the chunks found
+        there are not pinned yet."""
         declined, self._declined = self._declined, ()
         return declined
 
@@ -272,9 +271,9 @@ class RequestLookUps:
             return
         self._logged = (admission.reading, now_s)
         logger.info(
-            "what is found in the pool is %s: it reads %.0f MB/s, loads take %.1f times what that "
-            "predicts, and the model computes %.0f tokens/s",
-            "loaded again" if admission.reading else "computed again, which is faster",
+            "pool hits are %s: the pool reads %.0f MB/s, loads take %.1f times the predicted time, "
+            "and the model computes %.0f tokens/s",
+            "loaded again" if admission.reading else "recomputed, which is faster",
             admission.bytes_per_s / 1e6,
             admission.slowness,
             admission.prefill_rate,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the duration of the model's steps: the prefill rate, and how much longer a token takes
-if more tokens precede it. Pure."""
+"""Measures the durations of the model's steps: the prefill rate, and how the time for a token grows
+with the tokens that precede it. Pure."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-#: A request with at most this many tokens in a step decodes; speculative decoding has more than 1.
-#: A step counts for the prefill rate if it computes as many prompt tokens per decode, and at least
-#: four times as many in all: otherwise decodes, or the step's fixed cost, take most of its time.
+#: A request with at most this many tokens in a step decodes; speculative decoding uses more than 1.
+#: A step counts for the prefill rate if it computes at least this many prompt tokens per decode and
+#: four times this many in all; otherwise decodes or the step's fixed cost take most of its time.
 _DECODE_TOKENS_MAX = 16
-#: The weight of the earlier samples against a new one.
+#: The decay of older samples' weight per new sample.
 _KEPT = 0.8
 #: The slope is fitted only if the depths' standard deviation is at least this share of the largest
 #: step's tokens.
@@ -38,11 +38,11 @@ class StepMeter:
     """Measures steps. Call `scheduled` and `ended` once for every step. A step lasts from its
     scheduling, or from the end of the previous step if that is later (the engine may schedule
     ahead), to the arrival of its output. The prefill rate is that of the largest steps, because
-    each step has a fixed cost in addition to its tokens: the rest of a prompt that was loaded is
-    computed in a small step, at a fraction of the rate of the whole prompt. Attention reads all
+    each step has a fixed cost in addition to that of its tokens: the rest of a loaded prompt is
+    computed in a small step, at a fraction of the rate of a whole prompt. Attention reads all
     tokens before a token, so the end of a long prompt can take several times as long as its
-    beginning. `depth_s` is the slope of a line through the largest steps' times per token over
-    their depths, fitted by least squares."""
+    beginning. `depth_s` is the slope of a least-squares line through the largest steps' times per
+    token over their depths."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.steps = 0  # steps with tokens
@@ -54,8 +54,8 @@ class StepMeter:
         self._ahead: deque[_Step] = deque(maxlen=_AHEAD_MAX)
         self._ended_s = 0.0
         self._prompts_s = 0.0
-        #: Sums over the tokens of the steps with at least half the tokens of the largest step: of
-        #: 1, depth, seconds of a token, and depth times either of these. Earlier steps weigh less.
+        #: Sums over the tokens of steps with at least half the tokens of the largest step: of 1,
+        #: depth, seconds per token, depth², and depth times seconds. Earlier steps weigh less.
         self._sums = [0.0] * 5
         self._slope = 0.0  # the last slope from depths far enough apart
         self._largest = 0
@@ -69,7 +69,7 @@ class StepMeter:
 
     @property
     def depth(self) -> float:
-        """Return the average tokens before a token in the steps that give `prefill_rate`."""
+        """Return the average number of tokens before a token in the steps of `prefill_rate`."""
         tokens, depths, *_ = self._sums
         return depths / tokens if tokens else 0.0
 
@@ -81,7 +81,7 @@ class StepMeter:
         return max(0.0, min(self._slope, _SLOPE_SHARE_MAX * seconds / depths)) if depths else 0.0
 
     def prompts_s(self) -> float:
-        """Return the seconds in which the model computed prompts: each step's share until now."""
+        """Return the seconds that the model has spent on prompts: each step's share until now."""
         if not self._ahead:
             return self._prompts_s
         step = self._ahead[0]
@@ -95,9 +95,9 @@ class StepMeter:
     def scheduled(
         self, tokens: Mapping[str, int], computed: Callable[[], Mapping[str, int]] = dict
     ) -> None:
-        """Note a scheduled step. `tokens` has its tokens by request. `computed` returns the tokens
-        that precede these, by request, and is called only if the step counts for the prefill
-        rate."""
+        """Record a scheduled step. `tokens` are its tokens by request. `computed` returns, by
+        request, the number of tokens that precede these; it is called only if the step counts for
+        the prefill rate."""
         prefill = {one: count for one, count in tokens.items() if count > _DECODE_TOKENS_MAX}
         total, prompts = sum(tokens.values()), sum(prefill.values())
         decodes, depth = len(tokens) - len(prefill), 0.0
@@ -109,7 +109,7 @@ class StepMeter:
         self._ahead.append(_Step(self._clock(), total, prompts / max(1, total), counts, depth))
 
     def ended(self) -> None:
-        """Note that the oldest step's output has arrived."""
+        """Record that the oldest step's output has arrived."""
         if not self._ahead:
             return
         step, now_s = self._ahead.popleft(), self._clock()
@@ -127,7 +127,7 @@ class StepMeter:
             self._count(step.tokens, step.depth, seconds / step.tokens)
 
     def _count(self, tokens: int, depth: float, token_s: float) -> None:
-        """Include one of the largest steps."""
+        """Include one of the largest steps in the sums."""
         sample = 1, depth, token_s, depth * depth, depth * token_s
         pairs = zip(self._sums, sample, strict=True)
         self._sums = [_KEPT * known + tokens * new for known, new in pairs]

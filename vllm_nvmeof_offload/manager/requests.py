@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The core's view of vLLM's requests. Does not import vLLM.
 
-`WaitingRequests` passes on each request's keys and place in the queue to the core's
-`hold_and_prefetch`; `manager/look_up.py` has their look-ups. `ResumeCounter` counts what a
-preempted request gets back when it is resumed, because vLLM leaves preempted requests out of its
-external prefix cache metrics.
+`WaitingRequests` passes each request's keys and place in the queue to the core's
+`hold_and_prefetch`; `manager/look_up.py` handles the look-ups. `ResumeCounter` counts what a
+preempted request gets back when it resumes, because vLLM's external prefix cache metrics exclude
+preempted requests.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class _Computed:
 
 
 class ResumeCounter:
-    """Follows vLLM's scheduler outputs; pure.
+    """Counts what resumed requests get back, from vLLM's scheduler outputs. Pure.
 
-    `num_tokens` returns the tokens that a request has now. Steps schedule more than that: drafts,
-    some of which are rejected. A preempted request's scheduler output lacks the number of rejected
-    drafts, but it follows from the request's tokens: the last one was sampled in the step that
-    verified the drafts, and was never computed.
+    `num_tokens` returns a request's current number of tokens. Steps schedule more than that:
+    drafts, some of which are rejected. A preempted request's scheduler output lacks the number of
+    rejected drafts, but the number follows from the request's tokens: the last one was sampled in
+    the step that verified the drafts, and was never computed.
 
-    A load brings a request to a multiple of `unit_tokens`, which is whole chunks in every group.
+    A load ends at a multiple of `unit_tokens`, which is whole chunks in every group.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ResumeCounter:
         for request_id in scheduler_output.preempted_req_ids or ():
             computed = self._computed.pop(request_id, _Computed())
             before = self._preempted.get(request_id, _Computed())
-            # Preempted again before it advanced: the first time's tokens still count.
+            # If it was preempted again before it advanced, the first preemption's tokens count.
             self._preempted[request_id] = max(computed, before, key=lambda c: c.tokens)
         scheduled = scheduler_output.num_scheduled_tokens
         for request_id in scheduled.keys() & self._preempted.keys():
@@ -86,13 +86,13 @@ class ResumeCounter:
         return min(computed.tokens, max(0, tokens - 1) if computed.drafted else tokens)
 
     def offered(self, request_id: str, local: int, found: int) -> None:
-        """Note a look-up: `local` tokens in GPU memory and `found` more to load. The last one
+        """Record a look-up: `local` tokens in GPU memory and `found` more to load. The last one
         counts."""
         if request_id in self._preempted:
             self._offered[request_id] = (local, found)
 
     def resumed(self, request_id: str, loaded: int) -> bool:
-        """Count what a preempted request gets back with its GPU blocks, of which we load `loaded`
+        """Count what a preempted request gets back with its GPU blocks, into which we load `loaded`
         tokens. Returns False for any other request."""
         offer = self._offered.pop(request_id, None)
         if offer is None:
@@ -142,7 +142,7 @@ class WaitingRequests:
         helpers: int | None = None,
     ) -> None:
         """Add a request that has arrived. `prefetch`: its chunks may be held and fetched while it
-        waits. `first`: before the chunks of other requests. `helpers` is as in `LoadCommand`."""
+        waits; `first`: before those of other requests. `helpers` is as in `LoadCommand`."""
         self._requests[request.request_id] = request
         (self._followed.add if prefetch else self._followed.discard)(request.request_id)
         self._helpers.pop(request.request_id, None)
@@ -154,13 +154,13 @@ class WaitingRequests:
             order: Order = (not first,)
             if self._queue.by_priority:
                 order += (request.priority, request.arrival_time)
-            # vLLM computes at least the last token, so a load never has all chunks.
+            # vLLM computes at least the last token, so a load never covers all tokens.
             self._follow(request, request.num_tokens - 1, order)
 
     def allocated(self, request_id: str, loaded: int) -> Attempt | None:
-        """Note that the request got its GPU blocks: count what it gets back, and the decision on
-        its hit. `loaded` is the number of tokens that vLLM lets us load. It may be 0: another
-        connector has them, or GPU memory has as many."""
+        """Record that the request got its GPU blocks: count what it gets back, and the decision on
+        its hit. `loaded` is the number of tokens that vLLM lets us load. It is 0 if another
+        connector loads the tokens, or GPU memory has as many."""
         attempt, found = self.look_ups.end(request_id)
         self._core.reload.left(request_id)
         self._going.add(request_id)
@@ -221,7 +221,7 @@ class WaitingRequests:
             self._follow(request, self.resumes.computed(request_id), None)
 
     def _follow(self, request: Any, tokens: int, order: Order | None) -> None:
-        """Look ahead for a waiting request for which a load of `tokens` is useful."""
+        """Hold and fetch chunks for a waiting request that could load up to `tokens`."""
         keys_by_group = self._queue.keys_of(request.request_id)
         if keys_by_group is None:
             return
@@ -229,7 +229,7 @@ class WaitingRequests:
         if len(groups) == 1 and self.look_ups.full:
             keys = keys_by_group[0][: tokens // self.look_ups.tokens_per_chunk]
         else:
-            # The windows and states that a load brings depend on what is missing.
+            # The windows and states that a load needs depend on what is missing.
             limit = min(tokens + 1, request.num_tokens)
             _, keys = boundary.plan(groups, keys_by_group, 0, limit, self._core.present)
         self._core.reload.follow(
@@ -242,19 +242,19 @@ class WaitingRequests:
 
 
 class Suspension:
-    """The requests with chunks that are not stored, because weights may have changed since their KV
-    was computed. `vllm_adapter/new_weights.py` finds them. Scheduler side, one thread."""
+    """The requests whose chunks are not stored, because weights may have changed since their KV was
+    computed; `vllm_adapter/new_weights.py` finds them. Used on the scheduler's thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.requests: set[str] = set()
         self._clock = clock
         self._began_s = 0.0
         self._logged_s = -_LOG_PERIOD_S
-        self._announced = False  # whether the beginning was logged, so that the end will be
+        self._announced = False  # whether the start was logged, so that the end will be too
 
     def begin(self, call: str, requests: Iterable[str], *, known: bool) -> None:
-        """Suspend `requests`, which had KV when vLLM did `call`, which changes weights (`known`) or
-        may."""
+        """Suspend `requests`, which had KV when vLLM made `call`. The call changes weights
+        (`known`) or may do so."""
         self.requests = set(requests)
         self._began_s = self._clock()
         if self._began_s - self._logged_s < _LOG_PERIOD_S:
@@ -262,18 +262,18 @@ class Suspension:
         self._logged_s = self._began_s
         self._announced = bool(self.requests)
         logger.warning(
-            "%s %s the weights: everything offloaded before is void, and a later start does not "
-            "adopt what is stored from now on; %s%s",
+            "%s %s the weights: everything offloaded before is invalid, and a later start will not "
+            "adopt chunks stored after this; %s%s",
             call,
             "changed" if known else "may have changed",
-            f"{len(self.requests)} requests with KV of before are not stored"
+            f"{len(self.requests)} requests with older KV are not stored"
             if self.requests
             else "every request is stored",
             "" if known else " (set weights_never_change if such a call leaves the weights alone)",
         )
 
     def ended(self, request_id: str) -> None:
-        """Note that a request has ended, or computes everything again."""
+        """Record that a request has ended or recomputes everything."""
         self.requests.discard(request_id)
         if self._announced and not self.requests:
             self._announced = False
@@ -281,7 +281,7 @@ class Suspension:
             logger.info("every request is stored again, %.0f s after that call", lasted_s)
 
     def log_while_it_lasts(self) -> None:
-        """Log the number of suspended requests once a minute. Called in each step."""
+        """Log the number of suspended requests once a minute. Call in each step."""
         if not self.requests:
             return
         now_s = self._clock()
@@ -290,7 +290,7 @@ class Suspension:
         self._logged_s, self._announced = now_s, True
         logger.warning(
             "%d requests are still not stored, %.0f s after a call that may have changed the "
-            "weights: they began before it",
+            "weights: they started before the call",
             len(self.requests),
             now_s - self._began_s,
         )

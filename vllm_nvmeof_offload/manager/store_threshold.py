@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores a chunk only after it was offered often enough. Pure."""
+"""Stores a chunk only after it has been offered often enough. Pure."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class StoreThreshold:
 
     A sighting is one offer for storage (`prepare_store`), which vLLM makes once per request for
     each of its chunks, whether it computed the chunk or found it in GPU memory. Look-ups do not
-    count, nor do a request's repeated offers, and a reset forgets nothing. At most `keys_max` keys
-    and 1023 more are counted; the least recently seen are forgotten. Threshold 1 keeps no table.
+    count, nor do a request's repeated offers, and a reset forgets nothing. At most `keys_max` and
+    1023 more keys are counted; the least recently seen are forgotten. Threshold 1 needs no table.
     """
 
     def __init__(self, threshold: int, keys_max: int) -> None:
@@ -38,7 +38,7 @@ class StoreThreshold:
     ) -> npt.NDArray[np.uint8] | None:
         """Count an offer of each of `keys`. Return which are due, or None for all.
 
-        `again` has keys that the request has offered before.
+        `again` contains keys that the request has offered before.
         """
         if self._threshold == 1:
             return None

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks' verdicts on targets, and the rates that they measured, which decide where each write
-is sent. Pure.
+"""The ranks' verdicts on targets and measured rates, which determine where each write is sent.
+Pure.
 
 The choice itself runs once per chunk in `native/tiers/tiers.cpp` (`choose`). A target with a queue
-more than twice as long, in time, as the shortest gets nothing. Among the others, a target with
-a free slot comes before one that must evict: a hit from a slower target is better than none.
-Among equals, the one that was given the fewest writes for its rate is chosen, so that shares follow
-the rates even while every queue is empty. Queues are pending writes over the slowest rank's
-measured rate; while any rate is unknown, all count as equal, and the targets take turns.
+more than twice as long, in time, as the shortest gets nothing. Among the others, a target with a
+free slot is preferred to one that must evict, because a hit from a slower target is better than
+none. Among equals, the target with the fewest writes so far for its rate is chosen, so that shares
+follow the rates even while every queue is empty. A queue's length is its pending writes divided by
+the slowest rank's measured rate; while any rate is unknown, all are equal, and targets take turns.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from vllm_nvmeof_offload.protocol import VERDICTS, RateReport, VerdictReport
 if TYPE_CHECKING:
     from vllm_nvmeof_offload.native import Tiers
 
-#: The least share of the fastest target's rate that counts: even a slow target must get a write now
-#: and then, because only a write shows that it is fast again.
+#: A target's rate counts as at least this share of the fastest one's: even a slow target must get a
+#: write now and then, because only a write shows that it is fast again.
 _SPEED_MIN = 1 / 32
 
 
@@ -49,7 +49,7 @@ class Targets:
         return True
 
     def worst_verdicts(self) -> list[int]:
-        """Return an index of `protocol.VERDICTS` by target."""
+        """Return, by target, the index of the worst verdict in `protocol.VERDICTS`."""
         by_target = ([VERDICTS.index(v.verdict) for v in one.values()] for one in self._verdicts)
         return [max(indices, default=0) for indices in by_target]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine's figures and log lines: its metrics, its start, and its failures. Pure.
+"""One engine's metrics, and its log lines on the start and on failures. Pure.
 
 Counters are exported as increases and gauges when they change, because most steps change few. All
 gauges are exported periodically, because each of several API servers receives only the steps of its
@@ -27,7 +27,7 @@ _QUEUES = ("stream_slot", "read", "prefetch", "write")
 
 
 class MetricsCollector:
-    """Reads one core's counters and gauges. `config` has the values of `CONFIG_LABELS`."""
+    """Reads one core's counters and gauges. `config` maps `CONFIG_LABELS` to their values."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class MetricsCollector:
         gauges["capacity_tokens", "cpu"] = core.config.tokens_in(slots, sets)
 
     def take_increases(self) -> dict[Series, float]:
-        """Return counters' increases since the last call. The first has every series, even if 0."""
+        """Return counters' increases since the last call; the first call returns every series."""
         counts, before = self._core.counters, self._counted
         increases, self._zeros = self._zeros, {}
         for series, count in counts.items():
@@ -102,7 +102,7 @@ class MetricsCollector:
 
 
 def _read_queues(levels: Iterable[LevelReport], targets: int) -> Counts:
-    """Return the reads' waits on the slowest rank by lane: targets by number, and then peers."""
+    """Return the reads' waits on the slowest rank, by lane: targets by number, then peers."""
     gauges = Counts({("read_queue_seconds", str(number)): 0 for number in range(targets)})
     for level in levels:
         for number, seconds in enumerate(level.read_waits_s):
@@ -113,7 +113,7 @@ def _read_queues(levels: Iterable[LevelReport], targets: int) -> Counts:
 
 
 def config_labels(hellos: Sequence[RankHello], policies: CoreConfig) -> dict[str, str]:
-    """Return the values of `CONFIG_LABELS` on rank 0; the start line has the differences."""
+    """Return the values of `CONFIG_LABELS` on rank 0; the start line shows differences."""
     first = hellos[0]
     return {
         "version": __version__,
@@ -128,17 +128,17 @@ def config_labels(hellos: Sequence[RankHello], policies: CoreConfig) -> dict[str
     }
 
 
-#: A warning is logged if no chunk fills a larger share of the slots' bytes.
+#: The start line has a warning if a larger share of the slots' bytes is unused.
 _UNUSED_MAX = 0.25
 
 
 def start_line(
     hellos: Sequence[RankHello], core: ManagerCore, alone: str | None = None, group: str = ""
 ) -> str:
-    """Return one log line on all ranks together; a value that differs is shown with its ranks.
+    """Return one log line on all ranks together; values that differ are shown with their ranks.
 
-    `alone` is why chunks of other servers are not loaded: empty if they are, None if that is
-    configured. `group` has the servers with chunks that are loaded: empty for those of this host.
+    `alone` states why other servers' chunks are not loaded: empty if they are loaded, None if
+    sharing is off. `group` names the servers whose chunks are loaded; empty for those of this host.
     """
     first, ranks, capacity = hellos[0], len(hellos), core.capacity
     config, adopted = core.config, int(core.counters["adoption_chunks", "adopted"])
@@ -171,7 +171,7 @@ def start_line(
         parts.append(f"holds its pool by lease as {_by_rank(hellos, 'lease_name')}")
     if alone is not None:
         of = f"group {group}" if group else "this host"
-        loads = f"loads what other servers of {of} have stored"
+        loads = f"loads chunks stored by other servers of {of}"
         parts.append(f"SHARES NOTHING: {alone}" if alone else loads)
     return "; ".join(parts)
 
@@ -185,7 +185,7 @@ def _tokens(config: CoreConfig, capacity: Capacity, slots: int) -> str:
 def _groups(config: CoreConfig, capacity: Capacity) -> Iterable[str]:
     if max(capacity.set_sizes) > 1:
         ranks = ", ".join(map(str, capacity.set_sizes))
-        yield f"one copy of what {ranks} ranks hold alike"
+        yield f"one copy of KV that is equal on {ranks} ranks"
     if config.full_attention_only:
         return
     sizes = ", ".join(map(format_bytes, capacity.group_bytes))
@@ -208,7 +208,7 @@ def _adopted(config: CoreConfig, chunks: int) -> str:
 def _pool(first: RankHello, capacity: Capacity, config: CoreConfig, ranks: int) -> str:
     slots = capacity.pool_slots_total
     if not slots:
-        return "no pool: what leaves the CPU tier is gone"
+        return "no pool: chunks evicted from the CPU tier are lost"
     size = format_bytes(slots * capacity.slot_bytes * ranks)
     return (
         f"pool of {_tokens(config, capacity, slots)} ({slots} slots, "
@@ -229,19 +229,19 @@ PERIOD_S = 60.0
 #: Operation → the failure and its consequence.
 _FAILED = {
     "store": ("copied from the GPU", "they are not offloaded"),
-    "load": ("loaded", "their tokens are computed again"),
-    "fetch": ("fetched ahead of need", "a request that needs them computes them again"),
-    "write": ("written", "they stay in the CPU tier only"),
-    "reset": ("voided on disk", "what this server stores is not found by another start"),
+    "load": ("loaded", "their tokens are recomputed"),
+    "fetch": ("fetched ahead of need", "a request that needs them recomputes them"),
+    "write": ("written", "they stay only in the CPU tier"),
+    "reset": ("invalidated on disk", "a later start will not find what this server stores"),
 }
 
 
 class FailureLog:
     """Logs failed operations: the first of a kind at once, then at most one line per minute.
 
-    A kind is an operation with an outcome on a target. Each line has the number of chunks since the
-    last line of its kind, so that none is omitted. `targets` has their directories. Cancelled
-    operations are not logged.
+    A kind is an operation with an outcome on a target. Each line states the number of chunks since
+    the last line of its kind, so that none is missed. `targets` are the targets' directories.
+    Cancelled operations are not logged.
     """
 
     def __init__(
@@ -251,15 +251,15 @@ class FailureLog:
         self._targets = {str(number): path for number, path in enumerate(targets)}
         self._logged = Counts()
         self._logged_s: dict[Series, float] = {}
-        self._unequal = 0  # the groups that were logged
+        self._unequal = 0  # how many unequal groups were logged
         self._has_lost = False  # whether unwritten chunks were logged
 
     def log_new(self) -> None:
-        """Log what is new and due. Call after every step's reports."""
+        """Log new failures that are due. Call after every step's reports."""
         for group in self._core.unequal_groups[self._unequal :]:
             logger.warning(
                 "ranks that should hold equal KV stored different bytes of KV cache group %d: "
-                "both tiers are emptied, and each rank stores its own copies from now on; "
+                "both tiers were emptied, and each rank now stores its own copies; "
                 "please report this model and its parallel configuration, and leave out one_copy",
                 self._core.config.groups[group].group_id,
             )
@@ -268,10 +268,10 @@ class FailureLog:
         if lost and not self._has_lost:
             self._has_lost = True
             logger.warning(
-                "chunks leave the CPU tier before they are written (%d so far), and what was "
-                "stored behind them is not found: no target takes writes, or the CPU tier is too "
-                "small for the windows and states of the requests that run; from now on "
-                'vllm:nvmeof_unwritten_chunks{reason="evicted"} counts them',
+                "chunks are evicted from the CPU tier before they are written (%d so far), and "
+                "later chunks of their prefixes are not found: no target takes writes, or the CPU "
+                "tier is too small for running requests' windows and states; for later counts, see "
+                'vllm:nvmeof_unwritten_chunks{reason="evicted"}',
                 lost,
             )
         for kind, outcome in self._core.last_failures.items():

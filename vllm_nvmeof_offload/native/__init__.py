@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code that runs per chunk, in C++.
+"""The C++ code that runs per chunk.
 
-`core` has the I/O engine, the pool's format and checksums; the rest has the manager's index, both
-tiers and the machine of transfers.
+`core` contains the I/O engine, the pool's format and checksums. The other names belong to the
+manager's tiers, the foreign table, and the worker's transfer machine.
 """
 
 from __future__ import annotations

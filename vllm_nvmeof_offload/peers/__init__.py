@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads through peers: other servers read for us over their storage links, and we for them."""
+"""Loads through peers: other servers read for us over their storage links, and we read for them."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The terms of peers, and the interfaces to both sides' machines.
+"""The facts that both sides of a peer connection share, and the interfaces to their machines.
 
-P is the loading server, D the helper. P asks D for a chunk; D reads it into one of its *serve
-slots* and lends the slot to P; P pulls the chunk into its own slot, and verifies it there. A peer's
-messages decide how soon a chunk arrives, never whether it is right.
+P is the loading server, and D is the helper. P requests a chunk from D. D reads it into one of its
+*serve slots* and lends the slot to P; P pulls the chunk into its own slot, and verifies it there. A
+peer's messages decide how soon a chunk arrives, but never whether it is correct.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from vllm_nvmeof_offload.errors import Outcome
 from vllm_nvmeof_offload.pool.format import SlotPlace
 from vllm_nvmeof_offload.protocol import SlotIdentity
 
-#: The intervals at which both send a beat while a read is open, and otherwise.
+#: The intervals at which both sides send a beat, while a read is open and otherwise.
 BEAT_OPEN_S = 0.05
 BEAT_IDLE_S = 1.0
-#: If a peer has sent nothing for this long, its open reads are made elsewhere, and nothing more is
-#: requested from it until it sends something.
+#: If a peer has sent nothing for this long, its open reads are retried elsewhere, and nothing
+#: more is requested from it until it sends something.
 STALLED_S = 0.5
 #: A peer that has sent nothing for this long is lost.
 SILENT_S = 3.5
@@ -46,8 +46,9 @@ class SlotMemory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """The facts that two peers must have in common, besides the share tag. `secret` is the share
-    secret, or empty. `replica` is the number among a server's `replicas`, which may differ."""
+    """The facts that two peers must have in common, in addition to the share tag. `secret` is the
+    share secret, or empty. `replica` is the index of one of a server's `replicas`; both may
+    differ."""
 
     keyspace: str
     rank: int
@@ -83,8 +84,8 @@ class PeerRead:
 class PeerEnd(NamedTuple):
     """The outcome of a read.
 
-    `released`: nothing touches its buffer any more. If False, another end of the same token
-    follows, which reports only the release.
+    `released` states that nothing touches its buffer any more. If it is False, another end with the
+    same token follows, which only reports the release.
     """
 
     token: int
@@ -93,9 +94,9 @@ class PeerEnd(NamedTuple):
 
 
 class PeerState(NamedTuple):
-    """The state of a peer's lane. `credits` is the number of reads that it may have at a time.
-    `bytes_per_s` is 0 if unknown. `queued_bytes` is what the peer's storage must read before our
-    next request. `lost` counts how often its session was lost or stalled."""
+    """The state of a peer's lane. `credits` is the number of reads that it may have open at a time.
+    `bytes_per_s` is 0 if unknown. `queued_bytes` is how much the peer's storage must read before
+    our next request. `lost` counts how often its session was lost or stalled."""
 
     usable: bool
     credits: int
@@ -122,7 +123,7 @@ class ServeRead:
 
 
 class Served(NamedTuple):
-    """The end of a `ServeRead`: the storage does not touch its serve slot any more.
+    """The end of a `ServeRead`, after which the storage no longer touches its serve slot.
 
     `outcome` is None if D has not opened the region of the place.
     """
@@ -132,23 +133,23 @@ class Served(NamedTuple):
 
 
 class Levels(NamedTuple):
-    """The state of D's storage: the bytes it must still read, and its rate, or 0 if unknown."""
+    """The load on D's storage: the bytes it must still read, and its rate, or 0 if unknown."""
 
     queued_bytes: int
     bytes_per_s: float
 
 
 class ServePort(Protocol):
-    """The interface to D's storage. Only the server's thread calls, and no call blocks."""
+    """The interface to D's storage. Only the server's thread calls its methods, and none blocks."""
 
     def serve(self, reads: Sequence[ServeRead]) -> None:
-        """Read after D's own demand. Each read ends once in `poll`, however late."""
+        """Read these chunks after D's own loads. Each read ends once in `poll`, however late."""
 
     def cancel(self, tokens: Sequence[int]) -> None:
-        """Give up these reads. They still end like all others."""
+        """Cancel these reads. Each of them still ends in `poll`."""
 
     def poll(self) -> list[Served]:
-        """Return the reads that have ended since the last call."""
+        """Return the reads that ended since the last call."""
 
     def levels(self) -> Levels:
         """Return how busy the storage is now."""

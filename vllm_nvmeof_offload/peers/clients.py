@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loading server's side: one lane per peer, and one thread for all.
+"""The loading server's side: one lane per peer, and one thread for all lanes.
 
 A read is ASKED, then PULLING if NIXL moves its bytes, and then ends. A read that is cancelled or
-past its deadline has its outcome at once. If D still owes an answer, the read is DROPPED and costs
+past its deadline gets its outcome at once. If D still owes an answer, the read is DROPPED and costs
 a credit; if its pull has not ended, it is a ZOMBIE, and its buffer is released later. Nothing waits
-for a peer: if it is silent for half a second, its reads end, and nothing more is requested from it
-until it sends something. A peer loses its session, and is greeted again soon, if it errs, stays
-silent, holds a zombie for a second, or its connection ends, for example because its process was
+for a peer: if a peer is silent for half a second, its reads end, and nothing more is requested from
+it until it sends something. A peer loses its session, and is greeted again soon, if it errs, stays
+silent, holds a zombie for a second, or loses its connection, for example because its process was
 killed. The machine gives no reads to a peer that is lost repeatedly (native/machine/peer_judge.h).
 """
 
@@ -86,7 +86,7 @@ _GREETING_S = 2.0
 _ZOMBIE_S = 1.0
 #: A peer that has not opened a region yet gets this time to open it.
 _NOT_ATTACHED_S = 0.25
-#: The time for which the library keeps a closed socket to send pending messages.
+#: The time for which ZMQ keeps a closed socket open to send pending messages.
 _BYE_MS = 100
 _ENDED = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 LOST = io_error(errno.ENOTCONN)
@@ -110,7 +110,7 @@ class _Reading:
 
 @dataclass(slots=True)
 class ClientCounts:
-    """Counts of what all peers sent, and what they did not."""
+    """Counts of the reads by all peers, and of their failures."""
 
     pulled: int = 0
     pulled_bytes: int = 0
@@ -121,11 +121,11 @@ class ClientCounts:
 
 
 class _SessionLostError(Exception):
-    """Ends the session; its text is the reason."""
+    """Raised to end the session. Its text is the reason."""
 
 
 class _OtherSecretError(_SessionLostError):
-    """The connection ended before a session, as if share secrets are missing or differ."""
+    """The connection ended before a session, as if share secrets were missing or different."""
 
 
 class _Session:
@@ -142,7 +142,7 @@ class _Session:
         self.socket.setsockopt(zmq.LINGER, 0)
         frame_bytes_max = max(MESSAGE_BYTES_MAX, common.slot_bytes) + CURVE_BYTES
         self.socket.setsockopt(zmq.MAXMSGSIZE, frame_bytes_max)
-        self.socket.setsockopt(zmq.RECONNECT_IVL, -1)  # messages sent meanwhile would be lost
+        self.socket.setsockopt(zmq.RECONNECT_IVL, -1)  # messages would be lost in between
         self.socket.setsockopt(zmq.IPV6, 1)
         lock(self.socket, common.secret, serves=False)
         #: Readable once the connection has ended, or if no server listens there.
@@ -151,13 +151,13 @@ class _Session:
         self.channel = Channel()
         self.is_up = False
         self._cut_off = ""
-        self.has_pulled = False  # the first pull makes the connection, which takes milliseconds
+        self.has_pulled = False  # the first pull connects, which takes milliseconds
         self.transport: NixlTransport | None = None  # None if chunks arrive in messages
         self._listening = listening
         self.told_s = 0.0
         self.heard_s = self.opened_s = listening.now_s  # by the clock that measures silence
         self.is_stalled = False
-        self.broken = ""  # the reason why nothing can be sent
+        self.broken = ""  # why nothing can be sent
         self.credits = self.slots = 0
         self.open: dict[int, _Reading] = {}
         self.moving: dict[int, _Reading] = {}  # the PULLING and ZOMBIE reads
@@ -181,7 +181,7 @@ class _Session:
         self.is_stalled = False
 
     def opens(self) -> None:
-        """Note that the first read is requested: from now on the peer must send often."""
+        """Record that the first read is requested, so that the peer must now send often."""
         self.opened_s = self._listening.now_s
 
     def is_silent(self) -> bool:
@@ -197,7 +197,7 @@ class _Session:
         try:
             self.socket.send(self.channel.encode(message), zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            self.broken = f"it takes no messages: {error}"
+            self.broken = f"it accepts no messages: {error}"
 
 
 @dataclass(slots=True, eq=False)
@@ -217,8 +217,8 @@ class _Lane:
 
 
 class PeerClients(SessionThread):
-    """Reads through peers until it is closed. `submit`, `cancel`, `poll` and `close` are for one
-    thread, and do not wait for peers."""
+    """Reads through peers until it is closed. `submit`, `cancel`, `poll` and `close` must be called
+    on one thread, and do not wait for peers."""
 
     def __init__(
         self,
@@ -230,9 +230,9 @@ class PeerClients(SessionThread):
         *,
         by_nixl: bool = True,
     ) -> None:
-        """`addresses` has each lane's peer, as `tcp://10.0.0.7:7000`. `memory` is where chunks may
-        be written, and `view` the same memory. With `by_nixl` NIXL pulls if it can; otherwise
-        chunks arrive in messages."""
+        """`addresses` lists each lane's peer, such as `tcp://10.0.0.7:7000`. Chunks may be written
+        into `memory`, and `view` is the same memory. With `by_nixl` NIXL pulls the chunks if it
+        can; otherwise they arrive in messages."""
         self.counts = ClientCounts()
         super().__init__("peer-clients", self._run, tag)
         self._common, self._memory = common, memory
@@ -243,7 +243,7 @@ class PeerClients(SessionThread):
             collections.deque()
         )
         self._ends: collections.deque[PeerEnd] = collections.deque()
-        #: Agents of lost sessions that have not ended, with the reads that they may write into.
+        #: Agents of lost sessions that have not ended, with the reads they may still write to.
         self._leaving: list[tuple[NixlTransport, list[_Reading]]] = []
         self._heard = Waker()
         self._thread.start()
@@ -284,7 +284,7 @@ class PeerClients(SessionThread):
         finally:
             self._take_commands()
             for lane in self._lanes:
-                self._lose(lane, "this server stops", counts=False)
+                self._lose(lane, "this server is stopping", counts=False)
             self._look_at_leaving()
             self._heard.wake()
             self._context.destroy(_BYE_MS)
@@ -329,7 +329,7 @@ class PeerClients(SessionThread):
             if lane.back_off.is_over(now_s):
                 self._greet(lane)
             return
-        cut_off = lane.session.why_cut_off()  # first, so that nothing else arrives
+        cut_off = lane.session.why_cut_off()  # first: nothing arrives after it
         take = functools.partial(self._take_frames, lane, lane.session)
         drained = take_in(lane.session.socket, take)
         self._pull_on(lane, lane.session)
@@ -338,7 +338,7 @@ class PeerClients(SessionThread):
         if drained and cut_off:
             raise (_OtherSecretError if cut_off == STRANGER else _SessionLostError)(cut_off)
         if drained and lane.session.is_silent():
-            raise _SessionLostError("silence")
+            raise _SessionLostError("it was silent for too long")
         if drained and lane.session.stalls() and not lane.session.is_stalled:
             self._stall(lane, lane.session)
         if lane.session.broken:
@@ -395,7 +395,7 @@ class PeerClients(SessionThread):
             session.send(Read(reads=part, inline=session.transport is None))
 
     def _drop(self, token: int, outcome: Outcome) -> None:
-        """Decide an open read."""
+        """Give an open read its outcome."""
         for lane in self._lanes:
             session = lane.session
             reading = None if session is None else session.open.get(token)
@@ -412,19 +412,19 @@ class PeerClients(SessionThread):
                 return
 
     def _stall(self, lane: _Lane, session: _Session) -> None:
-        """Read elsewhere what a silent peer was asked for. The peer may still live."""
+        """End a silent peer's reads, which are retried elsewhere. The peer may still be alive."""
         session.is_stalled = True
         for token, reading in list(session.open.items()):
             if reading.stage in (_Stage.ASKED, _Stage.PULLING):
                 self._drop(token, LOST)
         lane.lost += 1
-        self._say(lane, f"says nothing for {STALLED_S} s while it should read")
+        self._say(lane, f"has not answered a read for {STALLED_S} s")
 
     def _expire(self, session: _Session, now_s: float) -> None:
         for token, reading in list(session.open.items()):
             if reading.stage is _Stage.ZOMBIE:
                 if now_s - reading.decided_s > _ZOMBIE_S:
-                    raise _SessionLostError("a pull does not end")
+                    raise _SessionLostError("a pull did not end")
             elif reading.stage is not _Stage.DROPPED and reading.read.deadline_s <= now_s:
                 self._drop(token, DEADLINE)
 
@@ -464,12 +464,12 @@ class PeerClients(SessionThread):
                 for one in message.failed:
                     self._take_failed(lane, session, one)
             case Bye():
-                raise _SessionLostError(f"it says: {message.text!r}")
+                raise _SessionLostError(f"it ended the session: {message.text!r}")
             case _:
                 raise MalformedError(f"{type(message).__name__} from D")
 
     def _take_answer(self, lane: _Lane, session: _Session, message: AnyMessage) -> None:
-        """Process a message of a peer with a session."""
+        """Process the peer's answer to our request for a session."""
         match message:
             case Welcome():
                 self._welcomed(lane, session, message)
@@ -485,10 +485,10 @@ class PeerClients(SessionThread):
         session.is_up = True
         session.credits, session.slots = welcome.credits, welcome.slots
         how = f"in messages ({why_not})" if why_not else "by NIXL"
-        self._say(lane, f"reads for us, {welcome.credits} chunks at a time, which come {how}")
+        self._say(lane, f"reads for us, {welcome.credits} chunks at a time, sent {how}")
 
     def _connect(self, session: _Session, welcome: Welcome) -> str:
-        """Return why nothing can be pulled; empty if pulls are possible."""
+        """Prepare pulls. Return why they are impossible; empty if they are possible."""
         theirs = SlotMemory(welcome.address, self._common.slot_bytes, welcome.slots)
         try:
             session.transport = NixlTransport(self._memory)
@@ -516,7 +516,7 @@ class PeerClients(SessionThread):
             self._came(read)
 
     def _came(self, read: PeerRead) -> None:
-        """Verify a chunk that has arrived whole. One that does not match has failed."""
+        """Verify a chunk that has arrived completely. If it does not match, the read fails."""
         start = read.address - self._memory.address
         slot = self._view[start : start + slot_stride_bytes(read.payload_bytes)]
         outcome = verify(slot, read.identity, read.payload_bytes, read.place, read.tag)
@@ -531,7 +531,7 @@ class PeerClients(SessionThread):
         if lent.slot >= session.slots:
             raise MalformedError(f"slot {lent.slot} of {session.slots}")
         if session.transport is None:
-            raise MalformedError("a slot is lent that was to be sent")
+            raise MalformedError("it lent a slot that it should have sent")
         reading.stage = _Stage.PULLING
         session.moving[lent.token] = reading
         read = reading.read
@@ -556,7 +556,7 @@ class PeerClients(SessionThread):
     def _answered(session: _Session, token: int) -> _Reading:
         reading = session.open.get(token)
         if reading is None or reading.stage not in (_Stage.ASKED, _Stage.DROPPED):
-            raise MalformedError(f"an answer to {token}, which was not asked for")
+            raise MalformedError(f"an answer to {token}, which was not requested")
         return reading
 
     @staticmethod
@@ -595,13 +595,13 @@ class PeerClients(SessionThread):
         self._ends.append(PeerEnd(read.token, outcome, released))
 
     def _lose(self, lane: _Lane, why: str, *, counts: bool = True) -> None:
-        """End the session with all its reads, and greet again a little later."""
+        """End the session and all its reads, and greet the peer again a little later."""
         session, lane.session = lane.session, None
         if session is None:
             return
         was_up = session.is_up
         lane.lost += was_up and counts and not session.is_stalled  # a stall was counted already
-        self._show(lane)  # before its reads end, which must not go to it again
+        self._show(lane)  # before its reads end, which must not be sent to it again
         lane.pull_rate.stop()
         self.counts.lost += was_up and counts
         if counts:
@@ -623,7 +623,7 @@ class PeerClients(SessionThread):
         self._look_at_leaving()
 
     def _look_at_leaving(self) -> None:
-        """End the agents of lost sessions, and with them anything they may still write."""
+        """End the agents of lost sessions, and with them all writes in progress."""
         leaving, self._leaving = self._leaving, []
         for transport, touched in leaving:
             is_gone = transport.close()
@@ -652,7 +652,7 @@ class PeerClients(SessionThread):
         )
 
     def _say(self, lane: _Lane, text: str) -> None:
-        """Log a text once."""
+        """Log a text unless it repeats the last one."""
         if text != lane.told:
             lane.told = text
             logger.info("peer %s: %s", lane.address, text)

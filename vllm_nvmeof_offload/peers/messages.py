@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages of two peers: msgpack in one ZMQ frame each, of a bounded size.
+"""The messages between two peers: msgpack of a bounded size, in one ZMQ frame each.
 
-Every message has `n`, its number in its direction of the session: a gap means that the connection
-was lost meanwhile. Unknown fields are ignored by the receiver, so that a later release may add
-some. A frame that is no message, too large, or has the wrong number is malformed: the receiver
-counts it and closes the session.
+Every message carries `n`, its number in its direction of the session; a gap means that messages
+were lost. The receiver ignores unknown fields, so that a later release may add some. A frame that
+is not a message, is too large, or has the wrong number is malformed: the receiver counts it and
+closes the session.
 
 | message | sender | meaning |
 |---|---|---|
-| `Hello` | P | a request for a session: what P must have in common with D |
+| `Hello` | P | a request for a session, with what P and D must have in common |
 | `Welcome` | D | D's serve slots, and the credits |
 | `Refused` | D | there is no session, and why |
 | `Read` | P | chunks for D to read into its serve slots |
 | `Ready` | D | serve slots that are lent to P |
 | `Sent` | D | a chunk that was read, in a second frame |
-| `Failed` | D | reads that have failed |
+| `Failed` | D | reads that failed |
 | `Done` | P | lent slots that P no longer needs, and chunks that arrived in messages |
 | `Cancel` | P | reads that P has cancelled |
-| `Beat` | both | a sign of life, with D's levels |
+| `Beat` | both | a keep-alive, with D's levels |
 | `Bye` | both | the session is over |
 
-D answers each token of a `Read` once, by `Ready`, `Sent` or `Failed`, however late.
+D answers each token of a `Read` once, with `Ready`, `Sent` or `Failed`, however late.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from vllm_nvmeof_offload.errors import (
 
 VERSION = 2
 MESSAGE_BYTES_MAX = 1 << 18
-#: More than CURVE adds to a frame: ZMQ's limit applies to what arrives, encrypted or not.
+#: More than CURVE adds to a frame: ZMQ's limit applies to a frame as received.
 CURVE_BYTES = 64
 READS_MAX = 64  # in one message
 TOKENS_MAX = 1024  # in one message, and as credits of a session
-_ERROR_MAX = 200  # the length of a text about what was sent
+_ERROR_MAX = 200  # the most characters quoted from a frame
 
 _Sixteen = Annotated[bytes, Meta(min_length=16, max_length=16)]
 _Key = Annotated[bytes, Meta(min_length=1, max_length=46)]
@@ -63,11 +63,11 @@ _Tokens = Annotated[list[_U64], Meta(max_length=TOKENS_MAX)]
 
 
 class MalformedError(OffloadError):
-    """A peer has sent a frame that is no message, or not one that it may send now."""
+    """A peer sent a frame that is not a message, or a message that it may not send now."""
 
 
 class Reason(enum.IntEnum):
-    """The reason why a read has failed at D."""
+    """The reason why a read failed at D."""
 
     STALE = 1
     CHECKSUM_MISMATCH = 2
@@ -81,7 +81,7 @@ class Reason(enum.IntEnum):
 class WantedRead(Struct, array_like=True, frozen=True):
     """A read of a region's slot, which must have this content.
 
-    `within_ms` is the time after which P no longer wants it; clocks are not compared.
+    `within_ms` is how long P waits for it: a duration, because clocks are not compared.
     """
 
     token: _U64
@@ -101,7 +101,7 @@ class Lent(Struct, array_like=True, frozen=True):
 
 
 class FailedRead(Struct, array_like=True, frozen=True):
-    """A read that has failed. `errno` is that of an IO_ERROR."""
+    """A failed read. `errno` is the errno of an IO_ERROR."""
 
     token: _U64
     reason: Reason
@@ -109,14 +109,14 @@ class FailedRead(Struct, array_like=True, frozen=True):
 
 
 class Message(Struct, kw_only=True, tag_field="type"):
-    """A message. `n` is its number in its direction, from 0, set when it is sent."""
+    """The base of all messages. `n` is the number in its direction, from 0, set when it is sent."""
 
     n: _U64 = 0
 
 
 class Hello(Message, tag="hello"):
-    """A request for a session. `keyspace` has 32 hex digits. `tag` is the share tag. `slot_bytes`
-    is that of a staging slot. `pulls`: P can pull by RDMA, so that D's agent is useful."""
+    """A request for a session. `keyspace` is 32 hex digits. `tag` is the share tag. `slot_bytes` is
+    the size of a staging slot. `pulls`: P can pull by RDMA, so it needs D's agent."""
 
     version: _U32
     keyspace: Annotated[str, Meta(max_length=64)]
@@ -129,7 +129,7 @@ class Hello(Message, tag="hello"):
 
 class Welcome(Message, tag="welcome"):
     """The answer that opens a session. `credits` is the number of reads that P may have open.
-    `metadata` is that of D's agent, or empty if chunks arrive in messages. `address` and `slots`
+    `metadata` describes D's agent, and is empty if chunks arrive in messages. `address` and `slots`
     describe D's serve slots, for P's pulls."""
 
     metadata: _Metadata
@@ -147,15 +147,15 @@ class Refused(Message, tag="refused"):
 
 
 class Read(Message, tag="read"):
-    """Chunks to read. `inline`: they are to be sent, not lent."""
+    """Chunks to read. With `inline` they are sent; otherwise D lends its slots."""
 
     inline: bool
     reads: Annotated[list[WantedRead], Meta(max_length=READS_MAX)]
 
 
 class Ready(Message, tag="ready"):
-    """Lent serve slots. `queued_bytes` and `bytes_per_s` are what D's storage must read before P's
-    next read, and its rate. `credits` are P's from now on, or 0 if unchanged."""
+    """Lent serve slots. `queued_bytes` is how much D's storage must read before P's next read, at
+    `bytes_per_s`. `credits` is P's new number of credits, or 0 if unchanged."""
 
     lent: Annotated[list[Lent], Meta(max_length=TOKENS_MAX)]
     queued_bytes: _U64 = 0
@@ -182,7 +182,7 @@ class Cancel(Message, tag="cancel"):
 
 
 class Beat(Message, tag="beat"):
-    """A sign of life; the fields, from D, are as in `Ready`."""
+    """A keep-alive. D sets the fields as in `Ready`."""
 
     queued_bytes: _U64 = 0
     bytes_per_s: _Rate = 0.0
@@ -228,7 +228,7 @@ class Channel:
         """Decode a message and check its number. Raises MalformedError."""
         message = decode(raw)
         if message.n != self._received:
-            raise MalformedError(f"message {message.n} in place of {self._received}")
+            raise MalformedError(f"message {message.n} instead of {self._received}")
         self._received += 1
         return message
 
@@ -251,12 +251,12 @@ _OUTCOMES = {
 
 
 def failed_read(token: int, outcome: Outcome | None) -> FailedRead:
-    """Return D's message on a read that its storage could not serve (`base.Served`)."""
+    """Return D's answer for a read that its storage could not serve (`base.Served`)."""
     if outcome is None:
         return FailedRead(token, Reason.NOT_ATTACHED)
     return FailedRead(token, _REASONS[outcome.kind], outcome.errno)
 
 
 def outcome_of_failed(one: FailedRead) -> Outcome:
-    """Return P's outcome of a read that D could not serve. It is no verdict on P's targets."""
+    """Return P's outcome of a read that D could not serve. It says nothing about P's targets."""
     return _OUTCOMES.get(one.reason) or io_error(one.errno)

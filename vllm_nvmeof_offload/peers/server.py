@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The helper's side: reads for peers into serve slots, and lends these.
+"""The helper's side: reads for peers into serve slots, and lends or sends these.
 
-A read is QUEUED, then READING. Then its slot is LENT to a peer that can pull, or its bytes are SENT
-in a message, which takes a copy. Both end with the peer's `Done`, with the session, or a second
-after the read's deadline: a peer that pulls from the slot later is protected by its own check.
-Until then the read costs the peer a credit, so that copies which it does not receive stay few. A
-slot into which the storage reads is free when the storage reports its end. Sessions have equal
-shares of the slots.
+A read is QUEUED, then READING. Then its slot is LENT to a peer that can pull, or its bytes are
+copied into a message and SENT. Both end with the peer's `Done`, with the session, or a second after
+the read's deadline; a peer that pulls later is protected by its own check. Until then the read
+costs the peer a credit, so that few copies wait for a peer that does not receive them. A slot into
+which the storage reads becomes free when the storage reports the end of the read. Sessions get
+equal shares of the slots.
 
-An unproven connection has a frame of `MESSAGE_BYTES_MAX` and two seconds at most,
-and there are at most `CONNECTIONS_MAX` connections: one too many is cut off again.
+An unauthenticated connection may send one frame of `MESSAGE_BYTES_MAX` and last two seconds. A
+connection beyond the first `CONNECTIONS_MAX` is closed at once.
 """
 
 from __future__ import annotations
@@ -82,16 +82,16 @@ from vllm_nvmeof_offload.units import slot_stride_bytes
 
 SESSIONS_MAX = 64
 CONNECTIONS_MAX = 2 * SESSIONS_MAX
-#: A slot stays lent, or a copy in flight, this much longer than the read may take.
+#: A slot stays lent, or a copy in flight, until this long after the read's deadline.
 _DONE_MORE_S = 1.0
-#: A pull makes both sides progress in less time than this; otherwise the thread sleeps.
+#: Without an event for this long, the thread sleeps even while slots are lent.
 _MOVING_S = 0.01
-#: Messages that wait for the connection in each direction; to a peer, one more per credit.
+#: The most messages queued per connection and direction; to a peer, one more per credit.
 _WAITING_MAX = 64
-#: A connection without an answer for this long is closed, and its waiting messages are dropped.
+#: A connection without an answer for this long is closed, and its queued messages are dropped.
 _PING_MS, _PONG_MS = 1000, 3000
 _HANDSHAKE_MS = 2000
-#: If this process has no descriptor left, all connections end, and none is accepted for this long.
+#: If this process runs out of descriptors, all connections end; none is accepted for this long.
 _SHUT_S = 2.0
 
 
@@ -135,12 +135,12 @@ class _Session:
     open: dict[int, _Serving] = field(default_factory=dict)
     ready: list[Lent] = field(default_factory=list)
     failed: list[FailedRead] = field(default_factory=list)
-    is_gone: bool = False  # whether it takes no messages any more
+    is_gone: bool = False  # whether it no longer accepts messages
 
 
 @dataclass(slots=True)
 class ServerCounts:
-    """Counts of a server's work."""
+    """The counts of a server."""
 
     sessions: int = 0  # at present
     free: int = 0  # serve slots at present
@@ -153,7 +153,7 @@ class ServerCounts:
 
 
 class _Door:
-    """The entry for peers: a bounded number of connections with the share secret."""
+    """Admits peers: a bounded number of connections, all with the share secret."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class _Door:
         address: str,
         secret: bytes,
     ) -> None:
-        """Raises zmq.ZMQError: the address is unusable, or there is a secret but no CURVE."""
+        """Open the address. Raises zmq.ZMQError if it is unusable or a needed CURVE is missing."""
         self._router = router
         self._connected: set[int] = set()  # descriptors
         self._opens_s = 0.0  # 0 while open
@@ -216,7 +216,7 @@ class _Door:
             self._opens_s = now_s + _SHUT_S
 
     def _cut(self, descriptor: int) -> None:
-        """End a connection. Its descriptor may be another file's by now, which is left alone."""
+        """Close a connection, unless its descriptor belongs to another file by now."""
         ours = (int(self.address.rpartition(":")[2]),)
         with socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as one:
             if one.getsockname()[1:2] == ours:
@@ -238,10 +238,10 @@ class PeerServer(SessionThread):
         by_nixl: bool = True,
         read_deadline_s: float = 5.0,
     ) -> None:
-        """Peers connect to `address`, as `tcp://10.0.0.7:7000`. `memory` and `view` are the serve
-        slots. With `by_nixl` slots are lent to peers that can pull. `read_deadline_s` is our own,
-        the longest that a peer's read may take. Raises EngineError if the address cannot be
-        used."""
+        """Peers connect to `address`, such as `tcp://10.0.0.7:7000`. `memory` and `view` are the
+        serve slots. With `by_nixl` slots are lent to peers that can pull. `read_deadline_s` is the
+        longest that a peer's read may take, as for our own. Raises EngineError if the address
+        cannot be used."""
         assert 0 < memory.slots <= TOKENS_MAX
         self.counts = ServerCounts(free=memory.slots)
         super().__init__("peer-server", self._run, tag)
@@ -257,12 +257,12 @@ class PeerServer(SessionThread):
         self._turns: collections.deque[_Session] = collections.deque()
         self._wanted, self._bound = address, Future[str]()
         self._thread.start()
-        #: The address to which peers connect, with the port that was chosen for port 0.
+        #: The address to which peers connect, with the actual port in place of port 0.
         self.address = self._bound.result()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Stop serving. Returns True if no peer pulls from the serve slots any more. The port's
-        reads into them end like all its reads."""
+        """Stop serving. Returns True if no peer pulls from the serve slots any more. Reads into the
+        slots still end in the port's `poll`."""
         return super().close(timeout_s) and self._transport is None
 
     def _run(self) -> None:
@@ -290,7 +290,7 @@ class PeerServer(SessionThread):
         made.setsockopt(zmq.LINGER, 0)
         made.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX + CURVE_BYTES)
         made.setsockopt(zmq.IPV6, 1)
-        made.setsockopt(zmq.ROUTER_MANDATORY, 1)  # otherwise it drops messages without room
+        made.setsockopt(zmq.ROUTER_MANDATORY, 1)  # otherwise it drops excess messages
         made.setsockopt(zmq.SNDHWM, self._memory.slots + _WAITING_MAX)
         made.setsockopt(zmq.RCVHWM, _WAITING_MAX)
         made.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
@@ -307,7 +307,7 @@ class PeerServer(SessionThread):
                 self._transport.progress()
             self._step()
         for session in list(self._sessions.values()):
-            self._end(session, "the server stops")
+            self._end(session, "the server is stopping")
         self._port.cancel(list(self._by_number))
 
     def _beat_s(self) -> float:
@@ -337,7 +337,7 @@ class PeerServer(SessionThread):
             is_silent = self._listening.now_s - session.heard_s > SILENT_S
             if session.is_gone or (drained and is_silent):
                 self.counts.lost += 1
-                self._end(session, "silence")
+                self._end(session, "the peer was silent for too long")
             else:
                 self._tell(session, now_s)
         self.counts.sessions, self.counts.free = len(self._sessions), len(self._free)
@@ -382,7 +382,7 @@ class PeerServer(SessionThread):
 
     def _greet(self, route: bytes, raw: bytes) -> None:
         if decode(raw).n:
-            return  # the session has ended here
+            return  # the session ended earlier
         channel = Channel()
         hello = channel.decode(raw)
         if not isinstance(hello, Hello):
@@ -402,17 +402,17 @@ class PeerServer(SessionThread):
         self._send(session, welcome)
 
     def _metadata(self) -> bytes:
-        """Return the metadata of an agent for peers that can pull, or empty if there is none."""
+        """Return our agent's metadata for peers that can pull, or empty if there is no agent."""
         if self._transport is None and self._by_nixl:
             try:
                 self._transport = NixlTransport(self._memory)
             except (TransportError, ImportError) as error:
                 self._by_nixl = False
-                logger.warning("peers get chunks in messages: %s", error)
+                logger.warning("sending peers messages only: %s", error)
         return self._transport.metadata if self._transport is not None else b""
 
     def _share(self) -> int:
-        """Return the slots that a session may have at a time."""
+        """Return how many slots a session may have at a time."""
         return max(1, self._memory.slots // len(self._sessions))
 
     def _refusal(self, hello: Hello) -> str:
@@ -424,7 +424,7 @@ class PeerServer(SessionThread):
             if getattr(ours, name) != getattr(theirs, name):
                 return f"{name} {getattr(ours, name)} here, not {getattr(theirs, name)}"
         if hello.tag != self._tag:
-            return "other weights here"
+            return "the weights here are different"
         return "" if len(self._sessions) < SESSIONS_MAX else "too many sessions"
 
     def _take_reads(self, session: _Session, message: Read) -> None:
@@ -448,7 +448,7 @@ class PeerServer(SessionThread):
     def _take_done(self, session: _Session, token: int) -> None:
         serving = session.open.get(token)
         if serving is None:
-            return  # its time is over
+            return  # it has expired
         if serving.stage not in (_Stage.LENT, _Stage.SENT):
             raise MalformedError(f"token {token} is done before it was lent")
         self._done(serving)
@@ -456,7 +456,7 @@ class PeerServer(SessionThread):
     # -- reads
 
     def _begin(self, now_s: float) -> None:
-        """Give free slots to waiting reads, to each session in turn."""
+        """Give free slots to waiting reads, one session after another."""
         reads = []
         passed = 0
         share = self._share() if self._sessions else 0
@@ -522,8 +522,8 @@ class PeerServer(SessionThread):
         session.failed.append(failed_read(token, outcome))
 
     def _give_up(self, serving: _Serving, outcome: Outcome) -> None:
-        """Give up a read that P no longer wants. If it has begun, it goes on, and its answer
-        reports it."""
+        """Cancel a read that P no longer wants. If it has begun, it continues, and its answer
+        follows."""
         if serving.stage is _Stage.QUEUED:
             del serving.session.open[serving.wanted.token]
             serving.session.queued_bytes -= serving.size_bytes
@@ -578,7 +578,7 @@ class PeerServer(SessionThread):
         session.told_s, session.told_bytes, session.told_credits = now_s, queued_bytes, share
 
     def _levels(self, session: _Session) -> Levels:
-        """Return what is read before this peer's next read. It counts its own reads itself."""
+        """Return how much is read before this peer's next read, except its own open reads."""
         queued_bytes, bytes_per_s = self._port.levels()
         others = sum(one.queued_bytes for one in self._sessions.values()) - session.queued_bytes
         return Levels(max(0, queued_bytes - session.reading_bytes) + others, bytes_per_s)
@@ -608,6 +608,6 @@ class PeerServer(SessionThread):
 
 
 def host_and_port(text: str, offset: int) -> str:
-    """Return the address of the port at this offset from that of `HOST:PORT`."""
+    """Return the ZMQ address of `HOST:PORT`, with `offset` added to the port."""
     host, _, port = text.rpartition(":")
     return f"tcp://{host}:{int(port) + offset}"

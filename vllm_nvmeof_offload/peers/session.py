@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common parts of both ends of sessions: the proof of the share secret, their threads' turns,
-how long the other end has been silent, when it is greeted again, and the rate at which bytes
-arrive.
+"""The common parts of both ends of sessions: the proof of the share secret, the turns of their
+threads, the measurement of silence and rates, and the delay before a peer is greeted again.
 
-With a share secret ZMQ's CURVE encrypts and authenticates every byte of a message, but not chunks
-that RDMA carries, which only their checksums prove. All servers share two pairs of keys, one for
-the serving side (D) and one for the loading side (P), both derived from the secret. D accepts no
-message of a connection until the other end has proved that it has P's key, and P none without D's.
-CURVE draws new keys for each connection, so that nothing can be replayed.
+With a share secret, ZMQ's CURVE encrypts and authenticates every byte of a message, but not chunks
+that RDMA carries, which only their checksums prove. All servers derive the same two pairs of keys
+from the secret, one for the serving side (D) and one for the loading side (P). D accepts no message
+of a connection until the other end has proved that it has P's key, and P accepts none without D's.
+CURVE draws new keys for each connection, so nothing can be replayed.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from vllm_nvmeof_offload.io.base import Waker
 
 _SOON_S = 0.2
 _AGAIN_MAX_S = 2.0
-#: A listening thread's turn takes less than this, unless it is kept from running.
+#: A listening thread's turn takes less than this, unless the thread cannot run.
 _TURN_S = 0.05
-#: A transfer in less time than this is no measurement.
+#: Transfers are measured in windows of at least this length.
 _WINDOW_S = 0.02
 _NEW_SHARE = 0.3
 _RECENT_S = 5.0
@@ -35,8 +34,8 @@ _MOVING_TICK_S = 0.0001
 
 
 class BackOff:
-    """The times at which a peer is greeted again: soon after a session or attempt of more than two
-    seconds, and otherwise after twice the last wait, up to two seconds."""
+    """Decides when to greet a peer again: soon after a session or attempt of more than two seconds,
+    and otherwise after twice the last wait, up to two seconds."""
 
     def __init__(self) -> None:
         self._until_s = 0.0
@@ -46,7 +45,7 @@ class BackOff:
         return now_s >= self._until_s
 
     def begin(self, now_s: float) -> None:
-        """Note that the peer was greeted and there is no session any more."""
+        """Start the wait after a session or an attempt has ended."""
         if now_s - self._until_s > _AGAIN_MAX_S:
             self._again_s = _SOON_S
         self._until_s = now_s + self._again_s
@@ -54,15 +53,15 @@ class BackOff:
 
 
 class Listening:
-    """The clock by which others are silent. It stands still while the listening thread is kept from
-    running, because a process that was stopped, or has a busy interpreter, cannot know what others
-    sent meanwhile."""
+    """The clock that measures the silence of others. It stops while the listening thread cannot
+    run, because a process that was suspended, or has a busy interpreter, cannot know what others
+    sent."""
 
     def __init__(self, now_s: float) -> None:
         self.now_s = self._turn_s = now_s
 
     def turn(self, now_s: float, sleep_s: float) -> None:
-        """Note the end of a turn in which the thread was to sleep for `sleep_s`."""
+        """Advance the clock after a turn in which the thread was to sleep for `sleep_s`."""
         self.now_s += min(now_s - self._turn_s, sleep_s + _TURN_S)
         self._turn_s = now_s
 
@@ -77,12 +76,12 @@ class BusyRate:
         self._seconds = 0.0
 
     def moves(self, now_s: float) -> None:
-        """Note that a transfer began at `now_s`."""
+        """Record that a transfer began at `now_s`."""
         if self._since_s is None:
             self._since_s = now_s
 
     def moved(self, size_bytes: int, now_s: float, *, more: bool) -> None:
-        """Note that a transfer has ended. `more`: others are in progress."""
+        """Record that a transfer has ended. `more`: others are in progress."""
         assert self._since_s is not None
         self._moved_s = now_s
         self._bytes += size_bytes
@@ -95,20 +94,20 @@ class BusyRate:
             self._bytes, self._seconds = 0, 0.0
 
     def recent(self, now_s: float) -> float:
-        """Return the rate, or 0 if nothing has moved for a while: a peer that used to be slow must
-        be tried again."""
+        """Return the rate, or 0 if nothing has moved for a while, so that a formerly slow peer is
+        tried again."""
         return self.bytes_per_s if now_s - self._moved_s <= _RECENT_S else 0.0
 
     def stop(self) -> None:
-        """Note that the transfers in progress were given up."""
+        """Record that the transfers in progress were abandoned."""
         self._since_s = None
 
 
 class SessionThread:
-    """One end of sessions, with a separate thread until it is closed."""
+    """One end of sessions, on a separate thread until it is closed."""
 
     def __init__(self, name: str, run: Callable[[], None], tag: bytes) -> None:
-        """Prepare a thread for `run`, which the maker starts. `tag` is our share tag."""
+        """Prepare a thread for `run`; the subclass starts it. `tag` is our share tag."""
         self._tag = tag
         self._listening = Listening(time.monotonic())
         self._waker, self._closed = Waker(), threading.Event()
@@ -130,9 +129,9 @@ class SessionThread:
         return not self._thread.is_alive()
 
     def _wake_ups(self, beat_s: Callable[[], float]) -> Iterator[None]:
-        """Let the thread sleep until an event, but never for longer than half a beat.
+        """Sleep until an event, but never longer than half a beat, and yield after each sleep.
 
-        `beat_s` returns 0 if moving bytes need the thread's turns.
+        `beat_s` returns 0 if transfers need the thread's turns.
         """
         while not self._closed.is_set():
             sleep_ms = int(1000 * beat_s() / 2)
@@ -145,7 +144,7 @@ class SessionThread:
 
 
 def take_in(socket: zmq.Socket[bytes], take: Callable[[list[bytes]], None]) -> bool:
-    """Pass the frames of each message to `take`. Return whether all that has arrived was passed."""
+    """Pass each message's frames to `take`. Return whether all received messages were passed."""
     for _ in range(FRAMES_MAX):
         try:
             frames = socket.recv_multipart(zmq.NOBLOCK)
@@ -161,13 +160,13 @@ NOT_PROVEN = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-STRANGER = "it has not the same share secret, or is no peer; give all the same share_secret_file"
+STRANGER = "its share secret differs, or it is not a peer; give all the same share_secret_file"
 
 
 def lock(socket: zmq.Socket[bytes], secret: bytes, *, serves: bool) -> None:
     """Let a socket talk only to peers with the same share secret; to any peer if `secret` is empty.
 
-    `serves`: the socket is the serving side's. Raises zmq.ZMQError if the library has no CURVE.
+    `serves`: the socket is the serving side's. Raises zmq.ZMQError if the library lacks CURVE.
     """
     if not secret:
         return
@@ -180,7 +179,7 @@ def lock(socket: zmq.Socket[bytes], secret: bytes, *, serves: bool) -> None:
 
 
 def key_pair(secret: bytes, *, serves: bool) -> tuple[bytes, bytes]:
-    """Return the public and secret key, as Z85, of all serving or all loading servers."""
+    """Return the public and secret key, as Z85, that all serving or all loading servers share."""
     about = b"vllm-nvmeof peers, key of " + (b"D" if serves else b"P")
     key = z85.encode(hmac.digest(secret, about, "sha256"))
     return zmq.curve_public(key), key

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves bytes from a peer's serve slots into ours, by NIXL's READ, which the side that wants the
-bytes starts.
+"""Moves bytes from a peer's serve slots into ours with NIXL's READ, which the receiving side
+starts.
 
-NIXL's own progress thread would keep a core busy while nothing moves, so there is none: a transfer
-progresses when its state is read, and a peer's progresses in `progress`. All calls come from the
-thread that has made the agent.
+NIXL's own progress thread would keep a core busy while nothing moves, so it is not used: a transfer
+progresses when its state is read, and a peer's transfers progress in `progress`. All calls come
+from the thread that created the agent.
 
-NIXL is used if network cards move the bytes, by RDMA; otherwise they arrive in messages
-(`messages.Sent`). Without an RDMA port nothing here is imported, and UCX is kept from TCP in any
-case: its TCP transport listens on each interface, at arbitrary ports, and writes data
-from any sender to any address that the sender names (seen with NIXL 1.5.1).
+NIXL is used if network cards move the bytes by RDMA; otherwise chunks arrive in messages
+(`messages.Sent`). Without an RDMA port nothing is imported here, and UCX never uses TCP: its TCP
+transport listens on each interface, at arbitrary ports, and writes data from any sender to any
+address that the sender names (seen with NIXL 1.5.1).
 
-A pull that has not ended cannot be cancelled. NIXL releases its handle without an error, and
-the peer, but still writes into the buffer when a stopped peer continues (seen with 1.5.1
-over TCP). Only the end of the agent ends it, which takes milliseconds. So each session has a
-separate agent, and the end of a session is the end of all its pulls.
+A pull that has not ended cannot be cancelled. NIXL releases the pull's handle and the peer without
+an error, but still writes into the buffer when a suspended peer continues (seen with 1.5.1 over
+TCP). Only the end of the agent ends the pull, which takes milliseconds. So each session has a
+separate agent, and the end of a session ends all its pulls.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from vllm_nvmeof_offload.fabric.topology import read_text
 from vllm_nvmeof_offload.peers.base import SlotMemory
 
 #: Set before NIXL's first import. UCX keeps registered memory until this many regions wait to be
-#: freed; without a limit it leaks, and vLLM sets the same. NIXL otherwise logs each agent.
+#: freed; without a limit it leaks, and vLLM sets the same value. By default NIXL logs each agent.
 _ENVIRONMENT = {"UCX_RCACHE_MAX_UNRELEASED": "1024", "NIXL_LOG_LEVEL": "WARN"}
 _PROBE_S = 60.0
 _DRAM = "DRAM"
-#: Only for the UCX of our agents: the environment also applies to vLLM's own.
+#: Set only for our agents' UCX, because the environment also applies to vLLM's agents.
 _UCX_CONFIG = "TLS=^tcp"
 
 
 def has_rdma(devices: Path = Path("/sys/class/infiniband")) -> bool:
-    """Return whether this machine has an active RDMA port: a device alone moves nothing."""
+    """Return whether this machine has an active RDMA port; a device alone is not enough."""
     states = devices.glob("*/ports/*/state")  # such as "4: ACTIVE"
     return any("ACTIVE" in (read_text(str(one)) or "") for one in states)
 
 
 class TransportError(EngineError):
-    """A transfer or a connection failed; the session is over."""
+    """A transfer or a connection failed, which ends the session."""
 
 
 def load_nixl() -> ModuleType:
-    """Import NIXL, only here. Raises ImportError if it is not installed or not usable."""
+    """Import NIXL. Raises ImportError if it is not installed or not usable."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     import nixl
@@ -64,23 +64,23 @@ def load_nixl() -> ModuleType:
 
 
 def why_no_pulls() -> str:
-    """Return why no bytes can be pulled here, in one line; empty if they can.
+    """Return why no bytes can be pulled here, in one line; empty if they can be.
 
     NIXL is imported in another process, because an incompatible library may abort.
     """
     if not has_rdma():
-        return "no RDMA port is in use here"
+        return "no RDMA port is active here"
     command = child_command("peers.transport")
     try:
         done = subprocess.run(
             command, check=False, capture_output=True, text=True, timeout=_PROBE_S
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"NIXL cannot be probed: {error}"
+        return f"cannot probe NIXL: {error}"
     if done.returncode == 0:
         return ""
-    lines = done.stderr.strip().splitlines() or [f"its import ends with {done.returncode}"]
-    return f"NIXL does not load: {lines[-1][:200]}"
+    lines = done.stderr.strip().splitlines() or [f"its import exits with {done.returncode}"]
+    return f"cannot load NIXL: {lines[-1][:200]}"
 
 
 class Pull:
@@ -109,12 +109,13 @@ class NixlTransport:
         self.metadata: bytes = _checked(self._agent.get_agent_metadata)
 
     def connect(self, metadata: bytes, memory: SlotMemory) -> None:
-        """Prepare pulls from the peer with this metadata. `memory` has its own addresses."""
+        """Prepare pulls from the peer with this metadata. `memory` has the peer's addresses."""
         name = _checked(self._agent.add_remote_agent, metadata)
         self._peer = name if isinstance(name, str) else name.decode(), memory
 
     def pull(self, slot: int, address: int, size_bytes: int) -> Pull:
-        """Start to pull the start of a peer's slot to our `address`. Raises TransportError."""
+        """Start pulling the first bytes of a peer's slot to our `address`. Raises
+        TransportError."""
         ours, theirs = self._lists_of(size_bytes)
         places = ours, [self._memory.slot_of(address)], theirs, [slot]
         pull = Pull(_checked(self._agent.make_prepped_xfer, "READ", *places))
@@ -123,7 +124,7 @@ class NixlTransport:
         return pull
 
     def has_ended(self, pull: Pull) -> bool:
-        """Let a pull progress. Returns True if all bytes are there. Raises TransportError."""
+        """Let a pull progress. Returns True once all bytes have arrived. Raises TransportError."""
         if pull.handle is not None:
             self._look(pull, _checked(self._agent.check_xfer_state, pull.handle))
         return pull.handle is None
@@ -154,7 +155,7 @@ class NixlTransport:
             raise TransportError(state)
 
     def _lists_of(self, size_bytes: int) -> tuple[Any, Any]:
-        """Return lists of the start of each slot, ours and theirs."""
+        """Return descriptor lists of the first bytes of each slot, ours and theirs."""
         for known, ours, theirs in self._lists:
             if known == size_bytes:
                 return ours, theirs
@@ -174,7 +175,7 @@ class NixlTransport:
 def _new_agent() -> Any:
     nixl = load_nixl()
     config = nixl.nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=[])
-    agent = nixl.nixl_agent(uuid.uuid4().hex, config)  # unique for the life of all peers
+    agent = nixl.nixl_agent(uuid.uuid4().hex, config)  # unique among all peers
     parameters = agent.get_plugin_params("UCX")
     agent.create_backend("UCX", {**parameters, "engine_config": _UCX_CONFIG})
     return agent

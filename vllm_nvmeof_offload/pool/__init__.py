@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools on disk: targets, slabs, slot headers, index tables, superblocks and locks."""
+"""Pools on disk: targets, slabs, slot headers, index tables, superblocks, locks and leases."""

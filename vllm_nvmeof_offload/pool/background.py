@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads for calls that may block for ever, for example in a file of a lost target.
+"""Threads for calls that may block forever, for example in a file of a lost target.
 
-They are all started with their owner. A container's limit on threads can then end a
-start, but no running server.
+All threads start with their owner. So a container's limit on threads can fail a start, but not a
+running server.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from vllm_nvmeof_offload import logger
 class Background:
     """A fixed number of threads. Calls of one lane run in order, one at a time.
 
-    So each lane that hangs holds one thread. A call without a thread waits for one; the caller
-    bounds the number of waiting calls.
+    So each hung lane occupies one thread. A call waits until a thread is free; the caller bounds
+    the number of waiting calls.
     """
 
     def __init__(self, name: str, threads: int) -> None:
@@ -40,7 +40,7 @@ class Background:
             self._changed.notify()
 
     def end(self) -> None:
-        """End the threads when no calls wait for them any more. Does not wait for that."""
+        """End the threads once no calls are waiting for them. Returns at once."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -51,13 +51,13 @@ class Background:
             try:
                 call()
             except Exception:  # noqa: BLE001 - a bug; the other calls go on
-                logger.exception("a call in the background has failed")
+                logger.exception("a background call failed")
             finally:
                 with self._changed:
                     self._running.discard(lane)
 
     def _take(self) -> tuple[Hashable, Callable[[], None]] | None:
-        """Wait for a call with a free lane. Return None if there are no calls any more."""
+        """Wait for a call whose lane is free. Return None if there are no more calls."""
         with self._changed:
             while True:
                 for at, job in enumerate(self._waiting):

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Directories and files below a target that only their owner can have written.
 
-A user who owns a target, or may rename in it, can put files, links, pipes and keyspaces in the
-place of ours at any time, and checksums do not prove who wrote the bytes. So every file is opened
-by `open_private`, which checks the owner and never waits. A running server opens files
-through a `Folder`, a descriptor of the directory that was found and checked once; what has the
-directory's path by then does not matter. Paths are looked up at a start, by a prober
-(`targets.prober`), and by the follower at each discovery, which must not hold a file system that
-is to be unmounted.
+A user who owns a target, or may rename in it, can replace our files and directories at any time,
+also by links and pipes. Checksums do not prove who wrote the bytes. So every file is opened by
+`open_private`, which checks the owner and never waits. A running server opens files through a
+`Folder`, a descriptor of the directory that was found and checked once, whatever the directory's
+path leads to later. Paths are resolved only at a start, by a prober (`targets.prober`), and by the
+follower at each discovery, because the follower must not prevent an unmount.
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ class Folder:
 
     @classmethod
     def nowhere(cls, path: Path) -> Folder:
-        """Return a folder that is empty before `renew`."""
+        """Return a folder that is empty until `renew`."""
         return cls(os.open("/dev/null", os.O_PATH | os.O_CLOEXEC), path)
 
     @classmethod
     def open(cls, path: Path, place: Path | None = None) -> Folder:
         """Open the directory `path`, or, through another folder, `place`.
 
-        Raises OSError if it is no directory, belongs to another user, or others may write it.
+        Raises OSError if it is not a directory, belongs to another user, or others may write it.
         """
         folder = cls(os.open(place or path, _DIRECTORY), path)
         _check(folder.fd, os.fstat(folder.fd), path, None)
         return folder
 
     def renew(self) -> None:
-        """Open the path again; `place` then names the directory found now. Raises as `open`."""
+        """Reopen the path; `place` then leads to the directory found now. Raises as `open`."""
         found = Folder.open(self.path)
         os.dup2(found.fd, self.fd, inheritable=False)
 
@@ -62,9 +61,9 @@ class Folder:
 
 
 def make_directory(path: Path) -> None:
-    """Make `path` (0700) if it does not exist; narrow a wider mode, with a warning.
+    """Create `path` (0700) if it does not exist; narrow a wider mode, with a warning.
 
-    Raises OSError if it cannot be made, is a link, or belongs to another user.
+    Raises OSError if it cannot be created, is a link, or belongs to another user.
     """
     try:
         path.mkdir(0o700)
@@ -100,11 +99,11 @@ def open_private(path: Path, flags: int) -> int:
 def _check(
     fd: int, status: os.stat_result, path: Path, mode: int | None, owner: int | None = None
 ) -> None:
-    """Check the owner, and narrow the mode to `mode`; if that is None, nothing is changed and a
-    file that others can write is refused. `owner` may have the file besides this user."""
+    """Check the owner, and narrow the mode to `mode`. If that is None, change nothing and refuse a
+    file that others can write. Besides this user, `owner` may own the file."""
     uid, found = status.st_uid, stat.S_IMODE(status.st_mode)
     if uid not in (os.geteuid(), owner):
-        why = f"belongs to uid {uid}, this runs as uid {os.geteuid()}: chown or remove it"
+        why = f"belongs to uid {uid}, not to uid {os.geteuid()}: chown or remove it"
         raise PermissionError(errno.EPERM, why, _shown(path))
     if mode is None and found & (stat.S_IWGRP | stat.S_IWOTH):
         why = f"other users can write it (mode {found:o})"

@@ -16,25 +16,25 @@ is a 4 KiB header page, then the payload, padded to 4 KiB. Header page, little e
     82  u8  kind of the group       4092 u32 CRC-32C of bytes 0..4091
     84  u32 group id
 
-Flags: 4, the header has block CRCs (never written yet); 8, a single copy: no other rank of
-its set (`groups.RankGroup`) has the chunk.
+Flags: 4, the header has block CRCs (not written yet); 8, a single copy: no other rank of its set
+(`groups.RankGroup`) has the chunk.
 
 Key and generation are equal on all ranks of an engine. The place (region, rank, slot) proves that
-the bytes belong here: a misdirected read or write, or a file in the wrong directory, brings those
-of another place. The share tag names the weights that computed them. A group's chunks have one
-length, which the superblock has too. The header's CRC covers the whole page, so that any damaged
-bit is found. Bytes after the payload are not written and have no CRC; an empty payload has
-the CRC of nothing. The native engine shares the format: a change is a new `FORMAT_VERSION`, which
-is a fact of every keyspace, and a line in the changelog.
+the bytes belong here: after a misdirected read or write, or in a misplaced file, it differs. The
+share tag identifies the weights that computed the chunk. A group's chunks have one length, which
+the superblock also states. The header's CRC covers the whole page, so any damaged bit is detected.
+Bytes after the payload are not written and have no CRC; an empty payload has the CRC of no bytes.
+The native engine shares the format. A change needs a new `FORMAT_VERSION`, which is a fact of
+every keyspace, and a line in the changelog.
 
-The table has one 64-byte entry per slot, little endian; an entry never written is zero::
+The table has one 64-byte entry per slot, little endian; an entry that was never written is zero::
 
     0   u32  CRC-32C of (u32 slot, bytes 4..63)     16  u8   flags (8: as in the header)
     4   u32  epoch                                  17  u8   key length
     8   u64  generation                             18  46s  offload key, zero padded
 
-The CRC covers the slot, so that a misplaced entry is found. An entry is a hint: the
-slot's header proves the content (docs/protocol.md, rule 6).
+The CRC covers the slot number, so a misplaced entry is detected. An entry is a hint: the slot's
+header proves the content (docs/protocol.md, rule 6).
 
 The superblock is one 4 KiB page that describes the region and states which chunks are valid::
 
@@ -51,18 +51,18 @@ The superblock is one 4 KiB page that describes the region and states which chun
     4060 32s  MAC                  4092 u32 CRC-32C of bytes 0..4091
 
 A group: u32 id, u8 kind, u8 ranks in a set, u16 zero, u64 payload bytes, u32 blocks per chunk,
-u32 bytes of a block. All other bytes are zero; so are offsets, device and MAC, which later releases
-use. A region of an earlier release has no log. shared: 2 if a group of hosts uses the region
-(`pool.lease`), else 0. The lease generation is 0 there.
+u32 bytes of a block. All other bytes are zero, and so are offsets, device and MAC, which are for
+later releases. A region of an earlier release has no log. shared is 2 if a group of hosts uses the
+region (`pool.lease`); otherwise shared and the lease generation are 0.
 
-The superblock with the highest sequence of a rank, over its targets, has the epoch and the tag
-under which chunks are adopted; all others are void. Epochs are random. It is replaced as a whole
-(temporary file, fsync, rename, fsync of the directory), so it is either the old one or the new
-one. A directory whose superblock is missing or damaged is empty.
+The superblock with the highest sequence on any of a rank's targets states the epoch and tag under
+which chunks are adopted; all other chunks are void. Epochs are random. A superblock is
+replaced atomically (temporary file, fsync, rename, fsync of the directory). A directory whose
+superblock is missing or damaged counts as empty.
 
 The directory's name is the digest of a keyspace: the facts under which KV bytes are
-interchangeable. Two servers share a pool directory only if every fact is equal. Facts describe
-the model and the geometry; no part of a prompt is in a name on disk.
+interchangeable. Two servers share a pool directory only if all facts are equal. Facts describe the
+model and the geometry; names on disk contain no part of a prompt.
 """
 
 from __future__ import annotations
@@ -116,11 +116,11 @@ assert HEADER_BYTES == PAGE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """The mark of a write, fixed when the write is submitted.
+    """The epoch and tag of a write, fixed when the write is submitted.
 
-    A write that a reset overtakes must not have the new epoch, even in its table entry. Chunks with
-    an `epoch` that the newest superblock does not name are void. `tag` is the share tag, 16 bytes;
-    a read accepts no other.
+    A write that a reset overtakes must not get the new epoch, not even in its table entry. Chunks
+    whose `epoch` the newest superblock does not name are void. `tag` is the share tag, 16 bytes; a
+    read accepts no other tag.
     """
 
     epoch: int
@@ -128,7 +128,7 @@ class Stamp:
 
 
 class SlotPlace(NamedTuple):
-    """The place of a slot: the region's uuid, 16 bytes, and the slot's number in the region."""
+    """The place of a slot: the region's uuid (16 bytes), the rank, and the slot's number there."""
 
     region_uuid: bytes
     rank: int
@@ -142,10 +142,10 @@ def region_uuid(pool_uuid: bytes, target: int) -> bytes:
 
 
 def share_tag(keyspace: str, weights_version: bytes = b"") -> bytes:
-    """Return a name for the weights that compute a keyspace's chunks.
+    """Return the tag of the weights that compute a keyspace's chunks.
 
     `keyspace` is its digest, which covers the weights that a server starts with. `weights_version`
-    is for weights that replaced these; empty if none did.
+    identifies weights that replaced these; empty if none did.
     """
     return hashlib.sha256(keyspace.encode("ascii") + b"\0" + weights_version).digest()[:TAG_BYTES]
 
@@ -173,10 +173,10 @@ def seal(
     payload_crc: int | None = None,
     single_copy: bool = False,
 ) -> None:
-    """Fill the header page of `slot` (uint8, header page + payload). ValueError: the key does not
-    fit.
+    """Fill the header page of `slot` (uint8, header page + payload). Raises ValueError if the key
+    does not fit.
 
-    `kind` is that of the key's group. If `payload_crc` is None, it is computed here.
+    `kind` is the kind of the key's group. If `payload_crc` is None, it is computed here.
     """
     what = identity.key, identity.generation, payload_bytes
     crc = -1 if payload_crc is None else payload_crc
@@ -194,7 +194,7 @@ def is_intact_page(page: memoryview, magic: bytes) -> bool:
 
 
 def parse_header(page: bytes | bytearray | memoryview) -> SlotHeader | None:
-    """Return the header in `page` (at least 4 KiB), or None if it is not an intact one."""
+    """Return the header in `page` (at least 4 KiB), or None if it is not intact."""
     found = core.parse_header(np.frombuffer(page, np.uint8))
     if found is None:
         return None
@@ -218,9 +218,9 @@ def verify(
 ) -> Outcome:
     """Check that `slot` (uint8, header page + payload) holds `identity` at `place`.
 
-    CHECKSUM_MISMATCH: header or payload are damaged, truncated or never written. STALE: the header
-    is intact but has another key, generation, length, place or tag. OK: the payload has the bytes
-    that were sealed.
+    Returns CHECKSUM_MISMATCH if header or payload is damaged, truncated or was never written.
+    Returns STALE if the header is intact but has another key, generation, length, place or tag.
+    Returns OK if the payload holds the bytes that were sealed.
     """
     what = identity.key, identity.generation, payload_bytes
     return outcome_of(core.verify(np.frombuffer(slot, np.uint8), *what, *place, tag), 0)
@@ -243,7 +243,7 @@ _ENTRY = np.dtype(
 def encode_entry(
     slot: int, identity: SlotIdentity, epoch: int, *, single_copy: bool = False
 ) -> bytes:
-    """Return the 64 bytes of an entry. ValueError: the key does not fit.
+    """Return the 64 bytes of an entry. Raises ValueError if the key does not fit.
 
     `slot` is the number that the CRC covers.
     """
@@ -254,9 +254,9 @@ def encode_entry(
 class DecodedTable:
     """The entries of a table, in the order of the `slots` given to `decode_table`.
 
-    `valid` is bool[n], intact; `damaged` is bool[n], written but not intact. The others are defined
-    only where `valid`: epochs: uint32[n], flags: uint8[n], generations: uint64[n], key_bytes:
-    uint8[n], keys: uint8[n, 46].
+    `valid` (bool[n]) marks intact entries; `damaged` (bool[n]) marks written entries that are not
+    intact. The other columns count only where `valid`: `epochs` (uint32[n]), `flags` (uint8[n]),
+    `generations` (uint64[n]), `key_bytes` (uint8[n]), `keys` (uint8[n, 46]).
     """
 
     valid: npt.NDArray[np.bool_]
@@ -300,7 +300,7 @@ GROUPS_MAX = 64
 _VERSION = struct.Struct("<8sI")
 _SUPERBLOCK_BODY = struct.Struct("<8sI16s32sQQQIIIIIB7x16sQQQQQIBxH16s")
 #: The superblock's fields after magic and version, in on-disk order. `flag` is unused; `groups` is
-#: their number.
+#: the number of groups.
 _FIELDS = (
     *("uuid", "keyspace", "slot_bytes", "payload_bytes", "slots", "target_index"),
     *("target_count", "rank", "world_size", "epoch", "flag", "tag", "sequence"),
@@ -353,13 +353,14 @@ def _unshared(groups: Sequence[StoredGroup]) -> tuple[StoredGroup, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """The content of one region.
+    """The description of one region.
 
-    `uuid` is the pool's, the same on all its targets. `keyspace` has 32 hex digits. `payload_bytes`
-    is that of the longest group. `slots` are those on this target. `epoch` and `tag` are those of
+    `uuid` is the pool's, the same on all its targets. `keyspace` is 32 hex digits. `payload_bytes`
+    is the longest group's. `slots` is the number on this target. `epoch` and `tag` are those of
     valid chunks. `sequence` counts the resets of the rank. `log_pages` is the length of the log
-    (`pool.log`), or 0. `shared` is `LEASED` or 0. `lease_generation` is, in a group, that of the
-    lease under which it was written. Later releases use the other fields from `table_offset` on.
+    (`pool.log`), or 0. `shared` is `LEASED` or 0. In a group, `lease_generation` is that of the
+    lease under which the superblock was written. Later releases use the other fields from
+    `table_offset` on.
     """
 
     uuid: bytes
@@ -400,12 +401,12 @@ class Superblock:
 
     @property
     def is_leased(self) -> bool:
-        """Return whether other hosts may read the region, so that no page cache counts."""
+        """Return whether other hosts may read the region, so that no page cache is reliable."""
         return self.shared == LEASED
 
     def is_alike(self, other: Superblock) -> bool:
-        """Return whether chunks of one region can be used in the other: everything is equal except
-        set sizes, log and lease.
+        """Return whether chunks of one region can be used in the other: all is equal except set
+        sizes, log and lease.
 
         Ranks that cannot share memory at one start store separate copies next to single ones.
         """
@@ -438,8 +439,8 @@ class Superblock:
     def decode(page: bytes) -> Superblock:
         """Parse a page of format 2.
 
-        Raises UnknownFormatError for another format, PoolFormatError if the page is no superblock
-        or is damaged.
+        Raises UnknownFormatError for another format, PoolFormatError if the page is not a
+        superblock or is damaged.
         """
         if len(page) != PAGE_BYTES or not page.startswith(SUPERBLOCK_MAGIC):
             raise PoolFormatError("not a superblock of this program")
@@ -468,9 +469,9 @@ class Superblock:
 
 
 def newest_of(superblocks: Sequence[Superblock]) -> Superblock | None:
-    """Return the superblock that decides for all targets of a rank: the one of the highest
-    sequence. None if there is none, or if several differ: servers that each had a part of the
-    targets wrote them, and their order is unknown."""
+    """Return the superblock that decides for all targets of a rank: the one with the highest
+    sequence. None if there is none, or if several differ: they were written by servers that each
+    had only some of the targets, in an unknown order."""
     highest = max((one.sequence for one in superblocks), default=0)
     newest = [one for one in superblocks if one.sequence == highest]
     stamps = {Stamp(one.epoch, one.tag) for one in newest}
@@ -484,7 +485,7 @@ def read_superblock(directory: Path) -> Superblock | None:
 
 
 def read_superblock_page(directory: Path) -> bytes | None:
-    """Read the bytes of the directory's superblock, plus one if there are too many."""
+    """Read the directory's superblock page, plus one byte if the file is longer."""
     return _read_start(directory / SUPERBLOCK_FILE, PAGE_BYTES + 1)
 
 
@@ -505,10 +506,10 @@ def _read_start(path: Path, size: int) -> bytes | None:
 
 
 def write_superblock(directory: Path, superblock: Superblock) -> None:
-    """Replace the directory's superblock durably. After an OSError the old one is still there.
+    """Durably replace the directory's superblock. After an OSError the old one is still there.
 
-    A writer that was stopped or hung while another one wrote fails with ESTALE: it then writes to a
-    file that is no longer read.
+    A writer that was suspended or hung while another one wrote fails with ESTALE, because its file
+    is no longer the one that is read.
     """
     temporary = directory / SUPERBLOCK_TEMPORARY
     temporary.unlink(missing_ok=True)
@@ -519,7 +520,7 @@ def write_superblock(directory: Path, superblock: Superblock) -> None:
             raise OSError(errno.ENOSPC, "short write", str(temporary))
         os.fsync(fd)
         if not _is_open_at(fd, temporary):
-            raise OSError(errno.ESTALE, "another one has written it meanwhile", str(temporary))
+            raise OSError(errno.ESTALE, "another process has just written it", str(temporary))
     except OSError:
         with contextlib.suppress(OSError):
             if _is_open_at(fd, temporary):
@@ -552,13 +553,13 @@ DIGEST_HEX_DIGITS = 32
 
 @dataclass(frozen=True, slots=True)
 class Keyspace:
-    """Canonical JSON of the facts. Build it with `of`; equal facts give equal digests."""
+    """The canonical JSON of the facts. Build it with `of`; equal facts have equal digests."""
 
     canonical: str
 
     @staticmethod
     def of(facts: Mapping[str, object]) -> Keyspace:
-        """Freeze `facts` with the pool's format. TypeError, ValueError: not JSON (or NaN)."""
+        """Freeze `facts` with the pool's format. Raises TypeError or ValueError if not JSON."""
         return Keyspace.exactly({"format": FORMAT_VERSION, **facts})
 
     @staticmethod

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The keeper: a process that renews a server's leases, `python -m …pool.keeper PID FD`.
 
-A write or an fdatasync on a lost path waits in the kernel and cannot be killed; a server with a
-thread in such a call could not be stopped. So the server sends the names of its leases to a child
-through a pipe, and never waits for the child, which has a thread per lease, so that one that hangs
-blocks no other. The child opens the page for each renewal, so that it never prevents an unmount. It
-holds no flock, which must end with the server. PID is the server's, for display. FD is the memory
-of the leases' permits (`lease`), which both share.
+A write or an fdatasync on a lost path waits in the kernel and cannot be killed, and a server with a
+thread in such a call could not be stopped. So the server sends its leases through a pipe to a child
+and never waits for it. The child has one thread per lease, so that a hung lease blocks no other. It
+opens the page for each renewal, so that it never prevents an unmount, and holds no flock, which
+must end with the server. PID is the server's, for display. FD is the memory of the permits
+(`lease`), which both processes share.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from vllm_nvmeof_offload.pool.lock import DirectoryLock, FileId
 
 
 class Keeper:
-    """Renews one lease and advances its permit. One thread; every call may wait for the disk.
+    """Renews one lease and advances its permit. For one thread; every call may wait for the disk.
 
     A permit is open for a third of the takeover time from the start of a renewal that found our
-    name. A page that is unchanged for the whole takeover time may be claimed. A keeper without a
-    renewal for that long is *late*: it opens no permit, and obeys any other owner. Its own name
-    there is either unclaimed or a slow write of its own that has replaced a claim. So it claims
-    again, in two steps of half a takeover (`_wait_ns`):
+    name. A page that stays unchanged for the whole takeover time may be claimed. A keeper that has
+    not renewed for that long is *late*: it opens no permit, and yields to any other owner. If it
+    finds its own name, either no other owner has claimed the page, or its own slow write has
+    replaced a claim. So it claims again, in two steps of half a takeover time each (`_wait_ns`):
 
-    1. It only reads. A live owner replaces a page of a lower generation than its own,
-       because no claim writes one while that owner renews.
-    2. It writes the next generation, which every other owner obeys, and waits. If its name is still
-       there at the end, no other has found its own for longer than a permit lasts.
+    1. It only reads. Another live owner would replace a page of a lower generation than its own,
+       because no claim writes such a page while that owner renews.
+    2. It writes the next generation, to which every other owner yields, and waits. If its name is
+       still there at the end, no other owner has found its own for longer than a permit lasts.
 
-    The second wait follows each write that ends half a takeover after the last renewal began, which
-    may have replaced such a claim. So no two permits are open at once, unless a claimant stalls
-    between its read and its write for longer than it lets its claim settle.
+    The second wait follows each write that ends at least half a takeover time after the last
+    renewal began, because it may have replaced such a claim. So two permits are never open at once,
+    unless a claimant stalls between its read and its write for longer than its claim may settle.
     """
 
     def __init__(
@@ -68,20 +68,19 @@ class Keeper:
         self._wait_ns = self._takeover_ns // 2
         self._permit = permit
         self._clock = clock
-        #: Our newest page that was seen or written.
+        #: Our newest page that was read or written.
         self._page: LeasePage | None = None
         #: The start of the last renewal that found our name and ended before it was late.
         self._renewed_ns = permit.until_ns - self._permit_ns
-        #: When our name was first found late, with no other since; 0 if it was not.
+        #: When our late keeper first found our name, with no other name since; 0 if never.
         self._watched_ns = 0
         #: Renewals that started before this time open no permit.
         self._opens_ns = 0
 
     def renew(self, epoch: int, io: PageIo | None = None) -> None:
-        """Renew once, put the page back, or claim it again. Does nothing if the lease is lost.
+        """Renew once, restore the page, or claim it again. Does nothing if the lease is lost.
 
-        `io` is the page from now on, if it is another one. Raises OSError if the page cannot be
-        read or written.
+        `io` replaces the former page file. Raises OSError if the page cannot be read or written.
         """
         self._io = io or self._io
         begun_ns = self._clock()
@@ -124,7 +123,7 @@ class Keeper:
 
 @dataclass(slots=True, eq=False)
 class Region:
-    """A region that we have claimed. `lock` is None if its target is lost. The pool replaces it."""
+    """A claimed region. `lock` is None while its target is lost; the pool replaces it."""
 
     lock: DirectoryLock | None
     lease: Lease
@@ -138,9 +137,9 @@ class Region:
             self.lock.release()
 
     def order(self) -> Order | None:
-        """Return what the child must know to renew the lease, or None if its target is lost.
+        """Return the order to renew the lease, or None if its target is lost.
 
-        A group's lease must still be renewed. For any thread.
+        A group's lease is renewed even then. Callable on any thread.
         """
         lease, lock = self.lease, self.lock
         if lock is None and not lease.leasing.in_group:
@@ -150,13 +149,13 @@ class Region:
         return Order(*what, takeover_s, lease.number, lease.leasing.in_group)
 
     def _file_of(self, lock: DirectoryLock | None) -> FileId | None:
-        """Return our page, or None for the one at its path. A group's may be mounted again."""
+        """Return our page's file, or None for any at its path: a group's may be remounted."""
         return None if lock is None or self.lease.leasing.in_group else lock.lease
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A lease to renew. `permit` is the number of its word."""
+    """A lease to renew. `permit` is the number of its permit."""
 
     path: str
     file: tuple[int, int] | None
@@ -168,9 +167,9 @@ class Order:
 
 
 def keep(regions: Sequence[Region], permits: Permits) -> Companion:
-    """Renew these regions as often as their leases need, until a stop. `permits` are theirs.
+    """Renew these regions' leases at the intervals they need, until stopped. `permits` are theirs.
 
-    If no region is a group's, a lease that is held only for a moment needs no process.
+    Without a group the first renewal comes after one interval: a short hold needs no process.
     """
     leasings = [region.lease.leasing for region in regions]
     period_s = min(leasing.beat_s for leasing in leasings)
@@ -189,7 +188,7 @@ def keep(regions: Sequence[Region], permits: Permits) -> Companion:
 
 
 class _Renewed:
-    """A lease that is renewed whenever that is due, on a separate thread."""
+    """Renews one lease on a separate thread, whenever a renewal is due."""
 
     def __init__(self, order: Order, permits: Permits) -> None:
         permit = permits.word(order.permit, is_limited=order.in_group)
@@ -215,12 +214,12 @@ class _Renewed:
                 failing = False
             except OSError as error:
                 if not failing:  # log once until it works again
-                    print(f"the lease {order.path} is not renewed: {error}", file=sys.stderr)
+                    print(f"cannot renew the lease {order.path}: {error}", file=sys.stderr)
                 failing = True
 
 
 def main(permits: Permits) -> None:
-    """Renew the leases that lines on stdin name."""
+    """Renew the leases named by the lines on stdin."""
     if os.fork():
         os._exit(0)
     known: dict[str, _Renewed] = {}

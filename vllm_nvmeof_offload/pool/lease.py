@@ -4,32 +4,32 @@
 The page, 4 KiB, little endian, in the file `lease` of a rank directory::
 
     0   8s  magic "vNVMeLS\\0"              52   u32 pid
-    8   16s owner, random; zero: nobody    56   16s the running kernel's boot id
+    8   16s owner, random; zero: none      56   16s the running kernel's boot id
     24  u64 lease generation               72   64s host, utf-8
     32  u64 beat                           136  64s name of the server, utf-8
     40  u32 period of the beat, ms         200  128s name of the engine, utf-8
-    44  u32 1: of a group of hosts         4092 u32 CRC-32C of bytes 0..4091
-    48  u32 epoch of the region, for people
+    44  u32 1 if a group of hosts uses it  4092 u32 CRC-32C of bytes 0..4091
+    48  u32 epoch of the region, for display
 
-The owner's *keeper* (`keeper`) renews the page: every 5 s if the file system is this host's, and
-every 3.3 s if a *group* of servers on several hosts writes it. Clocks of two hosts are never
-hosts.
+The owner's *keeper* (`keeper`) renews the page: every 5 s if only this host writes the file system,
+and every 3.3 s if a *group* of servers on several hosts does. Clocks of two hosts are never
+compared.
 
-A claim locks the directory (`lock`) and checks the page (`Takeover`). The region can be taken if
-no process has claimed it; if its last owner released it; if it is no group's, and its owner was a
-process of this kernel, whose flock has ended with it; or if the page has not changed for
-`takeover_s` on the claimant's own clock. In a group such a page counts even where the flock is
-refused: a stopped server keeps its flock, and an NFS server those of a lost host. The claimant
-writes its own name and the next generation. In a group it waits until that write has completed and
-`settle_s` has passed. It reads the page again: the last of several claimants finds its own name,
-and the others look for another region.
+A claim locks the directory (`lock`) and checks the page (`Takeover`). A region can be taken if no
+process has claimed it, if its last owner released it, or if the page has not changed for
+`takeover_s` on the claimant's own clock. Without a group it can also be taken if its owner was a
+process of this kernel, whose flock has ended with it. In a group an unchanged page counts even if
+the flock is refused: a suspended server keeps its flock, and an NFS server keeps those of a lost
+host. The claimant writes its own name and the next generation. In a group it waits until this
+write has completed and `settle_s` has passed. Then it reads the page again: the last of several
+claimants finds its own name, and the others look for another region.
 
-The keeper reads the page before it renews it. If another owner is there, the lease is lost for as
-long as the process lives, and nothing is written any more. In a group the keeper advances the write
-permit with each renewal, a word of shared memory that everything reads that writes to the region:
-it is the time before the renewal began, plus a third of `takeover_s`. A server with renewals that
-do not complete thus stops writing long before its region can be taken. It continues once they do,
-if the region was not taken (`Keeper`). Permits count the time for which a machine sleeps.
+The keeper reads the page before it renews it. If the page names another owner, the process has lost
+the lease for good and writes nothing more. In a group the keeper also advances the write permit
+with each renewal. This is a word of shared memory that every writer to the region checks: the time
+at which the renewal began, plus a third of `takeover_s`. So a server whose renewals do not complete
+stops writing long before its region can be taken, and continues once they complete, if the region
+was not taken (`Keeper`). Permits also count the time for which the machine sleeps.
 
 A lease is not a fence. Writes queued in the kernel may complete after a takeover; see
 docs/sharing.md for what that costs.
@@ -68,7 +68,7 @@ _ENGINE_BYTES = 128
 _PAGE = struct.Struct(f"<8s16sQQIIII16s{_NAME_BYTES}s{_NAME_BYTES}s{_ENGINE_BYTES}s")
 _CRC = struct.Struct("<I")
 _WORD_BYTES = 8
-#: A device may write less than a page at once, so a damaged page is read again before that counts.
+#: A device may write less than a page at once, so a page is reread before it counts as damaged.
 _READS = 3
 #: The renewals of a group's region within one permit.
 _BEATS_PER_PERMIT = 3
@@ -87,7 +87,7 @@ def boot_ns() -> int:
 
 
 def boot_id() -> bytes:
-    """Return 16 bytes that only the running kernel has. Containers of one machine share them.
+    """Return 16 bytes that identify the running kernel. Containers of one machine share them.
 
     Two machines may have the same host name, so names prove nothing.
     """
@@ -98,13 +98,13 @@ def boot_id() -> bytes:
 
 
 def _text(value: str, size: int = _NAME_BYTES) -> bytes:
-    """Return the part that fits, cut between two characters."""
+    """Return the encoded part that fits, cut between two characters."""
     return value.encode(errors="replace")[:size].decode(errors="ignore").encode()
 
 
 @dataclass(frozen=True, slots=True)
 class Leasing:
-    """The way in which a server leases its regions. `name` is the server's, equal at each start.
+    """The terms of a server's leases. `name` is the server's, the same at each start.
 
     `in_group`: servers on other hosts write the same file system; otherwise only this host does.
     """
@@ -120,7 +120,7 @@ class Leasing:
 
     @property
     def beat_s(self) -> float:
-        """Return the period of renewals."""
+        """Return the interval of renewals."""
         if self.in_group:
             return self.permit_s / _BEATS_PER_PERMIT
         return self.takeover_s / _BEATS_PER_TAKEOVER
@@ -128,10 +128,10 @@ class Leasing:
 
 @dataclass(frozen=True, slots=True)
 class LeasePage:
-    """A lease page. `owner` has 16 bytes: `NOBODY` after a release. `generation` grows by 1 at each
-    claim, `beat` at each renewal. `boot` is as in `boot_id`. `host`, `pid` and `name` are for
-    display; in a group `name` also decides whose chunks are adopted. `engine` is the same on all
-    ranks of one engine, or empty if it has no name."""
+    """A lease page. `owner` is 16 bytes, `NOBODY` after a release. `generation` grows by 1 with
+    each claim, `beat` with each renewal. `boot` is as in `boot_id`. `host`, `pid` and `name` are
+    for display; in a group `name` also decides whose chunks are adopted. `engine` is the same on
+    all ranks of one engine, or empty if it has no name."""
 
     owner: bytes
     generation: int
@@ -155,7 +155,7 @@ class LeasePage:
 
     @property
     def died_here(self) -> bool:
-        """Return whether this kernel ran the owner, so that a free flock means its end."""
+        """Return whether this kernel ran the owner, so that a free flock means its exit."""
         return not self.in_group and self.boot == boot_id()
 
     def __str__(self) -> str:
@@ -186,7 +186,7 @@ class LeasePage:
     def damaged(page: bytes) -> LeasePage:
         """Return a stand-in for a page that is not intact, with an owner that no process has.
 
-        A live owner writes the page again soon.
+        A live owner soon rewrites the page.
         """
         owner = hashlib.sha256(page).digest()[:OWNER_BYTES]
         return LeasePage(owner, 0, 0, 0, 0, "an unknown host", 0, "")
@@ -204,10 +204,10 @@ class PageIo(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """A page at the start of a file. Reads and writes bypass this kernel's page cache.
+    """The page at the start of a file. Reads and writes bypass this kernel's page cache.
 
-    `file` is the only file that is read and written, because another file system, with another
-    owner, may be mounted at the path by now. None means whichever is there.
+    With `file` no other file is read or written, because another file system, with another owner,
+    may be mounted at the path by now. None accepts any file there.
     """
 
     path: Path
@@ -252,7 +252,7 @@ class PageFile:
 
 
 def read_lease(io: PageIo) -> LeasePage | None:
-    """Return the page, or None if the region was never claimed. OSError: it cannot be read."""
+    """Return the page, or None if the region was never claimed. Raises OSError if unreadable."""
     for _ in range(_READS):
         raw = io.read()
         if not any(raw):
@@ -286,9 +286,9 @@ class _Watched:
 class Takeover:
     """Decides whether owners on other hosts are dead, without comparing two hosts' clocks.
 
-    Two hosts' clocks may be hours apart, so no time in a page proves a death. A live owner changes
-    its page all the time. A page that has not changed for `takeover_s`, on this process's own
-    clock, names a dead owner.
+    Two hosts' clocks may differ by hours, so no time in a page proves a death. A live owner keeps
+    changing its page. A page that has not changed for `takeover_s`, on this process's own clock,
+    names a dead owner.
     """
 
     takeover_s: float = TAKEOVER_S
@@ -318,14 +318,14 @@ class Takeover:
             return False
         if not self._logged:
             logger.warning(
-                "%s names %s; waiting up to %.0f s for a sign of life before taking it over",
+                "%s is held by %s; waiting up to %.0f s for a renewal before taking it over",
                 *(path, page, self.takeover_s),
             )
             self._logged = True
         raise UnsettledError
 
     def settled(self, ask: Callable[[], _T]) -> _T:
-        """Call `ask` until it returns: at most `takeover_s` for all pages watched before."""
+        """Call `ask` until it returns: within `takeover_s` for pages watched before."""
         while True:
             try:
                 return ask()
@@ -344,8 +344,8 @@ class Takeover:
         seen = self._watch(path, page)
         unchanged_s = self.clock() - seen.since_s
         if not page.in_group and not seen.died_here:
-            # A probe could keep a server that starts at this moment out of its directory, so it is
-            # not repeated for a dead owner.
+            # A probe could keep a server that is just starting out of its directory, so it is not
+            # repeated for a dead owner.
             if is_locked(directory):
                 return OwnerState("live", page, unchanged_s)
             seen.died_here = page.died_here
@@ -354,12 +354,12 @@ class Takeover:
         return OwnerState("live" if seen.has_beaten else "silent", page, unchanged_s)
 
     def watch(self, directories: Iterable[Path]) -> None:
-        """Watch these regions from now on, so that many together cost only one wait."""
+        """Start watching these regions, so that many together cost only one wait."""
         for directory in directories:
             self.look(directory)
 
     def observe(self, directories: Sequence[Path]) -> list[OwnerState]:
-        """Watch these regions until each owner that may live has shown a beat or missed one."""
+        """Watch these regions until each owner that may be alive has shown a beat or missed one."""
         while True:
             found = [self.look(directory) for directory in directories]
             if not any(one.is_undecided for one in found):
@@ -369,11 +369,11 @@ class Takeover:
 
 @dataclass(frozen=True, slots=True)
 class OwnerState:
-    """The owner of a region as this process has seen it.
+    """The owner of a region as seen by this process.
 
-    `kind` is "free" (there is none), "live" (its flock, or a beat, was seen), "dead", or "silent"
-    (no beat was seen yet: it is dead if that continues). `page` is None if the region was never
-    claimed. `unchanged_s` is, by this process's own clock, how long the page was seen unchanged.
+    `kind` is "free" (there is no owner), "live" (its flock or a beat was seen), "dead", or "silent"
+    (no beat was seen yet; if none follows, it is dead). `page` is None if the region was never
+    claimed. `unchanged_s` is how long, by this process's own clock, the page has been unchanged.
     """
 
     kind: str
@@ -407,9 +407,9 @@ class OwnerState:
 
 
 class Permit:
-    """The word of one region: the time by `boot_ns` before which a write may start; 0 for never.
+    """The write permit of one region: the `boot_ns` time before which a write may start; 0: never.
 
-    `is_limited` is False if the region is no group's: writes may start until the lease is lost.
+    `is_limited` is False without a group: writes may start until the lease is lost.
     """
 
     def __init__(self, word: ctypes.c_uint64, *, is_limited: bool = True) -> None:
@@ -418,7 +418,7 @@ class Permit:
 
     @property
     def address(self) -> int:
-        """Return the address of the word for the I/O engine, or 0 if it need not check."""
+        """Return the permit's address for the I/O engine, or 0 if the engine need not check it."""
         return ctypes.addressof(self._word) if self.is_limited else 0
 
     @property
@@ -441,7 +441,7 @@ class Permit:
         self._word.value = 0
 
     def wait(self, wanted: Callable[[], bool]) -> bool:
-        """Wait until writes may start; False if they never may or are no longer `wanted`."""
+        """Wait until writes may start. False if they never may, or are no longer `wanted`."""
         while wanted() and not self.is_lost:
             if self.is_open:
                 return True
@@ -449,16 +449,16 @@ class Permit:
         return False
 
 
-#: Waiting for a permit must poll.
+#: The interval at which a waiting writer checks its permit.
 PERMIT_POLL_S = 0.01
 
 
-#: A hanging engine's thread may read a limited permit after the pool was closed.
+#: Kept mapped, because a hung engine's thread may read a limited permit after the pool is closed.
 _MAPPED: list[mmap.mmap] = []
 
 
 class Permits:
-    """The memory for the permits of a process's regions, which its keeper maps too."""
+    """The memory of a process's permits, which its keeper maps too."""
 
     def __init__(self, fd: int) -> None:
         """Map the memory of `fd`."""
@@ -467,7 +467,7 @@ class Permits:
 
     @classmethod
     def new(cls, count: int) -> Permits:
-        """Make memory for this many permits, all lost."""
+        """Create memory for `count` permits, all lost."""
         fd = os.memfd_create("nvmeof-permits")
         os.truncate(fd, count * _WORD_BYTES)
         return cls(fd)
@@ -488,11 +488,11 @@ class Permits:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A claim to a region, and then its lease. `clock` is as `boot_ns`.
+    """A claim to a region, and then its lease. `clock` is like `boot_ns`.
 
-    `page` is what the claim wrote; code that knows the region's epoch sets it there. `previous` is
-    the page that was found, which names the last owner, or None. `path` is the page's. `number` is
-    that of its permit.
+    `page` is the page that the claim wrote; `has_epoch` sets its epoch. `previous` is the page that
+    the claim found, which names the last owner, or None. `path` is the page's path. `number` is the
+    number of its permit.
     """
 
     io: PageIo
@@ -516,8 +516,8 @@ class Lease:
         clock: Callable[[], int] = boot_ns,
         engine: str = "",
     ) -> Lease:
-        """Write our name. `previous` is the page as it was just read, of an owner that is dead or
-        gone. The region is not ours before `is_ours`. Raises OSError if the page cannot be
+        """Write our name into the page. `previous` is the page just read, whose owner is dead or
+        gone. The region is ours only once `is_ours` is true. Raises OSError if the page cannot be
         written."""
         page = LeasePage(
             owner=secrets.token_bytes(OWNER_BYTES),
@@ -550,7 +550,7 @@ class Lease:
         return self
 
     def has_epoch(self, epoch: int) -> None:
-        """State the region's epoch in the page from the next renewal on."""
+        """Set the region's epoch, which the next renewal writes to the page."""
         self.page = replace(self.page, epoch=epoch)
 
     @property
@@ -575,12 +575,12 @@ class Lease:
 
     @property
     def was_of_another(self) -> bool:
-        """Return whether another server of the group had the region: its chunks are not adopted."""
+        """Return whether another server of the group had the region, so nothing is adopted."""
         previous = self.previous if self.leasing.in_group else None
         return previous is not None and previous.name != self.page.name
 
     def release(self, file: FileId | None = None) -> None:
-        """Leave the page without an owner, so that the next one need not wait. Writes have ended.
+        """Clear the owner in the page, so that the next one need not wait. Writes must have ended.
 
         `file` is as in `PageFile`. An error is only logged: the next start takes the region over.
         """
@@ -592,7 +592,7 @@ class Lease:
                 io.write(replace(found, owner=NOBODY, epoch=self.page.epoch).encode())
         except OSError as error:
             reason = errno.errorcode.get(error.errno or 0, error)
-            # The target does not answer: nothing is lost.
+            # The target does not answer, but nothing is lost.
             logger.info(
-                "lease %s is left as it is (%s): the next start takes it over", self.path, reason
+                "cannot release lease %s (%s): the next start takes it over", self.path, reason
             )

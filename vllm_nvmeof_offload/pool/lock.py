@@ -2,8 +2,8 @@
 """The lock of one rank directory: an flock on its empty file `lock`.
 
 On one kernel the flock decides which process may write the directory. It ends with its process,
-SIGKILL included, so a file left behind by a dead process locks no other out. Other hosts may not
-see it: for them, and to name its owner, the directory has a lease (`lease`).
+even after SIGKILL, so a lock file left by a dead process locks out no other. Other hosts may not
+see the flock. So the directory also has a lease, which names its owner (`lease`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SIGKILL_BIT = 1 << 8
 
 
 class FileId(NamedTuple):
-    """The identity of a file; another file may have the same path by now."""
+    """The identity of a file, because its path may lead to another file later."""
 
     device: int
     inode: int
@@ -42,9 +42,9 @@ def try_flock(fd: int, operation: int) -> bool:
 
 @dataclass(slots=True, eq=False)
 class DirectoryLock:
-    """A directory's lock file, open and locked. `claim` makes one; `release` or `abandon` ends it.
+    """A directory's lock file, open and locked: from `claim` to `release` or `abandon`.
 
-    `lease` is the directory's lease file, as found then.
+    `lease` is the directory's lease file at the time of the claim.
     """
 
     fd: int
@@ -53,19 +53,19 @@ class DirectoryLock:
 
     @classmethod
     def claim(cls, directory: Path, *, despite_flock: bool = False) -> DirectoryLock | None:
-        """Lock the directory. Returns None if another process has. Makes the lock and the lease
-        file. `despite_flock`: another process's flock does not matter, because the lease has shown
-        that it no longer owns the region. Raises OSError if a file cannot be opened."""
+        """Lock the directory. Returns None if another process holds the lock. Creates the lock and
+        lease files. With `despite_flock` another process's flock is ignored, because the lease has
+        shown that it no longer owns the region. Raises OSError if a file cannot be opened."""
         path = directory / LOCK_FILE
         fd = open_private(path, os.O_RDWR | os.O_CREAT)
         try:
             if not try_flock(fd, fcntl.LOCK_EX) and not despite_flock:
                 os.close(fd)
                 return None
-            # `pool rm` may have deleted the file between open and flock. A lock on a file that
-            # has lost its name keeps no process out.
+            # `pool rm` may have deleted the file between open and flock. A lock on a deleted
+            # file keeps no process out.
             if not os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False)):
-                raise OSError(errno.ESTALE, "the pool was removed at this moment", str(path))
+                raise OSError(errno.ESTALE, "the pool was removed just now", str(path))
             lease = open_private(directory / LEASE_FILE, os.O_RDWR | os.O_CREAT)
             status = os.fstat(lease)
             os.close(lease)
@@ -75,7 +75,7 @@ class DirectoryLock:
             raise
 
     def abandon(self) -> None:
-        """Close a file of a lost target."""
+        """Close the lock file of a lost target."""
         fd, self.fd = self.fd, -1
         with contextlib.suppress(OSError):  # a dead network mount; the descriptor is closed anyway
             os.close(fd)
@@ -84,20 +84,20 @@ class DirectoryLock:
         """Unlock. An error does not matter: the flock ends with this process."""
         if self.fd >= 0:
             with contextlib.suppress(OSError):
-                # A prober that is just starting or ending has the descriptor too.
+                # A prober that is starting or exiting also has the descriptor.
                 fcntl.flock(self.fd, fcntl.LOCK_UN)
             self.abandon()
 
 
 def is_locked(directory: Path) -> bool:
-    """Return whether a process that flock reaches holds the directory; OSError: unreadable."""
+    """Return whether a process that flock can see holds the directory. Raises OSError."""
     try:
         fd = open_private(directory / LOCK_FILE, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:
-        # A shared lock, released at once. A server that starts in these microseconds would see the
-        # directory as taken.
+        # Take a shared lock and release it at once. A server that starts in these microseconds
+        # would see the directory as taken.
         if not try_flock(fd, fcntl.LOCK_SH):
             return True
         fcntl.flock(fd, fcntl.LOCK_UN)
@@ -109,11 +109,11 @@ def is_locked(directory: Path) -> bool:
 def is_ending(pid: int, proc: Path = Path("/proc")) -> bool:
     """Return whether process `pid` exists, but was killed or has lost its first thread.
 
-    In a container `pid` may be the number of another process than was meant; then a claim waits
-    once, and continues.
+    In a container `pid` may be the number of another process. A claim then waits once, and
+    continues.
     """
     try:
-        # The name of a process may have any bytes.
+        # The name of a process may contain any bytes.
         status = (proc / str(pid) / "status").read_text(encoding="ascii", errors="replace")
     except OSError:
         return False

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log of a region: the newest changes of its table, for followers.
+"""The log of a region: the newest changes to its table, for followers.
 
-A ring of 4 KiB pages in the file `log`. Page s, counted since the region was made, is at position
-`s % pages` and replaces the previous lap's page; its number is never reused. The current page
-is written again as it fills. A page's header, little endian::
+The file `log` is a ring of 4 KiB pages. Page s, counted from the region's creation, is at position
+`s % pages` and replaces the page of the previous lap. Its number is never reused. The current page
+is rewritten as it fills up. A page's header, little endian::
 
     0   u32 magic                   24  u32 epoch of the last record
     4   u32 records, at most 63     28  u32 CRC-32C of bytes 0..27
     8   u64 sequence, s             32  zero
     16  u64 lease generation
 
-Then 63 records of 64 bytes::
+63 records of 64 bytes follow::
 
     0   u32 CRC-32C of (u64 sequence, u32 index, bytes 4..63)
     4   u32 epoch                   21  u8  HINT: member of the place, 255: every
@@ -18,17 +18,17 @@ Then 63 records of 64 bytes::
     16  u32 slot in the region      23  u8  key length
     20  u8  flags, as in the table  24  40s offload key, zero padded
 
-PUT (1): the table's entry of `slot` was written, which also deletes the slot's former entry. A key
-of more than 40 bytes is omitted, and the reader must scan the table. RESET (3): the superblock that
-names `epoch` was written. HINT (4): a chunk of another region was read; slot and generation are the
+PUT (1): the table entry of `slot` was written, and the slot's former entry is gone. A key longer
+than 40 bytes is omitted, and the reader must scan the table. RESET (3): the superblock that names
+`epoch` was written. HINT (4): a chunk of another region was read; slot and generation are the
 chunk's, and the key is that region's uuid (16s) and a count (u32). 2 is reserved.
 
-The engine writes it (native/lanes/log.h).
+The engine writes the log (native/lanes/log.h).
 
-A record is a hint, written after the table's entry. Nothing waits for it, and a lost one
-costs a hit. A writer that may have lost some continues a lap later, at the same position: a reader
-that waits there finds a newer page than expected, and reads the whole table again. Every start of a
-server does so, because the last page may be torn.
+A record is a hint, written after the table entry. Nothing waits for it, and a lost record costs a
+hit. A writer that may have lost records continues one lap later, at the same position. A reader
+that waits there finds a newer page than expected, and rereads the whole table. Every server does
+this at its start, because the last page may be torn.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from vllm_nvmeof_offload.units import PAGE_BYTES
 LOG_MAGIC = 0x474C564E
 RECORDS_PER_PAGE = 63
 LOG_KEY_BYTES_MAX = 40
-#: At 6,000 writes per second, these 64,512 records let a follower be late by ten seconds.
+#: At 6,000 writes per second, these 64,512 records let a follower lag by ten seconds.
 LOG_PAGES_MAX = 1024
-#: A log takes at most this part of a pool on a target. A log shorter than `LOG_PAGES_MIN` is
-#: omitted: such a pool's table can be read as quickly.
+#: A log uses at most this part of a pool on a target. A log shorter than `LOG_PAGES_MIN` is
+#: omitted, because such a pool's table can be read as quickly.
 LOG_PART, LOG_PAGES_MIN = 1 / 64, 16
 
 _HEAD = struct.Struct("<IIQQI")
@@ -89,7 +89,7 @@ class LogRecord:
 
     @staticmethod
     def decode(raw: bytes, sequence: int, index: int) -> LogRecord | None:
-        """Parse the record at this position; None if it is not intact, or of another one."""
+        """Parse the record at this position; None if it is damaged or another position's."""
         (crc,), body = _CRC.unpack_from(raw), raw[_CRC.size :]
         if crc != _crc_of(sequence, index, body):
             return None
@@ -159,7 +159,7 @@ def newest_head(fd: int, pages: int) -> LogHead | None:
 
 
 def damaged_pages(fd: int, pages: int) -> int:
-    """Return how many pages were written but are not intact. OSError: as `newest_head`."""
+    """Return how many pages were written but are not intact. Raises as `newest_head`."""
     return sum(_is_damaged(page) for _, page in _pages(fd, pages))
 
 
@@ -169,7 +169,7 @@ def _is_damaged(page: bytes) -> bool:
 
 
 def next_sequence(fd: int, pages: int) -> int:
-    """Return the page at which a starting server continues: a lap after the current one."""
+    """Return the page at which a starting server continues: one lap after the current page."""
     newest = newest_head(fd, pages)
     if newest is None:
         return pages
@@ -183,12 +183,12 @@ def log_pages_of(pool_bytes: int) -> int:
 
 
 def with_log(slots_bytes: int) -> int:
-    """Return the least `pool_bytes` on one target that leaves this many bytes besides the log."""
+    """Return the least `pool_bytes` on one target that leaves this many bytes next to the log."""
     return slots_bytes + PAGE_BYTES * log_pages_of(math.ceil(slots_bytes / (1 - LOG_PART)))
 
 
 class LogFile(NamedTuple):
-    """A log to write. `pages`: 0 if there is none. `next`: the first page. `fd`: -1 if lost."""
+    """A log to write. `pages` is 0 without a log, `next` is the first page, `fd` is -1 if lost."""
 
     fd: int
     pages: int

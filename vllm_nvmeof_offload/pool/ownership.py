@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ownership of rank directories `target/keyspace/engine-K/rank-R`: claims of servers, and repairs.
+"""Ownership of rank directories `target/keyspace/engine-K/rank-R`: claims by servers, and repairs.
 
 `engine-K` is an *instance*, which the ranks of one vLLM engine share. Each rank claims its own
-directory in a separate process. Two servers that start at the same time would otherwise each
-get some ranks' directories of both instances, and adopt nothing. So ranks claim one at a time,
-and their leases name their engine; a rank tries the next instance if a rank of another engine
-lives in this one. The name of a dead engine means nothing.
+directory, in its own process. Without coordination, two servers that start together could each get
+some rank directories of two instances, and adopt nothing. So ranks claim one at a time, and their
+leases name their engine. A rank tries the next instance if a rank of another engine is alive in
+this one. The name of a dead engine is ignored.
 
-A flock ends with the last thread of its process, and a thread that waits in the kernel for a slow
-device outlives SIGKILL until the device has answered. A supervisor starts the next server at
-once. That server should find the killed server's pool, rather than take another instance,
-empty, on a disk that may be full. So a claim waits for a holder that is ending.
+An flock ends with the last thread of its process, and a thread that waits in the kernel for a slow
+device outlives SIGKILL until the device answers. A supervisor starts the next server at once. That
+server should find the killed server's pool, rather than use another instance, empty, on a disk that
+may be full. So a claim waits for a holder that is exiting.
 """
 
 from __future__ import annotations
@@ -65,10 +65,9 @@ from vllm_nvmeof_offload.units import PAGE_BYTES, slot_stride_bytes
 
 #: The most instances of one keyspace on one set of targets.
 INSTANCES_MAX = 64
-#: The leasing for a file system of this host.
+#: The leasing for a file system that only this host writes.
 LOCAL = Leasing(in_group=False)
-#: A claim waits this long for another claim, and as long for a holder that is ending, because its
-#: device may never answer.
+#: A claim waits this long for another claim, whose device may never answer.
 CLAIM_WAIT_S_MAX = 30.0
 
 
@@ -76,17 +75,17 @@ CLAIM_WAIT_S_MAX = 30.0
 class PoolSpec:
     """The pool to open.
 
-    `targets` are directories that exist or can be made. `pool_bytes` is this rank's share over all
-    targets. `payload_bytes` is that of the longest group. `groups` are those with chunks that are
-    stored; empty stands for one with the id 0. `engine_index` is the instance; None for the first
-    free one of replica r of n: r, r + n, r + 2n, … `engine` is the same on all ranks of one engine,
-    which share an instance; if empty, the rank shares an instance with any rank it finds.
-    With `o_direct` "on" an error is raised where "auto" falls back to buffered I/O. If `adopt` is
-    False, stored chunks are void. If `named` is False, they are void too, and no superblock names
-    what is written from now on, so that no later start adopts it. `leasing`: in a group, servers on
-    other hosts use the same file system, so that a region is written under permits, its log
-    bypasses the page cache (where the slab does), and its table is synced every second. `log_pages`
-    is the length of the log on each target, or None to derive it from the pool's size.
+    `targets` are directories that exist or can be created. `pool_bytes` is this rank's share over
+    all targets. `payload_bytes` is the length of the longest group's payload. `groups` are the
+    groups with stored chunks; if empty, one group with id 0. `engine_index` is the instance; None
+    selects the first free one of r, r + n, r + 2n, … for replica r of n. `engine` names the engine,
+    whose ranks share an instance; if empty, the rank shares an instance with any rank. If
+    `o_direct` is "on", an error is raised where "auto" falls back to buffered I/O. If `adopt` is
+    False, stored chunks are ignored. If `named` is False, they are ignored too, and no superblock
+    names later writes, so that no later start adopts these. `leasing`: in a group, servers on other
+    hosts use the same file system, so a region is written under permits, its log bypasses the page
+    cache (where the slab does), and its table is synced every second. `log_pages` is the length of
+    the log on each target; None derives it from the pool's size.
     """
 
     targets: tuple[Path, ...]
@@ -126,7 +125,7 @@ class PoolSpec:
 
     @property
     def slots_per_target(self) -> int:
-        """Return the slots, with table entries, that `pool_bytes` holds on each target besides the
+        """Return how many slots, with table entries, `pool_bytes` holds on each target next to the
         log."""
         left = self.pool_bytes // len(self.targets) - self.log_pages_per_target * PAGE_BYTES
         return left // (self.slot_bytes + ENTRY_BYTES)
@@ -150,7 +149,7 @@ class Claim:
         self._keeper = keep(regions, permits)
 
     def has_epoch(self, epoch: int) -> None:
-        """State the regions' epoch in their leases."""
+        """Record the regions' epoch in their leases."""
         for region in self.regions:
             region.lease.has_epoch(epoch)
 
@@ -166,12 +165,12 @@ class Claim:
         return tuple(one.page.generation if one.leasing.in_group else 0 for one in leases)
 
     def await_permits(self) -> None:
-        """Wait until the regions may be written. PoolLockedError: a lease was lost meanwhile."""
+        """Wait until the regions may be written. Raises PoolLockedError if a lease was lost."""
         for lease in (region.lease for region in self.regions):
             if not lease.permit.wait(lambda: True):
                 raise PoolLockedError(
-                    f"{lease.path.parent} is another process's now: this one has lost its lease, "
-                    f"which it did not renew for {lease.leasing.takeover_s:.0f} s; nothing more "
+                    f"{lease.path.parent} now belongs to another process: this one did not renew "
+                    f"its lease for {lease.leasing.takeover_s:.0f} s and lost it; nothing more "
                     f"was changed there, so start again"
                 )
 
@@ -184,9 +183,9 @@ class Claim:
     def make(cls, spec: PoolSpec) -> Claim:
         """Claim instance `spec.engine_index`, or the first one that no other engine holds.
 
-        Waits for a killed process that still holds one while it ends. Raises PoolLockedError if a
-        live process holds it, here (by index) or on another host, and PoolError if a directory
-        cannot be made or locked.
+        Waits for a killed process that still holds an instance while it exits. Raises
+        PoolLockedError if a live process holds the instance, on this host (with an index) or
+        another one, and PoolError if a directory cannot be created or locked.
         """
         spaces = [_make_keyspace(target, spec.keyspace) for target in spec.targets]
         deadline = time.monotonic() + ENDING_WAIT_S_MAX
@@ -200,19 +199,19 @@ class Claim:
                     index, regions = _first_free(spec, spaces, takeover, permits, waits=waits)
                 if _have_settled(regions):
                     return cls(index, regions, permits)
-                # Another server has claimed it at the same time: try the next one.
+                # Another server claimed it at the same time: try the next one.
             except UnsettledError:
-                pass  # other ranks may claim meanwhile
+                pass  # other ranks may claim in the pause below
             except _EndingError as error:
                 if not logged:
-                    logger.warning("%s; waiting %.0f s at most", error, ENDING_WAIT_S_MAX)
+                    logger.warning("%s; waiting up to %.0f s", error, ENDING_WAIT_S_MAX)
                 logged = True
             except OSError as error:
                 raise PoolError(f"cannot claim a directory in {spaces[0]}: {error}") from error
             time.sleep(POLL_S)
 
     def release(self, keep_descriptors: bool = False) -> None:
-        """Unlock. If `keep_descriptors`, something hangs in the kernel, and the flocks stay."""
+        """Release the regions. `keep_descriptors`: a thread hangs in the kernel; flocks stay."""
         self._keeper.stop()
         self._permits.close()
         if keep_descriptors:
@@ -232,7 +231,7 @@ def _first_free(
 ) -> tuple[int, list[Region]]:
     """Return an instance, and our regions in it, with leases that must still settle.
 
-    If `waits`, raise `_EndingError` at an instance with a holder that is ending; else skip it.
+    If `waits`, raise `_EndingError` at an instance with an exiting holder; otherwise skip it.
     """
     for index in _candidates(spec, spaces[0]):
         instances = [space / f"engine-{index}" for space in spaces]
@@ -251,7 +250,7 @@ def _first_free(
         ending = _ending_holder(instances) if waits else None
         if ending is not None:
             raise _EndingError(
-                f"{ending} is held by a process that was killed and has not ended yet"
+                f"{ending} is held by a process that was killed and has not exited yet"
             )
         if busy is not None and spec.engine_index is not None:
             raise busy_error(busy)
@@ -261,9 +260,9 @@ def _first_free(
 
 
 def busy_error(busy: Path) -> PoolLockedError:
-    """Return the error for a region that a live process has. `busy` is its lock file or lease.
+    """Return the error for a region that a live process holds. `busy` is its lock file or lease.
 
-    Its age is shown only if this host's clock wrote it.
+    The lease's age is shown only if this host's clock set its time.
     """
     io = lease_of(busy.parent)
     page = read_lease(io)
@@ -271,25 +270,25 @@ def busy_error(busy: Path) -> PoolLockedError:
     if page is not None and not page.in_group:
         age = f" (renewed {max(0.0, time.time() - os.stat(io.path).st_mtime):.0f} s ago)"
     return PoolLockedError(
-        f"{busy} is held by {page or 'another process on this host'}{age}, which lives. Stop it, "
-        f"or let this one take the next free engine index (do not set engine_index)"
+        f"{busy} is held by {page or 'another process on this host'}{age}, which is alive. Stop "
+        f"it, or leave engine_index unset to take the next free engine index"
     )
 
 
 def _foreign_error(path: Path, page: LeasePage) -> PoolLockedError:
-    """Return the error for a live owner on another host that is in no group with us."""
+    """Return the error for a live owner on another host that is not in our group."""
     return PoolLockedError(
-        f"{path} is held by {page}. Two hosts that mount one xfs or ext4 destroy it: unmount it "
+        f"{path} is held by {page}. Two hosts mounting one xfs or ext4 corrupt it: unmount it "
         f"there, or give each host its own target. If that host is gone for good, start again: a "
-        f"start that sees no sign of life for {TAKEOVER_S:.0f} s takes the directory over; or "
+        f"start that sees no renewal for {TAKEOVER_S:.0f} s takes the directory over; or "
         f"delete {path}"
     )
 
 
 def _have_settled(regions: Sequence[Region]) -> bool:
-    """Wait until the pages show which claim was the last; return whether all were ours.
+    """Wait until the pages show which claims won; return whether all of ours did.
 
-    If not, or if a page cannot be read (OSError), all claims are given up.
+    If not, or if a page cannot be read (OSError), all claims are released.
     """
     leases = [region.lease for region in regions]
     are_ours = False
@@ -304,14 +303,14 @@ def _have_settled(regions: Sequence[Region]) -> bool:
 
 
 class _EndingError(Exception):
-    """The holder of a directory is ending: wait for the directory."""
+    """The holder of a directory is exiting: wait for the directory."""
 
 
 def _candidates(spec: PoolSpec, space: Path) -> Iterable[int]:
     """Return instances in the order to try: first those with other ranks of the engine.
 
-    In a group these are followed by the instances that this server had before, those without an
-    owner, and the others, starting with the oldest sign of life in the file system.
+    In a group these are followed by the instances that this server held before, those without an
+    owner, and the others, least recently renewed first.
     """
     if spec.engine_index is not None:
         return [spec.engine_index]
@@ -342,7 +341,7 @@ def _engines_in(instance: Path) -> set[str]:
     """Return the engines that last claimed the regions of an instance."""
     found = set()
     for rank in _ranks(instance):
-        with contextlib.suppress(OSError):  # the instance may not be usable for us
+        with contextlib.suppress(OSError):  # the instance may be unusable here
             page = read_lease(lease_of(rank))
             found |= set() if page is None else {page.engine}
     return found
@@ -354,7 +353,7 @@ def _refusing(target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise PoolError(
-            f"target {target} cannot be used: {error}; choose a directory that is writable"
+            f"target {target} cannot be used: {error}; choose a writable directory"
         ) from error
 
 
@@ -381,9 +380,9 @@ def _claim_all(
     permits: Permits,
     engine: str = "",
 ) -> list[Region] | Path:
-    """Claim all of these regions, or none, and then return the file that names a live owner.
+    """Claim all of these regions. If one has a live owner, claim none; return the file naming it.
 
-    `permits` has words for the leases, by directory. `engine` is the name for them.
+    `permits` holds the leases' permits, by directory. `engine` is the engine's name in the leases.
     """
     locks: list[DirectoryLock] = []
     regions: list[Region] = []
@@ -406,20 +405,20 @@ def _claim_all(
 
 
 def _lock(directory: Path, leasing: Leasing, takeover: Takeover) -> DirectoryLock | Path:
-    """Lock a region with an owner that is dead or gone (`lease` has the rules); otherwise return
-    the file that names a live owner. Raises PoolLockedError for a live owner on another host that
-    is in no group with us, UnsettledError if it is not known yet whether the owner lives, OSError
-    if a file cannot be opened."""
+    """Lock a region whose owner is dead or gone (`lease` has the rules); otherwise return the file
+    that names a live owner. Raises PoolLockedError for a live owner on another host that is not in
+    our group, UnsettledError if it is not known yet whether the owner is alive, OSError if a file
+    cannot be opened."""
     io, lock = lease_of(directory), DirectoryLock.claim(directory)
     with contextlib.ExitStack() as undo:
         undo.callback(lock.release if lock is not None else lambda: None)
         page = read_lease(io)
         if lock is None:
             # A free page is watched as well: a process that has only locked the region may be about
-            # to claim it, or may have lost it to one that has ended since.
+            # to claim it, or may have lost it to one that has exited since.
             if not leasing.in_group or page is None or not takeover.is_dead(io.path, page):
                 return directory / LOCK_FILE
-            # Other concurrent claims settle by the lease as well.
+            # The lease also decides between other concurrent claims.
             lock = DirectoryLock.claim(directory, despite_flock=True)
             assert lock is not None
         elif page is None or page.is_free or page.died_here or takeover.is_dead(io.path, page):
@@ -434,10 +433,10 @@ def _lock(directory: Path, leasing: Leasing, takeover: Takeover) -> DirectoryLoc
 
 @contextlib.contextmanager
 def one_at_a_time(spaces: Sequence[Path]) -> Iterator[None]:
-    """Exclude other claims in these keyspaces meanwhile, with an flock on the directories."""
+    """Exclude concurrent claims in these keyspaces with an flock on their directories."""
     limit_s = time.monotonic() + CLAIM_WAIT_S_MAX
     with contextlib.ExitStack() as stack:
-        # In the same order everywhere, or two servers would wait for each other.
+        # Use the same order everywhere, or two servers could wait for each other.
         for space in sorted({os.path.realpath(space) for space in spaces}):
             fd = os.open(space, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             stack.callback(os.close, fd)
@@ -445,17 +444,17 @@ def one_at_a_time(spaces: Sequence[Path]) -> Iterator[None]:
                 if time.monotonic() > limit_s:
                     raise PoolError(
                         f"another server has been claiming a directory in {space} for "
-                        f"{CLAIM_WAIT_S_MAX:.0f} s: its storage hangs, or it was stopped; "
-                        f"end it first"
+                        f"{CLAIM_WAIT_S_MAX:.0f} s: its storage hangs, or it is suspended; "
+                        f"kill it first"
                     )
                 time.sleep(POLL_S)
         yield
 
 
 def _held_by_another(instance: Path, spec: PoolSpec, takeover: Takeover) -> bool:
-    """Return whether ranks of an engine other than `spec`'s live in `instance`.
+    """Return whether live ranks of an engine other than `spec`'s hold regions in `instance`.
 
-    Raises PoolLockedError if they live on another host, UnsettledError if that is not known yet.
+    Raises PoolLockedError if they are on another host, UnsettledError if that is not known yet.
     """
     for sibling in _ranks(instance):
         if sibling.name == f"rank-{spec.rank}":
@@ -472,9 +471,9 @@ def _held_by_another(instance: Path, spec: PoolSpec, takeover: Takeover) -> bool
 
 
 def _ending_holder(instances: Sequence[Path]) -> Path | None:
-    """Return a rank directory in held `instances` with a holder that is ending, or None.
+    """Return a rank directory in held `instances` whose holder is exiting, or None.
 
-    In an instance that is not held, the name that a dead process left behind means nothing.
+    In an instance that is not held, the name left by a dead process means nothing.
     """
     for rank in (rank for instance in instances for rank in _ranks(instance)):
         page = read_lease(lease_of(rank))
@@ -487,11 +486,11 @@ def _ending_holder(instances: Sequence[Path]) -> Path | None:
 def hold(directories: Sequence[Path]) -> Iterator[Callable[[], None]]:
     """Hold all of `directories` for a repair, so that no server starts on them.
 
-    Leases are claimed in the name of their last owner, who then still adopts the chunks. Call the
-    function that is yielded before each change: it waits until every lease permits writes, and
-    raises PoolLockedError if another process has one, because this one was stopped for too long.
-    Raises PoolLockedError, naming a live process that holds one; none is held then. Raises
-    PoolError if a lock file cannot be opened or written.
+    Leases are claimed in the name of their last owner, which can then still adopt the chunks. Call
+    the yielded function before each change. It waits until every lease permits writes, and raises
+    PoolLockedError if another process took one because this process was suspended for too long.
+    Raises PoolLockedError, naming the holder, if a live process holds one; none is held then.
+    Raises PoolError if a lock file cannot be opened or written.
     """
     if not directories:
         yield lambda: None
@@ -515,13 +514,13 @@ def hold(directories: Sequence[Path]) -> Iterator[Callable[[], None]]:
 
 
 def _last_leasing(directory: Path) -> Leasing:
-    """Return the way in which the last owner leased the region."""
+    """Return the leasing of the region's last owner."""
     page = read_lease(lease_of(directory))
     return LOCAL if page is None or not page.in_group else Leasing(page.name)
 
 
 def give_to_owner(path: Path) -> None:
-    """Give a file that root has created to its directory's owner, who must be able to open it."""
+    """Give a file that root created to its directory's owner, who must be able to open it."""
     if os.geteuid() == 0:
         owner = path.parent.stat()
         with contextlib.suppress(OSError):
@@ -542,8 +541,8 @@ def bytes_of_pools(targets: Sequence[Path]) -> int:
 def bytes_of_others(targets: Sequence[Path], server: str = "") -> int:
     """Return the bytes on `targets` of this user's live engines except `server`'s.
 
-    Directories that another host has held count, because it may live. `server` is the part of its
-    engines' names before the slash.
+    Directories last held by another host count, because that host may be alive. `server` is the
+    part of its engines' names before the slash.
     """
     takeover, total = Takeover(), 0
     for one in find(filter(Path.is_dir, targets), ours=True):

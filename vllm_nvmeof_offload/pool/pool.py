@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's pool: its slabs and tables on all targets, claimed, preallocated and adopted.
 
-Pool slot p is slot `p // target_count` of the region on target `p % target_count`: on disk, slots
-only have the latter numbers. All targets have equally many slots; the fullest target decides the
-number.
+Pool slot p is slot `p // target_count` of the region on target `p % target_count`. On disk, slots
+have only their numbers within the region. All targets have the same number of slots, which the
+fullest target determines.
 
-A reset must become durable on the targets that answer although another target hangs. So each
-superblock is written in the background, one per directory at a time. While that hangs, the newest
-superblock waits for it and replaces one that has waited longer; an older superblock never follows a
-newer one. Nothing waits for that thread: `on_end` reports the outcome of a superblock.
-The thread also waits for the write permit of the region's lease (`lease`).
+A reset must become durable on the targets that answer even if another target hangs. So superblocks
+are written in the background, one per directory at a time. While a write hangs, only the newest
+superblock waits for it and replaces any other that waits, so an older superblock never follows a
+newer one. Nothing waits for the writing thread; `on_end` reports the outcome. The thread also waits
+for the write permit of the region's lease (`lease`).
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ from vllm_nvmeof_offload.units import format_bytes
 __all__ = ["Pool", "PoolSpec"]
 
 
-#: The threads per target: one writes its superblock, one its log, one closes files, and one remains
-#: if a superblock of the target's last attachment hangs.
+#: The threads per target: one writes its superblock, one its log, one closes files, and one is left
+#: if a superblock write of the target's last attachment hangs.
 _BACKGROUND_THREADS = 4
-#: A function called once, with OK, CANCELLED or an I/O error, on any thread, even the caller's.
+#: Called once, with OK, CANCELLED or an I/O error, on any thread, possibly the caller's.
 OnEnd = Callable[[Outcome], None]
 
 
 @dataclass(eq=False)
 class _SuperblockWriter:
-    """Writes one directory's superblock. `busy`: a thread writes, or hangs.
+    """Writes one directory's superblock. `busy`: a thread is writing, or hangs.
 
-    `changed` is notified when it is not busy any more.
+    `changed` is notified when the writer is no longer busy.
     """
 
     folder: Folder | None  # None if the target is lost; nothing is written then
     changed: threading.Condition
-    #: A function that waits until the region may be written; False: never, or no longer wanted.
+    #: Waits until the region may be written. False: it never may be, or the write is not wanted.
     await_permit: Callable[[Callable[[], bool]], bool]
     background: Background
     busy: bool = False
@@ -79,7 +79,7 @@ class _SuperblockWriter:
             self.background.run(self, self._run)
 
     def withdraw(self) -> None:
-        """Cancel the superblock that waits for a hanging thread."""
+        """Cancel the superblock that waits for a hung thread."""
         with self.changed:
             waiting, self._next = self._next, None
         if waiting is not None:
@@ -120,10 +120,11 @@ class _SuperblockWriter:
 
 
 class Pool:
-    """An open pool. All calls but the fd look-ups may block: keep them off the engine's poll.
+    """An open pool. All calls except descriptor look-ups may block: keep them off the engine's
+    poll.
 
-    `slab_fd`, `table_fd`, `log_fd`, `place` and `stamp` are for any thread. The others are for one
-    thread at a time: first the one that opened the pool, then the pipeline's.
+    `slab_fd`, `table_fd`, `log_fd`, `slot_place` and `stamp` may be used on any thread. All else is
+    for one thread at a time: first the one that opened the pool, then the pipeline's.
     """
 
     def __init__(
@@ -158,14 +159,14 @@ class Pool:
         self.lease_name = spec.leasing.name if spec.leasing.in_group else ""
         #: This rank's directories, one per target.
         self.directories = claim.directories
-        #: What runs slower than requested, and the cause, for display.
+        #: Lines for display that name what runs slower than requested, and why.
         self.fallbacks = choose_direct(spec, slabs)
         for slab in slabs:
             if spec.leasing.in_group and slab.direct:
                 slab.use_direct_log()
         #: By target, whether its slab is open for O_DIRECT.
         self.is_direct = tuple(slab.direct for slab in slabs)
-        #: Whether every slab is (buffers and offsets must then be 4 KiB aligned).
+        #: Whether every slab is direct; buffers and offsets must then be 4 KiB aligned.
         self.direct = all(self.is_direct)
         self._closed = False
         claim.has_epoch(superblocks[0].epoch)
@@ -182,10 +183,10 @@ class Pool:
 
     @classmethod
     def open(cls, spec: PoolSpec, on_progress: Progress | None = None) -> Pool:
-        """Claim, check and preallocate. `on_progress` is for `adopt`, if it must read headers.
+        """Claim, check and preallocate. `adopt` calls `on_progress` if it must read headers.
 
-        Raises PoolLockedError, naming another live owner that holds the directory, and PoolError if
-        a target cannot be used, or has no space for one slot.
+        Raises PoolLockedError, which names the owner, if a live process holds the directory, and
+        PoolError if a target cannot be used or has no space for one slot.
         """
         if spec.slots_per_target < 1:
             raise PoolError(
@@ -220,9 +221,9 @@ class Pool:
         return slab.fd, slab.table_fd, slab.log_fd
 
     def log(self, target: int) -> LogFile:
-        """Return the target's log, and the page at which a writer that starts now continues.
+        """Return the target's log, and the page at which a new writer continues.
 
-        Reads all of it. Raises OSError if it cannot be read.
+        Reads the whole log. Raises OSError if it cannot be read.
         """
         fd, pages = self._slabs[target].log_fd, self.superblocks[target].log_pages
         lease_generation = self.superblocks[target].lease_generation
@@ -233,23 +234,23 @@ class Pool:
         return self._slabs[target].log_fd
 
     def keyspace(self, target: int) -> Folder:
-        """Open the keyspace's directory from our region's, not by its path. For any thread.
+        """Open the keyspace's directory through our region's, not by its path. For any thread.
 
         Raises OSError if the target is lost, or other users can write the directory.
         """
         folder = self._slabs[target].folder
         if folder is None:
-            raise OSError(errno.ENODEV, "the target is away", str(self.directories[target]))
+            raise OSError(errno.ENODEV, "the target is lost", str(self.directories[target]))
         return Folder.open(self.directories[target].parents[1], folder.place / "../..")
 
     def slot_place(self, place: int) -> SlotPlace:
-        """Return the place that the header in this slot of ours must name."""
+        """Return the place that the header of this slot must name. The slot is ours."""
         return self.superblocks[target_of(place)].place(slot_of(place))
 
     def kind_of(self, key: bytes) -> GroupKind:
         """Return the kind of the key's group.
 
-        No start adopts a chunk of a group that is unknown to the pool: any kind will do for it.
+        If the pool does not know the group, any kind will do: no start adopts such a chunk.
         """
         return self.kinds.get(group_id_of(key), GroupKind.FULL)
 
@@ -262,14 +263,14 @@ class Pool:
         return adopt_entries(self._slabs, self._adopt_slots, self.superblocks, self._on_progress)
 
     def begin_reset(self, tag: bytes, named: bool) -> tuple[Stamp, Stamp]:
-        """Draw a new epoch, which voids everything stored so far and which every target's
-        superblock gets together with the next sequence and `tag`. No I/O: `write_superblock`
-        follows for each target.
+        """Draw a new epoch, which invalidates everything stored so far. Every target's superblock
+        gets it, with the next sequence and `tag`. This does no I/O: `write_superblock` follows for
+        each target.
 
-        Returns the stamps of later writes: for a target that has its superblock, and for one that
-        has not. A start adopts nothing with the latter's epoch, which no superblock names; nor with
-        the former's, if not `named` or if the pool was opened so. A lost target gets its superblock
-        before it serves again.
+        Returns two stamps for later writes: for targets that have the new superblock, and for the
+        others. No superblock names the second stamp's epoch, so no start adopts its chunks. The
+        same holds for the first stamp if `named` is False here or was False when the pool was
+        opened. A lost target gets its superblock before it serves again.
         """
         epoch = self._new_epoch()
         sequence = 1 + self.superblocks[0].sequence
@@ -282,11 +283,11 @@ class Pool:
         return self.stamp, self._unnamed
 
     def write_superblock(self, target: int, on_end: OnEnd) -> None:
-        """Replace the target's superblock by the newest one, durably. One target's suffices for a
-        start to void what was stored before.
+        """Durably replace the target's superblock with the newest one. Once one target has it, a
+        start ignores everything stored before.
 
         `on_end` gets ENODEV if the target is lost, and CANCELLED if a newer superblock replaced
-        this one while it waited for one that hangs.
+        this one while it waited for a hung write.
         """
         if self._slabs[target].is_open:
             self._writers[target].write(self.superblocks[target], on_end)
@@ -308,7 +309,7 @@ class Pool:
             )
 
     def _new_epoch(self, *others: int) -> int:
-        """Return an epoch that neither superblocks nor writes have, and that is not in `others`."""
+        """Return an epoch that no superblock and no write has, and that is not in `others`."""
         stamps = self.stamp.epoch, self._unnamed.epoch
         return new_epoch({*stamps, *(one.epoch for one in self.superblocks), *others})
 
@@ -326,14 +327,14 @@ class Pool:
     def exchange(
         self, target: int, slab: Slab | None, lock: DirectoryLock | None
     ) -> Callable[[], None]:
-        """Serve `target` from another slab from now on, or not at all if `slab` is None.
+        """Serve `target` from another slab, or not at all if `slab` is None.
 
         Returns a function that closes the old files. Call it when no operation uses them any more,
         on a thread that nothing waits for.
         """
         slab = slab or Slab(self.directories[target], (-1, -1, -1, -1))
-        # A thread that hangs in the old files is left behind, but without the superblock that waits
-        # for it: the prober updates the new files.
+        # A thread that hangs in the old files is abandoned. The superblock waiting for it is
+        # cancelled, because the prober updates the new files.
         self._writers[target].withdraw()
         old_slab, self._slabs[target] = self._slabs[target], slab
         self._writers[target] = self._superblock_writer(target)
@@ -348,11 +349,11 @@ class Pool:
         return close
 
     def close(self, abandon: bool = False) -> None:
-        """Close the files and give up the claim.
+        """Close the files and release the claim.
 
-        `abandon`: an engine's thread still hangs in the kernel; keep every descriptor, so that
-        their numbers are not given to other files, until the process ends. A hanging superblock
-        write has the same effect, because no other owner must take over meanwhile.
+        `abandon`: an engine's thread still hangs in the kernel. Every descriptor then stays open
+        until the process exits, so that its number is not reused for another file. A hung
+        superblock write has the same effect, because no other owner may take over until it ends.
         """
         if self._closed:
             return

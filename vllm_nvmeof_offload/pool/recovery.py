@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts a pool: prepares the claimed directories and adopts an earlier process's chunks.
 
-Preparation decides what to keep, how much space to use and which epoch begins. A directory that
-starts empty loses its superblock first, and gets a new one last, so that a crash in between
-leaves either the old pool or an empty directory. The epoch is that of the superblock with the
-highest sequence on any target, if it has this start's share tag; else a new epoch begins.
+Preparation decides what to keep, how much space to use and which epoch to begin. A directory that
+starts empty loses its superblock first and gets a new one last, so that a crash in between leaves
+either the old pool or an empty directory. The epoch is that of the superblock with the highest
+sequence on any target, if it has this start's share tag; otherwise a new epoch begins.
 
-Adoption reads the table first (64 bytes per slot). Damaged or truncated entries are
-recovered from the slots' header pages, one 4 KiB read each, and written back.
+Adoption reads the table first (64 bytes per slot). Damaged or truncated entries are recovered from
+the slots' header pages, with one 4 KiB read each, and written back.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.units import HEADER_BYTES, format_bytes
 
-#: A function called with (header pages read, header pages to read) while a table is rebuilt.
+#: Called with (header pages read, header pages to read) while a table is rebuilt.
 Progress = Callable[[int, int], None]
 
 _SCAN_THREADS = 16
@@ -66,7 +66,7 @@ _READ_BYTES = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The intact entries of one target, by rows. `keys` have one length, each an opaque value."""
+    """The intact entries of one target, as columns. All `keys` have one length and are opaque."""
 
     places: npt.NDArray[np.int64]
     generations: npt.NDArray[np.uint64]
@@ -81,9 +81,9 @@ def adopt_entries(
 ) -> AdoptedEntries:
     """Return the chunks that can be looked up again, in ascending order of places.
 
-    `counts` has, by target, the slots that an earlier process can have written and that still
-    exist. `superblocks` is by target. Skipped are entries of another epoch or of a group that is
-    not in the superblock, and unrecoverable ones. A key may be in several places.
+    `counts` is, by target, the number of slots that an earlier process can have written and that
+    still exist. `superblocks` is by target. Entries are skipped if they are of another epoch, of a
+    group that the superblock lacks, or unrecoverable. A key may be in several places.
     """
     parts: list[_Found] = []
     for slab, count, superblock in zip(slabs, counts, superblocks, strict=True):
@@ -151,8 +151,8 @@ def _members(
     flags: npt.NDArray[np.uint8],
     superblock: Superblock,
 ) -> npt.NDArray[np.int64] | None:
-    """Return int64[n], the member that the place of each of these rows names: this rank if it has a
-    single copy, or -1 for a single copy of a group of which each rank now has separate copies.
+    """Return int64[n], the member in each row's place. For a single copy it is this rank, or -1 if
+    each rank now has separate copies of the group; otherwise it is `EVERY_MEMBER`.
 
     Returns None if no row has a member. `keys` is uint8[rows, length], `flags` is uint8[rows].
     """
@@ -171,14 +171,14 @@ def _members(
 def _places(
     superblock: Superblock, slots: npt.NDArray[np.int64], members: npt.NDArray[np.int64] | None
 ) -> npt.NDArray[np.int64]:
-    """Return the places of these slots. `members` is as from `_members`."""
+    """Return the places of these slots. `members` is as returned by `_members`."""
     if members is None:
         return place_of(superblock.target_index, 0) | slots
     return places_of(superblock.target_index, slots, members)
 
 
 def _recovered(superblock: Superblock, found: Sequence[tuple[int, SlotHeader]]) -> _Found:
-    """Return the entries of `found`, slots of this target with their contents."""
+    """Return the entries of `found`, which are slots of this target and their headers."""
     length = _common(np.array([len(header.identity.key) for _, header in found], np.uint8))
     same = [(slot, header) for slot, header in found if len(header.identity.key) == length]
     keys = np.array([header.identity.key for _, header in same], f"V{length}")
@@ -195,7 +195,7 @@ def _recovered(superblock: Superblock, found: Sequence[tuple[int, SlotHeader]]) 
 
 
 def _common(lengths: npt.NDArray[np.uint8]) -> int:
-    """Return the length that most keys have: a keyspace has only one."""
+    """Return the most common length: a keyspace has only one."""
     return int(np.bincount(lengths).argmax()) if len(lengths) else KEY_BYTES_MAX
 
 
@@ -217,7 +217,7 @@ def _recover(
     superblock: Superblock,
     on_progress: Progress | None,
 ) -> list[tuple[int, SlotHeader]]:
-    """Read the header pages of the slots `indices`, and repair the table as well.
+    """Read the header pages of the slots `indices`, and repair the table from them.
 
     Returns the slots with chunks to adopt.
     """
@@ -271,7 +271,7 @@ def scan_headers(
 def written_slots(
     fd: int, indices: npt.NDArray[np.int64], slot_bytes: int
 ) -> npt.NDArray[np.int64]:
-    """Drop slots that were never written, as the file system's holes show without a read."""
+    """Drop slots that were never written, which the file's holes show without a read."""
     size = os.fstat(fd).st_size
     bounds: list[int] = []  # first and end slot of each data segment, ascending
     position = 0
@@ -292,7 +292,7 @@ def written_slots(
 
 
 def new_epoch(used: Container[int]) -> int:
-    """Return a random epoch not in `used`: no start can know all epochs that were used."""
+    """Return a random epoch not in `used`; random, as no start knows all epochs ever used."""
     while True:
         epoch = 1 + secrets.randbelow(EPOCH_MAX)
         if epoch not in used:
@@ -301,8 +301,8 @@ def new_epoch(used: Container[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The result of `prepare`. `superblocks` are by target, as on disk. `adopt_slots` has, by
-    target, the slots that may hold an earlier process's chunks. `stamp` is that of later writes."""
+    """The result of `prepare`. `superblocks` are by target, as on disk. `adopt_slots` counts, by
+    target, the slots that may hold an earlier process's chunks. `stamp` is for later writes."""
 
     superblocks: list[Superblock]
     adopt_slots: list[int]
@@ -310,7 +310,7 @@ class Prepared:
 
 
 def prepare(spec: PoolSpec, slabs: Sequence[Slab], claim: Claim) -> Prepared:
-    """Wipe directories of another pool, reserve space, write the superblocks.
+    """Wipe directories of other pools, reserve space, and write the superblocks.
 
     Raises PoolError if there is no space for one slot, a pool has an unknown format, or a lease was
     lost; OSError if a file cannot be read, written or resized.
@@ -323,7 +323,7 @@ def prepare(spec: PoolSpec, slabs: Sequence[Slab], claim: Claim) -> Prepared:
     tag = share_tag(spec.keyspace.digest) if spec.named else secrets.token_bytes(TAG_BYTES)
     newest = newest_of(living)
     if newest is not None and spec.adopt and newest.tag == tag:
-        # A reset that reached only some targets has voided the chunks on all.
+        # A reset that reached only some targets invalidated the chunks on all.
         adopt_slots = [min(superblock.slots, count) if superblock else 0 for superblock in kept]
         epoch, sequence = newest.epoch, newest.sequence
     else:
@@ -342,8 +342,8 @@ def prepare(spec: PoolSpec, slabs: Sequence[Slab], claim: Claim) -> Prepared:
     claim.await_permits()  # reserving space may have taken long
     for slab, superblock, found in zip(slabs, superblocks, kept, strict=True):
         if superblock == found:
-            # A full disk has no room for a second superblock. A kill may have prevented this one
-            # from becoming durable.
+            # A full disk has no room for a second superblock. After a kill this one may not be
+            # durable yet.
             sync_directory(slab.place)
         else:
             write_superblock(slab.place, superblock)
@@ -374,10 +374,10 @@ def _superblock(spec: PoolSpec, target: int, pool_uuid: bytes, slots: int) -> Su
 def _keep_or_wipe(spec: PoolSpec, slabs: Sequence[Slab]) -> list[Superblock | None]:
     """Wipe every directory with a superblock of another pool; return the others' superblocks.
 
-    The number of slots may differ (the pool was given more or less space): the slots that both have
-    stay in place. The sizes of sets may differ too, because ranks shared copies then or do now, and
-    so may the log's. Any other difference makes it another pool. Raises PoolError if one has an
-    unknown format; nothing is wiped then.
+    The number of slots may differ, if the pool was resized: slots within both sizes stay in place.
+    Set sizes may differ too, because ranks shared copies then or do now, and so may the log's
+    length. Any other difference makes it another pool. Raises PoolError, and wipes nothing, if one
+    has an unknown format.
     """
     pages: list[Superblock | None] = []
     for slab in slabs:
@@ -416,7 +416,7 @@ def _allocate(spec: PoolSpec, slabs: Sequence[Slab]) -> int:
     full, size = slabs[counts.index(count)].directory, format_bytes(spec.slot_bytes)
     if count < 1:
         raise PoolError(
-            f"{full}: no space for one slot of {size}; free some, or choose another target"
+            f"{full}: no space for one slot of {size}; free some space, or choose another target"
         )
     if count < wanted:
         logger.warning(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slab, table and log of one rank directory: opening, file modes, preallocation, O_DIRECT.
+"""The slab, table and log of one rank directory: opening, modes, preallocation, O_DIRECT.
 
 `pool.Pool` decides what the directory should hold.
 """
@@ -34,7 +34,7 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctype
 
 
 class Slab:
-    """Slab, table and log of one rank directory. Buffered descriptors until `use_direct`."""
+    """The slab, table and log of one rank directory; buffered until `use_direct`."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class Slab:
         The slab of a lost target has no files: its `fds` are -1, and it has no folder.
         """
         self.directory = directory
-        #: The folder of the directory in which all files are opened from now on.
+        #: `directory` held open; all files are opened through it from now on.
         self.folder = Folder.open(directory) if fds is None else folder
         self.direct = direct
-        #: The whole entries that the table had when it was opened. Fewer than there should be is
-        #: damage, which preallocation would hide behind zeros.
+        #: The complete entries in the table when it was opened. If some are missing, the table is
+        #: damaged, and preallocation would hide that with zeros.
         self.table_slots_found = 0
         #: `buffered_fd` reads header pages into any memory; `fd` may need aligned memory.
         if fds is not None:
@@ -72,7 +72,7 @@ class Slab:
 
     @property
     def place(self) -> Path:
-        """Return the path under which the directory's files are."""
+        """Return the path through which the directory's files are opened."""
         assert self.folder is not None
         return self.folder.place
 
@@ -106,14 +106,14 @@ class Slab:
         return pages
 
     def allocate(self, slots: int, slot_bytes: int) -> int:
-        """Reserve space for `slots` slots, cutting none. Return the number that fits while the pool
-        leaves enough space free."""
+        """Reserve space for `slots` slots without cutting existing ones. Return how many fit while
+        the pool leaves enough space free."""
         slab_bytes = os.fstat(self.buffered_fd).st_size
         table_bytes = os.fstat(self.table_fd).st_size
         # Slots reserved by an earlier process are kept even if the disk is full now.
         present = min(slab_bytes // slot_bytes, table_bytes // ENTRY_BYTES)
         kept = space_bytes(self.directory)[1]
-        # Before the first byte, so that no other service finds its disk full, even for a moment.
+        # Decide before the first byte, so that no other service finds its disk full, even briefly.
         count = min(slots, max(present, self._fitting(slot_bytes, kept)))
         while count > 0:
             try:
@@ -126,7 +126,7 @@ class Slab:
                     raise
                 if count <= present:
                     present = 0  # the file was sparse
-            # Free the space of the failed reservation before reading the free space.
+            # Undo the failed reservation before reading the free space.
             os.ftruncate(self.buffered_fd, slab_bytes)
             os.ftruncate(self.table_fd, table_bytes)
             fits = self._fitting(slot_bytes, kept)
@@ -152,7 +152,7 @@ class Slab:
     def use_direct(self) -> None:
         """Open the slab for O_DIRECT, after a probe.
 
-        A full disk has no room for the probe's file; then reading the slab's first page decides.
+        A full disk has no room for the probe's file; reading the slab's first page then decides.
         Raises the errors of `probe_o_direct`.
         """
         try:
@@ -172,7 +172,7 @@ class Slab:
         self.fd, self.direct = fd, True
 
     def use_direct_log(self) -> None:
-        """Open the log for O_DIRECT if the slab is. Raises OSError if that does not work."""
+        """Open the log for O_DIRECT, as the slab is. Raises OSError if that does not work."""
         fd = open_private(self.place / LOG_FILE, os.O_RDWR | os.O_DIRECT)
         os.close(self.log_fd)
         self.log_fd = fd
@@ -188,8 +188,8 @@ class Slab:
 def reserve(fd: int, size: int) -> None:
     """Allocate the file's first `size` bytes, keeping their content.
 
-    Raw fallocate(2): on a file system without it, glibc's posix_fallocate would write zeros for
-    minutes. Such a file becomes sparse instead, and a later write can fail with ENOSPC.
+    This calls fallocate(2) itself: on a file system without it, glibc's posix_fallocate would write
+    zeros for minutes. Such a file becomes sparse instead, and a later write can fail with ENOSPC.
     """
     while _libc.fallocate(fd, 0, 0, size) != 0:
         number = ctypes.get_errno()
@@ -204,7 +204,7 @@ def reserve(fd: int, size: int) -> None:
 def probe_o_direct(directory: Path) -> None:
     """Write and read one aligned page with O_DIRECT in `directory`.
 
-    Raises OSError if that does not work (mostly EINVAL), PoolError if different bytes are returned.
+    Raises OSError if that does not work (mostly EINVAL), PoolError if other bytes are read.
     """
     path = directory / "probe"
     written = os.urandom(PAGE_BYTES)
@@ -218,7 +218,7 @@ def probe_o_direct(directory: Path) -> None:
             _expect_page(os.preadv(fd, [page], PAGE_BYTES))
             if page[:] != written:
                 where = os.path.realpath(directory)
-                raise PoolError(f"{where}: O_DIRECT reads back other bytes than were written")
+                raise PoolError(f"{where}: O_DIRECT does not read back what was written")
         finally:
             if fd >= 0:
                 os.close(fd)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Surveys targets, read-only: every rank directory, its superblock, owner, size, last use, readers.
+"""Surveys targets, read-only: each rank directory's superblock, owner, size, last use and readers.
 
 Damaged pools and pools of other formats are included.
 """
@@ -43,7 +43,7 @@ _PREFIX_MIN = 4
 
 @dataclass(frozen=True, slots=True, order=True)
 class RankDirectory:
-    """A directory `target/keyspace/engine-K/rank-R`, found only by its name."""
+    """A directory `target/keyspace/engine-K/rank-R`, identified only by its name."""
 
     target: Path
     keyspace: str
@@ -64,12 +64,12 @@ class RankDirectory:
 class Surveyed:
     """The state of one rank directory on disk.
 
-    `superblock` is None unless it is intact and belongs here; `problem` has the reason, else it is
-    empty. `epoch` is the pool's, from all of its surveyed parts: chunks of any other are void.
-    `tag` is the share tag of that epoch, empty if unknown. `adopts` is False if a start with the
-    weights that the keyspace names would adopt nothing. `disk_bytes` are allocated. `last_use_s` is
-    Unix time; a running server renews it every few seconds. `readers` are processes on this machine
-    that have opened the slab to read chunks; only root sees other users'.
+    `superblock` is None unless it is intact and belongs here; `problem` is then the reason, and
+    otherwise empty. `epoch` is the pool's, from all of its surveyed parts; chunks of other epochs
+    are void. `tag` is the share tag of that epoch, empty if unknown. `adopts` is False if a start
+    with the keyspace's own weights would adopt nothing. `disk_bytes` is the allocated size.
+    `last_use_s` is Unix time; a running server renews it every few seconds. `readers` are processes
+    on this machine that have opened the slab to read chunks; only root sees those of other users.
     """
 
     directory: RankDirectory
@@ -137,7 +137,7 @@ def select(targets: Sequence[Path], which: str) -> list[RankDirectory]:
         return [one for one in found if one.keyspace in hits]
     places = ", ".join(map(str, targets)) or "no target"
     if len(hits) > 1 and len(which) >= _PREFIX_MIN:
-        raise PoolError(f"{which!r} fits {len(hits)} keyspaces on {places}: give more digits")
+        raise PoolError(f"{which!r} matches {len(hits)} keyspaces on {places}: give more digits")
     raise PoolError(
         f"{which!r} names no keyspace on {places}: give {_PREFIX_MIN} to {DIGEST_HEX_DIGITS} of "
         f"its digits (`vllm-nvmeof pool ls` shows them), or a directory, with a / in it"
@@ -149,7 +149,7 @@ def _under(path: Path) -> list[RankDirectory]:
     keyspace = next((one for one in above if _KEYSPACE.fullmatch(one.name)), None)
     if keyspace is None:
         raise PoolError(
-            f"{path} is not the directory of a keyspace, engine or rank: those are called "
+            f"{path} is not the directory of a keyspace, engine or rank: these are named "
             f"TARGET/KEYSPACE/engine-K/rank-R"
         )
     found = [one for one in find([keyspace.parent]) if one.path.is_relative_to(path)]
@@ -159,9 +159,9 @@ def _under(path: Path) -> list[RankDirectory]:
 
 
 def survey(directories: Sequence[RankDirectory]) -> list[Surveyed]:
-    """Survey `directories`; PoolError if one cannot be read.
+    """Survey `directories`. Raises PoolError if one cannot be read.
 
-    If owners may live on other hosts, this takes as long as each needs to show a beat or miss one.
+    If owners may be on other hosts, this waits until each has shown a beat or missed one.
     """
     try:
         owners = Takeover().observe([directory.path for directory in directories])
@@ -170,7 +170,7 @@ def survey(directories: Sequence[RankDirectory]) -> list[Surveyed]:
             f"cannot read the lease of a region: {error}; run as the user that owns it"
         ) from error
     surveyed = [_survey_one(*one) for one in zip(directories, owners, strict=True)]
-    # A reset that reached only some targets has voided the chunks on all.
+    # A reset that reached only some targets invalidated the chunks on all.
     parts: dict[tuple[str, bytes], list[Superblock]] = {}
     for one in surveyed:
         if one.superblock is not None:
@@ -198,12 +198,12 @@ def _readers(proc: Path = Path("/proc")) -> dict[tuple[int, int] | None, tuple[i
 
 
 def _slab_read_by(process: Path, fd: Path) -> tuple[int, int] | None:
-    """Return device and inode of the slab that the descriptor reads, or None if it does not."""
+    """Return device and inode of the slab that the descriptor reads; None if it reads no slab."""
     try:
         if os.path.basename(os.readlink(fd)) != SLAB_FILE:
             return None
         status, facts = fd.stat(), (process / "fdinfo" / fd.name).read_text()
-    except OSError:  # closed meanwhile
+    except OSError:  # it was just closed
         return None
     flags = re.search(r"^flags:\s*([0-7]+)$", facts, re.MULTILINE)
     reads = flags is not None and int(flags[1], 8) & os.O_ACCMODE == os.O_RDONLY
@@ -252,9 +252,9 @@ def _misfit(directory: RankDirectory, superblock: Superblock | None) -> str:
     if superblock is None:
         return "there is none"
     if superblock.keyspace != directory.keyspace:
-        return f"of keyspace {superblock.keyspace}, not of this directory's"
+        return f"it belongs to keyspace {superblock.keyspace}, not to this directory's"
     if superblock.rank != directory.rank:
-        return f"of rank {superblock.rank}, not of this directory's"
+        return f"it belongs to rank {superblock.rank}, not to this directory's"
     sound = (
         superblock.slots > 0
         and superblock.payload_bytes > 0
@@ -280,7 +280,7 @@ def _fits_its_groups(superblock: Superblock) -> bool:
 
 
 def _last_use(path: Path) -> float | None:
-    """Return when the lease was written: by a renewal, or by its release."""
+    """Return when the lease was last written: by a renewal, or by its release."""
     for name in (LEASE_FILE, SUPERBLOCK_FILE):
         try:
             return (path / name).stat().st_mtime
@@ -304,7 +304,7 @@ def disk_bytes(path: Path, counts: Callable[[str], bool] = lambda _: True) -> in
 
 
 def read_facts(space: Path) -> dict[str, Any] | None:
-    """Read the facts in a keyspace's directory; None if lost or of another digest."""
+    """Read the facts in a keyspace's directory; None if they are lost or have another digest."""
     try:
         with open(open_private(space / FACTS_FILE, os.O_RDONLY), "rb") as file:
             facts = json.loads(file.read(_FACTS_BYTES_MAX))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of targets while a server runs: verdicts on them, and their return after an outage."""
+"""The targets of a running server: verdicts on their health, and their return after an outage."""

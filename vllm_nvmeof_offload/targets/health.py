@@ -5,21 +5,21 @@ verdict    condition                                                 I/O on the 
 ========   =======================================================   =========================
 ok         none of the conditions below                              all
 degraded   a controller is not live, or a path not optimized; or     all
-           nothing can be written: the file system is read-only,
-           or the region's lease waits to be renewed
+           the target is not writable: its file system is read-only,
+           or its region's lease was not renewed in time
 suspect    an operation is past its deadline and the kernel still    none: it fails at once
-           has its buffer; or no controller of it carries I/O        with DEADLINE
+           has its buffer; or none of its controllers carries I/O    with DEADLINE
 gone       `FAILURES_MAX` of its reads, or of its writes, in a row   none, as above, until it
-           fail with an error of target scope (`errors.ERRORS`),     is attached again
-           EROFS apart; or `FAILED_SLOTS_MAX` slots in a row fail
+           fail with an error of target scope (`errors.ERRORS`),     is reattached
+           except EROFS; or `FAILED_SLOTS_MAX` slots in a row fail
            with EIO; or its block device has disappeared
 
-ok and degraded are *usable*, which is all that the manager checks. Suspect ends by itself, when the
-kernel has returned every buffer and a controller carries I/O. Gone ends only with `attached`,
-whatever else changes meanwhile (`reattach`).
+A target that is ok or degraded is *usable*, which is all that the manager checks. Suspect ends by
+itself once the kernel has returned every buffer and a controller carries I/O. Gone ends only when
+the target is reattached (`attached`, `reattach`).
 
-The manager keeps a target's entries while the target is lost; their look-ups miss. Afterwards
-header and CRC prove the bytes on disk at each read, so a wrong or an older disk is a miss.
+The manager keeps a lost target's entries, but their look-ups miss. After the target returns, each
+read verifies header and CRC, so a wrong or outdated disk only causes misses.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from dataclasses import dataclass, field
 from vllm_nvmeof_offload.errors import Outcome, OutcomeKind, Scope
 from vllm_nvmeof_offload.protocol import slot_of
 
-#: This many failures of target scope, without a success of that direction in between, mean gone.
+#: After this many failures of target scope in a row in one direction, the target is gone.
 FAILURES_MAX = 3
-#: EIO may be one bad place; on this many slots, without a success in between, the target is gone.
+#: One EIO may be one bad spot; after EIO on this many slots in a row, the target is gone.
 FAILED_SLOTS_MAX = 8
 _READ_ONLY = "its file system is read-only"
 
@@ -56,8 +56,8 @@ class Verdict(enum.Enum):
 class PathStates:
     """Counts of a target's controllers: known, carrying I/O, and live with only optimized paths.
 
-    `known` is 0 if sysfs shows none. `device`: the target's block device exists. `attachment` is
-    the one observed; `TargetHealth` ignores observations of an older one.
+    `known` is 0 if sysfs shows none. `device` states whether the target's block device exists.
+    `attachment` is the observed one; `TargetHealth` ignores observations of older ones.
     """
 
     known: int = 0
@@ -83,16 +83,16 @@ class TargetHealth:
     """The health of one target. An attachment is a number that each `attached` increments."""
 
     def __init__(self, *, can_return: bool = True) -> None:
-        """Without `can_return` nothing attaches it again, so failures do not make it gone."""
+        """If not `can_return`, nothing reattaches the target, so failures do not make it gone."""
         self.verdict = Verdict.OK
-        #: The reason why it is not ok, for display.
+        #: The reason why the target is not ok, for display.
         self.reason = ""
         self.attachment = 0
         self._can_return = can_return
         self._under_way: Counter[int] = Counter()  # operations in progress, by attachment
         self._late: Counter[int] = Counter()  # operations past their deadline, by attachment
-        self._lost = ""  # the reason why it is gone; empty if it is not
-        self._unwritable: set[str] = set()  # the reasons why nothing can be written
+        self._lost = ""  # why the target is gone; empty if it is not
+        self._unwritable: set[str] = set()  # why the target is not writable
         self._paths = PathStates()
         self._runs = {False: _Run(), True: _Run()}  # by is_write
 
@@ -105,19 +105,19 @@ class TargetHealth:
         self._under_way[attachment] += count
 
     def late(self, attachment: int, count: int) -> None:
-        """Count operations past their deadline, with buffers that the kernel still has."""
+        """Count operations past their deadline whose buffers the kernel still has."""
         self._late[attachment] += count
         self._judge()
 
     def released(self, attachment: int, count: int, late: int) -> None:
-        """Count operations that the kernel has released, in time and `late`."""
+        """Count released operations: `count` within their deadline, and `late` after it."""
         self._under_way[attachment] -= count + late
         if late:
             self._late[attachment] -= late
             self._judge()
 
     def ended(self, attachment: int, outcome: Outcome, place: int, *, is_write: bool) -> None:
-        """Apply an outcome. Deadlines and cancellations are not answers of the target."""
+        """Apply an outcome. Deadlines and cancellations say nothing about the target."""
         if attachment != self.attachment:
             return
         run = self._runs[is_write]
@@ -136,10 +136,10 @@ class TargetHealth:
         elif outcome.errno == errno.EIO:
             run.slots.add(slot_of(place))  # regardless of the member
         if run.is_too_long:
-            self.lost(f"{'writes' if is_write else 'reads'} fail in a row, now with {outcome}")
+            self.lost(f"too many {'writes' if is_write else 'reads'} failed, last with {outcome}")
 
     def watched(self, paths: PathStates) -> None:
-        """Apply the state that sysfs shows now."""
+        """Apply the states that sysfs shows now."""
         if paths.attachment != self.attachment:
             return
         self._paths = paths
@@ -148,7 +148,7 @@ class TargetHealth:
         self._judge()
 
     def writes(self, may: bool, reason: str) -> None:
-        """Note whether writes are possible, or the reason why not."""
+        """Record whether writes are possible, or the reason why not."""
         (self._unwritable.discard if may else self._unwritable.add)(reason)
         self._judge()
 
@@ -159,7 +159,7 @@ class TargetHealth:
             self._judge()
 
     def attached(self) -> None:
-        """Forget the old descriptors: new ones serve the target."""
+        """Reset the state, because new descriptors serve the target."""
         self.attachment += 1
         self._lost = ""
         self._paths = PathStates()
@@ -176,9 +176,9 @@ class TargetHealth:
         elif paths.known and not paths.carrying:
             found = Verdict.SUSPECT, f"none of its {paths.known} controllers carries I/O"
         elif paths.best < paths.known:
-            found = Verdict.DEGRADED, f"{paths.best} of {paths.known} controllers at their best"
+            found = Verdict.DEGRADED, f"{paths.best} of {paths.known} controllers fully usable"
         elif self._unwritable:
-            found = Verdict.DEGRADED, f"nothing is written: {min(self._unwritable)}"
+            found = Verdict.DEGRADED, f"not writable: {min(self._unwritable)}"
         else:
             found = Verdict.OK, ""
         self.verdict, self.reason = found

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opens the pool on one target's path in a child process: `python -m …targets.prober FD`.
 
-FD is a SOCK_SEQPACKET socket: it receives a `ProbeRequest` and sends a `ProbeAnswer`, with open
-descriptors if the pool was found. Every call here may hang in the kernel without limit. The
-server does not wait for this process, which holds nothing that the server needs; a server with
-a thread in such a call could not end. The lock is handed over with its descriptor.
+FD is a SOCK_SEQPACKET socket. This process receives a `ProbeRequest` on it and sends a
+`ProbeAnswer`, with open descriptors if it found the pool. Any call here may hang in the kernel
+forever, and a server with a thread in such a call could not exit. So the server does not wait for
+this process, which holds nothing it needs. The lock is handed over with its descriptor.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from vllm_nvmeof_offload.pool.slab import read_page
 from vllm_nvmeof_offload.units import PAGE_BYTES
 
 MESSAGE_BYTES_MAX = 64 << 10
-#: The number of descriptors that come with a success: slab, buffered slab, table, log, lock,
-#: directory. The first two are one open file if the slab is not opened for O_DIRECT.
+#: The number of descriptors sent on success: slab, buffered slab, table, log, lock, directory. The
+#: first two are the same open file unless the slab is open for O_DIRECT.
 DESCRIPTORS = 6
-_USED = "another server has used the pool meanwhile: it is served again after a restart"
+_USED = "another server has used the pool since; restart this server to use it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class ProbeRequest:
     """The pool to look for in `directory`.
 
     `superblock` is the expected page, as hex digits. `owner` is the owner that the lease must name.
-    `device` is st_dev of the hanging file system that the server has open, which the prober does
-    not open again; None if the server has none open. `in_group`: hosts of a group write the pool.
+    `device` is the st_dev of the hung file system that the server has open, which the prober does
+    not open again; None if there is none. `in_group`: hosts of a group write the pool.
     """
 
     directory: str
@@ -61,8 +61,8 @@ class ProbeRequest:
 
 @dataclass(frozen=True, slots=True)
 class ProbeAnswer:
-    """The answer. `failure` is empty if descriptors come with it. `device` and `inode` are the
-    lease file's."""
+    """The result of a probe. `failure` is empty if descriptors are attached. `device` and `inode`
+    are the lease file's."""
 
     failure: str = ""
     device: int = 0
@@ -73,25 +73,25 @@ class ProbeAnswer:
 
     @staticmethod
     def decode(message: bytes) -> ProbeAnswer:
-        """Parse an answer; one that a prober of this version would not send is a failure.
+        """Parse an answer. One that this version's prober would not send becomes a failure.
 
-        An upgrade of the package during a server's run starts probers of another version.
+        Probers run another version if the package is upgraded while the server runs.
         """
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             answer = ProbeAnswer(**json.loads(message))
             numbers = answer.device, answer.inode
             if isinstance(answer.failure, str) and all(type(one) is int for one in numbers):
                 return answer
-        return ProbeAnswer("its prober is of another version of this package: restart it")
+        return ProbeAnswer("its prober runs another version of this package: restart the server")
 
 
 def probe(request: ProbeRequest) -> tuple[ProbeAnswer, list[int]]:
     """Open the requested pool. Raises PoolError if it cannot be served, OSError if the file system
-    fails. A running server follows the directory's path only here; owner, mode and uuid prove that
+    fails. A running server resolves the directory's path only here; owner, mode and uuid prove that
     it leads to the same pool."""
     expected = Superblock.decode(bytes.fromhex(request.superblock))
     if request.device is not None and os.stat(request.directory).st_dev == request.device:
-        raise PoolError("the file system that hangs is still the one that is mounted")
+        raise PoolError("the hung file system is still mounted")
     folder = Folder.open(Path(request.directory))
     directory = folder.place
     # Checked before the claim, which would create a lock file in another pool's directory.
@@ -99,7 +99,7 @@ def probe(request: ProbeRequest) -> tuple[ProbeAnswer, list[int]]:
     lock = DirectoryLock.claim(folder.path)
     if lock is None:
         raise busy_error(folder.path / LOCK_FILE)
-    # Create no file, because a missing one was not this pool's.
+    # Create no files: if one is missing, this is not our pool.
     flags, direct = os.O_RDWR, os.O_RDWR | os.O_DIRECT
     buffered = open_private(directory / SLAB_FILE, flags)
     slab = open_private(directory / SLAB_FILE, direct) if request.direct else buffered
@@ -108,7 +108,7 @@ def probe(request: ProbeRequest) -> tuple[ProbeAnswer, list[int]]:
     log = open_private(directory / LOG_FILE, direct if log_is_direct else flags)
     try:
         if not os.path.samestat(os.stat(directory / LOCK_FILE), os.fstat(lock.fd)):
-            raise PoolError("the pool was exchanged at this moment")
+            raise PoolError("the pool was replaced just now")
         _check_lease(directory, request.owner)
         _check_superblock(directory, expected)
         _check_size("slab", slab, expected.slots * expected.slot_bytes)
@@ -130,20 +130,20 @@ def _check_superblock(directory: Path, expected: Superblock) -> None:
     """Raise PoolError if the directory does not hold the pool."""
     found = read_superblock(directory)
     if found is None:
-        raise PoolError("no pool is there")
+        raise PoolError("it holds no pool")
     if found == expected:
         return
     shape = replace(found, epoch=expected.epoch, tag=expected.tag, sequence=expected.sequence)
     lease = {"shared": expected.shared, "lease_generation": expected.lease_generation}
     if replace(shape, **lease) != expected:  # type: ignore[arg-type]
-        raise PoolError("another pool is there")
+        raise PoolError("it holds another pool")
     used = found.sequence >= expected.sequence
     if used or found.lease_generation > expected.lease_generation:
         raise PoolError(_USED)
 
 
 def _check_lease(directory: Path, owner: str) -> None:
-    """Raise PoolError if the lease names another owner. A damaged one is written again."""
+    """Raise PoolError if the lease names another owner. The keeper rewrites a damaged page."""
     page = read_lease(lease_of(directory))
     if page is not None and page.is_intact and page.owner.hex() != owner:
         raise PoolError(_USED if page.is_free else f"it is held by {page}; {_USED}")

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Re-attachment: closes the files of a target that is gone, and serves it again when it returns.
+"""Reattachment: closes the files of a target that is gone, and serves it again when it returns.
 
 `TargetWatcher` is a thread that reads sysfs and the mount table and starts `prober`s, short-lived
-child processes. No thread of the server touches a target's path, which may
-hang. The thread posts what it finds to the pipeline's thread, which runs `Attachments` and is the
-only one that changes verdicts (`health`) and descriptors.
+child processes. No thread of the server touches a target's path, which may hang. The watcher posts
+what it finds to the pipeline's thread, which runs `Attachments` and is the only one that changes
+verdicts (`health`) and descriptors.
 
-As soon as the kernel has released all operations of a gone target, its descriptors and its lock
-are closed, so that the file system can be unmounted: a dead xfs cannot be mounted again while
-anything holds the old mount. A prober is started at once when the mount table changes, else
-every `PROBE_S_MIN` seconds, and after each failure at twice the interval, up to `PROBE_S_MAX`.
-It claims the rank directory, compares the superblock (uuid, geometry, epoch), reads a page of
-the slab, updates a superblock that missed a reset, and hands its descriptors over. Operations
-submitted from then on belong to a new *attachment*; outcomes of an older one no longer count.
-Device name and wwid do not matter. A suspect target is searched for in the same way, but only
-attached if a file system other than the one that hangs is mounted by now.
+As soon as the kernel has released all operations of a gone target, its descriptors and its lock are
+closed, so that the file system can be unmounted: a dead xfs cannot be mounted again while anything
+holds the old mount. A prober starts at once when the mount table changes, and otherwise after
+`PROBE_S_MIN` seconds; each failure doubles the interval, up to `PROBE_S_MAX`. It claims the rank
+directory, compares the superblock (uuid, geometry, epoch), reads a page of the slab, updates a
+superblock that missed a reset, and hands over its descriptors. Later operations belong to a new
+*attachment*; outcomes of older attachments no longer count. Device name and wwid do not matter. A
+suspect target is probed in the same way, but reattached only if another file system than the hung
+one is mounted.
 
-Files are closed on separate threads, when no operation uses them any more: a close may
-block, and a closed number soon belongs to another file.
+Files are closed on separate threads, once no operation uses them: a close may block, and the number
+of a closed descriptor may soon be reused for another file.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ from vllm_nvmeof_offload.targets.prober import (
 
 PROBE_S_MIN = 1.0
 PROBE_S_MAX = 60.0
-#: A prober that has not answered after this time hangs and is abandoned.
+#: A prober that has not answered after this time counts as hung and is abandoned.
 _ANSWER_S_MAX = 10.0
-#: The most abandoned probers per target; no more are started until one of these has ended.
+#: The most abandoned probers per target; no more are started until one of these exits.
 _ABANDONED_MAX = 4
 _LOOK_S = 1.0
 #: A verdict that is not worse than the last one logged is logged at most this often.
@@ -73,9 +73,9 @@ _COMMAND = tuple(child_command("targets.prober"))
 class TargetPaths:
     """Reads the state of one target's device and controllers from sysfs, at little cost.
 
-    `target` is absolute, without links. The observed file system is the one that is mounted there
-    at the first call of `states`, or the first one after `renew`. A later mount over it is not what
-    the server has open.
+    `target` is absolute, without links. The observed file system is the one mounted there at the
+    first call of `states`, or at the first call after `renew`. A later mount on top of it is
+    ignored, because the server does not have it open.
     """
 
     target: str
@@ -88,7 +88,7 @@ class TargetPaths:
     _device: str = ""  # the device's directory in sysfs, or empty
 
     def renew(self) -> None:
-        """Observe another file system from now on. Callable on any thread, unlike the rest."""
+        """Make the next `states` find the file system again. Callable on any thread."""
         self._attachment += 1
 
     def states(self) -> PathStates:
@@ -102,12 +102,12 @@ class TargetPaths:
                 self._device = device if os.path.isdir(device) else ""
         states = read_states(fabric)
         if any(one.state == ABSENT for one in states.values()):
-            # Reconnected controllers have other names.
+            # Reconnected controllers may have other names.
             renamed = discover(self.target, self.sysfs, self.mountinfo)
             if renamed.mount == fabric.mount and renamed.namespaces:
                 self._fabric = renamed
                 states = read_states(renamed)
-        # The kernel removes a lost controller after ctrl_loss_tmo, but its path is still missing.
+        # A lost controller disappears after ctrl_loss_tmo, but its path still counts as missing.
         self._known = max(self._known, len(states))
         return PathStates(
             known=self._known,
@@ -125,7 +125,7 @@ class Attachments:
         self._pool = pool
         self._engine = engine
         self._health = health
-        #: (target, attachment, close) of files with operations that are not all released.
+        #: (target, attachment, close) of files whose operations are not all released.
         self._retired: list[tuple[int, int, Callable[[], None]]] = []
         self._logged = [(Verdict.OK, float("-inf")) for _ in health]
 
@@ -137,7 +137,7 @@ class Attachments:
             is_open = self._pool.permits[target].is_open
             health.writes(is_open, "its lease could not be renewed in time")
             if self._has_lost(target):
-                health.lost("another server has its lease")
+                health.lost("another server holds its lease")
             is_gone = health.verdict is Verdict.GONE
             is_open = self._pool.device(target) is not None
             if is_gone and is_open and not health.busy(health.attachment):
@@ -158,7 +158,7 @@ class Attachments:
     def attach(
         self, target: int, request: ProbeRequest, answer: ProbeAnswer, fds: list[int]
     ) -> str:
-        """Serve `target` from these descriptors, or else close them and return the reason."""
+        """Serve `target` from these descriptors, or close them and return the reason."""
         slab_fd, buffered_fd, table_fd, log_fd, lock_fd, folder_fd = fds
         files, directory = (slab_fd, buffered_fd, table_fd, log_fd), Path(request.directory)
         slab = Slab(directory, files, request.direct, Folder(folder_fd, directory))
@@ -174,7 +174,7 @@ class Attachments:
         return ""
 
     def _has_lost(self, target: int) -> bool:
-        """Return whether the target's region is lost for as long as this process lives."""
+        """Return whether this process has lost the target's region for good."""
         return self._pool.permits[target].is_lost
 
     def _replace(self, target: int, slab: Slab | None, lock: DirectoryLock | None) -> None:
@@ -219,8 +219,8 @@ class _Probe:
         try:
             self.channel.send(json.dumps(asdict(request)).encode())
             with theirs:
-                # cwd="/": a working directory could hang, or prevent an unmount. A separate
-                # session, because Ctrl-C is for the server, which ends its probers.
+                # cwd="/": a working directory could hang, or prevent an unmount. The separate
+                # session leaves Ctrl-C to the server, which ends its probers.
                 self.child = subprocess.Popen(
                     [*command, str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
@@ -232,25 +232,25 @@ class _Probe:
             raise
 
     def answer(self) -> tuple[ProbeAnswer, list[int]]:
-        """Receive the answer from a readable channel; no descriptors with a failure."""
+        """Receive the answer from a readable channel. A failure has no descriptors."""
         try:
             message, fds, *_ = socket.recv_fds(
                 self.channel, MESSAGE_BYTES_MAX, DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
             )
         except OSError as error:
-            return ProbeAnswer(f"no answer can be received from the prober: {error}"), []
+            return ProbeAnswer(f"cannot receive the prober's answer: {error}"), []
         if not message:
-            return ProbeAnswer("the prober ended without an answer"), []
+            return ProbeAnswer("the prober exited without an answer"), []
         answer = ProbeAnswer.decode(message)
         if not answer.failure and len(fds) == DESCRIPTORS:
             return answer, fds
         for fd in fds:
             os.close(fd)
-        too_many = "this process may have no more descriptors (ulimit -n)"
+        too_many = "this process has run out of descriptors (ulimit -n)"
         return ProbeAnswer(answer.failure or too_many), []
 
     def end(self) -> bool:
-        """Return whether the child has ended; if it hangs, its kill takes effect later."""
+        """Close the channel; return whether the child has exited. A hung child is killed."""
         self.channel.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.child.wait(0.2)
@@ -261,7 +261,7 @@ class _Probe:
 
 @dataclass(slots=True)
 class _Search:
-    """The search for one target. The pipeline's thread sets `request`, None if it is not lost."""
+    """The search for a target. The pipeline's thread sets `request`, None unless it is lost."""
 
     paths: TargetPaths
     request: ProbeRequest | None = None
@@ -281,7 +281,7 @@ class _Search:
         self.logged = reason
 
     def succeeded(self) -> None:
-        # A target that is lost repeatedly is searched for less and less often.
+        # A target that is lost repeatedly is probed less and less often.
         now_s = time.monotonic()
         flaps = now_s - self.attached_s < PROBE_S_MAX
         self.wait_s = min(2 * self.wait_s, PROBE_S_MAX) if flaps else PROBE_S_MIN
@@ -306,7 +306,7 @@ class TargetWatcher:
         *,
         command: Sequence[str] = _COMMAND,
     ) -> None:
-        """`targets` as in `TargetPaths`. `post` runs a call on the pipeline's thread, in order."""
+        """`targets`: as in `TargetPaths`. `post` runs calls, in order, on the pipeline's thread."""
         self._attachments = attachments
         self._post = post
         self._command = command
@@ -318,7 +318,7 @@ class TargetWatcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread. Probers that hang are abandoned."""
+        """End the thread. Hung probers are abandoned."""
         self._stopping = True
         os.eventfd_write(self._wake_fd, 1)
         self._thread.join(timeout=2.0)
@@ -356,7 +356,7 @@ class TargetWatcher:
         return ready
 
     def _advance(self, target: int, search: _Search, ready: set[int]) -> None:
-        """Take a prober's answer, abandon one that hangs, or start one that is due."""
+        """Take a prober's answer, abandon a hung prober, or start one that is due."""
         now_s = time.monotonic()
         search.abandoned = [child for child in search.abandoned if child.poll() is None]
         probe, request = search.probe, search.request
@@ -369,14 +369,14 @@ class TargetWatcher:
             return
         if request is None or len(search.abandoned) >= _ABANDONED_MAX:
             return
-        # If a prober hangs, another one would too, unless something else is mounted there.
+        # If one prober hangs, another would too, unless something else is mounted there.
         if not search.changed and (search.abandoned or now_s < search.next_s):
             return
         search.changed, search.next_s = False, now_s + search.wait_s
         try:
             search.probe = _Probe(request, self._command, now_s)
         except OSError as error:
-            search.failed(f"no prober can be started: {error}")
+            search.failed(f"cannot start a prober: {error}")
 
     def _answered(self, target: int, search: _Search, probe: _Probe) -> None:
         answer, fds = probe.answer()
@@ -384,7 +384,7 @@ class TargetWatcher:
         if answer.failure:
             search.failed(answer.failure)
             return
-        # Nothing is searched for until the pipeline's thread has sent its next request.
+        # Nothing is probed until the pipeline's thread has set its next request.
         search.request = None
         self._post(lambda: self._attach(target, probe.request, answer, fds))
 

@@ -3,20 +3,20 @@
 
 vLLM turns its offloading flags into a `KVTransferConfig` in one method of `VllmConfig`, before any
 model is loaded. The plugin wraps that method, and a vLLM that has this package in its tree calls us
-in it: engines that name our backend or connector are handled here, all others by vLLM only. vLLM
-may run it several times on one configuration, so completing it twice equals completing it once.
+from it. Engines that name our backend or connector are handled here, all others only by vLLM. vLLM
+may run the method several times on one configuration, so completing a configuration is idempotent.
 
-**`MultiConnector`** makes each connector from a mapping in its `connectors`, loads from the
-first that has a hit, and saves with all. Our mapping is completed like a separate
-own, and `multi_connector` replaces vLLM's class, which gives the first connector's handshake to
-all. Another connector must never report a load as failed, because the KV of such a request
-would be stored by then. NIXL's may: a request runs, and is stored, only after vLLM knows what
-became of its load.
+**`MultiConnector`** creates each connector from a mapping in its `connectors`, loads with the first
+one that has a hit, and stores with all. Our mapping is completed like a configuration of its own,
+and `multi_connector` replaces vLLM's class, which gives the first connector's handshake to all.
+Another connector must never report a failed load, because we would have stored the request's KV
+by then. NIXL's connectors may: a request runs, and is stored, only after vLLM knows whether its
+load succeeded.
 
 **`kv_load_failure_policy`**: vLLM's default, "fail", ends a request whose load fails; ours is
-"recompute", unless the user gives "fail". A `KVTransferConfig` does not show where its value came
-from, so a given value is replaced by an equal string of a special type. An object that
-was made before the plugin was loaded, as by `LLM(kv_transfer_config={…})`, counts as having the
+"recompute", unless the user gives "fail". A `KVTransferConfig` does not show whether its value was
+given, so a given value is replaced with an equal string of a special type. An object that was
+created before the plugin was loaded, as by `LLM(kv_transfer_config={…})`, counts as having the
 default.
 """
 
@@ -47,7 +47,7 @@ from vllm_nvmeof_offload.vllm_adapter import vllm_release
 _COMBINED = "MultiConnector"
 _COMBINING = (_COMBINED, MULTI_CONNECTOR_NAME)
 _EITHER = f"use either it or {CONNECTOR_NAME}"
-#: Connectors with loads that all end before their requests run.
+#: Connectors whose loads always end before their requests run.
 _LOADS_FIRST = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
 
 
@@ -59,7 +59,7 @@ def _is_our_connector(connector: Any, extra: Any) -> bool:
 
 
 def _children(transfer: Any) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-    """Return the mapping of a `MultiConnector` for our connector, and the others' mappings."""
+    """Return a `MultiConnector`'s mapping for our connector, or None, and the other mappings."""
     found = transfer.kv_connector_extra_config.get("connectors")
     children = found if transfer.kv_connector in _COMBINING and isinstance(found, list) else []
     ours: list[dict[str, Any]] = []
@@ -69,12 +69,12 @@ def _children(transfer: Any) -> tuple[dict[str, Any] | None, list[dict[str, Any]
         is_ours = _is_our_connector(child.get("kv_connector"), extra)
         (ours if is_ours else others).append(child)
     if len(ours) > 1:
-        raise ConfigError("connectors", CONNECTOR_NAME, f"name it once among those of {_COMBINED}")
+        raise ConfigError("connectors", CONNECTOR_NAME, f"name it only once in {_COMBINED}")
     return (ours[0] if ours else None), others
 
 
 def _check_others(others: list[dict[str, Any]]) -> None:
-    """Refuse by name connectors that cannot be combined with ours."""
+    """Refuse connectors that cannot be combined with ours."""
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -94,7 +94,7 @@ def _check_others(others: list[dict[str, Any]]) -> None:
             continue
         stock = KVConnectorBase_V1.get_block_ids_with_load_errors
         if found.get_block_ids_with_load_errors is not stock:
-            reason = "may fail to load KV that ours has stored by then"
+            reason = "may report failed loads after our connector has stored the KV"
             raise ConfigError("connectors", name, f"{reason}; {_EITHER}")
 
 
@@ -104,14 +104,14 @@ _FIELD = "kv_load_failure_policy"
 
 
 class _Marked(str):
-    """A string that marks, in the field, the default, and in an object, a given value."""
+    """A marked string: in the dataclass field the default, in an object a given value."""
 
     __slots__ = ()
 
 
 def _is_given(policy: str | None) -> bool:
     """Return whether the user gave this policy. A vLLM that has this package in its tree has no
-    default policy, so every value was given."""
+    default policy, so any value was given by the user."""
     from vllm.config.kv_transfer import KVTransferConfig
 
     if KVTransferConfig.__dataclass_fields__[_FIELD].default is None:
@@ -120,7 +120,7 @@ def _is_given(policy: str | None) -> bool:
 
 
 def _install_failure_policy() -> None:
-    """Mark given values from now on. Effective once."""
+    """Make later objects mark given values. Has an effect only once."""
     from pydantic.dataclasses import rebuild_dataclass
     from vllm.config.kv_transfer import KVTransferConfig
 
@@ -150,8 +150,8 @@ _SPECS = "vllm.v1.kv_offload.factory"
 def register_loaded() -> None:
     """Register our names, which JSON may use, with those factories that are already imported.
 
-    Importing the factories here would cost a second even without offloading. If they are imported
-    later, our names have module paths, which `complete` fills in.
+    Importing the factories here would cost a second even without offloading. Factories imported
+    later find our classes by the module paths that `complete` fills in.
     """
     connectors = getattr(sys.modules.get(_CONNECTORS), "KVConnectorFactory", None)
     if connectors is not None and CONNECTOR_NAME not in connectors._registry:
@@ -193,9 +193,9 @@ def install() -> None:
 
 
 def complete_if_ours(vllm_config: Any) -> bool:
-    """Complete a configuration that names our backend or connector; False: vLLM completes it.
+    """Complete a configuration that names our backend or connector. Return False for any other.
 
-    A vLLM that has this package in its tree calls it in its own method.
+    A vLLM that has this package in its tree calls this function in its own method.
     """
     try:
         if not _is_ours(vllm_config):
@@ -210,7 +210,7 @@ def complete_if_ours(vllm_config: Any) -> bool:
 
 
 def _is_command_line() -> bool:
-    """Return whether this process is vLLM's own command, not a program with vLLM."""
+    """Return whether this process is vLLM's own command, not a program that uses vLLM."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     name = spec.name if spec is not None else ""
     return os.path.basename(sys.argv[0]) == "vllm" or name.startswith("vllm.entrypoints.")
@@ -236,7 +236,7 @@ def _is_ours(vllm_config: Any) -> bool:
 
 
 def complete(vllm_config: Any) -> None:
-    """Make `vllm_config` name our connector with a complete, checked configuration; else refuse."""
+    """Complete and check a configuration, so that it names our connector, or refuse it."""
     from vllm.config import KVTransferConfig
 
     vllm_release.refuse_different()
@@ -266,7 +266,7 @@ def complete(vllm_config: Any) -> None:
 
 
 def _take_child(child: dict[str, Any]) -> Any:
-    """Complete the mapping from which `MultiConnector` makes ours; return its `extra`."""
+    """Complete the `MultiConnector`'s mapping for our connector; return its extra config."""
     from vllm.config import KVTransferConfig
 
     made = KVTransferConfig(**{"kv_role": "kv_both", **child})
@@ -293,7 +293,7 @@ def _take_connector(transfer: Any) -> None:
         transfer.kv_connector_module_path = CONNECTOR_MODULE
     transfer.kv_role = transfer.kv_role or "kv_both"
     if transfer.kv_role != "kv_both":
-        remedy = "chunks are stored and loaded by the same engine; leave it out, or kv_both"
+        remedy = "chunks are stored and loaded by the same engine; leave it out, or give kv_both"
         raise ConfigError("kv_role", transfer.kv_role, remedy)
     extra.setdefault("spec_name", SPEC_NAME)
     extra.setdefault("spec_module_path", SPEC_MODULE)
@@ -315,7 +315,7 @@ def _take_size(extra: dict[str, Any], size_gib: float | None) -> str:
         return variable
     extra["staging_bytes"] = default_staging_bytes()
     logger.info(
-        "nvmeof: no %s given; taking %s of pinned memory over all ranks",
+        "nvmeof: no %s given; using %s of pinned memory for all ranks together",
         _SIZE_FLAG,
         format_bytes(extra["staging_bytes"]),
     )
@@ -326,7 +326,7 @@ def _take_size(extra: dict[str, Any], size_gib: float | None) -> str:
 
 
 def choose_blocks_per_chunk(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Give vLLM the number of blocks per chunk, unless the user did; refuse an impossible one.
+    """Set vLLM's number of blocks per chunk unless the user has; refuse an impossible one.
 
     The scheduler and all workers get the same result, because their inputs are the same.
     """
@@ -336,7 +336,7 @@ def choose_blocks_per_chunk(vllm_config: Any, kv_cache_config: Any) -> None:
 
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     groups = blocks_of(kv_cache_config, vllm_config.parallel_config.decode_context_parallel_size)
-    # The stages of a pipeline have different numbers of layers, so that only tokens count there.
+    # Pipeline stages have different numbers of layers, so only tokens count there.
     block_bytes = 1
     if vllm_config.parallel_config.pipeline_parallel_size == 1:
         placed = kv_cache_config.kv_cache_tensors[0]
@@ -350,8 +350,8 @@ def choose_blocks_per_chunk(vllm_config: Any, kv_cache_config: Any) -> None:
         raise ConfigError(given[0], extra[given[0]], f"{reason}; leave it out")
     elif blocks != fitting:
         logger.warning(
-            "nvmeof: %s=%s makes chunks longer than a window, or not a divisor of an attention "
-            "chunk, so that many are not stored: leave it out, or give at most %d blocks per chunk",
+            "nvmeof: %s=%s makes chunks that exceed a window or do not divide an attention chunk, "
+            "so many are not stored: leave it out, or give at most %d blocks per chunk",
             given[0],
             extra[given[0]],
             fitting,

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The facts of a vLLM deployment under which KV bytes are interchangeable.
 
-They become the keyspace: a pool written under other facts is in another directory, never mixed. If
-the KV depends on something that neither the facts nor the block hashes contain, stored chunks must
-not be adopted by a later start; `Deployment.volatile` has the reasons.
+The facts identify the keyspace: a pool written under different facts is in another directory. If
+KV depends on something that neither the facts nor the block hashes contain, a later start must not
+adopt the stored chunks; `Deployment.volatile` gives the reasons.
 
-vLLM reads the weights long before a worker makes its keyspace. Therefore the check before model
-load stamps their files (`note_weights`), and each worker compares (`Deployment.replaced`).
+vLLM reads the weights long before a worker computes its keyspace. Therefore the check before model
+load stamps the files (`note_weights`), and each worker compares stamps (`Deployment.replaced`).
 
-The keyspace is closed: every field of vLLM's configuration is a fact, even in future
-releases, unless `HARMLESS` names it with its reason. A value that cannot be compared with another
-server's is such a reason, not a fact.
+The keyspace is closed: every field of vLLM's configuration, even in future releases, is a fact,
+unless `HARMLESS` lists the field with a reason. A value that cannot be compared with another
+server's becomes a reason in `volatile` instead.
 
 Configuration objects are read by attribute, so that tests need no vLLM.
 """
@@ -40,13 +40,13 @@ from vllm_nvmeof_offload.vllm_adapter.weights import (
     why_unknown,
 )
 
-#: Hash algorithms for which each process draws the root at random unless PYTHONHASHSEED is set.
+#: Hash algorithms whose root is random in each process unless PYTHONHASHSEED is set.
 _SEEDED_HASHES = frozenset({"xxhash", "xxhash_cbor"})
-#: Keys of a model's configuration with its path or author, not its content.
+#: Keys of a model's configuration that describe its origin, not its content.
 _INCIDENTAL_KEYS = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
-#: RoPE types with factors for *all* positions that depend on the maximum length served.
+#: RoPE types whose factors, for *all* positions, depend on the maximum length served.
 _LENGTH_DEPENDENT_ROPE = ('"longrope"', '"su"')
-#: Variables that change weights, media or the bytes of a block, and that are in no field.
+#: Variables that affect weights, media or the bytes of a block and are not in any field.
 _VARIABLES = (
     *("PYTHONHASHSEED", "VLLM_PP_LAYER_PARTITION", "VLLM_SSM_CONV_STATE_LAYOUT"),
     *("VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG"),
@@ -163,10 +163,10 @@ class Deployment:
     drafter: ModelSource | None = None
     #: Reasons why nothing is adopted.
     volatile: tuple[str, ...] = ()
-    #: Local model → stamp of its files from before vLLM read them.
+    #: Local model → stamp of its files, taken before vLLM read them.
     stamps: Mapping[str, str] = field(default_factory=dict)
     #: The earliest time at which vLLM may have read a model without a stamp, in seconds of the
-    #: system's clock.
+    #: system clock.
     began_s: float = float("inf")
 
     def keyspace(self, **geometry: Any) -> Keyspace:
@@ -178,12 +178,12 @@ class Deployment:
         )
 
     def replaced(self) -> tuple[str, ...]:
-        """Return why the weight files may differ from those that vLLM has read; empty if they do
-        not. Call after `keyspace`, which reads the present files."""
+        """Return why the weight files may differ from those that vLLM read; empty if they do not.
+        Call this after `keyspace`, which reads the current files."""
         return tuple(why for source in self._sources() if (why := self._why_replaced(source)))
 
     def _sources(self) -> list[ModelSource]:
-        """Return each source once, because some drafters are a part of the model's own files."""
+        """Return each source once; a drafter may be part of the model's own files."""
         return list(dict.fromkeys(s for s in (self.source, self.drafter) if s is not None))
 
     def _why_replaced(self, source: ModelSource) -> str:
@@ -215,7 +215,7 @@ def note_weights(vllm_config: Any, extra: MutableMapping[str, Any]) -> None:
 
 
 def process_began_s() -> float:
-    """Return the start of this process, in seconds of the system's clock."""
+    """Return the time at which this process started, in seconds of the system clock."""
     # The second field, the command's name, may contain spaces; the start is the 22nd.
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
@@ -237,7 +237,7 @@ def describe(
     why += _volatile(vllm_config)
     configuration = _fields_facts(vllm_config, "", why)
     if drafter is None:
-        configuration["speculative_config"] = None  # drafts without KV: only their number differs
+        configuration["speculative_config"] = None  # drafts without a model have no KV
     else:
         load = vllm_config.speculative_config.draft_load_config or load
         why += [f"drafter: {one}" for one in why_unknown(drafter, load, foreign_code)]
@@ -268,7 +268,7 @@ def _fields_facts(config: Any, where: str, unknown: list[str]) -> dict[str, Any]
         if one.name not in harmless
     }
     if name == "ModelConfig":
-        # A class of vLLM or of Transformers: they may order a head's values differently.
+        # Classes of vLLM and of Transformers may order a head's values differently.
         facts["architecture"] = str(getattr(config, "architecture", ""))
         resolved = json.dumps(config.hf_config.to_dict(), default=str)
         if any(kind in resolved for kind in _LENGTH_DEPENDENT_ROPE):
@@ -277,10 +277,10 @@ def _fields_facts(config: Any, where: str, unknown: list[str]) -> dict[str, Any]
 
 
 def _fact(value: Any, where: str, unknown: list[str]) -> Any:
-    """Encode a value as JSON that is equal in all processes.
+    """Encode a value as JSON that is the same in all processes.
 
-    Mappings become a digest, because facts are on disk in plain text. A value without such an
-    encoding adds a reason to `unknown`. `where` is the name of the field.
+    Mappings become digests, because facts are stored on disk in plain text. A value without such
+    an encoding adds a reason to `unknown`. `where` is the name of the field.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -290,10 +290,10 @@ def _fact(value: Any, where: str, unknown: list[str]) -> Any:
         return str(value)
     if isinstance(value, type | FunctionType):
         qualified = f"{value.__module__}.{value.__qualname__}"
-        if "<" not in qualified:  # not a lambda, nor local to a function
+        if "<" not in qualified:  # neither a lambda nor local to a function
             return qualified
     elif isinstance(value, Mapping) or hasattr(value, "to_dict"):
-        # Not by its fields: the model's own configuration has items that no class declares.
+        # Not its fields, because a model's configuration has items that no class declares.
         items = value if isinstance(value, Mapping) else value.to_dict()
         plain = {
             str(key): _fact(item, where, unknown)
@@ -320,7 +320,7 @@ def _volatile(vllm_config: Any) -> list[str]:
     multimodal = getattr(model, "multimodal_config", None)
     hashed = cache.enable_prefix_caching or getattr(multimodal, "mm_processor_cache_gb", 0)
     if multimodal is not None and not hashed:
-        # vLLM then numbers the items of each process, starting from 1 again after a restart.
+        # vLLM then numbers the items in each process, and restarts from 1 after a restart.
         why.append("multimodal items have no content hash with both of vLLM's caches off")
     if getattr(multimodal, "mm_encoder_fp8_scale_path", None):
         why.append("the encoder's scales (mm_encoder_fp8_scale_path) are known by path only")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts vLLM's KV cache groups to ours: their kinds, their layers' memory, and their facts.
 
-Only the groups that vLLM offloads count. Their order is that of its offloading configuration.
+Only groups that vLLM offloads are included, in the order of its offloading configuration.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class LayerCaches:
     def tensors(self, group_id: int) -> list[CacheTensor]:
         """Return the group's pages, in the order of their addresses in a block, without padding.
 
-        vLLM gives groups the same memory, and a block the stride of the widest one, so neither a
-        stride nor the size of a block shows how many bytes a group has.
+        vLLM gives all groups the same memory, with the widest group's stride per block, so neither
+        the stride nor the size of a block shows how many bytes a group uses.
         """
         specs = specs_of(self.config.kv_cache_groups[group_id])
         found = []
@@ -87,7 +87,7 @@ def specs_of(group: Any) -> dict[str, Any]:
 
 
 def offloaded(kv_cache_config: Any) -> list[Any]:
-    """Return the KV cache groups that vLLM offloads: the rest cannot be found again by hashes."""
+    """Return the KV cache groups that vLLM offloads; the others cannot be found by hash."""
     groups = kv_cache_config.kv_cache_groups
     return [groups[group_id] for group_id in get_offloading_group_ids(kv_cache_config)]
 
@@ -136,9 +136,9 @@ def groups_of(config: Any, kv_cache_config: Any) -> tuple[Group, ...]:
 
 
 def rank_groups_of(groups: Sequence[Group], kv_cache_config: Any) -> list[RankGroup]:
-    """Return the groups with the bytes of a block, without padding, on the rank with this
-    configuration. The scheduler's configuration is that of one rank, with one spec for a group that
-    has several: pages of another size count as they are placed, with padding."""
+    """Return the groups with the bytes of a block, without padding, on this configuration's rank.
+    The scheduler's configuration is one rank's, with a single spec even for a group with several:
+    pages that do not fit the spec are counted with padding, as placed."""
     placed = {
         name: min(tensor.layer_stride, tensor.block_stride)
         for tensor in kv_cache_config.kv_cache_tensors
@@ -153,11 +153,11 @@ def rank_groups_of(groups: Sequence[Group], kv_cache_config: Any) -> list[RankGr
 
 
 def set_sizes_of(config: Any, kv_cache_config: Any) -> tuple[int, ...]:
-    """Return how many consecutive ranks have equal bytes of each group that vLLM offloads. `config`
-    is vLLM's `OffloadingConfig`. Tensor-parallel ranks have equal bytes if layers cannot be split
-    any further: latent attention is not split at all, and if there are fewer KV heads than ranks,
-    each head is kept several times. The largest number is a multiple of each, and at most
-    `SET_SIZE_MAX`."""
+    """Return, by group that vLLM offloads, the number of consecutive ranks with equal bytes.
+    `config` is vLLM's `OffloadingConfig`. Tensor-parallel ranks have equal bytes if layers cannot
+    be split further: latent attention is not split at all, and if there are fewer KV heads than
+    ranks, several ranks keep the same head. The largest number is a multiple of all others, and at
+    most `SET_SIZE_MAX`."""
     parallel = config.parallel
     sizes = []
     for one in config.groups:
@@ -180,7 +180,7 @@ def _replicas(spec: Any, tensor_parallel: int, decode_context_parallel: int) -> 
 def geometry_of(config: Any, layers: LayerCaches, *, one_copy: bool = False) -> CacheGeometry:
     """Return the geometry of the groups that vLLM offloads, on this rank.
 
-    `one_copy`: ranks with equal bytes of a group are a set; otherwise each is one by itself.
+    With `one_copy`, ranks with equal bytes of a group form a set; otherwise each rank is a set.
     """
     groups = groups_of(config, layers.config)
     set_sizes = set_sizes_of(config, layers.config) if one_copy else ()
@@ -189,10 +189,10 @@ def geometry_of(config: Any, layers: LayerCaches, *, one_copy: bool = False) -> 
 
 
 def facts_of(config: Any, kv_cache_config: Any) -> list[dict[str, Any]]:
-    """Return, by group, what its chunks' bytes depend on besides the model and the layout.
+    """Return, by group, the facts besides model and layout that determine its chunks' bytes.
 
-    They are equal on all ranks. A stage of a pipeline knows only its own layers: there the facts
-    are those of the kind, and the layers follow from the model and the division into stages.
+    The facts are the same on all ranks. A pipeline stage knows only its own layers, so its facts
+    are only those of the kind; the layers follow from the model and the division into stages.
     """
     facts = []
     for one in config.groups:
@@ -216,7 +216,7 @@ def _kind_facts(spec: Any) -> dict[str, Any]:
 
 
 def _layer_facts(group: Any) -> list[tuple[list[str], dict[str, Any]]]:
-    """Return runs of layers with equal pages."""
+    """Return runs of consecutive layers with equal pages."""
     runs: list[tuple[list[str], dict[str, Any]]] = []
     for name, spec in specs_of(group).items():
         known: dict[str, Any] = {"page_bytes": _page_bytes(spec)}
@@ -236,8 +236,8 @@ def _page_bytes(spec: Any) -> int:
 
 
 def _placed_bytes(spec: Any, stride: int) -> int:
-    """Return the bytes of one block of one layer, of this spec or of another one with pages that
-    are `stride` apart."""
+    """Return the bytes of one block of one layer: by this spec if it fits pages that are `stride`
+    apart, else the stride."""
     padding = stride - spec.page_size_bytes
     return _page_bytes(spec) if 0 <= padding < spec.get_block_stride_alignment() else stride
 
@@ -248,11 +248,11 @@ def _reach_tokens(kind: GroupKind, spec: Any) -> int | None:
     return int(spec.attention_chunk_size) if kind is GroupKind.LOCAL else None
 
 
-# The boundaries at which vLLM keeps windows and states, and offers them for storing.
+# The boundaries at which vLLM keeps windows and states and offers them for storage.
 #
-# By default vLLM keeps them only at the end of a prompt, so that no part of an answer is ever found
-# again. Here vLLM keeps boundaries at a fixed distance, and its offloading scheduler offers all
-# windows that are still in GPU memory; `manager/boundary_stores.py` chooses among them.
+# By default vLLM keeps windows and states only at the end of a prompt, so no part of an answer is
+# ever found again. Here vLLM keeps boundaries at a fixed distance, and its offloading scheduler
+# offers all windows that are still in GPU memory; `manager/boundary_stores.py` selects from them.
 
 
 def keep_boundaries(
@@ -262,14 +262,14 @@ def keep_boundaries(
     groups: Sequence[Group],
     asked: int | Literal["auto"],
 ) -> int:
-    """Configure vLLM; return the tokens between two lasting boundaries, or 0 if vLLM chooses what
-    is stored.
+    """Configure vLLM's boundaries. Return the tokens between two lasting ones, or 0 if vLLM chooses
+    what is stored.
 
-    Must run before vLLM makes its KV cache manager. `scheduler` is vLLM's offloading scheduler.
-    `groups` are the offloaded ones. `asked` is boundary_tokens as configured.
+    Must run before vLLM creates its KV cache manager. `scheduler` is vLLM's offloading scheduler.
+    `groups` are the offloaded groups. `asked` is the configured `boundary_tokens`.
     """
     unit = unit_tokens(groups)
-    # A chunk is whole only at a boundary that is a multiple of it in every group.
+    # Every group's chunks are complete only at a multiple of all their lengths.
     scheduler.config = scheduler.config._replace(alignment_tokens=unit)
     if not any(group.kind in SPARSE for group in groups):
         return 0

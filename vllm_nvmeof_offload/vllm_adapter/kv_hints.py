@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """An orchestrator's advice on the KV of a request: vLLM's `kv_hints`.
 
-vLLM defines the envelope, a list of actions with a type, a version and a payload, and no action.
-Three are read here, in the form that their authors published; any other one, another major version
-and a payload of another form are counted and ignored. Advice is never an error, holds for the
-request that carries it, and never overrides what the request or the operator asks.
+vLLM defines only the envelope, a list of actions with a type, a version and a payload, but no
+actions. Three are supported here, in the form that their authors published. Other actions, other
+major versions and malformed payloads are counted and ignored. Advice never causes an error, applies
+only to the request that carries it, and never overrides what the request or the operator specifies.
 
 * `kv.prefetch` 1.x, empty payload: the request's chunks are fetched from the pool before those of
   other waiting requests.
 * `kv.retain` 1.x, `{"directives": [{"start", "end", "priority", "duration"} or {"covers_output",
-  …}]}`: the chunks that end in a range of tokens count as if another request had used them, and
-  are kept longer by as much. Priority 0 and duration 0 retain nothing; priorities and durations
-  above are not told apart.
+  …}]}`: chunks that end in a range of tokens are kept longer, as if another request had used
+  them. A priority or duration of 0 retains nothing; all higher values have the same effect.
 * `kv.demote` 1.x, `{}` or `{"session_id"}` of the request's own session: when the request ends, its
-  chunks are the next to leave pinned memory for the pool.
+  chunks are the next to be moved from pinned memory to the pool.
 
-A router names helpers in another place, `kv_transfer_params: {"nvmeof": {"helpers": [...]}}`, which
-other connectors ignore: of the configured peers only these may read for the request.
+A router names helpers elsewhere, in `kv_transfer_params: {"nvmeof": {"helpers": [...]}}`, which
+other connectors ignore. Only those of the configured peers may then read for the request.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-#: The actions of one request that are read; more are counted as unknown.
+#: The most actions of a request that are read; the rest are counted as unknown.
 _ACTIONS_MAX = 16
 _DIRECTIVES_MAX = 128
 _DIRECTIVE_KEYS = {"start", "end", "priority", "duration", "covers_output"}
@@ -35,8 +34,8 @@ _HELPERS_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The advice on a request. `retain` has ranges of tokens, each up to the one before its second
-    number, or None for the end. `helpers` is as in `LoadCommand`."""
+    """The advice on a request. `retain` lists ranges of tokens as (first, end), with an exclusive
+    end or None for no end. `helpers` is as in `LoadCommand`."""
 
     prefetch: bool = False
     retain: tuple[tuple[int, int | None], ...] = ()
@@ -44,7 +43,7 @@ class Advice:
     helpers: int | None = None
 
     def retained(self, ends: Iterable[int]) -> list[int]:
-        """Return the positions of the chunks with these last tokens + 1 that should be retained."""
+        """Return the positions of chunks to retain. `ends` are the chunks' exclusive ends."""
         return [
             at
             for at, end in enumerate(ends)
@@ -53,8 +52,8 @@ class Advice:
 
 
 def advice_of(envelope: Any, request: Any, count: Callable[[str], None]) -> Advice:
-    """Read the hints of `request`. `count` is called for each action with what it advises,
-    `unknown` or `malformed`."""
+    """Read the hints of `request`. `count` is called for each action with its kind, `unknown` or
+    `malformed`."""
     prefetch = demote = False
     retain: list[tuple[int, int | None]] = []
     actions = getattr(envelope, "actions", ())
@@ -72,7 +71,7 @@ def advice_of(envelope: Any, request: Any, count: Callable[[str], None]) -> Advi
             retain += ranges or ()
             count("malformed" if ranges is None else kind)
         elif payload and not (kind == "demote" and _is_own(payload, request)):
-            count("unknown")  # for other blocks than the request's
+            count("unknown")  # for blocks other than the request's
         else:
             prefetch, demote = prefetch or kind == "prefetch", demote or kind == "demote"
             count(kind)
@@ -80,10 +79,10 @@ def advice_of(envelope: Any, request: Any, count: Callable[[str], None]) -> Advi
 
 
 def helpers_of(params: Any, peers: Sequence[str], count: Callable[[str], None]) -> int | None:
-    """Read a request's `kv_transfer_params`, as `LoadCommand.helpers`.
+    """Convert a request's `kv_transfer_params` to `LoadCommand.helpers`.
 
-    `peers` are the configured ones, which are named by the same letters. `count` is called for each
-    helper with `known` or `unknown`, or once with `malformed`: such a hint is ignored.
+    `peers` are the configured ones; names must match exactly. `count` is called for each helper
+    with `known` or `unknown`, or once with `malformed` for a hint that is ignored.
     """
     ours = params.get("nvmeof") if isinstance(params, dict) else None
     if ours is None or (isinstance(ours, dict) and "helpers" not in ours):
@@ -99,7 +98,7 @@ def helpers_of(params: Any, peers: Sequence[str], count: Callable[[str], None]) 
 
 
 def _kind(action: Any) -> str | None:
-    """Return what the action advises, or None if unknown."""
+    """Return the kind of an action, or None if unknown."""
     major = str(getattr(action, "action_version", "")).partition(".")[0]
     family, _, kind = str(getattr(action, "action_type", "")).partition(".")
     known = family == "kv" and kind in ("prefetch", "retain", "demote") and major == "1"

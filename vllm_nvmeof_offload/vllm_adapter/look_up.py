@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The look-up by vLLM of a waiting request, as `manager/look_up.py` needs it."""
+"""vLLM's look-up of a waiting request, in the form that `manager/look_up.py` needs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def look_up(
     theirs: Callable[[Any, int], tuple[int | None, bool]],
 ) -> tuple[int | None, bool]:
     """Return the tokens to load after `local` ones in GPU memory, or None to delay the request, and
-    whether the load may go on during later steps.
+    whether the load may continue during later steps.
 
-    `cap` is for this look-up. The request's own, `max_load_tokens`, does not change. `theirs` is
-    vLLM's method, which looks the keys up in our manager one by one.
+    `cap` limits this look-up; the request's own limit, `max_load_tokens`, does not change. `theirs`
+    is vLLM's method, which looks up the keys in our manager one by one.
     """
     manager, request_id = view.manager, request.request_id
     hashes = request.block_hashes
@@ -40,7 +40,7 @@ def look_up(
             rest = rest_of_a_chunk(view, request, question) if found == 0 else 0
         finally:
             hits, misses = manager.look_ups.end()
-        # With KV events every look-up is real: vLLM records in it what its events report.
+        # With KV events no answer is reused: vLLM records in a look-up what its events report.
         keep = not manager.config.kv_events and not rest
         return Answer(question, rest or found, hits, misses, later or rest > 0, keep)
 
@@ -48,7 +48,7 @@ def look_up(
     if not view.is_as_looked_up(request_id, local):
         look_ups.forget_answers(request_id)
     answer = look_ups.answer(request_id, question, ask, FROM_CPU)
-    # vLLM decides whether the load continues during later steps; since 0.33 it need not.
+    # vLLM decides whether the load continues during later steps; since 0.33 it may not.
     return answer.found, answer.later and bool(answer.found)
 
 
@@ -58,10 +58,10 @@ def sources_of(view: SchedulerView, request: Any) -> int:
 
 
 def rest_of_a_chunk(view: SchedulerView, request: Any, question: Question) -> int:
-    """Return the tokens that complete a chunk of a preempted request with its head in GPU memory.
+    """Return the tokens that complete a preempted request's chunk that begins in GPU memory.
 
-    vLLM loads only whole chunks, and skips this one; loading it pays because the request had
-    computed those tokens. Windows and states would have to be there too.
+    vLLM loads only whole chunks and skips this one. Loading its rest pays off, because the request
+    had computed those tokens. Models with windows or states would need these as well.
     """
     if len(view.groups) > 1 or view.groups[0].kind is not GroupKind.FULL:
         return 0

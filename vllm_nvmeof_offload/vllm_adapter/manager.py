@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Implements vLLM's OffloadingManager as a thin adapter over `manager.core`.
 
-vLLM makes it with the connector, and delivers the ranks' handshake before the first request, still
-in `EngineCore.__init__`. Only the handshake has the sizes, so the core is made then (`attach`).
+vLLM creates it with the connector and delivers the ranks' handshake before the first request, in
+`EngineCore.__init__`. The handshake brings the sizes, so only then is the core created (`attach`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _HIT_SOURCES = vllm_release.HIT_SOURCES.take()
 _MEDIUM = {Source.CPU: Medium.CPU, Source.POOL: Medium.STORAGE}
 _EVERYWHERE = FROM_CPU | FROM_POOL
 
-#: A marker in a pickled command, in place of a load's helpers.
+#: Marks a store in a pickled command, in place of a load's helpers.
 _IS_STORE = -1
 
 #: The longest time between two exports of all gauges, and of time counters when idle.
@@ -77,13 +77,13 @@ _EXPORT_PERIOD_S = 1.0
 
 @dataclass  # creating a frozen one takes several times as long
 class CommandSpec(LoadStoreSpec):
-    """Our end of a job that vLLM sends to the workers."""
+    """Our side of a job that vLLM sends to the workers."""
 
     command: StoreCommand | LoadCommand
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as one call with plain fields. Otherwise pickle goes through three objects, each
-        of which costs as much as the rest, and a step may have hundreds of jobs."""
+        """Pickle as one call with plain fields. By default, three objects would be pickled, each
+        as costly as this call, and a step may have hundreds of jobs."""
         op, batch, *helpers = self.command
         return _unpickled, (helpers[0] if helpers else _IS_STORE, op, *batch)
 
@@ -96,9 +96,9 @@ def _unpickled(helpers: int | None, op: int, *columns: bytes) -> CommandSpec:
 
 @dataclass
 class _RequestState:
-    """The state of a request. `used` has its chunks, by job; `advice` is from its kv_hints.
+    """The state of a request. `used` lists its chunks, by job; `advice` is from its kv_hints.
     `loaded` and `ends` are its last load's chunks and, with several groups, the tokens up to each
-    end. `refused` chunks have no room so far; while there are some, `offered` has all."""
+    chunk's end. `refused` chunks found no room; while there are any, `offered` has all chunks."""
 
     used: list[Collection[bytes]]
     refused: set[bytes] = field(default_factory=set, init=False)
@@ -109,13 +109,13 @@ class _RequestState:
 
 
 class NVMeoFOffloadingManager(OffloadingManager):
-    """Called on EngineCore's main thread; does no I/O and never blocks.
+    """The manager, called on EngineCore's main thread. It does no I/O and never blocks.
 
-    Before `attach` only `reset_cache`, `weights_may_have_changed` and vLLM's calls without chunks
-    have an effect: there is no request, no work, no event and nothing to export.
+    Before `attach`, only `reset_cache`, `weights_may_have_changed` and vLLM's calls without chunks
+    are possible: there are no requests, no work, no events and nothing to export.
     """
 
-    #: These are made by `attach`. `sources_of` returns the sources that a request's filter allows.
+    #: Set by `attach`. `sources_of` returns the sources that a request's filter allows.
     sources_of: Callable[[TierFilter], int]
     look_ups: LookUps
     _metrics: MetricsCollector
@@ -142,9 +142,9 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._version = ""  # the last name given by the operator
         self._steps = StepMeter(clock)
         self._scheduler_s = 0.0
-        self._exported_s = self._all_exported_s = 0.0  # the last exports of some, and of all gauges
-        self._export_due = False  # since `attach`
-        #: Where each tier is, seen from this engine; None if unknown.
+        self._exported_s = self._all_exported_s = 0.0  # the last export of some or all gauges
+        self._export_due = False  # true after `attach`
+        #: The locality of each tier as seen from this engine; None if unknown.
         self._localities: dict[Source, Locality | None] = {Source.CPU: Locality.LOCAL}
         self._labels = dict.fromkeys(CONFIG_LABELS, "")
         self._sharing: Sharing | None = None
@@ -161,12 +161,12 @@ class NVMeoFOffloadingManager(OffloadingManager):
     # -- look-up and jobs -------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        # vLLM calls this for each chunk of every waiting request. `attach` replaces it by the
+        # vLLM calls this for each chunk of every waiting request. `attach` replaces it with the
         # native function, because a Python frame costs more than the look-up.
         raise AssertionError("vLLM delivers the handshake before any request")
 
     def load_sources(self, req_context: ReqContext, first: int, tokens: int) -> dict[Any, int]:
-        """Return the tokens by tier of the request's last load, of `tokens` from token `first`."""
+        """Return, by tier, the tokens of the request's last load: `tokens` from token `first`."""
         state = req_context.get_state(_RequestState)
         if not tokens or state is None or state.loaded is None:
             return {}
@@ -180,7 +180,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         counts = {
             _HIT_SOURCES.HOST: cpu,
             _HIT_SOURCES.DISK: pool,
-            _HIT_SOURCES.EXTERNAL_UNSPECIFIED: tokens - cpu - pool,  # after every window
+            _HIT_SOURCES.EXTERNAL_UNSPECIFIED: tokens - cpu - pool,  # outside every window
         }
         return {source: count for source, count in counts.items() if count}
 
@@ -232,7 +232,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
     def _note_refused(
         self, refused: list[bytes], offered: list[OffloadKey], req_context: ReqContext
     ) -> None:
-        """Note refused chunks for the connector: vLLM counts all offered ones as stored."""
+        """Record refused chunks for the connector: vLLM counts all offered ones as stored."""
         state = self._state(req_context)
         if refused or state.refused:
             state.refused = state.refused.difference(offered).union(refused)
@@ -243,12 +243,12 @@ class NVMeoFOffloadingManager(OffloadingManager):
         state.used.append(offered)
 
     def take_refused(self) -> dict[str, list[bytes]]:
-        """Return, by request, its offered chunks that were refused since the last call."""
+        """Return, by request, offered chunks that were refused since the last call."""
         refused, self._refused = self._refused, {}
         return refused
 
-    # `complete_store` and `complete_load` are vLLM's own no-ops: the core takes outcomes from the
-    # workers' reports, which also cover jobs that vLLM forgot at a reset.
+    # `complete_store` and `complete_load` are vLLM's own no-ops: the core gets outcomes from the
+    # workers' reports, which also cover jobs that vLLM forgot in a reset.
 
     # -- requests and steps -----------------------------------------------------------
 
@@ -256,7 +256,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        # Called when nothing more of the request will be stored.
+        # vLLM calls this when nothing more of the request will be stored.
         self.suspension.ended(req_context.req_id)
         if self._boundaries is not None:
             self._boundaries.ended(req_context.req_id)
@@ -299,7 +299,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
             self.core.ended(kept, self._ends(kept, req_context))
 
     def step_scheduled(self, scheduler_output: Any) -> None:
-        """Note that vLLM has scheduled a step, before its commands are taken."""
+        """Record that vLLM has scheduled a step. Call before the step's commands are taken."""
         assert self.waiting is not None
         tokens = scheduler_output.num_scheduled_tokens
         if tokens:
@@ -312,8 +312,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self.suspension.log_while_it_lasts()
 
     def step_ended(self, scheduler_s: float) -> None:
-        """Note that a step's output has arrived and is applied. `scheduler_s` is the time spent in
-        our scheduler side since the last call."""
+        """Record that a step's output has arrived and was applied. `scheduler_s` is the time spent
+        in our scheduler side since the last call."""
         self._steps.ended()
         admission, steps = self.core.admission, self._steps
         admission.prefill_rate, admission.prefill_depth = steps.prefill_rate, steps.depth
@@ -321,25 +321,25 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._scheduler_s += scheduler_s
 
     def has_pending_work(self) -> bool:
-        """Keep the engine stepping while reports are awaited.
+        """Return whether the engine must keep stepping, because reports are awaited.
 
-        For write-behind only for a bounded time after the last token, because stepping costs an
-        idle core, and blocks pause, sleep and shutdown. The next request continues the writes.
+        Write-behind counts only for a bounded time after the last token, because stepping occupies
+        a core and blocks pause, sleep and shutdown. The next request continues the writes.
         """
         if self._core is None:
             return False
-        if self._export_due or self.has_events:  # one step exports the metrics
+        if self._export_due or self.has_events:  # a step exports the metrics
             return True
         count_writes = self._clock() - self._worked_s < self.config.report_deadline_s
         return self._core.has_pending_work(count_writes=count_writes)
 
     @property
     def has_events(self) -> bool:
-        """Return whether `take_events` has any."""
+        """Return whether `take_events` would yield any."""
         return self._core is not None and bool(self._core.kv_events)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return chunks that entered or left a tier, oldest first, as many as one step carries."""
+        """Yield chunks that entered or left a tier, oldest first, as many as fit in one step."""
         log = self._core.kv_events if self._core is not None else None
         for change in log.take() if log is not None else ():
             yield OffloadingEvent(
@@ -358,10 +358,11 @@ class NVMeoFOffloadingManager(OffloadingManager):
             self._boundaries.reset()
         entries = self._core.gauges()["entries"]
         if self._core.reset():
-            logger.info("a reset declared void what was offloaded: %d chunks", entries)
+            logger.info("a reset invalidated all offloaded KV: %d chunks", entries)
 
     def weights_may_have_changed(self, *, known: bool) -> bool:
-        """Return whether everything is void: a reset must follow, and a suspension."""
+        """Record that weights may have changed. Return whether that invalidates all chunks, so that
+        a reset and a suspension must follow."""
         if not known and self.config.weights_never_change:
             return False
         self._weights_changed = True
@@ -370,10 +371,10 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return True
 
     def name_weights(self, version: str) -> bool:
-        """Note that the weights of all ranks are this version of the keyspace's weights.
+        """Record that the weights of all ranks are this version of the keyspace's weights.
 
-        Returns whether everything is void, as `weights_may_have_changed`; not if the weights have
-        this name already, or cannot have one.
+        Returns whether that invalidates all chunks, so that a reset must follow. It does not if the
+        weights have this name already or cannot have one.
         """
         if not self._keyspace:
             return False
@@ -387,8 +388,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
             text = f"the name of the weights has no effect: {NAMELESS}"
             logger.warning("%s", text)
             return text
-        text = f"the weights are {self._version!r}; servers whose weights have this name load what "
-        text += "is stored from now on"
+        text = f"the weights are {self._version!r}; servers whose weights have this name load "
+        text += "chunks stored after this"
         text += ", and this one loads theirs" if self._sharing else "; this one loads nothing"
         logger.info("%s", text)
         return text
@@ -406,11 +407,11 @@ class NVMeoFOffloadingManager(OffloadingManager):
         tail_tokens: int = 0,
         share: ShareSettings | None = None,
     ) -> None:
-        """Make the core from the workers' handshake.
+        """Create the core from the workers' handshake.
 
-        `key_bytes` is that of every offload key. `groups` are the offloaded ones, by position.
-        `queue` has the waiting requests. `boundary_tokens` is as in `keep_boundaries`,
-        `tail_tokens` as in `BoundaryStores`. `share` is None to share with no other.
+        `key_bytes` is the length of every offload key. `groups` are the offloaded groups, by
+        position. `queue` is vLLM's. `boundary_tokens` is as in `keep_boundaries`, `tail_tokens` as
+        in `BoundaryStores`. `share` is None if nothing is shared with other servers.
         """
         assert self._core is None, "a second handshake"
         ordered = sorted(hellos, key=lambda hello: hello.rank)
@@ -430,7 +431,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         )
         self._core = core
         self._localities[Source.POOL] = _locality(ordered)
-        # Not our method, because Python collects no cycle through a native object.
+        # Not a bound method, because Python cannot collect a cycle through a native object.
         self.sources_of = partial(_sources_of, self._localities)
         self.look_ups = core.look_ups(self.sources_of, LookupResult.HIT, LookupResult.MISS)
         self.lookup = self.look_ups.lookup  # type: ignore[assignment,method-assign]
@@ -455,7 +456,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return self.core.take_commands()
 
     def report(self, reports: Iterable[Report], worker_counters: Counts) -> None:
-        """Apply the workers' reports; must come before vLLM's next look-up."""
+        """Apply the workers' reports. Call before vLLM's next look-up."""
         self.core.report(reports)
         self.core.counters.add(worker_counters)
         self._failure_log.log_new()
@@ -463,7 +464,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
     def get_stats(self) -> OffloadingConnectorStats | None:
         if self._core is None:
             return None
-        # Called once per step, and most steps change nothing: time is exported only periodically.
+        # Called once per step. Most steps change nothing, so time is exported only periodically.
         self._count_look_ups()
         activity, now_s = self._core.activity(), self._clock()
         quiet = not self._export_due and activity == self._activity_seen
@@ -492,7 +493,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return [dict(self._labels)]
 
     def _count(self) -> None:
-        """Pass on what was counted here since the last call."""
+        """Add what was counted here since the last call to the core's counters."""
         counters, steps = self.core.counters, self._steps
         counters["scheduler_seconds"] += self._scheduler_s
         counters["scheduler_steps"] += steps.steps
@@ -508,8 +509,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
             counters["lookups", result] += amount
 
     def _ends(self, keys: Sequence[bytes], req_context: ReqContext) -> npt.NDArray[np.int64] | None:
-        """Return the request's tokens up to the end of each key's chunk; None if there is only full
-        attention, and vLLM passes the keys in prefix order."""
+        """Return the request's tokens up to the end of each key's chunk; None with only full
+        attention, for which vLLM passes the keys in prefix order."""
         if self.core.config.full_attention_only:
             return None
         return np.array([*map(req_context.get_offload_key_position, keys)], np.int64)
@@ -532,7 +533,7 @@ def _sources_of(localities: Mapping[Source, Locality | None], tiers: TierFilter)
 
 
 def _locality(hellos: Sequence[RankHello]) -> Locality | None:
-    """Return the pool's locality, over all ranks with a part; None if unknown."""
+    """Return the locality of the pool on all ranks that have a part; None if unknown."""
     remote = {one for hello in hellos for one in hello.remote}
     if True in remote:
         return Locality.REMOTE
@@ -544,7 +545,7 @@ def _offload_keys(keys: list[bytes]) -> list[OffloadKey]:
 
 
 def _computed_before(scheduler_output: Any) -> dict[str, int]:
-    """Return each scheduled request's tokens that were computed before the step."""
+    """Return, by scheduled request, the number of tokens computed before the step."""
     found = {one.req_id: one.num_computed_tokens for one in scheduler_output.scheduled_new_reqs}
     cached = scheduler_output.scheduled_cached_reqs
     return found | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

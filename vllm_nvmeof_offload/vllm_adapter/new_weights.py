@@ -3,23 +3,23 @@
 
 **New weights.** vLLM notifies a connector only of a reset. New weights reach the workers without
 the scheduler (`reload_weights`, the weight transfer API, a user's function), and the
-`reset_prefix_cache` that should follow leaves connectors out unless `reset_connector` is given. Our
-chunks would then be loaded for prompts that the new weights answer. All such calls go through
+`reset_prefix_cache` that should follow skips connectors unless `reset_connector` is given. The new
+weights would then use KV that the old weights computed. All such calls go through
 `EngineCore.collective_rpc`, in the process of the connector's scheduler side. An adapter is loaded
 by `EngineCore.add_lora`, or by the workers for the first request that names it
-(`EngineCore.add_request`). These three methods are wrapped when the connector is made, or, in a
+(`EngineCore.add_request`). These three methods are wrapped when the connector is created or, in a
 vLLM that has this package in its tree, when the class is defined. A program that changes weights
-without the engine (a custom executor, a worker that listens by itself) must reset with the
-connector.
+without the engine (a custom executor, a worker with its own listener) must itself reset vLLM's
+prefix cache with `reset_connector`.
 
 The operator may name the new weights, so that servers with equal names share chunks; the name is
-trusted. It is given in a call of ours, which `collective_rpc` answers without the workers, in an
-argument of the call that ends the update, which the workers do not see, or, if the configuration
-allows it, by vLLM's own `EngineCore.set_weight_version`, which not every release has.
+not verified. It can be given in our own call, which `collective_rpc` answers without the workers;
+in an argument of the call that completes the update, which the workers do not see; or, if the
+configuration allows, by vLLM's own `EngineCore.set_weight_version`, which not every release has.
 
 **Death of the API server.** vLLM's engine process outlives a killed API server: it serves no
 requests, but keeps its memory, its GPU and the lock on its pool, so that the next server would
-start with an empty pool. The engine therefore ends, unless it runs within its user's own process.
+start with an empty pool. The engine therefore exits, unless it runs within its user's own process.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ KNOWN_TO_CHANGE = frozenset(
         *("start_weight_update", "start_draft_weight_update", "finish_weight_update"),
     }
 )
-#: Calls of vLLM's own API that do not change weights. Any other call, above all a user's, may.
+#: Calls of vLLM's own API that do not change weights. Any other call may, such as a user's.
 HARMLESS = frozenset(
     {
         *("add_lora", "list_loras", "pin_lora", "remove_lora"),
@@ -78,9 +78,9 @@ _OPTIONAL = frozenset({"set_weight_version"})
 
 
 def install(engine_core: _Class) -> _Class:
-    """Wrap vLLM's `EngineCore`, once. Engines without our connector behave as before.
+    """Wrap methods of vLLM's `EngineCore`, once. Engines without our connector behave as before.
 
-    Returns the class, which a vLLM with this package in its tree decorates with this function.
+    Returns the class, so that a vLLM with this package in its tree can use it as a decorator.
     """
     for name, wrap in (
         ("collective_rpc", _watch_calls),
@@ -113,7 +113,7 @@ def _watch_calls(stock: Callable[..., Any]) -> Callable[..., Any]:
         version = take_version(name, call) if is_ours and name in KNOWN_TO_CHANGE else None
         try:
             answer = stock(*call.args, **call.kwargs)
-        finally:  # a failed call may have done half of its work
+        finally:  # a failed call may have done part of its work
             if name not in HARMLESS:
                 text = name or getattr(method, "__name__", repr(method))
                 _notify(self, text, known=name in KNOWN_TO_CHANGE)
@@ -125,9 +125,9 @@ def _watch_calls(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_version(what: str, version: object) -> str:
-    """Return the name. `what` is where it was given, for display. Raises: ConfigError."""
+    """Return a valid name. `what` names the place where it was given. Raises: ConfigError."""
     if not isinstance(version, str):
-        raise ConfigError(what, version, "the name of the weights must be a text")
+        raise ConfigError(what, version, "the name of the weights must be a string")
     if len(version) > _CHARACTERS_MAX:
         raise ConfigError(
             what,
@@ -138,8 +138,8 @@ def check_version(what: str, version: object) -> str:
         raise ConfigError(
             what,
             version,
-            "the name of the weights must begin with a letter or digit, and have letters, digits, "
-            "and . _ : / @ + = - only",
+            "the name of the weights must begin with a letter or digit, and contain only letters, "
+            "digits and . _ : / @ + = -",
         )
     return version
 
@@ -157,9 +157,9 @@ def version_of(call: inspect.BoundArguments) -> str:
 
 
 def take_version(method: str, call: inspect.BoundArguments) -> str | None:
-    """Take the name out of the arguments of a call that changes weights, or return None.
+    """Remove and return the name in the arguments of a call that changes weights, or None.
 
-    Raises: ConfigError, before anything was changed.
+    Raises: ConfigError, before anything has changed.
     """
     kwargs = dict(call.arguments.get("kwargs") or {})
     if ARGUMENT not in kwargs:
@@ -197,13 +197,13 @@ def _watch_adapters(stock: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return stock(self, lora_request, *args, **kwargs)
         finally:
-            # Files that changed meanwhile may have been read in either state.
+            # If the files changed during the call, either state may have been read.
             stamp = before if stamp_of(lora_request) == before else ""
             others = _adapters(self).note(lora_request, stamp)
             # Blocks are named after an adapter's name and path, which do not change.
             in_place = getattr(lora_request, "load_inplace", False)
             if in_place or others:
-                how = "load_inplace" if in_place else "other files than before"
+                how = "load_inplace" if in_place else "different files"
                 _notify(self, f"add_lora with {how}", known=True)
 
     return add_lora
@@ -215,7 +215,7 @@ def _watch_requests(stock: Callable[..., Any]) -> Callable[..., Any]:
         lora = getattr(request, "lora_request", None)
         new = lora is not None and not _adapters(self).knows(lora)
         if new and _adapters(self).note(lora, stamp_of(lora)):
-            _notify(self, "a request for an adapter with other files than before", known=True)
+            _notify(self, "a request for an adapter with different files", known=True)
         return stock(self, request, *args, **kwargs)
 
     return add_request
@@ -232,12 +232,12 @@ def _notify(engine_core: Any, call: str, *, known: bool) -> None:
 
 
 def _name(engine_core: Any, version: str) -> list[str]:
-    """Name the weights. Return the consequences, for display."""
+    """Name the weights. Return texts on the consequences."""
     return [one.name_weights(version) for one in _connectors_with(engine_core, "name_weights")]
 
 
 def _connectors_with(engine_core: Any, method: str) -> Iterator[Any]:
-    """Yield the engine's connectors that have this method, which are ours."""
+    """Yield the engine's connectors that have this method: our own."""
     scheduler = getattr(engine_core, "scheduler", None)
     for connector in _connectors(getattr(scheduler, "connector", None)):
         if getattr(connector, method, None) is not None:
@@ -251,23 +251,23 @@ def _connectors(connector: Any) -> Iterator[Any]:
         yield from _connectors(child)
 
 
-#: vLLM's name of its engine's process, which a number may follow.
+#: vLLM's name for its engine process, which may be followed by a number.
 _ENGINE = "EngineCore"
 _LOOK_S = 1.0
-#: The time for vLLM to end by itself, before this process is killed.
+#: The time that vLLM gets to exit by itself before this process is killed.
 _GRACE_S = 10.0
 
 _watching = False
 
 
 def end_with_parent() -> None:
-    """Let this process end with its parent process, if it is vLLM's engine."""
+    """Make this process exit with its parent process, if it is vLLM's engine."""
     global _watching
     parent = multiprocessing.parent_process()
     if _watching or not multiprocessing.current_process().name.startswith(_ENGINE):
         return
     if parent is None or parent.pid != os.getppid():
-        return  # its parent is a fork server, and that one's end means nothing
+        return  # its parent is a fork server, whose exit means nothing
     _watching = True
     threading.Thread(target=_watch, args=(parent.pid,), name="orphan-watch", daemon=True).start()
 
@@ -275,7 +275,7 @@ def end_with_parent() -> None:
 def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_LOOK_S)
-    logger.error("the process %d that started this engine is gone: ending", parent)
+    logger.error("parent process %d has exited: stopping this engine", parent)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_GRACE_S)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -283,7 +283,7 @@ def _watch(parent: int) -> None:
 
 @contextlib.contextmanager
 def logged_in_one_line() -> Iterator[None]:
-    """Log an `OffloadError` in one line and raise it: vLLM hides it among its tracebacks."""
+    """Log an `OffloadError` in one line and re-raise it, because vLLM buries it in tracebacks."""
     try:
         yield
     except OffloadError as error:
@@ -293,7 +293,7 @@ def logged_in_one_line() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Admission:
-    """A request that got blocks: tokens `found` in GPU memory, `loadable` there or by us."""
+    """A request that got GPU blocks: ids `found` there, and tokens `loadable` there or by us."""
 
     request: Any
     found: frozenset[int]
@@ -301,19 +301,18 @@ class _Admission:
 
 
 class OldKV:
-    """Finds the requests with KV that depends on weights that may have changed since, and keeps
-    them in the `suspension` of one connector's scheduler side.
+    """Finds requests whose KV depends on weights that may have changed since, and lists them in
+    the `suspension` of one connector's scheduler side.
 
-    Chunks *stored* before the change are void by a reset. KV depends on all KV before it. So a
-    request is *old* if it had GPU blocks when the weights changed, or has taken over a block that
-    an old request computed. It stays old until it ends, or has lost its blocks and is admitted
-    again without any of them. Old requests are not stored.
+    Chunks *stored* before the change are invalidated by a reset. KV depends on all KV before it.
+    So a request is *old* if it had GPU blocks when the weights changed, or reuses a block that an
+    old request computed. It stays old until it ends, or loses its blocks and is admitted again
+    without any of them. Old requests are not stored.
 
-    The change empties vLLM's prefix cache, including blocks in use, and each step removes from it
-    what old requests have added. In between, another request may find such a block: while vLLM
-    schedules the very step that completes it, or, with asynchronous scheduling, right after an
-    output. Each admission is therefore compared with what old requests have added since the last
-    step.
+    The change empties vLLM's prefix cache, including blocks in use, and each step removes what old
+    requests have added. In between, another request may find such a block: while vLLM schedules
+    the very step that completes the block or, with asynchronous scheduling, right after an output.
+    Each admission is therefore compared with what old requests have added since the last step.
     """
 
     def __init__(self, suspension: Suspension, view: SchedulerView) -> None:
@@ -321,10 +320,10 @@ class OldKV:
         self._view = view
         self._looked_up: dict[str, int] = {}  # in this step: request → tokens in GPU memory
         self._admitted: dict[str, _Admission] = {}  # in this step
-        self._forgotten: dict[str, int] = {}  # old request → its first blocks that are forgotten
+        self._forgotten: dict[str, int] = {}  # old request → number of leading blocks forgotten
 
     def began(self, call: str, requests: Iterable[str], *, known: bool) -> None:
-        """Note that weights may have changed just now. `requests` are all requests of vLLM."""
+        """Record that weights may have just changed. `requests` are all requests of vLLM."""
         self._looked_up.clear()
         self._admitted.clear()
         self._forgotten.clear()
@@ -335,12 +334,12 @@ class OldKV:
         self._forget_all()
 
     def looked_up(self, request_id: str, local: int) -> None:
-        """Note that vLLM has found `local` tokens in GPU memory for a request without blocks."""
+        """Record that vLLM found `local` tokens in GPU memory for a request without blocks."""
         if self._old.requests:
             self._looked_up[request_id] = local
 
     def admitted(self, request: Any, blocks: Any, external: int) -> None:
-        """Note that a request got blocks. `external` is the number of tokens that we will load."""
+        """Record that a request got blocks. `external` is the number of tokens we will load."""
         local = self._looked_up.pop(request.request_id, None)
         if local is None:  # it had blocks before
             return
@@ -350,7 +349,7 @@ class OldKV:
         self._admitted[request.request_id] = _Admission(request, ids, local + external)
 
     def step(self, preempted: Iterable[str]) -> None:
-        """Note that vLLM has scheduled a step. Called before the step's stores are made."""
+        """Record that vLLM has scheduled a step. Call before the step's stores are created."""
         self._looked_up.clear()
         admitted, self._admitted = self._admitted, {}
         if not self._old.requests:
@@ -370,11 +369,11 @@ class OldKV:
             elif name in self._old.requests:
                 self._old.ended(name)
                 self._view.store_from_the_first(name)
-        if lost:  # the blocks that they had are not known any more
+        if lost:  # it is no longer known which blocks they had
             self._forget_all()
 
     def finished(self, request_id: str) -> None:
-        """Note that a request ends, which still has its blocks."""
+        """Record that a request is ending, while it still has its blocks."""
         self._looked_up.pop(request_id, None)
         self._admitted.pop(request_id, None)
         if request_id in self._old.requests:

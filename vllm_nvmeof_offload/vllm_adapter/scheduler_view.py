@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads vLLM's scheduler side beyond its interfaces: keys, GPU blocks, time spent."""
+"""Reads internals of vLLM's scheduler side: keys, GPU blocks, time spent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 
 
 def timed(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the method's time to its object's `_spent_s`."""
+    """Make a method add its running time to its object's `_spent_s`."""
 
     @functools.wraps(method)
     def with_time(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -32,15 +32,15 @@ def timed(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def key_bytes_of(hash_algorithm: str) -> int:
-    """Return the bytes of every offload key: vLLM's block hash, and the group's number."""
+    """Return the length of every offload key: vLLM's block hash and the group's number."""
     return len(make_offload_key(get_hash_fn_by_name(hash_algorithm)(b""), 0))
 
 
 class SchedulerView:
     """A view of one `OffloadingConnectorScheduler`.
 
-    `groups` are the offloaded ones, in vLLM's order. `kv_cache_manager` returns vLLM's, which
-    exists only after the connector was built.
+    `groups` are the offloaded ones, in vLLM's order. `kv_cache_manager` returns vLLM's KV cache
+    manager, which is created after the connector.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class SchedulerView:
         configs = scheduler.config.kv_group_configs
         assert [one.group_idx for one in configs] == [one.group_id for one in groups]
         self._leading = leading(groups)
-        #: vLLM's number of the group by which a request's length is counted.
+        #: vLLM's number of the group that determines a request's length.
         self.leading_id = groups[self._leading].group_id
         self.tokens_per_block: int = configs[self._leading].tokens_per_block
         self._hashes_per_chunk: int = configs[self._leading].hashes_per_chunk
-        # Blocks in GPU memory are identified by the hash of one block.
+        # GPU memory identifies a block by one block's hash, so only such keys can be compared.
         self._comparable = {
             group.group_id
             for config, group in zip(configs, groups, strict=True)
@@ -71,12 +71,12 @@ class SchedulerView:
         return self.manager.waiting
 
     def queue(self, *, by_priority: bool) -> Queue:
-        """Return what the manager may ask of vLLM's queue."""
+        """Return the manager's interface to vLLM's queue."""
         return Queue(self.keys_of, self._ends_of, self._is_cached, self.groups, by_priority)
 
     @property
     def tail_tokens(self) -> int:
-        """Return the tokens, within a block, to which vLLM rounds stored prompts, or 0."""
+        """Return the unit of tokens, within a block, to which vLLM rounds stored prompts, or 0."""
         config = self._scheduler.config
         return config.tokens_per_hash if config.supports_partial_tail else 0
 
@@ -95,16 +95,16 @@ class SchedulerView:
         return [position(OffloadKey(key)) or 0 for key in keys]
 
     def key_lists(self, request_id: str) -> list[list[OffloadKey]]:
-        """Return, by group position, the lists of keys that vLLM's look-ups follow, after vLLM has
-        added the request's new keys."""
+        """Return, by group position, the lists of keys that vLLM's look-ups use. Call after vLLM
+        has added the request's new keys."""
         states = self._scheduler._req_status[request_id].group_states
         return [group.offload_keys for group in states]
 
     def is_as_looked_up(self, request_id: str, local: int) -> bool:
-        """Return whether vLLM's state of a request is the one that its last look-up left.
+        """Return whether vLLM's state of a request is still as its last look-up left it.
 
-        A look-up sets the number of local tokens, and of chunks that were hit, which follows from
-        its answer, and forgets the request's blocks; during a transfer it delays the request.
+        A look-up sets the number of local tokens and, by its answer, of hit chunks, and clears the
+        request's blocks; during a transfer it delays the request.
         """
         state = self._scheduler._req_status[request_id]
         if state.transfer_jobs or state.num_locally_computed_tokens != local:
@@ -116,7 +116,7 @@ class SchedulerView:
         return self._scheduler._req_status[request_id]
 
     def is_being_loaded(self, key: bytes) -> bool:
-        """Return whether vLLM delays requests for this chunk, because a load is reading it."""
+        """Return whether vLLM delays requests for this chunk because a load is reading it."""
         return key in (self._scheduler._chunks_being_loaded or ())
 
     def context(self, request_id: str) -> ReqContext:
@@ -125,11 +125,11 @@ class SchedulerView:
         return context
 
     def store_again(self) -> None:
-        """Let requests with failed loads store the chunks that they compute instead.
+        """Make requests with failed loads store the chunks that they compute instead.
 
-        vLLM counts the chunks of a planned load as stored, so they would be kept only after the
-        next request has computed them again. By now the requests' computed tokens end before the
-        first failure: at 0 if vLLM got the request instead of its blocks.
+        vLLM counts the chunks of a planned load as stored, so only a later request that computes
+        the chunks again would store them. At this point a request's computed tokens end before the
+        first failure, or at 0 if the request was reported instead of its blocks.
         """
         for state in self._scheduler._req_status.values():
             for group, stored in zip(self.groups, state.group_states, strict=True):
@@ -137,8 +137,8 @@ class SchedulerView:
                 stored.next_stored_chunk_idx = min(stored.next_stored_chunk_idx, computed)
 
     def offer_again(self, refused: Mapping[str, Sequence[bytes]]) -> None:
-        """Let vLLM offer these requests' chunks again with their next step: it counts them as
-        stored, but nothing after them could be found. A running request still has their blocks."""
+        """Make vLLM offer these requests' chunks again in their next step. vLLM counts them as
+        stored, but nothing after them could be found. A running request still has the blocks."""
         for request_id, keys in refused.items():
             state = self._scheduler._req_status.get(request_id)
             if state is None or state.req.is_finished():
@@ -151,7 +151,7 @@ class SchedulerView:
                     stored.next_stored_chunk_idx = min(stored.next_stored_chunk_idx, chunk)
 
     def store_from_the_first(self, request_id: str) -> None:
-        """Store the request's chunks again, although vLLM has counted them as stored."""
+        """Make vLLM offer all of the request's chunks again, although it counted them as stored."""
         for group in self._scheduler._req_status[request_id].group_states:
             group.next_stored_chunk_idx = 0
 

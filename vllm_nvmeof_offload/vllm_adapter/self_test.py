@@ -3,9 +3,9 @@
 
 vLLM's own scheduler, with our connector on both sides, serves artificial requests: a store, loads
 from both tiers, a failed load and a reset. The model is artificial too: the KV of a token is a
-fixed function of prompt and position. Before each step it compares the KV of all earlier tokens of
-a request, whatever its source, byte for byte. GPU, weights and users' pools are not touched: KV
-cache and pool are a few hundred KiB of CPU memory and a temporary directory.
+fixed function of prompt and position. In each step, the model verifies the KV of all earlier tokens
+of a request, from whatever source, byte by byte. GPU, weights and users' pools are not touched: the
+KV cache is a few hundred KiB of CPU memory, and the pool is in a temporary directory.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from vllm_nvmeof_offload.vllm_adapter import vllm_release
 _LAYERS = ("self_test.0", "self_test.1")
 _BLOCK_TOKENS, _PER_CHUNK, _BLOCKS = 16, 2, 24
 _HEAD_SIZE = 8
-#: Two whole chunks, a block that is no whole chunk, and a part of a block.
+#: Two whole chunks, a block of a third chunk, and a part of a block.
 _PROMPT_TOKENS = 2 * _PER_CHUNK * _BLOCK_TOKENS + _BLOCK_TOKENS + 5
 _STORED_TOKENS = 2 * _PER_CHUNK * _BLOCK_TOKENS
 _ANSWER_TOKENS = 2
-#: The CPU tier's chunks and stream slots: the chunks of three prompts do not fit.
+#: For the CPU tier and stream slots: too small for the chunks of three prompts.
 _STAGING_BYTES = 64 * KIB
 #: A limit only against hangs; a test takes less than 2 s on an idle machine.
 _LIMIT_S = 20.0
@@ -60,10 +60,10 @@ _running = False
 
 
 def run(vllm_config: Any) -> None:
-    """Test the imported vLLM, with `vllm_config` where the test does not need its own.
+    """Test the imported vLLM with `vllm_config`, except where the test needs its own values.
 
-    The test's own engine makes a connector, which requests a test too: that does nothing. Raises:
-    IntegrationError: the test failed, or this vLLM does not allow it; with the remedy.
+    The test's engine creates a connector, which calls this function again; that call does nothing.
+    Raises IntegrationError, with the remedy, if the test fails or this vLLM does not allow it.
     """
     global _running
     if _running:
@@ -85,9 +85,9 @@ def run(vllm_config: Any) -> None:
     finally:
         _running = False
     logger.warning(
-        "THIS VLLM (%s) IS UNKNOWN to this vllm-nvmeof-offload. All that is used of it is there, "
-        "and a self-test passed in %.1f s: store, load, failed load and reset. "
-        "allow_unknown_vllm=false refuses it.",
+        "THIS VLLM (%s) IS UNKNOWN to this vllm-nvmeof-offload. Every interface used exists, and a "
+        "self-test passed in %.1f s: store, load, failed load, reset. "
+        "allow_unknown_vllm=false refuses this vLLM.",
         version,
         time.monotonic() - began_s,
     )
@@ -167,7 +167,7 @@ def _config_like(vllm_config: Any, folder: str) -> Any:
 
 
 def _settings(folder: str) -> dict[str, Any]:
-    """Return our configuration, with every key, because environment variables set omitted ones."""
+    """Return our configuration with every key, because variables would set omitted keys."""
     fields = OffloadConfig.model_fields.items()
     settings = {
         name: field.get_default(call_default_factory=True, validated_data={})
@@ -236,7 +236,7 @@ class _Engine:
         self._scheduler.shutdown()
 
     def serve(self, prompt: int) -> dict[str, float]:
-        """Serve a prompt until it ends and everything is written. Return the tokens by source."""
+        """Serve a prompt until everything is written. Return the prompt's tokens by source."""
         before = self._tokens()
         self._requests += 1
         name = f"self-test-{self._requests}"
@@ -259,7 +259,7 @@ class _Engine:
         return {name: after[name] - before[name] for name in after}
 
     def forget(self, *, everything: bool = False) -> None:
-        """Empty the GPU's prefix cache, with its bytes, or everything that is offloaded."""
+        """Empty and overwrite the GPU's cache; if `everything`, empty the other tiers too."""
         if not self._scheduler.reset_prefix_cache(reset_connector=everything):
             raise IntegrationError("a reset of the prefix cache did not succeed")
         self._cache.fill_(float("nan"))
@@ -301,7 +301,7 @@ class _Engine:
             time.sleep(0.001)  # a transfer is in progress
 
     def _compute(self, scheduled: dict[str, int]) -> None:
-        """Read the KV of the tokens before the scheduled ones, and write that of the scheduled
+        """Verify the KV of the tokens before the scheduled ones, and write the KV of the scheduled
         ones."""
         for name, count in scheduled.items():
             end = self._scheduler.requests[name].num_computed_tokens
@@ -314,8 +314,8 @@ class _Engine:
             if wrong.any():
                 first = int(wrong.nonzero()[0])
                 raise IntegrationError(
-                    f"{int(wrong.sum())} of {end - count} tokens of a request have other KV than "
-                    f"was computed for them, the first at {first}"
+                    f"{int(wrong.sum())} of {end - count} tokens of a request have wrong KV, the "
+                    f"first at position {first}"
                 )
             new = slice(end - count, end)
             self._cache[:, blocks[new], :, offsets[new], 0] = kv[new]
@@ -341,7 +341,7 @@ def _test(config: Any, folder: Path) -> None:
         _expect("the first store", engine.serve(1))
         engine.forget()
         _expect("a load from the CPU tier", engine.serve(1), cpu=_STORED_TOKENS)
-        for prompt in (2, 3, 4, 5):  # then the first prompt is only in the pool
+        for prompt in (2, 3, 4, 5):  # afterwards the first prompt is only in the pool
             _expect("a store", engine.serve(prompt))
         engine.forget()
         _expect("a load from the pool", engine.serve(1), pool=_STORED_TOKENS)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks of other servers: the foreign table's memory, its follower, and the core's access.
+"""Access to other servers' chunks: the foreign table's memory, its follower and its reader.
 
 The follower is a separate process that reads other engines' tables and writes the foreign table.
-The core reads the table in place. Neither ever waits for the other.
+The core reads the foreign table in place. Neither ever waits for the other.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from vllm_nvmeof_offload.manager.handshake import Agreement
 from vllm_nvmeof_offload.native import Foreign
 from vllm_nvmeof_offload.protocol import RankHello
 
-#: The reason if a server starts with weights or hashes that its keyspace does not name.
+#: The reason why a server whose keyspace does not identify its weights or hashes shares nothing.
 NAMELESS = "its weights or block hashes have no name that other servers know"
 
 
 @dataclass(frozen=True, slots=True)
 class ShareSettings:
-    """The settings for sharing. `one_host`: all ranks run on this host. `group` has servers on any
-    hosts; empty for those of this host."""
+    """The settings for sharing. `one_host`: all ranks run on this host. `group` is the name of a
+    group of servers on any hosts; empty to share with this host's servers."""
 
     one_host: bool = True
     group: str = ""
@@ -43,19 +43,19 @@ def why_not(hellos: Sequence[RankHello], agreement: Agreement, settings: ShareSe
         # The ranks have just opened their pools there, so no path hangs.
         if not settings.group and discover(os.path.realpath(target)).is_network_file_system:
             return (
-                f"{target} is on a network file system, or on one that may be: other hosts may use "
-                'it too; give the servers that use it one name, as in share: "team-a"'
+                f"{target} is on a network file system, or may be: other hosts may use it too; "
+                'give the same group name to all servers that use it, as in share: "team-a"'
             )
     return ""
 
 
 class Sharing:
-    """A foreign table and the follower that keeps it; `stop` ends the follower."""
+    """A foreign table and the follower that updates it."""
 
     def __init__(
         self, hellos: Sequence[RankHello], agreement: Agreement, settings: ShareSettings
     ) -> None:
-        """Requires that `why_not` has no reason. OSError: no memory, or no descriptor."""
+        """Start the follower. `why_not` must have no reason. OSError: no memory or descriptor."""
         first = hellos[0]
         fd = os.memfd_create("vllm-nvmeof-foreign", os.MFD_CLOEXEC)
         try:
@@ -63,7 +63,7 @@ class Sharing:
                 [Path(target) for target in first.targets],
                 first.keyspace,
                 first.engine_index,
-                # If ranks share copies, each member of a set has some that no other has.
+                # If ranks share copies, each member of a set holds some that no other member has.
                 max(agreement.capacity.set_sizes),
                 fd,
             )
@@ -72,5 +72,5 @@ class Sharing:
             os.close(fd)
 
     def stop(self) -> None:
-        """End the follower. May be called again."""
+        """Stop the follower. May be called repeatedly."""
         self._follower.stop()

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuses what this version does not support: settings, platforms, parallel shapes, models.
 
-`precheck` runs before vLLM loads the model. Models are judged later, by the KV cache that vLLM has
-laid out, in the scheduler and in every worker, because a model's own configuration does not show
-how vLLM lays out its KV.
+`precheck` runs before vLLM loads the model. Models are checked later, in the scheduler and in every
+worker, by the KV cache that vLLM has laid out, because a model's own configuration does not show
+the layout.
 
-vLLM runs the replicas of a dense model as independent engines: each knows its index, but not how
-many there are. `precheck` writes their number into our configuration (`replicas`), which travels to
-every engine and worker.
+vLLM runs the replicas of a dense model as independent engines, each of which knows its index but
+not their number. `precheck` writes the number into our configuration (`replicas`), which is passed
+to every engine and worker.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
     note_weights(vllm_config, extra)
     refuse_platform(current_platform)
     choose_policy(config.eviction_policy)
-    if not is_first:  # vLLM repeats this in an engine with memory and pool
+    if not is_first:  # vLLM repeats this in an engine that uses memory and pool
         return
     check_memory(config, count_nodes(parallel), staging_key)
     check_memory_left(config.staging_bytes // count_nodes(parallel))
@@ -73,13 +73,13 @@ def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
         if config.pool_bytes is None and is_container_layer(target.path):
             logger.warning(
                 "nvmeof: target %s is in this container's own layer, on the node's disk: the pool "
-                "has %s at most; mount a volume and name it in targets, or set pool_bytes",
+                "gets at most %s; mount a volume and name it in targets, or set pool_bytes",
                 target.path,
                 format_bytes(POOL_BYTES_DEFAULT_MAX_LAYER),
             )
     if config.tuning.fault_injection:
         logger.warning(
-            "FAULT INJECTION is on: I/O fails and answers may be wrong on purpose, as %s says",
+            "FAULT INJECTION is on: I/O fails and answers may be wrong on purpose; see %s",
             config.tuning.fault_injection,
         )
     held = [usable_bytes([Path(target.path)]) for target in targets]
@@ -91,7 +91,7 @@ def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
     if config.replicas > 1:
         logger.info(
             "nvmeof: %d data-parallel replicas share %s of pinned memory and the pool, each with "
-            "an engine directory of its own",
+            "its own engine directory",
             config.replicas,
             format_bytes(config.staging_bytes),
         )
@@ -101,8 +101,8 @@ def slot_bytes_estimate(vllm_config: Any, config: Any) -> int | None:
     """Return the bytes of one rank's slot, estimated from the model's shape; None if unknown.
 
     Each worker checks again with the true size once it has its KV cache. An estimate may therefore
-    be missing, but must not be too large: models that may have several KV cache groups, and cache
-    types of unknown width, have none.
+    be missing but must not be too large: there is none for models that may have several KV cache
+    groups, or for cache types of unknown width.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
@@ -128,7 +128,7 @@ def slot_bytes_estimate(vllm_config: Any, config: Any) -> int | None:
 
 
 def _may_have_groups(model: Any) -> bool:
-    """Return whether some layers do not keep all tokens' KV, by the model's own configuration."""
+    """Return whether, by its configuration, some layers of a model may not keep all tokens."""
     config = model.hf_text_config
     kinds = getattr(config, "layer_types", None) or ()
     some = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
@@ -153,11 +153,11 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
     specs = [spec for group in every for spec in specs_of(group).values()]
     if any(getattr(spec, "non_causal", False) for spec in specs):
         reason = (
-            "has attention to later tokens of a prompt (prefix LM), so that equal prefixes have"
+            "attends to later tokens of a prompt (prefix LM), so equal prefixes have unequal KV"
         )
-        raise ConfigError("model", name, f"{reason} unequal KV: {_WITHOUT}")
+        raise ConfigError("model", name, f"{reason}: {_WITHOUT}")
     if any(spec.prefix_replay_tokens for spec in specs):
-        reason = "computes its windows again after a hit (bounded replay), which is not supported"
+        reason = "recomputes its windows after a hit (bounded replay), which is not supported"
         raise ConfigError("model", name, f"{reason}: add --no-swa-bounded-replay, or {_WITHOUT}")
     groups = offloaded(kv_cache_config)
     for group in groups:
@@ -175,16 +175,16 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
             "model",
             name,
             "has multi-head latent attention (MLAAttentionSpec), for which vLLM's CPU engine "
-            "ignores loaded KV where the processor has no AMX: serve it without offloading, or on "
+            "ignores loaded KV if the processor has no AMX: serve it without offloading, or on "
             "a processor with AMX",
         )
 
 
 def _judge_states(vllm_config: Any, groups: list[Any]) -> None:
-    """Refuse states without prefix caching: vLLM then keeps one per request, only at its end.
+    """Check states without prefix caching, of which vLLM keeps only one, at a request's end.
 
-    A block then covers the whole context. With attention layers as well, vLLM's offloading needs
-    equal units of hashes and stops with an assertion.
+    A block of states then covers the whole context, so nothing is offloaded. With attention layers
+    as well, the engine is refused: vLLM's offloading needs equal hash units and fails an assertion.
     """
     specs = [spec for group in groups for spec in specs_of(group).values()]
     if all(getattr(spec, "mamba_cache_mode", "align") == "align" for spec in specs):
@@ -193,7 +193,7 @@ def _judge_states(vllm_config: Any, groups: list[Any]) -> None:
         raise ConfigError(
             "enable_prefix_caching",
             vllm_config.cache_config.enable_prefix_caching,
-            "the states of this model can be offloaded with prefix caching only; add "
+            "the states of this model can be offloaded only with prefix caching; add "
             "--enable-prefix-caching",
         )
     logger.warning(
@@ -206,8 +206,8 @@ def _judge_states(vllm_config: Any, groups: list[Any]) -> None:
 def _ignores_loaded_kv(vllm_config: Any) -> bool:
     """Return whether vLLM computes the rest of a prompt without reading the KV before it.
 
-    Its CPU kernel for latent attention does. vLLM therefore turns off chunked prefill and prefix
-    caching, but accepts a connector's tokens nevertheless (0.32).
+    Its CPU kernel for latent attention does so. vLLM therefore turns off chunked prefill and prefix
+    caching, but still accepts a connector's tokens (0.32).
     """
     return bool(
         current_platform.is_cpu()
@@ -239,7 +239,7 @@ def refuse_platform(platform: Any) -> None:
 def _is_there(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # even its parent package is missing
+    except ModuleNotFoundError:  # the parent package is missing too
         return False
 
 
@@ -248,10 +248,10 @@ _REPLICA_SUFFIX = re.compile(r"_dp\d+$")
 
 
 def refuse_parallel(parallel: Any) -> None:
-    """Refuse a number of replicas that changes while they run.
+    """Refuse a number of replicas that may change at run time.
 
-    Replicas of a model with experts compute in step: a step without tokens runs no hook of ours, so
-    we can do nothing between them.
+    Replicas of a mixture-of-experts model compute in lockstep: a step without tokens calls no hook
+    of ours, so we cannot act in such steps.
     """
     if parallel.enable_elastic_ep:
         remedy = "this version supports a fixed number of replicas; leave it out"
@@ -261,7 +261,7 @@ def refuse_parallel(parallel: Any) -> None:
 def note_replicas(vllm_config: Any, extra: MutableMapping[str, Any]) -> None:
     """Write into `extra` how many engines share the configured sizes, if vLLM knows it.
 
-    Refuses a number that contradicts the option.
+    Refuses a configured number that differs from vLLM's.
     """
     size = vllm_config.parallel_config.data_parallel_size
     if size > 1 and extra.setdefault("replicas", size) != size:
@@ -278,7 +278,7 @@ def count_nodes(parallel: Any) -> int:
 
 
 def replica_of(vllm_config: Any, declared: int) -> Replica:
-    """Return this engine's number among `declared` replicas; refuse an unknown number."""
+    """Return this engine's place among `declared` replicas; refuse if their number is unknown."""
     parallel = vllm_config.parallel_config
     engine_id = str(vllm_config.kv_transfer_config.engine_id or "")
     index: int = parallel.data_parallel_index
@@ -288,8 +288,8 @@ def replica_of(vllm_config: Any, declared: int) -> Replica:
         raise ConfigError(
             "data_parallel_size",
             max(2, index + 1, parallel.data_parallel_size),
-            "our plugin has not run, so that sizes are not divided among the replicas (is "
-            'VLLM_PLUGINS set? add "nvmeof" to it); or give their number as "replicas" in '
+            'our plugin did not run, so sizes are not divided among replicas; add "nvmeof" to '
+            'VLLM_PLUGINS if that is set, or give "replicas", their number, in '
             "kv_connector_extra_config",
         )
     if index >= declared:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which vLLM is supported, by its interface.
+"""Checks by its interface whether a vLLM is supported.
 
-vLLM's offloading interface changes with its releases. One that calls us with other parameters, or
-omits a call that we rely on, would give wrong tokens without an error. Therefore every vLLM must
-have all capabilities that we use, and our classes must fit its own; otherwise it is refused, with
-what it lacks. Nothing else in the adapter asks for a version: builds from source have versions that
-mean little, and a new release may well have everything that we use.
+vLLM's offloading interface changes between releases. A release that calls us with other parameters,
+or omits a call that we rely on, would silently give wrong tokens. Therefore every vLLM must have
+all capabilities that we use, and our classes must fit its own; otherwise it is refused with an
+error that names what is missing. Nothing else in the adapter checks a version: versions of builds
+from source mean little, and a new release may well have everything that we use.
 
-A release is *known* when vLLM's own tests have passed with our connector. An unknown one, with
-everything that we use, is served after a self-test (`self_test`), unless `allow_unknown_vllm` is
+A release is *known* when vLLM's own tests have passed with our connector. An unknown release that
+has everything we use is served after a self-test (`self_test`), unless `allow_unknown_vllm` is
 false.
 """
 
@@ -34,12 +34,12 @@ _RELEASES = " or ".join(KNOWN)
 
 
 def version() -> str:
-    """Return the version of the vLLM that is imported, or `unknown`."""
+    """Return the version of the imported vLLM, or `unknown`."""
     return str(getattr(sys.modules.get("vllm"), "__version__", UNKNOWN))
 
 
 def release() -> str:
-    """Return the known release that this vLLM is, or `unknown`."""
+    """Return this vLLM's release if it is known, else `unknown`."""
     numbers = re.match(r"\d+\.\d+(?=\.)", version())
     return numbers[0] if numbers and numbers[0] in KNOWN else UNKNOWN
 
@@ -55,9 +55,9 @@ def unknown_version() -> str | None:
 
 
 def refuse_different() -> None:
-    """Refuse a vLLM that lacks what we use, with an `IntegrationError`: one line with the remedy.
+    """Raise an `IntegrationError`, one line with the remedy, if vLLM lacks something that we use.
 
-    It makes no difference whether its release is known.
+    Known releases are checked too.
     """
     found = _difference()
     if found is None:
@@ -91,7 +91,7 @@ def _difference() -> str | None:
 
 
 def _differences(connector: Any) -> Iterator[str]:
-    """Yield methods of vLLM's classes that ours lack, or override with other parameters."""
+    """Yield methods of vLLM's classes that ours lack or override with other parameters."""
     for cls in (
         connector.NVMeoFOffloadingConnector,
         connector.NVMeoFOffloadingManager,
@@ -132,10 +132,10 @@ def accepts(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
 
 
 # A capability is a part of vLLM that we use, in one of the forms that we know. A form is a list of
-# *needs*, each of them a line of text:
+# *needs*, each a line of text:
 #
-#     module:Class.method(a, b, c=)    it takes `a` and `b` in this order and `c` by name, and
-#                                      demands nothing else
+#     module:Class.method(a, b, c=)    the method accepts `a` and `b` in this order and `c` by name,
+#                                      and requires nothing else
 #     module:Class has x y             instances of the class have these members
 #     module:name                      the module has this name
 #
@@ -148,7 +148,7 @@ _CACHE = "vllm.v1.kv_cache_interface"
 
 @dataclass(frozen=True, eq=False)
 class Capability:
-    """A capability, named for refusals, with the needs of each form, most recent first."""
+    """A capability, with a name for error messages and each form's needs, latest form first."""
 
     name: str
     forms: Mapping[str, tuple[str, ...]]
@@ -163,7 +163,7 @@ class Capability:
         return None
 
     def take(self) -> Any:
-        """Return the object of the form's only need, or None."""
+        """Return the object that the form's only need names, or None."""
         form = self.form
         return None if form is None else _find(self.forms[form][0].partition("(")[0])
 
@@ -199,7 +199,7 @@ DEVICE_BLOCKS = Capability(
         ),
     },
 )
-#: vLLM asks for the tier of a load's tokens, and takes an answer of this enumeration.
+#: The enumeration with which vLLM wants the tier of a load's tokens to be answered.
 HIT_SOURCES = _only(
     "sources of loaded tokens", "vllm.v1.metrics.cache_hit_source:CacheHitSource", optional=True
 )
@@ -219,7 +219,7 @@ CONFIGURATION = _only(
     "vllm.config:CacheConfig has kv_offloading_size kv_offloading_backend",
     "vllm.config:KVTransferConfig has kv_connector kv_connector_module_path kv_role",
     "vllm.config:KVTransferConfig has kv_connector_extra_config kv_load_failure_policy",
-    optional=True,  # without it our connector is named in --kv-transfer-config
+    optional=True,  # else users name our connector in --kv-transfer-config
 )
 _OPTIONAL = (
     CONFIGURATION,
@@ -326,7 +326,7 @@ ALL = (
 
 
 def missing() -> Iterator[str]:
-    """Yield differences that leave a required capability without a form that we know."""
+    """Yield the differences of required capabilities that have no form we know."""
     for capability in ALL:
         if not capability.optional and capability.form is None:
             yield from capability.differences()
@@ -336,7 +336,7 @@ _NEED = re.compile(r"([\w.]+:[\w.]+)(?:\((.*)\)| has (.*))?")
 
 
 def difference(need: str) -> str | None:
-    """Return how this vLLM differs from `need`, to follow a release's name, or None."""
+    """Return how this vLLM differs from `need`, for an error message, or None."""
     matched = _NEED.fullmatch(need)
     assert matched, need
     place, arguments, members = matched.groups()
@@ -387,7 +387,7 @@ def _takes(function: Any, arguments: str, *, bound: bool) -> bool:
 
 
 def _has(cls: Any, name: str) -> bool:
-    """Return whether instances of `cls` have `name`: a member, a field, or set in `__init__`."""
+    """Return whether instances of `cls` have `name`, as a member or field or by `__init__`."""
     if hasattr(cls, name) or name in getattr(cls, "__dataclass_fields__", ()):
         return True
     makers = (vars(base).get("__init__") for base in inspect.getmro(cls))

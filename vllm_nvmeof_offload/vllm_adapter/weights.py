@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of models and adapters: the weights' source, their digest, whether they changed.
+"""Files of models and adapters: the weights' source, their digest, whether they changed.
 
-A **digest** names the weights across machines and restarts. It reads a bounded part of each file:
+A **digest** identifies weights across machines and restarts. It reads a bounded part of each file:
 
-* safetensors: the header, every tensor of at most 64 KiB whole (norms, biases, scales of a
-  quantization: few bytes that decide much), and one sample of every larger tensor;
-* every weight file: 64 samples of 4 KiB over the whole file;
+* safetensors: the header, all of every tensor of at most 64 KiB (norms, biases, quantization
+  scales: few bytes with a large effect), and one sample of every larger tensor;
+* every weight file: 64 samples of 4 KiB, spread over the whole file;
 * configuration files and code: every byte.
 
-A change in fewer bytes of a large tensor can go unseen, and so can a change of small tensors in
-a file of another format. A **stamp** has no such gap, but is valid on one machine only: it is taken
+A change of a few bytes in a large tensor can go unnoticed, and so can a change of small tensors in
+a file of another format. A **stamp** has no such gap but is valid only on one machine: it is taken
 before the weights are read and compared afterwards.
 
 A model is identified by the content of its local files, or by the commit of a hub's repository.
 Some load formats read weights from elsewhere; chunks of such a server must not be adopted
 (`why_unknown`). vLLM's block hashes contain an adapter's name and path: an adapter that is
-unloaded, overwritten and loaded again has another number and the same hashes (`Adapters`).
+unloaded, overwritten and loaded again has a new number but the same hashes (`Adapters`).
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _CONFIG_NAMES = {
     *("config.json", "adapter_config.json", "quantize_config.json", "hf_quant_config.json"),
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 }
-#: vLLM loads only those safetensors files that the index names.
+#: vLLM loads only the safetensors files that the index lists.
 _INDEX_SUFFIX = ".index.json"
 
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
 _SMALL_TENSOR_BYTES_MAX = 64 << 10
-#: About 250,000 tensors. The format allows 100 MB; a longer header leaves only the samples.
+#: About 250,000 tensors. The format allows 100 MB; with a longer header, only samples are read.
 _HEADER_BYTES_MAX = 32 << 20
 _LENGTH_BYTES = 8
 _READ_BYTES_MAX = 1 << 20
-#: The number of files read at once, because latencies of small reads add up on a network.
+#: Files are read in parallel, because the latencies of small reads add up over a network.
 _FILES_AT_ONCE_MAX = 8
 
 _Range = tuple[int, int]
@@ -57,9 +57,9 @@ _Range = tuple[int, int]
 def weights_digest(model: Path, *, code: bool = False) -> str:
     """Return 64 hex digits that identify the content of the weights.
 
-    `model` is a directory with weight files, or one weight file. In a directory without any file of
-    a known weight format all files count. `code`: the directory's Python files are run, so they
-    count too. Raises ConfigError if there is no file, OSError if one cannot be read.
+    `model` is a directory with weight files, or one weight file. If a directory has no file of a
+    known weight format, all its files count. With `code`, the directory's Python files are run, so
+    they count too. Raises ConfigError if there is no file, OSError if one cannot be read.
     """
     files = _files(model, code=code)
     if not files:
@@ -79,9 +79,9 @@ def weights_digest(model: Path, *, code: bool = False) -> str:
 def weights_stamp(model: Path, *, code: bool = False) -> str:
     """Return 64 hex digits that change when any of the files is written or replaced.
 
-    Symbolic links are followed, so a link or a directory that leads to other files changes the
-    stamp. Files are opened, because a network file system then asks its server; OSError if one
-    cannot be.
+    Symbolic links are followed, so a link or directory that leads to different files changes the
+    stamp. Files are opened, because a network file system then asks its server. Raises OSError if
+    a file cannot be opened.
     """
     digest = hashlib.sha256()
     for name, path in _files(model, code=code):
@@ -95,9 +95,9 @@ def weights_stamp(model: Path, *, code: bool = False) -> str:
 def changed_since(model: Path, began_s: float, *, code: bool = False) -> str | None:
     """Return a file, or a link or directory that leads to it, that has changed since `began_s`.
 
-    Used for a model without a stamp. Judges by ctime, which copying does not keep and renaming
-    sets. Misses a renamed directory above the model's own, because a directory's time changes with
-    everything in it. `began_s` is in seconds of the system's clock.
+    Used for a model without a stamp. Compares ctime, which copying does not preserve and renaming
+    updates. Misses a renamed directory above the model's own, because a directory's time changes
+    with its entries. `began_s` is in seconds of the system clock.
     """
     for name, path in _files(model, code=code):
         if max(path.stat().st_ctime, path.lstat().st_ctime) >= began_s:
@@ -111,7 +111,7 @@ def changed_since(model: Path, began_s: float, *, code: bool = False) -> str | N
 
 
 def _links(model: Path) -> list[Path]:
-    """Return the symbolic links on the way to `model`, and on the way to where they point."""
+    """Return the symbolic links in the path of `model`, and in the paths to which they point."""
     links: list[Path] = []
     paths = [Path(os.path.abspath(model))]
     while paths:
@@ -124,9 +124,9 @@ def _links(model: Path) -> list[Path]:
 
 
 def _files(model: Path, *, code: bool) -> list[tuple[str, Path]]:
-    """Return the files that count, by their names relative to the model's directory, in order.
+    """Return the files that count, in order, with names relative to the model's directory.
 
-    Weights also count in subdirectories, as in some encoders.
+    Weights in subdirectories count too, because some encoders have them there.
     """
     if model.is_file():
         return [(model.name, model)]
@@ -177,9 +177,9 @@ def _ranges(fd: int, path: Path, size: int) -> list[_Range]:
 
 
 def _samples(size: int, generator: random.Random) -> list[_Range]:
-    """Return the first sample, the last, and one in each of 62 equal sections between.
+    """Return the ranges of the first sample, the last, and one in each of 62 sections in between.
 
-    Their places are pseudo-random: a fixed stride could find the same kind of tensor each time.
+    Their places are pseudo-random: a fixed stride could hit the same kind of tensor each time.
     """
     if size <= _SAMPLES * _SAMPLE_BYTES:
         return [(0, size)]
@@ -190,7 +190,7 @@ def _samples(size: int, generator: random.Random) -> list[_Range]:
 
 
 def _read_header(fd: int, size: int) -> bytes:
-    """Return the header's JSON, or nothing if there is none of an acceptable length."""
+    """Return the header's JSON, or no bytes if its length is not acceptable."""
     length = int.from_bytes(os.pread(fd, _LENGTH_BYTES, 0), "little")
     if not 0 < length <= min(size - _LENGTH_BYTES, _HEADER_BYTES_MAX):
         return b""
@@ -199,7 +199,7 @@ def _read_header(fd: int, size: int) -> bytes:
 
 
 def _tensors(header: bytes, size: int) -> list[_Range] | None:
-    """Return the tensors' ranges in the file, in order; None if the header is not of this format.
+    """Return the tensors' ranges in the file, in order; None if the header is malformed.
 
     Overlapping ranges are refused, so that no header makes us read a file twice.
     """
@@ -228,7 +228,7 @@ def _tensors(header: bytes, size: int) -> list[_Range] | None:
 
 
 def _of_tensors(tensors: list[_Range], generator: random.Random) -> list[_Range]:
-    """Return small tensors whole, one sample of every larger one; adjacent parts in one range."""
+    """Return ranges of small tensors and of one sample of each larger one, merged if adjacent."""
     ranges: list[_Range] = []
     for start, end in tensors:
         part = (start, end)
@@ -241,8 +241,8 @@ def _of_tensors(tensors: list[_Range], generator: random.Random) -> list[_Range]
     return ranges
 
 
-#: Load formats of vLLM 0.32 and 0.33 that read the weights from the files of `model`, each time.
-#: `npcache` is not: it reads a copy that an earlier start made, even if the files have changed.
+#: Load formats of vLLM 0.32 and 0.33 that always read the weights from the files of `model`.
+#: `npcache` does not: it reads a copy from an earlier start, even if the files have changed.
 FILE_FORMATS = frozenset(
     {
         *("auto", "hf", "safetensors", "pt", "mistral", "fastsafetensors", "instanttensor"),
@@ -272,7 +272,7 @@ class ModelSource:
         return Path(self.model).exists()
 
     def identity(self) -> dict[str, str]:
-        """Return facts on the content, not the path, so that equal weights are equal. Reads
+        """Return facts about the content, not the path, so that equal weights compare equal. Reads
         files."""
         path = Path(self.model)
         if not self.local:
@@ -290,24 +290,24 @@ def drafter_of(vllm_config: Any) -> Any:
 
 
 def why_unknown(model: Any, load: Any, foreign_code: Collection[str]) -> list[str]:
-    """Return reasons why weights or code may change without a change of the facts; empty if not.
+    """Return reasons why weights or code may change while the facts do not; empty if they cannot.
 
-    `foreign_code` has load formats and architectures that a plugin has added or replaced.
+    `foreign_code` lists load formats and architectures that a plugin has added or replaced.
     """
     source = ModelSource.of(model)
     weights = str(getattr(model, "model_weights", "") or "")
     why = []
     if "://" in weights or "://" in source.model:
-        why.append("the weights are streamed from a remote place, whose content may change")
+        why.append("the weights are streamed from a remote place whose content may change")
     elif weights not in ("", source.model):
         why.append(f"the weights are those of {weights}, not of {source.model}")
     elif not source.local and not source.commit:
-        why.append("the model is no local directory and has no known revision")
+        why.append("the model is not a local directory and has no known revision")
     why.append(_unknown_format(load, foreign_code))
     if getattr(model, "architecture", "") in foreign_code:
         why.append("the model's class is not vLLM's own")
     if source.code and _code_may_change(model, local=source.local):
-        why.append("the model's code is of no fixed commit (give --code-revision one)")
+        why.append("the model's code is not pinned to a commit (set --code-revision to one)")
     return [reason for reason in why if reason]
 
 
@@ -316,13 +316,13 @@ def _unknown_format(load: Any, foreign_code: Collection[str]) -> str:
     if name == "dummy":
         return "the weights are dummies"
     if name not in FILE_FORMATS:
-        return f"load format {name} takes weights from elsewhere than the model's files"
+        return f"load format {name} reads weights from elsewhere than the model's files"
     if name in foreign_code:
         return f"load format {name} has a loader that is not vLLM's own"
     options = load.model_loader_extra_config
     pattern = options.get("pattern") if isinstance(options, Mapping) else None
     if pattern is not None and (os.sep in pattern or Path(pattern).suffix not in SUFFIXES):
-        return f"the weights' files are named {pattern}, which may lead elsewhere"
+        return f"the weight files are named {pattern}, which may match files elsewhere"
     return ""
 
 
@@ -344,11 +344,11 @@ def _code_may_change(model: Any, *, local: bool) -> bool:
     if _commit(model.code_revision):
         return False
     classes = str(model.hf_config.to_dict().get("auto_map") or "")
-    # "repository--module.Class" is code of another repository.
+    # "repository--module.Class" means code from another repository.
     return "--" in classes or bool(model.code_revision and not local)
 
 
-#: Beyond this number all adapters are forgotten, and chunks stored for any of them are void.
+#: Beyond this number all adapters are forgotten, and chunks stored for them are invalidated.
 _ADAPTERS_MAX = 1 << 16
 
 
@@ -357,16 +357,16 @@ class Adapters:
 
     def __init__(self, adapters_max: int = _ADAPTERS_MAX) -> None:
         self._max = adapters_max
-        #: (Name, path) → number and stamp. The stamp is empty if the files cannot be known.
+        #: (Name, path) → number and stamp. The stamp is empty if the files are unknown.
         self._known: dict[tuple[str, str], tuple[int, str]] = {}
 
     def knows(self, lora: Any) -> bool:
-        """Return whether this adapter, with this number, is the one that was noted last."""
+        """Return whether this adapter, with this number, is the one that was recorded last."""
         known = self._known.get((lora.lora_name, lora.lora_path))
         return known is not None and known[0] == lora.lora_int_id
 
     def note(self, lora: Any, stamp: str) -> bool:
-        """Note an adapter being loaded. Return whether stored chunks may be of other files."""
+        """Record an adapter being loaded. Return whether stored chunks may be of other files."""
         name = (lora.lora_name, lora.lora_path)
         known = self._known.get(name)
         forgotten = known is None and len(self._known) >= self._max

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The adapter from vLLM's worker interface to the transfer pipeline.
 
-All calls come on the worker's main thread. Every transfer is reported to vLLM as successful,
+All calls are made on the worker's main thread. Every transfer is reported to vLLM as successful,
 because its stock worker asserts that. The connector reports failures: block ids or requests to
-vLLM, reports to the manager, both in the step in which the job is reported finished (rule 8).
+vLLM, and reports to the manager, both in the step that reports the job as finished (rule 8).
 
-If block ids are reported, vLLM recomputes from the first of them. That is right only for one group
-of full attention: blocks of a window before it may never have been loaded, and with several
-groups vLLM refuses block ids. In these cases the request is reported and recomputed as a whole.
+If block ids are reported, vLLM recomputes from the first of these blocks. That is correct only for
+a single group of full attention: earlier blocks of a window may never have been loaded, and with
+several groups vLLM refuses block ids. In such cases the whole request is reported and recomputed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         # The loads by op, in case a chunk fails.
         self._loads: dict[int, tuple[LoadCommand, BlockColumns]] = {}
         self._transfers: list[Transfer] = []  # submitted, but not handed over yet
-        self._helpers: dict[int, int] = {}  # for loads that only some peers may help
+        self._helpers: dict[int, int] = {}  # for loads with which only some peers may help
         self._gathers = False
         kinds = [one.group.kind for one in parts.geometry.groups]
         self._reports_blocks = kinds == [GroupKind.FULL]
@@ -107,7 +107,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         return results
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait until stores are copied, and loads, cancelled if not started, run no DMA."""
+        """Wait until stores are copied and loads run no DMA; cancel loads that have not started."""
         self._hand_over()
         ops = [self._ops[job_id] for job_id in job_ids if job_id in self._ops]
         for op in ops:
@@ -136,14 +136,14 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
             parts.regions.end(abandon=not released)
         if parts.pool is not None:
             parts.pool.close(abandon=not released)
-        if released:  # otherwise the kernel still uses our memory until the process ends
+        if released:  # else the kernel uses our memory until the process exits
             parts.staging.close()
 
     # -- the connector's interface ----------------------------------------------------
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Collect the jobs of one of vLLM's steps, and hand them over with one fence."""
+        """Collect the jobs of one vLLM step, and hand them over with one fence."""
         self._gathers = True
         try:
             yield
@@ -161,7 +161,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
                     links.set_tag(command.tag)
                 pipeline.command(command)
 
-        if given:  # in one hand-over, because a long prompt gives hundreds
+        if given:  # one hand-over, because a long prompt causes hundreds
             self._runner.hand_over(command_all)
 
     @property
@@ -169,28 +169,28 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         return bool(self._reports)
 
     def take_reports(self) -> tuple[list[Report], Counts]:
-        """Return the reports at the last `get_finished`: a job is not reported before."""
+        """Return the reports up to the last `get_finished`, before which no job is reported."""
         taken = self._reports, self._counters
         self._reports, self._counters = [], Counts()
         return taken
 
     def note_requests(self, requests: Mapping[int, str]) -> None:
-        """Note the requests of load jobs that vLLM is about to submit."""
+        """Record the requests of load jobs that vLLM is about to submit."""
         self._requests.update(requests)
 
     def take_invalid_blocks(self) -> set[int]:
-        """Return GPU blocks that finished loads did not fill, if vLLM can compute on from them."""
+        """Return GPU blocks that finished loads did not fill, if vLLM can resume from them."""
         taken, self._invalid_blocks = self._invalid_blocks, {}
         return set().union(*taken.values())
 
     def forget_failures(self, requests: Iterable[str]) -> None:
-        """Forget these requests' failures: vLLM has reported them, and they start again from 0."""
+        """Forget failures of requests that vLLM itself has reported and will restart from 0."""
         for request in requests:
             self._invalid_blocks.pop(request, None)
             self._failed_requests.discard(request)
 
     def take_failed_requests(self) -> set[str]:
-        """Return requests to compute from the start, because finished loads did not fill blocks."""
+        """Return requests to recompute, because finished loads did not fill all of their blocks."""
         taken, self._failed_requests = self._failed_requests, set()
         return taken
 
@@ -203,7 +203,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
     def _load(
         self, job_id: int, spec: LoadStoreSpec, blocks: BlockColumns, *, expedited: bool
     ) -> None:
-        # Its request would run in this same step, and its failure could only be reported later.
+        # An expedited load's request runs in this step, before a failure can be reported.
         assert not expedited, "parse_config accepts no sync_load_budget_bytes"
         assert isinstance(spec, CommandSpec) and isinstance(spec.command, LoadCommand)
         self._loads[spec.command.op] = spec.command, blocks
@@ -223,7 +223,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
 
     def _hand_over(self) -> None:
         """Hand over the submitted jobs, with the fence after which they may touch GPU blocks. The
-        pieces are made on the pipeline's thread."""
+        pipeline's thread splits the jobs into pieces."""
         transfers, self._transfers = self._transfers, []
         helpers, self._helpers = self._helpers, {}
         if transfers:
@@ -247,10 +247,10 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
 
 # The worker for a vLLM that passes device pointers instead of block ids.
 #
-# vLLM's pull request 56076 resolves the blocks of a job once, before its worker gets them: arrays
-# of addresses, group after group, in each group tensor after tensor, in each tensor block after
-# block. Our geometry knows the tensors already and needs the blocks, so that the addresses are
-# turned back into ids. All tensors of a group must give the same ids.
+# vLLM's pull request 56076 resolves the blocks of a job before the worker gets them, into arrays of
+# addresses that are ordered by group, then by tensor, then by block. Our geometry already knows the
+# tensors and needs the blocks, so the addresses are converted back to ids. All tensors of a group
+# must give the same ids.
 
 
 class PointersWorker(NVMeoFOffloadingWorker):
@@ -294,13 +294,13 @@ class PointersWorker(NVMeoFOffloadingWorker):
             at += rows.count * size
         if at != len(device_ptrs.ptrs):
             raise IntegrationError(
-                f"{len(device_ptrs.ptrs)} device pointers, of which groups have {at}"
+                f"{len(device_ptrs.ptrs)} device pointers, but the groups have {at}"
             )
         return BlockColumns(np.concatenate(ids), sizes, device_ptrs.block_indices)
 
 
 class _Rows:
-    """The first addresses and the strides of a group's tensors, with blocks as rows."""
+    """The start addresses and strides of a group's tensors, whose rows are blocks."""
 
     def __init__(self, tensors: Sequence[Any]) -> None:
         self.count = len(tensors)
@@ -309,7 +309,7 @@ class _Rows:
         self._strides = np.array([one.stride(0) for one in tensors], np.uint64)[:, None]
 
     def ids_of(self, pointers: npt.NDArray[np.uint64], blocks: int) -> npt.NDArray[np.int32]:
-        """Return the ids of `blocks` blocks. pointers: uint64[tensors × blocks], tensor after
+        """Return the ids of `blocks` blocks. `pointers` is uint64[tensors × blocks], tensor by
         tensor. A pipeline stage without a layer of the group has no addresses: the ids are then 0,
         and nothing is copied."""
         if not self.count:
@@ -317,7 +317,7 @@ class _Rows:
         table = pointers.reshape(self.count, blocks)
         ids = (table[:1] - self._starts[:1]) // self._strides[:1]
         if (self._starts + ids * self._strides != table).any() or (ids >= self._blocks).any():
-            raise IntegrationError("vLLM's device pointers are not those of blocks of its KV cache")
+            raise IntegrationError("vLLM's device pointers do not point to blocks of its KV cache")
         return np.asarray(ids[0], np.int32)
 
 

@@ -60,13 +60,14 @@ class RankIdentity:
     keyspace: Keyspace
     rank: int
     world_size: int
-    #: Why nothing is adopted from this pool; empty if adoption is allowed.
+    #: The reasons not to adopt anything from this pool; empty if adoption is allowed.
     volatile: tuple[str, ...] = ()
     replica: Replica = field(default_factory=Replica)
 
     @property
     def ranks(self) -> int:
-        """Return the ranks of all replicas, which share `pool_bytes` and `staging_bytes`."""
+        """Return the number of ranks in all replicas, which share `pool_bytes` and
+        `staging_bytes`."""
         return self.world_size * self.replica.count
 
     def __str__(self) -> str:
@@ -87,21 +88,21 @@ class RankWorker:
     watcher: TargetWatcher | None = None
     #: The regions of other engines; None without a pool.
     regions: RegionFiles | None = None
-    #: The connections with peers; None if this rank has none.
+    #: The connections to peers; None if this rank has none.
     links: PeerLinks | None = None
 
 
 def build_worker(
     settings: OffloadConfig, geometry: CacheGeometry, identity: RankIdentity, device: str
 ) -> tuple[RankWorker, RankHello]:
-    """Build the worker of one rank. Opens the pool and allocates all staging.
+    """Build one rank's worker: open the pool and allocate all staging.
 
-    device: torch's name for it, with its number. Call on the thread on which the model runs.
+    `device` is torch's device name with its index. Call this on the model's thread.
 
     Raises:
-        ConfigError: staging or pool are too small for one slot.
+        ConfigError: staging or the pool is too small for one slot.
         PoolError: the pool cannot be opened.
-        EngineError: no copy engine for `device`, or CUDA refuses staging.
+        EngineError: `device` has no copy engine, or CUDA cannot register staging.
     """
     kv_device = open_device(device)  # first, so that nothing else is built on a bad device
     tuning = settings.tuning
@@ -163,12 +164,12 @@ def build_worker(
 
 
 def _checksum_at(tuning: Tuning, geometry: CacheGeometry) -> tuple[str, tuple[str, ...]]:
-    """Choose the CPU for checksums if the GPU cannot compute them. Also return fallbacks."""
+    """Return where to compute checksums (the CPU, if the GPU cannot), and the fallbacks."""
     pages = [page for group in geometry.by_group for _, _, page, _ in group.columns[0]]
     odd = [page for page in pages if page % STRIPE_BYTES]
     if tuning.checksum_at != "gpu" or not odd:
         return tuning.checksum_at, ()
-    why = f"{odd[0]} bytes of a block in a row; the GPU takes multiples of {STRIPE_BYTES}"
+    why = f"a block has {odd[0]} contiguous bytes; the GPU needs multiples of {STRIPE_BYTES}"
     return "cpu", (f"checksums: on the CPU ({why})",)
 
 
@@ -189,12 +190,12 @@ def _scheduler_config(
     tuning = settings.tuning
     target_count = pool.target_count if pool else 1
 
-    # Twice the operations that the engine works on, because one that ends is replaced only after a
-    # turn of the pipeline's thread. Not more, because a deadline runs from the hand-over: time in
-    # the engine's queue must not look like a target that hangs.
+    # Twice the number of operations that the engine works on, because a completed one is replaced
+    # only in the next turn of the pipeline's thread. No more, because deadlines run from
+    # submission: time in the engine's queue must not make a target look hung.
     by_threads = "threads" in io.name
     at_work = tuning.io_threads if by_threads else tuning.io_depth * target_count
-    sharing = target_count if by_threads else 1  # targets that share a bound on bytes
+    sharing = target_count if by_threads else 1  # targets that share one limit on bytes
 
     return TransferLimits(
         group_bytes=geometry.group_bytes,
@@ -217,7 +218,7 @@ def _remote(settings: OffloadConfig) -> tuple[bool | None, ...]:
 
 
 def _own(pool: Pool) -> dict[bytes, OwnRegion]:
-    """Return our regions by their uuids."""
+    """Return our regions by uuid."""
     return {
         one.place(0).region_uuid: OwnRegion(target, one.slots)
         for target, one in enumerate(pool.superblocks)
@@ -251,7 +252,7 @@ def _peers(settings: OffloadConfig, pool: Pool | None, links: PeerLinks | None) 
 def _watcher(
     pool: Pool, io: IoEngine, health: tuple[TargetHealth, ...], runner: PipelineRunner
 ) -> TargetWatcher:
-    """Start the thread that watches the targets and attaches them again when they return."""
+    """Start the thread that watches the targets and reattaches them when they return."""
     # Resolve links now, because a later access to the path might hang.
     targets = [os.path.realpath(directory) for directory in pool.directories]
     attachments = Attachments(pool, io, health)
@@ -261,20 +262,20 @@ def _watcher(
 def _slots(
     settings: OffloadConfig, identity: RankIdentity, slot_bytes: int
 ) -> tuple[int, int, int, int]:
-    """Return the bytes of a slot, and how many are for the cache, for loads, and for peers.
+    """Return the bytes per slot, and the numbers of cache, stream and serve slots.
 
-    Raises: ConfigError: this rank's container has no memory for them.
+    Raises: ConfigError: this rank's container does not have enough memory for them.
     """
     check_memory_left(settings.staging_bytes // identity.ranks)
     served = serve_slots(settings, slot_bytes)
     staging_bytes = settings.staging_bytes // identity.ranks - served * slot_bytes
-    # Twice as many with peers, because as much again may be in flight over their connections.
+    # Twice as many with peers, because their connections may carry as much again.
     streams = settings.tuning.stream_slots * (2 if settings.peers else 1)
     return slot_bytes, *split_slots(staging_bytes, slot_bytes, streams), served
 
 
 def _pool_bytes(settings: OffloadConfig, identity: RankIdentity, slot_bytes: int) -> int:
-    """Return `pool_bytes` of all ranks and replicas. Raises: ConfigError: it is too small."""
+    """Return `pool_bytes` for all ranks and replicas. Raises ConfigError if it is too small."""
     held = 0
     if settings.pool_bytes is None:
         targets = [Path(target) for target in settings.targets]
@@ -286,23 +287,23 @@ def _pool_bytes(settings: OffloadConfig, identity: RankIdentity, slot_bytes: int
 def _join_set(
     groups: tuple[RankGroup, ...], identity: RankIdentity, slots: tuple[int, int, int, int]
 ) -> tuple[Membership | None, tuple[RankGroup, ...], tuple[str, ...]]:
-    """Meet the ranks with equal KV.
+    """Join the ranks with equal KV.
 
-    `slots` has the bytes of one slot, then the cache, stream and serve slots. Also returns the
-    groups and, if the ranks cannot share memory, the reason: each rank is then a set by itself.
+    `slots`: the bytes per slot, then the numbers of cache, stream and serve slots. Also returns the
+    groups and, if the ranks cannot share memory, the reason; each rank then forms its own set.
     """
     sizes = tuple(group.set_size for group in groups)
     members = max(sizes, default=1)
     if members == 1:
         return None, groups, ()
     number, member = divmod(identity.rank, members)
-    # All ranks of an engine on this host have the same parent process, which no other engine has.
+    # An engine's ranks on this host share one parent process, which no other engine has.
     name = f"{identity.replica.engine}/{os.getppid()}/{number}"
     layout = SetLayout(name, identity.keyspace.digest, members, sizes, *slots)
     try:
         return Membership(join_set(layout, member), member, sizes), groups, ()
     except NoSetError as error:
-        line = f"one_copy: every rank keeps its own copy of KV that others hold too ({error})"
+        line = f"one_copy: each rank keeps its own copy of KV that other ranks also have ({error})"
         logger.warning("%s: %s", identity, line)
         return None, tuple(replace(group, set_size=1) for group in groups), (line,)
 
@@ -329,7 +330,7 @@ def _open_pool(
             engine=identity.replica.engine,
             replica=identity.replica.index,
             replicas=identity.replica.count,
-            # This host's page cache may miss what other hosts write.
+            # This host's page cache may not show what other hosts write.
             o_direct="on" if leasing.in_group else settings.o_direct,
             adopt=settings.adopt,
             named=not identity.volatile,
@@ -359,14 +360,14 @@ def _io_engine(
 
 
 def _adopt(pool: Pool | None) -> tuple[AdoptedEntries, float]:
-    """Return the entries that the pool holds, and the seconds that reading them took."""
+    """Return the pool's entries, and the seconds that it took to read them."""
     began_s = time.monotonic()
     adopted = pool.adopt() if pool else AdoptedEntries()
     return adopted, time.monotonic() - began_s
 
 
 def _injector_of_faults(control: str) -> Callable[..., IoEngine]:
-    """Return `inject` of the benchmarks' package, which is not part of a server."""
+    """Return `inject` from the benchmark package, which is not part of a server."""
     logger.warning(
         "FAULT INJECTION is on: I/O fails and answers may be wrong on purpose; see %s", control
     )

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a set meet at start and map one memory.
+"""Memory shared by the ranks of a set, which find each other at start.
 
-They have equal bytes of some KV cache group and run on one host (`RankGroup.set_size`). The first
-one creates the memory, an anonymous file, and sends it to the others over a Unix socket in the
-kernel's abstract namespace: nothing in a file system has to be named, cleaned up, or large enough.
-All must want the same layout. If one does not come, nobody gets the memory, and each rank keeps
-copies of its own.
+The ranks of a set hold equal bytes of some KV cache group and run on one host
+(`RankGroup.set_size`). The first rank creates the memory as an anonymous file and sends its
+descriptor to the others over an abstract Unix socket. So no file system has to provide space or a
+name, and nothing needs a cleanup. All ranks must want the same layout. If one does not connect, no
+rank gets the memory, and each keeps its own copies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from vllm_nvmeof_offload.native import set_words_bytes
 from vllm_nvmeof_offload.staging import SetMemory
 
-#: The ranks reach this point at about the same time, because vLLM gives all their memory at once.
+#: The ranks arrive at about the same time, because vLLM allocates all their KV caches at once.
 MEET_S = 60.0
 _RETRY_S = 0.02
 _MESSAGE_BYTES_MAX = 4096
@@ -41,7 +41,7 @@ class NoSetError(Exception):
 class SetLayout:
     """The layout on which all members must agree.
 
-    `name` is unique among sets that start on this machine. `keyspace` is a digest.
+    `name` is unique among the sets that start on this machine. `keyspace` is a digest.
     """
 
     name: str
@@ -73,9 +73,9 @@ class SetLayout:
 
 
 def join_set(layout: SetLayout, member: int, timeout_s: float = MEET_S) -> SetMemory:
-    """Meet the other members and map the set's memory. Call on each of them.
+    """Join the other members and map the set's memory. Every member must call this.
 
-    Raises: NoSetError: a member does not come, wants another layout, or cannot map the memory.
+    Raises: NoSetError: a member does not connect, wants another layout, or cannot map the memory.
     """
     end_s = time.monotonic() + timeout_s
     try:
@@ -85,7 +85,7 @@ def join_set(layout: SetLayout, member: int, timeout_s: float = MEET_S) -> SetMe
         finally:
             os.close(fd)
     except TimeoutError:
-        raise NoSetError(f"a rank did not come within {timeout_s:.0f} s") from None
+        raise NoSetError(f"a rank did not connect within {timeout_s:.0f} s") from None
     except (OSError, ValueError) as error:
         raise NoSetError(str(error)) from error
 
@@ -115,10 +115,7 @@ def _lead(layout: SetLayout, end_s: float) -> int:
 
 
 def _greeted(other: socket.socket, layout: SetLayout, end_s: float) -> int | None:
-    """Return the number of the member that has connected, or None for a stranger.
-
-    Raises: NoSetError: the member wants another layout.
-    """
+    """Return the number of the member that connected, or None if it was not a member."""
     other.settimeout(_left(end_s))
     if _user_of(other) != os.getuid():
         return None
@@ -128,7 +125,7 @@ def _greeted(other: socket.socket, layout: SetLayout, end_s: float) -> int | Non
     except (ValueError, KeyError, TypeError, ConnectionError):
         return None
     if digest != layout.digest:
-        raise NoSetError("the ranks have different slots")
+        raise NoSetError("the ranks want different slot layouts")
     return member if 0 < member < layout.members else None
 
 
@@ -149,17 +146,17 @@ def _follow(layout: SetLayout, member: int, end_s: float) -> int:
         with first:
             try:
                 first.connect(layout.address)
-            except ConnectionRefusedError:  # the first member is not there yet
+            except ConnectionRefusedError:  # the first member does not listen yet
                 time.sleep(_RETRY_S)
                 continue
             if _user_of(first) != os.getuid():
-                raise NoSetError("another user has taken the name of the set")
+                raise NoSetError("another user's process uses the set's socket name")
             first.send(json.dumps({"member": member, "digest": layout.digest}).encode())
             first.settimeout(_left(end_s))
             flags = socket.MSG_CMSG_CLOEXEC
             message, fds, _, _ = socket.recv_fds(first, len(_WELCOME), 1, flags)
             if message != _WELCOME or len(fds) != 1:
-                raise NoSetError("the first rank has no memory for the set")
+                raise NoSetError("the first rank sent no memory for the set")
             return fds[0]
     raise TimeoutError
 

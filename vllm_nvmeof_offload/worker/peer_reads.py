@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's peers: the lanes on which they read for it, its sessions with them, and the server of
-those that it reads for.
+"""One rank's peers: the lanes and sessions through which they read for it, and the server through
+which it reads for them.
 
-The native machine decides which chunks a peer reads; the sessions carry them there and back.
-Nothing waits for a peer, and none has to be there. Without NIXL and RDMA chunks come in messages;
-without the libraries for messages there are no peers, and the log says so once.
+The native machine decides which chunks a peer reads; the sessions carry the requests and the
+chunks. Nothing waits for a peer, and all peers are optional. Without NIXL and RDMA, peers send
+chunks in messages. Without the messaging libraries there are no peers, which is logged once.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ if TYPE_CHECKING:
 
 
 class PeerPort(Protocol):
-    """The sessions with peers. Only the pipeline's thread calls, and no call blocks."""
+    """The sessions with peers. Only the pipeline's thread calls these methods, and none blocks."""
 
     def submit(self, lane: int, reads: Sequence[PeerRead]) -> None:
-        """Request chunks from this peer, at most as many as it gives credits."""
+        """Request chunks from this peer, no more than its credits allow."""
 
     def cancel(self, tokens: Sequence[int]) -> None:
-        """Give up these reads. They still end like all others."""
+        """Cancel these reads. Each of them still ends in `poll`."""
 
     def poll(self) -> list[PeerEnd]:
-        """Return the reads that have ended since the last call."""
+        """Return the reads that ended since the last call."""
 
     def state(self, lane: int) -> PeerState:
         """Return the last known state of this peer."""
@@ -57,8 +57,8 @@ class PeerPort(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The peers' lanes. `slot_place` returns the place that the header of a slot of ours names.
-    `landing` copies within staging. Loads of fewer than `chunks_min` chunks use no peer."""
+    """The peers' lanes. `slot_place` returns the place that the header of one of our slots must
+    name. `landing` copies within staging. Loads of fewer than `chunks_min` chunks use no peer."""
 
     port: PeerPort
     lanes: int
@@ -68,7 +68,7 @@ class Peers:
 
 
 class Peering:
-    """The lanes of peers of one machine. All calls come from the pipeline's thread."""
+    """The peer lanes of one machine. All calls come from the pipeline's thread."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class Peering:
         foreign_place: Callable[[int], SlotPlace | None],
         counters: Counts,
     ) -> None:
-        """`foreign_place` returns another engine's place, or None if its files are not open here.
-        `counters` are the pipeline's."""
+        """`foreign_place` returns a slot's place in another engine's region, or None if its files
+        are not open here. `counters` are the pipeline's."""
         self._peers, self._port = peers, peers.port
         self._foreign_place = foreign_place
         self._counters = counters
@@ -86,16 +86,16 @@ class Peering:
         self._known = [NO_PEER] * peers.lanes
         self._ends: dict[int, PeerEnd] = {}  # ends that the machine has not taken, by token
         self._unwanted: list[int] = []
-        #: The lanes for the machine. A peer's room is that of its state.
+        #: The lanes that the machine drives. A peer's state determines how much it accepts.
         self.lanes = PythonLanes(
             room=lambda: (0, 0), submit=self._submit, cancel=self._cancel, poll=self._take_ends
         )
 
     def take_in(self, machine: Machine) -> None:
-        """Pass to the machine what each peer can take now, and which copies have completed."""
+        """Pass the peers' current states and the completed copies to the machine."""
         for ticket, _ in self._peers.landing.poll():
             machine.landed(self._landing.pop(ticket))
-        for end in self._port.poll():  # first, because a lost peer takes no more reads
+        for end in self._port.poll():  # first, because a lost peer accepts no reads
             self._ends[end.token] = end
         for lane, known in enumerate(self._known):
             state = self._port.state(lane)
@@ -110,8 +110,8 @@ class Peering:
         if rests and not self._rests[lane]:
             self._counters["peer_events", "rest"] += 1
             logger.info(
-                "peer%d rests: it made loads slower, its reads brought nothing, or it was lost "
-                "again and again",
+                "peer%d is paused: it slowed loads, its reads failed, or its connection was lost "
+                "repeatedly",
                 lane,
             )
         self._rests[lane] = rests
@@ -159,25 +159,25 @@ class Peering:
 
 
 class PeerLinks:
-    """The connections with peers. `clients` is None if no peer reads for us, `server` if we read
-    for none. `landing` copies chunks from peers into cache slots."""
+    """The connections to peers. `clients` is None if no peer reads for us; `server` is None if we
+    read for no peer. `landing` copies chunks from peers into cache slots."""
 
     def __init__(
         self, clients: PeerClients | None, server: PeerServer | None, landing: CopyEngine
     ) -> None:
         self.clients, self._server, self.landing = clients, server, landing
-        #: These are readable while a read by a peer may have ended.
+        #: Descriptors that are readable while a peer's read may have ended.
         self.fds: Sequence[int] = () if clients is None else (clients.fileno(),)
         self._taken = Counts()
 
     def set_tag(self, tag: bytes) -> None:
-        """End the sessions about chunks with another share tag. Call before a reset begins."""
+        """End the sessions that use another share tag. Call this before a reset begins."""
         for one in (self.clients, self._server):
             if one is not None:
                 one.set_tag(tag)
 
     def take_counts(self) -> Counts:
-        """Return what was sent and received since the last call, named as in `metrics.COUNTERS`."""
+        """Return the counts since the last call, named as in `metrics.COUNTERS`."""
         counters = Counts()
         if self.clients is not None:
             counts = self.clients.counts
@@ -205,8 +205,8 @@ class PeerLinks:
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
-    """The settings of `open_links`. `tag` is the present share tag of our chunks. `wake` is called
-    after chunks from peers were copied into their cache slots."""
+    """The settings of `open_links`. `tag` is the current share tag of our chunks. `wake` is called
+    after chunks from peers have been copied into their cache slots."""
 
     settings: OffloadConfig
     common: Common
@@ -218,8 +218,8 @@ class LinkSettings:
 def open_links(wanted: LinkSettings, staging: Staging) -> PeerLinks | None:
     """Start the threads for peers. Return None if there are no peers.
 
-    Raises: ConfigError: this process cannot listen at `peer_listen`, or there is a secret and the
-    library for messages cannot use it.
+    Raises: ConfigError: this process cannot listen at `peer_listen`, or its messaging library does
+    not support the share secret.
     """
     settings, rank = wanted.settings, wanted.common.rank
     if not settings.peers and wanted.serve_port is None:
@@ -240,10 +240,10 @@ def open_links(wanted: LinkSettings, staging: Staging) -> PeerLinks | None:
         logger.warning("no peers: %s; install vllm-nvmeof-offload[peers]", error)
         return None
     if wanted.common.secret and not zmq.has("curve"):
-        remedy = "this libzmq has no CURVE, which secrets need; install pyzmq from its wheel"
+        remedy = "a secret needs CURVE, which this libzmq lacks; install pyzmq from its wheel"
         raise ConfigError("share_secret_file", settings.share_secret_file, remedy)
     if why_not := why_no_pulls():
-        logger.info("chunks of peers come in messages: %s", why_not)
+        logger.info("peers send chunks in messages: %s", why_not)
     server = _serve(wanted, staging, by_nixl=not why_not)
     clients = None
     if settings.peers:
@@ -276,14 +276,14 @@ def _serve(wanted: LinkSettings, staging: Staging, *, by_nixl: bool) -> PeerServ
     except EngineError as error:
         remedy = f"{error}; name an address of this machine and a port that is free"
         raise ConfigError("peer_listen", listen, remedy) from None
-    logger.info("reads for peers at %s, into %d slots", server.address, slots.serve_slots)
+    logger.info("serving peers at %s with %d slots", server.address, slots.serve_slots)
     return server
 
 
 def _check_port(base: str, key: str, offset: int, who: str) -> None:
-    """Check that each rank has a valid port, counted from that of the first rank."""
+    """Check that the port of this rank, `offset` above that of the first rank, is valid."""
     if int(base.rpartition(":")[2]) + offset > PORT_MAX:
-        raise ConfigError(key, base, f"{who} has no port; give one up to {PORT_MAX - offset}")
+        raise ConfigError(key, base, f"no port is left for {who}; use {PORT_MAX - offset} or lower")
 
 
 def _part(staging: Staging, memory: SlotMemory) -> memoryview:

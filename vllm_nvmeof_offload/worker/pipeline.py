@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transfer pipeline: one rank's transfers between KV cache, staging and pool.
 
-`TransferPipeline` drives the native machine (native/machine/machine.h), which has the order, the
-bounds and the state of every chunk, and connects it with the engines: it makes one call per batch,
-and what runs per chunk runs in C++. It has no thread, no vLLM and no torch, and its clock is
-injected. Commands come in, `step` moves everything that can move, reports and finished jobs come
-out. All calls come from one thread: that of a `PipelineRunner`, or the simulator's.
+`TransferPipeline` connects the native machine (native/machine/machine.h) to the engines. The
+machine owns the order, the bounds and the state of every chunk; Python makes one call per batch,
+and all work per chunk runs in C++. The pipeline creates no thread, uses neither vLLM nor torch, and
+its clock is injected. It accepts commands, advances in `step`, and returns reports and finished
+jobs. All calls come from one thread: a `PipelineRunner`'s, or the simulator's.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ Transfer: TypeAlias = tuple[
     int, bool, ChunkBatch, npt.NDArray[np.int32], Sequence[int], Sequence[int]
 ]
 
-#: This many bytes in flight saturate a target: 100 Gb/s × 0.6 ms. One operation never does.
+#: This many bytes in flight saturate a target: 100 Gb/s × 0.6 ms. One operation alone never does.
 _SATURATING_BYTES = 8 * MIB
-#: A new load here waits for all reads that its target has for peers. This many bytes keep a target
-#: busy that reads 10 GB/s and answers within 400 µs.
+#: A new local load waits for all reads that its target has started for peers. This many bytes keep
+#: a target busy that reads 10 GB/s and answers within 400 µs.
 _SERVED_BYTES = 4 * MIB
 _SATURATING_OPS_MIN = 2
 #: The kinds in the order of their numbers in the native machine.
@@ -83,10 +83,10 @@ _RETRYABLE = [ERRORS.get(number, (False,))[0] for number in range(max(ERRORS) + 
 
 @dataclass(frozen=True, slots=True)
 class TransferLimits:
-    """The bounds of one rank. A deadline runs from the first hand-over to the engine, in seconds.
+    """The bounds of one rank. A deadline, in seconds, runs from the first submission to the engine.
 
-    The targets share the operations that may be in flight evenly, with at least one each. Bytes are
-    per target.
+    The bounds on operations are divided evenly among the targets, with at least one operation each.
+    The bounds on bytes apply to each target.
     """
 
     #: The bytes of a chunk, by group.
@@ -97,24 +97,24 @@ class TransferLimits:
     writes_in_flight_max: int = 32
     read_deadline_s: float = 5.0
     write_deadline_s: float = TUNING.write_deadline_ms / 1000
-    #: One per target, shared with the code that attaches targets again; None: none can return.
+    #: One per target, shared with the code that reattaches targets. None: no target can return.
     health: tuple[TargetHealth, ...] | None = None
-    pool_slots: int = 0  # of the rank; 0 to skip the check
+    pool_slots: int = 0  # of this rank; 0 skips the check
     read_bytes_in_flight_max: int = TUNING.read_bytes_in_flight_max
     write_bytes_in_flight_max: int = TUNING.write_bytes_in_flight_max
-    #: The bound while reads wait or run on the target.
+    #: The bound on written bytes while reads wait or run on the target.
     write_bytes_beside_reads_max: int = TUNING.write_bytes_beside_reads_max
-    #: The largest share of a target's reads and bytes for peers, so that this server's own loads
-    #: find places. One read for a peer is always allowed.
+    #: The largest share of a target's reads and bytes for peers, which leaves room for this
+    #: server's own loads. One read for a peer is always allowed.
     serve_share: float = 0.9
-    #: A bound on their bytes; None for what keeps a target busy, but at least two slots.
+    #: The bound on bytes read for peers. None: enough to keep a target busy, at least two slots.
     serve_bytes_in_flight_max: int | None = None
-    #: Whether copies of loads check payloads, if the copy engine makes checksums; see machine.h.
+    #: Whether load copies verify payloads, if the copy engine computes checksums; see machine.h.
     copies_check: bool = False
 
 
 class FinishedJob(NamedTuple):
-    """A store or load on which no DMA works any more. `failures` maps chunk indexes to outcomes."""
+    """A store or load that DMA has finished. `failures` maps chunk indexes to outcomes."""
 
     op: int
     failures: tuple[tuple[int, Outcome], ...]
@@ -123,22 +123,22 @@ class FinishedJob(NamedTuple):
 
 
 class _Ticket(NamedTuple):
-    """A batch of copies that the copy engine has. `payloads` is None if no checksum is needed, that
-    is, except for stores and loads that check payloads."""
+    """A batch of copies in the copy engine. `payloads` is None unless checksums are needed: for
+    stores, and for loads whose copies verify payloads."""
 
     batch: int
     direction: Direction
     size_bytes: int
     began_s: float
     payloads: Payloads | None
-    #: uint8[n]: whether each payload's CRC is needed, because the members of the set compare it or
-    #: a load's payload is unchecked; None if none is needed.
+    #: uint8[n]: whether each payload's CRC is needed, because members of the set compare it or a
+    #: load's payload is unverified; None if no CRC is needed.
     sampled: npt.NDArray[np.uint8] | None
 
 
 @dataclass(slots=True)
 class _Moved:
-    """The copies in one direction since the counters were read."""
+    """The copies in one direction since the counters were last read."""
 
     operations: int = 0
     size_bytes: int = 0
@@ -160,8 +160,8 @@ class TransferPipeline:
         peers: Peers | None = None,
         serve: Serve | None = None,
     ) -> None:
-        """`opener` opens other engines' regions; None if no command names one. `peers` read for us,
-        and `serve` has what we read for peers; either may be None."""
+        """`opener` opens other engines' regions; None if no command names one. `peers` are the
+        peers that read for us, and `serve` is our service for peers; either may be None."""
         self._counters = Counts()
         self._copy, self._io, self._clock = copy, io, clock
         self._limits = limits
@@ -214,10 +214,7 @@ class TransferPipeline:
         fence: object,
         helpers: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        """Begin stores and loads, all after `fence`, in one call of the machine.
-
-        `helpers` maps ops of loads to `LoadCommand.helpers`.
-        """
+        """Begin stores and loads, all after `fence`, with one call to the machine."""
         number = self._number_of(fence)
         self._machine.set_time(self._clock())
         self._machine.begin_transfers(geometry.native, transfers, number)
@@ -232,7 +229,7 @@ class TransferPipeline:
             case FetchCommand():
                 self._begin(command.op, OpKind.FETCH, command.urgency, command.batch)
             case ResetCommand():
-                self._set_targets()  # targets attached since lack this reset's superblock
+                self._set_targets()  # newly attached targets lack this superblock
                 stamp, unnamed = self._io.begin_reset(command.tag, command.named)
                 self._machine.set_time(self._clock())
                 self._machine.reset(command.op, astuple(stamp), astuple(unnamed))
@@ -240,7 +237,7 @@ class TransferPipeline:
             case CancelCommand():
                 self.cancel(command.target_op, command.indexes)
             case AttachCommand() | DetachCommand():
-                assert self._regions is not None, "there is no pool beside which others could be"
+                assert self._regions is not None, "without a pool there are no other engines' pools"
                 self._machine.set_time(self._clock())
                 if isinstance(command, AttachCommand):
                     self._regions.attach(command)
@@ -251,9 +248,9 @@ class TransferPipeline:
                     self._regions.hint(command)
 
     def cancel(self, op: int, rows: npt.NDArray[np.uint32] | None = None) -> None:
-        """Cancel `rows` of an op, or all if None. The reports still follow.
+        """Cancel `rows` of an op, or all of them if None. The reports still follow.
 
-        What DMA works on goes on, as do stores and resets, on which other ops depend.
+        Chunks that DMA works on continue, and so do stores and resets, on which other ops depend.
         """
         self._machine.set_time(self._clock())
         self._machine.cancel(op, rows)
@@ -274,7 +271,7 @@ class TransferPipeline:
     def _number_of(self, fence: object) -> int:
         """Return the fence's number, or 0 if there is no fence.
 
-        The model's thread records fences in order, so only the newest one can be passed again.
+        The model's thread records fences in order, so only the newest one can occur again.
         """
         if fence is None:
             return 0
@@ -290,7 +287,7 @@ class TransferPipeline:
     def step(self) -> None:
         """Advance everything that can advance now."""
         self._machine.set_time(self._clock())
-        if self._serving is not None:  # first, because an ended read cannot be cancelled
+        if self._serving is not None:  # first, because a completed read cannot be cancelled
             self._serving.take_in(self._tag)
         for ticket, outcome in self._copy.poll():
             self._copied(self._tickets.pop(ticket), outcome)
@@ -338,7 +335,7 @@ class TransferPipeline:
 
     @property
     def counters(self) -> Counts:
-        """Return the counts since they were cleared, under the names of `metrics.COUNTERS`."""
+        """Return the counts since they were last cleared, named as in `metrics.COUNTERS`."""
         reads, writes, written = self._machine.take_counts()
         if reads[0]:
             self._count_transfer("load", "pool", *reads)
@@ -355,26 +352,28 @@ class TransferPipeline:
         return self._counters
 
     def deadline_in_s(self) -> float:
-        """Return the seconds until `step` must be called if nothing happens; may be infinite."""
+        """Return the seconds until `step` must be called even if nothing happens; may be
+        infinite."""
         return max(0.0, self._machine.next_deadline_s() - self._clock())
 
     def await_set(self, fds: Sequence[int], seconds: float) -> bool:
-        """Wait until another member of the set has progressed, `fds` are readable, or the time is
-        over. Returns False at once if no event can come from the others. Polls their words every
-        200 µs, because they do not wake this process."""
+        """Wait until another member of the set makes progress, one of `fds` is readable, or the
+        time is up. Returns False at once if no other member can cause an event. Polls the members'
+        words every 200 µs, because another member cannot wake this process."""
         return self._in_set and self._machine.await_set(fds, seconds)
 
     def leave_set(self) -> None:
-        """Announce that this rank ends, so that the others fail at once what they wait for."""
+        """Announce that this rank leaves the set, so that members waiting for it fail at once."""
         if self._in_set:
             self._machine.leave_set()
 
     def idle(self) -> bool:
-        """Return whether there is no job, no gate held, and no buffer in an engine."""
+        """Return whether no job is open, no gate is held, and no engine has a buffer."""
         return self._machine.idle
 
     def read_queues(self) -> list[tuple[int, float]]:
-        """Return how much a read would wait for, by lane: bytes, and seconds (0 if unknown)."""
+        """Return the queue ahead of a new read, by lane: its bytes, and the seconds (0 if
+        unknown)."""
         return self._machine.read_queues()
 
     def _foreign_place(self, place: int) -> SlotPlace | None:
@@ -386,19 +385,19 @@ class TransferPipeline:
     # -- I/O --------------------------------------------------------------------------
 
     def _take_superblocks(self) -> None:
-        """Report superblocks that were written; lanes in Python report them with all other ends."""
+        """Report written superblocks to the machine. Lanes in Python report them as completions."""
         if self._in_python:
             return
         if ended := [end_of(one) for one in self._io.poll()]:
             self._machine.ended(ended)
 
     def _drive_lanes(self) -> None:
-        """Let the machine drive the lanes until nothing advances any more."""
+        """Let the machine drive the lanes until nothing more advances."""
         machine = self._machine
         self._set_targets()
         ahead_s = 0.0 if self._in_python else self._clock() - time.monotonic()
         while machine.advance(ahead_s):
-            self._look_at_targets()  # which may stop the use of one
+            self._look_at_targets()  # may make a target unusable
         self._look_at_targets()
         self._offer_resets()
 
@@ -412,9 +411,9 @@ class TransferPipeline:
             self._io.submit([reset_op(token, target) for token, target in resets])
         for target, code, number in unwritten:
             logger.warning(
-                "target %d does not take its superblock (%s): a reset goes on without it, and no "
-                "later start finds what is stored there from now on, until the target takes it or "
-                "is attached again",
+                "target %d failed to write its superblock (%s): the reset continues, but later "
+                "starts find nothing stored there from now on until the write succeeds or the "
+                "target is reattached",
                 target,
                 outcome_of(code, number),
             )
@@ -437,7 +436,7 @@ class TransferPipeline:
         self._set_targets()
 
     def _set_targets(self) -> None:
-        """Pass changes in the targets' states to the machine. Other threads cause them too."""
+        """Pass changed target states to the machine. Other threads may change them too."""
         for target, health in enumerate(self._health):
             found = health.verdict, health.attachment
             if found != self._known[target]:
@@ -496,7 +495,7 @@ class TransferPipeline:
         self._machine.copied(batch, code_of(outcome.kind), outcome.errno, crcs)
 
     def _add_crcs(self, payloads: Payloads, sampled: npt.NDArray[np.uint8]) -> None:
-        """Compute the CRCs that are needed but that the copy engine has not computed."""
+        """Compute the needed CRCs that the copy engine did not compute."""
         for at in ((payloads.crcs < 0) & (sampled > 0)).nonzero()[0].tolist():
             payloads.crcs[at] = self._crc_of(int(payloads.addresses[at]), int(payloads.sizes[at]))
 
@@ -508,10 +507,10 @@ class TransferPipeline:
     ) -> None:
         """Count `transfer_operations`, `transfer_bytes` and `transfer_seconds`.
 
-        direction: store, from the GPU towards the pool, or load. stage: gpu (copies between KV
-        cache and staging) or pool (reads and writes of slots). The time of a copy begins when the
-        engine gets it, so it includes the wait for the job's fence; `TransferResult.seconds` begins
-        with the job and includes that wait and the reads from the pool as well.
+        `direction` is store (from the GPU towards the pool) or load. `stage` is gpu (copies between
+        KV cache and staging) or pool (reads and writes of slots). A copy's time starts with its
+        submission to the engine, so it includes the wait for the job's fence.
+        `TransferResult.seconds` starts with the job and also includes the reads from the pool.
         """
         self._counters["transfer_operations", direction, stage] += operations
         self._counters["transfer_bytes", direction, stage] += size_bytes
@@ -524,7 +523,7 @@ def _machine_options(
     targets = limits.target_count
     reads_max = max(1, limits.reads_in_flight_max // targets)
     writes_max = max(1, limits.writes_in_flight_max // targets)
-    # The reads of loads that a target has at a time while all targets and peers are busy.
+    # The concurrent reads of loads per target while all targets and peers are busy.
     readers = targets + (peers.lanes if peers else 0)
     streamed_max = max(1, min(reads_max, staging.stream_slots // readers))
     enough = max(_SATURATING_OPS_MIN, -(-_SATURATING_BYTES // staging.slot_bytes))
@@ -565,11 +564,11 @@ _SWITCH_S_MAX = 0.0005
 
 
 class PipelineRunner:
-    """Runs the pipeline on a separate thread, so that transfers go on while the model computes.
+    """Runs the pipeline on a separate thread, so that transfers continue while the model computes.
 
     The model's thread calls all methods: it hands over calls, which run in order, and takes
-    results. It blocks only in `wait`, for copies that vLLM must see finished. Other threads may
-    also call `hand_over`.
+    results. It blocks only in `wait`, for copies that must complete before vLLM continues. Other
+    threads may also call `hand_over`.
     """
 
     def __init__(
@@ -579,7 +578,7 @@ class PipelineRunner:
         io_fd: int,
         links: PeerLinks | None = None,
     ) -> None:
-        """`io_fd` is readable while I/O may have ended."""
+        """`io_fd` is readable while I/O may have completed."""
         self._pipeline = pipeline
         self._waker = waker
         self._links = links
@@ -596,8 +595,8 @@ class PipelineRunner:
         sys.setswitchinterval(min(_SWITCH_S_MAX, sys.getswitchinterval()))
         self._thread = threading.Thread(target=self._run, name="nvmeof-pipeline", daemon=True)
         self._thread.start()
-        # Python ends a daemon thread when it next takes the interpreter lock. Within a native call
-        # this aborts the process.
+        # Python ends a daemon thread when it next takes the interpreter lock. Inside a native call,
+        # that aborts the process.
         atexit.register(self.stop)
 
     def hand_over(self, call: Callable[[TransferPipeline], None], *ops: int) -> None:
@@ -607,13 +606,13 @@ class PipelineRunner:
                 self._open.update(ops)
         with self._handing_over:
             self._inbox.append(lambda: call(self._pipeline))
-            # Otherwise an earlier call was not taken yet, and this one will be taken with it.
+            # Otherwise an earlier call is still queued, and this one will be taken with it.
             is_first = len(self._inbox) == 1
         if is_first:
             self._waker.wake()
 
     def wait(self, ops: Iterable[int]) -> None:
-        """Block until these stores and loads are finished: no DMA works on them."""
+        """Block until DMA has finished these stores and loads."""
         waiting = set(ops)
         with self._changed:
             while waiting & self._open:
@@ -621,7 +620,7 @@ class PipelineRunner:
                 self._changed.wait(timeout=1.0)
 
     def take(self) -> tuple[list[FinishedJob], list[Report], Counts]:
-        """Return finished jobs, reports and counters since the last call, consistently."""
+        """Return the finished jobs, reports and counters since the last call, as one snapshot."""
         with self._changed:
             self._raise_failure()
             taken = (self._finished, self._reports, self._counters)
@@ -662,13 +661,13 @@ class PipelineRunner:
                 else:
                     ready = poller.poll(wait_ms)
         except BaseException as error:  # noqa: BLE001 - handed to the model's thread, which raises
-            # A broken invariant: the model's thread must fail too instead of waiting for ever.
+            # A broken invariant: the model's thread must fail too instead of waiting forever.
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
 
     def _wait_ms(self) -> int:
-        """Return how long the next turn may wait, which is until the next deadline."""
+        """Return how long the next turn may wait: until the next deadline."""
         return math.ceil(1000 * min(self._pipeline.deadline_in_s(), _WAIT_S_MAX))
 
     def _publish(self) -> None:
@@ -688,7 +687,7 @@ class PipelineRunner:
             self._changed.notify_all()
 
     def _publish_links(self, links: PeerLinks) -> None:
-        """Publish counters of peers separately, because reads for peers make no report."""
+        """Publish the peers' counters separately, because reads for peers produce no report."""
         grown = links.take_counts()
         if not grown:
             return

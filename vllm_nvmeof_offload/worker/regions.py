@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other engines' regions on our targets: the files that reads of their places use.
+"""Other engines' regions on our targets: the files from which their chunks are read.
 
-`RegionFiles` opens and closes files in the background, because both may block; `Regions`, on the
-pipeline's thread, hands them to the I/O engine and has them closed when no read uses them any more.
-Everything is open for reading only.
+`RegionFiles` opens and closes files in the background, because both may block. `Regions`, on the
+pipeline's thread, passes them to the I/O engine and has them closed when no read uses them any
+more. All files are opened read-only.
 
-A region is usable here if its superblock is ours but for uuid, slots, targets and what a reset
-changes, and on rank 0 if it has the uuid that the follower has seen there. Each read proves the
-rest (docs/protocol.md, rule 6).
+A region is usable here if its superblock equals ours except for uuid, slots, targets and the fields
+that a reset changes. On rank 0 its uuid must also be the one that the follower saw. Each read
+verifies the rest (docs/protocol.md, rule 6).
 
-A target that was away may be another file system afterwards, and the old one cannot be mounted
-while its files are open. So a target that is gone loses its regions, and every owner's files are
-opened again once a target is back.
+A lost target may return as another file system, and its old one cannot be mounted again while files
+on it are open. So a target that is gone loses its regions, and all owners' files are reopened when
+a target returns.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.targets.health import Verdict
 
-#: The most attaches that hang or wait for one that does. One more fails with EAGAIN.
+#: The most attaches in progress at a time. One more fails with EAGAIN.
 _OPENING_MAX = 64
-#: The number of threads that open files; as many may hang at a time.
+#: The number of threads that open files, and so the most opens that may hang at a time.
 _OPENERS = 8
-#: The numbers for owners that only peers have named, above those that the follower assigns.
+#: The numbers of owners that only peers have named, above those that the follower assigns.
 _UNNAMED_OWNERS = range(OWNERS_MAX + 1, 1 << 15)
-#: Their files are closed after this time without a request.
+#: The files of such owners are closed after this long without a request.
 _UNUSED_S = 60.0
-#: A region that was not found is searched for again after this time.
+#: The shortest time between two searches for regions.
 _AGAIN_S = 0.5
 
 
@@ -67,7 +67,7 @@ class OpenRegions:
 
 
 class FoundPool(NamedTuple):
-    """The place of a region that no command has named: `engine-K`, and the uuid of its rank."""
+    """A pool that no command has named: the K of its `engine-K`, and the uuid of its rank."""
 
     engine_index: int
     pool_uuid: bytes
@@ -93,7 +93,7 @@ class RegionOpener(Protocol):
 
 
 class Regions:
-    """The engines (owners) named by the manager. All calls come from the pipeline's thread."""
+    """The regions in use, by engine (owner). All calls come from the pipeline's thread."""
 
     def __init__(
         self, machine: Machine, io: IoEngine, opener: RegionOpener, target_count: int
@@ -106,7 +106,7 @@ class Regions:
         self._attachments = [0] * target_count
         self._unnamed: dict[int, int] = {}  # owners that only peers have named, by engine
         self._asked_s: dict[int, float] = {}  # when such an owner was last requested
-        #: Targets with regions that may have been replaced, or that were never searched.
+        #: Targets whose regions may have been replaced or were never searched.
         self._missed: set[int] = set()
 
     def attach(self, command: AttachCommand) -> None:
@@ -119,14 +119,14 @@ class Regions:
         self._drop_owner(owner)
 
     def slot_place(self, place: int) -> SlotPlace | None:
-        """Return the place that the header there must name; None if the files are not open."""
+        """Return the place that the slot's header must name; None if its files are not open."""
         region = self._used.get((owner_of(place), target_of(place)))
         return None if region is None else region.place(slot_of(place))
 
     def find(self, uuid: bytes) -> tuple[int, int] | None:
         """Return the owner and target of a region that a peer names, or None if it is not open yet.
 
-        A search for it then starts: an engine that loads nothing itself has opened no regions.
+        Starts a search in that case, because an engine that loads nothing has opened no regions.
         """
         found = next((key for key, region in self._used.items() if region.uuid == uuid), None)
         if found is None:
@@ -136,7 +136,8 @@ class Regions:
         return found
 
     def hint(self, command: HintCommand) -> None:
-        """Log which chunks of others are used, on our first usable target; it may get lost."""
+        """Log which chunks of other engines are used, on our first usable target. Hints may be
+        lost."""
         if True not in self._usable:
             return
         target = self._usable.index(True)
@@ -158,10 +159,10 @@ class Regions:
             self._missed.discard(target)
             for owner, command in self._wanted.items():
                 self._machine.await_files(owner)
-                self._open(replace(command))  # any open in progress for the old pool is void
+                self._open(replace(command))  # the answer to any older command is ignored
 
     def step(self) -> None:
-        """Apply the answers of the opener, and close files that are no longer used."""
+        """Apply the opener's answers, and close files that are no longer used."""
         for opened in self._opener.take():
             if self._wanted.get(opened.command.owner) is opened.command:
                 self._take_in(opened)
@@ -174,7 +175,7 @@ class Regions:
             self._leaving = busy
 
     def _open_found(self) -> None:
-        """Open regions that only peers have named, and close those they no longer request."""
+        """Open regions that only peers have named, and close those that peers no longer request."""
         now_s = time.monotonic()
         for found in self._opener.take_found():
             index = found.engine_index
@@ -198,7 +199,7 @@ class Regions:
         owner = opened.command.owner
         self._drop_owner(owner)
         for target, region in opened.by_target.items():
-            if target in self._missed:  # lost meanwhile, perhaps to another file system
+            if target in self._missed:  # lost since, perhaps replaced by another file system
                 self._opener.close([region])
                 continue
             self._used[owner, target] = region
@@ -219,14 +220,14 @@ class RegionFiles:
     """Implements `RegionOpener` with the directories next to those of our pool."""
 
     def __init__(self, pool: Pool, wake: Callable[[], None]) -> None:
-        """`wake` is called on any thread when `take` has something."""
+        """`wake` is called, on any thread, when `take` has something to return."""
         self._pool = pool
         self._wake = wake
         self._background = Background("nvmeof-attach", _OPENERS)
         self._lock = threading.Lock()
         self._answers: list[OpenRegions] = []
         self._opening = 0
-        self._sought: set[bytes] = set()  # regions that peers name, being searched for
+        self._sought: set[bytes] = set()  # regions named by peers, to search for
         self._found: list[FoundPool] = []
         self._is_looking, self._look_again_s = False, 0.0
         self._open_fds: dict[int, int] = {}  # descriptors and their targets
@@ -282,7 +283,7 @@ class RegionFiles:
         self._close(fds, known=True)
 
     def _look(self) -> None:
-        """Search the pools next to ours for the regions that are wanted."""
+        """Search the pools next to ours for the wanted regions."""
         found: list[FoundPool] = []
         try:
             for target, ours in enumerate(self._pool.superblocks):
@@ -299,7 +300,7 @@ class RegionFiles:
                         if theirs is not None and theirs.place(0).region_uuid in self._sought:
                             found.append(FoundPool(int(index), theirs.uuid))
         except OSError as failure:
-            logger.warning("no region can be looked for: %s", failure)
+            logger.warning("cannot search for the regions that peers named: %s", failure)
         finally:
             self._looked(found)
 
@@ -338,7 +339,7 @@ class RegionFiles:
 
     def _find(self, command: AttachCommand, targets: Sequence[int]) -> OpenRegions:
         found: dict[int, ForeignSlab] = {}
-        error, why = errno.ENOENT, "none of our targets has it"
+        error, why = errno.ENOENT, "it is on none of our targets"
         try:
             for target in targets:
                 region = self._region(command, target)
@@ -355,9 +356,10 @@ class RegionFiles:
         return OpenRegions(command, error=error)
 
     def _region(self, command: AttachCommand, target: int) -> ForeignSlab | None:
-        """Open one region. Returns None if there is none of this pool.
+        """Open one region. Returns None if the target does not hold that pool.
 
-        PoolFormatError: its superblock is damaged, or of another shape. OSError: it cannot be read.
+        Raises PoolFormatError if its superblock is damaged or of another shape, and OSError if a
+        file cannot be read.
         """
         ours = self._pool.superblocks[target]
         pools = self._pool.keyspace(target)
@@ -366,23 +368,23 @@ class RegionFiles:
             found = read_superblock(region.place)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        # Each rank has drawn a separate uuid, and the follower knows that of rank 0. Another rank's
-        # slots prove themselves by the key and generation that rank 0's table names.
+        # Each rank's pool has its own uuid, and the follower knows only rank 0's. On other ranks
+        # the key and generation from rank 0's table verify the slots.
         if found is None or (ours.rank == 0 and found.uuid != command.pool_uuid):
             return None
         if not _is_readable(found, ours):
-            raise PoolFormatError(f"{region.path} has slots of another shape")
-        # This host's page cache may miss what another host writes.
+            raise PoolFormatError(f"{region.path} has another slot layout")
+        # This host's page cache may not show what another host writes.
         is_direct = found.is_leased or self._pool.is_direct[target]
         direct = os.O_DIRECT if is_direct else 0
         fd = open_private(region.place / SLAB_FILE, os.O_RDONLY | direct)
         if os.fstat(fd).st_size < found.slots * found.slot_bytes:
             os.close(fd)
-            raise PoolFormatError(f"the slab in {region.path} was cut short")
+            raise PoolFormatError(f"the slab in {region.path} is truncated")
         return ForeignSlab(fd, found.place(0).region_uuid, found.rank)
 
     def _close(self, fds: Iterable[int], known: bool = False) -> None:
-        """Close these descriptors. If `known`, they are no longer in `_open_fds`."""
+        """Close these descriptors. With `known`, close even those that are not in `_open_fds`."""
         for fd in fds:
             with self._lock:
                 if not known and fd not in self._open_fds:
@@ -399,7 +401,7 @@ def _open_folder(pools: Folder, engine: str, rank: int) -> Folder:
 
 
 def _is_readable(found: Superblock, ours: Superblock) -> bool:
-    """Return whether chunks there have the same shape and keyspace as ours."""
+    """Return whether its chunks have the same shape and keyspace as ours."""
     same = {
         name: getattr(ours, name)
         for name in ("uuid", "slots", "target_index", "target_count", "epoch", "tag", "sequence")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reads of this rank for peers, between the thread of the peers' server, which requests them,
-and the native machine, which reads after what loads here wait for.
+"""This rank's reads for peers. The peer server's thread requests them, and the native machine does
+them after the reads that local loads wait for.
 
-A peer may request anything. A read that is not in a region that is open here, does not fit it, or
-is of other weights than ours now, never reaches the machine.
+A peer may request anything. A read never reaches the machine if its region is not open here, it
+does not fit the region, or it is for weights other than our current ones.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _T = TypeVar("_T")
 
 
 class OwnRegion(NamedTuple):
-    """A region of ours on this target, with this number of slots."""
+    """One of our regions: its target, and its number of slots."""
 
     target: int
     slots: int
 
 
 class ServeQueue:
-    """Implements `ServePort` for the peers' server, and its other half for the pipeline."""
+    """Implements `ServePort` for the peer server, and the other end for the pipeline."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         """`wake` wakes the pipeline's thread."""
@@ -72,7 +72,7 @@ class ServeQueue:
 
     def take(self) -> tuple[list[ServeRead], list[int]]:
         """Return the reads requested, and those cancelled, since the last call."""
-        unwanted = _taken(self._unwanted)  # first, because those reads were requested before
+        unwanted = _taken(self._unwanted)  # first, because their reads were requested earlier
         return _taken(self._asked), unwanted
 
     def put(self, ended: Sequence[Served], levels: Levels) -> None:
@@ -91,14 +91,14 @@ def _taken(batches: collections.deque[Sequence[_T]]) -> list[_T]:
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """The service for peers: the `queue` of their server, and our regions by uuid."""
+    """The service for peers: the `queue` of the peer server, and our regions by uuid."""
 
     queue: ServeQueue
     own: Mapping[bytes, OwnRegion]
 
 
 class Serving:
-    """The reads of one machine for peers. All calls come from the pipeline's thread."""
+    """One machine's reads for peers. All calls come from the pipeline's thread."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Serving:
         clock: Callable[[], float],
         find_region: FindRegion,
     ) -> None:
-        """`memory` has the serve slots. `find_region` finds other engines' regions."""
+        """`memory` holds the serve slots. `find_region` finds other engines' regions."""
         self._machine, self._serve, self._memory, self._clock = machine, serve, memory, clock
         self._find_region = find_region
         #: If several groups have chunks of equal length, any of them will do.
@@ -117,12 +117,12 @@ class Serving:
         self._refused: list[Served] = []
 
     def take_in(self, tag: bytes) -> None:
-        """Pass the requested reads to the machine. `tag` is the present tag of our chunks."""
+        """Pass the requested reads to the machine. `tag` is the current tag of our chunks."""
         reads, unwanted = self._serve.queue.take()
         rows: dict[int, list[_Row]] = {}
         for read in reads:
             row = self._row_of(read, tag)
-            if isinstance(row, _Row):  # all keys of a batch have one length
+            if isinstance(row, _Row):  # a batch's keys must have equal lengths
                 rows.setdefault(len(read.identity.key), []).append(row)
             else:
                 self._refused.append(Served(read.token, row))
@@ -132,7 +132,7 @@ class Serving:
             self._machine.end_serving(unwanted)
 
     def hand_over(self) -> None:
-        """Report to the server what has ended, and how much there is to do."""
+        """Report completed reads and the current load to the peer server."""
         ended = [
             Served(token, outcome_of(code, number))
             for token, code, number in self._machine.take_served()
@@ -143,7 +143,7 @@ class Serving:
         self._serve.queue.put(ended, Levels(*self._machine.serve_levels()))
 
     def _row_of(self, read: ServeRead, tag: bytes) -> _Row | Outcome | None:
-        """Return the row to read, or the outcome of a read that is not even tried."""
+        """Return the row to read, or the outcome of a read that is refused without trying."""
         uuid, slot = read.place.region_uuid, read.place.slot
         group = self._groups.get(read.payload_bytes)
         own = self._serve.own.get(uuid)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between a GPU and pinned memory: by DMA, by the kernel, and as `auto` chooses."""
+"""Copies between a GPU and pinned memory: by DMA, by the kernel, or by `auto`'s choice."""

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench copy`: copies between the first GPU and pinned memory, arms in turn, round by round.
+"""`bench copy`: copies between the first GPU and pinned memory; the arms take turns each round.
 
-Cases; a value is GB/s (1e9 bytes of payload) unless it says otherwise:
+Cases, in GB/s (1e9 bytes of payload per second) unless stated otherwise:
 
     transfer  one transfer of `blocks` blocks, and one contiguous copy of the same bytes
-    few       transfers of few small fragments, where `auto` has to choose
-    model     one transfer of `blocks` fragments, or blocks, of each model of vLLM's table
-    both      both directions at once at `both_size`, half of the blocks each, and each alone
-    mix       the same blocks, another share of them loads: "load 25%"
+    few       transfers of few small fragments, where `auto`'s choice matters
+    model     one transfer of `blocks` fragments, or blocks, of each model in vLLM's table
+    both      both directions at once at `both_size`, half of the blocks each; then one at a time
+    mix       as both, with another share of loads: "load 25%"
     submit    host time of one submit of the engine, µs
-    loop_…    steps/s of a loop of compute beside copies
-    sweep     the kernel by its thread blocks: arms kernel_2 … kernel_32
-    sweep_matrix  steps/s of a bf16 matrix product beside each of them, copying both ways
-    crc       CRC-32C of chunks in GPU memory, by the GPU; an arm is a way to launch it
-    crc_join  host time to join the parts of one chunk, µs
-    crc_beside  the same as crc, at most `crc_gb_per_s` of it, beside the product below
-    crc_matrix  steps/s of a bf16 matrix product, alone and beside that
-    disk      a load from disk to the GPU: streamed, in two phases, and each half alone
+    loop_…    steps/s of a compute loop during copies
+    sweep     the kernel with 2 to 32 thread blocks: arms kernel_2 … kernel_32
+    sweep_matrix  steps/s of a bf16 matrix product while each of these arms copies both ways
+    crc       CRC-32C of chunks in GPU memory by the GPU; the arms are launch configurations
+    crc_join  host time to join the parts of one chunk's CRC, µs
+    crc_beside  as crc, at up to `crc_gb_per_s`, during the product of crc_matrix
+    crc_matrix  steps/s of a bf16 matrix product, by itself and during crc_beside
+    disk      a load from disk to the GPU: streamed, in two phases, and the read only
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from vllm_nvmeof_offload.fabric.machine import read_gpus
 from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.units import GIB, KIB, MIB
 
-#: What is measured unless parts are named.
+#: The parts measured by default.
 _USUAL_PARTS = ("transfer", "few", "model", "both", "submit", "loops", "disk")
 _PARTS = (*_USUAL_PARTS, "sweep", "crc")
 
@@ -70,27 +70,27 @@ def _model_sizes() -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Settings:
-    """sizes: bytes of a block in one transfer of `blocks` blocks, or of as many as fit into
-    `bytes_max`. counts: for `small_sizes`, where `auto` has to choose. loop_s: of each loop of
-    compute, alone and beside copies. sweep_blocks: thread blocks of the kernel. mix_percent:
-    shares of loads beside those of `both`. crc_chunks: bytes of a piece, and pieces of a chunk;
-    crc_bytes: of all chunks of one run; crc_gb_per_s: beside the product, of a fast link;
-    crc_launches: blocks, threads, bytes, whether urgent. disk_bytes: of one load; disk_chunk_bytes:
-    of one slot of the pool; disk_tier_slots: cache slots that the two phases go through.
+    """sizes: block sizes in bytes, for transfers of `blocks` blocks or as many as fit into
+    `bytes_max`. counts: blocks per transfer of the `small_sizes`. loop_s: duration of each compute
+    loop. sweep_blocks: thread blocks of the kernel. mix_percent: shares of loads besides the 50 %
+    of `both`. crc_chunks: (bytes per piece, pieces per chunk); crc_bytes: all chunks of one run;
+    crc_gb_per_s: rate limit during the matrix product, that of a fast link; crc_launches: (blocks,
+    threads, bytes, whether urgent). disk_bytes: bytes per load; disk_chunk_bytes: bytes per pool
+    slot; disk_tier_slots: cache slots that the two phases use.
     """
 
     directory: Path = option(
         Path("build/bench/copy-disk"),
-        "For the part disk: a directory on the disk to load from.",
+        "Directory on the disk from which the part disk loads.",
         flag="--dir",
     )
     parts: tuple[str, ...] = option(
         _USUAL_PARTS,
-        f"Of {','.join(_PARTS)}: sweep is the kernel by its thread blocks, crc is CRC-32C by the "
-        "GPU.",
+        f"Parts: {','.join(_PARTS)}; sweep varies the kernel's thread blocks, crc measures CRC-32C "
+        "by the GPU.",
     )
-    rounds: int = option(5, "Samples of everything.", min=1)
-    gib: float = option(4.0, "GiB of GPU memory, and as many of pinned memory.", min=0.25)
+    rounds: int = option(5, "Samples per measurement.", min=1)
+    gib: float = option(4.0, "GiB of GPU memory and of pinned memory to use.", min=0.25)
     blocks: int = 1000
     sizes: tuple[int, ...] = tuple((4 * KIB) << k for k in range(13))  # 4 KiB … 16 MiB
     small_sizes: tuple[int, ...] = tuple((4 * KIB) << k for k in range(7))  # 4 KiB … 256 KiB
@@ -108,7 +108,7 @@ class Settings:
     crc_launches: tuple[tuple[int, int, int, bool], ...] = (
         (4, 256, 8 * MIB, False),
         (4, 1024, 8 * MIB, False),
-        # Beside long kernels about one launch runs per kernel, so that its bytes bound the rate.
+        # During long kernels about one launch runs per kernel, so that its bytes bound the rate.
         (4, 1024, 24 * MIB, False),
         (8, 1024, 24 * MIB, False),
         (16, 1024, 24 * MIB, False),
@@ -130,7 +130,7 @@ class Settings:
         return max(1, min(self.blocks, self.bytes_max // size))
 
     def shapes(self, sizes: Iterable[int]) -> tuple[tuple[int, int], ...]:
-        """(bytes of a block, blocks) of one transfer of each size."""
+        """Return (bytes per block, blocks) of a transfer for each size."""
         return tuple((size, self.count_of(size)) for size in sizes)
 
 
@@ -141,9 +141,9 @@ _PACKAGES = (
 
 
 def conditions_of(world: World, settings: Settings, theirs: str) -> dict[str, Any]:
-    """Versions, GPU and its link, machine, settings, what preparing took.
+    """Return versions, GPU and its link, machine, settings, and setup times.
 
-    theirs: the version of the vLLM whose copy code ran, or why none did.
+    theirs: the version of the vLLM whose copy code was measured, or why there was none.
     """
     facts = world.cuda.facts
     links = [asdict(gpu.pcie) for gpu in read_gpus() if gpu.uuid == facts.uuid and gpu.pcie]
@@ -166,12 +166,12 @@ def conditions_of(world: World, settings: Settings, theirs: str) -> dict[str, An
 
 # -- GPU ⇄ CPU ⇄ disk -------------------------------------------------------------------
 
-#: Ours → those of `bench stream`.
+#: Arm of this benchmark → arm of `bench stream`.
 _DISK_ARMS = {"streamed": "ours", "two_phase": "two_phase", "read": "read"}
 
 
 class GpuRig(Rig):
-    """Blocks in GPU memory. model_stream: 0: nothing computes here."""
+    """A rig with the blocks in GPU memory."""
 
     def __init__(self, cuda: Cuda, directory: Path, settings: stream.Settings) -> None:
         self._cuda = cuda
@@ -197,7 +197,7 @@ class GpuRig(Rig):
         self._now(self._gpu, content.ctypes.data, content.nbytes)
 
     def zero(self, count: int) -> None:
-        """All of it: also what is not loaded must not look as if it were."""
+        """Zero everything: blocks that are not loaded must not look as if they were."""
         nothing = np.zeros_like(self._written)
         self._now(self._gpu, nothing.ctypes.data, nothing.nbytes)
 
@@ -212,11 +212,11 @@ class GpuRig(Rig):
         self._cuda.synchronize_stream(self._stream)
 
 
-#: Of ours; where vLLM's copy code can be had it is one more.
+#: Our arms; vLLM's copy code is another if it is available.
 ARMS = ("dma", "dma_overlap", "kernel", "auto")
 _CHECKED = ((4 * KIB, 100), (24 * KIB + 16, 50), (512 * KIB, 8))
 _LOOP_ARMS = ("alone", "dma", "dma_overlap", "kernel")
-#: Transfers of at most so many bytes are too short to be timed once: a sample is a median.
+#: Transfers up to this size are too short to be timed once: their samples are medians.
 _SHORT_BYTES, _SHORT_REPEATS = 16 * MIB, 9
 _LOOP_STEPS = 10
 _LOOP_BLOCK_BYTES = 2 * MIB
@@ -235,7 +235,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def _at_pace(call: Callable[[], object], each_s: float, ended_s: list[float]) -> bool:
-    """Call it, at most once in `each_s` since the first of `ended_s`; adds when that was."""
+    """Call `call`, wait to keep to one call per `each_s` since the first, and add the end time."""
     call()
     time.sleep(max(0.0, ended_s[0] + each_s * len(ended_s) - time.perf_counter()))
     ended_s.append(time.perf_counter())
@@ -243,9 +243,9 @@ def _at_pace(call: Callable[[], object], each_s: float, ended_s: list[float]) ->
 
 
 class Bench:
-    """The parts of `bench copy`. torch: for loops of compute; None where there is none.
+    """The parts of `bench copy`. torch: runs the compute loops; None if not installed.
 
-    A part drops the samples of arms that fail later.
+    A part's results leave out arms that failed during the part.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class Bench:
         on_progress: OnProgress = unheard,
         keep: Callable[[Sequence[Sample]], None] = lambda _: None,
     ) -> None:
-        """keep: called within crc and disk, with all that the part has measured so far."""
+        """keep: called within crc and disk with all samples of that part so far."""
         self._world = world
         self._settings = settings
         self._torch = torch
@@ -264,7 +264,7 @@ class Bench:
         self._keep = keep
 
     def _rounds(self, what: str, warm_up: bool = False) -> Iterator[int]:
-        """The numbers of the rounds; a first one, -1, only warms up."""
+        """Yield the round numbers; the warm-up, if wanted, is round -1."""
         numbers = range(-1 if warm_up else 0, self._settings.rounds)
         for step, number in enumerate(numbers):
             self._on_progress(step, len(numbers), f"{what}, round {max(0, number) + 1}")
@@ -277,12 +277,12 @@ class Bench:
     # -- copies --------------------------------------------------------------------------
 
     def copies(self) -> list[Sample]:
-        """Raises: BenchError: an arm moved wrong bytes, or every arm failed."""
+        """Measure copies; raise BenchError if an arm moved wrong bytes or every arm failed."""
         world, settings = self._world, self._settings
         for arm in list(world.arms):
             for size, count in _CHECKED:
                 if world.attempt(arm, world.check, arm, size, count) is False:
-                    raise BenchError(f"{arm}: wrong bytes with {count} blocks of {size}")
+                    raise BenchError(f"{arm}: wrong bytes in {count} blocks of {size} bytes")
         few = tuple(itertools.product(settings.small_sizes, settings.counts))
         cases: dict[str, Callable[[int], Iterator[Sample]]] = {
             "transfer": partial(self._one_way, "transfer", settings.shapes(settings.sizes)),
@@ -302,7 +302,7 @@ class Bench:
     def _one_way(
         self, part: str, shapes: _Shapes, number: int, arms: Iterable[str] = ()
     ) -> Iterator[Sample]:
-        """Transfers by some arms, or by all; for "transfer" also one contiguous copy of each."""
+        """Measure one direction at a time; for "transfer", also a contiguous copy per shape."""
         for direction, (size, count) in itertools.product(Direction, shapes):
             where = direction.value, size, count, number
             if part == "transfer":
@@ -313,7 +313,7 @@ class Bench:
             yield from self._rates(part, arms or self._world.arms, where, work)
 
     def _both_ways(self, number: int) -> Iterator[Sample]:
-        """Stores from one part of both memories, loads into the rest; half and half, then mixes."""
+        """Measure stores and loads at once, half and half and in mixes, then one at a time."""
         world, settings = self._world, self._settings
         size = settings.both_size
         count = max(2, min(settings.blocks, settings.bytes_max // size))
@@ -340,10 +340,10 @@ class Bench:
     def _rates(
         self, case: str, arms: Iterable[str], where: _Where, work: dict[Direction, Descriptors]
     ) -> Iterator[Sample]:
-        """GB/s of each of the arms that does not fail."""
+        """Yield the GB/s of each arm that does not fail."""
         _, size, count, _ = where
         repeats = _SHORT_REPEATS if size * count <= _SHORT_BYTES else 1
-        for arm in tuple(arms):  # one that fails is removed from the world's
+        for arm in tuple(arms):  # a failing arm is removed from the world's arms
             took_s = self._world.attempt(arm, self._median_s, arm, work, repeats)
             if took_s is not None:
                 yield Sample(case, arm, *where, _gb_per_s(size * count, took_s))
@@ -351,16 +351,16 @@ class Bench:
     def _median_s(self, arm: str, work: dict[Direction, Descriptors], repeats: int) -> float:
         return statistics.median(self._world.seconds_of(arm, work) for _ in range(repeats))
 
-    # -- loops of compute beside copies --------------------------------------------------
+    # -- compute loops during copies -----------------------------------------------------
 
     def loops(self) -> list[Sample]:
-        """Steps/s of a bf16 matrix product and of adding large arrays, each with each arm.
+        """Measure steps/s of a bf16 matrix product and of an addition during each arm's copies.
 
         Raises: BenchError: there is no torch.
         """
         torch = self._torch
         if torch is None:
-            raise BenchError("the loops of compute need torch; leave out the part: loops")
+            raise BenchError("the compute loops need torch; leave out the part loops")
         large = torch.zeros(256 * MIB, dtype=torch.float32, device="cuda")
         steps: dict[str, Callable[[], object]] = {
             "loop_matrix": self._matrix_step(),
@@ -372,31 +372,31 @@ class Bench:
                 if arm == "alone" or arm in self._world.arms:
                     with self._copying(arm):
                         samples.append(self._steps(case, arm, number, step))
-        return self._kept(samples)  # copies of an arm that failed ended before the loop did
+        return self._kept(samples)  # a failed arm's copies stopped before the loop did
 
     def _matrix_step(self) -> Callable[[], object]:
-        """One bf16 matrix product."""
+        """Return a function that computes one bf16 matrix product."""
         torch = self._torch
         square = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
         product = torch.empty_like(square)
         return lambda: torch.mm(square, square, out=product)
 
     def _steps(self, case: str, arm: str, number: int, step: Callable[[], object]) -> Sample:
-        """Steps/s on the current stream."""
+        """Measure steps/s on the current stream."""
         step()
         self._torch.cuda.synchronize()
         done, start_s = 0, time.perf_counter()
         while time.perf_counter() - start_s < self._settings.loop_s:
             for _ in range(_LOOP_STEPS):
                 step()
-            # Only this stream: waiting for the device would be waiting for the copies as well.
+            # Synchronizing the device would wait for the copies too.
             self._torch.cuda.current_stream().synchronize()
             done += _LOOP_STEPS
         rate = done / (time.perf_counter() - start_s)
         return Sample(case, arm, "both", 0, 0, number, round(rate, 3))
 
     def _copying(self, arm: str) -> contextlib.AbstractContextManager[None]:
-        """Copies both ways meanwhile, one transfer after the other, until the arm fails."""
+        """Copy both ways in the background, one transfer after another, until the arm fails."""
         if arm == "alone":
             return contextlib.nullcontext()
         world, size = self._world, _LOOP_BLOCK_BYTES
@@ -409,7 +409,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _repeated(self, call: Callable[[], bool]) -> Iterator[None]:
-        """Call it on a thread meanwhile, again and again while it returns True."""
+        """Call `call` repeatedly on another thread, as long as it returns True."""
         stopping = threading.Event()
 
         def run() -> None:
@@ -428,7 +428,7 @@ class Bench:
     # -- the kernel by its thread blocks -------------------------------------------------
 
     def sweep(self) -> list[Sample]:
-        """GB/s alone, and with torch the steps/s of a matrix product beside copies both ways."""
+        """Measure GB/s per number of blocks and, with torch, a matrix product during copies."""
         world, settings = self._world, self._settings
         if Backend.KERNEL.value in world.failed:
             return []
@@ -449,9 +449,9 @@ class Bench:
     # -- CRC-32C by the GPU --------------------------------------------------------------
 
     def crc(self, kernel: int | None = None) -> list[Sample]:
-        """GB/s by the chunk's pieces, the host's time to join; with torch also a loop beside.
+        """Measure GB/s, the host's time to join parts and, with torch, CRCs during a product.
 
-        Raises: BenchError: a wrong CRC.
+        Raises: BenchError: a CRC was wrong.
         """
         world, settings = self._world, self._settings
         if kernel is None:
@@ -477,7 +477,7 @@ class Bench:
                 for arm, chunks in arms.items():
                     chunks.run()
                     if chunks.join() != expected:
-                        what = f"a wrong CRC of a chunk of {per_chunk} × {size} bytes"
+                        what = f"wrong CRC of a chunk of {per_chunk} × {size} bytes"
                         raise BenchError(f"crc: {what}, {arm}")
                 for number in range(settings.rounds):
                     where = "load", size, per_chunk, number
@@ -488,7 +488,7 @@ class Bench:
         return samples
 
     def _crc_alone(self, arms: dict[str, CrcKernel], count: int, where: _Where) -> Iterator[Sample]:
-        """GB/s of each, and what the host adds. count: bytes of a run."""
+        """Yield each arm's GB/s, and the host's time to join parts. count: bytes per run."""
         for arm, chunks in arms.items():
             yield Sample("crc", arm, *where, _gb_per_s(count, _seconds(chunks.run)))
         joined = next(iter(arms.values()))
@@ -498,7 +498,7 @@ class Bench:
     def _crc_beside(
         self, arms: dict[str, CrcKernel], count: int, where: _Where
     ) -> Iterator[Sample]:
-        """Steps/s of a product alone and beside each, and what those reach. count: as above."""
+        """Yield steps/s of a product by itself and with each arm, and the arm's GB/s."""
         step, number = self._matrix_step(), where[-1]
         yield self._steps("crc_matrix", "alone", number, step)
         each_s = count / (1e9 * self._settings.crc_gb_per_s)
@@ -513,9 +513,9 @@ class Bench:
     # -- from disk -----------------------------------------------------------------------
 
     def disk(self) -> list[Sample]:
-        """GB/s of payload of loads, of half the CPU tier and of four times it.
+        """Measure GB/s of payload in loads of half the CPU tier and of `disk_bytes`.
 
-        Raises: BenchError: no room in `directory`, or a load brought other bytes than written.
+        Raises: BenchError: `directory` lacks space, or a load returned wrong bytes.
         """
         settings = self._settings
         tier_bytes = settings.disk_tier_slots * settings.disk_chunk_bytes
@@ -533,7 +533,7 @@ class Bench:
             home_in(settings.directory, plan.disk_bytes_max) as home,
             contextlib.closing(GpuRig(self._world.cuda, home / "pool", plan)) as rig,
         ):
-            self._on_progress(0, settings.rounds, "disk · writing the pool once")
+            self._on_progress(0, settings.rounds, "disk · writing the pool")
             rig.write_all()
             for number in self._rounds("disk"):
                 dice = random.Random(number)
@@ -551,9 +551,9 @@ class Bench:
 
 
 def measure(settings: Settings, json_path: Path) -> None:
-    """Run on the first GPU; write the JSON file after each part, and within the parts crc and disk.
+    """Measure on the first GPU; write the JSON file after each part, and within crc and disk.
 
-    Raises: BenchError, OffloadError: no GPU, or an arm moved wrong bytes.
+    Raises: BenchError, OffloadError: there is no GPU, or an arm moved wrong bytes.
     """
     try:
         cuda = Cuda(0)
@@ -566,8 +566,8 @@ def measure(settings: Settings, json_path: Path) -> None:
             compile_kernels(cuda.facts.arch), "copy_blocks"
         )
     except EngineError as error:
-        kernel = error  # DMA is measured all the same
-    torch = None  # what needs no loop of compute is measured all the same
+        kernel = error  # DMA is measured anyway
+    torch = None  # without torch, only the compute loops are not measured
     with contextlib.suppress(ImportError):
         torch = importlib.import_module("torch")
     samples: list[Sample] = []
@@ -592,11 +592,10 @@ def measure(settings: Settings, json_path: Path) -> None:
 COMMANDS = (
     Command(
         "copy",
-        """Measure copies between the first GPU and pinned memory: DMA, the kernel, what auto takes.
+        """Measure copies between the first GPU and pinned memory: by DMA, the kernel, and auto.
 
-        Needs an NVIDIA GPU. vLLM's own copy code, unmodified, is measured beside them where the
-        vLLM that is installed has it for GPUs. Takes about 5 minutes; nothing else should run
-        meanwhile.
+        Needs an NVIDIA GPU. If the installed vLLM includes CUDA code, its own unmodified copy code
+        is measured too. Takes about 5 minutes, during which nothing else should run.
         """,
         Settings,
         measure,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU memory and registered staging, and copies between them that are timed to their end."""
+"""GPU memory and registered staging, and timed copies between them."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ _T = TypeVar("_T")
 _Places = npt.NDArray[np.uint64]
 CopyCall = Callable[[Direction, Descriptors, int], None]
 
-#: Of the product's staging, so that a registration ends at a power of two.
+#: Size of the staging's slots: with a power of two, a registration ends at a power of two.
 _SLOT_BYTES = MIB
-#: A block of at most an eighth of a registration fits where it would cross the registration's end.
+#: For blocks up to an eighth of a registration, which leave the rest of one unused at its end.
 _ROOM = 8 / 7
 
 
 class World:
-    """Room for `size` bytes of blocks on each side; the CPU's is staging as a server has it.
+    """Memory for `size` bytes of blocks on each side; the CPU side is staging as in a server.
 
-    Arms: dma, dma_overlap, kernel, auto, and those of `others`. An arm that fails is left out:
-    `failed` has its error. kernel: the loaded function, or why there is none.
+    Arms: dma, dma_overlap, kernel, auto, and those of `others`. An arm that fails is removed;
+    `failed` holds its error. kernel: the loaded function, or why there is none.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class World:
         self._kernel = self._copier()
         self.cells = self._calibrated()
         self._choose = Selector(self.cells).choose
-        #: What `auto` chooses from, also when an arm was left out.
+        #: The backends among which `auto` chooses, even if one was removed as an arm.
         self._ours: dict[Backend, CopyCall] = {
             Backend.DMA: self._dma.copy,
             Backend.OVERLAP: functools.partial(self._dma.copy, overlap=True),
@@ -102,10 +102,10 @@ class World:
         self._streams = {direction: cuda.create_stream() for direction in Direction}
 
     def pieces(self, size: int, count: int, seed: int = 0, first: int = 0) -> Descriptors:
-        """Blocks in random order on the GPU, one after the other in staging.
+        """Return blocks in random order on the GPU and in sequence in staging.
 
-        first: bytes of blocks of this size that come before. No block lies in two registrations,
-        as no slot of the product does.
+        first: the offset in bytes, counted in blocks of this size. As with the product's slots, no
+        block spans two registrations.
         """
         per_piece = self._piece_bytes // size
         assert per_piece, "a block is larger than a registration"
@@ -116,7 +116,7 @@ class World:
         return self._rows(mixed, places, np.full_like(places, size))
 
     def contiguous(self, size: int) -> Descriptors:
-        """So many bytes from the start of both sides, in one piece per registration."""
+        """Return the first `size` bytes of both sides, in one piece per registration."""
         starts = np.arange(0, size, self._piece_bytes, dtype=np.uint64)
         sizes = np.minimum(np.uint64(self._piece_bytes), np.uint64(size) - starts)
         return self._rows(starts, starts, sizes)
@@ -126,25 +126,25 @@ class World:
         return np.column_stack((np.uint64(self._gpu) + on_gpu, base + in_staging, sizes))
 
     def attempt(self, arm: str, call: Callable[..., _T], *arguments: Any) -> _T | None:
-        """The result of a call that uses `arm`; None if it fails, and from then on."""
+        """Return the result of a call that uses `arm`; None if this or an earlier call failed."""
         if arm not in self.arms:
             return None
         try:
             return call(*arguments)
         except Exception as error:
-            # Other people's code may raise anything; ours only what the driver answers.
+            # Third-party code may raise anything; ours may only raise the driver's errors.
             if arm not in self._others and not isinstance(error, CudaError):
                 raise
             del self.arms[arm]
             self.failed[arm] = _line_of(error)
-            for stream in self._streams.values():  # what the arm has started ends first
+            for stream in self._streams.values():  # wait for copies that the arm has started
                 with contextlib.suppress(CudaError):
                     self.cuda.synchronize_stream(stream)
             self._give_back()
             return None
 
     def seconds_of(self, arm: str, work: dict[Direction, Descriptors]) -> float:
-        """From the first submit until everything is done."""
+        """Return the seconds from the first submission until everything is done."""
         start_s = time.perf_counter()
         for direction, pieces in work.items():
             self.arms[arm](direction, pieces, self._streams[direction])
@@ -155,7 +155,7 @@ class World:
         return took_s
 
     def check(self, arm: str, size: int, count: int) -> bool:
-        """Whether bytes that are stored and loaded again are the same: no figure of wrong bytes."""
+        """Load and store random bytes by `arm`; return whether they are unchanged."""
         pieces = self.pieces(size, count)
         content, blocks = self.fill(pieces, arm), self._blocks(pieces)
         for block in blocks:
@@ -164,7 +164,7 @@ class World:
         return np.array_equal(np.concatenate(blocks), content)
 
     def fill(self, pieces: Descriptors, arm: str = "dma") -> npt.NDArray[np.uint8]:
-        """Random bytes into these places of GPU memory; returns them in the order of `pieces`."""
+        """Load random bytes into the pieces in GPU memory; return them in the order of `pieces`."""
         content = np.random.default_rng(len(pieces)).integers(
             0, 256, int(pieces[:, 2].sum()), np.uint8
         )
@@ -175,13 +175,13 @@ class World:
         return content
 
     def _blocks(self, pieces: Descriptors) -> list[npt.NDArray[np.uint8]]:
-        """The places in staging."""
+        """Return views of the pieces in staging."""
         starts = pieces[:, 1] - np.uint64(self._staging.ctypes.data)
         return [self._staging[at:end] for at, end in np.c_[starts, starts + pieces[:, 2]].tolist()]
 
     @contextlib.contextmanager
     def kernel_of(self, blocks: int) -> Iterator[str]:
-        """Meanwhile there is an arm, whose name this gives: the kernel with so many blocks."""
+        """Add an arm during the context, the kernel with this many blocks; yield its name."""
         name = f"kernel_{blocks}"
         kernel = self._copier(blocks)
         assert kernel is not None, "there is no kernel"
@@ -193,7 +193,7 @@ class World:
             kernel.close()
 
     def submit_us(self, size: int, count: int, direction: Direction, backend: Backend) -> float:
-        """Host time of one `submit` of an engine whose streams have been used before."""
+        """Return the host time of one `submit` to an engine whose streams have been used before."""
         kernel = self._copier() if backend is Backend.KERNEL else None
         copiers = Copiers(self._dma, kernel, lambda _, __: backend)
         pins = SimpleNamespace(  # without a `close` that ends the registration
@@ -201,7 +201,7 @@ class World:
         )
         engine = CudaCopyEngine(self.cuda, lambda: 0, copiers, pins, np.array([], np.uint64))
         place, fence = self.pieces(size, count), engine.record_fence()
-        self.cuda.synchronize_stream(0)  # the engine holds what comes before its fence has passed
+        self.cuda.synchronize_stream(0)  # the engine delays transfers until their fence has passed
         engine.submit(direction, place, fence)
         self.cuda.synchronize_stream(engine.streams[direction])
         engine.poll()
@@ -228,13 +228,13 @@ class World:
         return KernelCopier(self.cuda, self._function, blocks, self._tables)
 
     def _calibrated(self) -> list[Cell]:
-        """What `auto` chooses by; empty without a kernel, or where that fails."""
+        """Return the cells by which `auto` chooses; empty without a kernel or if this fails."""
         why: object = self._function
         if self._kernel is not None:
             try:
                 with self._timed("calibrate"):
                     return calibrate(self.cuda, self._dma, self._kernel, self._pins.first)
-            except CudaError as error:  # its tables are gone with it
+            except CudaError as error:
                 why = error
         self.failed |= dict.fromkeys(("kernel", "auto"), _line_of(why))
         return []
@@ -270,7 +270,7 @@ _CHUNK_BYTES_MAX = 8192
 
 
 class VllmCopier:
-    """Pointers go into pinned tensors at each transfer, as in vLLM's worker."""
+    """vLLM's copy code, which is given pointers in pinned tensors, as by vLLM's worker."""
 
     def __init__(self, torch: Any, ops: Any, small: Any) -> None:
         self._torch = torch
@@ -280,7 +280,7 @@ class VllmCopier:
         self._tables: tuple[Any, ...] = ()
 
     def copy(self, direction: Direction, pieces: Descriptors, stream: int) -> None:
-        """On `stream`; as vLLM: any access order for loads, the stream's for stores."""
+        """Copy on `stream`; as in vLLM, loads allow any access order, stores the stream's."""
         tables = self._filled(direction, pieces)
         outer = self._streams.get(stream)
         if outer is None:
@@ -296,12 +296,12 @@ class VllmCopier:
             swap(*tables, is_src_access_order_any=load, **more)
 
     def close(self) -> None:
-        """Call before the streams are destroyed: freed pinned memory is noted on each of them."""
+        """Free the tables; call before the streams are destroyed: torch records events on them."""
         self._tables = ()
         self._streams.clear()
 
     def _filled(self, direction: Direction, pieces: Descriptors) -> tuple[Any, ...]:
-        """Sources, destinations and sizes, in pinned memory."""
+        """Return sources, destinations and sizes in pinned memory."""
         if not self._tables or self._tables[0].numel() < len(pieces):
             self._tables = tuple(
                 self._torch.empty(len(pieces), dtype=self._torch.int64, pin_memory=True)
@@ -315,7 +315,7 @@ class VllmCopier:
 
 
 def load_theirs() -> tuple[VllmCopier | None, str]:
-    """The copier and its vLLM's version; or None, and why there is none."""
+    """Return the copier and its vLLM's version; or None and the reason."""
     try:
         torch = importlib.import_module("torch")
         if not torch.cuda.is_available():
@@ -326,15 +326,15 @@ def load_theirs() -> tuple[VllmCopier | None, str]:
     except Exception as error:  # noqa: BLE001 - other people's import-time code; the arm is absent
         return None, _line_of(error)
     if not hasattr(torch.ops._C_cache_ops, "swap_blocks_batch"):
-        return None, f"vLLM {version} here has no CUDA files"
+        return None, f"this vLLM {version} was built without CUDA"
     return VllmCopier(torch, ops, small), version
 
 
 class CrcKernel:
-    """CRCs of the same chunks, on a stream of its own.
+    """The CRC kernel for fixed chunks, on a separate stream.
 
-    chunks: each uint64[m, 2], the (address, bytes) of its pieces in their order; multiples of 512
-    bytes, aligned to 16.
+    chunks: for each, uint64[m, 2]: the (address, bytes) of its pieces in order; sizes are multiples
+    of 512 bytes, addresses are aligned to 16.
     """
 
     def __init__(
@@ -343,7 +343,7 @@ class CrcKernel:
         self._cuda = cuda
         rows = np.concatenate(chunks)
         ends = np.cumsum(rows[:, 1])
-        # Payloads one behind the other: addresses in staging count only as offsets here.
+        # The payloads are contiguous: staging addresses serve only as offsets here.
         pieces = np.stack([rows[:, 0], ends - rows[:, 1], rows[:, 1]], axis=1)
         counts = np.array([len(chunk) for chunk in chunks], np.uint32)
         sizes = np.array([chunk[:, 1].sum() for chunk in chunks], np.uint64)
@@ -356,7 +356,7 @@ class CrcKernel:
         self._stream = cuda.create_stream(launch is not None and launch.urgent)
 
     def run(self) -> None:
-        """Return when all parts are done; then `join`."""
+        """Run the kernel; return when the CRCs of all parts are done, for `join`."""
         self._kernel.launch(self._checksums, self._stream)
         self._cuda.synchronize_stream(self._stream)
 

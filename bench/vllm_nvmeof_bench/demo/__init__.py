@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main job on this machine: a real `vllm serve`, a client, and what offloading is worth.
+"""The demo: a real `vllm serve` on this machine, a client, and the benefit of offloading.
 
-Nothing here imports vLLM or this package's connector: the server is a process of its own, and
-all that is known about it was read over HTTP.
+Nothing here imports vLLM or this package's connector: the server is a separate process, and
+everything about it is read over HTTP.
 """

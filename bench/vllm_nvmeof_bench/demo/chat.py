@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people say in the demo: questions about documents that every Python installation has.
+"""The demo's users: they ask about documents that are part of every Python installation.
 
 The documents are chapters of Python's own manual, which `help()` shows.
 """
@@ -10,7 +10,7 @@ from pydoc_data.topics import topics
 
 from vllm_nvmeof_bench.servers.client import Answer, Message
 
-#: A chapter of the manual for each user, and its title in the opening message.
+#: Per user: a chapter of the manual, and its title in the opening message.
 _DOCUMENTS = (
     ("formatstrings", "format strings"),
     ("string-methods", "methods of strings"),
@@ -25,12 +25,12 @@ _QUESTIONS = (
     "Whom would you recommend it to, and why?",
 )
 _CROWDS = "types"
-#: Of these texts; cautious, because a prompt must not become longer than its plan says.
+#: An estimate on the low side: a prompt must not exceed its planned number of tokens.
 _CHARACTERS_PER_TOKEN = 3.5
 
 
 class Chat:
-    """A user who asks about a document, of `tokens` at most."""
+    """A user who asks about a document of at most `tokens` tokens."""
 
     def __init__(self, name: str, number: int, tokens: int) -> None:
         self.name = name
@@ -39,7 +39,7 @@ class Chat:
         chapter, title = _DOCUMENTS[number % len(_DOCUMENTS)]
         text = topics[chapter][: int(tokens * _CHARACTERS_PER_TOKEN)]
         self._opening = f"This is a chapter of Python's manual, on {title}.\n\n{text}\n\n"
-        # The name comes first: no chat begins as another one does, or its KV would be found there.
+        # The name comes first, so that no two chats share a prefix and thus KV.
         self._said: list[Message] = [{"role": "system", "content": f"You answer {name}."}]
 
     def next_prompt(self) -> list[Message]:
@@ -55,7 +55,7 @@ class Chat:
 
 
 def crowd(count: int, tokens: int) -> list[list[Message]]:
-    """Return one request each of so many people, about different parts of a chapter."""
+    """Return `count` users' requests, each about another part of a chapter."""
     size = int(tokens * _CHARACTERS_PER_TOKEN)
     text = topics[_CROWDS]
     parts = [text[at : at + size] for at in range(0, count * size, size)]
@@ -63,6 +63,6 @@ def crowd(count: int, tokens: int) -> list[list[Message]]:
 
 
 def words(text: str, length: int = 60) -> str:
-    """Return the beginning of a text, as one line."""
+    """Return the beginning of a text in one line."""
     line = " ".join(text.split())
     return line if len(line) <= length else line[:length].rsplit(" ", 1)[0] + " …"

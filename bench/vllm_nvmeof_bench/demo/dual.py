@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two servers on one pool, each behind a slow storage link: a crowd returns over one, and both.
+"""Two servers on one pool, each with a slow storage link: a crowd returns over one or both links.
 
-P answers. D, a server of the same model, reads for it. The crowd's prompts are computed and stored
-once, and their answers are what is right. Then the crowd returns, round after round, while D runs
-and while it does not. At last it returns while D is killed with SIGKILL, all its processes at once,
-every five seconds. The next D, at another address that P knows, begins to start at the kill of the
-one before, and one that has read nothing for P yet is killed once it has.
-Without a GPU all are forked from a process that has imported vLLM, so that D is back in seconds.
+P answers the requests. D, a server with the same model, reads for P. The crowd's prompts are first
+computed and stored; their answers are the reference. Then the crowd returns, round after round,
+with D running and without. Finally it returns while D is killed with SIGKILL, all its processes at
+once, every five seconds. At each kill the next D starts, at another address that P knows; it is
+killed only after it has read something for P.
+Without a GPU, all are forked from a process that has imported vLLM, so that D restarts in seconds.
 
     python -m vllm_nvmeof_bench.demo.dual [--json FILE]
 """
@@ -44,9 +44,9 @@ from vllm_nvmeof_offload.units import GIB, slot_stride_bytes
 
 LINK_BYTES_PER_S = 60_000_000
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 5, 4096, 8
-#: In each round the crowd comes so often over both paths, and over one.
+#: Rounds, and how often the crowd returns over both paths, and over one, in each.
 ROUNDS, TIMES = 4, 2
-#: Of one path's median time to first token.
+#: Goal: median TTFT over both paths / over one.
 RATIO_MAX = 0.6
 KILLS, KILL_EVERY_S = 8, 5.0
 _SHAPE = ModelShape(layers=8, hidden=256, intermediate=512, heads=4, kv_heads=4)
@@ -55,19 +55,19 @@ _SLOTS, _SERVE_SLOTS = 96, 24
 _PULLED = {"name": "vllm:nvmeof_peer_bytes_total", "direction": "pulled"}
 _READ = {"name": "vllm:nvmeof_transfer_bytes_total", "direction": "load", "stage": "pool"}
 _WAIT_ROUNDS_MAX = 8
-#: A D that reads nothing for P so long is killed all the same.
+#: A D that reads nothing for P is killed anyway after _WAIT_S; _LOOK_S: interval of checks.
 _WAIT_S, _LOOK_S = 60.0, 0.1
-#: D is found when it brings so much of what is loaded.
+#: P is using D once this share of loaded bytes arrives through D.
 _FOUND_SHARE = 0.4
-#: Never asked again: they take the crowd's place in the CPU tier.
+#: Prompts that are sent only once, to evict the crowd from the CPU tier.
 _OTHERS = 2
 
 
 @dataclass
 class Phase:
-    """What the crowd saw in one state of D. medians_s: of each time that it came.
+    """The crowd's results in one state of D. medians_s: the median TTFT of each return.
 
-    pulled_bytes: that D read for P. read_bytes: that P read itself.
+    pulled_bytes: bytes that D read for P. read_bytes: bytes that P read itself.
     """
 
     name: str
@@ -84,8 +84,7 @@ class Phase:
 
 
 class Pair:
-    """P, and D at one or both of two addresses. D may be killed and started again; P and the pool
-    stay."""
+    """P, and D at one or both of two addresses. D may be killed and restarted, unlike P."""
 
     def __init__(
         self, console: Console, build: Path, target: Path, addresses: tuple[str, str]
@@ -96,7 +95,7 @@ class Pair:
             control.write_text("{}")
         model = make_model(build / "models", _SHAPE)
         serve = {"serve_bytes": _SERVE_SLOTS * _slot_bytes()}
-        serve["pool_bytes"] = _SERVE_SLOTS * _slot_bytes()  # of its own, which stays empty
+        serve["pool_bytes"] = _SERVE_SLOTS * _slot_bytes()  # for D's own pool, which stays empty
         self._specs = [
             _spec(model, target, control, peer_listen=address, **serve)
             for control, address in zip(self._faults[1:], addresses, strict=True)
@@ -107,7 +106,7 @@ class Pair:
         self._ds: dict[int, Server] = {}
 
     def start_d(self, number: int = 0) -> Server:
-        """It may read for P before it answers requests of its own, or `wait_ready` returns."""
+        """Start D; it may read for P before it answers requests or `wait_ready` returns."""
         self._ds[number] = start(self._specs[number], self._logs / f"dual-d{number}.log")
         return self._ds[number]
 
@@ -152,7 +151,7 @@ def _spec(model: Path, target: Path, control: Path, **more: object) -> ServerSpe
         env={
             "VLLM_SERVER_DEV_MODE": "1",
             ALLOW_FAULTS: "1",
-            # Else vLLM binds the one math thread to a core: to the same one in both servers.
+            # Otherwise vLLM binds both servers' single math thread to the same core.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
         },
@@ -160,7 +159,7 @@ def _spec(model: Path, target: Path, control: Path, **more: object) -> ServerSpe
 
 
 class Crowd:
-    """The requests, and their answers when all was computed."""
+    """The crowd's requests and reference answers."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -170,14 +169,14 @@ class Crowd:
         self._right: list[Answer] = []
 
     def compute(self) -> Phase:
-        """Let the server compute and store all prompts."""
+        """Make the server compute and store all prompts."""
         phase = Phase("computed")
         self._right = asyncio.run(self._compute())
         _count(phase, self._right)
         return phase
 
     def come(self, phase: Phase) -> None:
-        """Return once, when nothing of it is in GPU memory any more."""
+        """Send the crowd's requests once, after its KV is removed from GPU memory."""
         answers, before, now = asyncio.run(self._return())
         whole = _count(phase, answers)
         pairs = zip(answers, self._right, strict=True)
@@ -204,7 +203,7 @@ class Crowd:
 
 
 def _count(phase: Phase, answers: Sequence[Answer]) -> list[Answer]:
-    """Add what a crowd saw; returns the whole answers."""
+    """Add a crowd's results to `phase`; return the complete answers."""
     whole = [answer for answer in answers if answer.failure is None]
     times = [answer.ttft_s for answer in whole]
     phase.failed += len(answers) - len(whole)
@@ -214,7 +213,7 @@ def _count(phase: Phase, answers: Sequence[Answer]) -> list[Answer]:
 
 
 def _with_d(pair: Pair, crowd: Crowd, all_phases: Phase) -> None:
-    """Start D, and let the crowd come until half of what it loads comes through D."""
+    """Start D, and send the crowd until enough of what it loads arrives through D."""
     pair.start_d().wait_ready()
     for _ in range(_WAIT_ROUNDS_MAX):
         phase = Phase("")
@@ -223,12 +222,12 @@ def _with_d(pair: Pair, crowd: Crowd, all_phases: Phase) -> None:
         all_phases.different += phase.different
         if phase.pulled_share > _FOUND_SHARE:
             return
-    raise OffloadError("little or nothing comes through D; see demo-logs/dual-p.log")
+    raise OffloadError("P loads little or nothing through D; see demo-logs/dual-p.log")
 
 
 class Killer:
-    """Starts and kills D while the crowd comes. killed_s: when. serving: kills since the one before
-    which D has read for P."""
+    """Starts and kills D while the crowd returns. killed_s: the time of each kill. serving: how
+    many of the starts led to a D that read for P."""
 
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
@@ -252,7 +251,7 @@ class Killer:
         self._ended.set()
 
     def _wait_for_service(self) -> bool:
-        """Return whether D reads for P."""
+        """Wait until D has read for P; return False after `_WAIT_S`."""
         before, end_s = self._pulled_bytes(), time.monotonic() + _WAIT_S
         while time.monotonic() < end_s and not self._ended.wait(_LOOK_S):
             if self._pulled_bytes() > before:
@@ -265,7 +264,7 @@ class Killer:
 
 
 def _killing(killer: Killer, crowd: Crowd, phase: Phase) -> None:
-    """Let the crowd come while D is killed again and again."""
+    """Send the crowd repeatedly while D is killed again and again."""
     with ThreadPoolExecutor(1) as thread:
         kills = thread.submit(killer.run)
         try:
@@ -278,7 +277,7 @@ def _killing(killer: Killer, crowd: Crowd, phase: Phase) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """phases: computed, over one path, over both, while D is killed, and while D starts."""
+    """A run's results. phases: computed, one path, both paths, D is killed, D starts."""
 
     phases: Sequence[Phase]
     kills: int
@@ -343,19 +342,19 @@ def show(console: Console, outcome: Outcome) -> None:
     console.print(table)
     gaps_s = [round(gap_s, 1) for gap_s in outcome.kill_gaps_s]
     console.print(
-        f"D was killed {outcome.kills} times, {outcome.kills_serving} times after chunks had come "
-        f"since the time before; seconds from one to the next: {', '.join(map(str, gaps_s))}"
+        f"D was killed {outcome.kills} times, {outcome.kills_serving} times after it had sent "
+        f"chunks; seconds between kills: {', '.join(map(str, gaps_s))}"
     )
     console.print(
-        f"both paths take {outcome.ratio:.2f} of one at {LINK_BYTES_PER_S / 1e6:.0f} MB/s each (at "
-        f"most {RATIO_MAX} is wanted); {outcome.failed} failed requests; {outcome.different} "
+        f"TTFT both/one: {outcome.ratio:.2f} at {LINK_BYTES_PER_S / 1e6:.0f} MB/s each (goal: "
+        f"at most {RATIO_MAX}); {outcome.failed} failed requests; {outcome.different} "
         f"answers with other tokens; {os.cpu_count()} cores, "
-        f"{_SHAPE.kv_bytes_per_token / 1024:.0f} KiB of KV a token"
+        f"{_SHAPE.kv_bytes_per_token / 1024:.0f} KiB of KV per token"
     )
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return 0 if no request failed, all tokens were right and both paths fast enough, else 1."""
+    """Return 0 if no request failed, all tokens were right and the ratio met its goal, else 1."""
     console, build = Console(highlight=False), Path("build").resolve()
     build.mkdir(exist_ok=True)
     target = Path(tempfile.mkdtemp(prefix="demo-dual-", dir=build))

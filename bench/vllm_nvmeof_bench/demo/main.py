@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main job, in order: model, a server without offloading, one with it, its restart.
+"""The demo's steps: the model, a server without offloading, one with it, and its restart.
 
-The model is a real one, which is asked about real text; a random one where there is no package
-index, no room, or an engine that would compute a small model's prompts at once.
+The model is a real one with prompts of real text. A random one is used without a package index,
+without room, or with an engine that would compute a small model's prompts instantly.
 
-1. Without offloading: every conversation, turn by turn, and the crowd. Its tokens are what
-   is right, its cold first turns and its recomputed resumes what offloading must beat.
-2. With offloading: the main conversations cold, then again from the CPU tier; other
-   conversations push them out of GPU and CPU memory; then all return from the pool; the
-   crowd gets preempted and resumes.
-3. The server is stopped with SIGTERM and started again on the same pool: all return.
+1. Without offloading: every conversation, turn by turn, and the crowd. Its tokens are the
+   reference; offloading must beat its cold first turns and its recomputed resumes.
+2. With offloading: the main conversations cold, then from the CPU tier; other conversations
+   evict them from GPU and CPU memory; then all return from the pool; the crowd is preempted
+   and resumes.
+3. The server is stopped with SIGTERM and restarted on the same pool: all conversations return.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.units import format_bytes
 
-#: `--quick`: fewer and shorter conversations, the same cases.
+#: The plan of `--quick`: fewer and shorter conversations, but the same cases.
 _QUICK = Plan(
     main=2,
     others=2,
@@ -50,7 +50,7 @@ _QUICK = Plan(
     cpu_tier_conversations=2.4,
     crowd=CrowdPlan(count=8, prompt_tokens=360, answer_tokens=160, answer_step=8),
 )
-#: The same for the real model, whose texts are shorter than the tokens that they may have.
+#: For the real model, whose texts have fewer tokens than planned.
 _CHAT = Plan(
     prompt_tokens=1900,
     answer_tokens=16,
@@ -70,11 +70,11 @@ def run(
     pool_dir: Path | None = None,
     random: bool = False,
 ) -> int:
-    """Run the main job; return 0 if every check held, else 1.
+    """Run the demo; return 0 if every check passed, else 1.
 
-    json_path: where the figures go, and beside them a picture of what was said. random: take the
-    random model. pool_dir: where to make a fresh directory for the pool,
-    default `build`. keep: leave that directory behind.
+    json_path: file for the results; a picture of the conversations is written next to it. random:
+    use the random model. pool_dir: directory in which a new one is created for the pool, `build`
+    by default. keep: do not delete that directory.
     """
     console = Console(highlight=False, soft_wrap=True)
     build = Path("build").resolve()
@@ -89,7 +89,7 @@ def run(
         report = _measure(console, quick, random, build, target)
     except (OffloadError, httpx.HTTPError) as error:
         console.print("[red]demo failed:[/]", type(error).__name__, escape(str(error)))
-        console.print(f"the servers' output is in {build / 'demo-logs'}")
+        console.print(f"the servers' logs are in {build / 'demo-logs'}")
         return 1
     finally:
         if not keep:
@@ -107,13 +107,13 @@ def _make_model(console: Console, random: bool, build: Path) -> tuple[Path, Mode
             try:
                 return smollm2.make(), smollm2.SHAPE
             except smollm2.NoRealModelError as error:
-                console.print("a random model takes the real one's place:", escape(str(error)))
+                console.print("a random model instead of the real one:", escape(str(error)))
         shape = workload.model_shape()
         return make_model(build / "models", shape), shape
 
 
 def _measure(console: Console, quick: bool, random: bool, build: Path, target: Path) -> Report:
-    """Take the steps of the module's docstring. target: the pool's directory."""
+    """Run the steps in the module's docstring. target: the pool's directory."""
     began = time.monotonic()
     model, shape = _make_model(console, random, build)
     if shape == smollm2.SHAPE:
@@ -122,10 +122,10 @@ def _measure(console: Console, quick: bool, random: bool, build: Path, target: P
         plan, name = _QUICK if quick else Plan(), "random"
     console.print(
         f"model: {name}, {shape.parameters / 1e6:.0f} M float32 parameters, "
-        f"{format_bytes(shape.kv_bytes_per_token)} of KV cache a token"
+        f"{format_bytes(shape.kv_bytes_per_token)} of KV cache per token"
     )
     plain = workload.server_spec(plan, model)
-    # vLLM computes as many tokens before it is ready, which takes a real model on two cores long.
+    # vLLM computes this many tokens at its start, which is slow with a real model on two cores.
     plain = replace(plain, max_num_batched_tokens=plain.max_model_len)
     spec = replace(plain, offload=workload.offload_spec(plan, shape, target))
     runs = Runs(plan, shape, console)
@@ -143,7 +143,7 @@ def _measure(console: Console, quick: bool, random: bool, build: Path, target: P
 
 @contextmanager
 def _served(console: Console, what: str, spec: ServerSpec, logs: Path) -> Iterator[Server]:
-    """A server that answers."""
+    """Start a server and wait until it is ready."""
     log_path = logs / f"{what.split(maxsplit=1)[0]}.log"
     with console.status(f"vllm serve, {what}") as status, start(spec, log_path) as server:
         server.wait_ready(

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures, verdict and table of the demo.
+"""The demo's results, verdict and table.
 
-Every case keeps all its samples, in seconds:
+All samples are kept, in seconds, in these cases:
 
-    cold                first turns on the offloading server: nothing was there to load
-    cpu_tier            returns whose prompt came mostly from pinned CPU memory
-    pool                returns whose prompt came mostly from the pool's files
-    restart             first returns after the server was stopped and started again
-    preempted           resumes of preempted requests, offloading (`workload.resume_times_s`)
-    preempted_recompute the same crowd's resumes on a server without offloading
+    cold                first turns on the offloading server, which had nothing to load
+    cpu_tier            later turns whose prompt was loaded mostly from pinned CPU memory
+    pool                later turns whose prompt was loaded mostly from the pool's files
+    restart             each conversation's first turn after the server's restart
+    preempted           resumes of preempted requests with offloading (`workload.resume_times_s`)
+    preempted_recompute the same crowd's resumes without offloading
 
-`speedup` divides medians. Its numerator is, for returning conversations, the smaller of the
-two medians of cold first turns, with and without offloading, whose prompts are a little
-shorter than those of the returns; for `preempted` it is `preempted_recompute`.
+`speedup` is a ratio of medians. For later turns, its numerator is the smaller of the median
+cold first turns with and without offloading, whose prompts are a little shorter than those of
+later turns; for `preempted`, it is the median of `preempted_recompute`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from vllm_nvmeof_bench.demo.workload import Session
 from vllm_nvmeof_bench.servers.client import Answer
 from vllm_nvmeof_bench.servers.model import distinct_ratio
 
-#: The largest difference of a token's log-probability between two servers that still counts
-#: as the same. Float32 sums in another order (other batches, other chunks of a prompt) were
-#: seen to move it by up to 5e-5; KV of another token moves it by whole units.
+#: Log-probabilities of a token on two servers count as equal up to this difference. Float32
+#: sums in another order (other batches, other chunks of a prompt) changed them by up to 5e-5;
+#: KV of another token changes them by whole units.
 LOGPROB_TOLERANCE = 1e-3
-#: A returning conversation must reach its first token this many times faster than a cold one.
+#: A later turn must reach its first token this many times faster than a cold first turn.
 SPEEDUP_MIN = 3.0
-#: Below this share of distinct 3-grams an answer counts as a loop, which would hide wrong KV.
+#: An answer with a smaller share of distinct 3-grams counts as a loop, which would hide wrong KV.
 DISTINCT_RATIO_MIN = 0.5
 
 _RETURNING = ("cpu_tier", "pool", "restart")
@@ -61,10 +61,10 @@ _FOUND = {"cold": "computing", "gpu": "GPU cache", "cpu_tier": "CPU tier", "pool
 
 @dataclass(frozen=True)
 class Comparison:
-    """Greedy answers of two servers, token by token.
+    """A token-by-token comparison of two servers' greedy answers.
 
-    logprob_difference_max: over tokens up to the first one that differs. gap_min: the
-    smallest distance in log-probability between a chosen token and the runner-up.
+    logprob_difference_max: for the tokens before the first different one. gap_min: the
+    smallest difference in log-probability between a chosen token and the runner-up.
     """
 
     answers: int
@@ -80,7 +80,7 @@ class Comparison:
 
 
 def compare(expected: Mapping[str, Answer], got: Mapping[str, Answer]) -> Comparison:
-    """Compare the answers in `got` with those of the same name in `expected`."""
+    """Compare the answers in `got` with those in `expected` that have the same name."""
     differences: list[str] = []
     logprob_max, gap_min, ratio_min, tokens = 0.0, float("inf"), 1.0, 0
     for name, answer in got.items():
@@ -99,7 +99,7 @@ def compare(expected: Mapping[str, Answer], got: Mapping[str, Answer]) -> Compar
 
 @dataclass
 class Report:
-    """Everything measured: a run without offloading, one with it, and one after its restart."""
+    """The sessions without offloading, with offloading, and after a restart."""
 
     baseline: Session
     offloaded: Session
@@ -107,7 +107,7 @@ class Report:
     conditions: dict[str, Any] = field(default_factory=dict)
 
     def samples(self) -> dict[str, list[float]]:
-        """Return the samples of every case in seconds."""
+        """Return the samples of each case, in seconds."""
         out: dict[str, list[float]] = {name: [] for name in _TITLES}
         for turn in self.offloaded.turns:
             if turn.case in ("cold", *_RETURNING):
@@ -124,11 +124,11 @@ class Report:
         return compare(self.baseline.answers(), got)
 
     def baseline_cold(self) -> list[float]:
-        """Return the cold first turns without offloading, in seconds."""
+        """Return the times of cold first turns without offloading, in seconds."""
         return [t.answer.ttft_s for t in self.baseline.turns if t.case == "cold"]
 
     def speedups(self) -> dict[str, float]:
-        """Return each case's speed-up, for the cases that have samples."""
+        """Return the speed-up of each case that has samples."""
         samples = self.samples()
         cold = min(map(statistics.median, filter(None, (samples["cold"], self.baseline_cold()))))
         against = dict.fromkeys(_RETURNING, cold)
@@ -138,7 +138,7 @@ class Report:
         return {name: base / statistics.median(have) for name, base, have in pairs if have}
 
     def failures(self) -> list[str]:
-        """Return why the demo failed, a line each; empty if it did not."""
+        """Return the demo's failures, one line each; empty if it passed."""
         seen, samples = self.comparison(), self.samples()
         out = list(seen.differences)
         if seen.logprob_difference_max > LOGPROB_TOLERANCE:
@@ -200,7 +200,7 @@ class Report:
         return any(turn.question for turn in self.baseline.turns)
 
     def picture(self) -> str:
-        """Return what was asked and answered, and when, as SVG; empty: nothing can be read."""
+        """Return questions, answers and times as SVG; empty if the model's tokens are not text."""
         return picture_of(self.data()) if self._speaks else ""
 
     def write(self, path: Path) -> None:
@@ -209,7 +209,7 @@ class Report:
         path.write_text(json.dumps(self.data(), indent=1) + "\n")
 
     def table(self) -> Table:
-        """Return the table that ends the demo."""
+        """Return the table printed at the end of the demo."""
         table = Table(title="Time to first token (preempted: from room to next token)")
         table.add_column("case", no_wrap=True)
         for heading in ("samples", "median", "least", "most", "speed-up"):
@@ -225,7 +225,7 @@ class Report:
 
 
 def picture_of(data: Mapping[str, Any]) -> str:
-    """Draw the turns of the demo's JSON as SVG, in the look of a terminal."""
+    """Draw the turns in the demo's JSON as an SVG that looks like a terminal."""
     table = Table(box=box.SIMPLE)
     for heading in ("", "question", "answer"):
         table.add_column(heading, no_wrap=True)

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests to each of the demo's servers, and what is kept of their answers.
+"""The requests to each of the demo's servers, and the recorded results.
 
-A conversation opens with a long prompt; each later turn sends everything said so far and a
-new question. Where the KV of such a turn came from is read off the server's counters, not
-assumed: each turn is measured alone, between two readings.
+A conversation opens with a long prompt; each later turn sends the conversation so far and a
+new question. The source of a turn's KV is determined from the server's counters: each turn
+runs by itself, between two readings.
 
-A crowd is many requests at once in a GPU cache that holds their prompts and not their
-answers, so that vLLM preempts some. A preempted request waits until another one ends. The
-time from that end to its next token is what a client can see of the resume: one scheduling
-step, and bringing its KV back, by loading or by recomputing it. `resume_times_s` finds it.
+A crowd is many concurrent requests whose prompts fit into the GPU cache but whose answers do
+not, so that vLLM preempts some. A preempted request waits until another one finishes. A client
+can measure its resume from then to its next token: one scheduling step, and restoring its KV,
+by loading or by recomputing it. `resume_times_s` finds these times.
 
-Model and caches are sized so that a plan's conversations leave them when they should.
+Model and caches are sized so that a plan's conversations are evicted as planned.
 
-With the real model people ask about documents (`demo.chat`); a random one reads random tokens.
+The real model is asked about documents (`demo.chat`); the random one gets random tokens.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from vllm_nvmeof_offload.units import KIB, MIB
 
 _PREEMPTIONS = "vllm:num_preemptions_total"
 _RESUMED = "vllm:nvmeof_resumed_tokens_total"
-#: A request was preempted when, during one pause of its own, another got this many tokens.
+#: A pause in a request's tokens is a preemption if another request received this many in it.
 _PREEMPTED_TOKENS_MIN = 8
-#: Tokens of one request that arrive closer than this were delivered late, in one go: a
-#: scheduling step takes longer.
+#: Tokens of one request that arrive less than this apart were delivered late, in one burst:
+#: a scheduling step takes longer.
 _BURST_S = 0.005
 
 
 @dataclass(frozen=True)
 class CrowdPlan:
-    """Many requests at once; request i gets `answer_tokens + i * answer_step` tokens."""
+    """The sizes of a crowd; request i gets `answer_tokens + i * answer_step` tokens."""
 
     seed: int = 21
     count: int = 12
@@ -67,9 +67,9 @@ class CrowdPlan:
 class Plan:
     """Sizes of the workload, in tokens and conversations.
 
-    main: conversations that return from the CPU tier, then from the pool. others: the
-    traffic that pushes them out, conversations that return from the pool as well.
-    cpu_tier_conversations: how many of them the CPU tier holds.
+    main: conversations that return from the CPU tier, then from the pool. others:
+    conversations that evict the main ones, and return from the pool too.
+    cpu_tier_conversations: how many conversations the CPU tier holds.
     """
 
     seed: int = 7
@@ -90,9 +90,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn: prompt length, answer, and where the prompt's KV came from (tokens).
+    """One turn: prompt length, answer, and how many tokens of KV each source supplied.
 
-    question: what was asked, where the model reads text.
+    question: empty if the model's prompts are not text.
     """
 
     conversation: str
@@ -111,10 +111,10 @@ class Turn:
 
     @property
     def case(self) -> str:
-        """Name the source of most of what was found of the prompt.
+        """Return the source of most of the prompt's KV.
 
-        cold: nothing was anywhere; partial: less than half of the prompt was found; otherwise
-        gpu (still in the GPU cache), cpu_tier or pool, whichever gave the most tokens.
+        cold: nothing was found; partial: less than half of the prompt was found; otherwise gpu
+        (still in the GPU cache), cpu_tier or pool, whichever supplied the most tokens.
         """
         if self.found_tokens == 0:
             return "cold"
@@ -140,12 +140,12 @@ class Turn:
 
 
 class Conversation:
-    """The tokens of a conversation so far, and those of the user's next message."""
+    """A conversation of random tokens."""
 
     def __init__(self, name: str, seed: Sequence[int], plan: Plan, shape: ModelShape) -> None:
         self.name = name
         self.turns = 0
-        self.question = ""  # nothing that can be read
+        self.question = ""  # random tokens are not text
         self._rng = np.random.default_rng(list(seed))
         self._plan = plan
         self._shape = shape
@@ -165,19 +165,19 @@ class Conversation:
 
 @dataclass(frozen=True)
 class CrowdResult:
-    """The answers of a crowd, the preemptions it met, and the resumes a client can see."""
+    """A crowd's answers, its preemptions, and the resumes that a client can measure."""
 
     answers: list[Answer] = field(default_factory=list)
     preemptions: int = 0
     resumes_s: list[float] = field(default_factory=list)
 
 
-#: Either asks turn by turn.
+#: A source of prompts, turn by turn.
 User: TypeAlias = Conversation | chat.Chat
 
 
 def conversations(plan: Plan, shape: ModelShape) -> tuple[list[User], list[User]]:
-    """Return the main conversations and the others, the same at every call."""
+    """Return the main conversations and the others, equal on every call."""
 
     def make(i: int) -> User:
         name = f"user {i + 1}"
@@ -192,7 +192,7 @@ def conversations(plan: Plan, shape: ModelShape) -> tuple[list[User], list[User]
 async def ask(
     client: Client, prompt: list[int] | list[Message], tokens: int, *, whole: bool = False
 ) -> Answer:
-    """Ask for a completion of token ids, or for the next message of a chat: see `Client.chat`."""
+    """Request a completion of token IDs, or a chat's next message: see `Client.chat`."""
     if isinstance(prompt[0], dict):
         return await client.chat(prompt, tokens, whole=whole)
     return await client.complete(prompt, tokens)
@@ -200,7 +200,7 @@ async def ask(
 
 @dataclass
 class Session:
-    """One server's turns and crowd, and its counters at the end."""
+    """One server's turns, crowd and final counters."""
 
     startup_s: float = 0.0
     turns: list[Turn] = field(default_factory=list)
@@ -210,16 +210,16 @@ class Session:
     recomputed_tokens: int = 0
 
     def answers(self) -> dict[str, Answer]:
-        """Return the answers by a name that is the same on every server."""
+        """Return the answers, by names that are the same for every server."""
         out = {f"{t.conversation}, turn {t.number}": t.answer for t in self.turns}
         out |= {f"crowd request {i + 1}": a for i, a in enumerate(self.crowd.answers)}
         return out
 
 
 class Runs:
-    """The workload of `plan` on three servers, to be run in the order of the methods.
+    """The workload of `plan` on three servers. Call the methods in their order.
 
-    `restarted` goes on where `offloaded` ended: the conversations live here.
+    `restarted` continues the conversations of `offloaded`, which this object keeps.
     """
 
     def __init__(self, plan: Plan, shape: ModelShape, console: Console | None = None) -> None:
@@ -229,19 +229,19 @@ class Runs:
         self._main, self._others = conversations(plan, shape)
 
     async def baseline(self, server: Server) -> Session:
-        """Without offloading: all turns of each conversation in a row, and the crowd."""
+        """Run without offloading: each conversation's turns in a row, then the crowd."""
         main, others = conversations(self._plan, self._shape)
         turns = [one for one in main for _ in range(4)] + [one for one in others for _ in range(3)]
         return await self._session(server, turns, crowd=True)
 
     async def offloaded(self, server: Server) -> Session:
-        """Cold, from the CPU tier, pushed out by others, from the pool; then the crowd."""
+        """Run turns cold, from the CPU tier, after eviction from the pool; then the crowd."""
         main, others = self._main, self._others
         turns = (*main, *main, *others, *main, *others)
         return await self._session(server, turns, crowd=True, settle=True)
 
     async def restarted(self, server: Server) -> Session:
-        """Everyone comes back once."""
+        """Run one more turn of every conversation."""
         return await self._session(server, (*self._main, *self._others))
 
     async def _session(
@@ -254,7 +254,7 @@ class Runs:
         """Run the next turn of each of `turns`, then the crowd. settle: wait for all writes."""
         session = Session(startup_s=server.startup_s)
         async with Client(server.url) as client:
-            # Takes the costs of a first request; shorter than a chunk, so that nothing is stored.
+            # Absorbs the cost of a first request; shorter than a chunk, so that nothing is stored.
             rng = np.random.default_rng(self._plan.seed + 1)
             await client.complete(random_tokens(rng, 48, self._shape), 4)
             for one in turns:
@@ -271,7 +271,7 @@ class Runs:
         return session
 
     async def _turn(self, client: Client, one: User) -> Turn:
-        """Run the next turn, alone on the server, and see where its KV came from."""
+        """Run the next turn by itself on the server, and record the sources of its KV."""
         with self._console.status(f"{one.name}, turn {one.turns + 1}"):
             prompt = one.next_prompt()
             before = await client.metrics()
@@ -359,15 +359,15 @@ async def _watch(client: Client, progress: Callable[[Metrics], None]) -> None:
 
 
 def resume_times_s(answers: Sequence[Answer]) -> list[float]:
-    """Return, for each preemption a client can see, the seconds from room to the next token.
+    """Return, per preemption that a client can see, the seconds from free space to the next token.
 
-    A request was preempted in a pause between two of its tokens if another request kept
-    receiving tokens in it, `_PREEMPTED_TOKENS_MIN` of them one after the other. Its resume
-    begins when the last other request that ended in that pause ended: that is what made room.
+    A request was preempted in a pause between two of its tokens if another request received at
+    least `_PREEMPTED_TOKENS_MIN` tokens during it. Its resume begins when the last request to
+    finish during the pause freed its space.
 
-    Left out is what a client cannot time: a pause in which none ended, and one whose end came
-    together with the end of the other request. On a busy machine tokens arrive in bursts;
-    those closer than `_BURST_S` count as one.
+    Pauses that a client cannot time are left out: no other request finished, or the last one
+    finished just as the pause ended. On a busy machine tokens arrive in bursts; tokens less than
+    `_BURST_S` apart count as one.
     """
     out: list[float] = []
     for one in answers:
@@ -391,17 +391,17 @@ def _arrivals(times: Sequence[float], left: float, right: float) -> int:
 
 _CHUNK_BYTES = 512 * KIB
 _POOL_BYTES_MIN = 512 * MIB
-#: Fifteen times what two cores get, and no more KV: else a GPU computes a prompt at once.
+#: Fifteen times the model for two cores, without more KV: a GPU would compute that one instantly.
 _ON_A_GPU = ModelShape(hidden=4096, intermediate=14336, heads=32)
 
 
 def model_shape() -> ModelShape:
-    """For the engine of the vLLM that is installed."""
+    """Return the random model's shape for the installed vLLM's engine."""
     return ModelShape() if has_cpu_engine() else _ON_A_GPU
 
 
 def server_spec(plan: Plan, model: Path) -> ServerSpec:
-    """Return a server without offloading whose GPU cache holds `plan.gpu_tokens`."""
+    """Return the spec of a server without offloading whose GPU cache holds `plan.gpu_tokens`."""
     return ServerSpec(
         model=model,
         max_model_len=on_blocks(plan.conversation_tokens_max + 1),
@@ -421,5 +421,5 @@ def offload_spec(
     chunk_tokens = chunk_bytes // shape.kv_bytes_per_token
     tokens = plan.cpu_tier_conversations * plan.conversation_tokens_max
     conversation_bytes = plan.conversation_tokens_max * shape.kv_bytes_per_token
-    pool_bytes = max(_POOL_BYTES_MIN, 12 * conversation_bytes)  # five, and the crowd
+    pool_bytes = max(_POOL_BYTES_MIN, 12 * conversation_bytes)  # five conversations and the crowd
     return OffloadSpec.sized(math.ceil(tokens / chunk_tokens), chunk_bytes, pool_bytes, target)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench hotpath alone`: the cost of sharing on the scheduler's thread, where nobody else is there.
+"""`bench hotpath alone`: the cost of sharing on the scheduler's thread without other servers.
 
-Three of our managers are in one process, each beside the same chunks: without sharing, again
-without, and with an empty foreign table, which the product's own follower keeps on an empty
-directory. A block has each of them do the same in an order drawn from the seed, case by case: look
-up, load, store and write new chunks, load others from the pool, look up what nobody has, and make
-steps without work. Times are CPU time of the calling thread.
+Three of our managers run in one process, each with the same chunks: two without sharing, and one
+with an empty foreign table, kept by the product's own follower of an empty directory. In each block
+all managers run the same cases, in an order drawn from the seed: look up, load, store and write new
+chunks, load others from the pool, look up chunks that do not exist, and run steps without work.
+Times are CPU time of the calling thread.
 
-Where a manager's memory lies makes a difference of some per cent, which no number of blocks takes
-away: the managers are made again for every round, in another order.
+Where a manager's memory is allocated changes its times by a few per cent, however many blocks are
+measured. So the managers are recreated for every round, in another order.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _MISSES_SEED = 7
 
 @dataclass(frozen=True)
 class Settings:
-    """ops: of one chunk each, in a block."""
+    """ops: one-chunk ops per block."""
 
-    chunks: int = option(512, "Chunks of an op; ops of one chunk are measured too.", min=2)
-    entries: int = option(200_000, "Chunks that each manager knows.", min=1)
-    blocks: int = option(40, "Blocks of a round.", min=1)
+    chunks: int = option(512, "Chunks per op; ops of one chunk are measured too.", min=2)
+    entries: int = option(200_000, "Chunks in each manager's index.", min=1)
+    blocks: int = option(40, "Blocks per round.", min=1)
     rounds: int = option(8, "Rounds, each with new managers.", min=1)
-    seed: int = option(1, "Seed of the keys and of the order.")
+    seed: int = option(1, "Seed for keys and order.")
     directory: Path = option(
         Path("build/bench/disk"), "Directory for two empty targets.", flag="--dir"
     )
@@ -65,25 +65,25 @@ class Settings:
         check_positive(self, "entries", "blocks", "rounds")
         if self.entries < 2 * (self.cache_slots + (self.blocks + 1) * sum(self.sizes.values())):
             raise BenchError(
-                f"{self.entries} entries are too few for {self.blocks} blocks: what is loaded from "
-                "the pool must not be evicted before"
+                f"{self.entries} entries are too few for {self.blocks} blocks: chunks must not be "
+                "evicted from the pool before they are loaded"
             )
 
     @property
     def sizes(self) -> dict[int, int]:
-        """By chunks of an op: chunks of all ops of one sample."""
+        """Chunks per op → chunks per sample."""
         return {ONE: self.ops, self.chunks: self.chunks}
 
 
 def _adopted(keys: npt.NDArray[np.void]) -> AdoptedEntries:
-    """A full pool, whose targets take turns."""
+    """Return the entries of a full pool, spread over the targets in turn."""
     rows = np.arange(len(keys))
     places = place_of(0, 0) | (rows % managers.TARGETS) << 32 | rows // managers.TARGETS
     return AdoptedEntries(places, rows.astype(np.uint64) + np.uint64(1), keys.tobytes())
 
 
 class _Round:
-    """The managers of one round, made in a drawn order, and the keys that they have not seen."""
+    """The managers of one round, created in a drawn order, and keys that are new to them."""
 
     def __init__(
         self, settings: Settings, number: int, keys: npt.NDArray[np.void], targets: list[Path]
@@ -107,7 +107,7 @@ class _Round:
             one.manager.shutdown()
 
     def wait_for_follower(self) -> None:
-        """Raises: BenchError: it has read nothing."""
+        """Wait for the follower's first scan; raise BenchError if there is none."""
         end_s = time.monotonic() + _SCANNED_S_MAX
         while not self.sides[ON].manager.core.gauges()["shared_age_seconds"]:
             if time.monotonic() > end_s:
@@ -115,7 +115,7 @@ class _Round:
             time.sleep(_POLL_S)
 
     def measure(self, block: int) -> Iterator[Sample]:
-        """All cases, with ops of both sizes."""
+        """Measure all cases with ops of both sizes."""
         for chunks, count in self._settings.sizes.items():
             recorders = {side: managers.Recorder(side, chunks, self._number) for side in self.sides}
             new, self._in_pool, in_pool = (
@@ -147,14 +147,14 @@ class _Round:
         return Sample(side, case, stage, chunks, self._number, block, us)
 
     def _new_keys(self, count: int) -> npt.NDArray[np.void]:
-        """Chunks that nobody has stored."""
+        """Return keys of chunks that no manager has stored."""
         self._made += 1
         words = [self._settings.seed, 3, 1 + self._number, self._made]
         return managers.random_keys(words, count)
 
 
 def _misses(one: managers.OurManager, batches: managers.Batches) -> float:
-    """µs per look-up of chunks that nobody has."""
+    """Return the µs per look-up of chunks that do not exist."""
     contexts = one.contexts(batches)
     began_s = time.thread_time()
     one.look_up(batches, contexts)
@@ -164,7 +164,7 @@ def _misses(one: managers.OurManager, batches: managers.Batches) -> float:
 
 
 def _steps(one: managers.OurManager) -> float:
-    """µs per step in which nothing is asked for, sent or reported."""
+    """Return the µs per step without look-ups, commands or reports."""
     manager, counts = one.manager, Counts()
     began_s = time.thread_time()
     for _ in range(_STEPS):
@@ -189,7 +189,7 @@ def _round(
 def run(
     settings: Settings, home: Path, on_progress: OnProgress = unheard
 ) -> tuple[list[Sample], Mapping[str, Any]]:
-    """Return samples and conditions. home: an empty directory, for the targets."""
+    """Return samples and conditions. home: an empty directory for the targets."""
     found = {**at_start(home), "settings": recorded(settings)}
     targets = [home / str(target) for target in range(managers.TARGETS)]
     for target in targets:
@@ -202,7 +202,7 @@ def run(
             with _round(settings, number, keys, targets) as one:
                 for block in range(-1, settings.blocks):
                     measured = list(one.measure(block + 1))
-                    samples += measured if block >= 0 else []  # the first one warms up
+                    samples += measured if block >= 0 else []  # block -1 warms up
     found["load_average_at_end"] = load_average()
     return samples, found
 
@@ -216,10 +216,10 @@ def _measure(settings: Settings, json_path: Path) -> None:
 COMMANDS = (
     Command(
         "alone",
-        """Measure what sharing costs the scheduler's thread where there is nobody to share with.
+        """Measure the cost of sharing on the scheduler's thread without other servers.
 
-        Three managers take turns in this process: without sharing, again without, and with an empty
-        foreign table and its follower. Nothing is copied, read or written. Takes a minute.
+        Three managers take turns in this process: two without sharing, and one with an empty
+        foreign table and its follower. No data is copied, read or written. Takes a minute.
         """,
         Settings,
         _measure,

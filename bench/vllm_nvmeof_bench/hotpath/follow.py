@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench hotpath follow`: what it costs to follow another server's index, and how late it is seen.
+"""`bench hotpath follow`: the cost of following another server's index, and the delay of changes.
 
-The cost of a look into another server's table or log is the CPU time of the product's own code on
-this thread, with a new foreign table in each round. Delays and idleness are of a real follower, a
-process of its own. The chunks whose delay is measured are stored by two servers at work (`owner`),
-one with a log and one without. The other servers are made up: table and log are real, and there
-are no slabs, because no follower opens them.
+The cost of one scan of another server's table or log is the CPU time of the product's code on
+this thread, with a new foreign table in each round. Delays and idle costs are measured on a real
+follower process. The chunks whose delays are measured are stored by two real writers (`owner`), one
+with a log and one without. The other servers are simulated: table and log are real, but the slabs
+are empty, because no follower opens them.
 """
 
 from __future__ import annotations
@@ -60,25 +60,25 @@ _EPOCH = 1
 _OURS = 999  # an engine that has no directory
 _PATIENCE_S = 120.0
 _POLL_S = 0.001
-#: Writes that may be under way or unseen at once.
+#: The most writes that may be in flight or unseen at once.
 _WINDOW = 64
 Table = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """small_slots: of each pool to which chunks are written."""
+    """small_slots: slots in the pool of each writer."""
 
     entries: int = option(1_000_000, "Entries of each table.", min=1)
-    changed: tuple[int, ...] = option((10_000, 50_000), "Entries that change between two looks.")
-    repeats: int = option(5, "Rounds of all looks.", min=1)
-    puts: int = option(500, "Writes of each server whose delay is measured.", min=1)
-    puts_per_s: float = option(20.0, "Writes of each server per second.", min=1)
-    regions: tuple[int, ...] = option((1, 10, 100), "Regions that an idle follower has.")
-    idle_entries: int = option(100_000, "Entries of each of their tables.", min=1)
-    idle_s: float = option(20.0, "Seconds for which an idle follower is watched.", min=0.1)
-    follow_ms: float = option(FOLLOW_MS, "Interval of the follower's looks.", min=1)
-    seed: int = option(1, "Seed of keys, of slots and of pauses.")
+    changed: tuple[int, ...] = option((10_000, 50_000), "Entries that change between two scans.")
+    repeats: int = option(5, "Rounds of all scans.", min=1)
+    puts: int = option(500, "Writes per server whose delay is measured.", min=1)
+    puts_per_s: float = option(20.0, "Writes per second and server.", min=1)
+    regions: tuple[int, ...] = option((1, 10, 100), "Regions that an idle follower follows.")
+    idle_entries: int = option(100_000, "Entries per region of an idle follower.", min=1)
+    idle_s: float = option(20.0, "Seconds for which an idle follower is measured.", min=0.1)
+    follow_ms: float = option(FOLLOW_MS, "Milliseconds between the follower's scans.", min=1)
+    seed: int = option(1, "Seed for keys, slots and pauses.")
     directory: Path = option(
         Path("build/bench/disk"), "Directory for tables and logs.", flag="--dir"
     )
@@ -91,7 +91,7 @@ class Settings:
         lap = LOG_PAGES_MAX * RECORDS_PER_PAGE
         most = min(self.entries, lap - RECORDS_PER_PAGE)
         if max(self.changed) > most:
-            raise BenchError(f"not {max(self.changed)} of {self.entries} entries can change")
+            raise BenchError(f"{max(self.changed)} of {self.entries} entries cannot change")
 
     @property
     def disk_bytes(self) -> int:
@@ -103,17 +103,17 @@ class Settings:
         return len(_LOG_PAGES) * large + sum(self.regions) * idle + small
 
     def plan(self, target: Path, by: str) -> Plan:
-        """Of the server whose writes are seen by scans, or by its log."""
+        """Return the plan of the server whose writes are found by scans, or by its log."""
         rate = self.puts, self.puts_per_s
         seed = 2 * self.seed + (by == LOG)
         return Plan(str(target), seed, self.small_slots, _LOG_PAGES[by], *rate)
 
 
 class _Server:
-    """A made-up server that holds its directory and has a full table."""
+    """A simulated server that holds its directory and has a full table."""
 
     def __init__(self, target: Path, index: int, table: Table, log_pages: int, seed: str) -> None:
-        """table: uint8[n, 64], as `_made_up_table` makes it."""
+        """Create the server's files. table: uint8[n, 64] from `_made_up_table`."""
         directory = target / KEYSPACE.digest / f"engine-{index}" / "rank-0"
         directory.mkdir(parents=True)
         self.table = directory / TABLE_FILE
@@ -150,7 +150,7 @@ class _Server:
         write_superblock(directory, superblock)
 
     def write_some(self, count: int) -> None:
-        """Store new chunks in so many slots: their entries, and then their records."""
+        """Store new chunks in `count` slots: first their entries, then their log records."""
         records = []
         for slot in self._dice.sample(range(self._slots), count):
             self._generation += 1
@@ -176,14 +176,14 @@ def _made_up_table(slots: int, dice: random.Random) -> Table:
 
 
 def _with_other_keys(table: Table, dice: random.Random) -> Table:
-    """The same with each key changed in the same bits: so are the checksums, which are linear."""
+    """Flip the same bits in every key, and so in every checksum, because checksums are linear."""
     first, second = (encode_entry(0, _identity(dice, 1), _EPOCH) for _ in range(2))
     return table ^ (np.frombuffer(first, np.uint8) ^ np.frombuffer(second, np.uint8))
 
 
 @contextlib.contextmanager
 def _table() -> Iterator[int]:
-    """The memory of a foreign table."""
+    """Create memory for a foreign table."""
     fd = os.memfd_create("foreign", os.MFD_CLOEXEC)
     try:
         yield fd
@@ -194,16 +194,16 @@ def _table() -> Iterator[int]:
 def _looks(
     settings: Settings, by: str, server: _Server, target: Path, number: int
 ) -> Iterator[Sample]:
-    """One round: a first look, one without changes, and one for each number of changes."""
+    """Measure one round: a first scan, one without changes, and one per number of changes."""
     with _table() as fd:
         table = ForeignWriter(fd, 1)
         owners = Owners(table, 1, time.monotonic)
         scope = Scope((target,), KEYSPACE.digest, _OURS, 1)
-        # By a clock that stands still neither a search for servers nor a whole scan comes between.
+        # With a stopped clock, neither a search for servers nor a full scan becomes due.
         scan = TargetScan(scope, 0, table, owners, lambda: 0.0)
 
         def one(stage: str, entries: int) -> Sample:
-            os.utime(server.table)  # what has not changed for long is not read
+            os.utime(server.table)  # a table that has not changed for long is not read
             cpu_s, wall_s = time.thread_time(), time.perf_counter()
             scan.scan()
             cpu_s, wall_s = time.thread_time() - cpu_s, time.perf_counter() - wall_s
@@ -219,7 +219,7 @@ def _looks(
 
 
 class _Live:
-    """A real follower, and what it has found."""
+    """A real follower and its foreign table."""
 
     def __init__(self, target: Path, fd: int, follow_ms: float) -> None:
         follower = start_follower([target], KEYSPACE.digest, _OURS, 1, fd, follow_ms)
@@ -227,7 +227,7 @@ class _Live:
         self.reader = ForeignReader(fd)
 
     def wait_complete(self, owners: int) -> None:
-        """Wait until so many servers were found whole."""
+        """Wait until the tables of this many servers are complete."""
         numbers = range(1, owners + 1)
         end_s = time.monotonic() + _PATIENCE_S
         while any(self.reader.owner(number).state != COMPLETE for number in numbers):
@@ -235,7 +235,7 @@ class _Live:
             time.sleep(_POLL_S)
 
     def idle(self, seconds: float) -> tuple[float, float]:
-        """Elapsed seconds and the follower's CPU seconds while nothing changes."""
+        """Return elapsed seconds and the follower's CPU seconds while nothing changes."""
         time.sleep(2 * QUIET_S)
         clock = _cpu_clock_of(self._target)
         cpu_s, wall_s = time.clock_gettime(clock), time.perf_counter()
@@ -245,16 +245,16 @@ class _Live:
 
 def _check_patience(end_s: float, what: str) -> None:
     if time.monotonic() > end_s:
-        raise BenchError(f"the follower has not seen {what} within {_PATIENCE_S:.0f} s")
+        raise BenchError(f"the follower did not find {what} within {_PATIENCE_S:.0f} s")
 
 
 def _cpu_clock_of(target: Path) -> int:
-    """The CPU clock of the follower of `target`, which is nobody's child."""
+    """Return the CPU clock of the follower of `target`, which is not a child process."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if bytes(target) in (process / "cmdline").read_bytes():
                 return ~int(process.name) << 3 | 2  # clock_getcpuclockid(3)
-    raise BenchError("the follower has ended")
+    raise BenchError("the follower has exited")
 
 
 @contextlib.contextmanager
@@ -268,7 +268,7 @@ def _following(target: Path, follow_ms: float) -> Iterator[_Live]:
 
 
 class _Arrivals:
-    """When a reader found each chunk of one server."""
+    """The times at which a reader found each chunk of one server."""
 
     def __init__(self, plan: Plan, by: str, writer: Owner) -> None:
         self.by, self.writer = by, writer
@@ -277,7 +277,7 @@ class _Arrivals:
         self._next = 0
 
     def look(self, has: Callable[[bytes], object]) -> bool:
-        """Whether all have come."""
+        """Look for the next chunks; return whether all have been found."""
         for number in range(self._next, min(self._next + _WINDOW, len(self._keys))):
             if not self._found_s[number] and has(self._keys[number]):
                 self._found_s[number] = time.monotonic()
@@ -286,22 +286,22 @@ class _Arrivals:
         return self._next == len(self._keys)
 
     def samples(self) -> Iterator[Sample]:
-        """A chunk that was found before its server heard that it is written has no delay."""
+        """Yield delays: 0 for a chunk found before its server processed the write's completion."""
         written_s = self.writer.completed_s()
         if len(written_s) != len(self._found_s):
-            raise BenchError("a server that was to store chunks has failed")
+            raise BenchError("a server that stores chunks has failed")
         for number, (found, written) in enumerate(zip(self._found_s, written_s, strict=True)):
             yield Sample(PUT, number, 1, max(0.0, found - written), None, self.by)
 
 
 def _delays(settings: Settings, target: Path) -> Iterator[Sample]:
-    """Two servers store chunks, each at its own times; this process looks for them."""
+    """Measure delays: two servers store chunks at independent times; this process finds them."""
     with contextlib.ExitStack() as open_:
         arrivals = []
         for by in _LOG_PAGES:
             plan = settings.plan(target, by)
             writer = open_.enter_context(owner(plan))
-            writer.wait_ready()  # one after the other: each takes the next directory
+            writer.wait_ready()  # before the next starts: each claims the next directory
             arrivals.append(_Arrivals(plan, by, writer))
         live = open_.enter_context(_following(target, settings.follow_ms))
         live.wait_complete(len(arrivals))
@@ -334,7 +334,7 @@ def run(
         entries = _made_up_table(settings.entries, dice)
         large = {by: server(home / by, 1, entries, by) for by in _LOG_PAGES}
         for number in range(settings.repeats):
-            on_progress(number, total, f"looks, round {number + 1}")
+            on_progress(number, total, f"scans, round {number + 1}")
             for by, one in large.items():
                 samples += _looks(settings, by, one, home / by, number)
         on_progress(settings.repeats, total, "delays of writes")
@@ -361,10 +361,10 @@ def _measure(settings: Settings, json_path: Path) -> None:
 COMMANDS = (
     Command(
         "follow",
-        """Measure what following another server's index costs, and when its writes are seen.
+        """Measure the cost of following another server's index, and the delay of its writes.
 
-        Reads table and log of a server with a million entries in this process, and watches a
-        follower of two servers that store chunks and of up to 100 that are idle. Takes two minutes.
+        Reads the table and log of a server with a million entries in this process. Also measures a
+        follower of two servers that store chunks, and of up to 100 idle ones. Takes two minutes.
         """,
         Settings,
         _measure,

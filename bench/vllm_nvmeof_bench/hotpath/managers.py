@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's side: our manager and vLLM's own, driven through vLLM's interface.
+"""The scheduler's side: our manager and vLLM's own, called through vLLM's interface.
 
-Both answer the same calls with the same keys. Their workers are made up: every op of ours succeeds
-at once. Keys are random bytes, and each load has new objects of them, as a new request has.
+Both get the same calls with the same keys. There are no workers: every op of ours succeeds at once.
+Keys are random bytes, and each load uses new key objects, as a new request does.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from vllm_nvmeof_offload.vllm_adapter.sharing import ShareSettings
 KEY_BYTES = 36  # vLLM's: a SHA-256 and the number of a group
 TARGETS = 2
 _FILLED_AT_ONCE = 8192
-#: Requests that decode, and store, beside those that wait.
+#: Requests that decode and store while others wait.
 _DECODING, _OTHERS_SEED = 8, 4
 _TOKENS_PER_CHUNK = 16
 _GROUPS = (Group(0, GroupKind.FULL, _TOKENS_PER_CHUNK),)
@@ -50,7 +50,7 @@ _Result = TypeVar("_Result")
 
 
 def random_keys(seed: Sequence[int], count: int) -> npt.NDArray[np.void]:
-    """Keys of group 0 that differ from those of another seed."""
+    """Return random keys of group 0; every seed gives other keys."""
     rng = np.random.default_rng(seed)
     keys = rng.integers(0, 256, (count, KEY_BYTES), np.uint8)
     keys[:, -GROUP_ID_BYTES:] = 0
@@ -58,12 +58,12 @@ def random_keys(seed: Sequence[int], count: int) -> npt.NDArray[np.void]:
 
 
 def batches_of(keys: npt.NDArray[np.void], chunks: int) -> Batches:
-    """New objects of the keys, `chunks` per op."""
+    """Return new objects for the keys, `chunks` per op."""
     return [keys[at : at + chunks].tolist() for at in range(0, len(keys), chunks)]
 
 
 def _reports(ops: Sequence[int]) -> list[Report]:
-    """All of these ops have succeeded, as a rank reports that in one step."""
+    """Return a rank's reports, in one step, that all these ops have succeeded."""
     if len(ops) == 1:
         return [OpReport(ops[0])]
     seconds = np.zeros(len(ops), np.float32)
@@ -72,7 +72,7 @@ def _reports(ops: Sequence[int]) -> list[Report]:
 
 @dataclass
 class Recorder:
-    """Samples of one side, size and round. Times are of the calling thread."""
+    """Collects the samples of one side, size and round. Times are of the calling thread."""
 
     side: str
     chunks: int
@@ -80,7 +80,7 @@ class Recorder:
     samples: list[Sample] = field(default_factory=list)
 
     def time(self, case: str, stage: str, count: int, call: Callable[[], _Result]) -> _Result:
-        """Call once; count: chunks of all ops together."""
+        """Measure one call. count: chunks of all ops together."""
         began_s = time.thread_time()
         result = call()
         self.add(case, stage, time.thread_time() - began_s, count)
@@ -89,12 +89,12 @@ class Recorder:
     def add(
         self, case: str, stage: str, seconds: float, count: int, locked_s: float | None = None
     ) -> None:
-        """locked_s: those of the seconds in which the thread held the interpreter lock."""
+        """Add a sample. locked_s: the part during which the thread held the interpreter lock."""
         locked_us = None if locked_s is None else 1e6 * locked_s / count
         self._add(case, stage, 1e6 * seconds / count, locked_us=locked_us)
 
     def pickle(self, case: str, count: int, commands: Sequence[Any]) -> None:
-        """To bytes and back, together: vLLM sends a step's jobs to the workers at once."""
+        """Measure pickling and unpickling all commands at once, as vLLM sends a step's jobs."""
         began_s = time.thread_time()
         dumped = pickle.dumps(commands, pickle.HIGHEST_PROTOCOL)
         took_s = time.thread_time() - began_s
@@ -118,7 +118,7 @@ class Recorder:
 def _look_up(
     manager: OffloadingManager, batches: Batches, contexts: Sequence[ReqContext]
 ) -> list[LookupResult]:
-    """As vLLM's scheduler asks for the chunks of waiting requests: key by key."""
+    """Look up the chunks of waiting requests key by key, as vLLM's scheduler does."""
     lookup = manager.lookup
     return [
         lookup(key, context)
@@ -127,7 +127,7 @@ def _look_up(
     ]
 
 
-#: Of 64 KiB each: `hold_and_prefetch` has twice 256 MiB under way for preempted requests.
+#: For chunks of 64 KiB: `hold_and_prefetch` fetches up to twice 256 MiB for preempted requests.
 FETCHES_MAX = 8192
 
 
@@ -136,14 +136,14 @@ def _never(question: Question) -> Answer:
 
 
 class _Manager:
-    """What both sides share: the calls that vLLM makes for requests that load and store."""
+    """The calls that vLLM makes to either manager for requests that load and store."""
 
     def __init__(self, manager: OffloadingManager) -> None:
         self.manager = manager
         self._requests = 0
 
     def contexts(self, batches: Batches) -> list[ReqContext]:
-        """A new request per op."""
+        """Start a new request per op; return their contexts."""
         made = [ReqContext(f"{self._requests + at}") for at in range(len(batches))]
         self._requests += len(batches)
         for context in made:
@@ -156,7 +156,7 @@ class _Manager:
     def ask(
         self, recorder: Recorder, case: str, batches: Batches, contexts: Sequence[ReqContext]
     ) -> int:
-        """Look every chunk up, twice; return how many there are."""
+        """Look up every chunk twice; return the number of chunks."""
         count = sum(map(len, batches))
         found = recorder.time(case, "look_up", count, lambda: self.look_up(batches, contexts))
         assert found.count(LookupResult.HIT) == count, "the chunks were stored"
@@ -166,7 +166,7 @@ class _Manager:
     def ask_again(
         self, recorder: Recorder, case: str, batches: Batches, contexts: Sequence[ReqContext]
     ) -> None:
-        """Look every chunk up as in the next step, in which the requests still wait."""
+        """Look up every chunk as in the next step, in which the requests are still waiting."""
         recorder.time(
             case,
             "look_up_again",
@@ -197,7 +197,7 @@ class _Manager:
 
 
 class OurManager(_Manager):
-    """Ours, with `adopted` chunks in its pool; the CPU tier is full of others."""
+    """Our manager, with `adopted` chunks in its pool."""
 
     manager: NVMeoFOffloadingManager
     _others = 0  # steps of other requests
@@ -209,7 +209,7 @@ class OurManager(_Manager):
         targets: Sequence[Path] = (),
         share: ShareSettings | None = None,
     ) -> None:
-        """targets: directories, for a manager that shares. share: None: with nobody."""
+        """targets: directories, for a manager that shares. share: None: no sharing."""
         super().__init__(NVMeoFOffloadingManager(CoreConfig(reload_cache_share=0.5)))
         hello = RankHello(
             rank=0,
@@ -223,14 +223,14 @@ class OurManager(_Manager):
             tag=_TAG,
             targets=tuple(map(str, targets)),
         )
-        self._keys: dict[str, _Keys] = {}  # of requests that wait
+        self._keys: dict[str, _Keys] = {}  # keys of waiting requests
         queue = Queue(self._keys_of, lambda *_: (), lambda request, key: False, _GROUPS)
         began_s = time.thread_time()
         self.manager.attach([hello], KEY_BYTES, _GROUPS, queue, share=share)
         self.attach_s = time.thread_time() - began_s
 
     def look_up(self, batches: Batches, contexts: Sequence[ReqContext]) -> list[LookupResult]:
-        """As the connector does, which names each request's keys before vLLM asks for them."""
+        """Look up with a request's keys announced first, as the connector does."""
         found = []
         for batch, context in zip(batches, contexts, strict=True):
             self.manager.look_ups.begin(FROM_CPU | FROM_POOL, [batch])
@@ -241,7 +241,7 @@ class OurManager(_Manager):
     def ask_again(
         self, recorder: Recorder, case: str, batches: Batches, contexts: Sequence[ReqContext]
     ) -> None:
-        """As the connector does, after a step in which other requests have stored a chunk each."""
+        """Look up again as the connector does, after a step of other requests' stores."""
         waiting, asked = self.manager.waiting, []
         assert waiting is not None
         for batch, context in zip(batches, contexts, strict=True):
@@ -270,7 +270,7 @@ class OurManager(_Manager):
         return [self._keys[request_id]] if request_id in self._keys else None
 
     def fill(self, keys: npt.NDArray[np.void]) -> None:
-        """Store these chunks, and write them."""
+        """Store these chunks and write them."""
         for batch in batches_of(keys, _FILLED_AT_ONCE):
             plan = self.manager.core.prepare_store(batch)
             assert plan.command is not None
@@ -278,7 +278,7 @@ class OurManager(_Manager):
             self.write_all()
 
     def measure_store(self, recorder: Recorder, batches: Batches) -> None:
-        """Store these chunks, all of them new, and write them."""
+        """Measure storing and writing these chunks, all of them new."""
         manager, count = self.manager, sum(map(len, batches))
         contexts = self.contexts(batches)
         outputs = recorder.time(
@@ -303,7 +303,7 @@ class OurManager(_Manager):
         self.end(contexts)
 
     def measure_load(self, recorder: Recorder, case: str, batches: Batches) -> None:
-        """Load these chunks from the tier that `case` names."""
+        """Measure loading these chunks from the tier named by `case`."""
         manager, contexts = self.manager, self.contexts(batches)
         count = self.ask(recorder, case, batches, contexts)
         find = manager.core.find
@@ -323,8 +323,8 @@ class OurManager(_Manager):
         self.write_all()
 
     def measure_holds(self, recorder: Recorder, cached: Batches, in_pool: Batches) -> None:
-        """Hold the chunks of preempted requests that the CPU tier has, and fetch those that only
-        the pool has, as many as may be under way; then the requests run again."""
+        """Measure holding preempted requests' chunks that are in the CPU tier, and fetching those
+        only in the pool, up to the limit in flight; then release them as if the requests ran."""
         core = self.manager.core
 
         def turns(batches: Batches) -> Callable[[], None]:
@@ -348,12 +348,12 @@ class OurManager(_Manager):
         recorder.time("hold", "release", count, leave)
         if count <= FETCHES_MAX:
             recorder.time("hold", "fetch", count, turns(in_pool))
-            assert len(core.held()) == count, "as many may be under way"
+            assert len(core.held()) == count, "as many may be in flight"
             self.write_all()
             leave()
 
     def write_all(self) -> None:
-        """Write what waits to be written, and end what is being fetched."""
+        """Complete all pending writes and fetches."""
         while commands := self.manager.take_commands():
             assert not any(isinstance(command, CancelCommand) for command in commands)
             ops = [command.op for command in commands]  # type: ignore[union-attr]
@@ -361,7 +361,7 @@ class OurManager(_Manager):
 
 
 class VllmManager(_Manager):
-    """vLLM's own, whose only tier is full of the chunks in `keys`."""
+    """vLLM's own manager, whose only tier is full of the chunks in `keys`."""
 
     def __init__(self, keys: npt.NDArray[np.void]) -> None:
         super().__init__(CPUOffloadingManager(len(keys)))

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench hotpath chunks`: what a chunk costs on every thread for which running requests wait.
+"""`bench hotpath chunks`: the cost per chunk on every thread that requests wait for.
 
-Ours and vLLM's own `CPUOffloadingManager` are in one process, each beside the same number of
-entries, and take turns within a round, in an order drawn from the seed. Every time is CPU time of
-one thread, so that other load of the machine is left out as far as it can be. Garbage is collected
-as in production: what exists before the managers is frozen, as vLLM's engine does at its start, and
-the collector stays enabled. The first round warms up and is not kept.
+Our manager and vLLM's own `CPUOffloadingManager` are in one process, with the same number of
+entries each, and take turns within a round, in an order drawn from the seed. Times are CPU time of
+one thread, to exclude other load of the machine as far as possible. Garbage collection is as in
+production: objects older than the managers are frozen, as vLLM's engine does at its start, and the
+collector stays enabled. The first round is a warm-up and is discarded.
 
-Each round makes our manager again from a table of the pool, which is the sample of adoption, fills
-its CPU tier, so that every store evicts, and measures every size: an op of so many chunks, and ops
-of one chunk each, which show what an op costs beside its chunks. vLLM's manager stays full.
+Each round recreates our manager from a pool's table, which is the sample of adoption. Then it fills
+the CPU tier, so that every store evicts, and measures every size: one op of that many chunks, and
+ops of one chunk each, which show the cost per op. vLLM's manager stays full.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ _MEMORY_CACHE_SLOTS = 4096
 
 @dataclass(frozen=True)
 class Settings:
-    """ops: of one chunk each, of which one sample is made: so many requests may begin a step with
-    a state of their own. entries: chunks in the index of each manager."""
+    """ops: one-chunk ops per sample; as many requests, each with its own state, may start in one
+    step."""
 
-    chunks: tuple[int, ...] = option((512, 8192, 65_536), "Chunks of an op.")
-    entries: int = option(1_000_000, "Chunks that each manager knows.", min=1)
-    repeats: int = option(7, "Rounds of everything; one more warms up.", min=1)
-    seed: int = option(1, "Seed of the keys and of the order.")
+    chunks: tuple[int, ...] = option((512, 8192, 65_536), "Chunks per op.")
+    entries: int = option(1_000_000, "Chunks in each manager's index.", min=1)
+    repeats: int = option(7, "Measured rounds, after a warm-up round.", min=1)
+    seed: int = option(1, "Seed for keys and order.")
     directory: Path = option(
         Path("build/bench/disk"),
         "Directory for the pool's table, 64 bytes per entry.",
@@ -70,23 +70,23 @@ class Settings:
         check_positive(self, "chunks", "entries", "repeats")
         if self.entries < 2 * (self.cache_slots + 2 * sum(self.sizes.values())):
             raise BenchError(
-                f"{self.entries} entries are too few for ops of {max(self.chunks)} chunks: what is "
-                "loaded from the pool must not be evicted before"
+                f"{self.entries} entries are too few for ops of {max(self.chunks)} chunks: chunks "
+                "must not be evicted from the pool before they are loaded"
             )
 
     @property
     def sizes(self) -> dict[int, int]:
-        """By chunks of an op: chunks of all ops of one sample."""
+        """Chunks per op → chunks per sample."""
         return {ONE: self.ops} | {one: one for one in self.chunks}
 
     @property
     def cache_slots(self) -> int:
-        """A store of the largest size fits twice, because half of them may wait to be written."""
+        """Cache slots for two stores of the largest size: half may hold chunks not yet written."""
         return 2 * max(self.sizes.values())
 
 
 class Table:
-    """The tables of a pool that is full, on disk: what a rank adopts at its start."""
+    """The tables of a full pool on disk, which a rank adopts at its start."""
 
     def __init__(self, directory: Path, keys: npt.NDArray[np.void], targets: int) -> None:
         self._counts = slots_by_target(len(keys), targets)
@@ -98,7 +98,7 @@ class Table:
             path.write_bytes(b"".join(entries))
 
     def adopt(self) -> tuple[AdoptedEntries, float]:
-        """The entries, and the CPU seconds that they took."""
+        """Return the adopted entries, and the CPU seconds that adoption took."""
         fds = [os.open(path, os.O_RDONLY) for path in self._paths]
         try:
             slabs: Any = [
@@ -120,7 +120,7 @@ class Table:
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """The collector as vLLM's engine has it from its start on."""
+    """Freeze existing objects for the garbage collector, as vLLM's engine does at its start."""
     gc.collect()
     gc.freeze()
     try:
@@ -130,7 +130,7 @@ def frozen() -> Iterator[None]:
 
 
 class _Round:
-    """One round: our manager is made again, and filled."""
+    """One round, with a new, filled manager of ours."""
 
     def __init__(
         self, settings: Settings, number: int, table: Table, keys: npt.NDArray[np.void]
@@ -150,7 +150,7 @@ class _Round:
         self._in_pool = keys[len(keys) - len(rows) :][rows]
 
     def measure(self, chunks: int, theirs: managers.VllmManager, rank: Worker) -> None:
-        """All stages of ops of so many chunks."""
+        """Measure all stages of ops of `chunks` chunks."""
         count = self._settings.sizes[chunks]
         new, self._in_pool, in_pool = (
             self._new_keys(count), self._in_pool[count:], self._in_pool[:count],
@@ -171,7 +171,7 @@ class _Round:
             self.samples += recorder.samples
 
     def _new_keys(self, count: int) -> npt.NDArray[np.void]:
-        """Chunks that nobody has stored."""
+        """Return keys of chunks that neither manager has stored."""
         self._made += 1
         return managers.random_keys([self._settings.seed, 3, 1 + self._number, self._made], count)
 
@@ -186,7 +186,7 @@ def _start_sample(
 
 def _resident_bytes() -> int:
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what is free must not be used again
+    ctypes.CDLL(None).malloc_trim(0)  # reused free memory would hide growth
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * mmap.PAGESIZE
 
@@ -194,7 +194,7 @@ def _resident_bytes() -> int:
 def _fill_managers(
     settings: Settings, table: Table
 ) -> tuple[managers.VllmManager, Iterator[Sample]]:
-    """vLLM's manager, full, and the memory of both indexes; ours is thrown away."""
+    """Return vLLM's manager, full, and the memory of both indexes; ours is discarded."""
     adopted, _ = table.adopt()
     before = _resident_bytes()
     ours = managers.OurManager(adopted, _MEMORY_CACHE_SLOTS)
@@ -213,7 +213,7 @@ def _fill_managers(
 def run(
     settings: Settings, home: Path, on_progress: OnProgress = unheard
 ) -> tuple[list[Sample], dict[str, Any]]:
-    """Return samples and conditions. home: an empty directory, for the pool's tables."""
+    """Return samples and conditions. home: an empty directory for the pool's tables."""
     found = {
         **at_start(home), "settings": recorded(settings), "cache_slots": settings.cache_slots,
     }  # fmt: skip
@@ -245,10 +245,10 @@ def _measure(settings: Settings, json_path: Path) -> None:
 COMMANDS = (
     Command(
         "hotpath",
-        """Measure the cost per chunk on the scheduler's, the model's and the pipeline's thread.
+        """Measure the cost per chunk on the scheduler's, the model's and the pipeline's threads.
 
-        Ours and vLLM's own CPU offloading manager take turns in this process, each beside a
-        million chunks; nothing is copied, read or written. Takes 2 minutes and 2 GiB of memory.
+        Our manager and vLLM's CPU offloading manager take turns in this process, each with a
+        million chunks; no data is copied, read or written. Takes 2 minutes and 2 GiB of memory.
         """,
         Settings,
         _measure,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that stores a chunk now and then: `python -m vllm_nvmeof_bench.hotpath.owner PLAN`.
+"""A writer that stores chunks at random times: `python -m vllm_nvmeof_bench.hotpath.owner PLAN`.
 
-The chunks go through the product's pool and I/O engine, whose table thread writes table and log.
-The process prints a line when its pool is there, begins when it is sent one, and prints when each
-write was completed. It keeps the pool open until its stdin ends.
+It uses the product's pool and I/O engine, whose table thread writes the table and the log. The
+process prints a line once its pool is open, begins when it receives a line, and prints the time at
+which each write completed. It keeps the pool open until the end of its stdin.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _CLOSE_S_MAX = 30.0
 
 @dataclass(frozen=True)
 class Plan:
-    """puts: chunks to store, puts_per_s of them per second, at random times. slots: of the pool.
+    """puts: chunks to store, at random times, puts_per_s on average. slots: slots of the pool.
 
-    log_pages: 0: there is no log, so that others have to scan the table.
+    log_pages: 0: no log, so that others must scan the table.
     """
 
     target: str
@@ -51,7 +51,7 @@ class Plan:
     puts_per_s: float
 
     def key(self, number: int) -> bytes:
-        """The key of the chunk that is stored as this one."""
+        """Return the key of a chunk by its number."""
         return random.Random(f"{self.seed} {number}").randbytes(32) + bytes(4)
 
     @property
@@ -59,7 +59,7 @@ class Plan:
         return self._spec().pool_bytes
 
     def open(self) -> Pool:
-        """The first pool on the target that is free."""
+        """Open the first free pool on the target."""
         return Pool.open(self._spec())
 
     def _spec(self) -> PoolSpec:
@@ -70,30 +70,30 @@ class Plan:
 
 
 class Owner:
-    """The process from the outside. Use `owner`."""
+    """A handle for the writer's process. Created by `owner`."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
     def wait_ready(self) -> None:
-        """Raises: BenchError: the process has ended."""
+        """Wait until the pool is open; raise BenchError if the process exits."""
         assert self._process.stdout is not None
         if not self._process.stdout.readline():
-            raise BenchError("a server that was to store chunks has ended")
+            raise BenchError("a server that stores chunks has exited")
 
     def begin(self) -> None:
         assert self._process.stdin is not None
         print(file=self._process.stdin, flush=True)
 
     def completed_s(self) -> list[float]:
-        """When each write was completed, by `time.monotonic`. Ends the process."""
+        """Return each write's completion time, by `time.monotonic`; end the process."""
         written: list[float] = json.loads(self._process.communicate()[0] or "[]")
         return written
 
 
 @contextmanager
 def owner(plan: Plan) -> Iterator[Owner]:
-    """Run it."""
+    """Run a writer's process."""
     command = [sys.executable, "-m", __name__, json.dumps(asdict(plan))]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)

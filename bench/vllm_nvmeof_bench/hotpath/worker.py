@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's side: the model's thread and the pipeline's, over engines that answer at once.
+"""The worker's side: the model's and the pipeline's threads, with engines that complete at once.
 
-The adapter, the runner and the pipeline are the product's. No byte moves: a copy and an I/O
-operation have ended as soon as they are submitted. What a thread costs is its CPU time.
+The adapter, the runner and the pipeline are the product's. No data moves: copies and I/O operations
+are complete as soon as they are submitted. A thread's cost is its CPU time.
 
-While the pipeline's thread runs, it holds the interpreter lock except in native sections, which
-count their own CPU time. What the thread used beside them is reported as time with the lock, so
-that it is never too low. It is too high by the system calls for which Python itself releases the
-lock, two per turn at most, and by the reading of the clock, once per section.
+The pipeline's thread holds the interpreter lock except in native sections, which count their own
+CPU time. The rest of the thread's CPU time is reported as time with the lock. This figure is never
+too low. It is too high by the system calls for which Python itself releases the lock, at most two
+per turn, and by one reading of the clock per section.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _POLL_S = 0.0005
 
 
 class InstantCopy:
-    """A copy engine whose copies end when they are submitted."""
+    """A copy engine whose copies complete when they are submitted."""
 
     makes_checksums = False
 
@@ -83,7 +83,7 @@ class InstantCopy:
     ) -> int:
         self._tickets += 1
         self._done.append((self._tickets, OK))
-        if len(self._done) == 1:  # real engines wake from threads of their own
+        if len(self._done) == 1:  # real engines wake it from their own threads
             self._wake()
         return self._tickets
 
@@ -96,7 +96,7 @@ class InstantCopy:
 
 
 class InstantIo:
-    """An I/O engine whose operations end when they are submitted, as native lanes."""
+    """An I/O engine of native lanes whose operations complete when they are submitted."""
 
     name = "instant"
     stamp = Stamp(1, bytes(TAG_BYTES))
@@ -134,7 +134,7 @@ class InstantIo:
 
 
 class Worker:
-    """One rank's worker, with cache slots for `chunks_max` chunks; `close` ends its thread."""
+    """One rank's worker with `chunks_max` cache slots; `close` ends its thread."""
 
     def __init__(self, chunks_max: int) -> None:
         self._slots = chunks_max
@@ -156,7 +156,7 @@ class Worker:
         assert thread.ident is not None
         self._clock = time.pthread_getcpuclockid(thread.ident)
         self.runner = runner
-        nothing: Any = None  # no bytes: neither memory nor a pool
+        nothing: Any = None  # no data, hence neither staging nor a pool
         geometry = CacheGeometry([(Group(0, GroupKind.FULL, 16), [tensor])])
         parts = RankWorker(runner, geometry, copy, io, nothing, None)
         self._worker = NVMeoFOffloadingWorker(parts)
@@ -168,8 +168,7 @@ class Worker:
         meter_unlocked(False)
 
     def measure(self, recorder: Recorder, keys: Sequence[Sequence[bytes]]) -> None:
-        """Store chunks, write them, load them from their cache slots and from the pool. keys: of
-        each op."""
+        """Store, write, and load chunks from cache slots and from the pool. keys: per op."""
         ends = np.cumsum([len(op) for op in keys]).tolist()
         slots = [
             np.arange(end - len(op), end, dtype=np.int32)
@@ -178,7 +177,7 @@ class Worker:
         blocks = [GPULoadStoreSpec(self._blocks[one].tolist(), [len(one)], [0]) for one in slots]
         worker = self._worker
         for case in ("store", "write", "cpu", "pool"):
-            # The manager writes what a step has stored in one op.
+            # The manager writes all chunks that a step has stored in one op.
             rows = [np.concatenate(slots)] if case == "write" else slots
             named = [list(chain.from_iterable(keys))] if case == "write" else keys
             given = {self._next(): self._batch(case, *one) for one in zip(named, rows, strict=True)}
@@ -201,12 +200,12 @@ class Worker:
         calls: Sequence[Callable[[], object]],
         chunks: Mapping[int, int],
     ) -> None:
-        """Hand over, wait until every chunk is reported. chunks: by op."""
+        """Submit the calls and wait for the reports of all chunks. chunks: number by op."""
         count = left = sum(chunks.values())
         began_s, end_s = time.clock_gettime(self._clock), time.monotonic() + _DONE_S_MAX
         unlocked_before_s = unlocked_s()
 
-        def submit() -> None:  # as the connector does for the jobs of a step
+        def submit() -> None:  # as the connector submits the jobs of a step
             with self._worker.together():
                 for call in calls:
                     call()
@@ -220,7 +219,7 @@ class Worker:
             took_s = time.thread_time() - take_s
             reports = self._worker.take_reports()[0]
             if reports:
-                finished_s, took_s = finished_s + took_s, 0.0  # only calls that found something
+                finished_s, took_s = finished_s + took_s, 0.0  # only calls that returned reports
             for report in unpacked(reports):
                 if isinstance(report, OpReport):
                     left -= chunks[report.op] if report.indexes is None else len(report.indexes)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench peers`: a load that two servers' storage links share."""
+"""`bench peers`: a load over two servers' storage links."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that reads for another one: `python -m vllm_nvmeof_bench.peers.helper PLAN`.
+"""A server that reads for another server: `python -m vllm_nvmeof_bench.peers.helper PLAN`.
 
-It has the product's pipeline and native machine over a small pool of its own beside the other
-server's, whose region it opens read-only. Its reads share a link of so many bytes per second. It
-prints its address, and serves until its stdin ends.
+It runs the product's pipeline and native machine over its own small pool, and opens the other
+server's region read-only. Its reads share a simulated link. It prints its address, and serves until
+the end of its stdin.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vllm_nvmeof_offload.worker.regions import RegionFiles
 from vllm_nvmeof_offload.worker.serving import Serve, ServeQueue
 
 BLOCK_BYTES = 128 * KIB
-#: Of the server that loads, whose directory is the first one there.
+#: The loading server, which has the first directory.
 _OWNER, _ENGINE_INDEX = 1, 0
 _OWN_CHUNKS = 8
 _ATTACH = 1
@@ -40,9 +40,9 @@ _CLOSE_S_MAX = 30.0
 
 @dataclass(frozen=True)
 class Plan:
-    """directory: of both servers' pools. pool_uuid: of that of the server that loads, in hex.
+    """directory: target of both servers' pools. pool_uuid: UUID of the loading server's, in hex.
 
-    slots: that the helper reads into for others. bytes_per_s: of its link; 0: as fast as it is.
+    slots: slots into which the helper reads for others. bytes_per_s: its link's rate; 0: no limit.
     """
 
     directory: str
@@ -65,26 +65,26 @@ class Plan:
 
 
 class Helper:
-    """The process from the outside. Use `helper`."""
+    """A handle for the helper's process. Created by `helper`."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line:
-            raise BenchError("the server that was to help has ended")
+            raise BenchError("the helping server has exited")
         self.address: str = line.strip()
-        #: CPU seconds of the process so far.
+        #: Returns the CPU seconds of the process so far.
         self.cpu_s = cpu_clock(process.pid)
 
 
 def cpu_clock(pid: int) -> Callable[[], float]:
-    """A function that returns the CPU seconds of a process so far."""
+    """Return a function that returns the CPU seconds of a process so far."""
     return partial(time.clock_gettime, ~pid << 3 | 2)  # clock_getcpuclockid(3)
 
 
 @contextmanager
 def helper(plan: Plan) -> Iterator[Helper]:
-    """Run it."""
+    """Run a helper's process."""
     command = [sys.executable, "-m", __name__, json.dumps(asdict(plan))]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
@@ -97,7 +97,7 @@ def helper(plan: Plan) -> Iterator[Helper]:
 
 
 def linked_engine(rig: Rig, stack: contextlib.ExitStack, bytes_per_s: float) -> IoEngine:
-    """An I/O engine whose reads share a link. bytes_per_s: 0: they share nothing."""
+    """Open an I/O engine whose reads share a link. bytes_per_s: 0: no link."""
     engine = rig.open_engine(stack)
     if not bytes_per_s:
         return engine

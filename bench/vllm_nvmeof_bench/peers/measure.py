@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench peers`: one load over a server's own storage link, and over that of a second server too.
+"""`bench peers`: a load over a server's own storage link, and over a second server's too.
 
-This process is the server that loads: the product's pipeline and native machine over a pool on the
-disk. `helper` is the second one, a process with the same pool's region open. The reads of each
-share a link of so many bytes per second, which stands in for an NVMe-oF target's.
+This process is the loading server: the product's pipeline and native machine over a pool on the
+disk. `helper` is the second server, a process that opens the same pool's region. The reads of each
+server share a simulated link, which stands in for the one to an NVMe-oF target.
 
     without   there is no peer
-    absent    a peer is configured, and nobody answers there
+    absent    a peer is configured, but nothing listens at its address
     both      the helper is the peer
-    landing   likewise, and every other chunk stays in the CPU tier
-    vllm_p2p  two processes with vLLM's tiering instead (`vllm_tiers`), beside chunks in messages
+    landing   as both, with every other chunk also kept in the CPU tier
+    vllm_p2p  two processes with vLLM's tiering instead (`vllm_tiers`)
 
-What serving costs the helper's own loads is measured in this process alone (`serving`).
+The cost of serving to the helper's own loads is measured within this process (`serving`).
 
-All arms load the same chunks in each round, in an order drawn from the seed. "GPU memory" is zeroed
-before each load, and compared with what was written after it: no figure is of wrong bytes.
+Each round measures all arms with the same chunks, in an order drawn from the seed. "GPU memory" is
+zeroed before each load and compared with the written bytes after it, so that no result is from
+wrong data.
 """
 
 from __future__ import annotations
@@ -79,33 +80,33 @@ _SETTLE_S = 2.0
 
 @dataclass(frozen=True)
 class Settings:
-    """tier_chunks: of the staging memory, a quarter of which loads pass through."""
+    """tier_chunks: cache slots of the staging memory."""
 
     rates: tuple[str, ...] = option(
-        ("400:400", "200:600", "600:200"), "MB/s of the own link and of the peer's."
+        ("400:400", "200:600", "600:200"), "MB/s of the server's link and of the peer's."
     )
     arms: tuple[str, ...] = option(tuple(ARMS), "Arms of a load.")
     rounds: int = option(5, "Rounds of all arms.", min=1)
-    chunks: int = option(256, "Chunks of a load.", min=4)
+    chunks: int = option(256, "Chunks per load.", min=4)
     chunk_bytes: int = size_option(2 * MIB, "Payload of a chunk.", flag="--chunk")
-    idle_s: float = option(30.0, "Seconds for which idle servers are watched; 0: not.", min=0)
+    idle_s: float = option(30.0, "Seconds for which idle servers are measured; 0: none.", min=0)
     serving_loads: int = option(
         20,
-        "Loads of the helper per round, size and arm, alone and while it serves; 0: none.",
+        "The helper's loads per round, size and arm, with and without serving; 0: none.",
         min=0,
     )
-    seed: int = option(1, "Seed of contents and orders.")
-    directory: Path = option(Path("build/bench/disk"), "Directory of the pool.", flag="--dir")
+    seed: int = option(1, "Seed for contents and orders.")
+    directory: Path = option(Path("build/bench/disk"), "Directory for the pool.", flag="--dir")
     tier_chunks: int = 128
 
     def __post_init__(self) -> None:
         check_names("arm", self.arms, tuple(ARMS))
         check_positive(self, "rounds", "chunks")
         if self.chunk_bytes % BLOCK_BYTES:
-            raise BenchError(f"a chunk is a multiple of {BLOCK_BYTES} bytes")
+            raise BenchError(f"a chunk must be a multiple of {BLOCK_BYTES} bytes")
         for rates in self.rates:
             if min(link_rates(rates)) <= 0:
-                raise BenchError(f"{rates}: a link has more than 0 MB/s")
+                raise BenchError(f"{rates}: a link's rate must be above 0 MB/s")
 
     @property
     def rig(self) -> RigSettings:
@@ -126,7 +127,7 @@ class Settings:
 
 
 class _Worker(NamedTuple):
-    """The load's side of an arm."""
+    """The loading side of an arm."""
 
     copy: Any
     runner: PipelineRunner
@@ -135,7 +136,7 @@ class _Worker(NamedTuple):
 
 @dataclass
 class _Pair:
-    """Both servers, at one pair of rates."""
+    """Both servers, at one pair of link rates."""
 
     rig: Rig
     settings: Settings
@@ -143,7 +144,7 @@ class _Pair:
     stack: contextlib.ExitStack
 
     def open(self, home: Path, *arms: str) -> tuple[dict[str, _Worker], Helper]:
-        """Raises: BenchError: the two do not connect."""
+        """Start the helper and the arms' workers; raise BenchError if they do not connect."""
         rig = self.rig
         (region,) = rig.pool.directories
         plan = Plan(
@@ -193,7 +194,7 @@ class _Pair:
         return _Worker(*worker, clients)
 
     def load(self, worker: _Worker, second: Helper, arm: str, number: int) -> Sample:
-        """Raises: BenchError: a chunk failed, or other bytes came."""
+        """Measure a load; raise BenchError if a chunk failed or its bytes are wrong."""
         rig, count, clients = self.rig, self.settings.chunks, worker.clients
         rig.copy, rig.runner = worker.copy, worker.runner
         pieces = [rig.pieces(chunk) for chunk in range(count)]
@@ -225,14 +226,14 @@ class _Pair:
         return self.stack.enter_context(vllm_pair(plan, (own, peer)))
 
     def load_vllm(self, pair: VllmPair, number: int) -> Sample:
-        """Raises: BenchError: a chunk is missing, or other bytes came."""
+        """Measure a load by vLLM; raise BenchError if a chunk is missing or its bytes are wrong."""
         count = self.settings.chunks
         seconds, pulled, cpu_s, helper_s = pair.load(count)
         where = LOAD, self.rates, MESSAGES, VLLM_P2P, number
         return Sample(*where, seconds, count * self.settings.chunk_bytes, pulled, cpu_s, helper_s)
 
     def idle(self, home: Path, arm: str) -> Sample:
-        """Both servers after a load, connected if the arm says so."""
+        """Measure both servers idle after a load, connected if the arm is `BOTH`."""
         workers, second = self.open(home, arm)
         self.load(workers[arm], second, arm, 0)
         time.sleep(_SETTLE_S)
@@ -244,7 +245,7 @@ class _Pair:
 
 
 def _nowhere() -> str:
-    """An address where nobody listens."""
+    """Return an address on which nothing listens."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return f"tcp://127.0.0.1:{found.getsockname()[1]}"
@@ -256,7 +257,7 @@ def _loads(pair: _Pair, home: Path, on_step: OnProgress) -> Iterator[Sample]:
     vllm = pair.open_vllm(home) if VLLM_P2P in arms else None
     workers, second = pair.open(home / _POOL, *(arm for arm in arms if arm != VLLM_P2P))
     for arm, worker in workers.items():
-        pair.load(worker, second, arm, -1)  # the rates of both links are not known before
+        pair.load(worker, second, arm, -1)  # not kept: it lets the worker learn both links' rates
     done = itertools.count()
     if vllm is not None:
         pair.load_vllm(vllm, -1)
@@ -283,12 +284,12 @@ def run(
 ) -> tuple[list[Sample], dict[str, Any]]:
     """Return samples and conditions. home: an empty directory.
 
-    Raises: BenchError: a load failed or brought wrong bytes.
+    Raises: BenchError: a load failed or returned wrong bytes.
     """
     found = {**at_start(home), "settings": recorded(settings)}
     samples: list[Sample] = []
     with contextlib.ExitStack() as stack:
-        on_progress(0, 0, "writing the pool once")
+        on_progress(0, 0, "writing the pool")
         slots = _SERVE_SLOTS if settings.serving_loads else 0
         rig = stack.enter_context(contextlib.closing(Rig(home / _POOL, settings.rig, slots)))
         rig.write_all()
@@ -320,10 +321,10 @@ COMMANDS = (
         "peers",
         """Measure a load over a server's own storage link, and over a second server's too.
 
-        Two processes with the product's worker and peers, whose reads are limited to so many MB/s
-        each; and two processes with vLLM's tiering and its p2p tier. Before them, loads of a server
-        that serves a peer meanwhile. Takes eight minutes and 1.1 GiB of the disk. Nothing else
-        should run meanwhile.
+        Runs two processes with the product's worker and peers, each with limited reads, and two
+        processes with vLLM's tiering and its p2p tier. Before these, it measures the loads of a
+        server while it serves peers. Takes eight minutes and 1.1 GiB of disk. Nothing else should
+        run at the same time.
         """,
         Settings,
         _measure,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A helper's own loads: alone, and while peers ask it for chunks all the time.
+"""A helper's own loads, with and without a constant load from peers.
 
-This process is the helper. In place of peers a thread asks its pipeline, as the server of its peers
-does, for as many chunks as the serve slots hold, and again for one as each comes.
+This process is the helper. A thread stands in for the peers: like the peer server, it requests
+chunks from the pipeline, as many as there are serve slots, and another whenever one completes.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.peers.base import ServeRead
 from vllm_nvmeof_offload.worker.serving import OwnRegion, Serve, ServeQueue
 
-#: Of the own loads, in chunks.
+#: Sizes of the helper's own loads, in chunks.
 _SIZES = (4, 16)
 _PAUSE_S = 0.01, 0.03  # between loads
 _SETTLE_S = 0.3
-#: A target from which a load has just read reads less for peers.
+#: First a pause, because a target reads less for peers just after a load; then the measured time.
 _FORGOTTEN_S, _PEERS_S = 2.5, 3.0
 _WITHIN_S = 60.0
 
 
 class _Peers(threading.Thread):
-    """Asks while `asks` is set."""
+    """A thread that requests chunks while `asks` is set."""
 
     def __init__(self, rig: Rig, queue: ServeQueue) -> None:
         super().__init__(name="asks", daemon=True)
@@ -54,7 +54,7 @@ class _Peers(threading.Thread):
         self._rig, self._queue = rig, queue
         self._numbers = itertools.count()
         self._free = list(range(rig.staging.serve_slots))
-        self._slots: dict[int, int] = {}  # by token
+        self._slots: dict[int, int] = {}  # token → slot
         self._ends = threading.Event()
         self.start()
 
@@ -91,7 +91,7 @@ class _Peers(threading.Thread):
 
 class _Helper:
     def __init__(self, rig: Rig, rates: str, stack: contextlib.ExitStack, seed: int) -> None:
-        """Reads share a link with the first rate."""
+        """Open the helper; its reads share a link with the first of `rates`."""
         self._rig, self._rates = rig, rates
         self._dice = random.Random(f"{seed} serving")
         waker, own_rate = Waker(), link_rates(rates)[0]
@@ -142,9 +142,9 @@ class _Helper:
 def serving(
     rig: Rig, rates: str, rounds: int, loads: int, seed: int, on_progress: OnProgress
 ) -> Iterator[Sample]:
-    """So many loads of each size and arm in each round. rates: of which the first is the helper's.
+    """Measure `loads` loads per size, arm and round. rates: the first is the helper's link's.
 
-    Raises: BenchError: a load failed, or what peers asked for.
+    Raises: BenchError: a load or a read for peers failed.
     """
     with contextlib.ExitStack() as stack:
         helper = _Helper(rig, rates, stack, seed)

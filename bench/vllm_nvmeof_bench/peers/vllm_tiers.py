@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own tiering with its p2p tier: `python -m vllm_nvmeof_bench.peers.vllm_tiers PLAN`.
 
-Each of two processes has vLLM's whole manager over its CPU tier, an fs tier, and the p2p tier, and
-drives it step by step as vLLM's scheduler does. Of vLLM one name is replaced: the function by which
-the fs tier reads files, by one that calls it for each file, behind a link.
+Each of two processes runs vLLM's whole manager over its CPU tier, an fs tier and the p2p tier, and
+drives it step by step as vLLM's scheduler does. Only one function of vLLM is replaced: that by
+which the fs tier reads files. The replacement calls it for each file, limited by a simulated link.
 
-The p2p tier sends what is in the other server's CPU tier. What that one has on its storage alone,
-its fs tier promotes to there first, all chunks that it was asked for, and then they are written to
-our CPU tier in one go. vLLM takes a chunk from the first tier that has it, so that a chunk on both
-servers' storage would come from our own fs tier. Here each chunk is on one storage alone, in the
-ratio of the links, and our time ends when the last one is in our CPU tier: the copy to the GPU
-that then follows in vLLM is not counted.
+The p2p tier sends chunks from the other server's CPU tier. The fs tier there first promotes all
+requested chunks that are only in storage; then all are written to our CPU tier at once. vLLM uses
+the first tier that has a chunk, so that our own fs tier would read a chunk in both servers'
+storage. Here each chunk is in only one server's storage, divided in the ratio of the links. The
+measured time ends when the last chunk is in our CPU tier: it excludes vLLM's copy to the GPU.
 """
 
 from __future__ import annotations
@@ -39,28 +38,28 @@ from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.servers.faults import FaultPlan
 
 _HOST = "127.0.0.1"
-#: Chunks of the CPU tier besides those of a load.
+#: Room in the CPU tier in addition to the chunks of a load.
 _SPARE_CHUNKS = 4
 _STEP_S = 0.001
 _MEMORY = Path("/dev/shm")
 _LOAD_S_MAX = 60.0
 _CLOSE_S_MAX = 30.0
 _CONNECT_S_MAX, _CONNECT_PAUSE_S = 60.0, 0.3
-#: After a stop the two may have to connect again, which shall not wait for half a minute.
+#: The two may have to reconnect after being stopped; the default timeout is half a minute.
 _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_PLUGINS": "",
     "VLLM_P2P_HANDSHAKE_TIMEOUT_S": "3",
 }
-#: What a load begins with that is not measured: it connects the two again.
+#: Chunks of an unmeasured load before each measured one, which reconnects the two.
 _WARM_CHUNKS = 4
 
 
 @dataclass(frozen=True)
 class Plan:
-    """numbers: of the chunks that this server's storage has. chunks: that its CPU tier has room
-    for. ports: where it listens, and where the other one does. bytes_per_s: of its link.
+    """numbers: the chunks in this server's storage. chunks: capacity of its CPU tier. ports: on
+    which this server and the other one listen. bytes_per_s: rate of its link.
     """
 
     directory: str
@@ -73,7 +72,7 @@ class Plan:
 
 
 class Load(NamedTuple):
-    """cpu_s: of the process that loads; helper_cpu_s: of the other one."""
+    """A load's result. cpu_s: CPU time of the loading process; helper_cpu_s: of the other one."""
 
     seconds: float
     pulled_bytes: int
@@ -82,7 +81,7 @@ class Load(NamedTuple):
 
 
 class _Process:
-    """One of the two from the outside. It is stopped but for the loads: vLLM steps for ever, and
+    """A handle for one of the processes, which is stopped between loads: vLLM steps endlessly, and
     NIXL's threads poll."""
 
     def __init__(self, plan: Plan, stack: contextlib.ExitStack) -> None:
@@ -104,7 +103,7 @@ class _Process:
         for line in self._process.stdout:
             if line.startswith("{"):
                 return dict(json.loads(line))
-        raise BenchError("a process with vLLM's p2p tier has ended")
+        raise BenchError("a process with vLLM's p2p tier has exited")
 
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
@@ -113,26 +112,26 @@ class _Process:
         with contextlib.suppress(subprocess.TimeoutExpired, BrokenPipeError):
             self._process.communicate(timeout=_CLOSE_S_MAX)
         self._process.kill()
-        # Its CPU tier, if it could not remove that itself.
+        # The file of its CPU tier, if the process did not remove it.
         (_MEMORY / f"vllm_offload_{_engine(self._process.pid)}.mmap").unlink(missing_ok=True)
 
 
 class VllmPair:
-    """Both processes. Use `vllm_pair`."""
+    """Both processes. Created by `vllm_pair`."""
 
     def __init__(self, plans: Sequence[Plan], stack: contextlib.ExitStack) -> None:
         self._both = [_Process(plan, stack) for plan in plans]
         for one in self._both:
             one.answer()
         self._signal(signal.SIGSTOP)
-        stack.callback(self._signal, signal.SIGCONT)  # neither ends without the other one
+        stack.callback(self._signal, signal.SIGCONT)  # neither exits while the other is stopped
 
     def _signal(self, number: signal.Signals) -> None:
         for one in self._both:
             one.signal(number)
 
     def load(self, chunks: int) -> Load:
-        """Load the first chunks. Raises: BenchError: one is missing, or other bytes came."""
+        """Load the first chunks; raise BenchError if one is missing or its bytes are wrong."""
         loader, helper = self._both
         self._signal(signal.SIGCONT)
         try:
@@ -141,14 +140,15 @@ class VllmPair:
             found = self._load(chunks)
             if "error" in found:
                 raise BenchError(f"vLLM's p2p tier: {found['error']}")
-            # The check of the bytes is in neither.
+            # Neither time includes the check of the bytes.
             cpu_s, helper_s = found["cpu_s"] - cpu_s, helper.cpu_s() - helper_s
         finally:
             self._signal(signal.SIGSTOP)
         return Load(found["seconds"], found["pulled_bytes"], cpu_s, helper_s)
 
     def _connect(self) -> None:
-        """What was stopped for long may find the other one lost, and its chunks missing."""
+        """Load until both processes are connected: after a long stop each may consider the other
+        lost."""
         end_s = time.monotonic() + _CONNECT_S_MAX
         time.sleep(_CONNECT_PAUSE_S)
         while "error" in (found := self._load(_WARM_CHUNKS)):
@@ -168,8 +168,8 @@ class VllmPair:
 
 @contextmanager
 def vllm_pair(plan: Plan, links: tuple[float, float]) -> Iterator[VllmPair]:
-    """Run both. plan: of the loader, whose chunks they divide; its directory is deleted at the end.
-    links: bytes per second.
+    """Run both processes. plan: the loader's, whose chunks are divided among both; its directory
+    is deleted at the end. links: rates in bytes per second.
     """
     share = links[1] / sum(links)
     far = [n for n in range(plan.chunks) if int((n + 1) * share) > int(n * share)]
@@ -200,7 +200,7 @@ def _free_ports() -> tuple[int, int]:
 
 
 class _Link:
-    """Takes the place of the function by which the fs tier reads files."""
+    """Replaces the function by which the fs tier reads files."""
 
     def __init__(self, bytes_per_s: float, read: Any) -> None:
         self._plan = FaultPlan({"bytes_per_s": bytes_per_s})
@@ -211,7 +211,7 @@ class _Link:
         self, paths: list[str], view: memoryview, offsets: list[int], size: int, direct: bool
     ) -> None:
         now_s = time.monotonic()
-        with self._turn:  # for the whole job at once, so that the link never waits for a thread
+        with self._turn:  # reserves the link for the whole job, so that it never waits for a thread
             ends_s = [self._plan.link_ends_s(size, now_s) for _ in paths]
         for path, offset, end_s in zip(paths, offsets, ends_s, strict=True):
             self._read([path], view, [offset], size, direct)
@@ -219,7 +219,7 @@ class _Link:
 
 
 class _Server:
-    """vLLM's manager, and the chunks that its storage has."""
+    """vLLM's manager, and the chunks in its storage."""
 
     def __init__(self, plan: Plan) -> None:
         from vllm.v1.kv_offload.base import ScheduleEndContext
@@ -239,7 +239,7 @@ class _Server:
         self._manager.on_schedule_end(self._step_ends)
 
     def _store(self, numbers: Sequence[int]) -> None:
-        """Store them as vLLM does when they were computed, which writes their files."""
+        """Store chunks as vLLM does after computing them, which writes their files."""
         keys, context = list(map(_key, numbers)), self._context(None)
         self._manager.on_new_request(context)
         found = self._manager.prepare_store(keys, context)
@@ -252,7 +252,7 @@ class _Server:
         self.forget()
 
     def forget(self) -> None:
-        """Wait for what is under way, and empty the CPU tier."""
+        """Wait for transfers in flight, and empty the CPU tier."""
         self._manager.reset_cache()
         self._rows[:] = 0
         self.step()
@@ -288,7 +288,7 @@ class _Server:
         return {"seconds": seconds, "cpu_s": cpu_s, "pulled_bytes": pulled}
 
     def _missing(self, keys: Sequence[bytes], context: Any) -> int | None:
-        """Ask for each, as the scheduler does for a prefix; None: some are still to come."""
+        """Look up each chunk as the scheduler does; return how many miss, or None while unknown."""
         from vllm.v1.kv_offload.base import LookupResult
 
         found = [self._manager.lookup(key, context) for key in keys]
@@ -296,7 +296,7 @@ class _Server:
         return missing if missing + found.count(LookupResult.HIT) == len(keys) else None
 
     def _context(self, port: int | None) -> Any:
-        """Of a new request. port: of the server that may have its chunks too."""
+        """Return a new request's context. port: of the other server, which may have its chunks."""
         from vllm.v1.kv_offload.base import ReqContext
 
         self._requests += 1
@@ -305,12 +305,12 @@ class _Server:
         return ReqContext(name, {"remote_kv_source": source} if port else None)
 
     def close(self) -> None:
-        del self._rows  # it would keep the memory of the tier mapped
+        del self._rows  # would keep the tier's memory mapped
         self._manager.shutdown()
 
 
 def _manager(plan: Plan) -> Any:
-    """vLLM's, of one group on one rank."""
+    """Return vLLM's manager, with one group and one rank."""
     from vllm.v1.kv_offload import config as fields
     from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
@@ -334,7 +334,7 @@ def _manager(plan: Plan) -> Any:
 
 
 def _engine(pid: int) -> str:
-    """vLLM names the file of a CPU tier after it."""
+    """Return the engine's name, after which vLLM names the CPU tier's file."""
     return f"bench-{pid}"
 
 

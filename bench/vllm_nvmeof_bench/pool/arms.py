@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arms of `bench pool` at one block size: our engines, fio, a bare ring loop, vLLM's fs tier.
 
-Block i has place i of the staging memory and place i of the arm's storage, which was all written
-before. An arm in this process is a `Mover`: its CPU time is the process's clock, which counts all
-threads, io_uring's kernel workers and the little that the loop itself takes. fio and the ring loop
-are processes of their own, on our pool's slab: one ring's writes to files in other places of a disk
-differed by up to 17 %. Each block has its own memory in the ring, too: some disks write buffers
-that are still in cache, as those of fio's `depth` blocks are, up to 10 % faster.
+Block i uses place i of the staging memory and place i of the arm's storage, all of which was
+written before. An arm in this process is a `Mover`: its CPU time is that of the process, with all
+threads, io_uring's kernel workers and the small cost of the loop itself. fio and the ring loop are
+separate processes that use our pool's slab: one ring's writes to files in different places of a
+disk differed by up to 17 %. In the ring, too, each block has its own memory: some disks write
+buffers that are still in cache, such as those of fio's `depth` blocks, up to 10 % faster.
 
-Latencies: of a job for `single_*` (one job per round: its time is p50, and p99 is not known), of a
-demand read for `read_beside_writes`, of a block for fio and the rings. A batch is submitted at
-once, so that a block's time in it would be its place in the queue, and is left out.
+Latencies are per job for `single_*` (one job per round: its time is p50, and p99 is unknown), per
+demand read for `read_beside_writes`, and per block for fio and the rings. A batch is submitted at
+once: a block's latency would depend on its place in the queue, and is left out.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ from vllm_nvmeof_offload.units import GIB, KIB, MIB, slot_stride_bytes
 from vllm_nvmeof_offload.worker.pipeline import TransferLimits, TransferPipeline
 
 _STALL_S = 60.0
-#: One read needs little time beside writes; longer waits come back to look at the clock.
+#: The longest single wait; a read during writes takes less, and longer waits check the clock.
 _POLL_S_MAX = 0.05
-#: Measured by every arm; the rest only by those that take jobs.
+#: Kinds that every arm runs; the others need arms with jobs.
 FLAT_KINDS = frozenset({"batch_write", "batch_read", "mixed"})
 _BESIDE_KINDS = frozenset({"beside", "writes_alone"})
 _FLAT_ARMS = frozenset({"fio", "ring", "ring_slots"})
@@ -75,27 +75,27 @@ _BLOCKS = (64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB)
 
 @dataclass(frozen=True)
 class Settings:
-    """One run. Less than 1 GiB per round measures how an engine starts, not how it runs.
+    """One run. Less than 1 GiB per round would measure an engine's start, not its steady state.
 
-    Ours run with the product's configuration, as the conditions say. queued_bytes: what the
-    saturating writer keeps queued. episode_bytes: what it may write before it pauses and the fs
-    tier's files, which nothing else bounds, are deleted. reads: demand reads per round.
-    settle_s: the disk's time after a deletion, before the next measurement.
+    Our arms use the product's configuration, which the conditions record. queued_bytes: bytes that
+    the saturating writer keeps queued. episode_bytes: bytes that it may write before it pauses and
+    the fs tier's files, otherwise unbounded, are deleted. reads: demand reads per round. settle_s:
+    pause for the disk after a deletion.
     """
 
     directory: Path = option(
-        Path("build/bench/disk"), "The disk to measure: a directory on it.", flag="--dir"
+        Path("build/bench/disk"), "Directory on the disk to measure.", flag="--dir"
     )
     arms: tuple[str, ...] = option(ARMS, "Arms to measure.")
     cases: tuple[str, ...] = option(CASES, "Cases to measure.")
     blocks: tuple[int, ...] = size_option(_BLOCKS, "Block sizes.")
-    rounds: int = option(5, "Samples of everything.", min=1)
-    bytes_per_round: int = size_option(GIB, "Bytes that a batch moves.")
-    depth: int = option(32, "Blocks in flight of fio and the ring.")
-    seed: int = option(1, "Seed of the random bytes and of the blocks that are read.")
+    rounds: int = option(5, "Samples per measurement.", min=1)
+    bytes_per_round: int = size_option(GIB, "Bytes per batch.")
+    depth: int = option(32, "Blocks in flight for fio and the ring.")
+    seed: int = option(1, "Seed for random bytes and the choice of blocks to read.")
     goals: bool = option(
         True,
-        "Print the goals, and measure the manager, which has some.",
+        "Print the goals, and measure the manager, to which some apply.",
         recorded=False,
         flag="--targets/--no-targets",
     )
@@ -113,14 +113,14 @@ class Settings:
         check_positive(self, "blocks", "rounds", "depth", "reads")
         for block in self.blocks:
             if block < 4 * KIB or block % (4 * KIB):
-                raise BenchError(f"block size {block}: a multiple of 4 KiB, for O_DIRECT")
+                raise BenchError(f"block size {block}: O_DIRECT needs multiples of 4 KiB")
             if self.bytes_per_round < 8 * block:
                 raise BenchError(
                     f"{self.bytes_per_round} bytes per round are fewer than 8 blocks of {block}"
                 )
 
     def kinds(self, arm: str, block_bytes: int) -> tuple[str, ...]:
-        """The kinds of measurement that `arm` takes part in at this block size."""
+        """Return the kinds of measurement that `arm` runs with this block size."""
         return tuple(
             kind
             for kind, cases in KINDS.items()
@@ -136,12 +136,12 @@ class Settings:
         return max(1, self.single_bytes // block_bytes)
 
     def blocks_needed(self, block_bytes: int) -> int:
-        """Blocks that memory and storage must hold."""
+        """Return the number of blocks that memory and storage must hold."""
         return max(self.batch_blocks(block_bytes), self.single_blocks(block_bytes))
 
     @property
     def disk_bytes_max(self) -> int:
-        """The most bytes on the disk at any time: pool or flat file, and the fs tier's files."""
+        """The most disk space used at any time, by pool or flat file, and the fs tier's files."""
         data = max(self.blocks_needed(block) * (block + 8 * KIB) for block in self.blocks)
         fs_writes = max(self.bytes_per_round, self.single_bytes)
         if set(self.cases) & {"read_beside_writes", "writes_beside_read", "writes_alone"}:
@@ -151,9 +151,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class Moved:
-    """What one arm measured. payload_bytes: header pages and table entries do not count.
+    """One arm's measurement. payload_bytes: without header pages and table entries.
 
-    cpu_s: user and system time; None where it cannot be told apart.
+    cpu_s: user and system time; None if it cannot be attributed.
     """
 
     payload_bytes: int
@@ -172,62 +172,62 @@ class Moved:
 
 
 class Job(NamedTuple):
-    """One transfer of some blocks; no block is in two jobs that write at one time."""
+    """One transfer of some blocks; concurrent writing jobs share no block."""
 
     is_read: bool
     blocks: Sequence[int]
 
 
 class Mover(abc.ABC):
-    """How an arm in this process moves blocks."""
+    """An arm in this process, which moves blocks."""
 
-    #: Bytes of one job in a batch; 0: each block is submitted on its own.
+    #: Bytes per job in a batch; 0: each block is submitted separately.
     batch_job_bytes = 0
 
     def prepare(self, jobs: Sequence[Job]) -> None:  # noqa: B027 - ours have nothing to prepare
-        """Untimed: make sure that what is to be read exists, and name what is to be written."""
+        """Create blocks to be read that do not exist, and keys for writes; not timed."""
 
     @abc.abstractmethod
     def run(self, jobs: Sequence[Job]) -> None:
-        """Submit all at once; return when all is done."""
+        """Submit all jobs at once; return when all are done."""
 
     @abc.abstractmethod
     def submit(self, token: int, is_read: bool, block: int) -> None:
-        """Submit one block, which this call prepares."""
+        """Prepare and submit one block."""
 
     @abc.abstractmethod
     def poll(self, timeout_s: float) -> list[int]:
-        """Wait at most so long for submitted blocks; return the tokens of those that ended."""
+        """Wait up to `timeout_s` for submitted blocks; return the tokens of completed ones."""
 
     def wait(self) -> list[int]:
-        """As `poll`, until one has ended. Raises: BenchError: none does for a minute."""
+        """Poll until a block has completed; raise BenchError if none does for a minute."""
         end_s = time.perf_counter() + _STALL_S
         while time.perf_counter() < end_s:
             if finished := self.poll(_POLL_S_MAX):
                 return finished
-        raise BenchError(f"nothing ended for {_STALL_S:.0f} s")
+        raise BenchError(f"nothing completed for {_STALL_S:.0f} s")
 
     def tidy(self) -> bool:
-        """Delete what is no longer used; True if the disk may be busy with that for a while."""
+        """Delete unused files; return whether the disk may be busy with this for a while."""
         return False
 
 
-# -- reads beside writes ------------------------------------------------------------------
+# -- reads during writes ------------------------------------------------------------------
 
-#: Submitted beyond `queued_bytes`, so that so many are queued even while writes end.
+#: Submitted in addition to `queued_bytes`, which thus stay queued while writes complete.
 _EXTRA_BYTES = 16 * MIB
 _EPISODES_MAX = 40
 
 
 class Beside:
-    """One demand read at a time beside a writer that never lets its queue run low.
+    """Single demand reads during the writes of a writer that never lets its queue run low.
 
-    The run is cut into episodes. In each the writer fills its queue; after the first writes have
-    ended, time starts; reads follow each other with a pause; for every write that ends the writer
-    submits a new one, so that `queued_bytes` are always queued. An episode ends when it has
-    written `episode_bytes` or has the reads it needs; then it drains, and what the arm no longer
-    uses on the disk is deleted. Throughput and CPU time are those of the timed parts. With no
-    reads wanted it is one episode of writes.
+    The run is divided into episodes. In each, the writer fills its queue; timing starts after the
+    first writes have completed. Reads run in sequence with pauses; for every completed write the
+    writer submits a new one, so that `queued_bytes` are always queued. An episode ends when
+    `episode_bytes` are written or all reads are done; then the queue is drained, and files that the
+    arm no longer uses are deleted. Throughput and CPU time are those of the timed parts. If no
+    reads are wanted, there is one episode of writes.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class Beside:
         self._next_block = itertools.cycle(write_blocks)
         self._tokens = itertools.count(1)
         self._queued = 0
-        # Of all timed parts:
+        # Sums over all timed parts:
         self._seconds = self._cpu_s = 0.0
         self._writes = 0
         self._latencies_s: list[float] = []
@@ -257,7 +257,7 @@ class Beside:
             self._mover.tidy()
             if len(self._latencies_s) >= reads:
                 return self._moved()
-        raise BenchError(f"only {len(self._latencies_s)} of {reads} reads came through")
+        raise BenchError(f"only {len(self._latencies_s)} of {reads} reads completed")
 
     def _moved(self) -> dict[str, Moved]:
         written = self._writes * self._block_bytes
@@ -266,7 +266,7 @@ class Beside:
         read = len(self._latencies_s) * self._block_bytes
         latencies_us = [1e6 * latency_s for latency_s in self._latencies_s]
         p50_us, p99_us = (percentile(latencies_us, share) for share in (0.5, 0.99))
-        # CPU time of both directions at once cannot be told apart: it goes to all bytes moved.
+        # CPU time of reads and writes cannot be separated: it is divided by bytes moved.
         cpu_s = self._cpu_s * written / (written + read)
         return {
             "read_beside_writes": Moved(read, sum(self._latencies_s), None, p50_us, p99_us),
@@ -274,7 +274,7 @@ class Beside:
         }
 
     def _episode(self, reads: int) -> None:
-        """Fill the queue, measure, and drain it."""
+        """Fill the queue, measure, and drain the queue."""
         while self._queued < self._queue_max:
             self._write()
         ended = 0
@@ -292,15 +292,15 @@ class Beside:
         written, reading, submitted_s = 0, 0, 0.0
         due_s = time.perf_counter() + self._settings.read_gap_s / 4
         end_s = time.perf_counter() + _STALL_S
-        # A read that was handed over is waited for, whatever the budget says; and so is the first
-        # write: where none ended, there would be no rate.
+        # A submitted read is waited for even beyond the budget, and so is the first write, without
+        # which there would be no rate.
         while True:
             more = len(self._latencies_s) < reads
             if written and not reading and (written >= budget or (reads and not more)):
                 break
             now_s = time.perf_counter()
             if now_s > end_s and not written:
-                raise BenchError(f"no write ended for {_STALL_S:.0f} s beside reads")
+                raise BenchError(f"no write finished in {_STALL_S:.0f} s amid reads")
             if more and not reading and now_s >= due_s:
                 reading, submitted_s = next(self._tokens), now_s
                 self._mover.submit(reading, True, self._dice.choice(self._read_blocks))
@@ -319,7 +319,7 @@ class Beside:
         self._mover.submit(next(self._tokens), False, next(self._next_block))
 
     def _top_up(self, finished: list[int]) -> int:
-        """Submit as many new writes as have ended."""
+        """Submit a new write for each finished one; return their number."""
         self._queued -= len(finished)
         for _ in finished:
             self._write()
@@ -332,7 +332,7 @@ class Beside:
 def measure_moves(
     mover: Mover, settings: Settings, block_bytes: int, dice: random.Random, kind: str
 ) -> dict[str, Moved]:
-    """One measurement of the kind, prepared untimed: the cases that it yields.
+    """Prepare, untimed, and run a measurement of a kind; return its cases.
 
     Raises: BenchError: a transfer failed.
     """
@@ -350,7 +350,7 @@ def measure_moves(
 
 
 def _jobs(settings: Settings, block_bytes: int, job_bytes: int, kind: str) -> list[Job]:
-    """One job for `single_*`; for a batch as many as its bytes make of `job_bytes`."""
+    """Return one job for `single_*`, or a batch's jobs of `job_bytes` each."""
     if kind.startswith("single_"):
         return [Job(kind == "single_read", range(settings.single_blocks(block_bytes)))]
     blocks = range(settings.batch_blocks(block_bytes))
@@ -374,7 +374,7 @@ _TABLE_ENTRY_BYTES = 64
 _KEY_BYTES = 36
 
 
-#: Of the product's `Tuning`, what the measurements depend on.
+#: Fields of the product's `Tuning` that affect the measurements.
 _BOUNDS = (
     "io_threads",
     "io_depth",
@@ -386,16 +386,16 @@ _BOUNDS = (
 
 
 def limits() -> dict[str, int]:
-    """The bounds of the product, or of the experiment that the environment has."""
+    """Return the product's bounds, or those set in the environment for an experiment."""
     return Tuning.from_env(os.environ).model_dump(include=set(_BOUNDS))
 
 
 class Ground:
-    """One pool that our engines share, as the product runs it: whole slots from populated staging.
+    """One pool that our engines share, used as in the product: whole slots from populated staging.
 
-    A slot is a 4 KiB header page and the payload. Sealing, both checksums, the table entry after
-    each write and the proof of identity after each read are inside the timing; only the payload
-    counts. `identities[i]` is what slot i was written with.
+    A slot is a 4 KiB header page and the payload. The timing includes sealing, both checksums, the
+    table entry after each write and the identity check after each read; only the payload counts.
+    `identities[i]` is the identity of the last write to slot i.
     """
 
     def __init__(self, directory: Path, block_bytes: int, blocks: int, staging: Staging) -> None:
@@ -437,7 +437,7 @@ class Ground:
 
 
 def fill(staging: Staging, seed: int) -> None:
-    """Random bytes everywhere: no device can take them for zeros or shrink them."""
+    """Fill staging with random bytes, which no device can treat as zeros or compress."""
     memory = np.frombuffer(staging.view, np.uint8)
     chunk = np.frombuffer(np.random.default_rng(seed).bytes(16 * MIB), np.uint8)
     for start in range(0, len(memory), len(chunk)):
@@ -446,7 +446,7 @@ def fill(staging: Staging, seed: int) -> None:
 
 
 class EngineMover(Mover):
-    """Drives an engine as its only caller: submit, wait on `fileno`, poll.
+    """A mover that drives an engine as its only caller: submit, wait on `fileno`, poll.
 
     wanted: "uring" or "threads".
 
@@ -467,7 +467,7 @@ class EngineMover(Mover):
         return {"runs": self.name}
 
     def fill(self) -> None:
-        """Write every block once: space that was never written takes writes at half the speed."""
+        """Write every block once: first writes to unwritten space are only half as fast."""
         if not self._ground.written:
             self.run([self._everything()])
             self._ground.written = True
@@ -495,7 +495,7 @@ class EngineMover(Mover):
         completions = self._engine.poll()
         for completion in completions:
             if not completion.outcome.ok:
-                raise BenchError(f"{self.name}: an operation ended {completion.outcome}")
+                raise BenchError(f"{self.name}: an operation failed: {completion.outcome}")
         return [completion.token for completion in completions]
 
     def close(self) -> None:
@@ -504,13 +504,13 @@ class EngineMover(Mover):
 
 
 class PipelineMover(EngineMover):
-    """Drives an engine through the worker's pipeline, whose machine keeps order and bounds.
+    """A mover that uses an engine through the worker's pipeline, which enforces order and bounds.
 
-    Cache slot i holds block i from the start; no bytes are copied to or from a KV cache. A read is
-    a load's, which lands in its cache slot.
+    Cache slot i holds block i from the start; no bytes are copied to or from a KV cache. A read
+    belongs to a load, which copies into the cache slot.
 
-    The scheduler sends one command for all chunks of a request. A batch is therefore jobs of
-    64 MiB, which are 512 tokens of Llama-3.1-8B; jobs of one block would measure Python.
+    The scheduler sends one command for all chunks of a request. A batch therefore consists of jobs
+    of 64 MiB, 512 tokens of Llama-3.1-8B; jobs of one block would measure Python.
     """
 
     batch_job_bytes = 64 * MIB
@@ -537,7 +537,7 @@ class PipelineMover(EngineMover):
             ),
         )
         self._ops = itertools.count(1)
-        self._tokens: dict[int, list[int]] = {}  # op → the token of each row
+        self._tokens: dict[int, list[int]] = {}  # op → tokens by row
         self._gathered: dict[bool, list[tuple[int, int]]] = {False: [], True: []}  # by is_read
         blocks = range(len(ground.identities))
         op = next(self._ops)
@@ -559,7 +559,7 @@ class PipelineMover(EngineMover):
             left -= len(self.wait())
 
     def lend(self, measure: Callable[[str], dict[str, Moved]], kind: str) -> dict[str, Moved]:
-        """Let another arm measure on our slab; write again what it has written over."""
+        """Let another arm measure on our slab, then rewrite the slots that it overwrote."""
         found = measure(kind)
         if kind != "batch_read":
             self.run([self._everything()])
@@ -577,7 +577,7 @@ class PipelineMover(EngineMover):
         return tokens
 
     def _hand_over(self) -> None:
-        """Give the pipeline what was submitted: one command of each kind."""
+        """Pass submitted blocks to the pipeline in one command per kind."""
         for is_read, gathered in self._gathered.items():
             if not gathered:
                 continue
@@ -591,7 +591,7 @@ class PipelineMover(EngineMover):
                 self._pipeline.command(WriteCommand(op, batch))
 
     def _step(self) -> list[int]:
-        """Move what can move; return the tokens of what has ended."""
+        """Advance the pipeline; return the tokens of completed blocks."""
         self._pipeline.step()
         while self._copy.ended:
             self._pipeline.step()
@@ -601,7 +601,7 @@ class PipelineMover(EngineMover):
             if not isinstance(report, OpReport):
                 continue
             if report.codes is not None:
-                raise BenchError(f"{self.name}: operations ended {set(report.codes.tolist())}")
+                raise BenchError(f"{self.name}: operations failed: {set(report.codes.tolist())}")
             if tokens := self._tokens.get(report.op):
                 rows = range(len(tokens)) if report.indexes is None else report.indexes.tolist()
                 ended += [tokens[row] for row in rows]
@@ -620,13 +620,13 @@ class PipelineMover(EngineMover):
 
 
 def _pieces(blocks: Sequence[int]) -> Pieces:
-    """One for each block, of no bytes: a chunk without any is one that vLLM did not hand over."""
+    """Return one empty piece per block; a chunk without pieces would be one that vLLM omitted."""
     count = len(blocks)
     return Pieces(np.zeros((count, 3), np.uint64), np.arange(count + 1, dtype=np.uint32))
 
 
 class _NoCopy:
-    """A copy engine whose copies have ended as soon as they begin: nothing is to be copied."""
+    """A copy engine whose copies complete at once, because there is nothing to copy."""
 
     asleep = False
     makes_checksums = False
@@ -659,7 +659,7 @@ _TIMEOUT_S = 300.0
 
 
 def write_flat(path: Path, size: int, seed: int) -> None:
-    """Make the file and write all of it."""
+    """Create the file and write all of it."""
     chunk = np.random.default_rng(seed).bytes(16 * MIB)
     with path.open("wb") as file:
         for start in range(0, size, len(chunk)):
@@ -683,7 +683,7 @@ def _run(command: list[str], what: str) -> str:
 
 
 class Fio:
-    """fio with io_uring and O_DIRECT; its buffers are filled once, as ours.
+    """fio with io_uring and O_DIRECT; its buffers are filled once, like ours.
 
     Raises: BenchError: fio is not installed.
     """
@@ -691,13 +691,13 @@ class Fio:
     def __init__(self) -> None:
         if shutil.which("fio") is None:
             raise BenchError("fio is not installed")
-        #: False from the first refusal on (memlock limit).
+        #: False once registration has been refused (memlock limit).
         self.registered = True
 
     def run(self, options: Mapping[str, object], files: Sequence[Path]) -> dict[str, Any]:
-        """fio's report on one group of processes, one per file, with registered buffers and files.
+        """Run one process per file, with registered buffers and files; return fio's report.
 
-        Raises: BenchError: fio failed, without registration too.
+        Raises: BenchError: fio failed even without registration.
         """
         try:
             output = _run(self._command(options, files), "fio")
@@ -731,10 +731,10 @@ class Fio:
 
 
 def fio_moved(report: dict[str, Any], latency: str = "clat_ns") -> Moved:
-    """Moved of fio's JSON with `unified_rw_reporting=mixed`.
+    """Convert fio's JSON with `unified_rw_reporting=mixed`.
 
-    Times are of the jobs' loops, not of their start: fio gives CPU time as shares of them.
-    latency: which of fio's; `lat_ns` has submission in it.
+    Times are those of the jobs' loops, without their start: fio reports CPU time as a share of
+    them. latency: the key of a latency in fio's JSON; `lat_ns` includes submission.
     """
     job = report["jobs"][0]
     total = job["mixed"]
@@ -749,7 +749,7 @@ def fio_moved(report: dict[str, Any], latency: str = "clat_ns") -> Moved:
 def measure_fio(
     fio: Fio, path: Path, settings: Settings, block_bytes: int, kind: str
 ) -> dict[str, Moved]:
-    """A batch, with `depth` blocks in flight."""
+    """Measure a batch with `depth` blocks in flight."""
     options = {
         "rw": {"batch_write": "write", "batch_read": "read", "mixed": "rw"}[kind],
         "bs": block_bytes,
@@ -761,9 +761,9 @@ def measure_fio(
 
 
 def build_ring(directory: Path) -> Path:
-    """Compile the ring loop into `directory`, unless it is there and newer than its source.
+    """Compile the ring loop into `directory`, unless it exists and is newer than its source.
 
-    Raises: BenchError: no C compiler, or no liburing to compile with.
+    Raises: BenchError: the C compiler or liburing's headers are missing.
     """
     program = directory.resolve() / "ring_loop"
     if program.exists() and program.stat().st_mtime >= _RING_SOURCE.stat().st_mtime:
@@ -782,9 +782,9 @@ def build_ring(directory: Path) -> Path:
 def measure_ring(
     program: Path, path: Path, settings: Settings, block_bytes: int, kind: str, size_bytes: int = 0
 ) -> dict[str, Moved]:
-    """A batch by a bare io_uring loop on the same file, with registered buffers and file.
+    """Measure a batch by a bare io_uring loop on the same file, with registered buffers and file.
 
-    size_bytes: of one operation, which moves one block; 0: the block's own size.
+    size_bytes: size of an operation, which moves one block; 0: the block's size.
     """
     blocks, size_bytes = settings.batch_blocks(block_bytes), size_bytes or block_bytes
     numbers = size_bytes, blocks * size_bytes, settings.depth
@@ -797,9 +797,9 @@ def measure_ring(
 def measure_ring_slots(
     program: Path, path: Path, settings: Settings, block_bytes: int, kind: str
 ) -> dict[str, Moved]:
-    """The ring with operations as long as our slots: a page of header before each block.
+    """Measure the ring with operations of our slots' size: a header page before each block.
 
-    What a device loses on such sizes is lost by the format, and not by our engine.
+    A loss of speed with this size is due to the format, not to our engine.
     """
     size_bytes = slot_stride_bytes(block_bytes)
     return measure_ring(program, path, settings, block_bytes, kind, size_bytes)
@@ -811,9 +811,9 @@ _FS_POLL_S = 0.0002
 
 
 def import_fs() -> Any:
-    """Import vLLM's module of the tier, quietly.
+    """Import vLLM's module of the fs tier without its log output.
 
-    Raises: BenchError: this vLLM has none, or there is no vLLM.
+    Raises: BenchError: vLLM is missing or has no fs tier.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -828,14 +828,15 @@ def import_fs() -> Any:
 class FsMover(Mover):
     """vLLM's own fs tier, driven through its real manager as vLLM's scheduler drives it.
 
-    It has its default threads, and one row of the staging memory per block. Each block becomes a
-    file, written under a temporary name and renamed. It does not write a file that exists, so
-    that every write has a new key; files of old keys are deleted between the measurements. It uses
-    O_DIRECT where the directory has it, and does not sync: nothing is added to its timing.
+    It uses its default threads, and one row of the staging memory per block. Each block becomes a
+    file, written under a temporary name and renamed. The tier does not overwrite files, so every
+    write has a new key; files of old keys are deleted between measurements. It uses O_DIRECT if
+    the directory supports it, and does not sync; no sync is added to its timing.
 
-    A job runs on one thread. A batch is therefore many jobs of 2 MiB (or one block), which loads
-    all threads without the cost of tiny jobs; beside reads a job is one block, so that it holds no
-    thread for long. Single jobs cannot be waited for, so they are polled every 0.2 ms.
+    A job runs on one thread. A batch therefore consists of many jobs of 2 MiB (or one block), which
+    occupy all threads without the cost of tiny jobs; during reads a job is one block, so that it
+    does not occupy a thread for long. Single jobs cannot be waited for, so the tier is polled every
+    0.2 ms.
     """
 
     batch_job_bytes = 2 * MIB
@@ -849,7 +850,7 @@ class FsMover(Mover):
         self._context = ReqContext(req_id="bench")
         self._step = max(1, self.batch_job_bytes // block_bytes)
         self._writes = itertools.count()
-        #: The key that names each block on disk; a write sets it before it begins.
+        #: Block → its key on disk; set before each write.
         self._keys: dict[int, bytes] = {}
         self._new_keys: list[bytes] = []
         self._stale: list[bytes] = []
@@ -857,7 +858,7 @@ class FsMover(Mover):
         self._tier = manager.FileSystemTierManager(_fs_spec(), self._view, "fs", str(directory))
 
     def about(self) -> dict[str, Any]:
-        """The parts of the tier that are in use, for the conditions."""
+        """Return the tier's mode and threads, for the conditions."""
         from vllm.v1.kv_offload.tiering.fs import io as fs_io
 
         parameters = inspect.signature(type(self._tier)).parameters
@@ -866,7 +867,7 @@ class FsMover(Mover):
             for name in ("read_threads", "write_threads")
         }
         return {
-            # Buffered reads would be of the page cache.
+            # Buffered reads would measure the page cache.
             "runs": "O_DIRECT" if self._tier._use_o_direct else "buffered",
             "c_extension": bool(fs_io._HAS_FSIO_C),
             **threads,
@@ -881,7 +882,7 @@ class FsMover(Mover):
         self._name(sum(len(job.blocks) for job in jobs if not job.is_read))
 
     def _name(self, count: int) -> None:
-        """Make the keys of so many writes."""
+        """Create keys for `count` writes."""
         for number in itertools.islice(self._writes, count):
             digest = hashlib.sha256(str(number).encode()).digest()
             self._new_keys.append(bytes(self._make_key(digest, 0)))
@@ -944,7 +945,7 @@ class FsMover(Mover):
 
 
 def _fs_spec() -> Any:
-    """A real `OffloadingSpec` of one group on one rank; only its configuration is used."""
+    """Return a real `OffloadingSpec` of one group on one rank; only its configuration is used."""
     from vllm.v1.kv_offload import config as fields
     from vllm.v1.kv_offload.base import OffloadingSpec
 

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench pool`: the pool's I/O beside its rivals, interleaved in one run on one disk.
+"""`bench pool`: the pool's I/O compared with other engines, interleaved in one run on one disk.
 
-Cases, all with O_DIRECT on storage that was written before (`arms` says how each arm does it):
+Cases, all with O_DIRECT on storage that was written before (`arms` describes each arm):
 
-    batch_write, batch_read   `bytes_per_round`, submitted at once, until all of it is done
+    batch_write, batch_read   `bytes_per_round`, submitted at once, until all is done
     mixed                     the same bytes, half reads and half writes, alternating
-    single_write, single_read one job of `single_bytes`, made of blocks, until it is done
-    read_beside_writes        one read of a block at a time, `read_gap_s` after the one before
-                              has finished, while a writer keeps `queued_bytes` queued
-    writes_beside_read        that writer's throughput meanwhile
+    single_write, single_read one job of `single_bytes` in blocks, until it is done
+    read_beside_writes        single-block reads, each `read_gap_s` after the previous one has
+                              completed, while a writer keeps `queued_bytes` queued
+    writes_beside_read        that writer's throughput during these reads
     writes_alone              the same writer without reads
 
-Every arm takes part in batches and mixed; in the other cases the arms that have jobs and a queue
-of writes of their own: `ours`, `ours_threads`, `vllm_fs`. The last three cases run at only one
-block size, 2 MiB, and not at all if that is not listed.
+Every arm runs batches and mixed; the other cases are only for arms with jobs and their own queue
+of writes: `ours`, `ours_threads`, `vllm_fs`. The last three cases run only with blocks of 2 MiB,
+and not at all if that size is not listed.
 
-Block sizes follow each other, each with its own files; within one, round by round, kind by
-kind, all arms in an order drawn from the seed. So arms that are compared were measured within
-seconds of each other, and none always comes after the same other one, whose traces the disk may
-still be busy with. Before every measurement what others left behind is written out (syncfs), and
-after a deletion the disk gets a moment: mounted with `discard` it is busy with it.
+Block sizes are measured in sequence, each with its own files. Within one, each round runs all
+kinds, and for each kind all arms in an order drawn from the seed. So compared arms are measured
+within seconds of each other, and none always follows the same other arm, whose I/O the disk may
+still be processing. Dirty pages are written out before every measurement (syncfs). A pause follows
+each deletion, because a disk mounted with `discard` is busy after it.
 """
 
 from __future__ import annotations
@@ -68,27 +68,27 @@ from vllm_nvmeof_offload.units import slot_stride_bytes
 #: Arm → its engine.
 _OURS = {"ours": "uring", "ours_threads": "threads"}
 _FLAT = {"fio": measure_fio, "ring": measure_ring, "ring_slots": measure_ring_slots}
-#: Where the ring loop is compiled to, from the current directory.
+#: Directory of the compiled ring loop, relative to the current one.
 _BUILD_DIR = Path("build/bench")
 _REMEDY = "give another --dir, or fewer --bytes-per-round"
 _MANAGER_ENTRIES = 1_000_000
-#: A single measurement's description has more parts; a log gets only the others.
+#: Descriptions with more parts are of single measurements and are not logged.
 _LOGGED_PARTS = 2
 
 
 def run(
     settings: Settings, on_progress: OnProgress = unheard
 ) -> tuple[list[Sample], dict[str, Any]]:
-    """Measure; return the samples and the conditions. All files are deleted at the end.
+    """Measure; return samples and conditions. All files are deleted at the end.
 
-    Raises: BenchError: too little space, no arm that can run, or an arm failed.
+    Raises: BenchError: there is too little space, no arm can run, or an arm failed.
     """
     limit = settings.disk_bytes_max
     with home_in(settings.directory, limit, _REMEDY) as home, quiet_interpreter():
         on_progress(0, 0, "finding the arms that can run")
         one = _Run(settings, home, on_progress)
         gc.collect()
-        gc.freeze()  # vLLM's modules are not looked through before every measurement
+        gc.freeze()  # exclude vLLM's modules from the collections before each measurement
         found = conditions.at_start(home)
         for block_bytes in settings.blocks:
             one.block(block_bytes)
@@ -102,7 +102,7 @@ def run(
 
 
 class _Run:
-    """arms: what each wanted arm is, or why it cannot run, as the conditions have it."""
+    """A run. arms: each requested arm's description, or why it cannot run, for the conditions."""
 
     def __init__(self, settings: Settings, home: Path, on_progress: OnProgress) -> None:
         self.samples: list[Sample] = []
@@ -135,7 +135,7 @@ class _Run:
     def block(self, block_bytes: int) -> None:
         """Measure everything at one block size."""
         size = size_name(block_bytes)
-        self._report(f"{size} · writing everything once")
+        self._report(f"{size} · writing all files")
         with contextlib.ExitStack() as stack:
             arms = self._open(stack, block_bytes)
             for number in range(self._settings.rounds):
@@ -166,11 +166,11 @@ class _Run:
     def _open(
         self, stack: contextlib.ExitStack, block_bytes: int
     ) -> dict[str, Callable[[str], dict[str, Moved]]]:
-        """Each arm's measurement of a kind. `stack` stops the arms and deletes their files.
+        """Open the arms; return each one's measurement of a kind. `stack` closes the arms.
 
-        Ours and the fs tier share one staging memory; ours, fio and the rings share one pool's
-        slab, or fio and the rings a flat file where none of ours runs. An arm that cannot run here
-        is left out; one that fails while it runs ends the benchmark.
+        Our arms and the fs tier share one staging memory. Our arms, fio and the rings share one
+        pool's slab; if none of ours runs, fio and the rings use a flat file. An arm that cannot run
+        here is left out; a failure during a measurement ends the benchmark.
         """
         directory, given = self._home / f"block-{block_bytes}", (self._settings, block_bytes)
         directory.mkdir()
@@ -221,7 +221,7 @@ class _Run:
 
 
 def _measure_manager() -> dict[str, Any]:
-    """The manager's own figures, in a process without vLLM."""
+    """Measure the manager in a process without vLLM."""
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         try:
             return process.submit(measure_manager, _MANAGER_ENTRIES).result()
@@ -230,15 +230,15 @@ def _measure_manager() -> dict[str, Any]:
 
 
 def measure(settings: Settings, json_path: Path) -> None:
-    """Run, and write the JSON file.
+    """Run the benchmark and write the JSON file.
 
-    Raises: BenchError: it cannot run here, or an arm failed.
+    Raises: BenchError: the benchmark cannot run here, or an arm failed.
     """
     with progress(lambda what: what.count(" · ") <= _LOGGED_PARTS) as on_progress:
         samples, found = run(settings, on_progress)
         manager = None
         if settings.goals:
-            on_progress(1, 1, "the manager at a million entries")
+            on_progress(1, 1, "the manager with a million entries")
             manager = _measure_manager()
     dump(json_path, "pool", samples, {**found, "manager": manager})
 
@@ -246,10 +246,10 @@ def measure(settings: Settings, json_path: Path) -> None:
 COMMANDS = (
     Command(
         "pool",
-        """Measure the pool's I/O beside its rivals, interleaved in one run on one disk.
+        """Compare the pool's I/O with other engines, interleaved in one run on one disk.
 
-        Takes about 8 minutes and up to 3 GiB of the disk, which is left as it was. Nothing else
-        should run meanwhile: the load average before and after is printed and kept.
+        Takes about 8 minutes and up to 3 GiB of disk, freed at the end. Nothing else should run at
+        the same time: the load average before and after is printed and saved.
         """,
         Settings,
         measure,

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The least that io_uring can be asked to do: one thread, one ring, registered buffers and a
-// registered file, O_DIRECT, a fixed number of blocks in flight, block after block through one
-// file that was written before. Each block has a place of its own in memory, as in a server: a few
-// buffers that are used again and again would stay in cache. Prints one line of JSON. What an
-// engine can be measured against.
+// A minimal io_uring loop as a baseline for engines: one thread, one ring, registered buffers and
+// a registered file, O_DIRECT, a fixed number of blocks in flight, sequentially through one file
+// that was written before. Each block has its own memory, as in a server: a few reused buffers
+// would stay in cache. Prints one line of JSON.
 //
 //   ring_loop FILE write|read|mixed BLOCK_BYTES TOTAL_BYTES DEPTH
 
@@ -22,14 +21,14 @@
 #include <unistd.h>
 
 enum { HUGE_BYTES = 2 << 20, REGIONS_MAX = 64 };
-// The kernel's bound on one registered buffer.
+// The kernel's limit for one registered buffer.
 static const size_t REGION_BYTES = (size_t)1 << 30;
-// Content that no device can take for zeros, made once and copied.
+// Content that no device can treat as zeros, generated once and copied.
 static const size_t NOISE_BYTES = (size_t)8 << 20;
 
 struct plan {
   size_t block, blocks;
-  size_t per_region;  // blocks of one registered buffer
+  size_t per_region;  // blocks per registered buffer
   unsigned depth;
   int mixed, write, registered;
 };

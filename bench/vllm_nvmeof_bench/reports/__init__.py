@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A declaration per benchmark: its samples, tables and goals. They need only the file."""
+"""Declarations of each benchmark's samples, tables and goals. They need only a results file."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `bench hotpath alone`: CPU time with sharing over that without, by block.
+"""The report of `bench hotpath alone`: CPU time with sharing / without, by block.
 
-A block measures the same chunks on every side. A ratio is of one block; its figure is the median
-over all blocks, with its 95 % interval. The ratio of two sides that are equal shows the noise.
+A block measures the same chunks on every side and gives one ratio. The reported figure is the
+median over all blocks, with its 95 % interval. The ratio of two equal sides shows the noise.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from vllm_nvmeof_bench.results import METHOD, Figure, Goal, Paired, bound, disti
 
 OFF, AGAIN, ON = "off", "off again", "on"
 SIDES = (OFF, AGAIN, ON)
-#: Cases and stages that `bench hotpath chunks` has not.
+#: Cases and stages that `bench hotpath chunks` does not have.
 MISS, STEP = "miss", "step"
 _RATIO_MAX = 1.01
 _Parts = tuple[tuple[str, str], ...]  # (case, stage)
 
 
 def _of(case: str, *without: str) -> _Parts:
-    """The stages of the scheduler's thread."""
+    """Return the case's stages on the scheduler's thread."""
     stages = CASES[case].items()
     return tuple(
         (case, name) for name, one in stages if one.thread == SCHEDULER and name not in without
     )
 
 
-#: What is compared → its parts, whose sum is one figure of a block.
+#: Name of a comparison → its parts, whose sum is compared per block.
 FIGURES: dict[str, _Parts] = {
     "look-ups that hit the CPU tier": (("cpu", "look_up"),),
     "look-ups that hit the pool": (("pool", "look_up"),),
@@ -44,7 +44,7 @@ FIGURES: dict[str, _Parts] = {
     "store and write": (*_of("store"), *_of("write")),
     "step without work": ((STEP, STEP),),
 }
-#: What a request makes the scheduler's thread do.
+#: The scheduler thread's work for a request.
 _REQUESTS = (*_of("cpu"), *_of("pool"), *_of("store"), *_of("write"), (MISS, "look_up"))
 _EVERYTHING = "everything that requests make it do"
 FIGURES[_EVERYTHING] = _REQUESTS
@@ -54,8 +54,8 @@ FIGURES[_EVERYTHING] = _REQUESTS
 class Sample:
     """One stage of one case in one block, on one side.
 
-    chunks: of an op; of 1: the figures are of one op. us: CPU time of the scheduler's thread, per
-    chunk; of a step without work, per step.
+    chunks: chunks per op; if 1, times are per op. us: CPU time of the scheduler's thread per
+    chunk, or per step for steps without work.
     """
 
     side: str
@@ -71,7 +71,7 @@ Samples = Sequence[Sample]
 
 
 def sums(samples: Samples, side: str, chunks: int, parts: _Parts) -> dict[tuple[int, int], float]:
-    """(round, block) → the sum of the parts, where all were measured."""
+    """Return (round, block) → the sum of the parts, if all were measured."""
     wanted, found = set(parts), dict[tuple[int, int], dict[tuple[str, str], float]]()
     for one in select(samples, side=side, chunks=chunks):
         if (one.case, one.stage) in wanted:
@@ -80,7 +80,7 @@ def sums(samples: Samples, side: str, chunks: int, parts: _Parts) -> dict[tuple[
 
 
 def ratio(samples: Samples, side: str, chunks: int, parts: _Parts) -> Paired | None:
-    """`side` over `OFF`, block by block; None if nothing was measured."""
+    """Return `side` / `OFF`, block by block; None if nothing was measured."""
     above, below = (sums(samples, one, chunks, parts) for one in (side, OFF))
     both = [at for at in above if at in below]
     if not both:
@@ -89,7 +89,7 @@ def ratio(samples: Samples, side: str, chunks: int, parts: _Parts) -> Paired | N
 
 
 def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
-    """Of every size of op: everything that requests make the scheduler's thread do."""
+    """Return a goal per op size, for all of the scheduler thread's work for requests."""
     return [
         bound(
             f"with sharing / without, ops of {chunks:,} {'chunk' if chunks == ONE else 'chunks'}",
@@ -136,7 +136,7 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
 REPORTS = (
     Report(
         "alone",
-        "What sharing costs where nobody else is there",
+        "The cost of sharing without other servers",
         Sample,
         _tables,
         about=(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `bench serve borrow`: a borrowed prompt beside one in the server's own pool.
+"""The report of `bench serve borrow`: prompts in another server's pool and in the own pool.
 
-Ratios are of the two prompts of one pair, which have the same length and were asked at the same
-server one after the other.
+A ratio compares the two prompts of a pair, which have the same length and were sent to the same
+server in sequence.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from vllm_nvmeof_bench.results import METHOD, Figure, Goal, Paired, bound
 OWN, BORROWED = "own", "borrowed"
 KINDS = {OWN: "in its own pool", BORROWED: "in the other server's pool"}
 RATIO_MAX = 1.3
-#: Of what is found in the own pool.
+#: Goal for tokens found in the other pool / in the own pool.
 HITS_MIN = 0.95
-#: Of a prompt's tokens, at least so many are found where they were stored, or it is no such load.
+#: The share of a prompt's tokens that must be found where they were stored for it to count.
 FOUND_MIN = 0.9
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One request at the server that borrows. gpu to other: tokens of the prompt by where they were
-    found, as in `Hits`; `shared` is not in `other`. same: whether the answer is that of the server
-    that stored the prompt.
+    """One request to the borrowing server. gpu to other: the prompt's tokens by where they were
+    found, as in `Hits`; `other` excludes `shared`. same: whether the answer equals that of the
+    server that stored the prompt.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class Sample:
 
     @property
     def found_there(self) -> float:
-        """Share of the prompt that was found where the kind says."""
+        """The share of the prompt that was found where it was stored."""
         return (self.pool if self.kind == OWN else self.shared) / self.prompt_tokens
 
 
@@ -53,12 +53,12 @@ Samples = Sequence[Sample]
 
 
 def found_there(samples: Samples) -> list[Sample]:
-    """The samples whose prompt came from where it was stored."""
+    """Return the samples whose prompts were found where they were stored."""
     return [one for one in samples if one.found_there >= FOUND_MIN]
 
 
 def ratio(samples: Samples) -> Paired | None:
-    """Borrowed over own, pair by pair; None: there is no whole pair."""
+    """Return borrowed / own, pair by pair; None if no pair is complete."""
     pairs = results.paired(
         found_there(samples), "ttft_s", {"kind": BORROWED}, {"kind": OWN}, lambda one: one.round
     )
@@ -110,9 +110,9 @@ REPORTS = (
         Sample,
         _tables,
         about=(
-            "prompts of {tokens} tokens, GPU memory emptied before each; each is asked after "
-            "{idle_s:g} s without a request, in which a made-up server wrote {puts:,} "
-            "chunks' entries"
+            "prompts of {tokens} tokens, GPU memory emptied before each; each is sent after "
+            "{idle_s:g} s without requests, during which a simulated server wrote the entries of "
+            "{puts:,} chunks"
         ),
         goals=goals,
     ),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `bench copy`: tables, goals, and the block sizes of vLLM's models.
+"""The report of `bench copy`: tables, goals, and the block sizes of the models in vLLM's table.
 
-Goals are of medians over rounds; the worst size, count and direction decide.
+Goals apply to medians over rounds; the worst size, count or direction decides.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from vllm_nvmeof_offload.units import KIB, MIB, format_bytes
 class Sample:
     """One arm, case and round.
 
-    direction: store, load, or both. value: GB/s (1e9 bytes) unless the case says otherwise:
-    `submit` has µs, `loop` has steps/s.
+    direction: store, load, or both. value: GB/s (1e9 bytes/s), except for these cases: µs for
+    `submit`, `crc_join`; steps/s for `loop_…`, `…_matrix`.
     """
 
     case: str
@@ -49,13 +49,13 @@ class Sample:
     value: float
 
 
-#: As the table states them: tensor parallel size, tokens in a block.
+#: Model, tensor parallel size and tokens per block, as stated in the table.
 _MODELS = (
     ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", 2, 16),
     ("deepseek-ai/DeepSeek-V2-Lite-Chat", 1, 64),
     ("meta-llama/Llama-3.1-8B-Instruct", 1, 16),
     ("meta-llama/Llama-3.2-1B-Instruct", 1, 16),
-    # The table says 1; its sizes are those of 4.
+    # The table says 1, but its sizes are those of 4.
     ("meta-llama/Llama-3.1-70B-Instruct", 4, 16),
     ("mistralai/Mistral-7B-Instruct-v0.2", 1, 16),
     ("mistralai/Mistral-Small-24B-Instruct-2501", 1, 16),
@@ -64,7 +64,7 @@ _MODELS = (
     ("Qwen/Qwen2.5-7B-Instruct", 1, 16),
     ("Qwen/Qwen3-4B-Instruct-2507", 1, 16),
     ("Qwen/Qwen2.5-1.5B-Instruct", 1, 16),
-    # The table has 28 KiB and 1.97 MiB, which no tensor parallel size gives.
+    # The table says 28 KiB and 1.97 MiB, which no tensor parallel size gives.
     ("Qwen/Qwen3-8B", 1, 16),
     ("Qwen/Qwen3-1.7B", 1, 16),
     ("Qwen/Qwen3-32B", 2, 16),
@@ -72,10 +72,10 @@ _MODELS = (
 
 
 class ModelBlock(NamedTuple):
-    """Bytes of one rank.
+    """A model's sizes in bytes on one rank.
 
-    A *fragment* is what is contiguous with one tensor per layer, keys and values apart (vLLM
-    0.11); a *block* is all layers of a block (0.12 and later, and what our connector asks for).
+    A *fragment* is the contiguous part of a block with one tensor per layer and separate keys and
+    values (vLLM 0.11); a *block* has all layers (0.12 and later, as our connector requests).
     """
 
     name: str
@@ -85,7 +85,7 @@ class ModelBlock(NamedTuple):
 
 
 def model_blocks() -> Iterator[ModelBlock]:
-    """In the table's order."""
+    """Yield the models' sizes in the table's order."""
     for name, tensor_parallel, block_tokens in _MODELS:
         model = preset(name)
         deployment = Deployment(tensor_parallel=tensor_parallel, block_tokens=block_tokens)
@@ -96,14 +96,14 @@ def model_blocks() -> Iterator[ModelBlock]:
 
 _LARGE = 512 * KIB
 _SMALL = (16 * KIB, 64 * KIB)
-#: A paced 12.5 GB/s, the rate of a link of 100 Gbit/s, and what counts as having reached it.
+#: The paced rate is that of a link of 100 Gbit/s; below the minimum it does not count as reached.
 _BESIDE_CRC = "bf16 matrix products beside CRC-32C at 12.5 GB/s / alone"
 _CRC_GB_PER_S_MIN = 12.4
 _Key = tuple[str, str, int, int]  # case, direction, bytes of a block, blocks
 
 
 def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[Goal]:
-    """In the order of the requirements; `where` is what decided."""
+    """Return the goals in the order of the requirements; `where` names the deciding values."""
     keys = _keys(samples)
 
     def value(key: _Key, arm: str) -> float | None:
@@ -117,13 +117,13 @@ def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[Goal
         return figure(key, value(key, above), value(key, below))
 
     def better(key: _Key) -> Figure | None:
-        """`auto` leaves DMA only for a kernel that is `KERNEL_MARGIN` times as fast."""
+        """Compare auto with the better; it chooses the kernel only if `KERNEL_MARGIN` × faster."""
         dma, kernel = value(key, "dma"), value(key, "kernel")
         known = dma is not None and kernel is not None
         return figure(key, value(key, "auto"), max(dma, kernel / KERNEL_MARGIN) if known else None)
 
     def both(key: _Key) -> Figure | None:
-        """Against the mean of the two directions, each alone."""
+        """Compare both directions at once with the mean of each by itself."""
         case, _, size, count = key
         alone = [value((case, one, size, count // 2), "dma") for one in ("store", "load")]
         return figure(key, value(key, "dma"), None if None in alone else sum(alone) / 2)
@@ -154,7 +154,7 @@ def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[Goal
 
 
 def _beside_crc(samples: Sequence[Sample]) -> Figure | None:
-    """Of the launch that costs the product least, of those that make checksums fast enough."""
+    """Return the least slowdown of the product by a launch that is fast enough."""
     beside = select(samples, case="crc_beside")
     products = select(samples, case="crc_matrix")
     alone = median_of(products, "value", arm="alone")
@@ -198,13 +198,13 @@ _TITLES = {
 
 
 def arms_of(samples: Iterable[Sample]) -> list[str]:
-    """The arms that were measured, the known ones in their order."""
+    """Return the measured arms, known ones first and in order."""
     found = distinct(samples, "arm")
     return [arm for arm in _ORDER if arm in found] + [arm for arm in found if arm not in _ORDER]
 
 
 def _tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterator[Table]:
-    """One table per case that has samples."""
+    """Yield a table per case that has samples."""
     rounds = max((one.round for one in samples), default=-1) + 1
     for case, title in _TITLES.items():
         chosen = select(samples, case=case)
@@ -224,7 +224,7 @@ def _tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterato
 
 
 def _model_table(samples: Sequence[Sample]) -> Table:
-    """Two rows per model: a tensor per layer, keys and values apart; all layers of a block."""
+    """Return a table with two rows per model: fragments and whole blocks."""
 
     def middle(direction: str, arm: str) -> Callable[[Any], Spread | None]:
         mine = select(samples, arm=arm, direction=direction)
@@ -250,7 +250,7 @@ def _model_table(samples: Sequence[Sample]) -> Table:
 
 
 def _arm_table(chosen: Sequence[Sample], case: str) -> Table:
-    """Loops: steps/s, and against alone. Disk: GB/s of payload."""
+    """Return the table of a loop, in steps/s and as ratios to alone, or of disk loads, in GB/s."""
     title, first = f"{case.removeprefix('loop_')}: steps/s of a loop beside copies", "loop"
     if case == "disk":
         title, first = "Loads from disk to the GPU, GB/s", "of"
@@ -274,7 +274,7 @@ def _arm_table(chosen: Sequence[Sample], case: str) -> Table:
 
 
 def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
-    """The GPU, its link and driver, the version of vLLM's arm, arms that failed."""
+    """Yield the GPU, its link and driver, the version of vLLM's arm, and failed arms."""
     gpu, link = conditions.get("gpu", {}), conditions.get("pcie") or {}
     pcie = f", PCIe {link.get('speed')} GT/s x{link.get('width')}" if link else ""
     number = conditions.get("driver")  # 13.0 is 13000
@@ -290,7 +290,7 @@ def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _ours(samples: Sequence[Sample]) -> dict[str, str]:
-    """Blocks of 2 MiB in one direction and in both, DMA and kernel."""
+    """Return the rates of 2 MiB blocks in one direction and in both, by DMA and kernel."""
 
     def shown(case: str, arm: str, direction: str) -> str | None:
         here = select(samples, case=case, arm=arm, direction=direction, block_bytes=2 * MIB)
@@ -314,7 +314,7 @@ REPORTS = (
         _tables,
         lines=_lines,
         goals=goals,
-        goals_title="Goals: the worst size, count and direction decide",
+        goals_title="Goals: the worst size, count or direction decides",
         theirs=published.COPY,
         ours=_ours,
     ),

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `bench cost`: medians, ratios paired by round, goals, sentences.
+"""The report of `bench cost`: medians, ratios paired by round, goals, sentences.
 
-Two arms are compared round by round: what disturbs a round disturbs both. Estimates and their
-intervals are those of `results.Paired`.
+Two arms are compared round by round, because a disturbance in a round affects both. Estimates and
+their intervals are those of `results.Paired`.
 
-A cost is within its goal if the median ratio is within 2 %, or if the interval contains 1: the
-difference is then inside the noise. Both are of the default settings, `ours`.
+A cost meets its goal if the median ratio is within 2 %, or if the interval contains 1, so that the
+difference is within the noise. Goals apply to the default settings, `ours`.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ ARMS = (BASE, OURS, PROMPT_ONLY, CPU_ONLY)
 CASES = ("single", "batch")
 COST_MAX = 0.02
 _SCHEDULER_SHARE_MAX = 0.05
-#: vLLM's own processes wake up now and then; a server that goes on stepping takes a core.
+#: vLLM's own processes wake up occasionally; a server that keeps stepping uses a whole core.
 _IDLE_CORES_MAX = 0.05
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One arm, case and round. Seconds, bytes, counts.
+    """One arm, case and round.
 
-    ttft_s: to the first token, of several requests their median. seconds: to the last token.
-    tokens: of prompts and answers. cpu_s: all processes of the server, user and system, until
-    they were quiet again. others_cpu_s: of the other, idle servers meanwhile. quiet_after_s: how
-    long the server worked on. stored, loaded: copied between GPU memory and staging. hits: tokens
-    found in any cache. scheduler_s, scheduler_steps: of our scheduler side; step_s, step_tokens:
-    of the engine's steps; all four are None where the server does not count them.
+    ttft_s: to the first token, the median if there are several requests. seconds: to the last
+    token. tokens: prompts and answers. cpu_s: user and system time of the server's processes until
+    they were idle again. others_cpu_s: the other, idle servers' CPU time in that period.
+    quiet_after_s: how long the server kept working. stored_bytes, loaded_bytes: copied between GPU
+    memory and staging. hits: tokens found in any cache. scheduler_s, scheduler_steps: time and
+    steps of our scheduler side; step_s, step_tokens: those of the engine; None if not counted.
     """
 
     arm: str
@@ -110,7 +110,7 @@ def arms_of(samples: Sequence[Sample]) -> list[str]:
 def ratios_of(
     samples: Sequence[Sample], arm: str, base: str, case: str, measure: str
 ) -> Paired | None:
-    """`arm` over `base`; None if they share no round, or a value is 0 or not known."""
+    """Return `arm` / `base`; None if they share no round, or a value is 0 or unknown."""
     pairs = _pairs(samples, arm, base, case, measure)
     positive = bool(pairs) and min(map(min, pairs)) > 0
     return ratios(*zip(*pairs, strict=True)) if positive else None
@@ -123,7 +123,7 @@ def _pairs(
 
 
 def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[Goal]:
-    """The two costs, our scheduler's share, and what makes the run a fair one."""
+    """Return the goals for both costs, our scheduler's share, and the run's fairness."""
     ttft = ratios_of(samples, OURS, BASE, "single", "ttft_s")
     throughput = ratios_of(samples, OURS, BASE, "batch", "tokens_per_s")
     idle = conditions.get("idle_cores") or {}
@@ -138,12 +138,12 @@ def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[Goal
 
 
 def within(ratio: Paired, more_is_worse: bool) -> bool:
-    """Within 2 %, or inside the noise of the interval, whichever is larger."""
+    """Return whether the cost is within 2 %, or within the interval's noise."""
     return _cost(ratio, more_is_worse) <= COST_MAX or ratio.contains(1.0)
 
 
 def scheduler_share(samples: Sequence[Sample], arm: str, case: str) -> float | None:
-    """Our scheduler side's part of the steps' time, over all rounds; None if not known."""
+    """Return our scheduler side's share of the steps' time over all rounds; None if unknown."""
     pairs = [(one.scheduler_s, one.step_s) for one in select(samples, arm=arm, case=case)]
     if not pairs or not all(ours is not None and steps for ours, steps in pairs):
         return None
@@ -190,7 +190,7 @@ _BOUNDS = (
 
 
 def sentences(samples: Sequence[Sample]) -> Iterator[str]:
-    """What storing decode chunks costs, and what bounds it; what was not measured is left out."""
+    """Yield the cost of storing decode chunks and how to limit it, as far as measured."""
     yield from _noise(samples)
     yield from _scheduler(samples)
     there = set(arms_of(select(samples, case="batch")))
@@ -203,7 +203,7 @@ def sentences(samples: Sequence[Sample]) -> Iterator[str]:
 
 
 def _between(what: str, samples: Sequence[Sample], arm: str, base: str) -> str:
-    """`arm` less `base` in the batch, per 1,000 tokens (prompts and answers)."""
+    """Return `arm` minus `base` in the batch, per 1,000 tokens (prompts and answers)."""
     parts = []
     if pairs := _pairs(samples, arm, base, "batch", "cpu_s_per_1k_tokens"):
         cpu = differences(*zip(*pairs, strict=True))
@@ -239,21 +239,21 @@ def _scheduler(samples: Sequence[Sample]) -> Iterator[str]:
 
 
 def _noise(samples: Sequence[Sample]) -> Iterator[str]:
-    """Whether the run can show a difference of 2 % at all."""
+    """Yield a line for each measure whose noise could hide a difference of 2 %."""
     for case, measure, name in (("single", "ttft_s", "TTFT"), ("batch", "tokens_per_s", "batch")):
         ratio = ratios_of(samples, OURS, BASE, case, measure)
         if ratio is None:
             continue
         if ratio.interval is None:
-            yield f"{name}: {ratio.n} rounds are too few for an interval: more --pairs."
+            yield f"{name}: {ratio.n} rounds are too few for an interval: increase --pairs."
         elif (width := ratio.interval[1] - ratio.interval[0]) > 2 * COST_MAX:
             yield (
                 f"{name}: the interval is {width:.1%} wide, so a cost of 2 % could hide in it: "
-                f"more --pairs, or a quieter machine."
+                f"increase --pairs, or use a quieter machine."
             )
 
 
-#: Measure, its name and unit, what it is divided by, how it is printed.
+#: Field, name with unit, divisor, number format.
 _MEDIANS = (
     ("ttft_s", "TTFT, ms", 0.001, "{:,.1f}"),
     ("seconds", "to the last token, s", 1.0, "{:.3f}"),
@@ -265,7 +265,7 @@ _MEDIANS = (
     ("scheduler_us_per_1k_tokens", "our scheduler, µs / 1,000 tokens", 1.0, "{:,.0f}"),
     ("quiet_after_s", "works on after the last token, s", 1.0, "{:.2f}"),
 )
-#: What is compared with no offloading: (case, measure, name).
+#: Comparisons with the arm without offloading: (case, field, name).
 _COMPARED = (
     ("single", "ttft_s", "single: TTFT"),
     ("single", "seconds", "single: to the last token"),
@@ -276,7 +276,7 @@ _COMPARED = (
 
 
 def _tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterator[Table | str]:
-    """Medians, then paired ratios, then what they say."""
+    """Yield medians, paired ratios, and sentences about them."""
     arms = arms_of(samples)
     rounds = len(distinct(samples, "round"))
 
@@ -312,7 +312,7 @@ def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _ours(samples: Sequence[Sample]) -> dict[str, str]:
-    """Throughput of the default settings against no offloading, paired by round."""
+    """Return the default settings' loss of throughput, paired by round."""
     ratio = ratios_of(samples, OURS, BASE, "batch", "tokens_per_s")
     if ratio is None:
         return {}

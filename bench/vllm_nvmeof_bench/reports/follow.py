@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `bench hotpath follow`: goals and tables."""
+"""The report of `bench hotpath follow`: goals and tables."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ FIRST, SAME, CHANGED, PUT, IDLE = "first", "same", "changed", "put", "idle"
 SCAN, LOG = "scan", "log"
 _LOOKS = {FIRST: "first look", SAME: "nothing changed", CHANGED: "some entries changed"}
 _MILLION = 1_000_000
-#: How many regions an idle follower has by default.
+#: The default numbers of an idle follower's regions.
 _REGIONS = (1, 10, 100)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One look into another server's table or log, one write, or one stretch of idleness.
+    """One scan of another server's table or log, one write, or one idle period.
 
-    entries: entries of the table; of `CHANGED`, those that changed. wall_s: of `PUT`, from the
-    write's completion until another process finds the chunk. cpu_s: of the thread, of `IDLE` of
-    the whole follower; None: not measured. by: scan of the table, or log. regions: of `IDLE`, with
-    so many entries each.
+    entries: entries in the table; for `CHANGED`, changed ones; for `IDLE`, entries per region.
+    wall_s: elapsed time; for `PUT`, from the write's completion until another process finds the
+    chunk. cpu_s: CPU time of the thread, or of the whole follower for `IDLE`; None: not measured.
+    by: by scans of the table or by its log. regions: number of regions for `IDLE`.
     """
 
     stage: str
@@ -47,7 +47,7 @@ class Sample:
 
     @property
     def share_percent(self) -> float | None:
-        """Of a core."""
+        """The CPU use in per cent of a core."""
         return None if self.cpu_s is None else 100 * self.cpu_s / self.wall_s
 
 
@@ -55,7 +55,7 @@ Samples = Sequence[Sample]
 
 
 def us_per_change(samples: Samples, by: str, entries: int) -> list[float]:
-    """By round: CPU µs per changed entry, beyond those of the look that found no change."""
+    """Return per round the CPU µs per changed entry, minus the cost of a scan without changes."""
     above = {"stage": CHANGED, "by": by, "entries": entries}
     pairs = results.paired(samples, "cpu_s", above, {"stage": SAME, "by": by})
     return [1e6 * (changed - same) / entries for changed, same in pairs]
@@ -66,7 +66,7 @@ def _figure(values: Sequence[float], share: float = 0.5) -> Figure | None:
 
 
 def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
-    """Medians, but of delays their P99."""
+    """Return the goals, for medians, or P99 in case of delays."""
 
     def per_million(stage: str, by: str, scale: float = 1.0) -> Figure | None:
         chosen = select(samples, stage=stage, by=by)
@@ -145,10 +145,10 @@ REPORTS = (
         Sample,
         _tables,
         about=(
-            "looks into a table and a log of {entries:,} entries, in the page cache, on one "
-            "thread; delays and idleness of a follower that looks every {follow_ms} ms; delays of "
-            "two servers that store {puts_per_s} chunks per second each, from the write's "
-            "completion on"
+            "scans of a table and a log with {entries:,} entries, in the page cache, on one "
+            "thread; delays and idle cost of a follower that scans every {follow_ms} ms; delays, "
+            "from the write's completion, of two servers that each store {puts_per_s} chunks per "
+            "second"
         ),
         goals=goals,
     ),

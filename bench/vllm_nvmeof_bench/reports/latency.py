@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `bench latency`: the second target beside the first, and ours beside fio."""
+"""The report of `bench latency`: the second target against the first, and ours against fio."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vllm_nvmeof_bench.results import (
 from vllm_nvmeof_offload.units import KIB, slot_stride_bytes
 
 ARMS = ("fio", "ours")
-#: The name of a throttled directory, wherever its figures are.
+#: The name of a throttled target in every file.
 STAND_IN = "throttled-stand-in"
 PAYLOAD_MIN = 4 * KIB
 _MEASURES = {"p50": "p50_us", "mean": "mean_us", "P99": "p99_us"}
@@ -30,7 +30,7 @@ _Side = dict[str, object]  # target and arm
 
 @dataclass(frozen=True, order=True)
 class Point:
-    """Where one measurement is taken; payload_bytes is what a slot holds."""
+    """The parameters of one measurement. payload_bytes: payload of a slot."""
 
     case: str
     payload_bytes: int
@@ -39,7 +39,7 @@ class Point:
 
     @property
     def io_bytes(self) -> int:
-        """The bytes of one I/O of fio: 4 KiB as it is, else a whole slot as ours."""
+        """The size of fio's I/O: just the payload for 4 KiB, otherwise a whole slot like ours."""
         if self.payload_bytes <= PAYLOAD_MIN:
             return self.payload_bytes
         return slot_stride_bytes(self.payload_bytes)
@@ -47,10 +47,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Sample:
-    """One target, arm, point and round. Latencies in µs, of the `operations` that ended.
+    """One target, arm, point and round, with latencies in µs of the completed `operations`.
 
-    p99_us: of fewer than 100 operations it is the slowest. cpu_s_per_gib: of payload, all
-    processes of the arm.
+    p99_us: the slowest, if there are fewer than 100 operations. cpu_s_per_gib: CPU seconds of all
+    processes of the arm per GiB of payload.
     """
 
     target: str
@@ -73,7 +73,7 @@ class Sample:
 
 
 class Added(NamedTuple):
-    """The difference of the second median from the first: µs, and per cent of the first."""
+    """The difference between two medians, in µs and in per cent of the first."""
 
     us: float
     per_cent: float
@@ -82,7 +82,7 @@ class Added(NamedTuple):
 def added(
     samples: Sequence[Sample], first: _Side, second: _Side, point: Point, measure: str
 ) -> Added | None:
-    """None unless both were measured there. The first target of a file is compared with."""
+    """Return the second side's median minus the first's; None unless both were measured."""
     before, after = (median_of(samples, measure, point=point, **side) for side in (first, second))
     if before is None or after is None:
         return None
@@ -90,12 +90,12 @@ def added(
 
 
 def points_of(samples: Iterable[Sample]) -> list[Point]:
-    """Every point, by case, size, jobs and depth."""
+    """Return all points, sorted by case, size, jobs and depth."""
     return sorted({one.point for one in samples})
 
 
 def _tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterator[Table | str]:
-    """One table per arm, case and size; then one per target, case and size."""
+    """Yield, for each case and size, a table per arm, then a table per target."""
     targets = distinct(samples, "target")
     for case, payload in sorted({(one.case, one.payload_bytes) for one in samples}):
         chosen = select(samples, case=case, payload_bytes=payload)
@@ -110,15 +110,15 @@ def _tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterato
             yield _compared(title, chosen, sides, with_cpu=True)
     rounds = len(distinct(samples, "round"))
     yield (
-        f"medians over {rounds} rounds of each round's p50, mean and P99; a P99 of fewer than 100 "
-        "operations is the slowest. At 4 KiB ours reads 8 KiB: a slot's header page and payload."
+        f"medians over {rounds} rounds of each round's p50, mean and P99; with fewer than 100 "
+        "operations, P99 is the slowest. At 4 KiB ours reads 8 KiB: a header page and the payload."
     )
 
 
 def _compared(
     title: str, samples: Sequence[Sample], sides: Mapping[str, _Side], with_cpu: bool = False
 ) -> Table:
-    """One row per point. sides: two, by the names for their columns."""
+    """Return a table with a row per point. sides: column name → side, for two sides."""
 
     def middle(side: _Side, measure: str) -> Any:
         def get(point: Point) -> Spread | None:
@@ -148,15 +148,15 @@ def _short(name: str) -> str:
 
 
 def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
-    """Targets and engine."""
+    """Yield lines about the targets and the engine."""
     for name, target in conditions.get("targets", {}).items():
         limit = target.get("throttled_mb_per_s")
-        how = "as it is"
+        how = "not throttled"
         if limit:
             how = (
                 f"throttled to {limit} MB/s by {conditions.get('throttle', '?')}: it stands in for "
-                "the bandwidth of an NVMe-oF target, not for a network's latency; what a slice of "
-                "0.1 s allows passes at once, the rest waits"
+                "the bandwidth of an NVMe-oF target, not for a network's latency; the bytes of "
+                "each 0.1 s slice pass at once, and the rest waits"
             )
         yield f"{name}: {target.get('file_system', '?')} on {target.get('device', '?')}, {how}"
     settings = conditions.get("settings", {})
@@ -168,7 +168,7 @@ def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _ours(samples: Sequence[Sample]) -> dict[str, str]:
-    """fio's reads of 4 KiB on the first target, one in flight."""
+    """Return the latency of fio's reads of 4 KiB on the first target, with one in flight."""
     target = next(iter(distinct(samples, "target")), "")
     point = Point("read", 4 * KIB, 1, 1)
     value = median_of(samples, "p50_us", target=target, arm="fio", point=point)

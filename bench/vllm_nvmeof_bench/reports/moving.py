@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `bench serve moving`: what a user sees who gets another server at each turn.
+"""The report of `bench serve moving`: conversations that move to another server at each turn.
 
-TTFT, and what was found, are of turns from the second on: nobody has the first one's prompt. Their
-ratios are of the same turn of the same conversation in the same round. Throughput is of a whole
-round, its first turns included, over the time in which requests were under way.
+TTFT and found shares are for turns from the second on, because the first prompt is new. Their
+ratios compare the same turn of the same conversation in the same round. Throughput is for a whole
+round, including first turns, over the total time of its requests.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from vllm_nvmeof_bench.report import Column, Report, Table, arm_columns, by, med
 from vllm_nvmeof_bench.results import METHOD, Figure, Goal, Paired, bound, distinct, select
 
 OURS, STICKY, PEER = "ours", "sticky", "peer"
-#: What is compared with ours, and which share of it is required.
+#: Arm compared with ours → required ratio.
 _RIVALS = {PEER: 1.0, STICKY: 0.9}
 _PLACES = {"gpu": "GPU", "cpu": "CPU", "pool": "own pool", "shared": "others'", "other": "other"}
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One turn of one conversation. server: its name. Seconds; digest: of the answer. gpu to other:
-    tokens of the prompt by where they were found: `shared` in the pool of the other server. With
-    vLLM's tiering `pool` is the directory that both servers share.
+    """One turn of one conversation. server: its name. digest: a hash of the answer. gpu to other:
+    the prompt's tokens by where they were found: `shared` is the other server's pool. With vLLM's
+    tiering, `pool` is the directory that both servers share.
     """
 
     arm: str
@@ -48,7 +48,7 @@ class Sample:
 
     @property
     def found(self) -> float:
-        """Share of the prompt's tokens that were not computed."""
+        """The share of the prompt's tokens that were not computed."""
         return sum(getattr(self, at) for at in _PLACES) / max(1, self.prompt_tokens)
 
 
@@ -56,19 +56,19 @@ Samples = Sequence[Sample]
 
 
 def later(samples: Samples) -> list[Sample]:
-    """Turns from the second on."""
+    """Return the turns from the second on."""
     return [one for one in samples if one.turn > 0]
 
 
 def tokens_per_s(samples: Samples) -> float | None:
-    """Prompt and answer tokens of whole answers per second of requests; None: there are none."""
+    """Return prompt and answer tokens of complete answers per second of requests, if any."""
     seconds = sum(one.end_s for one in samples)
     whole = [one for one in samples if one.failure is None]
     return sum(one.prompt_tokens + one.answer_tokens for one in whole) / seconds if whole else None
 
 
 def _paired(samples: Samples, arm: str, other: str, measure: str) -> list[tuple[float, float]]:
-    """By turn of a conversation, from the second on."""
+    """Return pairs by turn of a conversation, from the second on."""
     above, below = ({"arm": one} for one in (arm, other))
     pairs = results.paired(
         later(samples), measure, above, below, lambda one: (one.round, one.conversation, one.turn)
@@ -77,18 +77,18 @@ def _paired(samples: Samples, arm: str, other: str, measure: str) -> list[tuple[
 
 
 def ratio_of_ttft(samples: Samples, arm: str, other: str) -> Paired | None:
-    """`arm` over `other`, turn by turn."""
+    """Return the TTFT of `arm` / `other`, turn by turn."""
     pairs = _paired(samples, arm, other, "ttft_s")
     return results.median_ratio([a / b for a, b in pairs]) if pairs else None
 
 
 def ratio_of_found(samples: Samples, arm: str, other: str) -> Paired | None:
-    """The shares of the prompts' tokens that were not computed, `arm` over `other`, by round."""
+    """Return the share of prompt tokens not computed, `arm` / `other`, round by round."""
     return _by_round(samples, arm, other, lambda some: _found(some, *_PLACES))
 
 
 def ratio_of_tokens(samples: Samples, arm: str, other: str) -> Paired | None:
-    """Tokens per second, `arm` over `other`, round by round."""
+    """Return tokens per second, `arm` / `other`, round by round."""
     return _by_round(samples, arm, other, tokens_per_s)
 
 
@@ -104,14 +104,14 @@ def _by_round(
 
 
 def _found(samples: Samples, *places: str) -> float | None:
-    """Share of the prompts' tokens, from the second turn on, that were found in these places."""
+    """Return the share of prompt tokens found in these places, from the second turn on."""
     chosen = later(samples)
     prompts = sum(one.prompt_tokens for one in chosen)
     return sum(getattr(one, at) for one in chosen for at in places) / prompts if prompts else None
 
 
 def different(samples: Samples) -> tuple[int, int]:
-    """(answers that differ from the first one to the same turn, compared ones)."""
+    """Return (answers that differ from the first one to the same turn, compared answers)."""
     first: dict[tuple[int, int, int], str] = {}
     unequal = compared = 0
     for one in samples:
@@ -123,7 +123,7 @@ def different(samples: Samples) -> tuple[int, int]:
 
 
 def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
-    """Ours, whose conversations move, beside vLLM's tiering and beside conversations that stay."""
+    """Return the goals for ours against vLLM's tiering and against conversations that stay."""
 
     def figure(found: Paired | None, inverse: bool = False) -> Figure | None:
         return Figure(1 / found.middle if inverse else found.middle, found.n) if found else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `bench peers`: both links beside one, the sum of their rates, and vLLM's p2p."""
+"""The report of `bench peers`: both links against one, the sum of rates, and vLLM's p2p tier."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from vllm_nvmeof_bench.results import (
     worst,
 )
 
-#: Links are in MB/s, as storage is described.
+#: Link rates are in MB/s, as usual for storage.
 MB = 1_000_000
-#: Links that are as fast as they are, of idle servers.
+#: The rates of unlimited links, used for idle servers.
 NO_LINKS = "0:0"
 LOAD, IDLE, SERVING = "load", "idle", "serving"
-#: Of the stage SERVING: the helper's own loads, without and beside peers, and peers without loads.
+#: Arms of SERVING: the helper's own loads without and with peers, and peers without own loads.
 ALONE, BESIDE, PEERS_ALONE = "alone", "beside", "peers"
 WITHOUT, ABSENT, BOTH, LANDING = "without", "absent", "both", "landing"
 VLLM_P2P = "vllm_p2p"
 ARMS = {
-    WITHOUT: "the own link, no peer",
-    ABSENT: "the own link, the peer is not there",
+    WITHOUT: "own link, no peer",
+    ABSENT: "own link, peer absent",
     BOTH: "both links",
     LANDING: "both links, every other chunk lands",
     VLLM_P2P: "both links, vLLM's fs and p2p tiers",
 }
 MESSAGES = "messages"
-#: How chunks came. cma is of results of earlier versions.
+#: How chunks are transferred; cma is only in results of earlier versions.
 TRANSPORTS = {"cma": "NIXL pulls, by the kernel's cma", MESSAGES: "messages over TCP"}
 BOTH_MIN, SUM_MIN, ABSENT_MIN, IDLE_MAX = 1.9, 0.93, 0.98, 0.5
 VLLM_P2P_MIN = 1.05
@@ -48,24 +48,24 @@ SERVING_P99_MAX = 1.3
 
 
 def link_rates(rates: str) -> tuple[float, float]:
-    """MB/s of the own link and of the peer's, of `400:400`.
+    """Return the MB/s of the own link and of the peer's from a text such as `400:400`.
 
-    Raises: BenchError: it is nothing like that.
+    Raises: BenchError: the text has another form.
     """
     try:
         own, peer = map(float, rates.split(":"))
     except ValueError:
-        raise BenchError(f"{rates!r} is no pair of rates such as 400:400") from None
+        raise BenchError(f"{rates!r} is not a pair of rates such as 400:400") from None
     return own, peer
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One load of one arm, or one stretch of idleness, or of nothing but reads for peers.
+    """One load of one arm, one idle period, or one period with only reads for peers.
 
-    rates: MB/s of the own link and of the peer's. size_bytes: payload of the load, of which
-    pulled_bytes came from the peer; of a helper's load: beside which so many were read for peers.
-    cpu_s: of the process that loads; helper_cpu_s: of the peer.
+    rates: MB/s of the own link and of the peer's. size_bytes: payload of the load. pulled_bytes:
+    payload received from the peer; for a helper's loads, payload read for peers in that time.
+    cpu_s: CPU time of the loading process; helper_cpu_s: that of the peer.
     """
 
     stage: str
@@ -85,7 +85,7 @@ class Sample:
 
     @property
     def of_sum(self) -> float:
-        """Of what both links have together."""
+        """The rate as a share of both links' total."""
         return self.mb_per_s / sum(link_rates(self.rates))
 
     @property
@@ -98,12 +98,12 @@ class Sample:
 
     @property
     def helper_ms_per_gb(self) -> float | None:
-        """Of what it has brought."""
+        """The peer's CPU time per GB that it read."""
         return 1e12 * self.helper_cpu_s / self.pulled_bytes if self.pulled_bytes else None
 
     @property
     def idle_percent(self) -> float:
-        """Of a core, the process that takes more."""
+        """The CPU use of the busier process, in per cent of a core."""
         return 100 * max(self.cpu_s, self.helper_cpu_s) / self.seconds
 
 
@@ -117,7 +117,7 @@ def places_of(samples: Samples) -> list[Place]:
 
 
 def ratio(samples: Samples, place: Place, arm: str, beside: str = WITHOUT) -> Paired | None:
-    """The rate of an arm over that of another one, round by round."""
+    """Return the rate of `arm` / that of `beside`, round by round."""
     where = {"stage": LOAD, "rates": place[0], "transport": place[1]}
     above, below = {**where, "arm": arm}, {**where, "arm": beside}
     pairs = results.paired(samples, "mb_per_s", above, below)
@@ -125,7 +125,7 @@ def ratio(samples: Samples, place: Place, arm: str, beside: str = WITHOUT) -> Pa
 
 
 def beside_serving(samples: Samples, size_bytes: int, share: float) -> Figure | None:
-    """A helper's own loads: this percentile beside serving over that without."""
+    """Return a percentile of the helper's own load times, with serving / without."""
     where = {"stage": SERVING, "size_bytes": size_bytes}
     alone, beside = (values_of(samples, "seconds", **where, arm=arm) for arm in (ALONE, BESIDE))
     if not alone or not beside:
@@ -144,7 +144,7 @@ def _is_equal(rates: str) -> bool:
 
 
 def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
-    """Each is that of the worst rates and transport."""
+    """Return the goals, each for the worst rates and transport."""
     places = places_of(samples)
 
     def worst_ratio(arm: str, chosen: Sequence[Place], beside: str = WITHOUT) -> Figure | None:
@@ -207,7 +207,7 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
     ]
 
     def over(row: dict[str, str], beside: str) -> Paired | None:
-        """The arm over no peer; ours over vLLM's in vLLM's row."""
+        """Return the arm / no peer, or ours / vLLM's in vLLM's row."""
         place = row["rates"], row["transport"]
         if beside == VLLM_P2P:
             return ratio(samples, place, BOTH, beside) if row["arm"] == beside else None

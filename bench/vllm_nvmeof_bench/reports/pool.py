@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `bench pool`: tables and goals.
+"""The report of `bench pool`: tables and goals.
 
-Goals are ratios of medians over rounds. Where a goal covers several block sizes, the worst one
-decides and is named. "The best of fio, threads and ring" is the largest of their medians at that
-block size. A goal whose samples are not all there is neither reached nor missed.
+Goals are ratios of medians over rounds. If a goal covers several block sizes, the worst one
+decides and is named. "The best of fio, threads and ring" is the largest of their medians for that
+block size. A goal with missing samples is neither reached nor missed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_nvmeof_bench.results import Figure, bound, distinct, ratio_of_medians,
 from vllm_nvmeof_offload.units import KIB, MIB
 
 ARMS = ("ours", "ours_threads", "fio", "ring", "ring_slots", "vllm_fs")
-#: One kind of measurement → the cases that it yields.
+#: Kind of measurement → its cases.
 KINDS: dict[str, tuple[str, ...]] = {
     "batch_write": ("batch_write",),
     "batch_read": ("batch_read",),
@@ -39,10 +39,10 @@ _LARGE = 512 * KIB
 
 @dataclass(frozen=True)
 class Sample:
-    """One arm, case, block size and round. MiB and GiB of payload.
+    """One arm, case, block size and round; MiB and GiB are of payload.
 
-    cpu_s_per_gib: None where the CPU time of two directions cannot be told apart. Latencies: None
-    where an arm reports none.
+    cpu_s_per_gib: None if the CPU time of two directions cannot be separated. p50_us, p99_us: None
+    if the arm reports no latency.
     """
 
     arm: str
@@ -56,7 +56,7 @@ class Sample:
 
 
 def _tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterator[Table]:
-    """Throughput, CPU time, and the demand read's latency."""
+    """Yield throughput, CPU time, and the latency of demand reads."""
     rounds = max((one.round for one in samples), default=0) + 1
     rates = [one for one in samples if one.case != _BESIDE]
     beside = select(samples, case=_BESIDE)
@@ -78,12 +78,12 @@ def _tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterato
 
 
 def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[results.Goal]:
-    """In the order of the requirements; the manager's figures are among the conditions."""
+    """Return the goals in the requirements' order; the manager's figures are in the conditions."""
 
     def ratio(
         case: str, block: int = 2 * MIB, measure: str = _RATE, rival: str = _FS, base: str = ""
     ) -> Figure | None:
-        """Ours over a rival's, in the same case unless `base` names another."""
+        """Return ours / a rival's, in the same case unless `base` names another."""
         above = {"arm": "ours", "case": case, "block_bytes": block}
         below = {"arm": rival, "case": base or case, "block_bytes": block}
         where = f"{results.size_name(block)}, {rival}"
@@ -125,7 +125,7 @@ def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[resu
 
 
 def _ours(samples: Sequence[Sample]) -> dict[str, str]:
-    """Reads of 2 MiB as shares of fio's throughput."""
+    """Return the throughput of 2 MiB reads as shares of fio's."""
     reads = {"case": "batch_read", "block_bytes": 2 * MIB}
     shown = {}
     for arm, name in (("ours", "ours"), ("vllm_fs", "vLLM's fs tier")):

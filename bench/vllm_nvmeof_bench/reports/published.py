@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures that others have published, printed beside ours.
+"""Figures published by others, printed next to ours.
 
-`rows`: a key, then one text per column. A report's `ours` gives our own text by the same
-key. A figure that could not be read at its source is not here; `note` says so.
+`rows`: a key, then one text per column. A report's `ours` gives our own text by the same key.
+Figures that could not be read at their source are left out; `note` says so.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TTFT = Published(
     f"{_BLOG}, figure 1",
     _LLAMA,
     (("TTFT, computed / loaded from the CPU tier", "2×–22×, by prompt length"),),
-    note="Their text gives the range; the points of the figure are a picture. No pool in it.",
+    note="Their text gives the range; the figure's points are only a picture. It has no pool.",
 )
 HITS = Published(
     f"{_BLOG}, figure 2",
@@ -41,8 +41,8 @@ COPY = Published(
 TURNS = Published(
     DATA24.source,
     f"one drive for {DATA24.gpus_per_drive} GPUs and {DATA24.sessions_per_drive} conversations",
-    note="Our table has the columns of theirs; its throughput and TTFT could not be read at the "
-    "source and are not repeated here.",
+    note="Our table has the same columns as theirs, whose throughput and TTFT could not be read at "
+    "the source and are not repeated here.",
 )
 REPLAY = Published(
     "AMD's recipe for ATOM with LMCache (github.com/ROCm/ATOM, table “Stress test”), of the study "
@@ -65,13 +65,13 @@ LATENCY = Published(
     "Cowger, kazan-networks.com)",
     "an Intel Optane SSD behind their Fuji NVMe-oF bridge against the same drive attached directly",
     (("one read in flight, attached directly", "under 10 µs on that drive"),),
-    note="They print tables of what the fabric adds at a number of jobs and depths, and say that "
-    "beside one command in flight it is close to nothing. The tables themselves could not be read "
-    "at the source and are not repeated here.",
+    note="They publish tables of the latency that the fabric adds at several jobs and depths, and "
+    "say that with one command in flight it adds almost nothing. The tables could not be read at "
+    "the source and are not repeated here.",
 )
 POOL = Published(
     _PROJECTS,
-    "each on a drive of its own; shares of what the drive gives",
+    "each on a different drive, as a share of the drive's speed",
     (
         ("reads of 2 MiB, ours / fio", "FlexKV: 94 % of fio (depth ≥ 8, Micron 7450)"),
         ("reads of 2 MiB, vLLM's fs tier / fio", "3.2 of 6.9 GB/s (46 %)"),
@@ -86,8 +86,8 @@ TIER = Published(
             "3.4 s by lifeboatcache, 10.8 s by vLLM's tiering (0.31)",
         ),
     ),
-    note="vLLM's tiering recomputes what does not fit. Ours compares two ways of one load, without "
-    "vLLM: streamed, and in rounds of one tier, with nothing recomputed. It is the smaller claim.",
+    note="vLLM's tiering recomputes what does not fit. Ours compares a load without vLLM in two "
+    "ways, streamed and in rounds of one tier, without recomputing. It is the smaller claim.",
 )
 COST = Published(
     "Andy Luo, “Benchmarking LMCache for Multi-Turn Agentic Workloads on AMD MI300X” (2026-04-20), "

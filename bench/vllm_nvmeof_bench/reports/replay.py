@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `bench replay`: completed requests, first tokens and hits of each arm."""
+"""The report of `bench replay`: completed requests, first tokens and hits of each arm."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _STUDIED = ("none", "cpu", "pool")
 
 @dataclass(frozen=True)
 class Sample:
-    """One request. at_s: sent, since the first user came. ttft_s, end_s: since it was sent; ttft_s
-    None: no token came. ended: `whole`, `failed`, or `cut` (under way when the time was up)."""
+    """One request. at_s: when it was sent, from the first user's arrival. ttft_s, end_s: from when
+    it was sent; ttft_s None: no token. ended: `whole`, `failed`, or `cut` when time was up."""
 
     arm: str
     session: str
@@ -37,10 +37,10 @@ class Sample:
 
 
 def summary_of(samples: Sequence[Sample], arm: str) -> dict[str, float]:
-    """One arm's figures by name; empty if no first token came.
+    """Return one arm's figures by name; empty if it produced no token.
 
-    TTFT in seconds, of all requests that got a first token. Tokens per second of whole requests,
-    over the time from the first user's arrival to the end.
+    TTFT is in seconds, for all requests that received a token. Tokens per second are those of
+    whole requests over the time from the first user's arrival to the end.
     """
     mine = select(samples, arm=arm)
     firsts = values_of(mine, "ttft_s")
@@ -61,7 +61,7 @@ def summary_of(samples: Sequence[Sample], arm: str) -> dict[str, float]:
     }
 
 
-#: Rows of the study: name, figure of a summary, format.
+#: Rows of the study: name, key of a summary, format.
 _STUDY_ROWS = (
     ("requests completed", "completed", "{:,}"),
     ("TTFT average", "ttft_mean_s", "{:.2f} s"),
@@ -73,7 +73,7 @@ _STUDY_ROWS = (
 
 
 def _ours(samples: Sequence[Sample]) -> dict[str, str]:
-    """Ours for the study's rows, one figure per column; empty unless all three arms ran."""
+    """Return our figures for the study's rows and columns; empty unless all three arms ran."""
     known = [summary_of(samples, arm) for arm in _STUDIED]
     if not all(known):
         return {}
@@ -139,7 +139,7 @@ def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table
 
 
 def _over_time(samples: Sequence[Sample], arms: Sequence[str]) -> Table:
-    """Where the median climbs while the users stay the same, the server is in the spiral."""
+    """Return medians over time: a rise with a constant number of users shows the spiral."""
     end_s = max((one.at_s for one in samples), default=0.0) or 1.0
     edges = np.linspace(0, end_s, _WINDOWS + 1).tolist()
     windows = list(itertools.pairwise(edges))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `bench serve ttft`, `hits` and `turns`: ratios and tables.
+"""The report of `bench serve ttft`, `hits` and `turns`: ratios and tables.
 
-Ratios are of the same prompt, or of the same round. Every difference is to the first arm.
+Ratios compare the same prompt, or the same round. Differences are to the first arm.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from vllm_nvmeof_bench.report import (
 from vllm_nvmeof_bench.reports import published
 from vllm_nvmeof_bench.results import distinct, mean, median, median_of, paired, select, spread_of
 
-#: Ours, and the peer with the same bytes of CPU memory on the same storage.
+#: (our arm, the rival with as much CPU memory and the same storage).
 _RIVALS = (("full", "peer_full"), ("pool", "peer"), ("target", "peer_target"))
-#: Our arms whose CPU tier holds everything, as in the published measurements.
+#: Our arms with a CPU tier that holds everything, as in the published measurements.
 _HOLD_ALL = ("cpu", "full")
 _PLACES = ("gpu", "cpu", "pool", "other")
 Conditions = Mapping[str, Any]
@@ -34,9 +34,10 @@ Conditions = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class TtftSample:
-    """One request. Seconds; tokens of the prompt by where they were found, as in `Hits`.
+    """One request. gpu to other: the prompt's tokens by where they were found, as in `Hits`.
 
-    same: whether the answer equals the first arm's when it computed the prompt; None if one failed.
+    same: whether the answer equals that of the first arm when it computed the prompt; None if
+    either failed.
     """
 
     arm: str
@@ -59,11 +60,11 @@ class TtftSample:
 
 @dataclass(frozen=True)
 class HitSample:
-    """One batch. seconds: from the first request to the last token. Tokens: of all prompts, of
-    all answers, and of the prompts by where they were found.
+    """One batch. seconds: from the first request to the last token. Token counts are of all
+    prompts, of all answers, and of the prompts by where they were found.
 
-    ttft_s: median. same, compared: answers to returning prompts that equal the first arm's. cpu_s:
-    CPU seconds of the server's processes meanwhile; None: it was not started here.
+    ttft_s: median. same, compared: answers to returning prompts that equal the first arm's, and
+    all that were compared. cpu_s: CPU seconds of the server's processes; None: not started here.
     """
 
     arm: str
@@ -85,7 +86,7 @@ class HitSample:
 
     @property
     def tokens_per_s(self) -> float:
-        """Prompt tokens that were served, computed or not, and answer tokens, per second."""
+        """Prompt tokens, computed or not, and answer tokens per second."""
         return (self.prompt_tokens + self.answer_tokens) / self.seconds
 
     @property
@@ -95,9 +96,9 @@ class HitSample:
 
 @dataclass(frozen=True)
 class TurnSample:
-    """One turn of one conversation. start_s: of its request, from the measurement's start. digest:
-    of the answer, so that arms can be compared. gpu to other: hits of the whole measurement, in
-    the first turn of its first conversation; 0 elsewhere.
+    """One turn of one conversation. start_s: time of the request from the measurement's start.
+    digest: a hash of the answer, to compare arms. gpu to other: hits of the whole measurement, only
+    in the first turn of its first conversation; otherwise 0.
     """
 
     arm: str
@@ -119,13 +120,13 @@ class TurnSample:
 
 
 def rivals(arms: Iterable[str]) -> list[tuple[str, str]]:
-    """(ours, the peer) of every pair that was measured whole."""
+    """Return (ours, rival) of every pair of which both were measured."""
     known = set(arms)
     return [pair for pair in _RIVALS if known.issuperset(pair)]
 
 
 def found_in(samples: Sequence[Any]) -> tuple[float, ...]:
-    """Shares of the prompts' tokens in GPU, CPU tier, pool; a fourth, elsewhere, only if any."""
+    """Return the shares of prompt tokens found in GPU, CPU tier, pool and, if any, elsewhere."""
     prompt = sum(one.prompt_tokens for one in samples)
     shares = [sum(getattr(one, at) for one in samples) / max(1, prompt) for at in _PLACES]
     return tuple(shares) if shares[3] else tuple(shares[:3])
@@ -134,9 +135,9 @@ def found_in(samples: Sequence[Any]) -> tuple[float, ...]:
 def ratio_of_ttft(
     samples: Sequence[Any], arm: str, length: int | None = None, other: str | None = None
 ) -> list[float]:
-    """Of each prompt: its first time over its return on `arm`; with `other`, returns of the two.
+    """Return, per prompt, first time / return on `arm`; with `other`, returns on `arm` / `other`.
 
-    length: of the prompts; None: all.
+    length: prompt length; None: all.
     """
     below: dict[str, object] = {"arm": other or arm, "phase": "back", "length": length}
     above = {**below, "arm": arm, "phase": "back" if other else "cold"}
@@ -145,20 +146,20 @@ def ratio_of_ttft(
 
 
 def ratio_of_hits(samples: Sequence[Any], arm: str, other: str, rate: int) -> list[float]:
-    """Throughput of `arm` over that of `other`, paired by round."""
+    """Return the throughput of `arm` / that of `other`, paired by round."""
     above, below = ({"arm": name, "rate": rate} for name in (arm, other))
     return [a / b for a, b in paired(samples, "tokens_per_s", above, below) if b]
 
 
 def ratio_of_cpu(samples: Sequence[Any], arm: str, other: str, rate: int) -> list[float]:
-    """CPU seconds of the server `arm` over those of `other`, paired by round."""
+    """Return the CPU seconds of `arm`'s server / those of `other`'s, paired by round."""
     above, below = ({"arm": name, "rate": rate} for name in (arm, other))
     return [a / b for a, b in paired(samples, "cpu_s", above, below) if b]
 
 
 def throughput_ratios(samples: Sequence[HitSample]) -> list[dict[str, Any]]:
-    """Of each of our arms whose rival was measured too, by hit rate: the median of the paired
-    rounds' ratios, and its 95 % interval (`results.Paired`); low and high are None for few rounds.
+    """Return, by hit rate and arm of ours with a measured rival, the median of the rounds' ratios
+    and its 95 % interval (`results.Paired`); low and high are None with few rounds.
     """
     rows: list[dict[str, Any]] = []
     for rate in _levels(samples, "rate"):
@@ -173,7 +174,7 @@ def throughput_ratios(samples: Sequence[HitSample]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Turns:
-    """One arm at one concurrency, all rounds together. found: as `found_in`."""
+    """One arm at one concurrency, over all rounds. found: as returned by `found_in`."""
 
     tokens_per_s: float | None
     ttft_mean_s: float | None
@@ -186,7 +187,7 @@ class Turns:
 def turns_of(samples: Sequence[Any], arm: str, concurrency: int) -> Turns:
     mine = select(samples, arm=arm, concurrency=concurrency)
     whole = [one for one in mine if one.failure is None]
-    # From the start of each measurement to its last answer.
+    # Sum of the times from each measurement's start to its last answer.
     seconds = sum(
         max(one.start_s + one.end_s for one in mine if one.round == index)
         for index in distinct(mine, "round")
@@ -204,7 +205,7 @@ def turns_of(samples: Sequence[Any], arm: str, concurrency: int) -> Turns:
 
 
 def ratio_of_turns(samples: Sequence[Any], arm: str, other: str, concurrency: int) -> list[float]:
-    """Tokens per second of `arm` over those of `other`, paired by round."""
+    """Return tokens per second of `arm` / those of `other`, paired by round."""
     found = []
     for index in _levels(samples, "round"):
         part = select(samples, round=index)
@@ -215,12 +216,12 @@ def ratio_of_turns(samples: Sequence[Any], arm: str, other: str, concurrency: in
 
 
 def changed(value: float | None, base: float | None) -> str:
-    """`value` against `base` in per cent, as tables print it; – where one is missing."""
+    """Return the change from `base` to `value` in per cent; – if either is missing."""
     return NOTHING if value is None or not base else f"{100 * (value / base - 1):+.0f} %"
 
 
 def _same_turns(samples: Sequence[Any]) -> tuple[int, int]:
-    """(equal, compared): answers against the first arm's to the same turn."""
+    """Return (equal, compared): the answers compared with the first arm's to the same turn."""
     first: dict[tuple[int, ...], str] = {}
     same = compared = 0
     for one in samples:
@@ -233,7 +234,7 @@ def _same_turns(samples: Sequence[Any]) -> tuple[int, int]:
 
 
 def _published_ttft(samples: Sequence[Any]) -> dict[str, str]:
-    """Medians of the lengths' ratios, of an arm whose CPU tier holds everything."""
+    """Return medians of ratios by length, for an arm with a CPU tier that holds everything."""
     for arm in _HOLD_ALL:
         lengths = distinct(select(samples, arm=arm), "length")
         found = [median(ratio_of_ttft(samples, arm, length)) for length in lengths]
@@ -244,7 +245,7 @@ def _published_ttft(samples: Sequence[Any]) -> dict[str, str]:
 
 
 def _published_hits(samples: Sequence[Any]) -> dict[str, str]:
-    """The most hits over the fewest, by medians, of an arm whose CPU tier holds everything."""
+    """Return throughput with most hits / fewest, for an arm whose CPU tier holds everything."""
     rates = _levels(samples, "rate")
     for arm in _HOLD_ALL if len(rates) > 1 else ():
         ends = (rates[0], rates[-1])
@@ -256,7 +257,7 @@ def _published_hits(samples: Sequence[Any]) -> dict[str, str]:
 
 
 def _ordered(samples: Iterable[Any], conditions: Conditions) -> list[Any]:
-    """The samples of the first arm first: the others are compared with them."""
+    """Return the samples in the arms' order: the others are compared with the first."""
     order = list(conditions.get("arms", {}))
     return sorted(samples, key=lambda one: order.index(one.arm) if order else 0)
 
@@ -278,7 +279,7 @@ def _found_table(samples: Sequence[Any], field: str, form: str) -> Table:
 def _rivals_table(
     samples: Sequence[Any], ratios: Mapping[str, Callable[[str, str], list[float]]]
 ) -> Table:
-    """A row for each of our arms whose rival was measured too."""
+    """Return a table with a row per arm of ours with a measured rival."""
     rows = [
         (what, f"{mine} / {theirs}", found)
         for what, of in ratios.items()
@@ -354,7 +355,7 @@ def _hits_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Tab
 
 
 def _turns_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Table | str]:
-    """The columns of the Data24 table, by concurrency and arm."""
+    """Yield tables, first one with the columns of the Data24 table, by concurrency and arm."""
     samples = _ordered(samples, conditions)
     arms, levels = distinct(samples, "arm"), _levels(samples, "concurrency")
     found = {(level, arm): turns_of(samples, arm, level) for level in levels for arm in arms}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `bench simulate`: their tables."""
+"""The report of `bench simulate`: tables of hit rates."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from vllm_nvmeof_offload.units import GIB
 
 @dataclass(frozen=True)
 class Sample:
-    """One simulated run. sweep: `pool`, `cpu`, `writes`, or `alone` (one tier alone, of
-    `pool_tokens`). All counts are tokens: sizes; prompts, and where they were found; stored in the
-    CPU tier, written to the pool. stranded: share of the chunks in the tiers at the end that
-    nothing finds, because their predecessor is in none."""
+    """One simulated run. sweep: `pool`, `cpu`, `writes`, or `alone` (a single tier of
+    `pool_tokens`). All counts are tokens: sizes; prompts, and where they were found; tokens stored
+    in the CPU tier and written to the pool. stranded: share of the chunks in the tiers at the end
+    that cannot be found, because their predecessor is in no tier."""
 
     sweep: str
     policy: str
@@ -35,7 +35,7 @@ class Sample:
 
     @property
     def hit(self) -> float:
-        """Share of the prompts' tokens that were found anywhere."""
+        """The share of the prompts' tokens that were found in any tier."""
         return (self.hit_gpu + self.hit_cpu + self.hit_pool) / self.prompt_tokens
 
     @property

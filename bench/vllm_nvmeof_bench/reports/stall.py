@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `bench serve stall`: the longest gaps between tokens, goals, tables.
+"""The report of `bench serve stall`: the longest gaps between tokens, goals, tables.
 
-A gap is the time between two tokens of one request, as its client sees them. A sample's figure is
-the longest gap of all its requests; figures here are medians over rounds.
+A gap is the time between two tokens of one request, as seen by its client. A sample's value is the
+longest gap of all its requests; the figures here are medians over rounds.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from vllm_nvmeof_bench.report import Column, Report, Table, by, medians
 from vllm_nvmeof_bench.results import Figure, Goal, bound, distinct, median_of, select
 
 ALONE, IN_GPU, BACK = "alone", "in_gpu", "back"
-#: What happens beside the requests that decode: nothing, or the prompt returns and GPU memory has
-#: it, or has lost it.
+#: During decoding, nothing else happens, or the prompt returns and is still in GPU memory or is
+#: not.
 PHASES = {ALONE: "alone", IN_GPU: "prompt in GPU memory", BACK: "prompt lost there"}
-#: Ours, and vLLM's tiering with the same bytes of CPU memory, which both hold the prompt.
+#: Ours, and vLLM's tiering with as much CPU memory; both hold the prompt.
 _OURS, _THEIRS = "full", "peer_full"
 _CHUNKS_MIN = 3000
-#: Our arms that have to keep within `_STEPS_MAX`, and where each finds the prompt.
+#: Our arm to which `_STEPS_MAX` applies → where it finds the prompt.
 _LOADED = {"full": "the CPU tier", "pool": "the pool"}
 _STEPS_MAX = 2
 
@@ -31,11 +31,11 @@ _STEPS_MAX = 2
 class Sample:
     """One phase of one round of one arm.
 
-    gaps_ms: of each request that decodes, its longest gap. tokens: of all of them together in
-    `seconds`. ttft_s: of the prompt that returns. gpu to other: its tokens by where they were
-    found, as in `Hits`. same: whether its answer equals the first one; None: there is no prompt.
-    restarts: requests that had decoded all their tokens and began again meanwhile; their prompts'
-    tokens are in `gpu` too.
+    gaps_ms: the longest gap of each decoding request. tokens: tokens of all these requests in
+    `seconds`. ttft_s: TTFT of the returning prompt. gpu to other: its tokens by where they were
+    found, as in `Hits`. same: whether its answer equals the first one; None: no prompt returned.
+    restarts: how often a request finished and was sent again; its prompt's tokens are in `gpu`
+    too.
     """
 
     arm: str
@@ -54,12 +54,12 @@ class Sample:
 
     @property
     def gap_ms(self) -> float:
-        """The longest of all requests."""
+        """The longest gap of all requests."""
         return max(self.gaps_ms)
 
     @property
     def step_ms(self) -> float:
-        """Time of one step: each gives every request that decodes one token."""
+        """The time of one step, which gives every decoding request one token."""
         return 1000 * self.seconds * len(self.gaps_ms) / max(1, self.tokens)
 
     @property
@@ -71,7 +71,7 @@ Samples = Sequence[Sample]
 
 
 def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
-    """Ours beside vLLM's own, in the phase in which the prompt is loaded."""
+    """Return the goals for the phase in which the prompt is loaded."""
     above, below = ({"arm": arm, "phase": BACK} for arm in (_OURS, _THEIRS))
     ratio = results.ratio_of_medians(samples, "gap_ms", above, below)
     compared = [one.same for one in samples if one.same is not None]
@@ -95,7 +95,7 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
 
 
 def _added_ms(samples: Samples, arm: str) -> float | None:
-    """What the load adds to the longest gap beside a prompt that needs none."""
+    """Return the ms that the load adds to the longest gap with a prompt that needs no load."""
     with_load, without = (
         median_of(samples, "gap_ms", arm=arm, phase=phase) for phase in (BACK, IN_GPU)
     )
@@ -103,7 +103,7 @@ def _added_ms(samples: Samples, arm: str) -> float | None:
 
 
 def _added_steps(samples: Samples, arm: str) -> Figure | None:
-    """The same in steps of the requests that decode alone."""
+    """Return the added gap in steps of decoding without a returning prompt."""
     added_ms = _added_ms(samples, arm)
     step_ms = median_of(samples, "step_ms", arm=arm, phase=ALONE)
     if added_ms is None or not step_ms:
@@ -133,9 +133,9 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
     yield Table(title, columns, rows, unit="longest gap, ms")
     if again := [one for one in samples if one.restarts]:
         yield (
-            f"In {len(again)} of {len(samples)} samples requests had decoded all their tokens and "
-            f"began again, {sum(one.restarts for one in again)} times in all; the time between is "
-            "no gap"
+            f"In {len(again)} of {len(samples)} samples requests finished decoding and were sent "
+            f"again, {sum(one.restarts for one in again)} times in all; the time between is not a "
+            "gap"
         )
     back, places = of_phase[BACK], ("gpu", "cpu", "pool", "other")
     columns = [

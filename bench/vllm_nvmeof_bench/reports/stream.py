@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The samples of `bench stream`: ratios, goals, tables.
+"""The report of `bench stream`: ratios, goals, tables.
 
-Arms that were measured within seconds of each other are compared within a round, and the median of
-the rounds' ratios counts; servers that ran one after the other are compared by their medians. The
-worst size or throttle decides and is named.
+Arms measured within seconds of each other are compared within a round, and the median of the
+rounds' ratios counts; servers that ran in sequence are compared by their medians. The worst size or
+throttle decides and is named.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _SHOWN = ("engine", "throttle", "read_mb_per_s", "prompts", "prompt_tokens", "pr
 
 @dataclass(frozen=True)
 class Sample:
-    """One load, resume or request. `measure` describes parts, cases and arms.
+    """One load, resume or request. `stream.measure` describes parts, cases and arms.
 
-    at: load: multiple of the CPU tier; admission: the read limit in MB/s, 0: none; else null.
-    number: within its round. cpu_s: of the whole process, only for loads. loaded_tokens: a
-    request's mean over its batch, by the server's own counters.
+    at: for load, the multiple of the CPU tier; for admission, the read limit in MB/s, 0: none;
+    otherwise null. number: index within the round. cpu_s: CPU time of the whole process, only for
+    loads. loaded_tokens: mean per request of the batch, from the server's counters.
     """
 
     part: str
@@ -78,12 +78,12 @@ Samples = Sequence[Sample]
 
 
 def throttle_name(at: float | None) -> str:
-    """A throttle for people; 0 and None are none."""
+    """Return a throttle as text; 0 and None mean unthrottled."""
     return f"{at:g} MB/s" if at else "unthrottled"
 
 
 def places(samples: Samples, part: str, case: str | None = None) -> list[float]:
-    """Every `at` of a part, ascending; a throttle of 0, which is none, comes last."""
+    """Return every `at` of a part, ascending; 0, which means unthrottled, is last."""
     found = {one.at for one in select(samples, part=part, case=case) if one.at is not None}
     return sorted(found, key=lambda at: at or float("inf"))
 
@@ -91,7 +91,7 @@ def places(samples: Samples, part: str, case: str | None = None) -> list[float]:
 def round_ratios(
     samples: Samples, above: str, below: Sequence[str], case: str, at: float
 ) -> list[float]:
-    """Of loads, per round: the median of arm `above` over the largest median of `below`.
+    """Return, per round of loads, the median of arm `above` / the largest median of `below`.
 
     A round that lacks one of them is left out.
     """
@@ -105,7 +105,7 @@ def round_ratios(
 
 
 def load_ratio(samples: Samples, case: str, size: float) -> Figure | None:
-    """Ours over the larger of read and copy alone."""
+    """Return ours / the larger of only reading and only copying."""
     ratios = round_ratios(samples, "ours", ("read", "copy"), case, size)
     if not ratios:
         return None
@@ -113,19 +113,19 @@ def load_ratio(samples: Samples, case: str, size: float) -> Figure | None:
 
 
 def _ratio(samples: Samples, part: str, case: str) -> Figure | None:
-    """The median of the part's first arm over that of its second."""
+    """Return the median of the part's first arm / that of its second."""
     above, below = ({"part": part, "case": case, "arm": arm} for arm in ARMS[part])
     return results.ratio_of_medians(samples, "seconds", above, below)
 
 
 def _first_token_s(samples: Samples, arm: str, at: float) -> list[float]:
-    """Times of the part admission at one throttle, which the arm never is independent of."""
+    """Return the times of the part admission at one throttle, which does not affect "never"."""
     throttle = None if arm == "never" else at
     return values_of(samples, "seconds", part="admission", arm=arm, at=throttle)
 
 
 def admission_ratio(samples: Samples, at: float) -> Figure | None:
-    """auto over the better of always and never, at one throttle."""
+    """Return auto / the better of always and never, at one throttle."""
     times = [_first_token_s(samples, arm, at) for arm in ARMS["admission"]]
     if not all(times):
         return None
@@ -136,7 +136,7 @@ def admission_ratio(samples: Samples, at: float) -> Figure | None:
 
 
 def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
-    """Of the parts that the run was asked for; answers must agree in every part with servers."""
+    """Return the goals of the requested parts; in all parts with servers, answers must agree."""
     wanted = conditions.get("settings", {}).get("parts", PARTS)
     rows = []
     if "load" in wanted:
@@ -164,7 +164,7 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
 
 
 def _ours(samples: Samples) -> dict[str, str]:
-    """The largest load: streamed over two phases, medians of the rounds' ratios."""
+    """Return the largest load's time, streamed / in two phases: the median of rounds' ratios."""
     ratios = round_ratios(samples, "ours", ("two_phase",), "memory", _PUBLISHED_SIZE)
     if not ratios:
         return {}
@@ -199,7 +199,7 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
 
 
 def _times(arms: Sequence[str], time: Any, ranged: Sequence[str] = ()) -> list[Column]:
-    """Milliseconds by arm; time: of arm and row, in seconds."""
+    """Return columns of milliseconds by arm. time: takes an arm and a row; in seconds."""
     return [
         Column(
             arm.replace("_", " "), partial(time, arm), "{:,.1f}", 0.001, ranged=arm in ranged,
@@ -210,7 +210,7 @@ def _times(arms: Sequence[str], time: Any, ranged: Sequence[str] = ()) -> list[C
 
 
 def _load_table(samples: Samples, case: str, title: str) -> Table:
-    """One row per size; ratios are of arms of one round, other arms show only their median."""
+    """Return a table with a row per size; ratios compare arms of one round."""
     chosen = select(samples, part="load", case=case)
 
     def time(arm: str, size: float) -> Spread | None:

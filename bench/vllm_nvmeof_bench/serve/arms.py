@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers that a benchmark compares: arms that it starts, by name, or any server by its URL.
+"""The servers that a benchmark compares: arms to start, by name, or any server by its URL.
 
-`ARMS` has the names. `target` and `peer_target` use a stand-in for an NVMe-oF target: a directory
-on the local disk, throttled. `full` and `peer_full`, `pool` and `peer`, `target` and `peer_target`
-get the same bytes of CPU memory and the same chunks, and store the same tokens. One of our arms may
-name its copy backend, as full:dma or full:kernel. NAME=URL is a server that runs already.
+`ARMS` lists the names. `target` and `peer_target` use a stand-in for an NVMe-oF target: a throttled
+directory on the local disk. `full` and `peer_full`, `pool` and `peer`, `target` and `peer_target`
+get the same amount of CPU memory and the same chunks, and store the same tokens. Our arms may name
+a copy backend, as in full:dma or full:kernel. NAME=URL is a server that is already running.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ _LARGE = ModelShape(
 _BYTES = {"float32": 4, "bfloat16": 2}
 _RANDOM, _REAL = "random", "smollm2"
 
-#: Printed beside every figure of the peer.
+#: Printed with the figures of the peer.
 PEER_NOTE = (
     "peer: vLLM's own TieringOffloadingSpec with its fs tier. It refuses vLLM's CPU engine; a "
-    "subclass made for this benchmark lends it a worker that copies between host buffers with the "
-    "thread and memmove that ours uses. Its manager, its tiers and its files are vLLM's."
+    "subclass made for this benchmark adds a worker that copies between host buffers with the "
+    "thread and memmove that ours uses. The manager, the tiers and the files are vLLM's."
 )
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One server. about: words for people. tier: the CPU tier holds "all", a "third" or "none".
+    """One server. about: a description. tier: the CPU tier holds "all", a "third" or "none".
 
-    url: of a server that runs already, of which nothing else is known. copy_backend: of our arms on
-    a GPU, "dma" or "kernel"; empty: chosen by measurement. place: name of the directory of its pool
-    or files, if it is not its own: arms may share one.
+    url: URL of a running server, about which nothing else is known. copy_backend: for our arms on a
+    GPU, "dma" or "kernel"; empty: chosen by calibration. place: name of the directory of its pool
+    or files, if other than the arm's name: arms may share one.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Arm:
 
     @property
     def directory(self) -> str:
-        """Name of the directory of its pool or files."""
+        """Name of the arm's pool or file directory."""
         return self.place or self.name
 
 
@@ -91,9 +91,9 @@ ARMS = {
 
 
 def arms_option(*default: str) -> Any:
-    """The option that names the arms to start."""
-    gpu = "on a GPU also as full:dma or full:kernel"
-    return option(default, f"Servers to start here, of {','.join(ARMS)}; {gpu}.")
+    """Return the option for the arms to start."""
+    gpu = "on a GPU also such as full:dma or full:kernel"
+    return option(default, f"Servers to start: {','.join(ARMS)}; {gpu}.")
 
 
 @dataclass(frozen=True)
@@ -109,26 +109,26 @@ class ServerSettings:
         repeated=True,
     )
     token_ids: str = option(
-        "", "Token ids of the prompts, LOW:HIGH. Default with --base-url: 1000:30000."
+        "", "Range LOW:HIGH of the prompts' token IDs. Default with --base-url: 1000:30000."
     )
     target_mb_per_s: int = option(
-        200, "MB/s that the throttled stand-in for a target reads and writes.", min=1
+        200, "Read and write limit of the throttled stand-in for a target in MB/s.", min=1
     )
     model: str = option(
         _RANDOM,
-        f"Model of the servers started here: {_RANDOM}, or {_REAL} (45 KiB of KV a token).",
+        f"Model of the servers to start: {_RANDOM}, or {_REAL} (45 KiB of KV per token).",
     )
     server_args: str = option(
-        "", "More arguments of vllm serve, quoted, for the servers started here."
+        "", "Further arguments of vllm serve, quoted, for the servers to start."
     )
     directory: Path = option(
         Path("build/bench/disk"),
-        "Directory for the pools of the servers started here.",
+        "Directory for the pools of the servers to start.",
         flag="--dir",
     )
 
     def sizes_of(self, working: int, request_max: int, gpu: int, **more: Any) -> Sizes:
-        """Sizes in tokens of the servers that these settings start; more: fields of `Sizes`."""
+        """Return sizes, in tokens, of the servers to start. more: fields of `Sizes`."""
         if self.model not in (_RANDOM, _REAL):
             raise BenchError(f"--model {self.model!r}: give {_RANDOM} or {_REAL}")
         if self.model == _REAL:
@@ -138,10 +138,10 @@ class ServerSettings:
 
 
 def arms_of(names: Sequence[str], base_urls: Sequence[str]) -> list[Arm]:
-    """The arms to compare: those at `base_urls` (NAME=URL, or a URL) if any, else by name.
+    """Return the arms to compare: those at `base_urls` (NAME=URL or URL) if any, else by name.
 
     Raises:
-        BenchError: an unknown name, two of the same name, or not a URL.
+        BenchError: a name is unknown or used twice, or a URL is malformed.
     """
     found = [_remote(text, number) for number, text in enumerate(base_urls)]
     found = found or [_named(name) for name in names]
@@ -155,13 +155,13 @@ def arms_of(names: Sequence[str], base_urls: Sequence[str]) -> list[Arm]:
 def _named(text: str) -> Arm:
     name, colon, backend = text.partition(":")
     if name not in ARMS:
-        raise BenchError(f"no arm {name!r}; there are {', '.join(ARMS)}, or --base-url")
+        raise BenchError(f"no arm {name!r}; choose from {', '.join(ARMS)}, or --base-url")
     arm = ARMS[name]
     if not colon:
         return arm
-    known = [one.value for one in (Backend.DMA, Backend.KERNEL)]  # as `copy_backend` has them
+    known = [one.value for one in (Backend.DMA, Backend.KERNEL)]  # values of `copy_backend`
     if backend not in known or arm.peer or arm.tier == "none":
-        raise BenchError(f"no arm {text!r}: one of ours may be followed by :{' or :'.join(known)}")
+        raise BenchError(f"no arm {text!r}: only ours may be followed by :{' or :'.join(known)}")
     return replace(arm, name=text, about=f"{arm.about}; copies by {backend}", copy_backend=backend)
 
 
@@ -176,13 +176,13 @@ def _remote(text: str, number: int) -> Arm:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of servers that a benchmark starts.
+    """The sizes of the servers that a benchmark starts.
 
-    working_tokens: tokens whose KV fits the CPU tier of an arm that holds all. third_tokens: the
-    same of one that holds a third; None: a third of working_tokens. request_tokens_max: of one
-    prompt with its answer. gpu_tokens: of the GPU cache (ordinary memory on a CPU engine).
-    target_mb_per_s: limit of the throttled stand-in. models: directory of the random model, which
-    is small for two cores, larger and bfloat16 for a GPU. server_args: quoted as for a shell.
+    working_tokens: tokens whose KV fits the CPU tier of an arm that holds all. third_tokens: those
+    of an arm that holds a third; None: a third of working_tokens. request_tokens_max: longest
+    prompt with its answer. gpu_tokens: tokens in the GPU cache (ordinary memory on a CPU engine).
+    target_mb_per_s: limit of the throttled stand-in. models: directory for the random model, small
+    for two cores, larger and bfloat16 for a GPU. server_args: quoted as for a shell.
     """
 
     working_tokens: int
@@ -209,42 +209,42 @@ class Sizes:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """KV of all layers."""
+        """KV bytes of all layers per token."""
         return self.shape.kv_bytes_per_token * _BYTES[self.dtype] // _BYTES["float32"]
 
     @property
     def chunk_bytes(self) -> int:
-        """KV of one block: the smallest chunk that any arm can have."""
+        """The KV of one block: the smallest chunk that any arm can use."""
         return BLOCK_TOKENS * self.kv_bytes_per_token
 
     @property
     def pool_bytes(self) -> int:
-        """Twice the bytes that are ever stored."""
+        """The size of a pool: twice the bytes ever stored."""
         return 2 * self.slots(self.working_tokens) * slot_stride_bytes(self.chunk_bytes) + 64 * MIB
 
     def tokens_of(self, tier: str) -> int:
-        """Tokens whose KV fits a CPU tier of this kind: "all" or "third"."""
+        """Return the number of tokens whose KV fits a CPU tier of this kind: "all" or "third"."""
         if tier == "all":
             return self.working_tokens
         return self.working_tokens // 3 if self.third_tokens is None else self.third_tokens
 
     def staging_bytes(self, tier: str) -> int:
-        """Pinned memory of an arm, stream slots included; the peer gets as much."""
+        """Return the pinned memory of an arm, stream slots included; the peer gets as much."""
         slots = self.slots(self.tokens_of(tier)) + STREAM_SLOTS
         return slots * slot_stride_bytes(self.chunk_bytes)
 
     def slots(self, tokens: int) -> int:
-        """Chunks of a CPU tier for so many tokens."""
+        """Return the number of chunks of a CPU tier for this many tokens."""
         return max(STREAM_SLOTS, math.ceil(tokens / BLOCK_TOKENS))
 
 
 def engine_id(name: str) -> str:
-    """The engine id of a peer's server, by which vLLM names its shared memory."""
+    """Return the engine ID of a peer's server, by which vLLM names its shared memory."""
     return f"bench-{os.getpid()}-{name}"
 
 
 def offload_of(arm: Arm, sizes: Sizes, place: Path) -> OffloadSpec | None:
-    """The offloading of a server that is started here; `place` holds its pool or files."""
+    """Return the offloading of a server to start. place: directory of its pool or files."""
     if arm.tier == "none":
         return None
     if arm.peer:
@@ -275,7 +275,7 @@ def offload_of(arm: Arm, sizes: Sizes, place: Path) -> OffloadSpec | None:
 
 
 def server_spec(arm: Arm, sizes: Sizes, model: Path, place: Path) -> ServerSpec:
-    """The server of an arm that is started here."""
+    """Return the server to start for an arm."""
     package = Path(vllm_nvmeof_bench.__file__).parents[1]
     path = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH", ""))))
     return ServerSpec(
@@ -287,6 +287,6 @@ def server_spec(arm: Arm, sizes: Sizes, model: Path, place: Path) -> ServerSpec:
         offload=offload_of(arm, sizes, place),
         dtype=sizes.dtype,
         extra_args=tuple(shlex.split(sizes.server_args)),
-        # Only the development mode has the route that empties the GPU's prefix cache.
+        # The route that empties the GPU's prefix cache needs the development mode.
         env={"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path},
     )

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench serve borrow`: time to first token of a prompt that is in another server's pool.
+"""`bench serve borrow`: time to first token of prompts that are in another server's pool.
 
-Our servers have one directory. Each of them gets prompts that only it has, of one length. Then
-those that borrow get them in pairs, one of their own and one of the owner's, in a drawn order.
-Their CPU tiers have room for two, so that their own come from their pools. GPU memory is emptied
-before each.
+Our servers use one directory. Each first stores its own prompts, all of one length. Then the
+borrowing servers receive prompts in pairs, one that they stored and one that the owner stored, in a
+drawn order. Their CPU tiers hold only two prompts, so that their own prompts are loaded from their
+pools. GPU memory is emptied before each prompt.
 
-With `--idle-s` the servers have no request for so long before each of them, while a made-up server
-in the same directory stores `--puts` chunks. Several that borrow are idle together, and then asked
-one after the other.
+With `--idle-s`, the servers are idle for this long before each prompt, while a simulated server in
+the same directory stores `--puts` chunks. Several borrowing servers are idle together, and then
+receive prompts in sequence.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _TIER_PROMPTS = 2
 _KNOWS_S_MAX = 60.0
 _PAUSE_S = 0.1
 _SHARED = "vllm:nvmeof_shared_entries"
-#: After an answer vLLM's worker spins for a second.
+#: vLLM's worker spins for a second after an answer.
 _REST_S = 1.2
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """A prompt for a server. right: the answer when the prompt was stored."""
+    """A prompt for a server. right: the answer given when the prompt was stored."""
 
     kind: str
     pair: int
@@ -58,45 +58,45 @@ class _Asked:
 
 @dataclass(frozen=True)
 class Settings(ServerSettings):
-    """Prompts that another server has stored. arms: not chosen here."""
+    """The settings of this benchmark, whose arms are fixed."""
 
     arms: tuple[str, ...] = (_OWNER, _BORROWER)
     base_urls: tuple[str, ...] = ()
-    tokens: int = option(2048, "Tokens of each prompt.", min=BLOCK_TOKENS)
-    pairs: int = option(24, "Pairs of prompts; one more of each server warms up.", min=1)
-    borrowers: int = option(1, "Servers that borrow, and ask for the pairs in turns.", min=1)
-    idle_s: float = option(0.0, "Seconds without a request before each prompt.", min=0)
-    puts: int = option(1_000_000, "Chunks that a made-up server stores meanwhile.", min=1)
-    seed: int = option(1, "Seed of the prompts and of the order.")
+    tokens: int = option(2048, "Tokens per prompt.", min=BLOCK_TOKENS)
+    pairs: int = option(24, "Pairs of prompts, after a warm-up pair per server.", min=1)
+    borrowers: int = option(1, "Borrowing servers, which take turns with the pairs.", min=1)
+    idle_s: float = option(0.0, "Seconds without requests before each prompt.", min=0)
+    puts: int = option(1_000_000, "Chunks that a simulated server stores while idle.", min=1)
+    seed: int = option(1, "Seed for prompts and order.")
 
     def __post_init__(self) -> None:
         check_positive(self, "tokens", "pairs", "borrowers", "puts")
 
     @property
     def all_pairs(self) -> int:
-        """With those that warm up, one of each server, which come first."""
+        """All pairs, starting with one warm-up pair per server."""
         return self.pairs + self.borrowers
 
     def borrower(self, pair: int) -> str:
-        """The server that is asked for a pair."""
+        """Return the borrowing server for a pair."""
         at = pair % self.borrowers
         return f"{_BORROWER}-{1 + at}" if at else _BORROWER
 
     def servers(self) -> list[Arm]:
-        """The servers to start."""
+        """Return the servers to start."""
         about = "our CPU tier, holds two prompts, and pool, in one directory with the others"
         names = [_OWNER, *map(self.borrower, range(self.borrowers))]
         return [Arm(name, about, "third", pool=True, place=_PLACE) for name in names]
 
     def sizes(self) -> Sizes:
-        """Sizes of the servers. GPU memory holds one request."""
+        """Return the servers' sizes. GPU memory holds one request."""
         one = self.tokens + _ANSWER_TOKENS
         every = self.all_pairs * one
         tier = _TIER_PROMPTS * one
         return self.sizes_of(every, one, one + 2 * BLOCK_TOKENS, third_tokens=tier)
 
     def measure(self, run: Run) -> None:
-        """Raises: BenchError, ClientError: a server fails to store, to follow or to settle."""
+        """Run; raise BenchError or ClientError if a server fails to store, follow or settle."""
         rng = np.random.default_rng([self.seed, 41])
         prompts = {
             kind: [run.tokens.draw(rng, self.tokens) for _ in range(self.all_pairs)]
@@ -120,7 +120,7 @@ class Settings(ServerSettings):
                 run.samples.extend(samples if first else [])
 
     def _store(self, run: Run, kind: str, prompts: Sequence[Sequence[int]]) -> list[Answer]:
-        """Have each prompt stored by its server, and seen by those that borrow."""
+        """Store each prompt on its server; wait until the borrowing servers see the chunks."""
         answers: dict[int, Answer] = {}
         servers = [self.borrower(pair) if kind == OWN else _OWNER for pair in range(len(prompts))]
         for name in dict.fromkeys(servers):
@@ -136,12 +136,12 @@ class Settings(ServerSettings):
         return [answers[pair] for pair in range(len(prompts))]
 
     async def _ask_all(self, run: Run, asked: Sequence[_Asked], idle: bool) -> list[Sample]:
-        """Ask servers one after the other, after they were idle together."""
+        """Send prompts in sequence, after the servers were idle together."""
         clients = [run.fleet.clients[one.server] for one in asked]
         before = []
         for client in clients:
             if not await client.forget_gpu():
-                raise BenchError("the server does not empty its GPU memory")
+                raise BenchError("the server cannot empty its GPU memory")
             before.append(await client.hits())
         samples = []
         with ExitStack() as meanwhile:
@@ -181,7 +181,7 @@ def _directory_of(run: Run) -> Path:
 
 
 async def _store(client: Client, prompts: Sequence[Sequence[int]]) -> list[Answer]:
-    """Raises: BenchError: one of them is not answered."""
+    """Store prompts; raise BenchError if one is not answered."""
     answers = [await client.attempt(prompt, _ANSWER_TOKENS) for prompt in prompts]
     for answer in answers:
         if answer.failure is not None:
@@ -191,11 +191,11 @@ async def _store(client: Client, prompts: Sequence[Sequence[int]]) -> list[Answe
 
 
 async def _wait_known(client: Client, chunks: int) -> None:
-    """Raises: BenchError: the server does not see that the others have so many chunks."""
+    """Wait until the server knows this many chunks of other servers, or raise BenchError."""
     end_s = time.monotonic() + _KNOWS_S_MAX
     while (known := (await client.counted()).value(_SHARED)) < chunks:
         if time.monotonic() > end_s:
-            raise BenchError(f"the server knows {known:.0f} of the others' {chunks} chunks")
+            raise BenchError(f"the server knows only {known:.0f} of the others' {chunks} chunks")
         await asyncio.sleep(_PAUSE_S)
 
 
@@ -208,10 +208,10 @@ def _measure(settings: Settings, json_path: Path) -> None:
 COMMANDS = (
     Command(
         "borrow",
-        """Measure TTFT of a prompt in another server's pool, beside one in the own pool.
+        """Compare TTFT of prompts in another server's pool and in the server's own pool.
 
-        Starts two of our servers on one directory, half a minute in all, and takes a minute more;
-        with --idle-s, two such pauses for each server's pair.
+        Starts two of our servers on one directory, in half a minute, and measures for a minute;
+        --idle-s adds two such pauses per pair.
         """,
         Settings,
         _measure,

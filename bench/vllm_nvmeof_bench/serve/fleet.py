@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of benchmarks on servers: start or reach the servers, measure, record the conditions."""
+"""One run of benchmarks on servers: start or connect to them, measure, record the conditions."""
 
 from __future__ import annotations
 
@@ -36,32 +36,32 @@ from vllm_nvmeof_bench.throttle import Throttle
 from vllm_nvmeof_offload.fabric.machine import read_gpus
 from vllm_nvmeof_offload.units import MIB
 
-#: Servers that start at once: one for every four cores, and at least two.
+#: Servers to start at once: one per four cores, but at least two.
 _AT_ONCE = max(2, (os.cpu_count() or 1) // 4)
 _MB = 1_000_000
-#: Ids that nearly every model's vocabulary has, none of them special.
+#: Ordinary token IDs in nearly every model's vocabulary.
 _REMOTE_TOKENS = Tokens(1000, 30000)
 
 
 @dataclass
 class Fleet:
-    """A client of each server, and the servers that were started here, by name."""
+    """A client per server, and the servers started here, by name."""
 
     runner: asyncio.Runner
     clients: dict[str, Client] = field(default_factory=dict)
     servers: dict[str, Server] = field(default_factory=dict)
 
     def run(self, coroutine: Any) -> Any:
-        """Run a client's coroutine to its end."""
+        """Run a client's coroutine to completion."""
         return self.runner.run(coroutine)
 
     def cpu_s(self, name: str) -> float | None:
-        """Return the CPU seconds of a server so far; None: it was not started here."""
+        """Return a server's CPU seconds so far; None if it was not started here."""
         server = self.servers.get(name)
         return None if server is None else group_cpu_s(server.pid)
 
     def shuffled(self, words: str) -> list[str]:
-        """The servers' names, in an order that follows from `words`."""
+        """Return the servers' names, in an order determined by `words`."""
         return random.Random(words).sample(list(self.clients), len(self.clients))
 
 
@@ -72,15 +72,15 @@ def serving(
     on_step: Callable[[str], None],
     throttles: Mapping[str, Throttle],
 ) -> Iterator[Fleet]:
-    """Start servers, some at a time, and stop them at the end; a text is the URL of one that runs.
+    """Start servers, a few at a time, and stop them at the end; a text is a running server's URL.
 
-    throttles: of the disk, by the server's name; they hold for every process that it starts.
+    throttles: server name → disk throttle, which includes every process that the server starts.
 
     Raises:
-        BenchError: a server did not start, its log being in `logs`, or does not answer.
+        BenchError: a server did not start (its log is in `logs`), or does not answer.
     """
     ours = {name: spec for name, spec in wanted.items() if not isinstance(spec, str)}
-    # As other OpenAI clients take the key of a server that is given by its URL.
+    # The key for servers given by URL, from the variable that other OpenAI clients use.
     key = os.environ.get("OPENAI_API_KEY")
     with ExitStack() as stack:
         fleet = Fleet(stack.enter_context(asyncio.Runner()))
@@ -107,7 +107,7 @@ def serving(
 
 
 def _wait_ready(name: str, server: Server) -> None:
-    """Raises: BenchError: one line: what happened, and the log's last line of an error."""
+    """Wait for a server; raise BenchError with one line: what failed, and the log's last error."""
     try:
         server.wait_ready()
     except ServerError as error:
@@ -118,7 +118,7 @@ def _wait_ready(name: str, server: Server) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """A part under way: its measure adds to `samples` one by one, and to `conditions`."""
+    """A running part, whose measure appends to `samples` one by one, and adds to `conditions`."""
 
     fleet: Fleet
     tokens: Tokens
@@ -129,9 +129,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Part:
-    """One benchmark of a run. sizes: of servers that are started for it. json_path: the file to
-    write. quiet: no garbage collection meanwhile, which a long part could not afford. arms: the
-    servers to start, where they are not those that the settings name."""
+    """One benchmark of a run. sizes: of the servers to start. json_path: the file to write. quiet:
+    disable garbage collection, which a long part could not afford. arms: the servers to start, if
+    other than those in the settings."""
 
     settings: ServerSettings
     sizes: Sizes
@@ -142,14 +142,14 @@ class Part:
 
 
 def run(parts: Mapping[str, Part], logged: Callable[[str], bool] = lambda what: True) -> None:
-    """Measure each part, by name, on the same servers, which the first part chooses.
+    """Measure each part, by name, on the same servers, which the first part determines.
 
     If a part is cut off, its file has the samples so far, and `cut_off` in the conditions. If the
-    run fails, the logs of the servers that it started stay beside the first file. logged: as in
-    `progress`.
+    run fails, the logs of the servers that it started are kept next to the first file. logged: as
+    in `progress`.
 
     Raises:
-        BenchError: it cannot run here, or a server does not start or answer.
+        BenchError: the run is not possible here, or a server does not start or answer.
     """
     name, first = next(iter(parts.items()))
     settings = first.settings
@@ -194,34 +194,34 @@ def run(parts: Mapping[str, Part], logged: Callable[[str], bool] = lambda what: 
 
 
 def _tokens(settings: ServerSettings, sizes: Sizes, ours: bool) -> Tokens:
-    """The token ids to draw prompts from; ours: servers are started here, with a small model."""
+    """Return the token IDs for prompts. ours: servers with a small model are started here."""
     default = Tokens(high=sizes.shape.vocab) if ours else _REMOTE_TOKENS
     tokens = Tokens.parse(settings.token_ids) if settings.token_ids else default
     if ours and tokens.high > sizes.shape.vocab:
         raise BenchError(
-            f"token ids up to {tokens.high}: the model that is started here has {sizes.shape.vocab}"
+            f"token ids up to {tokens.high}: the small model here has only {sizes.shape.vocab}"
         )
     return tokens
 
 
 def merged(sizes: Sequence[Sizes]) -> Sizes:
-    """The sizes of servers on which several parts run: the largest of each."""
+    """Return sizes of servers for several parts: the largest of each."""
     names = ("working_tokens", "request_tokens_max", "gpu_tokens", "max_num_seqs")
     largest = {name: max(getattr(one, name) for one in sizes) for name in names}
     return replace(sizes[0], **largest, third_tokens=max(one.tokens_of("third") for one in sizes))
 
 
 def _places(stack: ExitStack, arms: Sequence[Arm], sizes: Sizes, home: Path) -> dict[str, Throttle]:
-    """Make a directory for each arm; return the throttles of those that need one.
+    """Create a directory per arm; return the throttles of arms that need one.
 
     Raises:
-        ThrottleError: this machine does not allow it.
+        ThrottleError: this machine does not allow throttling.
     """
     throttles = {}
     for arm in arms:
         place = home / arm.directory
         place.mkdir(exist_ok=True)
-        if arm.peer:  # a killed peer leaves its CPU tier's file behind
+        if arm.peer:  # a killed peer does not remove its CPU tier's file
             left = Path("/dev/shm") / f"vllm_offload_{engine_id(arm.name)}.mmap"
             stack.callback(left.unlink, missing_ok=True)
         if arm.throttled:
@@ -231,7 +231,7 @@ def _places(stack: ExitStack, arms: Sequence[Arm], sizes: Sizes, home: Path) -> 
 
 
 def _conditions(arms: Sequence[Arm], sizes: Sizes, directory: Path) -> dict[str, Any]:
-    """The conditions of every run, and a description of each arm."""
+    """Return a run's common conditions, with a description of each arm."""
     found = at_start(directory)
     found["arms"] = {arm.name: _described(arm, sizes) for arm in arms}
     if any(arm.peer for arm in arms) and has_cpu_engine():
@@ -240,8 +240,8 @@ def _conditions(arms: Sequence[Arm], sizes: Sizes, directory: Path) -> dict[str,
         found["gpus"] = [f"{gpu.name}, driver {gpu.driver}" for gpu in read_gpus()]
     if any(arm.throttled for arm in arms):
         found["stand_in"] = (
-            f"the NVMe-oF target is a stand-in: a directory on the local disk, whose reads and "
-            f"writes a control group limits to {sizes.target_mb_per_s} MB/s each"
+            f"the NVMe-oF target is a stand-in: a directory on the local disk, with reads and "
+            f"writes limited by a control group to {sizes.target_mb_per_s} MB/s each"
         )
     if any(arm.url is None for arm in arms):
         real = sizes.shape == smollm2.SHAPE

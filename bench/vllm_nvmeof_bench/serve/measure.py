@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench serve ttft`, `hits` and `turns`: what each measures on the servers of a `Fleet`.
+"""`bench serve ttft`, `hits` and `turns`: the measurements on the servers of a `Fleet`.
 
-ttft: every arm first gets every prompt once (phase "cold"); then the writes behind are waited for.
-In each round each prompt of that round returns once to each arm (phase "back"), one request at a
-time, after the GPU's prefix cache was emptied. There are as many prompts of each length as rounds,
-so that a returning prompt has been evicted from a CPU tier that holds a third of all.
+ttft: every arm first receives every prompt once (phase "cold") and completes its writes. In each
+round each prompt of that round is sent again to each arm (phase "back"), one request at a time,
+after the GPU's prefix cache was emptied. There are as many prompts of each length as rounds, so
+that a returning prompt has been evicted from a CPU tier that holds a third of all prompts.
 
-hits: every arm first gets the prompts that return later, then its writes are waited for. A
+hits: every arm first receives the prompts that return later and completes its writes. A
 measurement empties the GPU's prefix cache and sends `count` prompts at once; at a hit rate of 50 %
-half of them return. No server has seen the others.
+half of them were sent before. The others are new to every server.
 
 turns: at concurrency C there are C conversations; each sends its next turn when it has its answer,
-with the whole conversation in front, as in the OpenFlex Data24 table. All arms get the same first
-prompts and the same new tokens, and continue with their own answers. Every measurement has new
+preceded by the whole conversation, as in the OpenFlex Data24 table. All arms receive the same first
+prompts and the same new tokens, and continue with their own answers. Every measurement uses new
 conversations.
 
 The order of the arms is drawn from the seed in every round.
@@ -49,10 +49,10 @@ from vllm_nvmeof_bench.settings import check_positive, option
 
 _SEQUENCES = 16
 _TTFT_ANSWER_TOKENS = 4
-#: Conversations that the GPU cache of a server started here holds.
+#: Conversations that fit into the GPU cache of a server started here.
 _GPU_CONVERSATIONS = 4
-#: Before each measurement: vLLM's worker looks for its next step without sleeping for a second
-#: after each one, on a core that the next arm needs.
+#: Pause before each measurement: vLLM's worker polls for a second after each step, on a core that
+#: the next arm needs.
 _PAUSE_S = 1.2
 
 
@@ -60,10 +60,10 @@ def measure(
     settings: Mapping[str, TtftSettings | HitSettings | TurnSettings],
     json_paths: Mapping[str, Path],
 ) -> None:
-    """Run one benchmark, or several on the same servers, and write one JSON file each.
+    """Run one benchmark, or several on the same servers; write a JSON file for each.
 
     Raises:
-        BenchError: it cannot run here, or a server failed.
+        BenchError: the benchmark cannot run here, or a server failed.
     """
     named = settings.items()
     run_parts({name: Part(one, one.sizes(), one.measure, json_paths[name]) for name, one in named})
@@ -72,7 +72,7 @@ def measure(
 def _interleaved(
     run: Run, settings: HitSettings | TurnSettings, levels: Sequence[int], unit: str
 ) -> Iterator[tuple[int, int, str, Client]]:
-    """Round, level, arm and client of each measurement; every server settles after its own."""
+    """Yield the round, level, arm and client of each measurement, then wait for its writes."""
     total = settings.rounds * len(levels) * len(run.fleet.clients)
     done = itertools.count()
     for number, level in itertools.product(range(settings.rounds), levels):
@@ -88,17 +88,17 @@ def _interleaved(
 
 @dataclass(frozen=True)
 class TtftSettings(ServerSettings):
-    """Time to first token of one request."""
+    """Settings of time to first token of single requests."""
 
-    lengths: tuple[int, ...] = option((256, 1024, 4096), "Tokens of the prompts.")
-    rounds: int = option(3, "Rounds of everything, with the arms interleaved.", min=1)
-    seed: int = option(1, "Seed of the prompts and of the order of the arms.")
+    lengths: tuple[int, ...] = option((256, 1024, 4096), "Prompt lengths in tokens.")
+    rounds: int = option(3, "Rounds, with the arms interleaved.", min=1)
+    seed: int = option(1, "Seed for prompts and the order of arms.")
 
     def __post_init__(self) -> None:
         check_positive(self, "lengths", "rounds")
 
     def sizes(self) -> Sizes:
-        """Sizes of servers that are started here."""
+        """Return the sizes of servers to start."""
         longest = max(self.lengths) + _TTFT_ANSWER_TOKENS
         return self.sizes_of(
             self.rounds * sum(length + _TTFT_ANSWER_TOKENS for length in self.lengths),
@@ -107,7 +107,7 @@ class TtftSettings(ServerSettings):
         )
 
     def measure(self, run: Run) -> None:
-        """Raises: BenchError, ClientError: a server does not empty its prefix cache, or settle."""
+        """Run; raise BenchError or ClientError if a server keeps its prefix cache or its writes."""
         fleet, tokens, samples = run.fleet, run.tokens, run.samples
         rng = np.random.default_rng([self.seed, 11])
         places = [(number, length) for number in range(self.rounds) for length in self.lengths]
@@ -157,22 +157,22 @@ _Batch = list[tuple[str, list[int]]]  # (name, prompt)
 
 @dataclass(frozen=True)
 class HitSettings(ServerSettings):
-    """Throughput of many prompts at once."""
+    """Settings of throughput with many concurrent prompts."""
 
-    rates: tuple[int, ...] = option((0, 25, 50, 75, 100), "Returning prompts in per cent.")
-    count: int = option(32, "Prompts at once.", min=1)
-    prompt_tokens: int = option(512, "Tokens of each prompt.", min=1)
+    rates: tuple[int, ...] = option((0, 25, 50, 75, 100), "Shares of returning prompts in %.")
+    count: int = option(32, "Concurrent prompts.", min=1)
+    prompt_tokens: int = option(512, "Tokens per prompt.", min=1)
     answer_tokens: int = 4
-    rounds: int = option(2, "Rounds of everything, with the arms interleaved.", min=1)
-    seed: int = option(1, "Seed of the prompts and of the order of the arms.")
+    rounds: int = option(2, "Rounds, with the arms interleaved.", min=1)
+    seed: int = option(1, "Seed for prompts and the order of arms.")
 
     def __post_init__(self) -> None:
         if not self.rates or not all(0 <= rate <= 100 for rate in self.rates):
-            raise BenchError("hit rates are per cent, from 0 to 100")
+            raise BenchError("hit rates must be per cent, from 0 to 100")
         check_positive(self, "count", "prompt_tokens", "answer_tokens", "rounds")
 
     def sizes(self) -> Sizes:
-        """Sizes of servers that are started here. The GPU cache holds all that runs at once; a CPU
+        """Return the sizes of servers to start. The GPU cache holds all concurrent requests; a CPU
         tier of a third holds a third of the returning prompts."""
         one = self.prompt_tokens + self.answer_tokens
         fresh = sum(self.count - round(self.count * rate / 100) for rate in self.rates)
@@ -185,13 +185,13 @@ class HitSettings(ServerSettings):
         )
 
     def measure(self, run: Run) -> None:
-        """Raises: BenchError, ClientError: a server does not answer, settle, or empty its prefix
-        cache."""
+        """Run; raise BenchError or ClientError if a server does not answer, complete its writes,
+        or empty its prefix cache."""
         fleet = run.fleet
         first: dict[str, Answer] = {}
         stored = prompts_of(self, run.tokens, 100, 0)
         for arm, client in fleet.clients.items():
-            run.on_progress(0, 0, f"storing the prompts that return · {arm}")
+            run.on_progress(0, 0, f"storing the returning prompts · {arm}")
             replies = fleet.run(self._send(client, stored))
             for (name, _), reply in zip(stored, replies, strict=True):
                 first.setdefault(name, reply)
@@ -242,7 +242,7 @@ class HitSettings(ServerSettings):
 
 
 def prompts_of(settings: HitSettings, tokens: Tokens, rate: int, number: int) -> _Batch:
-    """One batch, in a drawn order: `rate` per cent of its prompts return, the others are new."""
+    """Return a batch in a drawn order; `rate` per cent of its prompts return, others are new."""
 
     def draw(*words: int) -> np.random.Generator:
         return np.random.default_rng([settings.seed, *words])
@@ -261,23 +261,23 @@ def prompts_of(settings: HitSettings, tokens: Tokens, rate: int, number: int) ->
 
 @dataclass(frozen=True)
 class TurnSettings(ServerSettings):
-    """Conversations."""
+    """Settings of conversations of several turns."""
 
     arms: tuple[str, ...] = arms_option("none", "pool", "target", "peer", "peer_target")
-    concurrency: tuple[int, ...] = option((4, 8, 16), "Conversations at once.")
+    concurrency: tuple[int, ...] = option((4, 8, 16), "Concurrent conversations.")
     turns: int = 4
-    first_tokens: int = option(448, "Tokens of the first turn's prompt.", min=1)
-    grow_tokens: int = option(160, "Tokens that each later turn adds.", min=1)
-    answer_tokens: int = option(16, "Tokens of each answer.", min=1)
-    rounds: int = option(2, "Rounds of everything, with the arms interleaved.", min=1)
-    seed: int = option(1, "Seed of the prompts and of the order of the arms.")
+    first_tokens: int = option(448, "Tokens in the first turn's prompt.", min=1)
+    grow_tokens: int = option(160, "Tokens added by each later turn.", min=1)
+    answer_tokens: int = option(16, "Tokens per answer.", min=1)
+    rounds: int = option(2, "Rounds, with the arms interleaved.", min=1)
+    seed: int = option(1, "Seed for prompts and the order of arms.")
 
     def __post_init__(self) -> None:
         check_positive(self, "concurrency", "turns", "first_tokens", "grow_tokens")
         check_positive(self, "answer_tokens", "rounds")
 
     def sizes(self) -> Sizes:
-        """Sizes of servers that are started here: for all conversations of the largest level."""
+        """Return the sizes of servers to start, for the highest concurrency."""
         growth = (self.turns - 1) * self.grow_tokens
         one = self.first_tokens + growth + self.turns * self.answer_tokens
         return self.sizes_of(
@@ -288,7 +288,7 @@ class TurnSettings(ServerSettings):
         )
 
     def measure(self, run: Run) -> None:
-        """Raises: ClientError: a server does not settle."""
+        """Run; raise ClientError if a server does not complete its writes."""
         for number, level, arm, client in _interleaved(run, self, self.concurrency, "at once"):
             one = self._measure(client, run.tokens, arm, level, number)
             run.samples.extend(run.fleet.run(one))
@@ -324,7 +324,7 @@ class TurnSettings(ServerSettings):
         ]
 
     async def _converse(self, client: Client, tokens: Tokens, words: list[int]) -> list[Answer]:
-        """One conversation, drawn from `words`; it ends at its first failure, as a user would."""
+        """Run a conversation drawn from `words`; it ends at the first failure."""
         rng = np.random.default_rng(words)
         context: list[int] = []
         replies: list[Answer] = []
@@ -350,25 +350,25 @@ def _alone(name: str) -> Callable[[Any, Path], None]:
 COMMANDS = (
     Command(
         "ttft",
-        "Time to first token of one request, against its length: computed, and loaded.\n\n"
-        "With --base-url any server with an OpenAI API is measured, several side by side. Without "
-        "it, small servers are started here on the engine of the vLLM that is installed, about "
-        "half a minute each.",
+        "Measure time to first token by prompt length, computed and loaded.\n\n"
+        "With --base-url, any servers with an OpenAI API are measured and compared. Without it, "
+        "small servers are started with the installed vLLM's engine, in about half a minute "
+        "each.",
         TtftSettings,
         _alone("ttft"),
     ),
     Command(
         "hits",
-        "Throughput of many unique prompts at once, against the share that returns.\n\n"
+        "Measure throughput of many concurrent prompts by the share of returning ones.\n\n"
         "Servers are chosen as in `bench serve ttft`.",
         HitSettings,
         _alone("hits"),
     ),
     Command(
         "turns",
-        "Conversations of four turns with growing context, some at once: tokens/s and TTFT.\n\n"
+        "Measure tokens/s and TTFT of concurrent four-turn conversations with growing context.\n\n"
         "Servers are chosen as in `bench serve ttft`. The arm `target` is a stand-in for an "
-        "NVMe-oF target: a directory on this disk that a control group throttles (mostly as root).",
+        "NVMe-oF target: a directory on this disk, throttled by a control group (usually as root).",
         TurnSettings,
         _alone("turns"),
     ),

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench serve moving`: conversations whose turns go to two servers in turn, as a router without
-memory sends them.
+"""`bench serve moving`: conversations whose turns alternate between two servers, as with a
+stateless router.
 
-    ours    two of our servers on one directory, and each turn goes to the other one
-    sticky  the same servers, and each conversation stays on one
-    peer    two servers with vLLM's tiering on one directory, and each turn goes to the other one
+    ours    two of our servers on one directory; each turn goes to the other server
+    sticky  the same servers; each conversation stays on one
+    peer    two servers with vLLM's tiering on one directory; each turn goes to the other server
 
-Each server's CPU tier holds a quarter of what the conversations have at their end. GPU memory holds
-one request, and is emptied before each: what returns must be loaded, or computed. All arms have the
-same prompts; a salt of each arm and round keeps its chunks from the others.
+Each server's CPU tier holds a quarter of the final conversations. GPU memory holds one request, and
+is emptied before each: returning tokens must be loaded or computed. All arms use the same prompts;
+a salt per arm and round keeps their chunks separate.
 
-All conversations have their first turn, one after another in a drawn order, then all have their
-second one. The servers share this machine, so one request runs at a time, and after a pause: for a
-second after each step vLLM's worker looks for the next one without sleeping, on a core that another
-server needs by then.
+All conversations run their first turn, in sequence and in a drawn order, then all run their second
+one. The servers share this machine, so requests run one at a time, with pauses: vLLM's worker polls
+for a second after each step, on a core that another server needs.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ from vllm_nvmeof_bench.settings import check_names, check_positive, option
 
 _SERVERS = 2
 _TIER_SHARE = 4
-#: A pool holds what so many measurements store.
+#: The number of measurements whose chunks fit into a pool.
 _MEASUREMENTS = 2
 
 
 class _Routing(NamedTuple):
-    """servers: the kind of servers. moves: whether a turn goes to the next one."""
+    """The routing of turns. servers: the kind of servers. moves: whether turns change servers."""
 
     servers: str
     moves: bool
@@ -58,18 +57,18 @@ _ROUTINGS = {
     PEER: _Routing(PEER, True),
 }
 _ABOUT = {
-    OURS: "ours, CPU tier holds a quarter, pool in a directory with the other one's",
-    PEER: "vLLM's tiering + fs, CPU tier holds a quarter, one directory with the other one",
+    OURS: "ours, CPU tier holds a quarter, pools of both servers in one directory",
+    PEER: "vLLM's tiering + fs, CPU tier holds a quarter, one directory for both servers",
 }
 
 
 def servers_of(kind: str) -> list[str]:
-    """The names of the servers of a kind."""
+    """Return the names of the servers of a kind."""
     return [f"{kind}-{number}" for number in range(_SERVERS)]
 
 
 def server_of(arm: str, conversation: int, turn: int) -> str:
-    """The server that answers this turn."""
+    """Return the name of the server that answers this turn."""
     routing = _ROUTINGS[arm]
     return servers_of(routing.servers)[(conversation + turn * routing.moves) % _SERVERS]
 
@@ -83,19 +82,19 @@ class _Conversation:
 
 @dataclass(frozen=True)
 class Settings(ServerSettings):
-    """Conversations that change servers."""
+    """The settings of conversations that change servers."""
 
-    arms: tuple[str, ...] = option((OURS, STICKY, PEER), f"Of {','.join(_ROUTINGS)}.")
-    conversations: int = option(4, "Conversations.", min=1)
-    turns: int = option(6, "Turns of each.", min=2)
-    first_tokens: int = option(1024, "Tokens of the first turn's prompt.", min=1)
-    grow_tokens: int = option(256, "Tokens that each later turn adds.", min=1)
-    answer_tokens: int = option(8, "Tokens of each answer.", min=1)
-    think_s: float = option(1.2, "Seconds before each request. Less than 1: servers that still "
-                            "spin after theirs slow it.")  # fmt: skip
-    rounds: int = option(6, "Rounds of everything, with the arms interleaved; one more warms up.",
+    arms: tuple[str, ...] = option((OURS, STICKY, PEER), f"Arms: {','.join(_ROUTINGS)}.")
+    conversations: int = option(4, "Number of conversations.", min=1)
+    turns: int = option(6, "Turns per conversation.", min=2)
+    first_tokens: int = option(1024, "Tokens in the first turn's prompt.", min=1)
+    grow_tokens: int = option(256, "Tokens added by each later turn.", min=1)
+    answer_tokens: int = option(8, "Tokens per answer.", min=1)
+    think_s: float = option(1.2, "Seconds before each request. Below 1, servers that still spin "
+                            "slow the request.")  # fmt: skip
+    rounds: int = option(6, "Rounds after a warm-up round, with the arms interleaved.",
                          min=1)  # fmt: skip
-    seed: int = option(1, "Seed of the prompts and of the order.")
+    seed: int = option(1, "Seed for prompts and order.")
 
     def __post_init__(self) -> None:
         check_names("arm", self.arms, list(_ROUTINGS))
@@ -108,7 +107,7 @@ class Settings(ServerSettings):
         return list(dict.fromkeys(_ROUTINGS[arm].servers for arm in self.arms))
 
     def servers(self) -> list[Arm]:
-        """The servers to start."""
+        """Return the servers to start."""
         return [
             Arm(name, _ABOUT[kind], "third", pool=True, peer=kind == PEER, place=kind)
             for kind in self.kinds
@@ -116,7 +115,7 @@ class Settings(ServerSettings):
         ]
 
     def sizes(self) -> Sizes:
-        """Sizes of servers that are started here. GPU memory holds one request."""
+        """Return the sizes of servers to start. GPU memory holds one request."""
         one = self.first_tokens + (self.turns - 1) * self.grow_tokens
         one += self.turns * self.answer_tokens
         every = self.conversations * one
@@ -125,8 +124,8 @@ class Settings(ServerSettings):
         return self.sizes_of(measured, one, gpu, third_tokens=every // _TIER_SHARE)
 
     def measure(self, run: Run) -> None:
-        """Raises: BenchError, ClientError: a server is missing, keeps its GPU memory, or does not
-        settle."""
+        """Run; raise BenchError or ClientError if a server is missing, keeps its GPU memory, or
+        does not complete its writes."""
         needed = [name for kind in self.kinds for name in servers_of(kind)]
         if missing := sorted(set(needed) - run.fleet.clients.keys()):
             raise BenchError(f"no server {', '.join(missing)}: give --base-url NAME=URL for each")
@@ -140,7 +139,7 @@ class Settings(ServerSettings):
                 run.samples.extend(measured if number else [])
 
     def _converse(self, run: Run, arm: str, number: int) -> list[Sample]:
-        """All turns of all conversations; round 0 warms up."""
+        """Run all turns of all conversations. number: of the round; 0 warms up."""
         fleet = run.fleet
         names = servers_of(_ROUTINGS[arm].servers)
         seen = {name: fleet.run(fleet.clients[name].hits()) for name in names}
@@ -155,7 +154,7 @@ class Settings(ServerSettings):
             for which in dice.sample(range(len(conversations)), len(conversations)):
                 one = conversations[which]
                 if one.failed:
-                    continue  # as its user would end it
+                    continue  # its user would give up
                 time.sleep(self.think_s)
                 one.context += run.tokens.draw(one.rng, length)
                 name = server_of(arm, which, turn)
@@ -173,7 +172,7 @@ class Settings(ServerSettings):
 async def _ask(
     client: Client, prompt: Sequence[int], settings: Settings, salt: str
 ) -> tuple[Answer, Hits]:
-    """The answer, and the server's hits so far.
+    """Return the answer, and the server's hits so far.
 
     Raises: BenchError: the server cannot empty its GPU memory.
     """
@@ -184,7 +183,7 @@ async def _ask(
 
 
 def _sample(where: Iterable[Any], reply: Answer, hits: Hits) -> Sample:
-    """where: the sample's first fields."""
+    """Return a sample. where: its first fields."""
     text = " ".join(map(str, reply.tokens)) or reply.text
     return Sample(
         *where,
@@ -210,10 +209,10 @@ def _measure(settings: Settings, json_path: Path) -> None:
 COMMANDS = (
     Command(
         "moving",
-        """Measure conversations that change servers at each turn, beside sticky routing.
+        """Compare conversations that change servers at each turn with sticky routing.
 
-        Starts two of our servers on one directory and two with vLLM's tiering on another, about a
-        minute in all, and takes twelve minutes more. With --base-url they are named ours-0, ours-1,
+        Starts two of our servers on one directory and two with vLLM's tiering on another, in about
+        a minute, and measures for twelve minutes. With --base-url, name the servers ours-0, ours-1,
         peer-0, peer-1.
         """,
         Settings,

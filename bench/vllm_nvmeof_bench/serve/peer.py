@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own tiering on vLLM's CPU engine, which it refuses; only for the benchmarks.
+"""vLLM's own tiering on vLLM's CPU engine, which it refuses; for the benchmarks only.
 
-Its spec asks for a GPU only because its worker copies with CUDA streams. The subclass gives it
+Its spec requires a GPU only because its worker copies with CUDA streams. The subclass provides
 a worker that copies between host buffers, with the thread and the memmove that our arms use.
 The manager, the CPU tier's shared memory, eviction, promotion and the fs tier are vLLM's own.
 """
@@ -31,7 +31,7 @@ _WAIT_S = 60.0
 
 
 class HostCopyWorker(OffloadingWorker):
-    """Copies blocks to and from chunks of `region`, in the order of submission."""
+    """A worker that copies blocks to and from chunks of `region`, in the order of submission."""
 
     def __init__(self, geometry: ChunkGeometry, region: Any, chunk_stride_bytes: int) -> None:
         self._geometry = geometry

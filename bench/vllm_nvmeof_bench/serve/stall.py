@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench serve stall`: requests decode on a server while a prompt of thousands of chunks returns.
+"""`bench serve stall`: requests decode while a prompt of thousands of chunks returns.
 
-The model is as small as one can be, and so is a chunk: one block of 32 tokens, 8 KiB. What is moved
-takes next to no time; what a chunk costs the threads that the decoding requests wait for remains.
+The model is as small as possible, and so is a chunk: one block of 32 tokens, 8 KiB. Copies and I/O
+thus take almost no time; the cost per chunk on the threads that decoding waits for remains.
 
-Every server first gets the prompt once, and its writes are waited for. In each round, and for each
-server in turn, in an order drawn from the seed, requests start to decode; after `alone_s` seconds
-(phase "alone") the prompt is sent again, and their gaps count until its first token:
+Every server first receives the prompt once and completes its writes. In each round, and for each
+server in an order drawn from the seed, requests start to decode; after `alone_s` seconds (phase
+"alone") the prompt is sent again, and the requests' gaps count until its first token:
 
-    back    GPU memory has lost the prompt: it is loaded, or computed by a server that cannot load
-    in_gpu  GPU memory has it: all that such a prompt costs beside its load, its way through the
-            HTTP server and this client included
+    back    the prompt is no longer in GPU memory: it is loaded, or computed if it cannot be loaded
+    in_gpu  the prompt is in GPU memory: the cost of such a prompt except its load, including the
+            HTTP server and this client
 
-A request that has decoded all its tokens before the prompt's first one, because a fast server
-computes the prompt instead of loading it, begins again with the same prompt, and so generates the
-same chunks. The time between the two is no gap, and the sample counts it as a restart. They have
-different numbers of tokens to decode, so that the others see what happens meanwhile.
+A request may finish before the prompt's first token, if the server computes the prompt instead of
+loading it. Then it is sent again, and so generates the same chunks. The time in between is not a
+gap, but the sample counts a restart. The requests decode different numbers of tokens, so that
+others are decoding at that time.
 
-The client shares the cores with the server; gaps are the same to all arms in this.
+The client shares the server's cores, which affects all arms alike.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from vllm_nvmeof_bench.servers.server import BLOCK_TOKENS, on_blocks
 from vllm_nvmeof_bench.settings import check_positive, option
 
 _ANSWER_TOKENS = 4
-#: Of each request that decodes, behind its prompt, until it begins again.
+#: The most tokens that a decoding request generates before it is sent again.
 _DECODED_MAX = 4096
 _STARTED_TOKENS = 8
 _START_S_MAX = 120.0
 _POLL_S = 0.005
-#: One layer, one head of the least size that vLLM's attention on a CPU has.
+#: One layer and the smallest head that vLLM's CPU attention supports.
 _SHAPE = ModelShape(
     layers=1, hidden=64, intermediate=128, heads=2, kv_heads=1, positions_max=131_072
 )
@@ -59,14 +59,14 @@ _SHAPE = ModelShape(
 
 @dataclass(frozen=True)
 class Settings(ServerSettings):
-    """decode_prompt_tokens: of each request that decodes."""
+    """decode_prompt_tokens: prompt length of each decoding request."""
 
     arms: tuple[str, ...] = arms_option("none", "full", "pool", "peer_full")
-    chunks: int = option(3072, "Chunks of the prompt that returns, of 32 tokens each.", min=1)
-    decoding: int = option(8, "Requests that decode meanwhile.", min=1)
-    rounds: int = option(5, "Rounds of everything, with the arms interleaved.", min=1)
-    alone_s: float = option(2.0, "Seconds for which they decode before the prompt returns.")
-    seed: int = option(1, "Seed of the prompts and of the order of the arms.")
+    chunks: int = option(3072, "Chunks of 32 tokens in the returning prompt.", min=1)
+    decoding: int = option(8, "Decoding requests.", min=1)
+    rounds: int = option(5, "Rounds, with the arms interleaved.", min=1)
+    alone_s: float = option(2.0, "Seconds of decoding before the prompt returns.")
+    seed: int = option(1, "Seed for prompts and the order of arms.")
     decode_prompt_tokens: int = 64
     shape: ModelShape = field(default_factory=lambda: _SHAPE)
 
@@ -75,12 +75,12 @@ class Settings(ServerSettings):
 
     @property
     def prompt_tokens(self) -> int:
-        """One token more than the chunks: vLLM computes at least one."""
+        """The chunks' tokens and one more, because vLLM computes at least one."""
         return self.chunks * BLOCK_TOKENS + 1
 
     def sizes(self) -> Sizes:
-        """Sizes of servers that are started here. The GPU cache holds all that runs at once; the
-        CPU tier of an arm that holds all also has what is generated."""
+        """Return the sizes of servers to start. The GPU cache holds all concurrent requests; the
+        CPU tier of an arm that holds all has room for generated tokens too."""
         decoded = self.decoding * on_blocks(self.decode_prompt_tokens + _DECODED_MAX + 1)
         prompt = on_blocks(self.prompt_tokens + _ANSWER_TOKENS + 1)
         shape = {"shape": self.shape} if has_cpu_engine() else {}
@@ -93,14 +93,14 @@ class Settings(ServerSettings):
         )
 
     def measure(self, run: Run) -> None:
-        """Raises: BenchError, ClientError: a request failed, or a server does not settle."""
+        """Run; raise BenchError or ClientError if a request failed or writes do not complete."""
         fleet = run.fleet
         rng = np.random.default_rng([self.seed, 21])
         prompt = run.tokens.draw(rng, self.prompt_tokens)
         run.conditions.update(prompt_tokens=len(prompt), prompt_chunks=self.chunks)
         first: Answer | None = None
         for arm, client in fleet.clients.items():
-            run.on_progress(0, 0, f"computing the prompt once · {arm}")
+            run.on_progress(0, 0, f"computing the prompt · {arm}")
             answer = fleet.run(_whole(client.attempt(prompt, _ANSWER_TOKENS)))
             first = first or answer
             fleet.run(client.settle())
@@ -124,8 +124,8 @@ class Settings(ServerSettings):
 
 @dataclass(frozen=True)
 class Window:
-    """What the decoding requests did from one time to another. asked: each of them, and those that
-    it began again, in their order.
+    """The decoding requests' answers in a period. asked: for each request, its answers in order,
+    more than one if it was sent again.
     """
 
     asked: Sequence[Sequence[Answer]]
@@ -152,12 +152,12 @@ class Window:
         )
 
     def _sees(self, ended: Answer, again: Answer) -> bool:
-        """Whether a part of the time between two requests is inside."""
+        """Return whether the time between two answers overlaps the window."""
         return ended.times[-1] <= self.end and (not again.times or again.times[0] >= self.begin)
 
     def _longest(self, times: Sequence[float]) -> float:
-        """The longest gap that ends in the window; beside the prompt also one that begins there,
-        because what the prompt holds up may come after its own first token."""
+        """Return the longest gap that ends in the window or, with a prompt, begins in it, because
+        tokens that the prompt delays may arrive after its own first token."""
         last = self.end if self.answer is None else math.inf
         pairs = itertools.pairwise(times)
         found = [b - a for a, b in pairs if self.begin <= b <= last and a <= self.end]
@@ -166,8 +166,8 @@ class Window:
 
 @dataclass
 class Watched:
-    """Requests that decode on a server, and the prompt that returns. A request that has decoded all
-    its tokens, `tokens_max` at most and half of it at least, begins again.
+    """Decoding requests on a server, and the returning prompt. A request that has decoded all its
+    tokens, between half of `tokens_max` and all of it, is sent again.
     """
 
     client: Client
@@ -177,7 +177,7 @@ class Watched:
     tokens_max: int = _DECODED_MAX
 
     async def run(self, alone_s: float) -> tuple[Window, Window]:
-        """What they did alone, and while the prompt returned."""
+        """Return the windows before the prompt returned and while it returned."""
         if self.phase == BACK and not await self.client.forget_gpu():
             raise BenchError("the server cannot empty its prefix cache")
         before = await self.client.hits()
@@ -202,26 +202,26 @@ class Watched:
         return Window(asked, begin, sent), Window(asked, sent, end, answer, hits)
 
     def _limit(self, number: int) -> int:
-        """Tokens of this one of the requests that decode."""
+        """Return how many tokens this decoding request generates."""
         return self.tokens_max - number * self.tokens_max // (2 * len(self.decoding))
 
     async def _decode(self, prompt: Sequence[int], tokens: int, answers: list[Answer]) -> None:
-        """Ask again and again, until a request fails. answers: those so far, the last one empty."""
+        """Send the request repeatedly until one fails. answers: extended; the last one is empty."""
         while not (await self.client.attempt(prompt, tokens, answers[-1])).failure:
             answers.append(Answer(sent=time.perf_counter()))
 
     async def _started(self, asked: Sequence[Sequence[Answer]]) -> None:
-        """Wait until all of them decode."""
+        """Wait until all requests are decoding."""
         end_s = time.monotonic() + _START_S_MAX
         while min(len(answers[0].times) for answers in asked) < _STARTED_TOKENS:
             if time.monotonic() > end_s:
-                raise BenchError("the requests do not begin to decode")
+                raise BenchError("the requests do not start decoding")
             await asyncio.sleep(_POLL_S)
 
     async def _later(self, asked: Sequence[Sequence[Answer]], end: float) -> None:
-        """Wait until each has a token behind `end`: a gap may last longer.
+        """Wait until each request has a token after `end`, because a gap may last longer.
 
-        Raises: BenchError: one has failed.
+        Raises: BenchError: a request has failed.
         """
 
         def is_later(answers: Sequence[Answer]) -> bool:
@@ -230,12 +230,12 @@ class Watched:
         while not all(map(is_later, asked)):
             failed = [answers[-1].failure for answers in asked if answers[-1].failure]
             if failed:
-                raise BenchError(f"a request that decodes failed: {failed[0]}")
+                raise BenchError(f"a decoding request failed: {failed[0]}")
             await asyncio.sleep(_POLL_S)
 
 
 async def _whole(asked: Coroutine[Any, Any, Answer]) -> Answer:
-    """Raises: BenchError: the request failed."""
+    """Return the answer; raise BenchError if the request failed."""
     answer = await asked
     if answer.failure is not None:
         raise BenchError(f"the prompt failed: {answer.failure}")
@@ -250,11 +250,11 @@ def _measure(settings: Settings, json_path: Path) -> None:
 COMMANDS = (
     Command(
         "stall",
-        """Measure how long requests that decode wait while a prompt of 3,000 chunks returns.
+        """Measure how long decoding requests wait while a prompt of 3,000 chunks returns.
 
-        Starts a real `vllm serve` for each arm, with a very small model: without offloading, ours
-        with and without all chunks in the CPU tier, and vLLM's tiering. Takes 15 minutes, most of
-        them for computing the prompt where it cannot be loaded. Nothing else should run meanwhile.
+        Starts a real `vllm serve` per arm, with a very small model: without offloading, ours with
+        and without all chunks in the CPU tier, and vLLM's tiering. Takes 15 minutes, most of them
+        to compute the prompt where it cannot be loaded. Nothing else should run at the same time.
         """,
         Settings,
         _measure,

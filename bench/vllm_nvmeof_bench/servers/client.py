@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client of the OpenAI HTTP API, as a user's would be, and a reader of `/metrics`.
+"""A client of the OpenAI HTTP API, and a reader of `/metrics`.
 
-Prompts are sent as token ids, and answers come back as token ids, so that servers can be compared
-token by token. The client shares the cores with the servers, so it does little per token.
+Prompts and answers are token IDs, so that servers can be compared token by token. The client shares
+the servers' cores, so it does little work per token.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.servers.server import MODEL_NAME
 from vllm_nvmeof_offload.errors import OffloadError
 
-#: Of a chat: its role and its content.
+#: A chat message: role and content.
 Message: TypeAlias = dict[str, str]
 
 _CONNECTIONS_MAX = 256
-#: vLLM's server closes an idle connection after 5 s, and so loses a request that comes just then.
+#: vLLM's server closes an idle connection after 5 s, and loses a request that arrives just then.
 _IDLE_S_MAX = 2.0
-#: A prompt too short to be stored; after any request vLLM publishes its counters.
+#: A prompt too short to be stored, sent because vLLM publishes its counters after any request.
 NUDGE = (5, 6, 7)
 _SETTLE_S_MAX = 90.0
 _PAUSE_S = 0.1
@@ -36,7 +36,7 @@ _FORGET_TRIES_MAX = 600
 _FAILURE_MAX = 300
 _OURS = "vllm:nvmeof_loaded_tokens_total"
 _THEIRS = ("vllm:prompt_tokens_cached_by_source_total", ("host", "disk"))
-#: Gauges of work that goes on after the last answer: ours, and those of vLLM's tiering.
+#: Gauges of work that continues after the last answer, for ours and for vLLM's tiering.
 _BUSY = (
     "vllm:nvmeof_writes_pending",
     "vllm:kv_offload_tiering_active_cascade_jobs",
@@ -45,19 +45,19 @@ _BUSY = (
 
 
 class ClientError(OffloadError):
-    """The server refused a request or ended it early."""
+    """The server refused a request, or its answer is incomplete."""
 
 
 @dataclass
 class Answer:
     """One streamed answer. Times are `time.perf_counter()` seconds.
 
-    tokens, logprobs, gaps: per generated token its id, its log-probability, and how far the
-    runner-up's is below it; ids where the server reports them, the others where the client asked
-    for them. times: when each token arrived, or each event of a server that reports no ids.
-    ended: when the last byte came, or the failure. tokens_in, tokens_out: as the server counts
-    them, else as the client does. tokens_cached: of the prompt, found in any tier, as a server
-    with `--enable-prompt-tokens-details` counts them. failure: why the answer is not whole.
+    tokens, logprobs, gaps: per generated token, its ID, its log-probability, and the difference
+    to the runner-up's; IDs if the server reports them, the others if requested. times: when each
+    token arrived, or each event if the server reports no IDs. ended: when the last byte arrived,
+    or when the request failed. tokens_in, tokens_out: counted by the server, otherwise by the
+    client. tokens_cached: prompt tokens found in any tier, as counted by a server with
+    `--enable-prompt-tokens-details`. failure: why the answer is incomplete.
     """
 
     sent: float
@@ -74,7 +74,7 @@ class Answer:
 
     @property
     def ttft_s(self) -> float:
-        """Seconds from sending the request to its first token, which must have come."""
+        """Seconds from sending the request to its first token, which must have arrived."""
         return self.times[0] - self.sent
 
     @property
@@ -83,7 +83,7 @@ class Answer:
         return self.ended - self.sent
 
     def same(self, other: Answer) -> bool:
-        """Whether both have the same tokens and text."""
+        """Return whether both have the same tokens and text."""
         return (self.tokens, self.text) == (other.tokens, other.text)
 
 
@@ -100,18 +100,18 @@ class Metrics:
             self._samples.setdefault(name, []).append(sample)
 
     def has(self, name: str) -> bool:
-        """Whether the server exports `name` at all."""
+        """Return whether the server exports `name`."""
         return name in self._samples
 
     def value(self, name: str, **labels: str) -> float:
-        """Return the sum of `name` over all samples that carry `labels`; 0 if there is none."""
+        """Return the sum of `name` over all samples with `labels`; 0 if there are none."""
         samples = self._samples.get(name, ())
         return sum(value for have, value in samples if labels.items() <= have.items())
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids from `low` up to, without, `high`: none of them special in the model."""
+    """A range of ordinary token IDs, from `low` to below `high`."""
 
     low: int = 2
     high: int = 2048
@@ -122,7 +122,7 @@ class Tokens:
 
     @classmethod
     def parse(cls, text: str) -> Tokens:
-        """Raises: BenchError: the text is not LOW:HIGH."""
+        """Parse LOW:HIGH; raise BenchError if the text has another form."""
         low, _, high = text.partition(":")
         try:
             return cls(int(low), int(high))
@@ -136,10 +136,10 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Hits:
-    """Prompt tokens by where their KV was found: counters, or the difference of two readings.
+    """Prompt tokens by where their KV was found: counters, or differences between two readings.
 
-    pool: with vLLM's tiering, its second tier, from which it read `tier_read_bytes`. other: found
-    outside of the GPU, where the server does not report the place. shared: of `other`, in the pools
+    pool: with vLLM's tiering, its second tier, from which it read `tier_read_bytes`. other: tokens
+    found outside the GPU without the server reporting where. shared: the part of `other` in pools
     of other servers of ours.
     """
 
@@ -153,7 +153,7 @@ class Hits:
 
     @classmethod
     def of(cls, found: Metrics) -> Self:
-        """Read from our own counters where they exist, else from vLLM's."""
+        """Read our own counters if the server exports them, otherwise vLLM's."""
         name, sources = (_OURS, ("cpu", "pool")) if found.has(_OURS) else _THEIRS
         cpu, pool = (int(found.value(name, source=source)) for source in sources)
         external = int(found.value("vllm:external_prefix_cache_hits_total"))
@@ -172,14 +172,14 @@ class Hits:
 
     @property
     def by_place(self) -> dict[str, int]:
-        """The fields that samples have."""
+        """The fields that samples use."""
         return {"gpu": self.gpu, "cpu": self.cpu, "pool": self.pool, "other": self.other}
 
 
 class Client:
-    """An asynchronous client of one server, made, used and closed inside one event loop.
+    """An asynchronous client of one server, created, used and closed in one event loop.
 
-    model: the name to ask for; empty: the first that the server lists.
+    model: the name of the model to request; empty: the first that the server lists.
     """
 
     def __init__(
@@ -208,10 +208,10 @@ class Client:
         await self._http.aclose()
 
     async def model(self) -> str:
-        """The model's name; the server is asked for it once.
+        """Return the model's name, which is requested from the server once if not given.
 
         Raises:
-            BenchError: the server does not answer, or lists none.
+            BenchError: the server does not answer, or lists no model.
         """
         if not self._model:
             try:
@@ -232,11 +232,11 @@ class Client:
     ) -> Answer:
         """Stream a greedy answer of exactly `max_tokens` tokens to `prompt`.
 
-        cache_salt: requests of one salt share KV. replica: the data-parallel one that answers.
-        helpers: the peers that may read for it; None: all.
+        cache_salt: requests with the same salt share KV. replica: the data-parallel rank to use.
+        helpers: the peers that may read for the request; None: all.
 
         Raises:
-            ClientError: the server refused the request, or the answer is not whole.
+            ClientError: the server refused the request, or the answer is incomplete.
         """
         more: dict[str, Any] = {"logprobs": 2, "return_tokens_as_token_ids": True}
         if cache_salt is not None:
@@ -253,13 +253,13 @@ class Client:
     async def chat(
         self, messages: Sequence[Message], max_tokens: int, *, whole: bool = False
     ) -> Answer:
-        """Stream a greedy answer to a conversation, of `max_tokens` tokens at most. If the last
-        message is the assistant's own, the answer goes on with it.
+        """Stream a greedy answer of at most `max_tokens` tokens to a conversation. If the last
+        message is the assistant's, the answer continues it.
 
-        whole: of exactly so many, past the end that the model would make.
+        whole: generate exactly `max_tokens`, even after the model's end token.
 
         Raises:
-            ClientError: the server refused the request, or nothing came.
+            ClientError: the server refused the request, or the answer is empty or too short.
         """
         goes_on = messages[-1]["role"] == "assistant"
         more = {
@@ -283,9 +283,9 @@ class Client:
         *,
         cache_salt: str | None = None,
     ) -> Answer:
-        """As `complete`, without log-probabilities; a failure is in the answer, never raised.
+        """Stream as `complete` does, without log-probabilities; failures are put in the answer.
 
-        into: the answer to fill, for a caller that looks at it meanwhile, or cancels the request.
+        into: the answer to fill, for a caller that watches it or cancels the request.
         """
         answer = Answer(sent=time.perf_counter()) if into is None else into
         try:
@@ -308,12 +308,12 @@ class Client:
         more: Mapping[str, Any],
         headers: Mapping[str, str],
     ) -> None:
-        """Send a request, and add to `answer` until the stream ends.
+        """Send a request, and fill `answer` until the stream ends.
 
-        asked: a prompt, or the messages of a chat. more: of the body.
+        asked: a prompt, or the messages of a chat. more: other fields of the body.
 
         Raises:
-            ClientError: the server refused the request, or reports an error in the stream.
+            ClientError: the server refused the request, or reported an error in the stream.
         """
         body = {
             "model": await self.model(),
@@ -343,7 +343,7 @@ class Client:
         return Metrics((await self._http.get("/metrics")).raise_for_status().text)
 
     async def counted(self) -> Metrics:
-        """All that is counted, behind a short request; empty where there is no `/metrics`."""
+        """Return all counters after a short request; empty if there is no `/metrics`."""
         await self.attempt(NUDGE, 1)
         try:
             return await self.metrics()
@@ -351,10 +351,10 @@ class Client:
             return Metrics("")
 
     async def settle(self) -> None:
-        """Wait until no write is pending, as far as the server reports them.
+        """Wait until no writes are pending, as far as the server reports them.
 
         Raises:
-            ClientError: it is still busy after `_SETTLE_S_MAX`.
+            ClientError: the server is still busy after `_SETTLE_S_MAX`.
         """
         end_s = time.monotonic() + _SETTLE_S_MAX
         while time.monotonic() < end_s:
@@ -362,20 +362,20 @@ class Client:
             if not any(found.value(name) for name in _BUSY):
                 return
             await asyncio.sleep(_PAUSE_S)
-        raise ClientError(f"{self._http.base_url} still writes after {_SETTLE_S_MAX:.0f} s")
+        raise ClientError(f"{self._http.base_url} is still writing after {_SETTLE_S_MAX:.0f} s")
 
     async def hits(self) -> Hits:
-        """Prompt tokens so far, by where their KV was found; zeros without `/metrics`."""
+        """Return prompt tokens so far, by where their KV was found; zeros without `/metrics`."""
         return Hits.of(await self.counted())
 
     async def forget_gpu(self) -> bool:
-        """Empty the GPU's prefix cache and keep what is offloaded; False if the server cannot.
+        """Empty the GPU's prefix cache, not the offloaded KV; return False if unsupported.
 
-        vLLM has the route where VLLM_SERVER_DEV_MODE=1 is set. It refuses while blocks are in
-        use; the client then asks again.
+        vLLM supports this with VLLM_SERVER_DEV_MODE=1. It refuses while blocks are in use; the
+        client then retries.
 
         Raises:
-            BenchError: it refuses for a minute.
+            BenchError: the server refuses for a minute.
         """
         for _ in range(_FORGET_TRIES_MAX):
             try:
@@ -385,11 +385,11 @@ class Client:
             if not response.content or response.json().get("success", True):
                 return True
             await asyncio.sleep(_PAUSE_S)
-        raise BenchError(f"{self._http.base_url} does not empty its prefix cache: blocks in use")
+        raise BenchError(f"{self._http.base_url} cannot empty its prefix cache: blocks in use")
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    """The lines of a stream of events. httpx would also cut texts at Unicode's separators."""
+    """Yield the lines of an event stream. httpx would also split texts at Unicode separators."""
     rest = b""
     async for part in response.aiter_bytes():
         *lines, rest = (rest + part).split(b"\n")
@@ -398,7 +398,7 @@ async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
 
 
 def _of_a_chat(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The log-probabilities of a chat's tokens in the form of a completion's."""
+    """Convert the log-probabilities of a chat's tokens to a completion's form."""
     return {
         "token_logprobs": [one["logprob"] for one in found],
         "top_logprobs": [
@@ -411,10 +411,10 @@ def _take(answer: Answer, event: dict[str, Any], now: float) -> None:
     """Add one streamed event to the answer.
 
     Raises:
-        ClientError: the server reports an error in the stream.
+        ClientError: the server reported an error in the stream.
     """
     if "error" in event:
-        raise ClientError(f"the server failed it: {event['error']}")
+        raise ClientError(f"the server failed the request: {event['error']}")
     for choice in event.get("choices") or ():
         ids = choice.get("token_ids")
         logprobs = choice.get("logprobs") or {}
@@ -425,14 +425,14 @@ def _take(answer: Answer, event: dict[str, Any], now: float) -> None:
         answer.text += choice.get("text") or choice.get("delta", {}).get("content") or ""
         answer.tokens += ids or ()
         answer.times += [now] * (1 if ids is None else len(ids))
-        # JSON has no NaN; a model that computes one (wrong KV does that) gives null.
+        # JSON has no NaN; a NaN logit, for example from wrong KV, is sent as null.
         answer.logprobs += [
             float("nan") if p is None else p for p in logprobs.get("token_logprobs", [])
         ]
         for top in logprobs.get("top_logprobs", []):
             best = sorted((p for p in top.values() if p is not None), reverse=True)
             answer.gaps.append(best[0] - best[1] if len(best) > 1 else float("inf"))
-    usage = event.get("usage") or {}  # with the last event, which has no token
+    usage = event.get("usage") or {}  # in the last event, which has no token
     answer.tokens_in = usage.get("prompt_tokens") or 0
     answer.tokens_out = usage.get("completion_tokens") or len(answer.times)
     answer.tokens_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine of the installed vLLM, and the environment that its processes start with."""
+"""The installed vLLM's engine, and the environment of its processes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 from vllm_nvmeof_offload.units import GIB
 
-#: Appears only in vLLM's log: every engine here states its number of blocks as well.
+#: Appears only in vLLM's log, because the number of blocks is also given to every engine here.
 _KV_CACHE_BYTES = 2 * GIB
 #: The share of a GPU's memory that must be free when an engine starts.
 _FREE_AT_START = 0.1
 
 
 def has_cpu_engine() -> bool:
-    """Whether this vLLM is a build for CPUs: as vLLM itself does, read it from the version."""
+    """Return whether this vLLM is a CPU build, by its version as in vLLM itself."""
     try:
         return "cpu" in metadata.version("vllm")
     except metadata.PackageNotFoundError:
@@ -26,12 +26,12 @@ def has_cpu_engine() -> bool:
 
 
 def engine_memory() -> dict[str, int | float]:
-    """Return the arguments of `LLM` about GPU memory; none for vLLM's CPU engine.
+    """Return the arguments of `LLM` for GPU memory; none for vLLM's CPU engine.
 
-    With `kv_cache_memory_bytes` vLLM does not measure how much memory is left for the KV cache.
-    The measurement takes seconds, and it ends the engine if another process on the same GPU
-    frees memory meanwhile. The caller must set the number of GPU blocks: vLLM then allocates as
-    many, and `gpu_memory_utilization` only says how much memory must be free at the start.
+    With `kv_cache_memory_bytes`, vLLM does not measure the memory available for the KV cache.
+    The measurement takes seconds, and stops the engine if another process frees memory on the same
+    GPU during it. The caller must set the number of GPU blocks, which vLLM then allocates;
+    `gpu_memory_utilization` only determines how much memory must be free at the start.
     """
     if has_cpu_engine():
         return {}
@@ -42,7 +42,7 @@ def engine_memory() -> dict[str, int | float]:
 
 
 def vllm_command() -> tuple[str, ...]:
-    """Return the command of vLLM under this Python, also where no script is beside it."""
+    """Return the command that runs vLLM with this Python, even without its script."""
     script = Path(sys.executable).parent / "vllm"
     if script.exists():
         return (str(script),)
@@ -50,24 +50,24 @@ def vllm_command() -> tuple[str, ...]:
 
 
 def engine_environment(cores_reserved: int = 0) -> dict[str, str]:
-    """Return this process's environment with what an engine of random float32 models needs.
+    """Return this process's environment, adapted to engines with random float32 models.
 
-    cores_reserved: cores that vLLM's CPU engine leaves to everything but its math.
+    cores_reserved: cores that vLLM's CPU engine does not use for its math.
     """
     env = dict(os.environ)
-    # Without compiled bytecode three processes compile some 2,000 modules at every start.
+    # Without cached bytecode, three processes compile about 2,000 modules at every start.
     env.pop("PYTHONDONTWRITEBYTECODE", None)
-    # Told to be one for CPUs, vLLM's build for GPUs looks for kernels that it does not have.
+    # With this variable set to cpu, a GPU build looks for kernels that it does not have.
     env.pop("VLLM_TARGET_DEVICE", None)
     env |= {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
-        # A benchmark's pool is small, and most machines have their files on one disk.
+        # A benchmark's pool is small, and most machines have only one disk.
         "VLLM_NVMEOF_ALLOW_ROOT_FILE_SYSTEM": "true",
         "TRANSFORMERS_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # Its messages are read by people and by tests; both want no escape codes.
+        # Neither readers of the log nor tests need escape codes.
         "NO_COLOR": "1",
     }
     if has_cpu_engine():
@@ -77,11 +77,11 @@ def engine_environment(cores_reserved: int = 0) -> dict[str, str]:
             "VLLM_CPU_NUM_OF_RESERVED_CPU": str(cores_reserved),
         }
     else:
-        # Triton's attention would compute float32 products in TF32, of 10 bits: what is compared
-        # with what is loaded must not hang on where a prompt was cut.
+        # Triton's attention would compute float32 products in TF32, with 10 bits: a comparison
+        # with loaded KV must not depend on where a prompt was split.
         env["TRITON_F32_DEFAULT"] = "ieee"
-        # vLLM's sampler imports FlashInfer on CUDA unless this variable forbids it, and no engine
-        # starts where FlashInfer is missing.
+        # On CUDA, vLLM's sampler imports FlashInfer unless this variable forbids it; without
+        # FlashInfer, the engine would not start.
         if find_spec("flashinfer") is None:
             env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     return env

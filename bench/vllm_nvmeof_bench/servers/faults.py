@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine with faults around any other, for tests and for rehearsals on a running server.
+"""A wrapper that injects faults into any I/O engine, for tests and drills on a running server.
 
-Knobs decide which operation gets which fault, from a seed and, if wanted, a control file: JSON such
-as `{"seed": 7, "read_eio": 2, "write_delay_ms": 50}`, read again when it changes, so that a test
-can change the faults of a running server. `<control file>.fired` (rank R's: `….fired.R`, from 1
-on) counts in JSON how often each knob has fired. `"rank": R` limits the knobs to that rank.
+Knobs decide which operation gets which fault, using a seed. A control file, if given, contains JSON
+such as `{"seed": 7, "read_eio": 2, "write_delay_ms": 50}`. It is read again when it changes, so
+that a test can change the faults of a running server. `<control file>.fired` counts, in JSON, how
+often each knob has fired (`….fired.R` for rank R above 0). `"rank": R` limits the knobs to rank R.
 
-Values: `true` strikes always; a whole number strikes that many times from then on; a fraction
-is a probability. `read_delay_ms` and `write_delay_ms` are milliseconds; `bytes_per_s` is a rate.
+Values: `true` always strikes; a whole number strikes that many times; a fraction is a probability.
+`read_delay_ms` and `write_delay_ms` are milliseconds; `bytes_per_s` is a rate.
 
-Errors are reported without asking the inner engine. A delayed or hanging operation is held
-here as one that has started: it ends when the fault ends, and without having run if it was given
-up meanwhile. `flip_byte_on_read` damages the slab itself, so
-that the inner engine's own check must see it. The two negative controls change a payload
-*after* that check: wrong KV that the store cannot see, which a token test must.
+Errors are reported without calling the inner engine. A delayed or hanging operation is held here
+and counts as started: it is released when the fault ends, and does not run if it was cancelled in
+the meantime. `flip_byte_on_read` damages the slab itself, so that the inner engine's own check must
+detect it. The negative controls change a payload *after* that check: wrong KV that the store cannot
+detect, but a token test must.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ KNOBS = {
     "enospc_writes": "a write completes with ENOSPC; nothing is written",
     "read_delay_ms": "every read takes this many milliseconds longer",
     "write_delay_ms": "every write takes this many milliseconds longer",
-    "bytes_per_s": "reads share a link of so many bytes per second, in the order of submission",
+    "bytes_per_s": "reads share a link of this many bytes per second, in the order of submission",
     "hang_reads": "a read hangs until the knob is cleared",
     "hang_writes": "a write hangs until the knob is cleared",
-    "flip_byte_on_read": "a payload byte in the slab is flipped before a read: the CRC sees it",
-    "swap_slots": "negative control: a read delivers, as OK, the payload of the read before it",
-    "flip_with_valid_crc": "negative control: a read delivers, as OK, one wrong payload byte",
-    "flip_before_copy": "the same, of the reads alone that leave the check to the copy",
+    "flip_byte_on_read": "a payload byte in the slab is flipped before a read: the CRC detects it",
+    "swap_slots": "negative control: a read returns, as OK, the payload of the previous read",
+    "flip_with_valid_crc": "negative control: a read returns, as OK, one wrong payload byte",
+    "flip_before_copy": "as flip_with_valid_crc, only for reads that leave the check to the copy",
 }
 _READ_ERRORS = (("read_eio", errno.EIO),)
 _ERRORS: dict[OpKind, tuple[tuple[str, int], ...]] = {
@@ -72,17 +72,17 @@ _ERRORS: dict[OpKind, tuple[tuple[str, int], ...]] = {
     OpKind.RESET: (),
 }
 _TICK_S = 0.005
-_FINE_TICK_S = 0.0005  # while reads share a link, which moves a chunk in a few milliseconds
+_FINE_TICK_S = 0.0005  # while reads share a link, which transfers a chunk in a few milliseconds
 
 
 @dataclass(slots=True)
 class _Knob:
     value: bool | int | float
-    left: int  # times that a whole number still strikes
+    left: int  # strikes left of a whole number
 
 
 class FaultPlan:
-    """The knobs, their random numbers and their counts. Only the engine's caller thread calls."""
+    """The knobs, their random numbers and counts. Used only by the engine's calling thread."""
 
     def __init__(
         self,
@@ -92,20 +92,20 @@ class FaultPlan:
         control_path: Path | None = None,
         rank: int = 0,
     ) -> None:
-        """Start from `knobs`; a control file, if it exists, replaces them. rank: of this process.
+        """Start from `knobs`, or from the control file if it exists. rank: this process's rank.
 
-        Raises: ConfigError: an unknown knob, or a value that is not a number or boolean.
+        Raises: ConfigError: a knob is unknown, or a value is not a number or boolean.
         """
         self._control_path = control_path
         self._rank = rank
         self._control_version: tuple[int, int] | None = None
         self.fired: Counter[str] = Counter()
-        self._link_s = 0.0  # when the link that reads share has moved what it was given
+        self._link_s = 0.0  # when the reads' link has transferred all earlier bytes
         self._start(dict(knobs or {}), seed)
         self.refresh()
 
     def set(self, **knobs: object) -> None:
-        """Change some knobs; the others and the random numbers stay. Raises as the constructor."""
+        """Change some knobs, not the others or the random numbers; raises as the constructor."""
         self._knobs.update(_checked(knobs))
 
     def _start(self, knobs: dict[str, object], seed: int) -> None:
@@ -135,19 +135,19 @@ class FaultPlan:
             *(OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError),
             ConfigError,
         ) as error:
-            # Probably half-written: it is read again at the next call.
+            # The file is probably half-written: the next call reads it again.
             logger.warning("fault injection: cannot use %s yet: %s", self._control_path, error)
 
     def milliseconds(self, knob: str) -> float:
-        """Return the value of a delay knob; it counts as fired if it is not zero."""
+        """Return the value of a delay knob; count it as fired if it is not zero."""
         if not self.is_set(knob):
             return 0.0
         self._count(knob)
         return float(self._knobs[knob].value)
 
     def link_ends_s(self, size_bytes: int, now_s: float) -> float:
-        """Return when the last byte of a read has passed the link that reads share; 0: there is
-        none."""
+        """Return when the last byte of a read will have passed the reads' link; 0 without a
+        link."""
         if not self.is_set("bytes_per_s"):
             return 0.0
         self._count("bytes_per_s")
@@ -156,7 +156,7 @@ class FaultPlan:
         return self._link_s
 
     def is_set(self, knob: str) -> bool:
-        """Return whether the knob is there and not zero."""
+        """Return whether the knob is set and not zero."""
         return knob in self._knobs and bool(self._knobs[knob].value)
 
     def strikes(self, knob: str) -> bool:
@@ -204,19 +204,19 @@ class _Held:
     hang: str  # the knob, or "" for a delay until `until_s`
     until_s: float
     wanted: bool = True
-    exchanged: bool = False  # its target has other files since it was submitted
+    exchanged: bool = False  # its target's files were replaced after submission
 
 
 def inject(
     engine: IoEngine, control: str, rank: int, pool: Pool, memory: memoryview, base_address: int
 ) -> IoEngine:
-    """Put the faults of a control file around the engine of a running server's rank."""
+    """Wrap the engine of a running server's rank with the faults of a control file."""
     plan = FaultPlan(control_path=Path(control), rank=rank)
     return FaultyIoEngine(engine, plan, pool, memory, base_address)
 
 
 class FaultyIoEngine:
-    """Implements `io.base.IoEngine` over another one."""
+    """An `io.base.IoEngine` that injects faults into another engine."""
 
     def __init__(
         self,
@@ -226,7 +226,7 @@ class FaultyIoEngine:
         memory: memoryview,
         base_address: int,
     ) -> None:
-        """pool and memory: those of `inner`."""
+        """Wrap `inner`. pool, memory: those of `inner`."""
         self.name = f"{inner.name} + faults"
         self.plan = plan
         self._inner = inner
@@ -238,7 +238,7 @@ class FaultyIoEngine:
         self._completions: list[Completion] = []
         self._last_payload: bytes | None = None
         self._waker = Waker()
-        # Readable when either the inner engine or this one has completions.
+        # Readable when either engine has completions.
         self._epoll = select.epoll()
         self._epoll.register(inner.fileno(), select.EPOLLIN)
         self._epoll.register(self._waker.fd, select.EPOLLIN)
@@ -296,7 +296,7 @@ class FaultyIoEngine:
         self._inner.submit([op])
 
     def cancel(self, tokens: Sequence[int]) -> list[int]:
-        """Held operations count as started."""
+        """Cancel operations; held ones count as started."""
         for held in self._held:
             held.wanted &= held.op.token not in tokens
         withdrawn = self._inner.cancel([token for token in tokens if token in self._forwarded])
@@ -305,8 +305,8 @@ class FaultyIoEngine:
         return withdrawn
 
     def replace_target(self, target: int) -> None:
-        # Held operations cannot be handed over any more: they would get the new files, which are
-        # not kept open for operations submitted earlier.
+        # Held operations can no longer be forwarded: they would use the new files, and the old
+        # ones are not kept open for them.
         for held in self._held:
             held.exchanged |= target_of(held.op.place) == target
         self._inner.replace_target(target)
@@ -336,7 +336,7 @@ class FaultyIoEngine:
         return self._epoll.fileno()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Stop the inner engine; held operations end without having run."""
+        """Stop the inner engine; held operations are cancelled."""
         self._closed.set()
         for held in self._held:
             self._complete(held.op, CANCELLED)
@@ -363,13 +363,13 @@ class FaultyIoEngine:
         self._waker.wake()
 
     def _tick(self) -> None:
-        """Wake the caller now and then: held operations wait for the clock or for a knob."""
+        """Wake the caller regularly: held operations wait for the clock or for a knob."""
         while not self._closed.wait(_FINE_TICK_S if self.plan.is_set("bytes_per_s") else _TICK_S):
             if self._held:
                 self._waker.wake()
 
     def _deceive(self, op: IoOp) -> None:
-        """Apply the negative controls to a payload that was just found intact."""
+        """Apply the negative controls to a payload that was just verified."""
         start = op.address - self._base_address + HEADER_BYTES
         payload = self._memory[start : start + op.payload_bytes]
         if self.plan.strikes("flip_with_valid_crc") or (
@@ -384,7 +384,7 @@ class FaultyIoEngine:
             self._last_payload = true_payload
 
     def _flip_on_disk(self, op: IoOp) -> None:
-        """Flip one payload byte in the slab, through an aligned page (it may be O_DIRECT)."""
+        """Flip one payload byte in the slab, by an aligned page in case of O_DIRECT."""
         fd, offset = self._pool.slab_fd(op.place)
         at = self.plan.random.randrange(op.payload_bytes)
         page_offset = offset + HEADER_BYTES + at // PAGE_BYTES * PAGE_BYTES

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A `vllm serve` that is forked from a process which has imported vLLM (`zygote.py`).
+"""A `vllm serve` that is forked from a process that has imported vLLM (`zygote.py`).
 
-It is a separate process in a separate session, with a log, as every `Server` is. All servers of
-one zygote share the seed of string hashes; a test of a restart with another seed starts its
-servers without the zygote.
+It is a separate process with a log, like every `Server`. All servers of one zygote share the seed
+of string hashes; a test of a restart with another seed must start its servers without the zygote.
 """
 
 from __future__ import annotations
@@ -25,34 +24,34 @@ from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 from vllm_nvmeof_offload.config import EXPERIMENT
 
-#: Beginnings of variables that nothing reads before a server starts: any zygote does.
+#: Prefixes of variables first read when a server starts, so that any zygote will do.
 _READ_LATE = ("VLLM_SERVER_DEV_MODE", "VLLM_NIXL_", "UCX_", EXPERIMENT)
 _START_S = 120.0
-#: vLLM may start several API server processes; their metrics library reads this variable when it
-#: is imported.
+#: Arguments with which vLLM may start several API servers; their metrics library reads a variable
+#: when it is imported.
 _MANY_SERVERS = frozenset({"--api-server-count", "--data-parallel-size"})
 
 
 def can_be_forked(spec: ServerSpec) -> bool:
-    """Whether a server can be forked. It cannot with CUDA, which does not survive a fork, nor with
-    another vLLM than the installed one."""
+    """Return whether a server can be forked: not with CUDA, which does not survive a fork, nor with
+    a vLLM other than the installed one."""
     others_vllm = "PYTHONPATH" in spec.environment() or not has_cpu_engine()
     return not (spec.program or others_vllm or _MANY_SERVERS.intersection(spec.extra_args))
 
 
 def start(spec: ServerSpec, log_path: Path) -> Server:
-    """Start a server, forked where it can be: vLLM is imported once, and not at each start."""
+    """Start a server, forked if possible, so that vLLM is not imported at each start."""
     return (ForkedServer if can_be_forked(spec) else Server)(spec, log_path)
 
 
 def import_vllm(spec: ServerSpec) -> None:
-    """Begin to import vLLM for servers of this environment, if they can be forked."""
+    """Start importing vLLM for servers with this environment, if they can be forked."""
     if can_be_forked(spec):
         _zygote_of(spec)
 
 
 def _zygote_of(spec: ServerSpec) -> tuple[_Zygote, dict[str, str]]:
-    """The process to fork it from, and the variables that it gets when it is forked."""
+    """Return the process from which to fork a server, and the variables to set in the fork."""
     # pytest writes the current test's name into a variable.
     variables = {k: v for k, v in spec.environment().items() if not k.startswith("PYTEST_")}
     late = {name: variables.pop(name) for name in [*variables] if name.startswith(_READ_LATE)}
@@ -65,7 +64,7 @@ class ForkedServer(Server):
     def _launch(self) -> subprocess.Popen[bytes]:
         zygote, late = _zygote_of(self.spec)
         arguments = replace(self.spec, program=("vllm",)).command(self.port)[1:]
-        self.log_path.write_bytes(b"")  # the log is read before the server has opened it
+        self.log_path.write_bytes(b"")  # the log may be read before the server has opened it
         return zygote.fork(arguments, self.log_path.resolve(), late)  # type: ignore[return-value]
 
 
@@ -116,13 +115,13 @@ class _Zygote:
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         forked = self._started.get(timeout=_START_S)
-        assert forked is not None, f"the zygote ended with {self._process.wait()}"
+        assert forked is not None, f"the zygote exited with {self._process.wait()}"
         return forked
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            if not line.startswith("{"):  # printed by vLLM while it is imported
+            if not line.startswith("{"):  # printed by vLLM during its import
                 continue
             event: dict[str, Any] = json.loads(line)
             if "started" in event:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small random Llama-type model directory, made here: nothing is downloaded.
+"""A small random Llama-type model directory, generated without any download.
 
-The model is float32 and deterministic from its seed. Its sizes are chosen for two cores:
-prefilling some 4,000 tokens takes seconds, one decode step tens of milliseconds, and the KV
-cache of a token is small (one KV head), so that loading it is far cheaper than computing it.
+The model is float32 and determined by its seed. Its sizes are chosen for two cores: a prefill of
+4,000 tokens takes seconds, one decode step tens of milliseconds, and the KV cache per token is
+small (one KV head), so that loading it is far cheaper than computing it.
 
-A random model tends to fall into a loop: when its next token depends on the current one
-alone, greedy decoding is a walk on a fixed map and soon cycles. Here embeddings are small
-beside what the layers add, and the queries are scaled up, so that attention is peaked and
-picks different tokens as the position moves: the output depends on the whole context, and a
-wrong KV byte shows. `distinct_ratio` measures it; the demo refuses a collapsed output.
+A random model tends to fall into a loop: if its next token depends only on the current one,
+greedy decoding is a walk on a fixed map and soon cycles. Here embeddings are small compared with
+the layers' outputs, and the queries are scaled up, so that attention is peaked and selects
+different tokens as the position changes: the output depends on the whole context, and a wrong KV
+byte changes it. `distinct_ratio` measures this; the demo rejects looping output.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from typing import Any
 
 import numpy as np
 
-#: Changed when the files of a model of the same shape would come out differently.
+#: Incremented when the files of the same shape change.
 _FORMAT = 1
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of the model.
+    """The sizes of a model.
 
-    `query_gain` scales the query projections (peaked attention), `embed_std` the token
+    `query_gain` scales the query projections (for peaked attention), `embed_std` the token
     embeddings, `logit_std` the standard deviation of the logits. tied: the output layer is the
-    embedding; `make_model` makes no such model.
+    embedding; not supported by `make_model`.
     """
 
     seed: int = 20261121
@@ -58,26 +58,26 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of KV cache that one token occupies, over all layers (float32)."""
+        """Bytes of KV cache per token over all layers (float32)."""
         return self.layers * 2 * self.kv_heads * self.head_dim * 4
 
     @property
     def parameters(self) -> int:
-        """Number of weights; two norms per layer and one more have no random ones."""
+        """The number of weights, including two norms per layer and a final one."""
         random = sum(math.prod(dims) for _, dims, _ in _tensors(self))
         head = self.vocab * self.hidden if self.tied else 0
         return random - head + (2 * self.layers + 1) * self.hidden
 
     def digest(self) -> str:
-        """Short name of the files that this shape gives."""
+        """Return a short name for the files of this shape."""
         text = json.dumps({"format": _FORMAT, **asdict(self)}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def make_model(root: Path, shape: ModelShape | None = None) -> Path:
-    """Make the model under `root` unless it is there already; return its directory.
+    """Create the model under `root` unless it exists; return its directory.
 
-    The directory's name holds the digest of the shape, and it appears whole or not at all.
+    The directory's name contains the digest of the shape. The directory is created atomically.
     """
     shape = shape or ModelShape()
     directory = root / f"model-{shape.digest()}"
@@ -91,7 +91,7 @@ def make_model(root: Path, shape: ModelShape | None = None) -> Path:
     (partial / "generation_config.json").write_text(json.dumps({"do_sample": False}))
     try:
         partial.rename(directory)
-    except OSError:  # another process was sooner with the same one
+    except OSError:  # another process has created the same model
         shutil.rmtree(partial)
         if not (directory / "config.json").exists():
             raise
@@ -99,12 +99,12 @@ def make_model(root: Path, shape: ModelShape | None = None) -> Path:
 
 
 def random_tokens(rng: np.random.Generator, count: int, shape: ModelShape) -> list[int]:
-    """Return `count` token ids as a user's text would have them (no special tokens)."""
+    """Return `count` random token IDs without special tokens."""
     return [int(t) for t in rng.integers(_SPECIAL_COUNT, shape.vocab, count)]
 
 
 def distinct_ratio(tokens: Sequence[int], n: int = 3) -> float:
-    """Return the share of distinct n-grams in `tokens`: 1.0 none repeats, near 0 a loop."""
+    """Return the share of distinct n-grams in `tokens`: 1.0 if none repeats, near 0 for a loop."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 1.0
 
@@ -168,13 +168,13 @@ def _write_weights(file_path: Path, shape: ModelShape) -> None:
     for i in range(shape.layers):
         norms += [f"layers.{i}.input_layernorm", f"layers.{i}.post_attention_layernorm"]
     tensors |= {f"model.{name}.weight": np.ones(shape.hidden, np.float32) for name in norms}
-    # A token that ends a request would make the lengths of outputs differ: never likely.
+    # An end token would make the lengths of outputs differ: make it unlikely.
     tensors["lm_head.weight"][:_SPECIAL_COUNT] = 0
     save_file(tensors, str(file_path), metadata={"format": "pt"})
 
 
 def _write_tokenizer(directory: Path, shape: ModelShape) -> None:
-    """Write a byte-level tokenizer: 256 bytes, and pairs of letters up to `shape.vocab`."""
+    """Write a byte-level tokenizer with 256 bytes, and pairs of letters up to `shape.vocab`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     vocab = {token: i for i, token in enumerate(_SPECIAL)}
@@ -187,7 +187,7 @@ def _write_tokenizer(directory: Path, shape: ModelShape) -> None:
             break
         vocab[left + right] = len(vocab)
         merges.append((left, right))
-    assert len(vocab) == shape.vocab, "the vocabulary is larger than the letter pairs give"
+    assert len(vocab) == shape.vocab, "there are too few letter pairs for the vocabulary"
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One `vllm serve` process: start it, wait until it answers, stop it, kill it.
+"""One `vllm serve` process: start it, wait until it is ready, stop it, kill it.
 
-The server runs in a session and process group of its own, so that all its processes (API
-server, EngineCore, workers) end together, on the loopback address, on a free port, with its
-output in a log file. It gets SIGTERM if the process that started it dies.
+The server runs in a separate process group, so that all its processes (API server, EngineCore,
+workers) can be killed together. It listens on a free port of the loopback address and writes its
+output to a log file. It receives SIGTERM if the process that started it dies.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from vllm_nvmeof_offload.units import GIB, slot_stride_bytes
 
 
 class ReservedPort(socket.socket):
-    """A TCP port of the loopback address that is given to nobody else while this is open.
+    """A TCP port of the loopback address that no other process is given while this is open.
 
-    A server may bind and listen on it meanwhile, if it sets SO_REUSEADDR, as servers do.
+    A server may bind it and listen on it if it sets SO_REUSEADDR, as servers do.
     """
 
     def __init__(self) -> None:
@@ -46,21 +46,21 @@ class ReservedPort(socket.socket):
 
 
 def process_stats() -> Iterator[list[str]]:
-    """Yield the fields of /proc/PID/stat of every process, from the state on.
+    """Yield the fields of /proc/PID/stat of every process, starting with the state.
 
-    They begin with state, parent and process group. 11 to 14 are the ticks that the process and
-    its ended children have used; 17 is its number of threads.
+    Fields 0 to 2 are state, parent and process group; 11 to 14 are the ticks used by the process
+    and its exited children; 17 is its number of threads.
     """
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # ended meanwhile
+        with suppress(OSError):  # the process has exited
             yield stat.read_text(errors="replace").rpartition(")")[2].split()
 
 
 def group_alive(group: int) -> bool:
-    """Whether a process of the group runs.
+    """Return whether a process of the group is running.
 
-    One that has ended but is not reaped does not, unless other threads of it run yet, as in a
-    killed process that waits for a disk: it has its locks.
+    A zombie is not, unless other threads of it are still running, as in a killed process that
+    waits for a disk: it still holds its locks.
     """
     return any(
         int(stat[2]) == group and (stat[0] not in "ZX" or int(stat[17]) > 1)
@@ -69,24 +69,24 @@ def group_alive(group: int) -> bool:
 
 
 def group_cpu_s(group: int) -> float:
-    """Return the CPU seconds of the group's processes so far, with children that have ended."""
+    """Return the CPU seconds of the group's processes so far, including exited children."""
     times = (stat[11:15] for stat in process_stats() if int(stat[2]) == group)
     return sum(int(ticks) for of_one in times for ticks in of_one) / os.sysconf("SC_CLK_TCK")
 
 
-#: The name under which the servers have their model.
+#: The model's name in the servers' APIs.
 MODEL_NAME = "demo"
 BLOCK_TOKENS = 32
 STREAM_SLOTS = 16
 
 
 def on_blocks(tokens: int) -> int:
-    """The tokens of the whole blocks that hold `tokens`."""
+    """Round `tokens` up to whole blocks."""
     return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
-#: Asks the kernel for SIGTERM (15) at the parent's death, PR_SET_PDEATHSIG being 1, checks that
-#: it is not dead already, and becomes the server. A `preexec_fn` is unsafe beside threads.
+#: Requests SIGTERM (15) on the parent's death (PR_SET_PDEATHSIG is 1), checks that the parent is
+#: still alive, and executes the server. A `preexec_fn` would be unsafe with threads.
 LAUNCHER = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 15)
@@ -96,13 +96,13 @@ if os.getppid() == int(sys.argv[1]):
 _POLL_S = 0.2
 _LOG_TAIL_LINES = 30
 _ERRORS_MAX = 4
-#: What vLLM's logger puts before each line of a traceback, and a traceback's last line.
+#: The prefix that vLLM's logger adds to each line of a traceback; the last line of a traceback.
 _LOG_PREFIX = re.compile(r"^(\([^)]*\) )?([A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] )?")
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception): ")
 
 
 def split_extra(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Split keys of the configuration from fields of `config.Tuning`; return the keys, and the
+    """Separate configuration keys from fields of `config.Tuning`; return the keys, and environment
     variables of an experiment with the fields."""
     keys = {name: value for name, value in extra.items() if name not in Tuning.model_fields}
     fields = {name: value for name, value in extra.items() if name not in keys}
@@ -110,15 +110,15 @@ def split_extra(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str
 
 
 class ServerError(OffloadError):
-    """A server that did not start, died, or would not end; the message has its last lines."""
+    """A server did not start, died, or did not exit; the message contains its last log lines."""
 
 
 @dataclass(frozen=True)
 class OffloadSpec:
-    """How the server offloads.
+    """A server's offloading.
 
-    size_gib: `--kv-offloading-size`, GiB of pinned memory over all ranks; None omits the flag,
-    and `transfer` and `extra` must hold everything. extra: keys of
+    size_gib: `--kv-offloading-size`, GiB of pinned memory over all ranks; None omits the flag, so
+    that `transfer` and `extra` must contain everything. extra: keys of
     `kv_connector_extra_config`, and fields of `config.Tuning`; sizes in bytes. transfer: other keys
     of `--kv-transfer-config`.
     """
@@ -139,9 +139,9 @@ class OffloadSpec:
     def sized(
         cls, chunks: int, chunk_bytes: int, pool_bytes: int, place: Path, **more: Any
     ) -> Self:
-        """A CPU tier of so many chunks, of `chunk_bytes` payload, with stream slots beside it.
+        """Return a spec with a CPU tier of `chunks` chunks of `chunk_bytes`, plus stream slots.
 
-        place: the directory of the pool. more: keys of `extra`.
+        place: the directory of the pool. more: further keys of `extra`.
         """
         extra = {
             "targets": [str(place)],
@@ -155,11 +155,11 @@ class OffloadSpec:
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """The arguments of a server. Tokens, blocks and sequences are counts.
+    """A server's arguments.
 
-    gpu_blocks: blocks of `block_size` tokens in the "GPU" cache, which on a CPU build is
-    ordinary memory. cores_reserved: cores that vLLM leaves to everything but its math.
-    program: the command for `vllm`; empty: that of this Python.
+    gpu_blocks: blocks of `block_size` tokens in the "GPU" cache, which is ordinary memory with a
+    CPU build. cores_reserved: cores that vLLM does not use for its math. program: the command for
+    `vllm`; empty: that of this Python.
     """
 
     model: Path
@@ -177,7 +177,7 @@ class ServerSpec:
 
     @property
     def gpu_tokens(self) -> int:
-        """Tokens that the GPU cache holds (vLLM keeps one block to itself)."""
+        """The capacity of the GPU cache in tokens (vLLM reserves one block)."""
         return (self.gpu_blocks - 1) * self.block_size
 
     def command(self, port: int) -> list[str]:
@@ -198,7 +198,7 @@ class ServerSpec:
             "serve",
             str(self.model),
             *(str(word) for pair in fixed.items() for word in pair),
-            # Compilation would add a minute to the start and change nothing that is shown here.
+            # Compilation would add a minute to the start without changing the results.
             "--enforce-eager",
             "--disable-uvicorn-access-log",
             *(self.offload.arguments() if self.offload is not None else ()),
@@ -226,10 +226,10 @@ class Server:
         _alive.add(self)
 
     def _launch(self) -> subprocess.Popen[bytes]:
-        """Start it in a process group of its own, with its output in `log_path`.
+        """Start the server in a new process group, with its output in `log_path`.
 
         It stays in this session: Linux schedules sessions as groups (`sched_autogroup_enabled`),
-        and with several of them on 2 cores threads that were ready had to wait for up to 18 s.
+        and with several sessions on 2 cores, runnable threads waited for up to 18 s.
         """
         command = [sys.executable, "-c", LAUNCHER, str(os.getpid()), *self.spec.command(self.port)]
         with self.log_path.open("wb") as log:
@@ -244,7 +244,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Process id of the API server, and of the process group."""
+        """The process ID of the API server, and the ID of the process group."""
         return self._process.pid
 
     @property
@@ -257,14 +257,14 @@ class Server:
         """Wait until the server answers `/health`; report seconds and stage to `progress`.
 
         Raises:
-            ServerError: it ended, or did not answer in time.
+            ServerError: the server exited, or did not answer in time.
         """
         deadline = self._started + timeout_s
         with httpx.Client(timeout=2.0, trust_env=False) as client:
             while time.monotonic() < deadline:
                 if not self.running:
-                    self.kill()  # what its first process has left
-                    raise ServerError(self._failure(f"ended with {self._process.returncode}"))
+                    self.kill()  # its remaining processes
+                    raise ServerError(self._failure(f"exited with {self._process.returncode}"))
                 with suppress(httpx.TransportError):
                     if client.get(f"{self.url}/health").status_code == httpx.codes.OK:
                         self.startup_s = time.monotonic() - self._started
@@ -275,13 +275,13 @@ class Server:
         raise ServerError(self._failure(f"did not answer within {timeout_s:.0f} s"))
 
     def stop(self, timeout_s: float = 30.0) -> None:
-        """End it with SIGTERM, as an operator would; SIGKILL what is left after `timeout_s`."""
+        """Stop the server with SIGTERM; after `timeout_s`, kill what remains with SIGKILL."""
         if self.running:
             self._process.send_signal(signal.SIGTERM)
         self._reap(timeout_s)
 
     def kill(self) -> None:
-        """End all its processes with SIGKILL, as a crash would."""
+        """Kill all its processes with SIGKILL, like a crash."""
         self._reap(0.0)
 
     def log(self) -> str:
@@ -294,7 +294,7 @@ class Server:
         self.stop()
 
     def _reap(self, grace_s: float) -> None:
-        """Wait until no process of the group is left; SIGKILL them after `grace_s`."""
+        """Wait until no process of the group remains; after `grace_s`, kill them with SIGKILL."""
         deadline = time.monotonic() + grace_s
         while group_alive(self.pid) or self.running:
             if time.monotonic() >= deadline:
@@ -303,7 +303,7 @@ class Server:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(0.05)
             if time.monotonic() > deadline + 30.0:
-                raise ServerError(self._failure("does not end on SIGKILL"))
+                raise ServerError(self._failure("does not exit on SIGKILL"))
         _alive.discard(self)
         self._reserved.close()
 
@@ -318,10 +318,10 @@ class Server:
         return next((name for mark, name in stages if mark in text), "importing vLLM")
 
     def _failure(self, what: str) -> str:
-        """Return the message of an error: the tracebacks' last lines, and the log's."""
+        """Return an error message with the last lines of the tracebacks and of the log."""
         lines = self.log().splitlines()
         bare = (_LOG_PREFIX.sub("", line) for line in lines)
-        # The process that had the cause reports it first; its parents' errors follow.
+        # The failing process reports the cause first; its parents' errors follow.
         errors = list(dict.fromkeys(line for line in bare if _ERROR.match(line)))
         tail = [f"the end of {self.log_path}:", *lines[-_LOG_TAIL_LINES:]]
         return "\n".join([f"vllm serve {what}", *errors[:_ERRORS_MAX], *tail])

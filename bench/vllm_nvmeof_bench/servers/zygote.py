@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts servers. Each is a separate process, forked from one that has imported vLLM.
+"""Start servers as separate processes, forked from one that has imported vLLM.
 
-Importing vLLM takes 12 s of one core; the engine of a tiny model starts in 3 s. All servers have
-the environment of this process (`forked.py`), and variables of their own that nothing reads
-before a server starts.
+Importing vLLM takes 12 s of one core; the engine of a tiny model starts in 3 s. All servers share
+this process's environment (`forked.py`), except for variables that are first read when a server
+starts.
 
-Reads one server per line (JSON: arguments, log, variables) from standard input. Writes one line per
-server that was started (process id) and one per server that has ended (process id, exit status).
+It reads one server per line (JSON: arguments, log, variables) from standard input. It writes a line
+per started server (process ID) and a line per exited server (process ID, exit status).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _serve_forks() -> list[str] | None:
-    """Fork a process per line of input. Returns the arguments in each fork, None at the end."""
+    """Fork a process per line of input; return the arguments in each fork, None at the end."""
     pending = b""
     while True:
         _report_ended()

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of `bench stream`, and its part "load": one load against its parts, without vLLM.
+"""The settings of `bench stream`, and its part "load": a load and its two halves, without vLLM.
 
-The rig is the real pipeline over a real pool; beside it are a bare I/O engine and a bare copy
-engine. "GPU memory" is an ordinary array of blocks; the chunks' blocks are in it in an order drawn
-from the seed. Chunk i is in pool slot i, all were written once. Before each load the blocks are
-zeroed, after it they are compared with the written bytes: no figure is of wrong bytes.
+The rig is the real pipeline over a real pool, with a separate I/O engine and a separate copy engine
+for the halves. "GPU memory" is an ordinary array, in which the chunks' blocks are in an order drawn
+from the seed. Chunk i is in pool slot i; all chunks were written once. The blocks are zeroed before
+each load and compared with the written bytes after it, so that no result is from wrong data.
 
-Every round measures every size and case; at each, all arms one after the other, in an order drawn
-from the seed. Meanwhile only this process is throttled, and only its reads.
+Every round measures every size and case, with all arms in sequence, in an order drawn from the
+seed. Only this process is throttled, and only its reads.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import GIB, HEADER_BYTES, KIB, MIB, slot_stride_bytes
 from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, TransferPipeline
 
-#: Throttles are in MB/s, as block devices are described; sizes are in MiB.
+#: Throttles are in MB/s, as usual for block devices; sizes are in MiB.
 MB = 1_000_000
 _STREAM_SLOTS_MAX = 64
 _NO_PIECES: Descriptors = np.empty((0, 3), np.uint64)
@@ -73,21 +73,21 @@ _CHECKED = ("ours", "two_phase")
 class Settings:
     """One run.
 
-    tier_bytes: payload that the CPU tier's cache slots hold. sizes, paced_sizes: multiples of it,
-    of the cases "memory" and "paced". land_cache_share: share of the cache slots that a load may
-    fill, the product's default. pause_s: before each load, so that none starts in the remainder of
-    the throttle's time slice. admission_mb_per_s: 0: not throttled. warm_requests, requests: at
-    each of these rates, in each round; the warm ones let the server learn and are not kept.
+    tier_bytes: payload of the CPU tier's cache slots. sizes, paced_sizes: load sizes as multiples
+    of tier_bytes, in the cases "memory" and "paced". land_cache_share: share of the cache slots
+    that a load may fill, as in the product. pause_s: pause before each load, so that none starts
+    within an old time slice of the throttle. admission_mb_per_s: read rates; 0: not throttled.
+    warm_requests, requests: per rate and round; warm ones teach the server and do not count.
     """
 
     parts: tuple[str, ...] = option(PARTS, "Parts to measure.")
-    rounds: int = option(3, "Rounds of everything; at most 3 of a server.", min=1)
+    rounds: int = option(3, "Rounds per measurement; at most 3 with servers.", min=1)
     throttle_mb_per_s: int = option(
-        100, "MB/s that the part load may read; 0: no limit.", flag="--throttle", min=0
+        100, "Read limit of the part load in MB/s; 0: none.", flag="--throttle", min=0
     )
-    seed: int = option(1, "Seed of contents, prompts and orders.")
+    seed: int = option(1, "Seed for contents, prompts and orders.")
     directory: Path = option(
-        Path("build/bench/tier-disk"), "The disk to throttle: a directory on it.", flag="--dir"
+        Path("build/bench/tier-disk"), "Directory on the disk to throttle.", flag="--dir"
     )
     tier_bytes: int = 64 * MIB
     chunk_bytes: int = 512 * KIB
@@ -108,7 +108,7 @@ class Settings:
         check_names("part", self.parts, PARTS)
         check_positive(self, "rounds")
         if self.throttle_mb_per_s < 0:
-            raise BenchError("the throttle is a number of MB/s, or 0 for none")
+            raise BenchError("the throttle must be a number of MB/s, or 0 for none")
         assert self.chunk_bytes % self.block_bytes == 0
         assert self.tier_bytes % self.chunk_bytes == 0
 
@@ -118,7 +118,7 @@ class Settings:
 
     @property
     def stream_slots(self) -> int:
-        """As the product splits staging: streams take at most a quarter of it."""
+        """The number of stream slots, at most a quarter of staging, as in the product."""
         return max(1, min(_STREAM_SLOTS_MAX, self.cache_slots // 3))
 
     @property
@@ -127,7 +127,7 @@ class Settings:
 
     @property
     def cases(self) -> tuple[tuple[str, float], ...]:
-        """(case, multiple of the CPU tier) of the part "load"; "paced" needs a throttle's rate."""
+        """The (case, multiple of the CPU tier) of the part "load"; "paced" needs a throttle."""
         paced = self.paced_sizes if self.throttle_mb_per_s else ()
         return (*(("memory", size) for size in self.sizes), *(("paced", size) for size in paced))
 
@@ -144,22 +144,22 @@ class Settings:
 
     @property
     def disk_bytes_max(self) -> int:
-        """The most bytes on the disk at any time."""
+        """The most disk space used at any time."""
         load = self.chunks_max * (self.slot_bytes + 4 * KIB) if "load" in self.parts else 0
         return max(load, GIB if set(self.parts) - {"load"} else 0) + 16 * MIB
 
 
 class PacedCopyEngine(HostCopyEngine):
-    """The host's engine, made as slow as a link without using CPU for it. A copy ends no earlier
-    than its bytes would have passed at `bytes_per_s`, one after the other, as with a DMA engine;
-    None: as fast as the host copies. Set it only while idle.
+    """The host's copy engine, slowed to a link's rate without using CPU time. Copies complete in
+    sequence, no faster than `bytes_per_s`, as with a DMA engine. None: the host's full speed. Set
+    `bytes_per_s` only while idle.
     """
 
     def __init__(self, on_done: Callable[[], None] = lambda: None) -> None:
         self.bytes_per_s: int | None = None
         self._on_passed = on_done
-        self._under_way: deque[tuple[int, float]] = deque()  # bytes, when submitted
-        self._free_s = 0.0  # when the link has passed all earlier bytes
+        self._under_way: deque[tuple[int, float]] = deque()  # bytes, time of submission
+        self._free_s = 0.0  # when the link has transferred all earlier bytes
         self._passed: deque[tuple[int, Outcome]] = deque()
         super().__init__(on_done=self._copied)
 
@@ -173,7 +173,7 @@ class PacedCopyEngine(HostCopyEngine):
         return [self._passed.popleft() for _ in range(len(self._passed))]
 
     def _copied(self) -> None:
-        """Runs on the engine's thread, which copies in order and does nothing meanwhile."""
+        """Delay completions; runs on the engine's thread, which then does not copy."""
         for done in super().poll():
             count, submitted_s = self._under_way.popleft()
             if self.bytes_per_s is not None:
@@ -184,7 +184,7 @@ class PacedCopyEngine(HostCopyEngine):
 
 
 class Rig:
-    """Make it, `write_all`, then load; `close` at the end."""
+    """The pool, pipeline and separate engines. Call `write_all`, then load, then `close`."""
 
     def __init__(self, directory: Path, settings: Settings, serve_slots: int = 0) -> None:
         self.settings = settings
@@ -237,7 +237,7 @@ class Rig:
         self._reads_max = self._handed_over_max(io)
         self.copy, self.runner = self.open_worker(self._stack, Waker(), io, io.fileno())
 
-    # -- "GPU memory" and its copies: a subclass has them on a GPU ---------------------------
+    # -- "GPU memory" and its copies: a subclass uses a real GPU -----------------------------
 
     def _allocate(self) -> int:
         self._blocks = np.zeros_like(self._written)
@@ -250,13 +250,13 @@ class Rig:
         return PacedCopyEngine(on_done=waker.wake)
 
     def fill(self) -> None:
-        """Put the bytes to write into every block."""
+        """Fill every block with the bytes to write."""
         self._blocks[self._ids.ravel()] = self._written
 
     # -- the pool ---------------------------------------------------------------------
 
     def open_engine(self, stack: contextlib.ExitStack) -> IoEngine:
-        """An engine with the product's limits. stack: closes it before the pool and staging are."""
+        """Open an engine with the product's limits. stack: closes it before pool and staging."""
         name, limits = self.settings.io_engine, IoLimits()
         place = self.pool, self.memory.view, self.staging.base_address
         engine, _ = choose_io_engine(name, *place, limits)
@@ -266,9 +266,9 @@ class Rig:
     def open_worker(
         self, stack: contextlib.ExitStack, waker: Waker, io: IoEngine, io_fd: int, **more: Any
     ) -> tuple[Any, PipelineRunner]:
-        """A pipeline with its copy engine. more: as in `TransferPipeline`.
+        """Open a pipeline and its copy engine. more: arguments of `TransferPipeline`.
 
-        waker: of its thread. io_fd: is readable while there is something to poll.
+        waker: wakes its thread. io_fd: readable while there is something to poll.
         """
         copy = self._copy_engine(waker)
         stack.callback(copy.close)
@@ -284,14 +284,14 @@ class Rig:
         return copy, runner
 
     def _handed_over_max(self, engine: IoEngine) -> int:
-        """As `worker.build` sets it: twice the engine's depth."""
+        """Return twice the engine's depth, as set by `worker.build`."""
         if "threads" in engine.name:
             return 2 * TUNING.io_threads
         at_work = TUNING.read_bytes_in_flight_max // self.settings.slot_bytes
         return 2 * min(TUNING.io_depth, max(1, at_work))
 
     def close(self) -> None:
-        """Close the thread first, then engines, memory, files."""
+        """Close the thread first, then engines, memory and files."""
         self._stack.close()
 
     # -- transfers --------------------------------------------------------------------
@@ -302,7 +302,7 @@ class Rig:
     def batch(
         self, numbers: range, cache: npt.NDArray[np.int32], *, in_pool: bool = True
     ) -> ChunkBatch:
-        """These chunks as columns. cache: their cache slots, -1: none."""
+        """Return these chunks as columns. cache: their cache slots; -1: none."""
         count, first = len(numbers), place_of(0, numbers.start)
         places = first + np.arange(count) if in_pool else np.full(count, NOWHERE)
         keys = b"".join(self.identities[number].key for number in numbers)
@@ -311,7 +311,7 @@ class Rig:
         return ChunkBatch.of(keys, np.array(generations, np.uint64), cache, places, groups)
 
     def start(self, batch: ChunkBatch, pieces: Sequence[Descriptors]) -> int:
-        """Hand over one load; return its op."""
+        """Submit one load; return its op."""
         command = protocol.LoadCommand(self._begin(batch), batch)
         fence = self.copy.record_fence()
         self.runner.hand_over(lambda p: p.load(command, Pieces.of(pieces), fence), command.op)
@@ -329,7 +329,7 @@ class Rig:
         return op
 
     def check(self) -> int:
-        """Take finished transfers; return how many have not finished.
+        """Take finished transfers; return the number of unfinished ones.
 
         Raises:
             BenchError: a chunk failed.
@@ -351,7 +351,7 @@ class Rig:
         return len(self._rows_left)
 
     def write_all(self) -> None:
-        """Store every chunk and write it to its pool slot, one CPU tier after the other."""
+        """Store every chunk and write it to its pool slot, one full CPU tier at a time."""
         self.fill()
         tier = self.settings.cache_slots
         for first in range(0, len(self.identities), tier):
@@ -374,11 +374,11 @@ class Rig:
                 time.sleep(_POLL_S)
 
     def read_bare(self, count: int) -> None:
-        """Read and check the first chunks with only the I/O engine, into all of staging."""
+        """Read and verify the first chunks with only the I/O engine, into all of staging."""
         free = deque(range(self.staging.cache_slots + self.staging.stream_slots))
         ready = select.poll()
         ready.register(self._bare_io.fileno(), select.POLLIN)
-        slots: dict[int, int] = {}  # of the chunks being read
+        slots: dict[int, int] = {}  # token → slot of each chunk being read
         following = 0
         while following < count or slots:
             while following < count and free and len(slots) < self._reads_max:
@@ -396,21 +396,21 @@ class Rig:
                 slots[following] = slot
                 following += 1
             if not ready.poll(_STALL_S * 1000):
-                raise BenchError(f"{self._bare_io.name}: nothing came for {_STALL_S:.0f} s")
+                raise BenchError(f"{self._bare_io.name}: no read completed for {_STALL_S:.0f} s")
             for completion in self._bare_io.poll():
                 if not completion.outcome.ok:
-                    raise BenchError(f"{self._bare_io.name}: a read ended {completion.outcome}")
+                    raise BenchError(f"{self._bare_io.name}: a read failed: {completion.outcome}")
                 free.append(slots.pop(completion.token))
 
     def copy_bare(self, pieces: Descriptors) -> None:
-        """Copy with only the copy engine; `pieces` name staging addresses."""
+        """Copy with only the copy engine; `pieces` contain staging addresses."""
         self._bare_copied.clear()
         self.bare_copy.submit(Direction.LOAD, pieces, None)
         self._bare_copied.wait()
         self.bare_copy.poll()
 
     def staged_pieces(self, count: int) -> Descriptors:
-        """The pieces of the first chunks, each out of some cache slot."""
+        """Return the pieces of the first chunks, with addresses of cache slots in turn."""
         slots = (number % self.staging.cache_slots for number in range(count))
         addresses = [self.staging.cache_address(slot) + HEADER_BYTES for slot in slots]
         return Pieces.of([self.pieces(number) for number in range(count)]).at(addresses)
@@ -422,7 +422,7 @@ class Rig:
         self._blocks[self._ids[:count].ravel()] = 0
 
     def same(self, count: int) -> bool:
-        """Whether the first chunks' blocks hold the written bytes."""
+        """Return whether the first chunks' blocks hold the written bytes."""
         per_chunk = self._ids.shape[1]
         return all(
             np.array_equal(self._blocks[ids], self._written[i * per_chunk : (i + 1) * per_chunk])
@@ -433,16 +433,16 @@ class Rig:
 def measure_load(
     settings: Settings, home: Path, on_step: Callable[[str], None]
 ) -> tuple[list[Sample], dict[str, Any]]:
-    """Measure; return the samples and the configuration.
+    """Measure the part "load"; return the samples and the configuration.
 
     Raises:
-        BenchError: a transfer failed, or brought other bytes than were written.
+        BenchError: a transfer failed, or loaded wrong bytes.
         ThrottleError: this machine cannot throttle.
     """
     with contextlib.ExitStack() as stack:
         throttle = stack.enter_context(Throttle(home)) if settings.throttle_mb_per_s else None
         rig = stack.enter_context(contextlib.closing(Rig(home / "load", settings)))
-        on_step("load · writing the pool once")
+        on_step("load · writing the pool")
         rig.write_all()
         sync_file_system(home)
         if throttle is not None:
@@ -476,7 +476,7 @@ def _round(
 
 
 def measure_arm(rig: Rig, arm: str, count: int) -> tuple[float, float]:
-    """(seconds, CPU seconds) of one load of the first `count` chunks."""
+    """Measure one load of the first `count` chunks; return (seconds, CPU seconds)."""
     run = _prepare(rig, arm, count)
     rig.zero(count)
     gc.collect()
@@ -491,7 +491,7 @@ def measure_arm(rig: Rig, arm: str, count: int) -> tuple[float, float]:
 
 
 def _prepare(rig: Rig, arm: str, count: int) -> Callable[[], None]:
-    """The call to time; everything that a model's step would have ready is made here."""
+    """Return the call to time; everything that a model's step would provide is prepared here."""
     if arm == "read":
         return lambda: rig.read_bare(count)
     if arm == "copy":
@@ -507,13 +507,13 @@ def _prepare(rig: Rig, arm: str, count: int) -> Callable[[], None]:
 
 
 def _two_phase(rig: Rig, count: int, pieces: list[Descriptors]) -> None:
-    """Into the CPU tier, then from there; in rounds of one tier."""
+    """Fetch chunks into the CPU tier, then load them from there, one full tier at a time."""
     tier = rig.settings.cache_slots
     for first in range(0, count, tier):
         numbers = range(first, min(first + tier, count))
         slots = np.arange(len(numbers), dtype=np.int32)
         rig.fetch(rig.batch(numbers, slots))
         chunks = rig.batch(numbers, slots, in_pool=False)
-        # A load that moves nothing waits behind the fetches: it ends when the last one has.
+        # A load without bytes waits for the fetches and completes with the last one.
         rig.runner.wait([rig.start(chunks, [_NO_PIECES] * len(chunks))])
         rig.runner.wait([rig.start(chunks, [pieces[i] for i in numbers])])

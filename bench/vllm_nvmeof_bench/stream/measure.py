@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench stream`: its parts one after the other; here are those that run `vllm serve`.
+"""`bench stream`: runs all parts, and contains those that need `vllm serve`.
 
     load       one load of `sizes` × the CPU tier from a throttled pool, without vLLM (see `load`)
-    resume     a crowd that preempts: from room to the next token; arms reload, recompute.
-               `demo.workload.resume_times_s` defines the time that a client can see
-    prefetch   requests that wait in vLLM's queue, their KV only in a throttled pool; arms on,
-               off. The server runs one request at a time; in each round the next prompts of a
-               circle are sent at once. Case "turn": from the last token of the request before to
-               the first token; case "total": of the whole round
-    admission  prompts that return, one at a time, while the target is throttled to
-               `admission_mb_per_s`: time to first token; arms auto, always (load), never (no
-               offloading: recompute)
+    resume     a crowd with preemptions: time from free space to the next token, as defined by
+               `demo.workload.resume_times_s`; arms reload, recompute
+    prefetch   requests that wait in vLLM's queue, with their KV only in a throttled pool; arms on,
+               off. The server runs one request at a time; each round sends the next prompts of a
+               cycle at once. Case "turn": from the previous request's last token to the first
+               token; case "total": the whole round
+    admission  TTFT of returning prompts, one at a time, with the target throttled to
+               `admission_mb_per_s`; arms auto, always (load), never (no offloading: recompute)
 
-The servers have a small random model on vLLM's CPU engine. Resume runs one server at a time, so
-its arms follow each other. The servers of the other parts run side by side and are asked in turn.
+The servers run a small random model on vLLM's CPU engine. Resume runs one server at a time, so its
+arms run in sequence. The servers of the other parts run concurrently and are used in turn.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ from vllm_nvmeof_offload.units import KIB, MIB
 OnStep = Callable[[str], None]
 Found = tuple[list[Sample], dict[str, Any]]
 
-#: A small model: computing 2,000 of its tokens takes about as long as reading their KV, 8 MiB,
-#: at some 20 MB/s, so that both sides of that crossover are measured in little time.
+#: A small model: computing 2,000 tokens takes about as long as reading their KV, 8 MiB, at about
+#: 20 MB/s, so that both sides of this crossover can be measured quickly.
 SHAPE = ModelShape(layers=4, hidden=256, intermediate=512, heads=4, kv_heads=2)
 _CHUNK_BYTES = 512 * KIB
 _READ_DEADLINE_MS = 60_000
-#: Measurements' names have so many parts and more; fewer: a step between measurements.
+#: Descriptions of measurements have at least this many parts; those of other steps have fewer.
 _MEASUREMENT_PARTS = 3
-#: Tokens of the computed answers that answers with loaded KV are compared with.
+#: Tokens of each computed answer with which later answers are compared.
 _FIRST_TOKENS = 8
 
 
@@ -64,12 +63,12 @@ _FIRST_TOKENS = 8
 
 @dataclass(frozen=True)
 class ReturnPlan:
-    """Prompts that are stored once and return in a circle, too many for GPU and CPU memory, so
+    """Prompts that are stored once and return in a cycle, too many for GPU and CPU memory, so
     that a returning prompt is only in the pool.
 
-    arms: the keys of each arm's server; None: it does not offload. count: prompts of
-    `prompt_tokens`. tier_prompts: how many of them the CPU tier holds. sent_at_once: requests that
-    a client has under way.
+    arms: configuration keys of each arm's server; None: no offloading. count: number of prompts of
+    `prompt_tokens`. tier_prompts: how many prompts the CPU tier holds. sent_at_once: concurrent
+    requests of the client.
     """
 
     part: str
@@ -85,7 +84,7 @@ class ReturnPlan:
         return [random_tokens(rng, self.prompt_tokens, SHAPE) for _ in range(self.count)]
 
     def server(self, models: Path, home: Path, arm: str) -> ServerSpec:
-        """The GPU cache holds little more than one request; the pool is in `home`."""
+        """Return an arm's server, whose GPU cache holds little more than one request."""
         needed = on_blocks(self.prompt_tokens + self.answer_tokens + 1)
         offload, keys = None, self.arms[arm]
         if keys is not None:
@@ -110,8 +109,8 @@ class ReturnPlan:
 
 @dataclass
 class Agreement:
-    """Whether every arm answers a prompt with the same tokens. A batch of another shape rounds
-    differently, which can flip a near tie: `different` is then small, and reported.
+    """Counts how many answers to the same prompt differ between arms. Batches of other shapes round
+    differently, which can flip a near tie: then `different` is small, but reported.
     """
 
     compared: int = 0
@@ -119,7 +118,7 @@ class Agreement:
     _first: dict[str, Sequence[int]] = field(default_factory=dict)
 
     def add(self, name: str, answer: Answer) -> None:
-        """Compare with the first answer of this name."""
+        """Compare an answer with the first one of this name."""
         first = self._first.setdefault(name, answer.tokens)
         if first is not answer.tokens:
             self.compared += 1
@@ -130,7 +129,7 @@ class Agreement:
 
 
 def _rows(times: Sequence[float], loaded_tokens: int, *common: Any) -> list[Sample]:
-    """One sample per time; common: the samples' first fields, part to round."""
+    """Return a sample per time. common: the samples' first fields, part to round."""
     return [
         Sample(*common, number, round(seconds, 6), loaded_tokens=loaded_tokens)
         for number, seconds in enumerate(times)
@@ -143,7 +142,7 @@ _RESUME_ARMS = ("recompute", "reload")
 
 
 def _measure_resume(settings: Settings, home: Path, on_step: OnStep) -> Found:
-    """The demo's crowd, with another seed in each round and the same on both servers."""
+    """Measure the demo's crowd, with a different seed each round but the same on both servers."""
     plan, shape = Plan(), ModelShape()
     plain = server_spec(plan, make_model(settings.models.resolve(), shape))
     samples: list[Sample] = []
@@ -153,9 +152,9 @@ def _measure_resume(settings: Settings, home: Path, on_step: OnStep) -> Found:
     async def crowds(client: Client, arm: str) -> list[Sample]:
         found: list[Sample] = []
         name = "vllm:nvmeof_resumed_tokens_total"
-        await client.complete(NUDGE, 4)  # takes the costs of a first request
+        await client.complete(NUDGE, 4)  # absorbs the cost of a first request
         for number in range(settings.server_rounds):
-            on_step(f"resume · round {number + 1} · a crowd that preempts · {arm}")
+            on_step(f"resume · round {number + 1} · a crowd with preemptions · {arm}")
             crowd = replace(plan.crowd, seed=plan.crowd.seed + 100 * settings.seed + number)
             before = (await client.metrics()).value(name, source="loaded")
             result = await run_crowd(client, replace(plan, crowd=crowd), shape)
@@ -172,7 +171,7 @@ def _measure_resume(settings: Settings, home: Path, on_step: OnStep) -> Found:
         with serving({arm: replace(plain, offload=offload)}, home / "logs", on_step, {}) as fleet:
             found = fleet.run(crowds(fleet.clients[arm], arm))
         if not found:
-            raise BenchError(f"resume, {arm}: no preemption that a client can see")
+            raise BenchError(f"resume, {arm}: the client saw no preemption")
         samples += found
     return samples, {
         "preemptions": preemptions,
@@ -185,9 +184,9 @@ def _measure_resume(settings: Settings, home: Path, on_step: OnStep) -> Found:
     }
 
 
-# -- prompts that return ------------------------------------------------------------------
+# -- returning prompts --------------------------------------------------------------------
 
-#: Only loads are compared here: no arm may find that recomputing is faster.
+#: Only loads are compared here: no arm may choose to recompute instead.
 PREFETCH = ReturnPlan(
     "prefetch",
     {
@@ -208,7 +207,7 @@ ADMISSION = ReturnPlan(
 
 
 class _Circle:
-    """An arm's server, which is sent the plan's prompts in a circle."""
+    """An arm's server, to which the plan's prompts are sent in a cycle."""
 
     def __init__(
         self, plan: ReturnPlan, arm: str, client: Client, seed: int, agreement: Agreement
@@ -221,9 +220,9 @@ class _Circle:
         self._prompts = itertools.cycle(enumerate(plan.prompts(seed)))
 
     async def ask(self, count: int, tokens: int = 0) -> tuple[list[Answer], int]:
-        """The answers to the next prompts, and how many tokens were loaded per prompt.
+        """Send the next prompts; return the answers, and how many tokens were loaded per prompt.
 
-        tokens: of each answer; 0: as many as the plan has.
+        tokens: tokens per answer; 0: as planned.
         """
         chosen = list(itertools.islice(self._prompts, count))
         turns = asyncio.Semaphore(self._plan.sent_at_once)
@@ -247,7 +246,7 @@ def _measure_returns(
     plan: ReturnPlan, batch: Batch, rates: Sequence[int], settings: Settings, home: Path,
     on_step: OnStep,
 ) -> Found:  # fmt: skip
-    """The order of the rates and the arms is drawn from the seed."""
+    """Measure returning prompts, with rates and arms in an order drawn from the seed."""
     samples: list[Sample] = []
     agreement = Agreement()
     specs = {arm: plan.server(settings.models, home, arm) for arm in plan.arms}
@@ -257,7 +256,7 @@ def _measure_returns(
             for arm, client in fleet.clients.items()
         }
         for arm, circle in circles.items():
-            on_step(f"{plan.part} · computing everything once, {arm}")
+            on_step(f"{plan.part} · computing all prompts, {arm}")
             fleet.run(circle.ask(plan.count, min(_FIRST_TOKENS, plan.answer_tokens)))
             fleet.run(circle.client.settle())
             if circle.offloads:
@@ -310,7 +309,7 @@ def _measure_prefetch(settings: Settings, home: Path, on_step: OnStep) -> Found:
 
 def _measure_admission(settings: Settings, home: Path, on_step: OnStep) -> Found:
     async def batch(circle: _Circle, number: int, rate: int) -> list[Sample]:
-        await circle.ask(settings.warm_requests)  # the server learns that the rate has changed
+        await circle.ask(settings.warm_requests)  # lets the server learn the new rate
         answers, each = await circle.ask(settings.requests)
         at = rate if circle.offloads else None
         times = [one.ttft_s for one in answers]
@@ -331,7 +330,7 @@ _PARTS = {
 
 
 def steps(settings: Settings) -> int:
-    """The number of measurements."""
+    """Return the number of measurements."""
     rounds = settings.server_rounds
     counts = {
         "load": settings.rounds * len(settings.cases) * len(ARMS["load"]),
@@ -349,10 +348,10 @@ def run(
 ) -> Found:
     """Measure in a new directory; return samples and conditions.
 
-    on_part: gets all of that after each part, so that a later part that fails loses only itself.
+    on_part: called with these after each part, so that a failing part loses no earlier results.
 
     Raises:
-        BenchError: too little space, or a transfer failed.
+        BenchError: there is too little space, or a transfer failed.
         OffloadError: this machine cannot throttle, or a server or a request failed.
     """
     with home_in(settings.directory, settings.disk_bytes_max) as home:
@@ -377,7 +376,7 @@ def run(
 
 def _measure(settings: Settings, json_path: Path) -> None:
     def is_logged(what: str) -> bool:
-        """A log gets no line per load."""
+        """Leave single loads out of a log."""
         return not what.startswith("load") or what.count(" · ") < _MEASUREMENT_PARTS
 
     with progress(is_logged) as on_progress:
@@ -388,9 +387,9 @@ COMMANDS = (
     Command(
         "stream",
         "Measure loads larger than the CPU tier, resumes after preemption, prefetch, admission.\n\n"
-        "A control group throttles the disk, which mostly requires root. The part load takes 3 "
-        "minutes; the others start vllm serve on the CPU with a small random model, seven times in "
-        "all, and take 10. The disk is left as it was.",
+        "A control group throttles the disk, which usually requires root. The part load takes 3 "
+        "minutes. The others start vllm serve on the CPU with a small random model, seven times in "
+        "all, and take 10 minutes. Disk space is freed at the end.",
         Settings,
         _measure,
     ),

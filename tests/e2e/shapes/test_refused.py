@@ -40,7 +40,7 @@ def test_states_without_prefix_caching_are_refused_by_vllm_serve(
     model = zygote.model("lfm2")
     spec = faults_rig.spec(tmp_path)
     spec = replace(spec, model=model, extra_args=("--no-enable-prefix-caching",))
-    with pytest.raises(ServerError, match="ended with"):
+    with pytest.raises(ServerError, match="exited with"):
         faults_rig.start(spec, name)
     lines = (faults_rig.BUILD / "logs" / f"{name}.log").read_text().splitlines()
     (line,) = [line for line in lines if "cannot serve:" in line]

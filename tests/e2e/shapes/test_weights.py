@@ -70,7 +70,7 @@ def test_a_server_that_is_never_idle_stores_again(zygote: Zygote, tmp_path: Path
     assert steady.grown(1, "nvmeof_stored_chunks") >= whole_chunks(ASKED, 64) // 64
     assert same(after, new)
     assert steady.grown(2, CPU) + steady.grown(2, POOL) == whole_chunks(ASKED, 64)
-    assert "1 requests with KV of before are not stored" in steady.log
+    assert "1 requests with older KV are not stored" in steady.log
     assert "every request is stored again" in steady.log
 
     control = replace(plan, target=tmp_path / "control", unsuspended=True)

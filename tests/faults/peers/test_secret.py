@@ -85,7 +85,7 @@ def test_any_other_secret_is_refused_counted_and_said_once(
         assert not clients.state(0).usable
         assert (clients.counts.lost, desk.server.counts.sessions) == (0, 0)
         assert desk.server.counts.malformed == 0
-    why = "it has not the same share secret"
+    why = "its share secret differs"
     lines = [one.getMessage() for one in caplog.records if why in one.getMessage()]
     assert [line.split(":")[0] for line in sorted(lines)] == ["a peer is refused", "peer tcp"]
     assert all("give all the same share_secret_file" in line for line in lines)

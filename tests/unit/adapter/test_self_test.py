@@ -32,19 +32,19 @@ def test_an_unknown_vllm_that_works_passes_with_one_loud_line(found: dict[str, A
         assert found[case]["error"] == ""
         (line,) = found[case]["log"]
         assert line.startswith("THIS VLLM (0.") and "IS UNKNOWN" in line
-        assert "allow_unknown_vllm=false refuses it" in line
+        assert "allow_unknown_vllm=false refuses this vLLM" in line
         assert found[case]["cpu_s"] < 2
 
 
 @pytest.mark.parametrize(
     ("stand_in", "said"),
     [
-        ("exchanged", "32 of 64 tokens of a request have other KV than was computed for them"),
-        ("stored_exchanged", "of 64 tokens of a request have other KV than was computed for them"),
-        ("failures_ignored", "64 of 64 tokens of a request have other KV than was computed"),
+        ("exchanged", "32 of 64 tokens of a request have wrong KV, the first at"),
+        ("stored_exchanged", "of 64 tokens of a request have wrong KV, the first at"),
+        ("failures_ignored", "64 of 64 tokens of a request have wrong KV"),
         ("no_reset", "a request after a reset: tokens by source were {'cpu': 64,"),
         ("new_call", "(TypeError: "),
-        ("pointers_exchanged", "32 of 64 tokens of a request have other KV than was computed"),
+        ("pointers_exchanged", "32 of 64 tokens of a request have wrong KV"),
     ],
 )
 def test_a_stand_in_that_works_otherwise_is_refused(

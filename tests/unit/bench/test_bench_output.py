@@ -43,7 +43,7 @@ def test_a_file_of_samples_is_printed_and_checked(tmp_path: Path) -> None:
 def test_errors_are_one_plain_line(tmp_path: Path) -> None:
     for arguments, needed in (
         (["report", str(tmp_path / "none.json")], "none.json"),
-        (["pool", "--arms", "uring"], "no arm 'uring'; there are ours"),
+        (["pool", "--arms", "uring"], "no arm 'uring'; choose from ours"),
         (["pool", "--blocks", "2MiB", "--bytes-per-round", "4MiB"], "fewer than 8 blocks"),
     ):
         result = CliRunner().invoke(app, ["bench", *arguments])

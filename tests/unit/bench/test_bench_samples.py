@@ -64,7 +64,7 @@ def test_settings_refuse_what_cannot_be_measured() -> None:
         Settings(arms=("uring",))
     with pytest.raises(BenchError, match="no case 'read'"):
         Settings(cases=("read",))
-    with pytest.raises(BenchError, match="multiple of 4 KiB"):
+    with pytest.raises(BenchError, match="multiples of 4 KiB"):
         Settings(blocks=(5000,))
     with pytest.raises(BenchError, match="fewer than 8 blocks"):
         Settings(bytes_per_round=4 * MIB)

@@ -112,7 +112,7 @@ def test_a_file_reads_back_and_other_files_are_refused(tmp_path: Path) -> None:
     assert samples == rounded
     for content in ("{", "{}", '{"bench": "pool", "samples": [], "conditions": {}}'):
         file.write_text(content)
-        with pytest.raises(BenchError, match="not a file of the benchmark copy"):
+        with pytest.raises(BenchError, match="not a results file of copy"):
             load(file, "copy", Sample)
 
 

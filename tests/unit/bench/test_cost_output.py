@@ -18,7 +18,7 @@ from vllm_nvmeof_offload.config import parse_config
 def test_errors_are_one_plain_line(tmp_path: Path) -> None:
     for arguments, needed in (
         (["report", str(tmp_path / "none.json")], "none.json"),
-        (["cost", "--arms", "uring"], "no arm 'uring'; there are none, ours"),
+        (["cost", "--arms", "uring"], "no arm 'uring'; choose from none, ours"),
         (["cost", "--arms", "ours"], "nothing to compare"),
     ):
         result = CliRunner().invoke(app, ["bench", *arguments])

@@ -123,7 +123,7 @@ def test_wrong_settings_are_one_plain_line() -> None:
         (["--cases", "erase"], "no case 'erase'"),
         (["--depths", "1000"], "smaller --depths"),
         (["--target", "here"], "NAME=DIRECTORY"),
-        (["--slot", "5000"], "multiple of 4 KiB"),
+        (["--slot", "5000"], "multiples of 4 KiB"),
     ):
         result = CliRunner().invoke(app, ["bench", "latency", *options])
         assert result.exit_code == 2

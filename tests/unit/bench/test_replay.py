@@ -138,7 +138,7 @@ def test_a_trace_is_shrunk_capped_and_thinned(tmp_path: Path) -> None:
     assert found.block_tokens == 2
     assert max(one.input_tokens for one in found.requests()) == 6
     assert len(trace_of(Settings(sessions=1), folder).sessions) == 1
-    with pytest.raises(BenchError, match="no session begins with less than 3 tokens"):
+    with pytest.raises(BenchError, match="no session's first request fits into 3 tokens"):
         trace_of(Settings(context_tokens_max=3), folder)
 
 

@@ -57,7 +57,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def text(results: Path) -> str:
     result = CliRunner().invoke(app, ["bench", "report", str(results), "--check", "--no-plots"])
     assert result.exit_code == 1, result.output
-    assert "left out: broken.json: not a file of a benchmark" in result.output
+    assert "left out: broken.json: not a benchmark's results file" in result.output
     return (results / "REPORT.md").read_text(encoding="utf-8")
 
 
@@ -86,7 +86,7 @@ def test_pictures_are_saved_beside_the_page_and_a_failed_one_is_reported(tmp_pat
     assert page.pictures == [tmp_path / "drawn.png"]
     assert page.pictures[0].read_bytes().startswith(b"\x89PNG")
     assert f"![{report_of('copy').title}](drawn.png)" in page.text
-    assert "No picture: there is nothing to draw" in page.text
+    assert "No picture: nothing to draw" in page.text
 
 
 def test_published_figures_are_shown_beside_ours_by_key(text: str) -> None:

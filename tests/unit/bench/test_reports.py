@@ -108,14 +108,14 @@ def test_one_command_prints_any_file_and_judges_it(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["bench", "report", str(path), "--check"]).exit_code == 1
     done = CliRunner().invoke(app, ["bench", "report", str(tmp_path / "none.json")])
     assert done.exit_code == 2
-    assert "none.json: not a file of a benchmark" in done.stderr
+    assert "none.json: not a benchmark's results file" in done.stderr
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"samples": [{}], "conditions": {}}'])
 def test_a_file_of_another_form_is_refused(file: Path, tmp_path: Path, content: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(content)
-    with pytest.raises(BenchError, match=r"other\.json: not a file of"):
+    with pytest.raises(BenchError, match=r"other\.json: not a results file of"):
         report_of(name_in(file)).read(path)
 
 

@@ -227,8 +227,8 @@ def test_files_read_back_unchanged_and_their_kinds_are_distinguished(tmp_path: P
     path = tmp_path / "turns.json"
     dump(path, "turns", [TURN], {"seed": 1})
     assert load(path, "turns", TurnSample) == ([TURN], {"seed": 1})
-    with pytest.raises(BenchError, match="not a file of the benchmark ttft"):
+    with pytest.raises(BenchError, match="not a results file of ttft"):
         load(path, "ttft", TtftSample)
     result = CliRunner().invoke(app, ["bench", "report", str(tmp_path / "none.json")])
     assert result.exit_code == 2
-    assert "none.json: not a file of a benchmark" in result.stderr
+    assert "none.json: not a benchmark's results file" in result.stderr

@@ -142,7 +142,7 @@ def test_arms_by_name_and_by_url() -> None:
 @pytest.mark.parametrize(
     ("names", "urls", "needed"),
     [
-        (["poool"], [], "no arm 'poool'; there are none, cpu"),
+        (["poool"], [], "no arm 'poool'; choose from none, cpu"),
         ([], [], "nothing to measure"),
         ([], ["a=http://x", "a=http://y"], "the same name"),
         ([], ["localhost:8000"], "NAME=http://HOST:PORT"),

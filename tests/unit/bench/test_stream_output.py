@@ -23,7 +23,7 @@ def test_the_file_holds_samples_and_conditions_and_reads_back(tmp_path: Path) ->
     assert report_of("stream").read(path)[:2] == (everything(), CONDITIONS)
     assert set(json.loads(path.read_text())) == {"schema", "bench", "samples", "conditions"}
     path.write_text('{"samples": [{"arm": "ours"}], "conditions": {}}')
-    with pytest.raises(BenchError, match=r"tier\.json: not a file of"):
+    with pytest.raises(BenchError, match=r"tier\.json: not a results file of"):
         report_of("stream").read(path)
 
 
@@ -31,7 +31,7 @@ def test_the_file_holds_samples_and_conditions_and_reads_back(tmp_path: Path) ->
 def test_errors_are_one_plain_line(tmp_path: Path) -> None:
     for arguments, needed in (
         (["report", str(tmp_path / "none.json")], "none.json"),
-        (["stream", "--parts", "loads"], "no part 'loads'; there are load, resume"),
+        (["stream", "--parts", "loads"], "no part 'loads'; choose from load, resume"),
         (["stream", "--dir", "/dev/shm", "--parts", "load"], "give a directory on a disk"),
     ):
         result = CliRunner().invoke(app, ["bench", *arguments])

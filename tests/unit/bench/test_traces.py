@@ -56,7 +56,7 @@ def test_mooncake_lines_are_read(tmp_path: Path) -> None:
             '{"timestamp":0,"input_length":513,"output_length":1,"hash_ids":[1]}',
             "m.jsonl, line 1: ValueError('1 hash_ids for 513 tokens')",
         ),
-        ("m.jsonl", "", "no requests in it"),
+        ("m.jsonl", "", "the file has no requests"),
         ("m.csv", "", "give a folder of kv-cache-tester's"),
     ],
 )
@@ -78,7 +78,7 @@ def test_missing_and_mixed_files_are_refused(tmp_path: Path) -> None:
         read_trace(tmp_path)
     session_file(tmp_path, "a", [entry(0, [1])])
     session_file(tmp_path, "b", [entry(0, [1])], block_size=16)
-    with pytest.raises(BenchError, match=r"b\.json.* 64 in the files before"):
+    with pytest.raises(BenchError, match=r"b\.json.* 64 in earlier files"):
         read_trace(tmp_path)
 
 

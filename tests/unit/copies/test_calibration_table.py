@@ -159,6 +159,6 @@ def test_a_recalibration_replaces_the_kept_table(monkeypatch: pytest.MonkeyPatch
 def test_an_incomplete_recalibration_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     _Measured(monkeypatch, count=5)
     cuda = FakeCuda()
-    with pytest.raises(EngineError, match="did not end in time; nothing was kept"):
+    with pytest.raises(EngineError, match="did not finish in time; nothing was saved"):
         calibrate_again(cuda)
     assert not cuda.registered and not cuda.allocated

@@ -127,7 +127,7 @@ def test_a_gpu_that_cannot_make_checksums_leaves_them_to_the_cpu(
         monkeypatch.setattr(driver, "compile_kernels", Mock(side_effect=EngineError(cause)))
     else:
         cuda.host_pointers_work_in_kernels = False
-        reason = "kernels cannot reach host memory at its own address here"
+        reason = "kernels cannot access host memory at its host address here"
     staging = Staging(PAGE_BYTES, 3, 1)
     starts = np.array([], np.uint64)
     engine, fallbacks = KvDevice(cuda).copy_engine("dma", staging.map, starts, lambda: None, "gpu")

@@ -294,7 +294,7 @@ def test_an_error_of_the_checksums_leaves_the_copy_alone(
         assert cached.any() and (cached == bench.rig.staging[:2]).all()
     errors = [record.getMessage() for record in caplog.records]
     assert errors == [
-        f"the GPU makes no checksums of a copy, the CPU does: {call}: CUDA_ERROR_STUB"
+        f"the GPU cannot compute a copy's checksums, so the CPU does: {call}: CUDA_ERROR_STUB"
     ]
     del bench.cuda.fail[call]
     ok, crcs = bench.run_one(direction, [0, 1])

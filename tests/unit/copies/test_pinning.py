@@ -217,7 +217,7 @@ def test_auto_logs_a_missing_requirement_and_kernel_refuses(
     cuda = FakeCuda(batch=False)
     engine, fallbacks = _engine(cuda, "auto", memory)
     assert len(fallbacks) == 2
-    assert "cuda-core" in caplog.text and "no batch call" in caplog.text
+    assert "cuda-core" in caplog.text and "lacks the batch call" in caplog.text
     _store(cuda, engine, memory)
     engine.close()
     with pytest.raises(EngineError, match="cuda-core"):

@@ -151,4 +151,4 @@ def test_pools_on_a_target_are_named(tree: Tree, tmp_path: Path) -> None:
     assert (found.severity, found.subject) == (Severity.OK, str(target))
     region = f"{directory.parts[-3][:12]}/engine-0/rank-0"
     assert found.evidence.startswith(f"{region}: lease free; generation 1, epoch ")
-    assert found.evidence.endswith("; read by nobody")
+    assert found.evidence.endswith("; read by no process")

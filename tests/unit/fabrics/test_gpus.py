@@ -73,7 +73,7 @@ def test_link_and_place_are_read(tree: Tree, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_slower_link_is_a_warning(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     link, node = judge_gpus(machine(read(tree, monkeypatch)))
     assert (link.check, link.severity) == ("gpu_link", Severity.WARNING)
-    assert link.evidence == "Made-up GPU runs at 16 GT/s x16, and can do 32 GT/s x16"
+    assert link.evidence == "Made-up GPU runs at 16 GT/s x16, but supports 32 GT/s x16"
     assert "3b:00.0" in link.remedy
     assert (node.check, node.severity) == ("gpu_node", Severity.OK)
 

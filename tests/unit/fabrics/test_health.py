@@ -71,7 +71,7 @@ def test_a_read_only_file_system_stops_writes_and_no_reads() -> None:
     for slot in range(5 * FAILURES_MAX):
         assert bench.end(io_error(errno.EROFS), slot, is_write=True) is Verdict.DEGRADED
         assert bench.end(OK) is Verdict.DEGRADED
-    assert bench.health.reason == "nothing is written: its file system is read-only"
+    assert bench.health.reason == "not writable: its file system is read-only"
     assert bench.end(OK, is_write=True) is Verdict.OK
 
 

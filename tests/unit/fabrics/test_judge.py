@@ -141,7 +141,7 @@ def test_controllers(tree: Tree, states: tuple[str, str], severity: Severity) ->
 
 @pytest.mark.parametrize(
     ("loss", "evidence"),
-    [("600", "ctrl_loss_tmo, 600 s"), ("off", "for ever"), ("", "unknown")],
+    [("600", "ctrl_loss_tmo, 600 s"), ("off", "forever"), ("", "unknown")],
 )
 def test_fast_io_fail_is_off(tree: Tree, loss: str, evidence: str) -> None:
     one_path(tree, ctrl_loss_tmo=loss)
@@ -249,7 +249,7 @@ def test_one_node_or_no_known_node_is_no_finding(tree: Tree) -> None:
         ((6, 8), 1, OK, ""),
         ((6, 8), 2, WARNING, "each of 2 targets counts all staging"),
         ((5, 15), 1, WARNING, "completions interrupt"),
-        ((5, 4), 1, WARNING, "threads run instead"),
+        ((5, 4), 1, WARNING, "runs on threads instead"),
         ((0, 0), 1, OK, "unknown"),
     ],
 )

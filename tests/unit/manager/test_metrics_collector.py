@@ -162,8 +162,8 @@ def test_the_start_line_names_sizes_engines_and_fallbacks() -> None:
 @pytest.mark.parametrize(
     ("alone", "group", "said"),
     [
-        ("", "", "loads what other servers of this host have stored"),
-        ("", "team-a", "loads what other servers of group team-a have stored"),
+        ("", "", "loads chunks stored by other servers of this host"),
+        ("", "team-a", "loads chunks stored by other servers of group team-a"),
         ("there is no pool", "team-a", "SHARES NOTHING: there is no pool"),
     ],
 )
@@ -212,7 +212,7 @@ def test_a_failure_is_logged_at_once_and_then_once_per_minute(
     failure_log.log_new()
     fail(bench, 5, CANCELLED)
     failure_log.log_new()
-    follows = "could not be loaded: checksum_mismatch; their tokens are computed again"
+    follows = "could not be loaded: checksum_mismatch; their tokens are recomputed"
     assert caplog.messages == [f"1 chunk {follows}", f"3 chunks {follows}"]
 
 

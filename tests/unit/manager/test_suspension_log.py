@@ -31,7 +31,7 @@ def test_beginning_and_end_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     rig.suspension.begin("my_monitor", ["a", "b"], known=False)
     (line,) = rig.lines()
     assert line.startswith("my_monitor may have changed the weights")
-    assert "2 requests with KV of before are not stored" in line
+    assert "2 requests with older KV are not stored" in line
     assert "weights_never_change" in line
     rig.now_s += 20
     rig.suspension.ended("a")

@@ -190,7 +190,7 @@ def test_inspect_takes_a_keyspace_its_start_or_a_directory(tmp_path: Path) -> No
         assert word in shown
     (directory.parents[1] / "keyspace.json").write_text('{"model": "a lie"}')
     assert run_json("inspect", directory)["facts"] is None
-    assert "facts: keyspace.json is missing, or belongs to" in run("inspect", directory).stdout
+    assert "facts: keyspace.json is missing or belongs to" in run("inspect", directory).stdout
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_one_slot_of_several_pools_is_refused(tmp_path: Path) -> None:
     write_pool(tmp_path, rank=0, world_size=2)
     write_pool(tmp_path, rank=1, world_size=2)
     message = refused("inspect", KEYSPACE.digest, "--target", tmp_path, "--slot", 1)
-    assert "holds 2 directories with slots of their own" in message
+    assert "holds 2 directories with separate slots" in message
     assert "engine-0/rank-1" in message
     assert "slots 0 to 15" in refused(
         "inspect", tmp_path / KEYSPACE.digest / "engine-0" / "rank-1", "--slot", 99

@@ -103,7 +103,7 @@ def test_the_wait_for_an_ending_server_is_bounded(
         pool = Pool.open(make_spec(tmp_path, engine="b"))
     assert pool.engine_index == 1
     pool.close()
-    waits = [r for r in caplog.messages if "was killed and has not ended yet; waiting" in r]
+    waits = [r for r in caplog.messages if "was killed and has not exited yet; waiting" in r]
     assert len(waits) == 1
 
 

@@ -90,7 +90,7 @@ def test_the_bottleneck_is_named(more: dict[str, Any], bottleneck: str) -> None:
     report = build(preset("Qwen3-8B"), Deployment(ttft_seconds=0.01, **more))
     assert report.bottleneck == bottleneck
     assert not report.meets_ttft
-    assert any(f"the {bottleneck} are in the way" in note for note in report.notes)
+    assert any(f"the {bottleneck} are too slow" in note for note in report.notes)
 
 
 def test_gpus_that_make_no_engine_are_refused() -> None:

@@ -92,7 +92,7 @@ def test_kv_copies_on_several_ranks_are_reported() -> None:
     ("options", "message"),
     [
         ([], "--model=None: give one of --model and --preset; presets are"),
-        (["--preset", "Qwen3-9B"], "--preset='Qwen3-9B': not known; did you mean Qwen/Qwen3-8B"),
+        (["--preset", "Qwen3-9B"], "--preset='Qwen3-9B': unknown; did you mean Qwen/Qwen3-8B"),
         (["--model", "/proc/no/such"], "--model='/proc/no/such': cannot be read (No such file"),
         (["--ttft", "2 parsecs"], "--ttft='2 parsecs': is not a duration above 0; write 2s"),
         (["--ttft", "0s"], "--ttft='0s': is not a duration above 0"),
@@ -106,8 +106,8 @@ def test_kv_copies_on_several_ranks_are_reported() -> None:
         (["--drive-fill", "1.5"], "--drive-fill=1.5: give a value less than or equal to 1"),
         (["--drive-bytes", "0"], "--drive-bytes=0: give a value greater than 0"),
         (["--kv-dtype", "fp12"], "--kv-dtype='fp12': give auto or one of bfloat16"),
-        (["--tp", "3"], "--tp=3: vLLM cannot share 8 KV heads over it"),
-        (["--gpus", "3", "--tp", "2"], "--gpus=3: an engine takes 2"),
+        (["--tp", "3"], "--tp=3: vLLM cannot split 8 KV heads; give"),
+        (["--gpus", "3", "--tp", "2"], "--gpus=3: an engine uses 2"),
     ],
 )
 def test_a_value_that_cannot_be_used_is_one_plain_line(options: list[str], message: str) -> None:

@@ -53,7 +53,7 @@ def test_a_model_with_windows_has_bytes_per_token_and_per_boundary(tmp_path: Pat
     assert made.unit_tokens == full.chunk_tokens == 32
     # 104 KiB in each token of 52 layers' windows, 20 KiB in each token of full attention.
     assert made.boundary_tokens == 10656 >= 2 * 1024 * 104 / 20
-    assert "auto keeps a boundary in every 10656 tokens" in run(tmp_path, "--tp", 4).stdout
+    assert "auto keeps a boundary every 10656 tokens" in run(tmp_path, "--tp", 4).stdout
     assert made.gpu_block_bytes == 10 * 16 * 2 * KIB
 
 
@@ -75,7 +75,7 @@ def test_a_block_of_compressed_kv_counts_each_groups_own_bytes(tmp_path: Path) -
     assert all(row.block_bytes < made.gpu_block_bytes for row in made.groups)
     assert made.unit_tokens == 256
     refused = run(tmp_path, "--layout", "lbhnc", code=2)
-    assert "--layout='LBHNC': vLLM cannot give pages of" in refused.stderr
+    assert "--layout='LBHNC': vLLM cannot unify pages of" in refused.stderr
     assert "give BLHNC" in refused.stderr
 
 
@@ -134,15 +134,18 @@ def test_every_family_is_shown_whole(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--tp", "3"], "--tp=3: vLLM cannot share 8 KV heads over it; give a divisor"),
+        (["--tp", "3"], "--tp=3: vLLM cannot split 8 KV heads; give a divisor"),
         (["--pp", "37"], "--pp=37: the model has 36 layers"),
-        (["--tp", "8", "--dcp", "2"], "--dcp=2: vLLM supports none for layers with sliding window"),
+        (
+            ["--tp", "8", "--dcp", "2"],
+            "--dcp=2: vLLM does not support it for layers with sliding window",
+        ),
         (
             ["--pcp", "2"],
-            "--pcp=2: vLLM supports none for layers with sliding window; leave it out",
+            "--pcp=2: vLLM does not support it for layers with sliding window; leave it out",
         ),
         (["--kv-dtype", "fp12"], "--kv-dtype='fp12': give auto or one of"),
-        (["--layout", "NHD"], "--layout='NHD': is not a layout known here; write BLHNC or LBHNC"),
+        (["--layout", "NHD"], "--layout='NHD': is not a known layout; write BLHNC or LBHNC"),
         (["--block-tokens", "0"], "--block-tokens=0: give a value greater than or equal to 1"),
     ],
 )

@@ -153,7 +153,7 @@ def test_only_whole_chunks_are_stored() -> None:
 
 def test_splits_that_vllm_refuses_are_refused() -> None:
     model = preset("Llama-3.1-8B-Instruct")
-    with pytest.raises(ConfigError, match="--tp=3: vLLM cannot share 8 KV heads over it"):
+    with pytest.raises(ConfigError, match="--tp=3: vLLM cannot split 8 KV heads"):
         KvSizes(model, Deployment(tensor_parallel=3))
     with pytest.raises(ConfigError, match="--pp=33: the model has 32 layers"):
         KvSizes(model, Deployment(pipeline_parallel=33))
@@ -252,9 +252,13 @@ def test_prefill_context_parallelism_copies_what_decode_does_not_share() -> None
         (
             "gpt-oss-120b",
             {"tp": 8, "dcp": 2},
-            "--dcp=2: vLLM supports none for layers with sliding",
+            "--dcp=2: vLLM does not support it for layers with sliding",
         ),
-        ("gpt-oss-120b", {"pcp": 2}, "--pcp=2: vLLM supports none for layers with sliding window"),
+        (
+            "gpt-oss-120b",
+            {"pcp": 2},
+            "--pcp=2: vLLM does not support it for layers with sliding window",
+        ),
         ("Qwen3-Next-80B-A3B-Instruct", {"pcp": 2}, "--pcp=2: .* with recurrent state; leave it"),
         ("DeepSeek-V3", {"tp": 4, "dcp": 3}, "--dcp=3: give a divisor of --tp 4"),
         ("DeepSeek-V3", {"tp": 2, "pcp": 4, "dcp": 2}, "with --tp 2 --pcp 4, give 1 or 4 or 8"),
@@ -274,5 +278,5 @@ def test_context_parallelism_that_vllm_refuses(
 
 
 def test_a_model_of_which_no_size_is_known_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no size of its KV cache or states is known"):
+    with pytest.raises(ConfigError, match="sizes of its KV cache and states are unknown"):
         KvSizes(shape(LayerCache(LayerKind.STATE, 4)), Deployment())

@@ -73,7 +73,7 @@ def test_turns_that_read_nothing_have_no_rate() -> None:
     report = build(preset("Llama-3.1-8B-Instruct"), paper(context_tokens=7))
     found = [one.name for one in report.figures if one.section == "cluster"]
     assert found[-1] == "prefill per decode node"
-    assert any("nothing of it is stored" in note for note in report.notes)
+    assert any("nothing is stored" in note for note in report.notes)
 
 
 def test_one_kind_of_nodes_without_the_other_is_refused() -> None:

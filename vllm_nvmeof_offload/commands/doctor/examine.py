@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examination by `vllm-nvmeof doctor`, and its tree of findings for display.
+"""The checks that `vllm-nvmeof doctor` runs, and the tree in which it shows its findings.
 
-Each target is examined in an order that cannot hang: sysfs comes first, and a target without a
-live path is judged, but never touched.
+Each target is examined in an order that cannot hang: sysfs is read first, and a target without a
+live path is judged but never touched.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from vllm_nvmeof_offload.fabric.topology import (
 )
 from vllm_nvmeof_offload.units import format_bytes
 
-#: The kernel shows nearly 2^31 for a device without a limit, as over fabrics.
+#: For a device without a limit, such as one over fabrics, the kernel shows nearly 2^31.
 _NO_LIMIT_KB = 1 << 30
 _STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.ERROR: "red"}
 _FILE_COLUMNS = 240
@@ -44,7 +44,7 @@ _FILE_COLUMNS = 240
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """A target's result. `link_bytes_per_s`: all paths, one direction; None if unknown."""
+    """The result for one target. `link_bytes_per_s`: of all paths, one way; None if unknown."""
 
     fabric: TargetFabric
     nics: dict[str, Nic]
@@ -72,10 +72,10 @@ def examine(
     pool: str | None = None,
     url: str | None = None,
 ) -> int:
-    """Examine this machine, `targets` and `peers`, print the findings; return the exit code.
+    """Examine this machine, `targets` and `peers`, print the findings and return the exit code.
 
-    `secret` is the peers' share secret, or empty. `pool` is the planned `pool_bytes`. `url` is a
-    running server's, to check its metrics.
+    `secret` is the peers' share secret, or empty. `pool` is the planned `pool_bytes`. `url` is the
+    address of a running server whose metrics are checked.
     """
     machine, places, console = read_machine(), Places(), Console(stderr=True)
     answers, of_peers = _ask_peers(peers, secret) if peers else ([], [])
@@ -118,7 +118,7 @@ def examine(
 def _ask_peers(
     addresses: Sequence[str], secret: bytes
 ) -> tuple[list[dict[str, Any]], list[Finding]]:
-    """Return the answer of each rank of these servers, and the findings."""
+    """Return the answers of all ranks of these servers, and the findings."""
     try:
         from vllm_nvmeof_offload.commands.doctor.peers import ask_all, check_transport, judge_answer
     except ImportError as failure:
@@ -134,19 +134,19 @@ def _show_progress(console: Console, path: str, phase: str) -> None:
 def examine_target(
     target: str, machine: Machine, places: Places, on_progress: Progress | None = None
 ) -> Examined:
-    """Examine `target`, and touch it if that cannot hang; measure it if `on_progress` is given."""
+    """Examine `target`, with I/O only if that cannot hang; measure it if `on_progress` is given."""
     fabric = discover(os.path.abspath(target), places.sysfs, places.mountinfo)
     touched: list[Finding] = []
     if _may_touch(fabric):
         touched = host.check_target(target)
         if os.path.isdir(target) and worst(touched) is not Severity.ERROR:
             touched += host.check_regions(target)
-        # Only now may links in its path be followed, because they may lead to another mount.
+        # Links in its path may be followed only now, because they may lead to another mount.
         real = discover(os.path.realpath(target), places.sysfs, places.mountinfo)
         fabric = replace(real, target=target)
     if not _may_touch(fabric):
         evidence = "not touched: no live path leads to it, and I/O on it may hang"
-        touched = [error("target", evidence, "bring a path back first: see the controllers")]
+        touched = [error("target", evidence, "restore a path first: see the controllers")]
     nics = host.nics_of(fabric, places)
     allowed = host.link_bytes_per_s(fabric, nics)
     findings = [
@@ -172,12 +172,12 @@ def _may_touch(fabric: TargetFabric) -> bool:
 
 
 def _judge_measured(measured: Measured, allowed: float | None) -> Finding:
-    """Return a finding that is never a warning: only the target's operator knows the right rate."""
+    """Return a finding that is never a warning: only the operator knows what rate to expect."""
     write, read = (
         f"{format_bytes(rate)}/s" + (f" ({rate / allowed:.0%} of the links)" if allowed else "")
         for rate in (measured.write_bytes_per_s, measured.read_bytes_per_s)
     )
-    links = "the rate that its links allow is unknown"
+    links = "the rate of its links is unknown"
     if allowed is not None:
         links = f"its links allow {format_bytes(allowed)}/s"
     evidence = (
@@ -197,14 +197,14 @@ def _add_findings(branch: Tree, findings: Iterable[Finding]) -> None:
 
 
 def _text(text: str, style: str = "") -> Text:
-    """Return text for names from a mount table, which may have bytes that are not text."""
+    """Escape bytes that are not valid text, which names from a mount table may contain."""
     return Text(text.encode(errors="backslashreplace").decode(), style)
 
 
 def outline(fabric: TargetFabric, nics: dict[str, Nic]) -> Tree:
     """Return one target as a tree: file system → block devices → namespace → subsystem → paths.
 
-    A line that is good or bad is green or yellow. Pure.
+    Healthy lines are green, others yellow. Pure.
     """
     if fabric.mount is None:
         return Tree("mount unknown")
@@ -225,7 +225,7 @@ def _add_device(
     fabric: TargetFabric,
     nics: dict[str, Nic],
 ) -> None:
-    """Add a device, and those below it; `devices` has those without a line above."""
+    """Add a device and the devices below it. `devices` holds those that have no line yet."""
     below = {name: one for name, one in devices.items() if name != device.name}
     for namespace in fabric.namespaces:
         if namespace.device == device.name:

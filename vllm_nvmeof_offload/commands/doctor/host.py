@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts on this host and its access to a target, found by trial: I/O, interfaces, GPUs.
+"""Checks of this host and of its access to a target: memory, I/O, network interfaces, GPUs.
 
-Each check tries the real operation and leaves nothing behind.
+Each check tries the real operation where it can and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from vllm_nvmeof_offload.units import GIB, MIB, PAGE_BYTES, format_bytes
 
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _DEPTH_MAX = 4
-#: Bits on the wire for eight bits of data: 8b/10b up to 5 GT/s, then 128b/130b.
+#: The highest PCIe rate, in GT/s, with 8b/10b line encoding; higher rates use 128b/130b.
 _OLD_SPEED_MAX = 5.0
 _AT_EMPTY_PATH = 0x1000
 _STATX_DIOALIGN = 0x2000
@@ -105,7 +105,7 @@ def check_memory(staging_bytes: int) -> Finding:
         return error("memory", evidence, "give less staging, or raise the container's limit")
     if staging_bytes > memory_left_bytes():
         left = format_bytes(max(0, memory_left_bytes()))
-        remedy = "give less staging, raise the container's limit, or stop what runs beside"
+        remedy = "give less staging, raise the container's limit, or stop other processes"
         return warning("memory", f"{evidence}, {left} of which is left", remedy)
     return ok("memory", evidence)
 
@@ -116,8 +116,8 @@ def _denied(check: str, denied: UringDeniedError, staging_bytes: int, effect: st
 
 
 def check_huge_pages(setting: Path = _HUGE_PAGES) -> Finding:
-    """Check that staging can have huge pages. With 4 KiB pages each transfer is many pieces for
-    the device: on a virtio disk reads ran at half the speed, and writes at 0.7 of it.
+    """Check that staging can use huge pages. With 4 KiB pages the device gets each transfer in many
+    pieces: on a virtio disk reads ran at half the speed, writes at 0.7 of it.
     """
     try:
         chosen = setting.read_text(encoding="ascii").partition("[")[2].partition("]")[0]
@@ -130,7 +130,7 @@ def check_huge_pages(setting: Path = _HUGE_PAGES) -> Finding:
 
 
 def _try_ring(*, registered: bool) -> UringDeniedError | None:
-    """Set up a ring and close it; None if that worked."""
+    """Set up a ring and close it; return the error, or None if that worked."""
     memory = mmap.mmap(-1, _PROBE_BYTES)
     address = np.frombuffer(memory, np.uint8).ctypes.data
     fd = os.memfd_create("nvmeof-doctor", os.MFD_CLOEXEC)
@@ -151,7 +151,7 @@ def _may_lock_anything() -> bool:
 
 
 def check_target(target: str) -> list[Finding]:
-    """Check one directory for a pool. Nothing is created but a probe's file, which is removed."""
+    """Check one directory for use as a target. Only probe files are created, and then removed."""
     key = f"{ENV_PREFIX}ALLOW_ROOT_FILE_SYSTEM"
     given = parse_config({"targets": [target]}, {key: os.environ.get(key, "false")})
     settings = given.model_copy(update={"allow_root_file_system": True})
@@ -161,7 +161,7 @@ def check_target(target: str) -> list[Finding]:
         evidence, _, remedy = refusal.remedy.partition("; ")
         return [error("target", evidence, remedy)]
     if not os.path.isdir(info.path):
-        evidence = f"{info.path} does not exist; a start would make it on {info.file_system}"
+        evidence = f"{info.path} does not exist; a start would create it on {info.file_system}"
         if target == default_target(os.environ):
             return [ok("target", evidence)]
         return [warning("target", evidence, "mount its file system, or correct the path")]
@@ -170,7 +170,7 @@ def check_target(target: str) -> list[Finding]:
     if problem:
         access = warning("target_access", problem, remedy)
     free, kept = space_bytes(Path(info.path))
-    left = f"{format_bytes(kept)} of which a pool leaves free"
+    left = f"of which a pool leaves {format_bytes(kept)} unused"
     evidence = f"{format_bytes(free)} free on {info.file_system}, {left}"
     space = ok("free_space", evidence)
     if free < GIB + kept:
@@ -182,13 +182,13 @@ def check_target(target: str) -> list[Finding]:
         probe_o_direct(Path(info.path))
         direct = judge_alignment(info, _direct_alignment(info.path))
     except (OSError, PoolError) as why:
-        evidence = f"does not work on {info.file_system}: {why}; buffered I/O runs instead"
+        evidence = f"does not work on {info.file_system}: {why}; buffered I/O is used instead"
         direct = warning("o_direct", evidence, "put the pool on xfs or ext4")
     return [access, direct, space]
 
 
 def check_pool(targets: list[str], pool: str) -> Finding:
-    """Check that a pool of this size fits on the targets, with the space that it leaves free."""
+    """Check that a pool of this size fits on the targets and leaves the required space free."""
     try:
         settings = parse_config({"targets": targets, "pool_bytes": pool}, {})
         check_space(settings, [usable_bytes([Path(target)]) for target in targets])
@@ -198,7 +198,7 @@ def check_pool(targets: list[str], pool: str) -> Finding:
 
 
 def check_holes(url: str) -> Finding:
-    """Check a running server's metrics for holes: chunks lost before the pool had them."""
+    """Check a running server's metrics for holes: chunks evicted before they were written."""
     name = f"{PREFIX}unwritten_chunks_total"
     try:
         with urllib.request.urlopen(f"{url.rstrip('/')}/metrics", timeout=5) as answer:
@@ -210,13 +210,13 @@ def check_holes(url: str) -> Finding:
     if not found:
         return warning("holes", f"{url} exports no {name}", "docs/operations.md: Rust front end")
     if lost := int(sum(found)):
-        evidence = f"{lost} chunks were lost before the pool had them: what follows is not found"
-        return warning("holes", evidence, "look at the targets' verdicts; see troubleshooting.md")
-    return ok("holes", "no chunk was lost before the pool had it")
+        evidence = f"{lost} chunks were evicted unwritten: later chunks of the prefix are not found"
+        return warning("holes", evidence, "check the targets' verdicts; see troubleshooting.md")
+    return ok("holes", "no chunk was evicted before it was written")
 
 
 def check_regions(target: str) -> list[Finding]:
-    """Return for each pool on a target which process has it, and which processes read from it."""
+    """Return a finding for each pool on a target: the process that holds it, and its readers."""
     try:
         surveyed = survey(find([Path(target)]))
     except PoolError as why:
@@ -228,13 +228,13 @@ def _region(one: Surveyed) -> str:
     directory = one.directory
     name = f"{directory.keyspace[:12]}/engine-{directory.engine}/rank-{directory.rank}"
     tag = one.tag.hex()[:8] if one.tag else "unknown"
-    unnamed = "" if one.adopts or not one.tag else ", unnamed: shared with nobody"
-    readers = ", ".join(f"pid {pid}" for pid in one.readers) or "nobody"
+    unnamed = "" if one.adopts or not one.tag else ", unnamed: not shared"
+    readers = ", ".join(f"pid {pid}" for pid in one.readers) or "no process"
     return f"{name}: lease {one.owner}; tag {tag}{unnamed}; read by {readers}"
 
 
 def _direct_alignment(directory: str) -> tuple[int, int] | None:
-    """Return the bytes in memory and in a new file of `directory`, or None if unreported."""
+    """Return the alignments in memory and in a file, in bytes, or None if not reported."""
     with tempfile.TemporaryFile(dir=directory) as file:
         found = ctypes.create_string_buffer(_STATX_BYTES)
         statx = getattr(_libc, "statx", None)  # older C libraries lack it, and `found` stays 0
@@ -247,21 +247,21 @@ def _direct_alignment(directory: str) -> tuple[int, int] | None:
 
 
 def judge_alignment(info: TargetInfo, needed: tuple[int, int] | None) -> Finding:
-    """Judge whether the pool's alignment of 4 KiB is enough for O_DIRECT on this file system."""
+    """Judge whether the pool's 4 KiB alignment suffices for O_DIRECT on this file system."""
     evidence = f"works on {info.file_system}"
     if needed is None:
-        return ok("o_direct", f"{evidence}; the alignment that it needs is unknown")
+        return ok("o_direct", f"{evidence}; the required alignment is unknown")
     memory, offset = map(format_bytes, needed)
     evidence += f", aligned to {memory} in memory and {offset} in the file"
     if max(needed) > PAGE_BYTES:
-        evidence += f"; the pool aligns to {format_bytes(PAGE_BYTES)}: buffered I/O runs instead"
-        remedy = "a file system with blocks of 4 KiB on a namespace formatted with those"
+        evidence += f"; the pool aligns to {format_bytes(PAGE_BYTES)}: buffered I/O is used instead"
+        remedy = "use a file system with 4 KiB blocks on a namespace formatted with 4 KiB blocks"
         return warning("o_direct", evidence, remedy)
     return ok("o_direct", evidence)
 
 
 def calibrate_gpus(open_gpu: Callable[[int], Cuda] = Cuda) -> list[Finding]:
-    """Compare DMA and the copy kernel: one finding per GPU, or one if there is no GPU."""
+    """Compare DMA with the copy kernel. Return a finding per GPU, or a single one without a GPU."""
     findings: list[Finding] = []
     while True:
         try:
@@ -283,15 +283,15 @@ def _compared(subject: str, cells: Sequence[Cell]) -> Finding:
     wins = Counter(best_of(cell) for cell in cells)
     spread = max(cell.spread for cell in cells)
     shown = (
-        f"of {len(cells)} kinds of transfer the kernel takes {wins[Backend.KERNEL]}, DMA with the "
-        f"overlap hint {wins[Backend.OVERLAP]}; times varied by up to {spread:.0%}"
+        f"of {len(cells)} kinds of transfer, {wins[Backend.KERNEL]} use the kernel and "
+        f"{wins[Backend.OVERLAP]} DMA with the overlap hint; times varied by up to {spread:.0%}"
     )
     return ok("copy_table", shown, subject=subject)
 
 
 def _not_calibrated(subject: str, why: EngineError) -> Finding:
     shown = f"DMA and the copy kernel were not compared: {why}"
-    remedy = "DMA carries every transfer until a comparison succeeds"
+    remedy = "DMA is used for all transfers until a comparison succeeds"
     return warning("copy_table", shown, remedy, subject)
 
 
@@ -307,9 +307,9 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Nic:
-    """A network interface. `speed_mbps` is None if unknown, or if there is no hardware under it.
+    """A network interface. `speed_mbps` is None if unknown or if no hardware is below it.
 
-    `cards` are PCIe links of the hardware under it; several under a bond.
+    `cards` are the PCIe links of the hardware below it; a bond may have several.
     """
 
     name: str
@@ -318,10 +318,10 @@ class Nic:
 
 
 def nics_of(fabric: TargetFabric, places: Places) -> dict[str, Nic]:
-    """Map each controller's name to the interface that carries it: its host_iface, else by routes.
+    """Map each controller's name to the interface that carries it: host_iface, or by the routes.
 
-    Routes are those of this process's network namespace, although the connection may be in another;
-    policy routing is ignored. Unknown interfaces are omitted.
+    The routes are those of this process's network namespace, although the connection may be in
+    another. Policy routing is ignored, and unknown interfaces are omitted.
     """
     found = {}
     for controller in fabric.controllers:
@@ -331,7 +331,7 @@ def nics_of(fabric: TargetFabric, places: Places) -> dict[str, Nic]:
         directory = os.path.join(places.sysfs, "class/net", name or "")
         if name is not None and os.path.isdir(directory):
             hardware = _hardware(directory, _DEPTH_MAX)
-            # A veth or tap pair claims 10 Gb/s, whatever its real rate.
+            # A veth pair or a tap device claims 10 Gb/s whatever its real rate.
             speed = read_number(directory, "speed") if hardware else None
             cards = [read_pcie_link(os.path.join(one, "device")) for one in hardware]
             found[controller.name] = Nic(name, speed, tuple(filter(None, cards)))
@@ -339,7 +339,7 @@ def nics_of(fabric: TargetFabric, places: Places) -> dict[str, Nic]:
 
 
 def _hardware(directory: str, depth: int) -> list[str]:
-    """Return the directories of the interfaces that have a device: this one, or those under it."""
+    """Return the directories of the interfaces with a device: this one, or those below it."""
     if os.path.exists(os.path.join(directory, "device")):
         return [directory]
     if not depth:
@@ -352,7 +352,7 @@ def _by_routes(controller: Controller, places: Places) -> str | None:
     routes = _routes(places)
     local = _address(controller.src_addr or controller.host_traddr)
     if local is not None:
-        # The subnet decides only if one interface is on it.
+        # The subnet decides only if exactly one interface is on it.
         names = {name for network, name in routes if network.prefixlen and local in network}
         if len(names) == 1:
             return names.pop()
@@ -373,7 +373,7 @@ def _address(text: str | None) -> ipaddress.IPv4Address | ipaddress.IPv6Address 
 
 
 def _routes(places: Places) -> list[tuple[_Network, str]]:
-    """Return the network and interface of every route; headings and broken lines are skipped."""
+    """Return the network and interface of every route; skip headings and malformed lines."""
     found = []
     for path, parse in ((places.routes, _route_v4), (places.routes_v6, _route_v6)):
         with contextlib.suppress(OSError), open(path, encoding="ascii", errors="replace") as file:
@@ -384,22 +384,22 @@ def _routes(places: Places) -> list[tuple[_Network, str]]:
 
 
 def _route_v4(fields: list[str]) -> tuple[_Network, str]:
-    """Parse: interface, destination, …, mask as the eighth, in the machine's byte order."""
+    """Parse the fields: interface, destination, …, mask (the eighth), in native byte order."""
     raw = [int(fields[at], 16).to_bytes(4, sys.byteorder) for at in (1, 7)]
     mask = ipaddress.IPv4Address(raw[1])
     return ipaddress.IPv4Network((raw[0], str(mask)), strict=False), fields[0]
 
 
 def _route_v6(fields: list[str]) -> tuple[_Network, str]:
-    """Parse the fields: destination, length of its prefix, …, interface as the last."""
+    """Parse the fields: destination, prefix length, …, interface (the last)."""
     if fields[-1] == "lo":
-        raise ValueError("routes to nowhere are kept on lo")
+        raise ValueError("unreachable routes are listed on lo")
     raw = int(fields[0], 16).to_bytes(16, "big")
     return ipaddress.IPv6Network((raw, int(fields[1], 16)), strict=False), fields[-1]
 
 
 def _pcie_bytes_per_s(link: PcieLink) -> float | None:
-    """Return the rate of a PCIe link in one direction, before its protocol's own share."""
+    """Return the rate of a PCIe link in one direction, including protocol overhead."""
     if link.speed is None or link.width is None:
         return None
     share = 8 / 10 if link.speed <= _OLD_SPEED_MAX else 128 / 130
@@ -407,10 +407,10 @@ def _pcie_bytes_per_s(link: PcieLink) -> float | None:
 
 
 def link_bytes_per_s(fabric: TargetFabric, nics: dict[str, Nic]) -> float | None:
-    """Return the rate that the links of all paths to a target allow together; None if unknown.
+    """Return the total rate of the links of all paths to a target, or None if unknown.
 
-    An interface that carries two paths counts once. Several namespaces under one file system that
-    share controllers share their links too.
+    An interface that carries two paths counts once, as do controllers that several namespaces under
+    one file system share.
     """
     rates: dict[str, float | None] = {}
     used = {path.controller for namespace in fabric.namespaces for path in namespace.paths}

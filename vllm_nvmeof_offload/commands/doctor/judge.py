@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges a target's path over the fabric and its surroundings: mount, PCIe, NUMA, kernel. Pure.
+"""Judges a target's paths over the fabric, its mount, PCIe links and NUMA node, and the kernel.
 
-`examine` puts the target's name into each finding about a target.
+All functions are pure. `examine` puts the target's name into each finding about a target.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from vllm_nvmeof_offload.fabric.topology import (
     TargetFabric,
 )
 
-#: Proposed by the remedies: seconds until I/O fails when every path is lost, and until the
-#: controller is given up. Reads have separate deadlines; these settings free buffers and processes.
+#: Values that the remedies propose: seconds until I/O fails after every path is lost, and until the
+#: kernel gives up the controller. Reads have deadlines; these settings free buffers and processes.
 _FAST_IO_FAIL_S, _CTRL_LOSS_S = 5, 600
-#: ANA states in which I/O could pass; an unknown one counts.
+#: ANA states in which I/O is possible; an unknown state counts as one.
 _OPEN = (None, OPTIMIZED, "non-optimized")
 
 
 def can_do_io(fabric: TargetFabric) -> bool:
-    """Return whether the target may be touched. If a namespace has no live path, I/O would hang."""
+    """Return whether I/O on the target is safe. It would hang if a namespace has no live path."""
     live = {one.name for one in fabric.controllers if one.state in (LIVE, None)}
     return all(
         any(path.controller in live and path.ana_state in _OPEN for path in namespace.paths)
@@ -38,7 +38,7 @@ def can_do_io(fabric: TargetFabric) -> bool:
 
 
 def judge_paths(fabric: TargetFabric) -> list[Finding]:
-    """Return findings on the target's fabric, and the paths that lead to it."""
+    """Return findings on the target's fabric and on the paths to it."""
     findings = [_judge_fabric(fabric)]
     for namespace in fabric.namespaces:
         if any(one.over_fabric for one in namespace.subsystem.controllers):
@@ -59,10 +59,10 @@ def judge_paths(fabric: TargetFabric) -> list[Finding]:
 def _judge_fabric(fabric: TargetFabric) -> Finding:
     mount = fabric.mount
     if mount is None:
-        return ok("fabric", "its mount is unknown, and so are its devices")
+        return ok("fabric", "its mount and its devices are unknown")
     if fabric.device_gone:
         evidence = f"the block device {mount.device} under its file system is gone"
-        remedy = f"connect again, then umount {mount.point} and mount it from its new device"
+        remedy = f"reconnect, then umount {mount.point} and mount it from its new device"
         return error("fabric", evidence, remedy)
     if fabric.over_fabric:
         shown = ", ".join(f"{one.device} by {_transports(one)}" for one in fabric.namespaces)
@@ -92,7 +92,7 @@ def _judge_count(namespace: Namespace) -> Finding:
         evidence = f"{device} has one: the kernel's native multipath is off"
         remedy = (
             'echo "options nvme_core multipath=Y" > /etc/modprobe.d/nvme.conf (or '
-            "nvme_core.multipath=Y on the kernel's command line), start again, and connect by "
+            "nvme_core.multipath=Y on the kernel's command line), reboot, and connect to "
             "every address of the target"
         )
     else:
@@ -101,7 +101,7 @@ def _judge_count(namespace: Namespace) -> Finding:
             f"nvme connect -t {_transports(namespace)} -n {namespace.subsystem.nqn or 'NQN'} "
             "-a ANOTHER_ADDRESS -s 4420, through another interface"
         )
-    return warning("paths", f"{evidence}; when it is lost, so is the target", remedy)
+    return warning("paths", f"{evidence}; if it is lost, so is the target", remedy)
 
 
 def _judge_iopolicy(namespace: Namespace) -> Iterator[Finding]:
@@ -124,12 +124,12 @@ def _judge_ana(namespace: Namespace) -> Iterator[Finding]:
     seen = {one.name: one.ana_state for one in namespace.paths}
     states = set(seen.values())
     if states == {None}:
-        evidence = f"unknown: {namespace.device} shows no ANA state; its target may have none"
+        evidence = f"unknown: {namespace.device} shows no ANA state; its target may not support ANA"
         yield ok("ana", evidence)
     elif states == {OPTIMIZED}:
         yield ok("ana", _states(seen))
     elif states:
-        remedy = "look for the cause at the storage; `nvme list-subsys -v` shows the states here"
+        remedy = "find the cause on the storage; `nvme list-subsys -v` shows the states here"
         yield warning("ana", _states(seen), remedy)
 
 
@@ -140,7 +140,7 @@ def _judge_states(fabric: TargetFabric) -> Finding:
         return ok("controllers", shown)
     finding = warning if can_do_io(fabric) else error
     remedy = (
-        "look at the link and at the target, and at `dmesg | grep nvme`; to give one up: "
+        "check the link, the target and `dmesg | grep nvme`; to give one up: "
         f"nvme disconnect -d {down[0].name}"
     )
     return finding("controllers", shown, remedy)
@@ -152,7 +152,7 @@ def _judge_fast_io_fail(controllers: list[Controller]) -> Finding:
         times = {one.name: one.fast_io_fail_tmo for one in controllers}
         shown = {name: None if s is None else f"{s} s" for name, s in times.items()}
         return ok("fast_io_fail_tmo", _states(shown))
-    known = {None: "for ctrl_loss_tmo, which is unknown", OFF: "for ever (ctrl_loss_tmo is off)"}
+    known = {None: "for ctrl_loss_tmo, which is unknown", OFF: "forever (ctrl_loss_tmo is off)"}
     losses = {one.ctrl_loss_tmo for one in off}
     hangs = sorted(known.get(loss, f"for ctrl_loss_tmo, {loss} s") for loss in losses)
     evidence = (
@@ -169,7 +169,7 @@ def _judge_fast_io_fail(controllers: list[Controller]) -> Finding:
 
 def _judge_security(controllers: list[Controller]) -> Iterator[Finding]:
     clear = "KV cache crosses the network unencrypted"
-    anyone = "any machine that reaches the target may claim to be this host"
+    anyone = "any machine that reaches the target can claim to be this host"
     for check, attribute, danger, key, option in (
         ("tls", "tls", clear, "gen-tls-key", "--tls"),
         ("authentication", "dhchap", anyone, "gen-dhchap-key", "--dhchap-secret=…"),
@@ -178,18 +178,18 @@ def _judge_security(controllers: list[Controller]) -> Iterator[Finding]:
         shown = _states(seen)
         if "off" in seen.values():
             remedy = (
-                f"set up a key on both sides (nvme {key}), and nvme connect … {option}; or let no "
-                "other machine into the network"
+                f"set up a key on both sides (nvme {key}), and nvme connect … {option}; or keep "
+                "other machines off the network"
             )
             yield warning(check, f"{shown}: {danger}", remedy)
             continue
         if None in seen.values():
-            shown += " (this kernel does not show it, which may mean that there is none)"
+            shown += " (this kernel does not show it; it may be off)"
         yield ok(check, shown)
 
 
 def judge_mount(fabric: TargetFabric) -> list[Finding]:
-    """Judge whether each read of a slab also writes its inode."""
+    """Judge the mount's atime option: whether a read of a slab also writes its inode."""
     if fabric.mount is None:
         return []
     options, remedy = fabric.mount.options, f"mount -o remount,noatime {fabric.mount.point}"
@@ -205,7 +205,7 @@ def judge_mount(fabric: TargetFabric) -> list[Finding]:
 
 
 def judge_pcie(fabric: TargetFabric, nics: dict[str, Nic]) -> list[Finding]:
-    """Return findings on links that run slower or narrower than their card can."""
+    """Judge whether links run slower or narrower than their cards support."""
     links = _links(fabric, nics)
     if not links:
         return []
@@ -214,10 +214,10 @@ def judge_pcie(fabric: TargetFabric, nics: dict[str, Nic]) -> list[Finding]:
         shown = ", ".join(f"{name} {link.current}" for name, link in links.items())
         return [ok("pcie_link", shown)]
     shown = ", ".join(
-        f"{name} runs at {link.current}, and can do {link.maximum}" for name, link in below.items()
+        f"{name} runs at {link.current} but supports {link.maximum}" for name, link in below.items()
     )
     addresses = " ".join(link.address for link in below.values())
-    remedy = f"another slot, or reseat it; lspci -vv -s {addresses} shows LnkCap and LnkSta"
+    remedy = f"reseat it or use another slot; lspci -vv -s {addresses} shows LnkCap and LnkSta"
     return [warning("pcie_link", shown, remedy)]
 
 
@@ -231,7 +231,7 @@ def _links(fabric: TargetFabric, nics: dict[str, Nic]) -> dict[str, PcieLink]:
 
 
 def judge_numa(fabric: TargetFabric, nics: dict[str, Nic], machine: Machine) -> list[Finding]:
-    """Judge whether this process, and some GPU, are on the nodes of the target's links."""
+    """Judge whether this process and at least one GPU are on the nodes of the target's links."""
     at = {name: link.numa_node for name, link in _links(fabric, nics).items()}
     nodes = {node for node in at.values() if node is not None}
     if len(machine.nodes) < 2 or not nodes:
@@ -256,12 +256,12 @@ def judge_numa(fabric: TargetFabric, nics: dict[str, Nic], machine: Machine) -> 
 
 
 def judge_kernel(machine: Machine, target_count: int) -> Finding:
-    """Return the features of the I/O core that this kernel lacks."""
+    """Judge whether this kernel supports all features that the I/O core uses."""
     kernel, shown = machine.kernel, f"Linux {machine.release}"
     if kernel == (0, 0):
         return ok("kernel", f"{shown}: its version is unknown")
     lacks = [
-        ((5, 10), "has no io_uring that this can use: threads run instead"),
+        ((5, 10), "has no suitable io_uring: I/O runs on threads instead"),
         ((6, 1), "has no deferred work in io_uring: completions interrupt the I/O threads"),
     ]
     if target_count > 1:
@@ -274,4 +274,4 @@ def judge_kernel(machine: Machine, target_count: int) -> Finding:
         if kernel < since:
             remedy = f"Linux {since[0]}.{since[1]} or later (6.12 has all features)"
             return warning("kernel", f"{shown} {evidence}", remedy)
-    return ok("kernel", f"{shown} has all features that are used")
+    return ok("kernel", f"{shown} supports all features that are used")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures a target through the product's own I/O, with a small pool that is then deleted.
+"""Measures a target through the product's own I/O, with a small temporary pool.
 
-Whole slots are written, then read back and verified, so that the times include checksums. New
-data may still be in the target's own cache: a target can be slower on old data, and on writes
-that last longer.
+Whole slots are written, then read back and verified, so the times include checksums. New data may
+still be in the target's own cache: a target can be slower at reading old data and at sustained
+writes.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency, place_of
 from vllm_nvmeof_offload.units import MIB, PAGE_BYTES, format_bytes, slot_stride_bytes
 
 PAYLOAD_BYTES = 2 * MIB
-#: Under 128 MiB of file with headers, written twice: the first writes into new space are slower
-#: than all later ones, and do not count.
+#: With headers, less than 128 MiB of file, which is written twice: the first writes into new space
+#: are slower than later ones and do not count.
 SLOTS = 62
 _DEPTH = 16
 _FILL_S_MAX, _WRITE_S_MAX, _READ_S_MAX, _SINGLE_S_MAX = 0.8, 0.6, 0.7, 0.4
 _SINGLES_MAX = 100
-#: The time without any progress after which the target hangs, or is too slow to be useful.
+#: The time without progress after which a target counts as hung, or as too slow to be useful.
 _STALL_S = 5.0
 _SEED = 1
 
@@ -46,12 +46,12 @@ Progress = Callable[[str], None]
 
 
 class MeasureError(EngineError):
-    """The target cannot be measured. The message has the reason."""
+    """Raised if a target cannot be measured. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measured rates of payload. `singles` is the number of reads behind the latencies."""
+    """Measured payload rates. `singles` is the number of reads from which latencies were taken."""
 
     engine: str
     chunk_bytes: int
@@ -63,9 +63,9 @@ class Measured:
 
 
 def measure(target: str, on_progress: Progress) -> Measured:
-    """Measure the directory `target`: at most 256 MiB are written, in about three seconds.
+    """Measure the directory `target` in about three seconds, writing at most 256 MiB.
 
-    Raises MeasureError if an operation fails or hangs, or there is no space.
+    Raises MeasureError if an operation fails or hangs, or if there is too little space.
     """
     try:
         with _pool(target) as pool:
@@ -109,7 +109,7 @@ def _phases(runner: _Runner, engine: str, on_progress: Progress) -> Measured:
 def _pool(target: str) -> Iterator[Pool]:
     needed = SLOTS * (slot_stride_bytes(PAYLOAD_BYTES) + ENTRY_BYTES)
     too_little = f"{target}: {format_bytes(needed)} of free space are needed to measure"
-    # A pool takes the available space if that is less, but running servers need it.
+    # A pool would shrink to the free space, which running servers need.
     if shutil.disk_usage(target).free < needed:
         raise MeasureError(too_little)
     directory = Path(tempfile.mkdtemp(prefix=".vllm-nvmeof-doctor-", dir=target))
@@ -125,7 +125,7 @@ def _pool(target: str) -> Iterator[Pool]:
             )
         )
     finally:
-        # Delete at once: the files are open, so they disappear with this process however it ends.
+        # Delete at once: the files stay open, and vanish with this process however it ends.
         shutil.rmtree(directory, ignore_errors=True)
     try:
         if pool.slots < SLOTS:
@@ -137,7 +137,7 @@ def _pool(target: str) -> Iterator[Pool]:
 
 
 def _staging(pool: Pool) -> tuple[memoryview, int]:
-    """Return one buffer for each operation in flight, of bytes that no device can compress."""
+    """Return memory for `_DEPTH` operations, filled with bytes that no device can compress."""
     size = _DEPTH * pool.slot_bytes
     region = mmap.mmap(-1, size)
     with contextlib.suppress(OSError):
@@ -164,9 +164,9 @@ class _Runner:
     def run(
         self, kind: OpKind, slots: Iterable[int], depth: int, seconds_max: float
     ) -> tuple[int, float]:
-        """Keep `depth` operations in flight until the time or `slots` end.
+        """Keep `depth` operations in flight until the time is up or `slots` is exhausted.
 
-        Returns the number of operations, and the seconds until the last one ended.
+        Returns the number of operations and the seconds until the last one completed.
         """
         remaining, free = iter(slots), list(range(depth))
         running: dict[int, tuple[int, float]] = {}  # token → (buffer, start time)
@@ -201,10 +201,10 @@ class _Runner:
 
     def _ended(self) -> list[int]:
         if not self._poll.poll(_STALL_S * 1000):
-            raise MeasureError(f"no operation ended for {_STALL_S:.0f} s")
+            raise MeasureError(f"no operation completed for {_STALL_S:.0f} s")
         tokens = []
         for completion in self._engine.poll():
             if completion.outcome is None or not completion.outcome.ok:
-                raise MeasureError(f"an operation ended {completion.outcome}")
+                raise MeasureError(f"an operation failed: {completion.outcome}")
             tokens.append(completion.token)
         return tokens

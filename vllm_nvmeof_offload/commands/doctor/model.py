@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The effect of offloading for a model: KV cache groups, their bytes, what is stored, refusals.
+"""The report on one model: its KV cache groups, their sizes, what is stored, and any refusal.
 
-Computed from the model's config.json by the arithmetic of `vllm-nvmeof size`: neither a GPU nor
-vLLM is needed, and no weights are read.
+It is computed from the model's config.json with the arithmetic of `vllm-nvmeof size`: neither a GPU
+nor vLLM is needed, and no weights are read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm_nvmeof_offload.groups import GroupKind, RankGroup
 from vllm_nvmeof_offload.units import HEADER_BYTES, human_bytes, slot_stride_bytes
 
 _FILE_COLUMNS = 160
-#: A smaller used share of the slots' bytes is reported.
+#: A note is printed if less than this share of the slots' bytes is used.
 _FILL_MIN = 0.75
 
 _STORED = {
@@ -35,11 +35,11 @@ _STORED = {
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """A KV cache group on a rank of the fullest stage; bytes without padding.
+    """A KV cache group on one rank of the fullest stage. Bytes exclude padding.
 
-    `token_bytes` is what each token adds, if all are kept. `boundary_chunks` and `boundary_bytes`
-    are what a boundary needs of the group, if only the last tokens are kept. `slot_fill` is the
-    share of a slot that a chunk takes. None if not applicable.
+    `token_bytes` is the size of each token, in a group that keeps all tokens. `boundary_chunks` and
+    `boundary_bytes` are the needs of one boundary, in a group that keeps only the last tokens.
+    `slot_fill` is the share of a slot that a chunk fills. Inapplicable fields are None.
     """
 
     group: int
@@ -61,8 +61,8 @@ class GroupRow:
 class ModelReport:
     """The output of `vllm-nvmeof doctor --model --json`. Bytes are for one rank.
 
-    A prefix that is found again ends at a multiple of `unit_tokens`. `boundary_tokens` is the value
-    of `boundary_tokens: auto` for the model, or 0 if that has no effect.
+    A hit ends at a multiple of `unit_tokens`. `boundary_tokens` is the value that
+    `boundary_tokens: auto` takes for this model, or 0 if the key has no effect.
     """
 
     model: str
@@ -86,9 +86,9 @@ class ModelReport:
 
 
 def examine_model(path: Path, kv_dtype: str, as_json: bool, **given: Any) -> int:
-    """Print the report of the model in `path`; return the exit code.
+    """Print the report on the model in `path` and return the exit code.
 
-    `given` has fields of `Deployment`. ConfigError names a value that cannot be used.
+    `given` holds fields of `Deployment`. Raises ConfigError for a value that cannot be used.
     """
     model = read_model(path)
     element_bytes = model.kv_element_bytes(kv_dtype)
@@ -101,7 +101,7 @@ def examine_model(path: Path, kv_dtype: str, as_json: bool, **given: Any) -> int
 
 
 def build(sizes: KvSizes) -> ModelReport:
-    """Return the report of a model in a deployment."""
+    """Return the report on a model in a deployment."""
     refusal, stored = sizes.refusal, sizes.groups()
     slot = slot_stride_bytes(max((one.payload_bytes for one in stored), default=0))
     ranks = {one.group.group_id: one for one in stored}
@@ -144,7 +144,7 @@ def _row(
             reach_tokens=group.cache.reach_tokens,
             block_tokens=group.block_tokens,
             block_bytes=group.true_bytes(stage),
-            stored="nothing: vLLM computes it again",
+            stored="nothing: vLLM recomputes it",
         )
     one, payload, reach = rank.group, rank.payload_bytes, rank.group.reach_chunks
     return GroupRow(
@@ -167,33 +167,32 @@ def _row(
 def _notes(sizes: KvSizes, stored: list[RankGroup], slot: int) -> Iterator[str]:
     if any(one.group.reach_chunks is not None for one in stored):
         yield (
-            f"a prefix is found again at multiples of {sizes.unit_tokens} tokens at which its "
-            "windows and states were stored: where a prompt or an answer ended, and where prompts "
-            "part"
+            f"a hit ends at a multiple of {sizes.unit_tokens} tokens at which windows and states "
+            "were stored: where a prompt or an answer ended, and where prompts diverge"
         )
     deployment, copies = sizes.deployment, sizes.copies()
     if copies > 1:
         yield (
-            f"{copies:.3g} copies: {deployment.ranks_words} stores what each rank holds, "
-            f"{copies:.3g} times the bytes that the model makes"
+            f"{copies:.3g} copies: with {deployment.ranks_words} each rank stores its own KV, "
+            f"together {copies:.3g} times the bytes of one copy"
         )
     fill: float = sum(one.payload_bytes for one in stored)
     fill /= max(1, len(stored) * (slot - HEADER_BYTES))
     if stored and fill < _FILL_MIN:
         yield (
-            f"slots are {fill:.0%} full on average, because all groups have slots of one size; a "
-            "group's own bytes are all that is copied, written and read"
+            f"slots are {fill:.0%} full on average, because all groups use one slot size; only a "
+            "group's own bytes are copied, written and read"
         )
     for cache in sizes.model.caches:
         if cache.kind is LayerKind.STATE and cache.state is None:
-            yield "the size of this family's recurrent state is not known here: counted as nothing"
+            yield "this family's recurrent state has an unknown size: counted as 0"
 
 
 def _show(report: ModelReport) -> None:
     console = wide_console(_FILE_COLUMNS)
     console.print(report.model, highlight=False, markup=False, style="bold")
     headings = (
-        *("group", "layers", "kept", "block", "chunk", "per token", "per boundary", "of a slot"),
+        *("group", "layers", "kept", "block", "chunk", "per token", "per boundary", "slot fill"),
         "stored",
     )
     title = f"KV cache groups, {report.layout}, one rank of --tp {report.tensor_parallel}"
@@ -235,10 +234,10 @@ def _lines(report: ModelReport) -> Iterator[str]:
     yield (
         f"each token adds {human_bytes(report.token_bytes)}, each boundary "
         f"{human_bytes(report.boundary_bytes)}; {report.blocks_per_chunk} blocks per chunk; a slot "
-        f"has {human_bytes(report.slot_bytes)}, a block in GPU memory "
+        f"takes {human_bytes(report.slot_bytes)}, a block in GPU memory "
         f"{human_bytes(report.gpu_block_bytes)}"
     )
     if report.boundary_tokens:
-        yield f"boundary_tokens: auto keeps a boundary in every {report.boundary_tokens} tokens"
+        yield f"boundary_tokens: auto keeps a boundary every {report.boundary_tokens} tokens"
     yield from (f"note: {note}" for note in report.notes)
     yield "works" if report.works else f"refused: {report.refused}; remedy: {report.remedy}"

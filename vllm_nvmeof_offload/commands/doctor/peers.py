@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks which servers read for others, and what connections with them would use here.
+"""Checks which servers read for peers, and which transport connections to them would use here.
 
-A server refuses a peer that does not match it, names one value that differs, and keeps no session.
-Greeted again with that value, it names the next one, so that it reveals its values without serving.
-A server with a share secret answers only peers that have it too.
+A server refuses a peer that does not match, names one value that differs, and keeps no session.
+Greeted again with that value, the server names the next one, and so reveals its values without
+serving. A server with a share secret answers only peers with the same secret.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from vllm_nvmeof_offload.peers.transport import has_rdma, why_no_pulls
 from vllm_nvmeof_offload.units import human_bytes
 
 _ANSWER_MS = 2000
-#: The most values that a server names as not in common.
+#: The number of values by which a server and a peer may differ.
 _FACTS_MAX = 5
 _DIFFERS = re.compile(r"(version|keyspace|world_size|rank|slot_bytes) (\w+) here, not ")
 
 
 @dataclass
 class Answer:
-    """The answer of one rank of a server. `error` is why there is none, with its remedy."""
+    """The answer of one rank of a server. If it gave none, `error` is the reason."""
 
     address: str
     rank: int = 0
@@ -47,9 +47,9 @@ class Answer:
 
 
 def ask(address: str, rank: int = 0, secret: bytes = b"", *, before: int = 0) -> Answer:
-    """Greet one rank of a server until it has named all its values.
+    """Greet one rank of a server until the rank has named all its values.
 
-    `before` is the number of its replicas' ports between the address and the rank's replica.
+    `before` is the number of ports, of earlier replicas, between the address and this replica.
     """
     answer, began_s = Answer(address, rank), time.monotonic()
     place = host_and_port(address, before + rank)
@@ -62,7 +62,7 @@ def ask(address: str, rank: int = 0, secret: bytes = b"", *, before: int = 0) ->
                 break
             except (MalformedError, zmq.ZMQError, ValueError) as error:
                 answer.error = str(error)
-                answer.remedy = "start it with peer_listen, and let this host reach the port"
+                answer.remedy = "start it with peer_listen, and open the port to this host"
                 break
             answer.answers_ms = answer.answers_ms or 1000 * (time.monotonic() - began_s)
             found = _DIFFERS.match(text)
@@ -75,9 +75,9 @@ def ask(address: str, rank: int = 0, secret: bytes = b"", *, before: int = 0) ->
 def _greet(
     context: zmq.Context[zmq.Socket[bytes]], place: str, known: Answer, secret: bytes
 ) -> str:
-    """Return the refusal, which is certain because no server has our tag.
+    """Greet a server and return its refusal, which is certain because no server has our tag.
 
-    Raises PermissionError if the server and we do not have the same share secret.
+    Raises PermissionError if the server's share secret differs from ours.
     """
     facts = known.facts
     hello = Hello(
@@ -100,7 +100,7 @@ def _greet(
         for one in (socket, failed):
             poller.register(one, zmq.POLLIN)
         ready = dict(poller.poll(_ANSWER_MS))
-        socket.disable_monitor()  # or its address may still be in use at the next greeting
+        socket.disable_monitor()  # otherwise its address may still be in use at the next greeting
         failed.close()
         if failed in ready:
             raise PermissionError(STRANGER)
@@ -114,7 +114,7 @@ def _greet(
 
 
 def ask_all(addresses: Sequence[str], secret: bytes = b"") -> Iterator[Answer]:
-    """Ask every rank of every server: of the replica at its address, and of those after it."""
+    """Ask all ranks of each server: of the replica at its address and of all later replicas."""
     for address in addresses:
         first = ask(address, secret=secret)
         yield first
@@ -128,7 +128,7 @@ def ask_all(addresses: Sequence[str], secret: bytes = b"") -> Iterator[Answer]:
 
 
 def judge_answer(one: Answer) -> Finding:
-    """Judge one rank's answer, or its absence."""
+    """Judge one rank's answer or the lack of one."""
     replica = f"replica {one.replica} of {one.replicas}, " if one.replicas > 1 else ""
     evidence = f"{one.address} {replica}rank {one.rank}"
     if one.error:
@@ -139,11 +139,11 @@ def judge_answer(one: Answer) -> Finding:
 
 
 def check_transport() -> Finding:
-    """Find out how peers' chunks would be transferred here."""
+    """Judge the transport by which this machine would receive chunks from peers."""
     why_not = why_no_pulls()
     if not why_not:
-        return ok("peer_transport", "RDMA, to peers that have it too; from others in messages")
+        return ok("peer_transport", "RDMA with peers that support RDMA, else messages")
     if has_rdma():
         remedy = "pip install 'vllm-nvmeof-offload[peers]' on both sides"
-        return warning("peer_transport", f"{why_not}; chunks of peers come in messages", remedy)
-    return ok("peer_transport", f"{why_not}; chunks of peers come in messages")
+        return warning("peer_transport", f"{why_not}; peers send chunks in messages", remedy)
+    return ok("peer_transport", f"{why_not}; peers send chunks in messages")

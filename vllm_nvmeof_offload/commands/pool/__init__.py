@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `vllm-nvmeof pool`, for pools on disk, without a server."""
+"""The command `vllm-nvmeof pool`, which works on pools on disk without a server."""

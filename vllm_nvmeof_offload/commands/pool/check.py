@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `pool check`: a walk over the slots that a table lists or has lost, and repairs.
+"""The command `pool check`: compares tables with slots and repairs table entries.
 
-The walk compares the table with the slots' headers, 4 KiB of each slot. A deep walk reads every
-slot that the table lists whole and verifies the checksums of header and payload too, with O_DIRECT
-if the file system has it: the page cache would hide losses of the medium.
+The check reads the header, 4 KiB, of each slot that a table lists or whose entry is missing. A deep
+check also reads each listed slot whole and verifies the checksums of header and payload. It uses
+O_DIRECT if the file system supports that, because the page cache would hide media errors.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from vllm_nvmeof_offload.pool.recovery import written_slots
 from vllm_nvmeof_offload.pool.survey import RankDirectory, Surveyed, survey
 from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES
 
-#: The most defects listed per directory; all are counted.
+#: The maximum number of defects listed per directory; all are counted.
 _LISTED_MAX = 1000
 _HEADER_THREADS = 16
 _BATCH_PER_THREAD = 16
-#: Waits for the longest reasonable time between a live server's write and its table entry.
+#: Waits for longer than a live server takes from a write to its table entry.
 _let_writes_end = functools.partial(time.sleep, 1.0)
 
 
 class Damage(enum.IntEnum):
-    """The severity of a defect. The values are the exit codes of fsck(8)."""
+    """The severity of a defect. Its values are exit codes of fsck(8)."""
 
     NOTE = 0
     REPAIRED = 1
@@ -53,9 +53,9 @@ class Damage(enum.IntEnum):
 class Report:
     """The result for one rank directory.
 
-    `checked` is the number of entries with slots that were read. A deep check sets `read_bytes`,
-    `seconds` and `direct`. `findings` has kind, severity and slot of each defect, as in JSON,
-    without a slot if it is about the directory. Slots are numbered within the directory.
+    `checked` is the number of live entries whose slots were read. A deep check sets `read_bytes`,
+    `seconds` and `direct`. `findings` lists kind, severity and slot of each defect, as in the JSON;
+    the slot is None if the defect concerns the directory. Slots are numbered within the directory.
     """
 
     surveyed: Surveyed
@@ -69,7 +69,7 @@ class Report:
     worst: Damage = Damage.NOTE
 
     def add(self, kind: str, slot: int | None = None, damage: Damage | None = None) -> None:
-        """Add a defect. damage None: the repair, if one was asked for, undoes it."""
+        """Add a defect. Without `damage`, a repair fixes it: REPAIRED if `repair`, else DAMAGE."""
         if damage is None:
             damage = Damage.REPAIRED if self.repair else Damage.DAMAGE
         self.worst = max(self.worst, damage)
@@ -79,7 +79,7 @@ class Report:
             self.findings.append({"kind": kind, "severity": severity, "slot": slot})
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain JSON values; sizes in bytes, time in seconds."""
+        """Return plain JSON values, with sizes in bytes and time in seconds."""
         found: dict[str, Any] = {
             "directory": str(self.surveyed.path),
             "live": self.surveyed.owner.kind == "live",
@@ -95,7 +95,7 @@ class Report:
 
 
 def exit_code(reports: Sequence[Report]) -> int:
-    """Return the worst damage of all."""
+    """Return the worst damage of all reports."""
     return int(max((report.worst for report in reports), default=Damage.NOTE))
 
 
@@ -108,11 +108,11 @@ def check(
 ) -> list[Report]:
     """Check tables against slots. Pass all parts of a pool at once, because they share an epoch.
 
-    `repair` rebuilds wrong entries from the slots' headers, or drops them, never while a server
-    lives: all directories are held from before the first survey until the last repair, so that no
-    server starts on a part of a pool that is being repaired. A superblock is not repaired, because
-    its content is nowhere else. `on_progress` counts bytes. `settle` is called, if a server lives,
-    before suspects are judged. Raises PoolLockedError, naming a live process that holds a directory
+    `repair` rebuilds wrong entries from the slots' headers or drops them, but never while a server
+    runs: all directories are held from before the first survey until the last repair, so that no
+    server starts on a partly repaired pool. A superblock is not repaired, because its content is
+    stored nowhere else. `on_progress` counts bytes. If a server runs, `settle` is called before
+    suspects are judged. Raises PoolLockedError, which names a live process that holds a directory
     to be repaired, or PoolError if a file cannot be read, locked or written.
     """
     held = hold([one.path for one in directories]) if repair else contextlib.nullcontext()
@@ -120,7 +120,7 @@ def check(
         reports = [Report(one, repair) for one in survey(directories)]
         for report in reports:
             if repair:
-                # This process holds it, which a reader would not call "live".
+                # This process holds the directory, so the survey found it live.
                 report.surveyed = replace(report.surveyed, owner=OwnerState("free"))
             if (superblock := report.surveyed.superblock) is not None:
                 with offline.open_rank(report.surveyed, before_write, deep) as rank:
@@ -140,16 +140,16 @@ def check(
 def _check_rank(
     rank: OfflineRank, report: Report, on_progress: Progress, settle: Callable[[], None]
 ) -> None:
-    """Find the suspects, judge each again in ascending order, list its defect, repair its entry.
+    """Find suspect slots, judge each again in ascending order, list defects and repair entries.
 
-    While a server lives, a slot that is being written looks damaged for a moment: then this waits
-    before, and each suspect is judged by itself, from its entry at that time. A truncated table
-    grows with the repairs, so that a crash in between leaves it short, rather than with zeros in
-    place of entries that are only lost.
+    While a server runs, a slot that is being written looks damaged for a moment. The check
+    therefore waits, and judges each suspect again by the entry that it then has. Repairs extend a
+    truncated table entry by entry: a crash in between leaves it short, not with zeros in place of
+    missing entries.
     """
     table, slots = rank.table(), rank.superblock.slots
     if rank.slab_slots < slots:
-        # Entries of slots beyond its end are found one by one.
+        # Entries of slots beyond its end are listed one by one.
         kind = f"slab has {rank.slab_slots} of {slots} slots; the next start extends it"
         report.add(kind, damage=Damage.NOTE)
     if missing := int((table.states == MISSING).sum()):
@@ -180,7 +180,7 @@ def _check_rank(
 def _suspects(
     rank: OfflineRank, table: offline.Table, report: Report, on_progress: Progress
 ) -> list[int]:
-    """Return slots that do not prove their entry, or have lost it; read a bounded number ahead."""
+    """Return slots that do not prove their entry or whose entry is missing; bound reads ahead."""
     slot_bytes, directory = rank.superblock.slot_bytes, rank.surveyed.directory
     indices = np.flatnonzero(np.isin(table.states, (LIVE, DAMAGED, MISSING)))
     written = set(written_slots(rank.slab_fd, indices, slot_bytes).tolist())
@@ -212,7 +212,7 @@ def _suspects(
 
 
 def _check_log(report: Report, pages: int) -> None:
-    """Note what readers of the log do not find there, so that they read the table instead."""
+    """Note gaps in the log, for which its readers read the table instead."""
     with offline.open_log(report.surveyed) as log:
         try:
             found = os.fstat(log.fileno()).st_size // PAGE_BYTES

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rank directories without an I/O engine: tables, slots, their defects; removal and prefill.
+"""Access to rank directories without an I/O engine: tables, slots, defects, removal and prefill.
 
-A rank is only read unless it was opened with `before_write`: then the caller holds its lock.
-Removal deletes only files of ours. Prefill writes zeros where a slab was never written, because
+A rank is read-only unless it was opened with `before_write`, for which the caller holds its lock.
+Removal deletes only our own files. Prefill writes zeros where a slab was never written, because
 the first write into preallocated space also changes the file system's extents and runs at about
-half the speed of later ones. A hole reads as zeros, so no readable byte changes.
+half the speed of later writes. A hole reads as zeros, so no readable byte changes.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from vllm_nvmeof_offload.pool.survey import (
 from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES, MIB, PAGE_BYTES, slot_stride_bytes
 
-#: A function called with (directory, done, total); the unit depends on the work.
+#: A callback with (directory, done, total); the unit depends on the operation.
 Progress = Callable[[RankDirectory, int, int], None]
-#: A function called before each change to what is held; see `pool.ownership.hold`.
+#: A callback before each change in a held directory; see `pool.ownership.hold`.
 BeforeWrite = Callable[[], None]
 
-#: The files in the order of removal: without its superblock a directory is empty for the next
-#: start. The lease and the lock are removed last, and only with the directory.
+#: The files in the order of removal: to the next start, a directory without a superblock is empty.
+#: Lease and lock are removed last, and only together with the directory.
 _FILES = ("superblock", "superblock.new", "table", "log", "slab", "probe")
 _CLAIMS = ("lease", "lock")
 _THREADS_MAX = 8
@@ -67,24 +67,24 @@ _WRITE_BYTES = 4 * MIB
 
 @contextlib.contextmanager
 def as_pool_error(what: str) -> Iterator[None]:
-    """Raise an OSError of the block as a PoolError that begins with `what`."""
+    """Turn an OSError of the with-block into a PoolError that begins with `what`."""
     try:
         yield
     except OSError as error:
         raise PoolError(f"{what}: {error}") from error
 
 
-#: The states of a table's entry: never written; adopted by the next start; intact, but of another
-#: epoch; not intact, or of a group that the superblock does not have; beyond the file's end.
+#: The states of a table entry: never written; adopted by the next start; intact, but of another
+#: epoch; not intact, or of a group that is not in the superblock; beyond the end of the file.
 STATES = ("empty", "live", "void", "damaged", "missing")
 EMPTY, LIVE, VOID, DAMAGED, MISSING = range(len(STATES))
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A table entry. `state` is one of `STATES`. `identity` and `epoch` are those of an intact one.
+    """A table entry. `state` is one of `STATES`; `identity` and `epoch` are set if it is intact.
 
-    `single_copy`: no other rank of its set has the chunk.
+    `single_copy` means that no other rank of the set stores the chunk.
     """
 
     state: str
@@ -95,7 +95,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """A table as it was read. `states` is uint8[n], numbers of `STATES` by slot of this target."""
+    """A table as read. `states` is uint8[n], an index into `STATES` for each slot of the target."""
 
     states: npt.NDArray[np.uint8]
     entries: DecodedTable
@@ -109,8 +109,8 @@ class Table:
 class Judgement:
     """The defect of a slot.
 
-    `kind` is for display, and stable for programs. `replacement` has the 64 bytes that a repair
-    writes in the entry's place. `worth_listing` is False if no stored chunk is affected.
+    `kind` is for display and stable for programs. `replacement` is the 64-byte entry that a repair
+    writes. `worth_listing` is False if no stored chunk is affected.
     """
 
     kind: str
@@ -120,11 +120,11 @@ class Judgement:
 
 @dataclass(frozen=True)
 class OfflineRank:
-    """An opened rank directory; made by `open_rank`. Slots are numbered within it.
+    """An opened rank directory, created by `open_rank`. Slots are numbered within it.
 
-    `before_write` is None if it is open only for reading. `threads` is how many may call `check` at
-    a time; with 0 payloads are not read. `direct_fd` is the slab's, or None if O_DIRECT does not
-    work. `buffers` have a whole slot each.
+    `before_write` is None if it is open for reading only. `threads` is the number of threads that
+    may call `check` at a time; 0 means that payloads are not read. `direct_fd` is the slab opened
+    with O_DIRECT, or None if that does not work. Each of `buffers` holds a whole slot.
     """
 
     surveyed: Surveyed
@@ -138,11 +138,11 @@ class OfflineRank:
 
     @property
     def tag(self) -> bytes:
-        """Return the share tag of the chunks that a start adopts."""
+        """Return the share tag of the chunks that the next start adopts."""
         return share_tag(self.superblock.keyspace)
 
     def wanted(self, index: int, identity: SlotIdentity, tag: bytes | None = None) -> Wanted:
-        """Return the identity that the slot must prove, with a start's tag if `tag` is None."""
+        """Return what the slot must prove for `identity`, with `self.tag` if `tag` is None."""
         # For a key of an unknown group, use a length that no chunk has.
         length, place = self.superblock.length_of(identity.key), self.superblock.place(index)
         return identity, -1 if length is None else length, place, tag or self.tag
@@ -150,7 +150,7 @@ class OfflineRank:
     def mismatch(
         self, index: int, header: SlotHeader, identity: SlotIdentity, tag: bytes | None = None
     ) -> str:
-        """Return the reason why this header does not prove that its slot holds `identity`, or "".
+        """Return why the header does not prove that its slot holds `identity`, or "" if it does.
 
         `tag` is as in `wanted`.
         """
@@ -166,7 +166,7 @@ class OfflineRank:
 
     @property
     def slab_slots(self) -> int:
-        """Return the whole slots of the slab file. Fewer than in the superblock is damage."""
+        """Return the number of whole slots in the slab file, which may have been truncated."""
         return os.fstat(self.slab_fd).st_size // self.superblock.slot_bytes
 
     def table(self) -> Table:
@@ -175,7 +175,7 @@ class OfflineRank:
         return self._decode(read_table(self.table_fd, count), 0, count)
 
     def entry(self, index: int) -> Entry:
-        """Read one table entry, as it is now; PoolError if it cannot be read."""
+        """Read one table entry in its present state; PoolError if it cannot be read."""
         with as_pool_error(f"cannot read {self.surveyed.path / 'table'}"):
             raw = os.pread(self.table_fd, ENTRY_BYTES, index * ENTRY_BYTES)
         table = self._decode(np.frombuffer(raw, np.uint8), index, 1)
@@ -186,11 +186,11 @@ class OfflineRank:
         return Entry(state, table.identity(0), int(table.entries.epochs[0]), is_single)
 
     def _decode(self, raw: npt.NDArray[np.uint8], first: int, count: int) -> Table:
-        """Decode `count` entries from index `first` on; those that `raw` lacks are missing."""
+        """Decode `count` entries that start at index `first`; entries beyond `raw` are missing."""
         whole = raw.size // ENTRY_BYTES
         raw = np.pad(raw[: whole * ENTRY_BYTES], (0, (count - whole) * ENTRY_BYTES))
         decoded = decode_table(raw, np.arange(first, first + count, dtype=np.int64))
-        strange = np.zeros(count, np.bool_)  # intact, but of a group that the superblock lacks
+        strange = np.zeros(count, np.bool_)  # intact, but of a group not in the superblock
         for length in np.unique(decoded.key_bytes[decoded.valid]).tolist():
             rows = np.flatnonzero(decoded.valid & (decoded.key_bytes == length))
             strange[rows] = ~has_known_group(decoded.keys[rows, :length], self.superblock)
@@ -200,7 +200,7 @@ class OfflineRank:
         return Table(states, decoded)
 
     def header(self, index: int) -> SlotHeader | Outcome | None:
-        """Read one slot's header: an Outcome if that fails, None if the header is not intact."""
+        """Read one slot's header. Return an Outcome if that fails, None if it is not intact."""
         try:
             page = os.pread(self.slab_fd, HEADER_BYTES, index * self.superblock.slot_bytes)
         except OSError as error:
@@ -208,21 +208,20 @@ class OfflineRank:
         return parse_header(page)
 
     def read_error(self, error: OSError) -> Outcome:
-        """Classify a failed read of a slot. PoolError if it affects more than the slot."""
+        """Classify a failed read of a slot. Raises PoolError if the whole target is affected."""
         outcome = io_error(error.errno or errno.EIO)
         if outcome.scope is Scope.TARGET:
             raise PoolError(f"cannot read {self.surveyed.path / 'slab'}: {error}") from error
         return outcome
 
     def bytes_of(self, identity: SlotIdentity) -> int:
-        """Return the bytes that `check` reads: header page and padded payload of the group."""
+        """Return the bytes that `check` reads: the header page and the group's padded payload."""
         return slot_stride_bytes(self.superblock.length_of(identity.key) or 0)
 
     def check(self, index: int, identity: SlotIdentity, tag: bytes | None = None) -> Outcome:
-        """Verify that one slot, read whole, holds `identity`; PoolError if the whole target does
-        not answer.
+        """Read one slot whole and verify that it holds `identity`; `tag` is as in `wanted`.
 
-        `tag` is as in `wanted`.
+        Raises PoolError if the whole target is affected.
         """
         buffer = self.buffers.get()
         try:
@@ -237,7 +236,7 @@ class OfflineRank:
             self.buffers.put(buffer)
 
     def _read(self, view: memoryview, offset: int) -> bool:
-        """Fill `view` from the slab; False if the file ends before."""
+        """Fill `view` from the slab; return False if the file ends first."""
         fd = self.slab_fd if self.direct_fd is None else self.direct_fd
         done = 0
         while done < len(view):
@@ -252,11 +251,11 @@ class OfflineRank:
         return True
 
     def judge(self, index: int, seen: SlotIdentity | None) -> Judgement | None:
-        """Read one slot's entry and header again, and its payload if `threads` permits it; return
-        its defect, or None if it has none.
+        """Read one slot's entry and header again, and its payload if `threads` is not 0. Return the
+        slot's defect, or None if it has none.
 
-        `seen` is the entry's identity when the slot became a suspect (None: no intact entry). If it
-        is another one now, a server has written the slot since: nothing is wrong.
+        `seen` is the entry's identity when the slot became a suspect, or None if it had no intact
+        entry. If the identity has changed, a server has since written the slot: nothing is wrong.
         """
         entry = self.entry(index)
         if entry.state in ("empty", "void") or (seen is not None and entry.identity != seen):
@@ -290,7 +289,7 @@ class OfflineRank:
 
 
 def _open_or_empty(path: Path) -> int:
-    """Open a file for reading, or an empty one if it is lost, which proves no entry."""
+    """Open a file for reading, or an empty one, which proves no entry, if it does not exist."""
     try:
         return open_private(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -301,10 +300,10 @@ def _open_or_empty(path: Path) -> int:
 def open_rank(
     surveyed: Surveyed, before_write: BeforeWrite | None = None, deep: bool = False
 ) -> Iterator[OfflineRank]:
-    """Open the slab (for reading) and the table (for reading if there is no `before_write`, else
-    for writing, and created if it is lost). If `deep`, payloads can be read too.
+    """Open the slab for reading, and the table for reading or, with `before_write`, for writing; a
+    missing table is then created. With `deep`, payloads can also be read.
 
-    PoolError if there is no usable superblock, or a file cannot be opened.
+    Raises PoolError if there is no usable superblock or a file cannot be opened.
     """
     path, superblock = surveyed.path, surveyed.superblock
     if superblock is None:
@@ -335,14 +334,14 @@ def open_rank(
 
 
 def open_log(surveyed: Surveyed) -> BinaryIO:
-    """Open the log for reading; an empty file if it is lost. PoolError if it cannot be opened."""
+    """Open the log, or an empty file if it is missing. Raises PoolError if it cannot be opened."""
     path = surveyed.path / LOG_FILE
     with as_pool_error(f"cannot open {path}"):
         return open(_open_or_empty(path), "rb")
 
 
 def _open_direct(slab: Path, flags: int) -> int | None:
-    """Open `slab` with O_DIRECT; None if that, or a read with it, does not work."""
+    """Open `slab` with O_DIRECT; return None if opening or a first read fails."""
     with contextlib.suppress(OSError):
         fd = open_private(slab, flags | os.O_DIRECT)
         try:
@@ -355,7 +354,7 @@ def _open_direct(slab: Path, flags: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """A removal: `freed_bytes` of the deleted files, and `left`, names that are not ours."""
+    """The result of a removal. `left` are the names of remaining files, which are not ours."""
 
     directory: str
     freed_bytes: int
@@ -363,7 +362,8 @@ class Removed:
 
 
 def check_ours(paths: Iterable[Path]) -> None:
-    """Raise PoolError for a rank directory with files but no superblock, intact or damaged."""
+    """Raise PoolError for a rank directory that has files but no superblock, not even a damaged
+    one."""
     for path in paths:
         with as_pool_error(f"cannot read {path / 'superblock'}"):
             proven = is_superblock(path / "superblock") or is_superblock(path / "superblock.new")
@@ -371,18 +371,18 @@ def check_ours(paths: Iterable[Path]) -> None:
         if not proven and any(os.lstat(file).st_size for file in files):
             raise PoolError(
                 f"{path} has no superblock of this program, so nothing proves that its files are "
-                f"ours: look at them, and delete the directory by hand"
+                f"ours: inspect them and delete the directory by hand"
             )
 
 
 def remove(directories: Sequence[RankDirectory]) -> list[Removed]:
-    """Delete `directories`, and the directories above that are empty afterwards.
+    """Delete `directories` and any parent directories that this leaves empty.
 
-    Nothing is deleted unless all are ours (PoolError) and none is held by a live process
-    (PoolLockedError). Also raises PoolError if a file cannot be deleted.
+    Deletes nothing unless all are ours (else PoolError) and no live process holds one (else
+    PoolLockedError). Also raises PoolError if a file cannot be deleted.
     """
     paths = [directory.path for directory in directories]
-    check_ours(paths)  # before a lock file is made in a wrong place
+    check_ours(paths)  # before a lock file is created in a wrong place
     removed = []
     with hold(paths) as before_write:
         for path in paths:
@@ -394,8 +394,8 @@ def remove(directories: Sequence[RankDirectory]) -> list[Removed]:
                 left = sorted(set(os.listdir(path)) - set(_CLAIMS))
                 if not left:
                     before_write()
-                    # We hold the lock; a process that opened it just now notices that its name is
-                    # gone.
+                    # We hold the lock; a process that has just opened it will notice that its name
+                    # is gone.
                     for name in _CLAIMS:
                         (path / name).unlink(missing_ok=True)
                     path.rmdir()
@@ -405,7 +405,7 @@ def remove(directories: Sequence[RankDirectory]) -> list[Removed]:
         with contextlib.suppress(OSError):
             engine.rmdir()
         with contextlib.suppress(OSError):
-            # The keyspace's directory, if it has at most our own file.
+            # The keyspace's directory, if it holds no file but our own.
             if os.listdir(facts.parent) == [FACTS_FILE] and _is_file(facts):
                 facts.unlink()
             facts.parent.rmdir()
@@ -418,7 +418,7 @@ def _is_file(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """The result for a directory: its slots, and how many this command filled with zeros."""
+    """The result for one directory; `filled` is the number of slots filled with zeros."""
 
     directory: str
     slots: int
@@ -429,9 +429,9 @@ class Prefilled:
 def prefill(
     directories: Sequence[RankDirectory], on_progress: Progress = lambda *_: None
 ) -> list[Prefilled]:
-    """Fill the never-written slots of `directories`; `on_progress` counts bytes.
+    """Fill the slots of `directories` that were never written; `on_progress` counts bytes.
 
-    Raises PoolLockedError if a live process holds one of them, PoolError if one has no usable
+    Raises PoolLockedError if a live process holds a directory, PoolError if one has no usable
     superblock or cannot be written.
     """
     filled = []

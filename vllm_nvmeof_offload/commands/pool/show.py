@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools as plain JSON values and as tables on stdout, with progress on stderr.
+"""Output of pools as JSON or as tables on stdout, with progress on stderr.
 
 Sizes are in bytes, times in seconds (Unix time).
 """
@@ -44,26 +44,26 @@ from vllm_nvmeof_offload.units import MIB, format_bytes
 
 _OWNER_KINDS = ("free", "dead", "silent", "live")
 _LISTED_MAX = 20
-#: The digits of a keyspace in tables, enough to name it in a command.
+#: The number of digits of a keyspace in tables, enough to name it in a command.
 _DIGITS = 12
-#: The digits of a share tag, or of an owner's uuid, in tables.
+#: The number of digits of a share tag, or of an owner's uuid, in tables.
 _TAG_DIGITS = 8
 
 
 def targets_of(given: Sequence[Path] | None) -> list[Path]:
-    """Return the targets, each once; configured ones that do not exist yet hold no pools."""
+    """Return the targets without duplicates; configured ones that do not exist are left out."""
     found = given or [path for path in map(Path, parse_config({}).targets) if path.exists()]
     return list(dict.fromkeys(Path(os.path.realpath(path)) for path in found))
 
 
 def choose(given: Sequence[Path] | None, which: str | None = None) -> list[RankDirectory]:
-    """Return the rank directories that `which` names on the targets, or all without `which`."""
+    """Return the rank directories on the targets that `which` names, or all if it is None."""
     targets = targets_of(given)
     return find(targets) if which is None else select(targets, which)
 
 
 def listing(targets: Sequence[Path]) -> dict[str, Any]:
-    """Return targets with their free bytes and the bytes of each keyspace, and pools with regions.
+    """Return the targets with their free bytes and bytes per keyspace, and pools with regions.
 
     Raises PoolError if a target cannot be read.
     """
@@ -93,7 +93,7 @@ def _pool(parts: Sequence[Surveyed]) -> dict[str, Any]:
     regions = [region(one) for one in parts]
     directory, tags = parts[0].directory, {one["tag"] for one in regions}
     used = [one.last_use_s for one in parts if one.last_use_s is not None]
-    # A part that a live server holds has precedence, then one that a dead server left.
+    # Of the owners, a live one has precedence, then a silent one, then a dead one.
     owner = max((one.owner for one in parts), key=lambda one: _OWNER_KINDS.index(one.kind))
     return {
         "keyspace": directory.keyspace,
@@ -113,10 +113,10 @@ def _pool(parts: Sequence[Surveyed]) -> dict[str, Any]:
 
 
 def region(one: Surveyed) -> dict[str, Any]:
-    """Return what one rank of one engine has on one target.
+    """Return the region of one rank of one engine on one target.
 
-    `owner` is the uuid of its superblock. `tag` is the share tag of its chunks, or None if unknown.
-    `readers` are processes that have opened its chunks. `problem` is why it cannot be used, or "".
+    `owner` is the superblock's uuid. `tag` is the share tag of the chunks, or None if unknown.
+    `readers` are processes that have opened the chunks. `problem` is why it cannot be used, or "".
     """
     problem, counts = one.problem and f"superblock: {one.problem}", {}
     try:
@@ -138,7 +138,7 @@ def region(one: Surveyed) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return JSON values: bytes in hex, an enum's name, a dataclass as an object."""
+    """Convert to JSON values: bytes to hex, an enum to its name, a dataclass to an object."""
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, Enum):
@@ -153,12 +153,12 @@ def _plain(value: Any) -> Any:
 
 
 def _with_text(state: OwnerState) -> dict[str, Any]:
-    """Return what is known of a region's owner, and the same for display."""
+    """Return the facts about a region's owner, with a `text` for display."""
     return {**_plain(state), "text": str(state)}
 
 
 def occupancy(surveyed: Surveyed) -> dict[str, int]:
-    """Count slots by the state of their entry; {} without a superblock. PoolError if unreadable."""
+    """Count slots by their entry's state; {} without a superblock. Raises PoolError on errors."""
     if surveyed.superblock is None:
         return {}
     with offline.open_rank(surveyed) as rank:
@@ -169,7 +169,7 @@ def occupancy(surveyed: Surveyed) -> dict[str, int]:
 def inspect_rank(surveyed: Surveyed) -> dict[str, Any]:
     """Return the region of one rank directory, with its superblock, files and log.
 
-    `log` is the header of its newest page, with the log's `pages`, or None if there is no log.
+    `log` holds the log's `pages` and the header of its newest page, or is None without a log.
     """
     found, superblock = region(surveyed), surveyed.superblock
     files, log = {}, None
@@ -189,9 +189,9 @@ def inspect_rank(surveyed: Surveyed) -> dict[str, Any]:
 
 
 def inspect_slot(surveyed: Surveyed, index: int) -> dict[str, Any]:
-    """Return one slot: its table entry, its header, and whether its payload matches them.
+    """Return one slot: its table entry, its header, and whether its payload matches the header.
 
-    Raises PoolError for a slot that the directory does not have.
+    Raises PoolError for a slot that does not exist.
     """
     with offline.open_rank(surveyed, deep=True) as rank:
         slots = rank.superblock.slots
@@ -217,7 +217,7 @@ def inspect_slot(surveyed: Surveyed, index: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[RankDirectory, int, int], None]]:
-    """Yield a callback that draws one bar of bytes per directory on stderr, if it is a terminal."""
+    """Yield a callback that draws a progress bar per directory on stderr if that is a terminal."""
     console = Console(stderr=True)
     tasks: dict[RankDirectory, rich_progress.TaskID] = {}
     columns = (
@@ -236,14 +236,14 @@ def progress() -> Iterator[Callable[[RankDirectory, int, int], None]]:
 
 
 def _print(*lines: str) -> None:
-    """Print text as it is: text from disk is neither read as markup nor wrapped."""
+    """Print text verbatim: text from disk is neither parsed as markup nor wrapped."""
     console = Console()
     for line in lines:
         console.print(Text(line), soft_wrap=True)
 
 
 def _print_table(rows: Iterable[dict[str, Any]], without: Collection[str]) -> None:
-    """Print all columns but `without`, those that the rows do not have."""
+    """Print all columns but those in `without`, which the rows lack."""
     headings = [heading for heading in _CELLS if heading not in without]
     made = table(headings, ([_CELLS[heading](row) for heading in headings] for row in rows))
     made.columns[0].no_wrap, made.columns[0].min_width = True, _DIGITS  # the keyspace
@@ -257,13 +257,13 @@ def _time(seconds: float | None) -> str:
 
 
 def _weights(row: dict[str, Any]) -> str:
-    """Return the share tag; only servers with the same tag read the chunks."""
+    """Return the start of the share tag; only servers with the same tag read the chunks."""
     if row["tag"] is None:
         return "unknown"
     return f"{row['tag'][:_TAG_DIGITS]}{'' if row['adopts'] else ', unnamed'}"
 
 
-#: The columns of pools and of regions: the function for a row's cell, by heading.
+#: The columns of the tables of pools and regions: heading → function that formats a row's cell.
 _CELLS: dict[str, Callable[[dict[str, Any]], str]] = {
     "keyspace": lambda row: row["keyspace"][:_DIGITS],
     "model": lambda row: row["model"],
@@ -313,19 +313,19 @@ def print_details(
         if len(parts) > 1:
             names = ", ".join(str(one.path) for one in parts)
             raise PoolError(
-                f"--slot {slot}: {which} holds {len(parts)} directories with slots of their own: "
+                f"--slot {slot}: {which} holds {len(parts)} directories with separate slots: "
                 f"give one of {names}"
             )
         found["slot"] = inspect_slot(parts[0], slot)
     if as_json:
         print_json(found)
         return
-    found["facts"] = facts or "keyspace.json is missing, or belongs to another digest"
+    found["facts"] = facts or "keyspace.json is missing or belongs to another digest"
     _print(*_lines(found))
 
 
 def _lines(part: dict[str, Any], indent: str = "") -> Iterator[str]:
-    """Yield plain values as lines, with nested ones below their name."""
+    """Yield one line per plain value, with nested values below their name."""
     for name, value in part.items():
         below = value if isinstance(value, list) else [value]
         if below and isinstance(below[0], dict) and "text" not in below[0]:
@@ -363,7 +363,7 @@ def print_reports(reports: Sequence[Report], as_json: bool) -> int:
             where = f": {count}, slots {', '.join(slots[:_LISTED_MAX])}{more}" if slots else ""
             _print(f"  {kind}{where}")
         if report.worst is Damage.DAMAGE and not report.repair and not found["live"]:
-            _print("  --repair drops or rebuilds these entries; their chunks are computed again")
+            _print("  --repair drops or rebuilds these entries; dropped chunks are recomputed")
         if report.worst is Damage.UNUSABLE:
             remedy = f"`vllm-nvmeof pool rm {report.surveyed.path}` frees its space"
             try:
@@ -375,7 +375,7 @@ def print_reports(reports: Sequence[Report], as_json: bool) -> int:
 
 
 def remove(directories: Sequence[RankDirectory], yes: bool, as_json: bool) -> None:
-    """Run `pool rm`: ask unless `yes`, remove, print."""
+    """Run `pool rm`: ask for confirmation unless `yes`, remove, and print the result."""
     offline.check_ours(directory.path for directory in directories)
     parts = survey(directories)
     for part in parts:
@@ -383,11 +383,11 @@ def remove(directories: Sequence[RankDirectory], yes: bool, as_json: bool) -> No
             raise PoolLockedError(f"{part.path} is in use ({part.owner}): stop that server first")
     if not yes:
         if as_json:
-            raise PoolError("--json: a program cannot be asked; give --yes as well")
+            raise PoolError("--json: cannot ask for confirmation; give --yes as well")
         for part in parts:
             size, model = format_bytes(part.disk_bytes), model_name(part.path.parents[1])
             typer.echo(f"{part.path}  {size}  model {model!r}", err=True)
-        typer.confirm(f"Remove these {len(parts)}?", abort=True, err=True)
+        typer.confirm(f"Remove these {len(parts)} directories?", abort=True, err=True)
     removed = offline.remove(directories)
     if as_json:
         print_json({"removed": [asdict(one) for one in removed]})

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hardware and the load that a model is sized for: its options, their texts and bounds.
+"""The hardware and load for which a model is sized, with option names, help texts and bounds.
 
-Needs only the standard library, because every start of the command imports it for its options.
+The module needs only the standard library, because every run of the command imports it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.units import parse_bytes
 
-#: Transfers per second and lane, times the share that carries data (line encoding).
+#: Transfers per second and lane, times the share that line encoding leaves for data.
 _PCIE = {3: 8e9 * (128 / 130), 4: 16e9 * (128 / 130), 5: 32e9 * (128 / 130), 6: 64e9 * (242 / 256)}
 _LANES = (1, 2, 4, 8, 16)
 _LINK = re.compile(r"^\s*(?:(\d+)\s*x\s*)?(.+?)\s*$", re.IGNORECASE)
@@ -35,7 +35,7 @@ _BOUNDS = {
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """`count` links of `bytes_per_s` each in one direction, by the line rate."""
+    """A bundle of `count` links, each with a line rate of `bytes_per_s` in one direction."""
 
     count: int
     bytes_per_s: float
@@ -46,7 +46,7 @@ class Link:
 
 
 def parse_link(text: str) -> Link:
-    """Parse `100GbE`, `2x400GbE`, `pcie5x16` or a rate as in `2x12.5GB/s`; else ValueError."""
+    """Parse `100GbE`, `2x400GbE`, `pcie5x16` or a rate such as `2x12.5GB/s`; else ValueError."""
     match = _LINK.match(text)
     count, name = (int(match.group(1) or 1), match.group(2)) if match else (0, "")
     rate, pcie, network = 0.0, _PCIE_NAME.match(name), _NETWORK.match(name)
@@ -54,7 +54,7 @@ def parse_link(text: str) -> Link:
         generation, lanes = map(int, pcie.groups())
         rate = lanes * _PCIE.get(generation, 0) / 8 if lanes in _LANES else 0
     elif network and "B/s" not in name:
-        # 100Gb/s is bits, 12.5GB/s is bytes: the only place where the case of a letter counts.
+        # 100Gb/s is bits and 12.5GB/s is bytes: only here does a letter's case matter.
         rate = float(network.group(1)) * 1e9 / 8
     else:
         with contextlib.suppress(ValueError):
@@ -66,7 +66,7 @@ def parse_link(text: str) -> Link:
 
 
 def parse_rate(text: str) -> float:
-    """Parse `6.5GB/s` or `900 MiB/s` into bytes per second above 0; else ValueError."""
+    """Parse `6.5GB/s` or `900 MiB/s`, above 0, into bytes per second; else ValueError."""
     amount, slash, per = text.strip().rpartition("/")
     if slash and per.lower() == "s" and (rate := parse_bytes(amount)) > 0:
         return float(rate)
@@ -74,7 +74,7 @@ def parse_rate(text: str) -> float:
 
 
 def parse_duration(text: str) -> float:
-    """Parse `2s` or `500ms` into seconds above 0; else ValueError."""
+    """Parse `2s` or `500ms`, above 0, into seconds; else ValueError."""
     return _scaled(text, _SECONDS, "a duration above 0; write 2s or 500ms")
 
 
@@ -96,7 +96,7 @@ def _link_text(text: str) -> str:
     return text
 
 
-#: The orders of the KV cache in GPU memory: layers (L), blocks (B), heads, tokens, values.
+#: Orders of the KV cache's dimensions in GPU memory: layers (L), blocks (B), heads, tokens, values.
 BLOCKS_OUTERMOST, LAYERS_OUTERMOST = "BLHNC", "LBHNC"
 
 
@@ -104,13 +104,13 @@ def _layout_name(text: str) -> str:
     known = (BLOCKS_OUTERMOST, LAYERS_OUTERMOST)
     if text.upper() in known:
         return text.upper()
-    raise ValueError(f"{text!r} is not a layout known here; write {' or '.join(known)}")
+    raise ValueError(f"{text!r} is not a known layout; write {' or '.join(known)}")
 
 
 def _option(
     default: Any, flag: str, text: str, read: Callable[[str], Any] | None = None, **bounds: float
 ) -> Any:
-    """Declare a field set by the option `flag`. `read` converts a text to the value."""
+    """Declare a field that the option `flag` sets. `read` converts text to the value."""
     metadata = {"flag": flag, "help": text, "read": read, "bounds": bounds}
     return field(default=default, metadata=metadata)
 
@@ -124,7 +124,7 @@ _link = functools.partial(_option, read=_link_text)
 
 
 def _server_stream_slots() -> int:
-    """Return the server's number, so that the CPU tier has the server's size."""
+    """Return the server's number of stream slots, so that the CPU tier gets the server's size."""
     from vllm_nvmeof_offload.config import TUNING
 
     return TUNING.stream_slots
@@ -132,17 +132,17 @@ def _server_stream_slots() -> int:
 
 @dataclass(frozen=True)
 class Deployment:
-    """The hardware and the load. Values are numbers, or texts as on the command line.
+    """The hardware and the load. Values are numbers, or text as on the command line.
 
     `gpus`, `drives` and `link` are for the whole deployment, `staging_bytes` and the parallel sizes
-    for one engine, `stream_slots` for one rank. ConfigError names the option of a value that cannot
-    be used.
+    for one engine, `stream_slots` for one rank. Raises ConfigError, which names the option, for a
+    value that cannot be used.
     """
 
-    gpus: int = _count(None, "--gpus", "GPUs of all engines. Default: those of one engine.")
+    gpus: int = _count(None, "--gpus", "GPUs of all engines. Default: one engine's GPUs.")
     gpu_memory_bytes: int = _size("80GiB", "--gpu-memory", "Memory of one GPU.", gt=0)
     gpu_memory_utilization: float = _share(
-        0.92, "--gpu-utilization", "Share of GPU memory that vLLM takes."
+        0.92, "--gpu-utilization", "Share of GPU memory that vLLM uses."
     )
     gpu_reserve_bytes: int = _size(
         "4GiB", "--gpu-reserve", "Part of vLLM's memory for activations and CUDA graphs."
@@ -153,64 +153,64 @@ class Deployment:
     decode_context_parallel: int = _count(
         1,
         "--dcp",
-        "Decode context parallel size: so many ranks of --tp, of --pcp, or of both together, share "
-        "the tokens of a block.",
+        "Decode context parallel size: the number of ranks, of --tp, --pcp or both, that share the "
+        "tokens of a block.",
     )
     kv_element_bytes: int = 2
     layout: str = _option(
         BLOCKS_OUTERMOST,
         "--layout",
-        "Order of the KV cache in GPU memory: BLHNC, which this package asks for, or LBHNC, the "
-        "only one of vLLM's CPU engine.",
+        "Order of the KV cache in GPU memory: BLHNC, which this package requests, or LBHNC, the "
+        "only order of vLLM's CPU engine.",
         _layout_name,
     )
     block_tokens: int | None = _count(
-        None, "--block-tokens", "Tokens in a block. Default: what the model's kernels want."
+        None, "--block-tokens", "Tokens in a block. Default: the size that the kernels need."
     )
     blocks_per_chunk: int | None = _count(
-        None, "--blocks-per-chunk", "Default: as many as the server would choose."
+        None, "--blocks-per-chunk", "Blocks per chunk. Default: the server's choice."
     )
     staging_bytes: int = _size("8GiB", "--staging", "Pinned CPU memory of one engine.")
     stream_slots: int = field(default_factory=_server_stream_slots)
-    context_tokens: int = _option("32k", "--context", "Tokens of a session.", parse_tokens, ge=1)
-    concurrency: int = _count(16, "--concurrency", "Sessions that return at the same moment.")
+    context_tokens: int = _option("32k", "--context", "Tokens per session.", parse_tokens, ge=1)
+    concurrency: int = _count(16, "--concurrency", "Sessions that return at the same time.")
     drives: int = _count(24, "--drives", "Drives in the enclosure.")
     drive_bytes: int = _size("15.36TB", "--drive-bytes", "Capacity of one drive.", gt=0)
-    drive_fill: float = _share(0.9, "--drive-fill", "Share of a drive for the pool.")
+    drive_fill: float = _share(0.9, "--drive-fill", "Share of a drive that the pool uses.")
     drive_read_bytes_per_s: float = _rate(
         "6.5GB/s", "--drive-read", "Sequential read rate of one drive."
     )
     link: str = _link("2x100GbE", "--link", "All links between the enclosure and the GPU hosts.")
     gpu_link: str = _link("pcie5x16", "--gpu-link", "Link of one GPU to its host.")
     link_efficiency: float = _share(0.9, "--link-efficiency", "Payload's share of a link's rate.")
-    ttft_seconds: float = _time("2s", "--ttft", "Wanted time to first token.")
+    ttft_seconds: float = _time("2s", "--ttft", "Target time to first token.")
     prefill_nodes: int | None = _count(
         None,
         "--prefill-nodes",
-        "Prefill nodes of a cluster whose decode nodes read for them; needs --decode-nodes.",
+        "Prefill nodes of a cluster in which decode nodes read for them; needs --decode-nodes.",
     )
     decode_nodes: int | None = _count(
         None,
         "--decode-nodes",
-        "Decode nodes of a cluster that read for its prefill nodes; needs --prefill-nodes.",
+        "Decode nodes of a cluster, which read for its prefill nodes; needs --prefill-nodes.",
     )
     node_gpus: int = _count(
-        8, "--node-gpus", "GPUs of one cluster node, each with a link to other nodes."
+        8, "--node-gpus", "GPUs per cluster node, each with a link to other nodes."
     )
     node_storage_links: int = _count(
-        1, "--node-storage-links", "Links of one cluster node to the pool."
+        1, "--node-storage-links", "Links from one cluster node to the pool."
     )
     node_link: str = _link(
         "400GbE", "--node-link", "One link of a cluster node, to the pool or to other nodes."
     )
     node_memory_bytes_per_s: float = _rate(
-        "500GB/s", "--node-memory", "Rate of a cluster node's main memory."
+        "500GB/s", "--node-memory", "Memory bandwidth of one cluster node."
     )
     turn_compute_seconds: float | None = _time(
-        None, "--turn-compute", "Time in which a cluster node computes the new tokens of a turn."
+        None, "--turn-compute", "Time a cluster node needs to compute a turn's new tokens."
     )
     turn_gap_seconds: float = _time(
-        "5s", "--turn-gap", "From an agent's first token to its next turn."
+        "5s", "--turn-gap", "Time from an agent's first token to its next turn."
     )
 
     def __post_init__(self) -> None:
@@ -227,16 +227,16 @@ class Deployment:
 
     @property
     def ranks(self) -> int:
-        """Return the ranks of one engine."""
+        """Return the number of ranks of one engine."""
         return self.stage_ranks * self.pipeline_parallel
 
     @property
     def stage_ranks(self) -> int:
-        """Return the ranks of a pipeline stage. Decode context parallelism adds none."""
+        """Return the number of ranks of a pipeline stage; decode context parallelism adds none."""
         return self.tensor_parallel * self.prefill_context_parallel
 
     def on_one_rank(self) -> Deployment:
-        """Return the same hardware and load without parallelism."""
+        """Return a copy without parallelism."""
         sizes: Any = dict.fromkeys((n.name for n in fields(self) if "_parallel" in n.name), 1)
         return replace(self, **sizes)
 
@@ -253,7 +253,7 @@ class Deployment:
 
 
 def read_option(flag: str, value: Any, read: Callable[[str], Any] | None, **bounds: float) -> Any:
-    """Return the value of the option `flag`. ConfigError if it cannot be used."""
+    """Return the value of the option `flag`. Raises ConfigError if the value cannot be used."""
     if read is not None and isinstance(value, str):
         try:
             value = read(value)

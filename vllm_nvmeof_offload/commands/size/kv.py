@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV cache bytes per token, block and session; sessions that fit; bandwidth that they need.
 
-A *stage* is one part of a pipeline. Figures of a rank are for the fullest stage. Blocks in GPU
-memory and slots have one size for all KV cache groups, that of the largest one; copies, reads and
-writes are as long as a group's own bytes.
+A *stage* is one part of a pipeline. Figures per rank are for the fullest stage. All KV cache groups
+share one block size in GPU memory and one slot size, which the largest group sets; copies, reads
+and writes transfer only a group's own bytes.
 
-A reload is the worst case: all KV is only in the pool, and all `concurrency` sessions return
-at the same moment, spread evenly over drives, links and GPUs.
+A reload is the worst case: all KV is only in the pool, and all `concurrency` sessions return at
+once, spread evenly over drives, links and GPUs.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from vllm_nvmeof_offload.units import PAGE_BYTES, slot_stride_bytes
 
 @dataclass(frozen=True, slots=True)
 class SessionSlots:
-    """The `count` slots that one rank stores of a session in one group. `payload_bytes` is that of
-    the group's chunk, `stride_bytes` that of a slot in staging and in a slab."""
+    """The slots that one rank stores for one group of a session. `payload_bytes` is the size of
+    the group's chunk, `stride_bytes` the size of a slot in staging and in a slab."""
 
     count: int
     payload_bytes: int
@@ -39,7 +39,7 @@ class SessionSlots:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The reason why a server with offloading would not start, and the remedy."""
+    """The reason why a server with offloading would refuse to start, and the remedy."""
 
     what: str
     remedy: str
@@ -47,10 +47,10 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The sessions that fit into the bytes for KV on one GPU, one rank's cache slots, or the pool.
+    """The room for KV on one GPU, in one rank's cache slots or in the pool, and its sessions.
 
-    If `free_bytes` is below 0, the weights do not fit. `session_bytes` is for one session there.
-    Each of `engines` has as much room.
+    A `free_bytes` below 0 means that the weights do not fit. `session_bytes` is the size of one
+    session there. Each of `engines` engines has this much room.
     """
 
     free_bytes: int
@@ -65,7 +65,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """A part through which all bytes pass. `needed` is how many of it the objective requires."""
+    """A part of the path that all bytes pass. `needed` is the number that meets the target TTFT."""
 
     name: str
     bytes_per_s: float
@@ -74,7 +74,7 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Reload:
-    """A load of all returning sessions at once."""
+    """A simultaneous load of all returning sessions."""
 
     session_bytes: int
     needed_bytes_per_s: float
@@ -91,13 +91,13 @@ class KvSizes:
     """Formulas for one model in one deployment; results are bytes unless named otherwise."""
 
     def __init__(self, model: ModelShape, deployment: Deployment) -> None:
-        """Raises ConfigError for a split or a layout of the model that vLLM refuses."""
+        """Raise ConfigError if vLLM would refuse this split or layout of the model."""
         self.model, self.deployment = model, deployment
         ranks = deployment.tensor_parallel
         for cache in model.caches:
             heads = cache.kv_heads
             if cache.value_width and heads % ranks and ranks % heads:
-                remedy = f"vLLM cannot share {heads} KV heads over it; give a divisor or multiple"
+                remedy = f"vLLM cannot split {heads} KV heads; give a divisor or a multiple"
                 raise ConfigError("--tp", ranks, remedy)
         if deployment.pipeline_parallel > model.layers:
             remedy = f"the model has {model.layers} layers"
@@ -110,9 +110,9 @@ class KvSizes:
 
     @property
     def refusal(self) -> Refusal | None:
-        """Return the server's own refusal, as far as a model's configuration shows it."""
+        """Return the refusal by the server, as far as the model's configuration shows it."""
         if any(c.kind is LayerKind.WINDOW and not c.stored for c in self.model.caches):
-            what = "windows that vLLM computes again after a hit (bounded replay)"
+            what = "windows that vLLM recomputes after a hit (bounded replay)"
             return Refusal(what, "add --no-swa-bounded-replay to vLLM's options")
         if not self.plan.stored:
             what = "a model without KV that vLLM can offload"
@@ -121,7 +121,7 @@ class KvSizes:
 
     @property
     def block_tokens(self) -> int:
-        """Return a block's tokens in layers that keep every token, or in the first group."""
+        """Return the tokens per block in layers that keep every token, else in the first group."""
         kept = [one for one in self.plan.groups if one.cache.kind.keeps_every_token]
         return (kept or self.plan.groups)[0].block_tokens
 
@@ -131,13 +131,13 @@ class KvSizes:
 
     @property
     def unit_tokens(self) -> int:
-        """Return the unit at a multiple of which a prefix that is found again ends."""
+        """Return the unit in tokens: the length of every hit is a multiple of it."""
         return math.lcm(*(g.block_tokens for g in self.plan.stored)) * self.blocks_per_chunk
 
     @property
     def boundary_tokens(self) -> int:
-        """Return the tokens between two lasting boundaries, by the default settings, or 0 if no
-        group needs boundaries."""
+        """Return the tokens between two lasting boundaries with default settings, or 0 if no group
+        needs boundaries."""
         unit = math.lcm(self.unit_tokens, *(group.block_tokens for group in self.plan.groups))
         return automatic(self.groups(), unit)
 
@@ -157,11 +157,11 @@ class KvSizes:
         return found
 
     def token_bytes(self) -> int:
-        """Return what each token adds for good, counting each byte once over all ranks."""
+        """Return the bytes that each token adds permanently, each counted once over all ranks."""
         return round(self._growing(1, range(self.model.layers)))
 
     def rank_token_bytes(self, stage: int | None = None) -> int:
-        """Return what each token adds for good on one rank."""
+        """Return the bytes that each token adds permanently on one rank."""
         growing = self._growing(self.deployment.tensor_parallel, self._layers(stage))
         return round(growing / self.deployment.decode_context_parallel)
 
@@ -173,7 +173,7 @@ class KvSizes:
         return sum(c.entry_bytes(tensor_parallel, kv_bytes) / c.tokens_per_entry for c in kept)
 
     def copies(self) -> float:
-        """Return bytes on all ranks ÷ bytes of the model; above 1, ranks hold equal bytes."""
+        """Return KV bytes on all ranks ÷ bytes of one copy; above 1, ranks hold equal bytes."""
         ranks, kv_bytes = self.deployment.tensor_parallel, self.deployment.kv_element_bytes
         once = each = 0
         for cache in self.model.caches:
@@ -190,35 +190,35 @@ class KvSizes:
         return next(page.true_bytes for page in pages if page.cache == cache)
 
     def fragment_bytes(self, cache: LayerCache) -> int:
-        """Return the contiguous piece of a page if keys and values are apart."""
+        """Return the bytes of a contiguous piece of a page if keys and values are separate."""
         return self.page_bytes(cache) // (2 if cache.value_width else 1)
 
     def block_bytes(self) -> int:
-        """Return the bytes of a block in GPU memory on one rank, which are the widest group's."""
+        """Return the bytes of a block in GPU memory on one rank, which the widest group sets."""
         return self.plan.stride_bytes(self.fullest)
 
     def rank_weights_bytes(self) -> int | None:
-        """Return the weights on one rank, spread evenly; None if unknown. Ranks of prefill context
-        parallelism have equal weights."""
+        """Return the bytes of weights on one rank, spread evenly, or None if unknown. Ranks of
+        prefill context parallelism hold equal weights."""
         total, deployment = self.model.weights.total_bytes, self.deployment
         shares = deployment.tensor_parallel * deployment.pipeline_parallel
         return None if total is None else -(-total // shares)
 
     def state_bytes(self) -> int:
-        """Return the recurrent state of one sequence on one rank."""
+        """Return the bytes of one sequence's recurrent state on one rank."""
         return sum(g.payload_bytes for g in self.groups() if g.group.kind is GroupKind.STATE)
 
     def boundary_bytes(self) -> int:
-        """Return what a boundary needs on one rank besides the KV of all tokens before it."""
+        """Return the bytes of a boundary on one rank, in addition to the KV of its prefix."""
         return sum(g.payload_bytes * (g.group.reach_chunks or 0) for g in self.groups())
 
     def session_rank_bytes(self, context_tokens: int) -> int:
-        """Return a session's bytes in GPU memory on one rank: whole blocks of the one size."""
+        """Return a session's bytes in GPU memory on one rank, in whole blocks."""
         blocks = sum(_held_blocks(group, context_tokens) for group in self.plan.groups)
         return blocks * self.block_bytes()
 
     def session_slots(self, context_tokens: int, stage: int | None = None) -> list[SessionSlots]:
-        """Return the slots that a rank stores of a session, with its last boundary."""
+        """Return the slots that one rank stores for a session, its last boundary included."""
         groups, end = self.groups(stage), context_tokens - context_tokens % self.unit_tokens
         stride = slot_stride_bytes(max(one.payload_bytes for one in groups))
         slots = []
@@ -228,7 +228,7 @@ class KvSizes:
         return slots
 
     def _all_slots(self, context_tokens: int) -> Iterator[SessionSlots]:
-        """Yield slots of one rank of each stage, as often as the stage has ranks."""
+        """Yield the slots of every rank of every stage."""
         for stage in [*self._stages] * self.deployment.stage_ranks:
             yield from self.session_slots(context_tokens, stage)
 
@@ -238,12 +238,12 @@ class KvSizes:
         return sum(one.count * slot_stride_bytes(one.payload_bytes) for one in own)
 
     def pooled_bytes(self, context_tokens: int) -> int:
-        """Return the bytes of a session in the pool, over all ranks, with table entries."""
+        """Return the bytes of a session in the pool over all ranks, table entries included."""
         slots = self._all_slots(context_tokens)
         return sum(s.count * (s.stride_bytes + ENTRY_BYTES) for s in slots)
 
     def gpu_room(self) -> Room | None:
-        """Return GPU memory, weights spread evenly; None if the weights' size is unknown."""
+        """Return the room in GPU memory next to the weights, or None if their size is unknown."""
         deployment, weights = self.deployment, self.rank_weights_bytes()
         if weights is None:
             return None
@@ -252,7 +252,7 @@ class KvSizes:
         return Room(free, self.session_rank_bytes(deployment.context_tokens), deployment.engines)
 
     def cpu_room(self) -> Room:
-        """Return the room in the cache slots of the staging."""
+        """Return the room in one rank's cache slots."""
         deployment = self.deployment
         slots = self.session_slots(deployment.context_tokens)
         session = sum(one.count * one.stride_bytes for one in slots)
@@ -263,15 +263,15 @@ class KvSizes:
         return Room(cache_slots * stride, session, deployment.engines)
 
     def pool_room(self, drives: int) -> Room:
-        """Return the room of the pool on `drives` drives; a session may use several, so no rest is
-        lost. Each rank has a log on each drive."""
+        """Return the room of the pool on `drives` drives. A session may span drives, so no
+        remainder is lost. Each rank has a log on each drive."""
         ranks = self.deployment.ranks
         each = int(self.deployment.drive_bytes * self.deployment.drive_fill)
         each -= ranks * log_pages_of(each // ranks) * PAGE_BYTES
         return Room(each * drives, self.pooled_bytes(self.deployment.context_tokens))
 
     def plan_reload(self, drives: int) -> Reload:
-        """Load `concurrency` sessions from `drives` drives within the TTFT objective."""
+        """Plan the load of `concurrency` sessions from `drives` drives within the target TTFT."""
         deployment, session = self.deployment, self.loaded_bytes(self.deployment.context_tokens)
         needed = deployment.concurrency * session / deployment.ttft_seconds
         link, gpu_link = parse_link(deployment.link), parse_link(deployment.gpu_link)
@@ -291,11 +291,11 @@ class KvSizes:
 
 
 def _check_context_parallel(model: ModelShape, deployment: Deployment) -> None:
-    """Raise ConfigError for sizes of context parallelism that vLLM refuses.
+    """Raise ConfigError for context-parallel sizes that vLLM refuses.
 
-    Decode context parallelism divides the tokens of full and latent attention, and leaves states
-    whole. vLLM also requires the query heads per KV head to be a multiple of it, which is not known
-    here.
+    Decode context parallelism divides the tokens of full and latent attention and leaves states
+    whole. vLLM also requires the query heads per KV head to be a multiple of its size; this is not
+    checked here, because the number of query heads is unknown.
     """
     tp, pcp = deployment.tensor_parallel, deployment.prefill_context_parallel
     dcp = deployment.decode_context_parallel
@@ -306,7 +306,7 @@ def _check_context_parallel(model: ModelShape, deployment: Deployment) -> None:
     for flag, size, refused in (("--pcp", pcp, others), ("--dcp", dcp, others - {LayerKind.STATE})):
         if size > 1 and refused:
             names = " and ".join(sorted(kind.value for kind in refused))
-            remedy = f"vLLM supports none for layers with {names}; leave it out"
+            remedy = f"vLLM does not support it for layers with {names}; leave it out"
             raise ConfigError(flag, size, remedy)
     remedy = ""
     if pcp == 1 and tp % dcp:
@@ -315,21 +315,21 @@ def _check_context_parallel(model: ModelShape, deployment: Deployment) -> None:
         sizes = " or ".join(map(str, sorted({1, pcp, tp * pcp})))
         remedy = f"with --tp {tp} --pcp {pcp}, give {sizes}"
     elif dcp > 1 and not latent and (dcp > tp // heads or tp <= heads):
-        remedy = f"ranks share the tokens of a head that they all hold; --tp {tp} holds each of"
+        remedy = f"only ranks that hold the same head can share its tokens; --tp {tp} holds each of"
         remedy += f" {heads} KV heads {max(1, tp // heads)} times"
     if remedy:
         raise ConfigError("--dcp", dcp, remedy)
 
 
 def _held_blocks(group: PlannedGroup, context_tokens: int) -> int:
-    """Return the blocks that vLLM keeps of a context, between two steps."""
+    """Return the number of blocks that vLLM keeps for a context between two steps."""
     blocks, reach = -(-context_tokens // group.block_tokens), group.cache.reach_tokens or 0
     if group.cache.kind is LayerKind.WINDOW:
-        # A window need not begin at a block boundary, so it may touch one more block than it
-        # covers.
+        # A window need not begin at a block boundary, so it may touch one block more than its
+        # length.
         return min(blocks, -(-(reach - 1) // group.block_tokens) + 1)
     if group.cache.kind is LayerKind.LOCAL:
         return min(blocks, -(-reach // group.block_tokens))
     if group.cache.kind is LayerKind.STATE:
-        return 2  # the current one, and the last that can be found again
+        return 2  # the current state, and the last one that can be a hit
     return 1 if group.cache.kind is LayerKind.RING else blocks

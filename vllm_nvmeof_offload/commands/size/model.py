@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a model's config.json, or a preset, into its layers' caches and the size of its weights.
+"""Derives the caches of a model's layers and the size of its weights from a config.json or preset.
 
-A *cache* is a layer's memory of a sequence under one KV cache specification of vLLM; a layer
-may keep several (attention beside a state, keys of an indexer, a compressor's rows). Recurrent
-state (Mamba, linear attention) is fixed per sequence: a convolution's last inputs, and a matrix
-for each head, as in the families' papers and code. Weights are estimated by counting matrices;
-norms and biases are left out (below a thousandth), and so are vision towers, which matters for
-small multimodal models.
+A *cache* is a layer's memory of a sequence under one of vLLM's KV cache specifications; a layer may
+keep several (attention and a state, the keys of an indexer, a compressor's rows). Recurrent state
+(Mamba, linear attention) has a fixed size per sequence: a convolution's last inputs and a matrix
+per head, as in the papers and code of each family. Weights are estimated by counting matrices.
+Norms and biases (below a thousandth) are left out, and so are vision towers, which matter in small
+multimodal models.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Config = dict[str, Any]
 
 _INDEX = "model.safetensors.index.json"
 _FILE_BYTES_MAX = 64 << 20
-#: Keys of models with layers that keep something which is not sized here.
+#: Keys of models whose layers keep something that this module cannot size, and what that is.
 _NOT_SIZED = {
     "block_configs": "heads that differ from layer to layer",
     "index_kpool": "pooled index keys",
@@ -40,11 +40,11 @@ _NOT_SIZED = {
     "sconv_kernel_size": "windows of convolutions",
     "layer_group_size": "linear attention in groups of layers",
 }
-#: The prefixes of the keys of states.
+#: Prefixes of keys that describe states.
 _STATE_KEYS = ("mamba_", "ssm_", "linear_num_", "linear_attn_", "conv_L_")
-#: The bytes of a quantized parameter; a 4-bit value has its share of one 8-bit scale per 32.
+#: The bytes of a quantized parameter; 32 4-bit values share one 8-bit scale.
 _QUANTIZED_BYTES = {"fp8": 1, "mxfp4": (4 + 8 / 32) / 8}
-#: The bytes of one element, by the names that models and vLLM use.
+#: The bytes of one element, by the dtype names that models and vLLM use.
 DTYPES = {
     **dict.fromkeys(("bfloat16", "bf16", "float16", "fp16", "half"), 2),
     **dict.fromkeys(("float32", "fp32", "float"), 4),
@@ -58,7 +58,7 @@ def dtype_bytes(name: object) -> int | None:
 
 
 class LayerKind(enum.Enum):
-    """The way in which a layer's memory grows with the sequence."""
+    """The kind of a cache, which determines how the cache grows with the sequence."""
 
     FULL = "full attention"
     LATENT = "latent attention (MLA)"
@@ -75,12 +75,12 @@ class LayerKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RecurrentState:
-    """The state of one layer for one sequence, of any length.
+    """The state of one layer for one sequence of any length.
 
-    A convolution keeps its last conv_tokens inputs of `conv_bytes` per element: value_width
-    elements, and twice key_width for each of `groups`. A matrix has value_width × key_width
-    elements of `recurrent_bytes`. `copied`: if there are more ranks than groups, each rank has a
-    separate group.
+    A convolution keeps its last `conv_tokens` inputs, with `conv_bytes` per element: `value_width`
+    elements, plus twice `key_width` for each of `groups`. A matrix has value_width × key_width
+    elements of `recurrent_bytes` each. If `copied` and groups do not divide among the ranks, each
+    rank has one group.
     """
 
     value_width: int
@@ -105,12 +105,12 @@ class LayerCache:
     """The cache that each of `layers` layers keeps under one KV cache specification.
 
     `key_width` and `value_width` are elements per entry and KV head; a latent has one head and no
-    value. `reach_tokens` is the length of a WINDOW, or of a LOCAL's attention chunk.
-    `element_bytes` is set if the cache does not follow the KV cache's dtype. `tokens_per_entry` is
-    above 1 if tokens are compressed. `block_tokens` is set if its blocks do not follow
-    --block-tokens. Pages are padded to a multiple of `align_bytes`. `fp8_entry_bytes` is for one
-    packed entry, if an 8-bit KV cache is packed. `state` is for a STATE, None if its size is
-    unknown. `stored` is False if vLLM never finds it again by prefix, and recomputes it.
+    value. `reach_tokens` is the length of a WINDOW or of a LOCAL's attention chunk. `element_bytes`
+    is set if the cache does not use the KV cache's dtype. `tokens_per_entry` is above 1 if tokens
+    are compressed. `block_tokens` is set if the cache ignores --block-tokens. Pages are padded to a
+    multiple of `align_bytes`. `fp8_entry_bytes` is the size of a packed entry, if an 8-bit KV cache
+    is packed. `state` is set for a STATE of known size. `stored` is False if vLLM recomputes the
+    cache instead of looking it up by prefix.
     """
 
     kind: LayerKind
@@ -133,8 +133,8 @@ class LayerCache:
             return 0
         if self.fp8_entry_bytes is not None and kv_bytes == 1:
             return self.fp8_entry_bytes
-        # With more ranks than KV heads each rank has a copy of one head. Keys without values are
-        # whole on every rank.
+        # If there are more ranks than KV heads, each rank holds a copy of one head. Keys without
+        # values are whole on every rank.
         heads = max(1, self.kv_heads // tensor_parallel) if self.value_width else 1
         return heads * (self.key_width + self.value_width) * (self.element_bytes or kv_bytes)
 
@@ -147,7 +147,7 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The bytes of all weights, over all ranks; None if unknown. `source`: their origin."""
+    """The bytes of all weights over all ranks, or None if unknown, and where the number is from."""
 
     total_bytes: int | None
     source: str
@@ -155,10 +155,10 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The part of a model that decides the size of its KV cache and weights.
+    """The facts of a model that determine the size of its KV cache and weights.
 
-    `layers` are the decoder's. `order` has (decoder layer, position in `caches`) of every cache of
-    a layer, in the order in which vLLM registers them.
+    `layers` counts the decoder's layers. `order` lists (decoder layer, position in `caches`) for
+    each cache of each layer, in the order in which vLLM registers them.
     """
 
     name: str
@@ -172,14 +172,14 @@ class ModelShape:
     notes: tuple[str, ...] = ()
 
     def kv_element_bytes(self, name: str) -> int:
-        """Return a KV cache element's bytes for dtype `name`, or the model's for "auto"."""
+        """Return the bytes of a KV cache element for dtype `name`; "auto" is the model's dtype."""
         found = self.element_bytes if name == "auto" else dtype_bytes(name)
         if found is None:
             raise ConfigError("--kv-dtype", name, f"give auto or one of {', '.join(DTYPES)}")
         return found
 
 
-#: The spellings of a layer in lists of layers → its caches in `_CACHES`.
+#: The names of layers in lists of layers → the layer's caches in `_CACHES`.
 _TYPES: dict[object, str] = {
     **dict.fromkeys(("full_attention", "attention", "global", "indexed_attention"), "full"),
     **dict.fromkeys(("minimax_m3_sparse", "deepseek_sparse_attention"), "full"),
@@ -188,20 +188,20 @@ _TYPES: dict[object, str] = {
     **dict.fromkeys(("linear_attention", "mamba", "mamba2", "conv", "recurrent"), "state"),
     **dict.fromkeys(("mlp", "moe"), ""),
 }
-#: Keys that list all layers, and the spellings there.
+#: Keys that list all layers, and the names that each key uses.
 _LISTS: dict[str, dict[object, str]] = {
     "layer_types": _TYPES,
     "layers_block_type": _TYPES,
     "hybrid_layer_pattern": {0: "full", 1: "window"},
     "hybrid_override_pattern": {"M": "state", "*": "full", "-": "", "E": ""},
 }
-#: Families with equal layers: each of Falcon-H1's has both attention and Mamba.
+#: Families in which all layers are alike; each layer of Falcon-H1 has both attention and Mamba.
 _ALIKE = dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), "state") | {"falcon_h1": "full state"}
-#: Families in which every n-th layer is a full one, if config.json leaves it to the code.
+#: Families in which every n-th layer has full attention, where config.json does not say so.
 _FULL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 _LINEAR_EVERY = {"qwen3_next": 4, "qwen3_5_text": 4, "qwen3_5_moe_text": 4}
-#: A layer of DeepSeek V4, by the tokens that make one compressed entry: a window, entries, and the
-#: rows of a compressor. In V4.1 a few layers keep compressed KV, which those above read too.
+#: A layer of DeepSeek V4, by the tokens per compressed entry: a window, entries, and the rows of a
+#: compressor. In V4.1 a few layers keep compressed KV, which the layers above them also read.
 _V4_LAYERS = {
     **dict.fromkeys((0, 1), "v4_window"),
     4: "v4_keys v4_index_rows v4_window v4_entries v4_rows",
@@ -210,7 +210,7 @@ _V4_LAYERS = {
 _V41_SOURCE = "v41_keys v41_window v41_entries"
 _V41_LAYERS = ("v41_window", _V41_SOURCE, f"{_V41_SOURCE} v41_ring")
 
-# Expressions over config.json that `_number` evaluates. Its error names a key of the last part.
+# Expressions over config.json for `_number`, whose errors name a key of the last alternative.
 _LAYERS = "num_hidden_layers|n_layer|num_layers|num_hidden_layers"
 _KV_HEADS = (
     "num_key_value_heads|num_kv_heads|n_head_kv|multi_query_group_num|num_attention_groups|"
@@ -223,9 +223,9 @@ _WIDTH = (
 _WINDOW = "sliding_window|sliding_window_size"
 _LATENT = "kv_lora_rank+qk_rope_head_dim|kv_lora_rank"
 _EXPANDED = "mamba_expand*hidden_size|2*hidden_size"
-#: One byte per element of an index key, and a 4-byte scale for each 128 of them.
+#: An index key has one byte per element and a 4-byte scale per 128 elements.
 _KEYS = "key_width=index_head_dim+index_head_dim/128*4 element_bytes=1"
-#: DeepSeek's packed entries, with values and scales, and a compressor's 32-bit keys and scores.
+#: DeepSeek's packed entries of values and scales, and a compressor's 32-bit keys and scores.
 _V4 = "key_width=584 element_bytes=1 align_bytes=576"
 _V41 = "key_width=528 element_bytes=1 align_bytes=512"
 _ROWS = "WINDOW element_bytes=4 align_bytes=576"
@@ -239,9 +239,9 @@ _CACHES = {
     "local": f"LOCAL kv_heads={_KV_HEADS} key_width={_WIDTH} value_width=v_head_dim|{_WIDTH} "
     "reach_tokens=attention_chunk_size",
     "latent": f"LATENT key_width={_LATENT}",
-    # With an 8-bit KV cache, DeepSeek V3.2 and later pack an entry's values and scales.
+    # With an 8-bit KV cache, DeepSeek V3.2 and later pack the values and scales of an entry.
     "sparse_latent": f"LATENT key_width={_LATENT} fp8_entry_bytes=656",
-    # vLLM caches the heads that MiniCPM3's latent expands to.
+    # vLLM caches the heads to which MiniCPM3's latent expands.
     "minicpm3": "FULL kv_heads=num_attention_heads key_width=qk_nope_head_dim+qk_rope_head_dim "
     "value_width=qk_nope_head_dim+qk_rope_head_dim",
     "state": "STATE",
@@ -250,34 +250,34 @@ _CACHES = {
     "v4_window": f"WINDOW {_V4} reach_tokens=sliding_window block_tokens=64",
     "v4_entries": f"LATENT {_V4} tokens_per_entry=ratio",
     "v4_keys": f"INDEXER {_V4} {_KEYS} tokens_per_entry=ratio",
-    # If 4 tokens make one entry, two groups of them overlap.
+    # If 4 tokens make one entry, two groups of tokens overlap.
     "v4_rows": f"{_ROWS} key_width=4*head_dim reach_tokens=8 block_tokens=4",
     "v4_index_rows": f"{_ROWS} key_width=4*index_head_dim reach_tokens=8 block_tokens=4",
     "v4_rows_128": f"{_ROWS} key_width=2*head_dim reach_tokens=128 block_tokens=8",
-    # Windows that vLLM computes again.
+    # Windows that vLLM recomputes.
     "v41_window": f"WINDOW {_V41} reach_tokens=sliding_window block_tokens=32 stored=0",
     "v41_entries": f"LATENT {_V41} tokens_per_entry=ratio",
     "v41_keys": f"INDEXER {_V41} {_KEYS} tokens_per_entry=ratio",
     "v41_ring": "RING key_width=2*head_dim element_bytes=4 block_tokens=8 stored=0",
 }
-#: States by a key of their family's config.json, or the end of its `model_type`: expressions for
-#: the width of values, the groups of keys, the width of a key, and the convolution's kernel. A
-#: fifth word: more ranks than groups copy them.
+#: States by a key of their family's config.json, or by the end of its `model_type`: expressions for
+#: the width of values, the groups of keys, the width of a key, and the convolution's kernel. The
+#: fifth word `copied` means that ranks copy groups that do not divide among them.
 _STATES = {
-    # Kimi Delta Attention: queries, keys and values pass the convolution.
+    # Kimi Delta Attention: queries, keys and values pass through the convolution.
     "linear_head_dim": "linear_num_heads*linear_head_dim linear_num_heads linear_head_dim "
     "linear_short_conv_kernel_size|linear_conv_kernel_dim|4",
     # LFM2's short convolution, without a matrix.
     "conv_L_cache": "conv_dim|hidden_size 0 0 conv_L_cache",
-    # Gated DeltaNet (Qwen3-Next): keys, queries and values pass the convolution.
+    # Gated DeltaNet (Qwen3-Next): keys, queries and values pass through the convolution.
     "linear_num_value_heads": "linear_num_value_heads*linear_value_head_dim "
     "linear_num_key_heads linear_key_head_dim linear_conv_kernel_dim",
-    # Mamba-2: the inner width and, for each group, B and C pass the convolution.
+    # Mamba-2: the inner channels and, for each group, B and C pass through the convolution.
     "mamba_n_heads": f"mamba_n_heads*mamba_d_head|{_EXPANDED} mamba_n_groups|1 mamba_d_state "
     "mamba_d_conv|4 copied",
     "mamba_num_heads": "mamba_num_heads*mamba_head_dim n_groups|1 ssm_state_size conv_kernel|4 "
     "copied",
-    # Mamba: one state vector for each of the inner channels.
+    # Mamba: one state vector per inner channel.
     "mamba_d_state": f"{_EXPANDED} 0 mamba_d_state mamba_d_conv|4",
     "mamba": f"intermediate_size|{_EXPANDED} 0 state_size|16 conv_kernel|4",
 }
@@ -288,7 +288,7 @@ def preset_names() -> list[str]:
 
 
 def choose_model(path: Path | None, name: str | None, weights_text: str | None) -> ModelShape:
-    """Return the model of --model or --preset. ConfigError names an option that cannot be used."""
+    """Return the model of --model or --preset. Raises ConfigError for an unusable option."""
     weights = None
     if weights_text is not None:
         total = read_option("--weights-bytes", weights_text, parse_bytes)
@@ -302,13 +302,13 @@ def choose_model(path: Path | None, name: str | None, weights_text: str | None) 
 
 
 def preset(name: str, weights: Weights | None = None) -> ModelShape:
-    """Return the preset called `name`, in full or by its last part; ConfigError has close names."""
+    """Return the preset `name`, given in full or as its last part; ConfigError suggests names."""
     names = {key: one for one in _presets() for key in (one.lower().split("/")[-1], one.lower())}
     if full := names.get(name.lower()):
         return parse_model(_presets()[full], full, weights)
     near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.4)
     hint = ", ".join([names[one] for one in near] or preset_names())
-    raise ConfigError("--preset", name, f"not known; did you mean {hint}? Else give --model")
+    raise ConfigError("--preset", name, f"unknown; did you mean {hint}? Otherwise give --model")
 
 
 @functools.cache
@@ -318,10 +318,10 @@ def _presets() -> dict[str, Config]:
 
 
 def read_model(path: Path, weights: Weights | None = None) -> ModelShape:
-    """Return the model in `path`: a config.json, or the directory that holds it.
+    """Return the model in `path`, which is a config.json or its directory.
 
-    Weights that are not given are read from the directory's index, or estimated. Raises ConfigError
-    for a file that is missing or not JSON, or a model that cannot be sized.
+    Without `weights`, their size is read from the directory's index or estimated. Raises
+    ConfigError for a file that is missing or not JSON, or a model that cannot be sized.
     """
     file = path / "config.json" if path.is_dir() else path
     config = _read(file)
@@ -350,14 +350,14 @@ def _read(file: Path) -> Config:
 
 
 def parse_model(config: Config, name: str, weights: Weights | None = None) -> ModelShape:
-    """Return the model of a config.json. ConfigError names a key that is missing or unusable."""
+    """Return the model of a config.json. Raises ConfigError for a missing or unusable key."""
     text = _text(config)
     for key, what in _NOT_SIZED.items():
         if text.get(key):
             raise ConfigError(key, "…", f"this version does not size {what}")
     if text.get("is_encoder_decoder"):
         raise ConfigError("is_encoder_decoder", True, "only decoders are sized")
-    # Some files list the layers, but have no number in addition.
+    # Some files list the layers without giving their number.
     listed = text.get("layers_block_type")
     layers = len(listed) if listed else _number(text, _LAYERS)
     dtype = _first(text, "torch_dtype", "dtype") or _first(config, "torch_dtype", "dtype")
@@ -381,14 +381,14 @@ def parse_model(config: Config, name: str, weights: Weights | None = None) -> Mo
         element_bytes=element_bytes,
         block_tokens=_block_tokens(text, caches),
         context_tokens_max=limit if isinstance(limit, int) and limit > 0 else None,
-        notes=() if dtype else ("config.json names no dtype: taken as bfloat16",),
+        notes=() if dtype else ("config.json names no dtype: bfloat16 is assumed",),
     )
 
 
 def _block_tokens(text: Config, caches: tuple[LayerCache, ...]) -> int:
-    """Return the tokens in a block, as these caches' kernels need by default on an NVIDIA GPU.
+    """Return the tokens per block that these caches' kernels need by default on an NVIDIA GPU.
 
-    Raises ConfigError for a model with a file that mentions caches which were not found in it.
+    Raises ConfigError if the model's file mentions caches that were not found in its layers.
     """
     kinds = {cache.kind for cache in caches}
     if not caches:
@@ -406,8 +406,8 @@ def _block_tokens(text: Config, caches: tuple[LayerCache, ...]) -> int:
 
 
 def _text(config: Config) -> Config:
-    """Return the language model's part, which multimodal files nest, with the keys of parts that
-    Kimi Linear and MiniMax nest, and Falcon's one head."""
+    """Return the language model's part of a config.json, which multimodal models nest. Also flatten
+    the parts that Kimi Linear and MiniMax nest, and set Falcon's single KV head."""
     for key in ("text_config", "llm_config", "language_config", "thinker_config"):
         part = config.get(key)
         if isinstance(part, dict):
@@ -422,14 +422,14 @@ def _text(config: Config) -> Config:
 
 
 def _first(config: Config, *keys: str) -> Any:
-    """Return the first value of `keys` that is set and not 0 or empty."""
+    """Return the first value of `keys` that is neither missing, 0 nor empty."""
     return next((config[key] for key in keys if config.get(key)), None)
 
 
 def _number(config: Config, expression: str) -> int:
-    """Return the value of an expression such as `a+b*2|c`: of its first part with all keys set.
-    Raises ConfigError for a value that is no whole number above 0, or for a missing key of the last
-    part."""
+    """Evaluate an expression such as `a+b*2|c`: the first alternative whose keys are all set.
+    Raises ConfigError for a value that is not a whole number above 0, or for a missing key of the
+    last alternative."""
     key = ""
     for part in expression.split("|"):
         done = product = 0
@@ -445,15 +445,15 @@ def _number(config: Config, expression: str) -> int:
                 done, product = done + product, value
         else:
             return done + product
-    raise ConfigError(key, config.get(key), "missing in config.json; is it a language model's?")
+    raise ConfigError(key, config.get(key), "missing in config.json; is this a language model?")
 
 
 def _cache(text: Config, element_bytes: int, name: str, ratio: int) -> LayerCache:
-    """Return the cache of a layer from `_CACHES`. `ratio`: tokens per compressed entry."""
+    """Return the cache `name` of `_CACHES`. `ratio` is the tokens per compressed entry."""
     if name == "full" and text.get("kv_lora_rank"):
         latent = "sparse_latent" if text.get("index_head_dim") else "latent"
         name = "minicpm3" if text.get("model_type") == "minicpm3" else latent
-    if name == "window":  # Step has different heads there
+    if name == "window":  # Step's windowed layers have different heads
         text = {**text, **(text.get("attention_other_setting") or {})}
     kind, *expressions = _CACHES[name].split()
     fields: dict[str, Any] = dict(one.split("=") for one in expressions)
@@ -465,7 +465,7 @@ def _cache(text: Config, element_bytes: int, name: str, ratio: int) -> LayerCach
 
 
 def _layers(text: Config, layers: int) -> list[tuple[str, int]]:
-    """Return for each layer the names of its caches, in the order in which vLLM registers them (an
+    """Return the names of each layer's caches, in the order in which vLLM registers them (an
     indexer's first), and the tokens per compressed entry."""
     ratios, rates, types = map(text.get, ("compress_ratios", "compress_rates", "layer_types"))
     if not isinstance(ratios, list) and isinstance(rates, dict) and isinstance(types, list):
@@ -473,8 +473,8 @@ def _layers(text: Config, layers: int) -> list[tuple[str, int]]:
     if ratios:  # drafters' ratios follow
         return _compressed(list(map(int, ratios[:layers])), text.get("kv_source_layer_ids"))
     names = _listed(text) or _periodic(text, layers)
-    # Some files also list a drafter's layers, and the last layers of some models use the cache of
-    # an earlier layer.
+    # Some files also list a drafter's layers, and in some models the last layers share the cache
+    # of an earlier layer.
     names = names[: layers - _number(text, "num_kv_shared_layers|0")]
     keys, marks = _indexers(text, layers)
     for layer, mark in enumerate(marks[: len(names)]):
@@ -484,7 +484,7 @@ def _layers(text: Config, layers: int) -> list[tuple[str, int]]:
 
 
 def _compressed(ratios: list[int], sources: list[int] | None) -> list[tuple[str, int]]:
-    """Return `_layers` of DeepSeek V4 and, with `sources`, V4.1. A ratio of 0 is only a window."""
+    """Return `_layers` for DeepSeek V4 or, with `sources`, V4.1. Ratio 0 means only a window."""
     found = []
     for layer, ratio in enumerate(ratios):
         if sources:
@@ -498,7 +498,7 @@ def _compressed(ratios: list[int], sources: list[int] | None) -> list[tuple[str,
 
 
 def _indexers(text: Config, layers: int) -> tuple[str, list[bool]]:
-    """Return the name of an indexer's keys, and by layer whether it computes an index."""
+    """Return the name of an indexer's keys, and for each layer whether it computes an index."""
     types, topk_types = text.get("layer_types"), text.get("indexer_types")
     if text.get("use_sparse_attention"):
         sparse = text.get("sparse_attention_freq")
@@ -518,19 +518,19 @@ def _indexers(text: Config, layers: int) -> tuple[str, list[bool]]:
 
 
 def _window_tokens(config: Config) -> int:
-    """Return the reach of a windowed layer in tokens, or 0 if no window is in use."""
+    """Return the window of a windowed layer in tokens, or 0 if windows are not in use."""
     return 0 if config.get("use_sliding_window") is False else _number(config, f"{_WINDOW}|0")
 
 
 def _listed(config: Config) -> list[str]:
-    """Return the names of layers that a key lists, or nothing."""
+    """Return the cache names of layers that a key of config.json lists, or an empty list."""
     for key, spellings in _LISTS.items():
         names = config.get(key)
         if isinstance(names, list | str) and names:
             if unknown := [one for one in names if one not in spellings]:
                 known = ", ".join(map(str, spellings))
                 raise ConfigError(key, unknown[0], f"not sized; known are {known}")
-            # Some files list windows but have a window of null: then there is none.
+            # Some files list windowed layers but set the window to null: they have full attention.
             reach = {"window": _window_tokens(config), "local": config.get("attention_chunk_size")}
             found = (spellings[one] for one in names)
             return [one if reach.get(one, True) else "full" for one in found]
@@ -538,7 +538,7 @@ def _listed(config: Config) -> list[str]:
 
 
 def _periodic(config: Config, layers: int) -> list[str]:
-    """Return the names of layers that follow a rule: some are full, the others of another kind."""
+    """Return the cache names of layers that follow a rule: some are full, the others differ."""
     every, others = range(layers), "state"
     family = str(config.get("model_type", ""))
     rope = config.get("no_rope_layers") or []
@@ -553,7 +553,7 @@ def _periodic(config: Config, layers: int) -> list[str]:
         full = every[_number(config, "attn_layer_offset|0") :: period]
     elif period := _number(config, f"full_attention_interval|{_LINEAR_EVERY.get(family, 0)}"):
         full = every[period - 1 :: period]
-    elif config.get("attention_chunk_size"):  # Llama 4: a layer without RoPE sees everything
+    elif config.get("attention_chunk_size"):  # Llama 4: layers without RoPE have full attention
         others, period = "local", _number(config, "no_rope_layer_interval|4")
         full = every[period - 1 :: period]
         if len(rope) >= layers:
@@ -570,9 +570,9 @@ def _periodic(config: Config, layers: int) -> list[str]:
 
 
 def _recurrent_state(config: Config, model_bytes: int) -> RecurrentState | None:
-    """Return the state of one layer, or None for a family with a state that this version cannot
-    size. `model_bytes` is for one element, also of the recurrent part unless the file names its
-    dtype."""
+    """Return the state of one layer, or None for a family whose state this version cannot size.
+    `model_bytes` is the size of an element, also in the recurrent part unless the file names that
+    part's dtype."""
     family = str(config.get("model_type"))
     dtype = _first(config, "mamba_ssm_cache_dtype", "mamba_ssm_dtype")
     for key, row in _STATES.items():
@@ -588,15 +588,15 @@ def _recurrent_state(config: Config, model_bytes: int) -> RecurrentState | None:
 def _estimate(
     whole: Config, text: Config, caches: tuple[LayerCache, ...], element_bytes: int
 ) -> Weights:
-    """Estimate the size of the language model's parameters, as far as its file allows."""
-    # Gemma omits the key from the file, and ties.
+    """Estimate the size of the language model's weights, if its file says enough."""
+    # Gemma omits the key and ties its embeddings.
     tied = text.get("tie_word_embeddings", str(text.get("model_type")).startswith("gemma"))
     try:
         parameters = _number(text, "vocab_size*hidden_size") * (1 if tied else 2)
         parameters += sum(_mixer(text, cache) * cache.layers for cache in caches)
         parameters += _feed_forward(text)
     except ConfigError:
-        return Weights(None, "config.json does not say enough; give --weights-bytes")
+        return Weights(None, "config.json is not sufficient; give --weights-bytes")
     each, why = _bytes_per_parameter(whole, element_bytes)
     total = round(parameters * each)
     count = f"{parameters / 1e9:.2f} billion parameters"
@@ -604,7 +604,7 @@ def _estimate(
 
 
 def _bytes_per_parameter(config: Config, model_bytes: int) -> tuple[float, str]:
-    """Return the bytes of one stored parameter, and why."""
+    """Return the bytes of one stored parameter and the reason for that number."""
     quantization = _first(config, "quantization_config", "compression_config")
     if not isinstance(quantization, dict):
         return model_bytes, "its dtype"
@@ -618,13 +618,13 @@ def _bytes_per_parameter(config: Config, model_bytes: int) -> tuple[float, str]:
 
 
 def _mixer(config: Config, cache: LayerCache) -> int:
-    """Return parameters of one layer's attention or recurrent part; ConfigError if unknown."""
+    """Return the parameters of one layer's attention or recurrent part; ConfigError if unknown."""
     read = functools.partial(_number, config)
     hidden, state = read("hidden_size"), cache.state
     if cache.kind is LayerKind.INDEXER:
         return 0
     if cache.align_bytes > 1 or (cache.kind is LayerKind.STATE and state is None):
-        raise ConfigError("model_type", config.get("model_type"), "no parameters known")
+        raise ConfigError("model_type", config.get("model_type"), "its parameters are unknown")
     if state is not None:
         # In: the convolution's inputs and the gate; out: the inner width.
         return hidden * (3 * state.value_width + 2 * state.groups * state.key_width)
@@ -637,7 +637,7 @@ def _mixer(config: Config, cache: LayerCache) -> int:
         latent = hidden * (rank + rope) + rank * heads * (nope + value)
         return queries + latent + heads * value * hidden
     keys_values = cache.kv_heads * (cache.key_width + cache.value_width)
-    # Qwen3-Next gates attention's output, which doubles the query projection.
+    # Qwen3-Next gates the output of attention, which doubles the query projection.
     gate = 2 if "linear_num_value_heads" in config else 1
     return hidden * (heads * cache.key_width * (1 + gate) + keys_values)
 

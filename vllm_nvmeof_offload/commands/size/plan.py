@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model's KV cache groups, as vLLM 0.32 and 0.33 form them from its layers' caches.
 
-Layers with caches that need the same blocks form one group. Otherwise the layout decides. With
-blocks outermost (BLHNC, which this package requires on a GPU) caches of several page sizes are
-*packed*: one group per kind, except that windows and states are split until a group fits the block
-that the other groups need anyway. In all other cases pages get one size first, by larger blocks or
-by padding, and each kind is split into groups with as many layers as the smallest kind has.
+If all caches need the same blocks, they form one group. Otherwise the layout decides. With blocks
+outermost (BLHNC, which this package requires on a GPU), caches of several page sizes are *packed*:
+one group per kind, except that windows and states are split until a group fits the block that the
+other groups need anyway. In all other cases pages are first brought to one size, by larger blocks
+or by padding, and each kind is split into groups with as many layers as the smallest kind.
 
-A block of the GPU's memory is as large as the largest group's; each group uses its own
-layers' pages without padding.
+The largest group sets the size of a block in GPU memory; each group uses its own layers' pages
+without padding.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.groups import GroupBlocks, GroupKind, blocks_that_fit, why_one_block
 from vllm_nvmeof_offload.units import align_up
 
-#: Kernels of latent attention combined with states need blocks of a multiple of this.
+#: Kernels of latent attention combined with states need a multiple of this many tokens per block.
 _LATENT_STATE_ALIGN_TOKENS = 128
-#: If the largest kind has fewer than this many times the smallest's layers, groups are equal.
+#: If the largest kind has fewer than this many times the smallest kind's layers, it sets the size.
 _SIMILAR = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One layer's cache on one rank. Bytes are for one block: with padding, and without.
-
-    `block_tokens` is for a block on all ranks that share it (decode context parallelism).
+    """One layer's cache on one rank. `page_bytes` and `true_bytes` are the bytes of one block, with
+    and without padding. `block_tokens` counts the tokens of a block over all ranks that share it
+    (decode context parallelism).
     """
 
     layer: int
@@ -51,7 +51,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class PlannedGroup:
-    """A KV cache group. Its pages need the same number of blocks for any sequence."""
+    """A KV cache group, in which all pages need the same number of blocks for any sequence."""
 
     pages: tuple[Page, ...]
 
@@ -69,7 +69,7 @@ class PlannedGroup:
 
     @property
     def kind(self) -> GroupKind:
-        """Return the server's kind: latents and an indexer's keys are kept like full attention."""
+        """Return the kind as the server sees it: latents and indexer keys count as FULL."""
         return GroupKind.__members__.get(self.cache.kind.name, GroupKind.FULL)
 
     def page_bytes(self, stage: range) -> int:
@@ -83,7 +83,7 @@ class PlannedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All groups of a model. `stages` has the decoder layers of each stage of the pipeline."""
+    """All groups of a model. `stages` are the decoder layers of each pipeline stage."""
 
     groups: tuple[PlannedGroup, ...]
     stages: tuple[range, ...]
@@ -97,24 +97,24 @@ class Plan:
         return tuple(group for group in self.groups if group.stored)
 
     def choose_blocks_per_chunk(self, given: int | None) -> int:
-        """Return the blocks per chunk, as the server chooses with its default settings; ConfigError
-        if `given` cannot be used."""
+        """Return the blocks per chunk that the server chooses with default settings, or `given`;
+        raise ConfigError if `given` cannot be used."""
         groups = [GroupBlocks(g.kind, g.block_tokens, g.cache.reach_tokens) for g in self.stored]
         if not groups:
             return given or 1
         if given is not None and given > 1 and (reason := why_one_block(groups)):
             raise ConfigError("--blocks-per-chunk", given, f"{reason}; leave it out")
-        # Pipeline stages have different numbers of layers, so that only tokens count there.
+        # Pipeline stages have different numbers of layers, so only the token limit applies there.
         block_bytes = self.stride_bytes() if len(self.stages) == 1 else 1
         wanted = chunk_blocks(OffloadConfig(), block_bytes, groups[0].block_tokens)
         return given or blocks_that_fit(groups, wanted)
 
 
 def plan_groups(model: ModelShape, deployment: Deployment) -> Plan:
-    """Form the groups; ConfigError for a model without known sizes, or that vLLM refuses."""
+    """Form the groups. Raises ConfigError for a model of unknown size or one that vLLM refuses."""
     pages = _pages(model, deployment)
     if not any(page.page_bytes for page in pages):
-        raise ConfigError("--model", model.name, "no size of its KV cache or states is known here")
+        raise ConfigError("--model", model.name, "the sizes of its KV cache and states are unknown")
     grouped = _alike(pages, _needs)
     if len(grouped) > 1:
         sizes = {page.page_bytes for page in pages}
@@ -130,21 +130,21 @@ def plan_groups(model: ModelShape, deployment: Deployment) -> Plan:
 
 
 def stages_of(layers: int, count: int) -> tuple[range, ...]:
-    """Return the decoder layers of each stage: the rest goes to the stages before the last one."""
+    """Return the decoder layers of each stage; a remainder goes to stages before the last one."""
     each, rest = divmod(layers, count)
     ends = [at * each + min(rest, max(0, at - (count - 1 - rest))) for at in range(count + 1)]
     return tuple(itertools.starmap(range, itertools.pairwise(ends)))
 
 
 def _pages(model: ModelShape, deployment: Deployment) -> list[Page]:
-    """Return each cache of each layer, in the order in which vLLM registers them."""
+    """Return a page for each cache of each layer, in the order in which vLLM registers caches."""
     ranks, kv_bytes = deployment.tensor_parallel, deployment.kv_element_bytes
     block_tokens = deployment.block_tokens or model.block_tokens
     states = [one for one in model.caches if one.kind is LayerKind.STATE]
     tokens = [one for one in model.caches if one.kind.keeps_every_token]
     padded = 0
     if states and tokens:
-        # Blocks grow until one layer's keys and values of a block are as large as a state.
+        # Blocks grow until one layer's keys and values in a block are as large as a state.
         entry = max(one.entry_bytes(ranks, kv_bytes) for one in tokens)
         state = max(one.block_bytes(0, ranks, kv_bytes) for one in states)
         if any(one.kind is LayerKind.LATENT for one in tokens):
@@ -162,7 +162,7 @@ def _pages(model: ModelShape, deployment: Deployment) -> list[Page]:
 
 
 def _alike(pages: Iterable[Page], key: Callable[[Page], object]) -> list[list[Page]]:
-    """Return the pages of each value of `key`, in the order of the first ones."""
+    """Group pages by `key`, in the order in which its values first appear."""
     found: dict[object, list[Page]] = {}
     for page in pages:
         found.setdefault(key(page), []).append(page)
@@ -170,7 +170,7 @@ def _alike(pages: Iterable[Page], key: Callable[[Page], object]) -> list[list[Pa
 
 
 def _needs(page: Page) -> object:
-    """Return a value that is equal for pages that need the same blocks for any sequence."""
+    """Return a value that is equal for pages which need the same blocks for any sequence."""
     cache = page.cache
     if cache.kind.keeps_every_token:
         return page.block_tokens
@@ -179,7 +179,7 @@ def _needs(page: Page) -> object:
 
 
 def _one_page_size(pages: list[Page]) -> list[Page]:
-    """Return pages of the largest page's size, by more tokens in a block or by padding."""
+    """Bring all pages to the largest page's size, by more tokens per block or by padding."""
     largest = max(page.page_bytes for page in pages)
     unified = []
     for page in pages:
@@ -187,7 +187,7 @@ def _one_page_size(pages: list[Page]) -> list[Page]:
         times, rest = (1, 0) if is_state else divmod(largest, page.page_bytes)
         if rest and page.cache.kind in (LayerKind.LATENT, LayerKind.INDEXER):
             sizes = f"pages of {page.page_bytes} and {largest} bytes"
-            remedy = f"vLLM cannot give {sizes} one size there; give {BLOCKS_OUTERMOST}"
+            remedy = f"vLLM cannot unify {sizes} in this layout; give {BLOCKS_OUTERMOST}"
             raise ConfigError("--layout", LAYERS_OUTERMOST, remedy)
         times = 1 if rest else times
         tokens, true = page.block_tokens * times, page.true_bytes * times
@@ -196,7 +196,7 @@ def _one_page_size(pages: list[Page]) -> list[Page]:
 
 
 def _split_evenly(pages: list[Page]) -> list[list[Page]]:
-    """Return groups with as many layers as the smallest kind, or the largest if similar."""
+    """Split each kind into groups with the smallest kind's layers, or the largest's if similar."""
     kinds = _alike(pages, lambda page: (page.cache, page.block_tokens, page.page_bytes))
     fewest, most = min(map(len, kinds)), max(map(len, kinds))
     size = most if most < fewest * _SIMILAR else fewest
@@ -204,19 +204,19 @@ def _split_evenly(pages: list[Page]) -> list[list[Page]]:
 
 
 def _packed(buckets: list[list[Page]]) -> list[list[Page]]:
-    """Return groups with blocks that hold pages of several sizes side by side."""
+    """Form groups in which a block holds pages of several sizes side by side."""
     sizes = [Counter(page.page_bytes for page in bucket) for bucket in buckets]
     even = [one for one in sizes if len(set(one.values())) == 1]
     most = [max(one.values()) for one in even]
     mixed = max((max(one.values()) for one in even if len(one) > 1), default=0)
-    # The layers of each page size in a group, or 0 if no bucket mixes sizes evenly: those with the
-    # least padding over all buckets; among equals, the largest.
+    # The number of layers of each page size in a group: the one with the least padding over all
+    # buckets, the largest among equals, or 0 if no bucket mixes sizes evenly.
     repeats = mixed and min(
         range(mixed, max(most) + 1),
         key=lambda size: (sum(-count % size for count in most), -size),
     )
     counts = [-(-max(one.values()) // repeats) if repeats and one in even else 1 for one in sizes]
-    # States and rings may be split down to one page per group, windows if no size repeats.
+    # States and rings may be split down to one page per group; so may windows, if no size repeats.
     split = {LayerKind.STATE, LayerKind.RING} | (set() if repeats else {LayerKind.WINDOW})
     counts_max = [
         len(bucket) if bucket[0].cache.kind in split else count
@@ -234,7 +234,7 @@ def _packed(buckets: list[list[Page]]) -> list[list[Page]]:
 
 
 def _split(bucket: list[Page], count: int) -> list[list[Page]]:
-    """Return `count` groups, each with as many pages of every size as possible."""
+    """Split a bucket into `count` groups, each with pages of every size as far as possible."""
     if count == 1:
         return [bucket]
     patterns = list(zip(*_alike(bucket, lambda page: page.page_bytes), strict=False))

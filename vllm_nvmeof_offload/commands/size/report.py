@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All figures of one model on one deployment, each with its formula; assumptions and notes.
+"""All figures for one model on one deployment, each with its formula; assumptions and notes.
 
-Nothing here is measured. Figures that others have published are shown next to ours. For a cluster
-of prefill and decode nodes that load through the links of both, DualPath (Wu et al., arXiv
-2602.21548) gives the ratio within which neither the links between nodes nor a node's memory is busy
-before all links to storage are. How many agents fit follows from what the busiest part can do per
-second, as in any closed queue.
+Nothing here is measured. Published figures of others are shown next to ours. For a cluster of
+prefill and decode nodes that load through the links of both, DualPath (Wu et al., arXiv 2602.21548)
+gives the range of ratios in which the links to storage saturate before the links between nodes and
+the nodes' memory. The number of agents that fit follows from the rate of the busiest part, as in
+any closed queue.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _FILE_COLUMNS = 160
 
 
 class _Scale(NamedTuple):
-    """A published load of one drive."""
+    """A published load on one drive."""
 
     gpus_per_drive: int
     sessions_per_drive: int
     source: str
 
 
-#: A node of 4 GPUs on one drive, 16 conversations at once. The ratio does not follow from a
-#: model's configuration: it was measured on one drive, and the source's table is its multiple.
+#: A node of 4 GPUs on one drive with 16 conversations at once. The ratio does not follow from a
+#: model's configuration: it was measured on one drive, and the source's table holds its multiples.
 DATA24 = _Scale(
     4,
     16,
@@ -47,7 +47,7 @@ DATA24_DRIVES = (1, 6, 12, 24)
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A `value` in `unit`, as `text` for display, and the `formula` from which it was computed."""
+    """A `value` in `unit`, its `text` for display, and the `formula` that gives it."""
 
     section: str
     name: str
@@ -59,9 +59,9 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class LayersRow:
-    """One kind of layers. Bytes of one block (or of the state) in one layer on one rank.
+    """One kind of layer. Bytes are for one block, or the state, in one layer on one rank.
 
-    `fragment_bytes` is the contiguous piece if layers, keys and values are apart.
+    `fragment_bytes` is the size of a contiguous piece if layers, keys and values are separate.
     """
 
     kind: str
@@ -74,7 +74,7 @@ class LayersRow:
 
 @dataclass(frozen=True, slots=True)
 class ScaleRow:
-    """A number of drives: our figure by formula, and a published ratio."""
+    """The figures for a number of drives: ours, by formula, and those of a published ratio."""
 
     drives: int
     sessions_held: int
@@ -101,11 +101,11 @@ class SizeReport:
 
 
 def build(model: ModelShape, deployment: Deployment) -> SizeReport:
-    """Size `model` on `deployment`; ConfigError if GPUs, ranks and KV heads do not match."""
+    """Size `model` on `deployment`. Raises ConfigError if GPUs, ranks and KV heads do not match."""
     ranks = deployment.ranks
     if deployment.gpus % ranks:
         up = -(-deployment.gpus // ranks) * ranks
-        remedy = f"an engine takes {ranks} (--tp times --pp times --pcp)"
+        remedy = f"an engine uses {ranks} (--tp times --pp times --pcp)"
         raise ConfigError("--gpus", deployment.gpus, f"{remedy}; give a multiple, such as {up}")
     sizes = KvSizes(model, deployment)
     room, back = sizes.gpu_room(), sizes.plan_reload(deployment.drives)
@@ -142,7 +142,7 @@ def _model_figures(sizes: KvSizes) -> Iterator[Figure]:
     row, deployment = functools.partial(_figure, "KV cache"), sizes.deployment
     formula = "layers × KV heads × (key + value width) × element bytes; MLA: layers × (rank + rope)"
     if any(not cache.kind.keeps_every_token for cache in sizes.model.caches):
-        formula += "; only layers that keep every token"
+        formula += "; only for layers that keep every token"
     yield row("KV of one token", sizes.token_bytes(), formula)
     tp, pp = deployment.tensor_parallel, deployment.pipeline_parallel
     formula = f"heads over --tp {tp}, layers over --pp {pp}"
@@ -156,7 +156,7 @@ def _model_figures(sizes: KvSizes) -> Iterator[Figure]:
         formula = f"the widest of {len(sizes.plan.groups)} KV cache groups (doctor --model)"
     yield row("block, all layers of a rank", sizes.block_bytes(), formula)
     if state := sizes.state_bytes():
-        formula = "convolution and recurrent state of each layer: per sequence, whatever its length"
+        formula = "convolution and recurrent state of all layers, per sequence of any length"
         yield row("recurrent state of a rank", state, formula)
     if boundary := sizes.boundary_bytes():
         formula = "windows and states that a prefix needs at its end, on one rank"
@@ -175,7 +175,7 @@ def _model_figures(sizes: KvSizes) -> Iterator[Figure]:
 
 
 def _room_figures(sizes: KvSizes, room: Room | None) -> Iterator[Figure]:
-    """Yield the figures of a room in GPU memory."""
+    """Yield the figures for GPU memory, if `room` is known, the CPU tier and the pool."""
     deployment, weights = sizes.deployment, sizes.rank_weights_bytes()
     drives, engines = deployment.drives, f"{deployment.engines} engines"
     if room is not None and weights is not None:
@@ -216,14 +216,14 @@ def _reload_figures(deployment: Deployment, back: Reload) -> Iterator[Figure]:
     for hop in back.hops:
         yield row(f"{hop.name} give", hop.bytes_per_s, formulas[hop.name], "bytes/s")
         yield row(f"{hop.name} needed", hop.needed, "⌈needed ÷ rate of one⌉", hop.name)
-    formula = f"sessions × read ÷ what the {back.bottleneck.name} give (the least)"
+    formula = f"sessions × read ÷ rate of the {back.bottleneck.name} (the lowest)"
     yield row("time to load them all", back.seconds, formula, "s")
     in_time = back.sessions_in_time
-    yield row("sessions at once in the TTFT", in_time, "⌊least rate × TTFT ÷ read⌋", "sessions")
+    yield row("sessions at once in the TTFT", in_time, "⌊lowest rate × TTFT ÷ read⌋", "sessions")
 
 
 def ratio_range(deployment: Deployment) -> tuple[float, float]:
-    """Return the least and the most prefill nodes per decode node; none if the first is larger."""
+    """Return the least and most prefill nodes per decode node; no ratio fits if least > most."""
     gpus, links = deployment.node_gpus, deployment.node_storage_links
     rate = parse_link(deployment.node_link).total_bytes_per_s
     memory = deployment.node_memory_bytes_per_s / (links * rate)
@@ -234,15 +234,15 @@ def ratio_range(deployment: Deployment) -> tuple[float, float]:
 def turns_per_s(
     links: int, link_bytes_per_s: float, read_bytes: float, prefill: int, compute_s: float
 ) -> float:
-    """Return the most turns per second that links and prefill nodes carry, if each turn reads and
-    computes this much; if compute_s is 0, computing is no limit."""
+    """Return the most turns per second that links and prefill nodes sustain, if each turn reads and
+    computes this much. If `compute_s` is 0, computing sets no limit."""
     read = links * link_bytes_per_s / read_bytes
     return min(read, prefill / compute_s) if compute_s else read
 
 
 def _cluster_figures(deployment: Deployment, read_bytes: float) -> Iterator[Figure]:
-    """Yield a cluster's figures, if there is one. `read_bytes` is for a turn, which returns with
-    its whole context, or 0 if the context is shorter than a chunk."""
+    """Yield the figures of the cluster, if one is given. `read_bytes` is read per turn, which
+    returns with its whole context; it is 0 if the context is shorter than a chunk."""
     row = functools.partial(_figure, "cluster")
     prefill, decode = deployment.prefill_nodes, deployment.decode_nodes
     if prefill is None or decode is None:
@@ -262,10 +262,10 @@ def _cluster_figures(deployment: Deployment, read_bytes: float) -> Iterator[Figu
         turns = turns_per_s(links, rate * share, read_bytes, prefill, compute_s)
         formula = f"{links} × {link} × {share:g} ÷ read"
         if compute_s:
-            formula = f"the less of {formula} and {prefill} nodes ÷ {compute_s:g} s"
+            formula = f"min({formula}, {prefill} nodes ÷ {compute_s:g} s)"
         yield row(f"turns per second{words}", turns, formula, "/s")
-        # With fewer agents the wait is shorter. Each additional one makes all of them wait longer,
-        # because the cluster carries no more turns.
+        # Fewer agents wait less. Each additional agent makes all agents wait longer, because the
+        # cluster sustains no more turns.
         agents = int(turns * (deployment.ttft_seconds + gap_s))
         formula = f"turns × (TTFT + {gap_s:g} s from first token to next turn)"
         yield row(f"agents at the TTFT{words}", agents, formula, "agents")
@@ -287,39 +287,39 @@ def _scale_row(sizes: KvSizes, drives: int) -> ScaleRow:
 
 
 def _assumptions(sizes: KvSizes) -> Iterator[str]:
-    """Yield values that were neither given nor computable, and the options that set them."""
+    """Yield the assumptions, each with the option that changes it, if there is one."""
     deployment, weights = sizes.deployment, sizes.model.weights
     if weights.total_bytes:
         yield f"weights: {weights.source} (--weights-bytes)"
     reserve = human_bytes(deployment.gpu_reserve_bytes)
     yield (
-        f"{deployment.gpu_memory_utilization:g} of GPU memory for vLLM, of that {reserve} for "
+        f"{deployment.gpu_memory_utilization:g} of GPU memory for vLLM, of which {reserve} for "
         "activations and CUDA graphs (--gpu-utilization, --gpu-reserve)"
     )
-    yield f"the pool takes {deployment.drive_fill:g} of a drive (--drive-fill)"
+    yield f"the pool uses {deployment.drive_fill:g} of a drive (--drive-fill)"
     yield f"{deployment.link_efficiency:g} of a link's rate is payload (--link-efficiency)"
     yield (
-        "worst case: all sessions come back at once, with all of their KV only in the pool; the "
-        "whole TTFT is for loading, computing what was not stored comes on top"
+        "worst case: all sessions return at once, and their KV is only in the pool; the whole TTFT "
+        "is for loading, and computing what was not stored takes additional time"
     )
-    yield "sessions share no prefix; chunks lie evenly over drives, links and GPUs"
+    yield "sessions share no prefix; chunks are spread evenly over drives, links and GPUs"
 
 
 def _notes_on_model(sizes: KvSizes) -> Iterator[str]:
     kinds = {cache.kind for cache in sizes.model.caches}
     if refusal := sizes.refusal:
-        yield f"this version refuses {refusal.what}: a plan, not a promise ({refusal.remedy})"
+        yield f"this version refuses {refusal.what}, so this is only a plan ({refusal.remedy})"
     if LayerKind.WINDOW in kinds or LayerKind.LOCAL in kinds:
-        yield "for windows and attention chunks the pool counts only what one boundary needs"
+        yield "for windows and attention chunks, the pool counts only the chunks of one boundary"
     if LayerKind.STATE in kinds:
-        yield "layers with recurrent state have no KV per token: one state per session is counted"
+        yield "layers with recurrent state have no KV per token: they count one state per session"
     if any(c.kind is LayerKind.STATE and c.state is None for c in sizes.model.caches):
-        yield "the size of this family's recurrent state is not known here: counted as nothing"
+        yield "this family's recurrent state has an unknown size: counted as 0"
     copies = sizes.copies()
     if copies > 1:
         yield (
-            f"{copies:.3g} copies: each rank stores what it holds, so that "
-            f"{sizes.deployment.ranks_words} costs {copies:.3g} times the pool and its bandwidth"
+            f"{copies:.3g} copies: each rank stores its own KV, so "
+            f"{sizes.deployment.ranks_words} needs {copies:.3g} times the pool space and bandwidth"
         )
 
 
@@ -328,38 +328,38 @@ def _notes_on_deployment(sizes: KvSizes, room: Room | None, back: Reload) -> Ite
     context = deployment.context_tokens
     prefill, decode = deployment.prefill_nodes, deployment.decode_nodes
     if limit is not None and context > limit:
-        yield f"--context {context} is beyond the model's {limit} tokens"
+        yield f"--context {context} exceeds the model's limit of {limit} tokens"
     if context < sizes.chunk_tokens:
         chunk = f"a chunk of {sizes.chunk_tokens} tokens"
-        yield f"--context {context} is less than {chunk}: nothing of it is stored"
+        yield f"--context {context} is less than {chunk}: nothing is stored"
     if room is None:
         yield f"GPU memory is left out: {sizes.model.weights.source}"
     elif room.free_bytes <= 0:
-        yield "the weights do not fit into GPU memory: more --tp, or more --gpu-memory"
+        yield "the weights do not fit into GPU memory: raise --tp or --gpu-memory"
     elif room.sessions == 0:
-        yield "not one session of this context fits into GPU memory: vLLM would refuse it"
+        yield "no session of this context fits into GPU memory: vLLM would refuse to start"
     if prefill and decode:
         least, most = ratio_range(deployment)
         if not least <= prefill / decode <= most:
             yield (
                 f"{prefill} prefill and {decode} decode nodes are outside the range in which links "
-                "to the pool are the limit: those between the nodes, or their memory, are busy "
-                "before"
+                "to the pool are the limit: links between nodes, or the nodes' memory, saturate "
+                "first"
             )
     if back.seconds > deployment.ttft_seconds:
         hop = back.bottleneck
         yield (
-            f"the {hop.name} are in the way: {hop.bytes_per_s / 1e9:.2f} of "
-            f"{back.needed_bytes_per_s / 1e9:.2f} GB/s; {hop.needed} would do, or "
+            f"the {hop.name} are too slow: {hop.bytes_per_s / 1e9:.2f} of "
+            f"{back.needed_bytes_per_s / 1e9:.2f} GB/s; {hop.needed} would suffice, or "
             f"{back.sessions_in_time} sessions at once"
         )
 
 
 def show(report: SizeReport) -> None:
-    """Print all of `report`, each figure with its formula."""
+    """Print the whole report, each figure with its formula."""
     console = wide_console(_FILE_COLUMNS)
     console.print(report.model, highlight=False, markup=False, style="bold")
-    layers = ("layers", "kind", "block in one layer of a rank", "K and V apart", "kept")
+    layers = ("layers", "kind", "block in one layer of a rank", "K or V only", "kept")
     console.print(table(layers, map(_layers_cells, report.layers), "layers"))
     figures = table(("", "figure", "value", "formula"), (), "figures")
     for section, rows in itertools.groupby(report.figures, lambda one: one.section):
@@ -375,7 +375,7 @@ def show(report: SizeReport) -> None:
         [value if isinstance(value, str) else f"{value:,}" for value in astuple(row)]
         for row in report.scaling
     )
-    title = "by the number of drives (other things as given)"
+    title = "by the number of drives (other values as given)"
     console.print(table((*headings, *published), cells, title))
     lines = [
         *(f"assumed: {line}" for line in report.assumptions),

@@ -8,4 +8,4 @@ namespace nb = nanobind;
 
 void bind_foreign(nb::module_& m);
 void bind_machine(nb::module_& m);
-void bind_look_ups(nb::module_& m);  // after `Tiers`
+void bind_look_ups(nb::module_& m);  // call this after binding `Tiers`

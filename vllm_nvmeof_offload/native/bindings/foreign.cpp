@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The Python bindings of the foreign table: whole owners and regions and, for tests, single rows.
+// Python bindings of the foreign table: whole owners and regions and, for tests, single rows.
 #include "bindings/bindings.h"
 
 #include <nanobind/stl/tuple.h>
@@ -22,7 +22,7 @@ std::string_view view_of(const nb::bytes& bytes) { return {bytes.c_str(), bytes.
 
 template <size_t kSize>
 std::array<uint8_t, kSize> exactly(const nb::bytes& bytes) {
-  if (bytes.size() != kSize) throw nb::value_error("a tag or uuid has 16 bytes");
+  if (bytes.size() != kSize) throw nb::value_error("a tag or uuid must have 16 bytes");
   std::array<uint8_t, kSize> array;
   std::memcpy(array.data(), bytes.c_str(), kSize);
   return array;
@@ -66,7 +66,7 @@ void bind_owner(nb::module_& m) {
       .def_ro("rows", &OwnerRecord::rows);
 }
 
-// These calls may wait for the table's lock, and must not keep the interpreter lock meanwhile.
+// These calls release the GIL, because they may wait for the table's lock.
 using Unlocked = nb::call_guard<nb::gil_scoped_release>;
 
 void bind_writer(nb::module_& m) {

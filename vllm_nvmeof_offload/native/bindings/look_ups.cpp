@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// vLLM's look-ups, which it makes key by key in a Python loop. A call costs less than an empty
-// Python function, and what it reads among millions of entries was prefetched.
+// Look-ups for vLLM, which makes them key by key in a Python loop. A call costs less than an empty
+// Python function, and the memory that it reads, even among millions of entries, was prefetched.
 #include "bindings/bindings.h"
 
 #include <nanobind/stl/tuple.h>
@@ -23,14 +23,14 @@ bool is_key(PyObject* key, const Index& index) {
   return PyBytes_Check(key) && static_cast<size_t>(PyBytes_GET_SIZE(key)) == index.key_bytes();
 }
 
-// Prefetches what the next look-ups will read, by following them along the lists of a request's
-// keys, up or down. No answer depends on it.
+// Prefetches the memory that the next look-ups will read, by following the lists of a request's
+// keys, up or down. It affects no result.
 class Ahead {
  public:
   // foreign: other engines' chunks, or null if nothing is shared.
   Ahead(const Index& index, const Foreign* foreign) : index_(index), foreign_(foreign) {}
 
-  // lists: lists of keys, which may grow. vLLM's look-ups pass the same key objects.
+  // Start following lists of keys, which may grow. vLLM's look-ups pass the same key objects.
   void begin(const nb::iterable& lists) {
     end();
     warmed_ = foreign_ && !foreign_->empty() ? foreign_ : nullptr;
@@ -51,7 +51,7 @@ class Ahead {
  private:
   // The distances, in keys, at which the bucket and the row are prefetched.
   static constexpr Py_ssize_t kBucket = 16, kRow = 8;
-  // After this many failed searches in a row, the keys are assumed to be in no list.
+  // After this many consecutive failed searches, the keys are assumed to be in no list.
   static constexpr int kLostMax = 2;
 
   PyObject* at(Py_ssize_t place) const {
@@ -116,7 +116,7 @@ using Asked = std::tuple<PyKeys, PyKeys>;  // keys that hit, keys that missed
 // Answers vLLM's look-ups, and records and counts the keys.
 class LookUps {
  public:
-  // sources_of: returns the sources that a load filter allows. hit, miss: vLLM's answers.
+  // sources_of: returns the sources that a load filter allows. hit, miss: the results for vLLM.
   LookUps(nb::object tiers, nb::object sources_of, nb::object hit, nb::object miss)
       : owner_(std::move(tiers)),
         tiers_(nb::cast<const Tiers&>(owner_)),
@@ -124,8 +124,8 @@ class LookUps {
         answers_{std::move(miss), hit, hit, hit},
         ahead_(tiers_.index, tiers_.foreign()) {}
 
-  // Begin one request's look-ups, until `end`. They may hit only in these sources. lists: lists of
-  // the request's keys, for speed.
+  // Begin one request's look-ups, which last until `end` and may hit only in these sources. lists:
+  // lists of the request's keys, for speed.
   void begin(uint8_t sources, const nb::typed<nb::iterable, nb::typed<nb::list, nb::any>>& lists) {
     context_ = {};
     allowed_ = sources;
@@ -143,7 +143,7 @@ class LookUps {
     return {std::exchange(hits_, {}), std::exchange(misses_, {})};
   }
 
-  // Look a key up. Returns null if a Python error is set.
+  // Look up a key. Returns null if a Python error is set.
   PyObject* look_up(PyObject* key, PyObject* context) {
     if (!is_key(key, tiers_.index)) {
       PyErr_SetString(PyExc_ValueError, "every offload key has the same number of bytes");
@@ -158,7 +158,7 @@ class LookUps {
     return answers_[static_cast<size_t>(source)].inc_ref().ptr();
   }
 
-  // Take the numbers of look-ups that missed, and that hit in each source.
+  // Take the counts of look-ups that missed and that hit in each source.
   std::vector<uint64_t> take_counts() {
     const auto counts = std::exchange(counts_, {});
     return {counts.begin(), counts.end()};
@@ -187,7 +187,7 @@ class LookUps {
 
 extern "C" PyObject* look_up(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 2) {
-    PyErr_SetString(PyExc_TypeError, "a look-up takes a key and a request's context");
+    PyErr_SetString(PyExc_TypeError, "a look-up needs a key and a request's context");
     return nullptr;
   }
   try {
@@ -217,7 +217,7 @@ void bind_look_ups(nb::module_& m) {
       .def("begin", &LookUps::begin, "sources"_a, "lists"_a)
       .def("end", &LookUps::end)
       .def("take_counts", &LookUps::take_counts)
-      // A built-in function, because nanobind's calls take time to convert and check arguments.
+      // A built-in function, because nanobind takes time to convert and check arguments.
       .def_prop_ro("lookup", [](nb::handle self) {
         return LookUp(nb::steal(PyCFunction_New(&look_up_method, self.ptr())));
       });

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The Python bindings of the worker's machine. Columns are passed as numpy arrays or bytes. Code
-// that runs per chunk runs without the interpreter lock.
+// Python bindings of the worker's machine. Columns are passed as numpy arrays or bytes. Code that
+// runs per chunk runs without the GIL.
 #include "bindings/bindings.h"
 
 #include <nanobind/ndarray.h>
@@ -33,7 +33,7 @@ template <typename T>
 using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using PieceRows = nb::ndarray<const uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
 
-// For `bench hotpath`: the CPU time of all threads in sections without the interpreter lock.
+// For `bench hotpath`: the CPU time of all threads in sections without the GIL.
 std::atomic<bool> metered{false};
 std::atomic<int64_t> unlocked_ns{0};
 
@@ -43,8 +43,8 @@ int64_t thread_cpu_ns() {
   return now.tv_sec * 1'000'000'000 + now.tv_nsec;
 }
 
-// Releases the interpreter lock if the call works on many rows. If other threads wait for the lock,
-// releasing and taking it again costs as much as a few dozen rows.
+// Releases the GIL if the call processes many rows. If other threads wait for the GIL, releasing
+// and reacquiring it costs as much as a few dozen rows.
 class Unlocked {
  public:
   explicit Unlocked(size_t rows = kRowsMin) {
@@ -62,7 +62,7 @@ class Unlocked {
  private:
   static constexpr size_t kRowsMin = 64;
   int64_t began_ns_ = 0;            // 0 if not metered
-  PyThreadState* state_ = nullptr;  // null if the lock was kept
+  PyThreadState* state_ = nullptr;  // null if the GIL was kept
 };
 
 int64_t nanoseconds(double seconds) { return std::llround(seconds * 1e9); }
@@ -113,12 +113,12 @@ using PyStamp = std::pair<uint32_t, nb::bytes>;  // a `pool.format.Stamp`
 Stamp stamp_of(const PyStamp& pair) {
   const auto& [epoch, tag] = pair;
   Stamp stamp{epoch, {}};
-  if (tag.size() != stamp.tag.size()) throw nb::value_error("a tag has 16 bytes");
+  if (tag.size() != stamp.tag.size()) throw nb::value_error("a tag must have 16 bytes");
   std::copy_n(reinterpret_cast<const uint8_t*>(tag.c_str()), tag.size(), stamp.tag.begin());
   return stamp;
 }
 
-// The options' meanings and defaults are in `io_queue.h` and `machine.h`.
+// The options are documented in `io_queue.h` and `machine.h`, with their defaults.
 void bind_options(nb::module_& m) {
   nb::class_<IoOptions>(m, "IoOptions")
       .def_rw("targets", &IoOptions::targets)
@@ -239,7 +239,7 @@ class BlockIds {
                       std::string_view(buffer_.format) == "i";
     if (fits) return;
     PyBuffer_Release(&buffer_);
-    throw nb::type_error("block ids are int32[n]");
+    throw nb::type_error("block ids must be int32[n]");
   }
   BlockIds(BlockIds&& other) noexcept : buffer_(std::exchange(other.buffer_, {})) {}
   BlockIds& operator=(BlockIds&&) = delete;
@@ -271,8 +271,8 @@ PieceColumns cache_pieces(const CacheGeometry& geometry, bool is_store, Ids ids,
   return nb::make_tuple(array(std::move(rows), 3), array(std::move(first)));
 }
 
-// Begin stores and loads that wait for the same fence. Each of `transfers` has: op, whether it is a
-// store, batch, block ids, sizes, firsts. The last three are as in `JobBlocks` of copy/geometry.py.
+// Begin stores and loads that wait for one fence. Each of `transfers` consists of op, whether it is
+// a store, batch, block ids, sizes and firsts, the last three as in `JobBlocks` (copy/geometry.py).
 using GivenTransfer = Tuple<uint64_t, bool, ChunkBatch, nb::ndarray<nb::numpy, int32_t>,
                             nb::typed<nb::sequence, size_t>, nb::typed<nb::sequence, size_t>>;
 
@@ -340,8 +340,8 @@ bool health_has_news(const IoQueue& io) {
                              [](const auto& one) { return one.code != Outcome::OK; });
 }
 
-// Handle what the lanes have ended, and hand over until nothing advances any more. Returns true if
-// a target's health may have changed: Python must then check it and call again.
+// Handle the ends reported by lanes, and hand over tasks until nothing more advances. Returns true
+// if a target's health may have changed: Python must then check it and call again.
 bool advance(Machine& machine, double ahead_s) {
   IoQueue& io = machine.io;
   const Unlocked unlocked(machine.to_move());
@@ -353,7 +353,7 @@ bool advance(Machine& machine, double ahead_s) {
     io.offer_reads();
     io.offer_writes();
     io.fail_stalled();
-  } while (machine.run());  // start what has room now, as the next call may be far away
+  } while (machine.run());  // start what has room, as the next call may be much later
   return health_has_news(io);
 }
 
@@ -373,8 +373,8 @@ offer_resets(Machine& machine) {
   return std::pair(std::move(offered), std::move(unwritten));
 }
 
-// Each batch has: number, whether it is a store, fence, bytes, pieces and, if checksums are needed,
-// (counts, payloads, sizes, sampled).
+// Each batch is (number, whether it is a store, fence, bytes, pieces, summed). `summed` is (counts,
+// payloads, sizes, sampled) if checksums are needed, else None.
 using SummedPieces =
     Tuple<nb::ndarray<nb::numpy, uint32_t>, nb::ndarray<nb::numpy, uint64_t>,
           nb::ndarray<nb::numpy, uint64_t>, std::optional<nb::ndarray<nb::numpy, uint8_t>>>;
@@ -412,8 +412,8 @@ nb::bytes bytes_of(const std::vector<T>& items) {
   return nb::bytes(items.data(), items.size() * sizeof(T));
 }
 
-// A tuple of the fields of `protocol.OpReports` for each run of ops with all rows OK and released,
-// and one of the fields of `protocol.OpReport` for any other report.
+// Each run of ops with all rows OK and released gives a tuple of the fields of
+// `protocol.OpReports`; any other report gives one of the fields of `protocol.OpReport`.
 using WholeReports = Tuple<nb::bytes, nb::bytes>;
 using OneReport = Tuple<uint64_t, std::optional<nb::ndarray<nb::numpy, uint32_t>>,
                         std::optional<nb::ndarray<nb::numpy, uint8_t>>,
@@ -450,7 +450,7 @@ List<std::variant<WholeReports, OneReport>> take_reports(Machine& machine) {
   return all;
 }
 
-// Return for each finished job: op, (row, code, errno) of failed rows, copied bytes, seconds.
+// Return (op, (row, code, errno) of failed rows, copied bytes, seconds) of each finished job.
 List<Tuple<uint64_t, List<Tuple<uint32_t, uint8_t, int>>, uint64_t, double>> take_finished(
     Machine& machine) {
   nb::list all;
@@ -503,12 +503,12 @@ std::vector<std::tuple<size_t, double, double>> take_rates(Machine& machine) {
   return all;
 }
 
-// Return the bytes needed for the words of a set, with these slots per member.
+// Return the bytes needed for the words of a set with this many slots per member.
 size_t set_words_bytes(size_t members, size_t cache_slots, size_t stream_slots) {
   return SetMemory::bytes({members, cache_slots, stream_slots});
 }
 
-// Block until a word of another member changes, a file is readable, or the time is over. Returns
+// Block until a word of another member changes, a file is readable, or the time has passed. Returns
 // false at once if no event can come from the other members.
 bool await_set(Machine& machine, const std::vector<int>& fds, double seconds) {
   SetMember* const set = machine.set();
@@ -594,7 +594,7 @@ void serve(Machine& machine, const std::vector<uint64_t>& tokens, const ChunkBat
   machine.serve(tokens, columns_of(batch), within_s);
 }
 
-// Return (token, code, errno) of each ended read for a peer.
+// Return (token, code, errno) of each completed peer read.
 std::vector<std::tuple<uint64_t, uint8_t, int>> take_served(Machine& machine) {
   std::vector<std::tuple<uint64_t, uint8_t, int>> all;
   for (const Machine::Served& one : machine.take_served())

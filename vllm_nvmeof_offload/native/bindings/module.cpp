@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The Python bindings of the I/O core, in plain numbers and bytes; `io/native.py` adds the types.
+// Python bindings of the I/O core, in plain numbers and bytes; `io/native.py` adds the types.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -25,7 +25,7 @@ Identity identity_of(const nb::bytes& key, uint64_t generation) {
 
 std::array<uint8_t, 16> sixteen(const nb::bytes& given) {
   std::array<uint8_t, 16> found;
-  if (given.size() != found.size()) throw nb::value_error("uuids and tags have 16 bytes");
+  if (given.size() != found.size()) throw nb::value_error("uuids and tags must have 16 bytes");
   std::memcpy(found.data(), given.c_str(), found.size());
   return found;
 }
@@ -33,8 +33,8 @@ std::array<uint8_t, 16> sixteen(const nb::bytes& given) {
 std::byte* pointer(uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
 // targets: the descriptors of slab, table and log. logs: the number of pages, the first page's
-// sequence, the lease generation. permits: the address of each target's permit word, or 0 if the
-// region has no lease. limits: an `io.base.IoLimits`.
+// sequence, and the lease generation. permits: the address of each target's permit word, or 0 if
+// the region has no lease. limits: an `io.base.IoLimits`.
 void make_engine(Engine* at, const std::vector<std::tuple<int, int, int>>& targets, uintptr_t base,
                  size_t bytes, const std::vector<nb::bytes>& regions,
                  const std::vector<std::tuple<uint32_t, uint64_t, uint64_t>>& logs, uint16_t rank,
@@ -97,7 +97,7 @@ using Crcs = nb::ndarray<uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 void entry_crcs(ConstBytes entries, Slots slots, Crcs crcs) {
   const size_t count = slots.size();
   if (entries.size() != count * kEntryBytes || crcs.size() != count)
-    throw nb::value_error("entries, slots and crcs do not fit together");
+    throw nb::value_error("entries, slots and crcs differ in number");
   const auto* raw = reinterpret_cast<const std::byte*>(entries.data());
   nb::gil_scoped_release release;
   for (size_t i = 0; i < count; ++i)
@@ -111,22 +111,22 @@ using Signed = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 // Copy pieces between addresses.
 void copy(Words to, Words from, Words sizes) {
   if (to.size() != from.size() || to.size() != sizes.size())
-    throw nb::value_error("the columns do not have equal lengths");
+    throw nb::value_error("the columns differ in length");
   nb::gil_scoped_release release;
   for (size_t i = 0; i < sizes.size(); ++i)
     std::memcpy(pointer(to.data()[i]), pointer(from.data()[i]), sizes.data()[i]);
 }
 
-// Copy pieces of payloads, and write each payload's CRC, or kNoCrc if its pieces do not fill its
-// bytes in order and without a gap. counts: the number of pieces of each payload. loads: whether
-// payloads are the source, with CRCs of the bytes that arrived; otherwise they are the destination.
+// Copy pieces of payloads, and write each payload's CRC, or kNoCrc if its pieces do not cover it in
+// order and without gaps. counts: the number of pieces of each payload. loads: whether payloads are
+// the source, with CRCs of the bytes that arrived; otherwise they are the destination.
 void copy_payloads(Words to, Words from, Words sizes, Counts counts, Words payloads,
                    Words payload_sizes, Signed crcs, bool loads) {
   const size_t pieces = std::accumulate(counts.data(), counts.data() + counts.size(), size_t{0});
   if (to.size() != pieces || from.size() != pieces || sizes.size() != pieces ||
       payloads.size() != counts.size() || payload_sizes.size() != counts.size() ||
       crcs.size() != counts.size())
-    throw nb::value_error("pieces and payloads do not fit together");
+    throw nb::value_error("pieces and payloads do not match");
   nb::gil_scoped_release release;
   const auto copy_one = loads ? &copy_crc32c_at_target : &copy_crc32c;
   const uint64_t* const places = loads ? from.data() : to.data();
@@ -148,12 +148,12 @@ void copy_payloads(Words to, Words from, Words sizes, Counts counts, Words paylo
 
 using Lanes32 = nb::ndarray<const uint32_t, nb::shape<-1, 32>, nb::c_contig, nb::device::cpu>;
 
-// Write the CRC of each message. words, sizes: the parts of all messages, as `nvmeof::join_crcs`
-// takes them. counts: the number of parts of each message.
+// Write the CRC of each message. words, sizes: the parts of all messages, as for
+// `nvmeof::join_crcs`. counts: the number of parts of each message.
 void join_crcs_of(Lanes32 words, Words sizes, Counts counts, Crcs crcs) {
   const size_t parts = std::accumulate(counts.data(), counts.data() + counts.size(), size_t{0});
   if (words.shape(0) != parts || sizes.size() != parts || crcs.size() != counts.size())
-    throw nb::value_error("parts and messages do not fit together");
+    throw nb::value_error("parts and messages do not match");
   nb::gil_scoped_release release;
   size_t at = 0;
   for (size_t i = 0; i < counts.size(); ++i) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The Python bindings of the manager's tiers. Keys are bytes, and columns are numpy arrays.
+// Python bindings of the manager's tiers. Keys are bytes, and columns are numpy arrays.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
@@ -45,11 +45,11 @@ using PyKeys = nb::typed<nb::handle, nb::typed<nb::sequence, nb::bytes>>;
 template <typename... Items>
 using ListOf = nb::typed<nb::list, nb::typed<nb::tuple, Items...>>;
 
-// The keys of a Python sequence, valid as long as the sequence lives.
+// The keys of a Python sequence, which this object keeps alive.
 class KeyList {
  public:
   KeyList(nb::handle keys, size_t key_bytes)
-      : sequence_(nb::steal(PySequence_Fast(keys.ptr(), "keys are a sequence"))) {
+      : sequence_(nb::steal(PySequence_Fast(keys.ptr(), "keys must be a sequence"))) {
     if (!sequence_.is_valid()) throw nb::python_error();
     const auto count = static_cast<size_t>(PySequence_Fast_GET_SIZE(sequence_.ptr()));
     PyObject** const items = PySequence_Fast_ITEMS(sequence_.ptr());
@@ -70,8 +70,8 @@ class KeyList {
   std::vector<const char*> keys_;
 };
 
-// A user's `EvictionPolicy`. Which slots are evictable is recorded here rather than left to the
-// policy: one that returned a slot in use would let its bytes be overwritten.
+// A user's `EvictionPolicy`. The evictable slots are recorded here rather than left to the policy:
+// if it returned a slot in use, that slot's bytes would be overwritten.
 class PythonOrder final : public Order {
  public:
   PythonOrder(nb::object policy, size_t slots) : policy_(std::move(policy)), inside_(slots) {}
@@ -103,7 +103,7 @@ class PythonOrder final : public Order {
     if (given.is_none()) return kNone;
     const Slot slot = nb::cast<Slot>(given);
     if (slot >= inside_.size() || !inside_[slot])
-      throw nb::value_error("the eviction policy gave a slot that is not evictable");
+      throw nb::value_error("the eviction policy returned a slot that is not evictable");
     return slot;
   }
 
@@ -115,7 +115,7 @@ class PythonOrder final : public Order {
 MakeOrder order_maker(nb::object make) {
   if (make.is_none()) return {};
   return [make](const SlotRecords& slots) -> std::unique_ptr<Order> {
-    // A memoryview's items are Python integers; a numpy array's are slow and overflow.
+    // A memoryview yields Python integers; a numpy array yields slow ones that overflow.
     static_assert(offsetof(SlotRecord, used) == 0 && sizeof(SlotRecord) % sizeof(uint64_t) == 0);
     char* const bytes = const_cast<char*>(reinterpret_cast<const char*>(slots.data()));
     const auto size = static_cast<Py_ssize_t>(slots.size() * sizeof(SlotRecord));
@@ -206,7 +206,7 @@ Reported report(Tiers& tiers, int kind, Batch& batch, std::optional<Column<uint3
 
 using WholeReported = std::tuple<Indexes, std::vector<std::tuple<uint32_t, Reported>>>;
 
-// Apply one rank's reports on all rows of several ops, all OK and released. kinds: of each op.
+// Apply one rank's reports on all rows of several ops, all OK and released. kinds: one per op.
 WholeReported report_whole(Tiers& tiers, const nb::bytes& kinds,
                            const nb::typed<nb::list, Batch>& batches) {
   if (kinds.size() != batches.size()) throw nb::value_error("the columns differ in length");
@@ -239,7 +239,7 @@ std::optional<Held> held(const Tiers& tiers, Row row) {
 }
 
 // Return (state, generation, cache slot, place, key) of every entry, for inspection. Cache slots
-// and places are as from `protocol.cache_slot` and `protocol.place_of`.
+// and places are encoded as by `protocol.cache_slot` and `protocol.place_of`.
 ListOf<int, uint64_t, int32_t, Place, nb::bytes> entries(const Tiers& tiers) {
   nb::list found;
   const Index& index = tiers.index;
@@ -284,14 +284,14 @@ nb::bytes bytes_of(const SmallColumn<T, kInside>& column) {
   return nb::bytes(column.data(), column.size() * sizeof(T));
 }
 
-// Return a `protocol.ChunkBatch`, with copies, because the rows change later.
+// Return a `protocol.ChunkBatch` of copies, because the rows change later.
 nb::typed<nb::tuple, nb::bytes, nb::bytes, nb::bytes, nb::bytes, nb::bytes> columns(
     const Batch& batch) {
   return nb::make_tuple(bytes_of(batch.keys), bytes_of(batch.generations), bytes_of(batch.cache),
                         bytes_of(batch.places), bytes_of(batch.groups));
 }
 
-// Return the bytes, by target, of the rows with a place, and the number of these rows. lane_bytes:
+// Return the bytes, by target, of the rows with a place, and the number of such rows. lane_bytes:
 // see `read_bytes_of`.
 std::tuple<std::vector<uint64_t>, size_t> lanes(const Batch& batch,
                                                 const std::vector<uint64_t>& lane_bytes,
@@ -307,15 +307,15 @@ std::tuple<std::vector<uint64_t>, size_t> lanes(const Batch& batch,
   return {std::move(bytes), count};
 }
 
-// Return whether a row is read from another engine's region.
+// Return whether any row is read from another engine's region.
 bool borrows(const Batch& batch) {
   bool found = false;  // branch-free, because nearly always all rows are examined
   for (size_t at = 0; at < batch.size(); ++at) found |= is_foreign(batch.places[at]);
   return found;
 }
 
-// Return whether any row was read from the pool to its end, and whether any was not read in time.
-// was_cut: the load was cut off.
+// Return whether any row was read from the pool completely, and whether any was not read in time.
+// was_cut: whether the load was cut off.
 std::tuple<bool, bool> came(const Batch& batch, bool was_cut) {
   bool any = false, missed = false;
   for (size_t at = 0; at < batch.size(); ++at) {
@@ -494,7 +494,7 @@ struct PyWanted {
   Holds::Wanted wanted;
 };
 
-// The next chunk, the looks left, and the first and last chunk that were skipped, or -1.
+// The next chunk, the look-ups left, and the first and last chunk skipped, or -1.
 using Advanced = std::tuple<size_t, size_t, int64_t, int64_t>;
 
 Advanced advance(Holds& holds, PyWanted& wanted, size_t next, size_t end, size_t local,
@@ -549,7 +549,7 @@ void bind_holds(nb::module_& m) {
                keys.emplace_back(tiers.index.key(row), tiers.index.key_bytes());
              return keys;
            })
-      // Take the fetches begun, by reason, and ended, by way of ending, since the last call.
+      // Take the counts of fetches begun, by reason, and ended, by `End`, since the last call.
       .def("take_counts",
            [](Holds& holds) {
              return std::pair(std::exchange(holds.begun, {}), std::exchange(holds.ends, {}));

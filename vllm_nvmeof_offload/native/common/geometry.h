@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The addresses of chunks' bytes in the KV cache; see copy/geometry.py.
+// The KV cache addresses of a chunk's bytes; see copy/geometry.py.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace nvmeof {
 
-// The page of block b has `page_bytes` bytes at `address` + b * `stride_bytes`.
+// The page of block b is the `page_bytes` bytes at `address` + b * `stride_bytes`.
 struct CacheTensor {
   uint64_t address, stride_bytes, page_bytes, block_count;
 };
@@ -30,12 +30,12 @@ class Geometry {
 
   size_t blocks_per_chunk() const { return blocks_per_chunk_; }
 
-  // Append to `rows` three numbers per piece: KV cache address, offset in the payload, bytes.
-  // Append to `firsts` the index at which each chunk's pieces end; its first item is where they
-  // begin. `blocks` belong to consecutive chunks and start at position `first` of the first chunk.
+  // Append three numbers per piece to `rows`: KV cache address, offset in the payload, and bytes.
+  // `firsts` gets the index of the first piece, and then the index at which each chunk's pieces
+  // end. `blocks` belong to consecutive chunks and start at position `first` of the first chunk.
   void pieces(std::span<const int32_t> blocks, size_t first, size_t chunks,
               std::vector<uint64_t>& rows, std::vector<uint32_t>& firsts) const {
-    require(first < blocks_per_chunk_, "a position behind the chunk");
+    require(first < blocks_per_chunk_, "a position beyond the chunk");
     if ((first + blocks.size() + blocks_per_chunk_ - 1) / blocks_per_chunk_ != chunks)
       throw BrokenRule(std::to_string(blocks.size()) + " blocks over " + std::to_string(chunks) +
                        " chunks");
@@ -44,7 +44,7 @@ class Geometry {
     if (firsts.empty()) firsts.push_back(0);
     size_t position = first;
     for (const int32_t block : blocks) {
-      require(block >= 0 && static_cast<uint64_t>(block) < block_count_, "a block is unknown");
+      require(block >= 0 && static_cast<uint64_t>(block) < block_count_, "an unknown block");
       if (position == blocks_per_chunk_) {
         position = 0;
         firsts.push_back(static_cast<uint32_t>(rows.size() / 3));
@@ -59,13 +59,13 @@ class Geometry {
     firsts.push_back(static_cast<uint32_t>(rows.size() / 3));
   }
 
-  // As `pieces`, but a chunk that lacks blocks gets no pieces. vLLM reports only the first block's
-  // position, and omits blocks that it has already freed. If exactly `first` blocks are missing,
-  // they are those before the first one. Otherwise any chunk may lack some, and every block after
-  // the gap would be mistaken for the one before it.
+  // Like `pieces`, but add no pieces for a chunk with missing blocks. vLLM reports only the
+  // position of the first block, and omits blocks that it has already freed. If exactly `first`
+  // blocks are missing, they precede the first block. Otherwise any chunk may lack blocks, and
+  // every block after a gap would be mistaken for the one before it.
   void pieces_of_whole_chunks(std::span<const int32_t> blocks, size_t first, size_t chunks,
                               std::vector<uint64_t>& rows, std::vector<uint32_t>& firsts) const {
-    require(blocks.size() <= chunks * blocks_per_chunk_, "more blocks than the chunks have");
+    require(blocks.size() <= chunks * blocks_per_chunk_, "more blocks than the chunks hold");
     const size_t missing = chunks * blocks_per_chunk_ - blocks.size();
     if (missing == 0) {
       pieces(blocks, 0, chunks, rows, firsts);
@@ -85,33 +85,33 @@ class Geometry {
   uint64_t block_count_ = uint64_t{1} << 31;
 };
 
-// The GPU blocks of a store or load. `ids` lists the blocks of all groups, group after group.
-// `sizes` has the number of blocks of each group, and `firsts` the index of the first block in its
-// request. `groups` has the group of each chunk, in ascending order.
+// The GPU blocks of a store or load. `ids` lists the blocks of all groups, group by group. For each
+// group, `sizes` gives the number of blocks, and `firsts` the first block's index in its request.
+// `groups` gives the group of each chunk, in ascending order.
 struct JobBlocks {
   std::span<const int32_t> ids;
   std::vector<size_t> sizes, firsts;
   std::span<const uint8_t> groups;
 };
 
-// The KV cache of one rank, by group.
+// The layout of one rank's KV cache, by group.
 class CacheGeometry {
  public:
   explicit CacheGeometry(std::vector<Geometry> groups) : groups_(std::move(groups)) {}
 
-  // Append the pieces of a job. In a store, a chunk that lacks blocks gets no pieces.
+  // Append the pieces of a job. A chunk to store gets none if any of its blocks is missing.
   void pieces(const JobBlocks& job, bool is_store, std::vector<uint64_t>& rows,
               std::vector<uint32_t>& firsts) const {
     require(job.sizes.size() == groups_.size() && job.firsts.size() == groups_.size(),
-            "blocks of other groups");
-    require(std::ranges::is_sorted(job.groups), "the chunks are not group after group");
+            "blocks for another number of groups");
+    require(std::ranges::is_sorted(job.groups), "the chunks are not sorted by group");
     size_t at = 0, row = 0;
     for (size_t group = 0; group < groups_.size(); ++group) {
       const Geometry& geometry = groups_[group];
       const size_t size = job.sizes[group], first = job.firsts[group] % geometry.blocks_per_chunk();
       size_t chunks = 0;
       for (; row < job.groups.size() && job.groups[row] == group; ++row) ++chunks;
-      require(at + size <= job.ids.size(), "fewer blocks than the groups have");
+      require(at + size <= job.ids.size(), "fewer blocks than the groups need");
       const auto ids = job.ids.subspan(at, size);
       at += size;
       if (!chunks && size)
@@ -120,7 +120,7 @@ class CacheGeometry {
       if (chunks && !is_store) geometry.pieces(ids, first, chunks, rows, firsts);
     }
     require(row == job.groups.size(), "a chunk of an unknown group");
-    require(at == job.ids.size(), "more blocks than the groups have");
+    require(at == job.ids.size(), "more blocks than the groups need");
     if (firsts.empty()) firsts.push_back(0);
   }
 

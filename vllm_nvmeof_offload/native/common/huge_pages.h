@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Columns in huge pages. Rows are accessed in random order, and with 4 KiB pages each access would
-// cost a page-table walk on top of the memory's own latency: a third of the scheduler thread's time
-// per chunk with a million entries.
+// cost a page-table walk on top of the memory latency. With a million entries, that is a third of
+// the scheduler thread's time per chunk.
 #pragma once
 
 #include <sys/mman.h>
@@ -19,9 +19,9 @@ namespace nvmeof {
 
 inline constexpr size_t kHugePage = size_t{2} << 20;
 
-// A fixed number of items, all zero bytes until written. A column of at least one huge page takes
-// memory only where it was written, because most of what is reserved for the parts of divided slots
-// is never used.
+// A fixed number of items, initially all zero bytes. A column of at least one huge page uses memory
+// only where it was written, because most of the space reserved for parts of divided slots is never
+// used.
 template <typename T>
 class HugeColumn {
  public:
@@ -61,14 +61,14 @@ class HugeColumn {
     void* const items = ::mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE,
                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (items == MAP_FAILED) throw std::bad_alloc();
-    ::madvise(items, count * sizeof(T), MADV_HUGEPAGE);  // only for speed: may fail
+    ::madvise(items, count * sizeof(T), MADV_HUGEPAGE);  // only for speed; may fail
     return static_cast<T*>(items);
   }
 
   std::unique_ptr<T[], Release> items_;
 };
 
-// Every allocation is aligned to a page, as O_DIRECT requires.
+// An allocator that aligns to pages, as O_DIRECT requires.
 template <typename T>
 struct Pages {
   using value_type = T;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Measures the rate of each target while the engine has operations in flight: bytes per second are
-// the operations in flight, times the bytes of each, over the time that each took (Little's law).
-// Operations still under way when a period ends thus do not count as idle time, and idle hours do
-// not count at all. One operation at a time measures latency, not bandwidth. An unsaturated period
-// therefore gives two bounds: the target can do what it did, and, if `n` operations were in flight
-// where `s` saturate it, at most about `s / n` times as much. A rate outside these bounds moves
-// towards the nearer one; a rate between them stays. In a saturated period the bounds are equal.
-// Thus a few reads do not make a target look slow, and a target that has become slow is noticed
-// even if it is hardly used any more.
+// Measures each target's rate while it has operations in flight. By Little's law, bytes per second
+// are the number of operations in flight times the bytes of each, divided by the time of each.
+// Operations still running at the end of a period thus do not count as idle time, and idle hours do
+// not count at all. A single operation at a time measures latency, not bandwidth. An unsaturated
+// period therefore gives two bounds. The target can do at least what it did. If `n` operations were
+// in flight and `s` saturate it, it can do at most about `s / n` times as much. A rate outside
+// these bounds moves towards the nearer one; a rate between them stays. In a saturated period the
+// bounds are equal. Thus a few reads do not make a target look slow, and a slow target is noticed
+// even if it is now rarely used.
 #pragma once
 
 #include <algorithm>
@@ -16,20 +16,20 @@
 
 namespace nvmeof {
 
-// The meter of one target in one direction. Times are in seconds of one monotonic clock.
+// The meter of one target in one direction. Times are in seconds on one monotonic clock.
 class Meter {
  public:
   // saturating: the number of operations in flight that saturates the target.
   explicit Meter(size_t saturating, double now_s = 0)
       : saturating_(static_cast<double>(saturating)), counted_until_s_(now_s) {}
 
-  // Count an operation that the engine has started.
+  // Record that the engine started an operation.
   void began(double now_s) {
     count(now_s);
     ++in_flight_;
   }
 
-  // Count an operation that has ended; done_bytes is 0 if it failed.
+  // Record that an operation ended; done_bytes is 0 if it failed.
   void ended(double done_bytes, double began_s, double ended_s) {
     count(ended_s);
     --in_flight_;
@@ -41,7 +41,7 @@ class Meter {
   // Return the rate as of the last `fold`.
   double rate() const { return rate_; }
 
-  // End the period if it has measured enough. Return the rate in bytes per second, 0 if unknown.
+  // End the period if it has measured enough. Return the rate in bytes per second, or 0 if unknown.
   double fold(double now_s) {
     count(now_s);
     if (!is_measurement()) return rate_;
@@ -56,14 +56,14 @@ class Meter {
   }
 
  private:
-  // A period with less than both of these is too short to measure, and continues.
+  // A period below both of these minimums is too short to measure, and continues.
   static constexpr double kBusySMin = 0.05;
   static constexpr size_t kEndedMin = 4;
-  // If operations are in flight for this long and none ends, the measured rate is 0.
+  // The measured rate is 0 if operations are in flight for this long and none ends.
   static constexpr double kStallS = 1.0;
   static constexpr double kNewest = 0.5;  // weight of the newest period
 
-  // Count the time since the last call. Call this before any other count changes.
+  // Add the time since the last call. Must precede any change of the other counts.
   void count(double now_s) {
     const double passed_s = std::max(0.0, now_s - counted_until_s_);
     if (in_flight_ > 0) {
@@ -85,7 +85,7 @@ class Meter {
   double busy_s_ = 0;
   double operation_s_ = 0;  // operations in flight × seconds
   size_t ended_ = 0;
-  double ended_s_ = 0;  // total duration of the operations that have ended
+  double ended_s_ = 0;  // total duration of ended operations
   double done_bytes_ = 0;
   double rate_ = 0;
 };

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operations and their outcomes, numbered as in the columns of commands and reports; the check of
-// the rules that the code relies on, and the mutants that break these rules.
+// Operations and outcomes, numbered as in the columns of commands and reports; the check of the
+// rules that the code relies on, and the mutants that break those rules.
 #pragma once
 
 #include <cstdint>
@@ -12,11 +12,11 @@
 
 namespace nvmeof {
 
-// The kind of command that an op is: `protocol.OpKind`.
+// The kind of an op's command; see `protocol.OpKind`.
 enum class OpKind : uint8_t { STORE, LOAD, WRITE, FETCH, RESET, ATTACH };
 
-// The outcome of one chunk: `errors.OutcomeKind`. RELEASED is not an outcome: it reports that a
-// chunk with an earlier outcome has been released.
+// The outcome of one chunk; see `errors.OutcomeKind`. RELEASED is not an outcome: it reports the
+// release of a chunk whose outcome was reported earlier.
 enum class Outcome : uint8_t {
   OK,
   IO_ERROR,
@@ -27,7 +27,7 @@ enum class Outcome : uint8_t {
   RELEASED,
 };
 
-// A programming error that breaks a rule of the protocol. Python sees an AssertionError.
+// A programming error that violates a rule of the protocol; an AssertionError in Python.
 struct BrokenRule : std::logic_error {
   using std::logic_error::logic_error;
 };
@@ -36,8 +36,8 @@ inline void require(bool holds, const char* rule) {
   if (!holds) throw BrokenRule(rule);
 }
 
-// The rule that the simulator breaks on purpose, to prove that it would notice. Only the tests'
-// build of the module has mutants; in any other, `mutant` is false at compile time.
+// The rule that the simulator breaks on purpose, to prove that it detects the violation. Only the
+// test build of the module contains mutants; in other builds `mutant` is false at compile time.
 #ifdef NVMEOF_MUTANTS
 inline std::string active_mutant;
 inline bool mutant(std::string_view name) { return active_mutant == name; }

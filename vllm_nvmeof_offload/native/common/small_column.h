@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A column of a batch that stores a few items inline. A step may have hundreds of ops of one chunk
-// each, and every column would otherwise cost an allocation and a cold cache line.
+// A batch column that stores a few items inline. A step may contain hundreds of single-chunk ops,
+// and every column would otherwise cost an allocation and a cold cache line.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace nvmeof {
 
-// A `std::vector` of plain items, the first kInside of which need no allocation.
+// A vector of trivially copyable items that allocates only for more than kInside items.
 template <typename T, uint32_t kInside = 1>
 class SmallColumn {
   static_assert(std::is_trivially_copyable_v<T>);
@@ -59,7 +59,7 @@ class SmallColumn {
     grow(1);
     data_[size_++] = kept;
   }
-  // Append `count` items, which must not be in this column.
+  // Append `count` items, which must not belong to this column.
   void append(const T* items, size_t count) {
     grow(count);
     std::copy_n(items, count, data_ + size_);

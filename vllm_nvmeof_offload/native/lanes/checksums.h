@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A thread that computes the checksums of payloads ahead of their writes, so that a device that has
-// completed all its writes does not wait for checksums before it gets more.
+// A thread that computes payload checksums ahead of writes, so that a device that has finished its
+// writes does not wait for checksums before it gets more.
 #pragma once
 
 #include <condition_variable>
@@ -18,17 +18,17 @@ namespace nvmeof {
 
 class Checksums {
  public:
-  // `completions` is also signalled when there is something to `take`. cpus: see `EngineSetup`.
+  // `completions` is also signalled when checksums can be taken. cpus: see `EngineSetup`.
   Checksums(std::shared_ptr<CompletionQueue> completions, std::vector<int> cpus);
   ~Checksums() { stop(); }
 
-  // The payload must not change before `take` has returned its CRC or `forget` has returned.
+  // Queue a payload, which must not change until `take` returns its CRC or `forget` returns.
   void add(uint64_t number, const std::byte* payload, size_t bytes);
-  // Drop a payload. If its checksum is being computed, wait: less than a millisecond per 8 MiB.
+  // Drop a payload. Waits if its checksum is being computed: less than 1 ms per 8 MiB.
   void forget(uint64_t number);
   // Append the checksums computed since the last call, in the order of `add`.
   void take(std::vector<Summed>& summed);
-  // End the thread and drop the payloads that are still queued.
+  // Stop the thread and drop all queued payloads.
   void stop();
 
  private:

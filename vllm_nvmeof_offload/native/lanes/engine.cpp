@@ -9,10 +9,10 @@
 namespace nvmeof {
 namespace {
 
-// A smaller payload's checksum takes less time than waking a thread.
+// Waking a thread takes longer than computing a smaller payload's checksum.
 constexpr size_t kSummedAheadMin = 256 << 10;
 
-// Make all rings before any of them starts: a ring can share its memory only until it is enabled.
+// Create all rings before starting any: a ring can share its memory only until it is enabled.
 std::vector<std::unique_ptr<Ring>> make_rings(const EngineSetup& setup) {
   std::vector<std::unique_ptr<Ring>> rings;
   int share_with = -1;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The I/O core: one ring per target, with completions signalled by an eventfd. It is free of
+// The I/O core: one ring per target, with completions signalled by an eventfd. It does not use
 // Python, which is left to `bindings/` and `io/native.py`.
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace nvmeof {
 
-// The engine over all targets. All calls come from one thread.
+// The engine for all targets. A single thread makes all calls.
 class Engine : public NativeLanes {
  public:
   // Throws RingError, or std::system_error if no eventfd can be created.
@@ -22,10 +22,10 @@ class Engine : public NativeLanes {
   void kick();
   // Cancel an operation: see `NativeLanes::cancel_one`.
   bool cancel(uint64_t token);
-  // Use these files for operations submitted from now on. Earlier operations keep the files they
-  // were submitted with, which must stay open until these operations have ended.
+  // Use these files for later operations. Earlier operations keep using the previous files, which
+  // must stay open until those operations have ended.
   void replace_target(size_t index, Target target);
-  // Let reads reach another engine's region on one of our targets; see `TargetRing::attach`.
+  // Allow reads of another engine's region on one of our targets; see `TargetRing::attach`.
   void attach(uint16_t owner, size_t target, const ForeignSlab& files);
   void detach(uint16_t owner, size_t target);
   // Append a record to the target's log.
@@ -33,7 +33,7 @@ class Engine : public NativeLanes {
   // Return the completions since the last call.
   std::vector<LaneEnd> poll() { return completions_->take(); }
   int fd() const { return completions_->fd(); }
-  // The interface that the worker's machine drives:
+  // The interface used by the worker's machine:
   void take(const LaneOp& op) override;
   void start() override { kick(); }
   bool cancel_one(uint64_t token) override { return cancel(token); }
@@ -42,8 +42,8 @@ class Engine : public NativeLanes {
   void summed(std::vector<Summed>& sums) override { checksums_.take(sums); }
   void ended(std::vector<LaneEnd>& ends) override { ends = poll(); }
   void landed(std::vector<uint64_t>& tokens) override { tokens = completions_->take_landed(); }
-  // Cancel what has not started and wait for the rest. Returns false if the kernel still has some
-  // of it after `timeout`; then threads, descriptors and memory must stay.
+  // Cancel operations that have not started and wait for the others. Returns false if the kernel
+  // still has some after `timeout`: threads, descriptors and memory must then be kept.
   bool close(std::chrono::nanoseconds timeout);
 
  private:

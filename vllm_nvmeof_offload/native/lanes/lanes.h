@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The interface by which the worker's machine drives lanes. A lane only moves slots: the machine
-// decides deadlines, bounds and order (`io_queue.h`).
+// The interface between the worker's machine and its lanes. A lane only moves slots; the machine
+// decides order, bounds and deadlines (`io_queue.h`).
 #pragma once
 
 #include <sys/eventfd.h>
@@ -20,13 +20,13 @@
 
 namespace nvmeof {
 
-// The urgency of an operation, most urgent first: `protocol.Urgency`. All but WRITE are reads.
+// The urgency of an operation, most urgent first; see `protocol.Urgency`. All but WRITE are reads.
 enum class Urgency : uint8_t { DEMAND, URGENT, SERVE, PREFETCH, WRITE };
 inline constexpr size_t kUrgencies = 5;
 
 inline constexpr size_t kTagBytes = 16;
 
-// The epoch and share tag that a write carries; a read accepts only that tag. See `pool/format.py`.
+// The epoch and share tag that a write stores. A read requires the same tag. See `pool/format.py`.
 struct Stamp {
   uint32_t epoch = 0;
   std::array<uint8_t, kTagBytes> tag{};
@@ -35,7 +35,7 @@ struct Stamp {
 
 inline constexpr size_t kKeyBytesMax = 46;
 
-// The identity that a slot's header must have: `protocol.SlotIdentity`.
+// The identity expected in a slot's header; see `protocol.SlotIdentity`.
 struct Identity {
   std::array<uint8_t, kKeyBytesMax> key{};
   uint8_t key_bytes = 0;
@@ -59,39 +59,39 @@ inline constexpr int64_t kNoCrc = -1;
 // A read or write of one slot. Slots of other engines are only read.
 struct LaneOp {
   uint64_t token = 0;
-  OpKind kind = OpKind::LOAD;  // kind of the op that this is part of, for lanes that inject faults
+  OpKind kind = OpKind::LOAD;  // the kind of its op, for lanes that inject faults
   Urgency urgency = Urgency::DEMAND;
   Place place = 0;
-  uint64_t address = 0;          // address in staging of the header page, which the payload follows
+  uint64_t address = 0;          // staging address of the header page; the payload follows
   size_t payload_bytes = 0;      // at most a slot's capacity; only this much is transferred
-  int64_t payload_crc = kNoCrc;  // in a write: the payload's CRC, if the copy to staging made it
+  int64_t payload_crc = kNoCrc;  // in a write: the payload's CRC if the copy computed it
   Identity identity;
   Stamp stamp;               // a write stores it; a read requires its tag
-  bool single_copy = false;  // in a write: no other rank has the chunk
-  // In a read: check only the header, and return the payload CRC found there. The payload is
-  // checked when it is copied out of staging. Lanes may check it nevertheless.
+  bool single_copy = false;  // in a write: no other rank holds the chunk
+  // In a read: check only the header and return its payload CRC. The copy out of staging checks the
+  // payload. Lanes may check it too.
   bool header_only = false;
-  size_t peer = 0;       // in a peers' lane: the peer that reads the slot
-  int64_t until_ns = 0;  // in a peers' lane: the end of this attempt, by the machine's clock
+  size_t peer = 0;       // in a peer lane: the peer that reads the slot
+  int64_t until_ns = 0;  // in a peer lane: the end of this attempt, by the machine's clock
 
   bool is_read() const { return urgency != Urgency::WRITE; }
   std::byte* data() const { return reinterpret_cast<std::byte*>(address); }
 };
 
-// The end of an operation, however late. From then on nothing touches its buffer.
+// The end of an operation, however late. Its buffer is then free, unless `released` is false.
 struct LaneEnd {
   uint64_t token = 0;
   Outcome code = Outcome::OK;
   int error = 0;         // the errno of an I/O error; 0 if no bytes moved and there was no errno
   int64_t ended_ns = 0;  // CLOCK_MONOTONIC, or 0 if unknown
-  // The CRC that the payload must have, after a good read that checked only the header; else -1.
+  // The CRC that the payload must have, after a successful header-only read; else -1.
   int64_t payload_crc = kNoCrc;
-  // False if the operation has failed but its buffer may still be written. A second end then
-  // reports only that the buffer is free. Only peers' lanes do so.
+  // False if the operation failed but its buffer may still be written. A second end then reports
+  // only that the buffer is free. Only peer lanes do this.
   bool released = true;
 };
 
-// The number of operations of each kind that a lane can take now.
+// The number of operations of each kind that a lane can accept now.
 struct LaneRoom {
   size_t reads = 0, writes = 0;
 };
@@ -105,41 +105,41 @@ struct Summed {
 class NativeLanes {
  public:
   virtual ~NativeLanes() = default;
-  // Compute the CRC of a payload in staging ahead of its write, in parallel with I/O; false if the
-  // write computes it. The payload must not change before `summed` or `forget`. number: not 0.
+  // Compute the CRC of a payload in staging ahead of its write; false if the write will compute it.
+  // The payload must not change before `summed` or `forget`. number: not 0.
   virtual bool sum(uint64_t /*number*/, uint64_t /*address*/, size_t /*bytes*/) { return false; }
   virtual void forget(uint64_t /*number*/) {}
   virtual void summed(std::vector<Summed>& /*sums*/) {}
   virtual LaneRoom room() const = 0;
-  // Take an operation; the caller respects `room`. It uses the target's present files to its end.
+  // Accept an operation, which keeps using the target's current files. The caller respects `room`.
   virtual void take(const LaneOp& op) = 0;
-  // Start the operations taken, in their order.
+  // Start the accepted operations, in order.
   virtual void start() = 0;
-  // Cancel an operation. Returns true if it had not started: no end follows. Otherwise it runs on
-  // and its end will be ignored; a write then gets no table entry.
+  // Cancel an operation. Returns true if it had not started, so that no end follows. Otherwise it
+  // keeps running and its end will be ignored; a write then gets no table entry.
   virtual bool cancel_one(uint64_t token) = 0;
   virtual void ended(std::vector<LaneEnd>& ends) = 0;
-  // Append operations that have not ended but which the device has completed, so that it can be
-  // given others. Optional.
+  // Append operations that the device has completed but that have not ended, so that the device can
+  // be given more. Optional.
   virtual void landed(std::vector<uint64_t>& /*tokens*/) {}
 };
 
-// -- The choice of the lane that reads a chunk: the one that will have it first. It needs neither
-// state nor clock, so that the worker and the simulators decide alike.
+// -- The choice of the lane that reads a chunk: the one expected to finish first. The choice needs
+// no state or clock, so that the worker and the simulators decide alike.
 
 struct LaneEstimate {
-  double end_s = 0;  // estimated time until the chunk is read, if the lane starts it now
+  double end_s = 0;  // estimated time until the chunk is read, if the lane starts now
   bool has_room = false;
 };
 
 inline constexpr int kWait = -1;
 inline constexpr int kOwnLane = 0;
 
-// Return 0 for the own lane, i for peer i - 1, or -1 if the chunk should wait.
+// Return 0 for our own lane, i for peer i - 1, or -1 if the chunk should wait.
 //
-// The lane with the smallest end_s gets the chunk. On a tie the own lane does, because it costs no
-// other server's time. If that lane has no room, the chunk waits for it, since its end_s includes
-// its queue, unless a lane with room ends even earlier, which is possible only on a tie.
+// The lane with the smallest end_s gets the chunk, and on a tie our own lane, because it uses no
+// other server's time. If the chosen lane has no room, the chunk waits for it, because end_s
+// includes its queue. A lane with room can end even earlier only on a tie; it then gets the chunk.
 inline int choose_lane(const LaneEstimate& own, std::span<const LaneEstimate> peers) {
   constexpr double kTie = 1.05;
   const auto lane = [&](int number) -> const LaneEstimate& {
@@ -156,11 +156,11 @@ inline int choose_lane(const LaneEstimate& own, std::span<const LaneEstimate> pe
   return ready != kWait && lane(ready).end_s < lane(best).end_s ? ready : kWait;
 }
 
-// Lanes that end each operation as soon as it starts, without moving a byte. They serve a server
-// without a pool, and `bench hotpath`, which measures the cost of the machine itself.
+// Lanes that end each operation as soon as it starts, without moving data. They are used by servers
+// without a pool, and by `bench hotpath`, which measures the cost of the machine itself.
 class InstantLanes final : public NativeLanes {
  public:
-  // wake_fd: an eventfd. error: the errno that fails every operation; 0 if all succeed.
+  // wake_fd: an eventfd. error: the errno with which every operation fails, or 0 for success.
   InstantLanes(int wake_fd, int error) : wake_fd_(wake_fd), error_(error) {}
 
   LaneRoom room() const override { return {SIZE_MAX, SIZE_MAX}; }

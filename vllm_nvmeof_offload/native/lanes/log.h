@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A region's log: its on-disk format, which `pool/log.py` defines (a test compares the two
-// implementations), and its writer, which runs on the thread that writes the table.
+// A region's log: its on-disk format, as defined in `pool/log.py` (a test compares the two
+// implementations), and its writer, which runs on the table's thread.
 #pragma once
 
 #include <isa-l/crc.h>
@@ -25,7 +25,7 @@ inline constexpr size_t kLogKeyBytesMax = 40;
 
 enum class LogKind : uint8_t { PUT = 1, RESET = 3, HINT = 4 };
 
-// A record. The fields are in their on-disk order, which starts with the CRC.
+// A record. On disk, the CRC precedes these fields, which are in the same order.
 struct LogRecord {
   uint32_t epoch = 0;
   uint64_t generation = 0;
@@ -44,21 +44,21 @@ struct LogHead {
   uint32_t epoch = 0;
 };
 
-// Write a record at `at`. index: the record's index in its page.
+// Encode a record at `at`. index: the record's index in its page.
 void encode_record(std::byte* at, const LogRecord& record, uint64_t sequence, uint32_t index);
-// Returns false if the record is not intact or was written for another position.
+// Decode a record. Returns false if it is damaged or belongs to another position.
 bool decode_record(const std::byte* at, uint64_t sequence, uint32_t index, LogRecord& record);
 
-// Fill the first bytes of a page.
+// Encode the head of a page.
 void encode_head(std::byte* page, const LogHead& head);
-// Returns false if the head is not intact.
+// Decode the head of a page. Returns false if it is damaged.
 bool decode_head(const std::byte* page, LogHead& head);
 
-// Return a record which states that a chunk of another engine's region was read `count` times.
+// Return a record that reports `count` reads of a chunk in another engine's region.
 LogRecord hint_record(const std::array<uint8_t, 16>& region_uuid, uint32_t slot, uint8_t member,
                       uint64_t generation, uint32_t count);
 
-// The position of the first write. pages: 0 if there is no log. next: the first page's sequence.
+// The position where writing starts. pages: 0 if there is no log. next: the first page's sequence.
 struct LogStart {
   uint32_t pages = 0;
   uint64_t next = 0;
@@ -70,8 +70,8 @@ int copy_of_fd(int fd);
 
 class LogWriter {
  public:
-  // fd: from `copy_of_fd`. Nothing waits for a record, so by the time it is written the target's
-  // last operation may have ended and the pool may have closed its own descriptors.
+  // fd: from `copy_of_fd`. Nothing waits for a record to be written. By then the target's last
+  // operation may have ended, and the pool may have closed its own descriptors.
   LogWriter(LogStart start, int fd);
   ~LogWriter();
   LogWriter(const LogWriter&) = delete;
@@ -79,7 +79,7 @@ class LogWriter {
 
   // Append a record. It is written by the next `flush`, or when its page is full.
   void add(const LogRecord& record);
-  // Write the page. A disk error is not reported: the records are lost, and readers find a gap.
+  // Write the page. Disk errors are not reported: the records are lost, and readers find a gap.
   void flush();
   // Continue in another file (from `copy_of_fd`), one lap of the log later.
   void replace(int fd);

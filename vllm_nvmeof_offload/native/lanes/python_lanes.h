@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lanes implemented in Python: those of peers, of the fault injector and of the simulator.
+// Lanes implemented in Python: for peers, the fault injector and the simulator.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -18,7 +18,7 @@
 
 namespace nvmeof {
 
-// A `LaneEnd`: token, code, errno, seconds, payload CRC or -1, and whether it is released.
+// A `LaneEnd`: token, code, errno, seconds, payload CRC or -1, and whether the buffer is released.
 using PythonEnd = std::tuple<uint64_t, uint8_t, int, double, int64_t, bool>;
 
 inline LaneEnd lane_end(const PythonEnd& end) {
@@ -28,7 +28,7 @@ inline LaneEnd lane_end(const PythonEnd& end) {
 
 class PythonLanes final : public NativeLanes {
  public:
-  // room() returns (reads, writes). submit() takes a list of `LaneOp`. cancel(token) is
+  // room() returns (reads, writes). submit() gets a list of `LaneOp`. cancel(token) implements
   // `cancel_one`. poll() returns a list of `PythonEnd`.
   PythonLanes(nanobind::object room, nanobind::object submit, nanobind::object cancel,
               nanobind::object poll)
@@ -60,7 +60,7 @@ class PythonLanes final : public NativeLanes {
       ends.push_back(lane_end(end));
   }
 
-  // For Python's cycle collector: the functions may refer to an object that refers to the lanes.
+  // For Python's cycle collector: the functions may refer to an object that refers to these lanes.
   static int traverse(PyObject* self, visitproc visit, void* arg) {
     Py_VISIT(Py_TYPE(self));
     if (!nanobind::inst_ready(self)) return 0;
@@ -77,7 +77,7 @@ class PythonLanes final : public NativeLanes {
 
  private:
   nanobind::object room_, submit_, cancel_, poll_;
-  std::vector<LaneOp> taken_;  // not started
+  std::vector<LaneOp> taken_;  // accepted but not started
 };
 
 }  // namespace nvmeof

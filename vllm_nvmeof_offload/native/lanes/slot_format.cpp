@@ -91,8 +91,8 @@ bool intact(const std::byte* slot, const Header& header) {
   return all_zero(header.key + header.key_bytes, header.key + kKeyBytesMax);
 }
 
-// Appending zero bytes to a message is a linear map of its CRC, without the inversions. This class
-// has the maps for 1, 2, 4, ... bytes, each as one table per nibble of a CRC.
+// Appending zero bytes to a message is a linear map of its CRC without the inversions. This class
+// holds the maps for 1, 2, 4, ... bytes, each as one table per nibble of a CRC.
 class ZerosTable {
  public:
   ZerosTable() {
@@ -134,11 +134,11 @@ class ZerosTable {
   std::array<std::array<std::array<uint32_t, 16>, 8>, 64> tables_;
 };
 
-// Small enough to stay in the first level of cache between its copy and its checksum.
+// Small enough to stay in the L1 cache between its copy and its checksum.
 constexpr size_t kCopyStepBytes = 16 << 10;
 
-// Copy without first reading the target into cache, if the processor can. Call `end_stream` before
-// another thread or a device may use the bytes.
+// Copy without first reading the destination into cache, if the processor supports that. Call
+// `end_stream` before another thread or a device uses the bytes.
 void stream(std::byte* to, const std::byte* from, size_t bytes) {
 #ifdef __SSE2__
   constexpr size_t kLine = 64;
@@ -162,16 +162,16 @@ void end_stream() {
 #endif
 }
 
-// The processor prefetches only within a 4 KiB page, so at the start of each page the checksum of
-// bytes that are not in cache would wait for memory. Processors differ in how much of a later page
-// to prefetch, and into which cache level; the right choice is worth up to a factor of two.
+// The processor prefetches only within a 4 KiB page, so the checksum of uncached bytes would wait
+// for memory at the start of each page. How much of a later page to prefetch, and into which cache
+// level, depends on the processor; the right choice is up to twice as fast.
 constexpr size_t kCrcStepBytes = 4 << 10;
 constexpr size_t kCrcAheadBytes = 8 << 10;
 constexpr size_t kLineBytes = 64;
 
 template <size_t fetched, int level>
 uint32_t crc_ahead(const void* data, size_t bytes) {
-  // ISA-L inverts neither at the start nor at the end.
+  // ISA-L does not invert the CRC at the start or the end.
   auto* at = static_cast<const unsigned char*>(data);
   uint32_t crc = ~uint32_t{0};
   for (size_t done = 0; done < bytes;) {
@@ -260,7 +260,7 @@ uint32_t copy_crc32c_at_target(void* to, const void* from, size_t bytes, uint32_
   crc = ~crc;
   for (size_t done = 0; done < bytes;) {
     const size_t step = std::min(bytes - done, kCopyStepBytes);
-    std::memcpy(target + done, source + done, step);  // not streamed: read next
+    std::memcpy(target + done, source + done, step);  // not streamed, because it is read next
     crc = crc32_iscsi(target + done, static_cast<int>(step), crc);
     done += step;
   }

@@ -12,19 +12,19 @@
 namespace nvmeof {
 namespace {
 
-// A transfer fails after the kernel has refused it this often in a row.
+// A transfer fails after the kernel has refused it more than this many times in a row.
 constexpr unsigned kRetriesMax = 64;
-// The number of operations that, completed together, make a burst.
+// The number of operations that count as a burst if they complete together.
 constexpr size_t kBurst = 4;
-// The most log records that wait for a target.
+// Hints are dropped while this many log records wait for a target.
 constexpr size_t kNotesMax = 4096;
 // A thread that holds writes back must poll, because nothing wakes it when the permit is renewed.
 constexpr std::chrono::milliseconds kPermitPoll{5};
 
 size_t whole_pages(size_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
 
-// Pieces are equal, of about `split` bytes: a last piece of one page would cost as much as a full
-// one.
+// Return the size of equal pieces of about `split` bytes. A last piece of one page would cost as
+// much as a full piece.
 size_t bytes_per_piece(size_t bytes, size_t split) {
   const size_t pieces = std::max<size_t>(1, (bytes - kHeaderBytes + split - 1) / split);
   return whole_pages((bytes + pieces - 1) / pieces);
@@ -44,7 +44,7 @@ void run_on(const std::vector<int>& cpus) {
   CPU_ZERO(&set);
   for (const int cpu : cpus)
     if (cpu < CPU_SETSIZE) CPU_SET(cpu, &set);
-  sched_setaffinity(0, sizeof set, &set);  // fails, without harm, if `cpus` is empty
+  sched_setaffinity(0, sizeof set, &set);  // fails harmlessly if `cpus` is empty
 }
 
 TargetRing::TargetRing(const EngineSetup& setup, size_t index,
@@ -79,7 +79,7 @@ std::shared_ptr<TargetRing> TargetRing::start(const EngineSetup& setup, size_t i
   if (started->failure) std::rethrow_exception(started->failure);
   try {
     std::thread([self] { self->run_table(); }).detach();
-  } catch (...) {  // no more threads
+  } catch (...) {  // no thread could be created
     self->close();
     throw;
   }
@@ -203,20 +203,20 @@ bool TargetRing::read_may_start() const {
           read_bytes_started_ + reads_.front()->bytes <= limits_.read_bytes_started_max);
 }
 
-// Stop counting a read that the device has completed, or on which it may hang for ever.
+// Stop counting a read that the device has completed, or may never complete.
 void TargetRing::uncount(Op& op) { read_bytes_started_ -= std::exchange(op.counted_bytes, 0); }
 
-// Wait, without the mutex, until the region may be written. Returns false if it may not be written,
-// or if the operation was cancelled.
+// Wait, without the mutex, until the region may be written. Returns false if it will not be, or if
+// the operation was cancelled.
 bool TargetRing::await_permit(std::unique_lock<std::mutex>& lock, const Op& op) {
   while (op.wanted && !permit_.open() && !permit_.lost() && !closing_)
     table_work_.wait_for(lock, kPermitPoll);
   return op.wanted && permit_.open();
 }
 
-// Start what may start; return whether there is more to start at once. Without a permit, writes
-// stay in the queue, where the machine can cancel them. Only one write that needs a checksum is
-// started at a time, so that reads that arrive meanwhile do not wait for a series of checksums.
+// Start waiting operations; return whether more can start at once. Without a permit, writes stay in
+// the queue, where the machine can cancel them. Writes that need a checksum are started one at a
+// time, so that new reads do not wait for a series of checksums.
 bool TargetRing::start_waiting(std::vector<Piece*>& pieces) {
   for (; read_may_start(); reads_.pop_front()) start(*reads_.front(), pieces);
   if (permit_.lost())
@@ -229,7 +229,7 @@ bool TargetRing::start_waiting(std::vector<Piece*>& pieces) {
   return false;
 }
 
-// A read that ends while pieces wait to be checked does not wake the caller: `check_one` does.
+// A read that ends while pieces wait to be checked does not wake the caller; `check_one` does.
 void TargetRing::finish(Op& op, Outcome code, int error) {
   LaneEnd end{op.request.token, code, error};
   if (op.request.header_only && code == Outcome::OK) end.payload_crc = op.header.payload_crc;
@@ -243,7 +243,7 @@ void TargetRing::finish(Op& op, Outcome code, int error) {
   }
 }
 
-// Returns whether the piece has to be issued once more.
+// Return whether the piece must be issued again.
 bool TargetRing::goes_on(Piece* piece, int result) {
   Op& op = *piece->op;
   if (op.failed || !op.wanted) return false;
@@ -252,7 +252,7 @@ bool TargetRing::goes_on(Piece* piece, int result) {
   } else if (result > 0) {
     const size_t done = piece->done + static_cast<size_t>(result);
     if (done >= piece->bytes) return false;
-    // The rest starts on a page boundary again, as O_DIRECT requires.
+    // The remainder must start on a page boundary, as O_DIRECT requires.
     const size_t whole = done / kPageBytes * kPageBytes;
     if (whole > piece->done) {
       piece->done = whole;
@@ -282,8 +282,8 @@ void TargetRing::land(Piece* piece, int result) {
   }
 }
 
-// Report a burst at once: otherwise the device would wait until all of it has been checked. If only
-// a few operations have landed, their completions follow so soon that the caller is not woken.
+// Report a burst at once, because the device would otherwise be idle until all of it was checked.
+// After only a few operations the caller is not woken, because their completions follow soon.
 void TargetRing::report_landed() {
   std::lock_guard lock(mutex_);
   if (landed_.size() >= kBurst) completions_->landed(landed_);
@@ -341,7 +341,7 @@ void TargetRing::loop(Ring& ring) {
   std::vector<std::pair<Piece*, int>> landed;
   bool armed = false;
   bool busy = false;      // there may be something to start or check, so do not wait
-  bool deferred = false;  // the checks were put off once
+  bool deferred = false;  // the checks were postponed once
   for (;;) {
     if (!armed) ring.arm(wake_fd_);
     armed = true;
@@ -375,7 +375,7 @@ void TargetRing::loop(Ring& ring) {
         landed.emplace_back(static_cast<Piece*>(tag), result);
       } else {
         armed = false;
-        waking_.store(false);  // before the queues are looked at: later kicks wake again
+        waking_.store(false);  // before the queues are checked: later kicks wake again
       }
     });
     bool next_read;
@@ -384,8 +384,8 @@ void TargetRing::loop(Ring& ring) {
       for (const auto& [piece, result] : landed) land(piece, result);
       next_read = read_may_start();
     }
-    // After completions or a kick, first give the device more to do, and only then wake the caller,
-    // which takes time. Do not do so twice in a row, unless a read waited for these completions.
+    // After completions or a kick, give the device more work before waking the caller, which takes
+    // time. Do not do this twice in a row, unless a read was waiting for these completions.
     if ((!landed.empty() || !armed) && (!deferred || next_read)) {
       deferred = busy = true;
       continue;
@@ -414,7 +414,7 @@ void TargetRing::issue(Ring& ring, const std::vector<Piece*>& pieces) {
   }
 }
 
-// Check the piece that has waited longest. Return whether there was one.
+// Check the longest-waiting piece. Return whether there was one.
 bool TargetRing::check_one() {
   Piece* piece;
   bool wanted;
@@ -462,7 +462,7 @@ SlotPlace TargetRing::place_of(const Op& op) const {
   return {op.region, slot_of(op.request.place), op.request.single_copy};
 }
 
-// No start adopts a chunk of a group that is unknown to the pool, so any kind will do for it.
+// Any kind will do for a group unknown to the pool, because no start adopts its chunks.
 uint8_t TargetRing::kind_of(const Op& op) const {
   const uint32_t id = group_id_of(op.request.identity);
   for (const auto& [group, kind] : setup_.groups)
@@ -508,7 +508,7 @@ void TargetRing::await_table_work(std::unique_lock<std::mutex>& lock) {
   }
 }
 
-// Sync the table if due. Without a permit it is put off: another host may have the region now.
+// Sync the table if due. Without a permit, postpone this: another host may own the region now.
 void TargetRing::sync_table(std::unique_lock<std::mutex>& lock) {
   if (!table_sync_.is_waiting() || Clock::now() < table_sync_.due()) return;
   if (!permit_.open()) {
@@ -537,7 +537,7 @@ void TargetRing::log_notes(std::unique_lock<std::mutex>& lock) {
 void TargetRing::enter_front(std::unique_lock<std::mutex>& lock) {
   Op& op = *to_enter_.front();
   to_enter_.pop_front();
-  // The write was cancelled and its slot may soon be reused, or another engine has the region.
+  // The write was cancelled and its slot may soon be reused, or another engine took the region.
   Outcome code = Outcome::CANCELLED;
   int error = 0;
   const LaneOp request = op.request;
@@ -556,7 +556,7 @@ void TargetRing::enter_front(std::unique_lock<std::mutex>& lock) {
   lock.lock();
 }
 
-// Returns an errno, or 0.
+// Write a table entry. Returns an errno, or 0.
 int TargetRing::write_entry(int table_fd, uint32_t slot, const LaneOp& request) {
   if (const int error = table_sync_.take_error()) return error;
   const auto entry = encode_entry(slot, request.identity, request.stamp.epoch, request.single_copy);

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // One target: the thread that drives its ring (`ring.h`), and the thread that writes its table.
 //
-// Operations start at once and in order, because the caller enforces the bounds. Only the last
-// reads wait here until earlier ones have completed: a device that completes everything in one
-// burst then gets more before the caller is even awake. An operation is split into pieces. The
-// ring's thread seals a write before its first piece. It checks each piece of a read soon after its
-// arrival, when it may still be in cache, but only while the kernel has enough to do: after a burst
-// nothing may delay the next pieces. A second thread writes table entries, because a buffered
-// `pwrite` may wait for a journal and reads must not. After the entries that thread writes the log
-// and syncs a table that other hosts read; no operation waits for either.
+// Operations start at once and in order, because the caller enforces the bounds. Only reads beyond
+// `read_bytes_started_max` wait here for earlier reads. A device that completes everything in one
+// burst then gets more before the caller wakes up. An operation is split into pieces. The ring's
+// thread seals a write before its first piece. It checks each piece of a read soon after arrival,
+// when the piece may still be in the CPU cache, but only while the kernel has enough to do: after a
+// burst, nothing may delay the next pieces. A second thread writes table entries, because a
+// buffered `pwrite` may wait for a journal, which must not delay reads. After the entries, that
+// thread writes the log and syncs a table that other hosts read; no operation waits for either.
 #pragma once
 
 #include <sched.h>
@@ -30,16 +30,15 @@
 
 namespace nvmeof {
 
-// Syncs a table's entries to the device, for readers on other hosts: an entry is 64 bytes, which
-// may stay in this kernel's page cache for any length of time. Calls fdatasync at most once a
-// second, and only after writes. Until then readers find the entries in the log, which bypasses the
-// page cache.
+// Syncs a table to the device for readers on other hosts: a 64-byte entry may otherwise stay in
+// this kernel's page cache for any length of time. Calls fdatasync at most once a second, and only
+// after writes. Until then, readers find the entries in the log, which bypasses the page cache.
 class TableSync {
  public:
   static constexpr std::chrono::seconds kPeriod{1};
 
-  // fd: from `copy_of_fd`; -1 to never sync. Nothing waits for a sync, so by then the target's last
-  // operation may have ended and the pool may have closed its own descriptors.
+  // fd: from `copy_of_fd`, or -1 to never sync. Nothing waits for a sync. By then the target's last
+  // operation may have ended, and the pool may have closed its own descriptors.
   explicit TableSync(int fd) : fd_(fd) {}
   ~TableSync() { close_file(); }
   TableSync(const TableSync&) = delete;
@@ -48,7 +47,7 @@ class TableSync {
   bool is_waiting() const { return waits_; }
   Clock::time_point due() const { return due_; }
 
-  // Note that an entry was written.
+  // Record that an entry was written.
   void wrote() {
     if (fd_ >= 0 && !std::exchange(waits_, true)) postpone();
   }
@@ -62,8 +61,8 @@ class TableSync {
       postpone();
     }
   }
-  // Return the errno of a sync that has failed since the last call, or 0. The lost entries belong
-  // to writes that have already ended, so the next write fails in their place.
+  // Return the errno of a sync that failed since the last call, or 0. The writes of the affected
+  // entries have already ended, so the next write fails instead.
   int take_error() { return std::exchange(error_, 0); }
   // Continue in another file (from `copy_of_fd`).
   void replace(int fd) {
@@ -99,41 +98,41 @@ struct EngineSetup {
   std::shared_ptr<StartGate> gate;  // null except in tests
 };
 
-// Name the calling thread, and leave signals to other threads.
+// Name the calling thread and block all signals in it.
 void enter_thread(const char* name);
-// Run the calling thread on these CPUs, as `EngineSetup::cpus`; a failure is harmless.
+// Restrict the calling thread to these CPUs, as in `EngineSetup::cpus`; failure is harmless.
 void run_on(const std::vector<int>& cpus);
 
 class TargetRing {
  public:
   ~TargetRing();
 
-  // Starts both threads of target `index`, which keep the object alive. Throws RingError.
+  // Start both threads of target `index`, which keep the object alive. Throws RingError.
   static std::shared_ptr<TargetRing> start(const EngineSetup& setup, size_t index,
                                            std::shared_ptr<CompletionQueue> completions,
                                            std::unique_ptr<Ring> ring);
 
   void submit(const LaneOp& request);
-  // Wake the ring's thread to look at its queues.
+  // Wake the ring's thread to check its queues.
   void kick();
-  // Use these files for operations submitted from now on.
+  // Use these files for later operations.
   void replace(Target target);
-  // Use these files for reads of this engine's slots from now on. The descriptor must stay open
-  // until `detach`, and until every read submitted before that has ended.
+  // Use these files for later reads of this engine's slots. The descriptor must stay open until
+  // `detach` is called and all earlier reads have ended.
   void attach(uint16_t owner, const ForeignSlab& files);
   void detach(uint16_t owner);
-  // Cancel an operation. Returns false if it is unknown, or runs on, without a table entry.
+  // Cancel an operation. Returns false if it is unknown, or keeps running without a table entry.
   bool cancel(uint64_t token);
   // Append a record to the target's log.
   void note(const LogRecord& record);
-  // Cancel what has not started; the threads end when the kernel has returned the rest.
+  // Cancel operations that have not started. The threads end once the kernel has returned the rest.
   void close();
   bool wait_ended(std::chrono::nanoseconds timeout);
 
   size_t held() const { return held_.load(); }
 
  private:
-  // The table thread's files (from `copy_of_fd`), which stay open longer than an operation's.
+  // The table thread's files (from `copy_of_fd`), which stay open longer than those of operations.
   struct TableFiles {
     int table_fd = -1;  // to be synced
     int log_fd = -1;
@@ -147,14 +146,14 @@ class TargetRing {
     size_t piece_bytes = 0;
     size_t counted_bytes = 0;  // this operation's share of `read_bytes_started_`
     bool started = false;
-    bool wanted = true;  // false if it was cancelled after its start
+    bool wanted = true;  // false if it was cancelled after it started
     unsigned pieces_in_flight = 0;
     unsigned unchecked = 0;  // pieces of a read that have arrived but are not in `crc` yet
-    uint32_t crc = 0;        // CRC of the payload without the shares of later pieces
-    HeaderProof header;      // valid once the first piece was checked
+    uint32_t crc = 0;        // CRC of the payload without the unchecked pieces
+    HeaderProof header;      // valid once the first piece has been checked
     bool sealed = false;
     bool failed = false;
-    int error = 0;  // after a failure: the first errno of any piece, or 0 for no progress
+    int error = 0;  // after a failure: the errno, or 0 if a transfer made no progress
   };
   struct Piece {
     Op* op;
@@ -162,7 +161,7 @@ class TargetRing {
     unsigned retries;
   };
   TargetRing(const EngineSetup& setup, size_t index, std::shared_ptr<CompletionQueue> completions);
-  // Set by the ring's thread when it knows whether the kernel lets it use the ring.
+  // Set by the ring's thread once it knows whether the kernel allows it to use the ring.
   struct Started {
     std::atomic<bool> known{false};
     std::exception_ptr failure;
@@ -178,7 +177,7 @@ class TargetRing {
   void log_notes(std::unique_lock<std::mutex>& lock);
   void enter_own_thread(const char* name);
 
-  // Under the mutex.
+  // Called with the mutex held.
   bool await_permit(std::unique_lock<std::mutex>& lock, const Op& op);
   bool start_waiting(std::vector<Piece*>& pieces);
   void start(Op& op, std::vector<Piece*>& pieces);
@@ -192,7 +191,7 @@ class TargetRing {
   void settle(Op& op);
   void finish(Op& op, Outcome code, int error = 0);
 
-  // On the ring's thread.
+  // Called on the ring's thread.
   void report_landed();
   void issue(Ring& ring, const std::vector<Piece*>& pieces);
   bool check_one();
@@ -215,12 +214,12 @@ class TargetRing {
   std::condition_variable ended_;
   std::unordered_map<uint64_t, std::unique_ptr<Op>> ops_;
   std::deque<Op*> reads_, writes_;  // not started
-  size_t read_bytes_started_ = 0;   // but not completed by the device
+  size_t read_bytes_started_ = 0;   // started but not completed by the device
   std::deque<Piece*> to_check_;
   std::deque<Op*> to_enter_;      // writes that need a table entry next
   std::vector<uint64_t> landed_;  // operations that the device has completed since the last report
   std::vector<Piece*> again_;
-  std::vector<std::unique_ptr<Piece>> pieces_;  // all that exist; they are reused
+  std::vector<std::unique_ptr<Piece>> pieces_;  // all pieces, which are reused
   std::vector<Piece*> free_pieces_;
   std::vector<Piece*> gated_;
   std::vector<Piece*> abandoned_;      // pieces of cancelled operations, for `Ring::abandon`

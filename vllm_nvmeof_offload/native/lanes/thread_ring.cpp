@@ -13,7 +13,7 @@
 namespace nvmeof {
 namespace {
 
-// The number of threads, spare ones included, per call that may run.
+// The number of threads per concurrent call, including spares.
 constexpr size_t kThreadsPerCall = 4;
 
 }  // namespace
@@ -105,8 +105,8 @@ void ThreadRing::reap(const std::function<void(void*, int)>& each) {
 
 // ---- the threads; under the mutex except during the call itself ---------------------------
 
-// Take the next call that may start; false if there is none. Reads precede writes, but one write
-// may always run: an endless sequence of reads must not hold it up.
+// Take the next call that may start. Returns false if there is none. Reads precede writes, but one
+// write may always run, so that an endless sequence of reads cannot block it.
 bool ThreadRing::take(Call& call) {
   size_t all = 0, writes = 0;
   for (const Call* one : running_) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A ring for processes that may not use io_uring: `pread` and `pwrite` on a few threads. A call
-// that was abandoned and hangs counts as lost, and a spare thread takes over, so that it does not
-// stop the other calls. All threads are started at construction, because later the process may have
-// reached its limit.
+// A ring for processes that may not use io_uring: `pread` and `pwrite` on a few threads. An
+// abandoned call that hangs counts as lost, and a spare thread takes over, so that other calls are
+// not blocked. All threads start at construction, because the process might later be at its thread
+// limit.
 #pragma once
 
 #include <condition_variable>
@@ -18,11 +18,11 @@ namespace nvmeof {
 
 class ThreadRing final : public Ring {
  public:
-  // threads: the number of calls that run at a time, at least 2. One of them is reserved for reads,
+  // threads: the maximum number of concurrent calls, at least 2. One of them is reserved for reads,
   // and one write may always run. cpus: see `EngineSetup`. Throws std::system_error if no thread or
   // descriptor can be created.
   ThreadRing(size_t threads, const std::vector<int>& cpus);
-  // No call may be under way.
+  // No call may be running.
   ~ThreadRing() override;
 
   void prepare(bool read, int slab_fd, std::byte* at, size_t bytes, uint64_t offset,

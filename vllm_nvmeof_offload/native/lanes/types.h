@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The types that rings share: files, permits and the queue that delivers completions to the caller;
-// the on-disk format of a slot; and the gate of the contract tests.
+// Types shared by rings: files, permits, and the queue that delivers completions to the caller;
+// also the on-disk format of a slot, and the gate for the contract tests.
 #pragma once
 
 #include <sys/eventfd.h>
@@ -40,7 +40,7 @@ inline int64_t now_ns() {
   return std::chrono::nanoseconds(Clock::now().time_since_epoch()).count();
 }
 
-// Return CLOCK_BOOTTIME, which counts time in suspend. `pool/lease.py` uses it for permits too.
+// Return CLOCK_BOOTTIME, which includes time in suspend. `pool/lease.py` also uses it for permits.
 inline uint64_t boot_ns() {
   timespec now;
   clock_gettime(CLOCK_BOOTTIME, &now);
@@ -53,7 +53,7 @@ inline int make_eventfd(int flags) {
   return fd;
 }
 
-// Return the key's group, which is its last four bytes in big-endian order.
+// Return the key's group: its last four bytes, in big-endian order.
 inline uint32_t group_id_of(const Identity& identity) {
   uint32_t id = 0;
   for (size_t at = std::max(identity.key_bytes, uint8_t{4}) - 4u; at < identity.key_bytes; ++at)
@@ -72,14 +72,14 @@ struct Region {
 struct SlotPlace {
   Region region;
   uint32_t slot = 0;
-  bool single_copy = false;  // no other rank has the chunk's bytes; recorded but never compared
+  bool single_copy = false;  // no other rank holds the chunk; recorded but never compared
 };
 
-// The size of one target's ring; `io/base.py` has the defaults.
+// The limits of one target's ring; the defaults are in `io/base.py`.
 struct Limits {
   size_t slot_bytes = 0;  // the distance between slots, in staging and in a slab
   size_t split_bytes = 0;
-  unsigned depth = 0;                        // reads in flight at most, and likewise writes
+  unsigned depth = 0;                        // maximum reads in flight, and likewise writes
   size_t read_bytes_started_max = SIZE_MAX;  // started but not completed; one may always start
 };
 
@@ -97,14 +97,14 @@ struct ForeignSlab {
 };
 
 // The write permit of a region with a lease: the time, by `boot_ns`, until which writes may start.
-// The lease's keeper advances it in shared memory, and sets it to 0 if the lease is lost.
+// The lease's keeper advances this time in shared memory, and sets it to 0 if the lease is lost.
 class Permit {
  public:
   // word: null if the region has no lease and may be written at any time.
   explicit Permit(const uint64_t* word = nullptr) : word_(word) {}
   bool open() const { return word_ == nullptr || boot_ns() < until(); }
   bool lost() const { return word_ != nullptr && until() == 0; }
-  // Return whether the region has a lease, because other hosts read it.
+  // Return whether the region has a lease, which means that other hosts read it.
   bool leased() const { return word_ != nullptr; }
 
  private:
@@ -122,32 +122,32 @@ struct Memory {
 
 uint32_t crc32c(const void* data, size_t bytes);
 
-// A variant of `crc32c` that prefetches memory in one particular way.
+// A variant of `crc32c` with its own way of prefetching memory.
 struct CrcVariant {
   const char* name;
   uint32_t (*crc)(const void*, size_t);
 };
 std::span<const CrcVariant> crc_variants();
 
-// Make `crc32c` use the variant that is fastest on this machine, and return its name. memory: bytes
-// that are not in cache, of which at most 16 MiB are read, in 1 to 2 ms.
+// Make `crc32c` use the fastest variant for this machine, and return its name. memory: uncached
+// bytes, of which at most 16 MiB are read, in 1 to 2 ms.
 const char* choose_crc(std::span<const std::byte> memory);
 
-// Return what a part with this CRC contributes to the CRC of a message in which `bytes_after` bytes
-// follow it. The message's CRC is the exclusive or of all parts' shares, in any order.
+// Return the share of a part with this CRC in the CRC of a message in which `bytes_after` bytes
+// follow the part. The message's CRC is the XOR of all parts' shares, in any order.
 uint32_t crc_share(uint32_t crc, size_t bytes_after);
 
-// Return the CRC of a message from its parts, in order. words: 32 per part, the exclusive or of
-// which is the part's CRC without the inversions. sizes: the bytes of each part.
+// Return the CRC of a message from its parts, in order. words: 32 words per part, whose XOR is the
+// part's CRC without the inversions. sizes: the bytes of each part.
 uint32_t join_crcs(const uint32_t* words, const uint64_t* sizes, size_t parts);
 
-// As `memcpy`; also extend `crc`, that of the bytes before, while these bytes are in cache.
+// Copy like `memcpy`; extend `crc`, the CRC of the preceding bytes, while the bytes are cached.
 uint32_t copy_crc32c(void* to, const void* from, size_t bytes, uint32_t crc);
 
-// As `copy_crc32c`, but compute the CRC from the bytes that arrived at `to`.
+// Like `copy_crc32c`, but compute the CRC from the bytes that arrived at `to`.
 uint32_t copy_crc32c_at_target(void* to, const void* from, size_t bytes, uint32_t crc);
 
-// Fill the header page in front of a complete payload, which has this CRC. kind: the
+// Fill the header page of a slot with a complete payload, which has this CRC. kind: the
 // `groups.GroupKind` of the key's group.
 void seal(std::byte* slot, const Identity& identity, size_t payload_bytes, uint32_t payload_crc,
           const Stamp& stamp, const SlotPlace& place, uint8_t kind);
@@ -165,9 +165,9 @@ struct SlotHeader {
 // Return the header, or nothing if the page is not an intact header of this format.
 std::optional<SlotHeader> parse_header(const std::byte* slot);
 
-// The result of checking a header. `code` is OK, STALE (the header is intact but has another
-// identity, length, place or tag) or CHECKSUM_MISMATCH. If `code` is OK, `payload_crc` is the CRC
-// that the payload must have.
+// The result of checking a header. `code` is OK, STALE (the header is intact but its identity,
+// length, place or tag differs) or CHECKSUM_MISMATCH. If `code` is OK, `payload_crc` is the
+// expected CRC of the payload.
 struct HeaderProof {
   Outcome code = Outcome::CHECKSUM_MISMATCH;
   uint32_t payload_crc = 0;
@@ -175,36 +175,36 @@ struct HeaderProof {
 HeaderProof prove_header(const std::byte* slot, const Identity& identity, size_t payload_bytes,
                          const SlotPlace& place, const Tag& tag);
 
-// Return the code of a whole slot: that of its header, or CHECKSUM_MISMATCH if the payload is wrong
-// or would extend beyond the slot's `bytes`, which must be at least those of a header.
+// Check a whole slot. Returns the code of its header, or CHECKSUM_MISMATCH if the payload is wrong
+// or would extend beyond the slot's `bytes`, which must include at least a header.
 Outcome verify(const std::byte* slot, size_t bytes, const Identity& identity, size_t payload_bytes,
                const SlotPlace& place, const Tag& tag);
 
-// Return the table entry of a slot. slot: its number in its region, which the CRC covers.
+// Return the table entry of a slot. slot: its number in the region, which the CRC covers.
 std::array<std::byte, kEntryBytes> encode_entry(uint64_t slot, const Identity& identity,
                                                 uint32_t epoch, bool single_copy = false);
 
-// Return the log record that reports the same entry.
+// Return the log record of the same table entry.
 LogRecord put_record(uint32_t slot, const Identity& identity, uint32_t epoch, bool single_copy);
 
-// Return the CRC that the table entry `entry` (64 bytes) of a slot must have.
+// Return the expected CRC of a slot's table entry `entry` (64 bytes).
 uint32_t entry_crc(const std::byte* entry, uint64_t slot);
 
-// The completions for the caller, and an eventfd that is readable while some are waiting.
+// Completions for the caller, with an eventfd that is readable while some are waiting.
 class CompletionQueue {
  public:
   CompletionQueue() : fd_(make_eventfd(EFD_NONBLOCK)) {}
   ~CompletionQueue() { close(fd_); }
 
   int fd() const { return fd_; }
-  // Add a completion. If `more_follow`, do not wake the caller: `tell` is called soon.
+  // Add a completion. If `more_follow`, do not wake the caller yet, because `tell` follows soon.
   void push(LaneEnd end, bool more_follow = false) {
     end.ended_ns = now_ns();
     std::lock_guard lock(mutex_);
     waiting_.push_back(end);
     if (!more_follow) wake_once();
   }
-  // Wake the caller for what was pushed, unless `more_follow` and the oldest is very recent.
+  // Wake the caller for completions, unless `more_follow` and the oldest is very recent.
   void tell(bool more_follow) {
     std::lock_guard lock(mutex_);
     if (told_ || waiting_.empty()) return;
@@ -232,7 +232,7 @@ class CompletionQueue {
   }
 
  private:
-  // The time to check about 6 MiB. A caller that drives many reads can wait that long.
+  // The time needed to check about 6 MiB. A caller that drives many reads can wait that long.
   static constexpr int64_t kUntoldNs = 250'000;
 
   void wake_once() {
@@ -241,20 +241,20 @@ class CompletionQueue {
 
   int fd_;
   std::mutex mutex_;
-  bool told_ = false;  // the caller was woken since the last `take`
+  bool told_ = false;  // the caller has been woken since the last `take`
   std::vector<LaneEnd> waiting_;
   std::vector<uint64_t> landed_;
 };
 
-// A gate for the contract tests only: an operation on a place that is shut starts, and then stays
-// where a hanging kernel would keep it. A server's engine has no gate.
+// A gate for the contract tests only. An operation on a shut place starts, and then stays where a
+// hanging kernel would hold it. A server's engine has no gate.
 class StartGate {
  public:
   void shut(const std::vector<Place>& places) {
     std::lock_guard lock(mutex_);
     shut_ = {places.begin(), places.end()};
   }
-  // Note the start of an operation.
+  // Record the start of an operation.
   void started(Place place) {
     std::lock_guard lock(mutex_);
     started_.push_back(place);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One io_uring with its registrations.
+// An io_uring with registered files and buffers.
 #pragma once
 
 #include <liburing.h>
@@ -9,7 +9,7 @@
 
 namespace nvmeof {
 
-// An error of the kernel in a step of the set-up, named by a literal such as "io_uring_queue_init".
+// A kernel error during set-up. step: a literal such as "io_uring_queue_init".
 struct RingError : std::system_error {
   RingError(int number, const char* refused)
       : std::system_error(number, std::generic_category(), refused), step(refused) {}
@@ -18,16 +18,16 @@ struct RingError : std::system_error {
 
 class Uring final : public Ring {
  public:
-  // share_with: a ring, not enabled yet, that shares its registered memory with this one, so that
-  // the same pages are pinned and charged only once; or -1. Throws RingError.
+  // share_with: the descriptor of a ring, not enabled yet, whose registered memory this ring
+  // shares, so that the same pages are pinned and charged only once; or -1. Throws RingError.
   Uring(unsigned depth, Memory memory, int slab_fd, size_t slot_bytes, bool registered,
         int share_with = -1);
   ~Uring() override;
 
   int fd() const { return ring_.ring_fd; }
   void enable() override;
-  // Register this slab instead of the previous one, which the kernel releases once it is unused.
-  // Any slab can be read and written, but the registered one at the least cost.
+  // Register this slab instead of the previous one, which the kernel releases once unused. Any slab
+  // can be read and written, but the registered one is the cheapest.
   void use(int slab_fd) override;
   void prepare(bool read, int slab_fd, std::byte* at, size_t bytes, uint64_t offset,
                void* tag) override;
@@ -45,7 +45,7 @@ class Uring final : public Ring {
   io_uring ring_{};
   Memory memory_;
   int slab_fd_;          // the registered slab, if any
-  size_t region_bytes_;  // registered pieces end on slot boundaries; 0: nothing registered
+  size_t region_bytes_;  // registered pieces end on slot boundaries; 0 if none are
   bool files_registered_ = false;
   bool enabled_ = false;
   uint64_t wake_buffer_ = 0;

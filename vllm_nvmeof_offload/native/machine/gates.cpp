@@ -14,7 +14,7 @@ void SlotGates::ask(Task& task, Grants& grants) {
   const int32_t slot = task.cache;
   require(slot >= 0 && static_cast<size_t>(slot) < held_.size(), "a cache slot is out of range");
   if (task.fills) given_[slot] = task.content;
-  require(given_[slot] == task.content, "a slot is read for which no such fill was given");
+  require(given_[slot] == task.content, "a slot is read, but no such fill was queued");
   const auto found = gates_.find(slot);
   if (found == gates_.end() && !task.fills) {  // the usual load: nothing fills the slot
     const bool stale = held_[slot] != task.content && !mutant("gates_accept_stale");
@@ -60,7 +60,7 @@ bool SlotGates::awaited(int32_t slot) const {
 
 void SlotGates::filled(int32_t slot, bool ok, Grants& grants, int64_t crc) {
   Gate& gate = gates_.at(slot);
-  require(gate.filler != nullptr, "a fill ends that has not begun");
+  require(gate.filler != nullptr, "a fill that has not begun ends");
   const bool holds = ok && !gate.abandoned;
   held_[slot] = holds ? gate.filling : SlotContent{};
   crcs_[slot] = holds ? crc : -1;
@@ -72,7 +72,7 @@ void SlotGates::filled(int32_t slot, bool ok, Grants& grants, int64_t crc) {
 void SlotGates::abandon(int32_t slot, Grants& grants) {
   if (mutant("hung_fill_blocks_its_readers")) return;
   Gate& gate = gates_.at(slot);
-  require(gate.filler != nullptr, "a fill is abandoned that has not begun");
+  require(gate.filler != nullptr, "a fill that has not begun is abandoned");
   gate.abandoned = true;
   grant(slot, gate, grants);
 }
@@ -89,7 +89,7 @@ void SlotGates::read(int32_t slot, Grants& grants) {
   if (found != gates_.end()) grant(slot, found->second, grants);
 }
 
-// Grant what may run now. Erase the gate if nothing fills the slot and no task waits.
+// Grant all tasks that may run now. Erase the gate if nothing fills the slot and no task waits.
 void SlotGates::grant(int32_t slot, Gate& gate, Grants& grants) {
   const bool any_order = mutant("gates_ignore_order");
   size_t granted = 0;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gates of the cache slots. Operations on one slot run in the order in which they were given.
+// The gates of the cache slots. Operations on one slot run in the order in which they were queued.
 //
 // A fill (a store's copy, or a read into the slot) excludes everything else; reads of the slot (a
 // load's copy, or a write to the pool) share it. A read states the content that it expects. If the
-// slot holds anything else, the read is STALE and touches nothing, because a CRC made from such a
-// slot would certify wrong bytes. Every call appends the grants that follow from it, in order.
+// slot holds anything else, the read is STALE and does not access the slot, because a CRC computed
+// from it would certify wrong bytes. Every call appends the resulting grants, in order.
 #pragma once
 
 #include <unordered_map>
@@ -14,7 +14,7 @@
 
 namespace nvmeof {
 
-// The permission for a task to use its slot. `stale`: the slot does not hold what the task expects.
+// The permission for a task to use its slot. `stale`: the slot does not hold the expected content.
 struct Grant {
   Task* task;
   bool stale;
@@ -26,21 +26,21 @@ class SlotGates {
   explicit SlotGates(size_t slots)
       : held_(slots), given_(slots), crcs_(slots, -1), readers_(slots) {}
 
-  // Queue `task`, which fills the slot if `task.fills`, and reads it otherwise. A stale grant holds
+  // Queue a task, which fills the slot if `task.fills` and reads it otherwise. A stale grant holds
   // nothing and is not given back. A read must expect the content of the last fill queued before
-  // it: the caller never gives a read before its slot's fill.
+  // it, because the caller queues a slot's fill before its reads.
   void ask(Task& task, Grants& grants);
-  // Return the tasks that fill the slot now or are queued to fill it, in order.
+  // Return the tasks that are filling the slot or are queued to fill it, in order.
   std::vector<Task*> fillers(int32_t slot) const;
-  // Take a waiting task out. Returns false if it does not wait (any more).
+  // Remove a waiting task. Returns false if it is not waiting.
   bool withdraw(Task& task, Grants& grants);
-  // Return whether a task waits to read what is being filled in.
+  // Return whether a task is waiting to read the content that is being filled in.
   bool awaited(int32_t slot) const;
-  // End the fill and release its buffer. A failed fill leaves the slot empty. crc: the
-  // CRC of the payload if the fill computed it, or -1. Later readers get it as `Task::payload_crc`.
+  // End the fill and release its buffer. A failed fill leaves the slot empty. crc: the payload's
+  // CRC if the fill computed it, or -1. Later readers get it as `Task::payload_crc`.
   void filled(int32_t slot, bool ok, Grants& grants, int64_t crc = -1);
-  // Give up a failed fill while the kernel still has its buffer, perhaps for ever. Its readers
-  // become stale at once; `filled` must still follow.
+  // Give up a failed fill whose buffer the kernel still holds, perhaps for ever. Its readers become
+  // stale at once; `filled` must still follow.
   void abandon(int32_t slot, Grants& grants);
   // End the fill. Its task continues as a reader.
   void filled_and_read(int32_t slot, Grants& grants);
@@ -53,14 +53,14 @@ class SlotGates {
   struct Gate {
     Task* filler = nullptr;
     SlotContent filling;
-    bool abandoned = false;  // the fill has failed, but its buffer is not released yet
+    bool abandoned = false;  // the fill failed, but its buffer is not released yet
     std::vector<Task*> queue;
   };
 
   void grant(int32_t slot, Gate& gate, Grants& grants);
   void count_reader(int32_t slot, int change);
 
-  // The content of each slot. An empty slot has generation and hash 0, which no chunk has.
+  // The content of each slot. An empty slot's generation and hash are 0, unlike any chunk's.
   std::vector<SlotContent> held_;
   std::vector<SlotContent> given_;  // the content of the last fill queued, by slot
   std::vector<int64_t> crcs_;

@@ -11,7 +11,7 @@ constexpr Urgency kReads[] = {Urgency::DEMAND, Urgency::URGENT, Urgency::SERVE, 
 constexpr int64_t kRatePeriodNs = 250'000'000;
 constexpr int64_t kFoldPeriodNs = 50'000'000;
 constexpr double kRateChangeMin = 0.1;
-// The engine may have what a target writes in this time, and at least this many bytes.
+// Bounds on a target's writes in the engine: what it writes in this time, but at least these bytes.
 constexpr double kWriteAheadS = 0.0125;
 constexpr size_t kWriteAheadBytes = size_t{32} << 20;
 // If a load has read from a target within this time, another load is expected soon.
@@ -20,12 +20,12 @@ constexpr size_t kOfPeers = 2;  // the index of peers in `deadlines_`
 
 double seconds(int64_t ns) { return static_cast<double>(ns) / 1e9; }
 
-// Return a key for the region of an engine on a target.
+// Return a key for an engine's region on a target.
 uint32_t regions_number(uint16_t owner, size_t target) {
   return static_cast<uint32_t>(owner) << 16 | static_cast<uint32_t>(target);
 }
 
-// Return whether a failure to read another engine's region says nothing about the target: the slot
+// Return whether a failed read of another engine's region says nothing about the target: the slot
 // was reused, or the files were removed or truncated.
 bool is_of_region(Outcome code, int error) {
   if (code != Outcome::IO_ERROR) return code != Outcome::OK;
@@ -67,10 +67,10 @@ void TargetQueue::writes_at(double rate) {
   write_bytes_max_ = std::min(options_.write_bytes_max, std::max(kWriteAheadBytes, ahead));
 }
 
-// One read may always start. The bounds apply even while no load waits here, so that the next load
-// finds free places, and few bytes before it in the device's queue, which knows no urgency. Even
-// these delay a short load, so the bound is halved where loads are expected, but not elsewhere,
-// because the target would then be idle between the end of one read and the start of the next.
+// Return whether one more read for a peer may start; one always may. The bounds apply even while no
+// load waits here, so that the next load finds free places and few bytes ahead of it in the
+// device's queue, which ignores urgency. Even these bytes delay a short load, so the bound is
+// halved where loads are expected. Elsewhere, that would leave the target idle between reads.
 bool TargetQueue::has_serve_room(size_t bytes, int64_t now_ns) const {
   if (!held(Urgency::SERVE) || mutant("serves_take_every_place")) return true;
   const size_t bytes_max = options_.serve_bytes_max / (has_loaded(now_ns) ? 2 : 1);
@@ -82,7 +82,7 @@ bool TargetQueue::has_serve_room(size_t bytes, int64_t now_ns) const {
          fits(bytes_held(Urgency::SERVE) + bytes, options_.read_bytes_max);
 }
 
-// Return whether loads read here, or did so within kLoadsAgainNs.
+// Return whether loads read here now or in the last kLoadsAgainNs.
 bool TargetQueue::has_loaded(int64_t now_ns) const {
   if (mutant("serves_forget_that_loads_read")) return false;
   return held(Urgency::DEMAND) || (loaded_ns_ && now_ns - *loaded_ns_ < kLoadsAgainNs);
@@ -163,7 +163,7 @@ void IoQueue::enqueue(Task& task) {
   if (task.deadline_ns) retry_deadline_ns_ = std::min(retry_deadline_ns_, task.deadline_ns);
 }
 
-// Return whether the lanes now compute the write's checksum, before it is queued for its target.
+// Let the lanes compute the write's checksum before it is queued. Return whether they do.
 bool IoQueue::sums_first(Task& task) {
   const size_t bytes = payload_bytes(task);
   if (task.urgency != Urgency::WRITE || task.payload_crc >= 0) return false;
@@ -266,7 +266,7 @@ bool IoQueue::attached(uint16_t owner, int error) {
 }
 
 // End or continue the tasks that wait for the engine's files. Reads keep their deadlines, as
-// retries do. code, error: the outcome of an op that asked for the files.
+// retries do. code, error: the outcome of the op that requested the files.
 void IoQueue::set_files(uint16_t owner, Files files, Outcome code, int error) {
   owners_[owner] = {files};
   std::vector<Task*> going;
@@ -278,7 +278,7 @@ void IoQueue::set_files(uint16_t owner, Files files, Outcome code, int error) {
     else
       going.push_back(task);
   }
-  std::ranges::reverse(going);  // because each is pushed in front
+  std::ranges::reverse(going);  // because each is pushed to the front
   for (Task* task : going) queue_of(*task).queue(task->urgency).push(*task, true);
 }
 
@@ -305,7 +305,7 @@ void IoQueue::set_target(size_t target, bool usable, uint32_t attachment) {
   Target& one = targets_.at(target);
   if (one.attachment != attachment) {
     one.succeeded[0] = one.succeeded[1] = false;
-    one.stamp = named_;  // attaching it again wrote the newest superblock
+    one.stamp = named_;  // reattachment wrote the newest superblock
   }
   one.usable = usable;
   one.attachment = attachment;
@@ -427,8 +427,8 @@ LaneOp IoQueue::describe(const Task& task, uint64_t token) const {
 
 // A superblock waits for its target's earlier writes, and later writes wait for the superblock.
 // Otherwise a chunk from before the reset could reach the disk as one from after it. A write past
-// its deadline is not awaited: it may hang for ever, and the epoch of its hand-over keeps it from
-// being adopted, whenever it reaches the disk.
+// its deadline is not awaited: it may hang for ever, and the epoch of its hand-over prevents its
+// adoption, whenever it reaches the disk.
 bool IoQueue::reset_may_start(const Target& target) const {
   if (target.resets.empty() || target.resetting) return false;
   if (mutant("reset_overtakes_writes")) return true;
@@ -443,7 +443,7 @@ bool IoQueue::write_may_start(const Target& target) const {
   if (mutant("a_write_behind_one_lanes_reset_passes_it"))
     return std::ranges::any_of(
         targets_, [](const Target& one) { return !one.resetting && one.resets.empty(); });
-  // Writes queued before a reset have been taken out (`take_queued_writes`).
+  // Writes queued before a reset were removed by `take_queued_writes`.
   return !target.resetting && target.resets.empty();
 }
 
@@ -464,13 +464,13 @@ void IoQueue::offer_resets() {
     ++writes_in_flight_;
     if (!task.deadline_ns) task.deadline_ns = now_ns_ + patience_ns(true);
     if (!mutant("a_superblock_has_no_deadline")) watch(task.token, task.deadline_ns, true);
-    // The target's writes wait for the superblock, so their patience starts again.
+    // The target's writes wait for the superblock, so their patience restarts.
     queues_[number].progressed(true);
     offered.push_back({&task, task.token});
   }
 }
 
-// Note whether the target has the superblock and, unless `one` is late, its outcome.
+// Record whether the target has the superblock and, unless `one` is late, its outcome.
 void IoQueue::superblock_decided(const Flights::One& one, const LaneEnd& end) {
   const Task& task = *one.task;
   Target& target = targets_[task.target];
@@ -486,7 +486,7 @@ void IoQueue::superblock_decided(const Flights::One& one, const LaneEnd& end) {
     unwritten.push_back({task.target, one.attachment, true, code, end.error, 0});
 }
 
-// Return the outcome of a read or write that is not even tried. A superblock is always tried.
+// Return the outcome of a read or write that must not be tried. Superblocks are always tried.
 std::optional<Outcome> IoQueue::refusal(const Task& task) const {
   if (!targets_[task.target].usable) return Outcome::DEADLINE;
   if (task.owner && files_of(task.owner) == Files::NONE) return Outcome::IO_ERROR;
@@ -502,7 +502,7 @@ void IoQueue::fail_stalled() {
 
 // ---- deadlines --------------------------------------------------------------------------
 
-// Insert the deadline in order. Each kind has one patience, so only a retry belongs before others.
+// Insert the deadline in order. Each kind has one time limit, so only retries precede others.
 void IoQueue::watch(uint64_t token, int64_t deadline_ns, size_t kind) {
   auto& deadlines = deadlines_[kind];
   auto at = deadlines.end();
@@ -555,11 +555,11 @@ void IoQueue::give_up(uint64_t token) {
     return;
   }
   Flights::One* const found = in_flight_.find(token);
-  require(found != nullptr, "a lane has ended what it was to give up");
+  require(found != nullptr, "a lane ended an operation while cancelling it");
   unreleased(*found, end);
 }
 
-// Report the outcome of an operation that may still touch its buffer.
+// Report the outcome of an operation that may still use its buffer.
 void IoQueue::unreleased(Flights::One& found, const LaneEnd& end) {
   if (found.late) return;
   const Flights::One one = found;
@@ -604,7 +604,7 @@ void IoQueue::poll_lanes(int64_t ahead_ns) {
 
 void IoQueue::ended(const LaneEnd& end) {
   Flights::One* const found = in_flight_.find(end.token);
-  require(found != nullptr, "a lane ends what it does not have");
+  require(found != nullptr, "a lane ends an operation that it does not have");
   if (!end.released) {
     unreleased(*found, end);
     return;
@@ -689,7 +689,7 @@ HealthCounts& IoQueue::health_of(size_t target, uint32_t attachment) {
   return health_counts.back();
 }
 
-// Queue a read or superblock again if that may help. Return whether it was queued.
+// Requeue a read or superblock if that may help. Return whether it was requeued.
 bool IoQueue::retries(const Flights::One& one, const LaneEnd& end) {
   Task& task = *one.task;
   const size_t number = static_cast<size_t>(std::max(0, end.error));

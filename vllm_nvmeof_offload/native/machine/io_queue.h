@@ -1,29 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
-// The queues in front of the lanes. They decide order, bounds and the one retry, and collect what
-// each target's health is judged by.
+// The queues in front of the lanes. They control order, bounds and the single retry, and collect
+// the data from which each target's health is judged.
 //
-// A write's missing checksum is computed ahead of the write's turn, so that a device that has
-// completed all its writes does not wait for checksums.
+// A write's missing checksum is computed before the write's turn, so that a device that has
+// finished its writes does not wait for checksums.
 //
-// Reads precede writes. Among reads, those that a load waits for go first, then urgent fetches,
-// then reads for peers, then other fetches. Each target has separate bounds on operations and on
-// bytes, so that a slow target cannot take what the others need. While a target is read, only few
-// bytes are written there.
+// Reads precede writes. Among reads, those for loads go first, then urgent fetches, then reads for
+// peers, then other fetches. Each target has separate bounds on operations and bytes, so that a
+// slow target cannot take what the others need. While a target is being read, only few bytes are
+// written to it.
 //
-// A deadline runs from the first hand-over to a lane, and a retry keeps it. At the deadline, by
-// this clock, the outcome is DEADLINE, whether the lane answers or not; the release may follow
-// later. Operations for a target that is not usable fail at once with DEADLINE. So do those that
-// wait for a target if the lane has taken no operation of their kind for the length of a deadline.
+// A deadline starts at the first hand-over to a lane, and a retry keeps it. At the deadline, by
+// this clock, the outcome is DEADLINE, whether or not the lane responds; the release may follow
+// later. Operations for an unusable target fail at once with DEADLINE. So do operations that wait
+// for a target if the lane has accepted none of their kind for the length of a deadline.
 //
-// A reset has one operation per target, which writes the target's superblock. It starts when no
-// write to that target is awaited, and the target's later writes wait for its outcome; other
-// targets go on. Every read and write has the stamp of its hand-over. From the start of a reset a
-// target's stamp has an epoch that no superblock names, until the target is known to have the new
-// superblock: after an OK, however late, or after it was attached again, which writes it.
+// A reset has one operation per target, which writes the target's superblock. It starts once no
+// write to that target is awaited, and later writes to the target wait for its outcome; other
+// targets continue. Every read and write uses the stamp of its hand-over. From the start of a
+// reset, a target's stamp has an epoch that no superblock names. This ends once the target is known
+// to have the new superblock: after an OK, however late, or reattachment, which writes it.
 //
-// A peer's lane has room according to its credits, and takes what the machine has chosen for it at
-// once. Its attempt ends after half of the time left until the read's deadline. A peer's failure
-// means only that this server must read the chunk: it is no outcome of the target, and no retry.
+// A peer's lane has room for one read per credit, and accepts the reads chosen for it at once. A
+// peer's attempt ends after half of the time left until the read's deadline. If it fails, this
+// server reads the chunk: the failure is neither an outcome of the target nor a retry.
 #pragma once
 
 #include <algorithm>
@@ -46,8 +46,8 @@ namespace nvmeof {
 
 struct IoOptions {
   size_t targets = 1;
-  size_t reads_max = 1;   // reads of one target with the engine
-  size_t writes_max = 1;  // writes to one target with the engine
+  size_t reads_max = 1;   // maximum reads of one target in the engine
+  size_t writes_max = 1;  // maximum writes to one target in the engine
   int64_t read_deadline_ns = 0;
   int64_t write_deadline_ns = 0;
   size_t header_bytes = 0;          // the size of a slot's header, which precedes the payload
@@ -58,18 +58,18 @@ struct IoOptions {
   size_t saturating_reads = 1;
   size_t saturating_writes = 1;
   std::vector<bool> retryable;  // whether a retry may help, by errno
-  // Bounds on the bytes of one target with the engine, without operations past their deadline: a
-  // path that hangs must not stop the others. One operation of each kind may always start.
+  // Bounds on one target's bytes in the engine, without operations past their deadline: a hanging
+  // path must not stop the others. One operation of each kind may always start.
   size_t read_bytes_max = SIZE_MAX;
   size_t write_bytes_max = SIZE_MAX;               // an upper limit, see `TargetQueue::writes_at`
-  size_t write_bytes_beside_reads_max = SIZE_MAX;  // while reads wait or run there
+  size_t write_bytes_beside_reads_max = SIZE_MAX;  // while reads of the target wait or run
   Stamp stamp;                                     // the stamp of every target, until a reset
-  double serve_share = 1;  // the largest share of a target's reads and bytes for reads of peers
-  size_t serve_bytes_max = SIZE_MAX;  // of reads for peers; half as much while loads read there
-  size_t peers = 0;                   // the number of peers' lanes, after those of the targets
+  double serve_share = 1;             // maximum share of a target's reads and bytes for peers
+  size_t serve_bytes_max = SIZE_MAX;  // of reads for peers; half as much while loads read too
+  size_t peers = 0;                   // the number of peer lanes, which follow the targets'
 };
 
-// An event of a task. RELEASED is the late release of a task that has had its outcome before.
+// An event of a task. RELEASED is the late release of a task that already had its outcome.
 struct IoEvent {
   Task* task;  // after a peer's late release the task may no longer exist
   Outcome code;
@@ -79,8 +79,8 @@ struct IoEvent {
   uint64_t peers_token = 0;  // the token of a peer's read, or 0 for an operation of a target
 };
 
-// The input for judging a target's health: counts since the last report, and outcomes in order,
-// without successes that follow a success in the same direction.
+// The data for judging a target's health: counts since the last report, and outcomes in order,
+// except successes that follow a success in the same direction.
 struct HealthCounts {
   uint32_t target, attachment;
   size_t began = 0, late = 0, released = 0, released_late = 0;
@@ -106,23 +106,23 @@ class TargetQueue {
   explicit TargetQueue(const IoOptions& options) : options_(options) { writes_at(0); }
 
   FairQueue& queue(Urgency urgency) { return queues_[static_cast<size_t>(urgency)]; }
-  // Return whether one more task of this urgency and size may start. Fetches hold at most half of
-  // the places and bytes of reads, and reads for peers their share, so that a load always finds
+  // Return whether one more task of this urgency and size may start. Fetches may hold at most half
+  // of the places and bytes for reads, and reads for peers their share, so that a load always finds
   // places.
   bool has_room(Urgency urgency, size_t bytes, int64_t now_ns) const;
-  // Give the next task of this urgency a place, and take the place back at the task's outcome.
+  // `take` gives the next task of this urgency a place; `give_back` takes it back at the outcome.
   void take(Urgency urgency, size_t bytes, int64_t now_ns);
   void give_back(Task& task, Urgency urgency, size_t bytes, int64_t now_ns);
   size_t waiting(bool is_write) const;
   size_t read_bytes_held() const;
   // Adapt the bound on writes to the target's rate, in bytes per second, or 0 if unknown. A fast
-  // device needs more bytes queued to stay busy, and a new read waits no longer behind them.
+  // device needs more queued bytes to stay busy, and they delay a new read no longer.
   void writes_at(double rate);
-  // Note that the engine has taken an operation of this kind.
+  // Record that the engine accepted an operation of this kind.
   void progressed(bool is_write) { stalled_since_ns_[is_write].reset(); }
-  // Take out all waiting tasks if the engine has taken none of this kind for `patience_ns`. While
+  // Remove all waiting tasks if the engine has accepted none of this kind for `patience_ns`. While
   // the engine accepts nothing, new tasks are offered once and then fail too; otherwise a load
-  // larger than what may wait here would fail one batch at a time.
+  // larger than the room here would fail one batch at a time.
   std::vector<Task*> take_stalled(int64_t now_ns, int64_t patience_ns, bool is_write);
   // Return when `take_stalled` may next return tasks, or INT64_MAX for never.
   int64_t stalls_at_ns(int64_t patience_ns, bool is_write) const;
@@ -141,15 +141,15 @@ class TargetQueue {
       FairQueue(FairQueue::Share::CHARGED), FairQueue(FairQueue::Share::NONE),
       FairQueue(FairQueue::Share::NONE), FairQueue(FairQueue::Share::NONE),
       FairQueue(FairQueue::Share::NONE)};
-  // The time since which tasks of this kind have waited and the engine has taken none, by is_write.
+  // When tasks of this kind began to wait without the engine accepting any, by is_write.
   std::array<std::optional<int64_t>, 2> stalled_since_ns_;
 };
 
 // The state of a peer as last reported.
 struct PeerState {
   bool usable = false;
-  size_t reads_max = 0;       // the credits: how many of our reads it takes at a time
-  double bytes_per_s = 0;     // the lower rate of its storage and the network; 0 if unknown
+  size_t reads_max = 0;       // credits: our reads that it accepts at a time
+  double bytes_per_s = 0;     // the lower rate of its storage and network; 0 if unknown
   uint64_t queued_bytes = 0;  // queued at the peer before our reads
   uint64_t lost = 0;          // how often its session was lost or stalled
 };
@@ -157,16 +157,16 @@ struct PeerState {
 // The lane of a peer. A failed read counts until its release.
 struct PeerLane {
   PeerState state;
-  size_t reads = 0, bytes = 0;  // our reads that the peer has, and their bytes
-  size_t awaited = 0;           // reads that still have no outcome
+  size_t reads = 0, bytes = 0;  // our reads at the peer, and their bytes
+  size_t awaited = 0;           // reads that have no outcome yet
 
   bool has_room() const {
     return state.usable && (reads < state.reads_max || mutant("credits_are_ignored"));
   }
-  // Return whether a chunk may wait for the peer: it has room, or a read that will make room.
+  // Return whether a chunk may wait for the peer: it has room, or will have after an awaited read.
   bool is_awaited() const { return state.usable && (awaited || has_room()); }
   uint64_t queued_bytes() const { return state.queued_bytes + bytes; }
-  // Return the estimate for one more read of `more` bytes. rate: assumed if the peer's is unknown.
+  // Return the estimate for one more read of `more` bytes. rate: used if the peer's is unknown.
   LaneEstimate estimate(size_t more, double rate) const {
     const double known = state.bytes_per_s;
     const auto left = static_cast<double>(queued_bytes() + more);
@@ -174,9 +174,9 @@ struct PeerLane {
   }
 };
 
-// The operations that lanes have, and those with buffers that the kernel still has. A token
-// contains a place in a table, which saves hashing and allocation, and a count, which makes the
-// token unique.
+// The operations in lanes, including those of which the kernel still holds only the buffers. A
+// token combines an index into a table, which avoids hashing and allocation, with a count, which
+// makes the token unique.
 class Flights {
  public:
   struct One {
@@ -238,47 +238,47 @@ class IoQueue {
   // peer_lanes: the lanes of all peers, or null if there are no peers.
   IoQueue(const IoOptions& options, NativeLanes& lanes, NativeLanes* peer_lanes, int64_t now_ns);
 
-  // Queue a task. A task with a deadline, because a peer has used part of its time, is queued in
-  // front. A read for a peer also has a deadline, but is queued in order of arrival.
+  // Queue a task. A task goes to the front if it already has a deadline because a peer has used
+  // part of its time. A read for a peer also has a deadline, but is queued in order of arrival.
   void enqueue(Task& task);
-  // Queue a fetch with the reads of the load that waits for it, on their share. If the engine has
-  // the fetch already, only its retry, if any, is promoted.
+  // Move a fetch to the reads of the load that waits for it, charged to that load. If the engine
+  // already has the fetch, only its retry, if any, is promoted.
   void promote(Task& task, uint64_t load);
   // Cancel a task. Returns true if it was still queued; otherwise its completion will follow.
   bool cancel(Task& task);
-  // Let reads from this engine wait for its files, until the deadline of a read. `asked`, the op
-  // that asks for the files, waits too unless it is null. Reads from an engine for which this was
-  // never called wait as well.
+  // Make reads from this engine wait for its files, for at most a read's deadline. `asked`, the op
+  // that requests the files, waits too unless it is null. Reads from an engine for which this was
+  // never called also wait.
   void await_files(uint16_t owner, Task* asked);
-  // Note that the lanes have the engine's files. After an `error` (errno) its reads fail with
-  // ENOENT, as after `detach`, until `await_files`. Returns false if nothing waits for the files.
+  // Record that the lanes have the engine's files. After an `error` (errno), its reads fail with
+  // ENOENT, as after `detach`, until `await_files`. Returns false if the files are not awaited.
   bool attached(uint16_t owner, int error);
   void detach(uint16_t owner) { set_files(owner, Files::NONE, Outcome::IO_ERROR, ENOENT); }
-  // Return the number of reads from this engine on this target that lanes have.
+  // Return the number of reads from this engine on this target in lanes.
   size_t foreign_reads(uint16_t owner, size_t target) const;
   // Let the task's peer read the chunk into the task's stream slot. The peer's lane must have room.
   void give_to_peer(Task& task);
-  // Stop waiting for a peer's read; its task goes on without it.
+  // Stop waiting for a peer's read; its task continues without the peer.
   void abandon(uint64_t token);
-  // Send the peers the reads that they were given.
+  // Send the peers the reads assigned to them.
   void start_peers() {
     if (peer_lanes_) peer_lanes_->start();
   }
-  // Take out every queued write, because a reset voids them.
+  // Remove all queued writes, because a reset voids them.
   std::vector<Task*> take_queued_writes();
 
   void set_target(size_t target, bool usable, uint32_t attachment);
-  // Announce a reset. A target gets `stamp` once it has the superblock, and `unnamed` until then.
+  // Announce a reset. A target uses `unnamed` until it has the superblock, and `stamp` afterwards.
   void begin_reset(uint64_t op, const Stamp& stamp, const Stamp& unnamed);
 
-  // Handle the end of an operation that a lane had.
+  // Handle the end of an operation in a lane.
   void ended(const LaneEnd& end);
-  // Handle what the lanes have ended. ahead_ns: the machine's clock minus CLOCK_MONOTONIC.
+  // Handle the ends that the lanes report. ahead_ns: the machine's clock minus CLOCK_MONOTONIC.
   void poll_lanes(int64_t ahead_ns);
-  // End every operation that is past its deadline.
+  // Expire every operation that is past its deadline.
   void expire();
 
-  // One round of the hand-over, in this order.
+  // One round of hand-overs, called in this order.
   void set_time(int64_t now_ns) { now_ns_ = now_ns; }
   int64_t now_ns() const { return now_ns_; }
   void offer_reads();
@@ -286,19 +286,19 @@ class IoQueue {
   void fail_stalled();
   // Fill `offered` with the superblocks that the engine must write, regardless of the lanes' room.
   void offer_resets();
-  // Return when an operation will next get DEADLINE if nothing happens before, or INT64_MAX.
+  // Return when the next operation gets DEADLINE if nothing happens first, or INT64_MAX.
   int64_t next_deadline_ns();
 
   std::vector<Offer> offered;
   std::vector<IoEvent> events;
   std::vector<HealthCounts> health_counts;
   std::vector<HealthOutcome> health_outcomes;
-  std::vector<HealthOutcome> unwritten;  // superblocks that failed or are late; the log names them
+  std::vector<HealthOutcome> unwritten;  // superblocks that failed or are late, to be logged
   std::vector<PeerLane> peers;
   TransferCounts reads, writes;
 
-  // Return the rates that changed by more than a tenth, in bytes per second, at most once per
-  // kRatePeriodNs.
+  // Return the rates, in bytes per second, that changed by more than a tenth. Rates are returned at
+  // most once per kRatePeriodNs.
   struct Rate {
     size_t target;
     double write, read;
@@ -307,10 +307,10 @@ class IoQueue {
   // Return the target's read rate in bytes per second, or 0 if unknown.
   double read_rate(size_t target);
   size_t targets() const { return targets_.size(); }
-  // Return the bytes of all reads of the target since the start.
+  // Return the bytes read from the target since the start.
   uint64_t bytes_read(size_t target) const { return targets_[target].read_bytes; }
-  // Return the bytes that a load's next read of this target waits for: those of reads that run, and
-  // a slot's bytes for each load and urgent fetch that waits.
+  // Return the bytes ahead of a load's next read of this target: those of running reads, and a
+  // slot's bytes for each waiting read of a load and urgent fetch.
   uint64_t bytes_before(size_t target);
   // Return the bytes of waiting reads for peers, counted as whole slots.
   uint64_t bytes_to_serve(size_t target);
@@ -318,7 +318,7 @@ class IoQueue {
   bool busy() const;
   const Stamp& stamp(size_t target) const { return targets_[target].stamp; }
   size_t waiting(Urgency urgency);
-  // Return the reads that targets, not peers, have.
+  // Return the number of reads that targets, not peers, are handling.
   size_t reads_in_flight() const {
     return in_flight_.size() - writes_in_flight_ - peers_in_flight_;
   }
@@ -326,11 +326,11 @@ class IoQueue {
   size_t peers_in_flight() const { return peers_in_flight_; }
   // Return the address of the task's stream slot if it has one, or else of its cache slot.
   uint64_t address(const Task& task) const;
-  // Return the operation that a lane would be given for the task now.
+  // Return the task as an operation for a lane.
   LaneOp describe(const Task& task, uint64_t token) const;
   uint64_t cache_address(const Task& task) const;
   size_t payload_bytes(const Task& task) const { return options_.group_bytes[task.group]; }
-  // Return the bytes that a read or write of the task's slot moves, in whole pages.
+  // Return the bytes that reading or writing the task's slot transfers, in whole pages.
   size_t transfer_bytes(const Task& task) const {
     constexpr size_t kPage = 4096;
     return options_.header_bytes + (payload_bytes(task) + kPage - 1) / kPage * kPage;
@@ -340,10 +340,10 @@ class IoQueue {
   struct Target {
     bool usable = true;
     uint32_t attachment = 0;
-    bool succeeded[2] = {false, false};  // whether the last outcome noted was good, by is_write
+    bool succeeded[2] = {false, false};  // whether the last recorded outcome was good, by is_write
     Stamp stamp;                         // the stamp of operations handed over now
-    std::deque<Task*> resets;            // resets that are not handed over yet
-    bool resetting = false;              // a superblock was handed over and has no outcome yet
+    std::deque<Task*> resets;            // resets not handed over yet
+    bool resetting = false;              // a superblock is handed over but has no outcome yet
     size_t writes_running = 0;           // writes that are not past their deadline
     uint64_t read_bytes = 0;
   };
@@ -395,21 +395,21 @@ class IoQueue {
   std::vector<std::pair<double, double>> reported_;
   int64_t rates_taken_ns_;
   int64_t rates_folded_ns_ = 0;  // when `read_rate` last folded the meters
-  size_t first_ = 0;             // the target that is offered first, each in turn
-  size_t room_ = 0;              // operations of the offered kind that the lane still takes
+  size_t first_ = 0;             // the target whose tasks are offered first, in turn
+  size_t room_ = 0;              // operations of the offered kind that the lane still accepts
   std::unordered_map<uint16_t, Owner> owners_;
   FairQueue awaiting_{FairQueue::Share::NONE};          // tasks that wait for an engine's files
   std::unordered_map<uint32_t, size_t> foreign_reads_;  // by owner and target
   Flights in_flight_;
   size_t writes_in_flight_ = 0, peers_in_flight_ = 0;
-  // (deadline, token) of the operations handed over, earliest first, by is_write and, last, of
-  // peers. Operations that have ended are dropped only at the front.
+  // (deadline, token) of operations handed over, earliest first: reads, writes, and reads by peers.
+  // Ended operations are dropped only at the front.
   std::array<std::deque<std::pair<int64_t, uint64_t>>, 3> deadlines_;
-  int64_t retry_deadline_ns_ = INT64_MAX;  // the earliest of queued retries and awaited files
+  int64_t retry_deadline_ns_ = INT64_MAX;  // the earliest deadline of retries and awaited files
   uint64_t newest_reset_ = 0;              // the op of the newest reset
-  Stamp named_;                            // for a target that has the newest reset's superblock
+  Stamp named_;                            // of a target that has the newest reset's superblock
   std::vector<LaneEnd> ends_;
-  std::unordered_set<Task*> summing_;  // writes for which the lanes compute checksums
+  std::unordered_set<Task*> summing_;  // writes whose checksums the lanes are computing
   std::vector<Summed> sums_;
   std::vector<uint64_t> landed_;
 };

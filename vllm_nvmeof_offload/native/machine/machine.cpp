@@ -8,7 +8,7 @@
 namespace nvmeof {
 namespace {
 
-// A bit that marks the op numbers of reads for peers, which no manager uses.
+// A bit that marks the op numbers of reads for peers; no manager uses it.
 constexpr uint64_t kServeJobs = uint64_t{1} << 63;
 
 bool names_member(int32_t cache, int64_t place) {
@@ -28,10 +28,10 @@ Machine::Machine(const MachineOptions& options, NativeLanes& lanes, int64_t now_
       judge_(options.io.peers) {
   const size_t peers = options.io.peers;
   require(options.io.targets + peers < Task::kCameHome && peers <= 64, "too many lanes");
-  require(!peers || peer_lanes, "there are peers without lanes");
+  require(!peers || peer_lanes, "peers without lanes");
   if (!options.set.memory) return;
   require(options.set.set_sizes.size() == options.io.group_bytes.size(),
-          "the set sizes are not those of the groups");
+          "set sizes and groups differ in number");
   const SetShape shape{options.set.members, options.cache_slots, options.stream_slots};
   set_.emplace(options.set, shape, options.io.read_deadline_ns);
 }
@@ -53,7 +53,7 @@ void Machine::begin(uint64_t op, OpKind kind, Urgency urgency, const Columns& co
   Job& job = open(op, kind);
   job.fence = fence;
   require(!job.moves_blocks() || pieces.first.size() == columns.generations.size() + 1,
-          "the pieces are not those of the rows");
+          "the pieces do not match the rows");
   job.pieces.assign(pieces.rows.begin(), pieces.rows.end());
   job.first_piece.assign(pieces.first.begin(), pieces.first.end());
   add_tasks(job, urgency, columns);
@@ -95,7 +95,7 @@ void Machine::add_tasks(Job& job, Urgency urgency, const Columns& columns) {
   }
 }
 
-// Return whether a load's pieces are the whole payload, in order.
+// Return whether a load's pieces cover the whole payload, in order.
 bool Machine::is_whole(const Task& task) const {
   const Job& job = *task.job;
   uint64_t next = 0;
@@ -114,7 +114,7 @@ void Machine::place_row(Task& task, Place place) {
   require(!task.owner || task.job->kind != OpKind::WRITE, "a write to another engine's region");
   const uint64_t before = uint64_t{slot_of(place)} * options_.io.targets + task.target;
   require(task.owner || !options_.pool_slots || before < options_.pool_slots,
-          "a place is outside of the pool");
+          "a place is outside the pool");
 }
 
 void Machine::start(Task& task) {
@@ -133,7 +133,7 @@ void Machine::start(Task& task) {
   }
 }
 
-// Promote the fetches that fill the slot for which a load is about to wait.
+// Promote the fetches that fill a slot for which a load is about to wait.
 void Machine::promote_fetches(const Task& load) {
   for (Task* filler : gates_.fillers(load.cache))
     if (filler->urgency == Urgency::URGENT || filler->urgency == Urgency::PREFETCH)
@@ -210,7 +210,7 @@ void Machine::cancel_task(Task& task) {
   task.header_only = false;  // no copy will check what is read after this
   if (task.step == Step::GATE) {
     Grants grants;
-    require(gates_.withdraw(task, grants), "a task waits at no gate");
+    require(gates_.withdraw(task, grants), "a task does not wait at a gate");
     if (task.fills) note_fill(task, FillState::FAILED);
     decide(task, Outcome::CANCELLED);
     follow(grants);
@@ -234,7 +234,7 @@ void Machine::cancel_task(Task& task) {
     leave_slot(task);
     decide(task, Outcome::CANCELLED);
   } else {
-    // The engine has the task's buffer, from which nothing will be copied for this job.
+    // The engine still holds the task's buffer, but nothing will be copied from it for this job.
     decide(task, Outcome::CANCELLED, 0, false);
   }
 }
@@ -349,12 +349,12 @@ void Machine::io_event(const IoEvent& event) {
   decide(task, ok ? Outcome::OK : event.code, event.error, true, event.ended_ns);
 }
 
-// Continue after a load's good read.
+// Continue a load after its read has succeeded.
 void Machine::read_ended(Task& task) {
   judge_.read(task, io);
   if (is_shared_read(task)) set_->lend(task);
   const bool is_lent = task.is_proven || mutant("an_unproven_slot_is_lent");
-  if (task.fills && is_lent) {  // other tasks may read the cache slot from now on
+  if (task.fills && is_lent) {  // now other tasks may read the cache slot
     note_fill(task, FillState::HELD);
     task.fills = false;
     task.reads = true;
@@ -365,8 +365,8 @@ void Machine::read_ended(Task& task) {
   ready_to_copy(task);
 }
 
-// If other tasks wait for a slot that a cancelled load has read, no copy will check it: read it
-// again and verify the payload then. Returns false if no task waits or the deadline has passed.
+// Read the slot of a cancelled load again if other tasks wait for it, and verify the payload,
+// because no copy will. Returns false if no task waits or the deadline has passed.
 bool Machine::read_again(Task& task) {
   if (task.is_proven || mutant("a_cancelled_read_counts_as_proven")) return false;
   if (!task.fills || !gates_.awaited(task.cache) || task.deadline_ns <= io.now_ns()) return false;
@@ -378,7 +378,7 @@ bool Machine::read_again(Task& task) {
 
 // ---- jobs -------------------------------------------------------------------------------
 
-// Settle the chunk's outcome. released: whether no engine has its buffer. ended_ns: 0 for now.
+// Decide the chunk's outcome. released: whether no engine has its buffer. ended_ns: 0 for now.
 void Machine::decide(Task& task, Outcome code, int error, bool released, int64_t ended_ns) {
   require(task.step != Step::ZOMBIE && task.step != Step::DONE, "a chunk is decided twice");
   Job& job = *task.job;
@@ -398,7 +398,7 @@ void Machine::decide(Task& task, Outcome code, int error, bool released, int64_t
   job.decided.push_back(task.index);
   if (code != Outcome::OK) job.failed.push_back(task.index);
   --job.undecided;
-  // vLLM must learn of a failure in the same step in which the job finishes.
+  // vLLM must learn of a failure in the step in which the job finishes.
   if (job.moves_blocks() && job.undecided) return;
   list(job);
   if (job.moves_blocks()) finish(job);
@@ -424,7 +424,7 @@ void Machine::list(Job& job) {
   news_.push_back(job.op);
 }
 
-// Record that the engine still has a decided task's buffer, for an unknown time.
+// Record that the engine still holds a decided task's buffer, for an unknown time.
 void Machine::hold_buffer(Task& task) {
   if (task.stream >= 0 && mutant("stream_slot_is_free_at_the_outcome")) streams_.give_back(task);
   if (task.cache < 0) return;
@@ -437,7 +437,7 @@ void Machine::hold_buffer(Task& task) {
   follow(grants);
 }
 
-// Return whether a cancelled load's read goes on because other tasks wait for its cache slot.
+// Return whether a cancelled load's read continues because other tasks wait for its cache slot.
 bool Machine::read_for_others(const Task& task) const {
   if (task.job->kind != OpKind::LOAD || !task.fills || task.cache < 0) return false;
   return task.cancelled && gates_.awaited(task.cache);
@@ -455,7 +455,7 @@ void Machine::mark_hung(Task& task) {
   }
 }
 
-// Release the buffer of a task that has had its outcome before.
+// Release the buffer of a task that already had its outcome.
 void Machine::released_late(Task& task, bool filled) {
   task.step = Step::DONE;
   leave_slot(task, filled);
@@ -613,7 +613,7 @@ void Machine::batch(const std::vector<Task*>& tasks, uint64_t passed,
   copying.insert(copying.end(), tasks.begin(), tasks.end());
 }
 
-// Return a batch, perhaps a new one, of the job's direction and fence. All passed fences are equal.
+// Return a batch, new if necessary, for the job's direction and fence. All passed fences are equal.
 CopyBatch& Machine::batch_for(const Job& job, bool checks, uint64_t passed,
                               std::vector<CopyBatch>& batches) {
   const bool is_store = job.kind == OpKind::STORE;
@@ -664,7 +664,7 @@ void Machine::copied(uint64_t number, Outcome code, int error, std::span<const i
   const std::vector<Task*> tasks = std::move(found->second);
   copying_.erase(found);
   if (mutant("failed_copy_counts_as_copied")) code = Outcome::OK;
-  require(crcs.empty() || crcs.size() == tasks.size(), "checksums of other chunks");
+  require(crcs.empty() || crcs.size() == tasks.size(), "checksums for another number of chunks");
   for (size_t at = 0; at < tasks.size(); ++at) {
     Task& task = *tasks[at];
     const int64_t crc = crcs.empty() ? -1 : crcs[at];
@@ -684,16 +684,16 @@ void Machine::copied(uint64_t number, Outcome code, int error, std::span<const i
   if (set_) set_->count_progress();
 }
 
-// Return the outcome of a good copy. crc: the CRC of the copied bytes.
+// Return the outcome of a successful copy. crc: the CRC of the copied bytes.
 Outcome Machine::checked(const Task& task, int64_t crc) const {
   if (task.is_proven || mutant("a_job_finishes_before_its_checks")) return Outcome::OK;
-  require(crc >= 0, "a chunk is copied that nobody has checked");
+  require(crc >= 0, "an unchecked chunk is copied");
   return crc == task.payload_crc ? Outcome::OK : Outcome::CHECKSUM_MISMATCH;
 }
 
 // ---- peers ------------------------------------------------------------------------------
 
-// Give one chunk a stream slot and the lane that reads it. Returns false if every chunk must wait.
+// Give one chunk a stream slot and a lane. Returns false if every chunk must wait.
 bool Machine::choose_next() {
   for (size_t asked = 0; asked < streams_.targets(); ++asked) {
     const size_t target = streams_.turn();
@@ -722,7 +722,7 @@ bool Machine::may_go_to_peer(const Task& task) const {
          job.tasks.size() >= options_.peer_chunks_min;
 }
 
-// Choose the chunk's lane, as `choose_lane` does.
+// Choose the chunk's lane by `choose_lane`.
 int Machine::choose(const Task& task) {
   const bool own_room = streams_.target_has_room(task);
   if (!may_go_to_peer(task) || !streams_.usable_peers())
@@ -737,7 +737,7 @@ int Machine::choose(const Task& task) {
   for (size_t peer = 0; peer < io.peers.size(); ++peer) {
     const PeerLane& lane = io.peers[peer];
     LaneEstimate& estimate = estimates_.emplace_back(lane.estimate(bytes, rate));
-    // A peer that has no room, and no read that would make room, is not waited for.
+    // Do not wait for a peer that has no room, and no read that would make room.
     const bool may_help = task.job->lets_help(peer) || mutant("a_hint_of_helpers_is_ignored");
     if (!may_help || !lane.is_awaited()) estimate = {INFINITY, false};
     if (!streams_.peer_has_room(peer)) estimate.has_room = false;
@@ -765,9 +765,9 @@ void Machine::set_peer(size_t peer, const PeerState& state) {
       std::ranges::count_if(io.peers, [](const PeerLane& one) { return one.state.usable; })));
 }
 
-// Handle a read that a peer has ended, or at which it has failed.
+// Handle the end of a peer's read, successful or not.
 void Machine::peer_event(const IoEvent& event) {
-  if (streams_.release(event.peers_token)) return;  // the task went on without this read
+  if (streams_.release(event.peers_token)) return;  // the task continued without this read
   Task& task = *event.task;
   judge_.ended(task.peer_number(), event.code, event.error, io.now_ns());
   const bool is_over = task.step == Step::ZOMBIE && !task.fills;  // it was cancelled
@@ -790,13 +790,13 @@ void Machine::peer_event(const IoEvent& event) {
   }
 }
 
-// Leave the stream slot to the peer, which may still write into it. The task goes on without it.
+// Leave the stream slot to the peer, which may still write into it. The task continues without it.
 void Machine::leave_to_peer(Task& task) {
   streams_.abandon(task);
   io.abandon(task.token);
 }
 
-// Rule 16: after its peer failed, read the chunk here once, with the deadline and retry it had.
+// Read the chunk here once after its peer failed, with its original deadline and retry (rule 16).
 void Machine::go_home(Task& task) {
   judge_.failed(task);
   task.peer = mutant("a_chunk_is_asked_of_two_peers") ? Task::kAtNoPeer : Task::kCameHome;
@@ -818,7 +818,7 @@ void Machine::go_home(Task& task) {
   }
 }
 
-// Let the own lane read the chunk into its cache slot.
+// Let our own lane read the chunk into its cache slot.
 void Machine::read_here(Task& task) {
   if (task.step != Step::ZOMBIE) task.step = Step::IO;
   io.enqueue(task);
@@ -834,7 +834,7 @@ void Machine::go_to_lane(Task& task) {
   streams_.wait(task);
 }
 
-// Queue the copy into the cache slot of a chunk that a peer has read and that is proven.
+// Queue a proven chunk, which a peer has read, for the copy into its cache slot.
 void Machine::land(Task& task) {
   if (task.step != Step::ZOMBIE) task.step = Step::LAND;
   to_land_.push_back(&task);
@@ -859,7 +859,7 @@ LandingBatch Machine::take_landings() {
 
 void Machine::landed(uint64_t number) {
   const auto found = landing_.find(number);
-  require(found != landing_.end(), "chunks land twice");
+  require(found != landing_.end(), "a batch of chunks lands twice");
   const std::vector<Task*> tasks = std::move(found->second);
   landing_.erase(found);
   for (Task* task : tasks) {
@@ -877,7 +877,7 @@ void Machine::serve(std::span<const uint64_t> tokens, const Columns& columns,
                     std::span<const double> within_s) {
   const size_t count = tokens.size();
   require(count && columns.generations.size() == count && within_s.size() == count,
-          "the rows to serve differ in length");
+          "the columns of rows to serve differ in length");
   Job& job = open(kServeJobs | ++serve_jobs_, OpKind::FETCH);
   job.keys = columns.keys;
   job.key_bytes = columns.keys.size() / count;
@@ -908,7 +908,7 @@ void Machine::serve(std::span<const uint64_t> tokens, const Columns& columns,
   }
 }
 
-// Answer the peer only at the release, when the slot is free: an earlier outcome is no use to it.
+// Answer the peer only at the release, when the slot is free. It could not use an earlier outcome.
 void Machine::serve_event(const IoEvent& event) {
   Task& task = *event.task;
   const bool at_outcome = mutant("a_hung_serve_slot_is_free_at_the_outcome");
@@ -973,12 +973,12 @@ std::vector<std::pair<uint64_t, double>> Machine::read_queues() {
 void Machine::name_holder(Task& task, int32_t cache, int64_t place) {
   const uint32_t member = cache >= 0 ? cache_member(cache) : member_of(place);
   require(cache < 0 || place < 0 || member_of(place) == member,
-          "a row's slot and place are of two members");
-  require(set_.has_value(), "a row names a member, and this rank is in no set");
+          "a row's slot and place name different members");
+  require(set_.has_value(), "a row names a member, but this rank is in no set");
   task.holder = set_->holder(task.group, member);
 }
 
-// Start a row that another rank works on.
+// Start a row that another rank processes.
 void Machine::start_elsewhere(Task& task) {
   if (task.job->kind == OpKind::STORE || task.job->kind == OpKind::WRITE) {
     decide(task, Outcome::OK);
@@ -1004,7 +1004,7 @@ void Machine::set_event(const SetEvent& event) {
         ready_to_copy(task);
       break;
     case SetEvent::Kind::FAILED:
-      // If the holder has read from a place, its own outcome reports what is wrong there.
+      // If the holder read from a place, its own outcome reports what is wrong there.
       decide(task, task.place < 0 ? Outcome::STALE : Outcome::CANCELLED);
       break;
     case SetEvent::Kind::DEADLINE:

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The worker's state machine for one rank's transfers between KV cache, staging and pool. It has
-// neither thread nor clock, and it calls no Python. It takes commands, `run` advances everything
-// that can advance, and the caller takes copies, operations, reports and finished jobs from it.
+// The worker's state machine for one rank's transfers between KV cache, staging and pool. It has no
+// thread or clock and calls no Python. It accepts commands, and `run` advances everything that can
+// advance. The caller then collects copies, operations, reports and finished jobs.
 //
 // The steps of a chunk, by kind of job:
 //
@@ -14,33 +14,33 @@
 //     fetch   gate(fill) → read
 //
 // If the copy engine computes checksums (`MachineOptions::copies_check`), a load's read of a whole
-// chunk, in our or another engine's region, checks only the header, and the copy the payload: the
-// chunk is OK only if the CRC of the copied bytes is the one in its header. Until then its slot is
-// not proven and no other task may use it: a stream slot belongs to the load, and a cache slot
-// stays with its filler. If others wait for it when the load is cancelled, it is read again.
+// chunk, from any engine's region, checks only the header. The copy checks the payload: the chunk
+// is OK only if the CRC of the copied bytes matches the header. Until then no other task may use
+// the unproven slot: a stream slot belongs to the load, and a cache slot stays with its filler. If
+// the load is cancelled while others wait for the slot, it is read again.
 //
-// A load's row that names neither slot nor place is STALE: its chunk was evicted after the look-up.
-// A store's row without pieces in a group that has bytes is STALE too, because a part of its chunk
-// is missing; its slot is emptied. Chunks do not wait for each other: while some chunks of a job
-// are read, others are copied.
+// A row of a load that names neither slot nor place is STALE: its chunk was evicted after the
+// look-up. A row of a store without pieces is STALE too if its group has bytes, because part of its
+// chunk is missing; its slot is emptied. Chunks do not wait for each other: while some chunks of a
+// job are read, others are copied.
 //
-// A row may name the slots of one member of a set of ranks with equal bytes (set_member.h). That
-// rank, the holder, takes the steps above. The other ranks do or wait for
+// A row may name one member of a set of ranks with equal bytes (set_member.h). That rank, the
+// holder, performs the steps above. The other ranks do the following:
 //
 //     store, write   nothing
-//     fetch          holder's fill
-//     load           holder's fill or read → copy from the holder's slot
+//     fetch          wait for the holder's fill
+//     load           wait for the holder's fill or read → copy from the holder's slot
 //
-// A load's read from the pool may go to a peer instead, which is one more lane (io_queue.h). The
-// lane is chosen when the chunk gets its stream slot, by the rule of lanes.h. If the peer fails in
-// any way, this server reads the chunk once, with the deadline and the retry that it had; if a pull
-// may still write into the stream slot, the chunk takes another one. A chunk for a cache slot is
-// also pulled into a stream slot, and copied once it is proven: thus no late pull can write into a
-// cache slot, and if the peer fails, the chunk is read into its cache slot at once.
+// A load's read from the pool may go to a peer instead, which is one more lane (io_queue.h).
+// `choose_lane` (lanes.h) chooses the lane when the chunk gets its stream slot. If the peer fails
+// in any way, this server reads the chunk once, within the original deadline and with its retry. If
+// a pull may still write into the stream slot, the chunk gets another one. A chunk for a cache slot
+// is also pulled into a stream slot, and copied once it is proven. Thus no late pull can write into
+// a cache slot, and if the peer fails, the chunk is read into its cache slot at once.
 //
-// In return this rank reads for peers, from its own targets into serve slots, which follow the
-// stream slots. These reads yield to those that a load here waits for, appear in no report, and end
-// when nothing touches their slots any more.
+// Conversely, this rank reads for peers, from its own targets into serve slots, which follow the
+// stream slots. These reads yield to those of loads here, appear in no report, and end when nothing
+// uses their slots any longer.
 #pragma once
 
 #include <map>
@@ -81,15 +81,15 @@ struct Columns {
   std::span<const uint8_t> groups;
 };
 
-// The pieces of a store or load. `rows` has three numbers each: KV cache address, offset in the
-// payload, bytes. `first` has the index of each batch row's first piece, and the end of the last.
+// The pieces of a store or load. `rows` holds KV cache address, offset in the payload, and bytes of
+// each piece. `first` holds the index of each row's first piece, and the end of the last.
 struct Pieces {
   std::span<const uint64_t> rows;
   std::span<const uint32_t> first;
 };
 
-// Chunks to be copied in one direction: either all those with passed fences, or all those that wait
-// for one particular fence. `pieces` is as in `Pieces`, but with staging addresses for offsets.
+// Chunks to copy in one direction: either all those with passed fences, or all those that wait for
+// one particular fence. `pieces` is like `Pieces::rows`, but with staging addresses for offsets.
 struct CopyBatch {
   uint64_t number = 0;
   uint64_t fence = 0;  // the fence of all chunks, as in `begin`, or 0 if their fences have passed
@@ -97,7 +97,7 @@ struct CopyBatch {
   bool checks = false;  // whether this is a load for which `copied` needs every chunk's CRC
   uint64_t bytes = 0;
   std::vector<uint64_t> pieces;
-  // The number of pieces and the payload's address of each chunk, in a store or if `checks`.
+  // The number of pieces and payload address of each chunk, in a store or if `checks`.
   std::vector<uint32_t> counts;
   std::vector<uint64_t> payloads;
   std::vector<uint64_t> sizes;  // bytes of each payload
@@ -106,14 +106,14 @@ struct CopyBatch {
   std::vector<uint8_t> sampled;
 };
 
-// Chunks that peers have read, to be copied into their cache slots. `rows` has the address of the
-// cache slot, the address of the stream slot, and the bytes of each.
+// Chunks that peers have read, to be copied into their cache slots. `rows` holds three numbers per
+// chunk: the addresses of the cache slot and of the stream slot, and the bytes.
 struct LandingBatch {
   uint64_t number = 0;
   std::vector<uint64_t> rows;
 };
 
-// A report on some rows of one op, as `protocol.OpReport`. An empty column is absent.
+// A report on rows of one op; see `protocol.OpReport`. An empty column counts as absent.
 struct RowReport {
   // Return whether all rows of the op are OK and released, and none has a CRC.
   bool whole() const { return all_rows && codes.empty() && released.empty() && crcs.empty(); }
@@ -125,10 +125,10 @@ struct RowReport {
   std::vector<int16_t> errors;
   std::vector<uint8_t> released;
   double seconds = 0;
-  std::vector<uint32_t> crcs;  // CRCs of the rows that are OK and were sampled
+  std::vector<uint32_t> crcs;  // CRCs of the sampled rows that are OK
 };
 
-// A store or load on which no DMA works any more.
+// A store or load whose DMA has finished.
 struct Finished {
   uint64_t op = 0;
   std::vector<uint32_t> failed;  // the rows that failed
@@ -146,24 +146,24 @@ class Machine {
   Machine(const Machine&) = delete;
   Machine& operator=(const Machine&) = delete;
 
-  // -- commands. A broken rule throws. fence: the fence that the copies of a store or load wait
-  // for, or 0. Fences are numbered in the order in which they pass.
+  // -- commands. They throw if a rule is broken. fence: the fence that the copies of a store or
+  // load wait for, or 0. Fences are numbered in the order in which they pass.
   void begin(uint64_t op, OpKind kind, Urgency urgency, const Columns& columns,
              const Pieces& pieces, uint64_t fence = 0);
-  // Cancel queued writes and write each target's superblock, as `IoQueue` describes. The op has one
-  // row. It is OK once the first superblock is written, which at the next start voids the chunks on
-  // all targets. If none can be written, it fails with the outcome of the last.
+  // Cancel queued writes and write each target's superblock, as described in io_queue.h. The op has
+  // one row. It is OK once the first superblock is written: the next start then voids the chunks on
+  // all targets. If none can be written, the row fails with the last outcome.
   void reset(uint64_t op, const Stamp& stamp, const Stamp& unnamed);
-  // Cancel rows of an op, or all if `rows` is null. What DMA works on goes on, and the reports
+  // Cancel rows of an op, or all rows if `rows` is null. DMA under way continues, and the reports
   // still follow. Stores, resets and attaches are not cancelled, because other ops depend on them.
   void cancel(uint64_t op, const std::vector<uint32_t>* rows);
-  // Let reads from this engine wait for its files (`IoQueue::await_files`). The op has one row,
-  // which `IoQueue::attached` decides, within the deadline of a read.
+  // Make reads from this engine wait for its files (`IoQueue::await_files`). The op has one row,
+  // which `IoQueue::attached` decides within a read's deadline.
   void attach(uint64_t op, uint16_t owner);
 
-  // -- progress. `copied` ends a batch of `take_copies`; `run` handles what the lanes have ended.
-  // crcs: the CRC of each chunk's payload, of a load as it has arrived, or -1 if unknown. Empty if
-  // all are unknown.
+  // -- progress. `copied` ends a batch from `take_copies`; `run` handles what the lanes have ended.
+  // crcs: the CRC of each chunk's payload (in a load, of the bytes that arrived), or -1 if unknown;
+  // empty if all are unknown.
   void copied(uint64_t number, Outcome code, int error, std::span<const int64_t> crcs = {});
   // Return the number of chunks in a batch of copies.
   size_t copying(uint64_t number) const {
@@ -171,7 +171,7 @@ class Machine {
     return found == copying_.end() ? 0 : found->second.size();
   }
   bool run();  // returns false if nothing more can advance now
-  // Upper bounds: tasks that may advance in the next turn, chunks to copy, rows to report.
+  // Upper bounds on tasks that may advance in the next turn, chunks to copy, and rows to report.
   size_t to_move();
   size_t to_copy() const;
   size_t to_report() const;
@@ -184,7 +184,7 @@ class Machine {
     return jobs_.empty() && gates_.idle() && !io.busy() && streams_.idle() &&
            (!set_ || set_->idle()) && served_.empty();
   }
-  // As `IoQueue::next_deadline_ns`, but including tasks that wait for other ranks or peers.
+  // Like `IoQueue::next_deadline_ns`, but including tasks that wait for other ranks or peers.
   int64_t next_deadline_ns();
   // Return this rank as a member of its set, or null if it is in no set.
   SetMember* set() { return set_ ? &*set_ : nullptr; }
@@ -193,17 +193,17 @@ class Machine {
   void set_peer(size_t peer, const PeerState& state);
   // Return whether the peer gets no reads for now (peer_judge.h).
   bool peer_rests(size_t peer) const { return judge_.rests(peer, io.now_ns()); }
-  // Let only these peers (a bit for each) read for a load that has just begun.
+  // Allow only these peers (a bit for each) to read for a load that has just begun.
   void let_help(uint64_t op, uint64_t peers);
-  // Return chunks to copy into cache slots, or no rows if there are none. `landed` ends the batch.
+  // Return chunks to copy into cache slots; no rows if there are none. `landed` ends the batch.
   LandingBatch take_landings();
   void landed(uint64_t number);
-  // Return how much a read would wait for, by lane: bytes, and seconds (0 if unknown).
+  // Return the work ahead of a new read, by lane: bytes, and seconds (0 if unknown).
   std::vector<std::pair<uint64_t, double>> read_queues();
 
-  // -- reads for peers. Each row is read into the serve slot that its `cache` names, which nothing
-  // else may use until the row's end. `tokens` and `within_s` have one item per row. A reset ends
-  // the reads that have not started, and makes the others CANCELLED.
+  // -- reads for peers. Each row is read into the serve slot named by its `cache`, which must have
+  // no other use until the row's end. `tokens` and `within_s` have one item per row. A reset ends
+  // the reads that have not started; the others end as CANCELLED.
   void serve(std::span<const uint64_t> tokens, const Columns& columns,
              std::span<const double> within_s);
   // Cancel these reads. Their ends still follow.
@@ -215,7 +215,7 @@ class Machine {
   };
   // Return the reads for peers that have released their slots, each once.
   std::vector<Served> take_served() { return std::exchange(served_, {}); }
-  // Return the bytes that all our targets must read before a peer's next read, and their rate in
+  // Return the bytes that our targets must read before a peer's next read, and their total rate in
   // bytes per second, or 0 if unknown.
   std::pair<uint64_t, double> serve_levels();
 

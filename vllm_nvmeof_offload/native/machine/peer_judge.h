@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decides which peers get no reads for now. A peer rests for 10 s if it is slow: it made eight
-// loads in a row slower than they would have been without peers. It rests for 30 s if it is at
-// fault: eight of its reads in a row failed, or its session was lost or stalled three times in ten
-// seconds. If it is at fault again before it has worked for longer than its last rest, it rests
-// twice as long as that, up to ten minutes.
+// Decides which peers get no reads for now. A slow peer, which delayed eight loads in a row, rests
+// for 10 s. A faulty peer rests for 30 s: eight of its reads in a row failed, or its session was
+// lost or stalled three times in 10 s. If it is faulty again before it has worked for longer than
+// its last such rest, the next one is twice as long, up to 10 minutes.
 //
-// A load is judged when it has ended, not by the estimate at its start: new loads meanwhile delay
-// it, which is no peer's fault. A peer is late if one of its chunks arrived last, later than our
-// targets would have read all the peers' chunks after they had read the rest. A target that was
-// busy until then could not have done so, and meanwhile no peer is late. A chunk at which a peer
-// failed still counts as the peer's, although this server then read it.
+// A load is judged after it ends, not by the estimate at its start: new loads may delay it, which
+// is no peer's fault. A peer is late if one of its chunks arrived last, and later than our targets
+// could have read the peers' chunks after all others. A busy target could not have read them, so no
+// peer is late then. A chunk that a peer failed to read still counts as the peer's, although this
+// server then read it.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +29,7 @@ class PeerJudge {
  public:
   explicit PeerJudge(size_t peers) : peers_(peers) {}
 
-  // Note how often, since the start, the peer's session was lost or stalled.
+  // Record how often the peer's session has been lost or stalled since the start.
   void lost(size_t peer, uint64_t times, int64_t now_ns) {
     Peer& one = peers_[peer];
     const uint64_t known = std::exchange(one.lost, times);
@@ -41,7 +40,7 @@ class PeerJudge {
     }
   }
 
-  // Note that the peer has ended a read, or failed at it.
+  // Record the end of a peer's read, successful or not.
   void ended(size_t peer, Outcome code, int error, int64_t now_ns) {
     Peer& one = peers_[peer];
     if (rests(peer, now_ns)) return;  // a read from before its rest
@@ -51,7 +50,7 @@ class PeerJudge {
 
   bool rests(size_t peer, int64_t now_ns) const { return now_ns < peers_[peer].rests_until_ns; }
 
-  // Note that the peer was given a chunk of a load.
+  // Record that the peer was given a chunk of a load.
   void given(const Task& task, size_t peer, IoQueue& io) {
     Load& load = loads_[task.job->op];
     load.peers |= uint64_t{1} << peer;
@@ -60,13 +59,13 @@ class PeerJudge {
     load.targets[task.target].is_helped = true;
   }
 
-  // Note that the task's peer has failed, so that this server reads the chunk.
+  // Record that the task's peer failed, so that this server reads the chunk.
   void failed(const Task& task) {
     if (mutant("a_chunk_that_comes_home_is_nobodys")) return;
     if (Load* const load = find(task)) load->failed = task.peer;
   }
 
-  // Note that a chunk of a load has been read, by a peer if the task is at one.
+  // Record that a chunk of a load was read: by a peer, if the task is at one.
   void read(const Task& task, IoQueue& io) {
     Load* const load = find(task);
     if (!load) return;
@@ -83,7 +82,7 @@ class PeerJudge {
     }
   }
 
-  // Judge a load that has ended, with all its chunks or without some.
+  // Judge the peers of a load that has ended. A load with failed chunks is not judged.
   void ended(const Job& job, int64_t now_ns) {
     const auto found = loads_.find(job.op);
     if (found == loads_.end()) return;
@@ -115,9 +114,9 @@ class PeerJudge {
     unsigned losses = 0;                          // losses since its last rest
     std::array<int64_t, kLostMax - 1> lost_ns{};  // the times of the last losses
   };
-  // The part of a load that one of our targets has read, and the part that peers saved it.
+  // A load's progress on one of our targets: what the target has read, and what peers read for it.
   struct Target {
-    int64_t own_ns;      // when it last read a chunk no peer had, or else when peers got the first
+    int64_t own_ns;      // when it last read a chunk that no peer had, or when peers got one
     uint64_t own_bytes;  // all bytes that it had read by then, for any purpose
     uint64_t peers_bytes = 0;
     bool is_helped = false;
@@ -142,7 +141,7 @@ class PeerJudge {
     rest(peer, now_ns, peer.fault_rest_ns);
   }
 
-  // A read lost with the session counts there (ENOTCONN). The peer will yet open a region (EBADF).
+  // Reads lost with the session (ENOTCONN) count in `lost`; on EBADF a region is not open yet.
   static bool brought_nothing(Outcome code, int error) {
     if (code == Outcome::IO_ERROR) return error != ENOTCONN && error != EBADF;
     return code == Outcome::STALE || code == Outcome::CHECKSUM_MISMATCH;
@@ -153,8 +152,8 @@ class PeerJudge {
     return found == loads_.end() ? nullptr : &found->second;
   }
 
-  // Return whether the load would have ended by now without peers. What a target has read or queued
-  // since its last read for this load, it would have had to read in any case.
+  // Return whether the load would have ended by now without peers. A target would in any case have
+  // had to read what it has read or queued since its last read for this load.
   static bool is_late(const Task& task, const Load& load, IoQueue& io) {
     if (mutant("a_slow_peer_is_never_late")) return false;
     const int64_t started_ns = task.job->started_ns;

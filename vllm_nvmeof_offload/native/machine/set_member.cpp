@@ -12,7 +12,7 @@ namespace nvmeof {
 
 namespace {
 
-// Return the name for a fill word, made of the chunk and the op that reads it. One chunk may be
+// Return the name for a fill word, made from the chunk and the op that reads it. A chunk may be
 // read into the same slot twice, and the first fill's word must not be mistaken for the second's.
 uint64_t name_of_fill(const Task& task, uint32_t op) {
   return task.content.generation ^ op * 0x9E3779B97F4A7C15u;
@@ -27,9 +27,9 @@ SetMember::SetMember(const SetOptions& options, const SetShape& shape, int64_t p
       holders_(options.members),
       fills_(options.members * shape.cache_slots) {
   require(options.member < options.members && options.addresses.size() == options.members,
-          "a set does not fit its members");
+          "a set does not match its members");
   for (const uint8_t size : options.set_sizes)
-    require(size && options.members % size == 0, "a group's set does not divide its members");
+    require(size && options.members % size == 0, "a group's set size does not divide the members");
 }
 
 uint8_t SetMember::holder(uint8_t group, uint32_t member) const {
@@ -80,7 +80,7 @@ void SetMember::announce_failures() {
   }
 }
 
-// Return whether a reader other than those that have ended still uses this rank's announcement.
+// Return whether a reader that has not left still uses this rank's announcement.
 bool SetMember::is_out(size_t at) {
   for (uint64_t left = memory_.readers(options_.member, at); left; left &= left - 1) {
     const auto reader = static_cast<size_t>(std::countr_zero(left));
@@ -127,7 +127,7 @@ void SetMember::wait(Task& task, int64_t now_ns) {
   }
 }
 
-// Start the patience with a member when the first task begins to wait for it.
+// Start timing a member's progress when the first task begins to wait for it.
 void SetMember::watch(size_t member, int64_t now_ns) {
   Holder& holder = holders_[member];
   if (holder.waiting()) return;
@@ -140,12 +140,12 @@ void SetMember::give_up(Task& task) {
   Holder& holder = holders_[task.holder];
   if (task.cache >= 0) {
     const auto at = static_cast<size_t>(task.at_holder);
-    require(holder.fills.at(at) == &task, "a task waits for no member");
+    require(holder.fills.at(at) == &task, "a task does not wait for a member");
     holder.fills.back()->at_holder = task.at_holder;
     holder.fills[at] = holder.fills.back();
     holder.fills.pop_back();
   } else {
-    require(holder.reads.erase(row_of(task)), "a task waits for no member");
+    require(holder.reads.erase(row_of(task)), "a task does not wait for a member");
     holder.given_up.insert(row_of(task));
   }
 }
@@ -161,7 +161,7 @@ bool SetMember::poll(int64_t now_ns) {
   if (!failures_.empty()) announce_failures();
   for (size_t member = 0; member < holders_.size(); ++member) {
     if (!holders_[member].watched()) continue;
-    // First the progress, so that no word written before the member left is missed.
+    // Check the progress first, so that no word written before the member left is missed.
     look_at_progress(member, now_ns);
     look_at_fills(member);
     look_at_reads(member);
@@ -243,7 +243,7 @@ bool SetMember::awaits() const {
                              [](const Holder& one) { return one.watched() && !one.stalled; });
 }
 
-// Polls the words, because another process changes them without waking this one.
+// Poll the words, because another process changes them without waking this one.
 void SetMember::sleep(const std::vector<int>& fds, int64_t now_ns, int64_t time_ns) {
   constexpr int64_t kLookEveryNs = 200'000;
   constexpr int64_t kSecondNs = 1'000'000'000;

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// A rank as a member of its set: what it waits for from the other members, and the slots that they
-// copy from. The machine uses it only for rows that name one member.
+// A rank as a member of its set: the events that it awaits from the other members, and the slots
+// that they copy from. The machine uses this only for rows that name one member.
 //
-// The member that a row names, its holder, works on the row. The others do nothing for a store or
-// write. For a read into a cache slot they wait for the fill word of the holder's slot, and for a
-// read through a stream slot they wait for the holder's announcement. Each row of such a read is
-// announced once, with its slot or as failed, and each of the others releases the announcement
-// once, even if it has given up the row meanwhile.
+// The member that a row names, its holder, processes the row. The others do nothing for a store or
+// write. For a read into a cache slot, they wait for the fill word of the holder's slot; for a read
+// through a stream slot, they wait for the holder's announcement. Each row of such a read is
+// announced once, with its slot or as failed. Each other member releases the announcement once,
+// even if it has given up the row by then.
 //
-// A wait has no deadline itself, because the holder may have much to read before. As with a lane,
-// tasks that wait for a member fail with DEADLINE once that member has made no progress for the
+// A wait itself has no deadline, because the holder may have much to read first. As with a lane,
+// tasks that wait for a member fail with DEADLINE once the member has made no progress for the
 // length of a read's deadline. A holder fails hanging reads at their deadline.
 #pragma once
 
@@ -29,19 +29,19 @@ struct SetOptions {
   void* memory = nullptr;  // null if this rank is in no set
   size_t members = 1;
   size_t member = 0;                // this rank's number
-  std::vector<uint64_t> addresses;  // each member's cache slot 0, as this process maps it
-  // The number of consecutive members with equal bytes, by group. It divides `members`; 1 if none.
+  std::vector<uint64_t> addresses;  // each member's cache slot 0 in this process
+  // The number of consecutive members with equal bytes, by group; 1 if none. It divides `members`.
   std::vector<uint8_t> set_sizes;
 };
 
 // An event of a task.
 struct SetEvent {
   enum class Kind : uint8_t {
-    HELD,      // a holder's slot has the chunk of this row
-    FAILED,    // the holder's fill or read has failed
+    HELD,      // the holder's slot contains this row's chunk
+    FAILED,    // the holder's fill or read failed
     DEADLINE,  // the holder makes no progress
-    RETURNED,  // all others have released this holder's stream slot
-    OVERDUE,   // some have not released it for the length of a deadline
+    RETURNED,  // all other members have released this rank's stream slot
+    OVERDUE,   // some have not released it within a deadline
   };
   Task* task;
   Kind kind;
@@ -51,25 +51,25 @@ class SetMember {
  public:
   SetMember(const SetOptions& options, const SetShape& shape, int64_t patience_ns);
 
-  // Return whether ranks have equal bytes of this group.
+  // Return whether several ranks have equal bytes of this group.
   bool shares(uint8_t group) const { return options_.set_sizes[group] > 1; }
-  // Return the rank that is `member` (of a place or cache slot) in this rank's set for the group.
+  // Return the rank of `member` (from a place or cache slot) in this rank's set for the group.
   uint8_t holder(uint8_t group, uint32_t member) const;
   bool holds(const Task& task) const { return task.holder == options_.member; }
   // Return the address of the holder's slot from which the task copies.
   uint64_t address(const Task& task, size_t slot_bytes) const;
 
-  // Note a row that fills its holder's cache slot. Every rank notes all such rows, in one order.
+  // Record a row that fills its holder's cache slot. All ranks record these rows in the same order.
   void give_fill(const Task& task) { last_fill(task) = static_cast<uint32_t>(task.job->op); }
 
   // -- as a holder
   void count_progress() { memory_.count_progress(options_.member); }
   void set_fill(const Task& task, FillState state);
-  // Announce that the task's stream slot has the chunk and the others may copy it.
+  // Announce that the task's stream slot holds the chunk, so that the others may copy it.
   void lend(Task& task);
-  // Announce that the others will not get this row through a stream slot.
+  // Announce that this row's read through a stream slot failed.
   void announce_failure(Task& task, Outcome code);
-  // Return whether others still use the task's stream slot. `RETURNED` reports the end.
+  // Return whether others still use the task's stream slot. `RETURNED` reports when they are done.
   bool is_lent(const Task& task) const;
   void await_return(Task& task, int64_t now_ns);
 
@@ -79,7 +79,7 @@ class SetMember {
   // Release the holder's stream slot from which the task has copied.
   void release(Task& task);
 
-  // Read the words of the others and fill `events`. Returns whether there are events.
+  // Read the other members' words and fill `events`. Returns whether there are events.
   bool poll(int64_t now_ns);
   std::vector<SetEvent> events;
   // Return whether an event may come from another process.
@@ -89,7 +89,7 @@ class SetMember {
   int64_t next_deadline_ns() const;
   // Block until there is an event, one of the files is readable, or `time_ns` has passed.
   void sleep(const std::vector<int>& fds, int64_t now_ns, int64_t time_ns);
-  // Announce that this member ends, so that the others do not wait for it.
+  // Announce that this member is leaving, so that the others do not wait for it.
   void leave() { memory_.leave(options_.member); }
 
  private:
@@ -114,7 +114,7 @@ class SetMember {
     std::unordered_map<RowOf, Task*, RowHash> reads;
     std::unordered_set<RowOf, RowHash> given_up;  // cancelled rows, not announced yet
     uint64_t progress = 0;
-    int64_t since_ns = 0;  // when the progress was first seen
+    int64_t since_ns = 0;  // when this progress was first seen
     bool stalled = false;
     size_t waiting() const { return fills.size() + reads.size(); }
     bool watched() const { return waiting() || !given_up.empty(); }

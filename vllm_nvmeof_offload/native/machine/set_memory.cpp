@@ -8,7 +8,7 @@ namespace {
 
 constexpr size_t kMembersMax = 64;  // one bit of a word each
 constexpr size_t kLineWords = 8;    // words per cache line
-// The words are: readers; op; row and code; generation.
+// The words of an announcement are: readers; op; row and code; generation.
 constexpr size_t kAnnouncementWords = 4;
 constexpr unsigned kStateBits = 2;
 
@@ -70,7 +70,7 @@ FillState SetMemory::fill(size_t member, size_t slot, uint64_t name) const {
 
 void SetMemory::announce(size_t member, size_t at, RowOf row, Outcome code, uint64_t readers) {
   uint64_t* const words = announcement(member, at);
-  require(load(words) == 0, "an announcement is overwritten before all have released it");
+  require(load(words) == 0, "an announcement is overwritten before all readers released it");
   std::atomic_ref(words[1]).store(row.op, std::memory_order_relaxed);
   std::atomic_ref(words[2]).store(uint64_t{row.row} << 8 | static_cast<uint8_t>(code),
                                   std::memory_order_relaxed);

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The words through which the members of a set (ranks with equal bytes) read each other's slots. A
-// chunk that names a member is only in that member's staging; the others copy it from there.
+// Shared words through which the members of a set (ranks with equal bytes) read each other's slots.
+// A chunk that names a member is only in that member's staging; the others copy it from there.
 //
-// The words are in memory that all members map, one part per member. Only that member writes its
-// part, except that the readers of an announcement release it:
+// All members map the memory of the words, which has one part per member. Only that member writes
+// its part, except that readers release its announcements:
 //
-//     progress       counts what the member does, so that the others notice when it hangs
+//     progress       counts the member's steps, so that the others notice when it hangs
 //     fill words     the name and the state of the last fill, per cache slot
 //     announcements  the load's row that a stream slot holds, and a bit for each member that has
 //                    not released it, per stream slot. Further announcements, without a slot, name
@@ -52,12 +52,12 @@ class SetMemory {
 
   const SetShape& shape() const { return shape_; }
 
-  // -- progress. `kLeft` means that the member has ended.
+  // -- progress. `kLeft` means that the member has left.
   uint64_t progress(size_t member) const { return load(part(member)); }
   void count_progress(size_t member);
   void leave(size_t member) { store(part(member), kLeft); }
 
-  // -- fill words. `fill` returns EMPTY also if the word has another name.
+  // -- fill words. `fill` also returns EMPTY if the word has another name.
   void set_fill(size_t member, size_t slot, FillState state, uint64_t name);
   FillState fill(size_t member, size_t slot, uint64_t name) const;
 
@@ -70,7 +70,7 @@ class SetMemory {
     RowOf row;
     Outcome code = Outcome::OK;
   };
-  // May be called only by a reader that has not released the announcement.
+  // Return an announcement that the calling reader has not released yet.
   Announced announced(size_t member, size_t at) const;
   void release(size_t member, size_t at, size_t reader);
 

@@ -41,7 +41,7 @@ FairQueue& StreamSlots::queue_of(const Task& task) {
   return (task.came_home() ? returned_ : queues_)[target_of(task)];
 }
 
-// Peers that are not usable leave their shares to the targets.
+// Unusable peers leave their shares to the targets.
 size_t StreamSlots::share() const {
   return std::max<size_t>(1, slots_ / (queues_.size() + usable_peers_));
 }
@@ -56,7 +56,7 @@ void StreamSlots::wait(Task& task) {
 }
 
 void StreamSlots::withdraw(Task& task) {
-  require(queue_of(task).remove(task), "a task waits for no stream slot");
+  require(queue_of(task).remove(task), "a task does not wait for a stream slot");
 }
 
 void StreamSlots::give_slot(Task& task) {
@@ -82,7 +82,7 @@ Task* StreamSlots::take_returned(size_t target) {
 }
 
 void StreamSlots::take(Task& task) {
-  require(queue_of(task).take() == &task, "another task's turn has come");
+  require(queue_of(task).take() == &task, "it is another task's turn");
   if (task.fills && !task.is_at_peer()) {
     task.stream = Task::kLands;
     return;
@@ -119,7 +119,7 @@ void StreamSlots::leave(Task& task) {
 }
 
 void StreamSlots::abandon(Task& task) {
-  require(task.stream >= 0 && task.is_at_peer(), "a peer has no slot of a task");
+  require(task.stream >= 0 && task.is_at_peer(), "a task has no slot at a peer");
   if (!task.hung) mark_hung(task);
   task.hung = false;
   queue_of(task).give_back(task);

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// A bounded number of slots through which loads of any size pass.
+// A fixed number of slots through which loads of any size pass.
 //
-// Each target, and each usable peer, may hold at most its share of the slots, so that one that
-// hangs cannot take the slots of the others. Within a target jobs share fairly. A task that waits
-// for a slot of its target may get one of a peer's share instead. Tasks that a peer failed at
-// precede all others. A chunk for a cache slot also waits here if a peer may read it: either for a
-// slot for the pull, or until its target has room for one more chunk, so that its lane is chosen as
-// late as for other chunks.
+// Each target, and each usable peer, may hold at most its share of the slots, so that a hanging one
+// cannot take the slots of the others. Within a target, jobs share fairly. A task that waits for a
+// slot of its target may get one of a peer's share instead. Tasks that a peer failed to read
+// precede all others. A chunk for a cache slot also waits here if a peer may read it, for a pull's
+// slot or until its target has room for one more chunk. Its lane is thus chosen as late as that of
+// other chunks.
 #pragma once
 
 #include <deque>
@@ -28,11 +28,11 @@ class StreamSlots {
 
   void wait(Task& task);
   void withdraw(Task& task);
-  // Free the task's slot, which no engine has any more.
+  // Free the task's slot, which no engine uses any longer.
   void give_back(Task& task);
-  // Note that the kernel holds the task's slot past its deadline, perhaps for ever.
+  // Record that the kernel holds the task's slot past its deadline, perhaps for ever.
   void mark_hung(Task& task);
-  // Take out the tasks that can get only slots which the kernel may never return.
+  // Remove the tasks that can only get slots which the kernel may never return.
   std::vector<Task*> take_unservable();
 
   // -- for the machine's choice of a lane for each chunk
@@ -42,26 +42,26 @@ class StreamSlots {
   size_t targets() const { return queues_.size(); }
   // Return the target whose turn it is.
   size_t turn() { return std::exchange(next_, (next_ + 1) % queues_.size()); }
-  // Return this target's next task that was at no peer yet, or null.
+  // Return this target's next task that was never given to a peer, or null.
   Task* peek(size_t target) { return queues_[target].peek(); }
   bool target_has_room(const Task& task) const;
   bool peer_has_room(size_t peer) const;
-  // Give a slot to the next task that a peer failed at. Returns null if there is none, or no room.
+  // Give a slot to the next task that a peer failed to read. Returns null if no task can get one.
   Task* take_returned(size_t target);
-  // Give the task of `peek` a slot from the share of its peer, or else of its target.
+  // Give the task from `peek` a slot from the share of its peer, or else of its target.
   void take(Task& task);
   // Give back the share of a task that its target has read into its cache slot, or will not read.
   void leave(Task& task);
-  // Leave the task's slot to the peer until `release`. The task goes on without a slot.
+  // Leave the task's slot to the peer until `release`. The task continues without a slot.
   void abandon(Task& task);
   // Free the slot left to a peer, which is done with this token. Returns false if there is none.
   bool release(uint64_t token);
-  // Take out the tasks that a peer failed at and that are past their deadline.
+  // Remove the tasks that a peer failed to read and that are past their deadline.
   std::vector<Task*> take_past(int64_t now_ns);
   int64_t next_deadline_ns() const { return next_ns_; }  // a lower bound on their deadlines
 
  private:
-  // Return the target that the task's slot is charged to unless a peer reads.
+  // Return the target to which the task's slot is charged unless a peer reads it.
   size_t target_of(const Task& task) const;
   size_t lane_of(const Task& task) const;
   FairQueue& queue_of(const Task& task);
@@ -80,7 +80,7 @@ class StreamSlots {
   std::vector<size_t> hung_;                                            // by lane, targets first
   size_t peers_held_ = 0;
   size_t hung_in_all_ = 0;
-  size_t next_ = 0;  // the target that is asked next: with few slots, each must get its turn
+  size_t next_ = 0;  // the target asked next, so that each gets its turn even with few slots
   int64_t next_ns_ = INT64_MAX;
 };
 

@@ -25,15 +25,15 @@ enum class Step : uint8_t {
   IO,      // queued for, or in, the I/O engine
   LAND,    // read by a peer; being copied into its cache slot
   COPY,    // queued for, or in, the copy engine
-  ZOMBIE,  // decided, but the kernel still has its buffer
+  ZOMBIE,  // decided, but the kernel still holds its buffer
   DONE,
 };
 
 struct Job;
 class FairQueue;
 
-// The content of a slot, as gates compare it. Comparing the key's hash is enough: both sides are
-// ours, and the generation of another chunk differs too.
+// The content of a slot, as compared by gates. The key's hash suffices, because both sides are ours
+// and another chunk also has another generation.
 struct SlotContent {
   uint64_t key_hash = 0;
   uint64_t generation = 0;
@@ -46,32 +46,32 @@ struct Task {
   int32_t stream = -1;  // the stream slot, -1 if none, or kLands
   SlotContent content;
   int32_t cache = -1;  // the cache slot, or -1 if the task goes through a stream slot
-  // For a row that another member of the set works on. With a cache slot: the task's index among
+  // For a row that another member of the set processes. With a cache slot: the task's index among
   // those that wait for that member's fills. Otherwise: the announcement that it copies from.
   int32_t at_holder = -1;
   Place place = kNoPlace;  // the place on `target`, or `kNoPlace` if there is no I/O
   uint8_t target = 0;
   uint8_t group = 0;
-  // The member of the set that works on the row, or `kEveryMember` if each rank has its own part.
+  // The member of the set that processes the row, or `kEveryMember` if each rank has its own part.
   uint8_t holder = kEveryMember;
   Step step = Step::GATE;
   Urgency urgency = Urgency::DEMAND;
   bool hung = false;  // the kernel holds its stream slot past the deadline
   bool cancelled = false;
-  bool holds_buffer = false;     // decided, but the kernel still has its cache slot
+  bool holds_buffer = false;     // decided, but the kernel still holds its cache slot
   bool reported : 1 = false;     // whether its outcome was reported
   bool announced : 1 = false;    // whether its read through a stream slot was announced to the set
   bool header_only : 1 = false;  // in a load: the read checks the header, the copy the payload
-  bool is_proven : 1 = true;     // false if its payload must still prove `payload_crc`
+  bool is_proven : 1 = true;     // false while the payload is not checked by `payload_crc`
   bool fills = false;            // the gate of `cache` counts it as its filler
   bool reads = false;            // the gate of `cache` counts it as a reader
   uint8_t retries_left = 1;
   uint8_t peer = 0;    // 1 + the peer that reads it, or kAtNoPeer or kCameHome
   uint16_t owner = 0;  // the engine that the place belongs to, 0 for ours
-  // The CRC made by the fill of its cache slot, or found in the header by its read; else -1.
+  // The CRC computed by the fill of its cache slot, or read from the header; else -1.
   int64_t payload_crc = -1;
   int64_t deadline_ns = 0;  // set when a lane first gets it; 0 before
-  uint64_t token = 0;       // of its last operation in a lane; 0 if none
+  uint64_t token = 0;       // the token of its last operation in a lane; 0 if none
   uint64_t charged_to = 0;  // the job whose share of the reads it uses
   Task* before = nullptr;   // in the queue where it waits
   Task* behind = nullptr;
@@ -101,7 +101,7 @@ struct Job {
   int64_t ended_ns = 0;  // when the last of the rows to report was decided
   size_t undecided = 0;
   size_t unreported = 0;
-  size_t unreleased = 0;  // decided rows whose cache slots the kernel still has
+  size_t unreleased = 0;  // decided rows whose cache slots the kernel still holds
   size_t alive = 0;       // tasks that are not done
   uint64_t copied_bytes = 0;
   size_t superblocks_left = 0;   // in a reset: targets without an outcome
@@ -131,14 +131,14 @@ inline std::string_view Task::key() const {
   return std::string_view(job->keys).substr(index * job->key_bytes, job->key_bytes);
 }
 
-// Shares a limited number of places fairly between jobs with many waiting tasks.
+// Shares a limited number of places fairly among jobs with many waiting tasks.
 //
 // The job with the fewest places goes first; among equals, the job whose first task has waited
 // longest. Within a job the order is kept. Only the first task of each job is examined, so that one
 // job of ten thousand tasks costs no more than ten thousand jobs of one task.
 class FairQueue {
  public:
-  // The job that a task counts for here. It must not change while the task waits or has a place.
+  // The job to which a task is charged. It must not change while the task waits or has a place.
   enum class Share : uint8_t { NONE, JOB, CHARGED };  // NONE: first in, first out
 
   explicit FairQueue(Share share) : share_(share) {}
@@ -147,15 +147,15 @@ class FairQueue {
   size_t held() const { return held_; }
   // Queue a task after its job's other tasks or, if `front`, as if it had waited longest of all.
   void push(Task& task, bool front = false);
-  // Take a task out. Returns false if it does not wait here.
+  // Remove a task. Returns false if it does not wait here.
   bool remove(Task& task);
   Task* peek();
   // Give the next task a place.
   Task* take();
   void give_back(Task& task);
-  // Take out all waiting tasks, the longest waiting first, without giving them places.
+  // Remove all waiting tasks, the longest waiting first, without giving them places.
   std::vector<Task*> take_all();
-  // Take out the retries whose deadline has passed; retries are the first tasks of their jobs.
+  // Remove the retries whose deadlines have passed; retries are the first tasks of their jobs.
   // Lower `next_ns` to the earliest deadline of the others.
   std::vector<Task*> take_past(int64_t now_ns, int64_t& next_ns);
 
@@ -184,7 +184,7 @@ class FairQueue {
   size_t held_ = 0;
   int64_t sequence_ = 0;
   std::unordered_map<uint64_t, Line> lines_;
-  std::vector<Position> heap_;  // has the current position of each waiting job, and outdated ones
+  std::vector<Position> heap_;  // the current position of each waiting job, and outdated ones
 };
 
 }  // namespace nvmeof

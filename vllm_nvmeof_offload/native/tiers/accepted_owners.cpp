@@ -14,10 +14,10 @@ namespace {
 
 constexpr double kRefusedS = 30.0, kDistrustedS = 30.0;
 constexpr size_t kRefusedMax = 4096;
-// After at least kTrialsMin reads, one in kFailedShare may fail. The counts are halved at
-// kTrialsMax, so that good reads long ago do not outweigh new failures.
+// After at least kTrialsMin reads, at most one in kFailedShare may fail. The counts are halved at
+// kTrialsMax, so that old successes do not outweigh new failures.
 constexpr uint32_t kTrialsMin = 64, kTrialsMax = 1024, kFailedShare = 50;
-// Bounds per engine: hints in a second, and rows that wait for one.
+// Bounds per engine: hints per second, and rows that wait for a hint.
 constexpr uint32_t kHintsPerSecond = 64;
 constexpr size_t kDueMax = 1024;
 
@@ -163,7 +163,7 @@ std::vector<uint32_t> Foreign::take_detachments() {
 
 void Foreign::attach_failed(uint32_t number) {
   const auto found = attached_.find(number);
-  if (found == attached_.end()) return;  // detached meanwhile
+  if (found == attached_.end()) return;  // already detached
   Distrust& distrust = distrusted_[number];
   distrust.attach_failed = true;
   distrust.record = found->second;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The manager's view of the foreign table: which rows may be read now, and which engines' regions
-// the workers were sent to open. An accepted row is still a hint, which the slot must prove.
+// The manager's view of the foreign table: the rows that may be read now, and the engines whose
+// regions the workers must open. An accepted row is still a hint, which the slot must prove.
 #pragma once
 
 #include <array>
@@ -24,14 +24,14 @@ class Foreign : public ForeignReader {
  public:
   // Accepts no engine before `set_tag`.
   explicit Foreign(int fd) : ForeignReader(fd) {}
-  // Use this time instead of the monotonic clock's from now on, for tests.
+  // Use this time instead of the monotonic clock's, for tests.
   void set_time(double now_s) { set_now_s_ = now_s; }
 
   // -- acceptance -------------------------------------------------------------------
-  // tag: the tag of the weights in use here. With zeros (no tag) no engine is accepted.
+  // Set the tag of the weights in use here. If it is all zeros (no tag), no engine is accepted.
   void set_tag(const std::array<uint8_t, kTagBytes>& tag);
-  // Set the tag of new weights, before the reset that follows. After it all chunks of engines with
-  // this tag are offered, because none was offered before.
+  // Set the tag of new weights, before the reset that follows. After the reset, all chunks of
+  // engines with this tag are offered, because none was offered before.
   void change_tag(const std::array<uint8_t, kTagBytes>& tag);
   // Return whether the engine's chunks have our tag, postdate our reset, and are likely readable.
   bool accepts(uint32_t number) const;
@@ -40,29 +40,29 @@ class Foreign : public ForeignReader {
   }
   // Discard everything known so far, here and in the follower.
   void reset();
-  // Do not accept the row for a while, because it could not be read.
+  // Refuse the row for a while, because it could not be read.
   void refuse(const ForeignRow& row);
-  // Count the end of a read. An engine is not accepted for a while if many of its chunks fail.
+  // Count the end of a read. An engine is refused for a while if many of its chunks fail.
   void ended(const ForeignRow& row, bool ok);
   // Return whether a process holds the engine's directory, and thus manages its chunks.
   bool lives(uint32_t number) const { return owner(number).state == OwnerState::COMPLETE; }
 
   // -- hints ------------------------------------------------------------------------
-  // Return hints for living engines about their chunks that were read here at least twice: the
-  // place with its owner, and how often since the last hint. On average at most 64 per second and
-  // engine. A chunk is forgotten if too many others are read meanwhile.
+  // Return hints for live engines about their chunks that were read here at least twice: the place
+  // with its owner, and the number of reads since the last hint. Each engine gets at most 64 per
+  // second on average. A chunk is forgotten if too many others are read in between.
   std::vector<Hint> take_due_hints();
 
   // -- attachments ------------------------------------------------------------------
-  // Note that a command will name places of this engine, which has just been accepted.
+  // Record that a command will name places of this engine, which has just been accepted.
   void use(uint32_t number);
-  // Return whether commands have named engines, so that there may be some to attach or detach.
+  // Return whether commands have named engines, so that some may need to be attached or detached.
   bool is_used() const { return !attached_.empty(); }
-  // Return the engines that commands name but that no worker was sent to attach yet.
+  // Return the engines that commands name and that workers must still attach, each once.
   std::vector<Attachment> take_attachments();
   // Return the attached engines that have since been removed or replaced.
   std::vector<uint32_t> take_detachments();
-  // Do not accept the engine until its record changes, because a rank failed to attach it.
+  // Refuse the engine until its record changes, because a rank failed to attach it.
   void attach_failed(uint32_t number);
   // Require an attach before the next use. Returns false if the engine is not attached.
   bool detach(uint32_t number) { return attached_.erase(number) > 0; }
@@ -112,8 +112,8 @@ class Foreign : public ForeignReader {
   std::unordered_map<uint32_t, Distrust> distrusted_;
   std::unordered_map<uint32_t, Trial> trials_;
   std::unordered_map<uint32_t, OwnerRecord> attached_;  // the records at their first use
-  std::vector<uint32_t> unsent_;                        // the ones not sent to workers yet
-  // By hash, where a row may displace another one. Empty until the first read.
+  std::vector<uint32_t> unsent_;                        // engines not sent to workers yet
+  // By hash; a row may displace another one. Empty until the first read.
   static constexpr int kBorrowedBits = 17;
   std::vector<Borrowed> borrowed_;
   std::unordered_map<uint32_t, Due> due_;  // by owner

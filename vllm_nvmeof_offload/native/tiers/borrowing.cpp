@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Other engines' chunks in the tiers: which can be read, and how they are read into a cache slot.
+// Other engines' chunks in the tiers: the choice of readable ones, and reads into cache slots.
 #include <algorithm>
 
 #include "common/op.h"
@@ -7,7 +7,7 @@
 
 namespace nvmeof {
 
-// Return whether the chunk can be read from there now. The row is a hint: nothing in it is trusted.
+// Return whether the chunk can be read from there now. The row is only a hint, so check all of it.
 bool Tiers::can_borrow(const ForeignRow& row, const char* key) const {
   const uint32_t number = target_of(row.place), member = member_of(row.place);
   if (!is_foreign(row.place) || number >= targets.size() || !targets[number].usable) return false;
@@ -54,7 +54,7 @@ void Tiers::add_foreign(Batch& batch, const char* key, const ForeignRow& row) {
   ++foreign_loads_;
 }
 
-// Add an entry for a chunk that is read into a cache slot which was just taken.
+// Add an entry for a chunk that is read into this cache slot, which was just taken.
 Row Tiers::borrow(const char* key, uint64_t generation, Slot slot, uint64_t used) {
   const Row row = add_entry(key, group_of(key), generation);
   index[row].cache = static_cast<int32_t>(slot);
@@ -78,8 +78,8 @@ Row Tiers::begin_borrow(const char* key, size_t reason) {
   return row;
 }
 
-// Handle a row that a rank could not read. No slot of ours is at fault, and only an entry that was
-// being filled is doomed. Returns whether one was.
+// Handle a row that a rank could not read. None of our slots is at fault, and only an entry that
+// was being filled is doomed. Returns whether one was.
 bool Tiers::fails_foreign(const Batch& batch, size_t at) {
   options_.foreign->refuse({batch.places[at], batch.generations[at]});
   if (mutant("a_foreign_failure_dooms_an_own_row")) {
@@ -98,7 +98,7 @@ void Tiers::ended_borrow(const Batch& batch, size_t at) {
   counts.borrowed += ok;
 }
 
-// Queue the write of a chunk that is now in a cache slot, unless another engine has the chunk.
+// Queue the write of a chunk now in a cache slot, unless another engine holds the chunk.
 void Tiers::want_or_dedupe(Row row) {
   if (index[row].flags & Entry::kDeduped)
     ++counts.deduped;
@@ -106,8 +106,8 @@ void Tiers::want_or_dedupe(Row row) {
     want(static_cast<Slot>(index[row].cache));
 }
 
-// Queue the write of a chunk that another engine had when it was stored, if that engine has lost
-// it. No event reports the loss, so it is looked up when the chunk is used again.
+// Queue the write of a chunk that was not written because another engine had it, if no live engine
+// has it now. No event reports such a loss, so look the chunk up when it is used again.
 void Tiers::want_if_lost(Row row) {
   Entry& entry = index[row];
   if (entry.state != State::CACHED || !options_.writes) return;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Single copies of chunks in the tiers: the rank that stores them, the proof of equality, eviction.
+// Single copies of chunks in the tiers: the ranks that store them, proof of equality, eviction.
 #include "tiers/tiers.h"
 
 namespace nvmeof {
@@ -10,7 +10,7 @@ Part Tiers::part_of(size_t group, uint32_t member) const {
 }
 
 // Return the part of a slot for a new chunk of the group. All ranks store the chunk until enough
-// samples were equal, and once in a while as another sample.
+// samples were equal, and later once in `sample_every` chunks as another sample.
 Part Tiers::part_to_store(size_t group) {
   Trust& trust = trust_[group];
   if (trust.set_size == 1 || trust.ended || trust.equal < options_.equal_min) return {};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The order in which the evictable slots of a tier or target are evicted. `EvictionPolicy` in
+// The order in which evictable slots of a tier or target are evicted. `EvictionPolicy` in
 // manager/eviction.py is the same contract for a user's class.
 #pragma once
 
@@ -19,8 +19,8 @@
 
 namespace nvmeof {
 
-// The record of one slot of a tier or target. It is a quarter of a cache line, because the slots of
-// a batch are accessed in random order. All zero bytes mean a free slot.
+// The record of one slot of a tier or target. It takes a quarter of a cache line, because the slots
+// of a batch are accessed in random order. A record of all zero bytes is a free slot.
 struct SlotRecord {
   enum Kind : uint32_t { FREE, TAKEN, ORPHAN, RETIRED };
 
@@ -41,7 +41,7 @@ class Order {
   virtual ~Order() = default;
   virtual void admit(Slot slot) = 0;     // makes the slot evictable
   virtual void withdraw(Slot slot) = 0;  // makes it not evictable; no effect if it was not
-  virtual void touch(Slot slot) = 0;     // notes a new last use; no effect if not evictable
+  virtual void touch(Slot slot) = 0;     // records a new last use; no effect if not evictable
   virtual Slot peek() = 0;               // returns the next victim, or kNone
   virtual Slot victim() {
     const Slot slot = peek();
@@ -51,7 +51,7 @@ class Order {
   virtual bool contains(Slot slot) const = 0;
   virtual size_t size() const = 0;
 
-  // Fetch the memory that `admit` and `withdraw` of this slot will read.
+  // Prefetch the memory that `admit` and `withdraw` will read for this slot.
   virtual void warm(Slot) const {}
   // Return the probable victim after `count` others, or kNone if unknown.
   virtual Slot later(size_t) const { return kNone; }
@@ -60,11 +60,11 @@ class Order {
 // Makes an order from the slots' last uses.
 using MakeOrder = std::function<std::unique_ptr<Order>(const SlotRecords& slots)>;
 
-// The least recently used slot first; ties by slot. Each slot has one record, filed by its last use
-// in buckets of 1024 uses. A later use moves nothing: the record is then only the earliest time at
-// which the slot could be due, and is filed again when it is reached; the record of a withdrawn
-// slot is dropped then. A bucket is sorted when it becomes the oldest, so that victims are adjacent
-// in memory and later victims are known in advance; a heap would take ten times as long.
+// Evicts the least recently used slot first; ties by slot. Each slot has one record, filed by its
+// last use in buckets of 1024 uses. A later use moves nothing: the record then gives only the
+// earliest time at which the slot could be due. When it is reached, it is filed again, or dropped
+// if the slot was withdrawn. A bucket is sorted when it becomes the oldest, so that victims are
+// adjacent in memory and known in advance; a heap would take ten times as long.
 class Lru final : public Order {
  public:
   explicit Lru(const SlotRecords& slots) : slots_(slots), filed_(slots.size()) {}
@@ -126,7 +126,7 @@ class Lru final : public Order {
       return used != other.used ? used > other.used : slot > other.slot;
     }
   };
-  // The low bits of a use in the high half, and the slot in the low half.
+  // The low bits of the last use in the high half, and the slot in the low half.
   using Packed = uint64_t;
   static constexpr int kBucketBits = 10, kSlotBits = 32;
   // An item of `filed_` is the record's use + 1, above a bit for whether the slot is evictable.
@@ -207,18 +207,18 @@ class Arrivals final {
   Slot none_;
 };
 
-// The rule for when the chunk in a slot of one tier counts as last used.
+// The rule that determines when the chunk in a slot of one tier counts as last used.
 //
-// Plain LRU loses each conversation just before its next turn if more conversations are interleaved
-// than a tier holds. Therefore each request after the first that used a chunk makes the chunk count
-// as used later, by `credit` uses, at most kCreditedMax times: a reused chunk is kept longer, but
+// If more conversations are interleaved than a tier holds, plain LRU evicts each of them just
+// before its next turn. Therefore each request after the first that used a chunk moves the chunk's
+// last use ahead by `credit` uses, at most kCreditedMax times. A reused chunk is kept longer, but
 // still evicted once its conversation is over. A prefix's head is used by every request that uses
 // its tail, so the tail is evicted first. Without credit this is plain LRU.
 //
-// Only the CPU tier gives credit. The pool keeps what the CPU tier evicted for credited chunks, so
-// that the tiers hold more different chunks. A pool at most twice as large as the CPU tier may
-// evict the middle of a prefix that the CPU tier still has, and keep the unreachable end: a few
-// chunks in a thousand (test_eviction_order.py).
+// Only the CPU tier gives credit. The pool keeps the chunks that the CPU tier evicted instead of
+// credited ones, so that the tiers together hold more distinct chunks. A pool at most twice as
+// large as the CPU tier may evict the middle of a prefix that the CPU tier still has, and keep the
+// unreachable end: a few chunks in a thousand (test_eviction_order.py).
 class Recency {
  public:
   static constexpr uint32_t kCreditedMax = 3;
@@ -230,7 +230,7 @@ class Recency {
     slot.used = now + credit_ * beyond(slot.requests);
   }
 
-  // Set the use of `slot`, which gets the chunk that is in `other_slot` of another tier.
+  // Set the use of `slot`, which gets the chunk in `other_slot` of another tier.
   void take_over(SlotRecord& slot, const Recency& other, const SlotRecord& other_slot) const {
     slot.requests = other_slot.requests;
     // Clamp at 0: an unsigned use below 0 would be the latest of all.
@@ -245,8 +245,8 @@ class Recency {
 };
 
 // Slots 0 … capacity-1 of the CPU tier or of one target, and the parts of divided slots. Operations
-// on a slot, and holds, are its users. When its entry is removed, a slot is orphaned, and free once
-// its last user has released it, so that no buffer is reused before every rank has released it.
+// on a slot, and holds, are its users. When its entry is removed, a slot is orphaned, and freed
+// when its last user releases it. Thus no buffer is reused before every rank has released it.
 class Slots {
  public:
   // set_size: the size of the largest set of ranks that divides a slot.
@@ -259,7 +259,7 @@ class Slots {
   void warm(Slot slot) const { prefetch(&records_[slot]); }
 
   Slot capacity() const { return parts.rows(); }
-  Slot free() const { return free_; }  // whole ones
+  Slot free() const { return free_; }  // whole slots
   Slot taken() const { return capacity() - free_; }
   bool in_use(Slot slot) const {
     return records_[slot].users != 0 && !mutant("pinned_slot_is_evicted");
@@ -270,7 +270,7 @@ class Slots {
     if (free_ == 0) return kNone;
     Slot slot;
     if (again_.empty()) {
-      while (records_[next_].kind != SlotRecord::FREE) ++next_;  // taken by number, at adoption
+      while (records_[next_].kind != SlotRecord::FREE) ++next_;  // taken by number, for adoption
       slot = next_++;
     } else {
       slot = again_.back();
@@ -294,7 +294,7 @@ class Slots {
     return slot;
   }
 
-  // Take a slot by number, at adoption. Returns false if the slot is taken or `take` was called.
+  // Take a slot by number, for adoption. Returns false if the slot is taken or `take` was called.
   bool take_numbered(Slot slot) {
     if (slot >= capacity() || records_[slot].kind != SlotRecord::FREE || next_ > 0 ||
         !again_.empty())
@@ -304,13 +304,13 @@ class Slots {
     return true;
   }
 
-  // Return false if the row is divided for another number of members.
+  // Return whether the row is whole, or divided for the same number of members.
   bool can_divide(Slot row, const Part& part) const {
     if (part.whole() || row >= capacity() || !parts.set_size(row)) return true;
     return parts.set_size(row) == part.set_size;
   }
 
-  // As `take_numbered`, for a member's part.
+  // Like `take_numbered`, but for a member's part.
   bool take_numbered(Slot row, const Part& part) {
     if (part.whole()) return take_numbered(row);
     if (row >= capacity() || part.set_size < 2 || part.member >= part.set_size) return false;
@@ -336,7 +336,7 @@ class Slots {
 
   void use(Slot slot) {
     SlotRecord& record = records_[slot];
-    require(record.kind == SlotRecord::TAKEN, "a slot is used, and was not taken");
+    require(record.kind == SlotRecord::TAKEN, "a slot that was not taken is used");
     require(record.users < kUsersMax, "a slot has too many users");
     used_ += record.users == 0;
     ++record.users;
@@ -354,10 +354,10 @@ class Slots {
     return true;
   }
 
-  // Give up the slot of a removed entry. retire: never use it again, because the medium refuses it.
+  // Give up a removed entry's slot. retire: never use the slot again, because its medium fails.
   void orphan(Slot slot, bool retire) {
     SlotRecord& record = records_[slot];
-    require(record.kind == SlotRecord::TAKEN, "a slot is given up, and was not taken");
+    require(record.kind == SlotRecord::TAKEN, "a slot that was not taken is given up");
     record.row = kNoRow;
     record.requests = 0;
     record.wanted = 0;
@@ -390,7 +390,7 @@ class Slots {
 
   SlotParts parts;
   Slot orphans = 0;
-  Slot retired = 0;  // slots of which at least a part is retired
+  Slot retired = 0;  // slots with at least one retired part
 
  private:
   void mark_taken(Slot slot) {
@@ -416,11 +416,11 @@ class Slots {
   Slot used_ = 0;  // slots with users
 };
 
-// Evict until `wanted` is free, if slots may be divided. Returns false if nothing was evicted.
+// Evict until `wanted` is free, where slots may be divided. Returns false if nothing was evicted.
 //
-// The coldest victims are examined first. If a part is wanted, one of the next victims may suit.
-// Otherwise all parts of the coldest possible victim's slot are evicted. may: whether a slot's
-// chunk can be evicted; evict: evict it.
+// The coldest victims are examined first. If a part is wanted, one of the first few victims may
+// suit. Otherwise all parts of the coldest slot that can be freed are evicted. may: returns whether
+// a slot's chunk can be evicted. evict: evicts it.
 template <typename May, typename Evict>
 bool make_room(const Slots& slots, Order& order, const Part& wanted, May may, Evict evict) {
   constexpr size_t kVictimsPerMember = 4, kRowsMax = 256;  // examined at most

@@ -23,7 +23,7 @@ static_assert(std::endian::native == std::endian::little, "the format is little 
 constexpr size_t kEntryBytes = 64, kKeyAt = 18, kGroupIdBytes = 4;
 constexpr size_t kFlagsAt = 16, kKeyBytesAt = 17;
 constexpr uint8_t kFlagSingleCopy = 8;
-// The number of entries read at once: they stay in the L2 cache until they are compared.
+// The number of entries read at once, which stay in the L2 cache until they are compared.
 constexpr size_t kEntriesMax = 4096;
 constexpr size_t kPageBytes = 4096;
 constexpr size_t whole_pages(size_t bytes) {
@@ -34,7 +34,7 @@ constexpr size_t kAhead = 8;
 
 // The number of log pages read at once.
 constexpr uint32_t kLogPagesAtOnce = 64;
-// A log page that is not intact may be half written. After this many reads it counts as damaged.
+// An invalid log page may be only half written. It counts as damaged after this many reads.
 constexpr unsigned kLogReadsMax = 10;
 
 // Return an entry's CRC, which covers its slot and the bytes after the CRC.
@@ -45,14 +45,14 @@ uint32_t crc_of(const std::byte* entry, uint32_t slot) {
   return small_crc32c(covered.data(), covered.size());
 }
 
-// Read `bytes` at `offset`, with zeros after the end of the file. Returns an errno, or 0. The file
-// may be open for O_DIRECT, so only whole pages are read: `into` must have whole pages, and may be
-// written beyond `bytes`.
+// Read `bytes` at `offset`, padding with zeros after the end of the file. Returns an errno, or 0.
+// The file may be open with O_DIRECT, so only whole pages are read: `into` must consist of whole
+// pages, and may be written beyond `bytes`.
 int read_whole(int fd, std::byte* into, size_t bytes, uint64_t offset) {
   const size_t room = whole_pages(bytes);
   size_t done = 0;
   while (done < bytes) {
-    const size_t from = done - done % kPageBytes;  // a short read ends anywhere
+    const size_t from = done - done % kPageBytes;  // a short read may end anywhere
     const ssize_t count = pread(fd, into + from, room - from, static_cast<off_t>(offset + from));
     if (count < 0 && errno == EINTR) continue;
     if (count < 0) return errno;
@@ -193,8 +193,8 @@ int ForeignRegion::take_page(ForeignWriter& table, const std::byte* page, int64_
   return why;
 }
 
-// Read the page's records from `log_index_` on, PUTs into `changed_`, which the caller then applies
-// together: one at a time, each would wait for memory.
+// Read the page's records from `log_index_` on. PUTs go into `changed_`, and the caller then
+// applies them together: one at a time, each would wait for memory.
 int ForeignRegion::read_records(ForeignWriter& table, const std::byte* page, uint32_t records,
                                 int64_t now_ns) {
   while (log_index_ < records) {

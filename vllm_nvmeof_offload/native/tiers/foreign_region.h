@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The last read contents of the table of another engine's region, and which of its chunks are in
-// the foreign table. A scan reads the whole table and compares the first 16 bytes of each entry
-// with the previous scan's: a slot that was rewritten has another checksum and generation. Only
-// changed entries are decoded.
+// The last known table of another engine's region, and the chunks of it that are in the foreign
+// table. A scan reads the whole table and compares the first 16 bytes of each entry with the
+// previous scan's: a rewritten slot has a new checksum and generation. Only changed entries are
+// decoded.
 //
-// A region with a log is scanned once, and then followed through the log's records: a PUT replaces
+// A region with a log is scanned once, and then followed through its log records: a PUT replaces
 // the slot's entry, as if a scan had found the new one.
 #pragma once
 
@@ -27,33 +27,33 @@ class ForeignRegion {
     uint32_t id;
     uint32_t set_size;  // ranks that share single copies; if 1, single copies are not offered
   };
-  // The engine's number, our target that has the region, and the engine's rank that writes it.
+  // The engine's number, our target with the region, and the engine's rank that writes it.
   struct Home {
     uint32_t owner, target, rank;
   };
 
-  // slots: the region's slots. young_ns: the delay between seeing an entry and offering it.
+  // slots: the number of slots. young_ns: the delay between seeing an entry and offering it.
   ForeignRegion(Home home, uint64_t slots, std::vector<Group> groups, int64_t young_ns);
 
-  // Withdraw all entries offered so far and then offer only entries of this epoch. With from_now,
-  // and even if the epoch changes, offer only entries written after the next scan.
+  // Withdraw all entries offered so far, and then offer only entries of this epoch. With from_now,
+  // even if the epoch changes, offer only entries written after the next scan.
   void begin(ForeignWriter& table, uint32_t epoch, bool from_now);
-  // Read the table's file `fd` and offer its entries. Returns an errno, or 0 after reading all of
-  // it. A truncated part counts as empty. log_is_ahead: a slot that the log named since the
-  // previous scan keeps the log's entry, because the table may not have that entry yet.
+  // Read the table file `fd` and offer its entries. Returns an errno, or 0 after reading all of it.
+  // A truncated part counts as empty. log_is_ahead: a slot named by the log since the previous scan
+  // keeps the log's entry, which the table may not contain yet.
   int scan(ForeignWriter& table, int fd, int64_t now_ns, bool log_is_ahead);
   // Find the end of the log in file `fd` with this many pages. Call this before a scan, and
   // `follow_log` after the scan. Returns an errno, or 0.
   int seek_log(int fd, uint32_t pages);
-  // Apply what was logged since. Returns an errno, or why the log cannot be followed: the entries
-  // known so far stay, but a new scan is needed.
+  // Apply the records logged since then. Returns 0, an errno, or the reason that the log cannot be
+  // followed: known entries then stay, but a new scan is needed.
   static constexpr int kOverrun = -1;  // the log was overwritten or is damaged
   static constexpr int kReset = -2;    // a superblock with another epoch was written
   int follow_log(ForeignWriter& table, int fd, int64_t now_ns);
-  // Return false if `follow_log` would find nothing and the file was not removed. This costs much
-  // less than `follow_log`, but works only on a file that is open without O_DIRECT.
+  // Return whether `follow_log` may find something or the file was removed. This costs much less
+  // than `follow_log`, but works only on a file that is open without O_DIRECT.
   bool may_have_news(int fd) const;
-  // The uuid and target of a region of ours. Hints in the log that name one are put in the table.
+  // The uuid and target of one of our regions. Hints for it in the log are put into the table.
   struct Ours {
     std::array<uint8_t, 16> uuid;
     uint32_t target;
@@ -71,7 +71,7 @@ class ForeignRegion {
     uint64_t generation = 0;
     bool operator==(const Head&) const = default;
   };
-  // An entry that was seen for the first time. Its fingerprint is 0 if it must not be offered.
+  // An entry seen for the first time. Its fingerprint is 0 if it must not be offered.
   struct Seen {
     int64_t at_ns;
     uint64_t slot;
@@ -79,8 +79,8 @@ class ForeignRegion {
     uint64_t fingerprint;
     bool single_copy;
   };
-  // Bits of `marks_`. kBefore: the entry existed when only later ones were asked for. kLogged: the
-  // entry is from the log and was not confirmed by a scan yet.
+  // Bits of `marks_`. kBefore: the entry existed when only later ones were requested. kLogged: the
+  // entry came from the log, and no scan has confirmed it yet.
   static constexpr uint8_t kSingleCopy = 1, kBefore = 2, kLogged = 4;
 
   Seen decode(const std::byte* entry, uint64_t slot, int64_t now_ns) const;
@@ -103,7 +103,7 @@ class ForeignRegion {
   uint32_t epoch_ = 0;
   bool from_now_ = false;
   uint64_t rows_ = 0;
-  // These are by slot. A fingerprint is not 0 while the chunk is offered.
+  // By slot. A fingerprint is not 0 while the chunk is offered.
   HugeColumn<Head> heads_;
   HugeColumn<uint64_t> fingerprints_;
   std::vector<uint8_t> marks_;
@@ -111,8 +111,8 @@ class ForeignRegion {
   uint32_t log_pages_ = 0;
   uint64_t log_sequence_ = 0;  // the sequence of the page that is read next
   uint32_t log_index_ = 0;     // the index of the next record in that page
-  unsigned log_reads_ = 0;     // reads of this position that found it not intact
-  // Both buffers have whole pages, as O_DIRECT requires.
+  unsigned log_reads_ = 0;     // reads that found this position damaged
+  // Both buffers consist of whole pages, as O_DIRECT requires.
   PageVector<std::byte> log_buffer_;
   PageVector<std::byte> buffer_;
   std::vector<Seen> changed_;

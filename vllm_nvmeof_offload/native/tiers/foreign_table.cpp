@@ -71,7 +71,7 @@ ForeignTable::ForeignTable(int fd, bool writes) : fd_(fcntl(fd, F_DUPFD_CLOEXEC,
   madvise(memory_, kMappedBytes, MADV_DONTDUMP);
   if (!writes) {
     mprotect(memory_ + kPage, kMappedBytes - kPage, PROT_READ);
-    require(word(0).load(std::memory_order_acquire) == kMagic, "no foreign table");
+    require(word(0).load(std::memory_order_acquire) == kMagic, "not a foreign table");
   }
 }
 
@@ -125,7 +125,7 @@ void ForeignReader::warm(std::string_view key) const {
 }
 
 uint64_t ForeignReader::ask_anew(Since since) {
-  // Only this side changes both words. The follower must not see the new version before the other.
+  // Only this side writes these words. The follower must not see the new version before the other.
   const uint64_t version = version_asked() + 1;
   if (since == Since::EVER) word(kOfAllAt).store(version, std::memory_order_relaxed);
   word(kAskedAt).store(version, std::memory_order_release);
@@ -154,9 +154,9 @@ ForeignWriter::ForeignWriter(int fd, size_t rows) : ForeignTable(fd, true), end_
   struct stat file;
   if (fstat(fd_, &file) != 0) fail("fstat of the foreign table");
   if (file.st_size != 0) {
-    require(word(0).load(std::memory_order_acquire) == kMagic, "no foreign table");
+    require(word(0).load(std::memory_order_acquire) == kMagic, "not a foreign table");
     size_ = static_cast<uint64_t>(file.st_size);
-    // This writer reuses the areas. A look-up that runs there misses, as during any change.
+    // This writer reuses the areas. A look-up still running there misses, as during any change.
     if (fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, kAreasAt,
                   static_cast<off_t>(size_ - kAreasAt)) != 0)
       fail("fallocate of the foreign table");

@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 // The foreign table lists the chunks that other engines (owners) have in their pools. The follower,
 // a separate process, is its only writer; the engine's process reads it in place, without locks. A
-// row has no state, users or policy: it is a hint, and the slot is verified when it is read.
+// row has no state, users or policy: it is a hint, and its slot is verified when read.
 //
 // The memory is an anonymous file (memfd) that both processes map:
 //
-//     0         u64 magic · u64 area · u64 version asked for · u64 time of the last scan · u64 rows
-//               · u64 last version asked for with all the owners' chunks · u64 log overruns
+//     0         u64 magic · u64 area · u64 requested version · u64 time of the last scan · u64 rows
+//               · u64 last version requested with all the owners' chunks · u64 log overruns
 //     4 KiB     states of owners 1, 2, …, 64 bytes each
 //     768 KiB   u64 hints written so far
 //     772 KiB   a ring of 4,096 hints of 32 bytes: u64 place · u64 generation · u32 count · u32
 //               zero · u64 sequence, which is the hint's number from 1 on, or 0 during a change
 //     1 MiB …   areas of buckets; `area` names the newest
 //
-// A bucket is a fingerprint of the key (0 if empty), a place and a generation, 64 bits each, with
-// open addressing and linear probing. If several owners have a key, each has a bucket. A reader
-// during a change may miss a key, or find a place and a generation that do not belong together: the
-// former costs a hit, the latter makes the read STALE.
+// A bucket consists of a key's fingerprint (0 if empty), a place and a generation, 64 bits each.
+// The table uses open addressing with linear probing. If several owners have a key, each has a
+// bucket. During a change, a reader may miss a key, or find a place and a generation that do not
+// belong together: the former costs a hit, the latter makes the read STALE.
 #pragma once
 
 #include <array>
@@ -32,12 +32,12 @@
 
 namespace nvmeof {
 
-// DEAD: as COMPLETE, but no process holds the owner's directory. Its chunks can still be read.
+// DEAD: like COMPLETE, but no process holds the owner's directory. Its chunks can still be read.
 enum class OwnerState : uint32_t { NONE, SCANNING, COMPLETE, DEAD };
 
 // The record of an owner, which fills one cache line.
 struct OwnerRecord {
-  uint64_t version = 0;  // the version asked for when its rows were last started again
+  uint64_t version = 0;  // the version requested when its rows were last rebuilt
   std::array<uint8_t, kTagBytes> tag{};
   std::array<uint8_t, 16> pool_uuid{};  // the uuid of its first rank
   uint32_t engine_index = 0;            // the K of its directories engine-K
@@ -63,13 +63,13 @@ struct Hint {
 inline constexpr uint32_t kOwnersMax = 8191;  // numbered from 1
 inline constexpr size_t kHintsKept = 4096;
 
-// The chunks of an owner to offer: those written from now on, or all.
+// The chunks of an owner to offer: only those written later, or all.
 enum class Since { NOW, EVER };
 
 // Return the key's fingerprint, which is never 0.
 uint64_t fingerprint_of(std::string_view key);
 
-// The view of the file that both sides have.
+// The file as reader and writer both see it.
 class ForeignTable {
  public:
   ForeignTable(const ForeignTable&) = delete;
@@ -86,7 +86,7 @@ class ForeignTable {
   // Return how often a log was overwritten or damaged before it was read.
   uint64_t log_overruns() const { return word(kOverrunsAt).load(std::memory_order_relaxed); }
   uint64_t version_asked() const { return word(kAskedAt).load(std::memory_order_acquire); }
-  // Return the last version that was asked for with `Since::EVER`, or 0.
+  // Return the last version that was requested with `Since::EVER`, or 0.
   uint64_t version_of_all() const { return word(kOfAllAt).load(std::memory_order_acquire); }
 
  protected:
@@ -108,7 +108,7 @@ class ForeignTable {
   }
   uint64_t* owner_words(uint32_t number) const;
   std::atomic_ref<uint64_t> hints_written() const;
-  uint64_t* hint_words(uint64_t number) const;  // number: the hint's, from 0 on
+  uint64_t* hint_words(uint64_t number) const;  // number: counted from 0
   Area area() const;
   static uint64_t bytes_of(uint64_t name) { return sizeof(Bucket) << (name & 0xff); }
 
@@ -116,7 +116,7 @@ class ForeignTable {
   const int fd_;  // a duplicate
 };
 
-// The engine's side, which writes only the version that it asks for.
+// The engine's side, which writes only the version that it requests.
 class ForeignReader : public ForeignTable {
  public:
   explicit ForeignReader(int fd) : ForeignTable(fd, false) {}
@@ -141,10 +141,10 @@ class ForeignReader : public ForeignTable {
     return false;
   }
   void warm(std::string_view key) const;
-  // Void all rows that the follower knows now: it starts every owner again, with the chunks written
-  // from then on or with all, and gives the owner's record the version that this returns.
+  // Void all rows that the follower knows now. The follower rebuilds the rows of every owner, from
+  // chunks written later or from all, and gives the owner's record the version returned here.
   uint64_t ask_anew(Since since = Since::NOW);
-  // Take the oldest hints, at most `max`, except those that were overwritten.
+  // Take the oldest hints, at most `max`, except overwritten ones.
   std::vector<Hint> take_hints(size_t max);
 
  private:
@@ -154,8 +154,8 @@ class ForeignReader : public ForeignTable {
 // The follower's side. Its threads change rows only while they hold `lock()`.
 class ForeignWriter : public ForeignTable {
  public:
-  // fd: an empty memfd, or that of a writer that has ended: the table is then emptied, but the
-  // owners' records and the version asked for stay. rows: the initial capacity.
+  // fd: an empty memfd, or that of an earlier writer: the table is then emptied, but the owners'
+  // records and the requested version stay. rows: the initial capacity.
   ForeignWriter(int fd, size_t rows);
 
   [[nodiscard]] std::unique_lock<std::mutex> lock() { return std::unique_lock(changes_); }

@@ -16,7 +16,7 @@ Holds::Advance Holds::advance(Wanted& wanted, const std::function<const char*(si
       done.skipped_first = std::min(done.skipped_first, chunk);
       done.skipped_last = chunk;
     } else if (source == Source::NONE) {
-      done.next = count;  // a load ends here: later chunks are of no use
+      done.next = count;  // a load ends here, so later chunks are useless
       break;
     } else if (!take(wanted, chunk, bytes, source, reason, bounds)) {
       break;
@@ -38,7 +38,7 @@ bool Holds::take(Wanted& wanted, size_t chunk, const char* key, Source source, R
     if (this->held(reason) >= bounds.held_max) return false;
     if (source == Source::CPU) {
       if (!has_room()) return false;
-      require(tiers_.hold(key) == row, "its look-up found it in a cache slot");
+      require(tiers_.hold(key) == row, "a chunk found in a cache slot is in none");
       held = &keep(row, reason);
     } else {
       held = fetching_ < bounds.fetching_max ? fetch(key, reason) : nullptr;

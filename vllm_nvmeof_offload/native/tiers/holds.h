@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Chunks that are kept in the CPU tier, or fetched into it, for waiting requests.
-// manager/hold_and_prefetch.py chooses the requests, and how much each kind of request may hold.
+// manager/hold_and_prefetch.py chooses the requests, and limits what each kind of request may hold.
 //
-// A hold is an additional user of the chunk's cache slot, so that the chunk is not evicted. A chunk
-// is held once, however many requests want it, and until none does.
+// A hold is an additional user of the chunk's cache slot, which keeps the chunk from being evicted.
+// A chunk has one hold, however many requests want it, until none does.
 #pragma once
 
 #include <array>
@@ -17,12 +17,12 @@
 
 namespace nvmeof {
 
-// The reason for which a chunk is held or fetched: `Reason` in manager/hold_and_prefetch.py.
+// The reason for holding or fetching a chunk; see `Reason` in manager/hold_and_prefetch.py.
 enum class Reason : uint8_t { RELOAD, QUEUE, PROBE };
 
 class Holds {
  public:
-  // The way in which a fetch ended: the label `how` of the metric.
+  // The way a fetch ended, which is the metric's label `how`.
   enum class End : uint8_t { USED, WASTED, CANCELLED, FAILED, PROBE };
   static constexpr size_t kEnds = 5;
 
@@ -38,43 +38,43 @@ class Holds {
   struct Range {
     size_t next, end, local;
   };
-  // All chunks before `next` are done; all of the request's, if a load would end here. `skipped_*`
+  // Chunks before `next` are done; all of the request's are, if a load would end here. `skipped_*`
   // are the first and last chunk skipped because GPU memory has them; first > last if none was.
   struct Advance {
     size_t next, looks;
     size_t skipped_first = SIZE_MAX, skipped_last = 0;
   };
-  // A row of a fetch that the caller must detach from its entry, because the fetch is cancelled.
+  // A row of a cancelled fetch, which the caller must detach from its entry.
   using Cancel = std::pair<uint64_t, uint32_t>;  // op, index
 
   // room_min: the number of cache slots that always stay evictable.
   Holds(Tiers& tiers, size_t room_min) : tiers_(tiers), room_min_(room_min) {}
 
-  // Hold and fetch chunks for a request until the range, the looks or the room is used up. key:
+  // Hold and fetch chunks for a request until the range, `looks` or the room is used up. key:
   // returns the key of a chunk.
   Advance advance(Wanted& wanted, const std::function<const char*(size_t)>& key, Range range,
                   size_t looks, Reason reason, Bounds bounds);
-  // Read a chunk that is only in a pool in the background, as a measurement.
+  // Read a chunk that is only in a pool, in the background, as a measurement.
   void probe(const char* key);
   // Release everything that the request holds. Appends the fetches to cancel.
   void leave(Wanted& wanted, std::vector<Cancel>& cancels);
-  // Note that these fetches are sent to the ranks as this op.
+  // Record that these fetches are sent to the ranks as this op.
   void sent(uint64_t op, const Batch& batch);
-  // Note that a load takes these chunks.
+  // Record that a load uses these chunks.
   void used(const Batch& load);
-  // Note that these rows of a fetch have their outcome on every rank.
+  // Record that all ranks have reported the outcomes of these rows of a fetch.
   void ended(uint64_t op, const Batch& batch, std::span<const uint32_t> rows, bool probe);
-  // Note that the chunks of these rows of an op are no longer in their cache slots.
+  // Record that the chunks of these rows of an op are no longer in their cache slots.
   void lost(const Batch& batch, std::span<const uint32_t> rows);
   // Release all holds, after every entry was doomed and all unsent fetches were dropped.
   void reset();
 
   std::vector<Row> rows() const;
   size_t held(Reason reason) const { return counts_[static_cast<size_t>(reason)]; }
-  size_t fetching() const { return fetching_; }  // fetches under way that are still wanted
+  size_t fetching() const { return fetching_; }  // unfinished fetches that are still wanted
 
-  std::array<uint64_t, kFetchReasons> begun{};  // fetches, by reason; the caller takes them
-  std::array<uint64_t, kEnds> ends{};           // by how they ended
+  std::array<uint64_t, kFetchReasons> begun{};  // fetches begun, by reason; the caller resets them
+  std::array<uint64_t, kEnds> ends{};           // fetches ended, by `End`; reset likewise
 
  private:
   struct Held {
@@ -83,8 +83,8 @@ class Holds {
     Reason reason;
     bool fetched = false;
     bool fetching = false;  // whether its fetch has no outcome yet
-    bool used = false;      // whether a load has taken the chunk
-    uint64_t op = 0;        // its fetch, between sending and outcome
+    bool used = false;      // whether a load has used the chunk
+    uint64_t op = 0;        // its fetch, from sending to outcome
     uint32_t index = 0;     // the index of its row in `op`
     uint32_t wanters = 0;
   };

@@ -31,7 +31,7 @@ constexpr const char* kEventNames[] = {
     "WRITE_FAILED", "EVICT_CACHE", "EVICT_POOL",      "CACHE_LOST",  "FETCH_BEGIN",
     "BORROW_BEGIN", "FETCHED",     "FETCH_CANCELLED", "DOOM"};
 
-// The number of keys looked up side by side: as many as the loads that a core keeps in flight.
+// The number of keys looked up side by side: about the memory loads that a core has in flight.
 constexpr size_t kBlock = 16;
 constexpr size_t kLine = 64, kAlign = 16;
 
@@ -60,12 +60,12 @@ Index::Index(Row rows, size_t key_bytes)
       row_bytes_(std::max(kLine, (kKeyAt + key_bytes + kAlign - 1) / kAlign * kAlign)),
       capacity_(rows),
       rows_(size_t{rows} * row_bytes_),
-      // At most two thirds full, and never resized, because requests would wait for that.
+      // At most two thirds full, and never resized, because resizing would delay requests.
       buckets_(std::bit_ceil(size_t{rows} * 3 / 2 + 1)),
       mask_(buckets_.size() - 1) {}
 
 // Mix the whole key, which ends in a digest's bytes or a counter, eight bytes at a time. The last
-// eight may overlap those before them.
+// eight may overlap the previous ones.
 uint32_t Index::hash(const char* key) const {
   uint64_t mixed = key_bytes_;
   const auto mix = [&mixed](uint64_t word) {
@@ -122,7 +122,7 @@ void Index::find(std::span<const char* const> keys, std::vector<Row>& rows) cons
 Row Index::add(const char* key, uint64_t generation) {
   require(!free_.empty() || next_ < capacity_, "more entries than slots");
   const uint32_t hash = this->hash(key);
-  require(find(key, hash) == kNoRow, "a key that has an entry already");
+  require(find(key, hash) == kNoRow, "a key already has an entry");
   Row row = next_;
   if (free_.empty()) {
     ++next_;

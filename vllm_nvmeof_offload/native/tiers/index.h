@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The index: one row per chunk, and the table from a key to its row. Free slots, eviction and
-// operations are the business of `tiers.h`.
+// The index: one row per chunk, and the table from keys to rows. Free slots, eviction and
+// operations are in `tiers.h`.
 #pragma once
 
 #include <cstddef>
@@ -59,8 +59,8 @@ inline constexpr Row kNoRow = UINT32_MAX;
 
 inline void prefetch(const void* address) { __builtin_prefetch(address); }
 
-// The fields of an entry, which the key follows. With keys of up to 36 bytes they share one cache
-// line, because look-ups read all of it.
+// The fields of an entry; the key follows. Fields and a key of up to 36 bytes share one cache line,
+// because look-ups read both.
 struct Entry {
   uint64_t generation;
   Place place;
@@ -77,7 +77,7 @@ struct Entry {
 
 class Index {
  public:
-  // Every key has `key_bytes`. There are at most `rows` entries at a time.
+  // Every key has `key_bytes` bytes. There are at most `rows` entries at a time.
   Index(Row rows, size_t key_bytes);
   Index(const Index&) = delete;
   Index& operator=(const Index&) = delete;
@@ -97,7 +97,7 @@ class Index {
   void find(std::span<const char* const> keys, std::vector<Row>& rows) const;
   // Add a row, without slots and in state ABSENT, for a key that has none.
   Row add(const char* key, uint64_t generation);
-  // Remove the row: its key misses from now on, and another key may get the row.
+  // Remove the row: its key then misses, and another key may get the row.
   void remove(Row row);
   // Return whether the row is still the entry of this generation.
   bool holds(Row row, uint64_t generation) const {
@@ -107,8 +107,8 @@ class Index {
   }
   void clear();
 
-  // Prefetch the memory that is read first: by `find` and `add` of this key; by any reader of this
-  // row; by `remove` of this row, which must have been prefetched.
+  // Prefetch the memory that is read first by `find` and `add` of this key, by any reader of this
+  // row, or by `remove` of this row, which must have been prefetched.
   void warm(const char* key) const { warm_bucket_of(hash(key)); }
   void warm(Row row) const { prefetch(&(*this)[row]); }
   void warm_bucket(Row row) const { warm_bucket_of((*this)[row].hash); }
@@ -132,8 +132,8 @@ class Index {
   std::vector<Row> free_;  // rows that were used before
   Row next_ = 0;
   // Open addressing with linear probing. A bucket is a key's hash above its row + 1, or 0 if empty.
-  // The standard map and tsl::robin_map cannot prefetch the memory of many keys at once, and memory
-  // latency is most of a look-up among millions.
+  // The standard map and tsl::robin_map cannot prefetch memory for many keys at once, and memory
+  // latency dominates look-ups among millions of entries.
   HugeColumn<uint64_t> buckets_;
   size_t mask_;
   size_t size_ = 0;

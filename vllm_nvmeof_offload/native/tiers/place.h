@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Places and cache slots with their members, as in `protocol.py`. Ranks with equal bytes of a group
-// form a set. A place or cache slot with member m names the only copy in each set, which the set's
-// rank m has.
+// form a set. A place or cache slot with member m names the only copy in each set, held by the
+// set's rank m.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ inline uint32_t owner_of(Place place) { return static_cast<uint32_t>(place >> 48
 inline bool is_foreign(Place place) { return place >= int64_t{1} << 48; }
 inline Place owned_by(uint32_t owner, Place place) { return int64_t{owner} << 48 | place; }
 
-// A cache slot in a batch: its row in 24 bits, above these the member + 1, or 0 for every member.
+// A cache slot in a batch: its row in the low 24 bits, and above them the member + 1, or 0 for all.
 inline int32_t cache_slot(uint32_t row, uint32_t member) {
   return static_cast<int32_t>((member == kEveryMember ? 0 : member + 1) << 24 | row);
 }

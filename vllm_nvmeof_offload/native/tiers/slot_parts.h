@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of slots divided among the members of a set. Each part has another chunk, of which that
-// member has its set's only copy. A row is whole again when all its parts are free.
+// Rows of slots divided among the members of a set. Each part holds a different chunk, of which its
+// member has the set's only copy. A row is whole again when all its parts are free.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ struct Part {
   bool takes(uint32_t other) const { return member == kAnyMember || member == other; }
 };
 
-// Divided rows and their parts. The parts' numbers follow those of the rows.
+// Divided rows and their parts. The numbers of parts follow those of rows.
 class SlotParts {
  public:
   // set_size: the size of the largest set, or 1 if every row stays whole.
@@ -38,8 +38,8 @@ class SlotParts {
         divided_(stride_ ? rows : 0),
         links_(size_t{rows} * stride_),
         first_(stride_ + 1) {
-    require(set_size <= kSetSizeMax, "a set of too many ranks");
-    require(uint64_t{rows} * (stride_ + 1) < kNone, "more parts of slots than numbers");
+    require(set_size <= kSetSizeMax, "a set has too many ranks");
+    require(uint64_t{rows} * (stride_ + 1) < kNone, "too many parts of slots");
     for (uint32_t size = 2; size <= stride_; ++size) first_[size].assign(size, kNone);
   }
 
@@ -92,7 +92,7 @@ class SlotParts {
     return true;
   }
 
-  // Note that a part is never used again. Returns whether it is the first such part of its row.
+  // Retire a part. Returns whether it is the first retired part of its row.
   bool retire(Slot part) {
     bool& retired = divided_[row(part)].retired;
     return !std::exchange(retired, true);
@@ -102,7 +102,7 @@ class SlotParts {
   struct Divided {
     uint64_t taken = 0;
     uint8_t set_size = 0;
-    bool retired = false;  // whether one of its parts is
+    bool retired = false;  // whether one of its parts is retired
   };
   struct Link {
     Slot next, previous;

@@ -11,7 +11,7 @@ namespace nvmeof {
 
 namespace {
 
-// A pool slot is retired after this many reads, or writes, in a row have failed.
+// A pool slot is retired after this many consecutive reads, or writes, have failed.
 constexpr int kFailuresMax = 3;
 // A write may go to a queue that is, in time, up to this many times as long as the shortest.
 constexpr double kPatience = 2.0;
@@ -19,7 +19,7 @@ constexpr double kPatience = 2.0;
 constexpr size_t kStep = 6;
 
 std::unique_ptr<Order> make(const MakeOrder& make_order, const Slots& slots) {
-  if (make_order && slots.capacity()) return make_order(slots.all());  // never without slots
+  if (make_order && slots.capacity()) return make_order(slots.all());  // not for 0 slots
   return std::make_unique<Lru>(slots.all());
 }
 
@@ -54,7 +54,7 @@ Tiers::Tiers(Options options)
             uint64_t rows = options.cache_slots;
             for (const Slot slots : options.pool_slots) rows += slots;
             rows *= largest(options.set_sizes);
-            require(rows < kNoRow, "more slots, or parts of slots, than an index has rows");
+            require(rows < kNoRow, "too many slots, or parts of slots, for an index");
             return static_cast<Row>(rows);
           }(),
           options.key_bytes),
@@ -176,7 +176,7 @@ void Tiers::touch(const std::vector<Row>& rows, bool ended) {
     const Entry& entry = index[rows[at]];
     if (entry.cache != kNoSlot) {
       const auto slot = static_cast<Slot>(entry.cache);
-      if (unkept_ && stays_[slot] == Stay::SUPERSEDED) continue;  // and it has no place
+      if (unkept_ && stays_[slot] == Stay::SUPERSEDED) continue;  // which is in no pool
       recency_.use(cache[slot], uses_, ended);
       home(slot).touch(slot);
     }
@@ -217,7 +217,7 @@ uint64_t Tiers::mixed(std::span<const Row> rows, std::span<const ForeignRow> for
       continue;
     }
     if (rows[at] == kNoRow) return 0;
-    // A remembered row may be free by now, and then has no place, or may belong to another key.
+    // A remembered row may now be free, and thus without a place, or belong to another key.
     const Entry& entry = index[rows[at]];
     const Seen there = seen(entry.state);
     if (there == Seen::NOWHERE || source_of(rows[at], sources) == Source::NONE) return 0;
@@ -260,7 +260,7 @@ size_t Tiers::adopt(std::span<const Place> places, std::span<const uint64_t> gen
     const Part part = part_of(group, member_of(place));
     if (!one.slots.can_divide(slot_of(place), part)) continue;
     const bool taken = one.slots.take_numbered(slot_of(place), part);
-    require(taken, "a slot is adopted twice, or out of range");
+    require(taken, "a slot is adopted twice or out of range");
     const Row row = add_entry(key, group, generations[at]);
     index[row].place = place;
     one[place].row = row;
@@ -278,7 +278,7 @@ void Tiers::add(Batch& batch, Row row, int32_t slot, Place place, bool filling) 
   add_row(batch, row, index.key(row), column, place, filling);
 }
 
-// Add a row for a chunk that was evicted since its look-up: every rank fails it with STALE.
+// Add a row for a chunk that was evicted after its look-up: every rank fails it with STALE.
 void Tiers::add_gone(Batch& batch, const char* key) const {
   const size_t group = group_of(key);
   batch.generations.push_back(0);
@@ -318,8 +318,8 @@ StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t
   std::vector<Slot> held;
   if (fresh.size() > cache.free()) {
     touch(before, false);  // before evicting, so that chunks offered here are evicted last
-    // Evicting a prefix to store its continuation would make the continuation unreachable. Written
-    // on eviction, chunks that the pool has too are evicted first, even those of this prefix.
+    // Evicting a prefix to store its continuation would make the continuation unreachable. When
+    // writing on eviction, chunks also in the pool are evicted first, even of this prefix.
     for (size_t at = 0; at < (options_.demotes ? 0 : keys.size()); ++at) {
       const Row row = before[at];
       if (row == kNoRow || index[row].cache == kNoSlot) continue;
@@ -482,7 +482,7 @@ Batch Tiers::plan_load(Keys keys, size_t land_max, std::span<const uint32_t> ord
 Row Tiers::begin_fetch(const char* key, size_t reason) {
   const Row row = index.find(key);
   if (row == kNoRow && options_.foreign) return begin_borrow(key, reason);
-  require(row != kNoRow && index[row].state == State::POOLED, "a fetch of what is not pooled");
+  require(row != kNoRow && index[row].state == State::POOLED, "a chunk to fetch is not POOLED");
   const Entry& entry = index[row];
   Slots& slots = target(entry.place).slots;
   const Slot number = target(entry.place).slot(entry.place);
@@ -511,14 +511,14 @@ void Tiers::fill_from_pool(Row row, Slot slot) {
 
 void Tiers::detach(Batch& fetch, size_t at) {
   const Row row = fetch.rows[at];
-  require(fetch.filling[at] && index.holds(row, fetch.generations[at]), "detaching no fetch");
+  require(fetch.filling[at] && index.holds(row, fetch.generations[at]), "the row is not a fetch");
   cancel_fetch(row);
   fetch.filling[at] = mutant("cancelled_fetch_still_counts_for_its_entry");
   if (mutant("cancelled_fetch_frees_its_slot_at_once"))
     cache.free_at_once(slot_of_column(fetch.cache[at]));
 }
 
-// Cancel the fetch of this entry: its chunk is only where it was before.
+// Cancel the fetch of this entry: its chunk stays only where it was before.
 void Tiers::cancel_fetch(Row row) {
   if (on(row, Event::FETCH_CANCELLED) == State::ABSENT) {
     forget(row, false);
@@ -531,7 +531,7 @@ void Tiers::cancel_fetch(Row row) {
 void Tiers::drop_fetch(size_t reason, Row row) {
   Batch& intended = fetches_[reason];
   const auto found = std::ranges::find(intended.rows, row);
-  require(found != intended.rows.end(), "dropping no fetch");
+  require(found != intended.rows.end(), "a fetch to drop is not planned");
   const auto at = static_cast<size_t>(found - intended.rows.begin());
   detach(intended, at);
   release(intended, at);
@@ -854,7 +854,7 @@ void Tiers::warm(const Batch& batch, size_t at) const {
 }
 
 // Doom the row's entry after one rank's failure, before the others have reported. Returns whether
-// the chunk has lost its cache slot.
+// the chunk lost its cache slot.
 bool Tiers::fails(OpKind kind, const Batch& batch, size_t at, Outcome code, int error) {
   if (mutant("failed_key_is_not_dropped")) return false;
   const Row row = batch.rows[at];
@@ -881,7 +881,7 @@ bool Tiers::fails(OpKind kind, const Batch& batch, size_t at, Outcome code, int 
   return true;
 }
 
-// Decide a row on which every rank has reported. Returns whether the chunk has lost its cache slot.
+// Decide a row on which every rank has reported. Returns whether the chunk lost its cache slot.
 bool Tiers::decide(OpKind kind, const Batch& batch, size_t at) {
   const Row row = batch.rows[at];
   const bool ok = batch.code[at] == Outcome::OK;
@@ -936,7 +936,7 @@ void Tiers::release(const Batch& batch, size_t at) {
   if (holds(batch, at)) settle(batch.rows[at]);
 }
 
-// Count a failure of the slot, unless it is the whole target's. Returns whether to retire the slot.
+// Count a failure of the slot, unless the whole target failed. Returns whether to retire the slot.
 bool Tiers::worn(std::unordered_map<Place, int>& failures, Place place, Outcome code, int error) {
   const auto number = static_cast<size_t>(error);
   const bool slots_fault = code == Outcome::IO_ERROR &&
@@ -987,7 +987,7 @@ void Batch::sort(const std::vector<uint32_t>& by, size_t key_bytes) {
   keys = std::move(sorted);
 }
 
-// Log that all entries leave, tier by tier, so that there are few moves of many keys each.
+// Log the removal of all entries, tier by tier, so that there are few moves of many keys each.
 void Tiers::log_reset() {
   if (!options_.logs_moves || mutant("reset_is_not_reported")) return;
   for (const Source tier : {Source::CPU, Source::POOL}) {
@@ -1001,7 +1001,7 @@ void Tiers::log_reset() {
 }
 
 void Tiers::reset() {
-  // Drop what was only planned, which no rank knows of.
+  // Drop operations that were only planned and are unknown to the ranks.
   for (size_t at = 0; at < writes_.size(); ++at) {
     --pending;
     --target(writes_.places[at]).pending;
@@ -1012,7 +1012,7 @@ void Tiers::reset() {
     for (size_t at = 0; at < intended.size(); ++at) release(intended, at);
     intended = {};
   }
-  // Drop arrivals that were not reported yet, because the removals below cancel them.
+  // Drop unreported arrivals, because the removals below cancel them.
   std::erase_if(moves, [this](const Move& move) {
     moved_bytes -= move.removed ? 0 : move.keys.size();
     return !move.removed;

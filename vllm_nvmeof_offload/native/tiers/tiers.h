@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Both tiers of the manager: the index, the slots, eviction, and the loops over the rows of a
 // batch. Python decides once per batch what to store, load, fetch and write; code that runs per
-// chunk is here. Only the scheduler's thread calls it, and it does no I/O.
+// chunk is here. It does no I/O, and only the scheduler's thread calls it.
 #pragma once
 
 #include <array>
@@ -21,24 +21,24 @@
 
 namespace nvmeof {
 
-// The evidence that the ranks of a group's sets have equal bytes. All ranks store samples and
-// report their checksums.
+// The evidence that the ranks in each of a group's sets have equal bytes. All ranks store samples
+// and report their checksums.
 struct Trust {
   explicit Trust(uint32_t members) : set_size(members) {}
 
   uint32_t set_size;
   uint32_t equal = 0;   // samples that were equal in every set
-  bool ended = false;   // two ranks of a set differed, so that no more single copies are stored
+  bool ended = false;   // two ranks of a set differed, so no more single copies are stored
   uint64_t stored = 0;  // chunks stored since `equal` was high enough
 };
 
-// The checksums of a store's rows that ranks have reported so far.
+// The checksums that ranks have reported so far for a store's rows.
 class Samples {
  public:
-  // The comparison of a row's checksums after another rank's report.
+  // The result of comparing a row's checksums after another rank's report.
   enum class Seen : uint8_t { SOME, ALL_EQUAL, DIFFERENT };
 
-  // crc: the CRC of the row's payload on `rank`. ranks: the number of ranks in all sets.
+  // Add a report. crc: of the row's payload on `rank`. ranks: the number of ranks in all sets.
   Seen add(size_t row, uint32_t crc, uint32_t rank, uint32_t set_size, uint32_t ranks) {
     const size_t at = row * ranks + rank / set_size;  // there are no more sets than ranks
     if (crcs_.size() <= at) crcs_.resize((row + 1) * ranks);
@@ -57,28 +57,28 @@ class Samples {
 
 using Keys = std::span<const char* const>;
 
-// Where a look-up finds a chunk. SHARED: in the pool of another engine.
+// The source in which a look-up finds a chunk. SHARED: the pool of another engine.
 enum class Source : uint8_t { NONE, CPU, POOL, SHARED };
 inline constexpr size_t kSources = 4;
 // The tiers that a look-up may hit. Another engine's chunks count as chunks of the pool.
 inline constexpr uint8_t kFromCpu = 1, kFromPool = 2;
 
-// Requests that must have used a chunk before it is written because other engines have dropped it.
+// The requests that must have used a chunk before it is written because other engines dropped it.
 inline constexpr uint32_t kUsesMin = 2;
 
 // The distance at which a loop over keys or rows prefetches memory.
 inline constexpr size_t kAhead = 16;
 
-// The number of reasons for a fetch: `Reason` in manager/hold_and_prefetch.py.
+// The number of reasons for a fetch; see `Reason` in manager/hold_and_prefetch.py.
 inline constexpr size_t kFetchReasons = 3;
 
-// The decision on a key that is offered for storing, as in the column `wanted`.
+// The decision on a key offered for storing, as in the column `wanted`.
 enum class Store : uint8_t { NOT, KEPT, PROVISIONALLY };
 // The status of a cache slot's chunk. A provisional chunk is not written. Once a later boundary is
-// stored, it is superseded and the next to be evicted.
+// stored, the chunk is superseded and will be evicted next.
 enum class Stay : uint8_t { KEPT, PROVISIONAL, SUPERSEDED };
 
-// One op's rows as columns, with what the ranks have reported on each.
+// The rows of one op in columns, with the ranks' reports on each row.
 struct Batch {
   size_t size() const { return rows.size(); }
   void reserve(size_t count, size_t key_bytes);
@@ -93,7 +93,7 @@ struct Batch {
   SmallColumn<Place> places;       // kNoPlace if there is no place, or it is not read
   SmallColumn<uint8_t> groups;     // positions of KV cache groups
   SmallColumn<uint8_t> filling;    // 1 if the row fills its cache slot, else 0
-  SmallColumn<Outcome> code;       // the worst outcome that a rank has reported
+  SmallColumn<Outcome> code;       // the worst outcome reported by a rank
   SmallColumn<int16_t> error;      // errno, if code is IO_ERROR
   SmallColumn<uint16_t> outcomes;  // ranks that must still report an outcome
   SmallColumn<uint16_t> releases;  // ranks that must still report a release
@@ -101,7 +101,7 @@ struct Batch {
   size_t undecided = 0, unreleased = 0;  // rows
 };
 
-// One rank's report on rows of a batch, on all if there are no indexes. Without codes all are OK.
+// One rank's report on rows of a batch: on all if `indexes` is empty, and all OK if `codes` is.
 struct Report {
   std::span<const uint32_t> indexes;
   std::span<const uint8_t> codes;
@@ -113,7 +113,7 @@ struct Report {
 
 // The effect of a report, as indexes of the batch's rows.
 struct Effect {
-  std::vector<uint32_t> lost;     // rows with chunks that are no longer in the cache slot
+  std::vector<uint32_t> lost;     // rows whose chunks are no longer in the cache slot
   std::vector<uint32_t> decided;  // rows on which all ranks have reported
   std::vector<uint32_t> failed;   // decided rows that failed on some rank
 
@@ -130,14 +130,14 @@ struct StorePlan {
   std::vector<uint32_t> refused;  // keys that were wanted but got no cache slot
 };
 
-// Return the bytes of a chunk that one rank reads. lane_bytes: by group, for chunks on every rank,
-// and then by group, for single copies, averaged over the members.
+// Return the bytes of a chunk that one rank reads. lane_bytes: by group for chunks on every rank,
+// and then by group for single copies, averaged over the members.
 inline uint64_t read_bytes_of(Place place, size_t group, std::span<const uint64_t> lane_bytes) {
   return lane_bytes[member_of(place) == kEveryMember ? group : lane_bytes.size() / 2 + group];
 }
 
-// Where a look-up finds the chunks of some keys. `mixed` changes when a chunk moves to another tier
-// or place, or when a load of one begins. It is 0 if a key misses.
+// The result of looking up some keys. `mixed` changes when a chunk moves to another tier or place,
+// or when a load of a chunk begins. It is 0 if a key misses.
 struct Whereabouts {
   std::vector<Row> rows;  // empty if some are other engines', which are found only by their keys
   uint64_t mixed = 0;
@@ -155,8 +155,8 @@ struct Counts {
   uint64_t cache_evictions = 0, pool_evictions = 0, refused_writes = 0, written = 0, retired = 0;
   uint64_t superseded = 0;   // provisional chunks that were never written
   uint64_t borrowed = 0;     // chunks read from other engines' regions by every rank
-  uint64_t deduped = 0;      // chunks not written because another engine has them
-  uint64_t hints_taken = 0;  // others' hints on chunks that the pool still had
+  uint64_t deduped = 0;      // chunks not written because another engine holds them
+  uint64_t hints_taken = 0;  // others' hints about chunks still in the pool
   bool operator==(const Counts&) const = default;
 };
 
@@ -164,18 +164,18 @@ struct Options {
   Slot cache_slots = 0;
   std::vector<Slot> pool_slots;  // by target
   size_t key_bytes = 0;
-  // vLLM's number of each KV cache group, by position. Keys end with it. A key of any other group
-  // is never stored or adopted.
+  // vLLM's number of each KV cache group, by position. A key ends with its group's number. A key of
+  // any other group is never stored or adopted.
   std::vector<uint32_t> group_ids{0};
   uint16_t ranks = 1;
   std::vector<uint32_t> set_sizes;  // by group; empty if all are 1
-  uint32_t equal_min = 8;           // samples of a group that must be equal before single copies
+  uint32_t equal_min = 8;           // equal samples of a group required for single copies
   uint32_t sample_every = 1024;     // after that, every rank stores one chunk in this many
   uint64_t credit = 0;              // the CPU tier's credit for `Recency`, in uses
   bool writes = true;               // whether chunks are written to the pool
-  bool demotes = false;             // whether they are written on eviction, or when stored
+  bool demotes = false;             // whether they are written on eviction, not when stored
   bool logs_moves = false;
-  size_t writes_max = 1;          // bound on writes intended and under way
+  size_t writes_max = 1;          // bound on planned and running writes
   size_t clean_min = 1;           // if `demotes`: slots to keep free or evictable without loss
   std::vector<bool> slot_errnos;  // whether a failure means that the slot is bad, by errno
   MakeOrder make_order;           // empty for Lru
@@ -196,9 +196,9 @@ struct Target {
   Recency recency{0};  // the pool gives no credit
   std::unique_ptr<Order> order;
   bool usable = true;
-  size_t pending = 0;  // writes intended and under way
+  size_t pending = 0;  // planned and running writes
   double speed = 0;    // its write rate as a share of the fastest target's, or 0 if unknown
-  double pass = 0;     // the writes that it was given, divided by its speed
+  double pass = 0;     // the writes given to it, divided by its speed
 };
 
 class Tiers {
@@ -207,58 +207,58 @@ class Tiers {
 
   // -- look-ups ---------------------------------------------------------------------
   Source lookup(const char* key, uint8_t sources) const;
-  // Return which of the keys a look-up would find now, as a 1 or 0 per key.
+  // Return a 1 or 0 per key: whether a look-up would find it now.
   std::string present(Keys keys, uint8_t sources) const;
-  // Return how many leading keys, of keys that were just found, are in the CPU tier, and add the
-  // others' bytes to `by_target`. lane_bytes: see `read_bytes_of`.
+  // Return how many leading keys are in the CPU tier, and add the other keys' bytes to `by_target`.
+  // A look-up must just have found the keys. lane_bytes: see `read_bytes_of`.
   size_t weigh(Keys keys, std::span<const uint64_t> lane_bytes,
                std::vector<uint64_t>& by_target) const;
-  // Note a use of the keys, in prefix order. ended: their request has ended. Heads outlive tails.
+  // Record a use of the keys in prefix order. ended: their request has ended. Heads outlive tails.
   void touch(Keys keys, bool ended) { touch(rows_of(keys), ended); }
 
   // -- remembered answers: manager/look_up.py ---------------------------------------
   Whereabouts whereabouts(Keys keys, uint8_t sources) const;
-  // Return whether a look-up of the same keys and sources would find the same now.
+  // Return whether a look-up of the same keys and sources would give the same result now.
   bool unmoved(const Whereabouts& before, uint8_t sources) const {
     return mixed(before.rows, {}, sources) == before.mixed;
   }
 
   // -- plans ------------------------------------------------------------------------
-  // Adopt chunks found at a start; if a key has several, the first. Returns the number adopted.
+  // Adopt chunks found at a start, for each key only the first. Returns the number adopted.
   size_t adopt(std::span<const Place> places, std::span<const uint64_t> generations,
                const char* keys);
   // Plan a store. keys: in prefix order. order: each key's position in vLLM's list, by which the
-  // batch's rows are sorted; empty if the keys have that order already. wanted: a `Store` per key,
-  // or empty to keep all. A provisional entry is kept from now on if its key is wanted as KEPT.
-  // Generations count up from `generation`.
+  // batch's rows are sorted; empty if the keys are in that order already. wanted: a `Store` per
+  // key, or empty to keep all. A provisional entry is kept from then on if its key is wanted as
+  // KEPT. Generations count up from `generation`.
   StorePlan plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t& generation,
                        std::span<const uint32_t> order = {});
-  // A key without an entry gets a row without slot and place. land_max: reads into cache slots.
+  // Plan a load. A missing chunk's row has no slot or place. land_max: reads into cache slots.
   Batch plan_load(Keys keys, size_t land_max, std::span<const uint32_t> order = {});
   // Mark these keys' provisional entries as superseded. Other entries do not change.
   void supersede(Keys keys);
-  // Keep these keys' entries, and write them like any other.
+  // Keep these keys' entries, and write them like any others.
   void keep(Keys keys);
-  // Make these chunks the next to be evicted from the CPU tier, the last key first, except chunks
-  // that more than one request has used. A chunk that waits to be written through keeps its turn,
-  // and without a pool nothing changes.
+  // Make these chunks the next to be evicted from the CPU tier, last key first, except chunks used
+  // by more than one request. A chunk that waits for write-through keeps its turn, and without a
+  // pool nothing changes.
   void cool(Keys keys);
-  // Plan to read a key that is only in a pool into a cache slot. Returns kNoRow if there is no
+  // Plan to read a chunk that is only in a pool into a cache slot. Returns kNoRow if there is no
   // slot, or if another engine no longer has the chunk.
   Row begin_fetch(const char* key, size_t reason);
-  // Take the planned fetches, in order, to send them.
+  // Take the planned fetches, in order, for sending.
   Batch take_fetches(size_t reason) { return std::exchange(fetches_[reason], {}); }
   // Detach a fetch from its entry: later look-ups find the entry only in the pool.
   void detach(Batch& fetch, size_t at);
-  // The same for a fetch that is only planned.
+  // Detach and drop a fetch that is only planned.
   void drop_fetch(size_t reason, Row row);
-  // Begin the writes that the policy wants and the bound allows; `take_writes` sends them.
+  // Plan the writes that the policy wants and the bound allows; `take_writes` returns them.
   void drain();
   Batch take_writes();
   // Add a hold to a chunk's cache slot. Returns kNoRow if the chunk has none.
   Row hold(const char* key);
   void release_hold(Slot slot, Row row, uint64_t generation);
-  // Apply at most `max` hints of other engines: chunks of our pool that they have read count as
+  // Apply at most `max` hints from other engines: chunks that they read from our pool count as
   // used.
   void heed_hints(size_t max);
 
@@ -272,7 +272,7 @@ class Tiers {
   void reset();
 
   // -- counts -----------------------------------------------------------------------
-  size_t evictable() const;  // cache slots, free ones included
+  size_t evictable() const;  // cache slots, including free ones
   size_t writes_intended() const { return writes_.size(); }
   size_t fetches_intended() const;
 
@@ -284,7 +284,7 @@ class Tiers {
   std::unique_ptr<Order> clean;      // cache slots that are evictable without loss
   std::unique_ptr<Order> unwritten;  // evicting one of these slots loses its chunk; see `may_lose`
   std::vector<Target> targets;
-  // Return a cache slot as the column `cache` of a batch has it.
+  // Return a cache slot as encoded in a batch's column `cache`.
   int32_t column_of(Slot slot) const {
     const SlotParts& parts = cache.parts;
     if (!parts.is_part(slot)) return static_cast<int32_t>(slot);
@@ -294,7 +294,7 @@ class Tiers {
   std::deque<Move> moves;
   size_t moved_bytes = 0;  // the bytes of all keys in `moves`
   size_t backlog = 0;      // chunks that wait to be written
-  size_t pending = 0;      // writes intended and under way
+  size_t pending = 0;      // planned and running writes
   Counts counts;
 
  private:
@@ -304,7 +304,7 @@ class Tiers {
   // Return the slot to write next. In write-through mode this is the oldest, under any policy.
   Slot next_to_write() { return options_.demotes ? unwritten->peek() : arrivals_.first(); }
   // Return whether a chunk that waits to be written may be evicted: only if no target takes writes.
-  // Else stores are refused, because losing the middle of a prefix loses its rest.
+  // Otherwise stores are refused, because losing the middle of a prefix makes its rest useless.
   bool may_lose(bool is_read) const;
 
   // Return the rows of the keys, valid until the next call.
@@ -319,8 +319,8 @@ class Tiers {
   // Return the position of the key's group, or `group_ids.size()` if the group is not offloaded.
   size_t group_of(const char* key) const;
   // Return whether the row is still the entry that the batch names. Another engine's chunk may be
-  // read again, with the same generation, before all ranks have reported on the first read. It then
-  // has other slots, because those of the batch are in use.
+  // read again, with the same generation, before all ranks have reported on the first read. The new
+  // entry then uses other slots, because the batch's are in use.
   bool holds(const Batch& batch, size_t at) const {
     const Row row = batch.rows[at];
     if (row == kNoRow || !index.holds(row, batch.generations[at])) return false;
@@ -354,11 +354,11 @@ class Tiers {
   Place take_place(const Part& part);
   void evict_pooled(Target& one, Slot victim);
   // -- other engines' chunks: borrowing.cpp
-  // The engines to consider: only living ones, or all.
+  // The engines to consider: only live ones, or all.
   enum class From : uint8_t { LIVING, ALL };
   ForeignRow foreign_row(const char* key, From from = From::ALL) const;
-  // Return other engines' rows, by key, for keys that have no row in `rows`. Empty if other engines
-  // have none of the keys, or the tiers have all. Valid until the next call.
+  // Return other engines' rows, by key, for keys without a row in `rows`. Empty if other engines
+  // offer no chunks, or the tiers have all keys. Valid until the next call.
   const std::vector<ForeignRow>& foreign_rows(Keys keys, const std::vector<Row>& rows,
                                               From from = From::ALL) const;
   bool can_borrow(const ForeignRow& row, const char* key) const;
@@ -410,7 +410,7 @@ class Tiers {
   std::vector<size_t> unequal_;               // groups with unequal members, until taken
   size_t turn_ = 0;                           // the target that is chosen if all else is equal
   double pass_ = 0;                           // the least pass of the targets that could be chosen
-  // Failures in a row, by place. Separate, because a device may accept bytes and not return them.
+  // Consecutive failures by place. A device may accept writes and fail reads, so both are counted.
   std::unordered_map<Place, int> failed_reads_, failed_writes_;
 };
 
