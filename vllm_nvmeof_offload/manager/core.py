@@ -232,7 +232,8 @@ class ManagerCore:
         return self._tiers.unmoved(before, keys, sources)
 
     def ended(self, keys: Sequence[bytes], ends: npt.NDArray[np.int64] | None = None) -> None:
-        """Record that a request that used `keys` has ended. `ends` is as in `prepare_store`."""
+        """Record that a request that used `keys` has ended. `ends` is as in `prepare_store`, but a
+        key may appear twice."""
         keys, _ = self._in_prefix_order(keys, ends)
         self._tiers.touch(keys, ended=True)
         self._tiers.drain()  # writes chunks that other engines have dropped

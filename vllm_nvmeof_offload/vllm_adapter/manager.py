@@ -264,7 +264,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         if state is not None:
             still = self.core.present(list(state.refused)).count(0)  # others may have stored some
             self.core.counters["unstored_chunks", "no_room"] += still
-            used = list(dict.fromkeys(itertools.chain.from_iterable(state.used)))
+            used = list(itertools.chain.from_iterable(state.used))
             self.core.ended(used, self._ends(used, req_context))
             if state.advice is not None:
                 self._follow(state.advice, req_context)

@@ -153,14 +153,14 @@ class Model:
         return self.foreign.rows_of(key, self._set_size(key))
 
     def touch(self, keys: Sequence[bytes], *, ended: bool = False) -> None:
-        for key in reversed(keys):
+        for at, key in reversed(list(enumerate(keys))):
             self.uses += 1
             chunk = self.chunks.get(key)
             if chunk is not None:
                 for slot in self._slots(chunk):
                     if slot.stay != "superseded":
                         slot.used = self.uses
-                        slot.requests += ended
+                        slot.requests += ended and key not in keys[at + 1 :]
                 self._want_if_lost(chunk)
 
     def _want_if_lost(self, chunk: Chunk) -> None:

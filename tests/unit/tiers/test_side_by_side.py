@@ -199,7 +199,9 @@ class Pair:
 
     def end(self, rng: random.Random) -> None:
         """Some requests that used these chunks have ended."""
-        keys = self._run(rng) if rng.random() < 0.3 else KEYS
+        keys = list(self._run(rng) if rng.random() < 0.3 else KEYS)
+        if keys and rng.random() < 0.3:  # some were loaded, and then stored
+            keys += rng.choices(keys, k=2)
         for _ in range(rng.randint(1, 3)):
             self.native.touch(keys, ended=True)
             self.model.touch(keys, ended=True)

@@ -54,7 +54,10 @@ class KeyList {
     const auto count = static_cast<size_t>(PySequence_Fast_GET_SIZE(sequence_.ptr()));
     PyObject** const items = PySequence_Fast_ITEMS(sequence_.ptr());
     keys_.reserve(count);
-    for (size_t at = 0; at < count; ++at) keys_.push_back(check(items[at], key_bytes));
+    for (size_t at = 0; at < count; ++at) {
+      if (at + kAhead < count) prefetch(items[at + kAhead]);
+      keys_.push_back(check(items[at], key_bytes));
+    }
   }
 
   static const char* check(PyObject* key, size_t key_bytes) {

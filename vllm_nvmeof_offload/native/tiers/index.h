@@ -73,6 +73,7 @@ struct Entry {
 
   static constexpr uint8_t kBorrowed = 1;  // the generation is another engine's
   static constexpr uint8_t kDeduped = 2;   // do not write while another engine has the chunk
+  static constexpr uint8_t kCredited = 4;  // within `touch`: the ended request is counted
 };
 
 class Index {

@@ -170,22 +170,30 @@ void Tiers::touch(const std::vector<Row>& rows, bool ended) {
   };
   for (size_t at = rows.size(); at-- > rows.size() - std::min(rows.size(), kAhead);) warm(at);
   for (size_t at = rows.size(); at-- > 0;) {
+    // In a long request, the rows that the look-up read are no longer in cache.
+    if (at >= 2 * kAhead && rows[at - 2 * kAhead] != kNoRow) index.warm(rows[at - 2 * kAhead]);
     if (at >= kAhead) warm(at - kAhead);
     ++uses_;
     if (rows[at] == kNoRow) continue;
-    const Entry& entry = index[rows[at]];
+    Entry& entry = index[rows[at]];
+    const bool credit = ended && !(entry.flags & Entry::kCredited);
+    if (ended) entry.flags |= Entry::kCredited;
     if (entry.cache != kNoSlot) {
       const auto slot = static_cast<Slot>(entry.cache);
       if (unkept_ && stays_[slot] == Stay::SUPERSEDED) continue;  // which is in no pool
-      recency_.use(cache[slot], uses_, ended);
+      recency_.use(cache[slot], uses_, credit);
       home(slot).touch(slot);
     }
     if (entry.place != kNoPlace) {
       Target& one = target(entry.place);
-      one.recency.use(one[entry.place], uses_, ended);
+      one.recency.use(one[entry.place], uses_, credit);
       one.order->touch(one.slot(entry.place));
     }
     if (entry.flags & Entry::kDeduped) want_if_lost(rows[at]);
+  }
+  for (size_t at = 0; ended && at < rows.size(); ++at) {
+    if (at + kAhead < rows.size() && rows[at + kAhead] != kNoRow) index.warm(rows[at + kAhead]);
+    if (rows[at] != kNoRow) index[rows[at]].flags &= static_cast<uint8_t>(~Entry::kCredited);
   }
 }
 

@@ -213,7 +213,8 @@ class Tiers {
   // A look-up must just have found the keys. lane_bytes: see `read_bytes_of`.
   size_t weigh(Keys keys, std::span<const uint64_t> lane_bytes,
                std::vector<uint64_t>& by_target) const;
-  // Record a use of the keys in prefix order. ended: their request has ended. Heads outlive tails.
+  // Record a use of the keys in prefix order. ended: their request has ended, which counts once for
+  // a key that is named twice. Heads outlive tails.
   void touch(Keys keys, bool ended) { touch(rows_of(keys), ended); }
 
   // -- remembered answers: manager/look_up.py ---------------------------------------
