@@ -45,7 +45,7 @@ class SecondChance:
         self._inside[slot] = 0
 
     def touch(self, slot: int) -> None:
-        """Do nothing: `used` already holds the time."""
+        """Do nothing: `used` already contains the time."""
 
     def peek(self) -> int | None:
         while self._queue:

@@ -6,15 +6,15 @@
         --decode http://c:8200,c:7300 --decode http://d:8200,d:7300
 
 The part after a comma is the address at which that server reads for others, as named in the other
-servers' `peers`. The router sends addresses as a hint to the server that computes a prompt, which
-decides for each chunk which server reads it. Without --decode the prefill servers also answer, and
+servers' `peers`. The router sends addresses as a hint to the server that computes a prompt; that
+server decides which server reads each chunk. Without --decode the prefill servers also answer, and
 a request counts until its answer is complete.
 
-Of the prefill servers with a short read queue, the one with the fewest outstanding tokens gets the
-prompt. Of the decode servers near the mean, the one with the fewest requests gives the answer (Wu
-et al., arXiv 2602.21548; the simulator also uses `vllm_nvmeof_bench.servers.dual_path`).
-Outstanding tokens are this router's own counts; read queues are the servers' gauges, polled every
-100 ms. A server without that gauge counts as idle. A text's tokens are estimated from its length.
+Prompts go to the prefill server with the fewest outstanding tokens among those with a short read
+queue. Answers come from the decode server with the fewest requests among those near the mean (Wu et
+al., arXiv 2602.21548; the simulator also uses `vllm_nvmeof_bench.servers.dual_path`). Outstanding
+tokens are this router's own counts; read queues are the servers' gauges, polled every 100 ms. A
+server without that gauge counts as idle. A text's tokens are estimated from its length.
 
 While no server has room, up to `--waiting` requests wait in order of arrival; further requests are
 refused with 503. The router needs httpx, starlette and uvicorn, which vLLM installs.
@@ -63,8 +63,8 @@ class RefusedError(Exception):
 
 @dataclass
 class Engine:
-    """A server. `tokens` and `requests` are outstanding from this router. `queue_s` is its longest
-    read queue as last reported. `up` is whether it answered the last request."""
+    """A server. `tokens` and `requests` count this router's outstanding work. `queue_s` is the
+    server's longest read queue as last reported. `up` is whether it answered the last request."""
 
     url: str
     helper: str = ""
@@ -89,8 +89,8 @@ class Engine:
 
 @dataclass(frozen=True)
 class Limits:
-    """The maximum tokens of a prefill server and of a decode server (0: no limit), and the maximum
-    number of waiting requests."""
+    """The maximum outstanding tokens of a prefill and of a decode server (0: no limit), and the
+    maximum number of waiting requests."""
 
     prefill_tokens_max: int = 2_000_000
     decode_tokens_max: int = 0
@@ -134,7 +134,7 @@ class Router:
     # -- choices ------------------------------------------------------------------------
 
     def choose(self, prompt: int, answer: int) -> tuple[Engine, Engine] | None:
-        """Return a request's servers, or None if it must wait. RefusedError: no server is up."""
+        """Return a request's servers, or None if it must wait; RefusedError if none is up."""
         prefill = [one for one in self.prefill if one.up]
         decode = [one for one in self.decode if one.up]
         if not prefill or (self.decode and not decode):
@@ -289,7 +289,7 @@ def main() -> None:
     given = parser.parse_args()
     engines = [list(map(Engine.of, texts)) for texts in (given.prefill, given.decode)]
     limits = Limits(decode_tokens_max=given.decode_tokens, waiting_max=given.waiting)
-    # vLLM's server closes connections that are idle for 5 s; the router must close its own earlier.
+    # vLLM's server closes connections that are idle for 5 s; the router must close them earlier.
     client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(keepalive_expiry=2.0))
     router = Router(*engines, client, limits)
     uvicorn.run(application(router), host=given.host, port=given.port, log_level="warning")

@@ -16,7 +16,7 @@ from vllm_nvmeof_offload.config import describe_keys
 
 DOCUMENT = Document("configuration.md", "config_doc.py")
 
-#: Heading → keys. The first group contains the most common keys.
+#: Heading → the keys below it. The first group contains the most common keys.
 GROUPS = {
     "Set these first": "staging_bytes targets pool_bytes write_policy store_threshold admission",
     "Memory and chunks": "chunk_bytes_min ahead_cache_share one_copy replicas",
@@ -30,12 +30,12 @@ GROUPS = {
         "spec_module_path"
     ),
 }
-#: Keys whose default depends on the machine; their meaning states it.
+#: Keys whose default depends on the machine; their `meaning` states it.
 MACHINE_DEFAULTS = {"staging_bytes", "targets", "pool_bytes"}
 
 
 def default_of(row: dict[str, object]) -> str:
-    """Return a key's default, with its unit if it is in ms."""
+    """Return the text of a key's default, with the unit if it is in ms."""
     if row["key"] in MACHINE_DEFAULTS:
         return "by machine"
     default = row["default"]

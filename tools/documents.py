@@ -11,14 +11,14 @@ _END = "<!-- end -->"
 
 
 class Document:
-    """The document docs/`name`; `tool` generates the part between two marks."""
+    """The document docs/`name`, in which `tool` generates the part between two marks."""
 
     def __init__(self, name: str, tool: str) -> None:
         self._path = _DOCS / name
         self._begin = f"<!-- made by tools/{tool}: begin -->"
 
     def main(self, generated: str, arguments: list[str]) -> int:
-        """Write the generated part; with `--check`, only return 1 if it is out of date."""
+        """Write the generated part; with `--check`, only return 1 if the file is out of date."""
         text = self._path.read_text()
         before, _, rest = text.partition(self._begin)
         _, _, after = rest.partition(_END)

@@ -4,9 +4,9 @@
     python3 tools/gpu.py [--bundle gpu-bundle.tar.xz] [STAGE[:SECONDS][+STAGE…] ...]
 
 Each stage ends within its limit, which is below ten minutes. Stages joined by + run concurrently,
-which is fine for tests but spoils benchmarks. After each stage all results so far are packed into
-gpu.tgz in the directory named by the variable OUT; gpu.log there shows the output of a single
-running stage. Only this Python is needed: no network, make, tar or xz.
+which suits tests but distorts benchmarks. After each stage all results so far are packed into
+gpu.tgz in the directory named by the variable OUT; gpu.log there contains the output of the stage
+that is running, unless several are. Only this Python is needed: no network, make, tar or xz.
 
 This file defines and selects the stages; gpu_stage.py runs one.
 """
@@ -34,11 +34,11 @@ from gpu_stage import Ended, pack, run_stage  # noqa: E402 - a script's neighbou
 
 RESULTS = ROOT / "build" / "bench"
 LOGS = ROOT / "build" / "logs"
-#: Below ten minutes, the limit of some machines for a command, including packing.
+#: Below ten minutes, some machines' limit for one command, packing included.
 LIMIT_S_MAX = 560
 BUNDLE = "gpu-bundle"
 NATIVE_MODULES = "_tiers", "_native"
-#: The command that runs one stage with this process's path.
+#: The command that runs a single stage with this process's path.
 ITSELF = (sys.executable, str(Path(__file__).resolve()), "--inside")
 NEEDED = ("numpy", "pytest", "torch", "cuda.bindings", "cuda.core", "pydantic", "rich", "typer")
 _SHAPES = "tests/e2e/shapes"
@@ -46,7 +46,7 @@ _SHAPES = "tests/e2e/shapes"
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage. limit_s: time limit. engine: whether it needs a vLLM for GPUs and our plugin."""
+    """A stage. limit_s: time limit. engine: whether it needs a vLLM for GPUs with our plugin."""
 
     limit_s: int
     command: Callable[[str], list[str]]
@@ -54,7 +54,7 @@ class Stage:
 
 
 def run_pytest(*arguments: str, timeout_s: int = 150) -> Callable[[str], list[str]]:
-    """Return a pytest command without the project's settings, whose plugins may be missing."""
+    """Return a pytest command without the project's settings: their plugins may be missing."""
 
     def command(name: str) -> list[str]:
         limit = ["--timeout", str(timeout_s)] if there("pytest_timeout") else []
@@ -82,7 +82,7 @@ def servers(name: str, *arguments: str) -> Callable[[str], list[str]]:
 
 
 def sanitizer(name: str) -> list[str]:
-    # torch makes some harmless calls that fail.
+    # Some calls that torch makes fail, which is harmless.
     tool = ["compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no"]
     chosen = "(contiguous or per_layer) and (38 or 36 or 9216)"
     call = run_pytest("tests/gpu/test_copies.py", "-m", "gpu", "-k", chosen)(name)
@@ -151,7 +151,7 @@ def there(name: str) -> bool:
 
 
 def why_no_engine() -> str:
-    """Return why stages with an engine cannot run here; empty if they can."""
+    """Return why stages that need an engine cannot run here; empty if they can."""
     try:
         version = metadata.version("vllm")
     except metadata.PackageNotFoundError:
@@ -163,7 +163,7 @@ def why_no_engine() -> str:
 
 
 def chosen(words: list[str]) -> list[list[tuple[str, int]]]:
-    """Return names and limits of the stages in `words`, grouped by word; without words, those of
+    """Return the names and limits of the stages in `words`, grouped by word. Without words, return
     all stages, each in its own group.
 
     Raises: SystemExit: a stage is unknown, or a limit is out of range.
@@ -181,7 +181,7 @@ def _stage(word: str) -> tuple[str, int]:
 
 
 def unpacked(bundle: Path, place: Path) -> Path:
-    """Return the bundle's packages, which the first call for this archive unpacks to `place`."""
+    """Return the bundle's packages; if they are not in `place` yet, unpack the archive there."""
     about = bundle.stat()
     mark, wanted = place / "unpacked", f"{about.st_size} {about.st_mtime_ns}"
     if not (mark.exists() and mark.read_text() == wanted):
@@ -196,9 +196,9 @@ def unpacked(bundle: Path, place: Path) -> Path:
 
 
 def take_native_core(path: list[str], package: Path = ROOT / "vllm_nvmeof_offload") -> str:
-    """Copy an installed wheel's native core into a checkout without one; return its origin.
+    """Copy the native core of an installed wheel into a checkout without one; return its origin.
 
-    The checkout is first on the path, so that its changes take effect.
+    The checkout is first on the path, so that changes in it take effect.
     """
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     modules = [f"{module}{suffix}" for module in NATIVE_MODULES]
@@ -218,8 +218,8 @@ def take_native_core(path: list[str], package: Path = ROOT / "vllm_nvmeof_offloa
 
 
 def environment(path: list[str]) -> dict[str, str]:
-    """Return every stage's variables: the checkout before installed packages, no network, no
-    buffered output.
+    """Return the variables of every stage: the checkout comes before installed packages; there is
+    no network, and output is not buffered.
     """
     from vllm_nvmeof_bench.servers.engine import engine_environment
 
@@ -263,7 +263,7 @@ def run(groups: list[list[tuple[str, int]]], env: dict[str, str]) -> list[str]:
 
 
 def run_one(name: str, limit_s: int, env: dict[str, str], live: Path | None) -> bool:
-    """Run a stage; return False if it failed. live: also receives its output while it runs."""
+    """Run a stage; return False if it failed. live: a file that receives the output as well."""
     if why := left_out(name):
         print(f"gpu: {name}: left out: {why}", flush=True)
         return True
@@ -279,10 +279,10 @@ def run_together(
 ) -> list[str]:
     """Run stages concurrently; return the names of failed ones.
 
-    Each stage has its own process, because all remaining processes of a stage are killed at its
+    Each stage runs in its own process, because all processes that a stage leaves are killed at its
     end. keep: called after each stage.
     """
-    # They share the cores.
+    # The stages share the cores.
     env = {"OMP_NUM_THREADS": "4", **{key: value for key, value in env.items() if key != "OUT"}}
     processes = {}
     try:

@@ -9,10 +9,10 @@
     python3 -m tarfile -e gpu-bundle.tar.xz
     python3 gpu-bundle/project/tools/gpu.py smoke one copies
 
-The archive contains our wheel, vLLM reduced to a fifth of its size, and those of vLLM's
-requirements that an engine and a server import. This vLLM lacks FlashAttention, the kernels for
-experts and third-party kernels, so it runs Triton's attention and no experts; its machine code is
-for one GPU architecture. Set GPU_SERVER_ARGS="--attention-backend TRITON_ATTN" for the stage ttft.
+The archive contains our wheel, vLLM reduced to a fifth of its size, and those packages that vLLM
+requires and that an engine and a server import. This vLLM lacks FlashAttention, the kernels for
+experts and third-party kernels, so it runs Triton's attention and no experts. Its machine code is
+for one GPU architecture. For the stage ttft, set GPU_SERVER_ARGS="--attention-backend TRITON_ATTN".
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from thin_fatbin import thin  # noqa: E402 - a script's neighbour
 VLLM = "0.33.0"
 NAME = "gpu-bundle"
 MIB = 1 << 20
-#: A device machine accepts 64 MiB with one command, including the checkout.
+#: A device machine accepts 64 MiB with one command, and the checkout is part of that.
 MIB_MAX = 60
 #: Parts of vLLM's wheel that are left out.
 LEFT_OUT = (
@@ -51,9 +51,9 @@ LEFT_OUT = (
     "vllm/third_party/deep_gemm/*",
     "vllm/third_party/fmha_sm100/*",
 )
-#: vLLM's attention does not import without one of FlashAttention's extensions.
+#: vLLM's attention cannot be imported without one of FlashAttention's extensions.
 STAND_IN = "vllm/vllm_flash_attn/_vllm_fa2_C.py"
-#: Packages that vLLM 0.33's engine and server import, as found by importing, and those of ours.
+#: The packages that vLLM 0.33's engine and server import, found by importing them, and our own.
 REQUIRED = (
     *("annotated-types", "apache-tvm-ffi==0.1.11", "cachetools", "cbor2", "crc32c"),
     *("compressed-tensors==0.17.0", "fastapi<0.137.0", "httpx2", "ijson", "jmespath"),
@@ -63,7 +63,7 @@ REQUIRED = (
     *("pydantic-core", "pyzmq", "sniffio", "starlette", "typing-inspection", "uvicorn"),
     *("watchfiles", "xgrammar==0.2.8"),
 )
-#: vLLM's wheels need at least this glibc.
+#: The oldest glibc for which vLLM's wheels are built.
 PLATFORM = "manylinux_2_28_x86_64"
 #: Parts of this source tree that no stage needs.
 NOT_CARRIED = ("bench/results/", "docs/")
@@ -71,7 +71,7 @@ NOT_CARRIED = ("bench/results/", "docs/")
 
 @dataclass(frozen=True)
 class Plan:
-    """wheel: ours, for Python `python` (3.12). arch: of the GPU (sm_90). place: output folder."""
+    """wheel: ours, for Python `python` (3.12). arch: the GPU's (sm_90). place: output folder."""
 
     wheel: Path
     arch: str
@@ -84,7 +84,7 @@ class Plan:
 
 
 def pip(*arguments: str) -> None:
-    """Run pip; raise SystemExit if it fails, after its own messages."""
+    """Run pip; if it fails, raise SystemExit after its own messages."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
     if subprocess.run(command, check=False).returncode:
         raise SystemExit(f"gpu_bundle: failed: pip {' '.join(arguments)}")
@@ -97,7 +97,7 @@ def cache_place() -> Path:
 
 
 def vllm_wheel() -> Path:
-    """Return vLLM's wheel for CUDA, downloaded from the package index once."""
+    """Return vLLM's wheel for CUDA; download it from the package index the first time."""
     place = cache_place()
     if not (known := list(place.glob(f"vllm-{VLLM}-*.whl"))):
         place.mkdir(parents=True, exist_ok=True)
@@ -110,9 +110,9 @@ def vllm_wheel() -> Path:
 
 
 def install(plan: Plan, site: Path) -> None:
-    """Install vLLM's imported packages and our wheel for the machine's Python and glibc."""
+    """Install our wheel and what vLLM imports, for the Python and glibc of the GPU machine."""
     binary = ("--no-deps", "--only-binary=:all:", "--python-version", plan.python)
-    # Our wheel may need a later glibc: its platform tags are the file name's last part.
+    # Our wheel may need a later glibc: the last part of its file name is its platform tags.
     own = plan.wheel.stem.split("-")[-1].split(".")
     target = ("install", "--no-compile", "--upgrade", "--target", str(site))
     platforms = [PLATFORM, "manylinux2014_x86_64"]
@@ -122,7 +122,7 @@ def install(plan: Plan, site: Path) -> None:
 
 
 def unpack_slim(wheel: Path, site: Path, arch: str) -> int:
-    """Unpack vLLM's wheel without LEFT_OUT and other GPUs' code; return the bytes left out."""
+    """Unpack vLLM's wheel without LEFT_OUT and code for other GPUs; return the bytes left out."""
     left_out = 0
     with zipfile.ZipFile(wheel) as archive:
         for entry in archive.infolist():
@@ -139,7 +139,7 @@ def unpack_slim(wheel: Path, site: Path, arch: str) -> int:
 
 
 def copy_project(target: Path, root: Path = ROOT) -> None:
-    """Copy this checkout's current files, those that git tracks or would add."""
+    """Copy the current files of this checkout: those that git tracks or would add."""
     listed = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
     done = subprocess.run(["git", "-C", root, *listed], check=True, capture_output=True, text=True)
     for name in filter(None, done.stdout.split("\0")):
@@ -169,7 +169,7 @@ def build(
 ) -> int:
     """Build the archive; return its size.
 
-    Raises: SystemExit: pip failed, or the archive is larger than a machine accepts.
+    Raises: SystemExit: pip failed, or the archive is larger than a GPU machine accepts.
     """
     plan.place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=plan.place) as scratch:

@@ -5,9 +5,9 @@
         python3.12 gpu-bundle/project/tools/gpu_rehearsal.py
 
 Without a GPU, Triton has no active driver, and vLLM replaces its kernels with placeholders, so that
-errors in them would appear only on a GPU. So this program makes Triton's NVIDIA driver look active.
-It needs torch, triton and transformers in the GPU machine's versions. It prints a line per module
-that cannot be imported, then counts; the exit status is 1 if any import failed.
+errors in the kernels would appear only on a GPU. This program therefore makes Triton's NVIDIA
+driver look active. It needs torch, triton and transformers in the GPU machine's versions. It prints
+a line per module that cannot be imported, then counts; the exit status is 1 if an import failed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from gpu import take_native_core  # noqa: E402 - a script's neighbour
 
-#: Modules that an engine with our models and an API server import, including late imports.
+#: The modules that an engine with our models and an API server import, late imports included.
 ENGINE = (
     *("vllm.triton_utils", "vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main"),
     *("vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu_model_runner", "vllm.lora.ops.triton_ops"),
@@ -34,7 +34,7 @@ ENGINE = (
     # Imported when a model is loaded.
     "vllm.model_executor.layers.quantization.online.base",
 )
-#: Packages of which all modules are imported.
+#: Packages whose modules are all imported.
 PACKAGES = ("vllm.v1.worker.gpu", "vllm_nvmeof_offload", "vllm_nvmeof_bench")
 TESTS = (
     *("tests.gpu.test_copies", "tests.gpu.test_checksums", "tests.gpu.test_graphs"),
@@ -44,7 +44,7 @@ TESTS = (
 
 
 def activate_triton() -> None:
-    """Make only Triton's NVIDIA driver look active."""
+    """Make Triton's NVIDIA driver, and only this one, look active."""
     from triton.backends import backends
 
     for name, backend in backends.items():

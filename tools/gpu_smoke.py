@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check a GPU in a minute: versions, maximum rates, registration, copies, one fence.
+"""Check a GPU in a minute: versions, maximum rates, registration, copies, and a fence.
 
-It prints one JSON object per line, so that earlier results remain if the run is cut off. If a step
-fails, its line contains `failed`, and the exit status is 1. `tools/gpu.py smoke` runs this program.
+It prints one JSON object per line, so that earlier results remain if the run is interrupted. If a
+step fails, its line contains `failed`, and the exit status is 1. `tools/gpu.py smoke` runs this.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ PACKAGES = (
 )
 SIZES = (16 * KIB, 64 * KIB, 128 * KIB, 512 * KIB, 2 * MIB)
 ROUNDS = 5
-#: About 0.2 s on a GPU of 2 GHz.
+#: About 0.2 s on a GPU that runs at 2 GHz.
 SLOW_CYCLES = 400_000_000
 FENCE_S_MAX = 10.0
 
 
 class Smoke:
-    """Prints results; records whether a step failed."""
+    """A printer of results, which records whether a step failed."""
 
     def __init__(self) -> None:
         self.failed = False
@@ -77,7 +77,7 @@ def report_ceilings(smoke: Smoke, torch: Any) -> None:
 
 
 def report_vllm_kernels(smoke: Smoke, torch: Any) -> None:
-    """Run one kernel of vLLM's library, because a bundle's has code for only one architecture."""
+    """Run one kernel of vLLM's library; in a bundle it has code for one architecture only."""
     import_module("vllm._C_stable_libtorch")
     row = torch.randn(4, 256, dtype=torch.bfloat16, device="cuda")
     weight, out = torch.ones(256, dtype=torch.bfloat16, device="cuda"), torch.empty_like(row)
@@ -111,7 +111,7 @@ def report_copies(smoke: Smoke, world: World, sizes: tuple[int, ...], size_max: 
 
 
 def rate(world: World, arm: str, work: dict[Direction, Any]) -> float:
-    """Return the median of several rounds after a warm-up."""
+    """Return the median GB/s of several rounds, after a warm-up."""
     took_s = sorted([world.seconds_of(arm, work) for _ in range(ROUNDS + 1)][1:])
     moved = sum(int(rows[:, 2].sum()) for rows in work.values())
     return round(moved / took_s[ROUNDS // 2] / 1e9, 2)
@@ -120,9 +120,9 @@ def rate(world: World, arm: str, work: dict[Direction, Any]) -> float:
 def report_fence(
     smoke: Smoke, cuda: Cuda, stream: Callable[[], int], compute: Callable[[], None]
 ) -> None:
-    """Measure how long a load whose fence has passed waits for one whose fence has not.
+    """Measure how long a load whose fence has passed waits for a load whose fence has not.
 
-    compute: keeps `stream` busy for a while and returns at once.
+    compute: a function that keeps `stream` busy for a while and returns at once.
     """
     staging = Staging(2 * MIB, 6, 2, numa_node=cuda.facts.numa_node)
     memory = cuda.allocate(staging.size_bytes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run one command within a time limit, save its output, and kill its remaining processes."""
+"""Run a command within a time limit, save its output, and kill the processes that it leaves."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import IO
 
 _TAIL_LINES = 14
-#: A process blocked by the driver in the kernel cannot be killed: the next stage starts anyway.
+#: A process that the driver blocks in the kernel cannot be killed; the next stage starts anyway.
 _KILL_S_MAX = 10.0
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A command's end. code: the exit status, or minus the signal. tail: its last lines."""
+    """The result of a command. code: the exit status, or minus the signal. tail: the last lines."""
 
     code: int
     seconds: float
@@ -43,8 +43,8 @@ def run_stage(
 ) -> Ended:
     """Run `command` in `directory`; write its output to `log`, and append it to `live` if given.
 
-    Before the limit, by a tenth of it but at most 15 s, the command receives SIGINT, so that pytest
-    can write its results. At the end all its remaining processes are killed.
+    A tenth of the limit before its end, but at most 15 s, the command receives SIGINT, so that
+    pytest can write its results. At the end all processes that remain are killed.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     for path in filter(None, (log, live)):
@@ -85,7 +85,7 @@ def run_stage(
 
 
 def pack(directories: Sequence[Path], archive: Path) -> None:
-    """Write the directories to a tar.gz, which replaces the old one only when complete."""
+    """Write the directories to a tar.gz; replace the old one only when the new one is complete."""
     fresh = archive.with_name(archive.name + ".part")
     archive.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(fresh, "w:gz") as tar:
@@ -96,7 +96,7 @@ def pack(directories: Sequence[Path], archive: Path) -> None:
 
 
 def _keep(stream: IO[str], copies: Sequence[IO[str]], tail: deque[str]) -> None:
-    """Save the output until every process with the open pipe has exited."""
+    """Save the output until all processes that hold the pipe open have exited."""
     for line in stream:
         tail.append(line)
         for copy in copies:
@@ -114,10 +114,10 @@ def _ends(process: subprocess.Popen[str], within_s: float) -> bool:
 
 
 def _kill_all(process: subprocess.Popen[str]) -> None:
-    """Kill the command's process and its descendants.
+    """Kill the command's process and all its descendants.
 
-    This process is their reaper: a descendant whose parent has died becomes its child. Servers run
-    in separate sessions, so that killing a process group would miss them.
+    This process is their reaper: a descendant whose parent dies becomes its child. Servers run in
+    separate sessions, so killing a process group would miss them.
     """
     process.kill()
     _ends(process, _KILL_S_MAX)
@@ -132,7 +132,7 @@ def _kill_all(process: subprocess.Popen[str]) -> None:
 
 
 def _children() -> list[int]:
-    """Return the children of this process, from /proc."""
+    """Return the process IDs of this process's children, from /proc."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -4,10 +4,10 @@
 Usage: python tools/graft.py [--diff] VLLM_TREE
 
 VLLM_TREE contains vLLM's package `vllm/` and, if it is a source tree, `setup.py`. The package is
-copied to `vllm/v1/kv_offload/nvmeof/` with rewritten imports and the compiled modules installed
-for the running Python. The few lines of `EDITS` are added to vLLM's own files. If the text for an
-edit does not occur exactly once, the script names it and changes nothing. A second run updates the
-package and keeps the edits. `--diff` prints the edits and changes nothing.
+copied to `vllm/v1/kv_offload/nvmeof/` with rewritten imports and with the compiled modules that are
+installed for this Python. The few lines of `EDITS` are added to vLLM's own files. If a file does
+not contain an edit's text exactly once, the script names the file and changes nothing. A second run
+updates the package and keeps the edits. `--diff` prints the edits and changes nothing.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ IN_TREE = "vllm.v1.kv_offload.nvmeof"
 PLACE = Path(*IN_TREE.split("."))
 _COMPILED = ("_tiers", "_native")
 _KERNELS = ("copy_blocks.cu", "crc_blocks.cu")
-#: A fork needs no plugin; the type stubs are only for this repository's checks.
+#: A fork needs no plugin, and only the checks of this repository need the type stubs.
 _LEFT_OUT = ("plugin.py", "*.pyi", "*.cpp", "*.h", "*.def", "*.so", "__pycache__")
 
 
 class GraftError(Exception):
-    """The tree is not as expected, or the compiled modules are missing; nothing was changed."""
+    """An error if the tree is unexpected or compiled modules are missing; nothing was changed."""
 
 
 @dataclass(frozen=True)
 class Edit:
-    """One change to one of vLLM's files.
+    """A change to one of vLLM's files.
 
     anchor: whole lines that occur once in `file`. lines: their replacement. only_source: the file
     exists only in a source tree, not in an installed vLLM.
@@ -151,7 +151,7 @@ EDITS = (
 
 
 def edited(tree: Path) -> dict[str, tuple[str, str]]:
-    """Return file → (its text, its text after all edits); raises `GraftError`."""
+    """Return file → (its text, its text with all edits); raise `GraftError` if one fails."""
     if not (tree / "vllm" / "__init__.py").is_file():
         raise GraftError(f"{tree}: there is no vLLM: {tree / 'vllm/__init__.py'} is missing")
     is_source = (tree / "setup.py").is_file()
@@ -177,12 +177,12 @@ def diff(tree: Path) -> str:
 
 
 def rewritten(text: str) -> str:
-    """Return a module's text with the package's name replaced by that in vLLM's tree."""
+    """Return a module's text with the package's name replaced by its name in vLLM's tree."""
     return re.sub(rf"\b{PACKAGE}\b", IN_TREE, text)
 
 
 def compiled_modules() -> list[Path]:
-    """Return the compiled modules installed for the running Python; raises `GraftError`."""
+    """Return the compiled modules installed for this Python; raise `GraftError` without them."""
     spec = importlib.util.find_spec(PACKAGE)
     places = [] if spec is None else list(spec.submodule_search_locations or ())
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
@@ -213,7 +213,7 @@ def lay(package: Path) -> None:
 
 
 def graft(tree: Path) -> None:
-    """Copy the package into `tree` and edit vLLM's files; a `GraftError` leaves all unchanged."""
+    """Copy the package into `tree` and edit vLLM's files; on `GraftError` nothing is changed."""
     texts = edited(tree)
     place = tree / PLACE
     fresh = place.with_name(f".{place.name}.new")
@@ -224,7 +224,7 @@ def graft(tree: Path) -> None:
         fresh.rename(place)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-    # The package is copied first: a vLLM with only the edits could not be imported.
+    # The package is copied first, because a vLLM with only the edits could not be imported.
     for file, (before, after) in texts.items():
         if after != before:
             _replace(tree / file, after)

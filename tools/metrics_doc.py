@@ -18,7 +18,7 @@ DOCUMENT = Document("metrics.md", "metrics_doc.py")
 
 
 def values_of(label: Label) -> str:
-    """Return the label as a Prometheus matcher, or only its name if its values are not fixed."""
+    """Return a label as a Prometheus matcher, or only its name if it has no fixed values."""
     return f'`{label.name}=~"{"|".join(label.values)}"`' if label.values else f"`{label.name}`"
 
 
@@ -32,7 +32,7 @@ def entries(metrics: Iterable[Metric]) -> list[str]:
 
 
 def labels() -> list[str]:
-    """Return list items for labels whose values depend on the deployment, by their meaning."""
+    """Return a list item per source of labels whose values depend on the deployment."""
     names: dict[str, list[str]] = {}
     for label in (label for metric in METRICS.values() for label in metric.labels):
         if label.source and label.name not in names.setdefault(label.source, []):

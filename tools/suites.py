@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run test suites in sequence, even after a failure; print the failed ones last.
+"""Run test suites one after another, even after a failure; print the failed ones at the end.
 
-`make test` calls `tools/suites.py MAKE NAME…`, where each NAME is a target `suite-NAME` of the
-Makefile. The exit status is 1 if a suite failed, and 128 + the signal's number, as in a shell,
-after SIGINT or SIGTERM; then the running suite has exited and no other is started.
+`make test` calls `tools/suites.py MAKE NAME…`; each NAME stands for a target `suite-NAME` of the
+Makefile. The exit status is 1 if a suite failed. After SIGINT or SIGTERM it is 128 + the signal's
+number, as in a shell; by then the running suite has exited, and no other is started.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ def run(make: str, names: list[str]) -> int:
 
 
 def _run_suite(command: list[str]) -> tuple[int, int]:
-    """Run a suite; return the number of the signal that stopped it or 0, and its exit status."""
+    """Run a suite; return the signal that stopped it, or 0, and the suite's exit status."""
     stopped_by = 0
     process: subprocess.Popen[bytes] | None = None
 
     def stop(number: int, _: object) -> None:
         nonlocal stopped_by
         stopped_by = number
-        # A terminal sends SIGINT to the whole process group, but SIGTERM reaches only one process;
+        # A terminal sends SIGINT to the whole process group. SIGTERM reaches only one process, but
         # make forwards it to its children.
         if number == signal.SIGTERM and process is not None:
             process.terminate()
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        # The child needs the descriptors of make's job server, which MAKEFLAGS names.
+        # The child needs the descriptors of make's job server, which are in MAKEFLAGS.
         process = subprocess.Popen(command, close_fds=False)
         if stopped_by == signal.SIGTERM:
             process.terminate()

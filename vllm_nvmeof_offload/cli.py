@@ -89,7 +89,7 @@ ServerUrl = Annotated[
 
 
 def _with_deployment(*only: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace `**given` with options from the fields of `Deployment`, all or `only` some."""
+    """Replace a command's `**given` with options for the fields of `Deployment`: all, or `only`."""
     hints = get_type_hints(Deployment)
 
     def replaced(command: Callable[..., None]) -> Callable[..., None]:
@@ -303,7 +303,7 @@ def _check_policy(name: str) -> None:
     """Try a user's eviction policy on a small CPU tier in which one slot stays in use.
 
     Raises:
-        ConfigError: no policy has this name, or it raises or returns the slot in use.
+        ConfigError: no policy has this name, or the policy raises or returns the slot in use.
     """
     from vllm_nvmeof_offload.errors import ConfigError
     from vllm_nvmeof_offload.manager.eviction import choose_policy

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration: the keys, their parser, and the checks that need this machine.
 
-A value is taken from `kv_connector_extra_config`, else from a `VLLM_NVMEOF_<KEY>` variable; else it
-is the default. An unknown key, a wrong type or a value that cannot work raises `ConfigError`, which
-names the key, the value and the remedy. tools/config_doc.py generates docs/configuration.md from
-the keys.
+A key's value is taken from `kv_connector_extra_config`, else from the environment variable
+`VLLM_NVMEOF_<KEY>`; else it is the default. An unknown key, a wrong type or an impossible value
+raises `ConfigError`, which names the key, the value and the remedy. tools/config_doc.py generates
+docs/configuration.md from the keys.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from vllm_nvmeof_offload.protocol import AHEAD_CACHE_SHARE
 from vllm_nvmeof_offload.units import GIB, KIB, MIB, PAGE_BYTES, format_bytes, parse_bytes
 
 ENV_PREFIX = "VLLM_NVMEOF_"
-#: Required in addition to `Tuning.fault_injection`, so that one mistake cannot enable faults.
+#: The variable that must also be set for fault injection, so that no single mistake enables it.
 ALLOW_FAULTS = "VLLM_NVMEOF_ALLOW_FAULT_INJECTION"
-#: Fields of `Tuning` as a JSON object, for benchmarks and tests that start a server.
+#: The variable with fields of `Tuning` as a JSON object, for benchmarks and tests with a server.
 EXPERIMENT = "VLLM_NVMEOF_EXPERIMENT"
 
 _STAGING_BYTES_DEFAULT_MAX = 8 * GIB
 _POOL_BYTES_DEFAULT_MAX = 100 * GIB
 POOL_BYTES_DEFAULT_MAX_LAYER = GIB
 _CHUNK_TOKENS_MAX = 256
-#: Two, because one slot is read into while the other is copied from.
+#: Two, so that one slot can be read into while the other is copied from.
 _STREAM_SLOTS_MIN = 2
-#: The number of reads that a peer may have open.
+#: The most reads that a peer may have in progress.
 _SERVE_SLOTS_MAX = 1024
 _SECRET_BYTES_MIN, _SECRET_BYTES_MAX = 16, 4096
 _MAKE_SECRET = "create one with `(umask 077; openssl rand -hex 32 > FILE)`; copy it to each server"
@@ -72,10 +72,10 @@ _VLLM_KEYS = {
     *("spec_name", "spec_module_path", "blocks_per_chunk", "block_size", "offload_prompt_only"),
     *("self_describing_kv_events", "sync_load_budget_bytes", "canonical_layout"),
 }
-#: An entry of `kv_connector_extra_config`, which reaches every process: stamps of models' files,
-#: taken by the plugin before vLLM reads the files. It is not a key, because users never set it.
+#: The entry of `kv_connector_extra_config` that gives every process stamps of the models' files,
+#: taken by the plugin before vLLM reads the files. Not a key, because users never set it.
 WEIGHTS_SEEN = "_weights_seen"
-#: Keys of other backends that users may try → our key.
+#: Keys of other backends that users may try, and the key of ours that errors suggest instead.
 _FOREIGN_KEYS = {
     "cpu_bytes_to_use": "staging_bytes",
     "num_cpu_blocks": "staging_bytes",
@@ -97,7 +97,7 @@ def default_staging_bytes() -> int:
 def default_target(env: Mapping[str, str]) -> str:
     """Return the default pool directory, from `XDG_CACHE_HOME` or `HOME` in `env`."""
     cache = env.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(cache):  # the XDG specification ignores relative values
+    if not os.path.isabs(cache):  # the XDG specification says to ignore relative paths
         cache = os.path.join(env.get("HOME") or os.path.expanduser("~"), ".cache")
     return os.path.join(cache, "vllm-nvmeof", "pool")
 
@@ -139,34 +139,34 @@ _Bytes = Annotated[int, Field(ge=PAGE_BYTES)]
 
 
 class Tuning(BaseModel):
-    """Settings that users need not tune, each with its reason.
+    """Settings that users need not change, each with the reason for its default.
 
-    Benchmarks and tests set them in code or, for a server, with `EXPERIMENT`. Sizes are in bytes.
+    Benchmarks and tests set fields in code or, for a server, with `EXPERIMENT`. Sizes are in bytes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    #: Slots per rank that loads stream through, at most a quarter of the rank's pinned memory;
-    #: doubled with peers. 64 slots of 1 MiB are as much as `read_bytes_in_flight_max`.
+    #: Slots per rank through which loads stream: at most a quarter of the rank's pinned memory, and
+    #: twice as many with peers. 64 slots of 1 MiB hold `read_bytes_in_flight_max`.
     stream_slots: Annotated[int, Field(ge=_STREAM_SLOTS_MIN)] = 64
-    #: Reads, and as many writes, that io_uring keeps in flight per target. Doubling this and the
-    #: bytes of reads reached 0.959 and 0.938 of a bare ring's rate instead of 0.945 and 0.938.
+    #: The most reads and the most writes in flight per target with io_uring. Doubling this and the
+    #: read bytes gave 0.959 and 0.938 of a bare ring's rate instead of 0.945 and 0.938.
     io_depth: _Count = 64
     #: Approximate size of the operations into which io_uring splits a chunk, so that no operation
     #: delays the others for long.
     io_split_bytes: _Bytes = MIB
-    #: Threads per rank that read and write if io_uring is denied, shared by the targets. A target
-    #: gets at least two, and reserves one for reads.
+    #: Threads per rank that read and write if io_uring is denied, shared by the targets. Each
+    #: target gets at least two threads and reserves one for reads.
     io_threads: Annotated[int, Field(ge=2)] = 8
-    #: Per rank and, with io_uring, per target. Because devices complete reads in bursts, this is
-    #: eight times what a 100 Gb/s link carries in 0.6 ms.
+    #: The bound per rank and, with io_uring, per target. Devices complete reads in bursts, so this
+    #: is eight times what a 100 Gb/s link carries in 0.6 ms.
     read_bytes_in_flight_max: _Bytes = 64 * MIB
-    #: The same for writes. io_uring adapts it to 12.5 ms of writing, between 32 MiB and this value.
+    #: The same for writes; with io_uring, lowered to 12.5 ms of writing but at least 32 MiB.
     write_bytes_in_flight_max: _Bytes = 64 * MIB
     #: The bound on writes while reads wait or run, to keep reads fast. One write may always run.
     write_bytes_beside_reads_max: _Bytes = 512 * KIB
-    #: The time after which a write counts as failed, and its chunk stays only in the CPU tier. The
-    #: time is long, because no request waits for a write. It also limits a reset's superblock.
+    #: The time after which a write counts as failed, and its chunk stays only in the CPU tier. It
+    #: is long, because no request waits for a write. It also applies to a reset's superblock.
     write_deadline_ms: _Count = 30_000
     #: Engine that copies between a GPU and pinned memory. auto: the GPU's copy engines (dma), or a
     #: kernel on a few multiprocessors if that was measured to be at least 1.5 times as fast.
@@ -346,7 +346,7 @@ class OffloadConfig(BaseModel):
 
     @property
     def tuning(self) -> Tuning:
-        """Return the settings that no key sets."""
+        """Return the settings for which there is no key."""
         return self._tuning
 
     @field_validator("targets")
@@ -468,10 +468,10 @@ def _notes(key: str) -> dict[str, str]:
 
 
 def parse_config(extra: Mapping[str, Any], env: Mapping[str, str] | None = None) -> OffloadConfig:
-    """Parse `kv_connector_extra_config`, completed from the environment.
+    """Parse `kv_connector_extra_config` and the environment variables of keys not given in it.
 
-    A key in `extra` overrides its variable. Refuses an unknown key or variable, a wrong type, a
-    value that cannot work, and fault injection that `ALLOW_FAULTS` does not allow.
+    Refuses an unknown key or variable, a wrong type, a value that cannot work, and fault injection
+    that `ALLOW_FAULTS` does not allow.
     """
     env = os.environ if env is None else env
     extra = {name: value for name, value in extra.items() if name != WEIGHTS_SEEN}
@@ -495,7 +495,7 @@ def _variable(key: str) -> str:
 
 
 def _variables() -> dict[str, str]:
-    """Map variables to keys: all of ours, and vLLM's key whose default differs here."""
+    """Return the key of each variable: all keys of ours, and vLLM's `offload_prompt_only`."""
     return {
         _variable(name): name
         for name in OffloadConfig.model_fields
@@ -580,8 +580,8 @@ class TargetInfo:
 def check_targets(config: OffloadConfig, *, create: bool = True) -> list[TargetInfo]:
     """Create missing targets with mode 0700 and write a byte to each; do nothing without a pool.
 
-    Refuses a target that is not a directory, cannot be created or written, or is on the root file
-    system without permission. Without `create`, nothing on disk is changed.
+    Refuses a target that is not a directory, that cannot be created or written, or that is on the
+    root file system unless that is allowed. Without `create`, nothing on disk is changed.
     """
     if config.pool_bytes == 0:
         return []
@@ -621,7 +621,7 @@ def _check_target(path: str, config: OffloadConfig, create: bool) -> TargetInfo:
 
 
 def needs_permission(path: str) -> bool:
-    """Return whether a target uses the root file system and is not the default target."""
+    """Return whether a target needs `allow_root_file_system`. The default target never does."""
     return path != default_target(os.environ) and is_on_root(Path(path))
 
 
@@ -629,7 +629,7 @@ def judge_access(path: str) -> tuple[str, str]:
     """Return how other users can tamper with a target, and the remedy; both "" if they cannot.
 
     A user who owns a directory or may rename files in it can remove our keyspaces, though not read
-    them. Root can do so everywhere and is not mentioned.
+    them. Root can do so everywhere, so root is not reported.
     """
     status, me = os.stat(path), os.geteuid()
     mode = stat.S_IMODE(status.st_mode)
@@ -703,7 +703,7 @@ def check_memory(config: OffloadConfig, node_count: int = 1, key: str = "staging
 
 def check_memory_left(staging_bytes: int) -> None:
     """Refuse staging that exceeds the memory left in this container, because the kernel would
-    silently kill a process. `staging_bytes` is for one rank, or for all on this machine."""
+    silently kill a process. `staging_bytes` is for one rank, or for all ranks on this machine."""
     left = memory_left_bytes()
     if staging_bytes > left:
         raise ConfigError(
@@ -715,7 +715,7 @@ def check_memory_left(staging_bytes: int) -> None:
 
 
 def check_space(config: OffloadConfig, held: Sequence[int]) -> None:
-    """Refuse a configured pool if a target lacks space, considering what must stay free there.
+    """Refuse a configured pool if a target lacks space for the pool and what must stay free.
 
     `held` is, by target, the bytes of existing pools that this server may use. An existing pool
     keeps its size, however full the file system has become.
@@ -746,8 +746,8 @@ def check_space(config: OffloadConfig, held: Sequence[int]) -> None:
 def chunk_blocks(config: OffloadConfig, block_bytes: int, block_tokens: int) -> int:
     """Return the blocks per chunk: as configured, else enough for `chunk_bytes_min`.
 
-    `block_bytes` is one rank's bytes per block, `block_tokens` the tokens per block. The number of
-    tokens is bounded too, because a later request cannot reuse a partial chunk at its end.
+    `block_bytes` is one rank's bytes per block, `block_tokens` the tokens per block. The tokens
+    per chunk are bounded too, because a request cannot reuse a chunk that it shares only in part.
     """
     if config.blocks_per_chunk is not None:
         return config.blocks_per_chunk
@@ -760,9 +760,9 @@ def chunk_blocks(config: OffloadConfig, block_bytes: int, block_tokens: int) -> 
 def resolve_pool_bytes(config: OffloadConfig, held_bytes: int) -> int:
     """Return the size of the pool in bytes over all ranks and targets, or 0 for none.
 
-    The default is the smaller of 100 GiB and half of what the targets could hold: their free space
-    plus `held_bytes`, without which every restart would halve the pool. A file system with several
-    targets counts once. `held_bytes` is the size of existing pools that this server may use.
+    The default is half of the targets' free space plus `held_bytes`, the size of existing pools
+    that this server may use; without these, every restart would halve the pool. It is at most
+    100 GiB, or 1 GiB in a container's own layer. A file system with several targets counts once.
     """
     if config.pool_bytes is not None:
         return config.pool_bytes
@@ -782,7 +782,7 @@ def is_container_layer(target: str) -> bool:
 
 
 def serve_slots(config: OffloadConfig, slot_bytes: int) -> int:
-    """Return the number of slots into which a rank reads for peers. ConfigError: no room."""
+    """Return the number of slots into which a rank reads for peers. Raises: ConfigError."""
     if not config.peer_listen:
         return 0
     slots = config.serve_bytes // slot_bytes
@@ -799,9 +799,9 @@ def check_fits(
     replicas: int = 1,
     held_bytes: int = 0,
 ) -> None:
-    """Refuse staging or a pool that cannot hold the slots every rank needs.
+    """Refuse staging or a pool that is too small for the slots that every rank needs.
 
-    The error states the size that would be enough. `slot_bytes` is the header page and padded
+    The error states a sufficient size. `slot_bytes` is the size of the header page and the padded
     payload of one rank's part of a chunk. `held_bytes` is as in `resolve_pool_bytes`.
     """
     slots = _STREAM_SLOTS_MIN + 1 + serve_slots(config, slot_bytes)

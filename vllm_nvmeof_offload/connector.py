@@ -100,10 +100,10 @@ class NVMeoFWorkerMetadata(OffloadingWorkerMetadata):
 
 
 class OffloadingStats(OffloadingConnectorStats):
-    """vLLM's class with a shorter line `KV Transfer metrics: …`, logged every ten seconds."""
+    """vLLM's class, but with a shorter line `KV Transfer metrics: …` every ten seconds."""
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the last interval's nonzero counters, ours by short names, without gauges."""
+        """Return the last interval's nonzero counters, without gauges; ours get short names."""
         short: dict[str, int | float] = {}
         for key, value in super().reduce().items():  # such as `vllm:nvmeof_lookups:('cpu',)`
             name, _, labels = key.removeprefix(PREFIX).partition(":")
@@ -122,7 +122,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
     """See the module's docstring. Methods run on the main thread of a worker or the scheduler."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        vllm_release.refuse_different()  # in case the plugin did not
+        vllm_release.refuse_different()  # in case the plugin did not run
         with logged_in_one_line():
             refuse_unsupported(vllm_config, kv_cache_config)
         choose_blocks_per_chunk(vllm_config, kv_cache_config)
@@ -139,7 +139,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             spec.one_host = count_nodes(vllm_config.parallel_config) == 1
         #: Seconds spent in scheduler-side methods since the last step's output.
         self._spent_s = 0.0
-        #: KV events taken early, for the next step.
+        #: KV events that a reset took early, to be returned in the next step.
         self._events: list[KVCacheEvent] = []
         if self.connector_scheduler is not None:
             offloaded = build_offloading_config(vllm_config, kv_cache_config)
@@ -189,9 +189,9 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         assert self.connector_worker is not None
         spec = self.connector_worker.spec
         assert isinstance(spec, NVMeoFOffloadingSpec)
-        # vLLM's own collection does not separate groups whose blocks share one allocation.
+        # vLLM's `CanonicalKVCaches` do not separate groups whose blocks share one allocation.
         spec.layers = LayerCaches(self._kv_cache_config, kv_caches)
-        with logged_in_one_line():  # no driver, pinned memory refused, another's pool
+        with logged_in_one_line():  # no driver, no pinned memory, or a pool in use
             super().register_kv_caches(kv_caches, **more)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -201,7 +201,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         return NVMeoFHandshake(spec.hello)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata, **more: Any) -> None:
-        # Deferred stores of the previous step are first, because commands may name their slots.
+        # Submit the previous step's deferred stores first: commands may name their slots.
         with self._worker.together():
             super().handle_preemptions(kv_connector_metadata, **more)
         self._apply(kv_connector_metadata)
@@ -216,10 +216,10 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         with self._worker.together():
             super().start_load_kv(forward_context, **kwargs)
 
-    # To sleep, vLLM waits for work submitted to the GPU and then unmaps the KV cache's memory. A
-    # load that still waits for its bytes, or a store deferred to the next step, would be submitted
-    # later and break the worker's CUDA context. vLLM 0.32 does not call these two methods, so it
-    # must not sleep while requests run. A later vLLM may call either of them repeatedly.
+    # To sleep, vLLM waits for work submitted to the GPU, then unmaps the KV cache's memory. A load
+    # that still waits for its bytes, or a store deferred to the next step, would be submitted later
+    # and break the worker's CUDA context. vLLM 0.32 does not call the next two methods, so it must
+    # not sleep while requests run. A later vLLM may call either method repeatedly.
 
     def unregister_kv_caches(self) -> None:
         """Stop touching the KV cache. vLLM calls this before sleep."""
@@ -354,7 +354,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
     def update_connector_output(self, connector_output: Any, **more: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, NVMeoFWorkerMetadata):
-            # Before vLLM's own update: a failed key must miss before vLLM looks it up again.
+            # Report before vLLM's own update, so that a failed key misses in its next look-up.
             self._manager.report(meta.reports, meta.counters)
         if connector_output.invalid_block_ids or connector_output.failed_recving:
             self._view.store_again()
@@ -379,13 +379,13 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         return super().get_kv_connector_stats()
 
     def reset_cache(self) -> bool | None:
-        # vLLM asserts that a step was scheduled since the last reset; in a paused engine none was.
+        # vLLM asserts that a step was scheduled since the last reset: false in a paused engine.
         to_flush = self.scheduler._current_batch_jobs_to_flush
         kept = set(to_flush)
         to_flush.clear()
         if self._manager.config.kv_events:
-            # Reset now, so that vLLM's call has no effect: vLLM's own reset discards each chunk's
-            # blocks, which the chunk's "removed" event must contain.
+            # Reset here, because vLLM's reset discards each chunk's blocks, which the chunk's
+            # "removed" event must contain. The reset by vLLM then has no effect.
             self._manager.reset_cache()
             while self._manager.has_events:
                 self._events += self.scheduler.take_events()
@@ -410,22 +410,22 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         return self._trusts_weight_version
 
     def name_weights(self, version: str) -> str:
-        """Record the operator's statement that all ranks have this version of the weights (see
-        `new_weights`). Return a text on the consequences."""
+        """Record that all ranks have this version of the weights, as the operator states (see
+        `new_weights`). Return a text that states the consequences."""
         if self._manager.name_weights(version):
             self.reset_cache()
-            # The change may have gone unnoticed.
+            # The change of the weights may have gone unnoticed.
             call = f"the update to {version!r}"
             self._old_kv.began(call, self.scheduler._req_status, known=True)
         return self._manager.who_shares()
 
     def _without_resumed(self, scheduler_output: Any) -> Any:
-        """Remove from the preempted requests those that this step loads again.
+        """Return the output without those preempted requests that this step loads again.
 
         `reset_prefix_cache(reset_running_requests=True)` preempts requests between two steps. The
         next step may list such a request as preempted and also load its chunks from us. vLLM would
-        treat that load as a store to flush, and the engine would stop. The request has no store in
-        progress, because no load is offered during one.
+        treat that load as a store to flush, and the engine would stop. There is no store to flush,
+        because no load is offered while a store of the request is in progress.
         """
         preempted = scheduler_output.preempted_req_ids
         if not preempted:

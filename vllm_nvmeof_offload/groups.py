@@ -2,8 +2,8 @@
 """KV cache groups: layers of one kind, with separate offload keys for their chunks.
 
 A chunk is one group's blocks for one range of tokens. A *group position* is the group's index in
-`RankHello.groups`, as used in `ChunkBatch.groups`; a *group id* is vLLM's number, with which each
-of the group's offload keys ends. The two differ if vLLM does not offload every group.
+`RankHello.groups`, as used in `ChunkBatch.groups`; a *group id* is vLLM's number for the group, at
+the end of each of the group's offload keys. The two differ if vLLM does not offload every group.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from pathlib import Path
 from vllm_nvmeof_offload.mounts import mount_of, read_mounts
 from vllm_nvmeof_offload.units import GIB, KIB
 
-#: A pool leaves a twentieth of a file system free, at most the maximum, which suits many TiB. It
-#: leaves at least the minimum, but at most a tenth of the file system.
+#: A pool leaves a twentieth of a file system free, but at least the minimum, and never more than
+#: the maximum or a tenth of the file system.
 _FREE_BYTES_MIN, _FREE_BYTES_MAX = GIB, 64 * GIB
 #: The minimum for the root file system, which also holds logs, package caches and other data.
 _FREE_BYTES_MIN_ROOT = 4 * GIB
@@ -19,11 +19,11 @@ _FREE_SHARE, _FREE_SHARE_MAX = 20, 10
 #: Room for superblocks and directories on the smallest file systems.
 _FREE_BYTES_LEAST = 64 * KIB
 
-#: File systems with subvolumes, which are mounted with separate roots.
+#: File systems whose subvolumes are mounted with different roots.
 _HAS_SUBVOLUMES = frozenset({"btrfs", "bcachefs"})
 
 _CGROUP_MEMORY = (
-    # Limit, use, and its reclaimable part in memory.stat: version 2, then version 1.
+    # The files with limit and usage, and the reclaimable part in memory.stat: versions 2 and 1.
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
@@ -39,13 +39,13 @@ def memory_bytes() -> int:
 def memory_left_bytes() -> int:
     """Return the bytes that this process may still allocate within its control groups' limits.
 
-    The page cache counts as free, because the kernel can reclaim it. No limit means all memory.
+    Reclaimable page cache counts as free. Without a limit, the result is all memory.
     """
     return min([memory_bytes(), *(limit - used for limit, used in _cgroup_limits())])
 
 
 def _cgroup_limits() -> Iterator[tuple[int, int]]:
-    """Yield limit and use, in bytes, of each control group of this process that limits memory."""
+    """Yield the limit and the usage, in bytes, of each of our control groups that limits memory."""
     for folder in _cgroup_folders():
         for limit_file, use_file, reclaimable in _CGROUP_MEMORY:
             try:

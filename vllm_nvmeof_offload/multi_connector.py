@@ -51,7 +51,7 @@ class NVMeoFMultiConnector(multi_connector.MultiConnector):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Return the others' layout: ours works with any layout, but copies fastest with BLHNC."""
+        """Return the other connectors' layout; ours supports any, but copies fastest with BLHNC."""
         ours: str | None = None
         theirs: set[str] = set()
         for connector, config in cls._get_connector_classes_and_configs(vllm_config):

@@ -11,7 +11,7 @@ server, the engine core and each worker. `register` makes three changes, each on
 
 If vLLM differs from what is expected, nothing is changed and one warning is logged; the JSON form
 of `--kv-transfer-config` with module paths needs no plugin. An unknown vLLM is refused only when
-our backend is requested (`vllm_adapter.vllm_release`), because this vLLM also serves without it. A
+our backend is requested (`vllm_adapter.vllm_release`), because it can serve without the backend. A
 vLLM with this backend in its own tree (`tools/graft.sh`) is left unchanged.
 """
 
@@ -51,7 +51,7 @@ def _register() -> None:
         return
     from vllm_nvmeof_offload.vllm_adapter import configure
 
-    # The first two check before anything changes, because a flag that is accepted must work.
+    # The first two calls check before anything changes, because an accepted flag must work.
     configure.expect()
     _install_backend_choice()
     configure.install()

@@ -3,9 +3,9 @@
 
 Commands are sent from the manager to the workers with a step's metadata and applied in order.
 Reports are sent back with a step's output. An *op* is one command; its number is unique within the
-process and the same on every rank. A command carries a batch of chunks. Each rank reports the
-outcome of each row once, and its release once, when neither the kernel nor the GPU touches the
-row's buffers on that rank any more.
+process and the same on every rank. A command carries a batch of chunks. For each row, each rank
+reports the outcome once and the release once: when neither the kernel nor the GPU touches the row's
+buffers on that rank any more.
 
 A row's outcome is final when all ranks have reported it; a failure on any rank fails the row.
 All types are plain data in columns, because they are pickled inside vLLM's metadata.
@@ -25,9 +25,8 @@ from vllm_nvmeof_offload.groups import RankGroup
 
 
 class _Message:
-    """A message that is pickled as a call of its class with its fields. A frozen dataclass with
-    slots would run Python code for each object instead, and a step may carry hundreds of ops of
-    one chunk."""
+    """A message that is pickled as a call of its class with its fields. By default, pickling a
+    frozen dataclass with slots runs Python code, and a step may carry hundreds of one-chunk ops."""
 
     __slots__: tuple[str, ...] = ()
 
@@ -50,7 +49,7 @@ class Urgency(enum.IntEnum):
     """The urgency of an I/O operation, most urgent first, as in the native core."""
 
     DEMAND = 0  # a read that a load waits for
-    URGENT = 1  # a fetch that precedes other fetches
+    URGENT = 1  # a fetch that takes precedence over other fetches
     SERVE = 2  # a read that a peer has requested
     PREFETCH = 3
     WRITE = 4
@@ -58,24 +57,24 @@ class Urgency(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SlotIdentity:
-    """The required content of a slot, which every copy, read and write specifies."""
+    """The chunk that a slot must hold. Every copy, read and write specifies one."""
 
     key: bytes
     generation: int
 
 
-#: The member of a place or cache slot if every rank has its own part of the chunk. Ranks with equal
-#: bytes of a group form a set (`RankGroup.set_size`). A place or cache slot with member m holds the
-#: only copy in each set, on the set's rank m.
+#: The member in a place or cache slot if every rank stores its own part of the chunk. Ranks with
+#: equal bytes of a group form a set (`RankGroup.set_size`). With a member m instead, only rank m of
+#: each set stores the chunk.
 EVERY_MEMBER = 255
 NOWHERE = -1
 #: The bit positions of target, member and owner in a place.
 _TARGET_SHIFT, _MEMBER_SHIFT, _OWNER_SHIFT = 32, 40, 48
-#: The owner of this engine's own places. The follower numbers the other engines that it finds on
-#: the same targets.
+#: The owner of this engine's own places. The follower assigns numbers to the other engines that it
+#: finds on the same targets.
 OURS = 0
-#: Peers do not read for a load of fewer chunks, which would seldom save more time than a peer needs
-#: to answer.
+#: Peers do not help with loads of fewer chunks, because the help would seldom save more time than a
+#: peer needs to answer.
 PEER_CHUNKS_MIN = 4
 #: The default of the key `ahead_cache_share`.
 AHEAD_CACHE_SHARE = 0.5
@@ -107,7 +106,7 @@ def members_of(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def cache_slot(row: int, member: int = EVERY_MEMBER) -> int:
-    """Return the value for the column `cache` of a member's slot in a row of the CPU tier."""
+    """Return the value in the column `cache` for a member's slot in a row of the CPU tier."""
     return row if member == EVERY_MEMBER else member + 1 << _CACHE_SHIFT | row
 
 
@@ -157,15 +156,15 @@ def split_keys(keys: bytes, key_bytes: int) -> list[bytes]:
 
 
 class ChunkBatch(tuple[bytes, bytes, bytes, bytes, bytes]):
-    """Chunks in columns of n rows, the only form that crosses threads and processes.
+    """Chunks in columns of n rows, the only form in which threads and processes exchange them.
 
     `keys` joins n keys of equal length. `generations` is uint64[n]; a key and its generation are
     the identity that every copy, read and write specifies. `cache` is int32[n] of cache slots
     (`cache_slot`), or -1 for a stream slot. `places` is int64[n] (`place_of`), or -1 for no I/O.
-    `groups` is uint8[n] of positions of KV cache groups.
+    `groups` is uint8[n] of KV cache group positions.
 
     This is a tuple of the columns' bytes, in this order, so that no Python code runs when a batch
-    is created, pickled and passed to the machine. Arrays are views, made on request.
+    is created, pickled and passed to native code. Arrays are views, made on request.
     """
 
     __slots__ = ()
@@ -229,8 +228,8 @@ class LoadCommand(NamedTuple):
 
     A row without a place is copied from its cache slot. Otherwise the place is read: into the cache
     slot if there is one (the chunk then stays there), else through one of the worker's stream
-    slots. A row with neither fails with STALE and touches nothing: its chunk was evicted. `helpers`
-    is a bit mask of the peers that may read for the load; None for all peers.
+    slots. A row with neither touches nothing and fails with STALE, because its chunk was evicted.
+    `helpers` is a bit mask of the peers that may read for the load; None for all peers.
     """
 
     op: int
@@ -272,8 +271,8 @@ TAG_BYTES = 16
 class ResetCommand(_Message):
     """Invalidates all stored chunks, on disk too: every superblock gets a new epoch and `tag`.
 
-    `tag` is the share tag of later chunks. If `named`, these have the new epoch, and a later start
-    may adopt them; otherwise they have another epoch, which is in no superblock.
+    `tag` is the share tag of later chunks. If `named`, later chunks have the new epoch, so that a
+    later start may adopt them; otherwise they have another epoch, which is in no superblock.
     """
 
     op: int
@@ -283,10 +282,10 @@ class ResetCommand(_Message):
 
 @dataclass(frozen=True, slots=True)
 class AttachCommand(_Message):
-    """Opens another engine's regions for this rank, read-only; reads from that engine wait for it.
+    """Opens another engine's regions, read-only; reads from that engine wait until they are open.
 
-    `engine_index` is K in the engine's directories engine-K, in our keyspace on our targets.
-    `pool_uuid` is in the superblocks of the engine's rank 0; files there with a different one no
+    `engine_index` is the K in the engine's directories `engine-K`, in our keyspace on our targets.
+    `pool_uuid` is the one in the superblocks of the engine's rank 0; files with a different one no
     longer belong to the engine. The report has one row.
     """
 
@@ -305,8 +304,8 @@ class DetachCommand(_Message):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HintCommand(_Message):
-    """Reports to other engines which of their chunks this one reads repeatedly, as advice for their
-    eviction. A hint may be lost. No report follows, and only rank 0 acts on the command.
+    """Reports to other engines which of their chunks this engine reads repeatedly, as advice for
+    their eviction. A hint may be lost. No report follows, and only rank 0 acts on the command.
 
     `places` is int64[n], from which the chunks were read, and `owners` is uint16[n], their owners.
     `generations` is uint64[n]. `counts` is uint32[n], each chunk's reads since the last hint.
@@ -331,7 +330,7 @@ Command = (
     | HintCommand
 )
 
-#: A value in `OpReport.codes` that reports not an outcome but the release after an earlier one.
+#: A value in `OpReport.codes`: the row, whose outcome was reported earlier, is now released.
 RELEASED = 6
 
 
@@ -341,13 +340,13 @@ class OpReport(_Message):
 
     `indexes` is uint32[m]; None for all rows of the op, none of which was reported before. `codes`
     is uint8[m] of `OutcomeKind` by its order, or `RELEASED`; None if all are OK. `errnos` is
-    int16[m] for I/O errors. `released` is uint8[m]; None if neither kernel nor GPU touches these
-    rows' buffers any more. `seconds` is the time from the command to the last of these outcomes on
-    this rank. A reset has one row.
+    int16[m] for I/O errors. `released` is uint8[m]; None if all of these rows are released.
+    `seconds` is the time from the command to the last of these outcomes on this rank. A reset has
+    one row.
 
-    `crcs` is uint32: the payload's CRC-32C of each OK row that stored a chunk in a cache slot of
-    every member, in a group with several members per set, in the order of the report's rows; None
-    if there is no such row. `rank` is the reporting rank, if there are CRCs.
+    `crcs` is uint32, in the order of the report's rows: the payload's CRC-32C for each OK row that
+    stored a chunk in every member's cache slot, in a group with several members per set. It is None
+    if there is no such row. `rank` is the reporting rank, set only with CRCs.
     """
 
     op: int
@@ -402,7 +401,7 @@ class VerdictReport(_Message):
 
 @dataclass(frozen=True, slots=True)
 class RateReport(_Message):
-    """A rank's rates on one busy target, in bytes per second; 0 if unknown."""
+    """A rank's measured rates on a busy target, in bytes per second; 0 if unknown."""
 
     rank: int
     target: int
@@ -422,7 +421,7 @@ class LevelReport(_Message):
     write_waiting: int = 0
     reads_in_flight: int = 0
     writes_in_flight: int = 0
-    #: The seconds that a read waits, by lane (targets, then peers); 0 if unknown.
+    #: The expected wait of a new read, by lane (targets, then peers); 0 if unknown.
     read_waits_s: tuple[float, ...] = ()
 
 
@@ -467,7 +466,7 @@ class RankHello:
 
     The manager's capacity is the minimum over the ranks, and its index is the intersection of their
     adopted entries. `pool_slots` is for all targets together (`slots_by_target`). `groups` are in
-    the same order on all ranks. Fields after `tag` are only for logs and metrics.
+    the same order on all ranks. Most fields after `tag` are only for logs and metrics.
     """
 
     rank: int
@@ -483,11 +482,11 @@ class RankHello:
     fallbacks: tuple[str, ...] = ()  # parts that run slower than they could, and why
     stream_slots: int = 0
     targets: tuple[str, ...] = ()  # directories
-    remote: tuple[bool | None, ...] = ()  # by target, whether on another machine; None if unknown
+    remote: tuple[bool | None, ...] = ()  # by target: on another machine? None if unknown
     io_engine: str = "none"
     copy_engine: str = "none"
     checksums: str = ""  # how checksums read memory
     adoption_s: float = 0.0
     volatile: tuple[str, ...] = ()  # why nothing is adopted
     replica: int | None = None
-    lease_name: str = ""  # the server's name in its group; empty if in none
+    lease_name: str = ""  # the server's name in its group; empty without a group

@@ -135,8 +135,8 @@ def _keep_private(memory: mmap.mmap) -> None:
 
 
 def split_slots(staging_bytes: int, slot_bytes: int, stream_slots: int) -> tuple[int, int]:
-    """Return (cache slots, stream slots) that fit; stream slots are at most a quarter, at least
-    one."""
+    """Return how many cache slots and stream slots fit. Stream slots are at most a quarter of all
+    slots, but at least one."""
     total = staging_bytes // slot_bytes
     streams = max(1, min(stream_slots, total // 4))
     return max(0, total - streams), streams
@@ -186,8 +186,8 @@ class Membership:
 
 
 class Staging:
-    """The owner of the memory. `view` covers all slots; `map` gives their addresses. `numa_node` is
-    the preferred node for the pages, or None; `on_node` is whether the kernel accepted the node.
+    """The staging of one rank. `view` covers all slots; `map` gives their addresses. `numa_node` is
+    the preferred node for the pages, or None; `on_node`: whether the kernel accepted the node.
     `membership` is the set whose memory contains this rank's slots, or None if the memory is
     private."""
 
@@ -216,7 +216,7 @@ class Staging:
         members = membership.map if membership else None
         base = self._array.ctypes.data
         self.map = StagingMap(base, slot_bytes, cache_slots, stream_slots, members, serve_slots)
-        # Set before the first page exists, because pages do not move later.
+        # Prefer the node before the first page exists, because pages do not move later.
         self.on_node = prefer_node(self.map.base_address, size, numa_node)
         populate(self.map.base_address, size, _limited(on_progress, size > GIB))
 
@@ -228,7 +228,7 @@ class Staging:
 
 
 def _limited(on_progress: _Progress, is_large: bool) -> _Progress:
-    """Limit calls of `on_progress` to large memory, and to one per second."""
+    """Return `on_progress` limited to one call per second, and to none unless `is_large`."""
     reported_s = time.monotonic()
 
     def report(done: int, total: int) -> None:

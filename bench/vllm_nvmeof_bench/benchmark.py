@@ -43,7 +43,7 @@ BENCHMARKS = {
 @dataclass(frozen=True)
 class Group:
     """One command of `bench`. panel: the help panel that lists it. cases: case name → benchmark;
-    empty if the command is itself a benchmark. help: the help text of a command with cases.
+    empty if the command itself is a benchmark. help: the help text, for a command with cases.
     """
 
     panel: str
@@ -77,7 +77,7 @@ GROUPS = {
 class Command:
     """A benchmark's command. help: the help text. settings: a dataclass of options (`settings`).
 
-    measure: runs with these settings and writes the JSON file.
+    measure: runs the benchmark with these settings and writes the JSON file.
     """
 
     name: str
@@ -93,13 +93,13 @@ def report_of(name: str) -> Report:
 
 
 def command(name: str) -> Command:
-    """Return a benchmark's command; raises errors as `report_of` does."""
+    """Return a benchmark's command; BenchError as for `report_of`."""
     found: Command = _find(name, _modules(name)[1], "COMMANDS")
     return found
 
 
 def words_of(name: str) -> str:
-    """The words after `bench` for a benchmark."""
+    """Return the words that follow `bench` on the command line for a benchmark."""
     for command_name, group in GROUPS.items():
         for case, benchmark in group.cases.items():
             if benchmark == name:

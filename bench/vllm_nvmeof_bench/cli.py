@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-nvmeof bench …`: a command per benchmark, `report` for results files, and the demo.
 
-A benchmark's settings declare the options of `bench NAME`. A benchmark is imported only when its
-command is used, so that other commands start without that delay.
+A benchmark's settings declare the options of `bench NAME`. Each benchmark is imported only when its
+command is used, so that other commands start fast.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Check = Annotated[bool, typer.Option("--check", help="Exit with code 1 if a goal
 
 
 class _Benches(TyperGroup):
-    """The benchmarks' commands, each built on first use."""
+    """The commands of the benchmarks, each built when it is first used."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*benchmarks.GROUPS, *super().list_commands(ctx)]
@@ -137,7 +137,7 @@ def settings_of(settings: type[Any], given: dict[str, Any]) -> Any:
 
 
 def _typed(one: dataclasses.Field[Any], hint: Any, option: Option) -> tuple[Any, Any]:
-    """Return (type, default) for typer; `read` parses sizes and lists of values."""
+    """Return (type, default) for typer; sizes and lists of values are parsed by `read`."""
     if option.argument:
         return Annotated[hint, typer.Argument(help=option.help)], inspect.Parameter.empty
     flag, more = [option.flag] if option.flag else [], {"help": option.help}

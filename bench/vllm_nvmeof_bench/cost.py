@@ -15,14 +15,14 @@ Cases, with prompts that no server has seen before:
     batch    concurrent requests with short prompts, so that nearly all steps are decode steps
 
 The model has 32 KiB of KV per token, so that a chunk is one block of 32 tokens, 1 MiB: close to
-a model of 8 B parameters on a GPU, and with many chunks, which determine offloading's cost.
+a model of 8 B parameters on a GPU. The cost depends on the number of chunks, which is large.
 
-All servers run at the same time; requests are sent to one at a time. Every round measures all
-cases and arms, in an order drawn from the seed. Only arms of the same round are compared: they
-are measured within seconds of each other, with the same prompts.
+All servers run at the same time, and requests are sent to one at a time. Every round measures all
+cases and arms in random order. Only arms of the same round are compared, because they are measured
+within seconds of each other, with the same prompts.
 
-vLLM publishes its connector's counters with the next step that computes something. So every
-reading of the counters follows a short request, which is excluded from the measured times.
+vLLM publishes its connector's counters with the next step that computes something. Each reading of
+the counters therefore follows a short request that is excluded from the measured times.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ from vllm_nvmeof_offload.units import GIB
 #: The GPU cache holds this many times the tokens of concurrent requests.
 _ROOM = 4
 _MODEL_BYTES = GIB // 2
-#: First number of the warm-up rounds, whose prompts thus differ from those of other rounds.
+#: The first number of the warm-up rounds, whose prompts thus differ from those of other rounds.
 _WARM_UP = 1_000_000
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One run. warm_ups: rounds before the measured ones, to leave out the cost of first requests.
+    """One run. warm_ups: rounds before the measured ones, to exclude the cost of first requests.
 
-    staging_gib, pool_bytes: for each server that offloads; far below the defaults, which would be
-    too much for several servers on one machine. idle_s: how long the CPU use of idle servers is
-    measured.
+    staging_gib, pool_bytes: for each server that offloads. They are far below the defaults, with
+    which several servers would not fit on one machine. idle_s: how long the CPU use of idle servers
+    is measured.
     """
 
     directory: Path = option(
@@ -106,7 +106,7 @@ class Settings:
 
     @property
     def tokens_at_once(self) -> int:
-        """The most tokens that concurrent requests occupy."""
+        """The most tokens that concurrent requests occupy in any case."""
         sizes = map(self.sizes_of, CASES)
         return max(count * (prompt + answer) for count, prompt, answer in sizes)
 
@@ -153,11 +153,11 @@ def wait_until_quiet(
     now_s: Callable[[], float] = time.perf_counter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> float:
-    """Wait until `cpu_s` hardly grows any more; return how many seconds this took.
+    """Wait until `cpu_s` hardly grows any more; return the seconds that passed before that.
 
-    Writes after the last token, and engine steps that wait for their reports, still belong to the
-    measured requests. vLLM's processes spin for a second after their last step, with and without
-    offloading.
+    Writes after the last token, and engine steps that wait for reports of these writes, still
+    belong to the measured requests. vLLM's processes spin for a second after their last step, with
+    offloading and without.
 
     Raises:
         BenchError: the server is still working after `_QUIET_S_MAX`.
@@ -208,7 +208,7 @@ _HITS = ("vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total"
 
 
 def prompts_of(settings: Settings, case: str, number: int) -> list[list[int]]:
-    """Return a round's prompts: the same for every arm, different in every round."""
+    """Return a round's prompts: the same ones for every arm, other ones in every round."""
     dice = np.random.default_rng([settings.seed, CASES.index(case), number])
     count, length, _ = settings.sizes_of(case)
     return [random_tokens(dice, length, settings.shape) for _ in range(count)]
@@ -233,7 +233,7 @@ async def ask(
 
 
 def _measure(fleet: Fleet, settings: Settings, arm: str, case: str, number: int) -> Sample:
-    """Send `case`'s requests to `arm`'s server while the other servers are idle."""
+    """Send the requests of `case` to the server of `arm` while the other servers are idle."""
     for name, server in fleet.servers.items():
         if not server.running:
             raise BenchError(f"arm {name}: its server has exited; see {server.log_path}")
@@ -250,7 +250,7 @@ def _measure(fleet: Fleet, settings: Settings, arm: str, case: str, number: int)
         return round(after.value(name) - before.value(name))
 
     def seconds_of(name: str) -> float | None:
-        """Return the seconds counted; None if the server lacks the counter or it did not grow."""
+        """Return the counted seconds; None if there is no such counter or it did not grow."""
         full = f"vllm:nvmeof_{name}_seconds_total"
         return (after.value(full) - before.value(full)) or None
 
@@ -278,7 +278,7 @@ def _measure(fleet: Fleet, settings: Settings, arm: str, case: str, number: int)
 
 
 def _idle_shares(fleet: Fleet, settings: Settings) -> dict[str, float]:
-    """Return the number of cores that each server uses while it receives no requests."""
+    """Return how many cores' CPU time each server uses while it receives no requests."""
     wait_until_quiet(lambda: sum(cpu_s_of(fleet).values()))
     before, start_s = cpu_s_of(fleet), time.perf_counter()
     time.sleep(settings.idle_s)
@@ -287,7 +287,7 @@ def _idle_shares(fleet: Fleet, settings: Settings) -> dict[str, float]:
 
 
 def _counters(fleet: Fleet, arm: str) -> Metrics:
-    """Return the server's counters, complete up to now."""
+    """Return the server's counters, up to date."""
     metrics: Metrics = fleet.run(fleet.clients[arm].counted())
     if not metrics.has("vllm:prompt_tokens_total"):
         raise BenchError(f"arm {arm}: the server's /metrics cannot be read")
@@ -300,7 +300,7 @@ def _counters(fleet: Fleet, arm: str) -> Metrics:
 def _rounds(
     fleet: Fleet, settings: Settings, found: dict[str, Any], on_progress: OnProgress
 ) -> list[Sample]:
-    """Warm up, measure idle servers, for `found`, the conditions, and run the rounds."""
+    """Warm up, measure idle servers, and run the rounds. found: conditions, which are extended."""
     total = settings.pairs * len(CASES) * len(settings.arms)
     for number in range(settings.warm_ups):
         for case in CASES:
@@ -320,7 +320,7 @@ def _rounds(
 
 
 def _conditions(settings: Settings, home: Path) -> dict[str, Any]:
-    """Return versions, machine, disk, and each arm's configuration."""
+    """Return versions, machine, disk, and the configuration of each arm."""
     arms: dict[str, Any] = {BASE: {}}
     for name in settings.arms:
         if name != BASE:
@@ -338,7 +338,7 @@ def _conditions(settings: Settings, home: Path) -> dict[str, Any]:
 
 
 def measure(settings: Settings, json_path: Path) -> None:
-    """Run the benchmark and write the JSON file; if it fails, the servers' logs are kept there too.
+    """Run the benchmark and write the JSON file; keep the servers' logs next to it on failure.
 
     Raises:
         BenchError: there is too little space, or a server failed or did not start.

@@ -47,9 +47,9 @@ def home_in(directory: Path, bytes_max: int, remedy: str = "give another --dir")
 
 
 def drop_logs(logs: Path, names: Iterable[str]) -> None:
-    """Delete the logs of the servers `names`, and the directory if it is then empty.
+    """Delete the logs of the servers `names`, and the directory `logs` if it is then empty.
 
-    The directory is among the user's files, and one with this name may have existed before.
+    The directory is among the user's files, and may have existed before the benchmark.
     """
     for name in names:
         with contextlib.suppress(OSError):

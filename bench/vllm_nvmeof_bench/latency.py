@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench latency`: random I/O on two targets by jobs × depth and size, by fio and by our engine.
+"""`bench latency`: fio and our engine do random I/O on two targets, by jobs × depth and size.
 
-A *point* is a size, a number of jobs and a depth. Each is measured on each target with two arms:
+A *point* is a size, a number of jobs and a depth, measured on each target with two arms:
 
     fio    `jobs` processes with io_uring, registered buffers and files, O_DIRECT
     ours   `jobs` processes, each with the product's engine and a separate pool, like ranks
 
-A job does random reads (or writes) in its own 64 MiB, written before, and keeps `depth` of them in
-flight: whenever one completes, the next is submitted. Latency is measured from submission until the
-caller has the result. That of ours includes the Python caller: sealing, checksums, the identity
-check, the ring's thread and the wake-up. At 4 KiB our slot is 8 KiB, a header page and the
-payload; at the slot's size both arms move all bytes of the slot.
+A job does random reads (or writes) in its own 64 MiB, which were written before, and keeps `depth`
+of them in flight: when one completes, the next is submitted. Latency is measured from submission
+until the caller has the result. For our engine it includes the Python caller: sealing, checksums,
+the identity check, the ring's thread and the wake-up. For 4 KiB our slot is 8 KiB: a header page
+and the payload. For other sizes both arms move all bytes of a slot.
 
-At every point and in every round both arms run on both targets in a drawn order, so that compared
-values are measured within seconds of each other. Sizes are measured in sequence, each with its own
-files and pools. The throttle, if any, is set before each measurement and removed after it; this
-process and its children are in its group from the start.
+At every point and in every round both arms run on both targets in random order, so that compared
+values are measured within seconds of each other. Sizes are measured one after another, each with
+its own files and pools. The throttle, if any, is set before each measurement and removed after it.
+This process and its children are in the throttle's control group from the start.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ _CASES = ("read", "write")
 _THROTTLE_MB_PER_S = 100
 _REMEDY = "give another --target, or fewer --jobs"
 _MB = 1_000_000
-#: A pause after setting the throttle, so that the rest of an unthrottled time slice is not used.
+#: A pause after setting the throttle, to let the rest of an unthrottled time slice expire.
 _SLICE_S = 0.15
 _T = TypeVar("_T")
 
 
 class Place(NamedTuple):
-    """A target. mb_per_s: its disk's throttle; None: not throttled."""
+    """A target. mb_per_s: the limit of the throttle on its disk; None: not throttled."""
 
     name: str
     directory: Path
@@ -78,7 +78,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """One run. slot_bytes: payload of a pool slot. ramp_s: duration before operations count."""
+    """One run. slot_bytes: payloads of pool slots. ramp_s: duration before operations count."""
 
     target: tuple[str, ...] = option(
         ("local=build/bench/latency-disk",),
@@ -117,10 +117,10 @@ class Settings:
     def places(self) -> tuple[Place, Place]:
         """The two targets.
 
-        If only one was given, the second is a throttled stand-in in the same directory. Of two, the
-        second is throttled if a throttle is set; its name then says so.
+        If only one was given, the second is a throttled stand-in in the same directory. If two were
+        given and a throttle is set, the second is throttled, and its name says so.
 
-        Raises: BenchError: a target is not NAME=DIRECTORY, or there are not one or two of them.
+        Raises: BenchError: a target is not NAME=DIRECTORY, or there are more than two, or none.
         """
         given = [text.partition("=") for text in self.target]
         named = {name: Path(directory) for name, _, directory in given if name and directory}
@@ -162,7 +162,7 @@ class Settings:
 
 
 class Order(NamedTuple):
-    """An order to keep `depth` operations in flight for ramp_s + run_s, of which run_s counts."""
+    """A request to keep `depth` operations in flight for ramp_s + run_s; only run_s counts."""
 
     case: str
     depth: int
@@ -171,7 +171,7 @@ class Order(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A job's result. latencies_us: of operations submitted after the ramp.
+    """A job's result. latencies_us: those of operations submitted after the ramp.
 
     seconds: from the ramp's end to the last completion; cpu_s: CPU time used in that period.
     """
@@ -223,7 +223,7 @@ def drive(
 def _opened(
     directory: Path, payload_bytes: int, slots: int, seed: int
 ) -> tuple[EngineMover, random.Random]:
-    """Return this process's engine, on its own pool, which is written once."""
+    """Return this process's engine, on its own pool, every slot of which is written once."""
     staging = Staging(slot_stride_bytes(payload_bytes), slots, 0)
     fill(staging, seed)
     try:
@@ -251,7 +251,7 @@ _Measure = Callable[[Point, int], dict[str, Any]]
 
 
 def _fio_arm(fio: Fio, directory: Path, settings: Settings) -> _Measure:
-    """Write one file per job; return fio's measurement, which runs one process per job."""
+    """Write one file per job; return the measurement by fio, which runs one process per job."""
     directory.mkdir()
     files = [directory / f"file-{job}" for job in range(max(settings.jobs))]
     for number, path in enumerate(files):
@@ -289,10 +289,10 @@ def _fio_arm(fio: Fio, directory: Path, settings: Settings) -> _Measure:
 def _our_arm(
     stack: contextlib.ExitStack, directory: Path, settings: Settings, payload_bytes: int
 ) -> tuple[_Measure, list[str]]:
-    """Return our measurement, and the names of the engines in use.
+    """Return our measurement, and the names of the engines that the jobs use.
 
-    One process per job waits between measurements and ignores Ctrl-C. A measurement's seed is only
-    for fio: our jobs continue the random order from their start.
+    One process per job waits between measurements and ignores Ctrl-C. The seed of a measurement is
+    used only by fio: our jobs continue the random order with which they started.
     """
     directory.mkdir()
     slots, at_start = settings.slots(payload_bytes), (signal.SIGINT, signal.SIG_IGN)
@@ -332,7 +332,7 @@ def _our_arm(
 
 
 def _results(begun: Iterable[Future[_T]]) -> list[_T]:
-    """Wait for all futures, which run concurrently."""
+    """Return the results of all futures, which run concurrently."""
     futures = list(begun)
     try:
         return [one.result() for one in futures]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manager's time, memory and GC pauses in the scheduler's process with a million entries.
+"""The manager's time, memory and GC pauses, as in the scheduler's process, with a million entries.
 
-It uses no I/O and no GPU: on a simulated rank every operation succeeds. Times are CPU time of the
+There is no I/O and no GPU: every operation succeeds on a simulated rank. Times are CPU time of the
 thread, to exclude other load. `python -m vllm_nvmeof_bench.manager` prints JSON.
 """
 
@@ -40,10 +40,10 @@ SWEEPS = 7
 def measure_manager(entries: int = 1_000_000) -> dict[str, Any]:
     """Measure a manager core with `entries` chunks in its pool.
 
-    lookup_us: the slower of hits and misses, as medians over sweeps of random keys, each a new
-    object. bytes_per_entry: growth of resident memory, keys included; the larger of an adopted
-    pool and a stored one. gc_pause_ms_max: the longest collection, automatic or forced, while
-    chunks are stored, loaded and evicted with a full pool.
+    lookup_us: the slower of hits and misses, each a median over sweeps of random keys that are new
+    objects. bytes_per_entry: growth of resident memory, keys included; the larger of the values for
+    an adopted pool and for a stored one. gc_pause_ms_max: the longest garbage collection, automatic
+    or forced, while chunks are stored, loaded and evicted with a full pool.
     """
     before = _resident_bytes()
     stored = _Rank(entries)
@@ -75,7 +75,7 @@ def measure_manager(entries: int = 1_000_000) -> dict[str, Any]:
 
 
 class _Rank:
-    """A core, and a rank on which every operation succeeds at once."""
+    """A manager core, and a rank on which every operation succeeds at once."""
 
     def __init__(self, pool_slots: int, adopted: AdoptedEntries | None = None) -> None:
         self._random = random.Random(1)
@@ -161,7 +161,7 @@ def _lookups(
 
 
 def _face_lookups(hello: RankHello) -> float | None:
-    """Return µs per look-up by vLLM's interface, the slower of hit and miss, if vLLM is here."""
+    """Return µs per look-up by vLLM's interface, the slower of hit and miss; None without vLLM."""
     try:
         from vllm.v1.kv_offload.base import ReqContext
 
@@ -175,7 +175,7 @@ def _face_lookups(hello: RankHello) -> float | None:
 
 @contextmanager
 def _pauses() -> Iterator[list[float]]:
-    """Record the seconds of each garbage collection."""
+    """Record the seconds of each garbage collection in the list that is yielded."""
     seconds = [0.0]
     began = 0.0
 

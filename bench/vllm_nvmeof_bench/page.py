@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench report`: one Markdown page with a section per results file of a directory.
+"""`bench report`: one Markdown page with a section per results file in a directory.
 
-The sections follow the order of `BENCHMARKS`. For a damaged file, or one whose benchmark is
-unknown, the page gives the reason in one line.
+The sections follow the order of `BENCHMARKS`. If a file is damaged or its benchmark is unknown, the
+page gives the reason in one line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DAMAGE = (BenchError, ArithmeticError, AssertionError, AttributeError, LookupEr
 
 @dataclass
 class Page:
-    """A page to write. text: Markdown. left_out: file name → the reason."""
+    """A page to write. text: Markdown. left_out: name of a file that is left out → the reason."""
 
     text: str = ""
     sections: int = 0
@@ -106,13 +106,13 @@ def build(
 
 
 def _without_path(error: Exception, path: Path) -> str:
-    """Return the error's text without the file's directory: the page may be published."""
+    """Return the error's text without the file's directory, because the page may be published."""
     text = str(error) if isinstance(error, BenchError) else repr(error)
     return text.removeprefix(f"{path}: ").replace(str(path), path.name)
 
 
 def _section(path: Path, report: Report, page: Page, place: Path, plots: bool) -> list[str]:
-    """Return one file's blocks; its picture, if wanted, is drawn in the directory `place`."""
+    """Return the blocks of one file's section; draw its picture, if wanted, in `place`."""
     samples, conditions, goals = report.read(path)
     blocks = [f"## {report.title}", f"`bench {words_of(report.name)}`, samples in `{path.name}`."]
     blocks.append(_machine(conditions))

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-#: Called with: measurements done, measurements in total, what is measured next.
+#: The arguments: measurements done, measurements in total, and a text for the next one.
 OnProgress = Callable[[int, int, str], None]
 
 
@@ -19,9 +19,9 @@ def unheard(done: int, total: int, what: str) -> None:
 
 @contextmanager
 def progress(logged: Callable[[str], bool] = lambda what: True) -> Iterator[OnProgress]:
-    """Show a bar that is drawn only between measurements: a refresh thread would affect them.
+    """Show a bar. It is redrawn only between measurements: a refresh thread would affect them.
 
-    logged: returns whether to print a description when stderr is not a terminal.
+    logged: a function of a step's text: whether to print it if stderr is not a terminal.
     """
     columns = (
         TextColumn("{task.description}"),

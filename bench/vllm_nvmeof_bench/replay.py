@@ -2,8 +2,8 @@
 """`bench replay`: replay the same sessions of a trace at the same pace against each arm in turn.
 
 A session's next request is sent after the last answer and the user's think time. A server that
-falls behind thus gets later requests, not more at once, and must recompute contexts that were
-evicted in the meantime. The replay shows this spiral.
+falls behind thus receives requests later, not more at once, but must recompute contexts that were
+evicted by then, and falls behind further. The replay shows this spiral.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _TAIL = 1 << 50
 
 @dataclass(frozen=True)
 class Vocabulary(Tokens):
-    """Generates prompts with the prefix structure of a trace.
+    """A generator of prompts with the prefix structure of a trace.
 
-    Equal block IDs give equal tokens, different IDs different tokens, on every machine with the
-    same seed. Tokens after the last whole block are derived from that block; only prompts with
-    exactly the same blocks share them.
+    Equal block IDs give equal tokens, and different IDs different tokens, on every machine with the
+    same seed. The tokens after the last whole block are derived from that block's ID, so only
+    prompts with exactly the same blocks share them.
     """
 
     low: int = 300
@@ -78,7 +78,7 @@ class Vocabulary(Tokens):
 
 @dataclass(frozen=True)
 class Settings(ServerSettings):
-    """One replay; the seed is in `pace`."""
+    """The settings of a replay; the seed is in `pace`."""
 
     arms: tuple[str, ...] = arms_option("none", "cpu", "pool")
     token_ids: str = option("300:2000", "Range LOW:HIGH of the prompts' token IDs.")
@@ -170,7 +170,7 @@ def _replays(settings: Settings, trace: Trace, run: Run) -> None:
 
 @dataclass
 class Replay:
-    """The users of one arm. Call `run` once; it fills `samples` and `asked`, the IDs of all
+    """The users of one arm. Call `run` once; it fills `samples`, and `asked` with the IDs of all
     requested blocks."""
 
     arm: str
@@ -183,7 +183,7 @@ class Replay:
     asked: set[int] = field(default_factory=set)
 
     async def run(self, duration_s: float) -> None:
-        """Run until all sessions end or time is up; requests in flight are then cut off."""
+        """Run until all sessions end or time is up; then cut off the requests in flight."""
         self._begun_s = time.perf_counter()
         begun, waiting = starts(self.trace, self.pace)
         everyone = (self._user(itertools.chain([one], waiting), at_s) for at_s, one in begun)
@@ -191,7 +191,7 @@ class Replay:
         try:
             done, _ = await asyncio.wait(tasks, timeout=duration_s)
             for task in done:
-                task.result()  # raises our own errors
+                task.result()  # raises our own errors, if any
         finally:
             for task in tasks:
                 task.cancel()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmark reports: each declares tables and goals, which one renderer prints and draws.
+"""Benchmark reports: each declares tables and goals, and one renderer prints and draws them all.
 
 A table consists of columns and rows; a column is a name, a function of a row, and a format. Values
 are numbers, spreads, paired ratios or texts, so that a terminal, a page and a picture show the same
-values. A row is often a dict of the fields by which samples are selected.
+values. A row is often a dict of fields and values that select samples.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Conditions = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Column:
-    """A table's column. get: a row's value, divided by `scale`; a text is unchanged, None is –.
+    """A table's column. get: returns a row's value; numbers are divided by `scale`, None is –.
 
     Numbers are right-aligned. ranged: show the range of values next to a median. drawn: whether a
     picture shows the column.
@@ -89,7 +89,7 @@ class Column:
 
 
 def by(field: str, name: str | None = None, show: Callable[[Any], object] = str) -> Column:
-    """Return a column with a field of rows that are dicts."""
+    """Return a column that shows one field of rows; the rows are dicts."""
     return Column(field if name is None else name, lambda row: show(row[field]))
 
 
@@ -101,7 +101,7 @@ def medians(
     scale: float = 1.0,
     **more: Any,
 ) -> Column:
-    """Return a column with medians of a measure; a row is a dict that selects samples."""
+    """Return a column with medians of a measure; each row is a dict that selects samples."""
     return Column(
         name, lambda row: spread_of(values_of(samples, measure, **row)), form, scale, **more
     )
@@ -111,7 +111,7 @@ def tails(
     samples: Samples, name: str, measure: str, share: float, form: str = "{:,.0f}",
     scale: float = 1.0, **more: Any,
 ) -> Column:  # fmt: skip
-    """Return a column with a percentile of a measure; rows as in `medians`."""
+    """Return a column with a percentile of a measure; rows are as in `medians`."""
 
     def get(row: Any) -> float | None:
         values = values_of(samples, measure, **row)
@@ -121,14 +121,14 @@ def tails(
 
 
 def counts(samples: Samples, name: str = "n") -> Column:
-    """Return a column with the number of samples; rows as in `medians`."""
+    """Return a column with the number of samples; rows are as in `medians`."""
     return Column(name, lambda row: len(select(samples, **row)) or None)
 
 
 def by_arm(
     arms: Iterable[str], value: Callable[[str, Any], object], form: str = "{}", **more: Any
 ) -> list[Column]:
-    """Return a drawn column per arm. value: takes an arm and a row."""
+    """Return a column to draw for each arm. value: a function of an arm and a row."""
     return [Column(arm, partial(value, arm), form, drawn=True, **more) for arm in arms]
 
 
@@ -136,7 +136,7 @@ def arm_columns(
     samples: Samples, arms: Iterable[str], measure: str, form: str = "{:,.0f}", scale: float = 1.0,
     **more: Any,
 ) -> list[Column]:  # fmt: skip
-    """Return a column per arm with medians of a measure; rows are dicts."""
+    """Return a column per arm with medians of a measure; rows are as in `medians`."""
 
     def value(arm: str, row: Mapping[str, Any]) -> Spread | None:
         return spread_of(values_of(samples, measure, arm=arm, **row))
@@ -145,7 +145,7 @@ def arm_columns(
 
 
 def rows_of(samples: Samples, *fields: str) -> list[dict[str, Any]]:
-    """Return the sorted combinations of these fields' values in the samples."""
+    """Return the combinations of these fields' values that occur in the samples, sorted."""
     found = {tuple(getattr(one, field) for field in fields) for one in samples}
     return [dict(zip(fields, row, strict=True)) for row in sorted(found)]
 
@@ -154,7 +154,7 @@ class Table:
     """A table; the first column is left-aligned.
 
     grouped: a terminal omits repeated first cells and draws a line after each group of rows.
-    caption: text below the table. unit: label of a picture's axis.
+    caption: text below the table. unit: the label of the picture's axis.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ def where_measured(conditions: Conditions) -> str:
 
 
 class _Unknown:
-    """A placeholder for missing conditions, with any format."""
+    """A stand-in for missing conditions, which accepts any format."""
 
     def __format__(self, form: str) -> str:
         return "?"
@@ -287,9 +287,9 @@ class _Unknown:
 
 
 def common_lines(conditions: Conditions, about: str = "") -> Iterator[str]:
-    """Yield lines about the machine, the model, each arm, and limits of the results.
+    """Yield lines about the machine, the model, each arm, and limitations of the results.
 
-    about: a text with names of conditions or settings in braces.
+    about: a text in which names of conditions or settings in braces are replaced by their values.
     """
     ends = ("start", "end")
     before, after = (conditions.get(f"load_average_at_{end}", ["?"])[0] for end in ends)
@@ -333,8 +333,8 @@ def _described(arm: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Published:
-    """Published figures. source: author and place. conditions: of their measurement. rows: a key,
-    then one text per column. note: what is unknown or not comparable."""
+    """Figures published by others. source: author and place. conditions: those of the measurement.
+    rows: a key, then one text per column. note: what is unknown or not comparable."""
 
     source: str
     conditions: str
@@ -347,9 +347,9 @@ class Published:
 class Report:
     """A declaration of how one benchmark's results are printed, checked against goals and drawn.
 
-    sample: the dataclass of the file's samples. about: as in `common_lines`; lines: further lines
-    about the conditions. goals: None if there are none. theirs, ours: published figures, and our
-    texts for their keys. columns: width of tables that are not printed on a terminal.
+    sample: the dataclass of the file's samples. about: see `common_lines`; lines: further lines
+    about the conditions. goals: None if there are none. theirs: published figures; ours: our texts
+    under the keys of theirs. columns: the width of tables that are not printed on a terminal.
     """
 
     name: str
@@ -368,7 +368,7 @@ class Report:
         """Return a file's samples, conditions and goals.
 
         Raises:
-            BenchError: it is not a file of this benchmark.
+            BenchError: the file is not one of this benchmark.
         """
         samples, conditions = load(path, self.name, self.sample)
         return samples, conditions, self.goals(samples, conditions) if self.goals else []
@@ -398,14 +398,14 @@ class Report:
             one for one in parts if isinstance(one, Table) and one.rows and _drawn_columns(one)
         ]
         if not tables:
-            raise BenchError("nothing to draw: no samples, or tables without drawn columns")
+            raise BenchError("nothing to draw: no samples, or no table has columns to draw")
         _draw(path, f"{self.title}\n{where_measured(conditions)}", tables)
 
     def show(self, json_path: Path, plot_path: Path | None, with_goals: bool = True) -> bool:
-        """Print and optionally draw a file; return whether no goal is missed.
+        """Print a file's report, and draw it if wanted; return whether no goal was missed.
 
         Raises:
-            BenchError: it is not a file of this benchmark, or matplotlib is missing.
+            BenchError: the file is not one of this benchmark, or matplotlib is missing.
         """
         samples, conditions, goals = self.read(json_path)
         goals = goals if with_goals else []
@@ -426,9 +426,9 @@ class Report:
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#999999", "#000000")
 _MARKERS = "ovs^DPX*"
 _FONT, _DPI, _PANEL_INCHES = 11, 110, (7.5, 5.0)
-#: The most rows that are drawn as groups of bars; more are drawn as lines.
+#: The most rows that are drawn as groups of bars; more rows are drawn as lines.
 _BARS_MAX = 8
-#: A panel uses a logarithmic axis if largest / smallest value is above this.
+#: A panel's axis is logarithmic if the ratio of its largest to its smallest value is above this.
 _LOG_FROM = 50
 
 
@@ -441,7 +441,7 @@ def _drawn_columns(table: Table) -> list[Column]:
 
 
 def _draw(path: Path, title: str, tables: Sequence[Table]) -> None:
-    """Draw a panel per table, with whiskers from low to high."""
+    """Draw a panel per table; whiskers reach from a value's low to its high."""
     try:
         from matplotlib import pyplot as plt
     except ImportError:

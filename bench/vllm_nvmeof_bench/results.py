@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Benchmark samples: the JSON file that holds them, their medians, and goals for them.
 
-A file is `{"schema", "bench", "samples", "conditions"}`. It contains no verdict: readers compute
-results from the samples. A sample is a frozen dataclass of numbers and strings; a *measure* is
-the name of one of its fields or properties.
+A file is `{"schema", "bench", "samples", "conditions"}`. It contains no verdict: its readers
+compute results from the samples. A sample is a frozen dataclass of numbers and strings; a *measure*
+is the name of one of its fields or properties.
 
 Percentiles are nearest-rank, so that each is a measured value.
 """
@@ -26,13 +26,13 @@ from vllm_nvmeof_offload.units import format_bytes
 
 SCHEMA = 1
 _DIGITS = 6
-#: A spread of at least this many values is p5 to p95; of fewer, smallest to largest.
+#: With at least this many values, a spread is p5 to p95; with fewer, smallest to largest.
 PERCENTILES_FROM = 20
 Sample = TypeVar("Sample")
 
 
 class BenchError(OffloadError):
-    """The benchmark cannot run here, or an arm failed; the message is one line."""
+    """An error if the benchmark cannot run here or an arm failed; the message is one line."""
 
 
 def dump(path: Path, bench: str, samples: Sequence[Any], conditions: dict[str, Any]) -> None:
@@ -63,7 +63,7 @@ def load(path: Path, bench: str, kind: type[Sample]) -> tuple[list[Sample], dict
         if content["bench"] != bench or content["schema"] != SCHEMA:
             raise ValueError(f"it is from {content['bench']!r}, schema {content['schema']}")
         known = fields(kind)  # type: ignore[arg-type]
-        # A field with a default was added later; older files lack it.
+        # Fields with a default were added later; older files lack them.
         needed = [one.name for one in known if one.default is MISSING]
         added = [one.name for one in known if one.default is not MISSING]
         samples = [
@@ -105,7 +105,7 @@ def distinct(samples: Iterable[Any], field: str) -> list[Any]:
 
 
 def values_of(samples: Iterable[Any], measure: str, **wanted: object) -> list[float]:
-    """Return a measure of the selected samples, without Nones."""
+    """Return the values of a measure in the selected samples, without None."""
     values = [getattr(one, measure) for one in select(samples, **wanted)]
     return [value for value in values if value is not None]
 
@@ -122,7 +122,7 @@ def paired(
     below: dict[str, object],
     key: Callable[[Any], Any] = lambda one: one.round,
 ) -> list[tuple[float, float]]:
-    """Return pairs of medians, by key (such as a round) that both selections measured."""
+    """Return pairs of medians, one for each key (such as a round) that both selections measured."""
     sides = []
     for wanted in (above, below):
         groups: dict[Any, list[float]] = {}
@@ -145,8 +145,8 @@ class Paired:
     """A median over `n` pairs with its 95 % interval; `values` holds one value per pair.
 
     The interval is the bootstrap's percentile interval of that median: pairs (for ratios, their
-    logarithms) are resampled with replacement 10,000 times, from a fixed seed. There is none with
-    fewer than five pairs.
+    logarithms) are resampled with replacement 10,000 times, from a fixed seed. With fewer than five
+    pairs there is no interval.
     """
 
     middle: float
@@ -165,22 +165,22 @@ class Paired:
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> Paired:
-    """Return above / below, pair by pair, of at least one pair; all values are above 0."""
+    """Return above / below, pair by pair. There must be at least one pair, and no value ≤ 0."""
     return _estimate(np.log(np.asarray(above, float)) - np.log(np.asarray(below, float)), np.exp)
 
 
 def median_ratio(of_pairs: Sequence[float]) -> Paired:
-    """Return the median and interval of given ratios."""
+    """Return the median of the given ratios, and its interval."""
     return ratios(of_pairs, np.ones(len(of_pairs)).tolist())
 
 
 def differences(above: Sequence[float], below: Sequence[float]) -> Paired:
-    """Return above - below, pair by pair, of at least one pair."""
+    """Return above - below, pair by pair. There must be at least one pair."""
     return _estimate(np.asarray(above, float) - np.asarray(below, float), np.asarray)
 
 
 def _estimate(values: npt.NDArray[np.float64], unit: Callable[[Any], Any]) -> Paired:
-    """Return the estimate. unit: converts from the values' scale to that of the result."""
+    """Return the estimate. unit: a function that converts `values` to the result's scale."""
     own = tuple(float(value) for value in unit(values))
     middle = float(unit(np.median(values)))
     if len(values) < _PAIRS_MIN:
@@ -193,7 +193,7 @@ def _estimate(values: npt.NDArray[np.float64], unit: Callable[[Any], Any]) -> Pa
 
 @dataclass(frozen=True)
 class Spread:
-    """A median of n values; low to high is p5 to p95, or the whole range of few values."""
+    """A median of n values. From low to high: p5 to p95, or the whole range of few values."""
 
     median: float
     low: float
@@ -221,7 +221,7 @@ def mean(values: Sequence[float]) -> float | None:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the smallest value that at least `share` of all values do not exceed."""
+    """Return the smallest of the values that at least `share` of all values do not exceed."""
     assert values
     assert 0 < share <= 1
     ordered = sorted(values)
@@ -235,9 +235,9 @@ def size_name(count: int) -> str:
 
 @dataclass(frozen=True)
 class Figure:
-    """A number that a goal bounds. n: number of rounds, or of samples in the arm with the fewest.
+    """A number that a goal bounds. n: how many rounds, or samples of the arm with the fewest.
 
-    where: the deciding size, throttle or rival.
+    where: the size, throttle or rival that decided.
     """
 
     value: float
@@ -247,7 +247,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Goal:
-    """A goal of a benchmark. reached: None if it was not measured.
+    """A goal of a benchmark. reached: None if the value was not measured.
 
     shown: the measured value as text.
     """
@@ -262,7 +262,7 @@ class Goal:
 
 
 def bound(name: str, sign: str, limit: float, found: Figure | None, unit: str = "") -> Goal:
-    """Return a goal with a lower (≥) or upper (≤) bound; not measured if `found` is None."""
+    """Return a goal with a lower (≥) or upper (≤) limit; it is not measured if `found` is None."""
     required = f"{sign} {limit:g}{unit}"
     if found is None:
         return Goal(name, required)
@@ -291,7 +291,7 @@ def ratio_of_medians(
 
 
 def worst(found: Iterable[Figure | None], by: Callable[..., Figure] = min) -> Figure | None:
-    """Return the deciding figure, `by` min or max; None if any was not measured."""
+    """Return the figure that decides, `by` min or max; None if any figure was not measured."""
     figures = list(found)
     whole = [one for one in figures if one is not None]
     if not whole or len(whole) < len(figures):

@@ -22,10 +22,10 @@ _KEY = "option"
 
 @dataclass(frozen=True)
 class Option:
-    """A field's option. help: one sentence. flag: if not the field's name. min: of a number.
+    """The option of a field. help: one sentence. flag: if not the field's name. min: least number.
 
-    in_bytes: a size, such as 64KiB. repeated: the option is given once per value. argument: a
-    positional argument, without a default. recorded: whether the value is saved in the conditions.
+    in_bytes: the value is a size, such as 64KiB. repeated: the option is given once per value.
+    argument: it is a positional argument, without a default. recorded: conditions save its value.
     """
 
     help: str
@@ -54,7 +54,7 @@ def option_of(one: Any) -> Option | None:
 
 
 def recorded(settings: Any) -> dict[str, Any]:
-    """Return the settings to save in the conditions: without paths, which must stay private."""
+    """Return the settings to save in the conditions: those without paths, which are private."""
     found = asdict(settings)
     for one in fields(settings):
         declared = option_of(one)
@@ -64,7 +64,7 @@ def recorded(settings: Any) -> dict[str, Any]:
 
 
 def check_names(what: str, given: Sequence[str], known: Sequence[str]) -> None:
-    """Raise BenchError if one of the given names is unknown, or none is given."""
+    """Raise BenchError if a given name is unknown or no name is given. what: a name for them."""
     for name in given:
         if name not in known:
             raise BenchError(f"no {what} {name!r}; choose from {', '.join(known)}")
@@ -73,7 +73,7 @@ def check_names(what: str, given: Sequence[str], known: Sequence[str]) -> None:
 
 
 def check_positive(settings: Any, *names: str) -> None:
-    """Raise BenchError if one of these fields, or one of its values, is below 1."""
+    """Raise BenchError if one of the fields `names`, or a value in it, is below 1."""
     for name in names:
         value = getattr(settings, name)
         numbers = value if isinstance(value, tuple) else (value,)

@@ -2,14 +2,14 @@
 """`bench simulate`: simulate both tiers on a trace, for every size and policy of the sweeps.
 
 Look-up, eviction, write policy and store threshold are those of the product's `ManagerCore`. The
-rest is simulated: requests run in sequence and take no time, every copy, read and write succeeds at
-once, and GPU memory is plain LRU, with a prefix's head newer than its tail, as vLLM frees blocks.
-Sizes are shares of the trace's working set.
+rest is simulated: requests run one after another and take no time, and every copy, read and write
+succeeds at once. GPU memory is plain LRU that evicts a prompt's tail before its head, because vLLM
+frees blocks in that order. Sizes are shares of the trace's working set.
 
-Policies are compared with models. `s3_fifo` is that of Yang et al. (SOSP '23), with a small queue
-of a tenth, a main queue, a ghost queue as long as the tier, and counts up to 3. A chunk counts once
-per request: otherwise the look-up and the store would be two uses. `best` is Belady's: it evicts
-the chunk that is needed last, which requires knowing the future.
+Policies are compared with models. `s3_fifo` is the one by Yang et al. (SOSP '23), with a small
+queue of a tenth, a main queue, a ghost queue as long as the tier, and counts up to 3. A chunk is
+counted once per request; otherwise its look-up and its store would be two uses. `best` is Belady's:
+it evicts the chunk that is needed last, which requires knowing the future.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _COUNT_MAX = 3
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. prompt: its chunks, by the ID of their last block, which identifies all blocks
-    before it too. answer: the chunks that the answer fills, as unique negative numbers, because no
-    trace records which of them return in a later prompt."""
+    """One request. prompt: its chunks, each named by the ID of its last block, which identifies all
+    earlier blocks too. answer: the chunks that the answer fills, named by unique negative numbers,
+    because no trace records which of them return in a later prompt."""
 
     at_s: float
     prompt: tuple[int, ...]
@@ -57,7 +57,7 @@ class Ask:
 
 
 def asks_of(trace: Trace, pace: Pace, blocks_per_chunk: int) -> list[Ask]:
-    """Return every request of the trace in the order of time."""
+    """Return every request of the trace in order of time."""
     numbers = itertools.count(1)
     chunk_tokens = blocks_per_chunk * trace.block_tokens
     asks = []
@@ -71,8 +71,8 @@ def asks_of(trace: Trace, pace: Pace, blocks_per_chunk: int) -> list[Ask]:
 
 
 class Tier(ABC):
-    """A model of one tier of `slots` chunks, which knows all requests. counts: under `cpu`, the
-    prompts' chunks found so far, up to each prompt's first miss."""
+    """A model of one tier of `slots` chunks; it knows all requests. counts: under `cpu`, how many
+    chunks of prompts were found so far, each prompt's only up to its first miss."""
 
     def __init__(self, slots: int, asks: Sequence[Ask]) -> None:
         self.counts: Counter[str] = Counter()
@@ -81,7 +81,7 @@ class Tier(ABC):
         self._asked: dict[int, int] = {}  # chunk in the tier → last request that used it
 
     def serve(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Run the next request from its look-up to its end."""
+        """Process the next request from its look-up to its end."""
         self._now += 1
         there = itertools.takewhile(self._asked.__contains__, prompt)
         self.counts["cpu"] += sum(1 for _ in there)
@@ -95,11 +95,11 @@ class Tier(ABC):
 
     @abstractmethod
     def _use(self, chunk: int) -> None:
-        """Record a use of a chunk in the tier."""
+        """Record that a chunk in the tier was used."""
 
     @abstractmethod
     def _insert(self, chunk: int) -> bool:
-        """Add a chunk, evicting if necessary; return False if this request uses all chunks."""
+        """Add a chunk, evict another if necessary; return False if this request uses all chunks."""
 
 
 class _S3Fifo(Tier):
@@ -186,7 +186,7 @@ _CHUNKS_MIN = 8
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes in chunks, and policies. pool: 0: none. policy: a value of key `eviction_policy`."""
+    """Sizes in chunks, and policies. pool: 0: no pool. policy: a value of key `eviction_policy`."""
 
     gpu: int
     cache: int
@@ -198,8 +198,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Settings:
-    """One simulation. Sizes are shares of the trace's working set. kv_bytes_per_token is by default
-    that of Llama 3.1 8B in 16 bits.
+    """The settings of a simulation. Sizes are shares of the trace's working set. The default of
+    kv_bytes_per_token is that of Llama 3.1 8B in 16 bits.
 
     Raises (on creation):
         BenchError: a number is out of range.
@@ -237,7 +237,7 @@ class Settings:
             choose_policy(policy)
 
     def shapes(self, unique: int) -> Iterator[tuple[str, Shape]]:
-        """Yield (sweep, shape) of every run. unique: chunks in the working set."""
+        """Yield the (sweep, shape) of every run. unique: number of chunks in the working set."""
 
         def chunks(share: float) -> int:
             return max(_CHUNKS_MIN, int(share * unique)) if share else 0
@@ -256,8 +256,8 @@ class Settings:
 
 
 class World:
-    """One simulated server. counts: chunks so far by where they were found (`gpu`, `cpu`, `pool`,
-    `miss`), and those `stored` and `written`."""
+    """One simulated server. counts: the chunks so far by where they were found (`gpu`, `cpu`,
+    `pool`, `miss`), and how many were `stored` and `written`."""
 
     def __init__(self, shape: Shape) -> None:
         self.counts: Counter[str] = Counter()
@@ -267,8 +267,8 @@ class World:
             key_bytes=len(_key(0)),
             write_policy=WritePolicy(shape.write_policy),
             store_threshold=shape.store_threshold,
-            # The product does not count returns if chunks are written on eviction; here they count
-            # too, so that the simulation shows their benefit.
+            # The product ignores returning chunks if chunks are written on eviction. Here they are
+            # counted too, so that the simulation shows the benefit.
             credit_share=credit_share(shape.policy),
         )
         hello = RankHello(
@@ -284,8 +284,8 @@ class World:
         self._core = ManagerCore(config, agree([hello]), policy=policy, first_generation=0)
 
     def serve(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Run a request from its look-up to its end. A chunk's number identifies all tokens up to
-        the chunk's end; all chunks are full."""
+        """Process a request from its look-up to its end. A chunk's number identifies all tokens up
+        to the chunk's end; all chunks are full."""
         core = self._core
         in_gpu = sum(1 for _ in itertools.takewhile(self._gpu.__contains__, prompt))
         keys = list(map(_key, prompt))
@@ -318,7 +318,7 @@ class World:
             self._gpu.popitem(last=False)
 
     def chunks(self) -> set[int]:
-        """Return all chunks that are now in the tiers."""
+        """Return all chunks that are in the tiers now."""
         entries = self._core.entries()
         return {int.from_bytes(entry.key[:8], "little", signed=True) for entry in entries}
 
@@ -390,8 +390,8 @@ def run(
 
 
 def hits_of(policy: str, slots: int, asks: Sequence[Ask]) -> int:
-    """Return how many chunks of the prompts are found in one tier of `slots` chunks: the manager's
-    CPU tier with this policy, or one of `MODELS`."""
+    """Return how many chunks of the prompts are found in one tier of `slots` chunks. policy: one of
+    the manager, for its CPU tier, or one of `MODELS`."""
     tier = MODELS[policy](slots, asks) if policy in MODELS else World(Shape(0, slots, 0, policy))
     for ask in asks:
         tier.serve(ask.prompt, ask.answer)

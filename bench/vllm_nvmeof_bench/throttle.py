@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limit some processes' reads from and writes to one disk, by a new control group.
+"""Limit the reads and writes of some processes on one disk, by a new control group.
 
 The limit is applied by the kernel's block layer, so that every engine is slowed alike without code
-of ours in the path: cgroup v1's `blkio.throttle`, or cgroup v2's `io.max`, whichever the machine
-has. A process joins with all its threads and later children. At the end all processes return to
-their earlier groups and the group is removed.
+of ours in the path. It is cgroup v1's `blkio.throttle` or cgroup v2's `io.max`, whichever the
+machine provides. A process is added with all its threads and later children. At the end all
+processes are moved back to their earlier groups and the group is removed.
 
-The limit applies to reads and writes that reach the disk: O_DIRECT, and misses of the page cache
-(with cgroup v1, not to writes from the page cache). The kernel works in slices of about 0.1 s: the
-bytes of a slice may pass at once.
+The limit applies to reads and writes that reach the disk: with O_DIRECT, or on a miss in the page
+cache (but with cgroup v1 not to writes from the page cache). The kernel works in slices of about
+0.1 s: a slice's bytes may all pass at once.
 
     OffloadError
-    └── ThrottleError        throttling is not possible here; ends with the remedy
+    └── ThrottleError        this machine cannot throttle; the message ends with the remedy
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.fabric.topology import device_of_mount
 from vllm_nvmeof_offload.mounts import Mount, read_mounts
 
-#: The root below which /proc, /sys and the cgroup file systems are found; tests replace it.
+#: The root directory of /proc, /sys and the cgroup file systems; tests replace it.
 ROOT = Path("/")
 _MEMBERS = "cgroup.procs"
 _MOVE_ROUNDS_MAX = 20
@@ -39,15 +39,15 @@ _REMOVE_PAUSE_S = 0.02
 
 
 class ThrottleError(OffloadError):
-    """Throttling is not possible here; the message ends with the remedy."""
+    """An error if throttling is not possible here; the message ends with the remedy."""
 
 
 @dataclass(frozen=True)
 class Hierarchy:
     """A place for groups that limit I/O: below `parent`, in cgroups of `version` 1 or 2.
 
-    mount, mount_root: mount point of the file system, and the group mounted there. enables_io: the
-    directory whose `cgroup.subtree_control` first needs `+io`, or None.
+    mount, mount_root: mount point of the cgroup file system, and the group that is its root.
+    enables_io: a directory in whose `cgroup.subtree_control` `+io` must first be written, or None.
     """
 
     version: int
@@ -80,7 +80,7 @@ class Hierarchy:
 
 
 def device_of(path: Path, root: Path = ROOT) -> str:
-    """Return the whole disk of `path` as "MAJOR:MINOR".
+    """Return the whole disk that holds `path` as "MAJOR:MINOR".
 
     Raises: ThrottleError: `path` is not on a disk (tmpfs, overlay, a network file system).
     """
@@ -108,9 +108,9 @@ def _mounts(root: Path) -> list[Mount]:
 
 
 def find_hierarchy(root: Path = ROOT) -> Hierarchy:
-    """Return where this process can create a group that limits I/O.
+    """Return a place where this process can create a group that limits I/O.
 
-    Raises: ThrottleError: it cannot.
+    Raises: ThrottleError: there is none.
     """
     mounts = sorted(_mounts(root), key=attrgetter("file_system"))  # v1 first
     for mount in mounts:
@@ -129,9 +129,9 @@ def find_hierarchy(root: Path = ROOT) -> Hierarchy:
 
 
 def _with_io(outline: Hierarchy, root: Path) -> Hierarchy | None:
-    """Return the nearest group, from our own upwards, whose children may use the io controller.
+    """Return the nearest group, from our own upwards, whose children can use the io controller.
 
-    A group that contains processes, except the top one, cannot give its children controllers.
+    A group with processes, unless it is the root, cannot enable controllers for its children.
     """
     place, top = outline.group_of("self", root), outline.mount
     for group in (place, *place.parents):
@@ -143,7 +143,7 @@ def _with_io(outline: Hierarchy, root: Path) -> Hierarchy | None:
 
 
 def _words(path: Path) -> list[str]:
-    """Return the words of a small file; none if it cannot be read."""
+    """Return the words of a small file; an empty list if it cannot be read."""
     try:
         return path.read_text(encoding="ascii").split()
     except OSError:
@@ -173,7 +173,7 @@ class Throttle:
             throttle.add(os.getpid())             # or throttle.add_group(server.pid)
             throttle.limit(read_bytes_per_s=10_000_000)   # at any time
 
-    Raises: ThrottleError: there is no disk or no control group, or it is not permitted.
+    Raises: ThrottleError: there is no disk or no control group, or permission is denied.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class Throttle:
                 (self._group / name).write_text(f"{self.device} {line}\n", encoding="ascii")
 
     def add(self, *pids: int) -> None:
-        """Add processes, each with all its threads and later children."""
+        """Add processes, each with all its threads and with children that it starts later."""
         for pid in pids:
             # A process that has exited needs no limit.
             with self._permitted(), contextlib.suppress(ProcessLookupError):
@@ -234,7 +234,7 @@ class Throttle:
                 self._origins.setdefault(pid, origin)
 
     def add_group(self, group: int) -> None:
-        """Add a whole process group, which may start processes at the same time."""
+        """Add a whole process group, whose processes may start others at the same time."""
         for _ in range(_MOVE_ROUNDS_MAX):
             missing = set(processes_of(group)) - set(self._members())
             if not missing:
@@ -248,7 +248,7 @@ class Throttle:
     def _remove(self) -> None:
         """Move all processes back, and remove the group.
 
-        A process started within the group moves to where the first process was.
+        A process started within the group is moved to the group from which the first process came.
         """
         default = next(iter(self._origins.values()), self._hierarchy.parent)
         for _ in range(_REMOVE_TRIES_MAX):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Public traces of LLM requests: file formats, structure, and users on a virtual clock.
 
-A block ID identifies its tokens *and all tokens before them*: two prompts share a prefix exactly
-as far as their IDs are equal. The readers make IDs unique in the whole trace, and reject a file in
-which an ID has two different predecessors.
+A block ID identifies the block's tokens *and all tokens before them*: two prompts share a prefix
+exactly as far as their IDs are equal. The readers make IDs unique in the whole trace, and reject a
+file in which an ID follows two different IDs.
 
-Agentic sessions of kv-cache-tester are one JSON file per session, or a folder of such files.
+An agentic session of kv-cache-tester is a JSON file; several sessions are a folder of such files.
 
     {"id": …, "block_size": 64, "hash_id_scope": "local", "requests": [
         {"t": 0.0, "in": 25259, "out": 86, "hash_ids": [1, 2, …], "api_time": 4.1,
@@ -13,14 +13,14 @@ Agentic sessions of kv-cache-tester are one JSON file per session, or a folder o
         {"t": 9.0, "type": "subagent", "requests": [the same], …}]}
 
 `hash_ids` identify whole blocks; IDs of scope "local" are valid only in their file. As in
-kv-cache-tester's own replay, adjacent sub-agents run concurrently and their parent waits for them.
+kv-cache-tester's own replay, adjacent sub-agents run concurrently while their parent waits.
 
-Mooncake's traces are one JSON line per request, in the order of arrival.
+A trace of Mooncake is a file with one JSON line per request, in order of arrival.
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, …]}
 
-Timestamps are milliseconds, blocks have 512 tokens, IDs identify prefixes in the whole file, and
-the last block of a prompt may be partial. Requests arrive by the clock, not after an answer.
+Timestamps are in milliseconds, a block has 512 tokens, an ID identifies a prefix in the whole file,
+and the last block of a prompt may be partial. Requests arrive by the clock, not after an answer.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _DAMAGE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 class Request:
     """One prompt and its answer.
 
-    blocks: int64[n], IDs of the prompt's blocks; the prompt may use only a part of the last block,
-    and may have more tokens than the IDs cover. think_s: time from the end of the previous answer
+    blocks: int64[n], the IDs of the prompt's blocks. The prompt may use only a part of the last
+    block, or have more tokens than the IDs cover. think_s: time from the end of the previous answer
     to this request. service_s: recorded duration of the answer; 0: unknown.
     """
 
@@ -66,8 +66,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Session:
-    """One user's steps in order. A step is a request, or sessions of sub-agents that run
-    concurrently while this session waits. start_s: None: the session starts when a user is free."""
+    """One user's steps in order. A step is a request, or a group of sub-agents' sessions that run
+    concurrently while this session waits. start_s: None: it starts when a user is free."""
 
     name: str
     steps: tuple[Step, ...]
@@ -88,7 +88,7 @@ Step = Request | tuple[Session, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """A trace. block_tokens: tokens per block ID."""
+    """A trace of sessions. block_tokens: number of tokens that a block ID stands for."""
 
     name: str
     block_tokens: int
@@ -98,8 +98,8 @@ class Trace:
         return itertools.chain.from_iterable(session.requests() for session in self.sessions)
 
     def capped(self, context_tokens_max: int) -> Trace:
-        """Cut each session before its first request that, with its answer, is longer than
-        `context_tokens_max`; drop empty sessions."""
+        """Return the trace with each session cut before the first request that is longer, with its
+        answer, than `context_tokens_max`; leave out sessions that are then empty."""
         cut = (_until(session, context_tokens_max) for session in self.sessions)
         return replace(self, sessions=tuple(one for one in cut if one.steps))
 
@@ -123,7 +123,7 @@ class Trace:
         return Trace(self.name, block_tokens, tuple(map(session, self.sessions)))
 
     def unique_tokens(self) -> int:
-        """Return the working set, the tokens of all distinct blocks."""
+        """Return the size of the working set: the tokens of all distinct blocks."""
         every = [one.blocks for one in self.requests()]
         return len(np.unique(np.concatenate(every))) * self.block_tokens if every else 0
 
@@ -157,8 +157,8 @@ class Pace:
 
 
 def starts(trace: Trace, pace: Pace) -> tuple[list[tuple[float, Session]], Iterator[Session]]:
-    """Return (time, session) of sessions that start by the clock or with a first user; then the
-    others, for free users. The order of sessions without a clock is drawn from the seed."""
+    """Return (time, session) of sessions that start by the clock or with a first user, and the
+    other sessions, for users who become free. Sessions without a clock are in random order."""
     free = [one for one in trace.sessions if one.start_s is None]
     random.Random(pace.seed).shuffle(free)
     timed = [(one.start_s, one) for one in trace.sessions if one.start_s is not None]
@@ -173,7 +173,7 @@ def thinking_s(request: Request, pace: Pace) -> float:
 
 @dataclass(slots=True)
 class _Cursor:
-    """A position in a session. children: running sub-agents. ready: the next request."""
+    """A position in a session. children: number of running sub-agents. ready: the next request."""
 
     steps: Iterator[Step]
     parent: _Cursor | None
@@ -182,7 +182,7 @@ class _Cursor:
 
 
 def virtual(trace: Trace, pace: Pace) -> Iterator[tuple[float, Request]]:
-    """Yield (time, request) in the order of time; answers take as long as recorded."""
+    """Yield (time, request) in order of time; answers take as long as recorded."""
     numbers = itertools.count()  # the order of simultaneous events
     heap: list[tuple[float, int, _Cursor]] = []
 
@@ -223,7 +223,7 @@ def virtual(trace: Trace, pace: Pace) -> Iterator[tuple[float, Request]]:
 def read_trace(path: Path) -> Trace:
     """Read a trace: kv-cache-tester's *.json, as a folder or a file, or Mooncake's *.jsonl.
 
-    Raises: BenchError: the path is neither or malformed; names the file and the position.
+    Raises: BenchError: the path is neither or malformed; it names the file and the position.
     """
     if not path.exists():
         raise BenchError(f"{path}: no such file or folder")
@@ -240,7 +240,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def _read_folder(path: Path) -> Trace:
-    """Read a folder's session files in order of name, or a single session file."""
+    """Read a folder's session files in alphabetical order, or a single session file."""
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     if not files:
         raise BenchError(f"{path}: no *.json files in this folder")
@@ -260,7 +260,7 @@ def _read_folder(path: Path) -> Trace:
 
 
 class _File:
-    """A reader of one session file. IDs of scope "local" are shifted to start at `first_id`."""
+    """A reader of one session file. It shifts IDs of scope "local" to start at `first_id`."""
 
     def __init__(self, file: Path, first_id: int) -> None:
         self._file = file
@@ -308,7 +308,7 @@ class _File:
         return (*steps, tuple(children)) if children else tuple(steps)
 
     def _request(self, entry: dict[str, Any], gap_s: float) -> Request:
-        """Read a request. gap_s: time since the previous answer, used without a think time."""
+        """Read a request. gap_s: time since the previous answer, used if there is no think time."""
         ids = np.array(entry["hash_ids"], np.int64).reshape(-1)
         if len(ids) and int(ids.min()) < 0:
             raise ValueError(f"hash id {int(ids.min())} is negative")
@@ -349,7 +349,7 @@ def _session(path: Path, number: int, line: str) -> Session:
 
 
 def _check_chained(path: Path, requests: Iterable[Request]) -> None:
-    """Raise BenchError if an ID has two different predecessors."""
+    """Raise BenchError if an ID follows two different IDs."""
     prompts = [one.blocks for one in requests if len(one.blocks)]
     if not prompts:
         return

@@ -3,7 +3,7 @@
 # Sets up a real NVMe/TCP target on this machine for experiments: the kernel's target on a file, two
 # paths over loopback addresses, and xfs. Changes only what it has created.
 #
-#   sudo ./loopback.sh up        create and mount it; prints where
+#   sudo ./loopback.sh up        create and mount it, and print the mount point
 #   sudo ./loopback.sh cut       remove path 1 (the target removes the port)
 #   sudo ./loopback.sh mend      restore path 1
 #   sudo ./loopback.sh status    controllers, their states, the mount
@@ -28,7 +28,7 @@ fail() {
     exit 1
 }
 
-# The numbers of our ports in configfs are high, to avoid existing ports.
+# Our ports have high numbers in configfs, so that they do not clash with existing ports.
 port_of() { echo "$configfs/ports/5474$1"; }
 
 device() { # the namespace's block device, or nothing if there is none
@@ -96,7 +96,7 @@ up() {
         echo "127.0.0.$path" >"$there/addr_traddr"
         echo "$port" >"$there/addr_trsvcid"
         offer "$path"
-        # Like `nvme connect`. fast_io_fail_tmo: hanging I/O fails soon; by default it hangs.
+        # As `nvme connect` does it. With fast_io_fail_tmo, I/O fails soon instead of hanging.
         echo "transport=tcp,traddr=127.0.0.$path,trsvcid=$port,nqn=$nqn,\
 ctrl_loss_tmo=600,fast_io_fail_tmo=10,keep_alive_tmo=5,reconnect_delay=2" >/dev/nvme-fabrics
     done
@@ -108,7 +108,7 @@ ctrl_loss_tmo=600,fast_io_fail_tmo=10,keep_alive_tmo=5,reconnect_delay=2" >/dev/
 }
 
 down() {
-    # A part in use stays, and so does everything below it.
+    # A part that is in use stays, and so does everything under it.
     if mountpoint -q "$mount_point"; then
         umount "$mount_point" || fail "$mount_point is in use: stop its users first"
     fi

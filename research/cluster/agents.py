@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agents and the tokens that their turns find, add and answer; recorded in or drawn from a trace.
+"""Agents: how many tokens each turn finds, adds and answers, as recorded or drawn from a trace.
 
-An agent's context only grows, by each turn's new tokens and answer. `blocks` identify what prompts
-share, for simulations that look up tokens; without them agents share nothing.
+An agent's context only grows, by each turn's new tokens and answer. `blocks` identify the parts
+that prompts share, for simulations that look up tokens; without `blocks`, agents share nothing.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import numpy as np
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.traces import Ids, Request, Session, Trace
 
-#: The range of a drawn agent's first prompt.
+#: The range of the first prompt of a drawn agent, in tokens.
 _FIRST_TOKENS = (2000, 8000)
-#: A larger addition is a new context, not a turn.
+#: If a prompt adds more tokens than this, it is a new context, not a turn.
 _ADDED_MAX = 4000
 
 
 @dataclass(frozen=True, slots=True)
 class Agent:
     """An agent. By turn: tokens found if everything is kept, tokens to compute, tokens of the
-    answer, seconds before the turn; blocks of the prompt, or none. start_s: None: at once."""
+    answer, seconds before the turn, and blocks of the prompt, if any. start_s: None: at once."""
 
     hit: tuple[int, ...]
     new: tuple[int, ...]
@@ -38,15 +38,15 @@ class Agent:
 
 @dataclass(frozen=True)
 class Means:
-    """Mean tokens that a drawn turn adds and answers."""
+    """The mean numbers of tokens that a drawn turn adds and answers."""
 
     added: float
     answer: float
 
 
 def recorded_agents(trace: Trace, think_scale: float) -> list[Agent]:
-    """Return the sessions as recorded, sub-agents separately. Sessions without a clock find their
-    own earlier tokens; those with one, single requests, find those of all earlier requests."""
+    """Return the sessions as recorded, sub-agents separately. A session without a clock finds its
+    own earlier tokens; one with a clock, a single request, finds those of all earlier requests."""
     shared: set[int] = set()
     agents = []
     for session in trace.sessions:
@@ -91,8 +91,8 @@ def _recorded(session: Session, seen: set[int], block_tokens: int, think_scale: 
 
 
 def drawn_agents(trace: Trace, means: Means, tokens_max: int, count: int, seed: int) -> list[Agent]:
-    """Return agents whose context grows to `tokens_max` by turns drawn from the trace and scaled to
-    the means, without think times."""
+    """Return agents whose contexts grow to `tokens_max`, without think times. Their turns are drawn
+    from the trace and scaled to the means."""
     pairs = _turns(trace)
     if not pairs:
         raise BenchError(f"{trace.name}: no session has a second turn to draw from")
@@ -141,7 +141,7 @@ def _turns(trace: Trace) -> list[tuple[int, int]]:
 
 
 def described(agents: Sequence[Agent]) -> dict[str, float]:
-    """Return means over all turns."""
+    """Return the means over all turns, and the number of agents."""
     turns = sum(len(one.new) for one in agents)
     hit = sum(sum(one.hit) for one in agents)
     prompt = hit + sum(sum(one.new) for one in agents)

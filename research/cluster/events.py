@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cluster on a virtual clock: a turn is routed, read, computed, transferred and answered.
+"""The cluster on a virtual clock: turns are routed, read, computed, transferred and answered.
 
 Links, prefill nodes and transfers to decode nodes handle one item at a time, unless loads share a
-link in this cluster; decode is a delay. The product's rules decide which link reads a piece
-(`choose_lane`) and whether to read at all (`Admission`). A read is queued on its link when decided,
-not when the link has room. So a wrong choice costs a whole load here, but only a few chunks in the
-product.
+link in this cluster; decoding is a delay. The product's rules decide which link reads a piece
+(`choose_lane`) and whether to read at all (`Admission`). A read is queued on its link when this is
+decided, not when the link has room. A wrong choice thus costs a whole load here, but only a few
+chunks in the product.
 
-An event is (time, number of the agent and kind): simultaneous events have a fixed order, and equal
-seeds give equal results.
+An event is (time, a number for the agent and the kind), so simultaneous events have a fixed order,
+and equal seeds give equal results.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.manager.load_or_recompute import Admission
 from vllm_nvmeof_offload.native import choose_lane
 
-#: Only the own link; own and helper's link in turn; whole loads by the rule; pieces of loads by the
-#: rule; no reads, as a bound.
+#: The own link only; the own and the helper's link in turn; the rule, for whole loads; the rule,
+#: for pieces of loads; no reads, as a bound.
 PATHS = ("own", "alternate", "request", "chunk", "none")
 ROUTERS = ("least", "round_robin", "sticky")
 _TURN, _LOADED, _PREFILLED, _DECODED, _LOST, _READ = range(6)
 _KINDS = 8
-#: The fewest chunks of a load that is split, and the most pieces.
+#: The fewest chunks of a load that is split, and the most pieces into which it is split.
 _SPLIT_CHUNKS_MIN, _PIECES_MAX = 4, 16
-#: The time after the loss of a link when its reads reach their deadline and are moved.
+#: How long after the loss of a link its reads reach their deadline and are moved.
 _NOTICED_S = 0.5
 
 
@@ -65,17 +65,17 @@ class Finds(Protocol):
     """A model of what prompts find in the tiers of their engine and of others."""
 
     def find(self, agent: int, turn: int, prefill: int) -> tuple[int, int]:
-        """Return (tokens found, tokens of these to read)."""
+        """Return (number of tokens found, number of these that must be read)."""
 
     def prefilled(self, agent: int, turn: int, prefill: int) -> None:
-        """Store the prompt, now in the engine's memory."""
+        """Store the prompt, which is now in the engine's memory."""
 
     def decoded(self, agent: int, turn: int, decode: int) -> None:
-        """Store the answer, now in the decode engine's memory."""
+        """Store the answer, which is now in the decode engine's memory."""
 
 
 class Given:
-    """Hits as given by the trace, all read; with `local`, only where they were computed."""
+    """The hits given by the trace, all to be read; with `local`, only where they were computed."""
 
     def __init__(self, agents: Sequence[Agent], local: bool) -> None:
         self._hits = [one.hit for one in agents]
@@ -97,8 +97,8 @@ class Given:
 
 @dataclass
 class Outcome:
-    """A run's results. begun_s, ttft_s: each turn's start and TTFT, in the order of first tokens.
-    ended_s: by agent, the end of its last answer; 0: not ended."""
+    """A run's results. begun_s, ttft_s: each turn's start and TTFT, in order of first tokens.
+    ended_s: by agent, the end of its last answer; 0: the agent has not finished."""
 
     begun_s: list[float] = field(default_factory=list)
     ttft_s: list[float] = field(default_factory=list)
@@ -113,7 +113,7 @@ class Outcome:
 
 
 class Cluster:
-    """One run. starts_s: start time by agent; horizon_s: later events are ignored."""
+    """One run. starts_s: start time by agent; horizon_s: events after it are ignored."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Cluster:
         self._turn, self._begun_s = [0] * count, [0.0] * count
         self._prefill, self._decode, self._home = [0] * count, [0] * count, [-1] * count
         self._found, self._new = [0] * count, [0] * count
-        #: By agent: when its load ends and, if a link is lost, each lane's part of it.
+        #: By agent: when its load ends, and, if a link is lost, the part that each lane reads.
         self._due_s = [-1.0] * count
         self._loads: dict[int, list[tuple[int, float, float]]] = {}
         self._routed = itertools.count()
@@ -289,7 +289,7 @@ class Cluster:
     # -- reads ------------------------------------------------------------------------
 
     def _read(self, now_s: float, agent: int, count: float) -> float:
-        """Queue a load on its lanes; return when it is complete."""
+        """Queue a load on its lanes; return the time at which it will be complete."""
         prefill, path = self._prefill[agent], self._rules.path
         if path == "own" or not self._machines.decode:
             parts = {prefill: count}
@@ -323,7 +323,7 @@ class Cluster:
             self._loaded(now_s, agent)
 
     def _chosen(self, now_s: float, agent: int, count: float) -> dict[int, float]:
-        """Return bytes by lane, as distributed by the product's rule."""
+        """Return the bytes that each lane reads, as distributed by the product's rule."""
         lanes, machines, prefill = self.lanes, self._machines, self._prefill[agent]
         chunks = int(count / (machines.bytes_per_token * machines.chunk_tokens))
         pieces = min(chunks, _PIECES_MAX) if self._rules.path == "chunk" else 1
@@ -338,7 +338,7 @@ class Cluster:
             own_s, own_room = lanes[prefill].queue_s(now_s) + part / lanes[prefill].rate, True
         numbers = [prefill, *helpers]
         rates = [lanes[one].rate for one in numbers]
-        # A pulled piece is no faster than the link between the nodes.
+        # A piece read by a helper is no faster than the link between the nodes.
         rates[1:] = [min(rate, machines.compute_bytes_per_s) for rate in rates[1:]]
         steps = [part / rate for rate in rates]
         ends = [
@@ -347,7 +347,7 @@ class Cluster:
         ]
         given = [0] * len(numbers)
         for _ in range(pieces):
-            # Without room anywhere, the piece waits in the own queue.
+            # If no lane has room, the piece waits in the prefill node's own queue.
             lane = max(0, choose_lane(own_s, own_room, ends))
             given[lane] += 1
             if lane:
@@ -357,7 +357,7 @@ class Cluster:
         return {one: n * part for one, n in zip(numbers, given, strict=True) if n}
 
     def _helpers(self, now_s: float, agent: int) -> list[int]:
-        """Return lanes of the decode engines that the router names and whose links work."""
+        """Return the lanes of those decode engines that the router names and whose links work."""
         machines, prefill, rules = self._machines, self._prefill[agent], self._rules
         queues_s = []
         if rules.helpers > 1:
@@ -375,8 +375,8 @@ class Cluster:
         return own or (helped and bool(self._helpers(now_s, agent)))
 
     def _worth(self, now_s: float, agent: int, count: float, tokens: int) -> bool:
-        """Return whether to read rather than compute, as the product decides; compute if no link
-        can read."""
+        """Return whether to read rather than compute, as decided by the product. If no link can
+        read, compute."""
         if self._rules.lost and not self._readable(now_s, agent):
             return False
         prefill = self._prefill[agent]
@@ -389,7 +389,7 @@ class Cluster:
         lanes = [self.lanes[prefill]]
         if self._rules.path in ("request", "chunk"):
             lanes += self.lanes[self._machines.prefill :][: self._rules.helpers]
-        # Several lanes act like one.
+        # Several lanes act like a single one.
         rate = sum(lane.rate for lane in lanes)
         if shared := self._machines.shared_bytes_per_s:
             rate = min(rate, shared / self._machines.prefill)  # the measured rate of a busy link
@@ -398,7 +398,7 @@ class Cluster:
         return admission.decide([int(count)], [int(queued)], tokens).load
 
     def _link_lost(self, now_s: float, _: int) -> None:
-        """Handle the deadline of the lost link's reads: move them to other links, or compute."""
+        """Handle the deadline of the lost link's reads: move them to other links or compute."""
         assert self._rules.lost is not None
         lost, since_s, until_s = self._rules.lost
         self.lanes[lost].free_s = until_s

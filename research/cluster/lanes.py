@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A link to the pool: sequential reads at its rate, and its queue as known to peers."""
+"""A link to the pool: it reads in sequence at its rate, and peers know its reported queue."""
 
 from __future__ import annotations
 
 import math
 
-#: Length of the windows in which bytes are counted for the balance of links.
+#: The length of the windows by which bytes are counted, for the balance of links.
 WINDOW_S = 2.0
 
 
 class Lane:
-    """One node's link. Reads are sequential; a read's end is known when it is queued.
+    """A node's link. Reads are sequential, so a read's end is known when it is queued.
 
-    A peer knows the queue that the lane last reported, at most `report_s` ago, and its own reads
-    since then.
+    A peer knows the queue that the lane last reported, at most `report_s` ago, and the reads that
+    the peer itself has queued since then.
     """
 
     __slots__ = ("_beat", "_given_s", "_per_s", "_reported_s", "free_s", "lost", "rate", "windows")
@@ -21,9 +21,9 @@ class Lane:
     def __init__(self, rate: float, report_s: float) -> None:
         self.rate = rate
         self.free_s = 0.0
-        #: The (start, end) of the link's loss.
+        #: The (start, end) of the period in which the link is lost.
         self.lost = (math.inf, math.inf)
-        #: Bytes by the window in which their read started.
+        #: Bytes, by the window in which their read started.
         self.windows: list[float] = []
         self._per_s = 1 / report_s
         self._beat = -1
@@ -31,16 +31,16 @@ class Lane:
         self._given_s: dict[int, float] = {}
 
     def queue_s(self, now_s: float) -> float:
-        """Return the seconds until the lane has read its queue."""
+        """Return the seconds until the lane will have read its queue."""
         return max(0.0, self.free_s - now_s)
 
     def seen_s(self, now_s: float, peer: int) -> float:
-        """Return the seconds until the lane has read its queue, as known to a peer."""
+        """Return the seconds until the lane will have read its queue, as far as `peer` knows."""
         self._report(now_s)
         return max(0.0, self._reported_s - now_s) + self._given_s.get(peer, 0.0)
 
     def read(self, now_s: float, count: float, peer: int = -1) -> float:
-        """Queue bytes; return the time at which they will have been read."""
+        """Queue `count` bytes; return the time at which they will have been read."""
         self._report(now_s)
         start_s = self.free_s if self.free_s > now_s else now_s
         took_s = count / self.rate
@@ -57,7 +57,7 @@ class Lane:
         return end_s
 
     def usable(self, now_s: float, noticed_s: float) -> bool:
-        """Return whether the link is up; a loss is noticed only after `noticed_s`."""
+        """Return whether the link can be used; its loss is noticed only after `noticed_s`."""
         return not self.lost[0] + noticed_s <= now_s < self.lost[1]
 
     def _report(self, now_s: float) -> None:
@@ -68,10 +68,10 @@ class Lane:
 
 
 class SharedLane(Lane):
-    """A link that loads share as in the product's queue: the load with the fewest reads in flight
+    """A link shared by loads as in the product's queue: the load with the fewest reads in flight
     gets the next place. Reads in flight are sequential.
 
-    A read is a pair: the time of its completion, and its load.
+    A read is a pair: the time at which it completes, and its load.
     """
 
     __slots__ = ("_chunk_bytes", "_in_flight", "_left", "_link_s", "_places")
@@ -79,7 +79,7 @@ class SharedLane(Lane):
     def __init__(self, rate: float, report_s: float, places: int, chunk_bytes: float) -> None:
         super().__init__(rate, report_s)
         self._places, self._chunk_bytes, self._link_s = places, chunk_bytes, 0.0
-        #: By load, in the order of arrival: waiting bytes; reads in flight.
+        #: Load → its waiting bytes, in order of arrival; load → its reads in flight.
         self._left: dict[int, float] = {}
         self._in_flight: dict[int, int] = {}
 
@@ -90,7 +90,7 @@ class SharedLane(Lane):
         return self._hand_over(now_s)
 
     def came(self, now_s: float, load: int) -> tuple[list[tuple[float, int]], bool]:
-        """Complete a read; return reads that get a place, and whether the load is complete."""
+        """Complete a read; return the reads that get a place, and whether the load is complete."""
         self._places += 1
         self._in_flight[load] -= 1
         given = self._hand_over(now_s)
@@ -115,8 +115,8 @@ class SharedLane(Lane):
 
 
 def balance(lanes: list[Lane], share: float = 0.6) -> list[float]:
-    """Return the lanes' maximum / mean by window, for the first `share` of windows with reads: in
-    the last ones too few agents remain."""
+    """Return the lanes' maximum / mean by window, for the first `share` of the windows with reads,
+    because in the last ones too few agents remain."""
     length = max((len(lane.windows) for lane in lanes), default=0)
     found = []
     for window in range(length):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cluster described in a file: nodes, links, compute, memory, and sizes of the model."""
+"""A cluster described in a file: its nodes, links, compute and memory, and the model's sizes."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _LIKE_MAX = 8
 
 @dataclass(frozen=True)
 class Machines:
-    """A cluster. Nodes of one kind are equal; an engine is a node. Rates are per node and
+    """A cluster. Nodes of one kind are equal, and an engine is a node. Rates are per node and
     direction.
 
-    decode: 0: prefill nodes decode too, without transfers. storage_bytes_per_s: the node's link to
-    the pool. compute_bytes_per_s: its links to other nodes together. flop_per_pair: FLOP of
-    attention per pair of a new token and an earlier one. request_s: fixed time per prompt.
-    weight_bytes: bytes of the model that a decode step reads; memory_bytes_per_s: of a node's GPUs
-    together; step_s_min: shortest step. step_kv_share: share of the KV in a decode node's memory
-    that a step reads. *_tokens_max: KV in a node's GPU memory, 0: no bound. batch_tokens_max: a
-    prefill node with more outstanding tokens gets no prompts. drives: in an enclosure that all
-    nodes share; 0: no enclosure. local: only the node that stored a chunk can read it. report_s:
-    interval of a peer's queue reports. places: chunks in flight on a link that loads share; 0:
-    loads are read sequentially.
+    decode: if 0, prefill nodes decode too, without transfers. storage_bytes_per_s: the rate of a
+    node's link to the pool. compute_bytes_per_s: the rate of its links to other nodes together.
+    flop_per_pair: FLOP of attention per pair of a new token and an earlier one. request_s: fixed
+    time per prompt. weight_bytes: bytes of the model that a decode step reads; memory_bytes_per_s:
+    rate of a node's GPUs together; step_s_min: shortest step. step_kv_share: share of the KV in a
+    decode node's memory that a step reads. *_tokens_max: KV that a node's GPU memory holds; 0: no
+    bound. batch_tokens_max: a prefill node with more outstanding tokens gets no prompts. drives: in
+    an enclosure that all nodes share; 0: no enclosure. local: only the node that stored a chunk can
+    read it. report_s: interval of a peer's queue reports. places: chunks in flight on a link that
+    loads share; 0: loads are read one after another.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Machines:
         return min((rate for rate in rates if rate), default=0.0)
 
     def step_s(self, held_tokens: float) -> float:
-        """Return the seconds per answer token of a decode node that holds this many tokens' KV."""
+        """Return the seconds per answer token on a decode node that holds this much KV."""
         read_bytes = self.weight_bytes
         if self.step_kv_share:
             read_bytes += self.step_kv_share * held_tokens * self.bytes_per_token
@@ -95,9 +95,9 @@ class Machines:
 
 
 def read_machines(path: Path, name: str) -> Machines:
-    """Read the cluster of this name.
+    """Read the cluster `name` from a machine file.
 
-    Raises: BenchError: the file or name does not exist, or a value is invalid.
+    Raises: BenchError: there is no such file or cluster, or a value is invalid.
     """
     try:
         content: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -117,7 +117,7 @@ def read_machines(path: Path, name: str) -> Machines:
 
 
 def _inherited(content: dict[str, Any], name: str, path: Path) -> dict[str, Any]:
-    """Return a table's values, with those of the tables in its `like` chain as defaults."""
+    """Return a table's values; values that it lacks are those of the tables in its `like` chain."""
     found: dict[str, Any] = {}
     for _ in range(_LIKE_MAX):
         if not isinstance(content.get(name), dict):
@@ -130,7 +130,7 @@ def _inherited(content: dict[str, Any], name: str, path: Path) -> dict[str, Any]
 
 
 def _model_bytes(model: str) -> float:
-    """Return KV bytes per token, computed as in `vllm-nvmeof size`, of a preset or config.json."""
+    """Return KV bytes per token of a preset or config.json, computed as by `vllm-nvmeof size`."""
     place = Path(model)
     shape = read_model(place) if place.exists() else preset(model)
     deployment = Deployment(kv_element_bytes=shape.kv_element_bytes("auto"))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m research.cluster`: the benefit for a whole cluster, in parts.
+"""`python -m research.cluster`: the benefit of reading over several links, for whole clusters.
 
-`offline`: DualPath's clusters with all agents at once. `agents`: a cluster by the number of
-agents. `online`: the arrival rate of agents that a cluster sustains within its objectives.
-`recorded`: the trace's sessions as recorded. `open`: questions that DualPath leaves open.
-`enclosure`: drives in an enclosure, compared with the same drives in the nodes. `offline`, `split`,
-`routers` and `enclosure` are run with every seed, the other parts with the first. Results do not
-depend on this machine, and equal seeds give equal files.
+`offline`: DualPath's clusters with all agents at once. `agents`: a cluster by the number of agents.
+`online`: the arrival rate of agents that a cluster sustains within its objectives. `recorded`: the
+trace's sessions as recorded. `open`: questions that DualPath leaves open. `enclosure`: drives in an
+enclosure, compared with the same drives in the nodes. `offline`, `split`, `routers` and `enclosure`
+run with every seed, the other parts with the first one. Results do not depend on this machine, and
+equal seeds give equal files.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from research.cluster.tiers import Sizes, Tiers
 from vllm_nvmeof_offload import __version__
 from vllm_nvmeof_offload.commands.size.report import turns_per_s
 
-#: Name of an arm → its rules. `alternate` is DualPath without its scheduling.
+#: The name of each arm → its rules. `alternate` is DualPath without its scheduling.
 ARMS = {
     "own": Rules(path="own"),
     "alternate": Rules(path="alternate", router="round_robin"),
@@ -51,7 +51,7 @@ ARMS = {
 }
 #: The period in which all agents of an offline run start.
 _START_S = 0.5
-#: The share of an online run that does not count, because the cluster is still filling.
+#: The share of an online run that is not counted, because the cluster is still filling up.
 _WARM = 0.4
 _SEARCH_STEPS = 8
 _BALANCE_POINTS = 100
@@ -59,7 +59,7 @@ _BALANCE_POINTS = 100
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a study. If a mean is 0 tokens, agents are the trace's sessions as recorded."""
+    """The settings of a study. If a mean is 0 tokens, the agents are the sessions as recorded."""
 
     machines: Path = option(KNOWN, "File with clusters, such as this benchmark's machines.toml.")
     clusters: tuple[str, ...] = option(
@@ -92,7 +92,7 @@ class Settings:
 
 
 class Study:
-    """All runs with one trace. series: balance over time, by run."""
+    """All runs with one trace. series: run → its balance over time."""
 
     def __init__(self, settings: Settings, on_progress: OnProgress) -> None:
         self.settings = settings
@@ -104,7 +104,7 @@ class Study:
         self._drawn: dict[int, list[Agent]] = {}
 
     def population(self, seed: int = 0) -> list[Agent]:
-        """Return the agents to choose from. seed: 0: the first seed."""
+        """Return the agents to choose from. seed: 0 means the first seed of the settings."""
         settings, seed = self.settings, seed or self.settings.seeds[0]
         if not settings.added_tokens or not settings.answer_tokens:
             return self.as_recorded
@@ -123,7 +123,7 @@ class Study:
         self._on_progress(self._done, 0, what)
 
     def crowd(self, count: int, seed: int = 0) -> tuple[list[Agent], list[float]]:
-        """Return `count` agents that start together, and their start times."""
+        """Return `count` agents that start at about the same time, and their start times."""
         rng = random.Random(seed or self.settings.seeds[0])
         population = self.population(seed)
         agents = [rng.choice(population) for _ in range(count)]
@@ -132,7 +132,7 @@ class Study:
     def arrivals(
         self, rate: float, window_s: float, seed: int = 0
     ) -> tuple[list[Agent], list[float]]:
-        """Return agents that arrive at random, `rate` per second, and their start times."""
+        """Return agents that arrive at random times, `rate` per second, and their start times."""
         rng = random.Random(seed or self.settings.seeds[0])
         population = self.population(seed)
         starts_s: list[float] = []
@@ -145,12 +145,12 @@ class Study:
     def offline(
         self, base: Sample, machines: Machines, rules: Rules | None = None, **more: Any
     ) -> Sample:
-        """Run a crowd. base: sets the seed and the number of agents."""
+        """Run a crowd that starts together. base: gives the seed and the number of agents."""
         agents, starts_s = self.crowd(base.agents, base.seed)
         return self.play(base, machines, agents, starts_s, rules, **more)
 
     def online(self, base: Sample, machines: Machines, rules: Rules | None = None) -> Sample:
-        """Run arrivals. base: sets the seed, the rate and the window."""
+        """Run agents that arrive at random. base: gives the seed, the rate and the window."""
         agents, starts_s = self.arrivals(base.rate, base.window_s, base.seed)
         base = replace(base, agents=len(agents))
         return self.play(base, machines, agents, starts_s, rules)
@@ -164,7 +164,7 @@ class Study:
         rules: Rules | None = None,
         sizes: Sizes | None = None,
     ) -> Sample:
-        """Simulate one run. sizes: if given, the product's manager determines hits."""
+        """Simulate one run. sizes: if given, the product's managers determine the hits."""
         base = replace(base, cluster=machines.name)
         seed = f"seed {base.seed}" if base.seed else ""
         self.note(" · ".join(filter(None, (base.part, base.cluster, base.arm, base.knob, seed))))
@@ -186,7 +186,7 @@ class Study:
 
 
 def _sampled(base: Sample, out: Outcome) -> Sample:
-    """Return a run's results; for an online run, without the filling period."""
+    """Return a run's results; for an online run, those after the cluster has filled up."""
     since_s = _WARM * base.window_s
     counted = [
         (at_s, ttft_s)
@@ -234,8 +234,8 @@ def _agents(study: Study) -> Iterator[Sample]:
 
 
 def _online(study: Study) -> Iterator[Sample]:
-    """Search for the highest rate, from half of what links and compute allow: upwards while the
-    objectives are met, in short windows far above that bound, and then by bisection."""
+    """Search for the highest rate, starting at half of what links and compute allow: go up while
+    the objectives are met, in short windows far above that bound, and then bisect."""
     for name in study.settings.clusters:
         machines = study.machines(name)
         for arm in ("own", "request", "chunk"):
@@ -251,7 +251,7 @@ def _online(study: Study) -> Iterator[Sample]:
 
 
 def carried(machines: Machines, what: Mapping[str, float], helped: bool) -> float:
-    """Return the most agents per second that links and compute can sustain."""
+    """Return how many agents per second the links and the compute can sustain."""
     hit_tokens = what["context_tokens"] * what["hit"]
     read_bytes = what["turns"] * hit_tokens * machines.bytes_per_token
     compute_s = what["turns"] * machines.compute_s(hit_tokens, what["new_tokens"])
@@ -274,7 +274,7 @@ def _open(study: Study) -> Iterator[Sample]:
         yield from part(study)
 
 
-#: Agents per second at which links are busy for a third to a half of the time.
+#: The agents per second with which links are busy for a third to a half of the time.
 _CALM = {"27b-1p1d": 0.45, "660b-2p4d": 0.4}
 
 
@@ -286,7 +286,7 @@ def _split(study: Study) -> Iterator[Sample]:
                 yield study.online(base, study.machines(name))
 
 
-#: The share of the sustainable rate at which routers are compared.
+#: The share of the sustainable rate with which routers are compared.
 _BUSY = 0.85
 
 
@@ -310,7 +310,7 @@ _DECISIONS: dict[str, dict[str, Any]] = {
 
 
 def _admission(study: Study) -> Iterator[Sample]:
-    """Compare decisions with links at full rate and at fractions of it."""
+    """Compare decisions to read or recompute, with links at full rate and at fractions of it."""
     machines = study.machines("27b-1p1d")
     for share in (1.0, 0.2, 0.05):
         slow = replace(machines, storage_bytes_per_s=share * machines.storage_bytes_per_s)
@@ -321,7 +321,7 @@ def _admission(study: Study) -> Iterator[Sample]:
 
 
 def _sharing(study: Study) -> Iterator[Sample]:
-    """Compare pool sizes per engine, as shares of all agents' final tokens."""
+    """Compare sizes of an engine's pool, as shares of all agents' tokens at their end."""
     machines, count = study.machines("27b-2p2d"), 64
     agents, _ = study.crowd(count)
     whole = sum(one.hit[-1] + one.new[-1] + one.answer[-1] for one in agents)
@@ -336,7 +336,7 @@ def _sharing(study: Study) -> Iterator[Sample]:
 
 
 def _lost(study: Study) -> Iterator[Sample]:
-    """Simulate a minute without the link of a prefill node or of a decode node."""
+    """Simulate the loss of a prefill node's or a decode node's link for one minute."""
     machines = study.machines("27b-1p1d")
     for arm in ("own", "chunk"):
         for what, node in (("none", None), ("prefill", 0), ("decode", machines.prefill)):

@@ -2,8 +2,8 @@
 """DualPath's published figures (Wu et al., arXiv 2602.21548, 2026) and the simulated ones.
 
 The paper's machines were not measured here. Two numbers are fitted: a node's compute rate, for all
-rows, and the smaller model's shortest decode step. The paper's offline ratios are maxima over
-numbers of agents ("up to"). Ours are medians over seeds.
+rows, and the shortest decode step of the smaller model. The paper's offline ratios are maxima over
+the number of agents ("up to"); ours are medians over seeds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm_nvmeof_bench.results import Goal, median, median_of, paired, select, values_of
 
-#: Cluster → concurrent agents.
+#: Cluster → the number of concurrent agents.
 OFFLINE = {"660b-2p4d": 512, "27b-1p1d": 256, "27b-1p2d": 256, "27b-2p1d": 256}
 _SMALL = ("27b-1p1d", "27b-1p2d", "27b-2p1d")
 _NEAR = 0.1
@@ -24,7 +24,7 @@ _ROWS_MIN = 6
 
 @dataclass(frozen=True)
 class Row:
-    """A published figure and ours by seed; no values: not simulated."""
+    """A published figure, and ours by seed. values: empty if it was not simulated."""
 
     name: str
     published: float
@@ -45,14 +45,14 @@ class Row:
 
 
 def gains(samples: Sequence[Any], cluster: str, arm: str) -> list[float]:
-    """Return by seed JCT with only the own link / JCT of the arm."""
+    """Return, by seed, the ratio of JCT with a node's own link only to JCT of the arm."""
     runs = select(samples, part="offline", cluster=cluster)
     pairs = paired(runs, "end_s", {"arm": "own"}, {"arm": arm}, key=lambda one: one.seed)
     return [own / other for own, other in pairs]
 
 
 def capacity(samples: Sequence[Any], cluster: str, arm: str, window_s: float) -> Any | None:
-    """Return the run with the highest rate within the objectives."""
+    """Return the run with the highest rate that met the objectives, if any."""
     runs = select(samples, part="online", cluster=cluster, arm=arm, window_s=window_s)
     return max((one for one in runs if one.kept), key=lambda one: one.rate, default=None)
 
@@ -87,7 +87,7 @@ def _less(ratios: Sequence[float]) -> list[float]:
 
 
 def balance_rows(samples: Sequence[Any]) -> list[Row]:
-    """Return the links' maximum / mean bytes in windows of two seconds."""
+    """Return rows for the maximum / mean of the links' bytes in windows of two seconds."""
     return [
         Row(
             f"{cluster}, {words}",
@@ -116,7 +116,7 @@ def _rows_goal(samples: Sequence[Any]) -> Goal:
 
 
 def _equivalences(samples: Sequence[Any]) -> list[Goal]:
-    """Return goals for JCT ratios of two clusters; the seed with the largest deviation decides."""
+    """Return goals for JCT ratios of two clusters; the seed that deviates most decides."""
     clusters = {
         "own link: 1P1D = 1P2D": (("27b-1p1d", "own"), ("27b-1p2d", "own")),
         "both paths 1P1D = own link 2P1D": (("27b-1p1d", "request"), ("27b-2p1d", "own")),

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two real servers on this machine's CPU, each with a slow link to its pool, and the simulator.
+"""Two real servers on this machine's CPU, each with a slow link to its pool, and a simulation.
 
     python -m research.cluster.real [--seeds 1,2,3] [--json FILE] [--vllm-router PROGRAM]
 
 First the machine is measured, one request at a time: the cost of prompts with and without KV in
-memory, and a link's rate. The results become a table of a machine file. Then prompts return at
-random times, in turn to both servers and through `examples/dual_path_router.py`, round by round,
-and the simulator plays the same requests at the same times on that machine. So many other prompts
-precede a returning one that its KV is only in the pool. With the program of the package
-`vllm-router`, its policies are run with the same servers too.
+memory, and the rate of a link. The results become a table in a machine file. Then prompts return at
+random times, round by round, in turn to both servers and through `examples/dual_path_router.py`.
+The simulator plays the same requests at the same times on that machine. Between two uses of a
+prompt there are enough others that its KV is only in the pool. If the program of the package
+`vllm-router` is given, its policies are run with the same servers too.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.units import GIB, slot_stride_bytes
 
 LINK_BYTES_PER_S = 30_000_000
-#: The prompts' reads as a share of the links' capacity.
+#: The bytes that prompts read, as a share of the links' capacity.
 LOAD = 0.8
 REQUESTS = 80
 OFF_MAX = 0.15
@@ -55,10 +55,10 @@ PROMPTS, NEW_TOKENS, ANSWER_TOKENS = 35, 40, 8
 _SHAPE = ModelShape(layers=8, hidden=256, intermediate=512, heads=4, kv_heads=4)
 _CHUNK_TOKENS = 64
 _CHUNK_BYTES = _CHUNK_TOKENS * _SHAPE.kv_bytes_per_token
-#: Lengths of stored prompts in chunks, and shares: short like chats, long like agents' sessions.
+#: The lengths of stored prompts in chunks, and their shares: like chats, like agents' sessions.
 _CHUNKS, _SHARES = (8, 60), (0.75, 0.25)
 _SLOTS, _STREAM_SLOTS = 96, 24
-#: Tokens of the prompts for measuring the machine: found in memory or loaded, and computed.
+#: Tokens of the prompts with which the machine is measured: found or loaded, and computed.
 _SHORT, _LONG, _COMPUTED = _CHUNKS[0] * _CHUNK_TOKENS, _CHUNKS[1] * _CHUNK_TOKENS, 2048
 _TRIES = 5
 _MEASURED = "measured"
@@ -69,8 +69,8 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Numbers:
-    """Medians of single requests. hit_s: TTFT of `NEW_TOKENS` after a short and a long prompt that
-    are in memory; loaded_s: the same with prompts read from the pool. computed_s: TTFT of
+    """Medians of single requests. hit_s: TTFT of `NEW_TOKENS` after a short and after a long prompt
+    in memory; loaded_s: the same if these prompts are read from the pool. computed_s: TTFT of
     `_COMPUTED` new tokens. step_s: seconds per answer token."""
 
     hit_s: tuple[float, float]
@@ -81,7 +81,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: its time, and the stored prompt with which it begins."""
+    """A request: when it is sent, and the stored prompt with which it begins."""
 
     at_s: float
     prompt: int
@@ -97,7 +97,7 @@ class Arm:
     hits: Hits = field(default_factory=Hits)
 
     def off(self, share: float = 0.0) -> float:
-        """Return the simulator's mean or percentile / the servers', minus 1."""
+        """Return the simulator's mean or percentile / that of the servers, minus 1."""
         return _figure(self.simulated_s, share) / _figure(self.ttft_s, share) - 1
 
 
@@ -106,11 +106,11 @@ def _figure(values: Sequence[float], share: float) -> float:
 
 
 def machine_values(numbers: Numbers) -> dict[str, float]:
-    """Convert the numbers to values of a machine file's table. A FLOP is a nanosecond here.
+    """Convert the numbers to values in a machine file's table, in which a FLOP is a nanosecond.
 
-    A new token's cost is that in an all-new prompt. The cost per pair of a new token and an earlier
-    one is derived from the extra cost of a longer prompt, which here includes the server's work on
-    the prompt. The rest is a fixed cost.
+    The cost of a new token is that in a prompt of only new tokens. The cost per pair of a new token
+    and an earlier one follows from the extra cost of a longer prompt, which here includes the
+    server's work on that prompt. The rest is a fixed cost.
     """
     short_s, long_s = numbers.hit_s
     token_s = numbers.computed_s / _COMPUTED
@@ -130,9 +130,9 @@ def machine_values(numbers: Numbers) -> dict[str, float]:
 
 
 def machine_file(path: Path, numbers: Numbers) -> Machines:
-    """Write and read a machine file with two servers that both prefill and decode."""
+    """Write and read a machine file with two servers, both of which prefill and decode."""
     fixed = {"prefill": 2, "decode": 0, "compute_bytes_per_s": 1e12}
-    # The time of a step is measured as a whole.
+    # The time of a step is measured as a whole, so these two numbers do not matter.
     fixed |= {"weight_bytes": 1.0, "memory_bytes_per_s": 1e12}
     fixed |= {"chunk_tokens": _CHUNK_TOKENS, "places": _STREAM_SLOTS}
     values = {**fixed, **machine_values(numbers)}
@@ -144,7 +144,7 @@ def machine_file(path: Path, numbers: Numbers) -> Machines:
 def simulated(
     machines: Machines, lengths: Sequence[int], asked: Sequence[Asked], router: str
 ) -> list[float]:
-    """Return the requests' simulated TTFT."""
+    """Return the simulated TTFT of each request."""
     agents = [
         Agent((lengths[one.prompt],), (NEW_TOKENS,), (ANSWER_TOKENS,), (0.0,)) for one in asked
     ]
@@ -154,7 +154,7 @@ def simulated(
 
 
 class Crowd:
-    """The stored prompts, and the requests that use them."""
+    """The stored prompts, and the requests that begin with them."""
 
     def __init__(self, servers: Sequence[Server]) -> None:
         self._servers = servers
@@ -178,7 +178,7 @@ class Crowd:
         return Numbers(hit_s, loaded_s, float(both["computed_s"]), float(both["step_s"]))
 
     def arrivals(self, machines: Machines, seed: int) -> list[Asked]:
-        """Return prompts in sequence, at random times, for a load of `LOAD` on the links."""
+        """Return requests for the prompts in turn, at random times; the links' load is `LOAD`."""
         mean_bytes = statistics.fmean(self.lengths) * machines.bytes_per_token
         rate = LOAD * machines.prefill * machines.storage_bytes_per_s / mean_bytes
         gaps_s = np.random.default_rng(seed).exponential(1 / rate, REQUESTS)
@@ -189,7 +189,7 @@ class Crowd:
         return found
 
     def come(self, urls: Sequence[str], asked: Sequence[Asked], seed: int) -> list[float]:
-        """Send requests at their times, to the addresses in turn; return the TTFT of each."""
+        """Send requests at their times, to the addresses in turn; return each request's TTFT."""
         return asyncio.run(self._come(urls, asked, seed))
 
     def forget_gpu(self) -> None:
@@ -266,7 +266,7 @@ def _sum(*hits: Hits) -> Hits:
 
 @contextlib.contextmanager
 def _way(name: str, servers: Sequence[Server], program: str, logs: Path) -> Iterator[list[str]]:
-    """Yield the addresses to which requests are sent in turn."""
+    """Yield the addresses to which the requests are sent in turn."""
     if name == "in turn":
         yield [one.url for one in servers]
         return
@@ -291,7 +291,7 @@ def _spec(model: Path, pool: Path, control: Path) -> ServerSpec:
         "stream_slots": _STREAM_SLOTS,
         "admission": "always",
         "share": "off",
-        # Loaded chunks are kept only in the GPU's cache.
+        # Loaded chunks are kept in the GPU's cache only.
         "ahead_cache_share": 0.0,
         "read_deadline_ms": 60_000,
         "fault_injection": str(control),
@@ -305,7 +305,7 @@ def _spec(model: Path, pool: Path, control: Path) -> ServerSpec:
         env={
             "VLLM_SERVER_DEV_MODE": "1",
             ALLOW_FAULTS: "1",
-            # Both servers compute with one thread on any free core.
+            # Each server computes with one thread, on any free core.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
         },

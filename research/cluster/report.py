@@ -17,12 +17,12 @@ PARTS = ("offline", "agents", "online", "recorded", "open", "enclosure")
 
 @dataclass(frozen=True)
 class Sample:
-    """One run. arm: how links are chosen for reads. rate: agents arriving per second during
+    """One run. arm: how links are chosen for reads. rate: agents that arrive per second during
     window_s; 0: `agents` start together. knob: other differences. seed: for agents and arrivals; 0:
-    the first seed. end_s: the end of the last answer. drift: mean TTFT of the counted period's
-    second half / first half. balance: the links' maximum / mean bytes in windows. hit: share of
-    prompt tokens found. recomputed: tokens found but recomputed. kept: whether mean TTFT and time
-    per token met the objectives."""
+    the first seed. end_s: when the last answer ended. drift: mean TTFT of the second half of the
+    counted period / of the first half. balance: maximum / mean of the links' bytes, by window. hit:
+    share of prompt tokens found. recomputed: tokens found but recomputed. kept: whether mean TTFT
+    and mean time per token met the objectives."""
 
     part: str
     cluster: str
@@ -91,7 +91,7 @@ def _gains(offline: Sequence[Sample]) -> list[Column]:
 
 
 def _jct_columns(samples: Sequence[Sample], key: Any) -> list[Column]:
-    """Return columns of JCT by arm, as medians over seeds."""
+    """Return a column of JCT per arm; values are medians over seeds."""
     found: dict[Any, list[float]] = {}
     for one in samples:
         found.setdefault((key(one), one.arm), []).append(one.end_s)
@@ -151,7 +151,7 @@ def _online_tables(samples: Sequence[Sample], conditions: Conditions) -> Iterato
 
 
 def _over_rates(runs: Sequence[Sample]) -> Iterator[Table]:
-    """Yield tables of mean TTFT by agents per second, in the longest window."""
+    """Yield a table per cluster of mean TTFT by agents per second, in the longest window."""
     longest = max(one.window_s for one in runs)
     for cluster in distinct(runs, "cluster"):
         here = select(runs, cluster=cluster, window_s=longest)
@@ -181,7 +181,7 @@ _ONLINE = ("split", "routers", "lost")
 
 
 def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """Return the samples of each row, which differ only in their seed."""
+    """Return the samples of each row of a table; within a row only the seed differs."""
     rows: dict[tuple[str, str, str], list[Sample]] = {}
     for one in samples:
         rows.setdefault((one.cluster, one.arm, one.knob), []).append(one)
@@ -189,7 +189,7 @@ def _groups(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def _columns(part: str) -> list[Column]:
-    """Return a part's columns, as medians over seeds."""
+    """Return the columns of a part; values are medians over seeds."""
 
     def column(title: str, form: str, value: Callable[[Sample], float]) -> Column:
         return Column(title, lambda group: median(map(value, group)), form)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hits determined by the product's own managers, one per engine, with a CPU tier and a pool.
+"""Hits found by the product's own managers, one per engine, with a CPU tier and a pool.
 
-The managers' copies and I/O succeed at once; the cluster determines the time of reads. With
-sharing, an engine also reads chunks in other engines' pools, as if a follower had found them, and
+The managers' copies and I/O succeed at once; the cluster determines how long reads take. With
+sharing, an engine also reads chunks from other engines' pools, as if a follower had found them, and
 does not store them again.
 """
 
@@ -22,13 +22,13 @@ from vllm_nvmeof_offload.protocol import OpReport, RankHello
 
 _CHUNK_BYTES = 1 << 20  # arbitrary: the manager counts chunks, and the cluster determines times
 _CHUNKS_MIN = 8
-#: Chunk numbers reserved for each drawn agent; more than any context has.
+#: The chunk numbers reserved for each drawn agent: more than any context needs.
 _AGENT_CHUNKS = 1 << 24
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of one engine in tokens. chunk_tokens: at least a block of the trace."""
+    """Sizes of one engine in tokens. chunk_tokens: no fewer than a block of the trace."""
 
     cpu_tokens: int
     pool_tokens: int
@@ -37,7 +37,7 @@ class Sizes:
 
 
 class Tiers:
-    """The managers of all engines, first those of prefill nodes, then those of decode nodes."""
+    """The managers of all engines: first those of the prefill nodes, then the decode nodes'."""
 
     def __init__(
         self, agents: Sequence[Agent], sizes: Sizes, engines: tuple[int, int], block_tokens: int
@@ -49,7 +49,7 @@ class Tiers:
 
     def find(self, agent: int, turn: int, prefill: int) -> tuple[int, int]:
         one, chunk = self._agents[agent], self._sizes.chunk_tokens
-        # The last token is always computed.
+        # The last token of a prompt is always computed.
         keys = self._keys(agent, turn, one.hit[turn] + one.new[turn] - 1)
         if not keys:
             return 0, 0
@@ -68,8 +68,8 @@ class Tiers:
         self._store(prefill, self._keys(agent, turn, one.hit[turn] + one.new[turn]))
 
     def decoded(self, agent: int, turn: int, decode: int) -> None:
-        """Store the chunks that the answer has filled, on the decode engine or, without one, on
-        the prompt's engine."""
+        """Store the chunks that the answer has filled: on the decode engine or, if there is none,
+        on the engine of the prompt."""
         one = self._agents[agent]
         if turn + 1 == len(one.hit):
             return  # this was the last turn
@@ -93,7 +93,7 @@ class Tiers:
     def _elsewhere(
         self, keys: list[bytes], engine: int
     ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Return, by key, whether this engine can read it from another engine's pool."""
+        """Return, for each key, whether `engine` can read its chunk from another engine's pool."""
         there = np.zeros(len(keys), bool)
         if self._sizes.sharing and keys:
             for number, core in enumerate(self._cores):
@@ -102,7 +102,7 @@ class Tiers:
         return there
 
     def _keys(self, agent: int, turn: int, tokens: int) -> list[bytes]:
-        """Return the keys of the full chunks in a prompt's first `tokens`."""
+        """Return the keys of the full chunks in the first `tokens` tokens of a prompt."""
         one, count = self._agents[agent], tokens // self._sizes.chunk_tokens
         if one.blocks:
             ends = one.blocks[turn][self._per_chunk - 1 :: self._per_chunk]

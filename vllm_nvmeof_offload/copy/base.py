@@ -96,7 +96,7 @@ class Payloads:
 
 
 class CopyEngine(Protocol):
-    """A submit/poll interface for one thread at a time, the pipeline's. `submit` never blocks.
+    """A submit/poll interface, used on the pipeline's thread. `submit` never blocks.
 
     A ticket is in flight from `submit` until `poll` returns it. Until then the engine may touch
     both sides of every piece.
@@ -124,8 +124,8 @@ class CopyEngine(Protocol):
     def has_passed(self, fence: object) -> bool:
         """Return whether a copy after this fence could start now; False if the engine cannot know.
 
-        Once True, the answer stays True. Copies after this fence may then be combined with copies
-        after older fences, without any fence.
+        Once True, the answer stays True. Copies after this fence may then be submitted together
+        with copies after older fences, without any fence.
         """
 
     def submit(
@@ -135,7 +135,7 @@ class CopyEngine(Protocol):
         fence: object,
         payloads: Payloads | None = None,
     ) -> int:
-        """Start copying; return the ticket.
+        """Start copying `pieces`; return the ticket.
 
         `fence` is None if there is nothing to wait for. `payloads` are the payloads of the pieces;
         None if no checksum is needed.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses DMA, DMA with the overlap hint, or the kernel, based on times measured on this GPU.
 
-The table is measured once and cached. Only one process per host measures at a time: the ranks of a
-server start together and share the host's memory and links, so concurrent measurements would
-disturb each other.
+The table of times is measured once and cached. Only one process per host measures at a time: the
+ranks of a server start together and share the host's memory and links, so concurrent measurements
+would disturb each other.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ FRAGMENT_BYTES = tuple(KIB << k for k in range(2, 9))  # 4 KiB … 256 KiB
 COUNTS = (4, 16, 64, 256, 1024)
 _SIZE_LOG2_MIN, _SIZE_LOG2_MAX = 12, 18
 _WORD_BYTES = 16
-#: The table is measured on an idle GPU. The kernel takes multiprocessors away from a running model,
-#: and the copy engines take none, so the kernel must be this many times as fast.
+#: The kernel is used only if it is this many times as fast as DMA: the table is measured on an idle
+#: GPU, but the kernel takes multiprocessors away from a running model, and DMA takes none.
 KERNEL_MARGIN = 1.5
-#: RMM and cuDF set the hint only up to this size; larger copies became slower with it.
+#: RMM and cuDF set the hint only up to this size; larger copies were slower with it.
 OVERLAP_BYTES_MAX = 128 * KIB
 
 _Measurement = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -93,13 +93,13 @@ def best_of(cell: Cell) -> Backend:
 class Selector:
     """Chooses a method from measured cells; without cells, always DMA.
 
-    A count that was not measured, for lack of time or memory, uses the result for fewer fragments
-    of its size: that is closer than the result for another size.
+    If a count was not measured, for lack of time or memory, the result for fewer fragments of the
+    same size is used: it is closer than the result for another size.
     """
 
     def __init__(self, cells: Iterable[Cell] = ()) -> None:
         known = {(c.direction, c.fragment_bytes, c.count): best_of(c) for c in cells}
-        #: The best method per size, by count, for loads and for stores; empty means DMA for all.
+        #: By count, the best method per size, for loads and stores; an empty list: DMA for all.
         self._loads, self._stores = (
             _by_count(direction, known) for direction in (Direction.LOAD, Direction.STORE)
         )
@@ -107,7 +107,7 @@ class Selector:
     def choose(self, direction: Direction, pieces: Descriptors) -> Backend:
         """Choose the method for coalesced pieces when they are submitted.
 
-        Every transfer waits for this, so the pieces are examined only if some method may beat DMA.
+        Every transfer waits for this, so pieces are examined only if another method may beat DMA.
         """
         count = len(pieces)
         table = self._loads if direction is Direction.LOAD else self._stores
@@ -140,7 +140,7 @@ def _by_count(
 
 
 def _log2(number: int) -> int:
-    """Return the logarithm, rounded to the nearest whole number."""
+    """Return the base-2 logarithm of `number`, rounded to the nearest integer."""
     return (number * number).bit_length() // 2
 
 
@@ -174,12 +174,12 @@ def missing_cells(cells: Iterable[Cell], size: int) -> int:
 
 pause = time.sleep
 
-#: The most GPU memory used, and staging overwritten, by a measurement.
+#: The most GPU memory that a measurement uses, and the most staging that it overwrites.
 CALIBRATION_BYTES_MAX = 64 * MIB
-#: With less registered memory the larger cells of the table cannot be measured.
+#: With less registered memory than this, the table's larger cells cannot be measured.
 _BYTES_MIN = 4 * MIB
 _ROUNDS = 3
-#: The time budgets at a server's start, which waits for the measurement, and on a user's request.
+#: The time limits of a measurement: for one that a server's start waits for, and for a user's.
 _BUDGET_S, _BUDGET_WHEN_ASKED_S = 1.5, 60.0
 #: Long enough for sixteen ranks that measure one after another.
 _LOCK_WAIT_S_MAX = 60.0
@@ -225,7 +225,7 @@ def calibrate(
 
 
 def _scattered(memory: int, staging: int, fragment_bytes: int, count: int) -> Descriptors:
-    """Place pieces in order in staging and at random in GPU memory, as in a paged cache."""
+    """Return pieces in order in staging but scattered in GPU memory, as in a paged cache."""
     pieces = np.empty((count, 3), np.uint64)
     places = np.arange(count, dtype=np.uint64) * np.uint64(fragment_bytes)
     pieces[:, 0] = np.uint64(memory) + np.random.default_rng(0).permutation(places)
@@ -237,7 +237,7 @@ def _scattered(memory: int, staging: int, fragment_bytes: int, count: int) -> De
 def _ways(
     cuda: Cuda, dma: DmaCopier, kernel: KernelCopier, direction: Direction, pieces: Descriptors
 ) -> dict[Backend, _Way]:
-    """Return functions that copy these pieces on a stream and note the tables that they use."""
+    """Return functions that copy these pieces on a stream and record the tables that they use."""
     ways: dict[Backend, _Way] = {
         Backend.DMA: lambda stream, used: dma.copy(direction, pieces, stream),
         Backend.KERNEL: lambda stream, used: kernel.copy(direction, pieces, stream, used),
@@ -284,7 +284,7 @@ def kept_or_measured(
     scratch: tuple[int, int],
     lock_wait_s: float = _LOCK_WAIT_S_MAX,
 ) -> list[Cell]:
-    """Return the cached table, or measure it now and, if complete, cache it; empty means DMA only.
+    """Return the cached table, or measure one and cache it if complete; empty means DMA only.
 
     `scratch` is the address and size in bytes of registered, unused memory, which is overwritten.
     """
@@ -333,7 +333,7 @@ def _measured(
     started_s = time.perf_counter()
     try:
         cells = calibrate(cuda, dma, kernel, scratch, budget_s)
-    except CudaError as error:  # such as no GPU memory left
+    except CudaError as error:  # for example, no GPU memory is left
         logger.warning("copies: cannot compare DMA with a kernel: %s", error)
         return []
     took_s = time.perf_counter() - started_s
@@ -353,7 +353,7 @@ def _measured(
 def _read(cuda: Cuda, size: int) -> list[Cell] | None:
     try:
         return parse_cells(_path(cuda).read_bytes(), size)
-    except (OSError, ValueError):  # none yet, not a table, or not complete
+    except (OSError, ValueError):  # it is missing, invalid or incomplete
         return None
 
 
@@ -388,7 +388,7 @@ def _alone_on_this_host(wait_s: float) -> Iterator[bool]:
 
 
 def _open_lock(path: Path) -> int:
-    """Open for reading, which is enough for a lock and lets other users' servers lock it too."""
+    """Open the file for reading, which is enough to lock it and works for other users' servers."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         return os.open(path, flags)
@@ -495,7 +495,7 @@ def _copiers(cuda: Cuda, backend: str, scratch: tuple[int, int], fallbacks: list
 def open_device(device: str) -> KvDevice:
     """Open the device that torch calls `device`: `cpu`, `cuda` (the current GPU) or `cuda:N`.
 
-    Raises: EngineError: another kind, or CUDA cannot be used here; the message names the cause.
+    Raises: EngineError: an unknown kind, or CUDA cannot be used here; the message says which.
     """
     kind, _, index = device.partition(":")
     if kind == "cpu":

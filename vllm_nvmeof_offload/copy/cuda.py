@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asynchronous copies between a KV cache in GPU memory and pinned staging.
 
-Each direction has one stream, on which nothing ever waits for the model. A ticket whose fence has
-not passed is held here until `poll` sees that it has passed. So each ticket waits only for its own
-fence, and two streams suffice. A wait on the stream would delay every later ticket with an older
-fence, for a whole forward pass. A started ticket is a copy and then an event on the stream; `poll`
+Each direction has one stream, which never waits for the model. Instead, a ticket is held here until
+`poll` finds that its fence has passed. So each ticket waits only for its own fence, and two streams
+suffice. A wait on the stream would delay every later ticket with an older fence, for a whole
+forward pass. A started ticket is a copy and then an event on the stream; `poll`
 queries the events. Only `close` waits for the GPU. The model's thread makes at most two driver
 calls per fence: to create its event, if none is idle, and to record it.
 
@@ -51,18 +51,18 @@ from vllm_nvmeof_offload.copy.pinning import Readiness, StagingPinning
 from vllm_nvmeof_offload.errors import OK, Outcome, OutcomeKind
 from vllm_nvmeof_offload.units import KIB, MIB
 
-#: Copies per driver call. The driver needs 0.4 µs for each, and the GPU seems to start when a call
-#: returns. On an H200, calls of 64 copies of 512 KiB reached 0.99 of the rate of one contiguous
-#: copy, and calls of 1000 reached 0.92 to 0.93. Smaller calls cost the host more.
+#: The most copies per driver call. The driver needs 0.4 µs for each, and the GPU seems to start
+#: when a call returns. On an H200, calls of 64 copies of 512 KiB reached 0.99 of the rate of one
+#: contiguous copy, and calls of 1000 reached 0.92 to 0.93. Smaller calls cost the host more.
 _CALL_COPIES_MAX = 64
 _THREADS = 512
 _LANES = 32
-#: The most bytes per part, which one warp copies; a multiple of 16 to keep the pieces' alignment.
+#: The most bytes in a part, the unit that one warp copies; a multiple of 16 preserves alignment.
 PART_BYTES_MAX = 16 * KIB
-#: Bytes per launch. A launch's blocks keep their multiprocessors until it ends, and the model's
-#: launches wait for these: 8 MiB take 0.15 ms at 55 GB/s.
+#: The most bytes per launch. A launch keeps its multiprocessors until it ends, and launches of the
+#: model wait for them: 8 MiB take 0.15 ms at 55 GB/s.
 LAUNCH_BYTES_MAX = 8 * MIB
-#: Thread blocks per launch; `bench copy --parts sweep` measures other numbers.
+#: The most thread blocks per launch; `bench copy --parts sweep` measures other numbers.
 BLOCKS_MAX = 8
 _TABLES = 16
 _ROW_BYTES = 3 * 8
@@ -185,12 +185,12 @@ def cut(
 
 @dataclass(slots=True, eq=False)
 class Fence:
-    """One recording of an event, which is reused once no reference to this fence is left."""
+    """One recording of an event. The event is reused once nothing refers to this fence any more."""
 
     event: int
     number: int
     idle: deque[int]
-    passed: bool = False  # whether the GPU was seen to have passed it
+    passed: bool = False  # whether the GPU is known to have passed it
     watched: bool = False
 
     def __del__(self) -> None:
@@ -222,7 +222,7 @@ class _Launched:
     outcome: Outcome = OK
     tables: list[Table] = field(default_factory=list)
     checksums: Checksums | None = None  # until they are given back
-    checksums_failed: bool = False  # whether `event` may precede their end
+    checksums_failed: bool = False  # whether they may end after `event`
 
 
 class CopyWaiter:
@@ -255,7 +255,7 @@ class CopyWaiter:
         self._thread.join()
 
     def _run(self) -> None:
-        with contextlib.suppress(CudaError):  # then every wait below fails, and calls `on_done`
+        with contextlib.suppress(CudaError):  # after a failure, each wait below fails too
             self._cuda.enter_own_thread()
         while (one := self._queue.get()) is not None:
             with contextlib.suppress(CudaError):  # `poll` gets the same error, and logs it
@@ -283,7 +283,7 @@ class Fences:
         self._waiter = CopyWaiter(cuda, on_passed, "nvmeof-fences") if on_passed else None
         self._idle: deque[int] = deque()
         self._count = 0
-        # Oldest first: fences not yet seen to have passed, and those not yet passed to the waiter.
+        # Oldest first: fences not yet seen to have passed, and those not yet given to the waiter.
         self._open: deque[Fence] = deque()
         self._unannounced: deque[Fence] = deque()
 
@@ -302,7 +302,7 @@ class Fences:
         return fence
 
     def look(self) -> None:
-        """Update which fences have passed, usually with one driver call. Raises CudaError."""
+        """Find out which fences have passed, usually with one driver call. Raises CudaError."""
         while self._open and self._cuda.event_is_done(self._open[0].event):
             self._open.popleft().passed = True
         while self._unannounced and self._unannounced[0].passed:
@@ -320,7 +320,7 @@ class Fences:
                 self._waiter.watch(older)
 
     def close(self) -> list[int]:
-        """Wait for the model's stream to pass all fences; return events to destroy."""
+        """Wait for the model's stream to pass all fences; return the events to destroy."""
         if self._waiter is not None:
             self._waiter.close()
         self._open.clear()
@@ -338,7 +338,7 @@ class _Stream:
     copied: int
     waiter: CopyWaiter | None
     launched: deque[_Launched] = field(default_factory=deque)
-    #: Tickets polled as finished. Their events may be reused when they are no longer watched.
+    #: Tickets that `poll` found finished. Their events may be reused once no longer watched.
     finished: deque[_Launched] = field(default_factory=deque)
 
     @property
@@ -363,7 +363,7 @@ class CudaCopyEngine:
     """Implements `copy.base.CopyEngine`. `model_stream` returns the model's current stream, and is
     called on the model's thread. `pins` is closed with this engine. `cache_starts` are the start
     addresses of the KV cache tensors. `on_done` is called from this engine's threads when there may
-    be something to poll; None if the caller polls on its own."""
+    be something to poll; None if the caller polls without it."""
 
     def __init__(
         self,
@@ -404,7 +404,7 @@ class CudaCopyEngine:
         return {direction: stream.handle for direction, stream in self._streams.items()}
 
     def record_fence(self) -> object:
-        """Record a fence, on the model's thread. After CudaError the model cannot continue
+        """Record a fence on the model's thread. If this raises CudaError, the model cannot continue
         either."""
         return self._fences.record()
 
@@ -503,7 +503,7 @@ class CudaCopyEngine:
             self._on_done()
 
     def _launch_held(self) -> None:
-        """Launch all held tickets at `close`: no others follow, so the GPU may wait for fences."""
+        """Launch all held tickets at `close`. No others follow, so the GPU may wait for fences."""
         held, self._held = self._held, []
         for ticket in held:
             if self._pins.readiness(ticket.pieces[:, 1]) is Readiness.READY:
@@ -511,11 +511,11 @@ class CudaCopyEngine:
                     stream = self._streams[ticket.direction].handle
                     if ticket.fence is not None:
                         self._cuda.wait_event(stream, ticket.fence.event)
-                    # Nothing reads their checksums, and that stream does not wait for the fence.
+                    # Nothing reads the checksums, and their stream does not wait for the fence.
                     self._launch(replace(ticket, summed=None))
 
     def _must_queue(self, ticket: _Ticket) -> bool:
-        """Return whether to hold a ticket without pieces, which must end after earlier tickets."""
+        """Return whether to hold `ticket`: one without pieces must end after earlier tickets."""
         return not len(ticket.pieces) and any(
             earlier.direction is ticket.direction for earlier in self._held
         )
@@ -533,7 +533,7 @@ class CudaCopyEngine:
             one.outcome = _FAILED
         else:
             end = self._make_checksums(ticket, stream, one)
-        # Calls made before an error are in progress, so the ticket must end after them.
+        # Calls made before an error may still be running, so the ticket must end after them.
         with self._logging_errors():
             if one.event:
                 self._cuda.record_event(one.event, end)
@@ -559,7 +559,7 @@ class CudaCopyEngine:
     def _make_checksums(self, ticket: _Ticket, stream: _Stream, one: _Launched) -> int:
         """Launch the checksums of a ticket whose copy has been submitted.
 
-        Returns the stream on which both the copy and the checksums have ended when the ticket ends.
+        Returns the stream on which to mark the ticket's end, after both copy and checksums.
         """
         if self._checksums is None or ticket.summed is None:
             return stream.handle
@@ -606,7 +606,7 @@ class CudaCopyEngine:
             if one.recorded and not self._cuda.event_is_done(one.event):
                 return False
             if one.checksums_failed and not self._cuda.stream_is_done(stream.checksums):
-                return False  # launched ones may still use their table
+                return False  # the launches may still use their table
             if one.recorded:
                 return True
             ended = all(self._cuda.stream_is_done(handle) for handle in stream.handles)
@@ -618,7 +618,7 @@ class CudaCopyEngine:
         return ended
 
     def _log(self, error: CudaError, what: str = "a copy to or from the GPU failed") -> None:
-        if (what, error.name) not in self._logged:  # a lost context fails every call after it
+        if (what, error.name) not in self._logged:  # once a context is lost, every call fails
             self._logged.add((what, error.name))
             logger.error("%s: %s", what, error)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A thin layer over cuda-python: the NVIDIA driver calls that are used here, on one GPU.
+"""A thin layer over cuda-python: the NVIDIA driver calls that this package needs, on one GPU.
 
 Streams, events, kernels, addresses and sizes are plain integers. The batch copy calls the driver
 through ctypes with arrays in memory, because cuda-python would create one Python object per
@@ -152,9 +152,9 @@ class Cuda:
     def create_stream(self, urgent: bool = False) -> int:
         """Create a stream that does not wait for the default stream.
 
-        `urgent` lets its kernels go first. Otherwise the stream has the lowest priority, as the
-        default stream does on NVIDIA GPUs. Copies then do not yield to the model, but few thread
-        blocks and short launches keep them out of its way.
+        With `urgent` its kernels run first. Otherwise the stream has the lowest priority, as the
+        default stream does on NVIDIA GPUs. Copies then do not yield to the model, but they hardly
+        delay it, because they use few thread blocks and short launches.
         """
         priority = self._enter("cuCtxGetStreamPriorityRange")[1 if urgent else 0]
         return int(self._enter("cuStreamCreateWithPriority", _STREAM_NON_BLOCKING, priority))
@@ -169,7 +169,7 @@ class Cuda:
         return self._is_done("cuStreamQuery", stream)
 
     def wait_event(self, stream: int, event: int) -> None:
-        """Order later work on `stream` after what `event` last recorded."""
+        """Order later work on `stream` after the work that `event` last recorded."""
         self._enter("cuStreamWaitEvent", stream, event, 0)
 
     def create_event(self) -> int:
@@ -339,7 +339,7 @@ def compile_kernels(arch: str, name: str = COPY_BLOCKS, log: TextIO | None = Non
 
 
 def load_or_compile(arch: str, directory: Path, name: str = COPY_BLOCKS) -> bytes:
-    """Return a source's kernels, from `directory` if this user has compiled them for `arch`.
+    """Return the kernels of `name`, from `directory` if this user has compiled them for `arch`.
 
     Raises: EngineError: as `compile_kernels`.
     """
@@ -373,7 +373,7 @@ def cache_directory() -> Path:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file atomically, as other ranks may write it too. Failure only costs time."""
+    """Replace a file atomically, because other ranks write it too. A failure only costs time."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent)

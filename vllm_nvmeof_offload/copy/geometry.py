@@ -3,7 +3,7 @@
 
 A slot's payload holds the chunk's blocks in order. A block holds one page from each of its group's
 tensors, in order. Groups share memory, because a block belongs to one group at a time. Only the
-bytes of that group's pages are touched, whatever the distance between blocks.
+bytes of that group's pages are copied, even if blocks are farther apart.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CacheTensor:
 
 
 def joined(tensors: Sequence[CacheTensor]) -> list[CacheTensor]:
-    """Return the tensors in order, merging those with adjacent pages in every block."""
+    """Return the tensors in order, merging those whose pages are adjacent in every block."""
     found: list[CacheTensor] = []
     for one in tensors:
         if found and one.address == found[-1].address + found[-1].page_bytes:
@@ -56,7 +56,7 @@ class ChunkGeometry:
         self.block_bytes = sum(t.page_bytes for t in tensors)
         self.payload_bytes = self.block_bytes * blocks_per_chunk
         self._address = np.array([t.address for t in tensors], np.uint64)
-        #: The columns for the native geometries.
+        #: The arguments of the native geometries.
         self.columns = (
             [(t.address, t.stride_bytes, t.page_bytes, t.block_count) for t in tensors],
             blocks_per_chunk,
@@ -79,7 +79,7 @@ class ChunkGeometry:
     def pieces_by_chunk(
         self, block_ids: npt.NDArray[np.int32], first_position: int, chunk_count: int
     ) -> Pieces:
-        """Return the pieces of consecutive chunks, divided into the same parts as by `split`."""
+        """Return the pieces of consecutive chunks, which are divided as `split` divides blocks."""
         return Pieces(*self._native.pieces(block_ids, first_position, chunk_count))
 
     def split(
@@ -131,9 +131,9 @@ class CacheGeometry:
                 groups, self.by_group, set_sizes or [1] * len(groups), strict=True
             )
         )
-        #: The bytes of a chunk, by group.
+        #: The bytes per chunk, by group.
         self.group_bytes = tuple(one.payload_bytes for one in self.by_group)
-        #: The bytes of a chunk of the largest group.
+        #: The bytes per chunk of the largest group.
         self.payload_bytes = max(self.group_bytes)
         self.native = NativeGeometry([one.columns for one in self.by_group])
 

@@ -22,15 +22,15 @@ from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.units import KIB, MIB
 
-#: The kernel's file, and its name there.
+#: The kernel's source file, and its name in that file.
 CRC_BLOCKS = "crc_blocks.cu"
 KERNEL_NAME = "crc_blocks"
 #: The bytes that a warp reads at once. Piece sizes must be multiples of this.
 STRIPE_BYTES = 512
 _ALIGNMENT = 16
-#: The most bytes per part, which one warp processes; a multiple of a stripe.
+#: The most bytes in a part, the unit that one warp processes; a multiple of a stripe.
 PART_BYTES_MAX = 64 * KIB
-#: The most parts of all transfers in progress: 9 MiB of pinned memory, for up to 4 GiB.
+#: The most parts of all transfers in progress. They take 9 MiB of pinned memory for up to 4 GiB.
 _PARTS_MAX = 64 << 10
 _LANES = 32
 _ROW_BYTES = 2 * 8
@@ -141,14 +141,14 @@ class _Run:
 
 
 class _Ring:
-    """Hands out the numbers below `size` in runs, in ring order; they return in any order."""
+    """Hands out runs of the numbers below `size`, in ring order; they may return in any order."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._taken: deque[_Run] = deque()  # oldest first
 
     def room(self, wanted: int) -> tuple[int, int]:
-        """Return the start and length of a free run that fits `wanted`, or of the longest one."""
+        """Return the start and length of a free run of `wanted` numbers, or of the longest one."""
         if not self._taken:
             return 0, self._size
         oldest, newest = self._taken[0].first, self._taken[-1].end
@@ -164,7 +164,7 @@ class _Ring:
         return run
 
     def give_back(self, run: _Run) -> None:
-        self._taken.remove(run)  # a gap is reused only when its neighbours have returned
+        self._taken.remove(run)  # a gap is reused once all older, or all newer, runs are back
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers staging with CUDA piece by piece, while slots of registered pieces are in use.
+"""Registers staging with CUDA piece by piece, while slots in registered pieces are already in use.
 
 Pieces of at most 256 MiB end at slot boundaries, so no slot spans two registrations. While a call
 pins memory, the driver blocks all other threads of the process, including the model's, and a thread
-that retakes the driver's lock at once keeps it. With 94 GB in pieces of 1 GB, stalls of 2.0 s were
-measured (vllm#51414). So pieces are small, with a pause between them. The first is registered in
-the constructor, so that a start fails on a machine where this cannot work; a thread registers the
-others after `start`. Ranks that share memory each register all of it, because each copies from the
-others' slots too.
+that takes the driver's lock again at once lets no other in. With 94 GB in pieces of 1 GB, stalls of
+2.0 s were measured (vllm#51414). So pieces are small, with a pause between them. The first is
+registered in the constructor, so that a start fails on a machine where this cannot work; a thread
+registers the others after `start`. Ranks that share memory each register all of it, because each
+copies from the others' slots too.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class StagingPinning:
         self._thread = threading.Thread(target=self._run, name="nvmeof-pinning", daemon=True)
 
     def start(self) -> None:
-        """Start registering the other pieces. Before this call nothing disturbs measurements."""
+        """Start registering the other pieces. Call this after measurements: it disturbs them."""
         self._thread.start()
 
     def wait(self) -> None:
@@ -86,7 +86,7 @@ class StagingPinning:
 
     @property
     def first(self) -> tuple[int, int]:
-        """Return the address and bytes of this rank's first piece, which is ready at once."""
+        """Return the address and bytes of this rank's first piece, ready from the start."""
         return int(self.starts[self._own]), self._bytes_of(self._own)
 
     def readiness(self, addresses: npt.NDArray[np.uint64]) -> Readiness:
@@ -99,7 +99,7 @@ class StagingPinning:
         return Readiness(int(states.max(initial=Readiness.READY)))
 
     def close(self) -> None:
-        """Unregister all pieces, after a registration in progress. No copy may be running."""
+        """Unregister all pieces, once no registration is in progress. No copy may be running."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()

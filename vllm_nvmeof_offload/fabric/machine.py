@@ -24,10 +24,10 @@ _IDLE_FROM = 3
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU. `numa_node` is None if it is unknown or there is only one. `uuid` is 32 hex digits.
+    """A GPU. `numa_node` is None if unknown, or with only one node. `uuid` is 32 hex digits.
 
-    The maxima in `pcie` are those of GPU and slot together. `is_idle` means that the link may be
-    slow to save power. `driver` is the NVIDIA driver's version, such as 580.95.05.
+    The maxima in `pcie` are those that both GPU and slot support. `is_idle` means that the link
+    may be slow to save power. `driver` is the NVIDIA driver's version, such as 580.95.05.
     """
 
     index: int

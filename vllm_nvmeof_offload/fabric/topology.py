@@ -138,7 +138,7 @@ class Controller:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A path from this host to a namespace. `path` is its sysfs directory, with the ANA state.
+    """A path from this host to a namespace. `path` is its sysfs directory, with `ana_state`.
 
     `ana_state` is optimized, non-optimized, inaccessible, persistent-loss or change; None if the
     target does not use ANA.
@@ -153,7 +153,7 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Subsystem:
-    """An NVMe subsystem. `controllers` are all those of this host, even without a path now.
+    """An NVMe subsystem. `controllers` are all those of this host, even those without a path now.
 
     `iopolicy` is numa, round-robin or queue-depth; None without native multipath.
     """
@@ -324,7 +324,7 @@ def read_pcie_link(device: str) -> PcieLink | None:
         speed=_speed(path, "current_link_speed"),
         speed_max=_speed(path, "max_link_speed"),
         width=read_number(path, "current_link_width") or None,
-        # sysfs shows 255 for a device without a link of its own.
+        # sysfs shows 255 for a device that has no link itself.
         width_max=width_max if width_max and width_max <= 32 else None,
         numa_node=read_number(path, "numa_node"),
     )
@@ -529,7 +529,7 @@ def discover(target: str, sysfs: str = "/sys", mountinfo: str = MOUNTINFO) -> Ta
         mount=mount,
         devices=devices,
         namespaces=tuple(one for one in found if one is not None),
-        # Without sysfs nothing could show the device.
+        # Without sysfs it is unknown whether the device exists.
         device_gone=mount is not None
         and top is None
         and not mount.device.startswith("0:")

@@ -29,7 +29,7 @@ _RESTART_S = 5.0
 #: Polls of ten idle regions then take 0.34 % of a core (docs/benchmarks.md). A follower with slower
 #: polls waits longer, so that polls take at most 2 %.
 FOLLOW_MS = 100.0
-#: Followed regions use at most 1/32 of memory: with eight engines per host, a quarter.
+#: Followed regions use at most 1/32 of memory, so eight engines per host use at most a quarter.
 _MEMORY_PART = 32
 #: Scans of all targets together take at most this share of a core.
 _CPU_SHARE_MAX = 0.02
@@ -45,7 +45,7 @@ def start_follower(
 ) -> Companion:
     """Follow the other engines of a keyspace on our targets.
 
-    `targets` are ours, in the order of our places. `keyspace` is a digest. `engine_index` is ours.
+    `targets` are ours, ordered by their numbers. `keyspace` is a digest. `engine_index` is ours.
     `ranks_followed` is the size of the largest set of our ranks, or 1 without sets. `fd` is an
     empty memfd, which holds a table on return, so that a reader can be opened; the caller may close
     it at any time. `follow_ms` is the interval of scans.
@@ -70,7 +70,7 @@ def _run(scan: TargetScan, follow_s: float, share: float) -> None:
         while True:
             never.wait(max(follow_s, scan.scan() / share))
     finally:
-        # Without these scans the table would silently become outdated. A successor starts.
+        # Without these scans the table would silently become outdated. A new follower starts.
         traceback.print_exc()
         os._exit(1)
 

@@ -2,9 +2,9 @@
 """The owners: other engines whose pools are entirely on our targets, and their records.
 
 An owner is an `engine-K` directory together with its pool's uuids. Its number is part of its
-chunks' places and is never reused. A pool that disappears and returns gets its number again, even
-from a later follower. Each target's thread adds the regions that it finds. An owner is complete
-once all its regions have been scanned under the epochs in their ranks' newest superblocks.
+chunks' places and is never reused. A pool that disappears and returns gets the same number,
+even from a later follower. Each target's thread adds the regions that it finds. An owner is
+complete once all its regions were scanned under the epochs in their ranks' newest superblocks.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Wanted(NamedTuple):
 
 @dataclass(slots=True)
 class _Part:
-    """One region. `done` states which rows it has after a complete scan."""
+    """One region. `done` is what its rows satisfied after a complete scan."""
 
     superblock: Superblock
     is_held: bool
@@ -66,7 +66,7 @@ class _Part:
 
 
 class _Pool(NamedTuple):
-    """The combined contents of an engine's superblocks. `tag` is zero while the ranks differ."""
+    """The combined contents of an engine's superblocks. `tag` is zero while the ranks' differ."""
 
     uuids: tuple[bytes, ...]
     epochs: tuple[int, ...]
@@ -75,7 +75,7 @@ class _Pool(NamedTuple):
 
 @dataclass(slots=True)
 class _Engine:
-    """An engine. `pool` is its owner's, or None. `left_out`: why it is left out, since when."""
+    """An engine. `pool` is None if it is not followed; `left_out` says why, and since when."""
 
     parts: dict[tuple[int, int], _Part] = field(default_factory=dict)
     pool: _Pool | None = None
@@ -100,8 +100,8 @@ class Owners:
     ) -> None:
         """Follow the first `ranks` of each engine. `clock` is monotonic, in seconds.
 
-        `slots_max` is for all owners; an engine with more slots than are left is not followed. The
-        owners of an earlier follower of this table are absent until they are found again.
+        `slots_max` bounds all owners together; an engine with more slots than are left is not
+        followed. The owners of an earlier follower are absent until they are found again.
         """
         self._table = table
         self._ranks = ranks
@@ -124,7 +124,7 @@ class Owners:
             table.set_owner(self._last, gone)
 
     def ask(self, version: int) -> None:
-        """Restart every owner if `version` is new."""
+        """Start over with every owner if `version` is new."""
         with self._lock:
             if version != self._version:
                 self._version = version
@@ -133,7 +133,7 @@ class Owners:
                     self._settle(engine)
 
     def found(self, region: RegionName, superblock: Superblock, is_held: bool) -> None:
-        """Add or update a region on a target. `is_held`: a process holds the region's lock."""
+        """Add or update a region on a target. `is_held`: whether a process holds the region."""
         with self._lock:
             parts = self._engines.setdefault(region.engine, _Engine()).parts
             part = parts.setdefault(region[1:], _Part(superblock, is_held))

@@ -36,13 +36,13 @@ from vllm_nvmeof_offload.pool.log import LOG_PAGES_MAX
 
 #: The interval at which a target is searched for engines, and their locks are probed.
 DISCOVERY_S = 1.0
-#: This many idle regions are examined at each discovery, in turn. Only this finds silently replaced
-#: files and released locks.
+#: This many idle regions are examined at each discovery, in turn. Only this examination finds
+#: silently replaced files and released locks.
 EXAMINED = 20
 #: With several ranks, an entry is offered this long after it was first seen, because the other
 #: ranks may still be writing their parts.
 YOUNG_S = 0.05
-#: Errors meaning that the region was removed or is not ours to read. Others leave its rows.
+#: Errors meaning that the region was removed or is not ours to read. After others, its rows stay.
 _GONE = frozenset(
     {errno.ENOENT, errno.ESTALE, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP}
 )
@@ -53,8 +53,8 @@ _PREFIX = "engine-"
 class Scope:
     """The regions to follow.
 
-    `targets` are our directories, `keyspace` is a digest, and `engine_index` is ours, which is left
-    out. The first `ranks` of each engine are followed: more than one if ranks share single copies.
+    `targets` are our directories, `keyspace` is a digest, and `engine_index` is our engine, which
+    is left out. The first `ranks` of each engine are followed: several if ranks share chunks.
     """
 
     targets: tuple[Path, ...]
@@ -89,7 +89,7 @@ class _Region:
         self._superblock_seen = (0, 0)
         self._source: Source | None = None
         self._rows: ForeignRegion | None = None
-        self._of: Superblock | None = None  # the shape of the rows' table
+        self._of: Superblock | None = None  # the one that the rows were created for
         self._begun: Wanted | None = None
 
     def read_superblock(self) -> bool:
@@ -126,7 +126,7 @@ class _Region:
     def follow(
         self, table: ForeignWriter, wanted: Wanted, ours: OurRegions, now_s: float
     ) -> tuple[int, bool]:
-        """Update the rows to the wanted ones. Returns their number, and whether it started over.
+        """Update the rows to match `wanted`. Returns their number, and whether they were restarted.
 
         `ours` are the regions that a hint may name. Raises OSError as `Source.poll` does.
         """
@@ -186,7 +186,7 @@ class _Region:
 
 
 class TargetScan:
-    """Follows the regions on one target, on a separate thread, because a target may hang."""
+    """Follows one target's regions. Each target has a separate thread, because it may hang."""
 
     def __init__(
         self,
@@ -335,7 +335,7 @@ def _shape_of(superblock: Superblock) -> tuple[object, ...]:
 
 def _stamp_of(path: Path, reopen: bool = False) -> tuple[int, int]:
     """Return a value that changes when a file is written or replaced. Raises OSError. If `reopen`,
-    ask the file system's server by opening it; otherwise this host's cache may answer."""
+    open the file to ask a network file system's server, instead of this host's cache."""
     if reopen:
         fd = open_private(path, os.O_RDONLY)
         try:

@@ -5,16 +5,16 @@ A scan reads the whole table, which costs 9 ms per million entries. A table whos
 changed for a while is scanned less often, but still scanned: the kernel sets a file's time before
 it copies the bytes, so a change may slightly follow the time that was seen.
 
-If nothing was written, the log costs one read of 4 KiB. A reader that falls a lap behind notices
-this from the pages' numbers, and scans again (`pool.log`).
+If nothing was written, polling the log costs one read of 4 KiB. A reader that falls a lap
+behind notices this from the pages' numbers, and scans again (`pool.log`).
 
 The owner writes the table entry before the log record. Another host sees the entry only after the
 owner has synced the table, so a scan there does not undo what the log reported since the previous
 scan.
 
 Files that another host may write are read with O_DIRECT, because this host's page cache may not
-show what was written. Their times are read by reopening them, which makes a network file system ask
-its server. Data written by this host's own kernel is in its page cache.
+show what was written. Reopening them to read their times makes a network file system ask its
+server. Data written by this host's own kernel is in its page cache.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Source(Protocol):
 
     def poll(self, rows: ForeignRegion, table: ForeignWriter, now_s: float) -> bool:
         """Apply new entries. Returns whether the superblock was replaced, as far as this source can
-        see. Raises OSError if a file cannot be read; its entries already offered stay."""
+        see. Raises OSError if a file cannot be read; entries that it has already offered stay."""
 
     def log_fd(self) -> int:
         """Return the descriptor of a log that `ForeignRegion.with_news` can check instead of a

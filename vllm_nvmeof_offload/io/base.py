@@ -2,15 +2,15 @@
 """The contract of an I/O engine, which moves whole slots between staging and the pool.
 
 An engine only moves slots, asynchronously. The native machine (native/machine/io_queue.h) handles
-deadlines, bounds and order. It submits only what the engine has room for, and decides an outcome at
-the deadline whether or not the engine answers. Operations of one kind start in the order of their
-submission.
+deadlines, bounds and order. It submits only what the engine has room for, and gives an operation an
+outcome at its deadline even if the engine has not answered. Operations of one kind start in the
+order of their submission.
 
 Each operation yields one `Completion`, however late, unless `cancel` has removed it. Until then its
 buffer belongs to the engine.
 
-The engine requeues the remainder of a short transfer. One that makes no progress ends with
-IO_ERROR, with errno 0 if no byte was moved.
+The engine requeues the remainder of a short transfer. A transfer that makes no progress ends with
+IO_ERROR, whose errno is 0 if no byte was moved.
 
 * A slot write seals the slot (header and payload CRC-32C, `pool.format`), writes header page and
   payload, and then the slot's table entry, so that an entry never precedes its data. Then the
@@ -62,7 +62,7 @@ class IoOp:
     address: int
     identity: SlotIdentity | None
     payload_bytes: int
-    #: A write stores it; a read accepts only chunks with its tag.
+    #: A write stores the stamp; a read accepts only chunks with the stamp's tag.
     stamp: Stamp | None = None
     #: WRITE only: the payload's CRC-32C, if the copy into staging computed it; if None, the engine
     #: computes it.
@@ -165,7 +165,7 @@ class Lanes(Protocol):
 
 
 class IoEngine(Protocol):
-    """Submit/poll, on the pipeline's thread. Lack of room is an answer, not an error."""
+    """A submit/poll interface for the pipeline's thread. No room is an answer, not an error."""
 
     #: The engine and its mode, for display and metrics: "threads", "uring (registered)", …
     name: str
@@ -186,12 +186,12 @@ class IoEngine(Protocol):
     def submit(self, ops: Sequence[IoOp]) -> None:
         """Accept operations; never blocks.
 
-        The caller never awaits a RESET and a write of the same target at once. A RESET ends with
-        CANCELLED if a newer superblock replaced it.
+        The caller never has a RESET and a write of the same target in flight together. A RESET ends
+        with CANCELLED if a newer superblock replaced it.
         """
 
     def cancel(self, tokens: Sequence[int]) -> list[int]:
-        """Remove operations that have not started, and return their tokens. These never complete.
+        """Remove operations that have not started, so they never complete; return their tokens.
 
         Other operations continue, but their outcomes are ignored, and a write adds no table entry.
         """
@@ -227,7 +227,7 @@ class IoEngine(Protocol):
         """
 
 
-#: The kinds in the order of their numbers in the native machine.
+#: The kinds of operations, indexed by their numbers in the native machine.
 _KINDS = tuple(OpKind)
 
 
@@ -269,7 +269,7 @@ def _op_of(one: LaneOp) -> IoOp:
 
 
 class Waker:
-    """An eventfd that any thread can set. It is closed with the last reference to this object."""
+    """An eventfd that any thread can set. It is closed once nothing refers to this object."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -280,7 +280,7 @@ class Waker:
     def wake(self) -> None:
         try:  # noqa: SIM105
             os.eventfd_write(self.fd, 1)
-        except BlockingIOError:  # the counter is full, so the reader is awake
+        except BlockingIOError:  # the counter is full, so the reader will wake
             pass
 
     def clear(self) -> None:
@@ -291,7 +291,7 @@ class Waker:
 
 
 class NoIoEngine:
-    """The engine of a server without a pool: completes resets, fails all else with ENODEV."""
+    """The engine of a server without a pool. It completes resets; all else fails with ENODEV."""
 
     name = "none"
     stamp = Stamp(0, bytes(TAG_BYTES))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the I/O engine: io_uring with registered staging, io_uring without, or threads.
 
-They are set up in this order until one works. Each fallback is logged as one warning that names the
-cause and the remedy, and is returned as one line.
+The engines are tried in this order until one works. Each fallback is logged as one warning that
+names the cause and the remedy, and is returned as one line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def choose_io_engine(
     fallback is a line that names what runs slower than it could, and why.
 
     Raises:
-        EngineError: `wanted` is "uring", and the kernel refuses it.
+        EngineError: `wanted` is "uring", and the kernel refuses io_uring.
     """
     fallbacks: list[str] = []
     for how in (How.REGISTERED, How.UNREGISTERED) if wanted != "threads" else ():

@@ -2,7 +2,7 @@
 """The I/O engine of a pool: one ring and one thread per target, in C++ (`native/`).
 
 A ring is an io_uring, or a few threads where the kernel or a container's seccomp profile forbids
-io_uring. Both share the code that seals, verifies, writes entries and logs.
+io_uring. Both share the code that seals and verifies slots, and that writes table entries and logs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class How(enum.Enum):
     THREADS = "threads ({})"
 
 
-#: One thread is reserved for reads.
+#: Two threads, because one is reserved for reads.
 _THREADS_MIN = 2
 
 
@@ -211,7 +211,7 @@ class NativeIoEngine:
         return self._pool.await_superblocks(max(0.0, end_s - time.monotonic())) and ended
 
     def kick(self) -> None:
-        """Let the I/O threads check their queues again, because a test's gate has opened."""
+        """Let the I/O threads check their queues again. Tests call this after opening a gate."""
         self._core.kick()
 
     def _superblock_ended(self, token: int, target: int, epoch: int, outcome: Outcome) -> None:

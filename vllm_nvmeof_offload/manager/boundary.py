@@ -47,7 +47,7 @@ def wanted(
     groups: Sequence[Group], keys_by_group: Sequence[Sequence[bytes]], local: int, boundary: int
 ) -> list[bytes]:
     """Return the keys of a load that takes a request from `local` tokens to `boundary`, in order:
-    the full prefix, windows and local chunks as far back as they reach, states."""
+    the full prefix, windows and local chunks as far back as they reach, and states."""
     keys: list[bytes] = []
     if boundary <= local:
         return keys
@@ -185,8 +185,8 @@ def _boundary(
     limit: int,
     has: Has,
 ) -> int:
-    """Find the boundary by vLLM's rule: full attention first, then windows and states by falling
-    reach. Each group may lower the boundary. The rounds end when none changes it."""
+    """Find the boundary by vLLM's rule: full attention first, then windows and states, longest
+    reach first. Each group may lower the boundary. Rounds are repeated until no group does."""
     full = [at for at, group in enumerate(groups) if group.reach_chunks is None]
     tails = [at for at, group in enumerate(groups) if group.reach_chunks is not None]
     tails.sort(key=lambda at: groups[at].reach_chunks or 0, reverse=True)
@@ -231,7 +231,7 @@ def _reach_at(group: Group, boundary: int) -> int:
 
 
 def _last_run(hits: bytes, reach: int, reach_at_end: int) -> int:
-    """Return the end of the last run of `reach` hits; one at the very end needs `reach_at_end`. A
+    """Return the end of the last run of `reach` hits; a run at the very end needs `reach_at_end`. A
     shorter run counts only at the start."""
     at_end = len(hits) - len(hits.rstrip(_HIT))
     if at_end >= reach_at_end:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses which windows and states are stored, and for how long. Pure.
 
-A window or state is useful only at a boundary, so only some that vLLM offers are stored. *Lasting*
+A window or state is useful only at a boundary, so only some of those offered are stored. *Lasting*
 boundaries are the end of a prompt, the end of a prefix that vLLM found to be shared, and one per
 `every_tokens` tokens. Chunks at the frontier of the computation are stored *provisionally*, only
 in the CPU tier, so that the next turn, or the request itself after a preemption, can resume from
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Offer:
     """The chunks of one request to store. `ends` are the request's tokens up to each chunk's end,
-    and `positions` are those of the chunks' groups."""
+    and `positions` are the positions of the chunks' groups."""
 
     keys: list[bytes]
     ends: npt.NDArray[np.int64]
@@ -50,9 +50,9 @@ class _Request:
 
 
 class BoundaryStores:
-    """The choice for all requests. `groups` include windows or states. `every_tokens` is the
-    distance between lasting boundaries, a multiple of every group's chunk. Unless `tail_tokens` is
-    0, a prompt or shared prefix is also stored up to its last multiple of that, within a chunk."""
+    """The choice for all requests. `groups` must include windows or states. `every_tokens` is the
+    distance between lasting boundaries, a multiple of every group's chunk. A prompt or shared
+    prefix is stored up to its last multiple of `tail_tokens`, if not 0, even within a chunk."""
 
     def __init__(
         self, core: ManagerCore, groups: Sequence[Group], every_tokens: int, tail_tokens: int = 0

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The manager's core, which makes all decisions. It is pure: no I/O, no vLLM, no torch.
 
-All calls are made on one thread, and every decision is made immediately, from memory. A decision
-results in a command with an op number, to which the ranks respond with reports (protocol).
-`prepare_store` and `prepare_load` return commands that are sent inside vLLM's own transfer jobs;
-writes, fetches, cancellations and resets are queued until `take_commands`.
+All calls are made on one thread. Each decision uses only data in memory and produces a command with
+an op number, which the ranks answer with reports (`protocol.py`). The commands of `prepare_store`
+and `prepare_load` are sent in vLLM's own transfer jobs; all others are queued for `take_commands`.
 
 Python runs once per batch. Code that runs per chunk is in `native.Tiers`: the index, the slots of
 both tiers, eviction, and the states of entries.
 
-The caller reports waiting requests to `reload`, which acts once per step, in `turn`.
+The caller registers waiting requests with `reload`, which acts once per step, in `turn`.
 """
 
 from __future__ import annotations
@@ -68,19 +67,19 @@ from vllm_nvmeof_offload.protocol import (
 )
 
 __all__ = ["CoreConfig", "ManagerCore", "Source", "StorePlan"]
-#: Sightings are counted for as many keys as there are slots, but at least for this many.
+#: `StoreThreshold` counts as many keys as there are slots, but at least this many.
 _SIGHTINGS_MIN = 1 << 16
-#: The sources by the number that the native look-up returns.
+#: The sources, indexed by the number that the native look-up returns.
 _SOURCES = (None, Source.CPU, Source.POOL, Source.SHARED)
 _STATES = {int(state): state for state in State}
 #: The tiers that a look-up may hit, as bits.
 FROM_CPU, FROM_POOL = 1, 2
-#: The ways in which `Tiers.plan_store` stores a wanted key.
+#: Values of `wanted` in `Tiers.plan_store`: store the chunk to keep it, or provisionally.
 _KEPT, _PROVISIONAL = 1, 2
 _NATIVE_KIND = {OpKind.STORE: 0, OpKind.LOAD: 1, OpKind.WRITE: 2, OpKind.FETCH: 3}
-#: Whether a failure affects only a slot, not the whole target, by errno.
+#: By errno: whether the error affects only a slot, not the whole target.
 _SLOT_ERRNOS = [io_error(number).scope is Scope.SLOT for number in range(max(ERRORS) + 1)]
-#: The native core's counts, in order.
+#: The series of the counts that `Tiers.take_counts` returns, in order.
 _NATIVE_COUNTS: tuple[Series, ...] = (
     ("evictions", "cpu"),
     ("evictions", "pool"),
@@ -99,7 +98,7 @@ _HINTS_MAX = 256
 class StorePlan(NamedTuple):
     """The result of `prepare_store`. `command` is None if there is nothing to store.
 
-    `refused` lists new chunks that got no cache slot, which are at the end of the prefix.
+    `refused` lists the new chunks for which there was no cache slot: the last of the prefix.
     """
 
     command: StoreCommand | None
@@ -107,12 +106,12 @@ class StorePlan(NamedTuple):
 
 
 class ManagerCore:
-    """The state of every offloaded chunk in both tiers, made from the ranks' handshake.
+    """The state of every offloaded chunk in both tiers, created from the ranks' handshake.
 
-    `policy` is a user's class, or None for the native order. `first_generation` is for simulations;
-    None selects a random number. `prompts_s` returns the seconds that the model has spent on
-    prompts since the start. `foreign` gives access to other engines' chunks on the same targets; it
-    is None if nothing is shared.
+    `policy` is a user's eviction policy, or None for the native one. `first_generation` is for
+    simulations; None selects a random number. `prompts_s` returns the seconds that the model has
+    spent on prompts since the start. `foreign` gives access to other engines' chunks on the same
+    targets; it is None if nothing is shared.
     """
 
     def __init__(
@@ -131,7 +130,7 @@ class ManagerCore:
         assert len(capacity.group_bytes) == len(config.groups), "ranks of another model"
         #: The share tag of the weights; empty if they have no name.
         self._tag = agreement.tag
-        #: Whether a reset keeps the tag: the operator named the weights, or they never change.
+        #: Whether a reset keeps the tag, because the weights were named or never change.
         self._is_named = config.weights_never_change
         self._lane_bytes = list(capacity.lane_bytes)
         self._land_max = int(config.land_cache_share * capacity.cache_slots)
@@ -139,30 +138,30 @@ class ManagerCore:
         #: The last failure counted, by series of `failed_chunks`.
         self.last_failures: dict[Series, Outcome] = {}
         self.levels: dict[int, LevelReport] = {}  # the last report of each rank
-        #: Positions of groups whose bytes differ on ranks that should have equal ones.
+        #: Positions of groups whose bytes differ on ranks that should have equal bytes.
         self.unequal_groups: list[int] = []
         self._clock = clock
         self._ledger = Ledger(config.world_size, clock, prompts_s)
         self._foreign = foreign
-        #: The share tag of other engines' chunks that are accepted; empty if none are.
+        #: The share tag that other engines' chunks must have to be loaded; empty for none.
         self._shared_tag = self._tag
         self._began: ResetCommand | None = None  # the reset that introduced this tag
         if foreign is not None:
             foreign.set_tag(self._tag)
         self._tiers = tiers = self._make_tiers(policy)
-        #: Changes in the tiers' contents, if the configuration asks for them.
+        #: The log of chunks that entered or left a tier; None unless configured.
         self.kv_events = KvEventLog(tiers, config.key_bytes) if config.kv_events else None
         self._unsent: list[Command] = []
         self._holds = Holds(tiers, self._unsent, self._counters, self._ledger.__getitem__)
-        #: The caller reports here each request that starts or stops waiting.
+        #: The caller notifies this object when a request starts or stops waiting.
         self.reload = ReloadScheduler(config, capacity, self._holds, clock)
-        #: The targets, for their verdicts and rates.
+        #: The targets' verdicts and rates.
         self.targets = Targets(tiers, len(capacity.pool_slots))
         self.admission = Admission(config, self.targets.read_rates)
         self._load_times = LoadTimes(self._ledger, self.admission, clock, capacity, config)
         slots = capacity.cache_slots + capacity.pool_slots_total
         self._threshold = StoreThreshold(config.store_threshold, max(_SIGHTINGS_MIN, slots))
-        # A random number at start, then a counter; compared only for equality.
+        # Random at start, then incremented; generations are compared only for equality.
         self._generation = secrets.randbits(63) if first_generation is None else first_generation
         entries = agreement.entries
         adopted = tiers.adopt(entries.places, entries.generations, entries.keys)
@@ -201,17 +200,17 @@ class ManagerCore:
 
     def look_ups(self, sources_of: Callable[[Any], int], hit: object, miss: object) -> LookUps:
         """Return an object that answers vLLM's look-ups of single keys. `sources_of` returns the
-        sources that a request's filter allows. `hit` and `miss` are vLLM's answers."""
+        sources that a request's filter allows. `hit` and `miss` are vLLM's two answers."""
         return LookUps(self._tiers, sources_of, hit, miss)
 
     def present(self, keys: Sequence[bytes], sources: int = FROM_CPU | FROM_POOL) -> bytes:
-        """Return which of `keys` a look-up in these sources would find, as a byte per key."""
+        """Return a byte per key: 1 if a look-up in these sources would find the key, else 0."""
         return self._tiers.present(keys, sources)
 
     def find(self, keys: Sequence[bytes], tokens: int = 0) -> Find:
-        """Return what a load of `keys`, which `lookup` has just found, would read and from where.
+        """Return the bytes and tokens of a load of `keys`, all of which `lookup` has just found.
 
-        `tokens` is the number of tokens that the keys cover, or 0 for whole full-attention chunks.
+        `tokens` is the number of tokens that `keys` cover; 0 for whole full-attention chunks.
         """
         leading, read_bytes = self._tiers.weigh(keys, self._lane_bytes)
         if self.config.full_attention_only:
@@ -228,12 +227,12 @@ class ManagerCore:
         return self._tiers.whereabouts(keys, sources)
 
     def unmoved(self, before: Whereabouts, keys: Sequence[bytes], sources: int) -> bool:
-        """Return whether these keys' chunks have not moved, and no load of one has begun."""
+        """Return whether these chunks are still as in `before`, with no load of one begun since."""
         return self._tiers.unmoved(before, keys, sources)
 
     def ended(self, keys: Sequence[bytes], ends: npt.NDArray[np.int64] | None = None) -> None:
-        """Record that a request that used `keys` has ended. `ends` is as in `prepare_store`, but a
-        key may appear twice."""
+        """Record the end of a request that used `keys`. `ends` is as in `prepare_store`, but a key
+        may appear twice."""
         keys, _ = self._in_prefix_order(keys, ends)
         self._tiers.touch(keys, ended=True)
         self._tiers.drain()  # writes chunks that other engines have dropped
@@ -248,13 +247,13 @@ class ManagerCore:
         *,
         again: Collection[bytes] = (),
     ) -> StorePlan:
-        """Plan the store of those `keys` that are new and have reached the threshold: as many as
-        fit, in prefix order. The command's rows are in the order of `keys`.
+        """Plan to store those of `keys` that are new and have reached the store threshold, as many
+        as fit, in prefix order. The command's rows are in the order of `keys`.
 
         With several groups, `ends` gives the request's tokens up to each chunk's end, and each key
-        must appear once. None means that the keys are in prefix order. `provisional` states, by
-        key, whether its chunk stays unwritten until `keep`; None means that no chunk does. `again`
-        contains keys that the request has offered before.
+        must appear once. Without `ends`, the keys must be in prefix order. `provisional` states for
+        each key whether its chunk must not be written before `keep`; None if there is no such
+        chunk. `again` contains keys that the request has offered before.
         """
         once = list(dict.fromkeys(keys)) if ends is None and len(keys) > 1 else keys
         in_order, order = self._in_prefix_order(once, ends)
@@ -281,7 +280,7 @@ class ManagerCore:
     def _in_prefix_order(
         self, keys: Sequence[bytes], ends: npt.NDArray[np.int64] | None
     ) -> tuple[Sequence[bytes], npt.NDArray[np.uint32] | None]:
-        """Return the sorted keys, and each key's previous index or None if they were in order."""
+        """Return the keys in prefix order, and their indexes in `keys` or None if unchanged."""
         if ends is None or not keys:
             return keys, None
         order = prefix_order(keys, ends, self.config.groups)
@@ -292,13 +291,13 @@ class ManagerCore:
         self._tiers.supersede(keys)
 
     def keep(self, keys: Sequence[bytes]) -> None:
-        """Make these chunks, if they are provisional, ordinary ones that are kept and written."""
+        """Turn provisional chunks among these into ordinary ones, which are kept and written."""
         self._tiers.keep(keys)
         self._tiers.drain()
 
     def cool(self, keys: Sequence[bytes]) -> None:
-        """Make these chunks, except those that several requests have used, the next to be evicted
-        from the CPU tier, the last one first."""
+        """Make these chunks the next to be evicted from the CPU tier, the last one first, except
+        chunks that several requests have used."""
         self._tiers.cool(keys)
         self._tiers.drain()
 
@@ -314,12 +313,12 @@ class ManagerCore:
         helpers: int | None = None,
         predicted_s: float = 0.0,
     ) -> LoadCommand:
-        """Plan the load of `keys` and pin their chunks. A key that was evicted fails with STALE.
+        """Plan the load of `keys` and pin their chunks. Rows of evicted chunks fail with STALE.
 
-        `limit_s` is the time, excluding that of prompts, after which the load is cut off; None for
-        never. `tokens` are the request's tokens that the load covers; empty for whole chunks of
-        full attention from the first token. `ends` is as in `prepare_store`, `helpers` as in
-        `LoadCommand`, `predicted_s` as in `Decision`.
+        `limit_s` is the time after which the load is cut off, not counting time spent on prompts;
+        None for no limit. `tokens` are the request's tokens that the load covers; empty for whole
+        chunks of full attention from the first token. `ends` is as in `prepare_store`, `helpers` as
+        in `LoadCommand`, `predicted_s` as in `Decision`.
         """
         in_order, order = self._in_prefix_order(keys, ends)
         batch = self._tiers.plan_load(in_order, self._land_max, order)
@@ -431,7 +430,7 @@ class ManagerCore:
             self._tiers.heed_hints(_HINTS_MAX)
         if borrows:
             commands += self._hint()
-            self._detach()  # in the next step, because this step's loads may name them
+            self._detach()  # sent with the next step, because this step's loads may use the regions
         return commands
 
     def report(self, reports: Iterable[Report]) -> None:
@@ -474,7 +473,7 @@ class ManagerCore:
             self.reset(same_weights=True)  # on disk as well, for later starts and other engines
 
     def _reported_whole(self, report: OpReports) -> None:
-        """Apply, in one call, a rank's reports on ops whose rows are all OK and released."""
+        """Apply a rank's reports on several ops, all of whose rows are OK and released."""
         ops, batches = [], []
         for op in self._ledger.named(report.columns()[0]):
             if op.batch is None:
@@ -498,7 +497,7 @@ class ManagerCore:
         failed: list[int],
         ended: bool,
     ) -> None:
-        """Apply the effects of a report on these rows; see `Tiers.report`."""
+        """Apply the effects of a report on `op`, as returned by `Tiers.report`."""
         if lost:
             self._holds.lost(op, lost)
         if op.kind is OpKind.FETCH:
@@ -585,21 +584,18 @@ class ManagerCore:
     # -- weights and resets -----------------------------------------------------------
 
     def weights_changed(self) -> None:
-        """Record that the weights have no name, so no start adopts chunks. A reset must follow."""
+        """Remove the weights' name, so that no later start adopts chunks. A reset must follow."""
         self._tag, self._is_named = b"", False
 
     def name_weights(self, tag: bytes) -> bool:
-        """Set the weights' share tag, whatever it was before. A reset must follow.
-
-        Returns False if the weights have this tag already.
-        """
+        """Set the weights' share tag. Return whether it is new; if so, a reset must follow."""
         if self._is_named and self._tag == tag:
             return False
         self._tag, self._is_named = tag, True
         return True
 
     def reset(self, *, same_weights: bool = False) -> bool:
-        """Drop every entry, also on disk. Slots become free as they are released.
+        """Drop every entry, on disk too. Slots become free as the ranks release them.
 
         With `same_weights`, later chunks keep the share tag of the dropped ones. Returns False if
         nothing was left to drop and a reset is queued already.
@@ -608,8 +604,8 @@ class ManagerCore:
         last = self._unsent[-1] if self._unsent else None
         if isinstance(last, ResetCommand) and _tag_of(last) == tag and not self._tiers:
             if self._foreign is not None and last is not self._began:
-                self._tiers.reset()  # because others may have offered more since the last reset
-            return False  # weights arrive in many pieces
+                self._tiers.reset()  # other engines may have offered more chunks since
+            return False  # a weight update may reset once per piece
         self._unsent[:] = [one for one in self._unsent if not isinstance(one, CancelCommand)]
         op = self._ledger.open(OpKind.RESET)
         # Weights without a name get a random tag, which no other start can use.
@@ -661,7 +657,7 @@ class ManagerCore:
         return max(0.0, self._clock() - scanned_ns / 1e9) if scanned_ns else 0.0
 
     def activity(self) -> tuple[float, ...]:
-        """Return a value, cheap to compute, that changes with nearly every counter or gauge."""
+        """Return values that are cheap to compute and change with nearly every counter or gauge."""
         return (
             *self.counters.values(),  # not the sum, in which bytes would hide small counts
             len(self._ledger),

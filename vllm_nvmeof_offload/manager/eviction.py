@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of eviction, with one policy object per tier and target. Pure.
+"""The order of eviction: one policy object for the CPU tier, and one per target. Pure.
 
 A policy sees only *evictable* slots: the manager withdraws a slot while it is pinned and admits it
 again afterwards. A pin is not a use. The manager keeps each slot's last use in an array (`Recency`
@@ -24,8 +24,8 @@ __all__ = ["EvictionPolicy", "MakePolicy", "choose_policy"]
 class EvictionPolicy(Protocol):
     """The order in which evictable slots are evicted.
 
-    The constructor gets `used`, a read-only view of integers, which are the times of each slot's
-    last use and are updated by the manager. Time advances with every use of any slot; a withdrawn
+    The constructor gets `used`, a read-only view of one integer per slot: the time of its last use,
+    updated by the manager. Time advances with every use of any slot; a withdrawn
     slot may return with any value. One policy is created for the CPU tier and one for each target,
     all with at least one slot, and again after each reset. Initially all slots are withdrawn.
     """
@@ -59,7 +59,7 @@ _METHODS = ("admit", "withdraw", "touch", "peek", "victim")
 def credit_share(name: str, write_policy: WritePolicy = WritePolicy.THROUGH) -> float:
     """Return `CoreConfig.credit_share` for the policy `name`; 0 if chunks are written on eviction.
 
-    Plain LRU then has more hits: 52.2 % versus 49.9 % in `bench simulate` on public agentic traces.
+    Plain LRU then hits more often: 52.2 % to 49.9 % in `bench simulate` on public agentic traces.
     """
     return CREDIT_SHARE if name == CREDITED and write_policy is WritePolicy.THROUGH else 0.0
 

@@ -33,13 +33,13 @@ from vllm_nvmeof_offload.units import slot_stride_bytes
 
 #: The configured name of the eviction policy that gives credit for a chunk's reuse (`Recency`).
 CREDITED = "credited_lru"
-#: The credit for each reuse of a chunk, in uses, as a share of the tier's slots. A request touches
-#: each of its chunks about three times.
+#: The credit for each reuse of a chunk, in uses, as a multiple of the tier's slots. A request
+#: touches each of its chunks about three times.
 CREDIT_SHARE = 2.0
 
 
 def ahead_shares(share: float) -> tuple[float, float, float]:
-    """Return the shares for one load, for preempted requests and for queued ones."""
+    """Return the shares for one load, preempted requests and queued ones (`ahead_cache_share`)."""
     return share, share / 2, share / 2
 
 
@@ -50,7 +50,7 @@ class WritePolicy(enum.Enum):
     """The time at which a chunk of the CPU tier is written to the pool."""
 
     THROUGH = "through"  # as soon as it is stored
-    ON_EVICTION = "on_eviction"  # when the CPU tier is about to need its slot: demotion
+    ON_EVICTION = "on_eviction"  # when the CPU tier is about to reuse the slot (demotion)
     OFF = "off"
 
 
@@ -63,7 +63,7 @@ class CoreConfig:
     groups, by position. A chunk is stored on its n-th sighting, where n is `store_threshold`
     (`StoreThreshold`). `eviction_policy` is the configured name, for the start line; the core gets
     the policy separately. `credit_share` is how much longer a reused chunk is kept (`Recency`); 0
-    is plain LRU. On-eviction writing keeps at least `clean_share` free or evictable without loss.
+    is plain LRU. With `ON_EVICTION`, at least `clean_share` stays free or evictable without loss.
     With `kv_events`, changes are recorded in `ManagerCore.kv_events`, from which the caller takes
     them after each step. Without `admission`, everything that is found is loaded. `equal_min`
     chunks of a group must be equal on a set's ranks before the ranks share one copy; after that,
@@ -91,7 +91,7 @@ class CoreConfig:
     sample_every: int = 1024
     peers: tuple[str, ...] = ()
     #: Whether the only group has full attention. Every chunk then covers its own tokens, and a load
-    #: with a gap still covers the tokens before the gap. Every op reads this several times.
+    #: with a gap still covers the tokens before the gap. Stored, because ops read it often.
     full_attention_only: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -116,7 +116,7 @@ class CoreConfig:
 
     @property
     def _dense(self) -> tuple[Group, ...]:
-        """Return the groups all of whose chunks are kept."""
+        """Return the groups of which every chunk is stored."""
         kinds = (GroupKind.FULL, GroupKind.LOCAL)
         return tuple(group for group in self.groups if group.kind in kinds)
 
@@ -140,8 +140,8 @@ class Capacity:
 
     @property
     def lane_bytes(self) -> tuple[int, ...]:
-        """Return the bytes that one rank reads per chunk, by group, and then, by group again, those
-        of a chunk with one copy per set, averaged over the set's ranks."""
+        """Return the bytes that one rank reads per chunk, by group: first for chunks with a copy on
+        every rank, then for chunks with one copy per set, averaged over the set's ranks."""
         single = (size // n for size, n in zip(self.group_bytes, self.set_sizes, strict=True))
         return (*self.group_bytes, *single)
 
@@ -158,10 +158,10 @@ class Agreement:
     capacity: Capacity
     #: The places are in range and ascending. If a key has several, the lowest one is adopted.
     entries: AdoptedEntries
-    #: The number of entries of the rank that found the most, minus the adopted ones.
+    #: The number of entries on the rank that found the most, minus the adopted ones.
     unadopted: int
     notes: tuple[str, ...] = ()
-    #: The share tag at the start; empty if no later start adopts the chunks written.
+    #: The share tag at the start; empty if no later start may adopt the chunks written.
     tag: bytes = b""
 
 
@@ -207,8 +207,8 @@ def _set_sizes(hellos: Sequence[RankHello]) -> tuple[int, ...]:
 def _adopted(
     hellos: Sequence[RankHello], set_sizes: Mapping[Group, int]
 ) -> tuple[AdoptedEntries, int, int]:
-    """Return the entries that all ranks concerned have, the number on the rank that found the most,
-    and the number of the first rank's that are not adopted.
+    """Return the entries found on all ranks that must have them, the number of entries on the rank
+    that found the most, and the number of the first rank's entries that are not adopted.
 
     A chunk with a copy on every rank is required on all of them; one with a single copy per set is
     required on the same member of every set.

@@ -95,11 +95,11 @@ class Holds:
         held_max: int,
         fetching_max: int,
     ) -> tuple[int, int, int, int]:
-        """Hold and fetch these chunks, of which those before `local` are in GPU memory.
+        """Hold and fetch these chunks within the bounds. Those before `local` are in GPU memory.
 
         Chunks in GPU memory are skipped, unless the CPU tier has them. Returns the first chunk that
-        is not done, the remaining looks, and the first and last skipped chunk, or -1. If a chunk is
-        in no tier, all later ones count as done, because a load would end there.
+        is not done, how many of the `looks` remain, and the first and last skipped chunk, or -1. If
+        a chunk is in no tier, all later ones count as done, because a load would end there.
         """
         bounds = looks, reason, held_max, fetching_max
         done = self._held.advance(wanted, chunks.start, chunks.stop, local, *bounds)
@@ -107,17 +107,17 @@ class Holds:
         return done
 
     def probe(self, key: bytes) -> None:
-        """Fetch a chunk to measure the pool, if it is only there."""
+        """Fetch a chunk to measure the pool, if the pool is the only tier that has the chunk."""
         self._held.probe(self._tiers, key)
         self._count()
 
     def sent(self, op: Op) -> None:
-        """Record that these fetches are sent to the ranks."""
+        """Record that the fetches of `op` have been sent to the ranks."""
         assert op.batch is not None
         self._held.sent(op.number, op.batch)
 
     def used(self, load: Batch) -> None:
-        """Record that a load uses these chunks."""
+        """Record that `load` uses its chunks."""
         self._held.used(load)
 
     def leave(self, wanted: Wanted) -> None:
@@ -134,7 +134,7 @@ class Holds:
         self._count()
 
     def ended(self, op: Op, rows: Sequence[int] | None) -> None:
-        """Record that these rows of a fetch, or all, have their outcome on every rank."""
+        """Record that these rows of a fetch have an outcome on every rank; None for all rows."""
         assert op.batch is not None
         self._held.ended(op.number, op.batch, rows, op.probe)
         self._count()
@@ -146,7 +146,7 @@ class Holds:
         self._count()
 
     def reset(self) -> None:
-        """Release everything. Every entry must be doomed and all unsent fetches dropped before."""
+        """Release everything. The caller has doomed all entries and dropped all unsent fetches."""
         self._held.reset()
         self._count()
 
@@ -162,7 +162,7 @@ class Holds:
 _PATIENCE_S = 5.0
 #: The time between checks of whether a preempted request's chunks are still in GPU memory.
 _LOOK_AGAIN_S = 0.05
-#: The most chunks that one `turn` examines, in about 1 ms. Bytes should bound fetching, not this.
+#: The most chunks that one `turn` examines, in about 1 ms: enough that bytes bound the fetching.
 LOOKS_MAX = 4096
 #: Bounds on queries to vLLM about chunks in GPU memory: per `turn`, and per request.
 _QUESTIONS_MAX, _QUESTIONS_OF_ONE_MAX = 256, 64
@@ -210,14 +210,14 @@ class _Want:
         return self.next < self.count or passed_over
 
     def look_again(self) -> None:
-        """Return to the first chunk that was skipped, to ask for it again."""
+        """Go back to the first skipped chunk, to ask again whether it is in GPU memory."""
         assert self.skipped is not None
         self.next = self.local = self.skipped
         self.local_ends, self.skipped = False, None
 
 
 class ReloadScheduler:
-    """See the module's docstring. A share of 0 disables its part."""
+    """See the module's docstring. A share of 0 disables the part that it limits."""
 
     def __init__(
         self, config: CoreConfig, capacity: Capacity, holds: Holds, clock: Callable[[], float]
@@ -300,9 +300,9 @@ class ReloadScheduler:
             full = self._holds.count(Reason.RELOAD) >= self._limits[Reason.RELOAD]
             if not looks or (full and not finished):
                 break
-            if finished:  # otherwise the next request may need only holds
+            if finished:  # if not, go on: the next request may need only holds
                 want.done_s = now_s
-        if len(self._queue) > 2 * len(self._wants):  # drop entries that have left
+        if len(self._queue) > 2 * len(self._wants):  # drop requests that have left
             self._queue = [one for one in self._queue if self._waits(one[2])]
             heapq.heapify(self._queue)
         while self._queue:

@@ -2,7 +2,7 @@
 """The chunks that entered and left each tier, in order: the source of KV events. Pure.
 
 A chunk is *in* the CPU tier once its copy is complete on every rank, and in the pool once its write
-is complete. It leaves a tier when eviction, failure or a reset removes it there. Tiers are recorded
+is complete. It leaves a tier when eviction, a failure or a reset removes it. Tiers are recorded
 separately: a chunk that is evicted from pinned memory may still be in the pool. A router that
 applies the changes in order reconstructs the index exactly.
 """
@@ -31,10 +31,10 @@ class Change:
 
 
 class KvEventLog:
-    """The changes not reported yet, oldest first. The length is in keys.
+    """The changes not reported yet, oldest first. The length is the number of keys.
 
-    The tiers log what enters and leaves each of them. A reset drops unreported arrivals, because
-    its own removals cancel them.
+    Each tier logs the keys that enter and leave it. A reset drops unreported arrivals, because it
+    also removes those keys.
     """
 
     def __init__(self, tiers: Tiers, key_bytes: int) -> None:

@@ -46,7 +46,7 @@ class Op:
     predicted_s: float = field(default=0.0, init=False)
     #: Whether this is a fetch only for measurement.
     probe: bool = field(default=False, init=False)
-    #: For a load or fetch: the seconds that the model had spent on prompts when it was planned.
+    #: For a load or fetch: the seconds that the model had spent on prompts when the op began.
     prompts_s: float = field(default=0.0, init=False)
 
     @property
@@ -65,7 +65,7 @@ def columns_of(batch: Batch) -> ChunkBatch:
 
 
 class Ledger:
-    """The ops in progress, oldest first. `prompts_s` returns the seconds spent on prompts."""
+    """The ops in progress, oldest first. `prompts_s` is as in `ManagerCore`."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Ledger:
         return self._ops[number]
 
     def named(self, numbers: Iterable[int]) -> list[Op]:
-        """Return the ops with these numbers, on which there are reports."""
+        """Return the ops with these numbers, which reports refer to."""
         try:
             return [self._ops[number] for number in numbers]
         except KeyError as over:

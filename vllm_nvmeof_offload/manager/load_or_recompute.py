@@ -53,8 +53,8 @@ _SLOWNESS_LOST = 16.0
 #: their computing time, which costs a few percent of all computing.
 _TRUST_MIN = 1 / 512
 #: A load is cut off after this many times the time of computing its chunks and of one step, but not
-#: before `_LIMIT_S_MIN`. It begins when the step that carries it ends and is reported with a later
-#: step's output, so slow decode-only steps must not make it look slow.
+#: before `_LIMIT_S_MIN`. A load begins when the step that carries it ends, and is reported with a
+#: later step's output, so slow decode-only steps must not make the load look slow.
 _LIMIT_FACTOR = 2.0
 _LIMIT_S_MIN = 0.25
 
@@ -63,8 +63,8 @@ _LIMIT_S_MIN = 0.25
 class Find:
     """A look-up's hit. `leading_cpu` is the number of leading chunks that the CPU tier has.
 
-    The other fields concern the chunks after these: `read_bytes` are to be read, by lane; `tokens`
-    need not be computed then; other loads have yet to read `queued_bytes`, by lane.
+    The other fields concern the chunks after these: `read_bytes` are the bytes to read, by lane,
+    `queued_bytes` those that other loads have yet to read, and `tokens` those that a load covers.
     """
 
     leading_cpu: int
@@ -106,7 +106,7 @@ class Attempt:
 
 
 class Admission:
-    """Decides for one core, and keeps its estimates. All bytes are those of one rank, by lane.
+    """Decides for one core, by estimates that it keeps. All bytes are those of one rank, by lane.
 
     `read_rates` is the slowest rank's measured bytes per second, by lane, or 0 if unknown. The
     caller updates it.
@@ -117,7 +117,7 @@ class Admission:
         self.read_rates = read_rates
         #: The measured tokens per second of prefill (0: unknown), and the depth of these tokens.
         self.prefill_rate, self.prefill_depth = 0.0, 0.0
-        #: The measured seconds by which each preceding token lengthens the computation of one.
+        #: The measured seconds that each preceding token adds to the time for a token.
         self.depth_s = 0.0
         #: The measured seconds that a step takes without prompts.
         self.step_s = 0.0
@@ -166,8 +166,8 @@ class Admission:
         return Decision(True, predicted_s, limit_s)
 
     def loaded(self, seconds: float, predicted_s: float, *, missed: bool, late: bool) -> None:
-        """Learn from a load. `predicted_s` is the decision's. `missed`: some chunks had not arrived
-        in time. `late`: the load took longer than computing."""
+        """Learn from a load that took `seconds`. `predicted_s` is the decision's. `missed`: some
+        chunks had not arrived in time. `late`: the load took longer than computing."""
         if not predicted_s and not missed:
             return
         sample = seconds / predicted_s if predicted_s else _SLOWNESS_LOST

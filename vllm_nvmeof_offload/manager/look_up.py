@@ -7,7 +7,7 @@ have not moved; no load of one has begun (vLLM delays a request that asks for su
 keys at which the groups' look-ups stopped still miss. One native call checks this for all keys.
 
 If admission declines the pool, the request is looked up again in the CPU tier only, and this second
-answer is cached too. vLLM's state of the request is that of the last real look-up.
+answer is cached too. vLLM's own state of the request is the one that the last real look-up left.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LOG_PERIOD_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """vLLM's queue.
+    """Access to vLLM's queue.
 
     `keys_of` returns a request's keys so far, by group position and in prefix order, or None if the
     request is unknown. `ends_of` returns, for keys that a request's look-up asked for, the tokens
@@ -68,7 +68,7 @@ class Answer:
     """A look-up's answer. `found` is the number of tokens, or None if vLLM delays the request.
     `hits` and `misses` are keys. `later`: the load may continue during later steps. `keep`: the
     answer may be cached. `whereabouts` records where the hits are; it is None if one of them now
-    misses. The other fields are admission's."""
+    misses. The other fields record admission's decision."""
 
     question: Question
     found: int | None
@@ -101,7 +101,7 @@ class _LookedUp:
 
 
 class RequestLookUps:
-    """The look-ups of all requests, on the scheduler's side, on one thread.
+    """The look-ups of all requests, on one thread on the scheduler's side.
 
     `offered` is called with each look-up's outcome: (request, local tokens, tokens to load).
     `helpers_of` is as in `LoadCommand`.
@@ -126,8 +126,8 @@ class RequestLookUps:
         self._logged: tuple[bool, float] = (True, -_LOG_PERIOD_S)
 
     def answer(self, request_id: str, question: Question, ask: Ask, second: int) -> Answer:
-        """Return what the request should load. `second` are the sources that remain if admission
-        declines what was found in all of them."""
+        """Return what the request should load. `second` are the sources for a second look-up if
+        admission declines what was found in all sources."""
         answer = self._look_up(request_id, question, ask)
         if answer.found is None:
             return answer
@@ -168,7 +168,7 @@ class RequestLookUps:
         known.answers.pop(sources, None)
         answer.whereabouts = self._core.whereabouts(answer.hits, sources)
         asked_one_key = not found and self._core.config.full_attention_only
-        if found is None or asked_one_key or not answer.keep:  # None is a delay
+        if found is None or asked_one_key or not answer.keep:  # None means a delay
             return answer
         # An answer is cached only if the tiers have exactly what vLLM found.
         rests_on = answer.hits or (not found and answer.misses)
@@ -180,7 +180,7 @@ class RequestLookUps:
         """Decide whether to load what a look-up in all sources has found after the tokens that are
         in GPU memory.
 
-        If the decision is no, the caller looks up the request in the CPU tier only, and calls
+        If the decision is no, the caller must look up the request in the CPU tier only, and call
         `declined`.
         """
         local, found = answer.question.local, answer.found or 0
@@ -230,7 +230,7 @@ class RequestLookUps:
         return decision
 
     def _taken(self, request_id: str, answer: Answer) -> Sequence[bytes]:
-        """Return the keys of a load of what was found: only those that vLLM's look-up hit."""
+        """Return the keys that a load of this answer would read. All are hits of the look-up."""
         keys_by_group = self._queue.keys_of(request_id)
         if self._core.config.full_attention_only or keys_by_group is None:
             return answer.hits
@@ -251,14 +251,14 @@ class RequestLookUps:
         return (known.attempt, known.boundary) if known else (None, None)
 
     def forget_answers(self, request_id: str) -> None:
-        """Require a new look-up, because vLLM's state of the request is no longer a look-up's."""
+        """Forget cached answers, because vLLM's state of the request no longer matches any."""
         if known := self._requests.get(request_id):
             known.answers.clear()
 
     def take_declined(self) -> Sequence[bytes]:
-        """Return the chunks that the last attempt declined since the last call, for probing the
-        pool. This is not part of `decide`, because a probe takes cache slots, and the chunks found
-        there are not pinned yet."""
+        """Return and forget the chunks that the last attempt declined, for probing the pool.
+        This is not part of `decide`, because a probe takes cache slots, and the chunks found
+        in the CPU tier are not pinned yet."""
         declined, self._declined = self._declined, ()
         return declined
 

@@ -48,7 +48,7 @@ class StepMeter:
         self.steps = 0  # steps with tokens
         self.seconds = 0.0  # the duration of these steps
         self.tokens = 0  # the tokens of these steps
-        #: The longest time that one of the last steps took in addition to its prompts.
+        #: The longest time that a recent step took in addition to the time for prompts.
         self.decode_s = 0.0
         self._clock = clock
         self._ahead: deque[_Step] = deque(maxlen=_AHEAD_MAX)
@@ -75,13 +75,12 @@ class StepMeter:
 
     @property
     def depth_s(self) -> float:
-        """Return the seconds by which each preceding token lengthens the computation of one, or
-        0."""
+        """Return the seconds that each preceding token adds to the time for a token, or 0."""
         _, depths, seconds, *_ = self._sums
         return max(0.0, min(self._slope, _SLOPE_SHARE_MAX * seconds / depths)) if depths else 0.0
 
     def prompts_s(self) -> float:
-        """Return the seconds that the model has spent on prompts: each step's share until now."""
+        """Return the seconds that the model has spent on prompts, including the current step's."""
         if not self._ahead:
             return self._prompts_s
         step = self._ahead[0]

@@ -3,8 +3,8 @@
 
 `WaitingRequests` passes each request's keys and place in the queue to the core's
 `hold_and_prefetch`; `manager/look_up.py` handles the look-ups. `ResumeCounter` counts what a
-preempted request gets back when it resumes, because vLLM's external prefix cache metrics exclude
-preempted requests.
+preempted request gets back when it resumes, which vLLM's external prefix cache metrics do not
+count.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from vllm_nvmeof_offload.metrics import Counts
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """The most tokens that a request's steps have computed. `drafted`: the last step had drafts."""
+    """The most tokens that a request can have computed. `drafted`: its last step had drafts."""
 
     tokens: int = 0
     drafted: bool = False
 
 
 class ResumeCounter:
-    """Counts what resumed requests get back, from vLLM's scheduler outputs. Pure.
+    """Counts the tokens that resumed requests get back, from vLLM's scheduler outputs. Pure.
 
-    `num_tokens` returns a request's current number of tokens. Steps schedule more than that:
-    drafts, some of which are rejected. A preempted request's scheduler output lacks the number of
-    rejected drafts, but the number follows from the request's tokens: the last one was sampled in
-    the step that verified the drafts, and was never computed.
+    `num_tokens` returns a request's current number of tokens. Steps also schedule drafts, some of
+    which are rejected. For a preempted request, the scheduler output does not report how many, but
+    that follows from the request's tokens: the last one was sampled in the step that verified the
+    drafts, and was never computed.
 
     A load ends at a multiple of `unit_tokens`, which is whole chunks in every group.
     """
@@ -63,7 +63,7 @@ class ResumeCounter:
             self._preempted[request_id] = max(computed, before, key=lambda c: c.tokens)
         scheduled = scheduler_output.num_scheduled_tokens
         for request_id in scheduled.keys() & self._preempted.keys():
-            # The request runs again, and will have more tokens than those that bounded it before.
+            # The request runs again and gains tokens, so they no longer bound what it had computed.
             self._preempted[request_id] = _Computed(self.computed(request_id))
         drafts = scheduler_output.scheduled_spec_decode_tokens
         for new in scheduler_output.scheduled_new_reqs:
@@ -86,7 +86,7 @@ class ResumeCounter:
         return min(computed.tokens, max(0, tokens - 1) if computed.drafted else tokens)
 
     def offered(self, request_id: str, local: int, found: int) -> None:
-        """Record a look-up: `local` tokens in GPU memory and `found` more to load. The last one
+        """Record a look-up: `local` tokens in GPU memory and `found` more to load. The last look-up
         counts."""
         if request_id in self._preempted:
             self._offered[request_id] = (local, found)
@@ -127,7 +127,7 @@ class WaitingRequests:
         self._core = core
         self._queue = queue
         self._requests: dict[str, Any] = {}
-        self._followed: set[str] = set()  # requests with chunks that may be held and fetched
+        self._followed: set[str] = set()  # requests whose chunks may be held and fetched
         self._ended: set[str] = set()  # requests that ended in the last step
         kinds = {group.kind for group in queue.groups}
         self._limited = GroupKind.FULL in kinds and not kinds.isdisjoint(boundary.SPARSE)
@@ -158,9 +158,9 @@ class WaitingRequests:
             self._follow(request, request.num_tokens - 1, order)
 
     def allocated(self, request_id: str, loaded: int) -> Attempt | None:
-        """Record that the request got its GPU blocks: count what it gets back, and the decision on
-        its hit. `loaded` is the number of tokens that vLLM lets us load. It is 0 if another
-        connector loads the tokens, or GPU memory has as many."""
+        """Record that the request got its GPU blocks. Count what it gets back, and count and return
+        the decision on its hit. `loaded` is the number of tokens that vLLM lets us load: 0 if
+        another connector loads the tokens, or if GPU memory contains as many."""
         attempt, found = self.look_ups.end(request_id)
         self._core.reload.left(request_id)
         self._going.add(request_id)
@@ -202,8 +202,8 @@ class WaitingRequests:
             self._helpers.pop(request_id, None)
         # The last chunks of ended requests are stored in this step.
         self._ended = set(scheduler_output.finished_req_ids or ())
-        # Before the running requests: a reset between two steps may preempt a request that this
-        # step runs or loads again.
+        # Preempted requests first, because a reset between two steps may preempt a request that
+        # this step runs or loads again.
         for request_id in scheduler_output.preempted_req_ids or ():
             self.look_ups.end(request_id)
             if request_id not in self._going:

@@ -9,18 +9,18 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-#: The number of keys forgotten at a time, because finding the front of a dictionary is slow.
+#: Keys are forgotten this many at a time, because finding the front of a dictionary is slow.
 _FORGET_BATCH = 1024
 
 
 class StoreThreshold:
-    """Counts sightings, so that a chunk is stored on its n-th, as with vLLM's own
+    """Counts sightings, so that a chunk is stored on its n-th sighting, as with vLLM's own
     `store_threshold`.
 
     A sighting is one offer for storage (`prepare_store`), which vLLM makes once per request for
     each of its chunks, whether it computed the chunk or found it in GPU memory. Look-ups do not
-    count, nor do a request's repeated offers, and a reset forgets nothing. At most `keys_max` and
-    1023 more keys are counted; the least recently seen are forgotten. Threshold 1 needs no table.
+    count, nor do a request's repeated offers, and a reset forgets nothing. At most `keys_max` +
+    1023 keys are counted; the least recently seen are forgotten. Threshold 1 needs no table.
     """
 
     def __init__(self, threshold: int, keys_max: int) -> None:
@@ -36,7 +36,7 @@ class StoreThreshold:
     def see(
         self, keys: Sequence[bytes], again: Collection[bytes] = ()
     ) -> npt.NDArray[np.uint8] | None:
-        """Count an offer of each of `keys`. Return which are due, or None for all.
+        """Count an offer of each of `keys`. Return, by key, whether it is due; None if all are.
 
         `again` contains keys that the request has offered before.
         """

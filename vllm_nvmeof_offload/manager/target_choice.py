@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks' verdicts on targets and measured rates, which determine where each write is sent.
-Pure.
+"""The ranks' verdicts on targets and the targets' measured rates, by which each write's target is
+chosen. Pure.
 
-The choice itself runs once per chunk in `native/tiers/tiers.cpp` (`choose`). A target with a queue
-more than twice as long, in time, as the shortest gets nothing. Among the others, a target with a
+The choice itself runs once per chunk in `native/tiers/tiers.cpp` (`choose`). A target whose queue
+takes more than twice the time of the shortest gets no writes. Among the others, a target with a
 free slot is preferred to one that must evict, because a hit from a slower target is better than
 none. Among equals, the target with the fewest writes so far for its rate is chosen, so that shares
-follow the rates even while every queue is empty. A queue's length is its pending writes divided by
-the slowest rank's measured rate; while any rate is unknown, all are equal, and targets take turns.
+follow the rates even while every queue is empty. A queue's time is its pending writes divided by
+the slowest rank's measured rate. While any rate is unknown, all are equal, and targets take turns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SPEED_MIN = 1 / 32
 
 
 class Targets:
-    """Passes verdicts and rates of all ranks to the tiers."""
+    """Combines the ranks' verdicts and rates by target, and passes the results to the tiers."""
 
     def __init__(self, tiers: Tiers, count: int) -> None:
         #: The bytes/s at which the slowest rank reads, and writes, by target; 0 if unknown.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine's metrics, and its log lines on the start and on failures. Pure.
 
-Counters are exported as increases and gauges when they change, because most steps change few. All
-gauges are exported periodically, because each of several API servers receives only the steps of its
-own requests.
+Counters are exported as increases and gauges when they change, because most steps change few. In
+addition, all gauges are exported periodically, because each of several API servers receives only
+the steps of its own requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm_nvmeof_offload.metrics import CONFIG_LABELS, GAUGES, Counts, Series, f
 from vllm_nvmeof_offload.protocol import LevelReport, RankHello
 from vllm_nvmeof_offload.units import format_bytes
 
-#: The start of a fallback's line → the part that runs slower, if the two differ.
+#: By the start of a fallback's line: the metric's name for the part, if different.
 _PARTS = {"io_uring registered": "registration"}
 _QUEUES = ("stream_slot", "read", "prefetch", "write")
 
@@ -113,7 +113,7 @@ def _read_queues(levels: Iterable[LevelReport], targets: int) -> Counts:
 
 
 def config_labels(hellos: Sequence[RankHello], policies: CoreConfig) -> dict[str, str]:
-    """Return the values of `CONFIG_LABELS` on rank 0; the start line shows differences."""
+    """Return values of `CONFIG_LABELS` from rank 0; the start line lists those of other ranks."""
     first = hellos[0]
     return {
         "version": __version__,
@@ -128,14 +128,14 @@ def config_labels(hellos: Sequence[RankHello], policies: CoreConfig) -> dict[str
     }
 
 
-#: The start line has a warning if a larger share of the slots' bytes is unused.
+#: The start line contains a warning if a larger share of the slots' bytes is unused.
 _UNUSED_MAX = 0.25
 
 
 def start_line(
     hellos: Sequence[RankHello], core: ManagerCore, alone: str | None = None, group: str = ""
 ) -> str:
-    """Return one log line on all ranks together; values that differ are shown with their ranks.
+    """Return one log line for all ranks together; values that differ are listed by rank.
 
     `alone` states why other servers' chunks are not loaded: empty if they are loaded, None if
     sharing is off. `group` names the servers whose chunks are loaded; empty for those of this host.
@@ -217,7 +217,7 @@ def _pool(first: RankHello, capacity: Capacity, config: CoreConfig, ranks: int) 
 
 
 def _by_rank(hellos: Sequence[RankHello], name: str) -> str:
-    """Return the value that all ranks have, or each rank's value."""
+    """Return the field `name` of the hellos: one value if all are equal, else one per rank."""
     values: dict[int, str] = {hello.rank: getattr(hello, name) for hello in hellos}
     if len(set(values.values())) == 1:
         return values[hellos[0].rank]
@@ -226,7 +226,7 @@ def _by_rank(hellos: Sequence[RankHello], name: str) -> str:
 
 PERIOD_S = 60.0
 
-#: Operation → the failure and its consequence.
+#: By operation: the words for the failure and for its consequence.
 _FAILED = {
     "store": ("copied from the GPU", "they are not offloaded"),
     "load": ("loaded", "their tokens are recomputed"),

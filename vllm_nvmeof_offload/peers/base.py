@@ -47,8 +47,8 @@ class SlotMemory(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Common:
     """The facts that two peers must have in common, in addition to the share tag. `secret` is the
-    share secret, or empty. `replica` is the index of one of a server's `replicas`; both may
-    differ."""
+    share secret, or empty. `replica` is the index of one of a server's `replicas`; these
+    two may differ between peers."""
 
     keyspace: str
     rank: int
@@ -143,10 +143,10 @@ class ServePort(Protocol):
     """The interface to D's storage. Only the server's thread calls its methods, and none blocks."""
 
     def serve(self, reads: Sequence[ServeRead]) -> None:
-        """Read these chunks after D's own loads. Each read ends once in `poll`, however late."""
+        """Read these chunks after D's own loads. `poll` reports each end once, however late."""
 
     def cancel(self, tokens: Sequence[int]) -> None:
-        """Cancel these reads. Each of them still ends in `poll`."""
+        """Cancel these reads. `poll` still reports the end of each."""
 
     def poll(self) -> list[Served]:
         """Return the reads that ended since the last call."""

@@ -2,12 +2,12 @@
 """The loading server's side: one lane per peer, and one thread for all lanes.
 
 A read is ASKED, then PULLING if NIXL moves its bytes, and then ends. A read that is cancelled or
-past its deadline gets its outcome at once. If D still owes an answer, the read is DROPPED and costs
-a credit; if its pull has not ended, it is a ZOMBIE, and its buffer is released later. Nothing waits
-for a peer: if a peer is silent for half a second, its reads end, and nothing more is requested from
-it until it sends something. A peer loses its session, and is greeted again soon, if it errs, stays
-silent, holds a zombie for a second, or loses its connection, for example because its process was
-killed. The machine gives no reads to a peer that is lost repeatedly (native/machine/peer_judge.h).
+past its deadline gets its outcome at once. If its peer still owes an answer, it is then DROPPED and
+costs a credit; if its pull has not ended, it is a ZOMBIE, and its buffer is released later.
+Nothing waits for a peer: if a peer is silent for half a second, its reads end, and nothing more is
+requested from it until it sends something. A session ends, and its peer is greeted again soon, if
+the peer errs, stays silent, holds a zombie for a second, or loses its connection (if its process is
+killed, for example). The machine gives a peer that is lost repeatedly no reads (peer_judge.h).
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class _SessionLostError(Exception):
 
 
 class _OtherSecretError(_SessionLostError):
-    """The connection ended before a session, as if share secrets were missing or different."""
+    """The connection ended before a session, as it does if share secrets differ or are missing."""
 
 
 class _Session:
@@ -181,7 +181,7 @@ class _Session:
         self.is_stalled = False
 
     def opens(self) -> None:
-        """Record that the first read is requested, so that the peer must now send often."""
+        """Record that a read is requested while none is open: the peer must now send often."""
         self.opened_s = self._listening.now_s
 
     def is_silent(self) -> bool:
@@ -243,7 +243,7 @@ class PeerClients(SessionThread):
             collections.deque()
         )
         self._ends: collections.deque[PeerEnd] = collections.deque()
-        #: Agents of lost sessions that have not ended, with the reads they may still write to.
+        #: Agents of lost sessions not freed yet, and the reads whose buffers they may still write.
         self._leaving: list[tuple[NixlTransport, list[_Reading]]] = []
         self._heard = Waker()
         self._thread.start()
@@ -253,7 +253,7 @@ class PeerClients(SessionThread):
         return one.state if one.tag == self._tag else NO_PEER._replace(lost=one.lost)
 
     def submit(self, lane: int, reads: Sequence[PeerRead]) -> None:
-        """Request reads from the lane's peer. Each ends by its deadline, within a beat."""
+        """Request reads from the lane's peer. Each ends within a beat after its deadline."""
         self._commands.append((lane, list(reads), []))
         self._waker.wake()
 
@@ -329,7 +329,7 @@ class PeerClients(SessionThread):
             if lane.back_off.is_over(now_s):
                 self._greet(lane)
             return
-        cut_off = lane.session.why_cut_off()  # first: nothing arrives after it
+        cut_off = lane.session.why_cut_off()  # if set, nothing more arrives
         take = functools.partial(self._take_frames, lane, lane.session)
         drained = take_in(lane.session.socket, take)
         self._pull_on(lane, lane.session)
@@ -389,13 +389,13 @@ class PeerClients(SessionThread):
             session.open[read.token] = _Reading(read)
             wanted.append(_wanted(read, now_s))
         if wanted and session.transport is None:
-            lane.pull_rate.moves(now_s)  # includes the time at the peer's storage, which is unknown
+            lane.pull_rate.moves(now_s)  # includes unknown time at the peer's storage
         for start in range(0, len(wanted), READS_MAX):
             part = wanted[start : start + READS_MAX]
             session.send(Read(reads=part, inline=session.transport is None))
 
     def _drop(self, token: int, outcome: Outcome) -> None:
-        """Give an open read its outcome."""
+        """Give the open read `token` its outcome."""
         for lane in self._lanes:
             session = lane.session
             reading = None if session is None else session.open.get(token)
@@ -506,7 +506,7 @@ class PeerClients(SessionThread):
         reading = self._answered(session, token)
         read = reading.read
         if session.transport is not None or len(raw) != slot_stride_bytes(read.payload_bytes):
-            raise MalformedError(f"{len(raw)} bytes were sent")
+            raise MalformedError(f"bad data: {len(raw)} bytes")
         self._forget(session, token)
         session.done.append(token)
         lane.pull_rate.moved(len(raw), time.monotonic(), more=bool(session.open))
@@ -516,7 +516,7 @@ class PeerClients(SessionThread):
             self._came(read)
 
     def _came(self, read: PeerRead) -> None:
-        """Verify a chunk that has arrived completely. If it does not match, the read fails."""
+        """Verify the chunk of `read`, which has arrived completely. A mismatch fails the read."""
         start = read.address - self._memory.address
         slot = self._view[start : start + slot_stride_bytes(read.payload_bytes)]
         outcome = verify(slot, read.identity, read.payload_bytes, read.place, read.tag)
@@ -601,7 +601,7 @@ class PeerClients(SessionThread):
             return
         was_up = session.is_up
         lane.lost += was_up and counts and not session.is_stalled  # a stall was counted already
-        self._show(lane)  # before its reads end, which must not be sent to it again
+        self._show(lane)  # first, so that its reads are not sent to it again
         lane.pull_rate.stop()
         self.counts.lost += was_up and counts
         if counts:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages between two peers: msgpack of a bounded size, in one ZMQ frame each.
+"""The messages between two peers, P and D (`base`): bounded msgpack, in one ZMQ frame each.
 
 Every message carries `n`, its number in its direction of the session; a gap means that messages
 were lost. The receiver ignores unknown fields, so that a later release may add some. A frame that
@@ -45,7 +45,7 @@ from vllm_nvmeof_offload.errors import (
 
 VERSION = 2
 MESSAGE_BYTES_MAX = 1 << 18
-#: More than CURVE adds to a frame: ZMQ's limit applies to a frame as received.
+#: More than CURVE adds to a frame: ZMQ's limit applies to the encrypted frame.
 CURVE_BYTES = 64
 READS_MAX = 64  # in one message
 TOKENS_MAX = 1024  # in one message, and as credits of a session
@@ -81,7 +81,7 @@ class Reason(enum.IntEnum):
 class WantedRead(Struct, array_like=True, frozen=True):
     """A read of a region's slot, which must have this content.
 
-    `within_ms` is how long P waits for it: a duration, because clocks are not compared.
+    `within_ms` is how long P waits for it: a duration, because two hosts' clocks are not compared.
     """
 
     token: _U64
@@ -116,7 +116,7 @@ class Message(Struct, kw_only=True, tag_field="type"):
 
 class Hello(Message, tag="hello"):
     """A request for a session. `keyspace` is 32 hex digits. `tag` is the share tag. `slot_bytes` is
-    the size of a staging slot. `pulls`: P can pull by RDMA, so it needs D's agent."""
+    the size of a staging slot. `pulls` is True if P can pull by RDMA and needs D's agent."""
 
     version: _U32
     keyspace: Annotated[str, Meta(max_length=64)]
@@ -164,7 +164,7 @@ class Ready(Message, tag="ready"):
 
 
 class Sent(Message, tag="sent"):
-    """A chunk. The second frame has the serve slot's header page and payload."""
+    """A chunk. The second frame holds the serve slot's header page and payload."""
 
     token: _U64
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The helper's side: reads for peers into serve slots, and lends or sends these.
+"""The helper's side: it reads chunks for peers into serve slots, which it lends or sends.
 
 A read is QUEUED, then READING. Then its slot is LENT to a peer that can pull, or its bytes are
 copied into a message and SENT. Both end with the peer's `Done`, with the session, or a second after
@@ -8,8 +8,8 @@ costs the peer a credit, so that few copies wait for a peer that does not receiv
 which the storage reads becomes free when the storage reports the end of the read. Sessions get
 equal shares of the slots.
 
-An unauthenticated connection may send one frame of `MESSAGE_BYTES_MAX` and last two seconds. A
-connection beyond the first `CONNECTIONS_MAX` is closed at once.
+An unauthenticated connection may send one frame of `MESSAGE_BYTES_MAX`, and lasts at most two
+seconds. Connections beyond the first `CONNECTIONS_MAX` are closed at once.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ CONNECTIONS_MAX = 2 * SESSIONS_MAX
 _DONE_MORE_S = 1.0
 #: Without an event for this long, the thread sleeps even while slots are lent.
 _MOVING_S = 0.01
-#: The most messages queued per connection and direction; to a peer, one more per credit.
+#: The most messages queued per connection and direction; to a peer, one more for each credit.
 _WAITING_MAX = 64
 #: A connection without an answer for this long is closed, and its queued messages are dropped.
 _PING_MS, _PONG_MS = 1000, 3000
@@ -125,7 +125,7 @@ class _Session:
     heard_s: float  # by `Listening`'s clock
     channel: Channel
     told_s: float = 0.0  # when the levels were last sent
-    told_bytes: int = 0  # the bytes before its next read, as last sent
+    told_bytes: int = 0  # the bytes ahead of its next read, as last sent
     told_credits: int = 0
     lent: int = 0  # open reads that are lent
     held: int = 0  # serve slots in use
@@ -162,7 +162,7 @@ class _Door:
         address: str,
         secret: bytes,
     ) -> None:
-        """Open the address. Raises zmq.ZMQError if it is unusable or a needed CURVE is missing."""
+        """Open `address`. Raises zmq.ZMQError if it is unusable, or CURVE is needed but missing."""
         self._router = router
         self._connected: set[int] = set()  # descriptors
         self._opens_s = 0.0  # 0 while open
@@ -239,8 +239,8 @@ class PeerServer(SessionThread):
         read_deadline_s: float = 5.0,
     ) -> None:
         """Peers connect to `address`, such as `tcp://10.0.0.7:7000`. `memory` and `view` are the
-        serve slots. With `by_nixl` slots are lent to peers that can pull. `read_deadline_s` is the
-        longest that a peer's read may take, as for our own. Raises EngineError if the address
+        serve slots. With `by_nixl` slots are lent to peers that can pull. `read_deadline_s` limits
+        a peer's reads as it limits our own. Raises EngineError if the address
         cannot be used."""
         assert 0 < memory.slots <= TOKENS_MAX
         self.counts = ServerCounts(free=memory.slots)
@@ -266,7 +266,7 @@ class PeerServer(SessionThread):
         return super().close(timeout_s) and self._transport is None
 
     def _run(self) -> None:
-        # First, because the library's thread, started with a socket, inherits the CPU binding.
+        # First, because the library's thread, which a socket starts, inherits the CPU binding.
         unbind_this_thread()
         try:
             self._socket = self._make_socket()
@@ -408,11 +408,11 @@ class PeerServer(SessionThread):
                 self._transport = NixlTransport(self._memory)
             except (TransportError, ImportError) as error:
                 self._by_nixl = False
-                logger.warning("sending peers messages only: %s", error)
+                logger.warning("peers get chunks in messages: NIXL cannot be used: %s", error)
         return self._transport.metadata if self._transport is not None else b""
 
     def _share(self) -> int:
-        """Return how many slots a session may have at a time."""
+        """Return how many slots a session may use at a time."""
         return max(1, self._memory.slots // len(self._sessions))
 
     def _refusal(self, hello: Hello) -> str:
@@ -578,7 +578,7 @@ class PeerServer(SessionThread):
         session.told_s, session.told_bytes, session.told_credits = now_s, queued_bytes, share
 
     def _levels(self, session: _Session) -> Levels:
-        """Return how much is read before this peer's next read, except its own open reads."""
+        """Return the load ahead of this peer's next read, except for its own open reads."""
         queued_bytes, bytes_per_s = self._port.levels()
         others = sum(one.queued_bytes for one in self._sessions.values()) - session.queued_bytes
         return Levels(max(0, queued_bytes - session.reading_bytes) + others, bytes_per_s)

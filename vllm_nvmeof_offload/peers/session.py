@@ -2,11 +2,11 @@
 """The common parts of both ends of sessions: the proof of the share secret, the turns of their
 threads, the measurement of silence and rates, and the delay before a peer is greeted again.
 
-With a share secret, ZMQ's CURVE encrypts and authenticates every byte of a message, but not chunks
-that RDMA carries, which only their checksums prove. All servers derive the same two pairs of keys
-from the secret, one for the serving side (D) and one for the loading side (P). D accepts no message
-of a connection until the other end has proved that it has P's key, and P accepts none without D's.
-CURVE draws new keys for each connection, so nothing can be replayed.
+With a share secret, ZMQ's CURVE encrypts and authenticates every byte of a message. Chunks that
+RDMA carries are not protected, except by their checksums. All servers derive the same two pairs of
+keys from the secret, one for the serving side (D) and one for the loading side (P). D accepts no
+message of a connection until the other end has proved that it has P's key, and P accepts none
+without D's. CURVE draws new keys for each connection, so nothing can be replayed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Listening:
         self.now_s = self._turn_s = now_s
 
     def turn(self, now_s: float, sleep_s: float) -> None:
-        """Advance the clock after a turn in which the thread was to sleep for `sleep_s`."""
+        """Advance the clock after a turn in which the thread meant to sleep for `sleep_s`."""
         self.now_s += min(now_s - self._turn_s, sleep_s + _TURN_S)
         self._turn_s = now_s
 
@@ -81,7 +81,7 @@ class BusyRate:
             self._since_s = now_s
 
     def moved(self, size_bytes: int, now_s: float, *, more: bool) -> None:
-        """Record that a transfer has ended. `more`: others are in progress."""
+        """Record that a transfer has ended. `more`: whether others are in progress."""
         assert self._since_s is not None
         self._moved_s = now_s
         self._bytes += size_bytes
@@ -104,7 +104,7 @@ class BusyRate:
 
 
 class SessionThread:
-    """One end of sessions, on a separate thread until it is closed."""
+    """One end of sessions with peers, on a separate thread until it is closed."""
 
     def __init__(self, name: str, run: Callable[[], None], tag: bytes) -> None:
         """Prepare a thread for `run`; the subclass starts it. `tag` is our share tag."""
@@ -131,7 +131,7 @@ class SessionThread:
     def _wake_ups(self, beat_s: Callable[[], float]) -> Iterator[None]:
         """Sleep until an event, but never longer than half a beat, and yield after each sleep.
 
-        `beat_s` returns 0 if transfers need the thread's turns.
+        `beat_s` returns 0 if transfers progress only in the thread's turns.
         """
         while not self._closed.is_set():
             sleep_ms = int(1000 * beat_s() / 2)
@@ -166,7 +166,7 @@ STRANGER = "its share secret differs, or it is not a peer; give all the same sha
 def lock(socket: zmq.Socket[bytes], secret: bytes, *, serves: bool) -> None:
     """Let a socket talk only to peers with the same share secret; to any peer if `secret` is empty.
 
-    `serves`: the socket is the serving side's. Raises zmq.ZMQError if the library lacks CURVE.
+    `serves` is True for the serving side's socket. Raises zmq.ZMQError if the library lacks CURVE.
     """
     if not secret:
         return

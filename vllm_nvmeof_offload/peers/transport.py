@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves bytes from a peer's serve slots into ours with NIXL's READ, which the receiving side
+"""Moves bytes from a peer's serve slots into our memory with NIXL's READ, which the receiver
 starts.
 
 NIXL's own progress thread would keep a core busy while nothing moves, so it is not used: a transfer
@@ -13,7 +13,7 @@ address that the sender names (seen with NIXL 1.5.1).
 
 A pull that has not ended cannot be cancelled. NIXL releases the pull's handle and the peer without
 an error, but still writes into the buffer when a suspended peer continues (seen with 1.5.1 over
-TCP). Only the end of the agent ends the pull, which takes milliseconds. So each session has a
+TCP). Only ending the agent, which takes milliseconds, ends the pull. So each session has a
 separate agent, and the end of a session ends all its pulls.
 """
 
@@ -109,12 +109,12 @@ class NixlTransport:
         self.metadata: bytes = _checked(self._agent.get_agent_metadata)
 
     def connect(self, metadata: bytes, memory: SlotMemory) -> None:
-        """Prepare pulls from the peer with this metadata. `memory` has the peer's addresses."""
+        """Prepare pulls from the peer with this metadata. `memory` is the peer's serve slots."""
         name = _checked(self._agent.add_remote_agent, metadata)
         self._peer = name if isinstance(name, str) else name.decode(), memory
 
     def pull(self, slot: int, address: int, size_bytes: int) -> Pull:
-        """Start pulling the first bytes of a peer's slot to our `address`. Raises
+        """Start pulling the first `size_bytes` of a peer's slot to our `address`. Raises
         TransportError."""
         ours, theirs = self._lists_of(size_bytes)
         places = ours, [self._memory.slot_of(address)], theirs, [slot]
@@ -136,8 +136,8 @@ class NixlTransport:
     def close(self) -> bool:
         """End all pulls. Returns True if nothing writes into our memory any more.
 
-        False: something still refers to the agent, such as the frames of an exception that is being
-        handled; call again later.
+        Returns False while something still refers to the agent, such as the frames of an exception
+        being handled; call it again later.
         """
         for pull in self._pulls:
             pull.handle = None
@@ -182,7 +182,7 @@ def _new_agent() -> Any:
 
 
 def _checked(call: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
-    """Call NIXL. Any error becomes a TransportError, which keeps no reference to it."""
+    """Call NIXL. Any error is replaced by a TransportError, which does not refer to it."""
     try:
         return call(*arguments, **more)
     except Exception as error:  # noqa: BLE001 - NIXL has one class for each of its errors
@@ -191,7 +191,7 @@ def _checked(call: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
 
 
 def _quietly(call: Callable[[], Any]) -> None:
-    """Ignore errors in a message to a peer that has left."""
+    """Run `call` and ignore its errors, which concern peers that have left."""
     with contextlib.suppress(Exception):
         call()
 

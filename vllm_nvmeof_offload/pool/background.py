@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Threads for calls that may block forever, for example in a file of a lost target.
 
-All threads start with their owner. So a container's limit on threads can fail a start, but not a
-running server.
+All threads start when the object is created. So a container's limit on threads can make a start
+fail, but not a running server.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm_nvmeof_offload import logger
 class Background:
     """A fixed number of threads. Calls of one lane run in order, one at a time.
 
-    So each hung lane occupies one thread. A call waits until a thread is free; the caller bounds
+    So a hung lane occupies only one thread. A call waits until a thread is free; the caller bounds
     the number of waiting calls.
     """
 
@@ -65,6 +65,6 @@ class Background:
                         del self._waiting[at]
                         self._running.add(job[0])
                         return job
-                if self._ended:  # the thread that runs a lane takes its waiting calls
+                if self._ended:  # a busy lane's thread also runs the lane's waiting calls
                     return None
                 self._changed.wait()

@@ -2,7 +2,7 @@
 """Directories and files below a target that only their owner can have written.
 
 A user who owns a target, or may rename in it, can replace our files and directories at any time,
-also by links and pipes. Checksums do not prove who wrote the bytes. So every file is opened by
+even with links and pipes. Checksums do not prove who wrote the bytes. So every file is opened by
 `open_private`, which checks the owner and never waits. A running server opens files through a
 `Folder`, a descriptor of the directory that was found and checked once, whatever the directory's
 path leads to later. Paths are resolved only at a start, by a prober (`targets.prober`), and by the
@@ -41,7 +41,7 @@ class Folder:
 
     @classmethod
     def open(cls, path: Path, place: Path | None = None) -> Folder:
-        """Open the directory `path`, or, through another folder, `place`.
+        """Open the directory `path`, or `place`, which leads to it through another folder.
 
         Raises OSError if it is not a directory, belongs to another user, or others may write it.
         """

@@ -24,8 +24,8 @@ the bytes belong here: after a misdirected read or write, or in a misplaced file
 share tag identifies the weights that computed the chunk. A group's chunks have one length, which
 the superblock also states. The header's CRC covers the whole page, so any damaged bit is detected.
 Bytes after the payload are not written and have no CRC; an empty payload has the CRC of no bytes.
-The native engine shares the format. A change needs a new `FORMAT_VERSION`, which is a fact of
-every keyspace, and a line in the changelog.
+The native engine shares the format. A change needs a line in the changelog and a new
+`FORMAT_VERSION`, which is a fact of every keyspace.
 
 The table has one 64-byte entry per slot, little endian; an entry that was never written is zero::
 
@@ -50,13 +50,13 @@ The superblock is one 4 KiB page that describes the region and states which chun
     92  u32  rank                  192 24s  groups
     4060 32s  MAC                  4092 u32 CRC-32C of bytes 0..4091
 
-A group: u32 id, u8 kind, u8 ranks in a set, u16 zero, u64 payload bytes, u32 blocks per chunk,
+A group is: u32 id, u8 kind, u8 ranks in a set, u16 zero, u64 payload bytes, u32 blocks per chunk,
 u32 bytes of a block. All other bytes are zero, and so are offsets, device and MAC, which are for
 later releases. A region of an earlier release has no log. shared is 2 if a group of hosts uses the
 region (`pool.lease`); otherwise shared and the lease generation are 0.
 
 The superblock with the highest sequence on any of a rank's targets states the epoch and tag under
-which chunks are adopted; all other chunks are void. Epochs are random. A superblock is
+which chunks are adopted; all other chunks are ignored. Epochs are random. A superblock is
 replaced atomically (temporary file, fsync, rename, fsync of the directory). A directory whose
 superblock is missing or damaged counts as empty.
 
@@ -119,8 +119,8 @@ class Stamp:
     """The epoch and tag of a write, fixed when the write is submitted.
 
     A write that a reset overtakes must not get the new epoch, not even in its table entry. Chunks
-    whose `epoch` the newest superblock does not name are void. `tag` is the share tag, 16 bytes; a
-    read accepts no other tag.
+    with another `epoch` than the newest superblock's are ignored. `tag` is the share tag, 16
+    bytes; a read accepts no other tag.
     """
 
     epoch: int
@@ -152,7 +152,7 @@ def share_tag(keyspace: str, weights_version: bytes = b"") -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class SlotHeader:
-    """An intact header page."""
+    """The content of an intact header page."""
 
     identity: SlotIdentity
     place: SlotPlace
@@ -245,7 +245,7 @@ def encode_entry(
 ) -> bytes:
     """Return the 64 bytes of an entry. Raises ValueError if the key does not fit.
 
-    `slot` is the number that the CRC covers.
+    `slot` is the slot's number, which the CRC covers.
     """
     return core.encode_entry(slot, identity.key, identity.generation, epoch, single_copy)
 
@@ -255,8 +255,8 @@ class DecodedTable:
     """The entries of a table, in the order of the `slots` given to `decode_table`.
 
     `valid` (bool[n]) marks intact entries; `damaged` (bool[n]) marks written entries that are not
-    intact. The other columns count only where `valid`: `epochs` (uint32[n]), `flags` (uint8[n]),
-    `generations` (uint64[n]), `key_bytes` (uint8[n]), `keys` (uint8[n, 46]).
+    intact. The other columns are meaningful only where `valid`: `epochs` (uint32[n]), `flags`
+    (uint8[n]), `generations` (uint64[n]), `key_bytes` (uint8[n]), `keys` (uint8[n, 46]).
     """
 
     valid: npt.NDArray[np.bool_]
@@ -356,10 +356,10 @@ class Superblock:
     """The description of one region.
 
     `uuid` is the pool's, the same on all its targets. `keyspace` is 32 hex digits. `payload_bytes`
-    is the longest group's. `slots` is the number on this target. `epoch` and `tag` are those of
-    valid chunks. `sequence` counts the resets of the rank. `log_pages` is the length of the log
-    (`pool.log`), or 0. `shared` is `LEASED` or 0. In a group, `lease_generation` is that of the
-    lease under which the superblock was written. Later releases use the other fields from
+    is the longest group's. `slots` is the number of slots on this target. `epoch` and `tag` are
+    those of valid chunks. `sequence` counts the resets of the rank. `log_pages` is the length of
+    the log (`pool.log`), or 0. `shared` is `LEASED` or 0. In a group, `lease_generation` is that of
+    the lease under which the superblock was written. Later releases use the other fields from
     `table_offset` on.
     """
 
@@ -405,10 +405,10 @@ class Superblock:
         return self.shared == LEASED
 
     def is_alike(self, other: Superblock) -> bool:
-        """Return whether chunks of one region can be used in the other: all is equal except set
-        sizes, log and lease.
+        """Return whether chunks of one region can be used in the other, because the superblocks are
+        equal except for set sizes, log and lease.
 
-        Ranks that cannot share memory at one start store separate copies next to single ones.
+        Set sizes may differ, because ranks that cannot share memory at a start store extra copies.
         """
         ours, theirs = (
             replace(one, groups=_unshared(one.groups), log_pages=0, shared=0, lease_generation=0)
@@ -509,7 +509,7 @@ def write_superblock(directory: Path, superblock: Superblock) -> None:
     """Durably replace the directory's superblock. After an OSError the old one is still there.
 
     A writer that was suspended or hung while another one wrote fails with ESTALE, because its file
-    is no longer the one that is read.
+    is no longer the one at that path.
     """
     temporary = directory / SUPERBLOCK_TEMPORARY
     temporary.unlink(missing_ok=True)

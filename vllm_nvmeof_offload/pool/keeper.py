@@ -4,8 +4,8 @@
 A write or an fdatasync on a lost path waits in the kernel and cannot be killed, and a server with a
 thread in such a call could not be stopped. So the server sends its leases through a pipe to a child
 and never waits for it. The child has one thread per lease, so that a hung lease blocks no other. It
-opens the page for each renewal, so that it never prevents an unmount, and holds no flock, which
-must end with the server. PID is the server's, for display. FD is the memory of the permits
+reopens the page for each renewal, so that it never prevents an unmount, and holds no flock, because
+flocks must end with the server. PID is the server's, for display. FD is the memory of the permits
 (`lease`), which both processes share.
 """
 
@@ -43,14 +43,14 @@ class Keeper:
     finds its own name, either no other owner has claimed the page, or its own slow write has
     replaced a claim. So it claims again, in two steps of half a takeover time each (`_wait_ns`):
 
-    1. It only reads. Another live owner would replace a page of a lower generation than its own,
-       because no claim writes such a page while that owner renews.
+    1. It only reads. Another live owner would restore its own page, because a claim never writes a
+       lower generation than that of an owner who renews.
     2. It writes the next generation, to which every other owner yields, and waits. If its name is
-       still there at the end, no other owner has found its own for longer than a permit lasts.
+       still there at the end, no other owner has found its own name for longer than a permit lasts.
 
     The second wait follows each write that ends at least half a takeover time after the last
-    renewal began, because it may have replaced such a claim. So two permits are never open at once,
-    unless a claimant stalls between its read and its write for longer than its claim may settle.
+    renewal began, because that write may have replaced a claim. So two permits are never open at
+    once, unless a claimant stalls between its read and its write for longer than claims settle.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Keeper:
         self._wait_ns = self._takeover_ns // 2
         self._permit = permit
         self._clock = clock
-        #: Our newest page that was read or written.
+        #: The newest page with our name that was read or written.
         self._page: LeasePage | None = None
         #: The start of the last renewal that found our name and ended before it was late.
         self._renewed_ns = permit.until_ns - self._permit_ns
-        #: When our late keeper first found our name, with no other name since; 0 if never.
+        #: When this keeper, being late, first found our name, with no other since; 0 if never.
         self._watched_ns = 0
         #: Renewals that started before this time open no permit.
         self._opens_ns = 0
@@ -149,7 +149,7 @@ class Region:
         return Order(*what, takeover_s, lease.number, lease.leasing.in_group)
 
     def _file_of(self, lock: DirectoryLock | None) -> FileId | None:
-        """Return our page's file, or None for any at its path: a group's may be remounted."""
+        """Return our page's file, or None to accept any at its path: a group may remount it."""
         return None if lock is None or self.lease.leasing.in_group else lock.lease
 
 
@@ -169,7 +169,7 @@ class Order:
 def keep(regions: Sequence[Region], permits: Permits) -> Companion:
     """Renew these regions' leases at the intervals they need, until stopped. `permits` are theirs.
 
-    Without a group the first renewal comes after one interval: a short hold needs no process.
+    Without a group the first renewal follows after one interval: a short hold needs no process.
     """
     leasings = [region.lease.leasing for region in regions]
     period_s = min(leasing.beat_s for leasing in leasings)

@@ -29,7 +29,7 @@ the lease for good and writes nothing more. In a group the keeper also advances 
 with each renewal. This is a word of shared memory that every writer to the region checks: the time
 at which the renewal began, plus a third of `takeover_s`. So a server whose renewals do not complete
 stops writing long before its region can be taken, and continues once they complete, if the region
-was not taken (`Keeper`). Permits also count the time for which the machine sleeps.
+was not taken (`Keeper`). The clock of permits also runs while the machine sleeps.
 
 A lease is not a fence. Writes queued in the kernel may complete after a takeover; see
 docs/sharing.md for what that costs.
@@ -70,10 +70,10 @@ _CRC = struct.Struct("<I")
 _WORD_BYTES = 8
 #: A device may write less than a page at once, so a page is reread before it counts as damaged.
 _READS = 3
-#: The renewals of a group's region within one permit.
+#: The number of renewals of a group's region within one permit.
 _BEATS_PER_PERMIT = 3
 TAKEOVER_S = 30.0
-#: The renewals within `TAKEOVER_S` if the file system is this host's.
+#: The number of renewals within `TAKEOVER_S` if only this host uses the file system.
 _BEATS_PER_TAKEOVER = 6
 #: The interval at which a claim checks what it waits for.
 POLL_S = 0.05
@@ -82,7 +82,7 @@ _T = TypeVar("_T")
 
 
 def boot_ns() -> int:
-    """Return the time by the clock of permits, which counts sleep; the native core reads it too."""
+    """Return the time by the clock of permits, which includes sleep; the core reads it too."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
@@ -98,7 +98,7 @@ def boot_id() -> bytes:
 
 
 def _text(value: str, size: int = _NAME_BYTES) -> bytes:
-    """Return the encoded part that fits, cut between two characters."""
+    """Encode `value`, cut between two characters if it does not fit into `size` bytes."""
     return value.encode(errors="replace")[:size].decode(errors="ignore").encode()
 
 
@@ -106,7 +106,7 @@ def _text(value: str, size: int = _NAME_BYTES) -> bytes:
 class Leasing:
     """The terms of a server's leases. `name` is the server's, the same at each start.
 
-    `in_group`: servers on other hosts write the same file system; otherwise only this host does.
+    `in_group` states whether servers on other hosts write the same file system.
     """
 
     name: str = field(default_factory=socket.gethostname)
@@ -155,7 +155,7 @@ class LeasePage:
 
     @property
     def died_here(self) -> bool:
-        """Return whether this kernel ran the owner, so that a free flock means its exit."""
+        """Return whether this kernel ran the owner, so that a free flock proves its exit."""
         return not self.in_group and self.boot == boot_id()
 
     def __str__(self) -> str:
@@ -207,7 +207,7 @@ class PageFile:
     """The page at the start of a file. Reads and writes bypass this kernel's page cache.
 
     With `file` no other file is read or written, because another file system, with another owner,
-    may be mounted at the path by now. None accepts any file there.
+    may be mounted at the path by now. None allows any file there.
     """
 
     path: Path
@@ -286,9 +286,9 @@ class _Watched:
 class Takeover:
     """Decides whether owners on other hosts are dead, without comparing two hosts' clocks.
 
-    Two hosts' clocks may differ by hours, so no time in a page proves a death. A live owner keeps
-    changing its page. A page that has not changed for `takeover_s`, on this process's own clock,
-    names a dead owner.
+    Two hosts' clocks may differ by hours, so no time in a page proves that an owner is dead. But
+    a live owner keeps changing its page. A page that has not changed for `takeover_s`, on this
+    process's own clock, names a dead owner.
     """
 
     takeover_s: float = TAKEOVER_S
@@ -304,7 +304,7 @@ class Takeover:
         return seen
 
     def unchanged_s(self, path: Path, page: Hashable) -> float:
-        """Record what was just read from `path`; return how long it has been seen unchanged."""
+        """Record the page just read from `path`; return how long it has been seen unchanged."""
         return self.clock() - self._watch(path, page).since_s
 
     def is_dead(self, path: Path, page: Hashable) -> bool:
@@ -325,7 +325,7 @@ class Takeover:
         raise UnsettledError
 
     def settled(self, ask: Callable[[], _T]) -> _T:
-        """Call `ask` until it returns: within `takeover_s` for pages watched before."""
+        """Call `ask` until it returns. For pages watched before, this takes up to `takeover_s`."""
         while True:
             try:
                 return ask()
@@ -344,8 +344,8 @@ class Takeover:
         seen = self._watch(path, page)
         unchanged_s = self.clock() - seen.since_s
         if not page.in_group and not seen.died_here:
-            # A probe could keep a server that is just starting out of its directory, so it is not
-            # repeated for a dead owner.
+            # Probing locks the directory for a moment, which may turn away a starting server. So it
+            # is not repeated once the owner is dead.
             if is_locked(directory):
                 return OwnerState("live", page, unchanged_s)
             seen.died_here = page.died_here
@@ -354,7 +354,7 @@ class Takeover:
         return OwnerState("live" if seen.has_beaten else "silent", page, unchanged_s)
 
     def watch(self, directories: Iterable[Path]) -> None:
-        """Start watching these regions, so that many together cost only one wait."""
+        """Start watching all of these regions now, so that they cost only one wait together."""
         for directory in directories:
             self.look(directory)
 
@@ -434,14 +434,14 @@ class Permit:
         return not self._word.value
 
     def grant(self, until_ns: int) -> None:
-        """Let writes start before that time. Only a claim revives a lost permit."""
+        """Let writes start before `until_ns`. Only a claim revives a lost permit."""
         self._word.value = until_ns
 
     def lose(self) -> None:
         self._word.value = 0
 
     def wait(self, wanted: Callable[[], bool]) -> bool:
-        """Wait until writes may start. False if they never may, or are no longer `wanted`."""
+        """Wait until writes may start. Return False if they never may or are no longer `wanted`."""
         while wanted() and not self.is_lost:
             if self.is_open:
                 return True
@@ -453,7 +453,7 @@ class Permit:
 PERMIT_POLL_S = 0.01
 
 
-#: Kept mapped, because a hung engine's thread may read a limited permit after the pool is closed.
+#: Never unmapped: a hung I/O thread may still read a limited permit after the pool is closed.
 _MAPPED: list[mmap.mmap] = []
 
 
@@ -473,7 +473,7 @@ class Permits:
         return cls(fd)
 
     def close(self) -> None:
-        """Close the descriptor; the memory stays as long as its permits."""
+        """Close the descriptor. The memory stays mapped while permits use it."""
         os.close(self.fd)
 
     def word(self, number: int, *, is_limited: bool = True) -> Permit:
@@ -488,11 +488,11 @@ class Permits:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A claim to a region, and then its lease. `clock` is like `boot_ns`.
+    """A claim to a region, and its lease once `is_ours` is true. `clock` is like `boot_ns`.
 
     `page` is the page that the claim wrote; `has_epoch` sets its epoch. `previous` is the page that
-    the claim found, which names the last owner, or None. `path` is the page's path. `number` is the
-    number of its permit.
+    the claim found, which names the last owner, or None. `path` is the page's path, and `number` is
+    that of its permit.
     """
 
     io: PageIo
@@ -561,7 +561,7 @@ class Lease:
         return self._written_ns + max(round(1e9 * self.leasing.settle_s), 2 * self._took_ns)
 
     def is_ours(self) -> bool:
-        """Read the page back, after `settles_ns`. If it is ours, writes may start.
+        """Return whether the page, read back after `settles_ns`, names us. Then writes may start.
 
         Raises OSError if it cannot be read.
         """
@@ -575,12 +575,12 @@ class Lease:
 
     @property
     def was_of_another(self) -> bool:
-        """Return whether another server of the group had the region, so nothing is adopted."""
+        """Return whether another server of the group had the region; if so, nothing is adopted."""
         previous = self.previous if self.leasing.in_group else None
         return previous is not None and previous.name != self.page.name
 
     def release(self, file: FileId | None = None) -> None:
-        """Clear the owner in the page, so that the next one need not wait. Writes must have ended.
+        """Clear the owner in the page, so that the next owner need not wait. Call after all writes.
 
         `file` is as in `PageFile`. An error is only logged: the next start takes the region over.
         """

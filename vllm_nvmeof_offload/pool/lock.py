@@ -2,7 +2,7 @@
 """The lock of one rank directory: an flock on its empty file `lock`.
 
 On one kernel the flock decides which process may write the directory. It ends with its process,
-even after SIGKILL, so a lock file left by a dead process locks out no other. Other hosts may not
+even after SIGKILL, so a dead process's lock file keeps no other process out. Other hosts may not
 see the flock. So the directory also has a lease, which names its owner (`lease`).
 """
 
@@ -42,7 +42,7 @@ def try_flock(fd: int, operation: int) -> bool:
 
 @dataclass(slots=True, eq=False)
 class DirectoryLock:
-    """A directory's lock file, open and locked: from `claim` to `release` or `abandon`.
+    """A directory's lock file, open and locked from `claim` until `release` or `abandon`.
 
     `lease` is the directory's lease file at the time of the claim.
     """
@@ -90,7 +90,7 @@ class DirectoryLock:
 
 
 def is_locked(directory: Path) -> bool:
-    """Return whether a process that flock can see holds the directory. Raises OSError."""
+    """Return whether a process holds the flock, as far as this kernel knows. Raises OSError."""
     try:
         fd = open_private(directory / LOCK_FILE, os.O_RDONLY)
     except FileNotFoundError:
@@ -109,8 +109,8 @@ def is_locked(directory: Path) -> bool:
 def is_ending(pid: int, proc: Path = Path("/proc")) -> bool:
     """Return whether process `pid` exists, but was killed or has lost its first thread.
 
-    In a container `pid` may be the number of another process. A claim then waits once, and
-    continues.
+    In a container `pid` may be the number of another process. A claim then waits once in
+    vain.
     """
     try:
         # The name of a process may contain any bytes.

@@ -27,8 +27,8 @@ The engine writes the log (native/lanes/log.h).
 
 A record is a hint, written after the table entry. Nothing waits for it, and a lost record costs a
 hit. A writer that may have lost records continues one lap later, at the same position. A reader
-that waits there finds a newer page than expected, and rereads the whole table. Every server does
-this at its start, because the last page may be torn.
+that waits there finds a newer page than expected, and rereads the whole table. Every server
+skips a lap at its start, because the last page may be torn.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class LogRecord:
 
     @staticmethod
     def decode(raw: bytes, sequence: int, index: int) -> LogRecord | None:
-        """Parse the record at this position; None if it is damaged or another position's."""
+        """Parse the record at this position; None if it is damaged or of another position."""
         (crc,), body = _CRC.unpack_from(raw), raw[_CRC.size :]
         if crc != _crc_of(sequence, index, body):
             return None
@@ -188,7 +188,7 @@ def with_log(slots_bytes: int) -> int:
 
 
 class LogFile(NamedTuple):
-    """A log to write. `pages` is 0 without a log, `next` is the first page, `fd` is -1 if lost."""
+    """A log to write, from page `next` on. `pages` is 0 without a log; `fd` is -1 if it is lost."""
 
     fd: int
     pages: int

@@ -8,9 +8,9 @@ leases name their engine. A rank tries the next instance if a rank of another en
 this one. The name of a dead engine is ignored.
 
 An flock ends with the last thread of its process, and a thread that waits in the kernel for a slow
-device outlives SIGKILL until the device answers. A supervisor starts the next server at once. That
-server should find the killed server's pool, rather than use another instance, empty, on a disk that
-may be full. So a claim waits for a holder that is exiting.
+device outlives SIGKILL until the device answers. A supervisor may start the next server at once.
+That server should get the killed server's pool rather than an empty instance on a disk that may be
+full. So a claim waits for a holder that is exiting.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ class PoolSpec:
     whose ranks share an instance; if empty, the rank shares an instance with any rank. If
     `o_direct` is "on", an error is raised where "auto" falls back to buffered I/O. If `adopt` is
     False, stored chunks are ignored. If `named` is False, they are ignored too, and no superblock
-    names later writes, so that no later start adopts these. `leasing`: in a group, servers on other
-    hosts use the same file system, so a region is written under permits, its log bypasses the page
-    cache (where the slab does), and its table is synced every second. `log_pages` is the length of
-    the log on each target; None derives it from the pool's size.
+    names the epoch of new ones, so that no later start adopts them. In a group (`leasing`), servers
+    on other hosts use the same file system, so a region is written under permits, its log bypasses
+    the page cache (if the slab does), and its table is synced every second. `log_pages` is the
+    length of the log on each target; None derives it from the pool's size.
     """
 
     targets: tuple[Path, ...]
@@ -160,7 +160,7 @@ class Claim:
 
     @property
     def lease_generations(self) -> tuple[int, ...]:
-        """Return, by target, the generation of a group's lease, or else 0."""
+        """Return, by target, the generation of the region's lease, or 0 without a group."""
         leases = (region.lease for region in self.regions)
         return tuple(one.page.generation if one.leasing.in_group else 0 for one in leases)
 
@@ -183,9 +183,9 @@ class Claim:
     def make(cls, spec: PoolSpec) -> Claim:
         """Claim instance `spec.engine_index`, or the first one that no other engine holds.
 
-        Waits for a killed process that still holds an instance while it exits. Raises
-        PoolLockedError if a live process holds the instance, on this host (with an index) or
-        another one, and PoolError if a directory cannot be created or locked.
+        If a killed process still holds an instance, waits for it to exit. Raises PoolLockedError if
+        live processes hold the instance in `spec`, or all instances, or if a host outside our group
+        holds one, and PoolError if a directory cannot be created or locked.
         """
         spaces = [_make_keyspace(target, spec.keyspace) for target in spec.targets]
         deadline = time.monotonic() + ENDING_WAIT_S_MAX
@@ -211,7 +211,7 @@ class Claim:
             time.sleep(POLL_S)
 
     def release(self, keep_descriptors: bool = False) -> None:
-        """Release the regions. `keep_descriptors`: a thread hangs in the kernel; flocks stay."""
+        """Release the regions. With `keep_descriptors` flocks stay, because a thread hangs."""
         self._keeper.stop()
         self._permits.close()
         if keep_descriptors:
@@ -471,9 +471,9 @@ def _held_by_another(instance: Path, spec: PoolSpec, takeover: Takeover) -> bool
 
 
 def _ending_holder(instances: Sequence[Path]) -> Path | None:
-    """Return a rank directory in held `instances` whose holder is exiting, or None.
+    """Return a rank directory in `instances` whose holder is exiting, or None.
 
-    In an instance that is not held, the name left by a dead process means nothing.
+    Each instance must be held: in others, the pid that a dead owner left proves nothing.
     """
     for rank in (rank for instance in instances for rank in _ranks(instance)):
         page = read_lease(lease_of(rank))
@@ -489,7 +489,7 @@ def hold(directories: Sequence[Path]) -> Iterator[Callable[[], None]]:
     Leases are claimed in the name of their last owner, which can then still adopt the chunks. Call
     the yielded function before each change. It waits until every lease permits writes, and raises
     PoolLockedError if another process took one because this process was suspended for too long.
-    Raises PoolLockedError, naming the holder, if a live process holds one; none is held then.
+    Raises PoolLockedError, naming the holder, if a live process holds one; then none is held.
     Raises PoolError if a lock file cannot be opened or written.
     """
     if not directories:

@@ -7,9 +7,9 @@ fullest target determines.
 
 A reset must become durable on the targets that answer even if another target hangs. So superblocks
 are written in the background, one per directory at a time. While a write hangs, only the newest
-superblock waits for it and replaces any other that waits, so an older superblock never follows a
-newer one. Nothing waits for the writing thread; `on_end` reports the outcome. The thread also waits
-for the write permit of the region's lease (`lease`).
+superblock waits for its turn and replaces any other that waits, so an older superblock never
+follows a newer one. Nothing waits for the writing thread; `on_end` reports the outcome. The thread
+also waits for the write permit of the region's lease (`lease`).
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ OnEnd = Callable[[Outcome], None]
 
 @dataclass(eq=False)
 class _SuperblockWriter:
-    """Writes one directory's superblock. `busy`: a thread is writing, or hangs.
+    """Writes one directory's superblock. `busy` states whether a thread is writing or hangs.
 
     `changed` is notified when the writer is no longer busy.
     """
 
     folder: Folder | None  # None if the target is lost; nothing is written then
     changed: threading.Condition
-    #: Waits until the region may be written. False: it never may be, or the write is not wanted.
+    #: Waits until the region may be written. False if it never may be, or the write is unwanted.
     await_permit: Callable[[Callable[[], bool]], bool]
     background: Background
     busy: bool = False
@@ -120,8 +120,8 @@ class _SuperblockWriter:
 
 
 class Pool:
-    """An open pool. All calls except descriptor look-ups may block: keep them off the engine's
-    poll.
+    """An open pool. All calls except descriptor look-ups may block: do not make them in the
+    engine's poll.
 
     `slab_fd`, `table_fd`, `log_fd`, `slot_place` and `stamp` may be used on any thread. All else is
     for one thread at a time: first the one that opened the pool, then the pipeline's.
@@ -130,7 +130,7 @@ class Pool:
     def __init__(
         self, spec: PoolSpec, claim: Claim, slabs: list[Slab], on_progress: Progress | None
     ) -> None:
-        """Use `Pool.open`."""
+        """Use `Pool.open` instead."""
         if claim.was_of_another:
             spec = replace(spec, adopt=False)  # a takeover begins a new epoch
         prepared = prepare(spec, slabs, claim)
@@ -139,7 +139,7 @@ class Pool:
         self._slabs = slabs
         #: By target, the permit that states whether its region may be written now.
         self.permits = claim.permits
-        #: By target, the superblock that it should have now.
+        #: By target, the superblock that the target should have now.
         self.superblocks = superblocks
         #: The stamp of writes to a target that has the newest superblock.
         self.stamp = self._unnamed = prepared.stamp
@@ -183,7 +183,7 @@ class Pool:
 
     @classmethod
     def open(cls, spec: PoolSpec, on_progress: Progress | None = None) -> Pool:
-        """Claim, check and preallocate. `adopt` calls `on_progress` if it must read headers.
+        """Claim, check and preallocate files. `adopt` calls `on_progress` if it must read headers.
 
         Raises PoolLockedError, which names the owner, if a live process holds the directory, and
         PoolError if a target cannot be used or has no space for one slot.
@@ -234,7 +234,7 @@ class Pool:
         return self._slabs[target].log_fd
 
     def keyspace(self, target: int) -> Folder:
-        """Open the keyspace's directory through our region's, not by its path. For any thread.
+        """Open the keyspace's directory through our region's, not by path. Callable on any thread.
 
         Raises OSError if the target is lost, or other users can write the directory.
         """
@@ -264,8 +264,8 @@ class Pool:
 
     def begin_reset(self, tag: bytes, named: bool) -> tuple[Stamp, Stamp]:
         """Draw a new epoch, which invalidates everything stored so far. Every target's superblock
-        gets it, with the next sequence and `tag`. This does no I/O: `write_superblock` follows for
-        each target.
+        gets the epoch, the next sequence and `tag`. This does no I/O: `write_superblock` follows
+        for each target.
 
         Returns two stamps for later writes: for targets that have the new superblock, and for the
         others. No superblock names the second stamp's epoch, so no start adopts its chunks. The
@@ -316,7 +316,7 @@ class Pool:
     # -- targets that are lost and return -------------------------------------------------------
 
     def device(self, target: int) -> int | None:
-        """Return st_dev of the file system that the target is locked on, or None if it is lost."""
+        """Return st_dev of the file system on which the target is locked, or None if it is lost."""
         lock = self._claim.regions[target].lock
         return None if lock is None else lock.lease.device
 

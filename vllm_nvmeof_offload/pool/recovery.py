@@ -81,9 +81,9 @@ def adopt_entries(
 ) -> AdoptedEntries:
     """Return the chunks that can be looked up again, in ascending order of places.
 
-    `counts` is, by target, the number of slots that an earlier process can have written and that
-    still exist. `superblocks` is by target. Entries are skipped if they are of another epoch, of a
-    group that the superblock lacks, or unrecoverable. A key may be in several places.
+    `counts` is, by target, the number of slots that an earlier process may have written and that
+    still exist. `superblocks` is by target. Entries are skipped if they cannot be recovered, or
+    belong to another epoch or to a group that the superblock lacks. A key may be in several places.
     """
     parts: list[_Found] = []
     for slab, count, superblock in zip(slabs, counts, superblocks, strict=True):
@@ -178,7 +178,7 @@ def _places(
 
 
 def _recovered(superblock: Superblock, found: Sequence[tuple[int, SlotHeader]]) -> _Found:
-    """Return the entries of `found`, which are slots of this target and their headers."""
+    """Return the entries of the slots and headers in `found`, which are all of one target."""
     length = _common(np.array([len(header.identity.key) for _, header in found], np.uint8))
     same = [(slot, header) for slot, header in found if len(header.identity.key) == length]
     keys = np.array([header.identity.key for _, header in same], f"V{length}")
@@ -195,7 +195,7 @@ def _recovered(superblock: Superblock, found: Sequence[tuple[int, SlotHeader]]) 
 
 
 def _common(lengths: npt.NDArray[np.uint8]) -> int:
-    """Return the most common length: a keyspace has only one."""
+    """Return the most common length. All keys of a keyspace should have the same one."""
     return int(np.bincount(lengths).argmax()) if len(lengths) else KEY_BYTES_MAX
 
 
@@ -271,7 +271,7 @@ def scan_headers(
 def written_slots(
     fd: int, indices: npt.NDArray[np.int64], slot_bytes: int
 ) -> npt.NDArray[np.int64]:
-    """Drop slots that were never written, which the file's holes show without a read."""
+    """Return `indices` without slots that lie in holes of the file and so were never written."""
     size = os.fstat(fd).st_size
     bounds: list[int] = []  # first and end slot of each data segment, ascending
     position = 0
@@ -292,7 +292,7 @@ def written_slots(
 
 
 def new_epoch(used: Container[int]) -> int:
-    """Return a random epoch not in `used`; random, as no start knows all epochs ever used."""
+    """Return a random epoch that is not in `used`. No start knows all epochs ever used."""
     while True:
         epoch = 1 + secrets.randbelow(EPOCH_MAX)
         if epoch not in used:
@@ -342,8 +342,8 @@ def prepare(spec: PoolSpec, slabs: Sequence[Slab], claim: Claim) -> Prepared:
     claim.await_permits()  # reserving space may have taken long
     for slab, superblock, found in zip(slabs, superblocks, kept, strict=True):
         if superblock == found:
-            # A full disk has no room for a second superblock. After a kill this one may not be
-            # durable yet.
+            # Not rewritten, because a full disk has no room for a second superblock. But its writer
+            # may have been killed before it was durable.
             sync_directory(slab.place)
         else:
             write_superblock(slab.place, superblock)
@@ -375,7 +375,7 @@ def _keep_or_wipe(spec: PoolSpec, slabs: Sequence[Slab]) -> list[Superblock | No
     """Wipe every directory with a superblock of another pool; return the others' superblocks.
 
     The number of slots may differ, if the pool was resized: slots within both sizes stay in place.
-    Set sizes may differ too, because ranks shared copies then or do now, and so may the log's
+    Set sizes may differ too, if ranks shared copies only then or only now, and so may the log's
     length. Any other difference makes it another pool. Raises PoolError, and wipes nothing, if one
     has an unknown format.
     """
@@ -430,7 +430,7 @@ def _allocate(spec: PoolSpec, slabs: Sequence[Slab]) -> int:
 def choose_direct(spec: PoolSpec, slabs: Sequence[Slab]) -> tuple[str, ...]:
     """Open slabs for O_DIRECT if a probe succeeds; return the fallbacks, for display.
 
-    Raises PoolError if it does not work and the specification says "on".
+    Raises PoolError if O_DIRECT does not work and the specification says "on".
     """
     fallbacks: list[str] = []
     for slab in slabs if spec.o_direct != "off" else ():

@@ -48,11 +48,11 @@ class Slab:
         The slab of a lost target has no files: its `fds` are -1, and it has no folder.
         """
         self.directory = directory
-        #: `directory` held open; all files are opened through it from now on.
+        #: `directory`, held open. All files are opened through it.
         self.folder = Folder.open(directory) if fds is None else folder
         self.direct = direct
-        #: The complete entries in the table when it was opened. If some are missing, the table is
-        #: damaged, and preallocation would hide that with zeros.
+        #: The number of complete entries in the table when it was opened. A table that is too short
+        #: is damaged, but preallocation would hide that by adding zeros.
         self.table_slots_found = 0
         #: `buffered_fd` reads header pages into any memory; `fd` may need aligned memory.
         if fds is not None:
@@ -143,7 +143,7 @@ class Slab:
         return status.f_bavail * status.f_frsize
 
     def cut(self, slots: int, slot_bytes: int) -> None:
-        """Truncate both files to `slots` slots, durably, once all targets' numbers are known."""
+        """Truncate slab and table to `slots` slots, durably. All targets have the same number."""
         os.ftruncate(self.table_fd, slots * ENTRY_BYTES)
         os.ftruncate(self.buffered_fd, slots * slot_bytes)
         os.fsync(self.table_fd)

@@ -64,12 +64,12 @@ class RankDirectory:
 class Surveyed:
     """The state of one rank directory on disk.
 
-    `superblock` is None unless it is intact and belongs here; `problem` is then the reason, and
-    otherwise empty. `epoch` is the pool's, from all of its surveyed parts; chunks of other epochs
-    are void. `tag` is the share tag of that epoch, empty if unknown. `adopts` is False if a start
-    with the keyspace's own weights would adopt nothing. `disk_bytes` is the allocated size.
-    `last_use_s` is Unix time; a running server renews it every few seconds. `readers` are processes
-    on this machine that have opened the slab to read chunks; only root sees those of other users.
+    `superblock` is None if it is missing, damaged or another region's; `problem` then gives the
+    reason, and is otherwise empty. `epoch` is the pool's, from all of its surveyed parts; chunks of
+    other epochs are ignored. `tag` is the share tag of that epoch, empty if unknown. `adopts` is
+    False if a start with the keyspace's own weights would adopt nothing. `disk_bytes` is the space
+    allocated. `last_use_s` is Unix time; a running server renews it every few seconds. `readers`
+    are processes on this machine that have the slab open to read it; only root sees other users'.
     """
 
     directory: RankDirectory
@@ -91,8 +91,8 @@ class Surveyed:
 def find(targets: Iterable[Path], ours: bool = False) -> list[RankDirectory]:
     """Return every rank directory on `targets`, sorted by name. Links are not followed.
 
-    If `ours`, other users' directories are omitted. Raises PoolError if a target is no directory,
-    or an item in it cannot be listed.
+    If `ours`, other users' directories are omitted. Raises PoolError if a target is not a
+    directory, or a directory in it cannot be listed.
     """
     uid = os.geteuid() if ours else None
     found: list[RankDirectory] = []
@@ -290,7 +290,7 @@ def _last_use(path: Path) -> float | None:
 
 
 def disk_bytes(path: Path, counts: Callable[[str], bool] = lambda _: True) -> int:
-    """Return the bytes allocated to the regular files under `path` with names that `counts`."""
+    """Return the bytes allocated to regular files under `path` whose names `counts` accepts."""
     total = 0
     for folder, _, names in os.walk(path):
         for name in filter(counts, names):

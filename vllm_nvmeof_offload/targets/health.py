@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The health of each target: ok, degraded, suspect or gone. Pure; runs on the pipeline's thread.
+"""The health of each target: ok, degraded, suspect or gone. No I/O; runs on the pipeline's thread.
 
 verdict    condition                                                 I/O on the target
 ========   =======================================================   =========================
@@ -14,11 +14,11 @@ gone       `FAILURES_MAX` of its reads, or of its writes, in a row   none, as ab
            except EROFS; or `FAILED_SLOTS_MAX` slots in a row fail
            with EIO; or its block device has disappeared
 
-A target that is ok or degraded is *usable*, which is all that the manager checks. Suspect ends by
-itself once the kernel has returned every buffer and a controller carries I/O. Gone ends only when
-the target is reattached (`attached`, `reattach`).
+A target that is ok or degraded is *usable*, which is all that the manager checks. A suspect target
+recovers by itself once the kernel has returned every buffer and a controller carries I/O. A target
+that is gone recovers only when it is reattached (`attached`, `reattach`).
 
-The manager keeps a lost target's entries, but their look-ups miss. After the target returns, each
+The manager keeps a lost target's entries, but look-ups of them miss. After the target returns, each
 read verifies header and CRC, so a wrong or outdated disk only causes misses.
 """
 
@@ -57,7 +57,7 @@ class PathStates:
     """Counts of a target's controllers: known, carrying I/O, and live with only optimized paths.
 
     `known` is 0 if sysfs shows none. `device` states whether the target's block device exists.
-    `attachment` is the observed one; `TargetHealth` ignores observations of older ones.
+    `attachment` is the attachment observed; `TargetHealth` ignores observations of older ones.
     """
 
     known: int = 0
@@ -80,7 +80,7 @@ class _Run:
 
 
 class TargetHealth:
-    """The health of one target. An attachment is a number that each `attached` increments."""
+    """The health of one target. An attachment is a number, which each `attached` increments."""
 
     def __init__(self, *, can_return: bool = True) -> None:
         """If not `can_return`, nothing reattaches the target, so failures do not make it gone."""

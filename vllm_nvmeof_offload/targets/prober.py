@@ -4,7 +4,7 @@
 FD is a SOCK_SEQPACKET socket. This process receives a `ProbeRequest` on it and sends a
 `ProbeAnswer`, with open descriptors if it found the pool. Any call here may hang in the kernel
 forever, and a server with a thread in such a call could not exit. So the server does not wait for
-this process, which holds nothing it needs. The lock is handed over with its descriptor.
+this process, which holds nothing that the server needs. The lock is passed on with its descriptor.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ProbeRequest:
 
     `superblock` is the expected page, as hex digits. `owner` is the owner that the lease must name.
     `device` is the st_dev of the hung file system that the server has open, which the prober does
-    not open again; None if there is none. `in_group`: hosts of a group write the pool.
+    not open again; None if there is none. `in_group` states whether a group's hosts write the pool.
     """
 
     directory: str
@@ -94,7 +94,7 @@ def probe(request: ProbeRequest) -> tuple[ProbeAnswer, list[int]]:
         raise PoolError("the hung file system is still mounted")
     folder = Folder.open(Path(request.directory))
     directory = folder.place
-    # Checked before the claim, which would create a lock file in another pool's directory.
+    # Check before the claim, which would create a lock file even in another pool's directory.
     _check_superblock(directory, expected)
     lock = DirectoryLock.claim(folder.path)
     if lock is None:

@@ -6,15 +6,15 @@ child processes. No thread of the server touches a target's path, which may hang
 what it finds to the pipeline's thread, which runs `Attachments` and is the only one that changes
 verdicts (`health`) and descriptors.
 
-As soon as the kernel has released all operations of a gone target, its descriptors and its lock are
-closed, so that the file system can be unmounted: a dead xfs cannot be mounted again while anything
-holds the old mount. A prober starts at once when the mount table changes, and otherwise after
-`PROBE_S_MIN` seconds; each failure doubles the interval, up to `PROBE_S_MAX`. It claims the rank
-directory, compares the superblock (uuid, geometry, epoch), reads a page of the slab, updates a
+As soon as the kernel has released all operations of a target that is gone, the target's descriptors
+and lock are closed, so that the file system can be unmounted: a dead xfs cannot be mounted again
+while anything holds the old mount. A prober starts at once when the mount table changes, otherwise
+after `PROBE_S_MIN` seconds; each failure doubles the interval, up to `PROBE_S_MAX`. It claims the
+rank directory, compares the superblock (uuid, geometry, epoch), reads a page of the slab, updates a
 superblock that missed a reset, and hands over its descriptors. Later operations belong to a new
 *attachment*; outcomes of older attachments no longer count. Device name and wwid do not matter. A
-suspect target is probed in the same way, but reattached only if another file system than the hung
-one is mounted.
+suspect target is probed in the same way, but is reattached only if a different file system is
+mounted there than the hung one.
 
 Files are closed on separate threads, once no operation uses them: a close may block, and the number
 of a closed descriptor may soon be reused for another file.
@@ -63,7 +63,7 @@ _ANSWER_S_MAX = 10.0
 #: The most abandoned probers per target; no more are started until one of these exits.
 _ABANDONED_MAX = 4
 _LOOK_S = 1.0
-#: A verdict that is not worse than the last one logged is logged at most this often.
+#: A verdict no worse than the last one logged is logged only if that was this long ago.
 _LOG_S_MIN = 10.0
 _FROM_BEST_TO_WORST = list(Verdict)
 _COMMAND = tuple(child_command("targets.prober"))
@@ -88,7 +88,7 @@ class TargetPaths:
     _device: str = ""  # the device's directory in sysfs, or empty
 
     def renew(self) -> None:
-        """Make the next `states` find the file system again. Callable on any thread."""
+        """Make the next call of `states` look up the file system again. Callable on any thread."""
         self._attachment += 1
 
     def states(self) -> PathStates:
@@ -125,7 +125,7 @@ class Attachments:
         self._pool = pool
         self._engine = engine
         self._health = health
-        #: (target, attachment, close) of files whose operations are not all released.
+        #: (target, attachment, close) for replaced files that operations may still use.
         self._retired: list[tuple[int, int, Callable[[], None]]] = []
         self._logged = [(Verdict.OK, float("-inf")) for _ in health]
 
@@ -158,7 +158,7 @@ class Attachments:
     def attach(
         self, target: int, request: ProbeRequest, answer: ProbeAnswer, fds: list[int]
     ) -> str:
-        """Serve `target` from these descriptors, or close them and return the reason."""
+        """Serve `target` from these descriptors, or close them and return why not."""
         slab_fd, buffered_fd, table_fd, log_fd, lock_fd, folder_fd = fds
         files, directory = (slab_fd, buffered_fd, table_fd, log_fd), Path(request.directory)
         slab = Slab(directory, files, request.direct, Folder(folder_fd, directory))
@@ -261,7 +261,7 @@ class _Probe:
 
 @dataclass(slots=True)
 class _Search:
-    """The search for a target. The pipeline's thread sets `request`, None unless it is lost."""
+    """The search for a target. The pipeline's thread sets `request` while the target is lost."""
 
     paths: TargetPaths
     request: ProbeRequest | None = None
@@ -306,7 +306,7 @@ class TargetWatcher:
         *,
         command: Sequence[str] = _COMMAND,
     ) -> None:
-        """`targets`: as in `TargetPaths`. `post` runs calls, in order, on the pipeline's thread."""
+        """`targets` are for `TargetPaths`. `post` runs calls in order on the pipeline's thread."""
         self._attachments = attachments
         self._post = post
         self._command = command
@@ -339,7 +339,7 @@ class TargetWatcher:
         for search in self._searches:
             search.end_probe()
             for child in search.abandoned:
-                child.returncode = child.poll() or -9  # never waited for: Popen would warn
+                child.returncode = child.poll() or -9  # else Popen warns of an unreaped child
         os.close(self._wake_fd)
 
     def _wait(self, mounts_fd: int) -> set[int]:
@@ -369,7 +369,7 @@ class TargetWatcher:
             return
         if request is None or len(search.abandoned) >= _ABANDONED_MAX:
             return
-        # If one prober hangs, another would too, unless something else is mounted there.
+        # If one prober hangs, another would too, unless something else is mounted there now.
         if not search.changed and (search.abandoned or now_s < search.next_s):
             return
         search.changed, search.next_s = False, now_s + search.wait_s
@@ -384,7 +384,7 @@ class TargetWatcher:
         if answer.failure:
             search.failed(answer.failure)
             return
-        # Nothing is probed until the pipeline's thread has set its next request.
+        # Nothing is probed until the pipeline's thread has set the next request.
         search.request = None
         self._post(lambda: self._attach(target, probe.request, answer, fds))
 

@@ -3,20 +3,20 @@
 
 vLLM turns its offloading flags into a `KVTransferConfig` in one method of `VllmConfig`, before any
 model is loaded. The plugin wraps that method, and a vLLM that has this package in its tree calls us
-from it. Engines that name our backend or connector are handled here, all others only by vLLM. vLLM
-may run the method several times on one configuration, so completing a configuration is idempotent.
+from it. Engines that name our backend or connector are handled here, all others by vLLM itself. The
+method may run several times on one configuration, so completing a configuration is idempotent.
 
 **`MultiConnector`** creates each connector from a mapping in its `connectors`, loads with the first
-one that has a hit, and stores with all. Our mapping is completed like a configuration of its own,
-and `multi_connector` replaces vLLM's class, which gives the first connector's handshake to all.
-Another connector must never report a failed load, because we would have stored the request's KV
-by then. NIXL's connectors may: a request runs, and is stored, only after vLLM knows whether its
-load succeeded.
+one that has a hit, and stores with all. Our mapping is completed like a separate configuration, and
+`multi_connector` replaces vLLM's class, which gives the first connector's handshake to all. Another
+connector must never report a failed load, because we would have stored the request's KV by then.
+NIXL's connectors may, because a request runs, and is stored, only after vLLM knows whether the load
+succeeded.
 
 **`kv_load_failure_policy`**: vLLM's default, "fail", ends a request whose load fails; ours is
-"recompute", unless the user gives "fail". A `KVTransferConfig` does not show whether its value was
-given, so a given value is replaced with an equal string of a special type. An object that was
-created before the plugin was loaded, as by `LLM(kv_transfer_config={…})`, counts as having the
+"recompute", unless the user gives "fail". A `KVTransferConfig` does not record whether the user
+gave its value, so a given value is replaced with an equal string of a special type. In an object
+created before the plugin is loaded, as by `LLM(kv_transfer_config={…})`, the value counts as the
 default.
 """
 
@@ -104,7 +104,7 @@ _FIELD = "kv_load_failure_policy"
 
 
 class _Marked(str):
-    """A marked string: in the dataclass field the default, in an object a given value."""
+    """A marked string: the default if in the dataclass field, a given value if in an object."""
 
     __slots__ = ()
 
@@ -120,7 +120,7 @@ def _is_given(policy: str | None) -> bool:
 
 
 def _install_failure_policy() -> None:
-    """Make later objects mark given values. Has an effect only once."""
+    """Make new `KVTransferConfig` objects mark given values. Has an effect only once."""
     from pydantic.dataclasses import rebuild_dataclass
     from vllm.config.kv_transfer import KVTransferConfig
 
@@ -150,7 +150,7 @@ _SPECS = "vllm.v1.kv_offload.factory"
 def register_loaded() -> None:
     """Register our names, which JSON may use, with those factories that are already imported.
 
-    Importing the factories here would cost a second even without offloading. Factories imported
+    Importing the factories here would take a second even without offloading. Factories imported
     later find our classes by the module paths that `complete` fills in.
     """
     connectors = getattr(sys.modules.get(_CONNECTORS), "KVConnectorFactory", None)
@@ -236,7 +236,7 @@ def _is_ours(vllm_config: Any) -> bool:
 
 
 def complete(vllm_config: Any) -> None:
-    """Complete and check a configuration, so that it names our connector, or refuse it."""
+    """Check a configuration and complete it with our connector's names, or refuse it."""
     from vllm.config import KVTransferConfig
 
     vllm_release.refuse_different()
@@ -326,7 +326,7 @@ def _take_size(extra: dict[str, Any], size_gib: float | None) -> str:
 
 
 def choose_blocks_per_chunk(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Set vLLM's number of blocks per chunk unless the user has; refuse an impossible one.
+    """Set vLLM's number of blocks per chunk, or check the number that the user has set.
 
     The scheduler and all workers get the same result, because their inputs are the same.
     """
@@ -336,7 +336,7 @@ def choose_blocks_per_chunk(vllm_config: Any, kv_cache_config: Any) -> None:
 
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     groups = blocks_of(kv_cache_config, vllm_config.parallel_config.decode_context_parallel_size)
-    # Pipeline stages have different numbers of layers, so only tokens count there.
+    # Pipeline stages differ in their number of layers, so only tokens count with several stages.
     block_bytes = 1
     if vllm_config.parallel_config.pipeline_parallel_size == 1:
         placed = kv_cache_config.kv_cache_tensors[0]

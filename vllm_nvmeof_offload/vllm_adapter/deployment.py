@@ -5,8 +5,8 @@ The facts identify the keyspace: a pool written under different facts is in anot
 KV depends on something that neither the facts nor the block hashes contain, a later start must not
 adopt the stored chunks; `Deployment.volatile` gives the reasons.
 
-vLLM reads the weights long before a worker computes its keyspace. Therefore the check before model
-load stamps the files (`note_weights`), and each worker compares stamps (`Deployment.replaced`).
+vLLM reads the weights long before a worker computes its keyspace. Therefore `note_weights` stamps
+the files before the model is loaded, and `Deployment.replaced` compares stamps in each worker.
 
 The keyspace is closed: every field of vLLM's configuration, even in future releases, is a fact,
 unless `HARMLESS` lists the field with a reason. A value that cannot be compared with another
@@ -46,13 +46,13 @@ _SEEDED_HASHES = frozenset({"xxhash", "xxhash_cbor"})
 _INCIDENTAL_KEYS = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
 #: RoPE types whose factors, for *all* positions, depend on the maximum length served.
 _LENGTH_DEPENDENT_ROPE = ('"longrope"', '"su"')
-#: Variables that affect weights, media or the bytes of a block and are not in any field.
+#: Environment variables that affect weights, media or a block's bytes and are not in any field.
 _VARIABLES = (
     *("PYTHONHASHSEED", "VLLM_PP_LAYER_PARTITION", "VLLM_SSM_CONV_STATE_LAYOUT"),
     *("VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG"),
     *("VLLM_MARLIN_INPUT_DTYPE", "VLLM_CPU_INT4_W4A8", "VLLM_VIDEO_LOADER_BACKEND"),
 )
-#: Class of vLLM's configuration → reason → its fields that are not facts.
+#: By class of vLLM's configuration, and by reason: the fields of the class that are not facts.
 HARMLESS: Mapping[str, Mapping[str, str]] = {
     "VllmConfig": {
         "numerics only": "compilation_config kernel_config optimization_level performance_mode",
@@ -163,7 +163,7 @@ class Deployment:
     drafter: ModelSource | None = None
     #: Reasons why nothing is adopted.
     volatile: tuple[str, ...] = ()
-    #: Local model → stamp of its files, taken before vLLM read them.
+    #: By local model: the stamp of its files, taken before vLLM read the files.
     stamps: Mapping[str, str] = field(default_factory=dict)
     #: The earliest time at which vLLM may have read a model without a stamp, in seconds of the
     #: system clock.
@@ -199,7 +199,7 @@ class Deployment:
 def note_weights(vllm_config: Any, extra: MutableMapping[str, Any]) -> None:
     """Stamp the files of the local models in `vllm_config`, and write the stamps into `extra`.
 
-    A model with a stamp keeps it, because vLLM copies configurations while it loads the model.
+    Existing stamps are kept, because vLLM copies configurations while it loads the model.
     """
     stamps = dict(extra.get(WEIGHTS_SEEN, {}))
     for model in (vllm_config.model_config, drafter_of(vllm_config)):
@@ -230,7 +230,8 @@ def describe(
     began_s: float = float("inf"),
     foreign_code: Collection[str] = (),
 ) -> Deployment:
-    """Collect the facts of a `VllmConfig`. `stamps`, `began_s`: see `Deployment`."""
+    """Collect the facts of a `VllmConfig`. `stamps` and `began_s` are as in `Deployment`,
+    `foreign_code` as in `why_unknown`."""
     model, load = vllm_config.model_config, vllm_config.load_config
     drafter = drafter_of(vllm_config)
     why = why_unknown(model, load, foreign_code)
@@ -259,7 +260,7 @@ def describe(
 
 
 def _fields_facts(config: Any, where: str, unknown: list[str]) -> dict[str, Any]:
-    """Return the facts of a configuration object. `where` and `unknown` are as for `_fact`."""
+    """Return a configuration object's facts. `where` prefixes its fields' names; see `_fact`."""
     name = type(config).__name__
     harmless = " ".join(HARMLESS.get(name, {}).values()).split()
     facts = {
@@ -293,7 +294,7 @@ def _fact(value: Any, where: str, unknown: list[str]) -> Any:
         if "<" not in qualified:  # neither a lambda nor local to a function
             return qualified
     elif isinstance(value, Mapping) or hasattr(value, "to_dict"):
-        # Not its fields, because a model's configuration has items that no class declares.
+        # Items, not fields, because a model's configuration has items that no class declares.
         items = value if isinstance(value, Mapping) else value.to_dict()
         plain = {
             str(key): _fact(item, where, unknown)
@@ -320,7 +321,7 @@ def _volatile(vllm_config: Any) -> list[str]:
     multimodal = getattr(model, "multimodal_config", None)
     hashed = cache.enable_prefix_caching or getattr(multimodal, "mm_processor_cache_gb", 0)
     if multimodal is not None and not hashed:
-        # vLLM then numbers the items in each process, and restarts from 1 after a restart.
+        # vLLM then numbers the items per process, starting from 1 again after a restart.
         why.append("multimodal items have no content hash with both of vLLM's caches off")
     if getattr(multimodal, "mm_encoder_fp8_scale_path", None):
         why.append("the encoder's scales (mm_encoder_fp8_scale_path) are known by path only")

@@ -32,7 +32,7 @@ from vllm_nvmeof_offload.groups import SET_SIZE_MAX, Group, GroupBlocks, GroupKi
 from vllm_nvmeof_offload.manager.boundary import SPARSE, automatic, kept_every, unit_tokens
 from vllm_nvmeof_offload.vllm_adapter import vllm_release
 
-#: By exact type: a subclass may drop blocks in its own way while a request runs.
+#: By exact type, because a subclass may drop blocks in another way while a request runs.
 _KINDS: dict[type, GroupKind] = {
     FullAttentionSpec: GroupKind.FULL,
     MLAAttentionSpec: GroupKind.FULL,
@@ -41,7 +41,7 @@ _KINDS: dict[type, GroupKind] = {
     ChunkedLocalAttentionSpec: GroupKind.LOCAL,
     MambaSpec: GroupKind.STATE,
 }
-#: The attribute with a kind's reach in tokens.
+#: The attribute of a spec that contains its reach in tokens, by kind.
 _SPAN_TOKENS = {GroupKind.WINDOW: "sliding_window", GroupKind.LOCAL: "attention_chunk_size"}
 
 
@@ -54,14 +54,14 @@ class LayerCaches:
 
     @property
     def device(self) -> str:
-        """Return torch's name of the device, with its number."""
+        """Return torch's name for the device, including its number."""
         return str(next(iter(self.views.values())).device)
 
     def tensors(self, group_id: int) -> list[CacheTensor]:
         """Return the group's pages, in the order of their addresses in a block, without padding.
 
-        vLLM gives all groups the same memory, with the widest group's stride per block, so neither
-        the stride nor the size of a block shows how many bytes a group uses.
+        vLLM gives all groups the same memory, with the widest group's stride per block, so the
+        bytes of a group cannot be derived from the stride or the size of a block.
         """
         specs = specs_of(self.config.kv_cache_groups[group_id])
         found = []
@@ -136,9 +136,9 @@ def groups_of(config: Any, kv_cache_config: Any) -> tuple[Group, ...]:
 
 
 def rank_groups_of(groups: Sequence[Group], kv_cache_config: Any) -> list[RankGroup]:
-    """Return the groups with the bytes of a block, without padding, on this configuration's rank.
-    The scheduler's configuration is one rank's, with a single spec even for a group with several:
-    pages that do not fit the spec are counted with padding, as placed."""
+    """Return the groups with the bytes of a block, without padding, on the configuration's rank.
+    The scheduler has one rank's configuration, with a single spec per group even where layers
+    differ. Pages that do not fit this spec are counted with padding, as placed."""
     placed = {
         name: min(tensor.layer_stride, tensor.block_stride)
         for tensor in kv_cache_config.kv_cache_tensors
@@ -153,7 +153,7 @@ def rank_groups_of(groups: Sequence[Group], kv_cache_config: Any) -> list[RankGr
 
 
 def set_sizes_of(config: Any, kv_cache_config: Any) -> tuple[int, ...]:
-    """Return, by group that vLLM offloads, the number of consecutive ranks with equal bytes.
+    """Return, for each group that vLLM offloads, the number of consecutive ranks with equal bytes.
     `config` is vLLM's `OffloadingConfig`. Tensor-parallel ranks have equal bytes if layers cannot
     be split further: latent attention is not split at all, and if there are fewer KV heads than
     ranks, several ranks keep the same head. The largest number is a multiple of all others, and at
@@ -189,10 +189,10 @@ def geometry_of(config: Any, layers: LayerCaches, *, one_copy: bool = False) -> 
 
 
 def facts_of(config: Any, kv_cache_config: Any) -> list[dict[str, Any]]:
-    """Return, by group, the facts besides model and layout that determine its chunks' bytes.
+    """Return, by group, the facts that determine its chunks' bytes, except model and layout.
 
-    The facts are the same on all ranks. A pipeline stage knows only its own layers, so its facts
-    are only those of the kind; the layers follow from the model and the division into stages.
+    The facts are the same on all ranks. A pipeline stage knows only its own layers, so facts about
+    layers are omitted there; the layers follow from the model and its division into stages.
     """
     facts = []
     for one in config.groups:
@@ -236,8 +236,8 @@ def _page_bytes(spec: Any) -> int:
 
 
 def _placed_bytes(spec: Any, stride: int) -> int:
-    """Return the bytes of one block of one layer: by this spec if it fits pages that are `stride`
-    apart, else the stride."""
+    """Return the bytes of one block of one layer: without padding if `spec` fits pages that are
+    `stride` apart, else `stride`."""
     padding = stride - spec.page_size_bytes
     return _page_bytes(spec) if 0 <= padding < spec.get_block_stride_alignment() else stride
 
@@ -262,14 +262,14 @@ def keep_boundaries(
     groups: Sequence[Group],
     asked: int | Literal["auto"],
 ) -> int:
-    """Configure vLLM's boundaries. Return the tokens between two lasting ones, or 0 if vLLM chooses
-    what is stored.
+    """Configure vLLM's boundaries. Return the tokens between two lasting boundaries, or 0 if vLLM
+    chooses what is stored.
 
     Must run before vLLM creates its KV cache manager. `scheduler` is vLLM's offloading scheduler.
     `groups` are the offloaded groups. `asked` is the configured `boundary_tokens`.
     """
     unit = unit_tokens(groups)
-    # Every group's chunks are complete only at a multiple of all their lengths.
+    # The chunks of all groups end together only at common multiples of their lengths.
     scheduler.config = scheduler.config._replace(alignment_tokens=unit)
     if not any(group.kind in SPARSE for group in groups):
         return 0
@@ -281,7 +281,7 @@ def keep_boundaries(
         resolve_dcp_kv_block_size(one.kv_cache_spec, parallel)
         for one in kv_cache_config.kv_cache_groups
     ]
-    unit = math.lcm(unit, *blocks)  # vLLM requires this of its interval too
+    unit = math.lcm(unit, *blocks)  # vLLM's interval must be a multiple of these too
     if given:
         every = math.lcm(unit, given)
     elif asked == "auto":
@@ -292,6 +292,6 @@ def keep_boundaries(
         interval = kept_every(groups, unit, every)
         kv_cache_config.prefix_cache_retention_interval = interval
         vllm_config.cache_config.prefix_cache_retention_interval = interval
-    # vLLM does not choose which windows are stored; it offers the states that it keeps.
+    # vLLM then offers all windows, instead of choosing some, and the states that it keeps.
     scheduler.config = scheduler.config._replace(retention_interval=None)
     return every

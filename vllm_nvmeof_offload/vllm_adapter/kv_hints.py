@@ -15,7 +15,7 @@ only to the request that carries it, and never overrides what the request or the
   chunks are the next to be moved from pinned memory to the pool.
 
 A router names helpers elsewhere, in `kv_transfer_params: {"nvmeof": {"helpers": [...]}}`, which
-other connectors ignore. Only those of the configured peers may then read for the request.
+other connectors ignore. Only configured peers named there may then read for the request.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-#: The most actions of a request that are read; the rest are counted as unknown.
+#: The most actions that are read per request; the rest are counted as unknown.
 _ACTIONS_MAX = 16
 _DIRECTIVES_MAX = 128
 _DIRECTIVE_KEYS = {"start", "end", "priority", "duration", "covers_output"}
@@ -52,8 +52,8 @@ class Advice:
 
 
 def advice_of(envelope: Any, request: Any, count: Callable[[str], None]) -> Advice:
-    """Read the hints of `request`. `count` is called for each action with its kind, `unknown` or
-    `malformed`."""
+    """Read the hints for `request` in `envelope`. `count` is called for each action with its kind,
+    `unknown` or `malformed`."""
     prefetch = demote = False
     retain: list[tuple[int, int | None]] = []
     actions = getattr(envelope, "actions", ())

@@ -40,7 +40,7 @@ def look_up(
             rest = rest_of_a_chunk(view, request, question) if found == 0 else 0
         finally:
             hits, misses = manager.look_ups.end()
-        # With KV events no answer is reused: vLLM records in a look-up what its events report.
+        # With KV events no answer is reused, because vLLM's look-up records data for the events.
         keep = not manager.config.kv_events and not rest
         return Answer(question, rest or found, hits, misses, later or rest > 0, keep)
 
@@ -48,7 +48,7 @@ def look_up(
     if not view.is_as_looked_up(request_id, local):
         look_ups.forget_answers(request_id)
     answer = look_ups.answer(request_id, question, ask, FROM_CPU)
-    # vLLM decides whether the load continues during later steps; since 0.33 it may not.
+    # vLLM decides whether the load may continue during later steps; since 0.33 it may refuse.
     return answer.found, answer.later and bool(answer.found)
 
 
@@ -58,10 +58,10 @@ def sources_of(view: SchedulerView, request: Any) -> int:
 
 
 def rest_of_a_chunk(view: SchedulerView, request: Any, question: Question) -> int:
-    """Return the tokens that complete a preempted request's chunk that begins in GPU memory.
+    """Return the tokens missing from a chunk that a preempted request has partly in GPU memory.
 
-    vLLM loads only whole chunks and skips this one. Loading its rest pays off, because the request
-    had computed those tokens. Models with windows or states would need these as well.
+    vLLM loads only whole chunks and skips this one. Loading the rest avoids computing its tokens a
+    second time. Returns 0 with windows or states, which would have to be loaded too.
     """
     if len(view.groups) > 1 or view.groups[0].kind is not GroupKind.FULL:
         return 0

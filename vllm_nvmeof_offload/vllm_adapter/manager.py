@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Implements vLLM's OffloadingManager as a thin adapter over `manager.core`.
+"""vLLM's OffloadingManager, implemented as a thin adapter over `manager.core`.
 
-vLLM creates it with the connector and delivers the ranks' handshake before the first request, in
-`EngineCore.__init__`. The handshake brings the sizes, so only then is the core created (`attach`).
+vLLM creates the manager with the connector and delivers the ranks' handshake in
+`EngineCore.__init__`, before the first request. `attach` then creates the core, whose sizes are in
+the handshake.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ _HIT_SOURCES = vllm_release.HIT_SOURCES.take()
 _MEDIUM = {Source.CPU: Medium.CPU, Source.POOL: Medium.STORAGE}
 _EVERYWHERE = FROM_CPU | FROM_POOL
 
-#: Marks a store in a pickled command, in place of a load's helpers.
+#: The value that stands for a store in a pickled command, where a load has its helpers.
 _IS_STORE = -1
 
 #: The longest time between two exports of all gauges, and of time counters when idle.
@@ -77,13 +78,13 @@ _EXPORT_PERIOD_S = 1.0
 
 @dataclass  # creating a frozen one takes several times as long
 class CommandSpec(LoadStoreSpec):
-    """Our side of a job that vLLM sends to the workers."""
+    """The command in a transfer job that vLLM sends to the workers."""
 
     command: StoreCommand | LoadCommand
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as one call with plain fields. By default, three objects would be pickled, each
-        as costly as this call, and a step may have hundreds of jobs."""
+        """Pickle as one call with plain fields, because a step may have hundreds of jobs. The
+        default would pickle three objects, each at the cost of this call."""
         op, batch, *helpers = self.command
         return _unpickled, (helpers[0] if helpers else _IS_STORE, op, *batch)
 
@@ -96,9 +97,9 @@ def _unpickled(helpers: int | None, op: int, *columns: bytes) -> CommandSpec:
 
 @dataclass
 class _RequestState:
-    """The state of a request. `used` lists its chunks, by job; `advice` is from its kv_hints.
-    `loaded` and `ends` are its last load's chunks and, with several groups, the tokens up to each
-    chunk's end. `refused` chunks found no room; while there are any, `offered` has all chunks."""
+    """The state of a request. `used` lists the chunks of its jobs; `advice` is from its kv_hints.
+    `loaded` contains its last load's chunks and `ends`, with several groups, the tokens up to the
+    end of each. `refused` chunks found no room; while there are any, `offered` lists all chunks."""
 
     used: list[Collection[bytes]]
     refused: set[bytes] = field(default_factory=set, init=False)
@@ -111,8 +112,8 @@ class _RequestState:
 class NVMeoFOffloadingManager(OffloadingManager):
     """The manager, called on EngineCore's main thread. It does no I/O and never blocks.
 
-    Before `attach`, only `reset_cache`, `weights_may_have_changed` and vLLM's calls without chunks
-    are possible: there are no requests, no work, no events and nothing to export.
+    Before `attach` there are no requests, events or metrics: only `reset_cache`,
+    `weights_may_have_changed` and those calls of vLLM that concern no chunks are possible.
     """
 
     #: Set by `attach`. `sources_of` returns the sources that a request's filter allows.
@@ -136,13 +137,13 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._core: ManagerCore | None = None
         self._clock, self._worked_s = clock, clock()
         self._policy = policy
-        self._void = False  # a reset before the core existed
-        self._weights_changed = False  # before the core existed
-        self._keyspace = ""  # empty if no name of weights is valid on other servers
+        self._void = False  # whether a reset preceded the core's creation
+        self._weights_changed = False  # whether new weights preceded the core's creation
+        self._keyspace = ""  # empty if names of weights have no effect
         self._version = ""  # the last name given by the operator
         self._steps = StepMeter(clock)
         self._scheduler_s = 0.0
-        self._exported_s = self._all_exported_s = 0.0  # the last export of some or all gauges
+        self._exported_s = self._all_exported_s = 0.0  # the last export, and the last of all gauges
         self._export_due = False  # true after `attach`
         #: The locality of each tier as seen from this engine; None if unknown.
         self._localities: dict[Source, Locality | None] = {Source.CPU: Locality.LOCAL}
@@ -166,7 +167,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         raise AssertionError("vLLM delivers the handshake before any request")
 
     def load_sources(self, req_context: ReqContext, first: int, tokens: int) -> dict[Any, int]:
-        """Return, by tier, the tokens of the request's last load: `tokens` from token `first`."""
+        """Return how many of the last load's tokens (`tokens` from `first` on) each tier held."""
         state = req_context.get_state(_RequestState)
         if not tokens or state is None or state.loaded is None:
             return {}
@@ -232,7 +233,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
     def _note_refused(
         self, refused: list[bytes], offered: list[OffloadKey], req_context: ReqContext
     ) -> None:
-        """Record refused chunks for the connector: vLLM counts all offered ones as stored."""
+        """Record refused chunks for the connector, because vLLM counts them as stored."""
         state = self._state(req_context)
         if refused or state.refused:
             state.refused = state.refused.difference(offered).union(refused)
@@ -243,12 +244,12 @@ class NVMeoFOffloadingManager(OffloadingManager):
         state.used.append(offered)
 
     def take_refused(self) -> dict[str, list[bytes]]:
-        """Return, by request, offered chunks that were refused since the last call."""
+        """Return, by request, the offered chunks that were refused since the last call."""
         refused, self._refused = self._refused, {}
         return refused
 
-    # `complete_store` and `complete_load` are vLLM's own no-ops: the core gets outcomes from the
-    # workers' reports, which also cover jobs that vLLM forgot in a reset.
+    # `complete_store` and `complete_load` remain vLLM's no-ops, because the core gets outcomes from
+    # the workers' reports, which also cover jobs that vLLM forgot in a reset.
 
     # -- requests and steps -----------------------------------------------------------
 
@@ -256,7 +257,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        # vLLM calls this when nothing more of the request will be stored.
+        # vLLM calls this once it will store no more chunks of the request.
         self.suspension.ended(req_context.req_id)
         if self._boundaries is not None:
             self._boundaries.ended(req_context.req_id)
@@ -270,7 +271,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
                 self._follow(state.advice, req_context)
 
     def advise(self, req_context: ReqContext, request: Any) -> Advice:
-        """Read an orchestrator's advice on the KV of a request that has arrived."""
+        """Return an orchestrator's advice on the KV of a request that has just arrived."""
         counters = self.core.counters
 
         def count(kind: str) -> None:
@@ -313,7 +314,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
 
     def step_ended(self, scheduler_s: float) -> None:
         """Record that a step's output has arrived and was applied. `scheduler_s` is the time spent
-        in our scheduler side since the last call."""
+        in the connector's scheduler side since the last call."""
         self._steps.ended()
         admission, steps = self.core.admission, self._steps
         admission.prefill_rate, admission.prefill_depth = steps.prefill_rate, steps.depth
@@ -323,8 +324,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
     def has_pending_work(self) -> bool:
         """Return whether the engine must keep stepping, because reports are awaited.
 
-        Write-behind counts only for a bounded time after the last token, because stepping occupies
-        a core and blocks pause, sleep and shutdown. The next request continues the writes.
+        Pending writes count only for a bounded time after the last token, because stepping occupies
+        a core and blocks pause, sleep and shutdown. The writes continue with the next request.
         """
         if self._core is None:
             return False
@@ -335,11 +336,11 @@ class NVMeoFOffloadingManager(OffloadingManager):
 
     @property
     def has_events(self) -> bool:
-        """Return whether `take_events` would yield any."""
+        """Return whether `take_events` would yield any events."""
         return self._core is not None and bool(self._core.kv_events)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Yield chunks that entered or left a tier, oldest first, as many as fit in one step."""
+        """Yield events for chunks that entered or left a tier, oldest first, as one step allows."""
         log = self._core.kv_events if self._core is not None else None
         for change in log.take() if log is not None else ():
             yield OffloadingEvent(
@@ -361,8 +362,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
             logger.info("a reset invalidated all offloaded KV: %d chunks", entries)
 
     def weights_may_have_changed(self, *, known: bool) -> bool:
-        """Record that weights may have changed. Return whether that invalidates all chunks, so that
-        a reset and a suspension must follow."""
+        """Record that weights have changed (`known`) or may have. Return whether all chunks are
+        now invalid, so that a reset and a suspension must follow."""
         if not known and self.config.weights_never_change:
             return False
         self._weights_changed = True
@@ -371,10 +372,10 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return True
 
     def name_weights(self, version: str) -> bool:
-        """Record that the weights of all ranks are this version of the keyspace's weights.
+        """Record that all ranks now have this version of the weights, under this name.
 
         Returns whether that invalidates all chunks, so that a reset must follow. It does not if the
-        weights have this name already or cannot have one.
+        name is the same as before or names have no effect.
         """
         if not self._keyspace:
             return False
@@ -383,7 +384,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return is_new
 
     def who_shares(self) -> str:
-        """Return and log which servers share chunks, now that the weights have been named."""
+        """Log and return which servers share chunks, after the weights have been named."""
         if not self._keyspace:
             text = f"the name of the weights has no effect: {NAMELESS}"
             logger.warning("%s", text)
@@ -410,8 +411,9 @@ class NVMeoFOffloadingManager(OffloadingManager):
         """Create the core from the workers' handshake.
 
         `key_bytes` is the length of every offload key. `groups` are the offloaded groups, by
-        position. `queue` is vLLM's. `boundary_tokens` is as in `keep_boundaries`, `tail_tokens` as
-        in `BoundaryStores`. `share` is None if nothing is shared with other servers.
+        position. `queue` gives access to vLLM's queue. `boundary_tokens` is the result of
+        `keep_boundaries`. `tail_tokens` is as in `BoundaryStores`. `share` is None if nothing is
+        shared with other servers.
         """
         assert self._core is None, "a second handshake"
         ordered = sorted(hellos, key=lambda hello: hello.rank)
@@ -464,7 +466,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
     def get_stats(self) -> OffloadingConnectorStats | None:
         if self._core is None:
             return None
-        # Called once per step. Most steps change nothing, so time is exported only periodically.
+        # Called once per step. Most steps change only times, which are exported periodically.
         self._count_look_ups()
         activity, now_s = self._core.activity(), self._clock()
         quiet = not self._export_due and activity == self._activity_seen
@@ -493,7 +495,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return [dict(self._labels)]
 
     def _count(self) -> None:
-        """Add what was counted here since the last call to the core's counters."""
+        """Move the counts kept here into the core's counters."""
         counters, steps = self.core.counters, self._steps
         counters["scheduler_seconds"] += self._scheduler_s
         counters["scheduler_steps"] += steps.steps
@@ -509,8 +511,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
             counters["lookups", result] += amount
 
     def _ends(self, keys: Sequence[bytes], req_context: ReqContext) -> npt.NDArray[np.int64] | None:
-        """Return the request's tokens up to the end of each key's chunk; None with only full
-        attention, for which vLLM passes the keys in prefix order."""
+        """Return the request's tokens up to the end of each key's chunk; None with full attention
+        only, because vLLM then passes the keys in prefix order."""
         if self.core.config.full_attention_only:
             return None
         return np.array([*map(req_context.get_offload_key_position, keys)], np.int64)
@@ -524,7 +526,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
 
 
 def _sources_of(localities: Mapping[Source, Locality | None], tiers: TierFilter) -> int:
-    """Return the sources that a request's filter allows, and those of unknown locality."""
+    """Return the sources that the filter `tiers` allows. An unknown locality is allowed."""
     if tiers is TierFilter.ALL:
         return _EVERYWHERE
     cpu = FROM_CPU if tiers.allows(Medium.CPU, localities[Source.CPU]) else 0
@@ -533,7 +535,7 @@ def _sources_of(localities: Mapping[Source, Locality | None], tiers: TierFilter)
 
 
 def _locality(hellos: Sequence[RankHello]) -> Locality | None:
-    """Return the locality of the pool on all ranks that have a part; None if unknown."""
+    """Return the pool's locality: remote if any rank's part is remote; None if unknown."""
     remote = {one for hello in hellos for one in hello.remote}
     if True in remote:
         return Locality.REMOTE

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Events in vLLM's processes that our connector must know about.
 
-**New weights.** vLLM notifies a connector only of a reset. New weights reach the workers without
+**New weights.** vLLM notifies a connector only of resets. New weights reach the workers without
 the scheduler (`reload_weights`, the weight transfer API, a user's function), and the
 `reset_prefix_cache` that should follow skips connectors unless `reset_connector` is given. The new
 weights would then use KV that the old weights computed. All such calls go through
@@ -13,13 +13,13 @@ without the engine (a custom executor, a worker with its own listener) must itse
 prefix cache with `reset_connector`.
 
 The operator may name the new weights, so that servers with equal names share chunks; the name is
-not verified. It can be given in our own call, which `collective_rpc` answers without the workers;
-in an argument of the call that completes the update, which the workers do not see; or, if the
-configuration allows, by vLLM's own `EngineCore.set_weight_version`, which not every release has.
+not verified. It can be given in a call of ours, which `collective_rpc` answers without the workers;
+in an extra argument of the call that completes the update, removed before the workers get the call;
+or, if configured, in vLLM's own `EngineCore.set_weight_version`, which some releases lack.
 
-**Death of the API server.** vLLM's engine process outlives a killed API server: it serves no
-requests, but keeps its memory, its GPU and the lock on its pool, so that the next server would
-start with an empty pool. The engine therefore exits, unless it runs within its user's own process.
+**Death of the API server.** vLLM's engine process outlives a killed API server. The engine then
+serves no requests, but keeps its memory, its GPU and the lock on its pool, so that the next server
+would start with an empty pool. It therefore exits too, unless it runs in its user's own process.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ KNOWN_TO_CHANGE = frozenset(
         *("start_weight_update", "start_draft_weight_update", "finish_weight_update"),
     }
 )
-#: Calls of vLLM's own API that do not change weights. Any other call may, such as a user's.
+#: Calls of vLLM's own API that do not change weights. Any other call may, such as a user's own.
 HARMLESS = frozenset(
     {
         *("add_lora", "list_loras", "pin_lora", "remove_lora"),
@@ -125,7 +125,7 @@ def _watch_calls(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_version(what: str, version: object) -> str:
-    """Return a valid name. `what` names the place where it was given. Raises: ConfigError."""
+    """Return the name if it is valid, else raise ConfigError. `what` is where it was given."""
     if not isinstance(version, str):
         raise ConfigError(what, version, "the name of the weights must be a string")
     if len(version) > _CHARACTERS_MAX:
@@ -157,9 +157,9 @@ def version_of(call: inspect.BoundArguments) -> str:
 
 
 def take_version(method: str, call: inspect.BoundArguments) -> str | None:
-    """Remove and return the name in the arguments of a call that changes weights, or None.
+    """Remove the name from the arguments of a call that changes weights. Return it, or None.
 
-    Raises: ConfigError, before anything has changed.
+    Raises ConfigError before anything has changed.
     """
     kwargs = dict(call.arguments.get("kwargs") or {})
     if ARGUMENT not in kwargs:
@@ -200,7 +200,7 @@ def _watch_adapters(stock: Callable[..., Any]) -> Callable[..., Any]:
             # If the files changed during the call, either state may have been read.
             stamp = before if stamp_of(lora_request) == before else ""
             others = _adapters(self).note(lora_request, stamp)
-            # Blocks are named after an adapter's name and path, which do not change.
+            # Block hashes contain an adapter's name and path, which stay the same.
             in_place = getattr(lora_request, "load_inplace", False)
             if in_place or others:
                 how = "load_inplace" if in_place else "different files"
@@ -232,12 +232,12 @@ def _notify(engine_core: Any, call: str, *, known: bool) -> None:
 
 
 def _name(engine_core: Any, version: str) -> list[str]:
-    """Name the weights. Return texts on the consequences."""
+    """Name the weights. Return each connector's text on the consequences."""
     return [one.name_weights(version) for one in _connectors_with(engine_core, "name_weights")]
 
 
 def _connectors_with(engine_core: Any, method: str) -> Iterator[Any]:
-    """Yield the engine's connectors that have this method: our own."""
+    """Yield the engine's connectors that have this method, which are our own."""
     scheduler = getattr(engine_core, "scheduler", None)
     for connector in _connectors(getattr(scheduler, "connector", None)):
         if getattr(connector, method, None) is not None:
@@ -251,7 +251,7 @@ def _connectors(connector: Any) -> Iterator[Any]:
         yield from _connectors(child)
 
 
-#: vLLM's name for its engine process, which may be followed by a number.
+#: The start of vLLM's name for its engine process; a number may follow.
 _ENGINE = "EngineCore"
 _LOOK_S = 1.0
 #: The time that vLLM gets to exit by itself before this process is killed.
@@ -293,7 +293,8 @@ def logged_in_one_line() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Admission:
-    """A request that got GPU blocks: ids `found` there, and tokens `loadable` there or by us."""
+    """A request that got GPU blocks. `found` are the ids of blocks found in GPU memory. `loadable`
+    is the number of tokens that were found there or that we will load."""
 
     request: Any
     found: frozenset[int]
@@ -301,18 +302,18 @@ class _Admission:
 
 
 class OldKV:
-    """Finds requests whose KV depends on weights that may have changed since, and lists them in
-    the `suspension` of one connector's scheduler side.
+    """Finds requests whose KV depends on weights that may have changed since, and suspends their
+    stores in `suspension`. There is one object per connector, on the scheduler's side.
 
     Chunks *stored* before the change are invalidated by a reset. KV depends on all KV before it.
     So a request is *old* if it had GPU blocks when the weights changed, or reuses a block that an
-    old request computed. It stays old until it ends, or loses its blocks and is admitted again
-    without any of them. Old requests are not stored.
+    old request computed. It stays old until it ends, or until it loses its blocks and is
+    admitted again without any of them. Old requests are not stored.
 
-    The change empties vLLM's prefix cache, including blocks in use, and each step removes what old
-    requests have added. In between, another request may find such a block: while vLLM schedules
-    the very step that completes the block or, with asynchronous scheduling, right after an output.
-    Each admission is therefore compared with what old requests have added since the last step.
+    `began` empties vLLM's prefix cache, including blocks in use, and each `step` removes the blocks
+    that old requests have added. In between, another request may find such a block: while vLLM
+    schedules the very step that completes the block or, with asynchronous scheduling, right after
+    an output. Each admission is therefore compared with the blocks added since the last step.
     """
 
     def __init__(self, suspension: Suspension, view: SchedulerView) -> None:
@@ -323,7 +324,8 @@ class OldKV:
         self._forgotten: dict[str, int] = {}  # old request → number of leading blocks forgotten
 
     def began(self, call: str, requests: Iterable[str], *, known: bool) -> None:
-        """Record that weights may have just changed. `requests` are all requests of vLLM."""
+        """Record that `call` has just changed weights (`known`) or may have. `requests` are the ids
+        of all requests in vLLM."""
         self._looked_up.clear()
         self._admitted.clear()
         self._forgotten.clear()
@@ -369,7 +371,7 @@ class OldKV:
             elif name in self._old.requests:
                 self._old.ended(name)
                 self._view.store_from_the_first(name)
-        if lost:  # it is no longer known which blocks they had
+        if lost:  # the blocks that these requests had are no longer known
             self._forget_all()
 
     def finished(self, request_id: str) -> None:
@@ -385,7 +387,7 @@ class OldKV:
         return self._view.kv_cache_manager()
 
     def _blocks(self, request_id: str) -> Any:
-        """Return the blocks of the leading group, without which vLLM finds no prefix."""
+        """Return the request's blocks of the leading group, without which vLLM finds no prefix."""
         if not self._manager:
             return ()
         return self._manager.get_blocks(request_id).blocks[self._view.leading_id]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads internals of vLLM's scheduler side: keys, GPU blocks, time spent."""
+"""Access to internals of vLLM's scheduler side: keys and GPU blocks. Also times our methods."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class SchedulerView:
         self.leading_id = groups[self._leading].group_id
         self.tokens_per_block: int = configs[self._leading].tokens_per_block
         self._hashes_per_chunk: int = configs[self._leading].hashes_per_chunk
-        # GPU memory identifies a block by one block's hash, so only such keys can be compared.
+        # vLLM finds GPU blocks by the hash of one block, so only keys with such hashes compare.
         self._comparable = {
             group.group_id
             for config, group in zip(configs, groups, strict=True)
@@ -76,7 +76,7 @@ class SchedulerView:
 
     @property
     def tail_tokens(self) -> int:
-        """Return the unit of tokens, within a block, to which vLLM rounds stored prompts, or 0."""
+        """Return the unit of tokens, below a block, to which vLLM rounds stored prompts, or 0."""
         config = self._scheduler.config
         return config.tokens_per_hash if config.supports_partial_tail else 0
 
@@ -87,7 +87,7 @@ class SchedulerView:
             return None
         keys = state.group_states[self._leading].offload_keys
         if len(keys) < len(state.req.block_hashes) // self._hashes_per_chunk:
-            state.update_offload_keys()  # this iterates over all hashes
+            state.update_offload_keys()  # slow, because it iterates over all hashes
         return [group.offload_keys for group in state.group_states]
 
     def _ends_of(self, request_id: str, keys: Sequence[bytes]) -> list[int]:
@@ -103,8 +103,8 @@ class SchedulerView:
     def is_as_looked_up(self, request_id: str, local: int) -> bool:
         """Return whether vLLM's state of a request is still as its last look-up left it.
 
-        A look-up sets the number of local tokens and, by its answer, of hit chunks, and clears the
-        request's blocks; during a transfer it delays the request.
+        A look-up sets the numbers of local tokens and of hit chunks, and clears the request's
+        blocks; during a transfer, it delays the request.
         """
         state = self._scheduler._req_status[request_id]
         if state.transfer_jobs or state.num_locally_computed_tokens != local:
@@ -137,8 +137,8 @@ class SchedulerView:
                 stored.next_stored_chunk_idx = min(stored.next_stored_chunk_idx, computed)
 
     def offer_again(self, refused: Mapping[str, Sequence[bytes]]) -> None:
-        """Make vLLM offer these requests' chunks again in their next step. vLLM counts them as
-        stored, but nothing after them could be found. A running request still has the blocks."""
+        """Make vLLM offer these chunks again in the requests' next step, when the blocks are still
+        there. vLLM counts them as stored, but no later chunk is found without them."""
         for request_id, keys in refused.items():
             state = self._scheduler._req_status.get(request_id)
             if state is None or state.req.is_finished():

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A self-test of an unknown vLLM, in its engine's process, before the first request.
+"""A self-test of an unknown vLLM, run in the engine's process before the first request.
 
 vLLM's own scheduler, with our connector on both sides, serves artificial requests: a store, loads
 from both tiers, a failed load and a reset. The model is artificial too: the KV of a token is a
 fixed function of prompt and position. In each step, the model verifies the KV of all earlier tokens
-of a request, from whatever source, byte by byte. GPU, weights and users' pools are not touched: the
+of a request, whatever its source, byte by byte. GPU, weights and users' pools are not touched: the
 KV cache is a few hundred KiB of CPU memory, and the pool is in a temporary directory.
 """
 
@@ -51,7 +51,7 @@ _HEAD_SIZE = 8
 _PROMPT_TOKENS = 2 * _PER_CHUNK * _BLOCK_TOKENS + _BLOCK_TOKENS + 5
 _STORED_TOKENS = 2 * _PER_CHUNK * _BLOCK_TOKENS
 _ANSWER_TOKENS = 2
-#: For the CPU tier and stream slots: too small for the chunks of three prompts.
+#: For the CPU tier and stream slots; too little for the chunks of three prompts.
 _STAGING_BYTES = 64 * KIB
 #: A limit only against hangs; a test takes less than 2 s on an idle machine.
 _LIMIT_S = 20.0
@@ -63,7 +63,7 @@ def run(vllm_config: Any) -> None:
     """Test the imported vLLM with `vllm_config`, except where the test needs its own values.
 
     The test's engine creates a connector, which calls this function again; that call does nothing.
-    Raises IntegrationError, with the remedy, if the test fails or this vLLM does not allow it.
+    Raises IntegrationError, with the remedy, if the test fails or cannot run on this vLLM.
     """
     global _running
     if _running:
@@ -117,7 +117,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _config_like(vllm_config: Any, folder: str) -> Any:
-    """Return `vllm_config` for one rank, a text model and our connector over a pool in `folder`."""
+    """Return a copy of `vllm_config` for one rank, a text model and our pool in `folder`."""
     config = copy.copy(vllm_config)
     model = config.model_config = copy.copy(vllm_config.model_config)
     model.__class__ = type(
@@ -167,7 +167,7 @@ def _config_like(vllm_config: Any, folder: str) -> Any:
 
 
 def _settings(folder: str) -> dict[str, Any]:
-    """Return our configuration with every key, because variables would set omitted keys."""
+    """Return our configuration with every key, so that no environment variable has an effect."""
     fields = OffloadConfig.model_fields.items()
     settings = {
         name: field.get_default(call_default_factory=True, validated_data={})
@@ -259,7 +259,7 @@ class _Engine:
         return {name: after[name] - before[name] for name in after}
 
     def forget(self, *, everything: bool = False) -> None:
-        """Empty and overwrite the GPU's cache; if `everything`, empty the other tiers too."""
+        """Empty and overwrite vLLM's KV cache; with `everything`, empty the other tiers too."""
         if not self._scheduler.reset_prefix_cache(reset_connector=everything):
             raise IntegrationError("a reset of the prefix cache did not succeed")
         self._cache.fill_(float("nan"))

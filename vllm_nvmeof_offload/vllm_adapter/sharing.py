@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Access to other servers' chunks: the foreign table's memory, its follower and its reader.
+"""Access to other servers' chunks: the foreign table and the follower that updates it.
 
 The follower is a separate process that reads other engines' tables and writes the foreign table.
-The core reads the foreign table in place. Neither ever waits for the other.
+The core reads the foreign table in place. Neither process ever waits for the other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ShareSettings:
 
 
 def why_not(hellos: Sequence[RankHello], agreement: Agreement, settings: ShareSettings) -> str:
-    """Return why these ranks cannot share, for display; empty if they can."""
+    """Return a text that states why these ranks cannot share; empty if they can."""
     if not agreement.capacity.pool_slots_total:
         return "there is no pool"
     if not settings.one_host:
@@ -55,7 +55,7 @@ class Sharing:
     def __init__(
         self, hellos: Sequence[RankHello], agreement: Agreement, settings: ShareSettings
     ) -> None:
-        """Start the follower. `why_not` must have no reason. OSError: no memory or descriptor."""
+        """Start the follower; `why_not` must be empty. OSError: no memory or descriptor is left."""
         first = hellos[0]
         fd = os.memfd_create("vllm-nvmeof-foreign", os.MFD_CLOEXEC)
         try:
@@ -63,7 +63,7 @@ class Sharing:
                 [Path(target) for target in first.targets],
                 first.keyspace,
                 first.engine_index,
-                # If ranks share copies, each member of a set holds some that no other member has.
+                # If ranks share copies, each member of a set holds chunks that the others lack.
                 max(agreement.capacity.set_sizes),
                 fd,
             )

@@ -2,12 +2,12 @@
 """Refuses what this version does not support: settings, platforms, parallel shapes, models.
 
 `precheck` runs before vLLM loads the model. Models are checked later, in the scheduler and in every
-worker, by the KV cache that vLLM has laid out, because a model's own configuration does not show
-the layout.
+worker, once vLLM has laid out the KV cache, because the layout does not follow from a model's own
+configuration.
 
-vLLM runs the replicas of a dense model as independent engines, each of which knows its index but
-not their number. `precheck` writes the number into our configuration (`replicas`), which is passed
-to every engine and worker.
+vLLM runs the replicas of a dense model as independent engines, each of which knows its own index
+but not the number of replicas. `precheck` writes the number into our configuration (`replicas`),
+which is passed to every engine and worker.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from vllm_nvmeof_offload.vllm_adapter.groups import kinds_of, offloaded, specs_o
 def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
     """Check `extra` against machine and model; write replicas and weight stamps into it.
 
-    `staging_key` is the flag, key or variable that set the staging size, for a `ConfigError`.
+    `staging_key` is the flag, key or variable that set the staging size, to be named in errors.
     """
     is_first = WEIGHTS_SEEN not in extra
     parallel = vllm_config.parallel_config
@@ -61,7 +61,7 @@ def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
     note_weights(vllm_config, extra)
     refuse_platform(current_platform)
     choose_policy(config.eviction_policy)
-    if not is_first:  # vLLM repeats this in an engine that uses memory and pool
+    if not is_first:  # vLLM repeats this in an engine that already uses memory and pool
         return
     check_memory(config, count_nodes(parallel), staging_key)
     check_memory_left(config.staging_bytes // count_nodes(parallel))
@@ -128,7 +128,7 @@ def slot_bytes_estimate(vllm_config: Any, config: Any) -> int | None:
 
 
 def _may_have_groups(model: Any) -> bool:
-    """Return whether, by its configuration, some layers of a model may not keep all tokens."""
+    """Return whether a model, by its configuration, may have layers that do not keep all tokens."""
     config = model.hf_text_config
     kinds = getattr(config, "layer_types", None) or ()
     some = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
@@ -181,10 +181,11 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def _judge_states(vllm_config: Any, groups: list[Any]) -> None:
-    """Check states without prefix caching, of which vLLM keeps only one, at a request's end.
+    """Warn about a model with states if prefix caching is off, or refuse it.
 
-    A block of states then covers the whole context, so nothing is offloaded. With attention layers
-    as well, the engine is refused: vLLM's offloading needs equal hash units and fails an assertion.
+    vLLM then keeps only one state, at a request's end. Its block covers the whole context, so
+    nothing is offloaded. A model that also has attention layers is refused, because vLLM's
+    offloading needs equal hash units and would fail an assertion.
     """
     specs = [spec for group in groups for spec in specs_of(group).values()]
     if all(getattr(spec, "mamba_cache_mode", "align") == "align" for spec in specs):
@@ -197,8 +198,8 @@ def _judge_states(vllm_config: Any, groups: list[Any]) -> None:
             "--enable-prefix-caching",
         )
     logger.warning(
-        "nvmeof: %s: nothing will be offloaded, because a block of states covers the whole context "
-        "without prefix caching; add --enable-prefix-caching",
+        "nvmeof: %s: nothing will be offloaded, because without prefix caching a block of states "
+        "covers the whole context; add --enable-prefix-caching",
         vllm_config.model_config.model,
     )
 
@@ -206,8 +207,8 @@ def _judge_states(vllm_config: Any, groups: list[Any]) -> None:
 def _ignores_loaded_kv(vllm_config: Any) -> bool:
     """Return whether vLLM computes the rest of a prompt without reading the KV before it.
 
-    Its CPU kernel for latent attention does so. vLLM therefore turns off chunked prefill and prefix
-    caching, but still accepts a connector's tokens (0.32).
+    The CPU kernel for latent attention does so. vLLM 0.32 therefore turns off chunked prefill and
+    prefix caching, but still accepts a connector's tokens.
     """
     return bool(
         current_platform.is_cpu()
@@ -284,7 +285,7 @@ def replica_of(vllm_config: Any, declared: int) -> Replica:
     index: int = parallel.data_parallel_index
     suffixed = _REPLICA_SUFFIX.search(engine_id) is not None
     if (suffixed or index or parallel.data_parallel_size > 1) and declared == 1:
-        # Each replica would take the whole pool and all staging.
+        # Each replica would use the full sizes of pool and staging.
         raise ConfigError(
             "data_parallel_size",
             max(2, index + 1, parallel.data_parallel_size),

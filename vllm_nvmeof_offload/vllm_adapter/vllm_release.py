@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks by its interface whether a vLLM is supported.
+"""Checks whether a vLLM is supported, by its interface instead of its version.
 
 vLLM's offloading interface changes between releases. A release that calls us with other parameters,
 or omits a call that we rely on, would silently give wrong tokens. Therefore every vLLM must have
@@ -45,7 +45,7 @@ def release() -> str:
 
 
 def unknown_version() -> str | None:
-    """Return why this vLLM's release is unknown, with the remedy; None if it is known."""
+    """Return an error text with the remedy if this vLLM's release is unknown, else None."""
     if release() != UNKNOWN:
         return None
     return (
@@ -55,7 +55,7 @@ def unknown_version() -> str | None:
 
 
 def refuse_different() -> None:
-    """Raise an `IntegrationError`, one line with the remedy, if vLLM lacks something that we use.
+    """Raise an `IntegrationError` with the remedy if vLLM lacks something that we use.
 
     Known releases are checked too.
     """
@@ -108,7 +108,7 @@ def _differences(connector: Any) -> Iterator[str]:
 
 
 def _is_vllms(module: str) -> bool:
-    """Return whether a module is vLLM's own: this package may be in vLLM's tree."""
+    """Return whether a module is vLLM's own, even if this package is inside vLLM's tree."""
     ours = CONNECTOR_MODULE.removesuffix("connector")
     return module.startswith("vllm.") and not module.startswith(ours)
 
@@ -122,7 +122,7 @@ def accepts(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
         if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     ]
     places = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    # A parameter with a default may be passed only by name, and then also to our `**kwargs`.
+    # vLLM may pass parameters with a default by name only, and our `**kwargs` may accept these.
     called = [p.name for p in calls if p.default is p.empty or p.name in signature.parameters]
     try:
         signature.bind(**{p.name: None for p in calls})
@@ -178,7 +178,7 @@ def _only(name: str, *needs: str, optional: bool = False) -> Capability:
     return Capability(name, {"yes": needs}, optional)
 
 
-#: The worker gets GPU block ids or, as in vLLM's pull request 56076, addresses of their pages.
+#: The worker gets GPU block ids or, as in vLLM's pull request 56076, addresses of blocks' pages.
 BLOCK_IDS, POINTERS = "block ids", "device pointers"
 DEVICE_BLOCKS = Capability(
     "GPU blocks of a transfer",
@@ -199,12 +199,12 @@ DEVICE_BLOCKS = Capability(
         ),
     },
 )
-#: The enumeration with which vLLM wants the tier of a load's tokens to be answered.
+#: The enumeration in which vLLM expects the tier of a load's tokens.
 HIT_SOURCES = _only(
     "sources of loaded tokens", "vllm.v1.metrics.cache_hit_source:CacheHitSource", optional=True
 )
 _WINDOW_CHUNKS = "get_sliding_window_size_in_chunks(kv_cache_spec, tokens_per_chunk)"
-#: vLLM's own rule for the chunks that a window needs.
+#: vLLM's own function for the number of chunks that a window needs.
 WINDOW_CHUNKS = Capability(
     "chunks of a window",
     {
@@ -219,7 +219,7 @@ CONFIGURATION = _only(
     "vllm.config:CacheConfig has kv_offloading_size kv_offloading_backend",
     "vllm.config:KVTransferConfig has kv_connector kv_connector_module_path kv_role",
     "vllm.config:KVTransferConfig has kv_connector_extra_config kv_load_failure_policy",
-    optional=True,  # else users name our connector in --kv-transfer-config
+    optional=True,  # without it, users name our connector in --kv-transfer-config
 )
 _OPTIONAL = (
     CONFIGURATION,
@@ -326,7 +326,7 @@ ALL = (
 
 
 def missing() -> Iterator[str]:
-    """Yield the differences of required capabilities that have no form we know."""
+    """Yield the differences of those required capabilities that have none of the known forms."""
     for capability in ALL:
         if not capability.optional and capability.form is None:
             yield from capability.differences()
@@ -345,7 +345,7 @@ def difference(need: str) -> str | None:
         found = _find(place)
     except ModuleNotFoundError as error:
         return f"{error.name} is gone"
-    except ImportError as error:  # for a name that the module itself needs
+    except ImportError as error:  # the module itself could not import a name
         return str(error).partition(" (/")[0]  # without the file's path
     if found is None:
         return f"{name} is gone"

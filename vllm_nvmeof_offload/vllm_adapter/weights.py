@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of models and adapters: the weights' source, their digest, whether they changed.
+"""The files of models and adapters: their source, their digest, and whether they have changed.
 
 A **digest** identifies weights across machines and restarts. It reads a bounded part of each file:
 
-* safetensors: the header, all of every tensor of at most 64 KiB (norms, biases, quantization
-  scales: few bytes with a large effect), and one sample of every larger tensor;
+* safetensors: the header, every tensor of at most 64 KiB in full (norms, biases, quantization
+  scales, whose few bytes have a large effect), and one sample of every larger tensor;
 * every weight file: 64 samples of 4 KiB, spread over the whole file;
 * configuration files and code: every byte.
 
@@ -12,7 +12,7 @@ A change of a few bytes in a large tensor can go unnoticed, and so can a change 
 a file of another format. A **stamp** has no such gap but is valid only on one machine: it is taken
 before the weights are read and compared afterwards.
 
-A model is identified by the content of its local files, or by the commit of a hub's repository.
+A model is identified by the content of its local files, or by the commit of its hub repository.
 Some load formats read weights from elsewhere; chunks of such a server must not be adopted
 (`why_unknown`). vLLM's block hashes contain an adapter's name and path: an adapter that is
 unloaded, overwritten and loaded again has a new number but the same hashes (`Adapters`).
@@ -59,7 +59,7 @@ def weights_digest(model: Path, *, code: bool = False) -> str:
 
     `model` is a directory with weight files, or one weight file. If a directory has no file of a
     known weight format, all its files count. With `code`, the directory's Python files are run, so
-    they count too. Raises ConfigError if there is no file, OSError if one cannot be read.
+    they count too. Raises ConfigError if there are no files, OSError if one cannot be read.
     """
     files = _files(model, code=code)
     if not files:
@@ -80,8 +80,8 @@ def weights_stamp(model: Path, *, code: bool = False) -> str:
     """Return 64 hex digits that change when any of the files is written or replaced.
 
     Symbolic links are followed, so a link or directory that leads to different files changes the
-    stamp. Files are opened, because a network file system then asks its server. Raises OSError if
-    a file cannot be opened.
+    stamp. Files are opened, which makes a network file system ask its server for changes. Raises
+    OSError if a file cannot be opened.
     """
     digest = hashlib.sha256()
     for name, path in _files(model, code=code):
@@ -93,11 +93,11 @@ def weights_stamp(model: Path, *, code: bool = False) -> str:
 
 
 def changed_since(model: Path, began_s: float, *, code: bool = False) -> str | None:
-    """Return a file, or a link or directory that leads to it, that has changed since `began_s`.
+    """Return a file, link or directory of the model that has changed since `began_s`, or None.
 
     Used for a model without a stamp. Compares ctime, which copying does not preserve and renaming
-    updates. Misses a renamed directory above the model's own, because a directory's time changes
-    with its entries. `began_s` is in seconds of the system clock.
+    updates. Directories above the model's own are not checked, because their times change with
+    every new entry. `began_s` is in seconds of the system clock.
     """
     for name, path in _files(model, code=code):
         if max(path.stat().st_ctime, path.lstat().st_ctime) >= began_s:
@@ -126,7 +126,7 @@ def _links(model: Path) -> list[Path]:
 def _files(model: Path, *, code: bool) -> list[tuple[str, Path]]:
     """Return the files that count, in order, with names relative to the model's directory.
 
-    Weights in subdirectories count too, because some encoders have them there.
+    Weights in subdirectories count too, because some encoders keep weights there.
     """
     if model.is_file():
         return [(model.name, model)]
@@ -179,7 +179,7 @@ def _ranges(fd: int, path: Path, size: int) -> list[_Range]:
 def _samples(size: int, generator: random.Random) -> list[_Range]:
     """Return the ranges of the first sample, the last, and one in each of 62 sections in between.
 
-    Their places are pseudo-random: a fixed stride could hit the same kind of tensor each time.
+    Places within sections are pseudo-random: a fixed stride could always hit one kind of tensor.
     """
     if size <= _SAMPLES * _SAMPLE_BYTES:
         return [(0, size)]
@@ -201,7 +201,7 @@ def _read_header(fd: int, size: int) -> bytes:
 def _tensors(header: bytes, size: int) -> list[_Range] | None:
     """Return the tensors' ranges in the file, in order; None if the header is malformed.
 
-    Overlapping ranges are refused, so that no header makes us read a file twice.
+    Overlapping ranges are refused, so that no header can make us read bytes more than once.
     """
     try:
         entries = json.loads(header)
@@ -228,7 +228,7 @@ def _tensors(header: bytes, size: int) -> list[_Range] | None:
 
 
 def _of_tensors(tensors: list[_Range], generator: random.Random) -> list[_Range]:
-    """Return ranges of small tensors and of one sample of each larger one, merged if adjacent."""
+    """Return the ranges of small tensors and of a sample of each larger one, merged if adjacent."""
     ranges: list[_Range] = []
     for start, end in tensors:
         part = (start, end)
@@ -242,7 +242,7 @@ def _of_tensors(tensors: list[_Range], generator: random.Random) -> list[_Range]
 
 
 #: Load formats of vLLM 0.32 and 0.33 that always read the weights from the files of `model`.
-#: `npcache` does not: it reads a copy from an earlier start, even if the files have changed.
+#: `npcache` is not one: it reads a copy from an earlier start, even if the files have changed.
 FILE_FORMATS = frozenset(
     {
         *("auto", "hf", "safetensors", "pt", "mistral", "fastsafetensors", "instanttensor"),
@@ -290,7 +290,7 @@ def drafter_of(vllm_config: Any) -> Any:
 
 
 def why_unknown(model: Any, load: Any, foreign_code: Collection[str]) -> list[str]:
-    """Return reasons why weights or code may change while the facts do not; empty if they cannot.
+    """Return the reasons why weights or code may change without a change of the facts, if any.
 
     `foreign_code` lists load formats and architectures that a plugin has added or replaced.
     """
@@ -330,7 +330,7 @@ def _commit_of_weights(model: Any) -> str:
     """Return the commit of the weights' repository (vLLM pins it in `revision`), or ""."""
     commit = _commit(model.revision)
     if commit or model.hf_config_path not in (None, "", model.model):
-        return commit  # the configuration's commit is another repository's
+        return commit  # the configuration is from another repository
     return str(getattr(model.hf_config, "_commit_hash", None) or "")
 
 
@@ -361,12 +361,12 @@ class Adapters:
         self._known: dict[tuple[str, str], tuple[int, str]] = {}
 
     def knows(self, lora: Any) -> bool:
-        """Return whether this adapter, with this number, is the one that was recorded last."""
+        """Return whether this adapter's number is the one last recorded for its name and path."""
         known = self._known.get((lora.lora_name, lora.lora_path))
         return known is not None and known[0] == lora.lora_int_id
 
     def note(self, lora: Any, stamp: str) -> bool:
-        """Record an adapter being loaded. Return whether stored chunks may be of other files."""
+        """Record the load of an adapter. Return whether stored chunks may be from other files."""
         name = (lora.lora_name, lora.lora_path)
         known = self._known.get(name)
         forgotten = known is None and len(self._known) >= self._max

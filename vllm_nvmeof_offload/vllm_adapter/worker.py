@@ -2,8 +2,9 @@
 """The adapter from vLLM's worker interface to the transfer pipeline.
 
 All calls are made on the worker's main thread. Every transfer is reported to vLLM as successful,
-because its stock worker asserts that. The connector reports failures: block ids or requests to
-vLLM, and reports to the manager, both in the step that reports the job as finished (rule 8).
+because vLLM's own worker asserts that. The connector reports failures separately, in the step that
+reports the job as finished: block ids or requests to vLLM, and reports to the manager
+(docs/protocol.md, rule 8).
 
 If block ids are reported, vLLM recomputes from the first of these blocks. That is correct only for
 a single group of full attention: earlier blocks of a window may never have been loaded, and with
@@ -60,7 +61,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         # The loads by op, in case a chunk fails.
         self._loads: dict[int, tuple[LoadCommand, BlockColumns]] = {}
         self._transfers: list[Transfer] = []  # submitted, but not handed over yet
-        self._helpers: dict[int, int] = {}  # for loads with which only some peers may help
+        self._helpers: dict[int, int] = {}  # by op, for loads that only some peers may help with
         self._gathers = False
         kinds = [one.group.kind for one in parts.geometry.groups]
         self._reports_blocks = kinds == [GroupKind.FULL]
@@ -107,7 +108,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         return results
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait until stores are copied and loads run no DMA; cancel loads that have not started."""
+        """Cancel those loads that have not started; wait until all copies and DMA have ended."""
         self._hand_over()
         ops = [self._ops[job_id] for job_id in job_ids if job_id in self._ops]
         for op in ops:
@@ -136,7 +137,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
             parts.regions.end(abandon=not released)
         if parts.pool is not None:
             parts.pool.close(abandon=not released)
-        if released:  # else the kernel uses our memory until the process exits
+        if released:  # else the kernel may use this memory until the process exits
             parts.staging.close()
 
     # -- the connector's interface ----------------------------------------------------
@@ -161,7 +162,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
                     links.set_tag(command.tag)
                 pipeline.command(command)
 
-        if given:  # one hand-over, because a long prompt causes hundreds
+        if given:  # one hand-over, because a long prompt causes hundreds of commands
             self._runner.hand_over(command_all)
 
     @property
@@ -169,7 +170,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         return bool(self._reports)
 
     def take_reports(self) -> tuple[list[Report], Counts]:
-        """Return the reports up to the last `get_finished`, before which no job is reported."""
+        """Return the reports collected by `get_finished`, so that none precedes its job's end."""
         taken = self._reports, self._counters
         self._reports, self._counters = [], Counts()
         return taken
@@ -184,7 +185,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         return set().union(*taken.values())
 
     def forget_failures(self, requests: Iterable[str]) -> None:
-        """Forget failures of requests that vLLM itself has reported and will restart from 0."""
+        """Forget failures of requests that vLLM itself reports and will recompute from token 0."""
         for request in requests:
             self._invalid_blocks.pop(request, None)
             self._failed_requests.discard(request)
@@ -247,10 +248,9 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
 
 # The worker for a vLLM that passes device pointers instead of block ids.
 #
-# vLLM's pull request 56076 resolves the blocks of a job before the worker gets them, into arrays of
-# addresses that are ordered by group, then by tensor, then by block. Our geometry already knows the
-# tensors and needs the blocks, so the addresses are converted back to ids. All tensors of a group
-# must give the same ids.
+# With vLLM's pull request 56076, the worker gets arrays of addresses instead of a job's block ids,
+# ordered by group, then by tensor, then by block. Our geometry already knows the tensors and needs
+# ids, so the addresses are converted back. All tensors of a group must give the same ids.
 
 
 class PointersWorker(NVMeoFOffloadingWorker):

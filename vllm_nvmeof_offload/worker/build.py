@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds one rank's worker: pool, staging, engines, pipeline and thread, and its handshake."""
+"""Builds one rank's worker (pool, staging, engines, pipeline, thread) and the rank's handshake."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class RankIdentity:
     keyspace: Keyspace
     rank: int
     world_size: int
-    #: The reasons not to adopt anything from this pool; empty if adoption is allowed.
+    #: The reasons why no start may adopt this rank's chunks; empty if adoption is allowed.
     volatile: tuple[str, ...] = ()
     replica: Replica = field(default_factory=Replica)
 
@@ -95,7 +95,7 @@ class RankWorker:
 def build_worker(
     settings: OffloadConfig, geometry: CacheGeometry, identity: RankIdentity, device: str
 ) -> tuple[RankWorker, RankHello]:
-    """Build one rank's worker: open the pool and allocate all staging.
+    """Build one rank's worker and its handshake: open the pool, and allocate all staging.
 
     `device` is torch's device name with its index. Call this on the model's thread.
 
@@ -104,7 +104,7 @@ def build_worker(
         PoolError: the pool cannot be opened.
         EngineError: `device` has no copy engine, or CUDA cannot register staging.
     """
-    kv_device = open_device(device)  # first, so that nothing else is built on a bad device
+    kv_device = open_device(device)  # first, so that an unusable device fails at once
     tuning = settings.tuning
     checksum_at, odd = _checksum_at(tuning, geometry)
     slot_bytes = slot_stride_bytes(geometry.payload_bytes)
@@ -190,9 +190,9 @@ def _scheduler_config(
     tuning = settings.tuning
     target_count = pool.target_count if pool else 1
 
-    # Twice the number of operations that the engine works on, because a completed one is replaced
-    # only in the next turn of the pipeline's thread. No more, because deadlines run from
-    # submission: time in the engine's queue must not make a target look hung.
+    # Allow twice the number of operations that the engine works on, because a completed one is
+    # replaced only in the next turn of the pipeline's thread. Do not allow more, because deadlines
+    # run from submission, and time in the engine's queue must not make a target look hung.
     by_threads = "threads" in io.name
     at_work = tuning.io_threads if by_threads else tuning.io_depth * target_count
     sharing = target_count if by_threads else 1  # targets that share one limit on bytes
@@ -269,7 +269,7 @@ def _slots(
     check_memory_left(settings.staging_bytes // identity.ranks)
     served = serve_slots(settings, slot_bytes)
     staging_bytes = settings.staging_bytes // identity.ranks - served * slot_bytes
-    # Twice as many with peers, because their connections may carry as much again.
+    # Peers need as many again, because their connections may carry as much as the targets.
     streams = settings.tuning.stream_slots * (2 if settings.peers else 1)
     return slot_bytes, *split_slots(staging_bytes, slot_bytes, streams), served
 
@@ -287,17 +287,17 @@ def _pool_bytes(settings: OffloadConfig, identity: RankIdentity, slot_bytes: int
 def _join_set(
     groups: tuple[RankGroup, ...], identity: RankIdentity, slots: tuple[int, int, int, int]
 ) -> tuple[Membership | None, tuple[RankGroup, ...], tuple[str, ...]]:
-    """Join the ranks with equal KV.
+    """Let this rank share memory with the ranks that hold equal KV.
 
-    `slots`: the bytes per slot, then the numbers of cache, stream and serve slots. Also returns the
-    groups and, if the ranks cannot share memory, the reason; each rank then forms its own set.
+    `slots` is the bytes per slot, then the numbers of cache, stream and serve slots. Also returns
+    the groups and, if memory cannot be shared, the reason; each rank then forms a separate set.
     """
     sizes = tuple(group.set_size for group in groups)
     members = max(sizes, default=1)
     if members == 1:
         return None, groups, ()
     number, member = divmod(identity.rank, members)
-    # An engine's ranks on this host share one parent process, which no other engine has.
+    # All ranks of an engine on this host have the same parent process, and no other engine has it.
     name = f"{identity.replica.engine}/{os.getppid()}/{number}"
     layout = SetLayout(name, identity.keyspace.digest, members, sizes, *slots)
     try:
@@ -367,7 +367,7 @@ def _adopt(pool: Pool | None) -> tuple[AdoptedEntries, float]:
 
 
 def _injector_of_faults(control: str) -> Callable[..., IoEngine]:
-    """Return `inject` from the benchmark package, which is not part of a server."""
+    """Return `inject` from the benchmark package, which a server does not include."""
     logger.warning(
         "FAULT INJECTION is on: I/O fails and answers may be wrong on purpose; see %s", control
     )

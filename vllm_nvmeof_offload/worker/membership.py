@@ -3,9 +3,9 @@
 
 The ranks of a set hold equal bytes of some KV cache group and run on one host
 (`RankGroup.set_size`). The first rank creates the memory as an anonymous file and sends its
-descriptor to the others over an abstract Unix socket. So no file system has to provide space or a
-name, and nothing needs a cleanup. All ranks must want the same layout. If one does not connect, no
-rank gets the memory, and each keeps its own copies.
+descriptor to the others over an abstract Unix socket. So the memory needs no path and no space on
+a file system, and nothing is left to clean up. All ranks must want the same layout. If one rank
+does not connect, no rank gets the memory, and each keeps its own copies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from vllm_nvmeof_offload.native import set_words_bytes
 from vllm_nvmeof_offload.staging import SetMemory
 
-#: The ranks arrive at about the same time, because vLLM allocates all their KV caches at once.
+#: The ranks connect at about the same time, because vLLM allocates all KV caches at once.
 MEET_S = 60.0
 _RETRY_S = 0.02
 _MESSAGE_BYTES_MAX = 4096
@@ -115,7 +115,7 @@ def _lead(layout: SetLayout, end_s: float) -> int:
 
 
 def _greeted(other: socket.socket, layout: SetLayout, end_s: float) -> int | None:
-    """Return the number of the member that connected, or None if it was not a member."""
+    """Return the number of the member that connected, or None if `other` is not one."""
     other.settimeout(_left(end_s))
     if _user_of(other) != os.getuid():
         return None

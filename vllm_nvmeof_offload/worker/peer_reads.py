@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's peers: the lanes and sessions through which they read for it, and the server through
-which it reads for them.
+"""The peers of one rank: the lanes and sessions through which peers read for this rank, and the
+server through which this rank reads for peers.
 
 The native machine decides which chunks a peer reads; the sessions carry the requests and the
 chunks. Nothing waits for a peer, and all peers are optional. Without NIXL and RDMA, peers send
-chunks in messages. Without the messaging libraries there are no peers, which is logged once.
+chunks in messages. Without the messaging libraries no peer is used, and this is logged once.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ class PeerPort(Protocol):
     """The sessions with peers. Only the pipeline's thread calls these methods, and none blocks."""
 
     def submit(self, lane: int, reads: Sequence[PeerRead]) -> None:
-        """Request chunks from this peer, no more than its credits allow."""
+        """Request `reads` from the lane's peer, at most as many as its credits allow."""
 
     def cancel(self, tokens: Sequence[int]) -> None:
-        """Cancel these reads. Each of them still ends in `poll`."""
+        """Cancel these reads. `poll` still reports the end of each."""
 
     def poll(self) -> list[PeerEnd]:
         """Return the reads that ended since the last call."""
 
     def state(self, lane: int) -> PeerState:
-        """Return the last known state of this peer."""
+        """Return the last known state of the lane's peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Peering:
         self._foreign_place = foreign_place
         self._counters = counters
         self._rests = [False] * peers.lanes
-        self._landing: dict[int, int] = {}  # the machine's number, by ticket
+        self._landing: dict[int, int] = {}  # the machine's number of each copy, by ticket
         self._known = [NO_PEER] * peers.lanes
         self._ends: dict[int, PeerEnd] = {}  # ends that the machine has not taken, by token
         self._unwanted: list[int] = []
@@ -95,7 +95,7 @@ class Peering:
         """Pass the peers' current states and the completed copies to the machine."""
         for ticket, _ in self._peers.landing.poll():
             machine.landed(self._landing.pop(ticket))
-        for end in self._port.poll():  # first, because a lost peer accepts no reads
+        for end in self._port.poll():  # first, so that states show lost peers as lost
             self._ends[end.token] = end
         for lane, known in enumerate(self._known):
             state = self._port.state(lane)
@@ -118,7 +118,7 @@ class Peering:
         return rests
 
     def hand_over(self, machine: Machine) -> None:
-        """Start copies into cache slots, and cancel reads that no load waits for."""
+        """Start copies into cache slots, and cancel reads that no load needs any more."""
         if (landing := machine.take_landings()) is not None:
             number, rows = landing
             ticket = self._peers.landing.submit(Direction.LOAD, rows, None)
@@ -171,7 +171,7 @@ class PeerLinks:
         self._taken = Counts()
 
     def set_tag(self, tag: bytes) -> None:
-        """End the sessions that use another share tag. Call this before a reset begins."""
+        """End all sessions with another share tag. Call this before a reset begins."""
         for one in (self.clients, self._server):
             if one is not None:
                 one.set_tag(tag)
@@ -205,7 +205,7 @@ class PeerLinks:
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
-    """The settings of `open_links`. `tag` is the current share tag of our chunks. `wake` is called
+    """The arguments of `open_links`. `tag` is the current share tag of our chunks. `wake` is called
     after chunks from peers have been copied into their cache slots."""
 
     settings: OffloadConfig
@@ -281,7 +281,7 @@ def _serve(wanted: LinkSettings, staging: Staging, *, by_nixl: bool) -> PeerServ
 
 
 def _check_port(base: str, key: str, offset: int, who: str) -> None:
-    """Check that the port of this rank, `offset` above that of the first rank, is valid."""
+    """Check that this rank's port, which is `offset` above the one in `base`, is valid."""
     if int(base.rpartition(":")[2]) + offset > PORT_MAX:
         raise ConfigError(key, base, f"no port is left for {who}; use {PORT_MAX - offset} or lower")
 

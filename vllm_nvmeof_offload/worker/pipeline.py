@@ -65,31 +65,31 @@ from vllm_nvmeof_offload.worker.peer_reads import Peering, PeerLinks, Peers
 from vllm_nvmeof_offload.worker.regions import RegionOpener, Regions
 from vllm_nvmeof_offload.worker.serving import Serve, Serving
 
-#: The op, whether it is a store, the batch, and the columns of `copy.geometry.JobBlocks`.
+#: A store or load: op, whether it is a store, batch, and the columns of `copy.geometry.JobBlocks`.
 Transfer: TypeAlias = tuple[
     int, bool, ChunkBatch, npt.NDArray[np.int32], Sequence[int], Sequence[int]
 ]
 
-#: This many bytes in flight saturate a target: 100 Gb/s × 0.6 ms. One operation alone never does.
+#: This many bytes in flight saturate a target: 100 Gb/s × 0.6 ms. A single operation never does.
 _SATURATING_BYTES = 8 * MIB
-#: A new local load waits for all reads that its target has started for peers. This many bytes keep
-#: a target busy that reads 10 GB/s and answers within 400 µs.
+#: A new local load waits for the reads that its target has already started for peers. This many
+#: bytes are enough to keep a target busy that reads 10 GB/s with a latency of 400 µs.
 _SERVED_BYTES = 4 * MIB
 _SATURATING_OPS_MIN = 2
-#: The kinds in the order of their numbers in the native machine.
+#: The kinds of operations, indexed by their numbers in the native machine.
 _KINDS = tuple(OpKind)
 _RETRYABLE = [ERRORS.get(number, (False,))[0] for number in range(max(ERRORS) + 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class TransferLimits:
-    """The bounds of one rank. A deadline, in seconds, runs from the first submission to the engine.
+    """The limits on one rank's I/O. A deadline is in seconds from the first submission.
 
-    The bounds on operations are divided evenly among the targets, with at least one operation each.
-    The bounds on bytes apply to each target.
+    Limits on operations are divided evenly among the targets, with at least one operation each.
+    Limits on bytes apply to each target separately.
     """
 
-    #: The bytes of a chunk, by group.
+    #: The bytes per chunk, by group.
     group_bytes: tuple[int, ...] = field(kw_only=True)
     rank: int = 0
     target_count: int = 1
@@ -97,24 +97,24 @@ class TransferLimits:
     writes_in_flight_max: int = 32
     read_deadline_s: float = 5.0
     write_deadline_s: float = TUNING.write_deadline_ms / 1000
-    #: One per target, shared with the code that reattaches targets. None: no target can return.
+    #: By target, and shared with the code that reattaches targets; None if no target can return.
     health: tuple[TargetHealth, ...] | None = None
-    pool_slots: int = 0  # of this rank; 0 skips the check
+    pool_slots: int = 0  # on this rank; 0 to skip the check of places
     read_bytes_in_flight_max: int = TUNING.read_bytes_in_flight_max
     write_bytes_in_flight_max: int = TUNING.write_bytes_in_flight_max
-    #: The bound on written bytes while reads wait or run on the target.
+    #: The limit on bytes being written while reads wait or run on the same target.
     write_bytes_beside_reads_max: int = TUNING.write_bytes_beside_reads_max
-    #: The largest share of a target's reads and bytes for peers, which leaves room for this
-    #: server's own loads. One read for a peer is always allowed.
+    #: The largest share of a target's reads and bytes in flight that peers may use. The rest is
+    #: kept for this server's own loads. One read for a peer is always allowed.
     serve_share: float = 0.9
-    #: The bound on bytes read for peers. None: enough to keep a target busy, at least two slots.
+    #: The limit on bytes in flight for peers; None: enough to keep a target busy, at least 2 slots.
     serve_bytes_in_flight_max: int | None = None
-    #: Whether load copies verify payloads, if the copy engine computes checksums; see machine.h.
+    #: Whether a load's copy verifies its payload, if the copy engine has checksums (machine.h).
     copies_check: bool = False
 
 
 class FinishedJob(NamedTuple):
-    """A store or load that DMA has finished. `failures` maps chunk indexes to outcomes."""
+    """A store or load whose copies are done. `failures` pairs chunk indexes with outcomes."""
 
     op: int
     failures: tuple[tuple[int, Outcome], ...]
@@ -123,22 +123,22 @@ class FinishedJob(NamedTuple):
 
 
 class _Ticket(NamedTuple):
-    """A batch of copies in the copy engine. `payloads` is None unless checksums are needed: for
-    stores, and for loads whose copies verify payloads."""
+    """A batch of copies in the copy engine. `payloads` is None unless the batch needs
+    checksums, as stores do, and loads whose copies verify payloads."""
 
     batch: int
     direction: Direction
     size_bytes: int
     began_s: float
     payloads: Payloads | None
-    #: uint8[n]: whether each payload's CRC is needed, because members of the set compare it or a
-    #: load's payload is unverified; None if no CRC is needed.
+    #: uint8[n]: whether each payload's CRC is needed, either for members of the set to compare or
+    #: to verify a load's payload; None if no CRC is needed.
     sampled: npt.NDArray[np.uint8] | None
 
 
 @dataclass(slots=True)
 class _Moved:
-    """The copies in one direction since the counters were last read."""
+    """Totals of the copies in one direction since the counters were last read."""
 
     operations: int = 0
     size_bytes: int = 0
@@ -146,7 +146,7 @@ class _Moved:
 
 
 class TransferPipeline:
-    """See the module's docstring."""
+    """One rank's transfer pipeline; see the module's docstring."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class TransferPipeline:
         peers: Peers | None = None,
         serve: Serve | None = None,
     ) -> None:
-        """`opener` opens other engines' regions; None if no command names one. `peers` are the
+        """`opener` opens other engines' regions; None if no command will name one. `peers` are the
         peers that read for us, and `serve` is our service for peers; either may be None."""
         self._counters = Counts()
         self._copy, self._io, self._clock = copy, io, clock
@@ -172,7 +172,7 @@ class TransferPipeline:
         self._verdicts = [Verdict.OK] * targets  # as last reported
         self._known: list[tuple[Verdict, int] | None] = [None] * targets  # the machine's view
         self._lanes = io.attach()
-        self._in_python = isinstance(self._lanes, PythonLanes)  # these use our clock
+        self._in_python = isinstance(self._lanes, PythonLanes)  # Python lanes use our clock
         self._peering = Peering(peers, self._foreign_place, self._counters) if peers else None
         options = _machine_options(staging, limits, io.stamp, peers)
         options.copies_check = limits.copies_check and copy.makes_checksums
@@ -182,9 +182,9 @@ class TransferPipeline:
         self._tag = io.stamp.tag
         self._serving = self._serving_of(serve, staging) if serve else None
         self._in_set = staging.members is not None
-        self._newest: tuple[int, object] = (0, None)  # the number and the fence
+        self._newest: tuple[int, object] = (0, None)  # the newest fence, after its number
         self._passed = 0  # number of the newest fence known to have passed
-        self._open: dict[int, object] = {}  # later fences, oldest first
+        self._open: dict[int, object] = {}  # the fences after that one, oldest first
         self._tickets: dict[int, _Ticket] = {}
         self._loaded, self._stored = _Moved(), _Moved()
         self._levels: tuple[int, ...] = (0,) * 7
@@ -198,11 +198,11 @@ class TransferPipeline:
     # -- commands ---------------------------------------------------------------------
 
     def store(self, command: StoreCommand, pieces: Pieces, fence: object) -> None:
-        """Copy from the KV cache to cache slots, after `fence`."""
+        """Begin to copy `pieces` from the KV cache to cache slots, after `fence`."""
         self._begin_copied(OpKind.STORE, command, pieces, fence)
 
     def load(self, command: LoadCommand, pieces: Pieces, fence: object) -> None:
-        """Copy from cache slots or places to the KV cache, after `fence`."""
+        """Begin to copy `pieces` from cache slots or the pool to the KV cache, after `fence`."""
         self._begin_copied(OpKind.LOAD, command, pieces, fence)
         if command.helpers is not None:
             self._machine.let_help(command.op, command.helpers)
@@ -214,7 +214,7 @@ class TransferPipeline:
         fence: object,
         helpers: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        """Begin stores and loads, all after `fence`, with one call to the machine."""
+        """Begin `transfers` after `fence`. `helpers` maps ops to masks of peers that may help."""
         number = self._number_of(fence)
         self._machine.set_time(self._clock())
         self._machine.begin_transfers(geometry.native, transfers, number)
@@ -248,9 +248,9 @@ class TransferPipeline:
                     self._regions.hint(command)
 
     def cancel(self, op: int, rows: npt.NDArray[np.uint32] | None = None) -> None:
-        """Cancel `rows` of an op, or all of them if None. The reports still follow.
+        """Cancel `rows` of an op, or all rows if None. Their reports still follow.
 
-        Chunks that DMA works on continue, and so do stores and resets, on which other ops depend.
+        Chunks that DMA is copying continue, and so do stores and resets, on which other ops depend.
         """
         self._machine.set_time(self._clock())
         self._machine.cancel(op, rows)
@@ -269,9 +269,9 @@ class TransferPipeline:
         self._machine.begin(op, _KINDS.index(kind), int(Urgency.DEMAND), batch, *moved)
 
     def _number_of(self, fence: object) -> int:
-        """Return the fence's number, or 0 if there is no fence.
+        """Return the number of `fence`, or 0 if it is None.
 
-        The model's thread records fences in order, so only the newest one can occur again.
+        The model's thread records fences in order, so only the newest one can be passed in again.
         """
         if fence is None:
             return 0
@@ -287,7 +287,7 @@ class TransferPipeline:
     def step(self) -> None:
         """Advance everything that can advance now."""
         self._machine.set_time(self._clock())
-        if self._serving is not None:  # first, because a completed read cannot be cancelled
+        if self._serving is not None:  # first, to cancel reads before they complete
             self._serving.take_in(self._tag)
         for ticket, outcome in self._copy.poll():
             self._copied(self._tickets.pop(ticket), outcome)
@@ -307,7 +307,7 @@ class TransferPipeline:
         machine = self._machine
         reports = [self._report_of(columns) for columns in machine.take_reports()]
         reports += self._take_verdicts()
-        if reports:  # rates and levels alone never make the engine step
+        if reports:  # rates and levels alone are no reason to make the engine step
             rank = self._limits.rank
             reports += [RateReport(rank, *rate) for rate in machine.take_rates()]
             if machine.levels() != self._levels:
@@ -357,9 +357,9 @@ class TransferPipeline:
         return max(0.0, self._machine.next_deadline_s() - self._clock())
 
     def await_set(self, fds: Sequence[int], seconds: float) -> bool:
-        """Wait until another member of the set makes progress, one of `fds` is readable, or the
-        time is up. Returns False at once if no other member can cause an event. Polls the members'
-        words every 200 µs, because another member cannot wake this process."""
+        """Wait until another member of the set makes progress, one of `fds` is readable, or
+        `seconds` have passed. Returns False at once if no other member can cause an event. Polls
+        the set's shared memory every 200 µs, because other members cannot wake this process."""
         return self._in_set and self._machine.await_set(fds, seconds)
 
     def leave_set(self) -> None:
@@ -368,12 +368,12 @@ class TransferPipeline:
             self._machine.leave_set()
 
     def idle(self) -> bool:
-        """Return whether no job is open, no gate is held, and no engine has a buffer."""
+        """Return whether no job is open, no gate is held, and no engine holds a buffer."""
         return self._machine.idle
 
     def read_queues(self) -> list[tuple[int, float]]:
-        """Return the queue ahead of a new read, by lane: its bytes, and the seconds (0 if
-        unknown)."""
+        """Return, by lane, the bytes queued ahead of a new read, and the seconds that they will
+        take (0 if unknown)."""
         return self._machine.read_queues()
 
     def _foreign_place(self, place: int) -> SlotPlace | None:
@@ -385,7 +385,7 @@ class TransferPipeline:
     # -- I/O --------------------------------------------------------------------------
 
     def _take_superblocks(self) -> None:
-        """Report written superblocks to the machine. Lanes in Python report them as completions."""
+        """Report written superblocks to the machine, unless Python lanes already report them."""
         if self._in_python:
             return
         if ended := [end_of(one) for one in self._io.poll()]:
@@ -508,9 +508,9 @@ class TransferPipeline:
         """Count `transfer_operations`, `transfer_bytes` and `transfer_seconds`.
 
         `direction` is store (from the GPU towards the pool) or load. `stage` is gpu (copies between
-        KV cache and staging) or pool (reads and writes of slots). A copy's time starts with its
-        submission to the engine, so it includes the wait for the job's fence.
-        `TransferResult.seconds` starts with the job and also includes the reads from the pool.
+        KV cache and staging) or pool (reads and writes of slots). A copy is timed from
+        its submission to the engine, so its time includes the wait for the fence.
+        `TransferResult.seconds` is timed from the start of the job, and includes pool reads too.
         """
         self._counters["transfer_operations", direction, stage] += operations
         self._counters["transfer_bytes", direction, stage] += size_bytes
@@ -523,7 +523,7 @@ def _machine_options(
     targets = limits.target_count
     reads_max = max(1, limits.reads_in_flight_max // targets)
     writes_max = max(1, limits.writes_in_flight_max // targets)
-    # The concurrent reads of loads per target while all targets and peers are busy.
+    # The number of concurrent reads per target if loads keep all targets and peers busy.
     readers = targets + (peers.lanes if peers else 0)
     streamed_max = max(1, min(reads_max, staging.stream_slots // readers))
     enough = max(_SATURATING_OPS_MIN, -(-_SATURATING_BYTES // staging.slot_bytes))
@@ -559,7 +559,7 @@ def _machine_options(
 _WAIT_S_MAX = 1.0
 
 #: The longest time for which Python lets a busy thread keep the interpreter lock. A load wakes the
-#: pipeline's thread a few times, and each time it waits this long if the engine is computing.
+#: pipeline's thread a few times; each time the thread waits this long if the engine is computing.
 _SWITCH_S_MAX = 0.0005
 
 
@@ -578,13 +578,13 @@ class PipelineRunner:
         io_fd: int,
         links: PeerLinks | None = None,
     ) -> None:
-        """`io_fd` is readable while I/O may have completed."""
+        """`io_fd` is readable while there may be completed I/O."""
         self._pipeline = pipeline
         self._waker = waker
         self._links = links
         self._fds = (waker.fd, io_fd, *(links.fds if links else ()))
         self._inbox: deque[Callable[[], None]] = deque()
-        self._handing_over = threading.Lock()  # a target's watcher also hands over calls
+        self._handing_over = threading.Lock()  # the targets' watcher also hands over calls
         self._changed = threading.Condition()
         self._finished: list[FinishedJob] = []
         self._reports: list[Report] = []
@@ -595,8 +595,8 @@ class PipelineRunner:
         sys.setswitchinterval(min(_SWITCH_S_MAX, sys.getswitchinterval()))
         self._thread = threading.Thread(target=self._run, name="nvmeof-pipeline", daemon=True)
         self._thread.start()
-        # Python ends a daemon thread when it next takes the interpreter lock. Inside a native call,
-        # that aborts the process.
+        # At exit, Python ends a daemon thread when it next takes the interpreter lock. If that
+        # happens inside a native call, the process aborts.
         atexit.register(self.stop)
 
     def hand_over(self, call: Callable[[TransferPipeline], None], *ops: int) -> None:
@@ -606,13 +606,13 @@ class PipelineRunner:
                 self._open.update(ops)
         with self._handing_over:
             self._inbox.append(lambda: call(self._pipeline))
-            # Otherwise an earlier call is still queued, and this one will be taken with it.
+            # If this call is not the first, it is taken along with the earlier ones.
             is_first = len(self._inbox) == 1
         if is_first:
             self._waker.wake()
 
     def wait(self, ops: Iterable[int]) -> None:
-        """Block until DMA has finished these stores and loads."""
+        """Block until the copies of these stores and loads are done."""
         waiting = set(ops)
         with self._changed:
             while waiting & self._open:
@@ -657,7 +657,7 @@ class PipelineRunner:
                 self._publish()
                 wait_ms = self._wait_ms()
                 if self._pipeline.await_set(self._fds, wait_ms / 1000):
-                    ready = [woken]  # perhaps
+                    ready = [woken]  # the waker may be set
                 else:
                     ready = poller.poll(wait_ms)
         except BaseException as error:  # noqa: BLE001 - handed to the model's thread, which raises
@@ -677,7 +677,7 @@ class PipelineRunner:
             self._publish_links(self._links)
         if not finished and not reports:
             return
-        counters = self._pipeline.counters  # counters are published with them
+        counters = self._pipeline.counters  # published together with the reports
         with self._changed:
             self._finished += finished
             self._reports += reports

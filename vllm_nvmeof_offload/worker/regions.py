@@ -9,9 +9,9 @@ A region is usable here if its superblock equals ours except for uuid, slots, ta
 that a reset changes. On rank 0 its uuid must also be the one that the follower saw. Each read
 verifies the rest (docs/protocol.md, rule 6).
 
-A lost target may return as another file system, and its old one cannot be mounted again while files
-on it are open. So a target that is gone loses its regions, and all owners' files are reopened when
-a target returns.
+A lost target may return with another file system, and the old one cannot be mounted again while
+files on it are open. So when a target is gone, the files of its regions are closed, and when one
+returns, the files of all owners are reopened.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.targets.health import Verdict
 
-#: The most attaches in progress at a time. One more fails with EAGAIN.
+#: The most attaches in progress at a time. Any more fail with EAGAIN.
 _OPENING_MAX = 64
 #: The number of threads that open files, and so the most opens that may hang at a time.
 _OPENERS = 8
@@ -67,7 +67,7 @@ class OpenRegions:
 
 
 class FoundPool(NamedTuple):
-    """A pool that no command has named: the K of its `engine-K`, and the uuid of its rank."""
+    """A pool that no command has named: the K of its `engine-K`, and its uuid on this rank."""
 
     engine_index: int
     pool_uuid: bytes
@@ -77,7 +77,7 @@ class RegionOpener(Protocol):
     """Opens regions outside the pipeline's thread, and wakes that thread for each answer."""
 
     def open(self, command: AttachCommand, targets: Sequence[int]) -> None:
-        """Open the owner's regions on these targets."""
+        """Open the regions of the command's owner on these targets."""
 
     def take(self) -> list[OpenRegions]:
         """Return the answers since the last call. The caller must close their files."""
@@ -86,7 +86,7 @@ class RegionOpener(Protocol):
         """Close the files of these regions."""
 
     def look_for(self, region_uuid: bytes) -> None:
-        """Search for a region on our targets, unless another search is running."""
+        """Search our targets for this region, unless a search is already running."""
 
     def take_found(self) -> list[FoundPool]:
         """Return the pools of the regions found since the last call."""
@@ -106,7 +106,7 @@ class Regions:
         self._attachments = [0] * target_count
         self._unnamed: dict[int, int] = {}  # owners that only peers have named, by engine
         self._asked_s: dict[int, float] = {}  # when such an owner was last requested
-        #: Targets whose regions may have been replaced or were never searched.
+        #: Targets that were never searched, or whose regions may have been replaced.
         self._missed: set[int] = set()
 
     def attach(self, command: AttachCommand) -> None:
@@ -119,14 +119,14 @@ class Regions:
         self._drop_owner(owner)
 
     def slot_place(self, place: int) -> SlotPlace | None:
-        """Return the place that the slot's header must name; None if its files are not open."""
+        """Return the place that the slot's header must name; None if its region is not open."""
         region = self._used.get((owner_of(place), target_of(place)))
         return None if region is None else region.place(slot_of(place))
 
     def find(self, uuid: bytes) -> tuple[int, int] | None:
-        """Return the owner and target of a region that a peer names, or None if it is not open yet.
+        """Return the owner and target of the region `uuid`, or None if it is not open yet.
 
-        Starts a search in that case, because an engine that loads nothing has opened no regions.
+        In that case a search starts: an engine that loads nothing itself has opened no regions.
         """
         found = next((key for key, region in self._used.items() if region.uuid == uuid), None)
         if found is None:
@@ -136,8 +136,8 @@ class Regions:
         return found
 
     def hint(self, command: HintCommand) -> None:
-        """Log which chunks of other engines are used, on our first usable target. Hints may be
-        lost."""
+        """Record which chunks of other engines were read, in the log of our first usable target.
+        Records may be lost."""
         if True not in self._usable:
             return
         target = self._usable.index(True)
@@ -159,7 +159,7 @@ class Regions:
             self._missed.discard(target)
             for owner, command in self._wanted.items():
                 self._machine.await_files(owner)
-                self._open(replace(command))  # the answer to any older command is ignored
+                self._open(replace(command))  # a copy, so that older answers are ignored
 
     def step(self) -> None:
         """Apply the opener's answers, and close files that are no longer used."""
@@ -199,7 +199,7 @@ class Regions:
         owner = opened.command.owner
         self._drop_owner(owner)
         for target, region in opened.by_target.items():
-            if target in self._missed:  # lost since, perhaps replaced by another file system
+            if target in self._missed:  # lost since, and perhaps another file system now
                 self._opener.close([region])
                 continue
             self._used[owner, target] = region
@@ -356,7 +356,7 @@ class RegionFiles:
         return OpenRegions(command, error=error)
 
     def _region(self, command: AttachCommand, target: int) -> ForeignSlab | None:
-        """Open one region. Returns None if the target does not hold that pool.
+        """Open the region of the command's pool on `target`. Returns None if it is not there.
 
         Raises PoolFormatError if its superblock is damaged or of another shape, and OSError if a
         file cannot be read.
@@ -401,7 +401,7 @@ def _open_folder(pools: Folder, engine: str, rank: int) -> Folder:
 
 
 def _is_readable(found: Superblock, ours: Superblock) -> bool:
-    """Return whether its chunks have the same shape and keyspace as ours."""
+    """Return whether chunks of the region `found` have the same shape and keyspace as ours."""
     same = {
         name: getattr(ours, name)
         for name in ("uuid", "slots", "target_index", "target_count", "epoch", "tag", "sequence")

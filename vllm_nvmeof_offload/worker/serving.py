@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This rank's reads for peers. The peer server's thread requests them, and the native machine does
-them after the reads that local loads wait for.
+"""The reads that this rank does for peers. The peer server's thread requests them, and the native
+machine does them after the reads that local loads wait for.
 
-A peer may request anything. A read never reaches the machine if its region is not open here, it
-does not fit the region, or it is for weights other than our current ones.
+A peer may request anything, so a read is passed to the machine only if its region is open here, it
+fits the region, and it is for our current weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm_nvmeof_offload.native import Machine
 from vllm_nvmeof_offload.peers.base import Levels, Served, ServeRead, SlotMemory
 from vllm_nvmeof_offload.protocol import OURS, ChunkBatch, owned_by, place_of
 
-#: A function that finds another engine's region by uuid: owner and target, or None if not open.
+#: Returns the owner and target of another engine's region, by uuid; None if it is not open.
 FindRegion = Callable[[bytes], tuple[int, int] | None]
 
 
@@ -36,7 +36,7 @@ class OwnRegion(NamedTuple):
 
 
 class ServeQueue:
-    """Implements `ServePort` for the peer server, and the other end for the pipeline."""
+    """The queue between the peer server, for which it implements `ServePort`, and the pipeline."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         """`wake` wakes the pipeline's thread."""
@@ -71,8 +71,8 @@ class ServeQueue:
     # -- the pipeline's thread --------------------------------------------------------
 
     def take(self) -> tuple[list[ServeRead], list[int]]:
-        """Return the reads requested, and those cancelled, since the last call."""
-        unwanted = _taken(self._unwanted)  # first, because their reads were requested earlier
+        """Return the reads requested since the last call, and the tokens of cancelled ones."""
+        unwanted = _taken(self._unwanted)  # first, or a read could follow its cancellation
         return _taken(self._asked), unwanted
 
     def put(self, ended: Sequence[Served], levels: Levels) -> None:
@@ -91,7 +91,7 @@ def _taken(batches: collections.deque[Sequence[_T]]) -> list[_T]:
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """The service for peers: the `queue` of the peer server, and our regions by uuid."""
+    """The service for peers: the `queue` of the peer server, and our `own` regions by uuid."""
 
     queue: ServeQueue
     own: Mapping[bytes, OwnRegion]
@@ -112,12 +112,12 @@ class Serving:
         """`memory` holds the serve slots. `find_region` finds other engines' regions."""
         self._machine, self._serve, self._memory, self._clock = machine, serve, memory, clock
         self._find_region = find_region
-        #: If several groups have chunks of equal length, any of them will do.
+        #: The groups by chunk length. If several have the same length, any one will do.
         self._groups = {size: group for group, size in enumerate(group_bytes)}
         self._refused: list[Served] = []
 
     def take_in(self, tag: bytes) -> None:
-        """Pass the requested reads to the machine. `tag` is the current tag of our chunks."""
+        """Pass the requested reads to the machine. `tag` is the current share tag."""
         reads, unwanted = self._serve.queue.take()
         rows: dict[int, list[_Row]] = {}
         for read in reads:
@@ -143,7 +143,7 @@ class Serving:
         self._serve.queue.put(ended, Levels(*self._machine.serve_levels()))
 
     def _row_of(self, read: ServeRead, tag: bytes) -> _Row | Outcome | None:
-        """Return the row to read, or the outcome of a read that is refused without trying."""
+        """Return the row to read, or the outcome of a refusal: None if its region is not open."""
         uuid, slot = read.place.region_uuid, read.place.slot
         group = self._groups.get(read.payload_bytes)
         own = self._serve.own.get(uuid)

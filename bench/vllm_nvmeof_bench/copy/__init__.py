@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies between a GPU and pinned memory: by DMA, by the kernel, or by `auto`'s choice."""
+"""Copies between a GPU and pinned memory by DMA, by a kernel, or by the choice of `auto`."""

@@ -72,11 +72,11 @@ def _model_sizes() -> tuple[int, ...]:
 class Settings:
     """sizes: block sizes in bytes, for transfers of `blocks` blocks or as many as fit into
     `bytes_max`. counts: blocks per transfer of the `small_sizes`. loop_s: duration of each compute
-    loop. sweep_blocks: thread blocks of the kernel. mix_percent: shares of loads besides the 50 %
-    of `both`. crc_chunks: (bytes per piece, pieces per chunk); crc_bytes: all chunks of one run;
+    loop. sweep_blocks: thread blocks of the kernel. mix_percent: shares of loads in addition to the
+    50 % of `both`. crc_chunks: (bytes per piece, pieces per chunk); crc_bytes: bytes per run;
     crc_gb_per_s: rate limit during the matrix product, that of a fast link; crc_launches: (blocks,
     threads, bytes, whether urgent). disk_bytes: bytes per load; disk_chunk_bytes: bytes per pool
-    slot; disk_tier_slots: cache slots that the two phases use.
+    slot; disk_tier_slots: cache slots for the two phases.
     """
 
     directory: Path = option(
@@ -108,7 +108,7 @@ class Settings:
     crc_launches: tuple[tuple[int, int, int, bool], ...] = (
         (4, 256, 8 * MIB, False),
         (4, 1024, 8 * MIB, False),
-        # During long kernels about one launch runs per kernel, so that its bytes bound the rate.
+        # During long kernels about one launch runs per kernel, so a launch's bytes bound the rate.
         (4, 1024, 24 * MIB, False),
         (8, 1024, 24 * MIB, False),
         (16, 1024, 24 * MIB, False),
@@ -143,7 +143,7 @@ _PACKAGES = (
 def conditions_of(world: World, settings: Settings, theirs: str) -> dict[str, Any]:
     """Return versions, GPU and its link, machine, settings, and setup times.
 
-    theirs: the version of the vLLM whose copy code was measured, or why there was none.
+    theirs: version of the vLLM whose copy code was measured, or the reason why there was none.
     """
     facts = world.cuda.facts
     links = [asdict(gpu.pcie) for gpu in read_gpus() if gpu.uuid == facts.uuid and gpu.pcie]
@@ -166,12 +166,12 @@ def conditions_of(world: World, settings: Settings, theirs: str) -> dict[str, An
 
 # -- GPU ⇄ CPU ⇄ disk -------------------------------------------------------------------
 
-#: Arm of this benchmark → arm of `bench stream`.
+#: An arm of this benchmark → the corresponding arm of `bench stream`.
 _DISK_ARMS = {"streamed": "ours", "two_phase": "two_phase", "read": "read"}
 
 
 class GpuRig(Rig):
-    """A rig with the blocks in GPU memory."""
+    """A rig whose blocks are in GPU memory."""
 
     def __init__(self, cuda: Cuda, directory: Path, settings: stream.Settings) -> None:
         self._cuda = cuda
@@ -197,7 +197,7 @@ class GpuRig(Rig):
         self._now(self._gpu, content.ctypes.data, content.nbytes)
 
     def zero(self, count: int) -> None:
-        """Zero everything: blocks that are not loaded must not look as if they were."""
+        """Zero all blocks: those that are not loaded must not look as if they were."""
         nothing = np.zeros_like(self._written)
         self._now(self._gpu, nothing.ctypes.data, nothing.nbytes)
 
@@ -212,11 +212,11 @@ class GpuRig(Rig):
         self._cuda.synchronize_stream(self._stream)
 
 
-#: Our arms; vLLM's copy code is another if it is available.
+#: Our arms; vLLM's copy code is added if it is available.
 ARMS = ("dma", "dma_overlap", "kernel", "auto")
 _CHECKED = ((4 * KIB, 100), (24 * KIB + 16, 50), (512 * KIB, 8))
 _LOOP_ARMS = ("alone", "dma", "dma_overlap", "kernel")
-#: Transfers up to this size are too short to be timed once: their samples are medians.
+#: Transfers up to this size are too short for a single measurement: samples are medians.
 _SHORT_BYTES, _SHORT_REPEATS = 16 * MIB, 9
 _LOOP_STEPS = 10
 _LOOP_BLOCK_BYTES = 2 * MIB
@@ -235,7 +235,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def _at_pace(call: Callable[[], object], each_s: float, ended_s: list[float]) -> bool:
-    """Call `call`, wait to keep to one call per `each_s` since the first, and add the end time."""
+    """Call `call`, wait to make one call per `each_s` since the first, and add the end time."""
     call()
     time.sleep(max(0.0, ended_s[0] + each_s * len(ended_s) - time.perf_counter()))
     ended_s.append(time.perf_counter())
@@ -256,7 +256,7 @@ class Bench:
         on_progress: OnProgress = unheard,
         keep: Callable[[Sequence[Sample]], None] = lambda _: None,
     ) -> None:
-        """keep: called within crc and disk with all samples of that part so far."""
+        """keep: called within crc and disk with all samples of the current part so far."""
         self._world = world
         self._settings = settings
         self._torch = torch
@@ -313,7 +313,7 @@ class Bench:
             yield from self._rates(part, arms or self._world.arms, where, work)
 
     def _both_ways(self, number: int) -> Iterator[Sample]:
-        """Measure stores and loads at once, half and half and in mixes, then one at a time."""
+        """Measure stores and loads at once, half and half and in mixes, then each by itself."""
         world, settings = self._world, self._settings
         size = settings.both_size
         count = max(2, min(settings.blocks, settings.bytes_max // size))
@@ -354,7 +354,7 @@ class Bench:
     # -- compute loops during copies -----------------------------------------------------
 
     def loops(self) -> list[Sample]:
-        """Measure steps/s of a bf16 matrix product and of an addition during each arm's copies.
+        """Measure steps/s of a bf16 matrix product and of an addition, while each arm copies.
 
         Raises: BenchError: there is no torch.
         """
@@ -372,7 +372,7 @@ class Bench:
                 if arm == "alone" or arm in self._world.arms:
                     with self._copying(arm):
                         samples.append(self._steps(case, arm, number, step))
-        return self._kept(samples)  # a failed arm's copies stopped before the loop did
+        return self._kept(samples)  # if an arm failed, its copies stopped before the loop did
 
     def _matrix_step(self) -> Callable[[], object]:
         """Return a function that computes one bf16 matrix product."""
@@ -409,7 +409,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _repeated(self, call: Callable[[], bool]) -> Iterator[None]:
-        """Call `call` repeatedly on another thread, as long as it returns True."""
+        """Call `call` again and again on another thread, as long as it returns True."""
         stopping = threading.Event()
 
         def run() -> None:
@@ -428,7 +428,7 @@ class Bench:
     # -- the kernel by its thread blocks -------------------------------------------------
 
     def sweep(self) -> list[Sample]:
-        """Measure GB/s per number of blocks and, with torch, a matrix product during copies."""
+        """Measure GB/s per number of thread blocks and, with torch, a product during the copies."""
         world, settings = self._world, self._settings
         if Backend.KERNEL.value in world.failed:
             return []
@@ -449,7 +449,7 @@ class Bench:
     # -- CRC-32C by the GPU --------------------------------------------------------------
 
     def crc(self, kernel: int | None = None) -> list[Sample]:
-        """Measure GB/s, the host's time to join parts and, with torch, CRCs during a product.
+        """Measure the rate, the host's time to join parts and, with torch, CRCs during a product.
 
         Raises: BenchError: a CRC was wrong.
         """
@@ -498,7 +498,7 @@ class Bench:
     def _crc_beside(
         self, arms: dict[str, CrcKernel], count: int, where: _Where
     ) -> Iterator[Sample]:
-        """Yield steps/s of a product by itself and with each arm, and the arm's GB/s."""
+        """Yield steps/s of a product by itself and during each arm, and that arm's GB/s."""
         step, number = self._matrix_step(), where[-1]
         yield self._steps("crc_matrix", "alone", number, step)
         each_s = count / (1e9 * self._settings.crc_gb_per_s)
@@ -513,7 +513,7 @@ class Bench:
     # -- from disk -----------------------------------------------------------------------
 
     def disk(self) -> list[Sample]:
-        """Measure GB/s of payload in loads of half the CPU tier and of `disk_bytes`.
+        """Measure GB/s of payload in loads of half the CPU tier and in loads of `disk_bytes`.
 
         Raises: BenchError: `directory` lacks space, or a load returned wrong bytes.
         """
@@ -566,8 +566,8 @@ def measure(settings: Settings, json_path: Path) -> None:
             compile_kernels(cuda.facts.arch), "copy_blocks"
         )
     except EngineError as error:
-        kernel = error  # DMA is measured anyway
-    torch = None  # without torch, only the compute loops are not measured
+        kernel = error  # DMA can still be measured
+    torch = None  # without torch, everything but the compute loops is measured
     with contextlib.suppress(ImportError):
         torch = importlib.import_module("torch")
     samples: list[Sample] = []

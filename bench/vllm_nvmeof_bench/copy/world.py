@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU memory and registered staging, and timed copies between them."""
+"""Blocks in GPU memory and in registered staging, and timed copies between them."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ CopyCall = Callable[[Direction, Descriptors, int], None]
 
 #: Size of the staging's slots: with a power of two, a registration ends at a power of two.
 _SLOT_BYTES = MIB
-#: For blocks up to an eighth of a registration, which leave the rest of one unused at its end.
+#: Blocks of up to an eighth of a registration may leave its end unused; this adds as much.
 _ROOM = 8 / 7
 
 
 class World:
     """Memory for `size` bytes of blocks on each side; the CPU side is staging as in a server.
 
-    Arms: dma, dma_overlap, kernel, auto, and those of `others`. An arm that fails is removed;
-    `failed` holds its error. kernel: the loaded function, or why there is none.
+    Arms: dma, dma_overlap, kernel, auto, and those of `others`. If an arm fails, it is removed, and
+    `failed` contains its error. kernel: the loaded function, or why there is none.
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class World:
     def pieces(self, size: int, count: int, seed: int = 0, first: int = 0) -> Descriptors:
         """Return blocks in random order on the GPU and in sequence in staging.
 
-        first: the offset in bytes, counted in blocks of this size. As with the product's slots, no
-        block spans two registrations.
+        first: the offset in bytes at which the blocks begin, a multiple of `size`. As with the
+        product's slots, no block spans two registrations.
         """
         per_piece = self._piece_bytes // size
         assert per_piece, "a block is larger than a registration"
@@ -132,12 +132,12 @@ class World:
         try:
             return call(*arguments)
         except Exception as error:
-            # Third-party code may raise anything; ours may only raise the driver's errors.
+            # Third-party code may raise anything; our code may raise only the driver's errors.
             if arm not in self._others and not isinstance(error, CudaError):
                 raise
             del self.arms[arm]
             self.failed[arm] = _line_of(error)
-            for stream in self._streams.values():  # wait for copies that the arm has started
+            for stream in self._streams.values():  # wait for copies that the arm had started
                 with contextlib.suppress(CudaError):
                     self.cuda.synchronize_stream(stream)
             self._give_back()
@@ -181,7 +181,7 @@ class World:
 
     @contextlib.contextmanager
     def kernel_of(self, blocks: int) -> Iterator[str]:
-        """Add an arm during the context, the kernel with this many blocks; yield its name."""
+        """Add an arm during the context: the kernel with `blocks` thread blocks; yield its name."""
         name = f"kernel_{blocks}"
         kernel = self._copier(blocks)
         assert kernel is not None, "there is no kernel"
@@ -193,10 +193,10 @@ class World:
             kernel.close()
 
     def submit_us(self, size: int, count: int, direction: Direction, backend: Backend) -> float:
-        """Return the host time of one `submit` to an engine whose streams have been used before."""
+        """Return the host time of one `submit` to an engine whose streams were used before."""
         kernel = self._copier() if backend is Backend.KERNEL else None
         copiers = Copiers(self._dma, kernel, lambda _, __: backend)
-        pins = SimpleNamespace(  # without a `close` that ends the registration
+        pins = SimpleNamespace(  # its `close` does not end the registration
             starts=self._pins.starts, readiness=self._pins.readiness, close=lambda: None
         )
         engine = CudaCopyEngine(self.cuda, lambda: 0, copiers, pins, np.array([], np.uint64))
@@ -228,7 +228,7 @@ class World:
         return KernelCopier(self.cuda, self._function, blocks, self._tables)
 
     def _calibrated(self) -> list[Cell]:
-        """Return the cells by which `auto` chooses; empty without a kernel or if this fails."""
+        """Return the cells by which `auto` chooses; none without a kernel or if this fails."""
         why: object = self._function
         if self._kernel is not None:
             try:
@@ -270,7 +270,7 @@ _CHUNK_BYTES_MAX = 8192
 
 
 class VllmCopier:
-    """vLLM's copy code, which is given pointers in pinned tensors, as by vLLM's worker."""
+    """vLLM's copy code. As in vLLM's worker, its pointers are in pinned tensors."""
 
     def __init__(self, torch: Any, ops: Any, small: Any) -> None:
         self._torch = torch
@@ -280,7 +280,7 @@ class VllmCopier:
         self._tables: tuple[Any, ...] = ()
 
     def copy(self, direction: Direction, pieces: Descriptors, stream: int) -> None:
-        """Copy on `stream`; as in vLLM, loads allow any access order, stores the stream's."""
+        """Copy on `stream`; as in vLLM, loads allow any access order, stores the stream's order."""
         tables = self._filled(direction, pieces)
         outer = self._streams.get(stream)
         if outer is None:
@@ -301,7 +301,7 @@ class VllmCopier:
         self._streams.clear()
 
     def _filled(self, direction: Direction, pieces: Descriptors) -> tuple[Any, ...]:
-        """Return sources, destinations and sizes in pinned memory."""
+        """Return the sources, destinations and sizes as tensors in pinned memory."""
         if not self._tables or self._tables[0].numel() < len(pieces):
             self._tables = tuple(
                 self._torch.empty(len(pieces), dtype=self._torch.int64, pin_memory=True)
@@ -315,7 +315,7 @@ class VllmCopier:
 
 
 def load_theirs() -> tuple[VllmCopier | None, str]:
-    """Return the copier and its vLLM's version; or None and the reason."""
+    """Return the copier and the version of its vLLM, or None and the reason."""
     try:
         torch = importlib.import_module("torch")
         if not torch.cuda.is_available():
@@ -331,10 +331,10 @@ def load_theirs() -> tuple[VllmCopier | None, str]:
 
 
 class CrcKernel:
-    """The CRC kernel for fixed chunks, on a separate stream.
+    """The CRC kernel for a fixed list of chunks, on a separate stream.
 
-    chunks: for each, uint64[m, 2]: the (address, bytes) of its pieces in order; sizes are multiples
-    of 512 bytes, addresses are aligned to 16.
+    chunks: for each chunk, uint64[m, 2]: (address, bytes) of its pieces in order. Sizes are
+    multiples of 512 bytes; addresses are aligned to 16.
     """
 
     def __init__(
@@ -356,7 +356,7 @@ class CrcKernel:
         self._stream = cuda.create_stream(launch is not None and launch.urgent)
 
     def run(self) -> None:
-        """Run the kernel; return when the CRCs of all parts are done, for `join`."""
+        """Run the kernel until the CRCs of all parts are computed; `join` needs them."""
         self._kernel.launch(self._checksums, self._stream)
         self._cuda.synchronize_stream(self._stream)
 

@@ -10,7 +10,7 @@ from pydoc_data.topics import topics
 
 from vllm_nvmeof_bench.servers.client import Answer, Message
 
-#: Per user: a chapter of the manual, and its title in the opening message.
+#: For each user: a chapter of the manual, and its title in the opening message.
 _DOCUMENTS = (
     ("formatstrings", "format strings"),
     ("string-methods", "methods of strings"),
@@ -25,7 +25,7 @@ _QUESTIONS = (
     "Whom would you recommend it to, and why?",
 )
 _CROWDS = "types"
-#: An estimate on the low side: a prompt must not exceed its planned number of tokens.
+#: A low estimate, because a prompt must not exceed its planned number of tokens.
 _CHARACTERS_PER_TOKEN = 3.5
 
 
@@ -39,7 +39,7 @@ class Chat:
         chapter, title = _DOCUMENTS[number % len(_DOCUMENTS)]
         text = topics[chapter][: int(tokens * _CHARACTERS_PER_TOKEN)]
         self._opening = f"This is a chapter of Python's manual, on {title}.\n\n{text}\n\n"
-        # The name comes first, so that no two chats share a prefix and thus KV.
+        # The name comes first, so that no two chats share a prefix and therefore KV.
         self._said: list[Message] = [{"role": "system", "content": f"You answer {name}."}]
 
     def next_prompt(self) -> list[Message]:
@@ -55,7 +55,7 @@ class Chat:
 
 
 def crowd(count: int, tokens: int) -> list[list[Message]]:
-    """Return `count` users' requests, each about another part of a chapter."""
+    """Return the requests of `count` users, each about another part of a chapter."""
     size = int(tokens * _CHARACTERS_PER_TOKEN)
     text = topics[_CROWDS]
     parts = [text[at : at + size] for at in range(0, count * size, size)]

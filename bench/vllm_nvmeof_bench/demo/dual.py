@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two servers on one pool, each with a slow storage link: a crowd returns over one or both links.
+"""Two servers share a pool, each over a slow link: a crowd returns over one link or both.
 
-P answers the requests. D, a server with the same model, reads for P. The crowd's prompts are first
-computed and stored; their answers are the reference. Then the crowd returns, round after round,
-with D running and without. Finally it returns while D is killed with SIGKILL, all its processes at
-once, every five seconds. At each kill the next D starts, at another address that P knows; it is
-killed only after it has read something for P.
-Without a GPU, all are forked from a process that has imported vLLM, so that D restarts in seconds.
+P answers the requests. D, a server with the same model, reads for P. First, the crowd's prompts are
+computed and stored; these answers are the reference. Then the crowd returns, round after round,
+with and without D. Finally it returns while D is killed every five seconds, all its processes at
+once with SIGKILL. At each kill the next D starts at another address that P knows; it is killed only
+after it has read something for P. Without a GPU, all are forked from a process that has imported
+vLLM, so that D restarts in seconds.
 
     python -m vllm_nvmeof_bench.demo.dual [--json FILE]
 """
@@ -44,9 +44,9 @@ from vllm_nvmeof_offload.units import GIB, slot_stride_bytes
 
 LINK_BYTES_PER_S = 60_000_000
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 5, 4096, 8
-#: Rounds, and how often the crowd returns over both paths, and over one, in each.
+#: Rounds, and how often in each round the crowd returns over both paths and over one.
 ROUNDS, TIMES = 4, 2
-#: Goal: median TTFT over both paths / over one.
+#: The goal for median TTFT over both paths / over one.
 RATIO_MAX = 0.6
 KILLS, KILL_EVERY_S = 8, 5.0
 _SHAPE = ModelShape(layers=8, hidden=256, intermediate=512, heads=4, kv_heads=4)
@@ -55,17 +55,17 @@ _SLOTS, _SERVE_SLOTS = 96, 24
 _PULLED = {"name": "vllm:nvmeof_peer_bytes_total", "direction": "pulled"}
 _READ = {"name": "vllm:nvmeof_transfer_bytes_total", "direction": "load", "stage": "pool"}
 _WAIT_ROUNDS_MAX = 8
-#: A D that reads nothing for P is killed anyway after _WAIT_S; _LOOK_S: interval of checks.
+#: A D that reads nothing for P is killed after _WAIT_S anyway; _LOOK_S: interval of checks.
 _WAIT_S, _LOOK_S = 60.0, 0.1
-#: P is using D once this share of loaded bytes arrives through D.
+#: P counts as using D once this share of the loaded bytes arrives through D.
 _FOUND_SHARE = 0.4
-#: Prompts that are sent only once, to evict the crowd from the CPU tier.
+#: Prompts that are sent only to evict the crowd from the CPU tier.
 _OTHERS = 2
 
 
 @dataclass
 class Phase:
-    """The crowd's results in one state of D. medians_s: the median TTFT of each return.
+    """The crowd's results in one state of D. medians_s: the median TTFT each time it returned.
 
     pulled_bytes: bytes that D read for P. read_bytes: bytes that P read itself.
     """
@@ -84,7 +84,7 @@ class Phase:
 
 
 class Pair:
-    """P, and D at one or both of two addresses. D may be killed and restarted, unlike P."""
+    """P, and D at one or both of two addresses. D may be killed and restarted; P is not."""
 
     def __init__(
         self, console: Console, build: Path, target: Path, addresses: tuple[str, str]
@@ -151,7 +151,7 @@ def _spec(model: Path, target: Path, control: Path, **more: object) -> ServerSpe
         env={
             "VLLM_SERVER_DEV_MODE": "1",
             ALLOW_FAULTS: "1",
-            # Otherwise vLLM binds both servers' single math thread to the same core.
+            # Otherwise vLLM binds the only math thread of both servers to the same core.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
         },
@@ -159,7 +159,7 @@ def _spec(model: Path, target: Path, control: Path, **more: object) -> ServerSpe
 
 
 class Crowd:
-    """The crowd's requests and reference answers."""
+    """The crowd's requests, and the answers to expect."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -176,7 +176,7 @@ class Crowd:
         return phase
 
     def come(self, phase: Phase) -> None:
-        """Send the crowd's requests once, after its KV is removed from GPU memory."""
+        """Send the crowd's requests once, after removing the crowd's KV from GPU memory."""
         answers, before, now = asyncio.run(self._return())
         whole = _count(phase, answers)
         pairs = zip(answers, self._right, strict=True)
@@ -213,7 +213,7 @@ def _count(phase: Phase, answers: Sequence[Answer]) -> list[Answer]:
 
 
 def _with_d(pair: Pair, crowd: Crowd, all_phases: Phase) -> None:
-    """Start D, and send the crowd until enough of what it loads arrives through D."""
+    """Start D; send the crowd until enough of its KV arrives through D."""
     pair.start_d().wait_ready()
     for _ in range(_WAIT_ROUNDS_MAX):
         phase = Phase("")
@@ -226,8 +226,8 @@ def _with_d(pair: Pair, crowd: Crowd, all_phases: Phase) -> None:
 
 
 class Killer:
-    """Starts and kills D while the crowd returns. killed_s: the time of each kill. serving: how
-    many of the starts led to a D that read for P."""
+    """A thread's task: start and kill D while the crowd returns. killed_s: the time of each kill.
+    serving: after how many starts D read for P."""
 
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
@@ -264,7 +264,7 @@ class Killer:
 
 
 def _killing(killer: Killer, crowd: Crowd, phase: Phase) -> None:
-    """Send the crowd repeatedly while D is killed again and again."""
+    """Send the crowd again and again while D is killed repeatedly."""
     with ThreadPoolExecutor(1) as thread:
         kills = thread.submit(killer.run)
         try:
@@ -277,7 +277,7 @@ def _killing(killer: Killer, crowd: Crowd, phase: Phase) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run's results. phases: computed, one path, both paths, D is killed, D starts."""
+    """The results of a run. phases: computed, one path, both paths, D is killed, D starts."""
 
     phases: Sequence[Phase]
     kills: int
@@ -354,7 +354,7 @@ def show(console: Console, outcome: Outcome) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return 0 if no request failed, all tokens were right and the ratio met its goal, else 1."""
+    """Return 0 if no request failed, all tokens were right and the ratio met its goal; else 1."""
     console, build = Console(highlight=False), Path("build").resolve()
     build.mkdir(exist_ok=True)
     target = Path(tempfile.mkdtemp(prefix="demo-dual-", dir=build))

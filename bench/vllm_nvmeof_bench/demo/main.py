@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's steps: the model, a server without offloading, one with it, and its restart.
+"""The demo's steps: the model, a server without offloading, one with it, and a restart of it.
 
-The model is a real one with prompts of real text. A random one is used without a package index,
-without room, or with an engine that would compute a small model's prompts instantly.
+The model is a real one with prompts of real text. The random model is used if there is no package
+index or no room, or if the engine would compute a small model's prompts instantly.
 
 1. Without offloading: every conversation, turn by turn, and the crowd. Its tokens are the
    reference; offloading must beat its cold first turns and its recomputed resumes.
@@ -73,8 +73,8 @@ def run(
     """Run the demo; return 0 if every check passed, else 1.
 
     json_path: file for the results; a picture of the conversations is written next to it. random:
-    use the random model. pool_dir: directory in which a new one is created for the pool, `build`
-    by default. keep: do not delete that directory.
+    use the random model. pool_dir: directory in which a new directory for the pool is created, by
+    default `build`. keep: do not delete the new directory.
     """
     console = Console(highlight=False, soft_wrap=True)
     build = Path("build").resolve()
@@ -113,7 +113,7 @@ def _make_model(console: Console, random: bool, build: Path) -> tuple[Path, Mode
 
 
 def _measure(console: Console, quick: bool, random: bool, build: Path, target: Path) -> Report:
-    """Run the steps in the module's docstring. target: the pool's directory."""
+    """Run the steps listed in the module's docstring. target: the pool's directory."""
     began = time.monotonic()
     model, shape = _make_model(console, random, build)
     if shape == smollm2.SHAPE:
@@ -125,7 +125,7 @@ def _measure(console: Console, quick: bool, random: bool, build: Path, target: P
         f"{format_bytes(shape.kv_bytes_per_token)} of KV cache per token"
     )
     plain = workload.server_spec(plan, model)
-    # vLLM computes this many tokens at its start, which is slow with a real model on two cores.
+    # vLLM computes this many tokens when it starts, which is slow with a real model on two cores.
     plain = replace(plain, max_num_batched_tokens=plain.max_model_len)
     spec = replace(plain, offload=workload.offload_spec(plan, shape, target))
     runs = Runs(plan, shape, console)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo's results, verdict and table.
 
-All samples are kept, in seconds, in these cases:
+All samples, in seconds, are kept in these cases:
 
     cold                first turns on the offloading server, which had nothing to load
     cpu_tier            later turns whose prompt was loaded mostly from pinned CPU memory
@@ -10,9 +10,9 @@ All samples are kept, in seconds, in these cases:
     preempted           resumes of preempted requests with offloading (`workload.resume_times_s`)
     preempted_recompute the same crowd's resumes without offloading
 
-`speedup` is a ratio of medians. For later turns, its numerator is the smaller of the median
-cold first turns with and without offloading, whose prompts are a little shorter than those of
-later turns; for `preempted`, it is the median of `preempted_recompute`.
+`speedup` is a ratio of medians. For later turns, its numerator is the median of cold first turns
+with or without offloading, whichever is smaller; their prompts are a little shorter than those of
+later turns. For `preempted`, the numerator is the median of `preempted_recompute`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from vllm_nvmeof_bench.demo.workload import Session
 from vllm_nvmeof_bench.servers.client import Answer
 from vllm_nvmeof_bench.servers.model import distinct_ratio
 
-#: Log-probabilities of a token on two servers count as equal up to this difference. Float32
-#: sums in another order (other batches, other chunks of a prompt) changed them by up to 5e-5;
-#: KV of another token changes them by whole units.
+#: Up to this difference, log-probabilities of a token on two servers count as equal. Float32 sums
+#: in another order (other batches, other chunks of a prompt) changed them by up to 5e-5; KV of
+#: another token changes them by whole units.
 LOGPROB_TOLERANCE = 1e-3
 #: A later turn must reach its first token this many times faster than a cold first turn.
 SPEEDUP_MIN = 3.0
@@ -63,8 +63,8 @@ _FOUND = {"cold": "computing", "gpu": "GPU cache", "cpu_tier": "CPU tier", "pool
 class Comparison:
     """A token-by-token comparison of two servers' greedy answers.
 
-    logprob_difference_max: for the tokens before the first different one. gap_min: the
-    smallest difference in log-probability between a chosen token and the runner-up.
+    logprob_difference_max: over the tokens before the first one that differs. gap_min: the smallest
+    difference in log-probability between a chosen token and the runner-up.
     """
 
     answers: int
@@ -99,7 +99,7 @@ def compare(expected: Mapping[str, Answer], got: Mapping[str, Answer]) -> Compar
 
 @dataclass
 class Report:
-    """The sessions without offloading, with offloading, and after a restart."""
+    """The sessions on three servers: without offloading, with it, and after a restart."""
 
     baseline: Session
     offloaded: Session
@@ -119,7 +119,7 @@ class Report:
         return out
 
     def comparison(self) -> Comparison:
-        """Compare both offloading runs with the one without."""
+        """Compare both runs with offloading with the one without."""
         got = self.offloaded.answers() | self.restarted.answers()
         return compare(self.baseline.answers(), got)
 
@@ -138,7 +138,7 @@ class Report:
         return {name: base / statistics.median(have) for name, base, have in pairs if have}
 
     def failures(self) -> list[str]:
-        """Return the demo's failures, one line each; empty if it passed."""
+        """Return the reasons why the demo failed, one line each; empty if it passed."""
         seen, samples = self.comparison(), self.samples()
         out = list(seen.differences)
         if seen.logprob_difference_max > LOGPROB_TOLERANCE:
@@ -225,7 +225,7 @@ class Report:
 
 
 def picture_of(data: Mapping[str, Any]) -> str:
-    """Draw the turns in the demo's JSON as an SVG that looks like a terminal."""
+    """Draw the turns in the demo's JSON as an SVG that looks like a terminal window."""
     table = Table(box=box.SIMPLE)
     for heading in ("", "question", "answer"):
         table.add_column(heading, no_wrap=True)
@@ -247,7 +247,7 @@ def picture_of(data: Mapping[str, Any]) -> str:
     console.print(table)
     same = "as without offloading, token by token" if data["identical"] else "DIFFERENT"
     console.print(f"  {data['conditions']['answers_compared']} answers: {same}")
-    # A picture in a page may not load fonts from elsewhere.
+    # A picture in a page must not load fonts from elsewhere.
     form = re.sub(r"@font-face {{.*?}}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
     return console.export_svg(title=f"make demo: {data['conditions']['model']}", code_format=form)
 

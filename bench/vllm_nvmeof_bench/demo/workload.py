@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests to each of the demo's servers, and the recorded results.
+"""The requests that each of the demo's servers receives, and the recorded results.
 
-A conversation opens with a long prompt; each later turn sends the conversation so far and a
-new question. The source of a turn's KV is determined from the server's counters: each turn
-runs by itself, between two readings.
+A conversation opens with a long prompt; each later turn sends the conversation so far and a new
+question. To determine the sources of a turn's KV from the server's counters, each turn runs by
+itself, between two readings of the counters.
 
-A crowd is many concurrent requests whose prompts fit into the GPU cache but whose answers do
-not, so that vLLM preempts some. A preempted request waits until another one finishes. A client
-can measure its resume from then to its next token: one scheduling step, and restoring its KV,
-by loading or by recomputing it. `resume_times_s` finds these times.
+A crowd is many concurrent requests whose prompts fit into the GPU cache but whose answers do not,
+so that vLLM preempts some. A preempted request waits until another one finishes. A client can
+measure its resume from that moment to its next token: one scheduling step, and restoring its KV by
+loading or recomputing it. `resume_times_s` finds these times.
 
-Model and caches are sized so that a plan's conversations are evicted as planned.
+Model and caches are sized so that the conversations are evicted as planned.
 
 The real model is asked about documents (`demo.chat`); the random one gets random tokens.
 """
@@ -45,16 +45,16 @@ from vllm_nvmeof_offload.units import KIB, MIB
 
 _PREEMPTIONS = "vllm:num_preemptions_total"
 _RESUMED = "vllm:nvmeof_resumed_tokens_total"
-#: A pause in a request's tokens is a preemption if another request received this many in it.
+#: A pause between two tokens is a preemption if another request received this many during it.
 _PREEMPTED_TOKENS_MIN = 8
-#: Tokens of one request that arrive less than this apart were delivered late, in one burst:
+#: Tokens of one request that arrive less than this apart were delivered late, in one burst, because
 #: a scheduling step takes longer.
 _BURST_S = 0.005
 
 
 @dataclass(frozen=True)
 class CrowdPlan:
-    """The sizes of a crowd; request i gets `answer_tokens + i * answer_step` tokens."""
+    """The sizes of a crowd. Request i generates `answer_tokens + i * answer_step` tokens."""
 
     seed: int = 21
     count: int = 12
@@ -65,11 +65,11 @@ class CrowdPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes of the workload, in tokens and conversations.
+    """The sizes of the workload, in tokens and conversations.
 
-    main: conversations that return from the CPU tier, then from the pool. others:
-    conversations that evict the main ones, and return from the pool too.
-    cpu_tier_conversations: how many conversations the CPU tier holds.
+    main: conversations that return from the CPU tier, then from the pool. others: conversations
+    that evict the main ones, and return from the pool too. cpu_tier_conversations: number of
+    conversations that the CPU tier holds.
     """
 
     seed: int = 7
@@ -84,13 +84,13 @@ class Plan:
 
     @property
     def conversation_tokens_max(self) -> int:
-        """Tokens of a conversation after its last turn."""
+        """The number of tokens of a conversation after its last turn."""
         return self.prompt_tokens + 4 * (self.question_tokens + self.answer_tokens)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn: prompt length, answer, and how many tokens of KV each source supplied.
+    """One turn: its prompt's length, its answer, and the tokens of KV that each source supplied.
 
     question: empty if the model's prompts are not text.
     """
@@ -113,7 +113,7 @@ class Turn:
     def case(self) -> str:
         """Return the source of most of the prompt's KV.
 
-        cold: nothing was found; partial: less than half of the prompt was found; otherwise gpu
+        cold: nothing was found. partial: less than half of the prompt was found. Otherwise gpu
         (still in the GPU cache), cpu_tier or pool, whichever supplied the most tokens.
         """
         if self.found_tokens == 0:
@@ -177,7 +177,7 @@ User: TypeAlias = Conversation | chat.Chat
 
 
 def conversations(plan: Plan, shape: ModelShape) -> tuple[list[User], list[User]]:
-    """Return the main conversations and the others, equal on every call."""
+    """Return the main conversations and the others; they are the same on every call."""
 
     def make(i: int) -> User:
         name = f"user {i + 1}"
@@ -210,14 +210,14 @@ class Session:
     recomputed_tokens: int = 0
 
     def answers(self) -> dict[str, Answer]:
-        """Return the answers, by names that are the same for every server."""
+        """Return the answers under names that are the same for every server."""
         out = {f"{t.conversation}, turn {t.number}": t.answer for t in self.turns}
         out |= {f"crowd request {i + 1}": a for i, a in enumerate(self.crowd.answers)}
         return out
 
 
 class Runs:
-    """The workload of `plan` on three servers. Call the methods in their order.
+    """The workload of `plan` on three servers. Call the methods in the order given here.
 
     `restarted` continues the conversations of `offloaded`, which this object keeps.
     """
@@ -235,7 +235,7 @@ class Runs:
         return await self._session(server, turns, crowd=True)
 
     async def offloaded(self, server: Server) -> Session:
-        """Run turns cold, from the CPU tier, after eviction from the pool; then the crowd."""
+        """Run turns cold, from the CPU tier, and from the pool after eviction; then the crowd."""
         main, others = self._main, self._others
         turns = (*main, *main, *others, *main, *others)
         return await self._session(server, turns, crowd=True, settle=True)
@@ -254,7 +254,7 @@ class Runs:
         """Run the next turn of each of `turns`, then the crowd. settle: wait for all writes."""
         session = Session(startup_s=server.startup_s)
         async with Client(server.url) as client:
-            # Absorbs the cost of a first request; shorter than a chunk, so that nothing is stored.
+            # The first request is slower. This one is shorter than a chunk, so nothing is stored.
             rng = np.random.default_rng(self._plan.seed + 1)
             await client.complete(random_tokens(rng, 48, self._shape), 4)
             for one in turns:
@@ -271,7 +271,7 @@ class Runs:
         return session
 
     async def _turn(self, client: Client, one: User) -> Turn:
-        """Run the next turn by itself on the server, and record the sources of its KV."""
+        """Run the next turn while nothing else runs on the server; record the sources of its KV."""
         with self._console.status(f"{one.name}, turn {one.turns + 1}"):
             prompt = one.next_prompt()
             before = await client.metrics()
@@ -330,7 +330,7 @@ async def run_crowd(
     shape: ModelShape,
     progress: Callable[[Metrics], None] | None = None,
 ) -> CrowdResult:
-    """Send the whole crowd at once and wait for its answers."""
+    """Send all requests of the crowd at once and wait for the answers."""
     crowd = plan.crowd
     rng = np.random.default_rng([crowd.seed, 1000])
     prompts: Sequence[list[int] | list[Message]]
@@ -359,14 +359,14 @@ async def _watch(client: Client, progress: Callable[[Metrics], None]) -> None:
 
 
 def resume_times_s(answers: Sequence[Answer]) -> list[float]:
-    """Return, per preemption that a client can see, the seconds from free space to the next token.
+    """Return the seconds from free space to the next token, per preemption that a client can see.
 
-    A request was preempted in a pause between two of its tokens if another request received at
-    least `_PREEMPTED_TOKENS_MIN` tokens during it. Its resume begins when the last request to
+    A request was preempted during a pause between two of its tokens if another request received at
+    least `_PREEMPTED_TOKENS_MIN` tokens in that pause. The resume begins when the last request to
     finish during the pause freed its space.
 
     Pauses that a client cannot time are left out: no other request finished, or the last one
-    finished just as the pause ended. On a busy machine tokens arrive in bursts; tokens less than
+    finished just as the pause ended. On a busy machine tokens arrive in bursts, so tokens less than
     `_BURST_S` apart count as one.
     """
     out: list[float] = []
@@ -381,7 +381,7 @@ def resume_times_s(answers: Sequence[Answer]) -> list[float]:
 
 
 def _arrivals(times: Sequence[float], left: float, right: float) -> int:
-    """Count the arrivals between `left` and `right` that are at least `_BURST_S` apart."""
+    """Return how many times between `left` and `right` are at least `_BURST_S` apart."""
     count, last = 0, left
     for t in times:
         if last + _BURST_S <= t < right:
@@ -391,7 +391,7 @@ def _arrivals(times: Sequence[float], left: float, right: float) -> int:
 
 _CHUNK_BYTES = 512 * KIB
 _POOL_BYTES_MIN = 512 * MIB
-#: Fifteen times the model for two cores, without more KV: a GPU would compute that one instantly.
+#: Fifteen times the model for two cores, with the same KV: a GPU would compute that one instantly.
 _ON_A_GPU = ModelShape(hidden=4096, intermediate=14336, heads=32)
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench hotpath chunks`: the cost per chunk on every thread that requests wait for."""
+"""`bench hotpath …`: the cost per chunk on every thread for which requests wait."""

@@ -2,13 +2,13 @@
 """`bench hotpath alone`: the cost of sharing on the scheduler's thread without other servers.
 
 Three of our managers run in one process, each with the same chunks: two without sharing, and one
-with an empty foreign table, kept by the product's own follower of an empty directory. In each block
-all managers run the same cases, in an order drawn from the seed: look up, load, store and write new
-chunks, load others from the pool, look up chunks that do not exist, and run steps without work.
-Times are CPU time of the calling thread.
+with an empty foreign table, which the product's follower of an empty directory updates. In each
+block all managers run the same cases in random order: look up, load, store and write new chunks,
+load others from the pool, look up chunks that do not exist, and run steps without work. Times are
+CPU time of the calling thread.
 
-Where a manager's memory is allocated changes its times by a few per cent, however many blocks are
-measured. So the managers are recreated for every round, in another order.
+The place where a manager's memory is allocated changes its times by a few per cent, however many
+blocks are measured. New managers are therefore created for every round, in another order.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _MISSES_SEED = 7
 
 @dataclass(frozen=True)
 class Settings:
-    """ops: one-chunk ops per block."""
+    """ops: number of one-chunk ops per block."""
 
     chunks: int = option(512, "Chunks per op; ops of one chunk are measured too.", min=2)
     entries: int = option(200_000, "Chunks in each manager's index.", min=1)
@@ -76,14 +76,14 @@ class Settings:
 
 
 def _adopted(keys: npt.NDArray[np.void]) -> AdoptedEntries:
-    """Return the entries of a full pool, spread over the targets in turn."""
+    """Return the entries of a full pool, whose chunks are on the targets in turn."""
     rows = np.arange(len(keys))
     places = place_of(0, 0) | (rows % managers.TARGETS) << 32 | rows // managers.TARGETS
     return AdoptedEntries(places, rows.astype(np.uint64) + np.uint64(1), keys.tobytes())
 
 
 class _Round:
-    """The managers of one round, created in a drawn order, and keys that are new to them."""
+    """The managers of one round, created in random order, and keys that they have not seen."""
 
     def __init__(
         self, settings: Settings, number: int, keys: npt.NDArray[np.void], targets: list[Path]
@@ -107,7 +107,7 @@ class _Round:
             one.manager.shutdown()
 
     def wait_for_follower(self) -> None:
-        """Wait for the follower's first scan; raise BenchError if there is none."""
+        """Wait for the follower's first scan; raise BenchError if it does not happen in time."""
         end_s = time.monotonic() + _SCANNED_S_MAX
         while not self.sides[ON].manager.core.gauges()["shared_age_seconds"]:
             if time.monotonic() > end_s:
@@ -115,7 +115,7 @@ class _Round:
             time.sleep(_POLL_S)
 
     def measure(self, block: int) -> Iterator[Sample]:
-        """Measure all cases with ops of both sizes."""
+        """Measure all cases of a block, with ops of both sizes."""
         for chunks, count in self._settings.sizes.items():
             recorders = {side: managers.Recorder(side, chunks, self._number) for side in self.sides}
             new, self._in_pool, in_pool = (
@@ -164,7 +164,7 @@ def _misses(one: managers.OurManager, batches: managers.Batches) -> float:
 
 
 def _steps(one: managers.OurManager) -> float:
-    """Return the µs per step without look-ups, commands or reports."""
+    """Return the µs per step that has no look-ups, commands or reports."""
     manager, counts = one.manager, Counts()
     began_s = time.thread_time()
     for _ in range(_STEPS):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`bench hotpath follow`: the cost of following another server's index, and the delay of changes.
 
-The cost of one scan of another server's table or log is the CPU time of the product's code on
-this thread, with a new foreign table in each round. Delays and idle costs are measured on a real
-follower process. The chunks whose delays are measured are stored by two real writers (`owner`), one
-with a log and one without. The other servers are simulated: table and log are real, but the slabs
-are empty, because no follower opens them.
+The cost of one scan of another server's table or log is CPU time of the product's code on this
+thread, with a new foreign table in each round. Delays and the cost of idling are measured on a real
+follower process. For the delays, two real writers (`owner`) store chunks, one with a log and one
+without. All other servers are simulated: their tables and logs are real, but their slabs are empty,
+because no follower opens them.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import MIB, PAGE_BYTES, slot_stride_bytes
 
 _LOG_PAGES = {SCAN: 0, LOG: LOG_PAGES_MAX}
-_KEY_BYTES = 32  # and a group's id
+_KEY_BYTES = 32  # followed by the ID of a group
 _EPOCH = 1
 _OURS = 999  # an engine that has no directory
 _PATIENCE_S = 120.0
 _POLL_S = 0.001
-#: The most writes that may be in flight or unseen at once.
+#: The most writes that may be in flight, or not yet found, at once.
 _WINDOW = 64
 Table = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """small_slots: slots in the pool of each writer."""
+    """small_slots: number of slots in the pool of each writer."""
 
     entries: int = option(1_000_000, "Entries of each table.", min=1)
     changed: tuple[int, ...] = option((10_000, 50_000), "Entries that change between two scans.")
@@ -103,14 +103,14 @@ class Settings:
         return len(_LOG_PAGES) * large + sum(self.regions) * idle + small
 
     def plan(self, target: Path, by: str) -> Plan:
-        """Return the plan of the server whose writes are found by scans, or by its log."""
+        """Return the plan of a server whose writes are found by scans or by its log, as in `by`."""
         rate = self.puts, self.puts_per_s
         seed = 2 * self.seed + (by == LOG)
         return Plan(str(target), seed, self.small_slots, _LOG_PAGES[by], *rate)
 
 
 class _Server:
-    """A simulated server that holds its directory and has a full table."""
+    """A simulated server that has claimed its directory and has a full table."""
 
     def __init__(self, target: Path, index: int, table: Table, log_pages: int, seed: str) -> None:
         """Create the server's files. table: uint8[n, 64] from `_made_up_table`."""
@@ -150,7 +150,7 @@ class _Server:
         write_superblock(directory, superblock)
 
     def write_some(self, count: int) -> None:
-        """Store new chunks in `count` slots: first their entries, then their log records."""
+        """Store new chunks in `count` slots: first write their entries, then their log records."""
         records = []
         for slot in self._dice.sample(range(self._slots), count):
             self._generation += 1
@@ -176,7 +176,7 @@ def _made_up_table(slots: int, dice: random.Random) -> Table:
 
 
 def _with_other_keys(table: Table, dice: random.Random) -> Table:
-    """Flip the same bits in every key, and so in every checksum, because checksums are linear."""
+    """Flip the same bits in every key and every checksum; checksums are linear, so they match."""
     first, second = (encode_entry(0, _identity(dice, 1), _EPOCH) for _ in range(2))
     return table ^ (np.frombuffer(first, np.uint8) ^ np.frombuffer(second, np.uint8))
 
@@ -194,7 +194,7 @@ def _table() -> Iterator[int]:
 def _looks(
     settings: Settings, by: str, server: _Server, target: Path, number: int
 ) -> Iterator[Sample]:
-    """Measure one round: a first scan, one without changes, and one per number of changes."""
+    """Measure one round: a first scan, a scan without changes, and one per number of changes."""
     with _table() as fd:
         table = ForeignWriter(fd, 1)
         owners = Owners(table, 1, time.monotonic)
@@ -203,7 +203,7 @@ def _looks(
         scan = TargetScan(scope, 0, table, owners, lambda: 0.0)
 
         def one(stage: str, entries: int) -> Sample:
-            os.utime(server.table)  # a table that has not changed for long is not read
+            os.utime(server.table)  # tables that have not changed for long are not read
             cpu_s, wall_s = time.thread_time(), time.perf_counter()
             scan.scan()
             cpu_s, wall_s = time.thread_time() - cpu_s, time.perf_counter() - wall_s
@@ -235,7 +235,7 @@ class _Live:
             time.sleep(_POLL_S)
 
     def idle(self, seconds: float) -> tuple[float, float]:
-        """Return elapsed seconds and the follower's CPU seconds while nothing changes."""
+        """Return the elapsed seconds and the follower's CPU seconds of a period without changes."""
         time.sleep(2 * QUIET_S)
         clock = _cpu_clock_of(self._target)
         cpu_s, wall_s = time.clock_gettime(clock), time.perf_counter()
@@ -249,7 +249,7 @@ def _check_patience(end_s: float, what: str) -> None:
 
 
 def _cpu_clock_of(target: Path) -> int:
-    """Return the CPU clock of the follower of `target`, which is not a child process."""
+    """Return the CPU clock of the process that follows `target`; it is not a child process."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if bytes(target) in (process / "cmdline").read_bytes():
@@ -268,7 +268,7 @@ def _following(target: Path, follow_ms: float) -> Iterator[_Live]:
 
 
 class _Arrivals:
-    """The times at which a reader found each chunk of one server."""
+    """The times at which a reader found each of the chunks that one server stored."""
 
     def __init__(self, plan: Plan, by: str, writer: Owner) -> None:
         self.by, self.writer = by, writer
@@ -277,7 +277,7 @@ class _Arrivals:
         self._next = 0
 
     def look(self, has: Callable[[bytes], object]) -> bool:
-        """Look for the next chunks; return whether all have been found."""
+        """Look for the next chunks; return whether all chunks have been found."""
         for number in range(self._next, min(self._next + _WINDOW, len(self._keys))):
             if not self._found_s[number] and has(self._keys[number]):
                 self._found_s[number] = time.monotonic()
@@ -286,7 +286,7 @@ class _Arrivals:
         return self._next == len(self._keys)
 
     def samples(self) -> Iterator[Sample]:
-        """Yield delays: 0 for a chunk found before its server processed the write's completion."""
+        """Yield delays; 0 for a chunk that was found before its server knew it was written."""
         written_s = self.writer.completed_s()
         if len(written_s) != len(self._found_s):
             raise BenchError("a server that stores chunks has failed")
@@ -295,7 +295,7 @@ class _Arrivals:
 
 
 def _delays(settings: Settings, target: Path) -> Iterator[Sample]:
-    """Measure delays: two servers store chunks at independent times; this process finds them."""
+    """Measure delays: two servers store chunks independently, and this process looks for them."""
     with contextlib.ExitStack() as open_:
         arrivals = []
         for by in _LOG_PAGES:

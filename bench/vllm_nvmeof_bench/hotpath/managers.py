@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's side: our manager and vLLM's own, called through vLLM's interface.
+"""The scheduler's side: our manager and vLLM's own, both called through vLLM's interface.
 
-Both get the same calls with the same keys. There are no workers: every op of ours succeeds at once.
+Both get the same calls with the same keys. There are no workers: all ops of ours succeed at once.
 Keys are random bytes, and each load uses new key objects, as a new request does.
 """
 
@@ -39,7 +39,7 @@ from vllm_nvmeof_offload.vllm_adapter.sharing import ShareSettings
 KEY_BYTES = 36  # vLLM's: a SHA-256 and the number of a group
 TARGETS = 2
 _FILLED_AT_ONCE = 8192
-#: Requests that decode and store while others wait.
+#: Requests that decode and store chunks while the others wait.
 _DECODING, _OTHERS_SEED = 8, 4
 _TOKENS_PER_CHUNK = 16
 _GROUPS = (Group(0, GroupKind.FULL, _TOKENS_PER_CHUNK),)
@@ -50,7 +50,7 @@ _Result = TypeVar("_Result")
 
 
 def random_keys(seed: Sequence[int], count: int) -> npt.NDArray[np.void]:
-    """Return random keys of group 0; every seed gives other keys."""
+    """Return random keys of group 0, different ones for every seed."""
     rng = np.random.default_rng(seed)
     keys = rng.integers(0, 256, (count, KEY_BYTES), np.uint8)
     keys[:, -GROUP_ID_BYTES:] = 0
@@ -58,12 +58,12 @@ def random_keys(seed: Sequence[int], count: int) -> npt.NDArray[np.void]:
 
 
 def batches_of(keys: npt.NDArray[np.void], chunks: int) -> Batches:
-    """Return new objects for the keys, `chunks` per op."""
+    """Return the keys as new objects, in lists of `chunks` keys: one list per op."""
     return [keys[at : at + chunks].tolist() for at in range(0, len(keys), chunks)]
 
 
 def _reports(ops: Sequence[int]) -> list[Report]:
-    """Return a rank's reports, in one step, that all these ops have succeeded."""
+    """Return the reports with which a rank says, in one step, that all these ops have succeeded."""
     if len(ops) == 1:
         return [OpReport(ops[0])]
     seconds = np.zeros(len(ops), np.float32)
@@ -72,7 +72,7 @@ def _reports(ops: Sequence[int]) -> list[Report]:
 
 @dataclass
 class Recorder:
-    """Collects the samples of one side, size and round. Times are of the calling thread."""
+    """The samples of one side, size and round. Times are CPU times of the calling thread."""
 
     side: str
     chunks: int
@@ -80,7 +80,7 @@ class Recorder:
     samples: list[Sample] = field(default_factory=list)
 
     def time(self, case: str, stage: str, count: int, call: Callable[[], _Result]) -> _Result:
-        """Measure one call. count: chunks of all ops together."""
+        """Measure one call. count: number of chunks in all ops together."""
         began_s = time.thread_time()
         result = call()
         self.add(case, stage, time.thread_time() - began_s, count)
@@ -94,7 +94,7 @@ class Recorder:
         self._add(case, stage, 1e6 * seconds / count, locked_us=locked_us)
 
     def pickle(self, case: str, count: int, commands: Sequence[Any]) -> None:
-        """Measure pickling and unpickling all commands at once, as vLLM sends a step's jobs."""
+        """Measure pickling and unpickling of all commands at once, as vLLM sends a step's jobs."""
         began_s = time.thread_time()
         dumped = pickle.dumps(commands, pickle.HIGHEST_PROTOCOL)
         took_s = time.thread_time() - began_s
@@ -127,7 +127,7 @@ def _look_up(
     ]
 
 
-#: For chunks of 64 KiB: `hold_and_prefetch` fetches up to twice 256 MiB for preempted requests.
+#: With chunks of 64 KiB, `hold_and_prefetch` fetches up to twice 256 MiB for preempted requests.
 FETCHES_MAX = 8192
 
 
@@ -136,7 +136,7 @@ def _never(question: Question) -> Answer:
 
 
 class _Manager:
-    """The calls that vLLM makes to either manager for requests that load and store."""
+    """The calls that vLLM makes to either manager for requests that load or store."""
 
     def __init__(self, manager: OffloadingManager) -> None:
         self.manager = manager
@@ -166,7 +166,7 @@ class _Manager:
     def ask_again(
         self, recorder: Recorder, case: str, batches: Batches, contexts: Sequence[ReqContext]
     ) -> None:
-        """Look up every chunk as in the next step, in which the requests are still waiting."""
+        """Look up every chunk again, as in the next step, while the requests are still waiting."""
         recorder.time(
             case,
             "look_up_again",
@@ -197,7 +197,7 @@ class _Manager:
 
 
 class OurManager(_Manager):
-    """Our manager, with `adopted` chunks in its pool."""
+    """Our manager, with the chunks `adopted` in its pool."""
 
     manager: NVMeoFOffloadingManager
     _others = 0  # steps of other requests
@@ -209,7 +209,7 @@ class OurManager(_Manager):
         targets: Sequence[Path] = (),
         share: ShareSettings | None = None,
     ) -> None:
-        """targets: directories, for a manager that shares. share: None: no sharing."""
+        """targets: directories, for a manager that shares its pool. share: None: no sharing."""
         super().__init__(NVMeoFOffloadingManager(CoreConfig(reload_cache_share=0.5)))
         hello = RankHello(
             rank=0,
@@ -223,14 +223,14 @@ class OurManager(_Manager):
             tag=_TAG,
             targets=tuple(map(str, targets)),
         )
-        self._keys: dict[str, _Keys] = {}  # keys of waiting requests
+        self._keys: dict[str, _Keys] = {}  # ID of a waiting request → its keys
         queue = Queue(self._keys_of, lambda *_: (), lambda request, key: False, _GROUPS)
         began_s = time.thread_time()
         self.manager.attach([hello], KEY_BYTES, _GROUPS, queue, share=share)
         self.attach_s = time.thread_time() - began_s
 
     def look_up(self, batches: Batches, contexts: Sequence[ReqContext]) -> list[LookupResult]:
-        """Look up with a request's keys announced first, as the connector does."""
+        """Look up after announcing the keys of each request, as the connector does."""
         found = []
         for batch, context in zip(batches, contexts, strict=True):
             self.manager.look_ups.begin(FROM_CPU | FROM_POOL, [batch])
@@ -270,7 +270,7 @@ class OurManager(_Manager):
         return [self._keys[request_id]] if request_id in self._keys else None
 
     def fill(self, keys: npt.NDArray[np.void]) -> None:
-        """Store these chunks and write them."""
+        """Store chunks with these keys, and write them to the pool."""
         for batch in batches_of(keys, _FILLED_AT_ONCE):
             plan = self.manager.core.prepare_store(batch)
             assert plan.command is not None
@@ -323,8 +323,8 @@ class OurManager(_Manager):
         self.write_all()
 
     def measure_holds(self, recorder: Recorder, cached: Batches, in_pool: Batches) -> None:
-        """Measure holding preempted requests' chunks that are in the CPU tier, and fetching those
-        only in the pool, up to the limit in flight; then release them as if the requests ran."""
+        """Measure holding preempted requests' chunks in the CPU tier, and fetching those that are
+        only in the pool, up to the limit in flight. Then release them, as if the requests ran."""
         core = self.manager.core
 
         def turns(batches: Batches) -> Callable[[], None]:
@@ -361,7 +361,7 @@ class OurManager(_Manager):
 
 
 class VllmManager(_Manager):
-    """vLLM's own manager, whose only tier is full of the chunks in `keys`."""
+    """vLLM's own manager, whose only tier is full: it holds the chunks in `keys`."""
 
     def __init__(self, keys: npt.NDArray[np.void]) -> None:
         super().__init__(CPUOffloadingManager(len(keys)))

@@ -2,14 +2,14 @@
 """`bench hotpath chunks`: the cost per chunk on every thread that requests wait for.
 
 Our manager and vLLM's own `CPUOffloadingManager` are in one process, with the same number of
-entries each, and take turns within a round, in an order drawn from the seed. Times are CPU time of
-one thread, to exclude other load of the machine as far as possible. Garbage collection is as in
-production: objects older than the managers are frozen, as vLLM's engine does at its start, and the
-collector stays enabled. The first round is a warm-up and is discarded.
+entries, and take turns within a round in random order. Times are CPU time of one thread, to exclude
+other load of the machine as far as possible. Garbage collection is as in production: objects that
+are older than the managers are frozen, as vLLM's engine does at its start, and the collector stays
+enabled. The first round is a warm-up and is discarded.
 
-Each round recreates our manager from a pool's table, which is the sample of adoption. Then it fills
-the CPU tier, so that every store evicts, and measures every size: one op of that many chunks, and
-ops of one chunk each, which show the cost per op. vLLM's manager stays full.
+Each round creates our manager from a pool's table again; this is the sample of adoption. It then
+fills the CPU tier, so that every store evicts, and measures every size: one op of that many chunks,
+and ops of one chunk, which give the cost per op. vLLM's manager stays full.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _MEMORY_CACHE_SLOTS = 4096
 
 @dataclass(frozen=True)
 class Settings:
-    """ops: one-chunk ops per sample; as many requests, each with its own state, may start in one
-    step."""
+    """ops: one-chunk ops per sample; the same number of requests, each with its own state, may
+    start in one step."""
 
     chunks: tuple[int, ...] = option((512, 8192, 65_536), "Chunks per op.")
     entries: int = option(1_000_000, "Chunks in each manager's index.", min=1)
@@ -86,7 +86,7 @@ class Settings:
 
 
 class Table:
-    """The tables of a full pool on disk, which a rank adopts at its start."""
+    """The tables of a full pool on disk, which a rank adopts when it starts."""
 
     def __init__(self, directory: Path, keys: npt.NDArray[np.void], targets: int) -> None:
         self._counts = slots_by_target(len(keys), targets)
@@ -130,7 +130,7 @@ def frozen() -> Iterator[None]:
 
 
 class _Round:
-    """One round, with a new, filled manager of ours."""
+    """One round, with a new manager of ours whose CPU tier is full."""
 
     def __init__(
         self, settings: Settings, number: int, table: Table, keys: npt.NDArray[np.void]
@@ -186,7 +186,7 @@ def _start_sample(
 
 def _resident_bytes() -> int:
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # reused free memory would hide growth
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise reused free memory hides growth
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * mmap.PAGESIZE
 
@@ -194,7 +194,7 @@ def _resident_bytes() -> int:
 def _fill_managers(
     settings: Settings, table: Table
 ) -> tuple[managers.VllmManager, Iterator[Sample]]:
-    """Return vLLM's manager, full, and the memory of both indexes; ours is discarded."""
+    """Return vLLM's manager, full, and samples of both indexes' memory; ours is discarded."""
     adopted, _ = table.adopt()
     before = _resident_bytes()
     ours = managers.OurManager(adopted, _MEMORY_CACHE_SLOTS)

@@ -2,8 +2,8 @@
 """A writer that stores chunks at random times: `python -m vllm_nvmeof_bench.hotpath.owner PLAN`.
 
 It uses the product's pool and I/O engine, whose table thread writes the table and the log. The
-process prints a line once its pool is open, begins when it receives a line, and prints the time at
-which each write completed. It keeps the pool open until the end of its stdin.
+process prints a line when its pool is open, begins when it receives a line, and prints the time at
+which each write completed. It keeps the pool open until its stdin ends.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Plan:
     puts_per_s: float
 
     def key(self, number: int) -> bytes:
-        """Return the key of a chunk by its number."""
+        """Return the key of the chunk with this number."""
         return random.Random(f"{self.seed} {number}").randbytes(32) + bytes(4)
 
     @property
@@ -59,7 +59,7 @@ class Plan:
         return self._spec().pool_bytes
 
     def open(self) -> Pool:
-        """Open the first free pool on the target."""
+        """Open the pool in the first free directory on the target."""
         return Pool.open(self._spec())
 
     def _spec(self) -> PoolSpec:
@@ -70,7 +70,7 @@ class Plan:
 
 
 class Owner:
-    """A handle for the writer's process. Created by `owner`."""
+    """A handle for a writer's process. Created by `owner`."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -86,14 +86,14 @@ class Owner:
         print(file=self._process.stdin, flush=True)
 
     def completed_s(self) -> list[float]:
-        """Return each write's completion time, by `time.monotonic`; end the process."""
+        """Return the times by `time.monotonic` at which the writes completed; end the process."""
         written: list[float] = json.loads(self._process.communicate()[0] or "[]")
         return written
 
 
 @contextmanager
 def owner(plan: Plan) -> Iterator[Owner]:
-    """Run a writer's process."""
+    """Run a writer in a process of its own; kill it at the end."""
     command = [sys.executable, "-m", __name__, json.dumps(asdict(plan))]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker's side: the model's and the pipeline's threads, with engines that complete at once.
 
-The adapter, the runner and the pipeline are the product's. No data moves: copies and I/O operations
-are complete as soon as they are submitted. A thread's cost is its CPU time.
+The adapter, the runner and the pipeline are the product's. No data is moved: copies and I/O
+operations complete as soon as they are submitted. A thread's cost is its CPU time.
 
 The pipeline's thread holds the interpreter lock except in native sections, which count their own
-CPU time. The rest of the thread's CPU time is reported as time with the lock. This figure is never
-too low. It is too high by the system calls for which Python itself releases the lock, at most two
-per turn, and by one reading of the clock per section.
+CPU time. The rest of its CPU time is reported as time with the lock. This figure is never too low.
+It is too high by the system calls for which Python itself releases the lock, at most two per turn,
+and by one reading of the clock per section.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _POLL_S = 0.0005
 
 
 class InstantCopy:
-    """A copy engine whose copies complete when they are submitted."""
+    """A copy engine whose copies complete as soon as they are submitted."""
 
     makes_checksums = False
 
@@ -83,7 +83,7 @@ class InstantCopy:
     ) -> int:
         self._tickets += 1
         self._done.append((self._tickets, OK))
-        if len(self._done) == 1:  # real engines wake it from their own threads
+        if len(self._done) == 1:  # real engines wake the thread from their own threads
             self._wake()
         return self._tickets
 
@@ -96,7 +96,7 @@ class InstantCopy:
 
 
 class InstantIo:
-    """An I/O engine of native lanes whose operations complete when they are submitted."""
+    """An I/O engine of native lanes whose operations complete as soon as they are submitted."""
 
     name = "instant"
     stamp = Stamp(1, bytes(TAG_BYTES))
@@ -156,7 +156,7 @@ class Worker:
         assert thread.ident is not None
         self._clock = time.pthread_getcpuclockid(thread.ident)
         self.runner = runner
-        nothing: Any = None  # no data, hence neither staging nor a pool
+        nothing: Any = None  # without data there is neither staging nor a pool
         geometry = CacheGeometry([(Group(0, GroupKind.FULL, 16), [tensor])])
         parts = RankWorker(runner, geometry, copy, io, nothing, None)
         self._worker = NVMeoFOffloadingWorker(parts)
@@ -168,7 +168,7 @@ class Worker:
         meter_unlocked(False)
 
     def measure(self, recorder: Recorder, keys: Sequence[Sequence[bytes]]) -> None:
-        """Store, write, and load chunks from cache slots and from the pool. keys: per op."""
+        """Store, write, and load chunks from cache slots and from the pool. keys: a list per op."""
         ends = np.cumsum([len(op) for op in keys]).tolist()
         slots = [
             np.arange(end - len(op), end, dtype=np.int32)
@@ -200,7 +200,7 @@ class Worker:
         calls: Sequence[Callable[[], object]],
         chunks: Mapping[int, int],
     ) -> None:
-        """Submit the calls and wait for the reports of all chunks. chunks: number by op."""
+        """Submit the calls and wait for the reports of all chunks. chunks: op → their number."""
         count = left = sum(chunks.values())
         began_s, end_s = time.clock_gettime(self._clock), time.monotonic() + _DONE_S_MAX
         unlocked_before_s = unlocked_s()

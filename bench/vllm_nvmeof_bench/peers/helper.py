@@ -2,8 +2,8 @@
 """A server that reads for another server: `python -m vllm_nvmeof_bench.peers.helper PLAN`.
 
 It runs the product's pipeline and native machine over its own small pool, and opens the other
-server's region read-only. Its reads share a simulated link. It prints its address, and serves until
-the end of its stdin.
+server's region read-only. Its reads share a simulated link. It prints its address, and serves
+requests until its stdin ends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vllm_nvmeof_offload.worker.regions import RegionFiles
 from vllm_nvmeof_offload.worker.serving import Serve, ServeQueue
 
 BLOCK_BYTES = 128 * KIB
-#: The loading server, which has the first directory.
+#: The loading server, whose directory is the first one.
 _OWNER, _ENGINE_INDEX = 1, 0
 _OWN_CHUNKS = 8
 _ATTACH = 1
@@ -65,7 +65,7 @@ class Plan:
 
 
 class Helper:
-    """A handle for the helper's process. Created by `helper`."""
+    """A handle for a helper's process. Created by `helper`."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
@@ -84,7 +84,7 @@ def cpu_clock(pid: int) -> Callable[[], float]:
 
 @contextmanager
 def helper(plan: Plan) -> Iterator[Helper]:
-    """Run a helper's process."""
+    """Run a helper in a process of its own; stop it at the end."""
     command = [sys.executable, "-m", __name__, json.dumps(asdict(plan))]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
@@ -97,7 +97,7 @@ def helper(plan: Plan) -> Iterator[Helper]:
 
 
 def linked_engine(rig: Rig, stack: contextlib.ExitStack, bytes_per_s: float) -> IoEngine:
-    """Open an I/O engine whose reads share a link. bytes_per_s: 0: no link."""
+    """Open an I/O engine whose reads share a link. bytes_per_s: the link's rate; 0: no link."""
     engine = rig.open_engine(stack)
     if not bytes_per_s:
         return engine

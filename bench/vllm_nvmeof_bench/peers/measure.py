@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench peers`: a load over a server's own storage link, and over a second server's too.
+"""`bench peers`: a load over a server's own storage link, and over a second server's as well.
 
 This process is the loading server: the product's pipeline and native machine over a pool on the
-disk. `helper` is the second server, a process that opens the same pool's region. The reads of each
-server share a simulated link, which stands in for the one to an NVMe-oF target.
+disk. A second process, `helper`, is the other server and opens the same pool's region. The reads of
+each server share a simulated link, which stands in for a link to an NVMe-oF target.
 
     without   there is no peer
     absent    a peer is configured, but nothing listens at its address
     both      the helper is the peer
-    landing   as both, with every other chunk also kept in the CPU tier
+    landing   as both, and every other chunk is also kept in the CPU tier
     vllm_p2p  two processes with vLLM's tiering instead (`vllm_tiers`)
 
-The cost of serving to the helper's own loads is measured within this process (`serving`).
+How serving affects the helper's own loads is measured within this process (`serving`).
 
-Each round measures all arms with the same chunks, in an order drawn from the seed. "GPU memory" is
-zeroed before each load and compared with the written bytes after it, so that no result is from
-wrong data.
+Each round measures all arms with the same chunks, in random order. "GPU memory" is zeroed before
+each load and compared with the written bytes after it, so that no result is from wrong data.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ _SETTLE_S = 2.0
 
 @dataclass(frozen=True)
 class Settings:
-    """tier_chunks: cache slots of the staging memory."""
+    """tier_chunks: number of cache slots in the staging memory."""
 
     rates: tuple[str, ...] = option(
         ("400:400", "200:600", "600:200"), "MB/s of the server's link and of the peer's."
@@ -233,7 +232,7 @@ class _Pair:
         return Sample(*where, seconds, count * self.settings.chunk_bytes, pulled, cpu_s, helper_s)
 
     def idle(self, home: Path, arm: str) -> Sample:
-        """Measure both servers idle after a load, connected if the arm is `BOTH`."""
+        """Measure both servers while they are idle after a load, connected if the arm is `BOTH`."""
         workers, second = self.open(home, arm)
         self.load(workers[arm], second, arm, 0)
         time.sleep(_SETTLE_S)
@@ -257,7 +256,7 @@ def _loads(pair: _Pair, home: Path, on_step: OnProgress) -> Iterator[Sample]:
     vllm = pair.open_vllm(home) if VLLM_P2P in arms else None
     workers, second = pair.open(home / _POOL, *(arm for arm in arms if arm != VLLM_P2P))
     for arm, worker in workers.items():
-        pair.load(worker, second, arm, -1)  # not kept: it lets the worker learn both links' rates
+        pair.load(worker, second, arm, -1)  # discarded: the worker learns the rates of both links
     done = itertools.count()
     if vllm is not None:
         pair.load_vllm(vllm, -1)

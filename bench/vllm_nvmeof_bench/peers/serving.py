@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A helper's own loads, with and without a constant load from peers.
 
-This process is the helper. A thread stands in for the peers: like the peer server, it requests
-chunks from the pipeline, as many as there are serve slots, and another whenever one completes.
+This process is the helper. A thread stands in for the peers: like the peer server, it requests as
+many chunks from the pipeline as there are serve slots, and another whenever one completes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from vllm_nvmeof_offload.worker.serving import OwnRegion, Serve, ServeQueue
 _SIZES = (4, 16)
 _PAUSE_S = 0.01, 0.03  # between loads
 _SETTLE_S = 0.3
-#: First a pause, because a target reads less for peers just after a load; then the measured time.
+#: A pause, because a target reads less for peers just after a load; then the measured time.
 _FORGOTTEN_S, _PEERS_S = 2.5, 3.0
 _WITHIN_S = 60.0
 
@@ -142,7 +142,7 @@ class _Helper:
 def serving(
     rig: Rig, rates: str, rounds: int, loads: int, seed: int, on_progress: OnProgress
 ) -> Iterator[Sample]:
-    """Measure `loads` loads per size, arm and round. rates: the first is the helper's link's.
+    """Measure `loads` loads per size, arm and round. rates: the first is that of the helper's link.
 
     Raises: BenchError: a load or a read for peers failed.
     """

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own tiering with its p2p tier: `python -m vllm_nvmeof_bench.peers.vllm_tiers PLAN`.
 
-Each of two processes runs vLLM's whole manager over its CPU tier, an fs tier and the p2p tier, and
-drives it step by step as vLLM's scheduler does. Only one function of vLLM is replaced: that by
-which the fs tier reads files. The replacement calls it for each file, limited by a simulated link.
+Each of two processes runs vLLM's whole manager with its CPU tier, an fs tier and the p2p tier, and
+drives it step by step as vLLM's scheduler does. Only one function of vLLM is replaced, the one with
+which the fs tier reads files: now a simulated link limits its rate, file by file.
 
 The p2p tier sends chunks from the other server's CPU tier. The fs tier there first promotes all
 requested chunks that are only in storage; then all are written to our CPU tier at once. vLLM uses
-the first tier that has a chunk, so that our own fs tier would read a chunk in both servers'
-storage. Here each chunk is in only one server's storage, divided in the ratio of the links. The
-measured time ends when the last chunk is in our CPU tier: it excludes vLLM's copy to the GPU.
+the first tier that has a chunk, so our own fs tier would read any chunk that both servers stored.
+Here each chunk is in only one server's storage, divided in the ratio of the links. The measured
+time ends when the last chunk is in our CPU tier: it excludes vLLM's copy to the GPU.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.servers.faults import FaultPlan
 
 _HOST = "127.0.0.1"
-#: Room in the CPU tier in addition to the chunks of a load.
+#: Space in the CPU tier in addition to the chunks of a load.
 _SPARE_CHUNKS = 4
 _STEP_S = 0.001
 _MEMORY = Path("/dev/shm")
 _LOAD_S_MAX = 60.0
 _CLOSE_S_MAX = 30.0
 _CONNECT_S_MAX, _CONNECT_PAUSE_S = 60.0, 0.3
-#: The two may have to reconnect after being stopped; the default timeout is half a minute.
+#: The two processes may have to reconnect after being stopped; the default timeout is 30 s.
 _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_PLUGINS": "",
     "VLLM_P2P_HANDSHAKE_TIMEOUT_S": "3",
 }
-#: Chunks of an unmeasured load before each measured one, which reconnects the two.
+#: The size of an unmeasured load before each measured one, in chunks; it reconnects the two.
 _WARM_CHUNKS = 4
 
 
 @dataclass(frozen=True)
 class Plan:
-    """numbers: the chunks in this server's storage. chunks: capacity of its CPU tier. ports: on
-    which this server and the other one listen. bytes_per_s: rate of its link.
+    """numbers: the chunks in this server's storage. chunks: capacity of its CPU tier. ports: this
+    server's port and the other one's. bytes_per_s: rate of this server's link.
     """
 
     directory: str
@@ -81,8 +81,8 @@ class Load(NamedTuple):
 
 
 class _Process:
-    """A handle for one of the processes, which is stopped between loads: vLLM steps endlessly, and
-    NIXL's threads poll."""
+    """A handle for one of the processes, which is stopped between loads, because vLLM steps
+    endlessly and NIXL's threads poll."""
 
     def __init__(self, plan: Plan, stack: contextlib.ExitStack) -> None:
         command = [sys.executable, "-m", __name__, json.dumps(asdict(plan))]
@@ -112,7 +112,7 @@ class _Process:
         with contextlib.suppress(subprocess.TimeoutExpired, BrokenPipeError):
             self._process.communicate(timeout=_CLOSE_S_MAX)
         self._process.kill()
-        # The file of its CPU tier, if the process did not remove it.
+        # Delete the file of the process's CPU tier, if the process did not.
         (_MEMORY / f"vllm_offload_{_engine(self._process.pid)}.mmap").unlink(missing_ok=True)
 
 
@@ -131,7 +131,7 @@ class VllmPair:
             one.signal(number)
 
     def load(self, chunks: int) -> Load:
-        """Load the first chunks; raise BenchError if one is missing or its bytes are wrong."""
+        """Load the first `chunks`; raise BenchError if one is missing or its bytes are wrong."""
         loader, helper = self._both
         self._signal(signal.SIGCONT)
         try:
@@ -147,8 +147,8 @@ class VllmPair:
         return Load(found["seconds"], found["pulled_bytes"], cpu_s, helper_s)
 
     def _connect(self) -> None:
-        """Load until both processes are connected: after a long stop each may consider the other
-        lost."""
+        """Load until both processes are connected, because after a long stop each may consider the
+        other one lost."""
         end_s = time.monotonic() + _CONNECT_S_MAX
         time.sleep(_CONNECT_PAUSE_S)
         while "error" in (found := self._load(_WARM_CHUNKS)):
@@ -168,8 +168,8 @@ class VllmPair:
 
 @contextmanager
 def vllm_pair(plan: Plan, links: tuple[float, float]) -> Iterator[VllmPair]:
-    """Run both processes. plan: the loader's, whose chunks are divided among both; its directory
-    is deleted at the end. links: rates in bytes per second.
+    """Run both processes. plan: the loader's; both get a part of its chunks, and its directory is
+    deleted at the end. links: rates in bytes per second.
     """
     share = links[1] / sum(links)
     far = [n for n in range(plan.chunks) if int((n + 1) * share) > int(n * share)]
@@ -200,7 +200,7 @@ def _free_ports() -> tuple[int, int]:
 
 
 class _Link:
-    """Replaces the function by which the fs tier reads files."""
+    """A replacement for the function with which the fs tier reads files."""
 
     def __init__(self, bytes_per_s: float, read: Any) -> None:
         self._plan = FaultPlan({"bytes_per_s": bytes_per_s})
@@ -239,7 +239,7 @@ class _Server:
         self._manager.on_schedule_end(self._step_ends)
 
     def _store(self, numbers: Sequence[int]) -> None:
-        """Store chunks as vLLM does after computing them, which writes their files."""
+        """Store chunks as vLLM does after computing them; the fs tier then writes their files."""
         keys, context = list(map(_key, numbers)), self._context(None)
         self._manager.on_new_request(context)
         found = self._manager.prepare_store(keys, context)
@@ -288,7 +288,7 @@ class _Server:
         return {"seconds": seconds, "cpu_s": cpu_s, "pulled_bytes": pulled}
 
     def _missing(self, keys: Sequence[bytes], context: Any) -> int | None:
-        """Look up each chunk as the scheduler does; return how many miss, or None while unknown."""
+        """Look up each chunk as the scheduler does; return how many miss, or None if unknown."""
         from vllm.v1.kv_offload.base import LookupResult
 
         found = [self._manager.lookup(key, context) for key in keys]
@@ -296,7 +296,7 @@ class _Server:
         return missing if missing + found.count(LookupResult.HIT) == len(keys) else None
 
     def _context(self, port: int | None) -> Any:
-        """Return a new request's context. port: of the other server, which may have its chunks."""
+        """Return a new request's context. port: the other server's, if that may have the chunks."""
         from vllm.v1.kv_offload.base import ReqContext
 
         self._requests += 1

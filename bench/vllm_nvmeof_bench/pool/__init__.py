@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool's I/O against fio, a bare ring loop and vLLM's own fs tier, in one run on one disk."""
+"""The pool's I/O against fio, a bare ring loop and vLLM's fs tier, in one run on one disk."""

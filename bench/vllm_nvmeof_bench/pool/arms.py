@@ -2,15 +2,15 @@
 """The arms of `bench pool` at one block size: our engines, fio, a bare ring loop, vLLM's fs tier.
 
 Block i uses place i of the staging memory and place i of the arm's storage, all of which was
-written before. An arm in this process is a `Mover`: its CPU time is that of the process, with all
+written before. An arm in this process is a `Mover`. Its CPU time is that of the process with all
 threads, io_uring's kernel workers and the small cost of the loop itself. fio and the ring loop are
-separate processes that use our pool's slab: one ring's writes to files in different places of a
-disk differed by up to 17 %. In the ring, too, each block has its own memory: some disks write
-buffers that are still in cache, such as those of fio's `depth` blocks, up to 10 % faster.
+separate processes that use our pool's slab, because one ring's writes to files in different places
+of a disk differed by up to 17 %. In the ring, too, each block has its own memory, because some
+disks write buffers that are still in cache, such as fio's `depth` blocks, up to 10 % faster.
 
 Latencies are per job for `single_*` (one job per round: its time is p50, and p99 is unknown), per
-demand read for `read_beside_writes`, and per block for fio and the rings. A batch is submitted at
-once: a block's latency would depend on its place in the queue, and is left out.
+demand read for `read_beside_writes`, and per block for fio and the rings. For batches they are left
+out: all blocks are submitted at once, so a latency would depend on the place in the queue.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ from vllm_nvmeof_offload.units import GIB, KIB, MIB, slot_stride_bytes
 from vllm_nvmeof_offload.worker.pipeline import TransferLimits, TransferPipeline
 
 _STALL_S = 60.0
-#: The longest single wait; a read during writes takes less, and longer waits check the clock.
+#: The longest single wait. Reads during writes take less; after a longer wait the clock is checked.
 _POLL_S_MAX = 0.05
-#: Kinds that every arm runs; the others need arms with jobs.
+#: The kinds that every arm runs; the other kinds need arms with jobs.
 FLAT_KINDS = frozenset({"batch_write", "batch_read", "mixed"})
 _BESIDE_KINDS = frozenset({"beside", "writes_alone"})
 _FLAT_ARMS = frozenset({"fio", "ring", "ring_slots"})
@@ -75,12 +75,12 @@ _BLOCKS = (64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB)
 
 @dataclass(frozen=True)
 class Settings:
-    """One run. Less than 1 GiB per round would measure an engine's start, not its steady state.
+    """One run. Less than 1 GiB per round would measure how an engine starts, not its steady state.
 
     Our arms use the product's configuration, which the conditions record. queued_bytes: bytes that
     the saturating writer keeps queued. episode_bytes: bytes that it may write before it pauses and
-    the fs tier's files, otherwise unbounded, are deleted. reads: demand reads per round. settle_s:
-    pause for the disk after a deletion.
+    the files of the fs tier, which would grow without bound, are deleted. reads: demand reads per
+    round. settle_s: pause for the disk after a deletion.
     """
 
     directory: Path = option(
@@ -141,7 +141,7 @@ class Settings:
 
     @property
     def disk_bytes_max(self) -> int:
-        """The most disk space used at any time, by pool or flat file, and the fs tier's files."""
+        """The most disk space used at any time: pool or flat file, and the files of the fs tier."""
         data = max(self.blocks_needed(block) * (block + 8 * KIB) for block in self.blocks)
         fs_writes = max(self.bytes_per_round, self.single_bytes)
         if set(self.cases) & {"read_beside_writes", "writes_beside_read", "writes_alone"}:
@@ -151,7 +151,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Moved:
-    """One arm's measurement. payload_bytes: without header pages and table entries.
+    """The result of one measurement. payload_bytes: without header pages and table entries.
 
     cpu_s: user and system time; None if it cannot be attributed.
     """
@@ -172,7 +172,7 @@ class Moved:
 
 
 class Job(NamedTuple):
-    """One transfer of some blocks; concurrent writing jobs share no block."""
+    """A transfer of some blocks. Writing jobs that run concurrently have no block in common."""
 
     is_read: bool
     blocks: Sequence[int]
@@ -181,11 +181,11 @@ class Job(NamedTuple):
 class Mover(abc.ABC):
     """An arm in this process, which moves blocks."""
 
-    #: Bytes per job in a batch; 0: each block is submitted separately.
+    #: The size of a job in a batch; 0: each block is submitted by itself.
     batch_job_bytes = 0
 
     def prepare(self, jobs: Sequence[Job]) -> None:  # noqa: B027 - ours have nothing to prepare
-        """Create blocks to be read that do not exist, and keys for writes; not timed."""
+        """Create missing blocks that are to be read, and keys for writes; not timed."""
 
     @abc.abstractmethod
     def run(self, jobs: Sequence[Job]) -> None:
@@ -208,26 +208,26 @@ class Mover(abc.ABC):
         raise BenchError(f"nothing completed for {_STALL_S:.0f} s")
 
     def tidy(self) -> bool:
-        """Delete unused files; return whether the disk may be busy with this for a while."""
+        """Delete files no longer used; return whether this may keep the disk busy for a while."""
         return False
 
 
 # -- reads during writes ------------------------------------------------------------------
 
-#: Submitted in addition to `queued_bytes`, which thus stay queued while writes complete.
+#: Submitted in addition to `queued_bytes`, so that these stay queued while writes complete.
 _EXTRA_BYTES = 16 * MIB
 _EPISODES_MAX = 40
 
 
 class Beside:
-    """Single demand reads during the writes of a writer that never lets its queue run low.
+    """Single demand reads, while a writer never lets its queue run low.
 
-    The run is divided into episodes. In each, the writer fills its queue; timing starts after the
-    first writes have completed. Reads run in sequence with pauses; for every completed write the
-    writer submits a new one, so that `queued_bytes` are always queued. An episode ends when
-    `episode_bytes` are written or all reads are done; then the queue is drained, and files that the
-    arm no longer uses are deleted. Throughput and CPU time are those of the timed parts. If no
-    reads are wanted, there is one episode of writes.
+    The run is divided into episodes. In each, the writer fills its queue, and timing starts after
+    the first writes have completed. Reads run one after another with pauses; for every completed
+    write the writer submits a new one, so that `queued_bytes` are always queued. An episode ends
+    when `episode_bytes` are written or all reads are done. Then the queue is drained, and files
+    that the arm no longer uses are deleted. Throughput and CPU time are those of the timed parts.
+    If no reads are wanted, there is one episode of writes.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ class Beside:
         }
 
     def _episode(self, reads: int) -> None:
-        """Fill the queue, measure, and drain the queue."""
+        """Fill the queue, time reads and writes, and drain the queue."""
         while self._queued < self._queue_max:
             self._write()
         ended = 0
@@ -292,8 +292,8 @@ class Beside:
         written, reading, submitted_s = 0, 0, 0.0
         due_s = time.perf_counter() + self._settings.read_gap_s / 4
         end_s = time.perf_counter() + _STALL_S
-        # A submitted read is waited for even beyond the budget, and so is the first write, without
-        # which there would be no rate.
+        # A submitted read is always waited for, even beyond the budget, and so is the first write:
+        # without one there would be no rate.
         while True:
             more = len(self._latencies_s) < reads
             if written and not reading and (written >= budget or (reads and not more)):
@@ -319,7 +319,7 @@ class Beside:
         self._mover.submit(next(self._tokens), False, next(self._next_block))
 
     def _top_up(self, finished: list[int]) -> int:
-        """Submit a new write for each finished one; return their number."""
+        """Submit a new write for each finished one; return the number of finished writes."""
         self._queued -= len(finished)
         for _ in finished:
             self._write()
@@ -332,7 +332,7 @@ class Beside:
 def measure_moves(
     mover: Mover, settings: Settings, block_bytes: int, dice: random.Random, kind: str
 ) -> dict[str, Moved]:
-    """Prepare, untimed, and run a measurement of a kind; return its cases.
+    """Prepare a measurement of a kind, untimed, then run it; return the results of its cases.
 
     Raises: BenchError: a transfer failed.
     """
@@ -350,7 +350,7 @@ def measure_moves(
 
 
 def _jobs(settings: Settings, block_bytes: int, job_bytes: int, kind: str) -> list[Job]:
-    """Return one job for `single_*`, or a batch's jobs of `job_bytes` each."""
+    """Return one job for `single_*`, otherwise a batch's jobs of `job_bytes` each."""
     if kind.startswith("single_"):
         return [Job(kind == "single_read", range(settings.single_blocks(block_bytes)))]
     blocks = range(settings.batch_blocks(block_bytes))
@@ -374,7 +374,7 @@ _TABLE_ENTRY_BYTES = 64
 _KEY_BYTES = 36
 
 
-#: Fields of the product's `Tuning` that affect the measurements.
+#: The fields of the product's `Tuning` that affect the measurements.
 _BOUNDS = (
     "io_threads",
     "io_depth",
@@ -391,11 +391,11 @@ def limits() -> dict[str, int]:
 
 
 class Ground:
-    """One pool that our engines share, used as in the product: whole slots from populated staging.
+    """A pool that our engines share, used as in the product: whole slots from populated staging.
 
-    A slot is a 4 KiB header page and the payload. The timing includes sealing, both checksums, the
-    table entry after each write and the identity check after each read; only the payload counts.
-    `identities[i]` is the identity of the last write to slot i.
+    A slot is a 4 KiB header page and the payload. The time includes sealing, both checksums, the
+    table entry after each write and the identity check after each read; only the payload counts as
+    bytes. `identities[i]` is the identity of the last write to slot i.
     """
 
     def __init__(self, directory: Path, block_bytes: int, blocks: int, staging: Staging) -> None:
@@ -437,7 +437,7 @@ class Ground:
 
 
 def fill(staging: Staging, seed: int) -> None:
-    """Fill staging with random bytes, which no device can treat as zeros or compress."""
+    """Fill staging with random bytes, which no device can compress or treat as zeros."""
     memory = np.frombuffer(staging.view, np.uint8)
     chunk = np.frombuffer(np.random.default_rng(seed).bytes(16 * MIB), np.uint8)
     for start in range(0, len(memory), len(chunk)):
@@ -467,7 +467,7 @@ class EngineMover(Mover):
         return {"runs": self.name}
 
     def fill(self) -> None:
-        """Write every block once: first writes to unwritten space are only half as fast."""
+        """Write every block once, because first writes to unwritten space are only half as fast."""
         if not self._ground.written:
             self.run([self._everything()])
             self._ground.written = True
@@ -504,13 +504,13 @@ class EngineMover(Mover):
 
 
 class PipelineMover(EngineMover):
-    """A mover that uses an engine through the worker's pipeline, which enforces order and bounds.
+    """A mover that uses an engine through the worker's pipeline, with its order and bounds.
 
-    Cache slot i holds block i from the start; no bytes are copied to or from a KV cache. A read
-    belongs to a load, which copies into the cache slot.
+    Cache slot i holds block i from the start; no bytes are copied to or from a KV cache. A read is
+    part of a load that copies into the cache slot.
 
     The scheduler sends one command for all chunks of a request. A batch therefore consists of jobs
-    of 64 MiB, 512 tokens of Llama-3.1-8B; jobs of one block would measure Python.
+    of 64 MiB, which is 512 tokens of Llama-3.1-8B. Jobs of one block would measure Python.
     """
 
     batch_job_bytes = 64 * MIB
@@ -559,7 +559,7 @@ class PipelineMover(EngineMover):
             left -= len(self.wait())
 
     def lend(self, measure: Callable[[str], dict[str, Moved]], kind: str) -> dict[str, Moved]:
-        """Let another arm measure on our slab, then rewrite the slots that it overwrote."""
+        """Let another arm measure on our slab, then restore the slots that it overwrote."""
         found = measure(kind)
         if kind != "batch_read":
             self.run([self._everything()])
@@ -591,7 +591,7 @@ class PipelineMover(EngineMover):
                 self._pipeline.command(WriteCommand(op, batch))
 
     def _step(self) -> list[int]:
-        """Advance the pipeline; return the tokens of completed blocks."""
+        """Advance the pipeline; return the tokens of the blocks that have completed."""
         self._pipeline.step()
         while self._copy.ended:
             self._pipeline.step()
@@ -620,7 +620,7 @@ class PipelineMover(EngineMover):
 
 
 def _pieces(blocks: Sequence[int]) -> Pieces:
-    """Return one empty piece per block; a chunk without pieces would be one that vLLM omitted."""
+    """Return one empty piece per block; a chunk without a piece would be one that vLLM omitted."""
     count = len(blocks)
     return Pieces(np.zeros((count, 3), np.uint64), np.arange(count + 1, dtype=np.uint32))
 
@@ -683,7 +683,7 @@ def _run(command: list[str], what: str) -> str:
 
 
 class Fio:
-    """fio with io_uring and O_DIRECT; its buffers are filled once, like ours.
+    """fio with io_uring and O_DIRECT; its buffers are filled once, as ours are.
 
     Raises: BenchError: fio is not installed.
     """
@@ -691,7 +691,7 @@ class Fio:
     def __init__(self) -> None:
         if shutil.which("fio") is None:
             raise BenchError("fio is not installed")
-        #: False once registration has been refused (memlock limit).
+        #: False after the kernel has refused registration (memlock limit).
         self.registered = True
 
     def run(self, options: Mapping[str, object], files: Sequence[Path]) -> dict[str, Any]:
@@ -733,8 +733,8 @@ class Fio:
 def fio_moved(report: dict[str, Any], latency: str = "clat_ns") -> Moved:
     """Convert fio's JSON with `unified_rw_reporting=mixed`.
 
-    Times are those of the jobs' loops, without their start: fio reports CPU time as a share of
-    them. latency: the key of a latency in fio's JSON; `lat_ns` includes submission.
+    Times are those of the jobs' loops without their start, because fio reports CPU time as a share
+    of these times. latency: the key of a latency in fio's JSON; `lat_ns` includes submission.
     """
     job = report["jobs"][0]
     total = job["mixed"]
@@ -749,7 +749,7 @@ def fio_moved(report: dict[str, Any], latency: str = "clat_ns") -> Moved:
 def measure_fio(
     fio: Fio, path: Path, settings: Settings, block_bytes: int, kind: str
 ) -> dict[str, Moved]:
-    """Measure a batch with `depth` blocks in flight."""
+    """Measure a batch by fio with `depth` blocks in flight."""
     options = {
         "rw": {"batch_write": "write", "batch_read": "read", "mixed": "rw"}[kind],
         "bs": block_bytes,
@@ -784,7 +784,7 @@ def measure_ring(
 ) -> dict[str, Moved]:
     """Measure a batch by a bare io_uring loop on the same file, with registered buffers and file.
 
-    size_bytes: size of an operation, which moves one block; 0: the block's size.
+    size_bytes: the size of an operation, which always moves one block; 0: the block's size.
     """
     blocks, size_bytes = settings.batch_blocks(block_bytes), size_bytes or block_bytes
     numbers = size_bytes, blocks * size_bytes, settings.depth
@@ -797,9 +797,9 @@ def measure_ring(
 def measure_ring_slots(
     program: Path, path: Path, settings: Settings, block_bytes: int, kind: str
 ) -> dict[str, Moved]:
-    """Measure the ring with operations of our slots' size: a header page before each block.
+    """Measure the ring with operations as large as our slots: a header page before each block.
 
-    A loss of speed with this size is due to the format, not to our engine.
+    If this size makes the ring slower, the loss is due to the format, not to our engine.
     """
     size_bytes = slot_stride_bytes(block_bytes)
     return measure_ring(program, path, settings, block_bytes, kind, size_bytes)
@@ -811,7 +811,7 @@ _FS_POLL_S = 0.0002
 
 
 def import_fs() -> Any:
-    """Import vLLM's module of the fs tier without its log output.
+    """Import the module of vLLM's fs tier without its log output.
 
     Raises: BenchError: vLLM is missing or has no fs tier.
     """
@@ -828,15 +828,15 @@ def import_fs() -> Any:
 class FsMover(Mover):
     """vLLM's own fs tier, driven through its real manager as vLLM's scheduler drives it.
 
-    It uses its default threads, and one row of the staging memory per block. Each block becomes a
-    file, written under a temporary name and renamed. The tier does not overwrite files, so every
-    write has a new key; files of old keys are deleted between measurements. It uses O_DIRECT if
-    the directory supports it, and does not sync; no sync is added to its timing.
+    The tier uses its default threads, and one row of the staging memory per block. Each block
+    becomes a file that is written under a temporary name and renamed. The tier does not overwrite
+    files, so every write has a new key; files of old keys are deleted between measurements. It uses
+    O_DIRECT if the directory supports it, and does not sync; no sync is added to its time.
 
-    A job runs on one thread. A batch therefore consists of many jobs of 2 MiB (or one block), which
-    occupy all threads without the cost of tiny jobs; during reads a job is one block, so that it
-    does not occupy a thread for long. Single jobs cannot be waited for, so the tier is polled every
-    0.2 ms.
+    A job runs on one thread. A batch therefore consists of many jobs of 2 MiB (or of one block),
+    which occupy all threads without the cost of tiny jobs. While reads are measured, a job is one
+    block, so that it does not occupy a thread for long. The tier offers no wait for a single job,
+    so it is polled every 0.2 ms.
     """
 
     batch_job_bytes = 2 * MIB
@@ -882,7 +882,7 @@ class FsMover(Mover):
         self._name(sum(len(job.blocks) for job in jobs if not job.is_read))
 
     def _name(self, count: int) -> None:
-        """Create keys for `count` writes."""
+        """Create the keys of the next `count` writes."""
         for number in itertools.islice(self._writes, count):
             digest = hashlib.sha256(str(number).encode()).digest()
             self._new_keys.append(bytes(self._make_key(digest, 0)))
@@ -930,7 +930,7 @@ class FsMover(Mover):
         return [result.job_id for result in results]
 
     def tidy(self) -> bool:
-        """Delete the files of old keys; nothing may be in flight."""
+        """Delete the files of old keys. No operation may be in flight."""
         stale, self._stale = self._stale, []
         for key in stale:
             path = self._tier.file_mapper.get_file_name(key)
@@ -945,7 +945,7 @@ class FsMover(Mover):
 
 
 def _fs_spec() -> Any:
-    """Return a real `OffloadingSpec` of one group on one rank; only its configuration is used."""
+    """Return a real `OffloadingSpec` of one group and one rank; only its configuration is used."""
     from vllm.v1.kv_offload import config as fields
     from vllm.v1.kv_offload.base import OffloadingSpec
 

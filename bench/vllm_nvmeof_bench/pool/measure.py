@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench pool`: the pool's I/O compared with other engines, interleaved in one run on one disk.
+"""`bench pool`: the pool's I/O against that of other engines, interleaved in one run on one disk.
 
 Cases, all with O_DIRECT on storage that was written before (`arms` describes each arm):
 
-    batch_write, batch_read   `bytes_per_round`, submitted at once, until all is done
+    batch_write, batch_read   `bytes_per_round`, submitted at once; ends when all are done
     mixed                     the same bytes, half reads and half writes, alternating
-    single_write, single_read one job of `single_bytes` in blocks, until it is done
+    single_write, single_read one job of `single_bytes`, in blocks; ends when it is done
     read_beside_writes        single-block reads, each `read_gap_s` after the previous one has
                               completed, while a writer keeps `queued_bytes` queued
     writes_beside_read        that writer's throughput during these reads
     writes_alone              the same writer without reads
 
-Every arm runs batches and mixed; the other cases are only for arms with jobs and their own queue
-of writes: `ours`, `ours_threads`, `vllm_fs`. The last three cases run only with blocks of 2 MiB,
-and not at all if that size is not listed.
+Every arm runs batches and mixed. The other cases are only for arms with jobs and their own queue of
+writes: `ours`, `ours_threads`, `vllm_fs`. The last three cases run only with blocks of 2 MiB, and
+not at all if that size is not measured.
 
-Block sizes are measured in sequence, each with its own files. Within one, each round runs all
-kinds, and for each kind all arms in an order drawn from the seed. So compared arms are measured
-within seconds of each other, and none always follows the same other arm, whose I/O the disk may
-still be processing. Dirty pages are written out before every measurement (syncfs). A pause follows
-each deletion, because a disk mounted with `discard` is busy after it.
+Block sizes are measured one after another, each with its own files. For each size, a round runs all
+kinds, and each kind all arms in random order. Compared arms are thus measured within seconds of
+each other, and none always follows the same other arm, whose I/O the disk may still be processing.
+Dirty pages are written out before every measurement (syncfs). A pause follows each deletion,
+because a disk mounted with `discard` is busy after it.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import slot_stride_bytes
 
-#: Arm → its engine.
+#: Our arms → their engines.
 _OURS = {"ours": "uring", "ours_threads": "threads"}
 _FLAT = {"fio": measure_fio, "ring": measure_ring, "ring_slots": measure_ring_slots}
-#: Directory of the compiled ring loop, relative to the current one.
+#: The directory of the compiled ring loop, relative to the current directory.
 _BUILD_DIR = Path("build/bench")
 _REMEDY = "give another --dir, or fewer --bytes-per-round"
 _MANAGER_ENTRIES = 1_000_000
-#: Descriptions with more parts are of single measurements and are not logged.
+#: Descriptions with more parts than this are of single measurements, and are not logged.
 _LOGGED_PARTS = 2
 
 
@@ -102,7 +102,7 @@ def run(
 
 
 class _Run:
-    """A run. arms: each requested arm's description, or why it cannot run, for the conditions."""
+    """A run. arms: for the conditions, each requested arm's description, or why it cannot run."""
 
     def __init__(self, settings: Settings, home: Path, on_progress: OnProgress) -> None:
         self.samples: list[Sample] = []
@@ -166,11 +166,11 @@ class _Run:
     def _open(
         self, stack: contextlib.ExitStack, block_bytes: int
     ) -> dict[str, Callable[[str], dict[str, Moved]]]:
-        """Open the arms; return each one's measurement of a kind. `stack` closes the arms.
+        """Open the arms; return a function per arm that measures a kind. `stack` closes the arms.
 
         Our arms and the fs tier share one staging memory. Our arms, fio and the rings share one
-        pool's slab; if none of ours runs, fio and the rings use a flat file. An arm that cannot run
-        here is left out; a failure during a measurement ends the benchmark.
+        pool's slab; without an arm of ours, fio and the rings use a flat file. An arm that cannot
+        run here is left out; a failure during a measurement ends the benchmark.
         """
         directory, given = self._home / f"block-{block_bytes}", (self._settings, block_bytes)
         directory.mkdir()
@@ -221,7 +221,7 @@ class _Run:
 
 
 def _measure_manager() -> dict[str, Any]:
-    """Measure the manager in a process without vLLM."""
+    """Measure the manager in a separate process that has not imported vLLM."""
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         try:
             return process.submit(measure_manager, _MANAGER_ENTRIES).result()

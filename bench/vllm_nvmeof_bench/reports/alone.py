@@ -2,7 +2,7 @@
 """The report of `bench hotpath alone`: CPU time with sharing / without, by block.
 
 A block measures the same chunks on every side and gives one ratio. The reported figure is the
-median over all blocks, with its 95 % interval. The ratio of two equal sides shows the noise.
+median over all blocks, with its 95 % interval. The ratio of the two sides without sharing is noise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Parts = tuple[tuple[str, str], ...]  # (case, stage)
 
 
 def _of(case: str, *without: str) -> _Parts:
-    """Return the case's stages on the scheduler's thread."""
+    """Return those stages of a case, except `without`, that run on the scheduler's thread."""
     stages = CASES[case].items()
     return tuple(
         (case, name) for name, one in stages if one.thread == SCHEDULER and name not in without
@@ -54,8 +54,8 @@ FIGURES[_EVERYTHING] = _REQUESTS
 class Sample:
     """One stage of one case in one block, on one side.
 
-    chunks: chunks per op; if 1, times are per op. us: CPU time of the scheduler's thread per
-    chunk, or per step for steps without work.
+    chunks: chunks per op; if 1, times are per op. us: CPU time of the scheduler's thread per chunk,
+    or, for `STEP`, per step without work.
     """
 
     side: str
@@ -71,7 +71,7 @@ Samples = Sequence[Sample]
 
 
 def sums(samples: Samples, side: str, chunks: int, parts: _Parts) -> dict[tuple[int, int], float]:
-    """Return (round, block) → the sum of the parts, if all were measured."""
+    """Return (round, block) → the sum of `parts`, for blocks that measured all parts."""
     wanted, found = set(parts), dict[tuple[int, int], dict[tuple[str, str], float]]()
     for one in select(samples, side=side, chunks=chunks):
         if (one.case, one.stage) in wanted:
@@ -80,7 +80,7 @@ def sums(samples: Samples, side: str, chunks: int, parts: _Parts) -> dict[tuple[
 
 
 def ratio(samples: Samples, side: str, chunks: int, parts: _Parts) -> Paired | None:
-    """Return `side` / `OFF`, block by block; None if nothing was measured."""
+    """Return the ratio `side` / `OFF`, block by block; None if nothing was measured."""
     above, below = (sums(samples, one, chunks, parts) for one in (side, OFF))
     both = [at for at in above if at in below]
     if not both:
@@ -89,7 +89,7 @@ def ratio(samples: Samples, side: str, chunks: int, parts: _Parts) -> Paired | N
 
 
 def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
-    """Return a goal per op size, for all of the scheduler thread's work for requests."""
+    """Return a goal for each op size, on the scheduler thread's whole work for requests."""
     return [
         bound(
             f"with sharing / without, ops of {chunks:,} {'chunk' if chunks == ONE else 'chunks'}",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `bench serve borrow`: prompts in another server's pool and in the own pool.
+"""The report of `bench serve borrow`: prompts in another server's pool and in the server's own.
 
-A ratio compares the two prompts of a pair, which have the same length and were sent to the same
-server in sequence.
+A ratio compares the two prompts of a pair: they have the same length and were sent to the same
+server, one after the other.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from vllm_nvmeof_bench.results import METHOD, Figure, Goal, Paired, bound
 OWN, BORROWED = "own", "borrowed"
 KINDS = {OWN: "in its own pool", BORROWED: "in the other server's pool"}
 RATIO_MAX = 1.3
-#: Goal for tokens found in the other pool / in the own pool.
+#: The goal for tokens found in the other server's pool / in the server's own pool.
 HITS_MIN = 0.95
-#: The share of a prompt's tokens that must be found where they were stored for it to count.
+#: A prompt counts only if at least this share of its tokens was found where it was stored.
 FOUND_MIN = 0.9
 
 
@@ -45,7 +45,7 @@ class Sample:
 
     @property
     def found_there(self) -> float:
-        """The share of the prompt that was found where it was stored."""
+        """The share of the prompt's tokens that were found where the prompt was stored."""
         return (self.pool if self.kind == OWN else self.shared) / self.prompt_tokens
 
 
@@ -58,7 +58,7 @@ def found_there(samples: Samples) -> list[Sample]:
 
 
 def ratio(samples: Samples) -> Paired | None:
-    """Return borrowed / own, pair by pair; None if no pair is complete."""
+    """Return the TTFT of borrowed / own prompts, pair by pair; None if no pair is complete."""
     pairs = results.paired(
         found_there(samples), "ttft_s", {"kind": BORROWED}, {"kind": OWN}, lambda one: one.round
     )

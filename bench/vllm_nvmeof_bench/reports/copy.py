@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `bench copy`: tables, goals, and the block sizes of the models in vLLM's table.
+"""The report of `bench copy`: tables, goals, and the block sizes of the models that vLLM lists.
 
-Goals apply to medians over rounds; the worst size, count or direction decides.
+Goals apply to medians over rounds. A goal is decided by its worst size, count or direction.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Sample:
     value: float
 
 
-#: Model, tensor parallel size and tokens per block, as stated in the table.
+#: The model, tensor parallel size and tokens per block of each row in vLLM's table.
 _MODELS = (
     ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", 2, 16),
     ("deepseek-ai/DeepSeek-V2-Lite-Chat", 1, 64),
@@ -74,8 +74,8 @@ _MODELS = (
 class ModelBlock(NamedTuple):
     """A model's sizes in bytes on one rank.
 
-    A *fragment* is the contiguous part of a block with one tensor per layer and separate keys and
-    values (vLLM 0.11); a *block* has all layers (0.12 and later, as our connector requests).
+    A *fragment* is a contiguous part of a block if layers, keys and values are in separate tensors
+    (vLLM 0.11). A *block* contains all layers (vLLM 0.12 and later, as our connector requests).
     """
 
     name: str
@@ -96,14 +96,14 @@ def model_blocks() -> Iterator[ModelBlock]:
 
 _LARGE = 512 * KIB
 _SMALL = (16 * KIB, 64 * KIB)
-#: The paced rate is that of a link of 100 Gbit/s; below the minimum it does not count as reached.
+#: Launches are paced at the rate of a 100 Gbit/s link; at the minimum it counts as reached.
 _BESIDE_CRC = "bf16 matrix products beside CRC-32C at 12.5 GB/s / alone"
 _CRC_GB_PER_S_MIN = 12.4
 _Key = tuple[str, str, int, int]  # case, direction, bytes of a block, blocks
 
 
 def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[Goal]:
-    """Return the goals in the order of the requirements; `where` names the deciding values."""
+    """Return the goals in the order of the requirements; a figure's `where` names what decided."""
     keys = _keys(samples)
 
     def value(key: _Key, arm: str) -> float | None:
@@ -117,7 +117,7 @@ def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[Goal
         return figure(key, value(key, above), value(key, below))
 
     def better(key: _Key) -> Figure | None:
-        """Compare auto with the better; it chooses the kernel only if `KERNEL_MARGIN` × faster."""
+        """Compare auto with the better backend: the kernel if it is `KERNEL_MARGIN` × faster."""
         dma, kernel = value(key, "dma"), value(key, "kernel")
         known = dma is not None and kernel is not None
         return figure(key, value(key, "auto"), max(dma, kernel / KERNEL_MARGIN) if known else None)
@@ -154,7 +154,7 @@ def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[Goal
 
 
 def _beside_crc(samples: Sequence[Sample]) -> Figure | None:
-    """Return the least slowdown of the product by a launch that is fast enough."""
+    """Return the least slowdown of the matrix product by any launch with a sufficient rate."""
     beside = select(samples, case="crc_beside")
     products = select(samples, case="crc_matrix")
     alone = median_of(products, "value", arm="alone")

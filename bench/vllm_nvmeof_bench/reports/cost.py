@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `bench cost`: medians, ratios paired by round, goals, sentences.
+"""The report of `bench cost`: medians, ratios paired by round, goals, and conclusions.
 
 Two arms are compared round by round, because a disturbance in a round affects both. Estimates and
-their intervals are those of `results.Paired`.
+their intervals are computed by `results.Paired`.
 
 A cost meets its goal if the median ratio is within 2 %, or if the interval contains 1, so that the
-difference is within the noise. Goals apply to the default settings, `ours`.
+difference may be noise. Goals apply to the default settings, the arm `ours`.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _IDLE_CORES_MAX = 0.05
 class Sample:
     """One arm, case and round.
 
-    ttft_s: to the first token, the median if there are several requests. seconds: to the last
-    token. tokens: prompts and answers. cpu_s: user and system time of the server's processes until
-    they were idle again. others_cpu_s: the other, idle servers' CPU time in that period.
-    quiet_after_s: how long the server kept working. stored_bytes, loaded_bytes: copied between GPU
-    memory and staging. hits: tokens found in any cache. scheduler_s, scheduler_steps: time and
-    steps of our scheduler side; step_s, step_tokens: those of the engine; None if not counted.
+    ttft_s: time to the first token, the median if there are several requests. seconds: time to the
+    last token. tokens: in prompts and answers. cpu_s: user and system time of the server's
+    processes until they were idle again. others_cpu_s: CPU time of the other, idle servers in that
+    period. quiet_after_s: how long the server kept working. stored_bytes, loaded_bytes: copied
+    between GPU memory and staging. hits: tokens found in any cache. scheduler_s, scheduler_steps:
+    time and steps of our scheduler side; step_s, step_tokens: the engine's; None if not counted.
     """
 
     arm: str
@@ -110,7 +110,7 @@ def arms_of(samples: Sequence[Sample]) -> list[str]:
 def ratios_of(
     samples: Sequence[Sample], arm: str, base: str, case: str, measure: str
 ) -> Paired | None:
-    """Return `arm` / `base`; None if they share no round, or a value is 0 or unknown."""
+    """Return the ratio `arm` / `base`; None if no round has both, or a value is 0 or unknown."""
     pairs = _pairs(samples, arm, base, case, measure)
     positive = bool(pairs) and min(map(min, pairs)) > 0
     return ratios(*zip(*pairs, strict=True)) if positive else None
@@ -138,7 +138,7 @@ def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[Goal
 
 
 def within(ratio: Paired, more_is_worse: bool) -> bool:
-    """Return whether the cost is within 2 %, or within the interval's noise."""
+    """Return whether the cost is within 2 %, or could be noise because the interval contains 1."""
     return _cost(ratio, more_is_worse) <= COST_MAX or ratio.contains(1.0)
 
 
@@ -190,7 +190,7 @@ _BOUNDS = (
 
 
 def sentences(samples: Sequence[Sample]) -> Iterator[str]:
-    """Yield the cost of storing decode chunks and how to limit it, as far as measured."""
+    """Yield the cost of storing decode chunks and ways to limit it, as far as it was measured."""
     yield from _noise(samples)
     yield from _scheduler(samples)
     there = set(arms_of(select(samples, case="batch")))
@@ -203,7 +203,7 @@ def sentences(samples: Sequence[Sample]) -> Iterator[str]:
 
 
 def _between(what: str, samples: Sequence[Sample], arm: str, base: str) -> str:
-    """Return `arm` minus `base` in the batch, per 1,000 tokens (prompts and answers)."""
+    """Return how much more `arm` costs than `base` in the batch, per 1,000 tokens."""
     parts = []
     if pairs := _pairs(samples, arm, base, "batch", "cpu_s_per_1k_tokens"):
         cpu = differences(*zip(*pairs, strict=True))
@@ -239,7 +239,7 @@ def _scheduler(samples: Sequence[Sample]) -> Iterator[str]:
 
 
 def _noise(samples: Sequence[Sample]) -> Iterator[str]:
-    """Yield a line for each measure whose noise could hide a difference of 2 %."""
+    """Yield a line for each measure that is so noisy that a difference of 2 % could be hidden."""
     for case, measure, name in (("single", "ttft_s", "TTFT"), ("batch", "tokens_per_s", "batch")):
         ratio = ratios_of(samples, OURS, BASE, case, measure)
         if ratio is None:
@@ -312,7 +312,7 @@ def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _ours(samples: Sequence[Sample]) -> dict[str, str]:
-    """Return the default settings' loss of throughput, paired by round."""
+    """Return the loss of throughput with the default settings, paired by round."""
     ratio = ratios_of(samples, OURS, BASE, "batch", "tokens_per_s")
     if ratio is None:
         return {}

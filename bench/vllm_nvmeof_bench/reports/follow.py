@@ -15,18 +15,18 @@ FIRST, SAME, CHANGED, PUT, IDLE = "first", "same", "changed", "put", "idle"
 SCAN, LOG = "scan", "log"
 _LOOKS = {FIRST: "first look", SAME: "nothing changed", CHANGED: "some entries changed"}
 _MILLION = 1_000_000
-#: The default numbers of an idle follower's regions.
+#: The default numbers of regions in the directory of an idle follower.
 _REGIONS = (1, 10, 100)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One scan of another server's table or log, one write, or one idle period.
+    """One scan of another server's table or log, one write, or one period of idling.
 
-    entries: entries in the table; for `CHANGED`, changed ones; for `IDLE`, entries per region.
-    wall_s: elapsed time; for `PUT`, from the write's completion until another process finds the
-    chunk. cpu_s: CPU time of the thread, or of the whole follower for `IDLE`; None: not measured.
-    by: by scans of the table or by its log. regions: number of regions for `IDLE`.
+    entries: entries in the table; for `CHANGED`, entries that changed; for `IDLE`, entries per
+    region. wall_s: elapsed time; for `PUT`, from the write's completion until another process finds
+    the chunk. cpu_s: CPU time of the thread, or of the whole follower for `IDLE`; None: not
+    measured. by: how changes are found, `SCAN` or `LOG`. regions: only for `IDLE`.
     """
 
     stage: str
@@ -47,7 +47,7 @@ class Sample:
 
     @property
     def share_percent(self) -> float | None:
-        """The CPU use in per cent of a core."""
+        """The CPU time as a percentage of one core's."""
         return None if self.cpu_s is None else 100 * self.cpu_s / self.wall_s
 
 
@@ -55,7 +55,7 @@ Samples = Sequence[Sample]
 
 
 def us_per_change(samples: Samples, by: str, entries: int) -> list[float]:
-    """Return per round the CPU µs per changed entry, minus the cost of a scan without changes."""
+    """Return, per round, the CPU µs per changed entry, less the cost of a scan without changes."""
     above = {"stage": CHANGED, "by": by, "entries": entries}
     pairs = results.paired(samples, "cpu_s", above, {"stage": SAME, "by": by})
     return [1e6 * (changed - same) / entries for changed, same in pairs]
@@ -66,7 +66,7 @@ def _figure(values: Sequence[float], share: float = 0.5) -> Figure | None:
 
 
 def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
-    """Return the goals, for medians, or P99 in case of delays."""
+    """Return the goals; they apply to medians, except that those for delays apply to P99."""
 
     def per_million(stage: str, by: str, scale: float = 1.0) -> Figure | None:
         chosen = select(samples, stage=stage, by=by)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report of `bench hotpath chunks`: stages, totals over stages, goals, tables.
 
-A total is the sum over its stages within one round; its figure is the median over the rounds. If
-a stage was not measured, neither is the total.
+A total is the sum over its stages within one round, and its figure is the median over the rounds. A
+round in which a stage was not measured has no total.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vllm_nvmeof_bench.results import (
 OURS, VLLM = "ours", "vllm"
 SIDES = (OURS, VLLM)
 SCHEDULER, MODEL, PIPELINE = "scheduler", "model", "pipeline"
-#: Chunks of an op that measures the cost per op.
+#: The size of an op that measures the cost per op.
 ONE = 1
 
 
@@ -99,7 +99,7 @@ _TITLES = {
     "hold": "requests that wait",
     "start": "start with a full pool",
 }
-#: A load's cost on the scheduler's thread except look-ups; vLLM's manager has no `find`.
+#: The costs of a load on the scheduler's thread without look-ups; vLLM's manager has no `find`.
 _PLANNED = ("find", "prepare", "pickle", "report")
 _STORED = tuple((case, stage) for case in ("store", "write") for stage in CASES[case])
 _MODEL_STAGES = tuple(name for name, stage in _LOAD.items() if stage.thread == MODEL)
@@ -111,9 +111,9 @@ _CHUNKS, _MORE_CHUNKS = 8192, 65_536
 class Sample:
     """One stage of one case in one round.
 
-    chunks: chunks of the op; if `ONE`, us_per_chunk is the cost of an op. us_per_chunk: CPU time of
-    the thread. bytes_per_chunk: size of a pickled command, or resident memory of the index.
-    locked_us_per_chunk: the pipeline thread's CPU time with the interpreter lock.
+    chunks: chunks per op; if `ONE`, us_per_chunk is the cost per op. us_per_chunk: CPU time of the
+    thread. bytes_per_chunk: size of a pickled command, or resident memory of the index.
+    locked_us_per_chunk: CPU time in which the pipeline thread holds the interpreter lock.
     """
 
     stage: str
@@ -153,13 +153,13 @@ def _figure(values: Sequence[float], where: str = "", scale: float = 1.0) -> Fig
 def _total(
     samples: Samples, case: str, stages: Iterable[str], chunks: int = _CHUNKS, scale: float = 1.0
 ) -> Figure | None:
-    """Return our total."""
+    """Return our side's total of a case's `stages`, in µs per chunk times `scale`."""
     values = total_us(samples, OURS, chunks, parts_of(case, stages))
     return _figure(values, _TITLES[case], scale)
 
 
 def load_ratio(samples: Samples, chunks: int = _CHUNKS) -> Figure | None:
-    """Return our load from the CPU tier / vLLM's, on the scheduler's thread, round by round."""
+    """Return the ratio of our load from the CPU tier to vLLM's, on the scheduler's thread."""
     rounds = []
     for one in distinct(samples, "round"):
         some = select(samples, round=one)
@@ -171,7 +171,7 @@ def load_ratio(samples: Samples, chunks: int = _CHUNKS) -> Figure | None:
 
 
 def _growth(samples: Samples) -> Figure | None:
-    """Return µs per chunk at 65,536 chunks / at 8,192; the worst of loads and stores."""
+    """Return µs per chunk at 65,536 chunks / at 8,192, for loads or stores: the worse ratio."""
 
     def ratio(case: str, parts: Parts) -> Figure | None:
         wanted = list(parts)
@@ -186,7 +186,7 @@ def _growth(samples: Samples) -> Figure | None:
 
 
 def _op(samples: Samples) -> Figure | None:
-    """Return the µs of an op of one chunk on all threads; the worst of loads and stores."""
+    """Return the µs of an op of one chunk, on all threads together; the worst kind of op."""
     without = ("look_up", "look_up_again")  # run per chunk, not per op
     loads = [name for name in _LOAD if name not in without]
     found = [_total(samples, case, loads, ONE) for case in ("cpu", "pool")]
@@ -194,7 +194,7 @@ def _op(samples: Samples) -> Figure | None:
 
 
 def _rate(samples: Samples, case: str) -> Figure | None:
-    """Return the thousands of chunks per second that the pipeline's thread can move."""
+    """Return how many thousand chunks per second the pipeline's thread can move."""
     chosen = select(samples, side=OURS, case=case, stage="pipeline", chunks=_CHUNKS)
     values = [one.us_per_chunk for one in chosen if one.us_per_chunk]
     return _figure([1000 / value for value in values])
@@ -214,7 +214,7 @@ def _bytes(samples: Samples) -> Figure | None:
 
 
 def _locked(samples: Samples) -> Figure | None:
-    """Return for how many ms the pipeline's thread holds the interpreter lock; the worst load."""
+    """Return how many ms the pipeline's thread holds the interpreter lock; the worst load."""
     wanted = {"side": OURS, "stage": "pipeline", "chunks": _CHUNKS}
     found = [
         _figure(
@@ -228,7 +228,7 @@ def _locked(samples: Samples) -> Figure | None:
 
 
 def _adoption(samples: Samples) -> Figure | None:
-    """Return the seconds to adopt a million entries."""
+    """Return the seconds that adopting a million entries takes."""
     chosen = select(samples, case="start", side=OURS)
     sizes = {one.chunks for one in chosen if one.stage == "adopt_rank"}
     stages = parts_of("start", ("adopt_rank", "adopt_manager"))
@@ -243,7 +243,7 @@ def _worst_load(
 
 
 def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
-    """Return the goals, for a load of 8,192 chunks unless stated otherwise."""
+    """Return the goals; they are for a load of 8,192 chunks unless stated otherwise."""
     ms = _CHUNKS / 1000
     total, worst = partial(_total, samples), partial(_worst_load, samples)
     index = values_of(samples, "bytes_per_chunk", side=OURS, case="start", stage="memory")
@@ -275,7 +275,7 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
 
 
 def _by_size(sizes: Sequence[int], cell: Callable[..., Any]) -> Iterator[Column]:
-    """Yield a column per size and side. cell: takes a row, `side` and `chunks`."""
+    """Yield a column per size and side. cell: a function of a row, with `side` and `chunks`."""
     for chunks, side in itertools.product(sizes, SIDES):
         name = "op of 1" if chunks == ONE else f"{chunks:,}"
         get = partial(cell, side=side, chunks=chunks)
@@ -305,7 +305,7 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table]:
 
 
 def _sums(samples: Samples, sizes: Sequence[int]) -> Table:
-    """Return the table of each op's total cost per thread."""
+    """Return the table of the total cost of an op on each thread."""
 
     def sum_of(row: tuple[str, str], side: str, chunks: int) -> Spread | None:
         case, thread = row

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `bench latency`: the second target against the first, and ours against fio."""
+"""The report of `bench latency`: the second target against the first, our engine against fio."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vllm_nvmeof_bench.results import (
 from vllm_nvmeof_offload.units import KIB, slot_stride_bytes
 
 ARMS = ("fio", "ours")
-#: The name of a throttled target in every file.
+#: The name of a throttled target in every results file.
 STAND_IN = "throttled-stand-in"
 PAYLOAD_MIN = 4 * KIB
 _MEASURES = {"p50": "p50_us", "mean": "mean_us", "P99": "p99_us"}
@@ -30,7 +30,7 @@ _Side = dict[str, object]  # target and arm
 
 @dataclass(frozen=True, order=True)
 class Point:
-    """The parameters of one measurement. payload_bytes: payload of a slot."""
+    """The parameters of one measurement. payload_bytes: the payload of a pool slot."""
 
     case: str
     payload_bytes: int
@@ -39,7 +39,7 @@ class Point:
 
     @property
     def io_bytes(self) -> int:
-        """The size of fio's I/O: just the payload for 4 KiB, otherwise a whole slot like ours."""
+        """The size of fio's I/O: for 4 KiB the payload, otherwise a whole slot, as for ours."""
         if self.payload_bytes <= PAYLOAD_MIN:
             return self.payload_bytes
         return slot_stride_bytes(self.payload_bytes)
@@ -47,9 +47,9 @@ class Point:
 
 @dataclass(frozen=True)
 class Sample:
-    """One target, arm, point and round, with latencies in µs of the completed `operations`.
+    """A target, arm, point and round, with the latencies in µs of its completed `operations`.
 
-    p99_us: the slowest, if there are fewer than 100 operations. cpu_s_per_gib: CPU seconds of all
+    p99_us: the slowest operation, if there are fewer than 100. cpu_s_per_gib: CPU seconds of all
     processes of the arm per GiB of payload.
     """
 
@@ -82,7 +82,7 @@ class Added(NamedTuple):
 def added(
     samples: Sequence[Sample], first: _Side, second: _Side, point: Point, measure: str
 ) -> Added | None:
-    """Return the second side's median minus the first's; None unless both were measured."""
+    """Return the second side's median minus the first's; None unless both sides were measured."""
     before, after = (median_of(samples, measure, point=point, **side) for side in (first, second))
     if before is None or after is None:
         return None
@@ -95,7 +95,7 @@ def points_of(samples: Iterable[Sample]) -> list[Point]:
 
 
 def _tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterator[Table | str]:
-    """Yield, for each case and size, a table per arm, then a table per target."""
+    """Yield, for each case and payload, first a table per arm, then a table per target."""
     targets = distinct(samples, "target")
     for case, payload in sorted({(one.case, one.payload_bytes) for one in samples}):
         chosen = select(samples, case=case, payload_bytes=payload)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report of `bench serve moving`: conversations that move to another server at each turn.
 
-TTFT and found shares are for turns from the second on, because the first prompt is new. Their
+TTFT and the share found are for turns from the second on, because the first prompt is new. Their
 ratios compare the same turn of the same conversation in the same round. Throughput is for a whole
-round, including first turns, over the total time of its requests.
+round, first turns included: its tokens over the total time of its requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm_nvmeof_bench.report import Column, Report, Table, arm_columns, by, med
 from vllm_nvmeof_bench.results import METHOD, Figure, Goal, Paired, bound, distinct, select
 
 OURS, STICKY, PEER = "ours", "sticky", "peer"
-#: Arm compared with ours → required ratio.
+#: The arms that are compared with ours → the required ratios.
 _RIVALS = {PEER: 1.0, STICKY: 0.9}
 _PLACES = {"gpu": "GPU", "cpu": "CPU", "pool": "own pool", "shared": "others'", "other": "other"}
 
@@ -61,14 +61,14 @@ def later(samples: Samples) -> list[Sample]:
 
 
 def tokens_per_s(samples: Samples) -> float | None:
-    """Return prompt and answer tokens of complete answers per second of requests, if any."""
+    """Return the tokens of complete prompts and answers, per second of all requests' time."""
     seconds = sum(one.end_s for one in samples)
     whole = [one for one in samples if one.failure is None]
     return sum(one.prompt_tokens + one.answer_tokens for one in whole) / seconds if whole else None
 
 
 def _paired(samples: Samples, arm: str, other: str, measure: str) -> list[tuple[float, float]]:
-    """Return pairs by turn of a conversation, from the second on."""
+    """Return (`arm`, `other`) pairs of a measure, by turn of a conversation, from the second on."""
     above, below = ({"arm": one} for one in (arm, other))
     pairs = results.paired(
         later(samples), measure, above, below, lambda one: (one.round, one.conversation, one.turn)
@@ -77,18 +77,18 @@ def _paired(samples: Samples, arm: str, other: str, measure: str) -> list[tuple[
 
 
 def ratio_of_ttft(samples: Samples, arm: str, other: str) -> Paired | None:
-    """Return the TTFT of `arm` / `other`, turn by turn."""
+    """Return the ratio of the TTFT on `arm` to that on `other`, turn by turn."""
     pairs = _paired(samples, arm, other, "ttft_s")
     return results.median_ratio([a / b for a, b in pairs]) if pairs else None
 
 
 def ratio_of_found(samples: Samples, arm: str, other: str) -> Paired | None:
-    """Return the share of prompt tokens not computed, `arm` / `other`, round by round."""
+    """Return the ratio of the shares of prompt tokens that were not computed, round by round."""
     return _by_round(samples, arm, other, lambda some: _found(some, *_PLACES))
 
 
 def ratio_of_tokens(samples: Samples, arm: str, other: str) -> Paired | None:
-    """Return tokens per second, `arm` / `other`, round by round."""
+    """Return the ratio of tokens per second on `arm` to those on `other`, round by round."""
     return _by_round(samples, arm, other, tokens_per_s)
 
 
@@ -104,14 +104,14 @@ def _by_round(
 
 
 def _found(samples: Samples, *places: str) -> float | None:
-    """Return the share of prompt tokens found in these places, from the second turn on."""
+    """Return the share of prompt tokens found in `places`, for turns from the second on."""
     chosen = later(samples)
     prompts = sum(one.prompt_tokens for one in chosen)
     return sum(getattr(one, at) for one in chosen for at in places) / prompts if prompts else None
 
 
 def different(samples: Samples) -> tuple[int, int]:
-    """Return (answers that differ from the first one to the same turn, compared answers)."""
+    """Return (answers that differ from the first one for the same turn, answers compared)."""
     first: dict[tuple[int, int, int], str] = {}
     unequal = compared = 0
     for one in samples:
@@ -123,7 +123,7 @@ def different(samples: Samples) -> tuple[int, int]:
 
 
 def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
-    """Return the goals for ours against vLLM's tiering and against conversations that stay."""
+    """Return the goals for our arm against vLLM's tiering, and against conversations that stay."""
 
     def figure(found: Paired | None, inverse: bool = False) -> Figure | None:
         return Figure(1 / found.middle if inverse else found.middle, found.n) if found else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `bench peers`: both links against one, the sum of rates, and vLLM's p2p tier."""
+"""The report of `bench peers`: both links against one, against their sum, and vLLM's p2p tier."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from vllm_nvmeof_bench.results import (
 
 #: Link rates are in MB/s, as usual for storage.
 MB = 1_000_000
-#: The rates of unlimited links, used for idle servers.
+#: A text of rates for links without limits, which idle servers use.
 NO_LINKS = "0:0"
 LOAD, IDLE, SERVING = "load", "idle", "serving"
-#: Arms of SERVING: the helper's own loads without and with peers, and peers without own loads.
+#: The arms of SERVING: the helper's own loads without peers and with them, and only the peers.
 ALONE, BESIDE, PEERS_ALONE = "alone", "beside", "peers"
 WITHOUT, ABSENT, BOTH, LANDING = "without", "absent", "both", "landing"
 VLLM_P2P = "vllm_p2p"
@@ -40,7 +40,7 @@ ARMS = {
     VLLM_P2P: "both links, vLLM's fs and p2p tiers",
 }
 MESSAGES = "messages"
-#: How chunks are transferred; cma is only in results of earlier versions.
+#: The ways to transfer chunks; only results of earlier versions contain cma.
 TRANSPORTS = {"cma": "NIXL pulls, by the kernel's cma", MESSAGES: "messages over TCP"}
 BOTH_MIN, SUM_MIN, ABSENT_MIN, IDLE_MAX = 1.9, 0.93, 0.98, 0.5
 VLLM_P2P_MIN = 1.05
@@ -48,7 +48,7 @@ SERVING_P99_MAX = 1.3
 
 
 def link_rates(rates: str) -> tuple[float, float]:
-    """Return the MB/s of the own link and of the peer's from a text such as `400:400`.
+    """Return the MB/s of the server's own link and of the peer's, from a text such as `400:400`.
 
     Raises: BenchError: the text has another form.
     """
@@ -61,11 +61,11 @@ def link_rates(rates: str) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Sample:
-    """One load of one arm, one idle period, or one period with only reads for peers.
+    """One load of one arm, one idle period, or one period in which only peers read.
 
-    rates: MB/s of the own link and of the peer's. size_bytes: payload of the load. pulled_bytes:
-    payload received from the peer; for a helper's loads, payload read for peers in that time.
-    cpu_s: CPU time of the loading process; helper_cpu_s: that of the peer.
+    rates: MB/s of the server's own link and of the peer's. size_bytes: payload of the load.
+    pulled_bytes: payload received from the peer; for a helper's loads, payload that it read for
+    peers in that time. cpu_s: CPU time of the loading process; helper_cpu_s: CPU time of the peer.
     """
 
     stage: str
@@ -85,7 +85,7 @@ class Sample:
 
     @property
     def of_sum(self) -> float:
-        """The rate as a share of both links' total."""
+        """The load's rate as a share of the sum of both links' rates."""
         return self.mb_per_s / sum(link_rates(self.rates))
 
     @property
@@ -98,12 +98,12 @@ class Sample:
 
     @property
     def helper_ms_per_gb(self) -> float | None:
-        """The peer's CPU time per GB that it read."""
+        """The peer's CPU time, in ms per GB that it read for the loading server."""
         return 1e12 * self.helper_cpu_s / self.pulled_bytes if self.pulled_bytes else None
 
     @property
     def idle_percent(self) -> float:
-        """The CPU use of the busier process, in per cent of a core."""
+        """The CPU time of the busier process as a percentage of one core's."""
         return 100 * max(self.cpu_s, self.helper_cpu_s) / self.seconds
 
 
@@ -117,7 +117,7 @@ def places_of(samples: Samples) -> list[Place]:
 
 
 def ratio(samples: Samples, place: Place, arm: str, beside: str = WITHOUT) -> Paired | None:
-    """Return the rate of `arm` / that of `beside`, round by round."""
+    """Return the ratio of the rate of `arm` to that of `beside`, round by round."""
     where = {"stage": LOAD, "rates": place[0], "transport": place[1]}
     above, below = {**where, "arm": arm}, {**where, "arm": beside}
     pairs = results.paired(samples, "mb_per_s", above, below)
@@ -125,7 +125,7 @@ def ratio(samples: Samples, place: Place, arm: str, beside: str = WITHOUT) -> Pa
 
 
 def beside_serving(samples: Samples, size_bytes: int, share: float) -> Figure | None:
-    """Return a percentile of the helper's own load times, with serving / without."""
+    """Return the ratio of a percentile of the helper's own load times, serving / not serving."""
     where = {"stage": SERVING, "size_bytes": size_bytes}
     alone, beside = (values_of(samples, "seconds", **where, arm=arm) for arm in (ALONE, BESIDE))
     if not alone or not beside:
@@ -144,7 +144,7 @@ def _is_equal(rates: str) -> bool:
 
 
 def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
-    """Return the goals, each for the worst rates and transport."""
+    """Return the goals; each is for the worst combination of rates and transport."""
     places = places_of(samples)
 
     def worst_ratio(arm: str, chosen: Sequence[Place], beside: str = WITHOUT) -> Figure | None:
@@ -207,7 +207,7 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
     ]
 
     def over(row: dict[str, str], beside: str) -> Paired | None:
-        """Return the arm / no peer, or ours / vLLM's in vLLM's row."""
+        """Return the ratio of the row's arm to `beside`; in vLLM's row, that of ours to vLLM's."""
         place = row["rates"], row["transport"]
         if beside == VLLM_P2P:
             return ratio(samples, place, BOTH, beside) if row["arm"] == beside else None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report of `bench pool`: tables and goals.
 
-Goals are ratios of medians over rounds. If a goal covers several block sizes, the worst one
-decides and is named. "The best of fio, threads and ring" is the largest of their medians for that
-block size. A goal with missing samples is neither reached nor missed.
+Goals are ratios of medians over rounds. If a goal covers several block sizes, the worst one decides
+and is named. "The best of fio, threads and ring" is the largest of their medians for that block
+size. A goal that lacks samples counts as not measured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm_nvmeof_bench.results import Figure, bound, distinct, ratio_of_medians,
 from vllm_nvmeof_offload.units import KIB, MIB
 
 ARMS = ("ours", "ours_threads", "fio", "ring", "ring_slots", "vllm_fs")
-#: Kind of measurement → its cases.
+#: Kind of measurement → the cases that it measures.
 KINDS: dict[str, tuple[str, ...]] = {
     "batch_write": ("batch_write",),
     "batch_read": ("batch_read",),
@@ -39,7 +39,7 @@ _LARGE = 512 * KIB
 
 @dataclass(frozen=True)
 class Sample:
-    """One arm, case, block size and round; MiB and GiB are of payload.
+    """One arm, case, block size and round; MiB and GiB count payload only.
 
     cpu_s_per_gib: None if the CPU time of two directions cannot be separated. p50_us, p99_us: None
     if the arm reports no latency.
@@ -78,12 +78,12 @@ def _tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterato
 
 
 def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[results.Goal]:
-    """Return the goals in the requirements' order; the manager's figures are in the conditions."""
+    """Return the goals in the requirements' order; `conditions` contain the manager's figures."""
 
     def ratio(
         case: str, block: int = 2 * MIB, measure: str = _RATE, rival: str = _FS, base: str = ""
     ) -> Figure | None:
-        """Return ours / a rival's, in the same case unless `base` names another."""
+        """Return the ratio of ours to a rival's, in the same case unless `base` names another."""
         above = {"arm": "ours", "case": case, "block_bytes": block}
         below = {"arm": rival, "case": base or case, "block_bytes": block}
         where = f"{results.size_name(block)}, {rival}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `bench replay`: completed requests, first tokens and hits of each arm."""
+"""The report of `bench replay`: each arm's completed requests, times to first token and hits."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Sample:
 def summary_of(samples: Sequence[Sample], arm: str) -> dict[str, float]:
     """Return one arm's figures by name; empty if it produced no token.
 
-    TTFT is in seconds, for all requests that received a token. Tokens per second are those of
-    whole requests over the time from the first user's arrival to the end.
+    TTFT is in seconds, for all requests that received a token. Tokens per second are those of whole
+    requests, divided by the time from the first user's arrival to the end.
     """
     mine = select(samples, arm=arm)
     firsts = values_of(mine, "ttft_s")
@@ -61,7 +61,7 @@ def summary_of(samples: Sequence[Sample], arm: str) -> dict[str, float]:
     }
 
 
-#: Rows of the study: name, key of a summary, format.
+#: The rows of the study: name, key in `summary_of`, format.
 _STUDY_ROWS = (
     ("requests completed", "completed", "{:,}"),
     ("TTFT average", "ttft_mean_s", "{:.2f} s"),
@@ -73,7 +73,7 @@ _STUDY_ROWS = (
 
 
 def _ours(samples: Sequence[Sample]) -> dict[str, str]:
-    """Return our figures for the study's rows and columns; empty unless all three arms ran."""
+    """Return our figures by the study's rows, with its columns; empty unless all three arms ran."""
     known = [summary_of(samples, arm) for arm in _STUDIED]
     if not all(known):
         return {}
@@ -139,7 +139,7 @@ def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table
 
 
 def _over_time(samples: Sequence[Sample], arms: Sequence[str]) -> Table:
-    """Return medians over time: a rise with a constant number of users shows the spiral."""
+    """Return medians over time; if they rise with constant users, the server falls behind."""
     end_s = max((one.at_s for one in samples), default=0.0) or 1.0
     edges = np.linspace(0, end_s, _WINDOWS + 1).tolist()
     windows = list(itertools.pairwise(edges))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report of `bench serve ttft`, `hits` and `turns`: ratios and tables.
 
-Ratios compare the same prompt, or the same round. Differences are to the first arm.
+Ratios compare the same prompt, or the same round. Differences are relative to the first arm.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vllm_nvmeof_bench.report import (
 from vllm_nvmeof_bench.reports import published
 from vllm_nvmeof_bench.results import distinct, mean, median, median_of, paired, select, spread_of
 
-#: (our arm, the rival with as much CPU memory and the same storage).
+#: (our arm, its rival: as much CPU memory and the same storage).
 _RIVALS = (("full", "peer_full"), ("pool", "peer"), ("target", "peer_target"))
 #: Our arms with a CPU tier that holds everything, as in the published measurements.
 _HOLD_ALL = ("cpu", "full")
@@ -36,8 +36,8 @@ Conditions = Mapping[str, Any]
 class TtftSample:
     """One request. gpu to other: the prompt's tokens by where they were found, as in `Hits`.
 
-    same: whether the answer equals that of the first arm when it computed the prompt; None if
-    either failed.
+    same: whether the answer equals the one that the first arm gave when it computed the prompt;
+    None if either failed.
     """
 
     arm: str
@@ -60,11 +60,11 @@ class TtftSample:
 
 @dataclass(frozen=True)
 class HitSample:
-    """One batch. seconds: from the first request to the last token. Token counts are of all
-    prompts, of all answers, and of the prompts by where they were found.
+    """One batch. seconds: from the first request to the last token. Token counts are the sums over
+    all prompts, over all answers, and over the prompts by where their tokens were found.
 
-    ttft_s: median. same, compared: answers to returning prompts that equal the first arm's, and
-    all that were compared. cpu_s: CPU seconds of the server's processes; None: not started here.
+    ttft_s: median. same: answers to returning prompts that equal the first arm's; compared: all
+    that were compared. cpu_s: CPU seconds of the server's processes; None: not started here.
     """
 
     arm: str
@@ -86,7 +86,7 @@ class HitSample:
 
     @property
     def tokens_per_s(self) -> float:
-        """Prompt tokens, computed or not, and answer tokens per second."""
+        """The tokens of prompts, computed or not, and of answers per second."""
         return (self.prompt_tokens + self.answer_tokens) / self.seconds
 
     @property
@@ -96,9 +96,9 @@ class HitSample:
 
 @dataclass(frozen=True)
 class TurnSample:
-    """One turn of one conversation. start_s: time of the request from the measurement's start.
+    """One turn of one conversation. start_s: when it was sent, from the measurement's start.
     digest: a hash of the answer, to compare arms. gpu to other: hits of the whole measurement, only
-    in the first turn of its first conversation; otherwise 0.
+    in the first turn of its first conversation; in all others 0.
     """
 
     arm: str
@@ -120,7 +120,7 @@ class TurnSample:
 
 
 def rivals(arms: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (ours, rival) of every pair of which both were measured."""
+    """Return the (ours, rival) pairs of which both arms were measured."""
     known = set(arms)
     return [pair for pair in _RIVALS if known.issuperset(pair)]
 
@@ -135,9 +135,9 @@ def found_in(samples: Sequence[Any]) -> tuple[float, ...]:
 def ratio_of_ttft(
     samples: Sequence[Any], arm: str, length: int | None = None, other: str | None = None
 ) -> list[float]:
-    """Return, per prompt, first time / return on `arm`; with `other`, returns on `arm` / `other`.
+    """Return, per prompt, the TTFT when computed / when it returns, both on `arm`.
 
-    length: prompt length; None: all.
+    length: prompt length; None: all. other: if given, compare returns on `arm` / on `other`.
     """
     below: dict[str, object] = {"arm": other or arm, "phase": "back", "length": length}
     above = {**below, "arm": arm, "phase": "back" if other else "cold"}
@@ -146,20 +146,20 @@ def ratio_of_ttft(
 
 
 def ratio_of_hits(samples: Sequence[Any], arm: str, other: str, rate: int) -> list[float]:
-    """Return the throughput of `arm` / that of `other`, paired by round."""
+    """Return the ratios of the throughput of `arm` to that of `other`, paired by round."""
     above, below = ({"arm": name, "rate": rate} for name in (arm, other))
     return [a / b for a, b in paired(samples, "tokens_per_s", above, below) if b]
 
 
 def ratio_of_cpu(samples: Sequence[Any], arm: str, other: str, rate: int) -> list[float]:
-    """Return the CPU seconds of `arm`'s server / those of `other`'s, paired by round."""
+    """Return the ratios of CPU seconds of `arm`'s server to those of `other`'s, paired by round."""
     above, below = ({"arm": name, "rate": rate} for name in (arm, other))
     return [a / b for a, b in paired(samples, "cpu_s", above, below) if b]
 
 
 def throughput_ratios(samples: Sequence[HitSample]) -> list[dict[str, Any]]:
-    """Return, by hit rate and arm of ours with a measured rival, the median of the rounds' ratios
-    and its 95 % interval (`results.Paired`); low and high are None with few rounds.
+    """Return a row per hit rate and pair of rivals: the median of the rounds' ratios and its 95 %
+    interval (`results.Paired`); low and high are None if there are few rounds.
     """
     rows: list[dict[str, Any]] = []
     for rate in _levels(samples, "rate"):
@@ -174,7 +174,7 @@ def throughput_ratios(samples: Sequence[HitSample]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Turns:
-    """One arm at one concurrency, over all rounds. found: as returned by `found_in`."""
+    """The figures of one arm at one concurrency, over all rounds. found: see `found_in`."""
 
     tokens_per_s: float | None
     ttft_mean_s: float | None
@@ -187,7 +187,7 @@ class Turns:
 def turns_of(samples: Sequence[Any], arm: str, concurrency: int) -> Turns:
     mine = select(samples, arm=arm, concurrency=concurrency)
     whole = [one for one in mine if one.failure is None]
-    # Sum of the times from each measurement's start to its last answer.
+    # The sum of the measurements' durations, each from its start to its last answer.
     seconds = sum(
         max(one.start_s + one.end_s for one in mine if one.round == index)
         for index in distinct(mine, "round")
@@ -205,7 +205,7 @@ def turns_of(samples: Sequence[Any], arm: str, concurrency: int) -> Turns:
 
 
 def ratio_of_turns(samples: Sequence[Any], arm: str, other: str, concurrency: int) -> list[float]:
-    """Return tokens per second of `arm` / those of `other`, paired by round."""
+    """Return the ratios of tokens per second of `arm` to those of `other`, paired by round."""
     found = []
     for index in _levels(samples, "round"):
         part = select(samples, round=index)
@@ -216,12 +216,12 @@ def ratio_of_turns(samples: Sequence[Any], arm: str, other: str, concurrency: in
 
 
 def changed(value: float | None, base: float | None) -> str:
-    """Return the change from `base` to `value` in per cent; – if either is missing."""
+    """Return the change from `base` to `value` in per cent, or `NOTHING` if either is missing."""
     return NOTHING if value is None or not base else f"{100 * (value / base - 1):+.0f} %"
 
 
 def _same_turns(samples: Sequence[Any]) -> tuple[int, int]:
-    """Return (equal, compared): the answers compared with the first arm's to the same turn."""
+    """Return (answers that equal the first arm's for the same turn, answers compared)."""
     first: dict[tuple[int, ...], str] = {}
     same = compared = 0
     for one in samples:
@@ -234,7 +234,7 @@ def _same_turns(samples: Sequence[Any]) -> tuple[int, int]:
 
 
 def _published_ttft(samples: Sequence[Any]) -> dict[str, str]:
-    """Return medians of ratios by length, for an arm with a CPU tier that holds everything."""
+    """Return the medians of TTFT ratios by length, for an arm whose CPU tier holds everything."""
     for arm in _HOLD_ALL:
         lengths = distinct(select(samples, arm=arm), "length")
         found = [median(ratio_of_ttft(samples, arm, length)) for length in lengths]
@@ -245,7 +245,7 @@ def _published_ttft(samples: Sequence[Any]) -> dict[str, str]:
 
 
 def _published_hits(samples: Sequence[Any]) -> dict[str, str]:
-    """Return throughput with most hits / fewest, for an arm whose CPU tier holds everything."""
+    """Return throughput with the most hits / the fewest, for an arm that holds everything."""
     rates = _levels(samples, "rate")
     for arm in _HOLD_ALL if len(rates) > 1 else ():
         ends = (rates[0], rates[-1])
@@ -257,7 +257,7 @@ def _published_hits(samples: Sequence[Any]) -> dict[str, str]:
 
 
 def _ordered(samples: Iterable[Any], conditions: Conditions) -> list[Any]:
-    """Return the samples in the arms' order: the others are compared with the first."""
+    """Return the samples in the order of the arms; the first arm is the base of comparisons."""
     order = list(conditions.get("arms", {}))
     return sorted(samples, key=lambda one: order.index(one.arm) if order else 0)
 
@@ -279,7 +279,7 @@ def _found_table(samples: Sequence[Any], field: str, form: str) -> Table:
 def _rivals_table(
     samples: Sequence[Any], ratios: Mapping[str, Callable[[str, str], list[float]]]
 ) -> Table:
-    """Return a table with a row per arm of ours with a measured rival."""
+    """Return a table with a row per pair of rivals that were both measured."""
     rows = [
         (what, f"{mine} / {theirs}", found)
         for what, of in ratios.items()

@@ -14,9 +14,9 @@ from vllm_nvmeof_offload.units import GIB
 @dataclass(frozen=True)
 class Sample:
     """One simulated run. sweep: `pool`, `cpu`, `writes`, or `alone` (a single tier of
-    `pool_tokens`). All counts are tokens: sizes; prompts, and where they were found; tokens stored
-    in the CPU tier and written to the pool. stranded: share of the chunks in the tiers at the end
-    that cannot be found, because their predecessor is in no tier."""
+    `pool_tokens`). All numbers count tokens: the sizes; the prompts, and where they were found;
+    what was stored in the CPU tier and written to the pool. stranded: share of the chunks in the
+    tiers at the end that cannot be found because their predecessor is in no tier."""
 
     sweep: str
     policy: str
@@ -35,7 +35,7 @@ class Sample:
 
     @property
     def hit(self) -> float:
-        """The share of the prompts' tokens that were found in any tier."""
+        """The share of the prompts' tokens that were found in GPU memory or in a tier."""
         return (self.hit_gpu + self.hit_cpu + self.hit_pool) / self.prompt_tokens
 
     @property

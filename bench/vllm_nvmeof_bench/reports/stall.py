@@ -16,13 +16,13 @@ from vllm_nvmeof_bench.report import Column, Report, Table, by, medians
 from vllm_nvmeof_bench.results import Figure, Goal, bound, distinct, median_of, select
 
 ALONE, IN_GPU, BACK = "alone", "in_gpu", "back"
-#: During decoding, nothing else happens, or the prompt returns and is still in GPU memory or is
-#: not.
+#: Nothing but decoding; the prompt returns and is still in GPU memory; the prompt returns and is
+#: not in GPU memory.
 PHASES = {ALONE: "alone", IN_GPU: "prompt in GPU memory", BACK: "prompt lost there"}
-#: Ours, and vLLM's tiering with as much CPU memory; both hold the prompt.
+#: Our arm, and vLLM's tiering with as much CPU memory; both tiers hold the prompt.
 _OURS, _THEIRS = "full", "peer_full"
 _CHUNKS_MIN = 3000
-#: Our arm to which `_STEPS_MAX` applies → where it finds the prompt.
+#: Our arms to which `_STEPS_MAX` applies → where each finds the prompt.
 _LOADED = {"full": "the CPU tier", "pool": "the pool"}
 _STEPS_MAX = 2
 
@@ -31,11 +31,11 @@ _STEPS_MAX = 2
 class Sample:
     """One phase of one round of one arm.
 
-    gaps_ms: the longest gap of each decoding request. tokens: tokens of all these requests in
+    gaps_ms: the longest gap of each decoding request. tokens: tokens that all these requests got in
     `seconds`. ttft_s: TTFT of the returning prompt. gpu to other: its tokens by where they were
     found, as in `Hits`. same: whether its answer equals the first one; None: no prompt returned.
-    restarts: how often a request finished and was sent again; its prompt's tokens are in `gpu`
-    too.
+    restarts: how often a request finished and was sent again; `gpu` includes the tokens of its
+    prompt too.
     """
 
     arm: str
@@ -54,12 +54,12 @@ class Sample:
 
     @property
     def gap_ms(self) -> float:
-        """The longest gap of all requests."""
+        """The longest gap of any request."""
         return max(self.gaps_ms)
 
     @property
     def step_ms(self) -> float:
-        """The time of one step, which gives every decoding request one token."""
+        """The time of one step, in which every decoding request gets one token."""
         return 1000 * self.seconds * len(self.gaps_ms) / max(1, self.tokens)
 
     @property
@@ -95,7 +95,7 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
 
 
 def _added_ms(samples: Samples, arm: str) -> float | None:
-    """Return the ms that the load adds to the longest gap with a prompt that needs no load."""
+    """Return by how many ms the longest gap is longer than with a prompt that needs no load."""
     with_load, without = (
         median_of(samples, "gap_ms", arm=arm, phase=phase) for phase in (BACK, IN_GPU)
     )
@@ -103,7 +103,7 @@ def _added_ms(samples: Samples, arm: str) -> float | None:
 
 
 def _added_steps(samples: Samples, arm: str) -> Figure | None:
-    """Return the added gap in steps of decoding without a returning prompt."""
+    """Return `_added_ms` as a number of decoding steps without a returning prompt."""
     added_ms = _added_ms(samples, arm)
     step_ms = median_of(samples, "step_ms", arm=arm, phase=ALONE)
     if added_ms is None or not step_ms:

@@ -2,8 +2,8 @@
 """The report of `bench stream`: ratios, goals, tables.
 
 Arms measured within seconds of each other are compared within a round, and the median of the
-rounds' ratios counts; servers that ran in sequence are compared by their medians. The worst size or
-throttle decides and is named.
+rounds' ratios counts. Servers that ran one after another are compared by their medians. A goal is
+decided by the worst size or throttle, which is named.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def throttle_name(at: float | None) -> str:
 
 
 def places(samples: Samples, part: str, case: str | None = None) -> list[float]:
-    """Return every `at` of a part, ascending; 0, which means unthrottled, is last."""
+    """Return every `at` of a part in ascending order, except that 0 (unthrottled) is last."""
     found = {one.at for one in select(samples, part=part, case=case) if one.at is not None}
     return sorted(found, key=lambda at: at or float("inf"))
 
@@ -91,9 +91,9 @@ def places(samples: Samples, part: str, case: str | None = None) -> list[float]:
 def round_ratios(
     samples: Samples, above: str, below: Sequence[str], case: str, at: float
 ) -> list[float]:
-    """Return, per round of loads, the median of arm `above` / the largest median of `below`.
+    """Return, per round of loads, the ratio of `above`'s median to the largest one of `below`.
 
-    A round that lacks one of them is left out.
+    Rounds that lack one of these arms are left out.
     """
     chosen = select(samples, part="load", case=case, at=at)
     found = []
@@ -105,7 +105,7 @@ def round_ratios(
 
 
 def load_ratio(samples: Samples, case: str, size: float) -> Figure | None:
-    """Return ours / the larger of only reading and only copying."""
+    """Return the time of our load / the larger of the times of only reading and only copying."""
     ratios = round_ratios(samples, "ours", ("read", "copy"), case, size)
     if not ratios:
         return None
@@ -113,19 +113,19 @@ def load_ratio(samples: Samples, case: str, size: float) -> Figure | None:
 
 
 def _ratio(samples: Samples, part: str, case: str) -> Figure | None:
-    """Return the median of the part's first arm / that of its second."""
+    """Return the ratio of the median of the part's first arm to that of its second arm."""
     above, below = ({"part": part, "case": case, "arm": arm} for arm in ARMS[part])
     return results.ratio_of_medians(samples, "seconds", above, below)
 
 
 def _first_token_s(samples: Samples, arm: str, at: float) -> list[float]:
-    """Return the times of the part admission at one throttle, which does not affect "never"."""
+    """Return the TTFTs of part "admission" at one throttle; arm "never" does not depend on it."""
     throttle = None if arm == "never" else at
     return values_of(samples, "seconds", part="admission", arm=arm, at=throttle)
 
 
 def admission_ratio(samples: Samples, at: float) -> Figure | None:
-    """Return auto / the better of always and never, at one throttle."""
+    """Return the median of auto / the smaller one of always and never, at one throttle."""
     times = [_first_token_s(samples, arm, at) for arm in ARMS["admission"]]
     if not all(times):
         return None
@@ -136,7 +136,7 @@ def admission_ratio(samples: Samples, at: float) -> Figure | None:
 
 
 def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
-    """Return the goals of the requested parts; in all parts with servers, answers must agree."""
+    """Return the goals of the requested parts; wherever servers ran, their answers must agree."""
     wanted = conditions.get("settings", {}).get("parts", PARTS)
     rows = []
     if "load" in wanted:
@@ -164,7 +164,7 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
 
 
 def _ours(samples: Samples) -> dict[str, str]:
-    """Return the largest load's time, streamed / in two phases: the median of rounds' ratios."""
+    """Return the ratio of the largest load's time, streamed / in two phases: a median of rounds."""
     ratios = round_ratios(samples, "ours", ("two_phase",), "memory", _PUBLISHED_SIZE)
     if not ratios:
         return {}
@@ -199,7 +199,7 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
 
 
 def _times(arms: Sequence[str], time: Any, ranged: Sequence[str] = ()) -> list[Column]:
-    """Return columns of milliseconds by arm. time: takes an arm and a row; in seconds."""
+    """Return columns of milliseconds by arm. time: a function of arm and row, in seconds."""
     return [
         Column(
             arm.replace("_", " "), partial(time, arm), "{:,.1f}", 0.001, ranged=arm in ranged,
@@ -210,7 +210,7 @@ def _times(arms: Sequence[str], time: Any, ranged: Sequence[str] = ()) -> list[C
 
 
 def _load_table(samples: Samples, case: str, title: str) -> Table:
-    """Return a table with a row per size; ratios compare arms of one round."""
+    """Return a table with a row per size; its ratios compare arms of the same round."""
     chosen = select(samples, part="load", case=case)
 
     def time(arm: str, size: float) -> Spread | None:

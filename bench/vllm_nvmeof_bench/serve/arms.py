@@ -2,9 +2,9 @@
 """The servers that a benchmark compares: arms to start, by name, or any server by its URL.
 
 `ARMS` lists the names. `target` and `peer_target` use a stand-in for an NVMe-oF target: a throttled
-directory on the local disk. `full` and `peer_full`, `pool` and `peer`, `target` and `peer_target`
-get the same amount of CPU memory and the same chunks, and store the same tokens. Our arms may name
-a copy backend, as in full:dma or full:kernel. NAME=URL is a server that is already running.
+directory on the local disk. The arms of each pair (`full` and `peer_full`, `pool` and `peer`,
+`target` and `peer_target`) get the same CPU memory and chunks and store the same tokens. Our arms
+may name a copy backend, as in full:dma or full:kernel. NAME=URL is a server already running.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LARGE = ModelShape(
 _BYTES = {"float32": 4, "bfloat16": 2}
 _RANDOM, _REAL = "random", "smollm2"
 
-#: Printed with the figures of the peer.
+#: A note printed with the peer's figures.
 PEER_NOTE = (
     "peer: vLLM's own TieringOffloadingSpec with its fs tier. It refuses vLLM's CPU engine; a "
     "subclass made for this benchmark adds a worker that copies between host buffers with the "
@@ -138,7 +138,7 @@ class ServerSettings:
 
 
 def arms_of(names: Sequence[str], base_urls: Sequence[str]) -> list[Arm]:
-    """Return the arms to compare: those at `base_urls` (NAME=URL or URL) if any, else by name.
+    """Return the arms to compare: the servers at `base_urls` (NAME=URL or URL), else `names`.
 
     Raises:
         BenchError: a name is unknown or used twice, or a URL is malformed.
@@ -178,11 +178,11 @@ def _remote(text: str, number: int) -> Arm:
 class Sizes:
     """The sizes of the servers that a benchmark starts.
 
-    working_tokens: tokens whose KV fits the CPU tier of an arm that holds all. third_tokens: those
-    of an arm that holds a third; None: a third of working_tokens. request_tokens_max: longest
-    prompt with its answer. gpu_tokens: tokens in the GPU cache (ordinary memory on a CPU engine).
-    target_mb_per_s: limit of the throttled stand-in. models: directory for the random model, small
-    for two cores, larger and bfloat16 for a GPU. server_args: quoted as for a shell.
+    working_tokens: number of tokens whose KV fits in the CPU tier of an arm that holds all.
+    third_tokens: the same for an arm that holds a third; None: a third of working_tokens.
+    request_tokens_max: longest prompt with its answer. gpu_tokens: tokens in the GPU cache
+    (ordinary memory on a CPU engine). target_mb_per_s: rate of the throttled stand-in. models:
+    directory for random models, larger ones for a GPU. server_args: quoted as for a shell.
     """
 
     working_tokens: int
@@ -214,37 +214,37 @@ class Sizes:
 
     @property
     def chunk_bytes(self) -> int:
-        """The KV of one block: the smallest chunk that any arm can use."""
+        """The size of one block's KV, the smallest chunk that any arm can use."""
         return BLOCK_TOKENS * self.kv_bytes_per_token
 
     @property
     def pool_bytes(self) -> int:
-        """The size of a pool: twice the bytes ever stored."""
+        """The size of a pool: room for twice the bytes that are ever stored."""
         return 2 * self.slots(self.working_tokens) * slot_stride_bytes(self.chunk_bytes) + 64 * MIB
 
     def tokens_of(self, tier: str) -> int:
-        """Return the number of tokens whose KV fits a CPU tier of this kind: "all" or "third"."""
+        """Return how many tokens' KV fits in a CPU tier of the kind `tier`: "all" or "third"."""
         if tier == "all":
             return self.working_tokens
         return self.working_tokens // 3 if self.third_tokens is None else self.third_tokens
 
     def staging_bytes(self, tier: str) -> int:
-        """Return the pinned memory of an arm, stream slots included; the peer gets as much."""
+        """Return the bytes of an arm's pinned memory with stream slots; a peer gets the same."""
         slots = self.slots(self.tokens_of(tier)) + STREAM_SLOTS
         return slots * slot_stride_bytes(self.chunk_bytes)
 
     def slots(self, tokens: int) -> int:
-        """Return the number of chunks of a CPU tier for this many tokens."""
+        """Return the number of cache slots that a CPU tier needs for this many tokens."""
         return max(STREAM_SLOTS, math.ceil(tokens / BLOCK_TOKENS))
 
 
 def engine_id(name: str) -> str:
-    """Return the engine ID of a peer's server, by which vLLM names its shared memory."""
+    """Return the engine ID of a peer's server; vLLM names its shared memory after it."""
     return f"bench-{os.getpid()}-{name}"
 
 
 def offload_of(arm: Arm, sizes: Sizes, place: Path) -> OffloadSpec | None:
-    """Return the offloading of a server to start. place: directory of its pool or files."""
+    """Return the offloading of a server to start, if any. place: directory of its pool or files."""
     if arm.tier == "none":
         return None
     if arm.peer:
@@ -287,6 +287,6 @@ def server_spec(arm: Arm, sizes: Sizes, model: Path, place: Path) -> ServerSpec:
         offload=offload_of(arm, sizes, place),
         dtype=sizes.dtype,
         extra_args=tuple(shlex.split(sizes.server_args)),
-        # The route that empties the GPU's prefix cache needs the development mode.
+        # The HTTP route that empties the GPU's prefix cache needs the development mode.
         env={"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path},
     )

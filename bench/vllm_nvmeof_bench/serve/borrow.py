@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`bench serve borrow`: time to first token of prompts that are in another server's pool.
 
-Our servers use one directory. Each first stores its own prompts, all of one length. Then the
-borrowing servers receive prompts in pairs, one that they stored and one that the owner stored, in a
-drawn order. Their CPU tiers hold only two prompts, so that their own prompts are loaded from their
-pools. GPU memory is emptied before each prompt.
+All servers are ours and share one directory. Each first stores its own prompts, all of the same
+length. The borrowing servers then receive prompts in pairs: one that they stored themselves and one
+that the owner stored, in random order. Their CPU tiers hold only two prompts, so their own prompts
+must be loaded from their pools. GPU memory is emptied before each prompt.
 
 With `--idle-s`, the servers are idle for this long before each prompt, while a simulated server in
-the same directory stores `--puts` chunks. Several borrowing servers are idle together, and then
-receive prompts in sequence.
+the same directory stores `--puts` chunks. If there are several borrowing servers, they are idle at
+the same time and then receive their prompts one after another.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _REST_S = 1.2
 
 @dataclass(frozen=True)
 class _Asked:
-    """A prompt for a server. right: the answer given when the prompt was stored."""
+    """A prompt to send to a server. right: the answer given when the prompt was stored."""
 
     kind: str
     pair: int
@@ -74,7 +74,7 @@ class Settings(ServerSettings):
 
     @property
     def all_pairs(self) -> int:
-        """All pairs, starting with one warm-up pair per server."""
+        """The number of pairs; the first ones are for warming up, one pair per server."""
         return self.pairs + self.borrowers
 
     def borrower(self, pair: int) -> str:
@@ -136,7 +136,7 @@ class Settings(ServerSettings):
         return [answers[pair] for pair in range(len(prompts))]
 
     async def _ask_all(self, run: Run, asked: Sequence[_Asked], idle: bool) -> list[Sample]:
-        """Send prompts in sequence, after the servers were idle together."""
+        """Send the prompts one after another; if `idle`, let all the servers be idle first."""
         clients = [run.fleet.clients[one.server] for one in asked]
         before = []
         for client in clients:
@@ -149,7 +149,7 @@ class Settings(ServerSettings):
                 directory = _directory_of(run)
                 others = meanwhile.enter_context(stranger(directory, self.puts, self.idle_s))
                 assert others.stdout is not None
-                await asyncio.to_thread(others.stdout.readline)  # when all is written
+                await asyncio.to_thread(others.stdout.readline)  # returns when all is written
             for number, (client, one) in enumerate(zip(clients, asked, strict=True)):
                 await asyncio.sleep(_REST_S if number else 0)
                 samples.append(await self._ask(client, one, before[number]))

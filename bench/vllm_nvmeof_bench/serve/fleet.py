@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of benchmarks on servers: start or connect to them, measure, record the conditions."""
+"""Run benchmarks on servers: start or connect to them, measure, record the conditions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _REMOTE_TOKENS = Tokens(1000, 30000)
 
 @dataclass
 class Fleet:
-    """A client per server, and the servers started here, by name."""
+    """The clients of all servers, and the servers that were started here, by name."""
 
     runner: asyncio.Runner
     clients: dict[str, Client] = field(default_factory=dict)
@@ -72,9 +72,9 @@ def serving(
     on_step: Callable[[str], None],
     throttles: Mapping[str, Throttle],
 ) -> Iterator[Fleet]:
-    """Start servers, a few at a time, and stop them at the end; a text is a running server's URL.
+    """Start the wanted servers, a few at a time; stop them at the end. A URL is a running server.
 
-    throttles: server name → disk throttle, which includes every process that the server starts.
+    throttles: disk throttles by server name; they limit all processes that the server starts.
 
     Raises:
         BenchError: a server did not start (its log is in `logs`), or does not answer.
@@ -107,7 +107,7 @@ def serving(
 
 
 def _wait_ready(name: str, server: Server) -> None:
-    """Wait for a server; raise BenchError with one line: what failed, and the log's last error."""
+    """Wait until a server is ready; raise BenchError with the cause and the log's last error."""
     try:
         server.wait_ready()
     except ServerError as error:
@@ -118,7 +118,7 @@ def _wait_ready(name: str, server: Server) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """A running part, whose measure appends to `samples` one by one, and adds to `conditions`."""
+    """A part that is running; it appends `samples` one by one, and adds to `conditions`."""
 
     fleet: Fleet
     tokens: Tokens
@@ -129,9 +129,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Part:
-    """One benchmark of a run. sizes: of the servers to start. json_path: the file to write. quiet:
-    disable garbage collection, which a long part could not afford. arms: the servers to start, if
-    other than those in the settings."""
+    """One benchmark of a run. sizes: those of the servers to start. json_path: the file to write.
+    quiet: disable garbage collection, which a long part needs. arms: the servers to start, if
+    different from those in the settings."""
 
     settings: ServerSettings
     sizes: Sizes
@@ -142,14 +142,14 @@ class Part:
 
 
 def run(parts: Mapping[str, Part], logged: Callable[[str], bool] = lambda what: True) -> None:
-    """Measure each part, by name, on the same servers, which the first part determines.
+    """Measure all parts, given by name, on the same servers: those that the first part needs.
 
-    If a part is cut off, its file has the samples so far, and `cut_off` in the conditions. If the
-    run fails, the logs of the servers that it started are kept next to the first file. logged: as
-    in `progress`.
+    If a part is interrupted, its file contains the samples so far, and `cut_off` in the conditions.
+    If the run fails, the logs of the servers that it started are kept next to the first file.
+    logged: the parameter of `progress`.
 
     Raises:
-        BenchError: the run is not possible here, or a server does not start or answer.
+        BenchError: the parts cannot run here, or a server does not start or answer.
     """
     name, first = next(iter(parts.items()))
     settings = first.settings
@@ -194,7 +194,7 @@ def run(parts: Mapping[str, Part], logged: Callable[[str], bool] = lambda what: 
 
 
 def _tokens(settings: ServerSettings, sizes: Sizes, ours: bool) -> Tokens:
-    """Return the token IDs for prompts. ours: servers with a small model are started here."""
+    """Return the token IDs for prompts. ours: whether servers with a small model are started."""
     default = Tokens(high=sizes.shape.vocab) if ours else _REMOTE_TOKENS
     tokens = Tokens.parse(settings.token_ids) if settings.token_ids else default
     if ours and tokens.high > sizes.shape.vocab:
@@ -205,7 +205,7 @@ def _tokens(settings: ServerSettings, sizes: Sizes, ours: bool) -> Tokens:
 
 
 def merged(sizes: Sequence[Sizes]) -> Sizes:
-    """Return sizes of servers for several parts: the largest of each."""
+    """Return server sizes that suffice for several parts: the largest of each kind."""
     names = ("working_tokens", "request_tokens_max", "gpu_tokens", "max_num_seqs")
     largest = {name: max(getattr(one, name) for one in sizes) for name in names}
     return replace(sizes[0], **largest, third_tokens=max(one.tokens_of("third") for one in sizes))
@@ -231,7 +231,7 @@ def _places(stack: ExitStack, arms: Sequence[Arm], sizes: Sizes, home: Path) -> 
 
 
 def _conditions(arms: Sequence[Arm], sizes: Sizes, directory: Path) -> dict[str, Any]:
-    """Return a run's common conditions, with a description of each arm."""
+    """Return the conditions common to all parts, with a description of each arm."""
     found = at_start(directory)
     found["arms"] = {arm.name: _described(arm, sizes) for arm in arms}
     if any(arm.peer for arm in arms) and has_cpu_engine():

@@ -3,19 +3,19 @@
 
 ttft: every arm first receives every prompt once (phase "cold") and completes its writes. In each
 round each prompt of that round is sent again to each arm (phase "back"), one request at a time,
-after the GPU's prefix cache was emptied. There are as many prompts of each length as rounds, so
-that a returning prompt has been evicted from a CPU tier that holds a third of all prompts.
+after the GPU's prefix cache was emptied. Each round has its own prompt of each length, so a
+returning prompt has already been evicted from a CPU tier that holds a third of all prompts.
 
-hits: every arm first receives the prompts that return later and completes its writes. A
-measurement empties the GPU's prefix cache and sends `count` prompts at once; at a hit rate of 50 %
-half of them were sent before. The others are new to every server.
+hits: every arm first receives the prompts that return later and completes its writes. A measurement
+empties the GPU's prefix cache and sends `count` prompts at once. At a hit rate of 50 %, half of the
+prompts were sent before; the others are new to every server.
 
-turns: at concurrency C there are C conversations; each sends its next turn when it has its answer,
-preceded by the whole conversation, as in the OpenFlex Data24 table. All arms receive the same first
-prompts and the same new tokens, and continue with their own answers. Every measurement uses new
-conversations.
+turns: at concurrency C there are C conversations. A turn is sent with the whole conversation so far
+as soon as the previous answer is complete, as in the OpenFlex Data24 table. All arms receive the
+same first prompts and the same new tokens, and continue with their own answers. Every measurement
+uses new conversations.
 
-The order of the arms is drawn from the seed in every round.
+In every round the arms run in random order; the order depends on the seed.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _SEQUENCES = 16
 _TTFT_ANSWER_TOKENS = 4
 #: Conversations that fit into the GPU cache of a server started here.
 _GPU_CONVERSATIONS = 4
-#: Pause before each measurement: vLLM's worker polls for a second after each step, on a core that
-#: the next arm needs.
+#: Seconds to pause before each measurement: vLLM's worker polls for a second after each step, on a
+#: core that the next arm needs.
 _PAUSE_S = 1.2
 
 
@@ -72,7 +72,7 @@ def measure(
 def _interleaved(
     run: Run, settings: HitSettings | TurnSettings, levels: Sequence[int], unit: str
 ) -> Iterator[tuple[int, int, str, Client]]:
-    """Yield the round, level, arm and client of each measurement, then wait for its writes."""
+    """Yield each measurement's round, level, arm and client; wait for its writes afterwards."""
     total = settings.rounds * len(levels) * len(run.fleet.clients)
     done = itertools.count()
     for number, level in itertools.product(range(settings.rounds), levels):
@@ -107,7 +107,7 @@ class TtftSettings(ServerSettings):
         )
 
     def measure(self, run: Run) -> None:
-        """Run; raise BenchError or ClientError if a server keeps its prefix cache or its writes."""
+        """Run; raise BenchError or ClientError if a cache is not emptied or writes do not end."""
         fleet, tokens, samples = run.fleet, run.tokens, run.samples
         rng = np.random.default_rng([self.seed, 11])
         places = [(number, length) for number in range(self.rounds) for length in self.lengths]
@@ -173,7 +173,7 @@ class HitSettings(ServerSettings):
 
     def sizes(self) -> Sizes:
         """Return the sizes of servers to start. The GPU cache holds all concurrent requests; a CPU
-        tier of a third holds a third of the returning prompts."""
+        tier of kind "third" holds a third of the returning prompts."""
         one = self.prompt_tokens + self.answer_tokens
         fresh = sum(self.count - round(self.count * rate / 100) for rate in self.rates)
         return self.sizes_of(
@@ -242,7 +242,7 @@ class HitSettings(ServerSettings):
 
 
 def prompts_of(settings: HitSettings, tokens: Tokens, rate: int, number: int) -> _Batch:
-    """Return a batch in a drawn order; `rate` per cent of its prompts return, others are new."""
+    """Return a batch in random order: `rate` per cent of its prompts return, the others are new."""
 
     def draw(*words: int) -> np.random.Generator:
         return np.random.default_rng([settings.seed, *words])
@@ -324,7 +324,7 @@ class TurnSettings(ServerSettings):
         ]
 
     async def _converse(self, client: Client, tokens: Tokens, words: list[int]) -> list[Answer]:
-        """Run a conversation drawn from `words`; it ends at the first failure."""
+        """Run a conversation seeded with `words`; stop at the first failure."""
         rng = np.random.default_rng(words)
         context: list[int] = []
         replies: list[Answer] = []

@@ -6,13 +6,13 @@ stateless router.
     sticky  the same servers; each conversation stays on one
     peer    two servers with vLLM's tiering on one directory; each turn goes to the other server
 
-Each server's CPU tier holds a quarter of the final conversations. GPU memory holds one request, and
-is emptied before each: returning tokens must be loaded or computed. All arms use the same prompts;
-a salt per arm and round keeps their chunks separate.
+Each server's CPU tier holds a quarter of all conversations at their final length. GPU memory holds
+one request and is emptied before each, so returning tokens must be loaded or computed. All arms use
+the same prompts; a salt per arm and round keeps their chunks separate.
 
-All conversations run their first turn, in sequence and in a drawn order, then all run their second
-one. The servers share this machine, so requests run one at a time, with pauses: vLLM's worker polls
-for a second after each step, on a core that another server needs.
+All conversations run their first turn, one after another in random order, then all run their second
+turn, and so on. The servers share this machine, so requests run one at a time, with pauses: vLLM's
+worker polls for a second after each step, on a core that another server needs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MEASUREMENTS = 2
 
 
 class _Routing(NamedTuple):
-    """The routing of turns. servers: the kind of servers. moves: whether turns change servers."""
+    """The routing of turns. servers: their kind. moves: whether each turn changes servers."""
 
     servers: str
     moves: bool
@@ -139,7 +139,7 @@ class Settings(ServerSettings):
                 run.samples.extend(measured if number else [])
 
     def _converse(self, run: Run, arm: str, number: int) -> list[Sample]:
-        """Run all turns of all conversations. number: of the round; 0 warms up."""
+        """Run all turns of all conversations. number: the round's; round 0 is the warm-up."""
         fleet = run.fleet
         names = servers_of(_ROUTINGS[arm].servers)
         seen = {name: fleet.run(fleet.clients[name].hits()) for name in names}
@@ -183,7 +183,7 @@ async def _ask(
 
 
 def _sample(where: Iterable[Any], reply: Answer, hits: Hits) -> Sample:
-    """Return a sample. where: its first fields."""
+    """Return a sample. where: the values of its first fields, up to `server`."""
     text = " ".join(map(str, reply.tokens)) or reply.text
     return Sample(
         *where,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own tiering on vLLM's CPU engine, which it refuses; for the benchmarks only.
 
-Its spec requires a GPU only because its worker copies with CUDA streams. The subclass provides
-a worker that copies between host buffers, with the thread and the memmove that our arms use.
+Its spec requires a GPU only because its worker copies with CUDA streams. The subclass here has a
+worker that copies between host buffers, with the thread and the memmove that our arms use.
 The manager, the CPU tier's shared memory, eviction, promotion and the fs tier are vLLM's own.
 """
 

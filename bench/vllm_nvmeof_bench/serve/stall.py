@@ -2,20 +2,20 @@
 """`bench serve stall`: requests decode while a prompt of thousands of chunks returns.
 
 The model is as small as possible, and so is a chunk: one block of 32 tokens, 8 KiB. Copies and I/O
-thus take almost no time; the cost per chunk on the threads that decoding waits for remains.
+thus take almost no time. What remains is the cost per chunk on the threads that decoding waits for.
 
-Every server first receives the prompt once and completes its writes. In each round, and for each
-server in an order drawn from the seed, requests start to decode; after `alone_s` seconds (phase
-"alone") the prompt is sent again, and the requests' gaps count until its first token:
+Every server first receives the prompt once and completes its writes. In each round the servers are
+measured in random order. On each, requests start to decode; after `alone_s` seconds (phase "alone")
+the prompt is sent again, and gaps between tokens count until the prompt's first token:
 
     back    the prompt is no longer in GPU memory: it is loaded, or computed if it cannot be loaded
     in_gpu  the prompt is in GPU memory: the cost of such a prompt except its load, including the
             HTTP server and this client
 
-A request may finish before the prompt's first token, if the server computes the prompt instead of
-loading it. Then it is sent again, and so generates the same chunks. The time in between is not a
-gap, but the sample counts a restart. The requests decode different numbers of tokens, so that
-others are decoding at that time.
+A request may finish before the prompt's first token if the server computes the prompt instead of
+loading it. It is then sent again, and generates the same chunks. The time in between is not a gap,
+but the sample counts a restart. The requests decode different numbers of tokens, so that they do
+not all restart at once.
 
 The client shares the server's cores, which affects all arms alike.
 """
@@ -75,7 +75,7 @@ class Settings(ServerSettings):
 
     @property
     def prompt_tokens(self) -> int:
-        """The chunks' tokens and one more, because vLLM computes at least one."""
+        """The number of the chunks' tokens plus one, because vLLM always computes at least one."""
         return self.chunks * BLOCK_TOKENS + 1
 
     def sizes(self) -> Sizes:
@@ -152,12 +152,12 @@ class Window:
         )
 
     def _sees(self, ended: Answer, again: Answer) -> bool:
-        """Return whether the time between two answers overlaps the window."""
+        """Return whether the time between a request's two answers overlaps the window."""
         return ended.times[-1] <= self.end and (not again.times or again.times[0] >= self.begin)
 
     def _longest(self, times: Sequence[float]) -> float:
-        """Return the longest gap that ends in the window or, with a prompt, begins in it, because
-        tokens that the prompt delays may arrive after its own first token."""
+        """Return the longest gap that ends in the window or, if the prompt was sent, begins in it:
+        tokens that the prompt delays may arrive after the prompt's first token."""
         last = self.end if self.answer is None else math.inf
         pairs = itertools.pairwise(times)
         found = [b - a for a, b in pairs if self.begin <= b <= last and a <= self.end]
@@ -166,8 +166,8 @@ class Window:
 
 @dataclass
 class Watched:
-    """Decoding requests on a server, and the returning prompt. A request that has decoded all its
-    tokens, between half of `tokens_max` and all of it, is sent again.
+    """Decoding requests on a server, and the returning prompt. A request decodes `tokens_max`
+    tokens or fewer, at least half as many, and is then sent again.
     """
 
     client: Client
@@ -202,11 +202,11 @@ class Watched:
         return Window(asked, begin, sent), Window(asked, sent, end, answer, hits)
 
     def _limit(self, number: int) -> int:
-        """Return how many tokens this decoding request generates."""
+        """Return the number of tokens that this decoding request generates."""
         return self.tokens_max - number * self.tokens_max // (2 * len(self.decoding))
 
     async def _decode(self, prompt: Sequence[int], tokens: int, answers: list[Answer]) -> None:
-        """Send the request repeatedly until one fails. answers: extended; the last one is empty."""
+        """Send the request until it fails; extend `answers`, whose last one is unfinished."""
         while not (await self.client.attempt(prompt, tokens, answers[-1])).failure:
             answers.append(Answer(sent=time.perf_counter()))
 
@@ -219,7 +219,7 @@ class Watched:
             await asyncio.sleep(_POLL_S)
 
     async def _later(self, asked: Sequence[Sequence[Answer]], end: float) -> None:
-        """Wait until each request has a token after `end`, because a gap may last longer.
+        """Wait until each request has a token after `end`, because a gap may begin before `end`.
 
         Raises: BenchError: a request has failed.
         """

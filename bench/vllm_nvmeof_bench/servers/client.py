@@ -2,7 +2,7 @@
 """A client of the OpenAI HTTP API, and a reader of `/metrics`.
 
 Prompts and answers are token IDs, so that servers can be compared token by token. The client shares
-the servers' cores, so it does little work per token.
+the servers' cores, and therefore does little work per token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Message: TypeAlias = dict[str, str]
 _CONNECTIONS_MAX = 256
 #: vLLM's server closes an idle connection after 5 s, and loses a request that arrives just then.
 _IDLE_S_MAX = 2.0
-#: A prompt too short to be stored, sent because vLLM publishes its counters after any request.
+#: A prompt too short to be stored. It is sent because vLLM updates its counters after any request.
 NUDGE = (5, 6, 7)
 _SETTLE_S_MAX = 90.0
 _PAUSE_S = 0.1
@@ -36,7 +36,7 @@ _FORGET_TRIES_MAX = 600
 _FAILURE_MAX = 300
 _OURS = "vllm:nvmeof_loaded_tokens_total"
 _THEIRS = ("vllm:prompt_tokens_cached_by_source_total", ("host", "disk"))
-#: Gauges of work that continues after the last answer, for ours and for vLLM's tiering.
+#: Gauges of work that continues after the last answer: those of ours, and of vLLM's tiering.
 _BUSY = (
     "vllm:nvmeof_writes_pending",
     "vllm:kv_offload_tiering_active_cascade_jobs",
@@ -45,19 +45,19 @@ _BUSY = (
 
 
 class ClientError(OffloadError):
-    """The server refused a request, or its answer is incomplete."""
+    """An error if the server refused a request, or its answer is incomplete."""
 
 
 @dataclass
 class Answer:
     """One streamed answer. Times are `time.perf_counter()` seconds.
 
-    tokens, logprobs, gaps: per generated token, its ID, its log-probability, and the difference
-    to the runner-up's; IDs if the server reports them, the others if requested. times: when each
-    token arrived, or each event if the server reports no IDs. ended: when the last byte arrived,
-    or when the request failed. tokens_in, tokens_out: counted by the server, otherwise by the
-    client. tokens_cached: prompt tokens found in any tier, as counted by a server with
-    `--enable-prompt-tokens-details`. failure: why the answer is incomplete.
+    tokens, logprobs, gaps: each generated token's ID and log-probability, and the difference from
+    the runner-up's. IDs are present if the server reports them, the others if they were requested.
+    times: when each token arrived, or each event if the server reports no IDs. ended: when the last
+    byte arrived, or when the request failed. tokens_in, tokens_out: counted by the server,
+    otherwise by the client. tokens_cached: prompt tokens found in any tier, as counted by a server
+    with `--enable-prompt-tokens-details`. failure: why the answer is incomplete.
     """
 
     sent: float
@@ -74,16 +74,16 @@ class Answer:
 
     @property
     def ttft_s(self) -> float:
-        """Seconds from sending the request to its first token, which must have arrived."""
+        """Seconds from sending the request to the first token, which must have arrived."""
         return self.times[0] - self.sent
 
     @property
     def end_s(self) -> float:
-        """Seconds from sending the request to its end."""
+        """Seconds from sending the request to the end of its answer."""
         return self.ended - self.sent
 
     def same(self, other: Answer) -> bool:
-        """Return whether both have the same tokens and text."""
+        """Return whether both answers have the same tokens and the same text."""
         return (self.tokens, self.text) == (other.tokens, other.text)
 
 
@@ -111,7 +111,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A range of ordinary token IDs, from `low` to below `high`."""
+    """A range of ordinary token IDs, from `low` up to but not including `high`."""
 
     low: int = 2
     high: int = 2048
@@ -136,11 +136,11 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Hits:
-    """Prompt tokens by where their KV was found: counters, or differences between two readings.
+    """Prompt tokens by where their KV was found: counters, or differences of two readings.
 
     pool: with vLLM's tiering, its second tier, from which it read `tier_read_bytes`. other: tokens
-    found outside the GPU without the server reporting where. shared: the part of `other` in pools
-    of other servers of ours.
+    found outside the GPU for which the server does not report where. shared: the part of `other`
+    that was found in pools of other servers of ours.
     """
 
     prompt: int = 0
@@ -172,14 +172,14 @@ class Hits:
 
     @property
     def by_place(self) -> dict[str, int]:
-        """The fields that samples use."""
+        """The fields that also occur in samples."""
         return {"gpu": self.gpu, "cpu": self.cpu, "pool": self.pool, "other": self.other}
 
 
 class Client:
-    """An asynchronous client of one server, created, used and closed in one event loop.
+    """An asynchronous client of one server. Create, use and close it in the same event loop.
 
-    model: the name of the model to request; empty: the first that the server lists.
+    model: the name of the model to request; empty: the first one that the server lists.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class Client:
         await self._http.aclose()
 
     async def model(self) -> str:
-        """Return the model's name, which is requested from the server once if not given.
+        """Return the model's name; if it was not given, ask the server for it once.
 
         Raises:
             BenchError: the server does not answer, or lists no model.
@@ -232,8 +232,8 @@ class Client:
     ) -> Answer:
         """Stream a greedy answer of exactly `max_tokens` tokens to `prompt`.
 
-        cache_salt: requests with the same salt share KV. replica: the data-parallel rank to use.
-        helpers: the peers that may read for the request; None: all.
+        cache_salt: only requests with the same salt share KV. replica: the data-parallel rank to
+        use. helpers: the peers that may read for the request; None: any peer.
 
         Raises:
             ClientError: the server refused the request, or the answer is incomplete.
@@ -256,7 +256,7 @@ class Client:
         """Stream a greedy answer of at most `max_tokens` tokens to a conversation. If the last
         message is the assistant's, the answer continues it.
 
-        whole: generate exactly `max_tokens`, even after the model's end token.
+        whole: generate exactly `max_tokens` tokens, even after the model's end token.
 
         Raises:
             ClientError: the server refused the request, or the answer is empty or too short.
@@ -283,9 +283,9 @@ class Client:
         *,
         cache_salt: str | None = None,
     ) -> Answer:
-        """Stream as `complete` does, without log-probabilities; failures are put in the answer.
+        """Stream as `complete` does, without log-probabilities; record failures in the answer.
 
-        into: the answer to fill, for a caller that watches it or cancels the request.
+        into: the answer to fill, for a caller that watches it grow or may cancel the request.
         """
         answer = Answer(sent=time.perf_counter()) if into is None else into
         try:
@@ -308,7 +308,7 @@ class Client:
         more: Mapping[str, Any],
         headers: Mapping[str, str],
     ) -> None:
-        """Send a request, and fill `answer` until the stream ends.
+        """Send a request, and fill `answer` until its stream ends.
 
         asked: a prompt, or the messages of a chat. more: other fields of the body.
 
@@ -343,7 +343,7 @@ class Client:
         return Metrics((await self._http.get("/metrics")).raise_for_status().text)
 
     async def counted(self) -> Metrics:
-        """Return all counters after a short request; empty if there is no `/metrics`."""
+        """Return all counters, after a short request; empty if the server has no `/metrics`."""
         await self.attempt(NUDGE, 1)
         try:
             return await self.metrics()
@@ -351,7 +351,7 @@ class Client:
             return Metrics("")
 
     async def settle(self) -> None:
-        """Wait until no writes are pending, as far as the server reports them.
+        """Wait until no writes are pending, as far as the server reports this.
 
         Raises:
             ClientError: the server is still busy after `_SETTLE_S_MAX`.
@@ -365,14 +365,14 @@ class Client:
         raise ClientError(f"{self._http.base_url} is still writing after {_SETTLE_S_MAX:.0f} s")
 
     async def hits(self) -> Hits:
-        """Return prompt tokens so far, by where their KV was found; zeros without `/metrics`."""
+        """Return the prompt tokens so far, by where their KV was found; 0 without `/metrics`."""
         return Hits.of(await self.counted())
 
     async def forget_gpu(self) -> bool:
-        """Empty the GPU's prefix cache, not the offloaded KV; return False if unsupported.
+        """Empty the GPU's prefix cache, not the offloaded KV; return False if it is unsupported.
 
         vLLM supports this with VLLM_SERVER_DEV_MODE=1. It refuses while blocks are in use; the
-        client then retries.
+        client then tries again.
 
         Raises:
             BenchError: the server refuses for a minute.
@@ -398,7 +398,7 @@ async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
 
 
 def _of_a_chat(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Convert the log-probabilities of a chat's tokens to a completion's form."""
+    """Convert the log-probabilities of a chat's tokens to the form used in completions."""
     return {
         "token_logprobs": [one["logprob"] for one in found],
         "top_logprobs": [
@@ -425,14 +425,14 @@ def _take(answer: Answer, event: dict[str, Any], now: float) -> None:
         answer.text += choice.get("text") or choice.get("delta", {}).get("content") or ""
         answer.tokens += ids or ()
         answer.times += [now] * (1 if ids is None else len(ids))
-        # JSON has no NaN; a NaN logit, for example from wrong KV, is sent as null.
+        # JSON has no NaN: a NaN logit, for example from wrong KV, is sent as null.
         answer.logprobs += [
             float("nan") if p is None else p for p in logprobs.get("token_logprobs", [])
         ]
         for top in logprobs.get("top_logprobs", []):
             best = sorted((p for p in top.values() if p is not None), reverse=True)
             answer.gaps.append(best[0] - best[1] if len(best) > 1 else float("inf"))
-    usage = event.get("usage") or {}  # in the last event, which has no token
+    usage = event.get("usage") or {}  # only in the last event, which contains no token
     answer.tokens_in = usage.get("prompt_tokens") or 0
     answer.tokens_out = usage.get("completion_tokens") or len(answer.times)
     answer.tokens_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routing of a turn: DualPath's scheduling (Wu et al., arXiv 2602.21548), as pure functions.
 
-The simulator and `examples/dual_path_router.py` use them. The servers choose a link per chunk; a
-router only names helpers.
+Both the simulator and `examples/dual_path_router.py` use these functions. The servers choose a link
+per chunk; a router only names helpers.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _SPREAD = 1.05
 def choose_prefill(
     tokens: Sequence[float], queues_s: Sequence[float], tokens_max: float
 ) -> int | None:
-    """Return the engine for a prompt; None if all engines are at their limits.
+    """Return the engine for a prompt; None if all engines have reached their limits.
 
-    tokens: outstanding tokens by engine. queues_s: seconds until its link has read its queue.
-    Engines above `tokens_max` are not chosen. Engines with a short queue are preferred, and among
-    equals the first with the fewest tokens.
+    tokens: outstanding tokens by engine. queues_s: seconds until an engine's link has read its
+    queue. Engines above `tokens_max` are not chosen. Engines with a short queue are preferred, and
+    among these the first one with the fewest tokens.
     """
     best, found = None, (True, 0.0)
     for engine, count in enumerate(tokens):
@@ -35,11 +35,11 @@ def choose_prefill(
 def choose_decode(
     tokens: Sequence[float], requests: Sequence[int], need: float, tokens_max: float
 ) -> int | None:
-    """Return the engine for an answer; None if none has room.
+    """Return the engine for an answer; None if no engine has room.
 
-    tokens, requests: load by engine. need: tokens of this request. tokens_max: tokens that fit
-    into an engine's memory; 0: no bound. Among engines with room, those that stay near the mean
-    are preferred, by the fewest requests; the others are ranked by the fewest tokens.
+    tokens, requests: load by engine. need: tokens of this request. tokens_max: tokens that fit into
+    an engine's memory; 0: no bound. Among engines with room, those that stay near the mean are
+    preferred, by the fewest requests. The others are ranked by the fewest tokens.
     """
     near = _SPREAD * (sum(tokens) + need) / len(tokens)
     best, found = None, (True, 0.0, 0.0)
@@ -54,7 +54,7 @@ def choose_decode(
 
 
 def choose_helpers(decode: int, queues_s: Sequence[float], count: int) -> list[int]:
-    """Return the request's decode engine, then those with the shortest read queues."""
+    """Return `count` engines: the decode engine, then those with the shortest read queues."""
     if count == 1:
         return [decode]
     others = sorted((queue_s, engine) for engine, queue_s in enumerate(queues_s))

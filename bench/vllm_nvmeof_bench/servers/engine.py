@@ -11,14 +11,14 @@ from pathlib import Path
 
 from vllm_nvmeof_offload.units import GIB
 
-#: Appears only in vLLM's log, because the number of blocks is also given to every engine here.
+#: Appears only in vLLM's log, because every engine here is also given its number of blocks.
 _KV_CACHE_BYTES = 2 * GIB
 #: The share of a GPU's memory that must be free when an engine starts.
 _FREE_AT_START = 0.1
 
 
 def has_cpu_engine() -> bool:
-    """Return whether this vLLM is a CPU build, by its version as in vLLM itself."""
+    """Return whether this vLLM is a CPU build, judging by its version as vLLM itself does."""
     try:
         return "cpu" in metadata.version("vllm")
     except metadata.PackageNotFoundError:
@@ -26,11 +26,11 @@ def has_cpu_engine() -> bool:
 
 
 def engine_memory() -> dict[str, int | float]:
-    """Return the arguments of `LLM` for GPU memory; none for vLLM's CPU engine.
+    """Return the arguments of `LLM` for GPU memory; none if vLLM's engine is for the CPU.
 
-    With `kv_cache_memory_bytes`, vLLM does not measure the memory available for the KV cache.
-    The measurement takes seconds, and stops the engine if another process frees memory on the same
-    GPU during it. The caller must set the number of GPU blocks, which vLLM then allocates;
+    With `kv_cache_memory_bytes`, vLLM does not measure the memory available for the KV cache. The
+    measurement takes seconds, and stops the engine if another process frees memory on the same GPU
+    in that time. The caller must set the number of GPU blocks, which vLLM then allocates;
     `gpu_memory_utilization` only determines how much memory must be free at the start.
     """
     if has_cpu_engine():
@@ -42,7 +42,7 @@ def engine_memory() -> dict[str, int | float]:
 
 
 def vllm_command() -> tuple[str, ...]:
-    """Return the command that runs vLLM with this Python, even without its script."""
+    """Return the command that runs vLLM with this Python, even if its script is missing."""
     script = Path(sys.executable).parent / "vllm"
     if script.exists():
         return (str(script),)
@@ -50,14 +50,14 @@ def vllm_command() -> tuple[str, ...]:
 
 
 def engine_environment(cores_reserved: int = 0) -> dict[str, str]:
-    """Return this process's environment, adapted to engines with random float32 models.
+    """Return this process's environment, adapted to engines that run random float32 models.
 
-    cores_reserved: cores that vLLM's CPU engine does not use for its math.
+    cores_reserved: the number of cores that vLLM's CPU engine must not use for its math.
     """
     env = dict(os.environ)
     # Without cached bytecode, three processes compile about 2,000 modules at every start.
     env.pop("PYTHONDONTWRITEBYTECODE", None)
-    # With this variable set to cpu, a GPU build looks for kernels that it does not have.
+    # If this variable is set to cpu, a GPU build looks for kernels that it does not contain.
     env.pop("VLLM_TARGET_DEVICE", None)
     env |= {
         "VLLM_NO_USAGE_STATS": "1",
@@ -67,7 +67,7 @@ def engine_environment(cores_reserved: int = 0) -> dict[str, str]:
         "VLLM_NVMEOF_ALLOW_ROOT_FILE_SYSTEM": "true",
         "TRANSFORMERS_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # Neither readers of the log nor tests need escape codes.
+        # Neither those who read the log nor the tests need escape codes.
         "NO_COLOR": "1",
     }
     if has_cpu_engine():
@@ -77,7 +77,7 @@ def engine_environment(cores_reserved: int = 0) -> dict[str, str]:
             "VLLM_CPU_NUM_OF_RESERVED_CPU": str(cores_reserved),
         }
     else:
-        # Triton's attention would compute float32 products in TF32, with 10 bits: a comparison
+        # Triton's attention would compute float32 products in TF32, with 10 bits, but a comparison
         # with loaded KV must not depend on where a prompt was split.
         env["TRITON_F32_DEFAULT"] = "ieee"
         # On CUDA, vLLM's sampler imports FlashInfer unless this variable forbids it; without

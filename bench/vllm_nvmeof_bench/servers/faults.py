@@ -6,14 +6,14 @@ such as `{"seed": 7, "read_eio": 2, "write_delay_ms": 50}`. It is read again whe
 that a test can change the faults of a running server. `<control file>.fired` counts, in JSON, how
 often each knob has fired (`….fired.R` for rank R above 0). `"rank": R` limits the knobs to rank R.
 
-Values: `true` always strikes; a whole number strikes that many times; a fraction is a probability.
-`read_delay_ms` and `write_delay_ms` are milliseconds; `bytes_per_s` is a rate.
+Values: `true` strikes every time; a whole number strikes that many times; a fraction is a
+probability. `read_delay_ms` and `write_delay_ms` are milliseconds; `bytes_per_s` is a rate.
 
 Errors are reported without calling the inner engine. A delayed or hanging operation is held here
-and counts as started: it is released when the fault ends, and does not run if it was cancelled in
-the meantime. `flip_byte_on_read` damages the slab itself, so that the inner engine's own check must
-detect it. The negative controls change a payload *after* that check: wrong KV that the store cannot
-detect, but a token test must.
+and counts as started. It is forwarded when the fault ends, unless it was cancelled by then.
+`flip_byte_on_read` damages the slab itself, so that the inner engine's own check must detect it.
+The negative controls change a payload *after* that check: the result is wrong KV that the store
+cannot detect, but a token test must.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import OURS, OpKind, owner_of, target_of
 from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES, slot_stride_bytes
 
-#: knob → effect.
+#: Each knob → its effect.
 KNOBS = {
     "read_eio": "a read completes with EIO",
     "write_eio": "a write completes with EIO; nothing is written",
@@ -100,7 +100,7 @@ class FaultPlan:
         self._rank = rank
         self._control_version: tuple[int, int] | None = None
         self.fired: Counter[str] = Counter()
-        self._link_s = 0.0  # when the reads' link has transferred all earlier bytes
+        self._link_s = 0.0  # when the reads' link has transferred all bytes so far
         self._start(dict(knobs or {}), seed)
         self.refresh()
 
@@ -139,15 +139,15 @@ class FaultPlan:
             logger.warning("fault injection: cannot use %s yet: %s", self._control_path, error)
 
     def milliseconds(self, knob: str) -> float:
-        """Return the value of a delay knob; count it as fired if it is not zero."""
+        """Return the value of a delay knob; count the knob as fired if its value is not zero."""
         if not self.is_set(knob):
             return 0.0
         self._count(knob)
         return float(self._knobs[knob].value)
 
     def link_ends_s(self, size_bytes: int, now_s: float) -> float:
-        """Return when the last byte of a read will have passed the reads' link; 0 without a
-        link."""
+        """Return the time at which the last byte of a read will have passed the link that reads
+        share; 0 without a link."""
         if not self.is_set("bytes_per_s"):
             return 0.0
         self._count("bytes_per_s")
@@ -160,7 +160,7 @@ class FaultPlan:
         return knob in self._knobs and bool(self._knobs[knob].value)
 
     def strikes(self, knob: str) -> bool:
-        """Decide whether `knob` strikes now, and count it if so."""
+        """Decide whether `knob` strikes now; if so, count it as fired."""
         if not self.is_set(knob):
             return False
         one = self._knobs[knob]
@@ -198,13 +198,13 @@ def _checked(knobs: Mapping[str, object]) -> dict[str, _Knob]:
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """An operation that a fault holds."""
+    """An operation that is held by a fault."""
 
     op: IoOp
     hang: str  # the knob, or "" for a delay until `until_s`
     until_s: float
     wanted: bool = True
-    exchanged: bool = False  # its target's files were replaced after submission
+    exchanged: bool = False  # the files of its target were replaced after submission
 
 
 def inject(
@@ -226,7 +226,7 @@ class FaultyIoEngine:
         memory: memoryview,
         base_address: int,
     ) -> None:
-        """Wrap `inner`. pool, memory: those of `inner`."""
+        """Wrap `inner`. pool, memory: those that `inner` uses."""
         self.name = f"{inner.name} + faults"
         self.plan = plan
         self._inner = inner
@@ -290,13 +290,13 @@ class FaultyIoEngine:
 
     def _forward(self, op: IoOp) -> None:
         self._forwarded[op.token] = op
-        ours = owner_of(op.place) == OURS  # another engine's slab is never written
+        ours = owner_of(op.place) == OURS  # never write to another engine's slab
         if op.is_read and ours and op.payload_bytes and self.plan.strikes("flip_byte_on_read"):
             self._flip_on_disk(op)
         self._inner.submit([op])
 
     def cancel(self, tokens: Sequence[int]) -> list[int]:
-        """Cancel operations; held ones count as started."""
+        """Cancel operations; those that are held count as started."""
         for held in self._held:
             held.wanted &= held.op.token not in tokens
         withdrawn = self._inner.cancel([token for token in tokens if token in self._forwarded])
@@ -336,7 +336,7 @@ class FaultyIoEngine:
         return self._epoll.fileno()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Stop the inner engine; held operations are cancelled."""
+        """Stop the inner engine, and cancel the operations that are held."""
         self._closed.set()
         for held in self._held:
             self._complete(held.op, CANCELLED)
@@ -363,7 +363,7 @@ class FaultyIoEngine:
         self._waker.wake()
 
     def _tick(self) -> None:
-        """Wake the caller regularly: held operations wait for the clock or for a knob."""
+        """Wake the caller regularly, because held operations wait for a time or for a knob."""
         while not self._closed.wait(_FINE_TICK_S if self.plan.is_set("bytes_per_s") else _TICK_S):
             if self._held:
                 self._waker.wake()
@@ -384,7 +384,7 @@ class FaultyIoEngine:
             self._last_payload = true_payload
 
     def _flip_on_disk(self, op: IoOp) -> None:
-        """Flip one payload byte in the slab, by an aligned page in case of O_DIRECT."""
+        """Flip one payload byte in the slab; rewrite an aligned page, as O_DIRECT requires."""
         fd, offset = self._pool.slab_fd(op.place)
         at = self.plan.random.randrange(op.payload_bytes)
         page_offset = offset + HEADER_BYTES + at // PAGE_BYTES * PAGE_BYTES

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A `vllm serve` that is forked from a process that has imported vLLM (`zygote.py`).
+"""A `vllm serve` that is forked from a process that has already imported vLLM (`zygote.py`).
 
-It is a separate process with a log, like every `Server`. All servers of one zygote share the seed
-of string hashes; a test of a restart with another seed must start its servers without the zygote.
+It is a separate process with its own log, like every `Server`. All servers of one zygote share the
+seed of string hashes, so a test of a restart with another seed must not use the zygote.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 from vllm_nvmeof_offload.config import EXPERIMENT
 
-#: Prefixes of variables first read when a server starts, so that any zygote will do.
+#: Prefixes of variables that are first read when a server starts: they may differ per fork.
 _READ_LATE = ("VLLM_SERVER_DEV_MODE", "VLLM_NIXL_", "UCX_", EXPERIMENT)
 _START_S = 120.0
-#: Arguments with which vLLM may start several API servers; their metrics library reads a variable
-#: when it is imported.
+#: Arguments with which vLLM may start several API servers. Their metrics library reads a variable
+#: when it is imported, so such servers cannot be forked.
 _MANY_SERVERS = frozenset({"--api-server-count", "--data-parallel-size"})
 
 
 def can_be_forked(spec: ServerSpec) -> bool:
-    """Return whether a server can be forked: not with CUDA, which does not survive a fork, nor with
-    a vLLM other than the installed one."""
+    """Return whether a server can be forked. It cannot with CUDA, which does not survive a fork, or
+    with a vLLM that is not the installed one."""
     others_vllm = "PYTHONPATH" in spec.environment() or not has_cpu_engine()
     return not (spec.program or others_vllm or _MANY_SERVERS.intersection(spec.extra_args))
 
 
 def start(spec: ServerSpec, log_path: Path) -> Server:
-    """Start a server, forked if possible, so that vLLM is not imported at each start."""
+    """Start a server, if possible as a fork, so that vLLM is not imported at each start."""
     return (ForkedServer if can_be_forked(spec) else Server)(spec, log_path)
 
 
@@ -59,17 +59,17 @@ def _zygote_of(spec: ServerSpec) -> tuple[_Zygote, dict[str, str]]:
 
 
 class ForkedServer(Server):
-    """A server forked from a zygote. A server that fails to start leaves the zygote unchanged."""
+    """A server forked from a zygote. If it fails to start, the zygote is not affected."""
 
     def _launch(self) -> subprocess.Popen[bytes]:
         zygote, late = _zygote_of(self.spec)
         arguments = replace(self.spec, program=("vllm",)).command(self.port)[1:]
-        self.log_path.write_bytes(b"")  # the log may be read before the server has opened it
+        self.log_path.write_bytes(b"")  # the log may be read before the server opens it
         return zygote.fork(arguments, self.log_path.resolve(), late)  # type: ignore[return-value]
 
 
 class _Forked:
-    """The part of `subprocess.Popen` that `Server` uses, for a child of the zygote."""
+    """The part of `subprocess.Popen` that `Server` uses, for a process forked by the zygote."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small random Llama-type model directory, generated without any download.
 
-The model is float32 and determined by its seed. Its sizes are chosen for two cores: a prefill of
-4,000 tokens takes seconds, one decode step tens of milliseconds, and the KV cache per token is
-small (one KV head), so that loading it is far cheaper than computing it.
+The model is float32 and determined by its seed. It is sized for two cores: a prefill of 4,000
+tokens takes seconds, a decode step tens of milliseconds. The KV cache per token is small (one
+KV head), so that loading it is far cheaper than computing it.
 
-A random model tends to fall into a loop: if its next token depends only on the current one,
-greedy decoding is a walk on a fixed map and soon cycles. Here embeddings are small compared with
-the layers' outputs, and the queries are scaled up, so that attention is peaked and selects
-different tokens as the position changes: the output depends on the whole context, and a wrong KV
-byte changes it. `distinct_ratio` measures this; the demo rejects looping output.
+A random model tends to fall into a loop: if its next token depends only on the current one, greedy
+decoding is a walk on a fixed map and soon cycles. Here embeddings are small compared with the
+layers' outputs, and queries are scaled up, so that attention is peaked and selects different tokens
+as the position changes. The output thus depends on the whole context, and a wrong KV byte changes
+it. `distinct_ratio` measures this; the demo rejects looping output.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-#: Incremented when the files of the same shape change.
+#: Incremented when the files for the same shape change.
 _FORMAT = 1
 
 
@@ -34,9 +34,9 @@ _FORMAT = 1
 class ModelShape:
     """The sizes of a model.
 
-    `query_gain` scales the query projections (for peaked attention), `embed_std` the token
-    embeddings, `logit_std` the standard deviation of the logits. tied: the output layer is the
-    embedding; not supported by `make_model`.
+    `query_gain` scales the query projections, to make attention peaked; `embed_std` scales the
+    token embeddings; `logit_std` is the standard deviation of the logits. tied: the output layer is
+    the embedding; `make_model` does not support this.
     """
 
     seed: int = 20261121
@@ -58,7 +58,7 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of KV cache per token over all layers (float32)."""
+        """The bytes of KV cache per token over all layers, in float32."""
         return self.layers * 2 * self.kv_heads * self.head_dim * 4
 
     @property
@@ -75,7 +75,7 @@ class ModelShape:
 
 
 def make_model(root: Path, shape: ModelShape | None = None) -> Path:
-    """Create the model under `root` unless it exists; return its directory.
+    """Create the model under `root` unless it exists there; return its directory.
 
     The directory's name contains the digest of the shape. The directory is created atomically.
     """
@@ -104,7 +104,7 @@ def random_tokens(rng: np.random.Generator, count: int, shape: ModelShape) -> li
 
 
 def distinct_ratio(tokens: Sequence[int], n: int = 3) -> float:
-    """Return the share of distinct n-grams in `tokens`: 1.0 if none repeats, near 0 for a loop."""
+    """Return the share of distinct n-grams in `tokens`: 1.0 if none repeats, near 0 in a loop."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 1.0
 
@@ -168,13 +168,13 @@ def _write_weights(file_path: Path, shape: ModelShape) -> None:
     for i in range(shape.layers):
         norms += [f"layers.{i}.input_layernorm", f"layers.{i}.post_attention_layernorm"]
     tensors |= {f"model.{name}.weight": np.ones(shape.hidden, np.float32) for name in norms}
-    # An end token would make the lengths of outputs differ: make it unlikely.
+    # An end token would make the lengths of outputs differ, so it is made unlikely.
     tensors["lm_head.weight"][:_SPECIAL_COUNT] = 0
     save_file(tensors, str(file_path), metadata={"format": "pt"})
 
 
 def _write_tokenizer(directory: Path, shape: ModelShape) -> None:
-    """Write a byte-level tokenizer with 256 bytes, and pairs of letters up to `shape.vocab`."""
+    """Write a byte-level tokenizer: 256 bytes, then pairs of letters until `shape.vocab`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     vocab = {token: i for i, token in enumerate(_SPECIAL)}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One `vllm serve` process: start it, wait until it is ready, stop it, kill it.
 
-The server runs in a separate process group, so that all its processes (API server, EngineCore,
-workers) can be killed together. It listens on a free port of the loopback address and writes its
-output to a log file. It receives SIGTERM if the process that started it dies.
+All processes of the server (API server, EngineCore, workers) are in one separate process group, so
+that they can be killed together. The server listens on a free port of the loopback address and
+writes its output to a log file. It receives SIGTERM if the process that started it dies.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from vllm_nvmeof_offload.units import GIB, slot_stride_bytes
 
 
 class ReservedPort(socket.socket):
-    """A TCP port of the loopback address that no other process is given while this is open.
+    """A TCP port of the loopback address that no other process can get while this is open.
 
-    A server may bind it and listen on it if it sets SO_REUSEADDR, as servers do.
+    A server can bind the port and listen on it if it sets SO_REUSEADDR, as servers do.
     """
 
     def __init__(self) -> None:
@@ -46,10 +46,10 @@ class ReservedPort(socket.socket):
 
 
 def process_stats() -> Iterator[list[str]]:
-    """Yield the fields of /proc/PID/stat of every process, starting with the state.
+    """Yield the fields of each process's /proc/PID/stat, starting with the state.
 
-    Fields 0 to 2 are state, parent and process group; 11 to 14 are the ticks used by the process
-    and its exited children; 17 is its number of threads.
+    Fields 0 to 2 are the state, the parent and the process group; 11 to 14 are the ticks used by
+    the process and its exited children; 17 is the number of threads.
     """
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # the process has exited
@@ -57,10 +57,10 @@ def process_stats() -> Iterator[list[str]]:
 
 
 def group_alive(group: int) -> bool:
-    """Return whether a process of the group is running.
+    """Return whether any process of the group is running.
 
-    A zombie is not, unless other threads of it are still running, as in a killed process that
-    waits for a disk: it still holds its locks.
+    A zombie is not running, unless it still has other threads, as in a killed process that waits
+    for a disk: that process still holds its locks.
     """
     return any(
         int(stat[2]) == group and (stat[0] not in "ZX" or int(stat[17]) > 1)
@@ -69,7 +69,7 @@ def group_alive(group: int) -> bool:
 
 
 def group_cpu_s(group: int) -> float:
-    """Return the CPU seconds of the group's processes so far, including exited children."""
+    """Return the CPU seconds used so far by the group's processes and their exited children."""
     times = (stat[11:15] for stat in process_stats() if int(stat[2]) == group)
     return sum(int(ticks) for of_one in times for ticks in of_one) / os.sysconf("SC_CLK_TCK")
 
@@ -85,7 +85,7 @@ def on_blocks(tokens: int) -> int:
     return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
-#: Requests SIGTERM (15) on the parent's death (PR_SET_PDEATHSIG is 1), checks that the parent is
+#: Requests SIGTERM (15) for when the parent dies (PR_SET_PDEATHSIG is 1), checks that the parent is
 #: still alive, and executes the server. A `preexec_fn` would be unsafe with threads.
 LAUNCHER = """
 import ctypes, os, sys
@@ -102,25 +102,25 @@ _ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception): ")
 
 
 def split_extra(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Separate configuration keys from fields of `config.Tuning`; return the keys, and environment
-    variables of an experiment with the fields."""
+    """Separate configuration keys from fields of `config.Tuning`; return the keys, and the
+    environment variable of an experiment with the fields."""
     keys = {name: value for name, value in extra.items() if name not in Tuning.model_fields}
     fields = {name: value for name, value in extra.items() if name not in keys}
     return keys, {EXPERIMENT: json.dumps(fields)} if fields else {}
 
 
 class ServerError(OffloadError):
-    """A server did not start, died, or did not exit; the message contains its last log lines."""
+    """An error if a server did not start, died, or did not exit; contains the last log lines."""
 
 
 @dataclass(frozen=True)
 class OffloadSpec:
-    """A server's offloading.
+    """The offloading settings of a server.
 
-    size_gib: `--kv-offloading-size`, GiB of pinned memory over all ranks; None omits the flag, so
-    that `transfer` and `extra` must contain everything. extra: keys of
-    `kv_connector_extra_config`, and fields of `config.Tuning`; sizes in bytes. transfer: other keys
-    of `--kv-transfer-config`.
+    size_gib: `--kv-offloading-size`, GiB of pinned memory over all ranks. None omits the flag, so
+    that `transfer` and `extra` must contain everything. extra: keys of `kv_connector_extra_config`,
+    and fields of `config.Tuning`; sizes are in bytes. transfer: other keys of
+    `--kv-transfer-config`.
     """
 
     size_gib: float | None
@@ -155,11 +155,11 @@ class OffloadSpec:
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """A server's arguments.
+    """The arguments of a server.
 
-    gpu_blocks: blocks of `block_size` tokens in the "GPU" cache, which is ordinary memory with a
-    CPU build. cores_reserved: cores that vLLM does not use for its math. program: the command for
-    `vllm`; empty: that of this Python.
+    gpu_blocks: number of blocks of `block_size` tokens in the "GPU" cache, which is ordinary memory
+    with a CPU build. cores_reserved: number of cores that vLLM does not use for its math. program:
+    the command for `vllm`; empty: the vllm of this Python.
     """
 
     model: Path
@@ -177,7 +177,7 @@ class ServerSpec:
 
     @property
     def gpu_tokens(self) -> int:
-        """The capacity of the GPU cache in tokens (vLLM reserves one block)."""
+        """The capacity of the GPU cache in tokens; vLLM reserves one of the blocks."""
         return (self.gpu_blocks - 1) * self.block_size
 
     def command(self, port: int) -> list[str]:
@@ -254,7 +254,7 @@ class Server:
     def wait_ready(
         self, timeout_s: float = 300.0, progress: Callable[[float, str], None] = lambda *_: None
     ) -> Self:
-        """Wait until the server answers `/health`; report seconds and stage to `progress`.
+        """Wait until the server answers `/health`; pass the seconds and the stage to `progress`.
 
         Raises:
             ServerError: the server exited, or did not answer in time.
@@ -263,7 +263,7 @@ class Server:
         with httpx.Client(timeout=2.0, trust_env=False) as client:
             while time.monotonic() < deadline:
                 if not self.running:
-                    self.kill()  # its remaining processes
+                    self.kill()  # end its remaining processes
                     raise ServerError(self._failure(f"exited with {self._process.returncode}"))
                 with suppress(httpx.TransportError):
                     if client.get(f"{self.url}/health").status_code == httpx.codes.OK:
@@ -275,13 +275,13 @@ class Server:
         raise ServerError(self._failure(f"did not answer within {timeout_s:.0f} s"))
 
     def stop(self, timeout_s: float = 30.0) -> None:
-        """Stop the server with SIGTERM; after `timeout_s`, kill what remains with SIGKILL."""
+        """Stop the server with SIGTERM; after `timeout_s`, kill what is left with SIGKILL."""
         if self.running:
             self._process.send_signal(signal.SIGTERM)
         self._reap(timeout_s)
 
     def kill(self) -> None:
-        """Kill all its processes with SIGKILL, like a crash."""
+        """Kill all processes of the server with SIGKILL, like a crash."""
         self._reap(0.0)
 
     def log(self) -> str:
@@ -294,7 +294,7 @@ class Server:
         self.stop()
 
     def _reap(self, grace_s: float) -> None:
-        """Wait until no process of the group remains; after `grace_s`, kill them with SIGKILL."""
+        """Wait until the group has no processes; after `grace_s`, kill them with SIGKILL."""
         deadline = time.monotonic() + grace_s
         while group_alive(self.pid) or self.running:
             if time.monotonic() >= deadline:
@@ -321,7 +321,7 @@ class Server:
         """Return an error message with the last lines of the tracebacks and of the log."""
         lines = self.log().splitlines()
         bare = (_LOG_PREFIX.sub("", line) for line in lines)
-        # The failing process reports the cause first; its parents' errors follow.
+        # The process that fails reports the cause first; its parents' errors follow.
         errors = list(dict.fromkeys(line for line in bare if _ERROR.match(line)))
         tail = [f"the end of {self.log_path}:", *lines[-_LOG_TAIL_LINES:]]
         return "\n".join([f"vllm serve {what}", *errors[:_ERRORS_MAX], *tail])

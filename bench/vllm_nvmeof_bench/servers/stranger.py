@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated server that stores its own chunks next to real servers, which follow it.
+"""A simulated server that stores its own chunks next to real servers, which follow its table.
 
 `python -m vllm_nvmeof_bench.servers.stranger TARGET PUTS SECONDS` creates the last possible engine
 directory in the target's only keyspace and writes PUTS entries into its table at a steady rate,
-each into a separate slot, as a server's table thread does. The slab is empty, because no request
-uses these keys. The process prints a line after the last entry, and removes the directory at the
-end of its stdin.
+each for a separate slot, as a server's table thread does. The slab is empty, because no request
+uses these keys. The process prints a line after the last entry, and removes the directory when its
+stdin ends.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def stranger(target: Path, puts: int, seconds: float) -> Iterator[subprocess.Pop
 
 
 def _region_like(one: Path, slots: int) -> tuple[Path, Superblock]:
-    """Create a directory and superblock like those of the real region `one`."""
+    """Create a directory with a superblock, both like those of the real region `one`."""
     found = read_superblock(one)
     assert found is not None and found.world_size == 1
     directory = one.parents[1] / _ENGINE / "rank-0"

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start servers as separate processes, forked from one that has imported vLLM.
 
-Importing vLLM takes 12 s of one core; the engine of a tiny model starts in 3 s. All servers share
-this process's environment (`forked.py`), except for variables that are first read when a server
-starts.
+Importing vLLM takes 12 s of one core, but the engine of a tiny model starts in 3 s. All servers
+share this process's environment (`forked.py`), except for variables that are first read when a
+server starts.
 
-It reads one server per line (JSON: arguments, log, variables) from standard input. It writes a line
-per started server (process ID) and a line per exited server (process ID, exit status).
+From stdin, this process reads a line per server to start (JSON: arguments, log, variables). It
+writes a line per started server (process ID) and per exited server (process ID, exit status).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ IMPORTED_ONCE = (
     "vllm_nvmeof_offload.connector",
     "transformers",
 )
-#: Modules that the API server imports as well.
+#: Modules that only the API server imports in addition.
 _SERVER_TOO = (
     "vllm.entrypoints.cli.main",
     "vllm.entrypoints.cli.serve",
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _serve_forks() -> list[str] | None:
-    """Fork a process per line of input; return the arguments in each fork, None at the end."""
+    """Fork a process per line of input; return its arguments in each fork, and None at the end."""
     pending = b""
     while True:
         _report_ended()

@@ -2,12 +2,12 @@
 """The settings of `bench stream`, and its part "load": a load and its two halves, without vLLM.
 
 The rig is the real pipeline over a real pool, with a separate I/O engine and a separate copy engine
-for the halves. "GPU memory" is an ordinary array, in which the chunks' blocks are in an order drawn
-from the seed. Chunk i is in pool slot i; all chunks were written once. The blocks are zeroed before
-each load and compared with the written bytes after it, so that no result is from wrong data.
+for the halves. "GPU memory" is an ordinary array, in which the chunks' blocks are in random order.
+Chunk i is in pool slot i; all chunks were written once. The blocks are zeroed before each load and
+compared with the written bytes after it, so that no result is from wrong data.
 
-Every round measures every size and case, with all arms in sequence, in an order drawn from the
-seed. Only this process is throttled, and only its reads.
+Every round measures every size and case with all arms, one after another in random order. Only this
+process is throttled, and only its reads.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import GIB, HEADER_BYTES, KIB, MIB, slot_stride_bytes
 from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, TransferPipeline
 
-#: Throttles are in MB/s, as usual for block devices; sizes are in MiB.
+#: Throttles are in MB/s, as is usual for block devices; sizes are in MiB.
 MB = 1_000_000
 _STREAM_SLOTS_MAX = 64
 _NO_PIECES: Descriptors = np.empty((0, 3), np.uint64)
@@ -76,8 +76,8 @@ class Settings:
     tier_bytes: payload of the CPU tier's cache slots. sizes, paced_sizes: load sizes as multiples
     of tier_bytes, in the cases "memory" and "paced". land_cache_share: share of the cache slots
     that a load may fill, as in the product. pause_s: pause before each load, so that none starts
-    within an old time slice of the throttle. admission_mb_per_s: read rates; 0: not throttled.
-    warm_requests, requests: per rate and round; warm ones teach the server and do not count.
+    within an earlier time slice of the throttle. admission_mb_per_s: read rates; 0: not throttled.
+    warm_requests, requests: per rate and round; the warm ones teach the server and do not count.
     """
 
     parts: tuple[str, ...] = option(PARTS, "Parts to measure.")
@@ -127,7 +127,7 @@ class Settings:
 
     @property
     def cases(self) -> tuple[tuple[str, float], ...]:
-        """The (case, multiple of the CPU tier) of the part "load"; "paced" needs a throttle."""
+        """The (case, multiple of the CPU tier) of all loads; "paced" needs a throttle."""
         paced = self.paced_sizes if self.throttle_mb_per_s else ()
         return (*(("memory", size) for size in self.sizes), *(("paced", size) for size in paced))
 
@@ -150,16 +150,16 @@ class Settings:
 
 
 class PacedCopyEngine(HostCopyEngine):
-    """The host's copy engine, slowed to a link's rate without using CPU time. Copies complete in
-    sequence, no faster than `bytes_per_s`, as with a DMA engine. None: the host's full speed. Set
-    `bytes_per_s` only while idle.
+    """The host's copy engine, slowed to a link's rate without using CPU time. Copies complete one
+    after another, no faster than `bytes_per_s`, as with a DMA engine. None: the host's full speed.
+    Set `bytes_per_s` only while the engine is idle.
     """
 
     def __init__(self, on_done: Callable[[], None] = lambda: None) -> None:
         self.bytes_per_s: int | None = None
         self._on_passed = on_done
         self._under_way: deque[tuple[int, float]] = deque()  # bytes, time of submission
-        self._free_s = 0.0  # when the link has transferred all earlier bytes
+        self._free_s = 0.0  # when the link has transferred all bytes so far
         self._passed: deque[tuple[int, Outcome]] = deque()
         super().__init__(on_done=self._copied)
 
@@ -173,7 +173,7 @@ class PacedCopyEngine(HostCopyEngine):
         return [self._passed.popleft() for _ in range(len(self._passed))]
 
     def _copied(self) -> None:
-        """Delay completions; runs on the engine's thread, which then does not copy."""
+        """Delay completions. Runs on the engine's thread, which does not copy while it waits."""
         for done in super().poll():
             count, submitted_s = self._under_way.popleft()
             if self.bytes_per_s is not None:
@@ -184,13 +184,13 @@ class PacedCopyEngine(HostCopyEngine):
 
 
 class Rig:
-    """The pool, pipeline and separate engines. Call `write_all`, then load, then `close`."""
+    """The pool, pipeline and separate engines. Call `write_all` first and `close` last."""
 
     def __init__(self, directory: Path, settings: Settings, serve_slots: int = 0) -> None:
         self.settings = settings
         self._serve_slots = serve_slots
         self._op = itertools.count(1).__next__
-        self._rows_left: dict[int, int] = {}  # by op
+        self._rows_left: dict[int, int] = {}  # op → its unfinished rows
         self._stack = contextlib.ExitStack()
         try:
             self._open(directory, settings)
@@ -250,13 +250,13 @@ class Rig:
         return PacedCopyEngine(on_done=waker.wake)
 
     def fill(self) -> None:
-        """Fill every block with the bytes to write."""
+        """Fill every block in "GPU memory" with the bytes to write."""
         self._blocks[self._ids.ravel()] = self._written
 
     # -- the pool ---------------------------------------------------------------------
 
     def open_engine(self, stack: contextlib.ExitStack) -> IoEngine:
-        """Open an engine with the product's limits. stack: closes it before pool and staging."""
+        """Open an engine with the product's limits. `stack` closes it before pool and staging."""
         name, limits = self.settings.io_engine, IoLimits()
         place = self.pool, self.memory.view, self.staging.base_address
         engine, _ = choose_io_engine(name, *place, limits)
@@ -268,7 +268,7 @@ class Rig:
     ) -> tuple[Any, PipelineRunner]:
         """Open a pipeline and its copy engine. more: arguments of `TransferPipeline`.
 
-        waker: wakes its thread. io_fd: readable while there is something to poll.
+        waker: wakes the pipeline's thread. io_fd: readable while there is something to poll.
         """
         copy = self._copy_engine(waker)
         stack.callback(copy.close)
@@ -284,14 +284,14 @@ class Rig:
         return copy, runner
 
     def _handed_over_max(self, engine: IoEngine) -> int:
-        """Return twice the engine's depth, as set by `worker.build`."""
+        """Return twice the engine's depth, like `worker.build`."""
         if "threads" in engine.name:
             return 2 * TUNING.io_threads
         at_work = TUNING.read_bytes_in_flight_max // self.settings.slot_bytes
         return 2 * min(TUNING.io_depth, max(1, at_work))
 
     def close(self) -> None:
-        """Close the thread first, then engines, memory and files."""
+        """Close the thread first, then the engines, the memory and the files."""
         self._stack.close()
 
     # -- transfers --------------------------------------------------------------------
@@ -302,7 +302,7 @@ class Rig:
     def batch(
         self, numbers: range, cache: npt.NDArray[np.int32], *, in_pool: bool = True
     ) -> ChunkBatch:
-        """Return these chunks as columns. cache: their cache slots; -1: none."""
+        """Return these chunks as columns. cache: their cache slots; -1: no slot."""
         count, first = len(numbers), place_of(0, numbers.start)
         places = first + np.arange(count) if in_pool else np.full(count, NOWHERE)
         keys = b"".join(self.identities[number].key for number in numbers)
@@ -329,7 +329,7 @@ class Rig:
         return op
 
     def check(self) -> int:
-        """Take finished transfers; return the number of unfinished ones.
+        """Process finished transfers; return the number of unfinished ones.
 
         Raises:
             BenchError: a chunk failed.
@@ -374,7 +374,7 @@ class Rig:
                 time.sleep(_POLL_S)
 
     def read_bare(self, count: int) -> None:
-        """Read and verify the first chunks with only the I/O engine, into all of staging."""
+        """Read and verify the first `count` chunks with only the I/O engine, into all staging."""
         free = deque(range(self.staging.cache_slots + self.staging.stream_slots))
         ready = select.poll()
         ready.register(self._bare_io.fileno(), select.POLLIN)
@@ -410,7 +410,7 @@ class Rig:
         self.bare_copy.poll()
 
     def staged_pieces(self, count: int) -> Descriptors:
-        """Return the pieces of the first chunks, with addresses of cache slots in turn."""
+        """Return the pieces of the first `count` chunks, with addresses of cache slots in turn."""
         slots = (number % self.staging.cache_slots for number in range(count))
         addresses = [self.staging.cache_address(slot) + HEADER_BYTES for slot in slots]
         return Pieces.of([self.pieces(number) for number in range(count)]).at(addresses)
@@ -418,11 +418,11 @@ class Rig:
     # -- contents ---------------------------------------------------------------------
 
     def zero(self, count: int) -> None:
-        """Zero the first chunks' blocks."""
+        """Zero the blocks of the first `count` chunks."""
         self._blocks[self._ids[:count].ravel()] = 0
 
     def same(self, count: int) -> bool:
-        """Return whether the first chunks' blocks hold the written bytes."""
+        """Return whether the blocks of the first `count` chunks hold the written bytes."""
         per_chunk = self._ids.shape[1]
         return all(
             np.array_equal(self._blocks[ids], self._written[i * per_chunk : (i + 1) * per_chunk])
@@ -491,7 +491,7 @@ def measure_arm(rig: Rig, arm: str, count: int) -> tuple[float, float]:
 
 
 def _prepare(rig: Rig, arm: str, count: int) -> Callable[[], None]:
-    """Return the call to time; everything that a model's step would provide is prepared here."""
+    """Return the call to time, after preparing everything that a model's step would provide."""
     if arm == "read":
         return lambda: rig.read_bare(count)
     if arm == "copy":
@@ -507,7 +507,7 @@ def _prepare(rig: Rig, arm: str, count: int) -> Callable[[], None]:
 
 
 def _two_phase(rig: Rig, count: int, pieces: list[Descriptors]) -> None:
-    """Fetch chunks into the CPU tier, then load them from there, one full tier at a time."""
+    """Fetch chunks into the CPU tier, then load them from it, one full tier at a time."""
     tier = rig.settings.cache_slots
     for first in range(0, count, tier):
         numbers = range(first, min(first + tier, count))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench stream`: runs all parts, and contains those that need `vllm serve`.
+"""`bench stream`: this module runs all parts, and contains those that need `vllm serve`.
 
     load       one load of `sizes` × the CPU tier from a throttled pool, without vLLM (see `load`)
     resume     a crowd with preemptions: time from free space to the next token, as defined by
@@ -47,14 +47,14 @@ from vllm_nvmeof_offload.units import KIB, MIB
 OnStep = Callable[[str], None]
 Found = tuple[list[Sample], dict[str, Any]]
 
-#: A small model: computing 2,000 tokens takes about as long as reading their KV, 8 MiB, at about
-#: 20 MB/s, so that both sides of this crossover can be measured quickly.
+#: A small model: it takes about as long to compute 2,000 tokens as to read their KV, 8 MiB, at
+#: about 20 MB/s, so both sides of this crossover can be measured quickly.
 SHAPE = ModelShape(layers=4, hidden=256, intermediate=512, heads=4, kv_heads=2)
 _CHUNK_BYTES = 512 * KIB
 _READ_DEADLINE_MS = 60_000
-#: Descriptions of measurements have at least this many parts; those of other steps have fewer.
+#: Descriptions of measurements have at least this many parts; those of other steps fewer.
 _MEASUREMENT_PARTS = 3
-#: Tokens of each computed answer with which later answers are compared.
+#: Tokens of each computed answer, with which later answers are compared.
 _FIRST_TOKENS = 8
 
 
@@ -63,12 +63,12 @@ _FIRST_TOKENS = 8
 
 @dataclass(frozen=True)
 class ReturnPlan:
-    """Prompts that are stored once and return in a cycle, too many for GPU and CPU memory, so
-    that a returning prompt is only in the pool.
+    """Prompts that are stored once and return in a cycle. They are too many for GPU and CPU memory,
+    so that a returning prompt is only in the pool.
 
     arms: configuration keys of each arm's server; None: no offloading. count: number of prompts of
-    `prompt_tokens`. tier_prompts: how many prompts the CPU tier holds. sent_at_once: concurrent
-    requests of the client.
+    `prompt_tokens`. tier_prompts: number of prompts that the CPU tier holds. sent_at_once: how many
+    requests the client sends concurrently.
     """
 
     part: str
@@ -109,8 +109,8 @@ class ReturnPlan:
 
 @dataclass
 class Agreement:
-    """Counts how many answers to the same prompt differ between arms. Batches of other shapes round
-    differently, which can flip a near tie: then `different` is small, but reported.
+    """A count of answers to the same prompt that differ between arms. Batches of different shapes
+    round differently, which can flip a near tie: then `different` is small, but not zero.
     """
 
     compared: int = 0
@@ -129,7 +129,7 @@ class Agreement:
 
 
 def _rows(times: Sequence[float], loaded_tokens: int, *common: Any) -> list[Sample]:
-    """Return a sample per time. common: the samples' first fields, part to round."""
+    """Return a sample per time. common: the values of the samples' first fields, part to round."""
     return [
         Sample(*common, number, round(seconds, 6), loaded_tokens=loaded_tokens)
         for number, seconds in enumerate(times)
@@ -142,7 +142,7 @@ _RESUME_ARMS = ("recompute", "reload")
 
 
 def _measure_resume(settings: Settings, home: Path, on_step: OnStep) -> Found:
-    """Measure the demo's crowd, with a different seed each round but the same on both servers."""
+    """Measure the demo's crowd; its seed differs between rounds but not between the servers."""
     plan, shape = Plan(), ModelShape()
     plain = server_spec(plan, make_model(settings.models.resolve(), shape))
     samples: list[Sample] = []
@@ -152,7 +152,7 @@ def _measure_resume(settings: Settings, home: Path, on_step: OnStep) -> Found:
     async def crowds(client: Client, arm: str) -> list[Sample]:
         found: list[Sample] = []
         name = "vllm:nvmeof_resumed_tokens_total"
-        await client.complete(NUDGE, 4)  # absorbs the cost of a first request
+        await client.complete(NUDGE, 4)  # the first request of a server is slower
         for number in range(settings.server_rounds):
             on_step(f"resume · round {number + 1} · a crowd with preemptions · {arm}")
             crowd = replace(plan.crowd, seed=plan.crowd.seed + 100 * settings.seed + number)
@@ -220,7 +220,7 @@ class _Circle:
         self._prompts = itertools.cycle(enumerate(plan.prompts(seed)))
 
     async def ask(self, count: int, tokens: int = 0) -> tuple[list[Answer], int]:
-        """Send the next prompts; return the answers, and how many tokens were loaded per prompt.
+        """Send the next prompts; return the answers, and the mean of loaded tokens per prompt.
 
         tokens: tokens per answer; 0: as planned.
         """
@@ -246,7 +246,7 @@ def _measure_returns(
     plan: ReturnPlan, batch: Batch, rates: Sequence[int], settings: Settings, home: Path,
     on_step: OnStep,
 ) -> Found:  # fmt: skip
-    """Measure returning prompts, with rates and arms in an order drawn from the seed."""
+    """Measure returning prompts, with rates and arms in random order."""
     samples: list[Sample] = []
     agreement = Agreement()
     specs = {arm: plan.server(settings.models, home, arm) for arm in plan.arms}
@@ -348,7 +348,7 @@ def run(
 ) -> Found:
     """Measure in a new directory; return samples and conditions.
 
-    on_part: called with these after each part, so that a failing part loses no earlier results.
+    on_part: called with both after each part, so that a failing part loses no earlier results.
 
     Raises:
         BenchError: there is too little space, or a transfer failed.
@@ -376,7 +376,7 @@ def run(
 
 def _measure(settings: Settings, json_path: Path) -> None:
     def is_logged(what: str) -> bool:
-        """Leave single loads out of a log."""
+        """Return whether to log a step; single loads are left out."""
         return not what.startswith("load") or what.count(" · ") < _MEASUREMENT_PARTS
 
     with progress(is_logged) as on_progress:

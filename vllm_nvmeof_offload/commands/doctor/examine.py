@@ -36,7 +36,7 @@ from vllm_nvmeof_offload.fabric.topology import (
 )
 from vllm_nvmeof_offload.units import format_bytes
 
-#: For a device without a limit, such as one over fabrics, the kernel shows nearly 2^31.
+#: The kernel reports nearly 2^31 for a device without a limit, such as one over fabrics.
 _NO_LIMIT_KB = 1 << 30
 _STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.ERROR: "red"}
 _FILE_COLUMNS = 240
@@ -44,7 +44,7 @@ _FILE_COLUMNS = 240
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """The result for one target. `link_bytes_per_s`: of all paths, one way; None if unknown."""
+    """The result for one target. `link_bytes_per_s` sums all paths, one way; None if unknown."""
 
     fabric: TargetFabric
     nics: dict[str, Nic]
@@ -118,7 +118,7 @@ def examine(
 def _ask_peers(
     addresses: Sequence[str], secret: bytes
 ) -> tuple[list[dict[str, Any]], list[Finding]]:
-    """Return the answers of all ranks of these servers, and the findings."""
+    """Return the answers of all ranks of the servers at `addresses`, and the findings on them."""
     try:
         from vllm_nvmeof_offload.commands.doctor.peers import ask_all, check_transport, judge_answer
     except ImportError as failure:
@@ -141,7 +141,7 @@ def examine_target(
         touched = host.check_target(target)
         if os.path.isdir(target) and worst(touched) is not Severity.ERROR:
             touched += host.check_regions(target)
-        # Links in its path may be followed only now, because they may lead to another mount.
+        # Symbolic links are followed only now, because they may lead to another mount.
         real = discover(os.path.realpath(target), places.sysfs, places.mountinfo)
         fabric = replace(real, target=target)
     if not _may_touch(fabric):
@@ -172,7 +172,7 @@ def _may_touch(fabric: TargetFabric) -> bool:
 
 
 def _judge_measured(measured: Measured, allowed: float | None) -> Finding:
-    """Return a finding that is never a warning: only the operator knows what rate to expect."""
+    """Report the measured rates, never as a warning: only the operator knows what to expect."""
     write, read = (
         f"{format_bytes(rate)}/s" + (f" ({rate / allowed:.0%} of the links)" if allowed else "")
         for rate in (measured.write_bytes_per_s, measured.read_bytes_per_s)
@@ -197,14 +197,14 @@ def _add_findings(branch: Tree, findings: Iterable[Finding]) -> None:
 
 
 def _text(text: str, style: str = "") -> Text:
-    """Escape bytes that are not valid text, which names from a mount table may contain."""
+    """Return `text` with invalid bytes escaped; names from a mount table may contain such bytes."""
     return Text(text.encode(errors="backslashreplace").decode(), style)
 
 
 def outline(fabric: TargetFabric, nics: dict[str, Nic]) -> Tree:
     """Return one target as a tree: file system → block devices → namespace → subsystem → paths.
 
-    Healthy lines are green, others yellow. Pure.
+    Healthy lines are green, others yellow. The function is pure.
     """
     if fabric.mount is None:
         return Tree("mount unknown")
@@ -225,7 +225,7 @@ def _add_device(
     fabric: TargetFabric,
     nics: dict[str, Nic],
 ) -> None:
-    """Add a device and the devices below it. `devices` holds those that have no line yet."""
+    """Add a device and the devices below it. `devices` holds those without a line so far."""
     below = {name: one for name, one in devices.items() if name != device.name}
     for namespace in fabric.namespaces:
         if namespace.device == device.name:

@@ -79,7 +79,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check_host(staging_bytes: int) -> list[Finding]:
-    """Check memory, huge pages and io_uring for a server with this much staging."""
+    """Check memory, huge pages and io_uring for a server with `staging_bytes` of staging."""
     findings = [check_memory(staging_bytes), check_huge_pages()]
     denied = _try_ring(registered=False)
     if denied is not None:
@@ -98,7 +98,7 @@ def check_host(staging_bytes: int) -> list[Finding]:
 
 
 def check_memory(staging_bytes: int) -> Finding:
-    """Check staging against the memory of this machine, or of the container."""
+    """Check that `staging_bytes` fit into the memory of this machine or container."""
     most = memory_bytes()
     evidence = f"staging of {format_bytes(staging_bytes)}, and {format_bytes(most)} of memory"
     if staging_bytes > most:
@@ -188,7 +188,7 @@ def check_target(target: str) -> list[Finding]:
 
 
 def check_pool(targets: list[str], pool: str) -> Finding:
-    """Check that a pool of this size fits on the targets and leaves the required space free."""
+    """Check that a pool of size `pool` fits on `targets` and leaves the required space free."""
     try:
         settings = parse_config({"targets": targets, "pool_bytes": pool}, {})
         check_space(settings, [usable_bytes([Path(target)]) for target in targets])
@@ -234,7 +234,7 @@ def _region(one: Surveyed) -> str:
 
 
 def _direct_alignment(directory: str) -> tuple[int, int] | None:
-    """Return the alignments in memory and in a file, in bytes, or None if not reported."""
+    """Return the alignments in memory and in a file that O_DIRECT needs, or None if unknown."""
     with tempfile.TemporaryFile(dir=directory) as file:
         found = ctypes.create_string_buffer(_STATX_BYTES)
         statx = getattr(_libc, "statx", None)  # older C libraries lack it, and `found` stays 0
@@ -318,7 +318,7 @@ class Nic:
 
 
 def nics_of(fabric: TargetFabric, places: Places) -> dict[str, Nic]:
-    """Map each controller's name to the interface that carries it: host_iface, or by the routes.
+    """Map each controller's name to its network interface: host_iface, or as the routes say.
 
     The routes are those of this process's network namespace, although the connection may be in
     another. Policy routing is ignored, and unknown interfaces are omitted.
@@ -339,7 +339,7 @@ def nics_of(fabric: TargetFabric, places: Places) -> dict[str, Nic]:
 
 
 def _hardware(directory: str, depth: int) -> list[str]:
-    """Return the directories of the interfaces with a device: this one, or those below it."""
+    """Return the directories of the interfaces with hardware: `directory`, or those below it."""
     if os.path.exists(os.path.join(directory, "device")):
         return [directory]
     if not depth:

@@ -29,7 +29,7 @@ _OPEN = (None, OPTIMIZED, "non-optimized")
 
 
 def can_do_io(fabric: TargetFabric) -> bool:
-    """Return whether I/O on the target is safe. It would hang if a namespace has no live path."""
+    """Return whether I/O on the target is safe: it may hang if a namespace has no live path."""
     live = {one.name for one in fabric.controllers if one.state in (LIVE, None)}
     return all(
         any(path.controller in live and path.ana_state in _OPEN for path in namespace.paths)
@@ -231,7 +231,7 @@ def _links(fabric: TargetFabric, nics: dict[str, Nic]) -> dict[str, PcieLink]:
 
 
 def judge_numa(fabric: TargetFabric, nics: dict[str, Nic], machine: Machine) -> list[Finding]:
-    """Judge whether this process and at least one GPU are on the nodes of the target's links."""
+    """Judge whether this process and at least one GPU share a NUMA node with the target's links."""
     at = {name: link.numa_node for name, link in _links(fabric, nics).items()}
     nodes = {node for node in at.values() if node is not None}
     if len(machine.nodes) < 2 or not nodes:

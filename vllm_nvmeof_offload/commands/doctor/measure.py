@@ -32,8 +32,8 @@ from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency, place_of
 from vllm_nvmeof_offload.units import MIB, PAGE_BYTES, format_bytes, slot_stride_bytes
 
 PAYLOAD_BYTES = 2 * MIB
-#: With headers, less than 128 MiB of file, which is written twice: the first writes into new space
-#: are slower than later ones and do not count.
+#: With headers, the slots take less than 128 MiB. They are written twice, because the first writes
+#: into new space are slower than later ones and do not count.
 SLOTS = 62
 _DEPTH = 16
 _FILL_S_MAX, _WRITE_S_MAX, _READ_S_MAX, _SINGLE_S_MAX = 0.8, 0.6, 0.7, 0.4
@@ -51,7 +51,7 @@ class MeasureError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measured payload rates. `singles` is the number of reads from which latencies were taken."""
+    """The measured payload rates. `singles` is the number of reads whose latency was measured."""
 
     engine: str
     chunk_bytes: int
@@ -109,7 +109,7 @@ def _phases(runner: _Runner, engine: str, on_progress: Progress) -> Measured:
 def _pool(target: str) -> Iterator[Pool]:
     needed = SLOTS * (slot_stride_bytes(PAYLOAD_BYTES) + ENTRY_BYTES)
     too_little = f"{target}: {format_bytes(needed)} of free space are needed to measure"
-    # A pool would shrink to the free space, which running servers need.
+    # Otherwise the pool would shrink and fill all free space, which running servers need.
     if shutil.disk_usage(target).free < needed:
         raise MeasureError(too_little)
     directory = Path(tempfile.mkdtemp(prefix=".vllm-nvmeof-doctor-", dir=target))

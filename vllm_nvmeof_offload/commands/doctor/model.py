@@ -37,9 +37,9 @@ _STORED = {
 class GroupRow:
     """A KV cache group on one rank of the fullest stage. Bytes exclude padding.
 
-    `token_bytes` is the size of each token, in a group that keeps all tokens. `boundary_chunks` and
-    `boundary_bytes` are the needs of one boundary, in a group that keeps only the last tokens.
-    `slot_fill` is the share of a slot that a chunk fills. Inapplicable fields are None.
+    In a group that keeps all tokens, `token_bytes` is the size of one token. In a group that keeps
+    only the last tokens, one boundary needs `boundary_chunks` and `boundary_bytes`. `slot_fill` is
+    the share of a slot that a chunk fills. Fields that do not apply are None.
     """
 
     group: int
@@ -61,8 +61,8 @@ class GroupRow:
 class ModelReport:
     """The output of `vllm-nvmeof doctor --model --json`. Bytes are for one rank.
 
-    A hit ends at a multiple of `unit_tokens`. `boundary_tokens` is the value that
-    `boundary_tokens: auto` takes for this model, or 0 if the key has no effect.
+    A hit ends at a multiple of `unit_tokens`. `boundary_tokens` is the number that the key's value
+    auto stands for with this model, or 0 if the key has no effect.
     """
 
     model: str

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks which servers read for peers, and which transport connections to them would use here.
+"""Checks which servers read for peers, and by which transport this machine would get chunks.
 
-A server refuses a peer that does not match, names one value that differs, and keeps no session.
-Greeted again with that value, the server names the next one, and so reveals its values without
-serving. A server with a share secret answers only peers with the same secret.
+A server refuses a peer that does not match, names one value that differs, and keeps no session. A
+second greeting with that value makes it name the next one. A few greetings thus reveal all values,
+without a session. A server with a share secret answers only peers with the same secret.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from vllm_nvmeof_offload.peers.transport import has_rdma, why_no_pulls
 from vllm_nvmeof_offload.units import human_bytes
 
 _ANSWER_MS = 2000
-#: The number of values by which a server and a peer may differ.
+#: The number of values in which a server and a peer may differ.
 _FACTS_MAX = 5
 _DIFFERS = re.compile(r"(version|keyspace|world_size|rank|slot_bytes) (\w+) here, not ")
 
 
 @dataclass
 class Answer:
-    """The answer of one rank of a server. If it gave none, `error` is the reason."""
+    """The answer of one rank of a server. If there was none, `error` says why."""
 
     address: str
     rank: int = 0
@@ -47,9 +47,9 @@ class Answer:
 
 
 def ask(address: str, rank: int = 0, secret: bytes = b"", *, before: int = 0) -> Answer:
-    """Greet one rank of a server until the rank has named all its values.
+    """Greet one rank of a server again and again until it has named all its values.
 
-    `before` is the number of ports, of earlier replicas, between the address and this replica.
+    `before` is the number of ports from `address` on that earlier replicas use.
     """
     answer, began_s = Answer(address, rank), time.monotonic()
     place = host_and_port(address, before + rank)
@@ -75,7 +75,7 @@ def ask(address: str, rank: int = 0, secret: bytes = b"", *, before: int = 0) ->
 def _greet(
     context: zmq.Context[zmq.Socket[bytes]], place: str, known: Answer, secret: bytes
 ) -> str:
-    """Greet a server and return its refusal, which is certain because no server has our tag.
+    """Greet a server once and return its refusal: no server has our tag, so each one refuses us.
 
     Raises PermissionError if the server's share secret differs from ours.
     """
@@ -114,7 +114,7 @@ def _greet(
 
 
 def ask_all(addresses: Sequence[str], secret: bytes = b"") -> Iterator[Answer]:
-    """Ask all ranks of each server: of the replica at its address and of all later replicas."""
+    """Ask all ranks of the replica at each address, and of all replicas after it."""
     for address in addresses:
         first = ask(address, secret=secret)
         yield first

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `pool check`: compares tables with slots and repairs table entries.
 
-The check reads the header, 4 KiB, of each slot that a table lists or whose entry is missing. A deep
-check also reads each listed slot whole and verifies the checksums of header and payload. It uses
+The check reads the 4 KiB header of each slot that a table lists or for which it has no entry. A
+deep check reads all of each listed slot and verifies the checksums of header and payload. It uses
 O_DIRECT if the file system supports that, because the page cache would hide media errors.
 """
 
@@ -31,11 +31,11 @@ from vllm_nvmeof_offload.pool.recovery import written_slots
 from vllm_nvmeof_offload.pool.survey import RankDirectory, Surveyed, survey
 from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES
 
-#: The maximum number of defects listed per directory; all are counted.
+#: The maximum number of defects listed per directory; further ones are only counted.
 _LISTED_MAX = 1000
 _HEADER_THREADS = 16
 _BATCH_PER_THREAD = 16
-#: Waits for longer than a live server takes from a write to its table entry.
+#: Waits longer than a live server needs between writing a slot and writing its table entry.
 _let_writes_end = functools.partial(time.sleep, 1.0)
 
 
@@ -55,7 +55,7 @@ class Report:
 
     `checked` is the number of live entries whose slots were read. A deep check sets `read_bytes`,
     `seconds` and `direct`. `findings` lists kind, severity and slot of each defect, as in the JSON;
-    the slot is None if the defect concerns the directory. Slots are numbered within the directory.
+    the slot is None for a defect of the directory. Slots are numbered within the directory.
     """
 
     surveyed: Surveyed
@@ -69,7 +69,7 @@ class Report:
     worst: Damage = Damage.NOTE
 
     def add(self, kind: str, slot: int | None = None, damage: Damage | None = None) -> None:
-        """Add a defect. Without `damage`, a repair fixes it: REPAIRED if `repair`, else DAMAGE."""
+        """Add a defect. One without `damage` is repairable: REPAIRED if `repair`, else DAMAGE."""
         if damage is None:
             damage = Damage.REPAIRED if self.repair else Damage.DAMAGE
         self.worst = max(self.worst, damage)
@@ -109,7 +109,7 @@ def check(
     """Check tables against slots. Pass all parts of a pool at once, because they share an epoch.
 
     `repair` rebuilds wrong entries from the slots' headers or drops them, but never while a server
-    runs: all directories are held from before the first survey until the last repair, so that no
+    runs. All directories are held from before the first survey until the last repair, so that no
     server starts on a partly repaired pool. A superblock is not repaired, because its content is
     stored nowhere else. `on_progress` counts bytes. If a server runs, `settle` is called before
     suspects are judged. Raises PoolLockedError, which names a live process that holds a directory
@@ -143,13 +143,13 @@ def _check_rank(
     """Find suspect slots, judge each again in ascending order, list defects and repair entries.
 
     While a server runs, a slot that is being written looks damaged for a moment. The check
-    therefore waits, and judges each suspect again by the entry that it then has. Repairs extend a
-    truncated table entry by entry: a crash in between leaves it short, not with zeros in place of
-    missing entries.
+    therefore waits and judges each suspect again, by its entry at that time. Repairs extend a
+    truncated table entry by entry, so that a crash leaves a short table rather than zeros in place
+    of missing entries.
     """
     table, slots = rank.table(), rank.superblock.slots
     if rank.slab_slots < slots:
-        # Entries of slots beyond its end are listed one by one.
+        # Entries of slots beyond the slab's end are listed one by one.
         kind = f"slab has {rank.slab_slots} of {slots} slots; the next start extends it"
         report.add(kind, damage=Damage.NOTE)
     if missing := int((table.states == MISSING).sum()):
@@ -180,7 +180,7 @@ def _check_rank(
 def _suspects(
     rank: OfflineRank, table: offline.Table, report: Report, on_progress: Progress
 ) -> list[int]:
-    """Return slots that do not prove their entry or whose entry is missing; bound reads ahead."""
+    """Return the slots that do not prove their entry or have none. Reads ahead are bounded."""
     slot_bytes, directory = rank.superblock.slot_bytes, rank.surveyed.directory
     indices = np.flatnonzero(np.isin(table.states, (LIVE, DAMAGED, MISSING)))
     written = set(written_slots(rank.slab_fd, indices, slot_bytes).tolist())
@@ -212,7 +212,7 @@ def _suspects(
 
 
 def _check_log(report: Report, pages: int) -> None:
-    """Note gaps in the log, for which its readers read the table instead."""
+    """Note gaps in the log. For each gap, readers of the log read the table instead."""
     with offline.open_log(report.surveyed) as log:
         try:
             found = os.fstat(log.fileno()).st_size // PAGE_BYTES

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Access to rank directories without an I/O engine: tables, slots, defects, removal and prefill.
 
-A rank is read-only unless it was opened with `before_write`, for which the caller holds its lock.
-Removal deletes only our own files. Prefill writes zeros where a slab was never written, because
-the first write into preallocated space also changes the file system's extents and runs at about
-half the speed of later writes. A hole reads as zeros, so no readable byte changes.
+A rank is read-only unless it is opened with `before_write`; the caller must then hold its lock.
+Removal deletes only our own files. Prefill writes zeros where a slab was never written, because the
+first write into preallocated space also changes the file system's extents and runs at about half
+the speed of later writes. A hole reads as zeros, so prefill changes no byte that a reader sees.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from vllm_nvmeof_offload.pool.survey import (
 from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES, MIB, PAGE_BYTES, slot_stride_bytes
 
-#: A callback with (directory, done, total); the unit depends on the operation.
+#: A callback that gets (directory, done, total); the unit depends on the operation.
 Progress = Callable[[RankDirectory, int, int], None]
 #: A callback before each change in a held directory; see `pool.ownership.hold`.
 BeforeWrite = Callable[[], None]
 
-#: The files in the order of removal: to the next start, a directory without a superblock is empty.
-#: Lease and lock are removed last, and only together with the directory.
+#: The files in order of removal, the superblock first: the next start takes a directory without one
+#: as empty. Lease and lock are removed last, and only together with the directory.
 _FILES = ("superblock", "superblock.new", "table", "log", "slab", "probe")
 _CLAIMS = ("lease", "lock")
 _THREADS_MAX = 8
@@ -95,7 +95,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """A table as read. `states` is uint8[n], an index into `STATES` for each slot of the target."""
+    """A table's content. `states` is uint8[n]: an index into `STATES` for each of its slots."""
 
     states: npt.NDArray[np.uint8]
     entries: DecodedTable
@@ -109,8 +109,8 @@ class Table:
 class Judgement:
     """The defect of a slot.
 
-    `kind` is for display and stable for programs. `replacement` is the 64-byte entry that a repair
-    writes. `worth_listing` is False if no stored chunk is affected.
+    `kind` is for display, and programs may rely on its wording. `replacement` is the 64-byte entry
+    that a repair writes. `worth_listing` is False if no stored chunk is affected.
     """
 
     kind: str
@@ -122,7 +122,7 @@ class Judgement:
 class OfflineRank:
     """An opened rank directory, created by `open_rank`. Slots are numbered within it.
 
-    `before_write` is None if it is open for reading only. `threads` is the number of threads that
+    `before_write` is None if the rank is open read-only. `threads` is the number of threads that
     may call `check` at a time; 0 means that payloads are not read. `direct_fd` is the slab opened
     with O_DIRECT, or None if that does not work. Each of `buffers` holds a whole slot.
     """
@@ -142,7 +142,7 @@ class OfflineRank:
         return share_tag(self.superblock.keyspace)
 
     def wanted(self, index: int, identity: SlotIdentity, tag: bytes | None = None) -> Wanted:
-        """Return what the slot must prove for `identity`, with `self.tag` if `tag` is None."""
+        """Return what slot `index` must prove for `identity`. A `tag` of None means `self.tag`."""
         # For a key of an unknown group, use a length that no chunk has.
         length, place = self.superblock.length_of(identity.key), self.superblock.place(index)
         return identity, -1 if length is None else length, place, tag or self.tag
@@ -175,7 +175,7 @@ class OfflineRank:
         return self._decode(read_table(self.table_fd, count), 0, count)
 
     def entry(self, index: int) -> Entry:
-        """Read one table entry in its present state; PoolError if it cannot be read."""
+        """Read the table entry of slot `index` as it is now. Raises PoolError if that fails."""
         with as_pool_error(f"cannot read {self.surveyed.path / 'table'}"):
             raw = os.pread(self.table_fd, ENTRY_BYTES, index * ENTRY_BYTES)
         table = self._decode(np.frombuffer(raw, np.uint8), index, 1)
@@ -215,11 +215,11 @@ class OfflineRank:
         return outcome
 
     def bytes_of(self, identity: SlotIdentity) -> int:
-        """Return the bytes that `check` reads: the header page and the group's padded payload."""
+        """Return the bytes that `check` reads for `identity`: header page and padded payload."""
         return slot_stride_bytes(self.superblock.length_of(identity.key) or 0)
 
     def check(self, index: int, identity: SlotIdentity, tag: bytes | None = None) -> Outcome:
-        """Read one slot whole and verify that it holds `identity`; `tag` is as in `wanted`.
+        """Read all of slot `index` and verify that it holds `identity`; `tag` is as in `wanted`.
 
         Raises PoolError if the whole target is affected.
         """
@@ -267,7 +267,7 @@ class OfflineRank:
         elif header is not None:
             epoch, tag = header.stamp.epoch, header.stamp.tag
             adopted = self.surveyed.adopts and (epoch, tag) == (self.surveyed.epoch, self.tag)
-            # An entry with the adopted epoch must not stand for other weights.
+            # An entry with the adopted epoch must not refer to KV of other weights.
             truthful = adopted or epoch != self.surveyed.epoch
             if truthful and not self.mismatch(index, header, header.identity, tag):
                 single = header.single_copy
@@ -289,7 +289,7 @@ class OfflineRank:
 
 
 def _open_or_empty(path: Path) -> int:
-    """Open a file for reading, or an empty one, which proves no entry, if it does not exist."""
+    """Open a file for reading; if it does not exist, open an empty one, which proves no entry."""
     try:
         return open_private(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -300,8 +300,8 @@ def _open_or_empty(path: Path) -> int:
 def open_rank(
     surveyed: Surveyed, before_write: BeforeWrite | None = None, deep: bool = False
 ) -> Iterator[OfflineRank]:
-    """Open the slab for reading, and the table for reading or, with `before_write`, for writing; a
-    missing table is then created. With `deep`, payloads can also be read.
+    """Open a rank directory for reading. With `before_write`, also open its table for writing, and
+    create a missing one. With `deep`, payloads can be read too.
 
     Raises PoolError if there is no usable superblock or a file cannot be opened.
     """
@@ -354,7 +354,7 @@ def _open_direct(slab: Path, flags: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """The result of a removal. `left` are the names of remaining files, which are not ours."""
+    """The result of a removal. `left` lists the files that were kept because they are not ours."""
 
     directory: str
     freed_bytes: int
@@ -362,7 +362,7 @@ class Removed:
 
 
 def check_ours(paths: Iterable[Path]) -> None:
-    """Raise PoolError for a rank directory that has files but no superblock, not even a damaged
+    """Raise PoolError if a rank directory contains files but no superblock, not even a damaged
     one."""
     for path in paths:
         with as_pool_error(f"cannot read {path / 'superblock'}"):
@@ -394,8 +394,8 @@ def remove(directories: Sequence[RankDirectory]) -> list[Removed]:
                 left = sorted(set(os.listdir(path)) - set(_CLAIMS))
                 if not left:
                     before_write()
-                    # We hold the lock; a process that has just opened it will notice that its name
-                    # is gone.
+                    # We hold the lock; a process that has just opened it will notice that its file
+                    # was removed.
                     for name in _CLAIMS:
                         (path / name).unlink(missing_ok=True)
                     path.rmdir()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output of pools as JSON or as tables on stdout, with progress on stderr.
+"""The output of `vllm-nvmeof pool`: JSON or tables on stdout, progress on stderr.
 
 Sizes are in bytes, times in seconds (Unix time).
 """
@@ -44,26 +44,26 @@ from vllm_nvmeof_offload.units import MIB, format_bytes
 
 _OWNER_KINDS = ("free", "dead", "silent", "live")
 _LISTED_MAX = 20
-#: The number of digits of a keyspace in tables, enough to name it in a command.
+#: The number of a keyspace's digits that tables print: enough to name it in a command.
 _DIGITS = 12
-#: The number of digits of a share tag, or of an owner's uuid, in tables.
+#: The number of digits that tables print of a share tag or an owner's uuid.
 _TAG_DIGITS = 8
 
 
 def targets_of(given: Sequence[Path] | None) -> list[Path]:
-    """Return the targets without duplicates; configured ones that do not exist are left out."""
+    """Return `given`, or the configured targets that exist, without duplicates."""
     found = given or [path for path in map(Path, parse_config({}).targets) if path.exists()]
     return list(dict.fromkeys(Path(os.path.realpath(path)) for path in found))
 
 
 def choose(given: Sequence[Path] | None, which: str | None = None) -> list[RankDirectory]:
-    """Return the rank directories on the targets that `which` names, or all if it is None."""
+    """Return the rank directories on the `given` targets that match `which`, or all if None."""
     targets = targets_of(given)
     return find(targets) if which is None else select(targets, which)
 
 
 def listing(targets: Sequence[Path]) -> dict[str, Any]:
-    """Return the targets with their free bytes and bytes per keyspace, and pools with regions.
+    """Return the targets, with free bytes and bytes per keyspace, and the pools with their regions.
 
     Raises PoolError if a target cannot be read.
     """
@@ -93,7 +93,7 @@ def _pool(parts: Sequence[Surveyed]) -> dict[str, Any]:
     regions = [region(one) for one in parts]
     directory, tags = parts[0].directory, {one["tag"] for one in regions}
     used = [one.last_use_s for one in parts if one.last_use_s is not None]
-    # Of the owners, a live one has precedence, then a silent one, then a dead one.
+    # A live owner has precedence over a silent one, and a silent one over a dead one.
     owner = max((one.owner for one in parts), key=lambda one: _OWNER_KINDS.index(one.kind))
     return {
         "keyspace": directory.keyspace,
@@ -116,7 +116,7 @@ def region(one: Surveyed) -> dict[str, Any]:
     """Return the region of one rank of one engine on one target.
 
     `owner` is the superblock's uuid. `tag` is the share tag of the chunks, or None if unknown.
-    `readers` are processes that have opened the chunks. `problem` is why it cannot be used, or "".
+    `readers` are processes that opened the chunks. `problem` says why it is unusable, or is "".
     """
     problem, counts = one.problem and f"superblock: {one.problem}", {}
     try:
@@ -189,7 +189,7 @@ def inspect_rank(surveyed: Surveyed) -> dict[str, Any]:
 
 
 def inspect_slot(surveyed: Surveyed, index: int) -> dict[str, Any]:
-    """Return one slot: its table entry, its header, and whether its payload matches the header.
+    """Return slot `index`: its table entry, its header, and whether its payload matches the header.
 
     Raises PoolError for a slot that does not exist.
     """
@@ -281,7 +281,7 @@ _CELLS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def print_pools(given: Sequence[Path] | None, regions: bool, as_json: bool) -> None:
-    """Print `pool ls`."""
+    """Print the output of `pool ls`."""
     found = listing(targets_of(given))
     if as_json:
         print_json(found)
@@ -304,7 +304,7 @@ def print_pools(given: Sequence[Path] | None, regions: bool, as_json: bool) -> N
 def print_details(
     given: Sequence[Path] | None, which: str, slot: int | None, as_json: bool
 ) -> None:
-    """Print `pool inspect`."""
+    """Print the output of `pool inspect`."""
     parts = survey(choose(given, which))
     space = parts[0].directory.target / parts[0].directory.keyspace
     facts, ranks = read_facts(space), [inspect_rank(one) for one in parts]
@@ -325,7 +325,7 @@ def print_details(
 
 
 def _lines(part: dict[str, Any], indent: str = "") -> Iterator[str]:
-    """Yield one line per plain value, with nested values below their name."""
+    """Yield one line per plain value; nested values are indented below their name."""
     for name, value in part.items():
         below = value if isinstance(value, list) else [value]
         if below and isinstance(below[0], dict) and "text" not in below[0]:

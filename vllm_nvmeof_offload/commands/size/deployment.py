@@ -17,7 +17,7 @@ from typing import Any
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.units import parse_bytes
 
-#: Transfers per second and lane, times the share that line encoding leaves for data.
+#: Bits of data per second and lane: the transfer rate times the efficiency of the line encoding.
 _PCIE = {3: 8e9 * (128 / 130), 4: 16e9 * (128 / 130), 5: 32e9 * (128 / 130), 6: 64e9 * (242 / 256)}
 _LANES = (1, 2, 4, 8, 16)
 _LINK = re.compile(r"^\s*(?:(\d+)\s*x\s*)?(.+?)\s*$", re.IGNORECASE)
@@ -46,7 +46,7 @@ class Link:
 
 
 def parse_link(text: str) -> Link:
-    """Parse `100GbE`, `2x400GbE`, `pcie5x16` or a rate such as `2x12.5GB/s`; else ValueError."""
+    """Parse `100GbE`, `2x400GbE`, `pcie5x16` or `2x12.5GB/s`; raise ValueError for other text."""
     match = _LINK.match(text)
     count, name = (int(match.group(1) or 1), match.group(2)) if match else (0, "")
     rate, pcie, network = 0.0, _PCIE_NAME.match(name), _NETWORK.match(name)
@@ -66,7 +66,7 @@ def parse_link(text: str) -> Link:
 
 
 def parse_rate(text: str) -> float:
-    """Parse `6.5GB/s` or `900 MiB/s`, above 0, into bytes per second; else ValueError."""
+    """Parse a rate above 0, such as `6.5GB/s`, into bytes/s; raise ValueError for other text."""
     amount, slash, per = text.strip().rpartition("/")
     if slash and per.lower() == "s" and (rate := parse_bytes(amount)) > 0:
         return float(rate)
@@ -74,12 +74,12 @@ def parse_rate(text: str) -> float:
 
 
 def parse_duration(text: str) -> float:
-    """Parse `2s` or `500ms`, above 0, into seconds; else ValueError."""
+    """Parse a duration above 0, such as `500ms`, into seconds; raise ValueError for other text."""
     return _scaled(text, _SECONDS, "a duration above 0; write 2s or 500ms")
 
 
 def parse_tokens(text: str) -> int:
-    """Parse `32768`, `128k` (times 1024) or `1M` (times 1024²), above 0; else ValueError."""
+    """Parse a token count above 0, such as `128k` (k: 1024); raise ValueError for other text."""
     return int(_scaled(text, _TOKENS, "a number of tokens above 0; write 32768 or 128k"))
 
 
@@ -124,7 +124,7 @@ _link = functools.partial(_option, read=_link_text)
 
 
 def _server_stream_slots() -> int:
-    """Return the server's number of stream slots, so that the CPU tier gets the server's size."""
+    """Return a server's number of stream slots. Its CPU tier is smaller by these slots."""
     from vllm_nvmeof_offload.config import TUNING
 
     return TUNING.stream_slots
@@ -135,7 +135,7 @@ class Deployment:
     """The hardware and the load. Values are numbers, or text as on the command line.
 
     `gpus`, `drives` and `link` are for the whole deployment, `staging_bytes` and the parallel sizes
-    for one engine, `stream_slots` for one rank. Raises ConfigError, which names the option, for a
+    for one engine, `stream_slots` for one rank. Raises ConfigError with the option's name for a
     value that cannot be used.
     """
 
@@ -253,7 +253,7 @@ class Deployment:
 
 
 def read_option(flag: str, value: Any, read: Callable[[str], Any] | None, **bounds: float) -> Any:
-    """Return the value of the option `flag`. Raises ConfigError if the value cannot be used."""
+    """Parse and check the `value` given for option `flag`. Raises ConfigError if it is unusable."""
     if read is not None and isinstance(value, str):
         try:
             value = read(value)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV cache bytes per token, block and session; sessions that fit; bandwidth that they need.
 
-A *stage* is one part of a pipeline. Figures per rank are for the fullest stage. All KV cache groups
-share one block size in GPU memory and one slot size, which the largest group sets; copies, reads
-and writes transfer only a group's own bytes.
+A *stage* is one part of a pipeline. Figures per rank are for the fullest stage. The largest KV
+cache group sets the block size in GPU memory and the slot size for all groups; copies, reads and
+writes transfer only a group's own bytes.
 
 A reload is the worst case: all KV is only in the pool, and all `concurrency` sessions return at
 once, spread evenly over drives, links and GPUs.
@@ -47,10 +47,10 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The room for KV on one GPU, in one rank's cache slots or in the pool, and its sessions.
+    """The room for KV on one GPU, in one rank's cache slots, or in the pool.
 
-    A `free_bytes` below 0 means that the weights do not fit. `session_bytes` is the size of one
-    session there. Each of `engines` engines has this much room.
+    A negative `free_bytes` means that the weights do not fit. One session takes `session_bytes` of
+    the room. There are `engines` engines, each with this much room.
     """
 
     free_bytes: int
@@ -65,7 +65,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """A part of the path that all bytes pass. `needed` is the number that meets the target TTFT."""
+    """A part of every byte's path, such as drives. `needed` is how many would meet the TTFT."""
 
     name: str
     bytes_per_s: float
@@ -88,7 +88,7 @@ class Reload:
 
 
 class KvSizes:
-    """Formulas for one model in one deployment; results are bytes unless named otherwise."""
+    """The formulas for one model in one deployment. Results are bytes unless named otherwise."""
 
     def __init__(self, model: ModelShape, deployment: Deployment) -> None:
         """Raise ConfigError if vLLM would refuse this split or layout of the model."""
@@ -110,7 +110,7 @@ class KvSizes:
 
     @property
     def refusal(self) -> Refusal | None:
-        """Return the refusal by the server, as far as the model's configuration shows it."""
+        """Return why the server would refuse the model, or None if no reason is known."""
         if any(c.kind is LayerKind.WINDOW and not c.stored for c in self.model.caches):
             what = "windows that vLLM recomputes after a hit (bounded replay)"
             return Refusal(what, "add --no-swa-bounded-replay to vLLM's options")
@@ -121,7 +121,7 @@ class KvSizes:
 
     @property
     def block_tokens(self) -> int:
-        """Return the tokens per block in layers that keep every token, else in the first group."""
+        """Return the tokens per block of layers that keep every token, or of the first group."""
         kept = [one for one in self.plan.groups if one.cache.kind.keeps_every_token]
         return (kept or self.plan.groups)[0].block_tokens
 
@@ -131,7 +131,7 @@ class KvSizes:
 
     @property
     def unit_tokens(self) -> int:
-        """Return the unit in tokens: the length of every hit is a multiple of it."""
+        """Return the unit, in tokens, of which every hit's length is a multiple."""
         return math.lcm(*(g.block_tokens for g in self.plan.stored)) * self.blocks_per_chunk
 
     @property
@@ -157,7 +157,7 @@ class KvSizes:
         return found
 
     def token_bytes(self) -> int:
-        """Return the bytes that each token adds permanently, each counted once over all ranks."""
+        """Return the bytes that each token adds permanently; copies on several ranks count once."""
         return round(self._growing(1, range(self.model.layers)))
 
     def rank_token_bytes(self, stage: int | None = None) -> int:
@@ -173,7 +173,7 @@ class KvSizes:
         return sum(c.entry_bytes(tensor_parallel, kv_bytes) / c.tokens_per_entry for c in kept)
 
     def copies(self) -> float:
-        """Return KV bytes on all ranks ÷ bytes of one copy; above 1, ranks hold equal bytes."""
+        """Return the KV bytes of all ranks ÷ those of one copy: above 1 if ranks hold equal KV."""
         ranks, kv_bytes = self.deployment.tensor_parallel, self.deployment.kv_element_bytes
         once = each = 0
         for cache in self.model.caches:
@@ -218,7 +218,7 @@ class KvSizes:
         return blocks * self.block_bytes()
 
     def session_slots(self, context_tokens: int, stage: int | None = None) -> list[SessionSlots]:
-        """Return the slots that one rank stores for a session, its last boundary included."""
+        """Return the slots that one rank stores for a session, including its last boundary."""
         groups, end = self.groups(stage), context_tokens - context_tokens % self.unit_tokens
         stride = slot_stride_bytes(max(one.payload_bytes for one in groups))
         slots = []
@@ -238,12 +238,12 @@ class KvSizes:
         return sum(one.count * slot_stride_bytes(one.payload_bytes) for one in own)
 
     def pooled_bytes(self, context_tokens: int) -> int:
-        """Return the bytes of a session in the pool over all ranks, table entries included."""
+        """Return the bytes of a session in the pool over all ranks, including table entries."""
         slots = self._all_slots(context_tokens)
         return sum(s.count * (s.stride_bytes + ENTRY_BYTES) for s in slots)
 
     def gpu_room(self) -> Room | None:
-        """Return the room in GPU memory next to the weights, or None if their size is unknown."""
+        """Return the GPU memory that the weights leave, or None if the weights' size is unknown."""
         deployment, weights = self.deployment, self.rank_weights_bytes()
         if weights is None:
             return None
@@ -294,7 +294,7 @@ def _check_context_parallel(model: ModelShape, deployment: Deployment) -> None:
     """Raise ConfigError for context-parallel sizes that vLLM refuses.
 
     Decode context parallelism divides the tokens of full and latent attention and leaves states
-    whole. vLLM also requires the query heads per KV head to be a multiple of its size; this is not
+    whole. vLLM also requires the query heads per KV head to be a multiple of --dcp; this is not
     checked here, because the number of query heads is unknown.
     """
     tp, pcp = deployment.tensor_parallel, deployment.prefill_context_parallel
@@ -325,8 +325,7 @@ def _held_blocks(group: PlannedGroup, context_tokens: int) -> int:
     """Return the number of blocks that vLLM keeps for a context between two steps."""
     blocks, reach = -(-context_tokens // group.block_tokens), group.cache.reach_tokens or 0
     if group.cache.kind is LayerKind.WINDOW:
-        # A window need not begin at a block boundary, so it may touch one block more than its
-        # length.
+        # A window may begin within a block, so it may touch one more block than its length fills.
         return min(blocks, -(-(reach - 1) // group.block_tokens) + 1)
     if group.cache.kind is LayerKind.LOCAL:
         return min(blocks, -(-reach // group.block_tokens))

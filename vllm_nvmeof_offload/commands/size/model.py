@@ -2,11 +2,11 @@
 """Derives the caches of a model's layers and the size of its weights from a config.json or preset.
 
 A *cache* is a layer's memory of a sequence under one of vLLM's KV cache specifications; a layer may
-keep several (attention and a state, the keys of an indexer, a compressor's rows). Recurrent state
-(Mamba, linear attention) has a fixed size per sequence: a convolution's last inputs and a matrix
-per head, as in the papers and code of each family. Weights are estimated by counting matrices.
-Norms and biases (below a thousandth) are left out, and so are vision towers, which matter in small
-multimodal models.
+keep several (such as attention plus a state, an indexer's keys, or a compressor's rows). Recurrent
+state (Mamba, linear attention) has a fixed size per sequence: a convolution's last inputs and a
+matrix per head, as in the papers and code of each family. Weights are estimated by counting
+matrices. Norms and biases (less than a thousandth) are left out, and so are vision towers, although
+these matter in small multimodal models.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Config = dict[str, Any]
 
 _INDEX = "model.safetensors.index.json"
 _FILE_BYTES_MAX = 64 << 20
-#: Keys of models whose layers keep something that this module cannot size, and what that is.
+#: Keys of models with data in their layers that this module cannot size, and a name for that data.
 _NOT_SIZED = {
     "block_configs": "heads that differ from layer to layer",
     "index_kpool": "pooled index keys",
@@ -77,10 +77,10 @@ class LayerKind(enum.Enum):
 class RecurrentState:
     """The state of one layer for one sequence of any length.
 
-    A convolution keeps its last `conv_tokens` inputs, with `conv_bytes` per element: `value_width`
-    elements, plus twice `key_width` for each of `groups`. A matrix has value_width × key_width
-    elements of `recurrent_bytes` each. If `copied` and groups do not divide among the ranks, each
-    rank has one group.
+    The convolution keeps its last `conv_tokens` inputs, each of `value_width` elements plus twice
+    `key_width` per group, with `conv_bytes` per element. The matrix has value_width × key_width
+    elements of `recurrent_bytes`. If `copied` and the groups cannot be divided evenly among ranks,
+    each rank has one.
     """
 
     value_width: int
@@ -133,8 +133,8 @@ class LayerCache:
             return 0
         if self.fp8_entry_bytes is not None and kv_bytes == 1:
             return self.fp8_entry_bytes
-        # If there are more ranks than KV heads, each rank holds a copy of one head. Keys without
-        # values are whole on every rank.
+        # If there are more ranks than KV heads, each rank holds a copy of one head. A cache without
+        # values is whole on every rank.
         heads = max(1, self.kv_heads // tensor_parallel) if self.value_width else 1
         return heads * (self.key_width + self.value_width) * (self.element_bytes or kv_bytes)
 
@@ -147,7 +147,7 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The bytes of all weights over all ranks, or None if unknown, and where the number is from."""
+    """The bytes of all weights over all ranks, or None if unknown, and the source of the number."""
 
     total_bytes: int | None
     source: str
@@ -158,7 +158,7 @@ class ModelShape:
     """The facts of a model that determine the size of its KV cache and weights.
 
     `layers` counts the decoder's layers. `order` lists (decoder layer, position in `caches`) for
-    each cache of each layer, in the order in which vLLM registers them.
+    each cache of each layer, in vLLM's order of registration.
     """
 
     name: str
@@ -179,7 +179,7 @@ class ModelShape:
         return found
 
 
-#: The names of layers in lists of layers → the layer's caches in `_CACHES`.
+#: Names of layers in a config.json's lists → names of the layer's caches in `_CACHES`.
 _TYPES: dict[object, str] = {
     **dict.fromkeys(("full_attention", "attention", "global", "indexed_attention"), "full"),
     **dict.fromkeys(("minimax_m3_sparse", "deepseek_sparse_attention"), "full"),
@@ -197,11 +197,11 @@ _LISTS: dict[str, dict[object, str]] = {
 }
 #: Families in which all layers are alike; each layer of Falcon-H1 has both attention and Mamba.
 _ALIKE = dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), "state") | {"falcon_h1": "full state"}
-#: Families in which every n-th layer has full attention, where config.json does not say so.
+#: Families in which every n-th layer has full attention although config.json does not say so.
 _FULL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 _LINEAR_EVERY = {"qwen3_next": 4, "qwen3_5_text": 4, "qwen3_5_moe_text": 4}
-#: A layer of DeepSeek V4, by the tokens per compressed entry: a window, entries, and the rows of a
-#: compressor. In V4.1 a few layers keep compressed KV, which the layers above them also read.
+#: The caches of a DeepSeek V4 layer, by tokens per compressed entry: a window, entries, and a
+#: compressor's rows. In V4.1 a few layers keep compressed KV, and the layers above read it too.
 _V4_LAYERS = {
     **dict.fromkeys((0, 1), "v4_window"),
     4: "v4_keys v4_index_rows v4_window v4_entries v4_rows",
@@ -210,7 +210,7 @@ _V4_LAYERS = {
 _V41_SOURCE = "v41_keys v41_window v41_entries"
 _V41_LAYERS = ("v41_window", _V41_SOURCE, f"{_V41_SOURCE} v41_ring")
 
-# Expressions over config.json for `_number`, whose errors name a key of the last alternative.
+# Expressions over config.json for `_number`. Its errors name a key of the last alternative.
 _LAYERS = "num_hidden_layers|n_layer|num_layers|num_hidden_layers"
 _KV_HEADS = (
     "num_key_value_heads|num_kv_heads|n_head_kv|multi_query_group_num|num_attention_groups|"
@@ -229,7 +229,7 @@ _KEYS = "key_width=index_head_dim+index_head_dim/128*4 element_bytes=1"
 _V4 = "key_width=584 element_bytes=1 align_bytes=576"
 _V41 = "key_width=528 element_bytes=1 align_bytes=512"
 _ROWS = "WINDOW element_bytes=4 align_bytes=576"
-#: The kind of a cache and the fields of its `LayerCache`, each with an expression.
+#: The kind of each cache, then the fields of its `LayerCache`, each with an expression.
 _CACHES = {
     "full": f"FULL kv_heads=num_global_key_value_heads|{_KV_HEADS} "
     f"key_width=global_head_dim|{_WIDTH} value_width=global_head_dim|v_head_dim|{_WIDTH}",
@@ -241,7 +241,7 @@ _CACHES = {
     "latent": f"LATENT key_width={_LATENT}",
     # With an 8-bit KV cache, DeepSeek V3.2 and later pack the values and scales of an entry.
     "sparse_latent": f"LATENT key_width={_LATENT} fp8_entry_bytes=656",
-    # vLLM caches the heads to which MiniCPM3's latent expands.
+    # vLLM caches the heads that MiniCPM3 expands from its latent.
     "minicpm3": "FULL kv_heads=num_attention_heads key_width=qk_nope_head_dim+qk_rope_head_dim "
     "value_width=qk_nope_head_dim+qk_rope_head_dim",
     "state": "STATE",
@@ -254,15 +254,15 @@ _CACHES = {
     "v4_rows": f"{_ROWS} key_width=4*head_dim reach_tokens=8 block_tokens=4",
     "v4_index_rows": f"{_ROWS} key_width=4*index_head_dim reach_tokens=8 block_tokens=4",
     "v4_rows_128": f"{_ROWS} key_width=2*head_dim reach_tokens=128 block_tokens=8",
-    # Windows that vLLM recomputes.
+    # vLLM recomputes these windows.
     "v41_window": f"WINDOW {_V41} reach_tokens=sliding_window block_tokens=32 stored=0",
     "v41_entries": f"LATENT {_V41} tokens_per_entry=ratio",
     "v41_keys": f"INDEXER {_V41} {_KEYS} tokens_per_entry=ratio",
     "v41_ring": "RING key_width=2*head_dim element_bytes=4 block_tokens=8 stored=0",
 }
-#: States by a key of their family's config.json, or by the end of its `model_type`: expressions for
-#: the width of values, the groups of keys, the width of a key, and the convolution's kernel. The
-#: fifth word `copied` means that ranks copy groups that do not divide among them.
+#: Recurrent states, by a key of the family's config.json or by the end of its `model_type`. The
+#: words are expressions for value width, key groups, key width and convolution kernel. A fifth
+#: word, `copied`, means that each rank keeps one group if groups cannot be divided evenly.
 _STATES = {
     # Kimi Delta Attention: queries, keys and values pass through the convolution.
     "linear_head_dim": "linear_num_heads*linear_head_dim linear_num_heads linear_head_dim "
@@ -302,7 +302,7 @@ def choose_model(path: Path | None, name: str | None, weights_text: str | None) 
 
 
 def preset(name: str, weights: Weights | None = None) -> ModelShape:
-    """Return the preset `name`, given in full or as its last part; ConfigError suggests names."""
+    """Return the preset `name`, given in full or as its last part. ConfigError suggests others."""
     names = {key: one for one in _presets() for key in (one.lower().split("/")[-1], one.lower())}
     if full := names.get(name.lower()):
         return parse_model(_presets()[full], full, weights)
@@ -321,7 +321,7 @@ def read_model(path: Path, weights: Weights | None = None) -> ModelShape:
     """Return the model in `path`, which is a config.json or its directory.
 
     Without `weights`, their size is read from the directory's index or estimated. Raises
-    ConfigError for a file that is missing or not JSON, or a model that cannot be sized.
+    ConfigError for a file that is missing or not JSON, or for a model that cannot be sized.
     """
     file = path / "config.json" if path.is_dir() else path
     config = _read(file)
@@ -406,7 +406,7 @@ def _block_tokens(text: Config, caches: tuple[LayerCache, ...]) -> int:
 
 
 def _text(config: Config) -> Config:
-    """Return the language model's part of a config.json, which multimodal models nest. Also flatten
+    """Return the language model's config, which multimodal models nest in config.json. Also flatten
     the parts that Kimi Linear and MiniMax nest, and set Falcon's single KV head."""
     for key in ("text_config", "llm_config", "language_config", "thinker_config"):
         part = config.get(key)
@@ -428,8 +428,8 @@ def _first(config: Config, *keys: str) -> Any:
 
 def _number(config: Config, expression: str) -> int:
     """Evaluate an expression such as `a+b*2|c`: the first alternative whose keys are all set.
-    Raises ConfigError for a value that is not a whole number above 0, or for a missing key of the
-    last alternative."""
+    Raises ConfigError for a value that is not a whole number above 0, or if every alternative lacks
+    a key."""
     key = ""
     for part in expression.split("|"):
         done = product = 0
@@ -465,8 +465,8 @@ def _cache(text: Config, element_bytes: int, name: str, ratio: int) -> LayerCach
 
 
 def _layers(text: Config, layers: int) -> list[tuple[str, int]]:
-    """Return the names of each layer's caches, in the order in which vLLM registers them (an
-    indexer's first), and the tokens per compressed entry."""
+    """Return, for each layer, the names of its caches in vLLM's order of registration (an indexer's
+    first) and the tokens per compressed entry."""
     ratios, rates, types = map(text.get, ("compress_ratios", "compress_rates", "layer_types"))
     if not isinstance(ratios, list) and isinstance(rates, dict) and isinstance(types, list):
         ratios = [rates.get(one, 0) for one in types]
@@ -484,7 +484,7 @@ def _layers(text: Config, layers: int) -> list[tuple[str, int]]:
 
 
 def _compressed(ratios: list[int], sources: list[int] | None) -> list[tuple[str, int]]:
-    """Return `_layers` for DeepSeek V4 or, with `sources`, V4.1. Ratio 0 means only a window."""
+    """List the caches like `_layers`, for V4 or, with `sources`, V4.1. Ratio 0: only a window."""
     found = []
     for layer, ratio in enumerate(ratios):
         if sources:
@@ -498,7 +498,7 @@ def _compressed(ratios: list[int], sources: list[int] | None) -> list[tuple[str,
 
 
 def _indexers(text: Config, layers: int) -> tuple[str, list[bool]]:
-    """Return the name of an indexer's keys, and for each layer whether it computes an index."""
+    """Return the name of the indexers' keys and, for each layer, whether it computes an index."""
     types, topk_types = text.get("layer_types"), text.get("indexer_types")
     if text.get("use_sparse_attention"):
         sparse = text.get("sparse_attention_freq")
@@ -523,14 +523,14 @@ def _window_tokens(config: Config) -> int:
 
 
 def _listed(config: Config) -> list[str]:
-    """Return the cache names of layers that a key of config.json lists, or an empty list."""
+    """Return the cache names of each layer if config.json lists the layers, else an empty list."""
     for key, spellings in _LISTS.items():
         names = config.get(key)
         if isinstance(names, list | str) and names:
             if unknown := [one for one in names if one not in spellings]:
                 known = ", ".join(map(str, spellings))
                 raise ConfigError(key, unknown[0], f"not sized; known are {known}")
-            # Some files list windowed layers but set the window to null: they have full attention.
+            # Some files list windowed layers but set the window to null: such layers are full.
             reach = {"window": _window_tokens(config), "local": config.get("attention_chunk_size")}
             found = (spellings[one] for one in names)
             return [one if reach.get(one, True) else "full" for one in found]
@@ -538,7 +538,7 @@ def _listed(config: Config) -> list[str]:
 
 
 def _periodic(config: Config, layers: int) -> list[str]:
-    """Return the cache names of layers that follow a rule: some are full, the others differ."""
+    """Return the cache names of each layer, by a rule such as full attention in every n-th."""
     every, others = range(layers), "state"
     family = str(config.get("model_type", ""))
     rope = config.get("no_rope_layers") or []
@@ -571,14 +571,14 @@ def _periodic(config: Config, layers: int) -> list[str]:
 
 def _recurrent_state(config: Config, model_bytes: int) -> RecurrentState | None:
     """Return the state of one layer, or None for a family whose state this version cannot size.
-    `model_bytes` is the size of an element, also in the recurrent part unless the file names that
-    part's dtype."""
+    `model_bytes` is the size of an element. It also applies to the recurrent part unless
+    config.json names that part's dtype."""
     family = str(config.get("model_type"))
     dtype = _first(config, "mamba_ssm_cache_dtype", "mamba_ssm_dtype")
     for key, row in _STATES.items():
         if config.get(key) or family.endswith(key):
             values, groups, width, kernel = (_number(config, one) for one in row.split()[:4])
-            # Kimi's matrix has 32 bits.
+            # Kimi's matrix has 32-bit elements.
             own = 4 if key == "linear_head_dim" else dtype and dtype_bytes(dtype)
             kept = (kernel - 1, model_bytes, own or model_bytes, row.endswith("copied"))
             return RecurrentState(values, groups, width, *kept)
@@ -618,7 +618,7 @@ def _bytes_per_parameter(config: Config, model_bytes: int) -> tuple[float, str]:
 
 
 def _mixer(config: Config, cache: LayerCache) -> int:
-    """Return the parameters of one layer's attention or recurrent part; ConfigError if unknown."""
+    """Count the parameters of one layer's attention or recurrent part; ConfigError if unknown."""
     read = functools.partial(_number, config)
     hidden, state = read("hidden_size"), cache.state
     if cache.kind is LayerKind.INDEXER:
@@ -643,7 +643,7 @@ def _mixer(config: Config, cache: LayerCache) -> int:
 
 
 def _feed_forward(config: Config) -> int:
-    """Return the parameters of all layers' feed-forward networks."""
+    """Count the parameters of all layers' feed-forward networks."""
     read = functools.partial(_number, config)
     experts = read("n_routed_experts|num_experts|num_local_experts|0")
     if not experts:

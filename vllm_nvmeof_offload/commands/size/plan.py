@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's KV cache groups, as vLLM 0.32 and 0.33 form them from its layers' caches.
+"""A model's KV cache groups, as vLLM 0.32 and 0.33 form them from the caches of its layers.
 
 If all caches need the same blocks, they form one group. Otherwise the layout decides. With blocks
 outermost (BLHNC, which this package requires on a GPU), caches of several page sizes are *packed*:
 one group per kind, except that windows and states are split until a group fits the block that the
-other groups need anyway. In all other cases pages are first brought to one size, by larger blocks
-or by padding, and each kind is split into groups with as many layers as the smallest kind.
+other groups need anyway. In all other cases pages are first made equal in size, by larger blocks or
+by padding. Each kind is then split into groups with as many layers as the smallest kind.
 
 The largest group sets the size of a block in GPU memory; each group uses its own layers' pages
 without padding.
@@ -31,7 +31,7 @@ from vllm_nvmeof_offload.units import align_up
 
 #: Kernels of latent attention combined with states need a multiple of this many tokens per block.
 _LATENT_STATE_ALIGN_TOKENS = 128
-#: If the largest kind has fewer than this many times the smallest kind's layers, it sets the size.
+#: The largest kind sets the group size if it has fewer layers than this many times the smallest.
 _SIMILAR = 1.5
 
 
@@ -97,8 +97,8 @@ class Plan:
         return tuple(group for group in self.groups if group.stored)
 
     def choose_blocks_per_chunk(self, given: int | None) -> int:
-        """Return the blocks per chunk that the server chooses with default settings, or `given`;
-        raise ConfigError if `given` cannot be used."""
+        """Return `given` or, if it is None, the blocks per chunk that a server with default
+        settings chooses. Raises ConfigError if `given` cannot be used."""
         groups = [GroupBlocks(g.kind, g.block_tokens, g.cache.reach_tokens) for g in self.stored]
         if not groups:
             return given or 1
@@ -130,7 +130,7 @@ def plan_groups(model: ModelShape, deployment: Deployment) -> Plan:
 
 
 def stages_of(layers: int, count: int) -> tuple[range, ...]:
-    """Return the decoder layers of each stage; a remainder goes to stages before the last one."""
+    """Return the decoder layers of each stage; stages just before the last get the remainder."""
     each, rest = divmod(layers, count)
     ends = [at * each + min(rest, max(0, at - (count - 1 - rest))) for at in range(count + 1)]
     return tuple(itertools.starmap(range, itertools.pairwise(ends)))
@@ -144,7 +144,7 @@ def _pages(model: ModelShape, deployment: Deployment) -> list[Page]:
     tokens = [one for one in model.caches if one.kind.keeps_every_token]
     padded = 0
     if states and tokens:
-        # Blocks grow until one layer's keys and values in a block are as large as a state.
+        # Blocks grow until one layer's keys and values in a block are at least as large as a state.
         entry = max(one.entry_bytes(ranks, kv_bytes) for one in tokens)
         state = max(one.block_bytes(0, ranks, kv_bytes) for one in states)
         if any(one.kind is LayerKind.LATENT for one in tokens):
@@ -179,7 +179,7 @@ def _needs(page: Page) -> object:
 
 
 def _one_page_size(pages: list[Page]) -> list[Page]:
-    """Bring all pages to the largest page's size, by more tokens per block or by padding."""
+    """Make all pages as large as the largest, with more tokens per block or with padding."""
     largest = max(page.page_bytes for page in pages)
     unified = []
     for page in pages:
@@ -196,7 +196,7 @@ def _one_page_size(pages: list[Page]) -> list[Page]:
 
 
 def _split_evenly(pages: list[Page]) -> list[list[Page]]:
-    """Split each kind into groups with the smallest kind's layers, or the largest's if similar."""
+    """Split kinds into groups of as many layers as the smallest kind, or the largest if similar."""
     kinds = _alike(pages, lambda page: (page.cache, page.block_tokens, page.page_bytes))
     fewest, most = min(map(len, kinds)), max(map(len, kinds))
     size = most if most < fewest * _SIMILAR else fewest
@@ -209,14 +209,14 @@ def _packed(buckets: list[list[Page]]) -> list[list[Page]]:
     even = [one for one in sizes if len(set(one.values())) == 1]
     most = [max(one.values()) for one in even]
     mixed = max((max(one.values()) for one in even if len(one) > 1), default=0)
-    # The number of layers of each page size in a group: the one with the least padding over all
-    # buckets, the largest among equals, or 0 if no bucket mixes sizes evenly.
+    # The number of layers of each page size per group. It is the one with the least padding over
+    # all buckets, the largest of several, or 0 if no bucket mixes sizes evenly.
     repeats = mixed and min(
         range(mixed, max(most) + 1),
         key=lambda size: (sum(-count % size for count in most), -size),
     )
     counts = [-(-max(one.values()) // repeats) if repeats and one in even else 1 for one in sizes]
-    # States and rings may be split down to one page per group; so may windows, if no size repeats.
+    # States and rings may be split down to one page per group; so may windows if `repeats` is 0.
     split = {LayerKind.STATE, LayerKind.RING} | (set() if repeats else {LayerKind.WINDOW})
     counts_max = [
         len(bucket) if bucket[0].cache.kind in split else count

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All figures for one model on one deployment, each with its formula; assumptions and notes.
+"""All figures for one model in one deployment, with their formulas, assumptions and notes.
 
 Nothing here is measured. Published figures of others are shown next to ours. For a cluster of
 prefill and decode nodes that load through the links of both, DualPath (Wu et al., arXiv 2602.21548)
 gives the range of ratios in which the links to storage saturate before the links between nodes and
 the nodes' memory. The number of agents that fit follows from the rate of the busiest part, as in
-any closed queue.
+any closed queueing system.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class _Scale(NamedTuple):
     source: str
 
 
-#: A node of 4 GPUs on one drive with 16 conversations at once. The ratio does not follow from a
-#: model's configuration: it was measured on one drive, and the source's table holds its multiples.
+#: One drive serves a node of 4 GPUs with 16 simultaneous conversations. This ratio was measured and
+#: does not follow from a model's configuration; the source's table lists multiples of the ratio.
 DATA24 = _Scale(
     4,
     16,
@@ -74,7 +74,7 @@ class LayersRow:
 
 @dataclass(frozen=True, slots=True)
 class ScaleRow:
-    """The figures for a number of drives: ours, by formula, and those of a published ratio."""
+    """The figures for a number of drives: computed ones, and those of a published ratio."""
 
     drives: int
     sessions_held: int
@@ -234,15 +234,15 @@ def ratio_range(deployment: Deployment) -> tuple[float, float]:
 def turns_per_s(
     links: int, link_bytes_per_s: float, read_bytes: float, prefill: int, compute_s: float
 ) -> float:
-    """Return the most turns per second that links and prefill nodes sustain, if each turn reads and
-    computes this much. If `compute_s` is 0, computing sets no limit."""
+    """Return the most turns per second that links and prefill nodes sustain. Each turn reads
+    `read_bytes` and computes for `compute_s`; if that is 0, computing sets no limit."""
     read = links * link_bytes_per_s / read_bytes
     return min(read, prefill / compute_s) if compute_s else read
 
 
 def _cluster_figures(deployment: Deployment, read_bytes: float) -> Iterator[Figure]:
-    """Yield the figures of the cluster, if one is given. `read_bytes` is read per turn, which
-    returns with its whole context; it is 0 if the context is shorter than a chunk."""
+    """Yield the figures of the cluster, if one is given. Each turn reads its whole context,
+    `read_bytes`, which is 0 if the context is shorter than a chunk."""
     row = functools.partial(_figure, "cluster")
     prefill, decode = deployment.prefill_nodes, deployment.decode_nodes
     if prefill is None or decode is None:
@@ -264,8 +264,8 @@ def _cluster_figures(deployment: Deployment, read_bytes: float) -> Iterator[Figu
         if compute_s:
             formula = f"min({formula}, {prefill} nodes ÷ {compute_s:g} s)"
         yield row(f"turns per second{words}", turns, formula, "/s")
-        # Fewer agents wait less. Each additional agent makes all agents wait longer, because the
-        # cluster sustains no more turns.
+        # With fewer agents, each waits less. With more agents, all wait longer, because the cluster
+        # sustains no more turns.
         agents = int(turns * (deployment.ttft_seconds + gap_s))
         formula = f"turns × (TTFT + {gap_s:g} s from first token to next turn)"
         yield row(f"agents at the TTFT{words}", agents, formula, "agents")

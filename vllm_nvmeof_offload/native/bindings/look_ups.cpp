@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Look-ups for vLLM, which makes them key by key in a Python loop. A call costs less than an empty
-// Python function, and the memory that it reads, even among millions of entries, was prefetched.
+// Look-ups for vLLM, which calls them key by key in a Python loop. A call costs less than that of
+// an empty Python function, even among millions of entries, because their memory was prefetched.
 #include "bindings/bindings.h"
 
 #include <nanobind/stl/tuple.h>
@@ -23,8 +23,8 @@ bool is_key(PyObject* key, const Index& index) {
   return PyBytes_Check(key) && static_cast<size_t>(PyBytes_GET_SIZE(key)) == index.key_bytes();
 }
 
-// Prefetches the memory that the next look-ups will read, by following the lists of a request's
-// keys, up or down. It affects no result.
+// Prefetches the memory that the next look-ups will read, by following a request's lists of keys,
+// up or down. This affects no result.
 class Ahead {
  public:
   // foreign: other engines' chunks, or null if nothing is shared.

@@ -271,8 +271,8 @@ PieceColumns cache_pieces(const CacheGeometry& geometry, bool is_store, Ids ids,
   return nb::make_tuple(array(std::move(rows), 3), array(std::move(first)));
 }
 
-// Begin stores and loads that wait for one fence. Each of `transfers` consists of op, whether it is
-// a store, batch, block ids, sizes and firsts, the last three as in `JobBlocks` (copy/geometry.py).
+// A store or load for `begin_transfers`, as (op, is_store, batch, block ids, sizes, firsts). The
+// last three are as in `JobBlocks` (copy/geometry.py).
 using GivenTransfer = Tuple<uint64_t, bool, ChunkBatch, nb::ndarray<nb::numpy, int32_t>,
                             nb::typed<nb::sequence, size_t>, nb::typed<nb::sequence, size_t>>;
 
@@ -353,7 +353,7 @@ bool advance(Machine& machine, double ahead_s) {
     io.offer_reads();
     io.offer_writes();
     io.fail_stalled();
-  } while (machine.run());  // start what has room, as the next call may be much later
+  } while (machine.run());  // start all that has room: the next call may be much later
   return health_has_news(io);
 }
 
@@ -373,8 +373,8 @@ offer_resets(Machine& machine) {
   return std::pair(std::move(offered), std::move(unwritten));
 }
 
-// Each batch is (number, whether it is a store, fence, bytes, pieces, summed). `summed` is (counts,
-// payloads, sizes, sampled) if checksums are needed, else None.
+// A `CopyBatch` as (number, is_store, fence, bytes, pieces, summed). `summed` is (counts, payloads,
+// sizes, sampled) if checksums are needed, else None.
 using SummedPieces =
     Tuple<nb::ndarray<nb::numpy, uint32_t>, nb::ndarray<nb::numpy, uint64_t>,
           nb::ndarray<nb::numpy, uint64_t>, std::optional<nb::ndarray<nb::numpy, uint8_t>>>;
@@ -412,8 +412,8 @@ nb::bytes bytes_of(const std::vector<T>& items) {
   return nb::bytes(items.data(), items.size() * sizeof(T));
 }
 
-// Each run of ops with all rows OK and released gives a tuple of the fields of
-// `protocol.OpReports`; any other report gives one of the fields of `protocol.OpReport`.
+// Consecutive ops whose rows are all OK and released share one tuple, with the fields of
+// `protocol.OpReports`. Any other op has a tuple with the fields of `protocol.OpReport`.
 using WholeReports = Tuple<nb::bytes, nb::bytes>;
 using OneReport = Tuple<uint64_t, std::optional<nb::ndarray<nb::numpy, uint32_t>>,
                         std::optional<nb::ndarray<nb::numpy, uint8_t>>,
@@ -450,7 +450,7 @@ List<std::variant<WholeReports, OneReport>> take_reports(Machine& machine) {
   return all;
 }
 
-// Return (op, (row, code, errno) of failed rows, copied bytes, seconds) of each finished job.
+// Return (op, [(row, code, errno) of failed rows], copied bytes, seconds) of each finished job.
 List<Tuple<uint64_t, List<Tuple<uint32_t, uint8_t, int>>, uint64_t, double>> take_finished(
     Machine& machine) {
   nb::list all;
@@ -526,7 +526,7 @@ std::tuple<size_t, size_t, size_t, size_t, size_t, size_t, size_t> levels(Machin
           io.writes_in_flight()};
 }
 
-// Call `choose_lane`. peers: (end in seconds, whether there is room) of each peer's lane.
+// Call `choose_lane`. peers: (end_s, has_room) of each peer's lane.
 int choose(double own_end_s, bool own_room, const std::vector<std::pair<double, bool>>& peers) {
   std::vector<LaneEstimate> estimates;
   for (const auto& [end_s, has_room] : peers) estimates.push_back({end_s, has_room});
@@ -594,7 +594,7 @@ void serve(Machine& machine, const std::vector<uint64_t>& tokens, const ChunkBat
   machine.serve(tokens, columns_of(batch), within_s);
 }
 
-// Return (token, code, errno) of each completed peer read.
+// Return (token, code, errno) of each read for a peer that has ended.
 std::vector<std::tuple<uint64_t, uint8_t, int>> take_served(Machine& machine) {
   std::vector<std::tuple<uint64_t, uint8_t, int>> all;
   for (const Machine::Served& one : machine.take_served())

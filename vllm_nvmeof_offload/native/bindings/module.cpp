@@ -119,7 +119,7 @@ void copy(Words to, Words from, Words sizes) {
 
 // Copy pieces of payloads, and write each payload's CRC, or kNoCrc if its pieces do not cover it in
 // order and without gaps. counts: the number of pieces of each payload. loads: whether payloads are
-// the source, with CRCs of the bytes that arrived; otherwise they are the destination.
+// the source; the CRCs are then of the bytes that arrived. Otherwise they are the destination.
 void copy_payloads(Words to, Words from, Words sizes, Counts counts, Words payloads,
                    Words payload_sizes, Signed crcs, bool loads) {
   const size_t pieces = std::accumulate(counts.data(), counts.data() + counts.size(), size_t{0});

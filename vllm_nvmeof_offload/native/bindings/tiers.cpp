@@ -73,8 +73,8 @@ class KeyList {
   std::vector<const char*> keys_;
 };
 
-// A user's `EvictionPolicy`. The evictable slots are recorded here rather than left to the policy:
-// if it returned a slot in use, that slot's bytes would be overwritten.
+// A user's `EvictionPolicy`. The evictable slots are recorded here too, because a slot in use would
+// be overwritten if the policy returned it.
 class PythonOrder final : public Order {
  public:
   PythonOrder(nb::object policy, size_t slots) : policy_(std::move(policy)), inside_(slots) {}
@@ -209,7 +209,7 @@ Reported report(Tiers& tiers, int kind, Batch& batch, std::optional<Column<uint3
 
 using WholeReported = std::tuple<Indexes, std::vector<std::tuple<uint32_t, Reported>>>;
 
-// Apply one rank's reports on all rows of several ops, all OK and released. kinds: one per op.
+// Apply a rank's reports that all rows of several ops are OK and released. kinds: one per op.
 WholeReported report_whole(Tiers& tiers, const nb::bytes& kinds,
                            const nb::typed<nb::list, Batch>& batches) {
   if (kinds.size() != batches.size()) throw nb::value_error("the columns differ in length");
@@ -264,7 +264,7 @@ size_t sum(const Tiers& tiers, Count count) {
   return total;
 }
 
-// Take the oldest moves, up to `limit` bytes of keys: (tier, whether removed, joined keys).
+// Take the oldest moves, up to `limit` bytes of keys: (tier, removed, joined keys) of each.
 ListOf<int, bool, nb::bytes> take_moves(Tiers& tiers, size_t limit) {
   nb::list taken;
   while (limit > 0 && !tiers.moves.empty()) {
@@ -444,7 +444,7 @@ void bind_state(nb::class_<Tiers>& type) {
              Whereabouts found = self.whereabouts(KeyList(keys, self.index.key_bytes()), sources);
              return found.mixed ? std::optional(std::move(found)) : std::nullopt;
            })
-      // The keys are read only if there are no rows.
+      // The keys are needed only if `before` has no rows.
       .def("unmoved",
            [](const Tiers& self, const Whereabouts& before, PyKeys keys, uint8_t sources) {
              if (!before.rows.empty()) return self.unmoved(before, sources);
@@ -552,7 +552,7 @@ void bind_holds(nb::module_& m) {
                keys.emplace_back(tiers.index.key(row), tiers.index.key_bytes());
              return keys;
            })
-      // Take the counts of fetches begun, by reason, and ended, by `End`, since the last call.
+      // Take the counts of fetches begun (by reason) and ended (by `End`) since the last call.
       .def("take_counts",
            [](Holds& holds) {
              return std::pair(std::exchange(holds.begun, {}), std::exchange(holds.ends, {}));

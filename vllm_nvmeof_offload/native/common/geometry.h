@@ -30,8 +30,8 @@ class Geometry {
 
   size_t blocks_per_chunk() const { return blocks_per_chunk_; }
 
-  // Append three numbers per piece to `rows`: KV cache address, offset in the payload, and bytes.
-  // `firsts` gets the index of the first piece, and then the index at which each chunk's pieces
+  // Append three numbers per piece to `rows`: KV cache address, offset in the payload, and size.
+  // `firsts` receives the index of the first piece, and then the index at which each chunk's pieces
   // end. `blocks` belong to consecutive chunks and start at position `first` of the first chunk.
   void pieces(std::span<const int32_t> blocks, size_t first, size_t chunks,
               std::vector<uint64_t>& rows, std::vector<uint32_t>& firsts) const {
@@ -61,8 +61,8 @@ class Geometry {
 
   // Like `pieces`, but add no pieces for a chunk with missing blocks. vLLM reports only the
   // position of the first block, and omits blocks that it has already freed. If exactly `first`
-  // blocks are missing, they precede the first block. Otherwise any chunk may lack blocks, and
-  // every block after a gap would be mistaken for the one before it.
+  // blocks are missing, they precede the first block. Otherwise any chunk may lack blocks, and each
+  // block after a gap would be mistaken for an earlier one.
   void pieces_of_whole_chunks(std::span<const int32_t> blocks, size_t first, size_t chunks,
                               std::vector<uint64_t>& rows, std::vector<uint32_t>& firsts) const {
     require(blocks.size() <= chunks * blocks_per_chunk_, "more blocks than the chunks hold");

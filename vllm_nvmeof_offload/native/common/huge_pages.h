@@ -20,8 +20,8 @@ namespace nvmeof {
 inline constexpr size_t kHugePage = size_t{2} << 20;
 
 // A fixed number of items, initially all zero bytes. A column of at least one huge page uses memory
-// only where it was written, because most of the space reserved for parts of divided slots is never
-// used.
+// only where it was written. This matters for parts of divided slots: most of the space reserved
+// for them is never used.
 template <typename T>
 class HugeColumn {
  public:

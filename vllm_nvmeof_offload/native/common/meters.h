@@ -2,12 +2,12 @@
 // Measures each target's rate while it has operations in flight. By Little's law, bytes per second
 // are the number of operations in flight times the bytes of each, divided by the time of each.
 // Operations still running at the end of a period thus do not count as idle time, and idle hours do
-// not count at all. A single operation at a time measures latency, not bandwidth. An unsaturated
-// period therefore gives two bounds. The target can do at least what it did. If `n` operations were
-// in flight and `s` saturate it, it can do at most about `s / n` times as much. A rate outside
-// these bounds moves towards the nearer one; a rate between them stays. In a saturated period the
-// bounds are equal. Thus a few reads do not make a target look slow, and a slow target is noticed
-// even if it is now rarely used.
+// not count at all. With a single operation at a time, this yields latency, not bandwidth. An
+// unsaturated period therefore gives two bounds. The target can do at least what it did. If `n`
+// operations were in flight and `s` saturate the target, it can do at most about `s / n` times as
+// much. A known rate outside these bounds moves towards the nearer one; a rate between them stays.
+// In a saturated period the bounds are equal. Thus a few reads do not make a target look slow, and
+// a target that has become slow is noticed even if it is rarely used.
 #pragma once
 
 #include <algorithm>

@@ -36,7 +36,7 @@ inline void require(bool holds, const char* rule) {
   if (!holds) throw BrokenRule(rule);
 }
 
-// The rule that the simulator breaks on purpose, to prove that it detects the violation. Only the
+// The rule that is broken on purpose, to prove that the simulator detects the violation. Only the
 // test build of the module contains mutants; in other builds `mutant` is false at compile time.
 #ifdef NVMEOF_MUTANTS
 inline std::string active_mutant;

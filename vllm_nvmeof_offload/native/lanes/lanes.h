@@ -69,7 +69,7 @@ struct LaneOp {
   Stamp stamp;               // a write stores it; a read requires its tag
   bool single_copy = false;  // in a write: no other rank holds the chunk
   // In a read: check only the header and return its payload CRC. The copy out of staging checks the
-  // payload. Lanes may check it too.
+  // payload. Lanes may check the payload too.
   bool header_only = false;
   size_t peer = 0;       // in a peer lane: the peer that reads the slot
   int64_t until_ns = 0;  // in a peer lane: the end of this attempt, by the machine's clock
@@ -105,8 +105,8 @@ struct Summed {
 class NativeLanes {
  public:
   virtual ~NativeLanes() = default;
-  // Compute the CRC of a payload in staging ahead of its write; false if the write will compute it.
-  // The payload must not change before `summed` or `forget`. number: not 0.
+  // Compute the CRC of a payload in staging ahead of its write, or return false to leave this to
+  // the write. The payload must not change before `summed` or `forget`. number: not 0.
   virtual bool sum(uint64_t /*number*/, uint64_t /*address*/, size_t /*bytes*/) { return false; }
   virtual void forget(uint64_t /*number*/) {}
   virtual void summed(std::vector<Summed>& /*sums*/) {}
@@ -137,9 +137,9 @@ inline constexpr int kOwnLane = 0;
 
 // Return 0 for our own lane, i for peer i - 1, or -1 if the chunk should wait.
 //
-// The lane with the smallest end_s gets the chunk, and on a tie our own lane, because it uses no
-// other server's time. If the chosen lane has no room, the chunk waits for it, because end_s
-// includes its queue. A lane with room can end even earlier only on a tie; it then gets the chunk.
+// The lane with the smallest end_s gets the chunk. On a tie our own lane gets it, to spare other
+// servers. If the chosen lane has no room, the chunk waits for it, because end_s includes its
+// queue. Only on a tie can a lane with room end even earlier; it then gets the chunk.
 inline int choose_lane(const LaneEstimate& own, std::span<const LaneEstimate> peers) {
   constexpr double kTie = 1.05;
   const auto lane = [&](int number) -> const LaneEstimate& {

@@ -70,8 +70,8 @@ int copy_of_fd(int fd);
 
 class LogWriter {
  public:
-  // fd: from `copy_of_fd`. Nothing waits for a record to be written. By then the target's last
-  // operation may have ended, and the pool may have closed its own descriptors.
+  // fd: a copy from `copy_of_fd`, because nothing waits for records to be written, and the pool may
+  // have closed its own descriptors by then.
   LogWriter(LogStart start, int fd);
   ~LogWriter();
   LogWriter(const LogWriter&) = delete;

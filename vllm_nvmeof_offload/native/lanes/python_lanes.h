@@ -28,7 +28,7 @@ inline LaneEnd lane_end(const PythonEnd& end) {
 
 class PythonLanes final : public NativeLanes {
  public:
-  // room() returns (reads, writes). submit() gets a list of `LaneOp`. cancel(token) implements
+  // room() returns (reads, writes). submit() receives a list of `LaneOp`. cancel(token) implements
   // `cancel_one`. poll() returns a list of `PythonEnd`.
   PythonLanes(nanobind::object room, nanobind::object submit, nanobind::object cancel,
               nanobind::object poll)

@@ -134,7 +134,7 @@ class ZerosTable {
   std::array<std::array<std::array<uint32_t, 16>, 8>, 64> tables_;
 };
 
-// Small enough to stay in the L1 cache between its copy and its checksum.
+// The bytes of one step, few enough to stay in the L1 cache between their copy and their checksum.
 constexpr size_t kCopyStepBytes = 16 << 10;
 
 // Copy without first reading the destination into cache, if the processor supports that. Call
@@ -163,8 +163,8 @@ void end_stream() {
 }
 
 // The processor prefetches only within a 4 KiB page, so the checksum of uncached bytes would wait
-// for memory at the start of each page. How much of a later page to prefetch, and into which cache
-// level, depends on the processor; the right choice is up to twice as fast.
+// for memory at the start of each page. How much of a later page should be prefetched, and into
+// which cache level, depends on the processor; the best choice is up to twice as fast.
 constexpr size_t kCrcStepBytes = 4 << 10;
 constexpr size_t kCrcAheadBytes = 8 << 10;
 constexpr size_t kLineBytes = 64;

@@ -206,8 +206,8 @@ bool TargetRing::read_may_start() const {
 // Stop counting a read that the device has completed, or may never complete.
 void TargetRing::uncount(Op& op) { read_bytes_started_ -= std::exchange(op.counted_bytes, 0); }
 
-// Wait, without the mutex, until the region may be written. Returns false if it will not be, or if
-// the operation was cancelled.
+// Wait, without the mutex, until the region may be written. Returns false if the permit is lost,
+// the ring closes, or the operation was cancelled.
 bool TargetRing::await_permit(std::unique_lock<std::mutex>& lock, const Op& op) {
   while (op.wanted && !permit_.open() && !permit_.lost() && !closing_)
     table_work_.wait_for(lock, kPermitPoll);
@@ -229,7 +229,7 @@ bool TargetRing::start_waiting(std::vector<Piece*>& pieces) {
   return false;
 }
 
-// A read that ends while pieces wait to be checked does not wake the caller; `check_one` does.
+// End an operation. A read leaves waking the caller to `check_one` if pieces still await a check.
 void TargetRing::finish(Op& op, Outcome code, int error) {
   LaneEnd end{op.request.token, code, error};
   if (op.request.header_only && code == Outcome::OK) end.payload_crc = op.header.payload_crc;
@@ -384,7 +384,7 @@ void TargetRing::loop(Ring& ring) {
       for (const auto& [piece, result] : landed) land(piece, result);
       next_read = read_may_start();
     }
-    // After completions or a kick, give the device more work before waking the caller, which takes
+    // After completions or a kick, give the device more work first, because waking the caller takes
     // time. Do not do this twice in a row, unless a read was waiting for these completions.
     if ((!landed.empty() || !armed) && (!deferred || next_read)) {
       deferred = busy = true;
@@ -434,7 +434,7 @@ bool TargetRing::check_one() {
   return true;
 }
 
-// Needs no mutex: only this thread uses `header` and `crc`, and unchecked pieces keep `op` alive.
+// Check a piece, without a mutex: only this thread uses `header` and `crc`, and `op` stays alive.
 void TargetRing::check(const Piece& piece) {
   Op& op = *piece.op;
   const LaneOp& request = op.request;
@@ -537,7 +537,7 @@ void TargetRing::log_notes(std::unique_lock<std::mutex>& lock) {
 void TargetRing::enter_front(std::unique_lock<std::mutex>& lock) {
   Op& op = *to_enter_.front();
   to_enter_.pop_front();
-  // The write was cancelled and its slot may soon be reused, or another engine took the region.
+  // Write no entry if the write was cancelled (its slot may be reused) or the region taken over.
   Outcome code = Outcome::CANCELLED;
   int error = 0;
   const LaneOp request = op.request;

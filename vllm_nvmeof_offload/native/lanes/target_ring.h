@@ -2,8 +2,8 @@
 // One target: the thread that drives its ring (`ring.h`), and the thread that writes its table.
 //
 // Operations start at once and in order, because the caller enforces the bounds. Only reads beyond
-// `read_bytes_started_max` wait here for earlier reads. A device that completes everything in one
-// burst then gets more before the caller wakes up. An operation is split into pieces. The ring's
+// `read_bytes_started_max` wait here, so that a device that completes all earlier reads in a burst
+// gets more before the caller wakes up. An operation is split into pieces. The ring's
 // thread seals a write before its first piece. It checks each piece of a read soon after arrival,
 // when the piece may still be in the CPU cache, but only while the kernel has enough to do: after a
 // burst, nothing may delay the next pieces. A second thread writes table entries, because a
@@ -37,8 +37,8 @@ class TableSync {
  public:
   static constexpr std::chrono::seconds kPeriod{1};
 
-  // fd: from `copy_of_fd`, or -1 to never sync. Nothing waits for a sync. By then the target's last
-  // operation may have ended, and the pool may have closed its own descriptors.
+  // fd: a copy from `copy_of_fd`, because nothing waits for a sync, and the pool may have closed
+  // its own descriptors by then; or -1 to never sync.
   explicit TableSync(int fd) : fd_(fd) {}
   ~TableSync() { close_file(); }
   TableSync(const TableSync&) = delete;
@@ -121,7 +121,7 @@ class TargetRing {
   // `detach` is called and all earlier reads have ended.
   void attach(uint16_t owner, const ForeignSlab& files);
   void detach(uint16_t owner);
-  // Cancel an operation. Returns false if it is unknown, or keeps running without a table entry.
+  // Cancel an operation. Returns false if it is unknown, or keeps running but gets no table entry.
   bool cancel(uint64_t token);
   // Append a record to the target's log.
   void note(const LogRecord& record);

@@ -79,7 +79,7 @@ struct SlotPlace {
 struct Limits {
   size_t slot_bytes = 0;  // the distance between slots, in staging and in a slab
   size_t split_bytes = 0;
-  unsigned depth = 0;                        // maximum reads in flight, and likewise writes
+  unsigned depth = 0;                        // maximum reads in flight, and maximum writes
   size_t read_bytes_started_max = SIZE_MAX;  // started but not completed; one may always start
 };
 
@@ -133,8 +133,8 @@ std::span<const CrcVariant> crc_variants();
 // bytes, of which at most 16 MiB are read, in 1 to 2 ms.
 const char* choose_crc(std::span<const std::byte> memory);
 
-// Return the share of a part with this CRC in the CRC of a message in which `bytes_after` bytes
-// follow the part. The message's CRC is the XOR of all parts' shares, in any order.
+// Return the share that part of a message has in the message's CRC, which is the XOR of all shares,
+// in any order. crc: the part's own CRC. bytes_after: the bytes of the message after the part.
 uint32_t crc_share(uint32_t crc, size_t bytes_after);
 
 // Return the CRC of a message from its parts, in order. words: 32 words per part, whose XOR is the
@@ -147,7 +147,7 @@ uint32_t copy_crc32c(void* to, const void* from, size_t bytes, uint32_t crc);
 // Like `copy_crc32c`, but compute the CRC from the bytes that arrived at `to`.
 uint32_t copy_crc32c_at_target(void* to, const void* from, size_t bytes, uint32_t crc);
 
-// Fill the header page of a slot with a complete payload, which has this CRC. kind: the
+// Fill the header page of a slot whose payload is complete and has this CRC. kind: the
 // `groups.GroupKind` of the key's group.
 void seal(std::byte* slot, const Identity& identity, size_t payload_bytes, uint32_t payload_crc,
           const Stamp& stamp, const SlotPlace& place, uint8_t kind);
@@ -246,8 +246,8 @@ class CompletionQueue {
   std::vector<uint64_t> landed_;
 };
 
-// A gate for the contract tests only. An operation on a shut place starts, and then stays where a
-// hanging kernel would hold it. A server's engine has no gate.
+// A gate for the contract tests only. An operation on a shut place starts, but is then held as if
+// the kernel hung. A server's engine has no gate.
 class StartGate {
  public:
   void shut(const std::vector<Place>& places) {

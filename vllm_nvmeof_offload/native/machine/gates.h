@@ -3,8 +3,8 @@
 //
 // A fill (a store's copy, or a read into the slot) excludes everything else; reads of the slot (a
 // load's copy, or a write to the pool) share it. A read states the content that it expects. If the
-// slot holds anything else, the read is STALE and does not access the slot, because a CRC computed
-// from it would certify wrong bytes. Every call appends the resulting grants, in order.
+// slot holds anything else, the read is STALE and does not access the slot, because a CRC of the
+// slot's bytes would certify wrong bytes. Every call appends the resulting grants, in order.
 #pragma once
 
 #include <unordered_map>
@@ -26,9 +26,9 @@ class SlotGates {
   explicit SlotGates(size_t slots)
       : held_(slots), given_(slots), crcs_(slots, -1), readers_(slots) {}
 
-  // Queue a task, which fills the slot if `task.fills` and reads it otherwise. A stale grant holds
-  // nothing and is not given back. A read must expect the content of the last fill queued before
-  // it, because the caller queues a slot's fill before its reads.
+  // Queue a task, which fills the slot if `task.fills` and reads it otherwise. A stale grant gives
+  // no access, so `read` must not follow. A read must expect the content of the last fill queued
+  // before it, because the caller queues a slot's fill before its reads.
   void ask(Task& task, Grants& grants);
   // Return the tasks that are filling the slot or are queued to fill it, in order.
   std::vector<Task*> fillers(int32_t slot) const;

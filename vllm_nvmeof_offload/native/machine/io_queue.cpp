@@ -11,7 +11,7 @@ constexpr Urgency kReads[] = {Urgency::DEMAND, Urgency::URGENT, Urgency::SERVE, 
 constexpr int64_t kRatePeriodNs = 250'000'000;
 constexpr int64_t kFoldPeriodNs = 50'000'000;
 constexpr double kRateChangeMin = 0.1;
-// Bounds on a target's writes in the engine: what it writes in this time, but at least these bytes.
+// Per target, the engine holds writes for at most this time, or these bytes if that is more.
 constexpr double kWriteAheadS = 0.0125;
 constexpr size_t kWriteAheadBytes = size_t{32} << 20;
 // If a load has read from a target within this time, another load is expected soon.
@@ -67,10 +67,10 @@ void TargetQueue::writes_at(double rate) {
   write_bytes_max_ = std::min(options_.write_bytes_max, std::max(kWriteAheadBytes, ahead));
 }
 
-// Return whether one more read for a peer may start; one always may. The bounds apply even while no
+// Return whether one more read for a peer may start; the first may. The bounds apply even while no
 // load waits here, so that the next load finds free places and few bytes ahead of it in the
-// device's queue, which ignores urgency. Even these bytes delay a short load, so the bound is
-// halved where loads are expected. Elsewhere, that would leave the target idle between reads.
+// device's queue, which ignores urgency. Even few bytes delay a short load, so the bound is halved
+// if loads are expected here. Otherwise, half the bound would leave the target idle between reads.
 bool TargetQueue::has_serve_room(size_t bytes, int64_t now_ns) const {
   if (!held(Urgency::SERVE) || mutant("serves_take_every_place")) return true;
   const size_t bytes_max = options_.serve_bytes_max / (has_loaded(now_ns) ? 2 : 1);
@@ -163,7 +163,7 @@ void IoQueue::enqueue(Task& task) {
   if (task.deadline_ns) retry_deadline_ns_ = std::min(retry_deadline_ns_, task.deadline_ns);
 }
 
-// Let the lanes compute the write's checksum before it is queued. Return whether they do.
+// Let the lanes compute the checksum before the write is queued. Return whether they do.
 bool IoQueue::sums_first(Task& task) {
   const size_t bytes = payload_bytes(task);
   if (task.urgency != Urgency::WRITE || task.payload_crc >= 0) return false;
@@ -426,9 +426,9 @@ LaneOp IoQueue::describe(const Task& task, uint64_t token) const {
 }
 
 // A superblock waits for its target's earlier writes, and later writes wait for the superblock.
-// Otherwise a chunk from before the reset could reach the disk as one from after it. A write past
-// its deadline is not awaited: it may hang for ever, and the epoch of its hand-over prevents its
-// adoption, whenever it reaches the disk.
+// Otherwise a chunk written before the reset could pass for one written after it. A write past its
+// deadline is not awaited, because it may hang for ever. Whenever it reaches the disk, the epoch of
+// its hand-over prevents its adoption.
 bool IoQueue::reset_may_start(const Target& target) const {
   if (target.resets.empty() || target.resetting) return false;
   if (mutant("reset_overtakes_writes")) return true;
@@ -464,13 +464,13 @@ void IoQueue::offer_resets() {
     ++writes_in_flight_;
     if (!task.deadline_ns) task.deadline_ns = now_ns_ + patience_ns(true);
     if (!mutant("a_superblock_has_no_deadline")) watch(task.token, task.deadline_ns, true);
-    // The target's writes wait for the superblock, so their patience restarts.
+    // The target's writes wait for the superblock, so they do not count as stalled.
     queues_[number].progressed(true);
     offered.push_back({&task, task.token});
   }
 }
 
-// Record whether the target has the superblock and, unless `one` is late, its outcome.
+// Record whether the target has the superblock and, unless `one` is late, the write's outcome.
 void IoQueue::superblock_decided(const Flights::One& one, const LaneEnd& end) {
   const Task& task = *one.task;
   Target& target = targets_[task.target];
@@ -486,7 +486,7 @@ void IoQueue::superblock_decided(const Flights::One& one, const LaneEnd& end) {
     unwritten.push_back({task.target, one.attachment, true, code, end.error, 0});
 }
 
-// Return the outcome of a read or write that must not be tried. Superblocks are always tried.
+// Return the outcome if a read or write must fail untried. Superblocks are always tried.
 std::optional<Outcome> IoQueue::refusal(const Task& task) const {
   if (!targets_[task.target].usable) return Outcome::DEADLINE;
   if (task.owner && files_of(task.owner) == Files::NONE) return Outcome::IO_ERROR;
@@ -502,7 +502,7 @@ void IoQueue::fail_stalled() {
 
 // ---- deadlines --------------------------------------------------------------------------
 
-// Insert the deadline in order. Each kind has one time limit, so only retries precede others.
+// Insert a deadline in order. Each kind has one time limit, so only retries go before others.
 void IoQueue::watch(uint64_t token, int64_t deadline_ns, size_t kind) {
   auto& deadlines = deadlines_[kind];
   auto at = deadlines.end();
@@ -654,7 +654,7 @@ void IoQueue::count_outcome(const Flights::One& one, const LaneEnd& end) {
   if (!one.landed) queue_of(task).give_back(task, one.urgency, transfer_bytes(task), now_ns_);
   const bool ok = end.code == Outcome::OK;
   const uint64_t bytes = ok ? transfer_bytes(task) : 0;
-  // Prefer the engine's own time: this thread may learn of the end late.
+  // Prefer the engine's own time, because this thread may see the end late.
   const double began_s = seconds(one.began_ns);
   const double ended_s = seconds(end.ended_ns ? end.ended_ns : now_ns_);
   (is_write ? write_meters_ : read_meters_)[task.target].ended(static_cast<double>(bytes), began_s,

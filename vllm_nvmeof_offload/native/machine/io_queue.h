@@ -2,28 +2,28 @@
 // The queues in front of the lanes. They control order, bounds and the single retry, and collect
 // the data from which each target's health is judged.
 //
-// A write's missing checksum is computed before the write's turn, so that a device that has
-// finished its writes does not wait for checksums.
+// A checksum that a write lacks is computed before the write's turn, so that a device that has
+// finished its earlier writes does not wait for checksums.
 //
 // Reads precede writes. Among reads, those for loads go first, then urgent fetches, then reads for
 // peers, then other fetches. Each target has separate bounds on operations and bytes, so that a
-// slow target cannot take what the others need. While a target is being read, only few bytes are
-// written to it.
+// slow target cannot take what the others need. While a target is being read, only few bytes at a
+// time are written to it.
 //
-// A deadline starts at the first hand-over to a lane, and a retry keeps it. At the deadline, by
-// this clock, the outcome is DEADLINE, whether or not the lane responds; the release may follow
-// later. Operations for an unusable target fail at once with DEADLINE. So do operations that wait
-// for a target if the lane has accepted none of their kind for the length of a deadline.
+// An operation's time limit starts at its first hand-over to a lane, and a retry does not extend
+// it. At the deadline, by the machine's clock, the outcome is DEADLINE, whether or not the lane
+// responds; the release may follow later. Operations for an unusable target fail at once with
+// DEADLINE. Waiting ones fail too if the lane accepts none of their kind for that time limit.
 //
-// A reset has one operation per target, which writes the target's superblock. It starts once no
-// write to that target is awaited, and later writes to the target wait for its outcome; other
-// targets continue. Every read and write uses the stamp of its hand-over. From the start of a
-// reset, a target's stamp has an epoch that no superblock names. This ends once the target is known
-// to have the new superblock: after an OK, however late, or reattachment, which writes it.
+// A reset has one operation per target, which writes the target's superblock. The operation starts
+// once no write to that target is awaited, and later writes to the target wait for its outcome;
+// other targets continue. Every read and write uses its target's stamp at the hand-over. From the
+// start of a reset, that stamp has an epoch that no superblock names, until the target is known to
+// have the new superblock: after an OK, however late, or after a reattachment, which writes it.
 //
 // A peer's lane has room for one read per credit, and accepts the reads chosen for it at once. A
-// peer's attempt ends after half of the time left until the read's deadline. If it fails, this
-// server reads the chunk: the failure is neither an outcome of the target nor a retry.
+// peer has half of the time left until the read's deadline. If the peer fails, this server reads
+// the chunk; the failure counts neither as an outcome of the target nor as a retry.
 #pragma once
 
 #include <algorithm>
@@ -58,8 +58,8 @@ struct IoOptions {
   size_t saturating_reads = 1;
   size_t saturating_writes = 1;
   std::vector<bool> retryable;  // whether a retry may help, by errno
-  // Bounds on one target's bytes in the engine, without operations past their deadline: a hanging
-  // path must not stop the others. One operation of each kind may always start.
+  // Bounds on one target's bytes in the engine. Operations past their deadlines do not count, so
+  // that a hanging path cannot stop the others. One operation of each kind may always start.
   size_t read_bytes_max = SIZE_MAX;
   size_t write_bytes_max = SIZE_MAX;               // an upper limit, see `TargetQueue::writes_at`
   size_t write_bytes_beside_reads_max = SIZE_MAX;  // while reads of the target wait or run
@@ -69,7 +69,7 @@ struct IoOptions {
   size_t peers = 0;                   // the number of peer lanes, which follow the targets'
 };
 
-// An event of a task. RELEASED is the late release of a task that already had its outcome.
+// The outcome of a task's operation or, if RELEASED, the release that follows an earlier outcome.
 struct IoEvent {
   Task* task;  // after a peer's late release the task may no longer exist
   Outcome code;
@@ -107,22 +107,22 @@ class TargetQueue {
 
   FairQueue& queue(Urgency urgency) { return queues_[static_cast<size_t>(urgency)]; }
   // Return whether one more task of this urgency and size may start. Fetches may hold at most half
-  // of the places and bytes for reads, and reads for peers their share, so that a load always finds
-  // places.
+  // of the places and bytes for reads, and reads for peers at most `serve_share` of them, so that a
+  // load always finds places.
   bool has_room(Urgency urgency, size_t bytes, int64_t now_ns) const;
   // `take` gives the next task of this urgency a place; `give_back` takes it back at the outcome.
   void take(Urgency urgency, size_t bytes, int64_t now_ns);
   void give_back(Task& task, Urgency urgency, size_t bytes, int64_t now_ns);
   size_t waiting(bool is_write) const;
   size_t read_bytes_held() const;
-  // Adapt the bound on writes to the target's rate, in bytes per second, or 0 if unknown. A fast
-  // device needs more queued bytes to stay busy, and they delay a new read no longer.
+  // Adapt the bound on writes to the target's write rate: bytes per second, or 0 if unknown. A fast
+  // device needs more queued bytes to stay busy, but takes no longer to write them.
   void writes_at(double rate);
   // Record that the engine accepted an operation of this kind.
   void progressed(bool is_write) { stalled_since_ns_[is_write].reset(); }
-  // Remove all waiting tasks if the engine has accepted none of this kind for `patience_ns`. While
-  // the engine accepts nothing, new tasks are offered once and then fail too; otherwise a load
-  // larger than the room here would fail one batch at a time.
+  // Remove all waiting tasks of this kind if the engine has accepted none for `patience_ns`. Until
+  // the engine accepts one, new tasks are offered once and then fail too; otherwise a load larger
+  // than the room here would fail one batch at a time.
   std::vector<Task*> take_stalled(int64_t now_ns, int64_t patience_ns, bool is_write);
   // Return when `take_stalled` may next return tasks, or INT64_MAX for never.
   int64_t stalls_at_ns(int64_t patience_ns, bool is_write) const;
@@ -148,7 +148,7 @@ class TargetQueue {
 // The state of a peer as last reported.
 struct PeerState {
   bool usable = false;
-  size_t reads_max = 0;       // credits: our reads that it accepts at a time
+  size_t reads_max = 0;       // credits: how many of our reads it accepts at a time
   double bytes_per_s = 0;     // the lower rate of its storage and network; 0 if unknown
   uint64_t queued_bytes = 0;  // queued at the peer before our reads
   uint64_t lost = 0;          // how often its session was lost or stalled
@@ -163,10 +163,10 @@ struct PeerLane {
   bool has_room() const {
     return state.usable && (reads < state.reads_max || mutant("credits_are_ignored"));
   }
-  // Return whether a chunk may wait for the peer: it has room, or will have after an awaited read.
+  // Return whether a chunk may wait for the peer: it has room, or the end of a read will make room.
   bool is_awaited() const { return state.usable && (awaited || has_room()); }
   uint64_t queued_bytes() const { return state.queued_bytes + bytes; }
-  // Return the estimate for one more read of `more` bytes. rate: used if the peer's is unknown.
+  // Return the estimate for one more read of `more` bytes. rate: used if the peer's own is unknown.
   LaneEstimate estimate(size_t more, double rate) const {
     const double known = state.bytes_per_s;
     const auto left = static_cast<double>(queued_bytes() + more);
@@ -174,9 +174,9 @@ struct PeerLane {
   }
 };
 
-// The operations in lanes, including those of which the kernel still holds only the buffers. A
-// token combines an index into a table, which avoids hashing and allocation, with a count, which
-// makes the token unique.
+// The operations in lanes, including those whose outcome is known but whose buffer the kernel still
+// holds. A token combines an index into a table, which avoids hashing and allocation, with a count,
+// which makes the token unique.
 class Flights {
  public:
   struct One {
@@ -187,7 +187,7 @@ class Flights {
     bool late = false;  // past its deadline or given up, but not released
     uint32_t attachment = 0;
     int64_t began_ns = 0;
-    bool landed = false;             // the device has completed it, so that it holds no place
+    bool landed = false;             // the device has completed it, so it holds no place
     uint8_t peer = Task::kAtNoPeer;  // as `Task::peer`
     size_t peer_bytes = 0;           // its bytes at the peer, valid even after its task has ended
     bool is_write() const { return is_reset || urgency == Urgency::WRITE; }
@@ -238,23 +238,23 @@ class IoQueue {
   // peer_lanes: the lanes of all peers, or null if there are no peers.
   IoQueue(const IoOptions& options, NativeLanes& lanes, NativeLanes* peer_lanes, int64_t now_ns);
 
-  // Queue a task. A task goes to the front if it already has a deadline because a peer has used
-  // part of its time. A read for a peer also has a deadline, but is queued in order of arrival.
+  // Queue a task. It goes to the front if it already has a deadline, because a peer has then used
+  // part of its time. Reads for peers have deadlines too, but are queued in order of arrival.
   void enqueue(Task& task);
-  // Move a fetch to the reads of the load that waits for it, charged to that load. If the engine
-  // already has the fetch, only its retry, if any, is promoted.
+  // Move a fetch to the queue of reads for loads, and charge it to the load that waits for it. If
+  // the engine already has the fetch, only its retry, if any, is promoted.
   void promote(Task& task, uint64_t load);
   // Cancel a task. Returns true if it was still queued; otherwise its completion will follow.
   bool cancel(Task& task);
-  // Make reads from this engine wait for its files, for at most a read's deadline. `asked`, the op
-  // that requests the files, waits too unless it is null. Reads from an engine for which this was
-  // never called also wait.
+  // Make reads from this engine wait for its files, for at most a read's deadline. asked: the task
+  // of the op that requests the files, which waits too, or null. Reads from an engine for which
+  // this was never called also wait.
   void await_files(uint16_t owner, Task* asked);
-  // Record that the lanes have the engine's files. After an `error` (errno), its reads fail with
-  // ENOENT, as after `detach`, until `await_files`. Returns false if the files are not awaited.
+  // Record that the lanes have the engine's files or, with an errno as `error`, could not get them:
+  // reads then fail with ENOENT until `await_files`. Returns false if the files are not awaited.
   bool attached(uint16_t owner, int error);
   void detach(uint16_t owner) { set_files(owner, Files::NONE, Outcome::IO_ERROR, ENOENT); }
-  // Return the number of reads from this engine on this target in lanes.
+  // Return how many reads of this engine's region on this target are in lanes.
   size_t foreign_reads(uint16_t owner, size_t target) const;
   // Let the task's peer read the chunk into the task's stream slot. The peer's lane must have room.
   void give_to_peer(Task& task);
@@ -278,7 +278,7 @@ class IoQueue {
   // Expire every operation that is past its deadline.
   void expire();
 
-  // One round of hand-overs, called in this order.
+  // -- one round of hand-overs, called in this order
   void set_time(int64_t now_ns) { now_ns_ = now_ns; }
   int64_t now_ns() const { return now_ns_; }
   void offer_reads();
@@ -286,7 +286,7 @@ class IoQueue {
   void fail_stalled();
   // Fill `offered` with the superblocks that the engine must write, regardless of the lanes' room.
   void offer_resets();
-  // Return when the next operation gets DEADLINE if nothing happens first, or INT64_MAX.
+  // Return when the next operation will get DEADLINE unless it ends first, or INT64_MAX.
   int64_t next_deadline_ns();
 
   std::vector<Offer> offered;
@@ -297,8 +297,8 @@ class IoQueue {
   std::vector<PeerLane> peers;
   TransferCounts reads, writes;
 
-  // Return the rates, in bytes per second, that changed by more than a tenth. Rates are returned at
-  // most once per kRatePeriodNs.
+  // Return the rates, in bytes per second, that changed by more than a tenth since they were last
+  // returned. Returns none if called again within kRatePeriodNs.
   struct Rate {
     size_t target;
     double write, read;
@@ -310,7 +310,7 @@ class IoQueue {
   // Return the bytes read from the target since the start.
   uint64_t bytes_read(size_t target) const { return targets_[target].read_bytes; }
   // Return the bytes ahead of a load's next read of this target: those of running reads, and a
-  // slot's bytes for each waiting read of a load and urgent fetch.
+  // whole slot for each waiting read for a load or as an urgent fetch.
   uint64_t bytes_before(size_t target);
   // Return the bytes of waiting reads for peers, counted as whole slots.
   uint64_t bytes_to_serve(size_t target);
@@ -407,7 +407,7 @@ class IoQueue {
   std::array<std::deque<std::pair<int64_t, uint64_t>>, 3> deadlines_;
   int64_t retry_deadline_ns_ = INT64_MAX;  // the earliest deadline of retries and awaited files
   uint64_t newest_reset_ = 0;              // the op of the newest reset
-  Stamp named_;                            // of a target that has the newest reset's superblock
+  Stamp named_;                            // for targets that have the newest reset's superblock
   std::vector<LaneEnd> ends_;
   std::unordered_set<Task*> summing_;  // writes whose checksums the lanes are computing
   std::vector<Summed> sums_;

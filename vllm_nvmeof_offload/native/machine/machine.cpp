@@ -133,7 +133,7 @@ void Machine::start(Task& task) {
   }
 }
 
-// Promote the fetches that fill a slot for which a load is about to wait.
+// Promote the fetches that fill the slot for which this load is about to wait.
 void Machine::promote_fetches(const Task& load) {
   for (Task* filler : gates_.fillers(load.cache))
     if (filler->urgency == Urgency::URGENT || filler->urgency == Urgency::PREFETCH)
@@ -207,7 +207,7 @@ void Machine::cancel(uint64_t op, const std::vector<uint32_t>* rows) {
 }
 
 void Machine::cancel_task(Task& task) {
-  task.header_only = false;  // no copy will check what is read after this
+  task.header_only = false;  // no copy will check the payload if the chunk is read later
   if (task.step == Step::GATE) {
     Grants grants;
     require(gates_.withdraw(task, grants), "a task does not wait at a gate");
@@ -365,8 +365,8 @@ void Machine::read_ended(Task& task) {
   ready_to_copy(task);
 }
 
-// Read the slot of a cancelled load again if other tasks wait for it, and verify the payload,
-// because no copy will. Returns false if no task waits or the deadline has passed.
+// Read a cancelled load's chunk again if other tasks wait for its slot. This read verifies the
+// payload, because no copy will. Returns false if no task waits or the deadline has passed.
 bool Machine::read_again(Task& task) {
   if (task.is_proven || mutant("a_cancelled_read_counts_as_proven")) return false;
   if (!task.fills || !gates_.awaited(task.cache) || task.deadline_ns <= io.now_ns()) return false;
@@ -378,7 +378,7 @@ bool Machine::read_again(Task& task) {
 
 // ---- jobs -------------------------------------------------------------------------------
 
-// Decide the chunk's outcome. released: whether no engine has its buffer. ended_ns: 0 for now.
+// Decide a chunk's outcome. released: false if an engine holds its buffer. ended_ns: 0 if unknown.
 void Machine::decide(Task& task, Outcome code, int error, bool released, int64_t ended_ns) {
   require(task.step != Step::ZOMBIE && task.step != Step::DONE, "a chunk is decided twice");
   Job& job = *task.job;
@@ -398,7 +398,7 @@ void Machine::decide(Task& task, Outcome code, int error, bool released, int64_t
   job.decided.push_back(task.index);
   if (code != Outcome::OK) job.failed.push_back(task.index);
   --job.undecided;
-  // vLLM must learn of a failure in the step in which the job finishes.
+  // Failures must reach vLLM in the same step as the end of the job, so report all rows together.
   if (job.moves_blocks() && job.undecided) return;
   list(job);
   if (job.moves_blocks()) finish(job);
@@ -443,7 +443,7 @@ bool Machine::read_for_others(const Task& task) const {
   return task.cancelled && gates_.awaited(task.cache);
 }
 
-// Mark the slot of a task that is past its deadline but not released: it may never become free.
+// Mark the slot of a task that is past its deadline but not released: the slot may never be freed.
 void Machine::mark_hung(Task& task) {
   if (task.stream >= 0) {
     streams_.mark_hung(task);
@@ -455,7 +455,7 @@ void Machine::mark_hung(Task& task) {
   }
 }
 
-// Release the buffer of a task that already had its outcome.
+// Release the buffer of a task whose outcome was decided earlier.
 void Machine::released_late(Task& task, bool filled) {
   task.step = Step::DONE;
   leave_slot(task, filled);
@@ -551,14 +551,14 @@ void Machine::follow_one(const Grant& grant) {
   }
 }
 
-// Return whether vLLM passed a chunk to store without all its blocks.
+// Return whether this is a store for which vLLM did not pass all blocks of the chunk.
 bool Machine::lacks_blocks(const Task& task) const {
   const Job& job = *task.job;
   if (job.kind != OpKind::STORE || io.payload_bytes(task) == 0) return false;
   return job.first_piece[task.index] == job.first_piece[task.index + 1];
 }
 
-// Give back the slot that the task holds, if any.
+// Give back the slot that the task holds, if any. filled, crc: as for `SlotGates::filled`.
 void Machine::leave_slot(Task& task, bool filled, int64_t crc) {
   Grants grants;
   if (task.stream >= 0)
@@ -613,7 +613,7 @@ void Machine::batch(const std::vector<Task*>& tasks, uint64_t passed,
   copying.insert(copying.end(), tasks.begin(), tasks.end());
 }
 
-// Return a batch, new if necessary, for the job's direction and fence. All passed fences are equal.
+// Return a batch, new if necessary, for the job's direction and fence. Passed fences count as one.
 CopyBatch& Machine::batch_for(const Job& job, bool checks, uint64_t passed,
                               std::vector<CopyBatch>& batches) {
   const bool is_store = job.kind == OpKind::STORE;
@@ -722,7 +722,7 @@ bool Machine::may_go_to_peer(const Task& task) const {
          job.tasks.size() >= options_.peer_chunks_min;
 }
 
-// Choose the chunk's lane by `choose_lane`.
+// Choose the chunk's lane with `choose_lane`.
 int Machine::choose(const Task& task) {
   const bool own_room = streams_.target_has_room(task);
   if (!may_go_to_peer(task) || !streams_.usable_peers())
@@ -731,13 +731,13 @@ int Machine::choose(const Task& task) {
   double rate = io.read_rate(task.target);
   for (const PeerLane& peer : io.peers)
     if (rate <= 0) rate = peer.state.bytes_per_s;
-  if (rate <= 0) rate = 1;  // no rate is known, so treat all as equal
+  if (rate <= 0) rate = 1;  // no rate is known, so treat all lanes as equal
   const double before = static_cast<double>(io.bytes_before(task.target) + bytes);
   estimates_.clear();
   for (size_t peer = 0; peer < io.peers.size(); ++peer) {
     const PeerLane& lane = io.peers[peer];
     LaneEstimate& estimate = estimates_.emplace_back(lane.estimate(bytes, rate));
-    // Do not wait for a peer that has no room, and no read that would make room.
+    // Do not wait for a peer without room unless one of its reads will make room.
     const bool may_help = task.job->lets_help(peer) || mutant("a_hint_of_helpers_is_ignored");
     if (!may_help || !lane.is_awaited()) estimate = {INFINITY, false};
     if (!streams_.peer_has_room(peer)) estimate.has_room = false;
@@ -790,13 +790,13 @@ void Machine::peer_event(const IoEvent& event) {
   }
 }
 
-// Leave the stream slot to the peer, which may still write into it. The task continues without it.
+// Leave the stream slot to the peer, which may still write into it. The task continues without one.
 void Machine::leave_to_peer(Task& task) {
   streams_.abandon(task);
   io.abandon(task.token);
 }
 
-// Read the chunk here once after its peer failed, with its original deadline and retry (rule 16).
+// Read a chunk here, once, after its peer failed: with the original deadline and retry (rule 16).
 void Machine::go_home(Task& task) {
   judge_.failed(task);
   task.peer = mutant("a_chunk_is_asked_of_two_peers") ? Task::kAtNoPeer : Task::kCameHome;
@@ -824,7 +824,7 @@ void Machine::read_here(Task& task) {
   io.enqueue(task);
 }
 
-// Queue a task that may now use its cache slot. A chunk that a peer may read waits for its lane.
+// Queue a task that may now use its cache slot. If a peer may read it, its lane is chosen later.
 void Machine::go_to_lane(Task& task) {
   if (!task.fills || !streams_.usable_peers() || !may_go_to_peer(task)) {
     read_here(task);
@@ -834,7 +834,7 @@ void Machine::go_to_lane(Task& task) {
   streams_.wait(task);
 }
 
-// Queue a proven chunk, which a peer has read, for the copy into its cache slot.
+// Queue the copy of a chunk, which a peer has read and which is verified, into its cache slot.
 void Machine::land(Task& task) {
   if (task.step != Step::ZOMBIE) task.step = Step::LAND;
   to_land_.push_back(&task);
@@ -908,7 +908,7 @@ void Machine::serve(std::span<const uint64_t> tokens, const Columns& columns,
   }
 }
 
-// Answer the peer only at the release, when the slot is free. It could not use an earlier outcome.
+// Answer the peer at the release, when the slot is free. The peer could not use an earlier outcome.
 void Machine::serve_event(const IoEvent& event) {
   Task& task = *event.task;
   const bool at_outcome = mutant("a_hung_serve_slot_is_free_at_the_outcome");
@@ -1004,7 +1004,7 @@ void Machine::set_event(const SetEvent& event) {
         ready_to_copy(task);
       break;
     case SetEvent::Kind::FAILED:
-      // If the holder read from a place, its own outcome reports what is wrong there.
+      // If the holder read from a place, the holder's own outcome reports the fault.
       decide(task, task.place < 0 ? Outcome::STALE : Outcome::CANCELLED);
       break;
     case SetEvent::Kind::DEADLINE:

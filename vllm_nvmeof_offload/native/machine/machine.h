@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The worker's state machine for one rank's transfers between KV cache, staging and pool. It has no
-// thread or clock and calls no Python. It accepts commands, and `run` advances everything that can
+// thread or clock and calls no Python. It accepts commands, and `run` advances every chunk that can
 // advance. The caller then collects copies, operations, reports and finished jobs.
 //
 // The steps of a chunk, by kind of job:
@@ -9,20 +9,20 @@
 //     load    gate(read) → copy                         from a cache slot
 //             stream slot → read → copy                 from the pool
 //             gate(fill) → read → copy                  from the pool, through a cache slot
-//             gate(fill) → stream slot → pull → land → copy    likewise, read by a peer
+//             gate(fill) → stream slot → pull → land → copy    the same, but read by a peer
 //     write   gate(read) → write → table entry
 //     fetch   gate(fill) → read
 //
-// If the copy engine computes checksums (`MachineOptions::copies_check`), a load's read of a whole
-// chunk, from any engine's region, checks only the header. The copy checks the payload: the chunk
-// is OK only if the CRC of the copied bytes matches the header. Until then no other task may use
-// the unproven slot: a stream slot belongs to the load, and a cache slot stays with its filler. If
-// the load is cancelled while others wait for the slot, it is read again.
+// If the copy engine computes checksums (`MachineOptions::copies_check`), a load that reads a whole
+// chunk, from any engine's region, checks only the header while reading. The copy then checks the
+// payload: the chunk is OK only if the CRC of the copied bytes matches the header. Until then, no
+// other task may use the slot: a stream slot belongs to the load anyway, and a cache slot stays
+// with the task that fills it. If the load is cancelled while others wait, the slot is read again.
 //
-// A row of a load that names neither slot nor place is STALE: its chunk was evicted after the
-// look-up. A row of a store without pieces is STALE too if its group has bytes, because part of its
-// chunk is missing; its slot is emptied. Chunks do not wait for each other: while some chunks of a
-// job are read, others are copied.
+// A load's row that names neither a slot nor a place is STALE: its chunk was evicted after the
+// look-up. A store's row without pieces is also STALE if its group has bytes: part of the chunk is
+// missing, so its slot is emptied. Chunks do not wait for each other: while some chunks of a job
+// are read, others are copied.
 //
 // A row may name one member of a set of ranks with equal bytes (set_member.h). That rank, the
 // holder, performs the steps above. The other ranks do the following:
@@ -31,16 +31,16 @@
 //     fetch          wait for the holder's fill
 //     load           wait for the holder's fill or read → copy from the holder's slot
 //
-// A load's read from the pool may go to a peer instead, which is one more lane (io_queue.h).
+// A peer may read a load's chunk from the pool instead: each peer is one more lane (io_queue.h).
 // `choose_lane` (lanes.h) chooses the lane when the chunk gets its stream slot. If the peer fails
-// in any way, this server reads the chunk once, within the original deadline and with its retry. If
-// a pull may still write into the stream slot, the chunk gets another one. A chunk for a cache slot
-// is also pulled into a stream slot, and copied once it is proven. Thus no late pull can write into
-// a cache slot, and if the peer fails, the chunk is read into its cache slot at once.
+// in any way, this server reads the chunk itself, within the original deadline and with the usual
+// retry. If the peer may still write into the stream slot, the chunk gets another stream slot. A
+// chunk for a cache slot is first pulled into a stream slot, and copied once it is verified. Thus
+// no late pull can write into a cache slot, and if the peer fails, the slot can be filled at once.
 //
-// Conversely, this rank reads for peers, from its own targets into serve slots, which follow the
-// stream slots. These reads yield to those of loads here, appear in no report, and end when nothing
-// uses their slots any longer.
+// Conversely, this rank reads chunks for peers, from its own targets into serve slots, which follow
+// the stream slots in memory. These reads yield to the loads of this rank, appear in no report, and
+// end once nothing uses their slots.
 #pragma once
 
 #include <map>
@@ -81,33 +81,33 @@ struct Columns {
   std::span<const uint8_t> groups;
 };
 
-// The pieces of a store or load. `rows` holds KV cache address, offset in the payload, and bytes of
-// each piece. `first` holds the index of each row's first piece, and the end of the last.
+// The pieces of a store or load. `rows` holds three numbers per piece: KV cache address, offset in
+// the payload, and size. `first` holds each row's first index, followed by the number of pieces.
 struct Pieces {
   std::span<const uint64_t> rows;
   std::span<const uint32_t> first;
 };
 
-// Chunks to copy in one direction: either all those with passed fences, or all those that wait for
-// one particular fence. `pieces` is like `Pieces::rows`, but with staging addresses for offsets.
+// Chunks to copy in one direction: either all whose fences have passed, or all that wait for one
+// particular fence. `pieces` is like `Pieces::rows`, with staging addresses instead of offsets.
 struct CopyBatch {
   uint64_t number = 0;
-  uint64_t fence = 0;  // the fence of all chunks, as in `begin`, or 0 if their fences have passed
+  uint64_t fence = 0;  // the fence that all chunks wait for, or 0 if their fences have passed
   bool is_store = false;
   bool checks = false;  // whether this is a load for which `copied` needs every chunk's CRC
   uint64_t bytes = 0;
   std::vector<uint64_t> pieces;
-  // The number of pieces and payload address of each chunk, in a store or if `checks`.
+  // Each chunk's number of pieces and payload address, in a store or if `checks`.
   std::vector<uint32_t> counts;
   std::vector<uint64_t> payloads;
   std::vector<uint64_t> sizes;  // bytes of each payload
-  // Whether `copied` needs the CRC of each chunk, because it is checked or the members of the set
+  // For each chunk, whether `copied` needs its CRC: to check it, or to let the members of the set
   // compare it. Empty if this rank is in no set and nothing is checked.
   std::vector<uint8_t> sampled;
 };
 
 // Chunks that peers have read, to be copied into their cache slots. `rows` holds three numbers per
-// chunk: the addresses of the cache slot and of the stream slot, and the bytes.
+// chunk: the addresses of the cache slot and of the stream slot, and the size in bytes.
 struct LandingBatch {
   uint64_t number = 0;
   std::vector<uint64_t> rows;
@@ -146,24 +146,24 @@ class Machine {
   Machine(const Machine&) = delete;
   Machine& operator=(const Machine&) = delete;
 
-  // -- commands. They throw if a rule is broken. fence: the fence that the copies of a store or
-  // load wait for, or 0. Fences are numbered in the order in which they pass.
+  // -- commands. They throw BrokenRule on a programming error. fence: the fence that the copies of
+  // a store or load wait for, or 0. Fences are numbered in the order in which they pass.
   void begin(uint64_t op, OpKind kind, Urgency urgency, const Columns& columns,
              const Pieces& pieces, uint64_t fence = 0);
-  // Cancel queued writes and write each target's superblock, as described in io_queue.h. The op has
-  // one row. It is OK once the first superblock is written: the next start then voids the chunks on
-  // all targets. If none can be written, the row fails with the last outcome.
+  // Cancel queued writes and write each target's superblock; see `IoQueue::begin_reset`. The op's
+  // single row is OK once the first superblock is written, because the next start then voids the
+  // chunks on all targets. If none can be written, the row fails with the last outcome.
   void reset(uint64_t op, const Stamp& stamp, const Stamp& unnamed);
-  // Cancel rows of an op, or all rows if `rows` is null. DMA under way continues, and the reports
-  // still follow. Stores, resets and attaches are not cancelled, because other ops depend on them.
+  // Cancel rows of an op, or all rows if `rows` is null. DMA that is running continues, and the
+  // rows are still reported. Stores, resets and attaches are never cancelled: other ops need them.
   void cancel(uint64_t op, const std::vector<uint32_t>* rows);
-  // Make reads from this engine wait for its files (`IoQueue::await_files`). The op has one row,
-  // which `IoQueue::attached` decides within a read's deadline.
+  // Make reads from engine `owner` wait for its files (`IoQueue::await_files`). The op's single row
+  // is decided by `IoQueue::attached`, or fails after a read's deadline.
   void attach(uint64_t op, uint16_t owner);
 
-  // -- progress. `copied` ends a batch from `take_copies`; `run` handles what the lanes have ended.
-  // crcs: the CRC of each chunk's payload (in a load, of the bytes that arrived), or -1 if unknown;
-  // empty if all are unknown.
+  // -- progress. `copied` ends a batch from `take_copies`; `run` handles operations that the lanes
+  // have ended. crcs: the CRC of each chunk's payload (in a load, of the bytes that arrived), or -1
+  // if unknown; empty if all are unknown.
   void copied(uint64_t number, Outcome code, int error, std::span<const int64_t> crcs = {});
   // Return the number of chunks in a batch of copies.
   size_t copying(uint64_t number) const {
@@ -171,7 +171,7 @@ class Machine {
     return found == copying_.end() ? 0 : found->second.size();
   }
   bool run();  // returns false if nothing more can advance now
-  // Upper bounds on tasks that may advance in the next turn, chunks to copy, and rows to report.
+  // Return upper bounds: tasks that the next `run` may advance, chunks to copy, rows to report.
   size_t to_move();
   size_t to_copy() const;
   size_t to_report() const;
@@ -184,7 +184,7 @@ class Machine {
     return jobs_.empty() && gates_.idle() && !io.busy() && streams_.idle() &&
            (!set_ || set_->idle()) && served_.empty();
   }
-  // Like `IoQueue::next_deadline_ns`, but including tasks that wait for other ranks or peers.
+  // Like `IoQueue::next_deadline_ns`, but include tasks that wait for stream slots or other ranks.
   int64_t next_deadline_ns();
   // Return this rank as a member of its set, or null if it is in no set.
   SetMember* set() { return set_ ? &*set_ : nullptr; }
@@ -193,20 +193,20 @@ class Machine {
   void set_peer(size_t peer, const PeerState& state);
   // Return whether the peer gets no reads for now (peer_judge.h).
   bool peer_rests(size_t peer) const { return judge_.rests(peer, io.now_ns()); }
-  // Allow only these peers (a bit for each) to read for a load that has just begun.
+  // Let only these peers (a bit for each) read for this load, which has just begun.
   void let_help(uint64_t op, uint64_t peers);
-  // Return chunks to copy into cache slots; no rows if there are none. `landed` ends the batch.
+  // Return the chunks to copy into cache slots, if any. `landed` ends the batch.
   LandingBatch take_landings();
   void landed(uint64_t number);
   // Return the work ahead of a new read, by lane: bytes, and seconds (0 if unknown).
   std::vector<std::pair<uint64_t, double>> read_queues();
 
-  // -- reads for peers. Each row is read into the serve slot named by its `cache`, which must have
-  // no other use until the row's end. `tokens` and `within_s` have one item per row. A reset ends
-  // the reads that have not started; the others end as CANCELLED.
+  // -- reads for peers. Each row is read into the serve slot that its `cache` names, which nothing
+  // else may use until the row ends. tokens, within_s: the token and the time limit of each row. A
+  // reset cancels all these reads; those that have started end later.
   void serve(std::span<const uint64_t> tokens, const Columns& columns,
              std::span<const double> within_s);
-  // Cancel these reads. Their ends still follow.
+  // Cancel the reads with these tokens. `take_served` still returns each of them.
   void end_serving(std::span<const uint64_t> tokens);
   struct Served {
     uint64_t token;
@@ -215,8 +215,8 @@ class Machine {
   };
   // Return the reads for peers that have released their slots, each once.
   std::vector<Served> take_served() { return std::exchange(served_, {}); }
-  // Return the bytes that our targets must read before a peer's next read, and their total rate in
-  // bytes per second, or 0 if unknown.
+  // Return the bytes that our targets must read before the next read for a peer, and the targets'
+  // total read rate in bytes per second, or 0 if unknown.
   std::pair<uint64_t, double> serve_levels();
 
   size_t streams_used() const { return streams_.used(); }
@@ -292,7 +292,7 @@ class Machine {
   std::vector<Served> served_;
   uint64_t serve_jobs_ = 0;
   PeerJudge judge_;
-  std::vector<LaneEstimate> estimates_;  // peers' estimates for one choice
+  std::vector<LaneEstimate> estimates_;  // the peers' estimates in `choose`
   std::map<uint64_t, std::unique_ptr<Job>> jobs_;
   std::map<uint64_t, std::vector<Task*>> to_copy_;  // by op
   std::unordered_map<uint64_t, std::vector<Task*>> copying_;

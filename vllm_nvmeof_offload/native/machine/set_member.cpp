@@ -80,7 +80,7 @@ void SetMember::announce_failures() {
   }
 }
 
-// Return whether a reader that has not left still uses this rank's announcement.
+// Return whether a reader that has not left still uses this rank's announcement `at`.
 bool SetMember::is_out(size_t at) {
   for (uint64_t left = memory_.readers(options_.member, at); left; left &= left - 1) {
     const auto reader = static_cast<size_t>(std::countr_zero(left));
@@ -208,7 +208,7 @@ void SetMember::look_at_reads(size_t member) {
     const SetMemory::Announced one = memory_.announced(member, at);
     const auto found = holder.reads.find(one.row);
     if (found == holder.reads.end()) {
-      // Otherwise this rank has not received the load yet, or is still copying the row.
+      // If not given up, the row is being copied, or this rank has not received the load yet.
       if (holder.given_up.erase(one.row)) memory_.release(member, at, options_.member);
       continue;
     }

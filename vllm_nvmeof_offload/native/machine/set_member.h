@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// A rank as a member of its set: the events that it awaits from the other members, and the slots
-// that they copy from. The machine uses this only for rows that name one member.
+// A rank as a member of its set: the events that it awaits from the other members, and its slots
+// that the others copy from. The machine uses this only for rows that name one member.
 //
 // The member that a row names, its holder, processes the row. The others do nothing for a store or
 // write. For a read into a cache slot, they wait for the fill word of the holder's slot; for a read
-// through a stream slot, they wait for the holder's announcement. Each row of such a read is
-// announced once, with its slot or as failed. Each other member releases the announcement once,
+// through a stream slot, they wait for the holder's announcement. A row read through a stream slot
+// is announced once, with its slot or as failed. Each other member releases the announcement once,
 // even if it has given up the row by then.
 //
-// A wait itself has no deadline, because the holder may have much to read first. As with a lane,
-// tasks that wait for a member fail with DEADLINE once the member has made no progress for the
-// length of a read's deadline. A holder fails hanging reads at their deadline.
+// A wait itself has no deadline, because the holder may have much to read first. Instead, as with a
+// lane, tasks that wait for a member fail with DEADLINE once the member has made no progress for
+// the length of a read's deadline. The holder itself fails hanging reads at their deadlines.
 #pragma once
 
 #include <cstdint>
@@ -29,19 +29,19 @@ struct SetOptions {
   void* memory = nullptr;  // null if this rank is in no set
   size_t members = 1;
   size_t member = 0;                // this rank's number
-  std::vector<uint64_t> addresses;  // each member's cache slot 0 in this process
-  // The number of consecutive members with equal bytes, by group; 1 if none. It divides `members`.
+  std::vector<uint64_t> addresses;  // where this process maps each member's cache slot 0
+  // By group: how many consecutive members have equal bytes; 1 if none. Must divide `members`.
   std::vector<uint8_t> set_sizes;
 };
 
-// An event of a task.
+// An event that concerns a task of this rank.
 struct SetEvent {
   enum class Kind : uint8_t {
     HELD,      // the holder's slot contains this row's chunk
     FAILED,    // the holder's fill or read failed
     DEADLINE,  // the holder makes no progress
     RETURNED,  // all other members have released this rank's stream slot
-    OVERDUE,   // some have not released it within a deadline
+    OVERDUE,   // some members have not released the slot within a read's deadline
   };
   Task* task;
   Kind kind;

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shared words through which the members of a set (ranks with equal bytes) read each other's slots.
-// A chunk that names a member is only in that member's staging; the others copy it from there.
+// Shared words by which the members of a set (ranks with equal bytes) coordinate single copies. A
+// single copy of a chunk is in one member's staging; the other members copy it from there.
 //
-// All members map the memory of the words, which has one part per member. Only that member writes
-// its part, except that readers release its announcements:
+// All members map this memory, which has one part per member. Only the member itself writes its
+// part, except that readers release its announcements. A part contains:
 //
-//     progress       counts the member's steps, so that the others notice when it hangs
-//     fill words     the name and the state of the last fill, per cache slot
-//     announcements  the load's row that a stream slot holds, and a bit for each member that has
-//                    not released it, per stream slot. Further announcements, without a slot, name
-//                    rows with failed reads.
+//     progress       a count of the member's steps, so that the others notice when it hangs
+//     fill words     for each cache slot, the name and the state of its last fill
+//     announcements  for each stream slot, the load's row that it holds, and a bit for each member
+//                    that has not released it. Further announcements, without a slot, name rows
+//                    whose reads failed.
 //
 // Each word is atomic. A writer makes its bytes visible before the word that names them (release);
 // a reader reads the word first (acquire). The memory is initially zero.
@@ -25,8 +25,8 @@ namespace nvmeof {
 
 enum class FillState : uint8_t { EMPTY, FILLING, HELD, FAILED };
 
-// A row of a load, which all members receive. The generation of its chunk distinguishes it from any
-// row of another server.
+// A row of a load that all members receive. Its chunk's generation tells it apart from the rows of
+// other servers.
 struct RowOf {
   uint64_t op = 0;
   uint32_t row = 0;

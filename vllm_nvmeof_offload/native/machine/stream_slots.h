@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // A fixed number of slots through which loads of any size pass.
 //
-// Each target, and each usable peer, may hold at most its share of the slots, so that a hanging one
-// cannot take the slots of the others. Within a target, jobs share fairly. A task that waits for a
-// slot of its target may get one of a peer's share instead. Tasks that a peer failed to read
-// precede all others. A chunk for a cache slot also waits here if a peer may read it, for a pull's
-// slot or until its target has room for one more chunk. Its lane is thus chosen as late as that of
-// other chunks.
+// Each target, and each usable peer, may hold at most its share of the slots, so that a hanging
+// target or peer cannot take the slots of the others. Jobs divide a target's share fairly. A task
+// that waits for a slot of its target may get one from a peer's share instead. Tasks that a peer
+// failed to read precede all others. If a peer may read a chunk into a cache slot, the chunk also
+// waits here, for a stream slot or until its target has room for one more chunk. Its lane is thus
+// chosen as late as that of other chunks.
 #pragma once
 
 #include <deque>
@@ -30,9 +30,9 @@ class StreamSlots {
   void withdraw(Task& task);
   // Free the task's slot, which no engine uses any longer.
   void give_back(Task& task);
-  // Record that the kernel holds the task's slot past its deadline, perhaps for ever.
+  // Record that the kernel holds the task's slot past the task's deadline, perhaps for ever.
   void mark_hung(Task& task);
-  // Remove the tasks that can only get slots which the kernel may never return.
+  // Remove the tasks that could only get slots that the kernel may never return.
   std::vector<Task*> take_unservable();
 
   // -- for the machine's choice of a lane for each chunk
@@ -40,7 +40,7 @@ class StreamSlots {
   size_t usable_peers() const { return usable_peers_; }
   size_t waiting(size_t target) const;
   size_t targets() const { return queues_.size(); }
-  // Return the target whose turn it is.
+  // Return the target whose turn it is, and advance the turn.
   size_t turn() { return std::exchange(next_, (next_ + 1) % queues_.size()); }
   // Return this target's next task that was never given to a peer, or null.
   Task* peek(size_t target) { return queues_[target].peek(); }
@@ -50,15 +50,15 @@ class StreamSlots {
   Task* take_returned(size_t target);
   // Give the task from `peek` a slot from the share of its peer, or else of its target.
   void take(Task& task);
-  // Give back the share of a task that its target has read into its cache slot, or will not read.
+  // Stop counting a task that its target has read directly into a cache slot, or will not read.
   void leave(Task& task);
   // Leave the task's slot to the peer until `release`. The task continues without a slot.
   void abandon(Task& task);
-  // Free the slot left to a peer, which is done with this token. Returns false if there is none.
+  // Free the slot that was left to a peer for this token. Returns false if there is none.
   bool release(uint64_t token);
   // Remove the tasks that a peer failed to read and that are past their deadline.
   std::vector<Task*> take_past(int64_t now_ns);
-  int64_t next_deadline_ns() const { return next_ns_; }  // a lower bound on their deadlines
+  int64_t next_deadline_ns() const { return next_ns_; }  // a lower bound on those deadlines
 
  private:
   // Return the target to which the task's slot is charged unless a peer reads it.
@@ -74,7 +74,7 @@ class StreamSlots {
   size_t usable_peers_ = 0;
   std::deque<int32_t> free_;
   std::vector<FairQueue> queues_, returned_;
-  std::vector<size_t> at_peers_;  // slots of each target's queue that peers hold
+  std::vector<size_t> at_peers_;  // slots that peers hold for each target's tasks
   std::vector<size_t> peer_held_;
   std::unordered_map<uint64_t, std::pair<size_t, int32_t>> abandoned_;  // peer and slot, by token
   std::vector<size_t> hung_;                                            // by lane, targets first

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The jobs (one command each) and tasks (one chunk each) of the worker's machine, and the fair
-// queue in which tasks wait.
+// Jobs (one per command), tasks (one per chunk of a job), and the fair queue in which tasks wait.
 #pragma once
 
 #include <cstdint>
@@ -32,8 +31,8 @@ enum class Step : uint8_t {
 struct Job;
 class FairQueue;
 
-// The content of a slot, as compared by gates. The key's hash suffices, because both sides are ours
-// and another chunk also has another generation.
+// The content of a slot, which gates compare. A hash of the key suffices, because only chunks of
+// this server are compared, and different chunks also have different generations.
 struct SlotContent {
   uint64_t key_hash = 0;
   uint64_t generation = 0;
@@ -46,8 +45,8 @@ struct Task {
   int32_t stream = -1;  // the stream slot, -1 if none, or kLands
   SlotContent content;
   int32_t cache = -1;  // the cache slot, or -1 if the task goes through a stream slot
-  // For a row that another member of the set processes. With a cache slot: the task's index among
-  // those that wait for that member's fills. Otherwise: the announcement that it copies from.
+  // For a row that another member of the set processes: with a cache slot, the task's index among
+  // the tasks that wait for that member's fills; otherwise, the announcement of the slot to copy.
   int32_t at_holder = -1;
   Place place = kNoPlace;  // the place on `target`, or `kNoPlace` if there is no I/O
   uint8_t target = 0;
@@ -62,27 +61,27 @@ struct Task {
   bool reported : 1 = false;     // whether its outcome was reported
   bool announced : 1 = false;    // whether its read through a stream slot was announced to the set
   bool header_only : 1 = false;  // in a load: the read checks the header, the copy the payload
-  bool is_proven : 1 = true;     // false while the payload is not checked by `payload_crc`
-  bool fills = false;            // the gate of `cache` counts it as its filler
-  bool reads = false;            // the gate of `cache` counts it as a reader
+  bool is_proven : 1 = true;     // false if a copy must check the payload against `payload_crc`
+  bool fills = false;            // the gate of `cache` counts this task as the filler
+  bool reads = false;            // the gate of `cache` counts this task as a reader
   uint8_t retries_left = 1;
-  uint8_t peer = 0;    // 1 + the peer that reads it, or kAtNoPeer or kCameHome
-  uint16_t owner = 0;  // the engine that the place belongs to, 0 for ours
-  // The CRC computed by the fill of its cache slot, or read from the header; else -1.
+  uint8_t peer = 0;    // 1 + the number of the peer that reads it, or kAtNoPeer or kCameHome
+  uint16_t owner = 0;  // the engine that the place belongs to, or 0 for ours
+  // The payload's CRC, computed by the fill of the cache slot or read from the header; else -1.
   int64_t payload_crc = -1;
-  int64_t deadline_ns = 0;  // set when a lane first gets it; 0 before
+  int64_t deadline_ns = 0;  // set when a lane first gets the task; 0 before
   uint64_t token = 0;       // the token of its last operation in a lane; 0 if none
   uint64_t charged_to = 0;  // the job whose share of the reads it uses
-  Task* before = nullptr;   // in the queue where it waits
+  Task* before = nullptr;   // the neighbours in the queue where it waits
   Task* behind = nullptr;
   int64_t sequence = 0;
   FairQueue* waits_in = nullptr;
 
-  // The task is read into its cache slot and needs no stream slot, but counts as if it had one.
+  // In `stream`: the chunk is read directly into its cache slot, but counts as using a stream slot.
   static constexpr int32_t kLands = -2;
 
-  static constexpr uint8_t kAtNoPeer = 0;    // no peer was given the task
-  static constexpr uint8_t kCameHome = 255;  // a peer has failed, so no other is tried
+  static constexpr uint8_t kAtNoPeer = 0;    // the task was not given to a peer
+  static constexpr uint8_t kCameHome = 255;  // a peer failed, so no other peer is tried
   bool is_at_peer() const { return peer != kAtNoPeer && peer != kCameHome; }
   bool came_home() const { return peer == kCameHome; }
   size_t peer_number() const { return peer - size_t{1}; }
@@ -90,7 +89,7 @@ struct Task {
 };
 static_assert(sizeof(Task) == 128, "two cache lines");
 
-// A command. Each of its rows is reported once, after it is decided.
+// A command. Each row is reported once, after its outcome is decided.
 struct Job {
   uint64_t op = 0;
   OpKind kind = OpKind::STORE;
@@ -105,17 +104,16 @@ struct Job {
   size_t alive = 0;       // tasks that are not done
   uint64_t copied_bytes = 0;
   size_t superblocks_left = 0;   // in a reset: targets without an outcome
-  bool listed = false;           // whether it has rows to report
+  bool listed = false;           // whether it is in `Machine::news_`
   std::vector<uint64_t> served;  // in reads for peers: the peer's token, by row
   uint64_t fence = 0;            // in a store or load, as in `Machine::begin`
   uint64_t peers = UINT64_MAX;   // in a load: a bit for each peer that may read for it
-  // Pieces of a store or load: KV cache address, offset in the payload and bytes of each, and the
-  // index of each row's first piece.
+  // The pieces of a store or load; see `Pieces` in machine.h.
   std::vector<uint64_t> pieces;
   std::vector<uint32_t> first_piece;
   std::vector<uint8_t> code;  // by row
   std::vector<int16_t> error;
-  std::vector<uint32_t> crcs;     // by row, in a store that the set compares; otherwise empty
+  std::vector<uint32_t> crcs;     // by row, in a store whose rows the set compares; else empty
   std::vector<uint32_t> decided;  // rows to report
   std::vector<uint32_t> late;     // rows released after they were reported
   std::vector<uint32_t> failed;
@@ -134,11 +132,11 @@ inline std::string_view Task::key() const {
 // Shares a limited number of places fairly among jobs with many waiting tasks.
 //
 // The job with the fewest places goes first; among equals, the job whose first task has waited
-// longest. Within a job the order is kept. Only the first task of each job is examined, so that one
-// job of ten thousand tasks costs no more than ten thousand jobs of one task.
+// longest. Within a job, tasks keep their order. Only the first task of each job is examined, so
+// that one job of ten thousand tasks costs no more than ten thousand jobs of one task.
 class FairQueue {
  public:
-  // The job to which a task is charged. It must not change while the task waits or has a place.
+  // Selects the job that a task is charged to, which is fixed while the task waits or has a place.
   enum class Share : uint8_t { NONE, JOB, CHARGED };  // NONE: first in, first out
 
   explicit FairQueue(Share share) : share_(share) {}
@@ -155,8 +153,8 @@ class FairQueue {
   void give_back(Task& task);
   // Remove all waiting tasks, the longest waiting first, without giving them places.
   std::vector<Task*> take_all();
-  // Remove the retries whose deadlines have passed; retries are the first tasks of their jobs.
-  // Lower `next_ns` to the earliest deadline of the others.
+  // Remove the retries whose deadlines have passed. Retries precede the other tasks of their jobs.
+  // Lower `next_ns` to the earliest deadline of the remaining retries.
   std::vector<Task*> take_past(int64_t now_ns, int64_t& next_ns);
 
  private:
@@ -184,7 +182,7 @@ class FairQueue {
   size_t held_ = 0;
   int64_t sequence_ = 0;
   std::unordered_map<uint64_t, Line> lines_;
-  std::vector<Position> heap_;  // the current position of each waiting job, and outdated ones
+  std::vector<Position> heap_;  // each waiting job's current position, and outdated positions
 };
 
 }  // namespace nvmeof

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The manager's view of the foreign table: the rows that may be read now, and the engines whose
-// regions the workers must open. An accepted row is still a hint, which the slot must prove.
+// regions the workers must open. Even an accepted row is only a hint: a read verifies the slot.
 #pragma once
 
 #include <array>
@@ -30,7 +30,7 @@ class Foreign : public ForeignReader {
   // -- acceptance -------------------------------------------------------------------
   // Set the tag of the weights in use here. If it is all zeros (no tag), no engine is accepted.
   void set_tag(const std::array<uint8_t, kTagBytes>& tag);
-  // Set the tag of new weights, before the reset that follows. After the reset, all chunks of
+  // Set the tag of new weights, shortly before a reset. After that reset, even the old chunks of
   // engines with this tag are offered, because none was offered before.
   void change_tag(const std::array<uint8_t, kTagBytes>& tag);
   // Return whether the engine's chunks have our tag, postdate our reset, and are likely readable.
@@ -42,15 +42,15 @@ class Foreign : public ForeignReader {
   void reset();
   // Refuse the row for a while, because it could not be read.
   void refuse(const ForeignRow& row);
-  // Count the end of a read. An engine is refused for a while if many of its chunks fail.
+  // Count a read that has ended. An engine is refused for a while if many reads from it fail.
   void ended(const ForeignRow& row, bool ok);
   // Return whether a process holds the engine's directory, and thus manages its chunks.
   bool lives(uint32_t number) const { return owner(number).state == OwnerState::COMPLETE; }
 
   // -- hints ------------------------------------------------------------------------
   // Return hints for live engines about their chunks that were read here at least twice: the place
-  // with its owner, and the number of reads since the last hint. Each engine gets at most 64 per
-  // second on average. A chunk is forgotten if too many others are read in between.
+  // with its owner, and the number of reads since the last hint. Each engine gets at most 64 hints
+  // per second on average. A chunk is forgotten if too many others are read in between.
   std::vector<Hint> take_due_hints();
 
   // -- attachments ------------------------------------------------------------------
@@ -64,7 +64,7 @@ class Foreign : public ForeignReader {
   std::vector<uint32_t> take_detachments();
   // Refuse the engine until its record changes, because a rank failed to attach it.
   void attach_failed(uint32_t number);
-  // Require an attach before the next use. Returns false if the engine is not attached.
+  // Require a new attach before the next use. Returns false if the engine was not attached.
   bool detach(uint32_t number) { return attached_.erase(number) > 0; }
 
  private:
@@ -98,7 +98,7 @@ class Foreign : public ForeignReader {
   double now_s() const;
   bool is_refused(const ForeignRow& row) const;
   void count(const ForeignRow& row);
-  // Return the cell that counts this row, which may still count another one.
+  // Return the cell in which to count this row; it may still contain another row.
   Borrowed& borrowed(const ForeignRow& row) {
     return borrowed_[HashRow()(row) >> (64 - kBorrowedBits)];
   }

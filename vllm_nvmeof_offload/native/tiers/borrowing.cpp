@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Other engines' chunks in the tiers: the choice of readable ones, and reads into cache slots.
+// Other engines' chunks in the tiers: which of them can be read, and reads into cache slots.
 #include <algorithm>
 
 #include "common/op.h"
@@ -7,7 +7,7 @@
 
 namespace nvmeof {
 
-// Return whether the chunk can be read from there now. The row is only a hint, so check all of it.
+// Return whether the chunk can be read from the row's place now. Check it all: the row is a hint.
 bool Tiers::can_borrow(const ForeignRow& row, const char* key) const {
   const uint32_t number = target_of(row.place), member = member_of(row.place);
   if (!is_foreign(row.place) || number >= targets.size() || !targets[number].usable) return false;
@@ -78,8 +78,8 @@ Row Tiers::begin_borrow(const char* key, size_t reason) {
   return row;
 }
 
-// Handle a row that a rank could not read. None of our slots is at fault, and only an entry that
-// was being filled is doomed. Returns whether one was.
+// Handle another engine's chunk that a rank could not read. None of our slots is at fault, so only
+// an entry that was being filled with the chunk is doomed. Returns whether there was one.
 bool Tiers::fails_foreign(const Batch& batch, size_t at) {
   options_.foreign->refuse({batch.places[at], batch.generations[at]});
   if (mutant("a_foreign_failure_dooms_an_own_row")) {
@@ -106,8 +106,8 @@ void Tiers::want_or_dedupe(Row row) {
     want(static_cast<Slot>(index[row].cache));
 }
 
-// Queue the write of a chunk that was not written because another engine had it, if no live engine
-// has it now. No event reports such a loss, so look the chunk up when it is used again.
+// Queue the write of a chunk that was left to another engine, if no live engine has it any more.
+// No event reports such a loss, so this is checked whenever the chunk is used.
 void Tiers::want_if_lost(Row row) {
   Entry& entry = index[row];
   if (entry.state != State::CACHED || !options_.writes) return;
@@ -116,12 +116,12 @@ void Tiers::want_if_lost(Row row) {
   if (mutant("a_deduped_chunk_is_never_written")) return;
   if (foreign_row(index.key(row), From::LIVING).place != kNoPlace) return;
   entry.flags &= static_cast<uint8_t>(~Entry::kDeduped);
-  clean->withdraw(slot);  // if written on eviction, it waits in another order
+  clean->withdraw(slot);  // `settle` admits it to `unwritten`
   want(slot);
   settle(row);
 }
 
-// Return the entry with its chunk at `place`, or kNoRow. Other engines' hints may name any place.
+// Return the entry whose chunk is at `place`, or kNoRow. Other engines' hints may name any place.
 Row Tiers::pooled_at(Place place) const {
   if (place < 0 || is_foreign(place) || target_of(place) >= targets.size()) return kNoRow;
   const Slots& slots = target(place).slots;

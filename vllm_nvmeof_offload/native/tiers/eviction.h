@@ -60,11 +60,11 @@ class Order {
 // Makes an order from the slots' last uses.
 using MakeOrder = std::function<std::unique_ptr<Order>(const SlotRecords& slots)>;
 
-// Evicts the least recently used slot first; ties by slot. Each slot has one record, filed by its
-// last use in buckets of 1024 uses. A later use moves nothing: the record then gives only the
-// earliest time at which the slot could be due. When it is reached, it is filed again, or dropped
-// if the slot was withdrawn. A bucket is sorted when it becomes the oldest, so that victims are
-// adjacent in memory and known in advance; a heap would take ten times as long.
+// Evicts the least recently used slot first; ties are broken by slot. Each slot has one record,
+// filed by its last use in buckets of 1024 uses. A later use does not move the record, which then
+// gives only the earliest time at which the slot could be due. When the record is reached, it is
+// filed again, or dropped if the slot was withdrawn. A bucket is sorted when it becomes the oldest,
+// so that victims are adjacent and known in advance; a heap would take ten times as long.
 class Lru final : public Order {
  public:
   explicit Lru(const SlotRecords& slots) : slots_(slots), filed_(slots.size()) {}
@@ -210,15 +210,15 @@ class Arrivals final {
 // The rule that determines when the chunk in a slot of one tier counts as last used.
 //
 // If more conversations are interleaved than a tier holds, plain LRU evicts each of them just
-// before its next turn. Therefore each request after the first that used a chunk moves the chunk's
-// last use ahead by `credit` uses, at most kCreditedMax times. A reused chunk is kept longer, but
-// still evicted once its conversation is over. A prefix's head is used by every request that uses
-// its tail, so the tail is evicted first. Without credit this is plain LRU.
+// before its next turn. Therefore, each request that uses a chunk, except the first, moves the
+// chunk's last use ahead by `credit` uses, at most kCreditedMax times. A reused chunk is kept
+// longer, but still evicted once its conversation is over. A prefix's head is used by every request
+// that uses its tail, so the tail is evicted first. Without credit this is plain LRU.
 //
-// Only the CPU tier gives credit. The pool keeps the chunks that the CPU tier evicted instead of
-// credited ones, so that the tiers together hold more distinct chunks. A pool at most twice as
-// large as the CPU tier may evict the middle of a prefix that the CPU tier still has, and keep the
-// unreachable end: a few chunks in a thousand (test_eviction_order.py).
+// Only the CPU tier gives credit. The pool thus keeps the chunks that the CPU tier evicts in favour
+// of credited ones, and the tiers together hold more distinct chunks. If the pool is at most twice
+// as large as the CPU tier, it may evict the middle of a prefix that the CPU tier still has, and
+// keep the unreachable end. This affects a few chunks in a thousand (test_eviction_order.py).
 class Recency {
  public:
   static constexpr uint32_t kCreditedMax = 3;
@@ -230,10 +230,10 @@ class Recency {
     slot.used = now + credit_ * beyond(slot.requests);
   }
 
-  // Set the use of `slot`, which gets the chunk in `other_slot` of another tier.
+  // Set the last use of `slot`, which gets the chunk of `other_slot` in another tier.
   void take_over(SlotRecord& slot, const Recency& other, const SlotRecord& other_slot) const {
     slot.requests = other_slot.requests;
-    // Clamp at 0: an unsigned use below 0 would be the latest of all.
+    // Clamp at 0: an unsigned use below 0 would wrap around and be the latest of all.
     const uint64_t used = other_slot.used + credit_ * beyond(slot.requests);
     slot.used = used - std::min(used, other.credit_ * beyond(slot.requests));
   }
@@ -244,9 +244,9 @@ class Recency {
   uint64_t credit_;
 };
 
-// Slots 0 … capacity-1 of the CPU tier or of one target, and the parts of divided slots. Operations
-// on a slot, and holds, are its users. When its entry is removed, a slot is orphaned, and freed
-// when its last user releases it. Thus no buffer is reused before every rank has released it.
+// Slots 0 … capacity-1 of the CPU tier or of one target, and the parts of divided slots. A slot's
+// users are the operations on it and its holds. If its entry is removed, the slot is an orphan
+// until its last user releases it. Thus no buffer is reused before every rank has released it.
 class Slots {
  public:
   // set_size: the size of the largest set of ranks that divides a slot.
@@ -304,7 +304,7 @@ class Slots {
     return true;
   }
 
-  // Return whether the row is whole, or divided for the same number of members.
+  // Return whether the row suits the part: it is whole, or divided for as many members.
   bool can_divide(Slot row, const Part& part) const {
     if (part.whole() || row >= capacity() || !parts.set_size(row)) return true;
     return parts.set_size(row) == part.set_size;
@@ -416,11 +416,10 @@ class Slots {
   Slot used_ = 0;  // slots with users
 };
 
-// Evict until `wanted` is free, where slots may be divided. Returns false if nothing was evicted.
-//
-// The coldest victims are examined first. If a part is wanted, one of the first few victims may
-// suit. Otherwise all parts of the coldest slot that can be freed are evicted. may: returns whether
-// a slot's chunk can be evicted. evict: evicts it.
+// Evict chunks until `wanted` is free, in a tier whose slots may be divided. Returns false if
+// nothing was evicted. If a part is wanted, the coldest of the first few victims that suits it is
+// evicted. If none suits, all parts of one row are evicted: the coldest row whose chunks can all be
+// evicted. may: returns whether a slot's chunk can be evicted. evict: evicts that chunk.
 template <typename May, typename Evict>
 bool make_room(const Slots& slots, Order& order, const Part& wanted, May may, Evict evict) {
   constexpr size_t kVictimsPerMember = 4, kRowsMax = 256;  // examined at most

@@ -267,7 +267,7 @@ void ForeignRegion::take_changed(ForeignWriter& table, uint8_t mark) {
       if (fingerprints_[next.slot] != 0) table.warm(fingerprints_[next.slot]);
     }
     const Seen& seen = changed_[at];
-    if (seen.fingerprint != 0 && seen.head == heads_[seen.slot]) continue;  // a scan has found it
+    if (seen.fingerprint != 0 && seen.head == heads_[seen.slot]) continue;  // found by a scan
     take(table, seen, mark);
   }
 }
@@ -292,7 +292,7 @@ ForeignRegion::Seen ForeignRegion::decode(const std::byte* entry, uint64_t slot,
                                   [&](const Group& one) { return one.id == group_id; });
   if (group == groups_.end()) return seen;
   seen.single_copy = (flags & kFlagSingleCopy) != 0;
-  // Follow only the first set, and if every rank has its own part, only the first rank.
+  // Follow only the first set; of chunks that every rank has a part of, only the first rank's.
   const bool is_followed =
       seen.single_copy ? group->set_size > 1 && home_.rank < group->set_size : home_.rank == 0;
   const std::string_view text(reinterpret_cast<const char*>(key), key_bytes);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The last known table of another engine's region, and the chunks of it that are in the foreign
-// table. A scan reads the whole table and compares the first 16 bytes of each entry with the
-// previous scan's: a rewritten slot has a new checksum and generation. Only changed entries are
-// decoded.
+// The last known table of another engine's region, and those of its chunks that are in the foreign
+// table. A scan reads the region's whole table and compares the first 16 bytes of each entry with
+// those that the previous scan found: a rewritten slot has a new checksum and generation. Only
+// changed entries are decoded.
 //
 // A region with a log is scanned once, and then followed through its log records: a PUT replaces
 // the slot's entry, as if a scan had found the new one.
@@ -27,7 +27,7 @@ class ForeignRegion {
     uint32_t id;
     uint32_t set_size;  // ranks that share single copies; if 1, single copies are not offered
   };
-  // The engine's number, our target with the region, and the engine's rank that writes it.
+  // The engine's number, our target that holds the region, and the rank that writes the region.
   struct Home {
     uint32_t owner, target, rank;
   };
@@ -35,18 +35,18 @@ class ForeignRegion {
   // slots: the number of slots. young_ns: the delay between seeing an entry and offering it.
   ForeignRegion(Home home, uint64_t slots, std::vector<Group> groups, int64_t young_ns);
 
-  // Withdraw all entries offered so far, and then offer only entries of this epoch. With from_now,
-  // even if the epoch changes, offer only entries written after the next scan.
+  // Withdraw all entries offered so far, and then offer only entries of this epoch. from_now: offer
+  // only entries written after the next scan, even if the epoch changes.
   void begin(ForeignWriter& table, uint32_t epoch, bool from_now);
   // Read the table file `fd` and offer its entries. Returns an errno, or 0 after reading all of it.
-  // A truncated part counts as empty. log_is_ahead: a slot named by the log since the previous scan
-  // keeps the log's entry, which the table may not contain yet.
+  // A truncated part counts as empty. log_is_ahead: whether a slot that the log named since the
+  // previous scan keeps the log's entry, which may not be in the table yet.
   int scan(ForeignWriter& table, int fd, int64_t now_ns, bool log_is_ahead);
-  // Find the end of the log in file `fd` with this many pages. Call this before a scan, and
+  // Find the end of the log in file `fd`, which has this many pages. Call this before a scan, and
   // `follow_log` after the scan. Returns an errno, or 0.
   int seek_log(int fd, uint32_t pages);
-  // Apply the records logged since then. Returns 0, an errno, or the reason that the log cannot be
-  // followed: known entries then stay, but a new scan is needed.
+  // Apply the records logged since the last call or `seek_log`. Returns 0, an errno, or the reason
+  // that the log cannot be followed: known entries then stay, but a new scan is needed.
   static constexpr int kOverrun = -1;  // the log was overwritten or is damaged
   static constexpr int kReset = -2;    // a superblock with another epoch was written
   int follow_log(ForeignWriter& table, int fd, int64_t now_ns);

@@ -39,7 +39,7 @@ enum class OwnerState : uint32_t { NONE, SCANNING, COMPLETE, DEAD };
 struct OwnerRecord {
   uint64_t version = 0;  // the version requested when its rows were last rebuilt
   std::array<uint8_t, kTagBytes> tag{};
-  std::array<uint8_t, 16> pool_uuid{};  // the uuid of its first rank
+  std::array<uint8_t, 16> pool_uuid{};  // the pool uuid of its first rank
   uint32_t engine_index = 0;            // the K of its directories engine-K
   OwnerState state = OwnerState::NONE;
   uint64_t rows = 0;  // only for display
@@ -141,8 +141,8 @@ class ForeignReader : public ForeignTable {
     return false;
   }
   void warm(std::string_view key) const;
-  // Void all rows that the follower knows now. The follower rebuilds the rows of every owner, from
-  // chunks written later or from all, and gives the owner's record the version returned here.
+  // Void all rows that the follower knows now. The follower rebuilds every owner's rows, from all
+  // chunks or only those written later, and puts the version returned here into the owner's record.
   uint64_t ask_anew(Since since = Since::NOW);
   // Take the oldest hints, at most `max`, except overwritten ones.
   std::vector<Hint> take_hints(size_t max);
@@ -154,8 +154,8 @@ class ForeignReader : public ForeignTable {
 // The follower's side. Its threads change rows only while they hold `lock()`.
 class ForeignWriter : public ForeignTable {
  public:
-  // fd: an empty memfd, or that of an earlier writer: the table is then emptied, but the owners'
-  // records and the requested version stay. rows: the initial capacity.
+  // fd: an empty memfd, or that of an earlier writer. In the latter case the table is emptied, but
+  // the owners' records and the requested version stay. rows: the initial capacity.
   ForeignWriter(int fd, size_t rows);
 
   [[nodiscard]] std::unique_lock<std::mutex> lock() { return std::unique_lock(changes_); }

@@ -33,7 +33,7 @@ bool Holds::take(Wanted& wanted, size_t chunk, const char* key, Source source, R
   const Row row = tiers_.index.find(key);
   Held* held = row == kNoRow ? nullptr : of(row, tiers_.index[row].generation);
   if (held == nullptr) {
-    // The chunk is in the right tier and was just used.
+    // The chunk is in the right tier and was just used, so it needs no hold.
     if (source == Source::CPU && reason == Reason::QUEUE) return true;
     if (this->held(reason) >= bounds.held_max) return false;
     if (source == Source::CPU) {
@@ -52,7 +52,7 @@ bool Holds::take(Wanted& wanted, size_t chunk, const char* key, Source source, R
   return true;
 }
 
-// Start reading a chunk that is only in a pool into a cache slot, and hold it. Null if no room.
+// Start fetching a chunk that is only in a pool, and hold it. Returns null if there is no room.
 Holds::Held* Holds::fetch(const char* key, Reason reason) {
   const Row row = has_room() ? tiers_.begin_fetch(key, static_cast<size_t>(reason)) : kNoRow;
   if (row == kNoRow) return nullptr;

@@ -3,7 +3,7 @@
 // manager/hold_and_prefetch.py chooses the requests, and limits what each kind of request may hold.
 //
 // A hold is an additional user of the chunk's cache slot, which keeps the chunk from being evicted.
-// A chunk has one hold, however many requests want it, until none does.
+// However many requests want a chunk, it has a single hold, until no request wants it any more.
 #pragma once
 
 #include <array>
@@ -38,8 +38,9 @@ class Holds {
   struct Range {
     size_t next, end, local;
   };
-  // Chunks before `next` are done; all of the request's are, if a load would end here. `skipped_*`
-  // are the first and last chunk skipped because GPU memory has them; first > last if none was.
+  // Chunks before `next` are done; if a load would end here, `next` is past all chunks. looks: the
+  // look-ups left. skipped: the first and last chunk not held because GPU memory has them; first >
+  // last if there are none.
   struct Advance {
     size_t next, looks;
     size_t skipped_first = SIZE_MAX, skipped_last = 0;
@@ -54,15 +55,15 @@ class Holds {
   // returns the key of a chunk.
   Advance advance(Wanted& wanted, const std::function<const char*(size_t)>& key, Range range,
                   size_t looks, Reason reason, Bounds bounds);
-  // Read a chunk that is only in a pool, in the background, as a measurement.
+  // In the background, read a chunk that is only in a pool, as a measurement.
   void probe(const char* key);
-  // Release everything that the request holds. Appends the fetches to cancel.
+  // Release everything that the request holds. Appends the fetches to cancel to `cancels`.
   void leave(Wanted& wanted, std::vector<Cancel>& cancels);
   // Record that these fetches are sent to the ranks as this op.
   void sent(uint64_t op, const Batch& batch);
   // Record that a load uses these chunks.
   void used(const Batch& load);
-  // Record that all ranks have reported the outcomes of these rows of a fetch.
+  // Record that all ranks have reported on these rows of a fetch. probe: release their holds too.
   void ended(uint64_t op, const Batch& batch, std::span<const uint32_t> rows, bool probe);
   // Record that the chunks of these rows of an op are no longer in their cache slots.
   void lost(const Batch& batch, std::span<const uint32_t> rows);

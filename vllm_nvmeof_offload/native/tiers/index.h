@@ -108,12 +108,12 @@ class Index {
   }
   void clear();
 
-  // Prefetch the memory that is read first by `find` and `add` of this key, by any reader of this
-  // row, or by `remove` of this row, which must have been prefetched.
+  // Prefetch memory: the bucket that `find` and `add` of this key read first, this row, or the
+  // bucket that `remove` of this row reads first (the row must have been prefetched before).
   void warm(const char* key) const { warm_bucket_of(hash(key)); }
   void warm(Row row) const { prefetch(&(*this)[row]); }
   void warm_bucket(Row row) const { warm_bucket_of((*this)[row].hash); }
-  // The same for a key of this hash in two steps: where `find` begins, and then the key's row.
+  // Prefetch for a key with this hash, in two steps: where `find` begins, and then the key's row.
   uint32_t hash(const char* key) const;
   void warm_bucket_of(uint32_t hash) const { prefetch(&buckets_[hash & mask_]); }
   void warm_found(uint32_t hash) const;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Places and cache slots with their members, as in `protocol.py`. Ranks with equal bytes of a group
-// form a set. A place or cache slot with member m names the only copy in each set, held by the
-// set's rank m.
+// The encoding of places and cache slots, as in `protocol.py`. Ranks with equal bytes of a group
+// form a set. A place or cache slot with member m names the only copy in each set, which is held by
+// rank m of the set.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of slots divided among the members of a set. Each part holds a different chunk, of which its
-// member has the set's only copy. A row is whole again when all its parts are free.
+// Slots divided among the members of a set. A row is the same slot on every rank. In a divided row,
+// each member's part holds a different chunk, which no other member of the set stores. A row is
+// whole again when all its parts are free.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +18,7 @@ using Slot = uint32_t;
 inline constexpr Slot kNone = UINT32_MAX;
 inline constexpr uint32_t kSetSizeMax = 64;
 
-// The space that a chunk needs: a whole row, or one member's part of a row divided by `set_size`.
+// The space that a chunk needs: a whole row, or a member's part of a row with `set_size` parts.
 struct Part {
   static constexpr uint32_t kAnyMember = 254;  // members take turns
 
@@ -28,7 +29,7 @@ struct Part {
   bool takes(uint32_t other) const { return member == kAnyMember || member == other; }
 };
 
-// Divided rows and their parts. The numbers of parts follow those of rows.
+// Divided rows and their parts. Parts are numbered as slots, after all rows.
 class SlotParts {
  public:
   // set_size: the size of the largest set, or 1 if every row stays whole.

@@ -13,9 +13,9 @@ namespace {
 
 // A pool slot is retired after this many consecutive reads, or writes, have failed.
 constexpr int kFailuresMax = 3;
-// A write may go to a queue that is, in time, up to this many times as long as the shortest.
+// A write may go to a target whose queue takes up to this many times as long as the shortest.
 constexpr double kPatience = 2.0;
-// Victims between two steps of `warm_victims`.
+// The number of victims between two steps of `warm_victims`.
 constexpr size_t kStep = 6;
 
 std::unique_ptr<Order> make(const MakeOrder& make_order, const Slots& slots) {
@@ -99,7 +99,7 @@ Source Tiers::source_of(Row row, uint8_t sources) const {
   const State state = entry.state;
   if (state == State::STORING && mutant("store_in_flight_is_a_miss")) return Source::NONE;
   if (in_cache(state)) {
-    // A fetch counts as the CPU tier, unless the look-up is restricted to the CPU tier.
+    // A chunk being fetched counts as cached, unless the look-up is restricted to the CPU tier.
     const bool fetched = state == State::FETCHING || state == State::BORROWING;
     const bool there = !fetched || mutant("fetching_hits_in_the_second_look_up");
     const bool allowed = sources & kFromCpu && (there || sources & kFromPool);
@@ -170,7 +170,7 @@ void Tiers::touch(const std::vector<Row>& rows, bool ended) {
   };
   for (size_t at = rows.size(); at-- > rows.size() - std::min(rows.size(), kAhead);) warm(at);
   for (size_t at = rows.size(); at-- > 0;) {
-    // In a long request, the rows that the look-up read are no longer in cache.
+    // In a long request, the rows that the look-up read are no longer in the CPU's cache.
     if (at >= 2 * kAhead && rows[at - 2 * kAhead] != kNoRow) index.warm(rows[at - 2 * kAhead]);
     if (at >= kAhead) warm(at - kAhead);
     ++uses_;
@@ -180,7 +180,7 @@ void Tiers::touch(const std::vector<Row>& rows, bool ended) {
     if (ended) entry.flags |= Entry::kCredited;
     if (entry.cache != kNoSlot) {
       const auto slot = static_cast<Slot>(entry.cache);
-      if (unkept_ && stays_[slot] == Stay::SUPERSEDED) continue;  // which is in no pool
+      if (unkept_ && stays_[slot] == Stay::SUPERSEDED) continue;  // such a chunk is in no pool
       recency_.use(cache[slot], uses_, credit);
       home(slot).touch(slot);
     }
@@ -286,7 +286,7 @@ void Tiers::add(Batch& batch, Row row, int32_t slot, Place place, bool filling) 
   add_row(batch, row, index.key(row), column, place, filling);
 }
 
-// Add a row for a chunk that was evicted after its look-up: every rank fails it with STALE.
+// Add a row for a chunk that was evicted after its look-up: every rank will report it as STALE.
 void Tiers::add_gone(Batch& batch, const char* key) const {
   const size_t group = group_of(key);
   batch.generations.push_back(0);
@@ -326,8 +326,8 @@ StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t
   std::vector<Slot> held;
   if (fresh.size() > cache.free()) {
     touch(before, false);  // before evicting, so that chunks offered here are evicted last
-    // Evicting a prefix to store its continuation would make the continuation unreachable. When
-    // writing on eviction, chunks also in the pool are evicted first, even of this prefix.
+    // Evicting a prefix to store its continuation would make the continuation unreachable. With
+    // `demotes`, however, chunks that are also in the pool go first, even those of this prefix.
     for (size_t at = 0; at < (options_.demotes ? 0 : keys.size()); ++at) {
       const Row row = before[at];
       if (row == kNoRow || index[row].cache == kNoSlot) continue;
@@ -410,7 +410,7 @@ void Tiers::keep(Row row) {
   stay(slot, Stay::KEPT);
   cache[slot].used = ++uses_;
   if (index[row].state != State::CACHED || !options_.writes) return;  // or being stored
-  clean->withdraw(slot);  // if written on eviction, it waits in another order
+  clean->withdraw(slot);  // `settle` admits it again, perhaps to `unwritten`
   want_or_dedupe(row);
   settle(row);
 }
@@ -446,7 +446,7 @@ Batch Tiers::plan_load(Keys keys, size_t land_max, std::span<const uint32_t> ord
   const std::vector<ForeignRow>& foreign = foreign_rows(keys, rows);
   const auto row_at = [&rows](size_t at) { return at < rows.size() ? rows[at] : kNoRow; };
   for (size_t at = 0; at < rows.size(); ++at) {
-    // In a long load, what `touch` prefetched is no longer in cache.
+    // In a long load, what `touch` prefetched is no longer in the CPU's cache.
     if (const Row later = row_at(at + 2 * kAhead); later != kNoRow) index.warm(later);
     if (const Row next = row_at(at + kAhead); next != kNoRow) warm_slots(index[next]);
     const Row row = rows[at];
@@ -644,7 +644,7 @@ Target* Tiers::choose() {
 
 // -- slots ----------------------------------------------------------------------------
 
-// Prefetch the memory of the next victims step by step. leaves: their entries leave the index.
+// Prefetch the memory of the next victims step by step. leaves: whether they leave the index too.
 void Tiers::warm_victims(const Order& order, const Slots& slots, bool leaves) const {
   if (const Slot slot = order.later(3 * kStep); slot != kNone) {
     slots.warm(slot);
@@ -789,7 +789,7 @@ void Tiers::evict(Row row, Event event) {
   // otherwise its other copy stays as evictable as it was
 }
 
-// Make the key miss at once. The entry's slots are freed at their last release.
+// Make the key miss at once. The entry's slots are freed once their last users release them.
 void Tiers::doom(Row row, bool retire) {
   if (mutant("doomed_entry_still_hits")) return;
   on(row, Event::DOOM);

@@ -21,8 +21,8 @@
 
 namespace nvmeof {
 
-// The evidence that the ranks in each of a group's sets have equal bytes. All ranks store samples
-// and report their checksums.
+// The evidence, for one group, that the ranks of each set have equal bytes. All ranks store some
+// chunks as samples and report their checksums.
 struct Trust {
   explicit Trust(uint32_t members) : set_size(members) {}
 
@@ -63,7 +63,7 @@ inline constexpr size_t kSources = 4;
 // The tiers that a look-up may hit. Another engine's chunks count as chunks of the pool.
 inline constexpr uint8_t kFromCpu = 1, kFromPool = 2;
 
-// The requests that must have used a chunk before it is written because other engines dropped it.
+// A chunk that other engines have dropped is written once this many requests have used it.
 inline constexpr uint32_t kUsesMin = 2;
 
 // The distance at which a loop over keys or rows prefetches memory.
@@ -98,10 +98,10 @@ struct Batch {
   SmallColumn<uint16_t> outcomes;  // ranks that must still report an outcome
   SmallColumn<uint16_t> releases;  // ranks that must still report a release
   Samples samples;
-  size_t undecided = 0, unreleased = 0;  // rows
+  size_t undecided = 0, unreleased = 0;  // numbers of rows
 };
 
-// One rank's report on rows of a batch: on all if `indexes` is empty, and all OK if `codes` is.
+// One rank's report on rows of a batch: all rows if `indexes` is empty, and all OK if `codes` is.
 struct Report {
   std::span<const uint32_t> indexes;
   std::span<const uint8_t> codes;
@@ -130,20 +130,20 @@ struct StorePlan {
   std::vector<uint32_t> refused;  // keys that were wanted but got no cache slot
 };
 
-// Return the bytes of a chunk that one rank reads. lane_bytes: by group for chunks on every rank,
-// and then by group for single copies, averaged over the members.
+// Return how many bytes of a chunk one rank reads. lane_bytes: these bytes by group, first for
+// chunks on every rank, then for single copies, averaged over the members.
 inline uint64_t read_bytes_of(Place place, size_t group, std::span<const uint64_t> lane_bytes) {
   return lane_bytes[member_of(place) == kEveryMember ? group : lane_bytes.size() / 2 + group];
 }
 
-// The result of looking up some keys. `mixed` changes when a chunk moves to another tier or place,
-// or when a load of a chunk begins. It is 0 if a key misses.
+// The result of looking up some keys. `mixed` is a hash that changes when a chunk moves to another
+// tier or place, or when a load of a chunk begins; it is 0 if a key misses.
 struct Whereabouts {
-  std::vector<Row> rows;  // empty if some are other engines', which are found only by their keys
+  std::vector<Row> rows;  // empty if a chunk is another engine's, and thus found only by its key
   uint64_t mixed = 0;
 };
 
-// Consecutive keys that entered a tier or left it.
+// Consecutive keys that entered or left a tier.
 struct Move {
   Source tier;
   bool removed;
@@ -156,7 +156,7 @@ struct Counts {
   uint64_t superseded = 0;   // provisional chunks that were never written
   uint64_t borrowed = 0;     // chunks read from other engines' regions by every rank
   uint64_t deduped = 0;      // chunks not written because another engine holds them
-  uint64_t hints_taken = 0;  // others' hints about chunks still in the pool
+  uint64_t hints_taken = 0;  // other engines' hints about chunks still in the pool
   bool operator==(const Counts&) const = default;
 };
 
@@ -207,14 +207,14 @@ class Tiers {
 
   // -- look-ups ---------------------------------------------------------------------
   Source lookup(const char* key, uint8_t sources) const;
-  // Return a 1 or 0 per key: whether a look-up would find it now.
+  // Return a 1 or 0 per key: whether a look-up would find the key now.
   std::string present(Keys keys, uint8_t sources) const;
   // Return how many leading keys are in the CPU tier, and add the other keys' bytes to `by_target`.
   // A look-up must just have found the keys. lane_bytes: see `read_bytes_of`.
   size_t weigh(Keys keys, std::span<const uint64_t> lane_bytes,
                std::vector<uint64_t>& by_target) const;
-  // Record a use of the keys in prefix order. ended: their request has ended, which counts once for
-  // a key that is named twice. Heads outlive tails.
+  // Record a use of these keys, given in prefix order; heads outlive tails. ended: whether their
+  // request has ended, which counts only once for a key that is named twice.
   void touch(Keys keys, bool ended) { touch(rows_of(keys), ended); }
 
   // -- remembered answers: manager/look_up.py ---------------------------------------
@@ -225,16 +225,16 @@ class Tiers {
   }
 
   // -- plans ------------------------------------------------------------------------
-  // Adopt chunks found at a start, for each key only the first. Returns the number adopted.
+  // Adopt chunks found at start-up, only the first for each key. Returns the number adopted.
   size_t adopt(std::span<const Place> places, std::span<const uint64_t> generations,
                const char* keys);
   // Plan a store. keys: in prefix order. order: each key's position in vLLM's list, by which the
   // batch's rows are sorted; empty if the keys are in that order already. wanted: a `Store` per
-  // key, or empty to keep all. A provisional entry is kept from then on if its key is wanted as
+  // key, or empty to keep all. A provisional entry stops being provisional if its key is wanted as
   // KEPT. Generations count up from `generation`.
   StorePlan plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t& generation,
                        std::span<const uint32_t> order = {});
-  // Plan a load. A missing chunk's row has no slot or place. land_max: reads into cache slots.
+  // Plan a load. A missing chunk's row has no slot or place. land_max: bound on cache slots filled.
   Batch plan_load(Keys keys, size_t land_max, std::span<const uint32_t> order = {});
   // Mark these keys' provisional entries as superseded. Other entries do not change.
   void supersede(Keys keys);
@@ -244,10 +244,10 @@ class Tiers {
   // by more than one request. A chunk that waits for write-through keeps its turn, and without a
   // pool nothing changes.
   void cool(Keys keys);
-  // Plan to read a chunk that is only in a pool into a cache slot. Returns kNoRow if there is no
-  // slot, or if another engine no longer has the chunk.
+  // Plan a fetch: the read, into a cache slot, of a chunk that is only in a pool. Returns kNoRow if
+  // there is no slot, or if another engine no longer has the chunk.
   Row begin_fetch(const char* key, size_t reason);
-  // Take the planned fetches, in order, for sending.
+  // Take the planned fetches, in order, to send them.
   Batch take_fetches(size_t reason) { return std::exchange(fetches_[reason], {}); }
   // Detach a fetch from its entry: later look-ups find the entry only in the pool.
   void detach(Batch& fetch, size_t at);
@@ -304,8 +304,9 @@ class Tiers {
   Order& home(Slot slot) { return cache[slot].wanted ? *unwritten : *clean; }
   // Return the slot to write next. In write-through mode this is the oldest, under any policy.
   Slot next_to_write() { return options_.demotes ? unwritten->peek() : arrivals_.first(); }
-  // Return whether a chunk that waits to be written may be evicted: only if no target takes writes.
-  // Otherwise stores are refused, because losing the middle of a prefix makes its rest useless.
+  // Return whether a chunk that waits to be written may be evicted: never for a read, and for a
+  // store only if no target accepts writes. Otherwise the store is refused: a prefix that loses its
+  // middle is useless from there on.
   bool may_lose(bool is_read) const;
 
   // Return the rows of the keys, valid until the next call.
