@@ -414,7 +414,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         `new_weights`). Return a text that states the consequences."""
         if self._manager.name_weights(version):
             self.reset_cache()
-            # The change of the weights may have gone unnoticed.
+            # The weight change may have gone unnoticed.
             call = f"the update to {version!r}"
             self._old_kv.began(call, self.scheduler._req_status, known=True)
         return self._manager.who_shares()

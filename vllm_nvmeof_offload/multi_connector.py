@@ -65,8 +65,8 @@ class NVMeoFMultiConnector(multi_connector.MultiConnector):
         layout = next(iter(theirs), ours)
         if layout != ours:
             logger.warning(
-                "nvmeof: another connector needs KV cache layout %s: a block is then copied in "
-                "one piece per layer, not in one piece overall",
+                "nvmeof: another connector needs KV cache layout %s, so each block is copied as "
+                "one piece per layer, not as a single piece",
                 layout,
             )
         return layout

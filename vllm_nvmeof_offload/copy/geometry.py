@@ -79,7 +79,7 @@ class ChunkGeometry:
     def pieces_by_chunk(
         self, block_ids: npt.NDArray[np.int32], first_position: int, chunk_count: int
     ) -> Pieces:
-        """Return the pieces of consecutive chunks, which are divided as `split` divides blocks."""
+        """Return the pieces of consecutive chunks' blocks, by chunk; arguments as for `split`."""
         return Pieces(*self._native.pieces(block_ids, first_position, chunk_count))
 
     def split(

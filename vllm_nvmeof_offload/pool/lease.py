@@ -354,7 +354,7 @@ class Takeover:
         return OwnerState("live" if seen.has_beaten else "silent", page, unchanged_s)
 
     def watch(self, directories: Iterable[Path]) -> None:
-        """Start watching all of these regions now, so that they cost only one wait together."""
+        """Start watching all of these regions now, so that a single wait covers them all."""
         for directory in directories:
             self.look(directory)
 

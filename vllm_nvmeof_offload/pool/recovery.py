@@ -420,7 +420,7 @@ def _allocate(spec: PoolSpec, slabs: Sequence[Slab]) -> int:
         )
     if count < wanted:
         logger.warning(
-            "%s has no space for %d slots of %s: %d per target are used", full, wanted, size, count
+            "%s has no space for %d slots of %s: using %d per target", full, wanted, size, count
         )
     for slab in slabs:
         slab.cut(count, spec.slot_bytes)

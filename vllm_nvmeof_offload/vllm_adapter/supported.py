@@ -285,7 +285,7 @@ def replica_of(vllm_config: Any, declared: int) -> Replica:
     index: int = parallel.data_parallel_index
     suffixed = _REPLICA_SUFFIX.search(engine_id) is not None
     if (suffixed or index or parallel.data_parallel_size > 1) and declared == 1:
-        # Each replica would use the full sizes of pool and staging.
+        # Each replica would use the full pool and staging sizes.
         raise ConfigError(
             "data_parallel_size",
             max(2, index + 1, parallel.data_parallel_size),

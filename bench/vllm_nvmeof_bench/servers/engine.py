@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The installed vLLM's engine, and the environment of its processes."""
+"""Memory arguments, command and environment for the installed vLLM."""
 
 from __future__ import annotations
 
