@@ -136,7 +136,7 @@ def test_servers_that_borrow_are_idle_together_and_asked_in_turns(
 def test_a_server_that_does_not_see_the_other_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_KNOWS_S_MAX", 0.0)
     servers: dict[str, Any] = {"owner": MadeUp(), "borrower": MadeUp()}
-    with pytest.raises(BenchError, match="knows 0 of the others' 20 chunks"):
+    with pytest.raises(BenchError, match="knows only 0 of the others' 20 chunks"):
         measured(Settings(tokens=320, pairs=1), servers)
 
 

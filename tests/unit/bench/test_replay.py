@@ -194,7 +194,7 @@ def test_errors_are_one_plain_line(tmp_path: Path) -> None:
         ([folder, "--arms", "gpu"], "no arm 'gpu'"),
         ([folder, "--base-url", "ftp://host"], "give NAME=http://HOST:PORT"),
         ([folder, "--duration", "0"], "measures nothing"),
-        ([folder, "--token-ids", "300:5000", "--block-tokens", "2"], "has 2048"),
+        ([folder, "--token-ids", "300:5000", "--block-tokens", "2"], "has only 2048"),
     ):
         result = CliRunner().invoke(app, ["bench", "replay", *arguments])
         assert result.exit_code == 2, result.output

@@ -197,5 +197,5 @@ def test_a_request_that_fails_ends_the_run() -> None:
             return answer
 
     watched = Watched(Failing(), BACK, [[1]], [5] * 100)  # type: ignore[arg-type]
-    with pytest.raises(BenchError, match="decodes failed: HTTP 503"):
+    with pytest.raises(BenchError, match="decoding request failed: HTTP 503"):
         asyncio.run(watched.run(0.1))
