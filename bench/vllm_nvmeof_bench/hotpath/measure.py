@@ -35,6 +35,7 @@ from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.conditions import at_start, load_average
 from vllm_nvmeof_bench.home import home_in
 from vllm_nvmeof_bench.hotpath import managers
+from vllm_nvmeof_bench.hotpath.blocks import Blocks
 from vllm_nvmeof_bench.hotpath.worker import Worker
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
 from vllm_nvmeof_bench.reports.hotpath import CASES, ONE, OURS, SIDES, VLLM, Sample
@@ -139,6 +140,7 @@ class _Round:
         self._number, self._settings = number, settings
         adopted, rank_s = table.adopt()
         self._ours = managers.OurManager(adopted, settings.cache_slots)
+        self._blocks = Blocks(max(settings.chunks))
         for stage, seconds in (("adopt_rank", rank_s), ("adopt_manager", self._ours.attach_s)):
             us = 1e6 * seconds / settings.entries
             self.samples.append(_start_sample(settings, stage, OURS, number, us))
@@ -167,6 +169,8 @@ class _Round:
             recorders[OURS], managers.batches_of(new, chunks), managers.batches_of(held, chunks)
         )
         rank.measure(recorders[OURS], managers.batches_of(new, chunks))
+        if chunks != ONE:
+            self._blocks.measure(recorders[VLLM], chunks)
         for recorder in recorders.values():
             self.samples += recorder.samples
 

@@ -85,6 +85,10 @@ CASES: dict[str, dict[str, Stage]] = {
         "fetch": Stage(SCHEDULER, "fetch one for it"),
         "release": Stage(SCHEDULER, "let go of it, when the request runs"),
     },
+    "blocks": {
+        "allocate": Stage(SCHEDULER, "allocate the load's GPU blocks"),
+        "name": Stage(SCHEDULER, "enter them in the prefix cache"),
+    },
     "start": {
         "adopt_rank": Stage(MODEL, "adopt the pool's table"),
         "adopt_manager": Stage(SCHEDULER, "make the index of it"),
@@ -97,6 +101,7 @@ _TITLES = {
     "store": "store into a full CPU tier",
     "write": "write to the pool",
     "hold": "requests that wait",
+    "blocks": "vLLM's own work for a load",
     "start": "start with a full pool",
 }
 #: The costs of a load on the scheduler's thread without look-ups; vLLM's manager has no `find`.
