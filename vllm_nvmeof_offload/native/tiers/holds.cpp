@@ -7,8 +7,17 @@ Holds::Advance Holds::advance(Wanted& wanted, const std::function<const char*(si
                               Range range, size_t looks, Reason reason, Bounds bounds) {
   const size_t count = wanted.taken.size();
   Advance done{range.next, looks};
+  const size_t end = std::min(range.end, range.next + looks);
+  // Memory latency dominates, so a later chunk's bucket, row and slots are prefetched in turn.
+  const auto warm = [&](size_t chunk) {
+    if (const size_t at = chunk + 3 * kAhead; at < end) tiers_.index.warm(key(at));
+    if (const size_t at = chunk + 2 * kAhead; at < end)
+      tiers_.index.warm_found(tiers_.index.hash(key(at)));
+    if (const size_t at = chunk + kAhead; at < end) tiers_.warm_slots(key(at));
+  };
   while (done.next < range.end && done.looks > 0) {
     --done.looks;
+    warm(done.next);
     const size_t chunk = done.next;
     const char* const bytes = key(chunk);
     const Source source = tiers_.lookup(bytes, kFromCpu | kFromPool);

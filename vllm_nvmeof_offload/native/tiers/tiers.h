@@ -256,6 +256,10 @@ class Tiers {
   // Plan the writes that the policy wants and the bound allows; `take_writes` returns them.
   void drain();
   Batch take_writes();
+  // Prefetch the memory of a chunk's slots; its row must have been prefetched.
+  void warm_slots(const char* key) const {
+    if (const Row row = index.find(key); row != kNoRow) warm_slots(index[row]);
+  }
   // Add a hold to a chunk's cache slot. Returns kNoRow if the chunk has none.
   Row hold(const char* key);
   void release_hold(Slot slot, Row row, uint64_t generation);
