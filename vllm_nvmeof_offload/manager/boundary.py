@@ -271,16 +271,24 @@ def tokens_by_source(
     `ends`, `from_pool` and `positions` (of groups) are by chunk of the load. A token with chunks in
     both tiers counts for the pool. A state covers all tokens before it. Windows may not cover all.
     """
-    sizes = np.array([group.tokens_per_chunk for group in groups], np.int64)[positions]
-    is_state = np.array([group.kind is GroupKind.STATE for group in groups])[positions]
-    starts = np.maximum(np.where(is_state, 0, (ends - 1) // sizes * sizes), tokens.start)
+    if len(groups) == 1:  # spares a load of one chunk a third of its cost
+        starts = (ends - 1) // groups[0].tokens_per_chunk * groups[0].tokens_per_chunk
+        starts *= groups[0].kind is not GroupKind.STATE
+    else:
+        sizes = np.array([group.tokens_per_chunk for group in groups], np.int64)[positions]
+        is_state = np.array([group.kind is GroupKind.STATE for group in groups])[positions]
+        starts = np.where(is_state, 0, (ends - 1) // sizes * sizes)
+    starts = np.maximum(starts, tokens.start)
     ends = np.minimum(ends, tokens.stop)
-    pool = _covered(starts[from_pool], ends[from_pool])
-    return _covered(starts, ends) - pool, pool
+    both = _covered(starts, ends)
+    pool = both if from_pool.all() else _covered(starts[from_pool], ends[from_pool])
+    return both - pool, pool
 
 
 def _covered(starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> int:
     """Return the length of the union of these ranges."""
+    if len(starts) <= 1:  # the usual load while a request decodes
+        return max(0, int(ends.sum() - starts.sum()))
     order = np.argsort(starts, kind="stable")
     starts, ends = starts[order], ends[order]
     before = np.maximum.accumulate(ends)[:-1]  # the end of all earlier ranges

@@ -225,22 +225,26 @@ Ranges = st.lists(
 )
 
 
-@given(Ranges, st.integers(0, 100), st.integers(1, 100))
+Some = st.sampled_from([GROUPS, *((group,) for group in GROUPS)])
+
+
+@given(Some, Ranges, st.integers(0, 100), st.integers(1, 100))
 def test_tokens_by_source_are_those_of_a_token_by_token_count(
-    rows: list[tuple[int, int, bool]], first: int, count: int
+    groups: tuple[Group, ...], rows: list[tuple[int, int, bool]], first: int, count: int
 ) -> None:
+    rows = [row for row in rows if row[0] < len(groups)]
     tokens = range(first, first + count)
     sources: dict[int, set[bool]] = {token: set() for token in tokens}
     for at, chunk, from_pool in rows:
-        size = GROUPS[at].tokens_per_chunk
-        begin = 0 if GROUPS[at].kind is GroupKind.STATE else chunk * size
+        size = groups[at].tokens_per_chunk
+        begin = 0 if groups[at].kind is GroupKind.STATE else chunk * size
         for token in range(max(begin, first), min((chunk + 1) * size, tokens.stop)):
             sources[token].add(from_pool)
     columns: Any = list(zip(*rows, strict=True)) or ((), (), ())
     positions = np.array(columns[0], np.uint8)
-    sizes = np.array([group.tokens_per_chunk for group in GROUPS])[positions]
+    sizes = np.array([group.tokens_per_chunk for group in groups])[positions]
     ends = (np.array(columns[1], np.int64) + 1) * sizes
-    found = tokens_by_source(tokens, ends, np.array(columns[2], np.bool_), positions, GROUPS)
+    found = tokens_by_source(tokens, ends, np.array(columns[2], np.bool_), positions, groups)
     pool = sum(True in one for one in sources.values())
     assert found == (sum(map(bool, sources.values())) - pool, pool)
 
