@@ -31,7 +31,7 @@ import numpy.typing as npt
 from tests.chunks import rows_of
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, OK, STALE
-from vllm_nvmeof_offload.follow.source import LogSource
+from vllm_nvmeof_offload.follow.follower import Source
 from vllm_nvmeof_offload.io.base import IoLimits, IoOp, Waker
 from vllm_nvmeof_offload.io.choose import choose_io_engine
 from vllm_nvmeof_offload.native import ForeignReader, ForeignRegion, ForeignWriter
@@ -203,7 +203,7 @@ class Followed:
         os.close(fd)
         self._rows = ForeignRegion((OWNER, 0, 0), superblock.slots, [(0, 1)], 0)
         self._rows.begin(self._table, superblock.epoch, False)
-        self._source = LogSource(directory, superblock.log_pages, superblock.is_leased)
+        self._source = Source(directory, superblock)
         self.polls = 0
 
     def read(self) -> Snapshot:

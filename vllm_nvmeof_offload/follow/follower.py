@@ -4,24 +4,54 @@
 It is a separate process so that its work does not compete with the scheduler's, and because a
 thread stuck on a lost target cannot be ended. It only reads. A child process does the work and
 exits when the server closes its input; see `child` for the reasons.
+
+`TargetScan` finds other engines' regions on one target. A `_Region` keeps the rows of one region,
+which it reads from a `Source`. The rows are hints, so nothing is locked or waited for: an entry
+that is being written fails its CRC and is read again in the next pass. All files are opened
+read-only.
+
+Most regions are idle most of the time. One call checks all idle regions' logs for new records, and
+only regions with new records are read before the next discovery.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_nvmeof_offload.child import Companion, child_command
-from vllm_nvmeof_offload.follow.owners import BYTES_PER_SLOT, ROWS_MIN, SLOTS_MAX, Owners
-from vllm_nvmeof_offload.follow.scan import Scope, TargetScan
+from vllm_nvmeof_offload.errors import PoolFormatError
+from vllm_nvmeof_offload.follow.owners import (
+    BYTES_PER_SLOT,
+    ROWS_MIN,
+    SLOTS_MAX,
+    Owners,
+    RegionName,
+    Wanted,
+)
 from vllm_nvmeof_offload.limits import memory_bytes
-from vllm_nvmeof_offload.native import ForeignWriter
+from vllm_nvmeof_offload.native import ForeignRegion, ForeignWriter
+from vllm_nvmeof_offload.pool.folder import Folder, open_private
+from vllm_nvmeof_offload.pool.format import (
+    LOG_FILE,
+    SLAB_FILE,
+    SUPERBLOCK_FILE,
+    TABLE_FILE,
+    Superblock,
+    read_superblock,
+    region_uuid,
+)
+from vllm_nvmeof_offload.pool.lease import Takeover
+from vllm_nvmeof_offload.pool.log import LOG_PAGES_MAX
 
 #: A killed follower is replaced after this time.
 _RESTART_S = 5.0
@@ -33,6 +63,444 @@ FOLLOW_MS = 100.0
 _MEMORY_PART = 32
 #: Scans of all targets together take at most this share of a core.
 _CPU_SHARE_MAX = 0.02
+#: The interval at which a target is searched for engines, and their locks are probed.
+DISCOVERY_S = 1.0
+#: This many idle regions are examined at each discovery, in turn. Only this examination finds
+#: silently replaced files and released locks.
+EXAMINED = 20
+#: With several ranks, an entry is offered this long after it was first seen, because the other
+#: ranks may still be writing their parts.
+YOUNG_S = 0.05
+#: Errors meaning that the region was removed or is not ours to read. After others, its rows stay.
+_GONE = frozenset(
+    {errno.ENOENT, errno.ESTALE, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP}
+)
+_PREFIX = "engine-"
+#: A table that has not changed for QUIET_S is read only every QUIET_READ_S.
+QUIET_S, QUIET_READ_S = 1.0, 5.0
+#: A table with a log is still scanned at this interval if its file has changed, because records may
+#: be lost.
+RESCAN_S = 30.0
+#: An owner on another host syncs its table every second. Entries logged before the log's end was
+#: found may reach the table only then, so the table is scanned once more after this time.
+SYNCED_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """The regions to follow.
+
+    `targets` are our directories, `keyspace` is a digest, and `engine_index` is our engine, which
+    is left out. The first `ranks` of each engine are followed: several if ranks share chunks.
+    """
+
+    targets: tuple[Path, ...]
+    keyspace: str
+    engine_index: int
+    ranks: int
+
+
+#: The uuid and target of each region of this engine.
+OurRegions = list[tuple[bytes, int]]
+
+
+class Source:
+    """The files from which a region's rows are read: its table, and its log if it has one.
+
+    A scan reads the whole table, which costs 9 ms per million entries. A table whose file has not
+    changed for a while is scanned less often, but still scanned: the kernel sets a file's time
+    before it copies the bytes, so a change may slightly follow the time that was seen.
+
+    A region with a log is scanned once, and then its log is polled. If nothing was written, that
+    costs one read of 4 KiB. A reader that falls a lap behind notices this from the pages' numbers,
+    and scans again (`pool.log`).
+
+    The owner writes the table entry before the log record. Another host sees the entry only after
+    the owner has synced the table, so a scan there does not undo what the log reported since the
+    previous scan.
+
+    Files that another host may write are read with O_DIRECT, because this host's page cache may
+    not show what was written. Reopening them to read their times makes a network file system ask
+    its server. Data written by this host's own kernel is in its page cache.
+    """
+
+    def __init__(self, directory: Path, superblock: Superblock) -> None:
+        """Read the region in `directory`. Nothing is opened before the first poll."""
+        self._table_path, self._log_path = directory / TABLE_FILE, directory / LOG_FILE
+        self._pages = superblock.log_pages
+        self._is_direct = superblock.is_leased  # only leased regions are written by several hosts
+        self._table_fd = self._log_fd = -1
+        self._scanned_s, self._scanned_ns = float("-inf"), 0  # when, and the table's time then
+        self._is_found = False  # whether the log's end is known
+        self._rescan_s = float("-inf")
+
+    def begin(self) -> None:
+        """Start over with a scan, because the rows were restarted (`ForeignRegion.begin`)."""
+        self._is_found = False
+        self._scanned_s = float("-inf")
+
+    def poll(self, rows: ForeignRegion, table: ForeignWriter, now_s: float) -> bool:
+        """Apply new entries. Returns whether the log reports a new superblock. Raises OSError if a
+        file cannot be read; entries that were already offered stay."""
+        if self._log_fd < 0 and self._pages:
+            with contextlib.suppress(FileNotFoundError):
+                self._log_fd = _open(self._log_path, self._is_direct)
+        if self._log_fd < 0:  # an older release wrote no log, or the log was removed
+            self._is_found = False
+            self._scan_if_due(rows, table, now_s)
+            return False
+        if not self._is_found:
+            self._find(rows, table, now_s, log_is_ahead=self._is_direct)
+        why = rows.follow_log(table, self._log_fd, int(now_s * 1e9))
+        if why == rows.OVERRUN:
+            table.log_overran()
+            self._find(rows, table, now_s, log_is_ahead=False)  # the log has lost records
+        elif why != rows.RESET:
+            _check(why)
+            if now_s >= self._rescan_s:
+                self._rescan_s = now_s + RESCAN_S
+                if self._table_ns() != self._scanned_ns:
+                    self._scan(rows, table, now_s, log_is_ahead=self._is_direct)
+        return why == rows.RESET
+
+    def log_fd(self) -> int:
+        """Return the descriptor of a log that `ForeignRegion.with_news` can check instead of a
+        poll, or -1."""
+        return self._log_fd if self._is_found and not self._is_direct else -1
+
+    def close(self) -> None:
+        """Close the files. The next poll reopens them: the path may lead to other files by then."""
+        for fd in (self._table_fd, self._log_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._table_fd = self._log_fd = -1
+
+    def _find(
+        self, rows: ForeignRegion, table: ForeignWriter, now_s: float, log_is_ahead: bool
+    ) -> None:
+        """Find the log's end, then scan, so that each entry is in the scan or the later log."""
+        self._is_found = False
+        _check(rows.seek_log(self._log_fd, self._pages))
+        self._scan(rows, table, now_s, log_is_ahead)
+        self._is_found = True
+        self._rescan_s = now_s + (SYNCED_S if self._is_direct else RESCAN_S)
+
+    def _scan_if_due(self, rows: ForeignRegion, table: ForeignWriter, now_s: float) -> None:
+        changed_ns = self._table_ns()
+        if (
+            changed_ns != self._scanned_ns
+            or time.time_ns() - changed_ns < QUIET_S * 1e9
+            or now_s - self._scanned_s >= QUIET_READ_S
+        ):
+            self._scan(rows, table, now_s, log_is_ahead=False)
+        else:
+            rows.ripen(table, int(now_s * 1e9))
+
+    def _scan(
+        self, rows: ForeignRegion, table: ForeignWriter, now_s: float, log_is_ahead: bool
+    ) -> None:
+        """Read the table. `log_is_ahead` is as in `ForeignRegion.scan`."""
+        changed_ns = self._table_ns()
+        _check(rows.scan(table, self._table_fd, int(now_s * 1e9), log_is_ahead))
+        self._scanned_s, self._scanned_ns = now_s, changed_ns
+
+    def _table_ns(self) -> int:
+        """Return the table's modification time, by its file system's clock."""
+        if self._is_direct and self._table_fd >= 0:
+            os.close(self._table_fd)
+            self._table_fd = -1
+        if self._table_fd < 0:
+            self._table_fd = _open(self._table_path, self._is_direct)
+        return os.fstat(self._table_fd).st_mtime_ns
+
+
+def _open(path: Path, is_direct: bool) -> int:
+    return open_private(path, os.O_RDONLY | (os.O_DIRECT if is_direct else 0))
+
+
+def _check(error: int) -> None:
+    if error:
+        raise OSError(error, os.strerror(error))
+
+
+class _Region:
+    """One region: its superblock, its lock, and its rows once it has an owner."""
+
+    def __init__(self, scope: Scope, name: RegionName, space: Folder) -> None:
+        part = f"{_PREFIX}{name.engine}/rank-{name.rank}"
+        self.name = name
+        self.directory, self.place = space.path / part, space.place / part
+        self.superblock: Superblock | None = None
+        self.is_held = False
+        #: Whether to skip the region until the next discovery.
+        self.has_failed = False
+        #: Whether to check the superblock file even if the region has a log.
+        self.is_due = True
+        #: Whether the region is idle: all its entries are known, and its log reports new ones.
+        self.rests = False
+        self._scope = scope
+        self._takeover = Takeover()
+        # Joined only once, because they are used many times per second.
+        self._superblock_path = self.place / SUPERBLOCK_FILE
+        self._superblock_seen = (0, 0)
+        self._source: Source | None = None
+        self._rows: ForeignRegion | None = None
+        self._of: Superblock | None = None  # the one that the rows were created for
+        self._begun: Wanted | None = None
+
+    def read_superblock(self) -> bool:
+        """Read the superblock if it was replaced; return whether it was.
+
+        Raises OSError (one of `_GONE` if there is none for us), PoolFormatError if the superblock
+        is damaged or belongs to another region.
+        """
+        known = self.superblock
+        is_leased = known is not None and known.is_leased
+        # A log reports a new superblock's epoch at once. Checking the file is most of the cost of
+        # an idle region, and on another host's file system it is a request to that host.
+        if known is not None and (known.log_pages or is_leased) and not self.is_due:
+            return False
+        seen = _stamp_of(self._superblock_path, reopen=is_leased)
+        self.is_due = False
+        if seen == self._superblock_seen:
+            return False
+        found = read_superblock(self.place)
+        ours = self._scope.keyspace, self.name.rank
+        is_ours = found is not None and (found.keyspace, found.rank) == ours
+        if found is None or not is_ours or found.log_pages > LOG_PAGES_MAX:
+            raise PoolFormatError("another region's")
+        # The superblock determines how much memory is allocated here.
+        if os.stat(self.place / SLAB_FILE).st_size < found.slots * found.slot_bytes:
+            raise PoolFormatError("its slab is truncated")
+        self.superblock, self._superblock_seen = found, seen
+        return True
+
+    def look_at_owner(self) -> None:
+        """Update `is_held`: whether a process holds the region."""
+        self.is_held = self._takeover.look(self.place).may_live
+
+    def follow(
+        self, table: ForeignWriter, wanted: Wanted, ours: OurRegions, now_s: float
+    ) -> tuple[int, bool]:
+        """Update the rows to match `wanted`. Returns their number, and whether they were restarted.
+
+        `ours` are the regions that a hint may name. Raises OSError as `Source.poll` does.
+        """
+        takes_all = wanted.version == table.version_of_all
+        if takes_all and self._begun is not None and self._begun.version != wanted.version:
+            self.leave(table)  # entries that were left out now count too
+        rows, source = self._rows_of(table, wanted.owner)
+        rows.set_ours(ours)
+        begins = self._begun != wanted
+        if begins:
+            version_before = self._begun.version if self._begun is not None else 0
+            from_now = wanted.version != version_before and not takes_all
+            rows.begin(table, wanted.epoch, from_now)
+            source.begin()
+            self._begun = wanted
+        if source.poll(rows, table, now_s):
+            self._superblock_seen = (0, 0)  # read it regardless of its file's time
+            self.is_due = True
+        self.rests = not begins and not self.is_due and source.log_fd() >= 0
+        return rows.rows, begins
+
+    def log(self) -> tuple[ForeignRegion, int]:
+        """Return an idle region's rows, and the descriptor of the log that they follow."""
+        assert self._rows is not None and self._source is not None
+        return self._rows, self._source.log_fd()
+
+    def _rows_of(self, table: ForeignWriter, owner: int) -> tuple[ForeignRegion, Source]:
+        """Return the region's rows for this owner, in a table of the current shape."""
+        now, before = self.superblock, self._of
+        assert now is not None
+        same = before is not None and _shape_of(before) == _shape_of(now)
+        belongs = self._begun is not None and self._begun.owner == owner
+        if same and belongs and self._rows is not None and self._source is not None:
+            return self._rows, self._source
+        self.leave(table)
+        # A server whose ranks share nothing cannot read another server's single copies.
+        shares = self._scope.ranks > 1
+        groups = [(group.group_id, group.set_size if shares else 1) for group in now.groups]
+        home = owner, self.name.target, self.name.rank
+        young_ns = int(YOUNG_S * 1e9) if now.world_size > 1 else 0
+        self._rows, self._of = ForeignRegion(home, now.slots, groups, young_ns), now
+        self._source = Source(self.place, now)
+        return self._rows, self._source
+
+    def leave(self, table: ForeignWriter) -> None:
+        """Withdraw all rows."""
+        self.close()
+        if self._rows is not None:
+            self._rows.begin(table, 0, False)
+        self._rows = self._begun = self._source = None
+
+    def close(self) -> None:
+        """Close the files, as `Source.close` does."""
+        self.rests = False
+        if self._source is not None:
+            self._source.close()
+
+
+class TargetScan:
+    """Follows one target's regions. Each target has a separate thread, because it may hang."""
+
+    def __init__(
+        self,
+        scope: Scope,
+        target: int,
+        table: ForeignWriter,
+        owners: Owners,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock` is monotonic, in seconds: the clock that the table's readers use."""
+        self._scope = scope
+        self._target = target
+        self._space = Folder.nowhere(scope.targets[target] / scope.keyspace)
+        self._table = table
+        self._owners = owners
+        self._clock = clock
+        self._regions: dict[RegionName, _Region] = {}
+        self._discovered_s = float("-inf")
+        self._examined = 0  # idle regions examined so far
+        self._changes = -1
+        self._ours: OurRegions = []
+        self._logged = ""
+
+    def scan(self) -> float:
+        """Check every region once. Return the CPU seconds used, excluding regions' first scans."""
+        begun_s, first_s = time.thread_time(), 0.0
+        now_s = self._clock()
+        self._owners.ask(self._table.version_asked)
+        if now_s - self._discovered_s >= DISCOVERY_S:
+            self._discovered_s = now_s
+            self._discover()
+        for region in self._restless():
+            if not region.has_failed:
+                first_s += self._look_at(region, now_s)
+        self._table.scanned(int(self._clock() * 1e9))
+        return time.thread_time() - begun_s - first_s
+
+    def _restless(self) -> list[_Region]:
+        """Return the regions that may have new entries."""
+        regions = list(self._regions.values())
+        if self._changes != self._owners.changes:
+            self._changes = self._owners.changes
+            return regions
+        rest = [region for region in regions if region.rests]
+        for at in ForeignRegion.with_news([region.log() for region in rest]):
+            rest[at].rests, rest[at].is_due = False, True
+        return [region for region in regions if not region.rests]
+
+    def _due(self) -> list[_Region]:
+        """Return the regions to examine now: all that are not idle and, in turn, some that are."""
+        regions = list(self._regions.values())
+        rest = [region for region in regions if region.rests]
+        begin, self._examined = self._examined, self._examined + EXAMINED
+        turn = {(begin + at) % len(rest) for at in range(EXAMINED)} if rest else ()
+        return [region for region in regions if not region.rests] + [rest[at] for at in turn]
+
+    def _discover(self) -> None:
+        """Find the regions on the target, and which of them a process holds."""
+        engines: set[int] = set()
+        try:
+            self._space.renew()
+            engines = _engines_in(self._space.place)
+        except OSError as error:
+            self._space.leave()  # so that a lost file system can be unmounted
+            if error.errno != errno.ENOENT:
+                self._log(f"{self._space.path}: {error.strerror}")
+            for region in self._regions.values():
+                region.close()
+                region.has_failed = True
+            if error.errno not in _GONE:
+                return  # a target that fails is not searched, and its rows stay
+        if self._scope.engine_index in engines:
+            self._find_ours(self._space.place)
+        for engine in engines - {self._scope.engine_index}:
+            for rank in range(self._scope.ranks):
+                name = RegionName(engine, rank, self._target)
+                if name not in self._regions:
+                    self._regions[name] = _Region(self._scope, name, self._space)
+        for region in self._due():
+            region.has_failed, region.is_due = False, True
+            region.close()
+            try:
+                Folder.open(region.directory, region.place)  # checks that it is ours
+                region.read_superblock()
+                region.look_at_owner()
+            except (OSError, PoolFormatError) as error:
+                self._fail(region, error)
+            else:
+                assert region.superblock is not None
+                self._owners.found(region.name, region.superblock, region.is_held)
+
+    def _find_ours(self, space: Path) -> None:
+        """Find the uuids of our first rank's regions. Our own server may not have created them
+        yet."""
+        with contextlib.suppress(OSError, PoolFormatError):
+            found = read_superblock(space / f"{_PREFIX}{self._scope.engine_index}" / "rank-0")
+            targets = range(len(self._scope.targets))
+            if found is not None:
+                self._ours = [(region_uuid(found.uuid, target), target) for target in targets]
+
+    def _look_at(self, region: _Region, now_s: float) -> float:
+        """Scan one region; return the CPU seconds if that was a first scan, else 0."""
+        begun_s = time.thread_time()
+        try:
+            if region.read_superblock():
+                assert region.superblock is not None
+                self._owners.found(region.name, region.superblock, region.is_held)
+            wanted = self._owners.wanted(region.name)
+            if wanted is None:
+                region.leave(self._table)
+                return 0.0
+            rows, begins = region.follow(self._table, wanted, self._ours, now_s)
+        except (OSError, PoolFormatError) as error:
+            self._fail(region, error)
+            return 0.0
+        self._owners.scanned(region.name, wanted, rows)
+        return time.thread_time() - begun_s if begins else 0.0
+
+    def _fail(self, region: _Region, error: OSError | PoolFormatError) -> None:
+        """Forget a region that was removed; keep one that is temporarily unreadable."""
+        if isinstance(error, PoolFormatError) or error.errno in _GONE:
+            region.leave(self._table)
+            del self._regions[region.name]
+            self._owners.lost(region.name)
+        else:
+            region.has_failed, region.rests = True, False
+            self._log(f"{region.directory}: {error.strerror}")
+
+    def _log(self, line: str) -> None:
+        """Log an error of the target, unless it repeats the last one."""
+        if line != self._logged:
+            self._logged = line
+            print(f"share: {line}", file=sys.stderr, flush=True)
+
+
+def _engines_in(space: Path) -> set[int]:
+    """Return the numbers of the engines' directories. Raises OSError if that fails."""
+    names = (name for name in os.listdir(space) if name.startswith(_PREFIX))
+    numbers = (name.removeprefix(_PREFIX) for name in names)
+    return {int(text) for text in numbers if text.isdecimal() and str(int(text)) == text}
+
+
+def _shape_of(superblock: Superblock) -> tuple[object, ...]:
+    return superblock.slots, superblock.groups, superblock.log_pages, superblock.is_leased
+
+
+def _stamp_of(path: Path, reopen: bool = False) -> tuple[int, int]:
+    """Return a value that changes when a file is written or replaced. Raises OSError. If `reopen`,
+    open the file to ask a network file system's server, instead of this host's cache."""
+    if reopen:
+        fd = open_private(path, os.O_RDONLY)
+        try:
+            status = os.fstat(fd)
+        finally:
+            os.close(fd)
+    else:
+        status = os.stat(path, follow_symlinks=False)
+    return status.st_ino, status.st_mtime_ns
 
 
 def start_follower(

@@ -30,10 +30,14 @@ from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
 from vllm_nvmeof_bench.reports.follow import CHANGED, FIRST, IDLE, LOG, PUT, SAME, SCAN, Sample
 from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.settings import check_positive, option, recorded
-from vllm_nvmeof_offload.follow.follower import FOLLOW_MS, start_follower
+from vllm_nvmeof_offload.follow.follower import (
+    FOLLOW_MS,
+    QUIET_S,
+    Scope,
+    TargetScan,
+    start_follower,
+)
 from vllm_nvmeof_offload.follow.owners import COMPLETE, Owners
-from vllm_nvmeof_offload.follow.scan import Scope, TargetScan
-from vllm_nvmeof_offload.follow.source import QUIET_S
 from vllm_nvmeof_offload.groups import GroupKind
 from vllm_nvmeof_offload.native import ForeignReader, ForeignWriter, core
 from vllm_nvmeof_offload.pool.format import (

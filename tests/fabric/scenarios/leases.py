@@ -17,8 +17,8 @@ from tests.fabric.owner import KEYS, PAGES, SLOTS, TAKEOVER_S, Owner, chunk_of
 from tests.fabric.stage import READY_S_MAX, Stage
 from tests.unit.follow.kit import KEYSPACE
 from tests.unit.pool.kit import PAYLOAD_BYTES, SLOT_BYTES, TAG, name, payload
+from vllm_nvmeof_offload.follow.follower import DISCOVERY_S, Scope, TargetScan
 from vllm_nvmeof_offload.follow.owners import COMPLETE, Owners
-from vllm_nvmeof_offload.follow.scan import DISCOVERY_S, Scope, TargetScan
 from vllm_nvmeof_offload.native import ForeignReader, ForeignWriter
 from vllm_nvmeof_offload.pool.format import (
     SUPERBLOCK_FILE,

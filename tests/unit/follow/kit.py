@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.unit.pool.kit import make_spec
+from vllm_nvmeof_offload.follow.follower import DISCOVERY_S, Scope, TargetScan
 from vllm_nvmeof_offload.follow.owners import SLOTS_MAX, Owners
-from vllm_nvmeof_offload.follow.scan import DISCOVERY_S, Scope, TargetScan
 from vllm_nvmeof_offload.native import ForeignReader, ForeignWriter, OwnerRecord
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool

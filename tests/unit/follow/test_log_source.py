@@ -22,8 +22,8 @@ from tests.resets import reset
 from tests.unit.follow.kit import COMPLETE, DEAD, NONE, OURS, Following, row, stop_clock_of
 from tests.unit.pool.kit import SLOT_BYTES, TAG, name, put
 from tests.wait import wait_until
-from vllm_nvmeof_offload.follow import scan
-from vllm_nvmeof_offload.follow.source import RESCAN_S, SYNCED_S
+from vllm_nvmeof_offload.follow import follower
+from vllm_nvmeof_offload.follow.follower import RESCAN_S, SYNCED_S
 from vllm_nvmeof_offload.native import ForeignReader, ForeignRegion, ForeignWriter
 from vllm_nvmeof_offload.pool.format import Stamp, decode_table, region_uuid
 from vllm_nvmeof_offload.pool.lease import Leasing
@@ -355,7 +355,7 @@ def test_of_many_regions_at_rest_only_some_are_examined_at_a_time(
     following: Following, engine: OpenEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their logs are asked each time; files and locks in turns."""
-    monkeypatch.setattr(scan, "EXAMINED", 2)
+    monkeypatch.setattr(follower, "EXAMINED", 2)
     owners = [Owner(engine(1 + at, tmp_path, log_pages=PAGES, **LOGGED)) for at in range(5)]
     for _ in range(3):
         following.scan()

@@ -23,7 +23,7 @@ from tests.unit.follow.kit import (
 )
 from tests.unit.pool.kit import OTHER_TAG, PAYLOAD_BYTES, TAG, name, put
 from vllm_nvmeof_offload.errors import OK
-from vllm_nvmeof_offload.follow.scan import YOUNG_S
+from vllm_nvmeof_offload.follow.follower import YOUNG_S
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.pool.format import write_superblock
 from vllm_nvmeof_offload.pool.pool import Pool

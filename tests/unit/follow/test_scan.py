@@ -27,7 +27,7 @@ from tests.unit.follow.kit import (
     stop_clock_of,
 )
 from tests.unit.pool.kit import OTHER_TAG, TAG, fill, name, put
-from vllm_nvmeof_offload.follow import scan
+from vllm_nvmeof_offload.follow import follower
 from vllm_nvmeof_offload.pool.format import Stamp, encode_entry, write_superblock
 from vllm_nvmeof_offload.pool.lease import NOBODY, TAKEOVER_S, LeasePage, Takeover, lease_of
 from vllm_nvmeof_offload.pool.pool import Pool
@@ -307,7 +307,7 @@ def test_a_lease_that_is_not_renewed_names_a_dead_owner(
 ) -> None:
     """Its lock says nothing: the owner may be on another host. Its chunks are offered as before."""
     clock = SimpleNamespace(now_s=0.0)
-    monkeypatch.setattr(scan, "Takeover", partial(Takeover, clock=lambda: clock.now_s))
+    monkeypatch.setattr(follower, "Takeover", partial(Takeover, clock=lambda: clock.now_s))
     pool = engine(1, tmp_path)
     put(pool, 1, name(1))
     io = lease_of(pool.directories[0])
