@@ -9,12 +9,56 @@ from __future__ import annotations
 import errno
 import os
 
+import numpy as np
+
 from tests.chunks import place_in
 from vllm_nvmeof_offload.errors import OK, Outcome, io_error
-from vllm_nvmeof_offload.pool.format import Stamp, encode_entry, seal, verify
+from vllm_nvmeof_offload.groups import GroupKind, group_id_of
+from vllm_nvmeof_offload.native import core
+from vllm_nvmeof_offload.pool.format import (
+    ENTRY_BYTES,
+    SlotPlace,
+    Stamp,
+    encode_entry,
+    verify,
+)
 from vllm_nvmeof_offload.pool.pool import Pool
-from vllm_nvmeof_offload.protocol import SlotIdentity
+from vllm_nvmeof_offload.protocol import SlotIdentity, slot_of, target_of
 from vllm_nvmeof_offload.units import slot_stride_bytes
+
+
+def seal(
+    slot: memoryview,
+    identity: SlotIdentity,
+    payload_bytes: int,
+    stamp: Stamp,
+    place: SlotPlace,
+    kind: GroupKind,
+    *,
+    payload_crc: int | None = None,
+    single_copy: bool = False,
+) -> None:
+    """Fill the header page of `slot` (uint8, header page + payload). Raises ValueError if the key
+    does not fit.
+
+    `kind` is the kind of the key's group. If `payload_crc` is None, it is computed here.
+    """
+    what = identity.key, identity.generation, payload_bytes
+    crc = -1 if payload_crc is None else payload_crc
+    where = place.region_uuid, place.rank, place.slot
+    core.seal(
+        np.frombuffer(slot, np.uint8), *what, crc, stamp.epoch, stamp.tag, *where, kind, single_copy
+    )
+
+
+def slab_at(pool: Pool, place: int) -> tuple[int, int]:
+    """Descriptor and byte offset of a slot's header page."""
+    return pool.files(target_of(place))[0], slot_of(place) * pool.slot_bytes
+
+
+def table_at(pool: Pool, place: int) -> tuple[int, int]:
+    """Descriptor and byte offset of a slot's table entry."""
+    return pool.files(target_of(place))[1], slot_of(place) * ENTRY_BYTES
 
 
 def write_slot(
@@ -34,10 +78,12 @@ def write_slot(
     size = pool.payload_bytes if payload_bytes is None else payload_bytes
     at = place_in(number, pool.target_count)
     stamp, place = stamp or pool.stamp, pool.slot_place(at)
-    seal(slot, identity, size, stamp, place, pool.kind_of(identity.key), single_copy=single_copy)
+    # A group that the pool does not know may have any kind: no start adopts such a chunk.
+    kind = pool.kinds.get(group_id_of(identity.key), GroupKind.FULL)
+    seal(slot, identity, size, stamp, place, kind, single_copy=single_copy)
     entry = encode_entry(place.slot, identity, stamp.epoch, single_copy=single_copy)
-    slab_fd, slab_offset = pool.slab_fd(at)
-    table_fd, table_offset = pool.table_fd(at)
+    slab_fd, slab_offset = slab_at(pool, at)
+    table_fd, table_offset = table_at(pool, at)
     whole = slot[: slot_stride_bytes(size)]
     try:
         if os.pwritev(slab_fd, [whole], slab_offset) != len(whole):
@@ -62,7 +108,7 @@ def read_slot(
     offset, as a misdirected read does."""
     size = pool.payload_bytes if payload_bytes is None else payload_bytes
     at = place_in(number, pool.target_count)
-    fd, offset = elsewhere or pool.slab_fd(at)
+    fd, offset = elsewhere or slab_at(pool, at)
     try:
         if not os.preadv(fd, [slot[: slot_stride_bytes(size)]], offset):
             return io_error(0)

@@ -18,6 +18,7 @@ from crc32c import crc32c
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.slots import seal
 from vllm_nvmeof_offload.errors import (
     CHECKSUM_MISMATCH,
     OK,
@@ -37,7 +38,6 @@ from vllm_nvmeof_offload.pool.format import (
     is_superblock,
     parse_header,
     read_superblock,
-    seal,
     verify,
 )
 from vllm_nvmeof_offload.protocol import SlotIdentity

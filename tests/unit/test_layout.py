@@ -13,6 +13,7 @@ from crc32c import crc32c
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.slots import seal
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, OK, STALE, PoolFormatError
 from vllm_nvmeof_offload.groups import GroupKind
 from vllm_nvmeof_offload.native import core
@@ -28,7 +29,6 @@ from vllm_nvmeof_offload.pool.format import (
     decode_table,
     encode_entry,
     parse_header,
-    seal,
     share_tag,
     verify,
 )

@@ -162,30 +162,6 @@ class SlotHeader:
     single_copy: bool = False  # no other rank of the set has the chunk
 
 
-def seal(
-    slot: memoryview,
-    identity: SlotIdentity,
-    payload_bytes: int,
-    stamp: Stamp,
-    place: SlotPlace,
-    kind: GroupKind,
-    *,
-    payload_crc: int | None = None,
-    single_copy: bool = False,
-) -> None:
-    """Fill the header page of `slot` (uint8, header page + payload). Raises ValueError if the key
-    does not fit.
-
-    `kind` is the kind of the key's group. If `payload_crc` is None, it is computed here.
-    """
-    what = identity.key, identity.generation, payload_bytes
-    crc = -1 if payload_crc is None else payload_crc
-    where = place.region_uuid, place.rank, place.slot
-    core.seal(
-        np.frombuffer(slot, np.uint8), *what, crc, stamp.epoch, stamp.tag, *where, kind, single_copy
-    )
-
-
 def is_intact_page(page: memoryview, magic: bytes) -> bool:
     """Return whether 4 KiB begin with `magic` and end with their CRC."""
     if len(page) < PAGE_BYTES or page[: len(magic)] != magic:
@@ -389,15 +365,10 @@ class Superblock:
         """Return the place that the header of a slot must name."""
         return SlotPlace(region_uuid(self.uuid, self.target_index), self.rank, slot)
 
-    def group_of(self, key: bytes) -> StoredGroup | None:
-        """Return the key's group, or None if the region has none with its id."""
-        group_id = group_id_of(key)
-        return next((group for group in self.groups if group.group_id == group_id), None)
-
     def length_of(self, key: bytes) -> int | None:
-        """Return the payload bytes of the key's chunk, or None as in `group_of`."""
-        group = self.group_of(key)
-        return None if group is None else group.payload_bytes
+        """Return the payload bytes of the key's chunk, or None if the region lacks its group."""
+        lengths = {group.group_id: group.payload_bytes for group in self.groups}
+        return lengths.get(group_id_of(key))
 
     @property
     def is_leased(self) -> bool:

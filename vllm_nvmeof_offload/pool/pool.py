@@ -20,11 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from vllm_nvmeof_offload.errors import CANCELLED, OK, Outcome, PoolError, io_error
-from vllm_nvmeof_offload.groups import GroupKind, group_id_of
 from vllm_nvmeof_offload.pool.background import Background
 from vllm_nvmeof_offload.pool.folder import Folder
 from vllm_nvmeof_offload.pool.format import (
-    ENTRY_BYTES,
     SlotPlace,
     Stamp,
     Superblock,
@@ -123,7 +121,7 @@ class Pool:
     """An open pool. All calls except descriptor look-ups may block: do not make them in the
     engine's poll.
 
-    `slab_fd`, `table_fd`, `log_fd`, `slot_place` and `stamp` may be used on any thread. All else is
+    `files`, `slot_place` and `stamp` may be used on any thread. All else is
     for one thread at a time: first the one that opened the pool, then the pipeline's.
     """
 
@@ -207,14 +205,6 @@ class Pool:
                 raise PoolError(f"cannot use the pool in {places}: {error}") from error
             raise
 
-    def slab_fd(self, place: int) -> tuple[int, int]:
-        """Return (descriptor, byte offset) of a slot's header page."""
-        return self._slabs[target_of(place)].fd, slot_of(place) * self.slot_bytes
-
-    def table_fd(self, place: int) -> tuple[int, int]:
-        """Return (descriptor, byte offset) of a slot's table entry (buffered)."""
-        return self._slabs[target_of(place)].table_fd, slot_of(place) * ENTRY_BYTES
-
     def files(self, target: int) -> tuple[int, int, int]:
         """Return the descriptors of the target's slab, table and log, -1 if it is lost."""
         slab = self._slabs[target]
@@ -229,10 +219,6 @@ class Pool:
         lease_generation = self.superblocks[target].lease_generation
         return LogFile(fd, pages, next_sequence(fd, pages) if pages else 0, lease_generation)
 
-    def log_fd(self, target: int) -> int:
-        """Return the descriptor of the target's log, -1 if it is lost."""
-        return self._slabs[target].log_fd
-
     def keyspace(self, target: int) -> Folder:
         """Open the keyspace's directory through our region's, not by path. Callable on any thread.
 
@@ -246,13 +232,6 @@ class Pool:
     def slot_place(self, place: int) -> SlotPlace:
         """Return the place that the header of this slot must name. The slot is ours."""
         return self.superblocks[target_of(place)].place(slot_of(place))
-
-    def kind_of(self, key: bytes) -> GroupKind:
-        """Return the kind of the key's group.
-
-        If the pool does not know the group, any kind will do: no start adopts such a chunk.
-        """
-        return self.kinds.get(group_id_of(key), GroupKind.FULL)
 
     def adopt(self) -> AdoptedEntries:
         """Return the chunks that an earlier process stored. Call once, at start.

@@ -46,7 +46,7 @@ from vllm_nvmeof_offload.io.base import (
 )
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.pool.pool import Pool
-from vllm_nvmeof_offload.protocol import OURS, OpKind, owner_of, target_of
+from vllm_nvmeof_offload.protocol import OURS, OpKind, owner_of, slot_of, target_of
 from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES, slot_stride_bytes
 
 #: Each knob → its effect.
@@ -385,7 +385,8 @@ class FaultyIoEngine:
 
     def _flip_on_disk(self, op: IoOp) -> None:
         """Flip one payload byte in the slab; rewrite an aligned page, as O_DIRECT requires."""
-        fd, offset = self._pool.slab_fd(op.place)
+        fd = self._pool.files(target_of(op.place))[0]
+        offset = slot_of(op.place) * self._pool.slot_bytes
         at = self.plan.random.randrange(op.payload_bytes)
         page_offset = offset + HEADER_BYTES + at // PAGE_BYTES * PAGE_BYTES
         with mmap.mmap(-1, PAGE_BYTES) as page, memoryview(page) as view:

@@ -265,7 +265,9 @@ class World:
             assert self.neighbours is not None
             other = self.dice.choice([self.pool, *self.neighbours.pools])
             at = self.dice.choice([slot, self.dice.randrange(self.pool.slots)])
-            self.load(slot, self.known[slot], other.slab_fd(place_in(at, other.target_count)))
+            self.load(
+                slot, self.known[slot], slots.slab_at(other, place_in(at, other.target_count))
+            )
             self.counts["misdirected read"] += 1
 
     def _load_as_another_group(self) -> None:

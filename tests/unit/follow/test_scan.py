@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.resets import reset
+from tests.slots import table_at
 from tests.unit.follow.kit import (
     COMPLETE,
     DEAD,
@@ -37,7 +38,7 @@ OpenEngine = Callable[..., Pool]
 
 
 def write_entry(pool: Pool, slot: int, entry: bytes) -> None:
-    fd, offset = pool.table_fd(place_of(0, slot))
+    fd, offset = table_at(pool, place_of(0, slot))
     os.pwrite(fd, entry, offset)
 
 

@@ -282,9 +282,9 @@ def test_a_leased_region_says_so_and_its_log_passes_the_page_cache_by(tmp_path: 
         (found,) = pool.superblocks
         assert (found.shared, found.lease_generation) == (LEASED, 1)
         assert read_superblock(pool.directories[0]) == found
-        assert fcntl.fcntl(pool.log_fd(0), fcntl.F_GETFL) & os.O_DIRECT
+        assert fcntl.fcntl(pool.files(0)[2], fcntl.F_GETFL) & os.O_DIRECT
         Log(pool.log(0)).reset(7)
-        head = newest_head(pool.log_fd(0), 4)
+        head = newest_head(pool.files(0)[2], 4)
         assert head is not None and (head.epoch, head.lease_generation) == (7, 1)
     with opened(tmp_path) as pool:
         assert pool.superblocks[0].lease_generation == 2

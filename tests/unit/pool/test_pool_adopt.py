@@ -13,7 +13,7 @@ import pytest
 from crc32c import crc32c
 
 from tests.resets import reset
-from tests.slots import read_slot, write_slot
+from tests.slots import read_slot, table_at, write_slot
 from vllm_nvmeof_offload.errors import OK, STALE, PoolError, io_error
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
@@ -49,12 +49,7 @@ def test_a_new_pool_is_empty_and_has_the_geometry_asked_for(open_pool: OpenPool)
     assert (pool.payload_bytes, pool.engine_index) == (PAYLOAD_BYTES, 0)
     assert pool.fallbacks == ()
     assert entries(pool) == {}
-    places = [place_of(target, slot) for target in (0, 1) for slot in range(8)]
-    assert len({(pool.slab_fd(place), pool.table_fd(place)) for place in places}) == 16
-    first, second, third = (place_of(1, slot) for slot in range(3))
-    assert pool.slab_fd(third)[1] == 2 * SLOT_BYTES
-    assert pool.slab_fd(second)[0] == pool.slab_fd(first)[0] != pool.slab_fd(place_of(0, 0))[0]
-    assert pool.table_fd(third)[1] == 2 * 64
+    assert len({fd for target in (0, 1) for fd in pool.files(target)}) == 6
 
 
 @pytest.mark.parametrize("targets", [1, 2, 3])
@@ -332,7 +327,7 @@ def test_damaged_table_entries_are_recovered_from_their_headers(open_pool: OpenP
 def test_a_wrong_table_is_corrected_by_the_headers(open_pool: OpenPool) -> None:
     pool = open_pool()
     put(pool, 3, name(3))
-    fd, offset = pool.table_fd(place_of(0, 3))
+    fd, offset = table_at(pool, place_of(0, 3))
     os.pwrite(fd, encode_entry(3, name(4), pool.stamp.epoch), offset)
     pool = open_pool()
     assert pool.adopt().keys == name(4).key

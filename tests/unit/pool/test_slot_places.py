@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.slots import table_at
 from vllm_nvmeof_offload.commands.pool.check import check, exit_code
 from vllm_nvmeof_offload.commands.pool.show import inspect_slot
 from vllm_nvmeof_offload.pool.format import encode_entry
@@ -92,7 +93,7 @@ def test_the_slab_of_another_rank_is_not_adopted_from(tmp_path: Path) -> None:
 def test_a_wrong_key_in_a_table_is_distinguished_from_a_wrong_place(open_pool: OpenPool) -> None:
     pool = open_pool()
     put(pool, 3, name(3))
-    fd, offset = pool.table_fd(place_of(0, 3))
+    fd, offset = table_at(pool, place_of(0, 3))
     os.pwrite(fd, encode_entry(3, name(4), pool.stamp.epoch), offset)
     pool.close()
     assert check(find([pool.directories[0].parents[2]]))[0].counts == {"slot holds another key": 1}
