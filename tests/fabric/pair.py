@@ -22,7 +22,7 @@ from tests.fabric.subject import KEYSPACE, PAYLOAD_BYTES, content
 from vllm_nvmeof_offload.copy.base import Pieces
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, IoOp, Waker
-from vllm_nvmeof_offload.io.choose import choose_io_engine
+from vllm_nvmeof_offload.io.native import choose_io_engine
 from vllm_nvmeof_offload.peers.base import Common, SlotMemory
 from vllm_nvmeof_offload.peers.clients import PeerClients
 from vllm_nvmeof_offload.peers.server import PeerServer

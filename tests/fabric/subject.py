@@ -26,7 +26,7 @@ from vllm_nvmeof_offload import LOGGER_NAME
 from vllm_nvmeof_offload.copy.base import Pieces
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.io.base import IoLimits, Waker
-from vllm_nvmeof_offload.io.choose import choose_io_engine
+from vllm_nvmeof_offload.io.native import choose_io_engine
 from vllm_nvmeof_offload.manager.ledger import columns_of
 from vllm_nvmeof_offload.manager.target_choice import Targets
 from vllm_nvmeof_offload.metrics import Counts

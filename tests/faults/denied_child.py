@@ -21,7 +21,7 @@ import numpy as np
 from vllm_nvmeof_offload import LOGGER_NAME
 from vllm_nvmeof_offload.errors import OK, EngineError
 from vllm_nvmeof_offload.io.base import IoLimits
-from vllm_nvmeof_offload.io.choose import choose_io_engine
+from vllm_nvmeof_offload.io.native import choose_io_engine
 from vllm_nvmeof_offload.pool.pool import Pool
 
 from . import engines

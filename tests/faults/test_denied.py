@@ -17,7 +17,7 @@ import pytest
 from tests.locked_memory import needs_locked_memory
 from vllm_nvmeof_offload.units import KIB, MIB
 
-pytest.importorskip("vllm_nvmeof_offload.io.choose", exc_type=ImportError)
+pytest.importorskip("vllm_nvmeof_offload.io.native", exc_type=ImportError)
 
 ROOT = Path(__file__).parents[2]
 #: Eight staging slots of this size exceed every limit below.

@@ -41,7 +41,7 @@ from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import Outcome, outcome_of
 from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, IoOp, Waker
-from vllm_nvmeof_offload.io.choose import choose_io_engine
+from vllm_nvmeof_offload.io.native import choose_io_engine
 from vllm_nvmeof_offload.manager.handshake import CoreConfig
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.log import with_log

@@ -48,8 +48,7 @@ from vllm_nvmeof_offload.fabric.topology import (
     read_number,
     read_pcie_link,
 )
-from vllm_nvmeof_offload.io.choose import explain_denial
-from vllm_nvmeof_offload.io.native import UringDeniedError
+from vllm_nvmeof_offload.io.native import UringDeniedError, explain_denial
 from vllm_nvmeof_offload.limits import (
     memory_bytes,
     memory_left_bytes,
