@@ -90,12 +90,13 @@ def adopt_entries(
         raw = read_table(slab.table_fd, min(count, slab.table_slots_found))
         whole = raw.size // ENTRY_BYTES
         table = decode_table(raw, np.arange(whole))
-        parts.append(_intact(table, superblock))
         lost = np.concatenate([np.flatnonzero(table.damaged), np.arange(whole, count)])
         if lost.size:
             logger.warning("rebuilding %d of %d table entries from slots", lost.size, count)
-            found = _recover(slab, lost, superblock, on_progress)
-            parts.append(_recovered(superblock, found))
+            raw = np.concatenate([raw, np.zeros((count - whole) * ENTRY_BYTES, np.uint8)])
+            _recover(raw, slab, lost, superblock, on_progress)
+            table = decode_table(raw, np.arange(count))
+        parts.append(_intact(table, superblock))
     return _merge(parts)
 
 
@@ -128,7 +129,10 @@ def _intact(table: DecodedTable, superblock: Superblock) -> _Found:
     if members is not None and (members < 0).any():
         rows, members = rows[members >= 0], members[members >= 0]
     whole_keys = keys.view(f"V{length}")[:, 0]
-    places = _places(superblock, rows, members)
+    if members is None:
+        places = place_of(superblock.target_index, 0) | rows
+    else:
+        places = places_of(superblock.target_index, rows, members)
     return _Found(places, table.generations[rows], whole_keys[rows])
 
 
@@ -168,32 +172,6 @@ def _members(
     return members
 
 
-def _places(
-    superblock: Superblock, slots: npt.NDArray[np.int64], members: npt.NDArray[np.int64] | None
-) -> npt.NDArray[np.int64]:
-    """Return the places of these slots. `members` is as returned by `_members`."""
-    if members is None:
-        return place_of(superblock.target_index, 0) | slots
-    return places_of(superblock.target_index, slots, members)
-
-
-def _recovered(superblock: Superblock, found: Sequence[tuple[int, SlotHeader]]) -> _Found:
-    """Return the entries of the slots and headers in `found`, which are all of one target."""
-    length = _common(np.array([len(header.identity.key) for _, header in found], np.uint8))
-    same = [(slot, header) for slot, header in found if len(header.identity.key) == length]
-    keys = np.array([header.identity.key for _, header in same], f"V{length}")
-    flags = [FLAG_SINGLE_COPY if header.single_copy else 0 for _, header in same]
-    key_rows = keys.view(np.uint8).reshape(len(same), length)
-    rows = np.arange(len(same))
-    members = _members(key_rows, rows, np.array(flags, np.uint8), superblock)
-    slots = np.array([slot for slot, _ in same], np.int64)
-    generations = np.array([header.identity.generation for _, header in same], np.uint64)
-    if members is not None:
-        rows = np.flatnonzero(members >= 0)
-        members = members[rows]
-    return _Found(_places(superblock, slots[rows], members), generations[rows], keys[rows])
-
-
 def _common(lengths: npt.NDArray[np.uint8]) -> int:
     """Return the most common length. All keys of a keyspace should have the same one."""
     return int(np.bincount(lengths).argmax()) if len(lengths) else KEY_BYTES_MAX
@@ -212,16 +190,19 @@ def _merge(parts: Sequence[_Found]) -> AdoptedEntries:
 
 
 def _recover(
+    raw: npt.NDArray[np.uint8],
     slab: Slab,
     indices: npt.NDArray[np.int64],
     superblock: Superblock,
     on_progress: Progress | None,
-) -> list[tuple[int, SlotHeader]]:
+) -> None:
     """Read the header pages of the slots `indices`, and repair the table from them.
 
-    Returns the slots with chunks to adopt.
+    In `raw` (uint8[slots * 64]), the table as it was read, the repaired entries of chunks to adopt
+    replace these slots' entries, and zeros replace the others.
     """
-    found: list[tuple[int, SlotHeader]] = []
+    rows = raw.reshape(-1, ENTRY_BYTES)
+    rows[indices] = 0
     done = 0
     newest = Stamp(superblock.epoch, superblock.tag)
     for batch, headers in scan_headers(slab.buffered_fd, indices, superblock.slot_bytes):
@@ -235,7 +216,7 @@ def _recover(
                 epoch, single = header.stamp.epoch, header.single_copy
                 entry = encode_entry(index, header.identity, epoch, single_copy=single)
                 if header.stamp == newest:
-                    found.append((index, header))
+                    rows[index] = np.frombuffer(entry, np.uint8)
             if any(entry) or index < slab.table_slots_found:
                 try:
                     os.pwrite(slab.table_fd, entry, index * ENTRY_BYTES)
@@ -244,7 +225,6 @@ def _recover(
         done += len(batch)
         if on_progress is not None:
             on_progress(done, len(indices))
-    return found
 
 
 def scan_headers(
